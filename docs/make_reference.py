@@ -19,7 +19,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from dstrain import systems
-from dstrain.commands.main import VERBS, options_of
+from dstrain.commands.main import VERBS, find_options_class
 from dstrain.commands.options.command import format_help
 from dstrain.engine.schema import STAGE_3, list_decisions
 from dstrain.recipe import Run
@@ -206,7 +206,7 @@ def make_commands() -> str:
     """Returns the page of commands: what --help shows."""
     lines = [MADE, COMMANDS]
     for name, verb in VERBS.items():
-        text = format_help(options_of(verb))
+        text = format_help(find_options_class(verb))
         lines += [f"## {name}\n", *(f"    {line}".rstrip() for line in text.splitlines()), ""]
     return "\n".join(lines)
 

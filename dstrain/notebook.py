@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from dstrain import recipe, systems
-from dstrain.data.batches import held_out
+from dstrain.data.batches import iterate_held_out
 from dstrain.data.open import open_sources
 from dstrain.disk import owner
 from dstrain.distributed import group
@@ -96,7 +96,9 @@ class TrainedRun:
         if source is None:
             raise ConfigError(f"{self.recipe.data.path} has no held-out samples: data.held_out=0.02 keeps a share")
         return score_batches(
-            self.system, self.networks, held_out(source, batch, device=self.device, seed=self.recipe.seed, limit=num)
+            self.system,
+            self.networks,
+            iterate_held_out(source, batch, device=self.device, seed=self.recipe.seed, limit=num),
         )
 
 

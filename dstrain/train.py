@@ -10,7 +10,7 @@ from torch import Tensor
 
 from dstrain import rng, systems
 from dstrain.checkpoint.saver import Saver
-from dstrain.data.batches import Batches, held_out
+from dstrain.data.batches import Batches, iterate_held_out
 from dstrain.data.open import describe_data, open_sources
 from dstrain.data.source import Source
 from dstrain.data.views import Spread
@@ -130,7 +130,9 @@ def run_steps(training: Training) -> tuple[int, bool]:
             continue
         last = stop or done == run.steps
         if is_due(every.report, done) or last:
-            counts = {"skipped": course.state.skipped, "rollbacks": course.rollbacks} | training.batches.drawn(done)
+            counts = {"skipped": course.state.skipped, "rollbacks": course.rollbacks} | training.batches.count_drawn(
+                done
+            )
             tracker.report_means(done, throughput.compute_figures(done) | counts | engines.figures())
         if last or any(
             is_due(interval, done)
@@ -155,7 +157,7 @@ def record_step(training: Training, done: int, stop: bool) -> bool:
     whether they were. Raises NotSaved if the folder is gone.
     """
     run, every, last = training.run, training.run.every, stop or done == training.run.steps
-    hosts.require_folder(run.directory)
+    hosts.require_own_folder(run.directory)
     training.watchdog.at(done, "save of step")
     good = training.course.state.good
     saved = last or (is_due(every.save, done) and good)
@@ -216,7 +218,7 @@ def catch_up(training: Training, done: int) -> bool:
 def go_back(training: Training, done: int, trouble: str) -> int:
     """Goes from trouble back to the newest checkpoint before it, and past the batches since; returns its step."""
     training.watchdog.at(done, "way back from step")
-    hosts.require_folder(training.run.directory)
+    hosts.require_own_folder(training.run.directory)
     step = training.saves.go_back(done, trouble)
     training.batches.extend(training.run.steps + training.course.shift)
     training.tracker.report_rollback(step, done, trouble)
@@ -243,7 +245,7 @@ def take_step(
     engines.set_lr(run.optimizer.lr_at(step, run.steps))
     sequence, watched = run.parallel.sequence, []
     losses: dict[str, list[Tensor]] = {}
-    for micro, batch in enumerate(batches.at(step + shift)):  # batch["key"]: randomness belongs to a sample
+    for micro, batch in enumerate(batches.read_step(step + shift)):  # batch["key"]: randomness belongs to a sample
         if micro:
             end_piece()
         if vote and micro + 1 == batches.accumulation:
@@ -456,7 +458,7 @@ def evaluate_loss(training: Training, done: int) -> float | None:
     run, source = training.run, Spread(training.held_out, training.run.every.evaluate_samples or None)
 
     def means(curves: dict[str, list[float]]) -> dict[str, float]:
-        batches = held_out(source, training.micro, group.rank(), group.world(), group.device(), run.seed)
+        batches = iterate_held_out(source, training.micro, group.rank(), group.world(), group.device(), run.seed)
         return score_batches(training.system, training.engines.modules, batches, curves)
 
     raw = {f"raw/{name}": value for name, value in means({}).items()}

@@ -11,7 +11,7 @@ import torch
 
 import dstrain
 from dstrain import recipe, systems
-from dstrain.commands.export import ExportOptions, export
+from dstrain.commands.export import ExportOptions, export_run
 from dstrain.commands.generate import GenerateOptions, generate_samples
 from dstrain.engine.checkpoint import read_weights
 from dstrain.recipe import ConfigError
@@ -77,11 +77,11 @@ def test_choices(folder):
 
 def test_held_out(folder):
     """Oracle: the mean over the first ten held-out samples in one batch, where evaluate takes batches of four."""
-    from dstrain.data.batches import held_out
+    from dstrain.data.batches import iterate_held_out
     from dstrain.data.open import open_sources
 
     run = dstrain.load(folder)
-    batch = next(held_out(open_sources(run.recipe.data)[1], 10, seed=run.recipe.seed))
+    batch = next(iterate_held_out(open_sources(run.recipe.data)[1], 10, seed=run.recipe.seed))
     batch.pop("valid")
     with torch.no_grad():
         each = run.system.evaluate(run.networks, run.system.encode(batch))["loss"]
@@ -90,7 +90,7 @@ def test_held_out(folder):
 
 def test_an_export(folder, tmp_path):
     """Oracle: the run that was exported: the same samples; its weights are of one kind."""
-    export(ExportOptions(folder, tmp_path / "out", "safetensors"))
+    export_run(ExportOptions(folder, tmp_path / "out", "safetensors"))
     run = dstrain.load(tmp_path / "out")
     assert run.step is None and run.weights == {"denoiser": "exported"}
     assert torch.equal(run.sample(3, num_steps=2), dstrain.load(folder).sample(3, num_steps=2))

@@ -31,10 +31,10 @@ class Clips(Source):
     def __getitem__(self, index: int) -> dict:
         return {"video": torch.full((5, 1, *counting.SIZE), 10 * index, dtype=torch.uint8), "frames": 5}
 
-    def name(self, index: int) -> str:
+    def name_sample(self, index: int) -> str:
         return f"clip {index}"
 
-    def fingerprint(self) -> str:
+    def compute_fingerprint(self) -> str:
         return "clips"
 
 

@@ -89,7 +89,8 @@ def run_verb(order: Order) -> None:
 def consolidate_weights(order: Order, bar: Callable[[int], Update] | None = None) -> Plan:
     """Writes order.out, whole or not at all. `bar` takes the number of bytes to do and returns an Update.
 
-    ConfigError: the source is missing, damaged or cannot be merged; `out` exists already or does not fit on the disk.
+    Raises ConfigError if the source is missing, damaged or cannot be merged; or if `out` exists already or does not fit
+    on the disk.
     """
     if read_place().world > 1:
         raise ConfigError("a consolidation takes one process: dstrain consolidate ...")
@@ -141,14 +142,14 @@ def plan_order(order: Order) -> Plan:
                 f"{source} holds no checkpoint: neither a run's (run.yaml, checkpoints/) nor DeepSpeed's "
                 "(*_model_states.pt)"
             )
-        return _of_deepspeed(order, folder)
+        return _plan_from_deepspeed(order, folder)
     if order.tag is not None:
         raise ConfigError(
             f"--tag {order.tag} names one of DeepSpeed's checkpoints, and {source} is dstrain's: leave "
             "it out, or choose with --step"
         )
     Hold(checkpoint)
-    return _of_dstrain(order, checkpoint)
+    return _plan_from_dstrain(order, checkpoint)
 
 
 def _find_checkpoint(source: Path, step: int | None) -> Path | None:
@@ -189,7 +190,7 @@ def _find_steps(store: Path) -> dict[int, Path]:
     }
 
 
-def _of_dstrain(order: Order, checkpoint: Path) -> Plan:
+def _plan_from_dstrain(order: Order, checkpoint: Path) -> Plan:
     try:
         body = read_manifest(checkpoint)
     except ConfigError as error:
@@ -288,7 +289,7 @@ def _parse_beside(path: Path | None, parse: Callable[[str], Any]) -> Any:
         raise ConfigError(f"{path} is damaged ({' '.join(reason.split())}): restore it, or move it away") from None
 
 
-def _of_deepspeed(order: Order, folder: Path) -> Plan:
+def _plan_from_deepspeed(order: Order, folder: Path) -> Plan:
     for option, value, reason in (("--part", order.part, "one network"), ("--step", order.step, "tags: give --tag")):
         if value is not None:
             raise ConfigError(f"{option} {value}: {folder} is DeepSpeed's own checkpoint, which knows {reason}")

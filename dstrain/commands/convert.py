@@ -18,7 +18,7 @@ import numpy as np
 from PIL import Image
 
 from dstrain.commands.options.convert import ConvertOptions
-from dstrain.commands.options.shipped import shipped_folder
+from dstrain.commands.options.shipped import find_shipped_folder
 from dstrain.data.formats.labels import read_class_list
 from dstrain.data.formats.packed import FORMAT, HELD_OUT, INDEX, PACKING, TRAIN, ShardWriter, hash_file, name_shard
 from dstrain.disk import atomic, sealed
@@ -67,7 +67,7 @@ def convert_data(options: ConvertOptions) -> str:
 
 def load_converter(name: str) -> ModuleType:
     """Returns the module of a converter, which is shipped beside the recipes."""
-    path = shipped_folder(".py") / f"{name}.py"
+    path = find_shipped_folder(".py") / f"{name}.py"
     loader = SourceFileLoader(f"dstrain.shipped.convert.{name}", str(path))
     module = ModuleType(loader.name)
     loader.exec_module(module)

@@ -27,7 +27,7 @@ from dstrain import __version__, rng
 from dstrain.commands.encoding import embeddings
 from dstrain.commands.encoding.folder import (
     SAME_COMMAND,
-    claimed,
+    claim_folder,
     complete_shards,
     count_samples,
     require_readable,
@@ -36,7 +36,7 @@ from dstrain.commands.encoding.plan import make_plan
 from dstrain.commands.options.encode import EncodeOptions
 from dstrain.data.cached import shards
 from dstrain.data.cached.rows import pack_caption
-from dstrain.data.files.listing import ask_each
+from dstrain.data.files.listing import map_in_threads
 from dstrain.data.source import (
     Bad,
     Item,
@@ -60,14 +60,14 @@ from dstrain.runs.first_stage import Encoder, FirstStage
 def run_verb(options: EncodeOptions) -> None:
     """Encodes, or embeds pairs, and says what was written."""
     if options.makes_pairs:
-        plan = embeddings.embed(options)
+        plan = embeddings.embed_pairs(options)
         text = (
             f"{plan['pairs']} pairs in {options.out}: image_embed {plan['image_embed_dim']}, text_embed "
             f"{plan['text_embed_dim']}; {plan['unreadable']} unreadable and replaced, {plan['without_caption']} "
             "images without caption"
         )
     else:
-        index = encode(options)
+        index = encode_data(options)
         text = "" if index is None else _summarize(options.out, index)
     if text and group.rank() == 0:
         print(text)
@@ -93,10 +93,10 @@ def _summarize(out: Path, index: dict[str, Any]) -> str:
     return text
 
 
-def encode(options: EncodeOptions) -> dict[str, Any] | None:
+def encode_data(options: EncodeOptions) -> dict[str, Any] | None:
     """Writes options.out, on all ranks together; returns the body of its index, None where other parts are missing.
 
-    ConfigError: what is asked for cannot be, too many files are unreadable, or the folder holds others.
+    Raises ConfigError if what is asked for cannot be, too many files are unreadable, or the folder holds other codes.
     """
     plan = make_plan(options)
     encoding = plan.encoding
@@ -114,7 +114,7 @@ def encode(options: EncodeOptions) -> dict[str, Any] | None:
     with (
         _use_one_thread(),
         compute_in(options.precision),
-        claimed(options.out, "encodes", prepare, numbers, options.part is not None),
+        claim_folder(options.out, "encodes", prepare, numbers, options.part is not None),
     ):
         encoder = Encoder(plan.stage, plan.texts, encoding)
         records = complete_shards(
@@ -151,7 +151,7 @@ def _prepare_folder(options: EncodeOptions, stage: FirstStage, encoding: dict[st
     names = {"first_stage": stage.name, "data": path}
     if problem := _find_conflict(out, encoding, names):
         return problem
-    own = {shards.shard_name(number) for number in numbers}
+    own = {shards.name_shard(number) for number in numbers}
     for leftover in out.glob("*.tmp"):
         if options.part is None or (find_final_name(leftover) or leftover.name.lstrip(".").removesuffix(".tmp")) in own:
             leftover.unlink()
@@ -169,17 +169,17 @@ def _find_conflict(out: Path, encoding: dict[str, Any], names: dict[str, str]) -
     """Returns why the files in the folder are of another encoding, else None. `names` are for people."""
     if (earlier := shards.read_earlier(out)) is not None:
 
-        def described(key: str, value: Any, names: dict[str, str]) -> Any:
+        def describe_value(key: str, value: Any, names: dict[str, str]) -> Any:
             return f"{names[key]} ({value})" if key in names else value
 
         old, old_names = earlier["encoding"], earlier.get("of", {})
         changes = [
-            f"{key} {described(key, old.get(key), old_names)} there, {described(key, value, names)} here"
+            f"{key} {describe_value(key, old.get(key), old_names)} there, {describe_value(key, value, names)} here"
             for key in {**old, **encoding}
             if old.get(key) != (value := encoding.get(key))
         ]
         return f"--out {out} holds another encoding: {'; '.join(changes)}. Name another folder" if changes else None
-    if strangers := shards.list_strangers(out):
+    if strangers := shards.list_foreign_names(out):
         return f"--out {out} holds {', '.join(strangers[:3])} and no encoding: name a new folder"
     if {shards.find_encoding(shard) for shard in out.glob("shard_*.safetensors")} - {
         None,
@@ -201,7 +201,7 @@ def _count_row_bytes(encoding: dict[str, Any]) -> int:
 
 def _find_whole(out: Path, encoding: dict[str, Any], number: int) -> dict[str, Any] | None:
     """Returns the record of a shard that is there and whole; else None, and it is gone."""
-    path = out / shards.shard_name(number)
+    path = out / shards.name_shard(number)
     if not path.exists():
         return None
     try:
@@ -237,7 +237,7 @@ def _make_shards(
             bad: set[tuple[str, str]] = set()
             for start in range(0, len(rows), options.batch):
                 items, unread = zip(*islice(samples, len(rows[start : start + options.batch])))
-                parts.append(encoder.arrays(collate_items(list(items))))
+                parts.append(encoder.encode_batch(collate_items(list(items))))
                 bad.update(tuple(entry) for entries in unread for entry in entries)
                 _require_readable(bad_files | dict(bad), options, own)
                 # The other ranks are assumed to be as far.
@@ -252,7 +252,7 @@ def _read_samples(
 ) -> Iterator[tuple[Item, Bad]]:
     """Yields the samples at some rows, and which could not be read before each, by threads; decoders let them run.
 
-    ConfigError: a sample without a caption, where captions are encoded, or where others have one.
+    Raises ConfigError for a sample without a caption, where captions are encoded, or where others have one.
     """
     names = [name for name in ("image", "video", "frames", "caption") if name != "caption" or encoding.get("captions")]
     several = encoding.get("num_captions")
@@ -266,16 +266,16 @@ def _read_samples(
         if "crops" in encoding:
             sample["image"] = torch.stack([crop["image"] for crop in items])
         if several:
-            texts = source.captions(row)[:several]
+            texts = source.read_captions(row)[:several]
             sample["caption"] = stack_texts([pack_caption(text) for text in (*texts, *[""] * (several - len(texts)))])
             sample["captions"] = torch.tensor(len(texts))
         if encoding.get("captions") and ("caption" not in sample or (encoding["text"] and not sample["caption"].any())):
-            raise ConfigError(f"{source.name(row)} has no caption, and captions are encoded: write one")
+            raise ConfigError(f"{source.name_sample(row)} has no caption, and captions are encoded: write one")
         return sample | {"label": torch.tensor(int(item.get("label", 0))), "source": torch.tensor(row)}, bad
 
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     threads = 1 if source.light else max(1, min(8, cores // group.read_place().local_world))
-    yield from ask_each(read, rows, threads, ahead)
+    yield from map_in_threads(read, rows, threads, ahead)
 
 
 def _read_crops(source: Source, index: int, encoding: dict[str, Any]) -> tuple[list[Item], Bad]:
@@ -297,7 +297,7 @@ def _write_shard(
     facts = {"encoding": shards.hash_encoding(encoding), "number": number, "sums": shards.sum_codes(codes), "bad": bad}
     if "caption" in arrays:
         facts["caption_bytes"] = arrays["caption"].shape[-1]
-    path = out / shards.shard_name(number)
+    path = out / shards.name_shard(number)
     with explain_write_errors(path, SAME_COMMAND):
         data = shards.pack_shard(arrays, facts)
         atomic.write_file(path, data)
@@ -341,7 +341,7 @@ def _read_others(
     """Returns records of the shards that other parts have written; the maker of each has proved it whole."""
     others = {}
     for number in _list_own(encoding, None):
-        path = options.out / shards.shard_name(number)
+        path = options.out / shards.name_shard(number)
         facts = None if number in records else shards.read_header_facts(path)
         if facts is not None and _is_shard(facts, encoding, number):
             others[number] = shards.record_shard(path, facts)

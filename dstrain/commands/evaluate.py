@@ -21,7 +21,7 @@ from dstrain.checkpoint.manifest import read_manifest
 from dstrain.commands.evaluating import quality
 from dstrain.commands.evaluating.results import describe_command, publish_result
 from dstrain.commands.options.evaluate import EvaluateOptions
-from dstrain.data.batches import held_out
+from dstrain.data.batches import iterate_held_out
 from dstrain.data.cached.embeddings import open_pairs
 from dstrain.data.decode.pixels import FORMATS, open_image
 from dstrain.data.open import BuiltinData, make_request, open_sources, open_split
@@ -77,7 +77,7 @@ def evaluate_run(options: EvaluateOptions) -> tuple[Path, dict[str, Any]]:
     manifest = read_manifest(checkpoint)
     data: dict[str, Any] = {
         "path": options.data or run.data.path,
-        "fingerprint": source.whole.fingerprint(),
+        "fingerprint": source.whole.compute_fingerprint(),
         "image_size": run.data.image_size,
         "channels": run.data.channels,
     }
@@ -134,14 +134,14 @@ def measure_source(
     batch = -(-len(source) // (rounds * group.world()))  # as little filling as can be
     means = Means()
     with Bar("measuring", show=show, total=rounds, unit="step", desc=f"{len(source)} samples") as bar:
-        batches = held_out(source, batch, group.rank(), group.world(), group.device(), seed)
+        batches = iterate_held_out(source, batch, group.rank(), group.world(), group.device(), seed)
         for done, samples in enumerate(batches, 1):
             valid = samples.pop("valid")
             terms = system.measure(networks, system.encode(samples), num_steps, _show_steps(bar, rounds))
             require_scores(system, terms, len(valid))
-            means.add(terms, valid)
+            means.add_terms(terms, valid)
             bar.update(bar.total * done // rounds - bar.n)  # a system may have shown no steps of its own
-    result = means.result()
+    result = means.average_ranks()
     for name, value in system.digest(result["curves"]).items():  # it has no standard error, being no mean
         result["figures"][name], result["standard_errors"][name] = value, None
     return _make_plain(result)
@@ -157,16 +157,18 @@ def _make_plain(value: Any) -> Any:
 
 
 def _show_steps(bar: Bar, rounds: int) -> Any:
-    """Makes a System's Progress: every batch takes the same steps, so the bar knows its end from the first one on."""
+    """Makes a System's Progress, which moves the bar: every batch takes the same steps, so the bar knows its end from
+    the first one on.
+    """
 
-    def steps_of(steps: Iterable[int]) -> Iterator[int]:
+    def show_rounds(steps: Iterable[int]) -> Iterator[int]:
         steps = list(steps)
         bar.total = rounds * len(steps)
         for step in steps:
             yield step
             bar.update()
 
-    return steps_of
+    return show_rounds
 
 
 def _name_split(options: EvaluateOptions) -> str:
@@ -263,7 +265,9 @@ def _require_fit(path: str, source: Images, run: Run) -> None:
     sides, grey = [], []
     for index in range(0, len(source), -(-len(source) // _NUM_CHECKED)):
         try:
-            with open_image(read_encoded(source.layout, source.index.place(source.row(index))), FORMATS) as image:
+            with open_image(
+                read_encoded(source.layout, source.index.read_place(source.find_row(index))), FORMATS
+            ) as image:
                 grey.append(
                     image.mode in ("1", "L", "LA", "I", "I;16", "F")
                     or len({channel.tobytes() for channel in image.convert("RGB").split()}) == 1
@@ -279,7 +283,9 @@ def _require_fit(path: str, source: Images, run: Run) -> None:
 
 
 def _name_result(options: EvaluateOptions, result: dict[str, Any]) -> str:
-    """Returns one name for one question: other options write another file, the same ones replace their own."""
+    """Names the file of a result by what was asked: other options write another file, the same ones
+    replace their own.
+    """
     words = [f"step_{result['step']:08d}", figures.name_weights(result)]
     if options.data is not None:
         digest = hashlib.blake2b(os.path.abspath(options.data).encode(), digest_size=3).hexdigest()

@@ -22,7 +22,7 @@ from torch import nn
 
 from dstrain import recipe, systems
 from dstrain.commands.options.export import ExportOptions
-from dstrain.data.batches import held_out
+from dstrain.data.batches import iterate_held_out
 from dstrain.data.cached.shards import INDEX, compute_statistics, read_index, sum_codes
 from dstrain.data.formats.imagenet import read_titles
 from dstrain.data.open import open_sources
@@ -56,7 +56,7 @@ class Exported:
 
 def run_verb(options: ExportOptions) -> None:
     """Exports, and says how far the export is from the trained network."""
-    exported = export(options)
+    exported = export_run(options)
     errors = ", ".join(f"{name} {error:.1e}" for name, error in exported.errors.items())
     scale = f", scaling_factor {exported.statistics['scaling_factor']:.5f}" if exported.statistics else ""
     print(f"{exported.name} in {options.out}{scale}; relative difference from the trained network: {errors}")
@@ -64,7 +64,7 @@ def run_verb(options: ExportOptions) -> None:
         print(exported.note)
 
 
-def export(options: ExportOptions) -> Exported:
+def export_run(options: ExportOptions) -> Exported:
     """Writes options.out, whole or not at all. Raises ConfigError if it cannot be expressed, or does not agree."""
     if group.read_place().world > 1:
         raise ConfigError("an export takes one process: dstrain export ...")
@@ -196,7 +196,7 @@ def _export_to_diffusers(
 ) -> Exported:
     scale: dict[str, Any] = {}  # stays empty where the writer does not ask
 
-    def measured() -> dict[str, Any]:
+    def measure() -> dict[str, Any]:
         scale.update(
             _read_statistics(options.statistics, options.run, system, nets)
             if options.statistics
@@ -204,7 +204,7 @@ def _export_to_diffusers(
         )
         return scale
 
-    writer.save_export(system, nets, out, measured, lambda: _read_classes(run))
+    writer.save_export(system, nets, out, measure, lambda: _read_classes(run))
     synthetic = {name: tensor.to(group.device()) for name, tensor in system.synthetic(_PROBE).items()}
     with _compute_in_float32():
         errors = writer.measure_errors(system, nets, out, system.encode(synthetic))
@@ -248,7 +248,7 @@ def _measure_statistics(num: int, run: Run, system: System, nets: dict[str, nn.M
 def _encode_samples(num: int, run: Run, system: System) -> Iterator[Example]:
     source = Shuffled(open_sources(run.data, run=run.directory)[0], run.seed)
     print(f"data: {run.data.path}: {min(num, len(source)):,} of {source.describe()}", flush=True)
-    for batch in held_out(source, min(_BATCH, num), device=group.device(), seed=run.seed, limit=num):
+    for batch in iterate_held_out(source, min(_BATCH, num), device=group.device(), seed=run.seed, limit=num):
         with torch.no_grad():  # around the yield it would also hold in the caller's loop
             example = system.encode(batch)
         yield example

@@ -28,9 +28,9 @@ from dstrain.runs import hosts, trained
 from dstrain.runs.folders import claim_output
 from dstrain.runs.trained import load_guide, require_outside
 from dstrain.sampling.draw import count_class_columns, draw_all, draw_rounds
-from dstrain.sampling.files import FORMATS, About, Embeddings, Pictures, folder_for, require_unused
+from dstrain.sampling.files import FORMATS, About, Embeddings, Pictures, choose_folder, require_unused
 from dstrain.sampling.requests import OPTIONS, choose_conditions, make_request
-from dstrain.sampling.scenes import Length, choose_length, draw_scenes, frames_of_scenes, read_prime
+from dstrain.sampling.scenes import Length, assign_frames, choose_length, draw_scenes, read_prime
 from dstrain.systems.base import CHOICES, Request, System
 
 Opened = tuple[Path, Run, System]
@@ -54,7 +54,10 @@ def run_verb(options: GenerateOptions) -> None:
 
 
 def generate_samples(options: GenerateOptions) -> Path:
-    """Draws and writes the samples, on all ranks together; returns their folder. ConfigError: what cannot be drawn."""
+    """Draws and writes the samples, on all ranks together; returns their folder.
+
+    Raises ConfigError if they cannot be drawn.
+    """
     require_precision(options.precision)
     if options.out is not None:
         require_outside(options.out)
@@ -73,7 +76,7 @@ def generate_samples(options: GenerateOptions) -> Path:
         runs[0].networks["guide"] = guide
     scenes = _encode_later_scenes(options, run, system)
     request, captions = _make_request(options, run, system, images, clip, sampler)
-    out = group.from_first(folder_for(options.out, runs[-1].folder) if group.rank() == 0 else None)
+    out = group.from_first(choose_folder(options.out, runs[-1].folder) if group.rank() == 0 else None)
     with explain_write_errors(f"--out {out}", "make room, or name a folder elsewhere"), compute_in(options.precision):
         _write_samples(options, out, runs, request, captions, scenes, clip)
     group.barrier()
@@ -107,7 +110,7 @@ def _write_samples(
             count_class_columns(request),
             request.conditions.get("label"),
             captions,
-            frames_of_scenes(options.scenes, clip) if options.scenes and clip else None,
+            assign_frames(options.scenes, clip) if options.scenes and clip else None,
             options.pngs,
             options.formats or FORMATS,
             options.fps,
@@ -156,7 +159,7 @@ def _load_run(
 def _choose_length(options: GenerateOptions, run: Run, system: System) -> Length | None:
     """Returns how long clips are, None of pictures.
 
-    ConfigError: options of videos where none are drawn, or that do not fit.
+    Raises ConfigError for options of videos where none are drawn, or that do not fit.
     """
     values = {
         "--num-frames": options.num_frames,
@@ -188,10 +191,10 @@ def _choose_length(options: GenerateOptions, run: Run, system: System) -> Length
 
 
 def _read_beginning(options: GenerateOptions, first: Opened, then: list[Opened], clip: Length | None) -> Tensor | None:
-    """Returns what the first run begins from, where it does: pictures uint8 (N, C, h, w), frames (N, K, C, H, W), or
+    """Returns what the first run begins from, if anything: pictures uint8 (N, C, h, w), frames (N, K, C, H, W), or
     embeddings float32 (N, D).
 
-    ConfigError: runs that cannot be chained.
+    Raises ConfigError if the runs cannot be chained.
     """
     folder, run, system = first
     enlarges = system.starts_from_data and not system.takes_embeddings
@@ -282,7 +285,7 @@ def _encode_later_scenes(options: GenerateOptions, run: Run, system: System) -> 
     """Returns conditions of the scenes behind the first, (1, ...) each. All texts are encoded in one call, which loads
     an encoder once.
 
-    ConfigError: texts are given, and the system takes none.
+    Raises ConfigError if texts are given, and the system takes none.
     """
     if not system.takes_texts and (options.scenes is not None or options.prompts is not None):
         option = "--scenes" if options.scenes is not None else "--prompts"
@@ -297,7 +300,7 @@ def _encode_later_scenes(options: GenerateOptions, run: Run, system: System) -> 
 def _make_request(
     options: GenerateOptions, run: Run, system: System, images: Tensor | None, clip: Length | None, sampler: str
 ) -> tuple[Request, list[str] | None]:
-    """Returns what the first run is to draw, and the caption of each sample."""
+    """Returns the request of the samples that the first run draws, and the caption of each."""
     prompts, option = options.prompts, "" if options.prompts is None else "--prompts: "
     if options.scenes is not None:
         prompts, option = options.scenes[:1], "--scenes: "
@@ -370,7 +373,7 @@ def _draw_rounds(
 
 
 def _share_labels(request: Request, later: ReadyRun, options: GenerateOptions) -> dict[str, Tensor]:
-    """Returns the labels that the first run draws, as conditions of a later one, where that takes labels."""
+    """Returns the labels that the first run draws as conditions of a later run, if that one takes labels."""
     if "label" not in later.system.conditions(1):
         return {}
     drawn = request.conditions.get("label")

@@ -10,7 +10,7 @@ from tqdm import tqdm
 
 from dstrain.commands.options.index import IndexOptions
 from dstrain.data.decode.clips import Cut
-from dstrain.data.files.listing import ask_each
+from dstrain.data.files.listing import map_in_threads
 from dstrain.data.formats.base import Layout, Place
 from dstrain.data.index.index import CHUNK, Index
 from dstrain.data.index.verified import Verified
@@ -41,8 +41,8 @@ _SIDES = (32, 64, 128, 256, 512, 1024, 2048, 4096)  # pixels
 
 def run_verb(options: IndexOptions) -> None:
     """Makes the index, and prints what is in it."""
-    result = index_data(options.data(), options.captions, options.check_all)
-    print(json.dumps(result, indent=1) if options.json else report(result))
+    result = index_data(options.make_data(), options.captions, options.check_all)
+    print(json.dumps(result, indent=1) if options.json else format_report(result))
 
 
 def index_data(data: Data, captions: bool = False, check: bool = False) -> dict[str, Any]:
@@ -59,29 +59,29 @@ def index_data(data: Data, captions: bool = False, check: bool = False) -> dict[
         "samples": len(index),
         "index": str(index.folder),
         "bytes": sum(index.header["columns"].values()),
-        "classes": _classes(index),
-        "captions": _captions(layout, index),
+        "classes": _summarize_classes(index),
+        "captions": _summarize_captions(layout, index),
         "captions_listed": captions or not images,
-        "advice": layout.advice(),
+        "advice": layout.list_advice(),
         "checked": check,
     }
     broken: Iterator[tuple[str, str]] | None = None
     if images:
         sizes = measure_images(layout, index)
-        result |= _sizes(sizes)
-        broken = _unmeasured(layout, index, sizes, read_size)
+        result |= _count_sizes(sizes)
+        broken = _iterate_unmeasured(layout, index, sizes, read_size)
     elif data.buckets:
         frames = measure_clips(layout, index)
-        result["frames"] = _frames(frames, data)
-        broken = _unmeasured(layout, index, frames, count_sample_frames)
+        result["frames"] = _count_durations(frames, data)
+        broken = _iterate_unmeasured(layout, index, frames, count_sample_frames)
     if check:
-        broken = _checked(data, captions, layout, index)
+        broken = _iterate_unreadable(data, captions, layout, index)
     named = [list(entry) for _, entry in zip(range(_BROKEN), broken or ())]
     number = None if broken is None else len(named) + sum(1 for _ in broken)
     return result | {"unreadable": number, "unreadable_names": named}
 
 
-def _classes(index: Index) -> dict[str, Any] | None:
+def _summarize_classes(index: Index) -> dict[str, Any] | None:
     if not index.labelled:
         return None
     counts = np.array(index.header["counts"])
@@ -92,8 +92,10 @@ def _classes(index: Index) -> dict[str, Any] | None:
     }
 
 
-def _captions(layout: Layout, index: Index) -> dict[str, Any] | None:
-    """Share of samples with a caption, and how long these are in bytes; None: the index holds no captions."""
+def _summarize_captions(layout: Layout, index: Index) -> dict[str, Any] | None:
+    """Summarizes the share of samples with a caption, and how long captions are in bytes; None: the index holds no
+    captions.
+    """
     if layout.notes.get("beside"):
         return {"beside": True}
     if not index.most_captions:
@@ -101,7 +103,7 @@ def _captions(layout: Layout, index: Index) -> dict[str, Any] | None:
     lengths, number, captioned = np.zeros(_LONGEST + 1, np.int64), 0, 0
     for start in range(0, len(index), CHUNK):
         for row in range(start, min(start + CHUNK, len(index))):
-            own = [len(text.encode()) for text in index.captions(row)]
+            own = [len(text.encode()) for text in index.read_captions(row)]
             captioned += any(own)
             number += len(own)
             np.add.at(lengths, np.minimum(own, _LONGEST), 1)
@@ -113,18 +115,18 @@ def _captions(layout: Layout, index: Index) -> dict[str, Any] | None:
     return {"share": captioned / len(index), "number": number, "most": index.most_captions, "bytes": quantiles}
 
 
-def _frames(frames: Verified, data: Data) -> dict[str, int]:
-    """How many clips are as long as each of data.buckets, and no longer one."""
+def _count_durations(frames: Verified, data: Data) -> dict[str, int]:
+    """Counts the clips whose longest fitting bucket is each of data.buckets."""
     cut, table = Cut(data.num_frames or 1, 1, 1, stride=data.frame_stride), Counter[int]()
     for start in range(0, len(frames), CHUNK):
         counts = frames[start : start + CHUNK][:, 0]
-        for count in map(cut.available, counts[counts > 0].tolist()):
+        for count in map(cut.count_available, counts[counts > 0].tolist()):
             table[max((duration for duration in data.durations if duration <= count), default=0)] += 1
     return {f"{least} or more" if least else "fewer": table[least] for least in sorted(table, reverse=True)}
 
 
-def _sizes(sizes: Verified) -> dict[str, Any]:
-    """Tables of sizes, of shorter sides and of aspect ratios: how many images have each."""
+def _count_sizes(sizes: Verified) -> dict[str, Any]:
+    """Counts the images of each size, of each range of shorter sides and near each aspect ratio."""
     exact, sides, ratios = Counter[str](), Counter[str](), Counter[str]()
     names, logs = list(_RATIOS), np.log(list(_RATIOS.values()))
     for start in range(0, len(sizes), CHUNK):
@@ -146,38 +148,38 @@ def _sizes(sizes: Verified) -> dict[str, Any]:
     }
 
 
-def _unmeasured(
+def _iterate_unmeasured(
     layout: Layout, index: Index, table: Verified, measure: Callable[[Layout, Place], Any]
 ) -> Iterator[tuple[str, str]]:
-    """(name, reason) of each sample that could not be measured."""
+    """Yields (name, reason) of each sample that could not be measured."""
     for start in range(0, len(index), CHUNK):
         for row in (np.flatnonzero(table[start : start + CHUNK][:, 0] == 0) + start).tolist():
             try:
-                measure(layout, index.place(row))
+                measure(layout, index.read_place(row))
             except BadSample as error:
                 yield error.path, error.reason
 
 
-def _checked(data: Data, captions: bool, layout: Layout, index: Index) -> Iterator[tuple[str, str]]:
-    """(name, reason) of each sample that cannot be read whole; of clips, its middle frame is decoded."""
+def _iterate_unreadable(data: Data, captions: bool, layout: Layout, index: Index) -> Iterator[tuple[str, str]]:
+    """Yields (name, reason) of each sample that cannot be read whole; of clips, the middle frame is decoded."""
     clips = data.num_frames is not None
     source = Videos(layout, index, Cut(1, 64, 64)) if clips else Images(layout, index, 64, captions=captions)
 
-    def fault(row: int) -> tuple[str, str] | None:
+    def find_fault(row: int) -> tuple[str, str] | None:
         try:
             source.read(row)
         except BadSample as error:
             return error.path, error.reason
         return None
 
-    rows = ask_each(fault, range(len(index)))
+    rows = map_in_threads(find_fault, range(len(index)))
     for entry in tqdm(rows, total=len(index), unit=f" {layout.request.noun}", disable=None, delay=2, desc="checking"):
         if entry is not None:
             yield entry
 
 
-def report(result: dict[str, Any]) -> str:
-    """The lines that are printed in the end."""
+def format_report(result: dict[str, Any]) -> str:
+    """Returns the lines that are printed in the end."""
     lines = [
         f"{result['path']}: {result['layout']}, {result['samples']:,} sample{'s' * (result['samples'] != 1)}",
         f"index: {result['index']}, {result['bytes'] / 1e6:,.1f} MB",
@@ -188,16 +190,18 @@ def report(result: dict[str, Any]) -> str:
         empty = f", {classes['empty']:,} of them empty" if classes["empty"] else ""
         lines += [
             f"classes: {classes['number']:,}{empty}, {classes['median']:,.0f} samples in the median",
-            f"  smallest: {_row(classes['smallest'])}",
-            f"  largest:  {_row(classes['largest'])}",
+            f"  smallest: {_format_row(classes['smallest'])}",
+            f"  largest:  {_format_row(classes['largest'])}",
         ]
     unlisted = result["captions"] is None and not result["captions_listed"]
     hint = "; --captions lists those of images, such as X.txt beside X.png" if unlisted else ""
-    lines.append(f"captions: {_caption_words(result['captions'])}{hint}")
+    lines.append(f"captions: {_describe_captions(result['captions'])}{hint}")
     for name in ("frames", "sizes", "shorter_sides", "aspect_ratios"):
         if table := result.get(name):
             others = result["other_sizes"] if name == "sizes" else 0
-            lines.append(f"{name.replace('_', ' ')}: {_row(table)}" + (f", {others:,} other sizes" if others else ""))
+            lines.append(
+                f"{name.replace('_', ' ')}: {_format_row(table)}" + (f", {others:,} other sizes" if others else "")
+            )
     if result["advice"]:
         lines.append(f"note: {result['advice']}")
     quick = "frames were counted" if "frames" in result else "headers alone were read"
@@ -211,11 +215,11 @@ def report(result: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _row(table: dict[str, int]) -> str:
+def _format_row(table: dict[str, int]) -> str:
     return ", ".join(f"{name} {count:,}" for name, count in table.items())
 
 
-def _caption_words(captions: dict[str, Any] | None) -> str:
+def _describe_captions(captions: dict[str, Any] | None) -> str:
     if captions is None:
         return "none in the index"
     if "beside" in captions:

@@ -189,7 +189,7 @@ def _check_data_and_folder(
 
     Returns remarks that are worth printing, and lines that a start says. Raises ConfigError for the first problem.
     """
-    from dstrain.commands.probe import probe, require_holdable
+    from dstrain.commands.probe import probe_system, require_holdable
     from dstrain.data.formats.labels import require_classes
     from dstrain.data.open import describe_data, find_contents, open_sources
     from dstrain.data.source import describe_cut_captions
@@ -228,7 +228,7 @@ def _check_data_and_folder(
     if held_out is not None and run.every.evaluate and run.every.evaluate_samples > len(held_out):
         taken = f"{len(held_out):,} are held out, and all of them are taken"
         remarks.append(f"every.evaluate_samples={run.every.evaluate_samples}: {taken}")
-    if system.takes_texts and source.captioned and not {"text_encodings", "text_embed"} & set(source.first()):
+    if system.takes_texts and source.captioned and not {"text_encodings", "text_embed"} & set(source.read_first()):
         remarks += describe_cut_captions(source, system)
     problems: list[str] = []
     with _collect_problems(problems):
@@ -242,7 +242,7 @@ def _check_data_and_folder(
     if options.print_config:
         return remarks, ()
     phases().at("trying two samples")
-    remarks += probe(run, system, source, settings.read_precision(resolved))
+    remarks += probe_system(run, system, source, settings.read_precision(resolved))
     if options.dry_run:
         from dstrain.planning.estimate import describe_costs
 

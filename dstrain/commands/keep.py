@@ -19,7 +19,7 @@ from dstrain.distributed import exit_codes
 from dstrain.distributed.processes import list_descendants
 from dstrain.recipe import ConfigError, Run, load_recipe
 from dstrain.runs import folders
-from dstrain.runs.hostfile import find_missing, leave_out, read_hosts
+from dstrain.runs.hostfile import find_missing, leave_out_hosts, read_hosts
 
 FRUITLESS = 4  # starts in a row that save no step, after which it gives up
 _LONGEST = 300.0  # seconds between two starts
@@ -38,7 +38,7 @@ def run_verb(options: KeepOptions) -> None:
 
 def keep_running(options: KeepOptions, run: Run) -> int:
     """Runs the command, and again where it has died; returns the exit code of the last start, 0 of a complete run."""
-    return _Supervisor(options, run).run()
+    return _Supervisor(options, run).keep_running()
 
 
 class _Supervisor:
@@ -47,11 +47,11 @@ class _Supervisor:
         self._signal: int | None = None  # that was passed on: no restart after it
         self._process: subprocess.Popen | None = None
         self._new = not (self._folder / "run.yaml").exists()
-        self._before = self._traces()
+        self._before = self._read_traces()
         self._unwritten: list[str] = []  # lines for restarts.log, until the folder is a run's
 
-    def run(self) -> int:
-        """Starts until an end that a restart would not change."""
+    def keep_running(self) -> int:
+        """Starts the command again and again, until an end that a restart would not change."""
         for number in _SIGNALS:
             if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
                 signal.signal(number, self._forward_signal)
@@ -60,15 +60,17 @@ class _Supervisor:
         fruitless, words = 0, list(self._options.words)
         for restart in range(self._options.max_restarts + 1):
             saved = folders.read_last_saved(self._folder)
-            code = self._start(self._choose_hosts(words))
+            code = self._run_command(self._choose_hosts(words))
             self._append_to_log()
             now = folders.read_last_saved(self._folder)
             fruitless = 0 if now > saved else fruitless + 1
-            if self._final(code, now):
-                return _exit_code(code)
+            if self._is_final(code, now):
+                return _convert_exit_code(code)
             end = f"{_describe_exit(code)}, step {now} is saved ({now - saved:+d})"
             if saved and not (self._folder / "run.yaml").exists():
-                self._say(f"{end}; no further restart, which would begin anew: {self._folder} is no longer there")
+                self._write_line(
+                    f"{end}; no further restart, which would begin anew: {self._folder} is no longer there"
+                )
                 break
             if fruitless == FRUITLESS or restart == self._options.max_restarts:
                 why = (
@@ -76,17 +78,17 @@ class _Supervisor:
                     if fruitless == FRUITLESS
                     else f"--max-restarts {restart} is reached"
                 )
-                self._say(f"{end}; no further restart: {why}")
+                self._write_line(f"{end}; no further restart: {why}")
                 break
             pause = min(self._options.backoff * 2**fruitless, _LONGEST)
-            words = self._again()
-            self._say(
+            words = self._make_restart()
+            self._write_line(
                 f"{end}; restart {restart + 1} of {self._options.max_restarts} in {pause:g} s: {shlex.join(words)}"
             )
             self._wait(pause)
             if self._signal:
                 break
-        return _exit_code(code) or exit_codes.BUG  # 0, and the run is not complete
+        return _convert_exit_code(code) or exit_codes.BUG  # 0, and the run is not complete
 
     def _choose_hosts(self, words: list[str]) -> list[str]:
         """Returns the command without the hosts that do not answer; waits while fewer than --min-hosts do."""
@@ -97,14 +99,14 @@ class _Supervisor:
             enough = len(hosts) - len(missing) >= least
             if missing and missing != told:
                 what = "starting without them" if enough else f"waiting until {least} of {len(hosts)} hosts answer"
-                self._say(f"no answer from {', '.join(missing)}: {what}")
+                self._write_line(f"no answer from {', '.join(missing)}: {what}")
             if enough:
-                return leave_out(words, hosts, missing)
+                return leave_out_hosts(words, hosts, missing)
             told = missing
             self._wait(min(self._options.backoff, _LONGEST))
         return words
 
-    def _start(self, words: list[str]) -> int:
+    def _run_command(self, words: list[str]) -> int:
         """Runs the command until none of its processes lives and the folder's lock is free; returns how it ended."""
         with tempfile.NamedTemporaryFile(prefix="dstrain-ended-") as file:
             try:
@@ -134,7 +136,7 @@ class _Supervisor:
         end = time.monotonic() + 60 * self._run.faults.timeout_minutes
         while rest := list_descendants(os.getpid()):
             if time.monotonic() > end:
-                self._say(f"{len(rest)} processes of the last start still run and are killed")
+                self._write_line(f"{len(rest)} processes of the last start still run and are killed")
                 for pid in rest:
                     os.kill(pid, signal.SIGKILL)
             time.sleep(0.2)
@@ -145,7 +147,7 @@ class _Supervisor:
             except ChildProcessError:
                 return
 
-    def _final(self, code: int, saved: int) -> bool:
+    def _is_final(self, code: int, saved: int) -> bool:
         """Returns whether the command would end so again, or is not to be started again."""
         if self._signal or code in (exit_codes.WRONG_INPUT, exit_codes.DIVERGED):
             return True
@@ -153,17 +155,19 @@ class _Supervisor:
             code == exit_codes.DONE and saved >= self._run.steps
         )
 
-    def _again(self) -> list[str]:
-        """Returns the command for a restart: without the options of one command, once this one has obeyed them."""
+    def _make_restart(self) -> list[str]:
+        """Returns the command for a restart: without the options that hold for a single start, once this one has obeyed
+        them.
+        """
         words = list(self._options.words)
-        if self._new or self._traces() != self._before:
+        if self._new or self._read_traces() != self._before:
             for option, values in _ONCE.items():
                 words = [word for word in words if not word.startswith(f"{option}=")]
                 while option in words:
                     del words[words.index(option) : words.index(option) + 1 + values]
         return words
 
-    def _traces(self) -> tuple[set[str], int]:
+    def _read_traces(self) -> tuple[set[str], int]:
         """Returns what changes in the folder when --from-scratch or --step moves files aside, or a step is saved."""
         return {path.name for path in self._folder.glob("earlier_*")}, folders.read_last_saved(self._folder)
 
@@ -184,7 +188,7 @@ class _Supervisor:
         while time.monotonic() < end and not self._signal:
             time.sleep(0.1)
 
-    def _say(self, text: str) -> None:
+    def _write_line(self, text: str) -> None:
         """Writes a line to stderr, and to restarts.log once the folder is a run's."""
         line = f"{datetime.now().astimezone().isoformat(timespec='seconds')} keep: {text}"
         print(line, file=sys.stderr, flush=True)
@@ -200,7 +204,7 @@ class _Supervisor:
                 print(f"keep: restarts.log cannot be written: {error}", file=sys.stderr)
 
 
-def _exit_code(code: int) -> int:
+def _convert_exit_code(code: int) -> int:
     """Returns this process's exit code for a command that has ended with `code`: below 0, by a signal."""
     return code if code >= 0 else 128 - code
 

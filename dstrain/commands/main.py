@@ -105,7 +105,7 @@ def _run_verb(verb: Verb) -> None:
     from dstrain.recipe.trust import trust_system
 
     silence_libraries()
-    options: Command = parse_options(options_of(verb), sys.argv[1:])
+    options: Command = parse_options(find_options_class(verb), sys.argv[1:])
     for name in getattr(options, "trust_system", ()):
         trust_system(name)
     if not verb.light:
@@ -131,6 +131,6 @@ def silence_libraries() -> None:
     logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
 
 
-def options_of(verb: Verb) -> type:
+def find_options_class(verb: Verb) -> type:
     """Returns the dataclass of a verb's options."""
     return getattr(importlib.import_module(f"dstrain.commands.options.{verb.module}"), verb.options)

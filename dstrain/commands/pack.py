@@ -19,7 +19,7 @@ from PIL import Image
 
 from dstrain.commands.encoding.folder import (
     SAME_COMMAND,
-    claimed,
+    claim_folder,
     complete_shards,
     count_samples,
     describe_changes,
@@ -27,7 +27,7 @@ from dstrain.commands.encoding.folder import (
 )
 from dstrain.commands.options.pack import PackOptions
 from dstrain.data.decode.pixels import FORMATS
-from dstrain.data.files.listing import ask_each
+from dstrain.data.files.listing import map_in_threads
 from dstrain.data.files.storage import require_regular, retry
 from dstrain.data.formats import packed
 from dstrain.data.formats.base import Layout
@@ -36,7 +36,7 @@ from dstrain.data.index.build import run_on_first
 from dstrain.data.index.index import Index
 from dstrain.data.index.source import Indexed
 from dstrain.data.open import BuiltinData, find_contents, open_section_index
-from dstrain.data.source import BadSample, Item, reading
+from dstrain.data.source import BadSample, Item, report_bad_sample
 from dstrain.data.sources.captioned import hash_texts
 from dstrain.disk import atomic, sealed, small
 from dstrain.disk.texts import read_text, split_lines
@@ -64,20 +64,20 @@ class _Packable(Indexed):
         """Tells whether captions of clips stand in files beside them, and not in the index."""
         return bool(self.layout.notes.get("beside"))
 
-    def captions(self, row: int) -> tuple[str, ...]:
+    def read_captions(self, row: int) -> tuple[str, ...]:
         """Returns the captions of a row. Raises OSError or ConfigError if a text beside a clip cannot be read."""
         if not self.beside:
-            return self.index.captions(row)
-        return split_lines(read_text((self.path / self.index.name(row)).with_suffix(".txt")))[:1] or ("",)
+            return self.index.read_captions(row)
+        return split_lines(read_text((self.path / self.index.read_name(row)).with_suffix(".txt")))[:1] or ("",)
 
-    def _texts(self, numbers: Sequence[int]) -> bytes:
-        return hash_texts(self.path, self._files(numbers)) if self.beside else super()._texts(numbers)
+    def _hash_texts(self, numbers: Sequence[int]) -> bytes:
+        return hash_texts(self.path, self._iterate_files(numbers)) if self.beside else super()._hash_texts(numbers)
 
     def __getitem__(self, index: int) -> Item:
         raise NotImplementedError("files are copied, and not decoded")
 
-    def _summary(self) -> str:
-        return f"{self.layout.request.noun} n={len(self)} names={self._names()}"
+    def _summarize(self) -> str:
+        return f"{self.layout.request.noun} n={len(self)} names={self._hash_names()}"
 
 
 Sampled = tuple[str, bytes, int | None, tuple[str, ...]]  # name, encoded bytes, label, captions
@@ -85,7 +85,7 @@ Sampled = tuple[str, bytes, int | None, tuple[str, ...]]  # name, encoded bytes,
 
 def run_verb(options: PackOptions) -> None:
     """Packs, and says what was written."""
-    index = pack(options)
+    index = pack_data(options)
     if group.rank() != 0:
         return
     shards = index["shards"]
@@ -100,16 +100,18 @@ def run_verb(options: PackOptions) -> None:
     print(text)
 
 
-def pack(options: PackOptions) -> dict[str, Any]:
-    """Writes options.out, on all ranks together; returns what its pack.json says. Raises ConfigError if it cannot."""
-    data = options.data()
+def pack_data(options: PackOptions) -> dict[str, Any]:
+    """Writes options.out, on all ranks together; returns what its pack.json says. Raises ConfigError if it cannot be
+    written.
+    """
+    data = options.make_data()
     layout, index = _open_index(options, data)
     first = group.rank() == 0
     files = _Packable(layout, index)  # on all ranks together
     plan = run_on_first(lambda: _make_plan(options, files))
     if first:
         print(f"data: {data.path}: {files.describe()}; {plan['shard_samples']:,} a shard", flush=True)
-    with claimed(options.out, "packs", lambda: _prepare_folder(options, plan)):
+    with claim_folder(options.out, "packs", lambda: _prepare_folder(options, plan)):
         plan = run_on_first(lambda: _read_plan(options.out))  # an earlier command has counted, too
         count = -(-len(index) // plan["shard_samples"])
         earlier = run_on_first(lambda: _read_records(options.out))
@@ -137,7 +139,7 @@ def _open_index(options: PackOptions, data: Data) -> tuple[Layout, Index]:
 
 
 def _make_plan(options: PackOptions, files: _Packable) -> dict[str, Any]:
-    """Returns what determines the shards, as packing.json says it."""
+    """Returns the content of packing.json, which determines the shards."""
     layout, index = files.layout, files.index
     rows = np.unique(np.linspace(0, len(index) - 1, _SAMPLED).astype(int)).tolist()
     sizes = [len(content) for _, content, _, _ in _read_samples(files, rows, lambda name, reason: None)]
@@ -150,7 +152,7 @@ def _make_plan(options: PackOptions, files: _Packable) -> dict[str, Any]:
         "shard_bytes": options.shard_bytes,
         "classes": len(index.classes),
         "captions": 1 if files.beside else index.most_captions,
-        "data": files.contents(),
+        "data": files.compute_full_fingerprint(),
     }
 
 
@@ -248,16 +250,16 @@ def _read_samples(
     layout, index = files.layout, files.index
 
     def read(row: int) -> tuple[Sampled, str | None]:
-        place, captions, problem = index.place(row), (), None
+        place, captions, problem = index.read_place(row), (), None
         try:
-            with reading(place.name, Path(layout.root, place.name)):
+            with report_bad_sample(place.name, Path(layout.root, place.name)):
                 content = retry(lambda: _read_bytes(layout.read(place)))
-                captions = retry(lambda: files.captions(row))
+                captions = retry(lambda: files.read_captions(row))
         except BadSample as error:
             content, problem = b"", error.reason
-        return (place.name, content, index.label(row) if index.labelled else None, captions), problem
+        return (place.name, content, index.read_label(row) if index.labelled else None, captions), problem
 
-    results: Iterator[tuple[Sampled, str | None]] = ask_each(read, rows, _THREADS, 2 * _THREADS)
+    results: Iterator[tuple[Sampled, str | None]] = map_in_threads(read, rows, _THREADS, 2 * _THREADS)
     for sample, problem in results:
         if problem is not None:
             bad(sample[0], problem)

@@ -54,7 +54,7 @@ class _Enough(Exception):
     """A sampler has called the networks as often as a look may."""
 
 
-def probe(run: Run, system: System, source: Any, precision: str = "fp32") -> list[str]:
+def probe_system(run: Run, system: System, source: Any, precision: str = "fp32") -> list[str]:
     """Takes two samples of `source` to the loss of every part that ever has a turn, evaluates them, and draws two in
     two steps, where the run will; returns remarks, a line each.
 
@@ -99,7 +99,7 @@ def _build_networks(name: str, system: System) -> dict[str, nn.Module]:
     """Builds the networks, on the meta device where they can be. Raises ConfigError if no machine holds them."""
     count, numbers = 0, 0
 
-    def bounded(_: Any, entry: str, values: Any) -> None:
+    def require_bounded(_: Any, entry: str, values: Any) -> None:
         nonlocal count, numbers
         if isinstance(values, Tensor):
             count, numbers = count + 1, numbers + values.numel()
@@ -111,7 +111,7 @@ def _build_networks(name: str, system: System) -> dict[str, nn.Module]:
                 )
 
     hooks = [
-        register(bounded)
+        register(require_bounded)
         for register in (
             module.register_module_parameter_registration_hook,
             module.register_module_buffer_registration_hook,
@@ -141,13 +141,15 @@ def _read_batch(run: Run, source: Any) -> dict[str, Tensor]:
         ) as batches,
     ):
         warnings.filterwarnings("ignore", "cannot be read, replaced")
-        return next(batches.at(0))
+        return next(batches.read_step(0))
 
 
 def _try_parts(
     run: Run, system: System, batch: Batch, encoding: torch.device, learning: torch.device, precision: str
 ) -> list[str]:
-    """Takes one turn of every part, with `encode` on one device and `loss` on another or the same; then all else."""
+    """Takes one turn of every part, with `encode` on one device and `loss` on another or the same; then tries all other
+    methods.
+    """
     with learning, _Unfilled() if learning.type == "meta" else nullcontext():
         networks = system.networks() if learning.type == "cpu" else system.networks_on_meta()
     half = _HALVES.get(precision)
@@ -218,7 +220,7 @@ def _remember_shapes(network: nn.Module) -> None:
     forward = network.forward
     outputs: dict[Any, Any] = {}
 
-    def remember(*values: Any, **named: Any) -> Any:
+    def compute_once(*values: Any, **named: Any) -> Any:
         tensors = [*values, *named.values()]
         if not tensors or not all(torch.is_tensor(value) and value.ndim for value in tensors):
             return forward(*values, **named)
@@ -231,11 +233,11 @@ def _remember_shapes(network: nn.Module) -> None:
             outputs[key] = out.shape[1:], out.dtype
         return out
 
-    network.forward = remember  # type: ignore[method-assign]
+    network.forward = compute_once  # type: ignore[method-assign]
 
 
 def _try_state(name: str, system: System) -> None:
-    """Takes a system's own state, and gives it back, as a save and a resume do. Raises ConfigError if that fails."""
+    """Takes a system's own state and gives it back, as a save and a resume do. Raises ConfigError if that fails."""
     state = system.state_dict()
     if not isinstance(state, dict) or not all(map(torch.is_tensor, state.values())):
         raise ConfigError(f"{name}: state_dict returns something else than a dict of tensors: a checkpoint keeps those")
@@ -292,12 +294,12 @@ def _limit_calls(networks: Nets) -> Iterator[None]:
     """Raises _Enough at the networks' call beyond _CALLS: samplers may ignore the number of steps."""
     calls = itertools.count(1)
 
-    def count(*_: Any) -> None:
+    def count_call(*_: Any) -> None:
         if next(calls) > _CALLS:
             raise _Enough
 
     modules = [network for network in networks.values() if isinstance(network, nn.Module)]
-    hooks = [module.register_forward_pre_hook(count) for module in modules]
+    hooks = [module.register_forward_pre_hook(count_call) for module in modules]
     try:
         yield
     finally:
@@ -374,7 +376,9 @@ def _list_ids(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 def _explain_errors(
     place: str, ids: dict[str, Tensor], device: torch.device, tables: tuple[int, ...] = ()
 ) -> Iterator[None]:
-    """Makes an id out of range a ConfigError that says what ids there are, and a need of values _NotChecked."""
+    """Turns an id out of range into a ConfigError that says what ids there are, and a need of values into
+    _NotChecked.
+    """
     try:
         yield
     except (IndexError, RuntimeError, TypeError) as error:  # also NotImplementedError, which is a RuntimeError

@@ -70,7 +70,7 @@ def run_verb(options: ReconstructOptions) -> None:
 def make_averages(options: ReconstructOptions) -> list[Made]:
     """Writes the averages, each whole or not at all, on all ranks together, which share the elements.
 
-    ConfigError: there are no such snapshots, or they make no average of some width.
+    Raises ConfigError if there are no such snapshots, or they make no average of some width.
     """
     snapshots = list_usable_snapshots(options.folder, options.step)
     step, origin = snapshots[-1].step, {"snapshots": [s.step for s in snapshots], "identity": hash_snapshots(snapshots)}
@@ -85,10 +85,10 @@ def make_averages(options: ReconstructOptions) -> list[Made]:
             with claim_output(folder, str(folder), "reconstruct"):
                 missing = {width: store for width, store in stores.items() if not _is_made(store, step, origin)}
                 _remove_others(missing.values(), step)
-                _write(
+                _write_average(
                     snapshots[-1], parts, missing, {width: {**origin, "misfit": misfits[width]} for width in missing}
                 )
-    return [Made(width, _path(stores[width], step), max(misfits[width].values())) for width in widths]
+    return [Made(width, _name_folder(stores[width], step), max(misfits[width].values())) for width in widths]
 
 
 def list_usable_snapshots(folder: Path, step: int | None) -> list[Snapshot]:
@@ -124,19 +124,19 @@ def list_usable_snapshots(folder: Path, step: int | None) -> list[Snapshot]:
                     f"the snapshot of step {number} in {store.folder} is damaged and left out: {fault}", file=sys.stderr
                 )
         else:
-            whole.append(_path(store, number))
+            whole.append(_name_folder(store, number))
     return group_snapshots(whole)
 
 
 def _is_made(store: Store, step: int, origin: dict[str, Any]) -> bool:
     """Returns whether this average was made of the same snapshots before."""
     made = step in group.from_first(store.steps()) and store.fault(step) is None
-    return made and origin.items() <= read_manifest(_path(store, step))["extra"].items()
+    return made and origin.items() <= read_manifest(_name_folder(store, step))["extra"].items()
 
 
 def _remove_others(stores: Iterable[Store], step: int) -> None:
     """Removes averages of this step that were made of other snapshots. Raises ConfigError if one is being read."""
-    paths = [path for path in (_path(store, step) for store in stores) if path.is_dir()]
+    paths = [path for path in (_name_folder(store, step) for store in stores) if path.is_dir()]
     if read := group.from_first([path for path in paths if is_held(path)]):
         raise ConfigError(f"{read[0]} is being read, and is of other snapshots: give the same command later")
     group.barrier()  # all have looked
@@ -145,7 +145,9 @@ def _remove_others(stores: Iterable[Store], step: int) -> None:
     group.barrier()
 
 
-def _write(last: Snapshot, parts: Sequence[Combined], stores: dict[float, Store], extras: dict[float, Any]) -> None:
+def _write_average(
+    last: Snapshot, parts: Sequence[Combined], stores: dict[float, Store], extras: dict[float, Any]
+) -> None:
     need = (last.path / COMMON).stat().st_size + sum(part.nbytes for part in parts) + (1 << 20)
     folders = {}
     phases().at(f"writing averages of step {last.step}")
@@ -171,12 +173,12 @@ def _write(last: Snapshot, parts: Sequence[Combined], stores: dict[float, Store]
             raise ConfigError(f"--ema {width}: {store.error}")
 
 
-def _path(store: Store, step: int) -> Path:
+def _name_folder(store: Store, step: int) -> Path:
     return store.folder / f"step_{step:08d}"
 
 
 def describe_made(made: Sequence[Made]) -> str:
-    """Returns the lines that are printed in the end."""
+    """Describes the averages that were made, in lines that are printed in the end."""
     return "\n".join(
         f"--ema {one.width}: {one.path}" + (f"; its profile is met to {one.misfit:.1%}" if one.misfit > 5e-4 else "")
         for one in made

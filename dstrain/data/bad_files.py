@@ -29,12 +29,12 @@ class Names:
         return len(self._sorted) + len(self._recent)
 
     def __contains__(self, name: str) -> bool:
-        return self._known(_hash_name(name))
+        return self._is_known(_hash_name(name))
 
     def add(self, name: str) -> bool:
-        """Adds a name, and returns whether it is new."""
+        """Adds a name; returns whether it is new."""
         value = _hash_name(name)
-        if self._known(value):
+        if self._is_known(value):
             return False
         self._recent.add(value)
         if len(self._recent) > _RECENT + len(self._sorted) // 8:  # so each name is sorted a few times at most
@@ -42,7 +42,7 @@ class Names:
             self._sorted, self._recent = np.sort(np.concatenate((self._sorted, recent))), set()
         return True
 
-    def _known(self, value: int) -> bool:
+    def _is_known(self, value: int) -> bool:
         place = int(np.searchsorted(self._sorted, np.uint64(value)))
         return value in self._recent or (place < len(self._sorted) and int(self._sorted[place]) == value)
 
@@ -66,9 +66,7 @@ class BadFiles:
         self._read = 0  # bytes of the list that this process knows
 
     def add(self, bad: Bad) -> None:
-        """Lists the (name, reason) that are new.
-        Raises ConfigError if there are more than the limit.
-        """
+        """Lists those of the (name, reason) that are new. Raises ConfigError if there are more than the limit."""
         lines = [(make_printable(name), make_printable(reason)) for name, reason in bad]
         lines = [(name, reason) for name, reason in lines if name not in self.names]
         if not lines:

@@ -77,7 +77,7 @@ class Batches(AbstractContextManager):
         self.wait_seconds = 0.0  # host time spent waiting for samples
         self.problem: ConfigError | NotRead | None = None  # why there are no samples for the next step
         self.num_workers = _choose_workers(num_workers, source)
-        self._stream = _Stream(source, source.order(global_batch, seed), global_batch, seed, flip)
+        self._stream = _Stream(source, source.make_order(global_batch, seed), global_batch, seed, flip)
         self._layout = (global_batch, micro_batch, rank, world)
         self._steps = steps
         self._bad = BadFiles(folder, len(source), max_bad_fraction)
@@ -85,13 +85,13 @@ class Batches(AbstractContextManager):
         self._next = -1  # step that comes next in it; -1: restart
         self._release: weakref.finalize | None = None  # ends the workers that run now
 
-    def at(self, step: int) -> Iterator[Batch]:
+    def read_step(self, step: int) -> Iterator[Batch]:
         """Yields the `accumulation` micro-batches of this rank at an optimizer step, on the device (see `place_batch`).
 
-        ConfigError, NotRead: they cannot be read. Mostly `problem` says so while the step before is taken.
+        Each holds the entries of the source's items, such as {"image": uint8 (b, C, H, W)}, and int64 (b,) {"label",
+        "key", "position", "step"}. Steps in sequence run on; any other step restarts the workers.
 
-        Each holds the entries of the source's items, such as {"image": uint8 (b, C, H, W)}, and int64 (b,)
-        {"label", "key", "position", "step"}. Steps in sequence run on; any other step restarts the workers.
+        Raises ConfigError or NotRead if they cannot be read. Mostly `problem` says so while the step before is taken.
         """
         if self._steps is not None and step >= self._steps:
             raise ConfigError(f"step {step} lies beyond the last, {self._steps - 1}")
@@ -106,19 +106,19 @@ class Batches(AbstractContextManager):
                 self._next = step + 1
             yield batch
 
-    def drawn(self, steps: int) -> dict[str, int]:
-        """Returns how many samples of each source of a mixture the first `steps` global batches hold, as
-        `samples/NAME`; {} without a mixture.
+    def count_drawn(self, steps: int) -> dict[str, int]:
+        """Counts the samples of each source of a mixture in the first `steps` global batches, as `samples/NAME`; {}
+        without a mixture.
         """
         global_batch, seed, source = self._layout[0], self._stream.seed, self._stream.source
-        return {f"samples/{name}": count for name, count in source.drawn(seed, steps * global_batch).items()}
+        return {f"samples/{name}": count for name, count in source.count_drawn(seed, steps * global_batch).items()}
 
     def extend(self, steps: int) -> None:
-        """Sets a new last step; readers restart at the next call of `at`."""
+        """Sets a new last step; readers restart at the next call of `read_step`."""
         self._steps, self._next = steps, -1
 
     def close(self) -> None:
-        """Ends the workers; `at` may be called again."""
+        """Ends the workers; `read_step` may be called again."""
         if self._release is not None:
             self._release()
             atexit.unregister(self._release)
@@ -156,16 +156,16 @@ class Batches(AbstractContextManager):
         self._release = weakref.finalize(self, workers.end_workers, reader)
         self._release.atexit = False
         atexit.register(self._release)
-        host = self._timed(reader, semaphores)
-        self._batches = _ahead(host, self.device) if self.device.type == "cuda" else host
+        host = self._read_step_ahead(reader, semaphores)
+        self._batches = _copy_ahead(host, self.device) if self.device.type == "cuda" else host
 
-    def _timed(self, reader: Iterator, semaphores: list) -> Iterator[Batch]:
+    def _read_step_ahead(self, reader: Iterator, semaphores: list) -> Iterator[Batch]:
         """Yields batches on the host, without the workers' reports, each when the same one of the next step is read.
 
         Ends after the last one, or where `problem` says why the next one is missing.
         """
         ahead: deque[Batch] = deque()
-        fetched, batch, size = self._fetched(reader, semaphores), {}, 0  # size: bytes of a batch
+        fetched, batch, size = self._fetch(reader, semaphores), {}, 0  # size: bytes of a batch
         while True:
             while batch is not None and len(ahead) <= (self.accumulation if len(ahead) * size < _AHEAD else 1):
                 if (batch := next(fetched, None)) is not None:
@@ -175,7 +175,7 @@ class Batches(AbstractContextManager):
                 return
             yield ahead.popleft()
 
-    def _fetched(self, reader: Iterator, semaphores: list) -> Iterator[Batch]:
+    def _fetch(self, reader: Iterator, semaphores: list) -> Iterator[Batch]:
         for count in itertools.count(1):
             start = time.perf_counter()
             try:
@@ -199,7 +199,7 @@ class Batches(AbstractContextManager):
             yield batch
 
 
-def held_out(
+def iterate_held_out(
     source: Source,
     batch: int,
     rank: int = 0,
@@ -208,13 +208,14 @@ def held_out(
     seed: int = 0,
     limit: int | None = None,
 ) -> Iterator[Batch]:
-    """Yields the first `limit` samples (None: all) in their own order, shared out over the ranks, never mirrored.
+    """Yields batches of the first `limit` held-out samples (None: all) in their own order, shared out over the ranks,
+    never mirrored.
 
     Every rank gets the same number of batches of the same size and, in turn, of the same shape, so that all make the
     same calls. The last ones of a shape are filled up with repetitions, which `valid` bool (b,) marks False: a mean
-    over the valid ones of all ranks is exact.
-    Other entries are as in Batches.at; position is the sample's index, and the key never changes, so that an evaluation
-    meets the same noise each time. Samples and keys do not depend on the world size.
+    over the valid ones of all ranks is exact. Other entries are as in Batches.read_step; position is the sample's
+    index, and the key never changes, so that an evaluation meets the same noise each time. Samples and keys do not
+    depend on the world size.
     """
     if batch < 1 or not 0 <= rank < world:
         raise ConfigError(f"held-out batches of {batch} for rank {rank} of {world}: a batch has at least 1 sample")
@@ -234,7 +235,9 @@ def held_out(
 
 
 def _iterate_rounds(source: Source, count: int, size: int) -> Iterator[tuple[int, int]]:
-    """Yields, of the first `count` samples, where each round of `size` begins and where those of its shape end."""
+    """Yields for each round of `size` among the first `count` samples where it begins, and where the samples of its
+    shape end.
+    """
     first = 0
     for end in source.ends:
         end = min(end, count)
@@ -259,21 +262,21 @@ class _Stream:
         self.global_batch, self.seed = global_batch, seed
 
     def __getitem__(self, stream: range) -> dict:
-        if self.source.expects:  # what the next step takes: the disk reads it during this one
-            index, mirrored, key, *_ = self._drawn(
+        if self.source.prefetches:  # what the next step takes: the disk reads it during this one
+            index, mirrored, key, *_ = self._find_samples(
                 range(stream.start + self.global_batch, stream.stop + self.global_batch)
             )
-            self.source.expect(index, mirrored, self._chance(key))
-        index, mirrored, key, positions, step = self._drawn(stream)
-        batch, bad = self.source.read_batch(index, mirrored, self._chance(key))
+            self.source.prefetch(index, mirrored, self._draw_chance(key))
+        index, mirrored, key, positions, step = self._find_samples(stream)
+        batch, bad = self.source.read_batch(index, mirrored, self._draw_chance(key))
         steps = torch.full_like(positions, step)
         return batch | {"key": key, "position": positions, "step": steps, _BAD: bad}
 
-    def _chance(self, key: Tensor) -> Tensor | None:
+    def _draw_chance(self, key: Tensor) -> Tensor | None:
         name, count = self.source.chance_name, self.source.chance_count
         return rng.uniform(key, name, (count,) if count else ()) if name else None
 
-    def _drawn(self, stream: range) -> tuple[Tensor, Tensor | None, Tensor, Tensor, int]:
+    def _find_samples(self, stream: range) -> tuple[Tensor, Tensor | None, Tensor, Tensor, int]:
         """Returns each sample's index, whether it is mirrored, its key, its position (b,) in the step; and the step."""
         step = stream.start // self.global_batch
         positions = torch.arange(stream.start, stream.stop)  # (b,)
@@ -294,7 +297,7 @@ def _iterate_positions(
             yield range(start, start + micro_batch)
 
 
-def _ahead(batches: Iterator[Batch], device: torch.device) -> Iterator[Batch]:
+def _copy_ahead(batches: Iterator[Batch], device: torch.device) -> Iterator[Batch]:
     """Copies pinned batches to a CUDA device on a stream of its own, one batch ahead of the one in use."""
     side = torch.cuda.Stream(device)
     ahead: list[tuple[Batch, torch.cuda.Event]] = []

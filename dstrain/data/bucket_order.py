@@ -36,20 +36,20 @@ class BucketOrder:
         if not sum(self.counts):
             raise ConfigError("an order needs at least one sample: is the data set empty?")
 
-    def steps(self, epochs: int) -> int:
+    def count_steps(self, epochs: int) -> int:
         """Returns the steps of the first `epochs` passes over the data."""
         return sum(epochs * count // self.global_batch for count in self.counts)
 
-    def batch_at(self, step: int) -> tuple[int, int]:
+    def find_batch(self, step: int) -> tuple[int, int]:
         """Returns the bucket of a step, and which of its bucket's batches it is."""
-        epoch = self._epoch_of(step)
+        epoch = self._find_epoch(step)
         first, last = (np.array(self.counts, object) * number // self.global_batch for number in (epoch, epoch + 1))
         ends = np.cumsum(last - first)
-        turn = Order(int(ends[-1]), self.seed).index_at(epoch * int(ends[-1]) + step - self.steps(epoch))
+        turn = Order(int(ends[-1]), self.seed).index_at(epoch * int(ends[-1]) + step - self.count_steps(epoch))
         bucket = int(np.searchsorted(ends, turn, side="right"))
         return bucket, int(last[bucket] - ends[bucket] + turn)
 
-    def _epoch_of(self, step: int) -> int:
+    def _find_epoch(self, step: int) -> int:
         """Returns the last epoch that begins at `step` or before. Rounding down takes less than a step from each
         bucket.
         """
@@ -58,7 +58,7 @@ class BucketOrder:
         high += 1
         while high - low > 1:  # steps(low) <= step < steps(high)
             middle = (low + high) // 2
-            low, high = (middle, high) if self.steps(middle) <= step else (low, middle)
+            low, high = (middle, high) if self.count_steps(middle) <= step else (low, middle)
         return low
 
     def index_at(self, position: Tensor) -> Tensor:
@@ -67,7 +67,7 @@ class BucketOrder:
         steps = position // self.global_batch
         for step in steps.unique().tolist():
             rows = steps == step
-            bucket, batch = self.batch_at(step)
+            bucket, batch = self.find_batch(step)
             order = Order(self.counts[bucket], self.seed ^ _STRIDE * (bucket + 1))
             within = position[rows] + (batch - step) * self.global_batch
             index[rows] = order.index_at(within) + sum(self.counts[:bucket])

@@ -51,7 +51,7 @@ class MixtureOrder:
             return torch.from_numpy(self.index_at(position.numpy()))
         if not isinstance(position, np.ndarray):
             return int(self.index_at(np.array([position], np.int64))[0])
-        sources, places = self.places(position)
+        sources, places = self.find_places(position)
         index, begin = np.empty(position.shape, np.int64), 0
         for k, size in enumerate(self.sizes):
             here = sources == k
@@ -59,21 +59,23 @@ class MixtureOrder:
             begin += size
         return index
 
-    def places(self, position: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def find_places(self, position: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Returns the source of each stream position int64 (...), and its place in the stream of this source."""
         slots = position - position % _BLOCK + Order(_BLOCK, _derive_seed(self.seed, -1)).index_at(position)
-        before = self._dealt(slots)  # (sources, ...)
-        sources = (self._dealt(slots + 1) - before).argmax(0)
+        before = self._count_dealt(slots)  # (sources, ...)
+        sources = (self._count_dealt(slots + 1) - before).argmax(0)
         return sources, np.take_along_axis(before, sources[None], 0)[0]
 
-    def counts(self, positions: int) -> list[int]:
+    def count_by_source(self, positions: int) -> list[int]:
         """Returns how many of the first `positions` of the stream belong to each source."""
         whole = positions - positions % _BLOCK
-        rest, _ = self.places(np.arange(whole, positions))
-        return (self._dealt(np.array(whole)) + np.bincount(rest, minlength=len(self.sizes))).tolist()
+        rest, _ = self.find_places(np.arange(whole, positions))
+        return (self._count_dealt(np.array(whole)) + np.bincount(rest, minlength=len(self.sizes))).tolist()
 
-    def _dealt(self, slots: np.ndarray) -> np.ndarray:
-        """Returns count_k of the module's docstring, int64 (sources, ...), for numbers of slots int64 (...)."""
+    def _count_dealt(self, slots: np.ndarray) -> np.ndarray:
+        """Returns count_k of the module's docstring, int64 (sources, ...), for the slots before each of `slots` int64
+        (...).
+        """
         counts, rest, total = [], slots, sum(self.weights)
         for weight in self.weights:
             counts.append(rest // total * weight + rest % total * weight // total)  # rest * weight might overflow
@@ -126,7 +128,7 @@ class Mixture(Source):
         ]
         self.noun = self.sources[0].noun
         self.light = all(source.light for source in sources)
-        self.expects = any(source.expects for source in sources)
+        self.prefetches = any(source.prefetches for source in sources)
         self.captioned = all(source.captioned for source in sources)
         self.uncaptioned = next((source.uncaptioned for source in sources if source.uncaptioned), None)
         chooses = next((source for source in sources if source.chance_name), sources[0])  # all that do choose alike
@@ -139,9 +141,9 @@ class Mixture(Source):
         return self.read(index)
 
     def read(self, index: int, chance: float | None = None) -> Item:
-        source, place = self._place(index)
+        source, place = self._find_place(index)
         try:
-            return self._alike(source, self.sources[source].read(place, chance))
+            return self._unify_item(source, self.sources[source].read(place, chance))
         except BadSample as error:
             raise BadSample(f"{self.names[source]}/{error.path}", error.reason) from error
 
@@ -150,42 +152,42 @@ class Mixture(Source):
     ) -> tuple[dict[str, Tensor], Bad]:
         """Reads as Source. A sample that cannot be read is replaced by one of the same source."""
         parts, rows, bad = [], [], []
-        for source, here, places in self._by_source(index):
+        for source, here, places in self._group_by_source(index):
             part, unreadable = self.sources[source].read_batch(
                 places, *(None if values is None else values[here] for values in (mirrored, chance))
             )
-            parts.append(self._alike(source, part))
+            parts.append(self._unify_item(source, part))
             rows.append(here)
             bad += [(f"{self.names[source]}/{name}", reason) for name, reason in unreadable]
         order = torch.cat(rows).argsort()
         return {name: values[order] for name, values in join_batches(parts).items()}, bad
 
-    def expect(self, index: Tensor, mirrored: Tensor | None = None, chance: Tensor | None = None) -> None:
-        for source, here, places in self._by_source(index):
-            if self.sources[source].expects:
-                self.sources[source].expect(
+    def prefetch(self, index: Tensor, mirrored: Tensor | None = None, chance: Tensor | None = None) -> None:
+        for source, here, places in self._group_by_source(index):
+            if self.sources[source].prefetches:
+                self.sources[source].prefetch(
                     places, *(None if values is None else values[here] for values in (mirrored, chance))
                 )
 
-    def captions(self, index: int) -> tuple[str, ...]:
-        source, place = self._place(index)
-        return self.sources[source].captions(place)
+    def read_captions(self, index: int) -> tuple[str, ...]:
+        source, place = self._find_place(index)
+        return self.sources[source].read_captions(place)
 
-    def name(self, index: int) -> str:
-        source, place = self._place(index)
-        return f"{self.names[source]}/{self.sources[source].name(place)}"
+    def name_sample(self, index: int) -> str:
+        source, place = self._find_place(index)
+        return f"{self.names[source]}/{self.sources[source].name_sample(place)}"
 
-    def order(self, global_batch: int, seed: int) -> MixtureOrder:
+    def make_order(self, global_batch: int, seed: int) -> MixtureOrder:
         return MixtureOrder(self.sizes, self.weights, seed)
 
-    def drawn(self, seed: int, positions: int) -> dict[str, int]:
-        return dict(zip(self.names, MixtureOrder(self.sizes, self.weights, seed).counts(positions)))
+    def count_drawn(self, seed: int, positions: int) -> dict[str, int]:
+        return dict(zip(self.names, MixtureOrder(self.sizes, self.weights, seed).count_by_source(positions)))
 
-    def fingerprint(self) -> str:
-        return self._joined([source.fingerprint() for source in self.sources])
+    def compute_fingerprint(self) -> str:
+        return self._join_fingerprints([source.compute_fingerprint() for source in self.sources])
 
-    def contents(self) -> str:
-        return self._joined([source.contents() for source in self.sources])
+    def compute_full_fingerprint(self) -> str:
+        return self._join_fingerprints([source.compute_full_fingerprint() for source in self.sources])
 
     def describe(self) -> str:
         total = sum(self.weights)
@@ -195,35 +197,37 @@ class Mixture(Source):
         )
         return f"a mixture of {len(self.sources)}, {super().describe()}: {'; '.join(parts)}"
 
-    def class_counts(self) -> np.ndarray | None:
+    def count_by_class(self) -> np.ndarray | None:
         counts = np.zeros(len(self.classes), np.int64)
         for source, labels in zip(self.sources, self.labels):
-            own = source.class_counts()
+            own = source.count_by_class()
             if own is None:
                 return None
             np.add.at(counts, np.arange(len(own)) if labels is None else labels.numpy(), own)
         return counts if self.classes else None
 
-    def _joined(self, fingerprints: list[str]) -> str:
+    def _join_fingerprints(self, fingerprints: list[str]) -> str:
         classes = blake2b("\n".join(self.classes).encode(), digest_size=8).hexdigest()
         parts = " + ".join(f"{weight} [{fingerprint}]" for weight, fingerprint in zip(self.weights, fingerprints))
         return f"mixture n={len(self)} classes={len(self.classes)} {classes} of {parts}"
 
-    def _place(self, index: int) -> tuple[int, int]:
+    def _find_place(self, index: int) -> tuple[int, int]:
         """Returns (source, index in it) of an index."""
         source = int(torch.bucketize(index, self._ends, right=True))
         return source, index - int(self._ends[source]) + self.sizes[source]
 
-    def _by_source(self, index: Tensor) -> list[tuple[int, Tensor, Tensor]]:
-        """Yields, of each source with some of the indices (b,), its number, their places in (b,) and their indices in
-        it.
+    def _group_by_source(self, index: Tensor) -> list[tuple[int, Tensor, Tensor]]:
+        """Yields for each source that has some of the indices (b,): its number, their places in (b,), and their indices
+        in it.
         """
         sources = torch.bucketize(index, self._ends, right=True)
         rows = [(source, torch.nonzero(sources == source)[:, 0]) for source in sources.unique().tolist()]
         return [(source, here, index[here] - self._ends[source] + self.sizes[source]) for source, here in rows]
 
-    def _alike(self, source: int, item: dict) -> dict:
-        """Gives an item or a batch of a source the mixture's labels; its caption goes unless all sources have one."""
+    def _unify_item(self, source: int, item: dict) -> dict:
+        """Gives an item or a batch of a source the mixture's labels; removes its caption unless all sources have
+        captions.
+        """
         if not self.captioned:
             item = {name: values for name, values in item.items() if name != "caption"}
         if (labels := self.labels[source]) is not None and "label" in item:
@@ -233,9 +237,11 @@ class Mixture(Source):
 
 
 def open_mixture(data: Data, opened: Callable[[Data], tuple[Source, Source | None]]) -> tuple[Mixture, Mixture | None]:
-    """Opens the training and the held-out mixture of data.mixture; `opened` gives both sources of one source's section.
+    """Opens the training mixture and the held-out one of data.mixture; the latter is None if no source holds anything
+    out.
 
-    None: no source holds anything out. ConfigError as `opened` and `join_classes`.
+    opened: gives the training source and the held-out one of one source's section. Raises ConfigError as `opened` and
+    `join_classes`.
     """
     paths = [source.path for source in data.mixture]
     short = [os.path.basename(os.path.normpath(path)) for path in paths]
@@ -255,7 +261,8 @@ def open_mixture(data: Data, opened: Callable[[Data], tuple[Source, Source | Non
 def add_codes(data: Data, parts: Sequence[Data]) -> Data:
     """Returns the section of a mixture with the `codes` of its parts, which are completed.
 
-    The latents' scaling factor is 1 / the standard deviation of the mixture. ConfigError: they were not encoded alike.
+    The latents' scaling factor is 1 / the standard deviation of the mixture. Raises ConfigError if the parts were not
+    encoded alike.
     """
     codes = parts[0].codes
     for part in parts[1:]:
@@ -287,7 +294,8 @@ def join_classes(sources: Sequence[Source], names: Sequence[str], rule: str) -> 
     """Returns the classes of a mixture, () if no source has any.
 
     rule: "same": all sources have the same names; "first": those of the first source, and the others have none beside;
-    "union": those of the first source, and behind them what others add. ConfigError: the sources' are not so.
+    "union": those of the first source, and behind them what others add. Raises ConfigError if the classes of the
+    sources do not obey the rule.
     """
     first = sources[0].classes
     if without := [name for name, source in zip(names, sources) if bool(source.classes) != bool(first)]:

@@ -65,14 +65,14 @@ class Kind(ABC):
         """Returns whether the section's path is of this kind; the kinds before it in KINDS do not recognise it."""
 
     @abstractmethod
-    def contents(self) -> str:
-        """Returns what a system can learn from: a key of CONTENTS."""
+    def name_contents(self) -> str:
+        """Returns what a system can learn from these data: a key of CONTENTS."""
 
     @abstractmethod
     def open(self, verify: bool, run: Path | None, mixed: bool) -> Split:
         """Opens both sources; arguments and errors as `open_sources`."""
 
-    def complete(self) -> Data:
+    def complete_section(self) -> Data:
         """Returns the section with `codes`. Raises ConfigError as `complete_data`."""
         return self.data.model_copy(update={"codes": None})
 
@@ -92,7 +92,7 @@ class Kind(ABC):
         path, _ = split_root(data.path, data.held_out, data.held_out_path, whole=True)
         return open_index(path, request, data.index or find_cache_folder())
 
-    def origin(self) -> str:
+    def find_origin(self) -> str:
         """Returns the path of the data, or of what they were encoded from."""
         return self.data.path
 
@@ -118,10 +118,10 @@ class MixedData(Kind):
     def recognises(cls, data: Data) -> bool:
         return bool(data.mixture)
 
-    def contents(self) -> str:
+    def name_contents(self) -> str:
         return find_contents(self.data.list_sources()[0])
 
-    def complete(self) -> Data:
+    def complete_section(self) -> Data:
         data, parts = self.data, [complete_data(part) for part in self.data.list_sources()]
         contents = [find_contents(part) for part in parts]
         for part, own in zip(parts, contents):
@@ -136,7 +136,7 @@ class MixedData(Kind):
     def open(self, verify: bool, run: Path | None, mixed: bool) -> Split:
         return open_mixture(self.data, lambda part: open_sources(part, verify, run, mixed=True))
 
-    def origin(self) -> str:
+    def find_origin(self) -> str:
         return "a mixture"
 
 
@@ -147,7 +147,7 @@ class BuiltinData(Kind):
     def recognises(cls, data: Data) -> bool:
         return data.path.startswith("builtin:")
 
-    def contents(self) -> str:
+    def name_contents(self) -> str:
         if self.data.path == BUILTIN:
             return "pairs"
         return "clips" if self.data.path == MOVING or self.data.num_frames is not None else "images"
@@ -158,7 +158,7 @@ class BuiltinData(Kind):
         if self.data.num_frames is not None:
             return self._open_clips()
         if self.data.path == MOVING:
-            raise _lacks_frames(self.data)
+            raise _explain_missing_frames(self.data)
         return _open_images(self.data, run, mixed, holds_out=True)
 
     def _open_clips(self) -> Split:
@@ -204,7 +204,7 @@ class PairsData(Kind):
     def recognises(cls, data: Data) -> bool:
         return is_embeddings(data.path)
 
-    def contents(self) -> str:
+    def name_contents(self) -> str:
         return "pairs"
 
     def open(self, verify: bool, run: Path | None, mixed: bool) -> Split:
@@ -221,17 +221,17 @@ class CodesData(Kind):
     def recognises(cls, data: Data) -> bool:
         return is_encoded(data.path)
 
-    def contents(self) -> str:
+    def name_contents(self) -> str:
         encoding = read_index(Path(self.data.path))["encoding"]
         return _name_codes(encoding["kind"], encoding["shape"])
 
-    def complete(self) -> Data:
+    def complete_section(self) -> Data:
         return complete_codes(self.data)
 
     def open(self, verify: bool, run: Path | None, mixed: bool) -> Split:
         return open_codes(self.data, verify)
 
-    def origin(self) -> str:
+    def find_origin(self) -> str:
         return read_index(Path(self.data.path))["encoding"]["data"].split()[0]  # a fingerprint begins with the name
 
 
@@ -242,15 +242,15 @@ class ClipsData(Kind):
 
     @classmethod
     def recognises(cls, data: Data) -> bool:
-        return data.num_frames is not None or _holds_videos(data.path)
+        return data.num_frames is not None or _has_videos(data.path)
 
-    def contents(self) -> str:
+    def name_contents(self) -> str:
         return "clips"
 
     def open(self, verify: bool, run: Path | None, mixed: bool) -> Split:
-        data = _take_apart(self.data)
+        data = _split_paths(self.data)
         if data.num_frames is None:
-            raise _lacks_frames(data)
+            raise _explain_missing_frames(data)
         cut = Cut(data.num_frames, data.height or data.image_size, data.image_size, data.channels, data.frame_stride)
         bucketed = data.buckets is not None
         common = {
@@ -279,13 +279,13 @@ class ImagesData(Kind):
     def recognises(cls, data: Data) -> bool:
         return True
 
-    def contents(self) -> str:
+    def name_contents(self) -> str:
         return "images"
 
     def open(self, verify: bool, run: Path | None, mixed: bool) -> Split:
-        data = _take_apart(self.data)
+        data = _split_paths(self.data)
         if ClipsData.recognises(data):  # a root with train/ and val/ shows only now what is in them
-            raise _lacks_frames(data)
+            raise _explain_missing_frames(data)
         return _open_images(data, run, mixed, holds_out=bool(data.held_out or data.held_out_path))
 
 
@@ -293,13 +293,13 @@ KINDS: tuple[type[Kind], ...] = (MixedData, BuiltinData, PairsData, CodesData, C
 
 
 def recognise(data: Data) -> Kind:
-    """Returns the section's data as the kind that they are, by their path; on any rank alone."""
+    """Returns the kind of the data that a section names, decided by their path; on any rank alone."""
     return next(kind(data) for kind in KINDS if kind.recognises(data))
 
 
 def find_contents(data: Data) -> str:
-    """Returns what the (completed) data hold to learn from: a key of CONTENTS."""
-    return recognise(data).contents() if data.codes is None else _name_codes(data.codes.kind, data.codes.shape)
+    """Returns what a system can learn from the (completed) data: a key of CONTENTS."""
+    return recognise(data).name_contents() if data.codes is None else _name_codes(data.codes.kind, data.codes.shape)
 
 
 def complete_data(data: Data) -> Data:
@@ -308,7 +308,7 @@ def complete_data(data: Data) -> Data:
     Raises ConfigError if the index is damaged, or the section says otherwise: sizes, channels, frames, flip.
     """
     kind = recognise(data)
-    if data.embeddings is not None and kind.contents() != "images":
+    if data.embeddings is not None and kind.name_contents() != "images":
         raise ConfigError(
             f"data.embeddings={data.embeddings} goes with images, and data.path={data.path} holds "
             "others: leave it out, or give the images"
@@ -318,7 +318,7 @@ def complete_data(data: Data) -> Data:
             f"data.embeddings={data.embeddings} goes with one source of squares: leave data.mixture and "
             "data.buckets out"
         )
-    return kind.complete()
+    return kind.complete_section()
 
 
 def require_contents(data: Data, system: str, learns_from: Sequence[str], learners: Callable[[str], list[str]]) -> None:
@@ -384,7 +384,9 @@ def open_section_index(data: Data, captions: bool = False) -> tuple[Layout, Inde
 
 
 def open_builtin(data: Data, split: str) -> Source | None:
-    """Opens a split of the built-in images or clips that `data` name or were encoded from; None of all others."""
+    """Opens a split of the built-in images or clips that `data` name or were encoded from; returns None for all other
+    data.
+    """
     origin = find_origin(data)
     if origin == FASHION_PATH:
         return Fashion(data.image_size, data.channels, split)
@@ -395,11 +397,11 @@ def open_builtin(data: Data, split: str) -> Source | None:
 
 def find_origin(data: Data) -> str:
     """Returns data.path, or of cached codes the path of what they were encoded from."""
-    return recognise(data).origin()
+    return recognise(data).find_origin()
 
 
 def describe_data(data: Data, source: Source, held_out: Source | None, folder: Path | None = None) -> list[str]:
-    """Returns what a command has found, a line each: what it trains on and what is held out.
+    """Describes what a command has found, a line each: what it trains on and what is held out.
 
     folder: of the run, whose list of unreadable files counts.
     """
@@ -412,7 +414,9 @@ def describe_data(data: Data, source: Source, held_out: Source | None, folder: P
 
 
 def make_request(data: Data, suffixes: tuple[str, ...] = SUFFIXES, **more: Any) -> Request:
-    """Returns what the section asks of the form of its data."""
+    """Returns the request to the form of the data that a section makes: which files count, and where labels and
+    captions stand.
+    """
     return Request(
         suffixes,
         labels=data.labels,
@@ -434,7 +438,7 @@ def _open_images(data: Data, run: Path | None, mixed: bool, holds_out: bool) -> 
         "request": make_request(data, captions=captions, mixed=mixed, measured=bucketed),
         "index": data.index,
         "run": run,
-        "crop": Crop.of(data),
+        "crop": Crop.from_section(data),
         "sizes": data.size_conditions,
     }
     train = _wrap_images(data, open_images(data.path, data.image_size, split="train", **common))
@@ -456,7 +460,7 @@ def _wrap_images(data: Data, source: Source) -> Source:
     return Sized(source, data.buckets, data.max_upscale)
 
 
-def _take_apart(data: Data) -> Data:
+def _split_paths(data: Data) -> Data:
     """Returns the section with data.path and data.held_out_path of data that hold some out themselves."""
     path, held_out_path = run_on_first(
         lambda: split_root(data.path, data.held_out, data.held_out_path, cache=data.cache)
@@ -470,11 +474,11 @@ def _name_codes(kind: str, shape: Sequence[int]) -> str:
     return "clip_tokens" if len(shape) == 3 else "image_tokens"
 
 
-def _lacks_frames(data: Data) -> ConfigError:
+def _explain_missing_frames(data: Data) -> ConfigError:
     return ConfigError(f"data.path={data.path} holds videos: write data.num_frames=17, say, for clips")
 
 
-def _holds_videos(path: str) -> bool:
+def _has_videos(path: str) -> bool:
     """Returns whether a folder has videos in it, and no images, as far as a look at some of its files shows."""
     if not os.path.isdir(path):
         return False

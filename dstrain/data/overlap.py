@@ -20,56 +20,60 @@ def find_overlaps(data: Data) -> list[str]:
     parts = data.list_sources() or (data,)
     problems = []
     for part, other in itertools.product(parts, parts):
-        if other.held_out_path and _share_files(part, other.held_out_path):
+        if other.held_out_path and _is_trained_on(part, other.held_out_path):
             problems.append(
                 f"data.held_out_path={other.held_out_path} and data.path={part.path} share files, and "
                 "evaluation would see what was trained on: name a folder beside it, or write "
                 "data.held_out=0.02"
             )
-        elif part is not other and other.held_out and _share_files(part, other.path):
+        elif part is not other and other.held_out and _is_trained_on(part, other.path):
             problems.append(
                 f"data.mixture: {part.path} and {other.path} share files, and what one holds out would be "
                 "trained on in the other: take folders that lie beside each other, or hold nothing out"
             )
     for part, other in itertools.combinations(parts, 2):
-        if not (part.held_out or other.held_out) and _list_named(part.path) == _list_named(other.path):
+        if not (part.held_out or other.held_out) and _list_named_paths(part.path) == _list_named_paths(other.path):
             problems.append(f"data.mixture: {part.path} and {other.path} are the same files: name them once")
     return problems
 
 
-def _share_files(data: Data, path: str) -> bool:
+def _is_trained_on(data: Data, path: str) -> bool:
     """Returns whether files at a path are among those that data.path trains on."""
-    if not _meet(_list_named(data.path), _list_named(path)):
+    if not _have_common_paths(_list_named_paths(data.path), _list_named_paths(path)):
         return False
     train, _ = split_root(data.path, 1.0, None, cache=data.cache)
-    return _meet(_list_read(str(train), data.cache), _list_read(path, data.cache))
+    return _have_common_paths(_list_read_paths(str(train), data.cache), _list_read_paths(path, data.cache))
 
 
-def _list_read(path: str, cache: Cache) -> set[str]:
+def _list_read_paths(path: str, cache: Cache) -> set[str]:
     """Returns the real paths at a path, of tables only those of the split that is read."""
     if not os.path.exists(path) and find_base(path) is None:
-        return _list_named(path)
+        return _list_named_paths(path)
     files = open_files(path, cache)
     tables = open_tables(path, files)
-    return _list_named(path) if tables is None else {os.path.realpath(files.local(part)) for part in tables.parts()}
+    return (
+        _list_named_paths(path)
+        if tables is None
+        else {os.path.realpath(files.fetch_local(part)) for part in tables.list_parts()}
+    )
 
 
-def _list_named(path: str) -> set[str]:
+def _list_named_paths(path: str) -> set[str]:
     """Returns the real path of a file or folder, and of a pattern those of its files."""
     if is_address(path) or find_base(path) is None or os.path.exists(path):
         return {os.path.realpath(path)}
     files = LocalFiles(path)
     with suppress(OSError):  # A folder that is not there is told when it is listed.
-        return {os.path.realpath(files.local(name)) for name in files.listed or dict(files.names())}
+        return {os.path.realpath(files.fetch_local(name)) for name in files.listed or dict(files.list_names())}
     return {os.path.realpath(path)}
 
 
-def _meet(one: set[str], other: set[str]) -> bool:
+def _have_common_paths(one: set[str], other: set[str]) -> bool:
     """Returns whether some paths are equal, or lie in each other."""
-    return not (one.isdisjoint(_list_above(other)) and other.isdisjoint(_list_above(one)))
+    return not (one.isdisjoint(_list_parent_folders(other)) and other.isdisjoint(_list_parent_folders(one)))
 
 
-def _list_above(paths: set[str]) -> Iterator[str]:
+def _list_parent_folders(paths: set[str]) -> Iterator[str]:
     for path in paths:
         yield path
         yield from map(str, Path(path).parents)

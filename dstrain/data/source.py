@@ -41,11 +41,11 @@ class BadSample(Exception):
 
 
 @contextmanager
-def reading(name: str, path: Path) -> Iterator[None]:
+def report_bad_sample(name: str, path: Path) -> Iterator[None]:
     """Turns whatever error is raised inside into BadSample, where `path` becomes `name`.
 
-    A hostile file may raise anything. The caller of the source bounds how many may. NotRead: not the file has failed,
-    but the storage or the machine.
+    A hostile file may raise anything. The caller of the source bounds how many may. Raises NotRead if not the file has
+    failed, but the storage or the machine.
     """
     try:
         yield
@@ -79,7 +79,7 @@ class Source(ABC):
     chance_name: str | None = None  # the random number that `read` takes, by its name in dstrain.rng; None: none
     chance_count: int = 0  # above 0, `read` takes a list of so many such numbers
     batched: bool = False  # `read_batch` is faster than item by item
-    expects: bool = False  # `expect` begins to read what lies on a disk
+    prefetches: bool = False  # `expect` begins to read what lies on a disk
 
     @abstractmethod
     def __len__(self) -> int:
@@ -90,38 +90,40 @@ class Source(ABC):
         """Reads one sample. Raises BadSample if it cannot be read, NotRead if the storage fails."""
 
     @abstractmethod
-    def name(self, index: int) -> str:
-        """Returns what a message calls a sample."""
+    def name_sample(self, index: int) -> str:
+        """Returns the name of a sample, as messages say it."""
 
     @abstractmethod
-    def fingerprint(self) -> str:
+    def compute_fingerprint(self) -> str:
         """Returns a short string that changes with the data; a run saves it to notice a change on resume.
 
         Of a folder it covers the sizes (and captions) of 10,000 files at most, so that it takes a second.
         """
 
-    def contents(self) -> str:
-        """Returns the fingerprint over all files, by which a cache is known to be of these data."""
-        return self.fingerprint()
+    def compute_full_fingerprint(self) -> str:
+        """Returns the fingerprint over all files, which tells whether a cache was made of these data."""
+        return self.compute_fingerprint()
 
     def describe(self) -> str:
-        """Returns for the start of a command: how many samples of what, in which classes, and their captions."""
-        return f"{len(self):,} {self.noun}, {self._class_words()}, {self._caption_words()}"
+        """Describes the data for the start of a command: how many samples of what, in which classes, and their
+        captions.
+        """
+        return f"{len(self):,} {self.noun}, {self._describe_classes()}, {self._describe_captions()}"
 
-    def drawn(self, seed: int, positions: int) -> dict[str, int]:
-        """Returns how many of the first `positions` of the stream come from each source of a mixture, by its name; else
-        {}.
+    def count_drawn(self, seed: int, positions: int) -> dict[str, int]:
+        """Counts how many of the first `positions` of the stream come from each source of a mixture, by its name; {}
+        without a mixture.
         """
         return {}
 
-    def class_counts(self) -> np.ndarray | None:
-        """Returns samples of each class, int64 (classes,); None if there are no classes, or counting them would take
+    def count_by_class(self) -> np.ndarray | None:
+        """Counts the samples of each class, int64 (classes,); None if there are no classes, or counting would take
         long.
         """
         return None
 
-    def _class_words(self) -> str:
-        count, counts = len(self.classes), self.class_counts() if self.classes else None
+    def _describe_classes(self) -> str:
+        count, counts = len(self.classes), self.count_by_class() if self.classes else None
         number = f"{count:,} class{'es' * (count != 1)}" if count else "no classes"
         if counts is None:
             return number
@@ -130,29 +132,29 @@ class Source(ABC):
             return f"{number} of {counts[least]:,}"
         return f"{number} of {counts[least]:,} ({self.classes[least]}) to {counts[most]:,} ({self.classes[most]})"
 
-    def _caption_words(self) -> str:
+    def _describe_captions(self) -> str:
         return "captions" if self.captioned else "no captions"
 
-    def captions(self, index: int) -> tuple[str, ...]:
+    def read_captions(self, index: int) -> tuple[str, ...]:
         """Returns the captions of a sample, () where it has none. Raises BadSample if they cannot be read."""
         packed = self[index].get("caption")
         return () if packed is None else (bytes(packed.numpy()).rstrip(b"\0").decode("utf-8", "replace"),)
 
     @property
     def ends(self) -> tuple[int, ...]:
-        """Returns the numbers behind the last sample of each shape: samples of one shape stand together."""
+        """Returns for each shape the index behind its last sample: samples of one shape stand together."""
         return (len(self),)
 
-    def order(self, global_batch: int, seed: int) -> Any:
+    def make_order(self, global_batch: int, seed: int) -> Any:
         """Returns the order in which training takes the samples: `index_at` of stream positions, see order.py."""
         return Order(len(self), seed)
 
-    def squares(self) -> "Source":
+    def make_square_view(self) -> "Source":
         """Returns the same samples, all of one shape."""
         return self
 
-    def after(self, index: int, count: int) -> int:
-        """Returns the sample `count` further on, cyclically among those of its shape."""
+    def find_next(self, index: int, count: int) -> int:
+        """Returns the index of the sample `count` further on, cyclically among those of its shape."""
         first, last = 0, 0
         for end in self.ends:
             first, last = last, end
@@ -164,14 +166,14 @@ class Source(ABC):
         """Reads a sample; a source with `chance_name` chooses by `chance`, uniform in [0, 1), what it reads of it."""
         return self[index]
 
-    def first(self) -> Item:
-        """Returns the first sample that can be read.
-        Raises ConfigError if none of the first 1000 can.
-        """
+    def read_first(self) -> Item:
+        """Reads the first sample that can be read. Raises ConfigError if none of the first 1000 can."""
         return read_items(self, [0])[0][0]
 
-    def expect(self, index: Tensor, mirrored: Tensor | None = None, chance: Tensor | None = None) -> None:
-        """Begins to read samples that are read soon, as of `read_batch`. Does not wait for them."""
+    def prefetch(self, index: Tensor, mirrored: Tensor | None = None, chance: Tensor | None = None) -> None:
+        """Begins to read samples that `read_batch` will be asked for soon, with the same arguments. Does not wait for
+        them.
+        """
 
     def read_batch(
         self, index: Tensor, mirrored: Tensor | None = None, chance: Tensor | None = None
@@ -195,9 +197,10 @@ class Source(ABC):
 
 
 def read_items(source: Source, indices: list[int], chances: list[Chance] | None = None) -> tuple[list[Item], Bad]:
-    """Returns the items at `indices`, with substitutes for unreadable ones, and each unreadable one that was met.
+    """Reads the items at `indices`; returns them, with substitutes for unreadable ones, and each unreadable one that
+    was met.
 
-    chances: of each item, see Source.read. ConfigError: 1000 samples in a row cannot be read.
+    chances: of each item, see Source.read. Raises ConfigError if 1000 samples in a row cannot be read.
     """
     items, bad = [], []
     tries = min(len(source), _MAX_TRIES)
@@ -205,7 +208,7 @@ def read_items(source: Source, indices: list[int], chances: list[Chance] | None 
         chance = None if chances is None else chances[place]
         for count in range(tries):
             try:
-                items.append(source.read(source.after(index, count) if count else index, chance))
+                items.append(source.read(source.find_next(index, count) if count else index, chance))
                 break
             except BadSample as error:
                 bad.append((error.path, error.reason))
@@ -246,7 +249,7 @@ def sample_captions(source: Source, most: int = _SAMPLED) -> list[str]:
         np.linspace(0, len(source) - 1, min(most, len(source))).astype(int).tolist() if source.captioned else ()
     ):
         with suppress(BadSample, OSError, ValueError):
-            texts += source.captions(index)
+            texts += source.read_captions(index)
     return texts
 
 

@@ -7,7 +7,7 @@ from dstrain.data.source import Bad, BadSample, Item, Source
 
 
 class View(Source):
-    """The samples of `whole`, in its order; subclasses say by `place` which sample stands at an index."""
+    """The samples of `whole`, in its order; subclasses say by `map_index` which sample stands at an index."""
 
     def __init__(self, whole: Source) -> None:
         self.whole = whole
@@ -15,31 +15,31 @@ class View(Source):
         self.captioned, self.uncaptioned = whole.captioned, whole.uncaptioned
         self.where, self.check = whole.where, whole.check
 
-    def place(self, index: int | Tensor) -> int | Tensor:
-        """Returns the index in `whole` of an int, or of each in int64 (b,)."""
+    def map_index(self, index: int | Tensor) -> int | Tensor:
+        """Returns the index in `whole` of a sample of the view: of an int, or of each in int64 (b,)."""
         return index
 
     def __len__(self) -> int:
         return len(self.whole)
 
     def __getitem__(self, index: int) -> Item:
-        return self.whole[self.place(index)]
+        return self.whole[self.map_index(index)]
 
     def read_batch(
         self, index: Tensor, mirrored: Tensor | None = None, chance: Tensor | None = None
     ) -> tuple[dict[str, Tensor], Bad]:
         if self.batched:
-            return self.whole.read_batch(self.place(index), mirrored, chance)
+            return self.whole.read_batch(self.map_index(index), mirrored, chance)
         return super().read_batch(index, mirrored, chance)
 
-    def captions(self, index: int) -> tuple[str, ...]:
-        return self.whole.captions(self.place(index))
+    def read_captions(self, index: int) -> tuple[str, ...]:
+        return self.whole.read_captions(self.map_index(index))
 
-    def name(self, index: int) -> str:
-        return self.whole.name(self.place(index))
+    def name_sample(self, index: int) -> str:
+        return self.whole.name_sample(self.map_index(index))
 
-    def fingerprint(self) -> str:
-        return self.whole.fingerprint()
+    def compute_fingerprint(self) -> str:
+        return self.whole.compute_fingerprint()
 
     def describe(self) -> str:
         return self.whole.describe()
@@ -55,11 +55,11 @@ class Remade(View):
     def __getitem__(self, index: int) -> Item:
         return self.read(index)
 
-    def class_counts(self) -> np.ndarray | None:
-        return self.whole.class_counts()
+    def count_by_class(self) -> np.ndarray | None:
+        return self.whole.count_by_class()
 
-    def contents(self) -> str:
-        return self.whole.contents()
+    def compute_full_fingerprint(self) -> str:
+        return self.whole.compute_full_fingerprint()
 
 
 class Spread(View):
@@ -77,7 +77,7 @@ class Spread(View):
     def __len__(self) -> int:
         return self.num
 
-    def place(self, index: int | Tensor) -> int | Tensor:
+    def map_index(self, index: int | Tensor) -> int | Tensor:
         return index * len(self.whole) // self.num
 
     @property
@@ -103,9 +103,9 @@ class Shuffled(View):
 
     def __init__(self, whole: Source, seed: int) -> None:
         super().__init__(whole)
-        self.taken = whole.order(1, seed)
+        self.taken = whole.make_order(1, seed)
 
-    def place(self, index: int | Tensor) -> int | Tensor:
+    def map_index(self, index: int | Tensor) -> int | Tensor:
         return self.taken.index_at(index)
 
 
@@ -122,17 +122,17 @@ class Windows(View):
     def __len__(self) -> int:
         return len(self.whole) * self.num
 
-    def place(self, index: int | Tensor) -> int | Tensor:
+    def map_index(self, index: int | Tensor) -> int | Tensor:
         return index // self.num
 
     def __getitem__(self, index: int) -> Item:
-        return self.whole.read(self.place(index), (index % self.num + 0.5) / self.num)
+        return self.whole.read(self.map_index(index), (index % self.num + 0.5) / self.num)
 
-    def fingerprint(self) -> str:
-        return f"{self.whole.fingerprint()} x {self.num}"
+    def compute_fingerprint(self) -> str:
+        return f"{self.whole.compute_fingerprint()} x {self.num}"
 
     def describe(self) -> str:
         return f"{len(self):,} windows of {self.whole.describe()}"
 
-    def contents(self) -> str:
-        return f"{self.whole.contents()} x {self.num}"
+    def compute_full_fingerprint(self) -> str:
+        return f"{self.whole.compute_full_fingerprint()} x {self.num}"

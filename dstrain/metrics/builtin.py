@@ -64,14 +64,14 @@ class Builtin(Features):
         return features.view(clips, frames, -1).mean(1), logits.view(clips, frames, -1).mean(1)
 
     def require_captions(self, captions: Sequence[str], clips: bool = True) -> None:
-        known = moving.captions() if clips else list_captions()
+        known = moving.list_captions() if clips else list_captions()
         if unknown := [caption for caption in captions if caption not in known]:
             raise ConfigError(
                 f"{unknown[0]!r} is no caption of the built-in {'clips' if clips else 'images'}, such as "
                 f"{next(iter(known))!r}: ask for those, or leave out the metric accuracy"
             )
 
-    def showing(
+    def count_shown(
         self, images: Tensor, logits: Tensor, labels: Tensor | None, captions: list[str] | None
     ) -> Tensor | None:
         """Counts as Features does. Clips, and images without labels, count by their captions: right ones, all, right
@@ -79,9 +79,9 @@ class Builtin(Features):
         """
         clips = images.ndim == 5
         if captions is None or (labels is not None and not clips):
-            return super().showing(images, logits, labels, captions)
+            return super().count_shown(images, logits, labels, captions)
         self.require_captions(captions, clips)
-        known = moving.captions() if clips else list_captions()
+        known = moving.list_captions() if clips else list_captions()
         labels, asked = torch.tensor([known[caption] for caption in captions], device=logits.device).T
         item = logits.argmax(1) == labels
         self.parts = ("item", "motion" if clips else "shade")
@@ -106,7 +106,7 @@ class Emoji(Features):
         with compute_in("fp32"):
             return self.tower.encode(make_rgb(images)), None
 
-    def texts(self, captions: list[str]) -> Tensor:
+    def embed_texts(self, captions: list[str]) -> Tensor:
         embeds = emoji.read_text_embeds(captions)
         if embeds is None:
             raise ConfigError(

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from dstrain import rng
-from dstrain.data.builtin.moving import MOTIONS, captions
+from dstrain.data.builtin.moving import MOTIONS, list_captions
 from dstrain.metrics.network import Features
 
 SCENES = 4
@@ -83,10 +83,10 @@ def _find_middle(profile: Tensor) -> Tensor:
 
 
 def make_stories(seeds: Tensor) -> tuple[Tensor, Tensor]:
-    """Makes the stories of seeds int64 (N,): the item (N,), which come in turn, and the motions (N, SCENES), all
+    """Makes the stories of seeds int64 (N,): the item (N,), where items come in turn, and the motions (N, SCENES), all
     different; int64 both.
     """
-    items = seeds % (len(captions()) // len(MOTIONS))
+    items = seeds % (len(list_captions()) // len(MOTIONS))
     return items, rng.uniform(rng.keys_of_seeds(seeds), "motions", (len(MOTIONS),)).argsort(1)[:, :SCENES]
 
 
@@ -122,9 +122,9 @@ def sum_scenes(network: Features, videos: Tensor, ends: list[int], items: Tensor
 
 
 def score_scenes(sums: Tensor) -> dict[str, tuple[float, float | None]]:
-    """Scores all scenes, and each: the shares of stories whose item is right, is that of the first scene, and moves as
-    told; and the seam, the change from a scene's last frame to the next one's first, over the mean change between
-    frames within scenes. 1 is best of all four.
+    """Computes the scores of all scenes, and of each: the shares of stories whose item is right, is that of the first
+    scene, and moves as told; and the seam, the change from a scene's last frame to the next one's first, over the mean
+    change between frames within scenes. 1 is best of all four.
     """
     stories, item, kept, motion, seam, within = sums
     values = {

@@ -26,8 +26,10 @@ class Compared:
     place: str | None = None  # its name; None: nothing is compared
     identity: object = None  # another one where the images may be others
 
-    def read(self, collect: Collect) -> dict[str, Statistics]:
-        """Returns statistics by name of their network; those of the file go before those of the images."""
+    def read_statistics(self, collect: Collect) -> dict[str, Statistics]:
+        """Returns statistics by name of their network: those of the file and, for what it lacks, those that `collect`
+        makes of the images.
+        """
         statistics = dict(self.statistics)
         if self.images is None:
             return statistics
@@ -86,9 +88,9 @@ def open_recipe_reference(place: str, data: Data, networks: dict[str, Features],
     shape = {name: getattr(data, name) for name in names}
     section = Data(path=path, flip=False, frame_stride=data.frame_stride, index=data.index, cache=data.cache, **shape)
     with reword_errors(options={"data.path=": "samples.reference="}):
-        source = open_sources(section)[0].squares()
-    if not {"image", "video"} & source.first().keys():
+        source = open_sources(section)[0].make_square_view()
+    if not {"image", "video"} & source.read_first().keys():
         raise ConfigError(f"{key} holds no pictures: name those that its codes were made of, or statistics of them")
     table.require_enough(len(source), f"{key}: ")
     table.require_neighbours(networks, min(len(source), kept), f" of {key}")
-    return Compared({}, Sourced(source), networks, place, source.fingerprint())
+    return Compared({}, Sourced(source), networks, place, source.compute_fingerprint())

@@ -44,11 +44,11 @@ class Images(ABC):
         """Counts the images of the set, on all ranks."""
 
     @abstractmethod
-    def batches(self, size: int) -> Iterator[Batch]:
+    def iterate_batches(self, size: int) -> Iterator[Batch]:
         """Yields this rank's images, at most `size` at a time."""
 
     def list_unreadable(self) -> dict[str, str]:
-        """Returns names and reasons of images that this rank could not read, and yielded others for."""
+        """Returns names and reasons of images that this rank could not read, and for which it yielded others."""
         return {}
 
 
@@ -57,13 +57,13 @@ class Begun(Images):
 
     def __init__(self, images: Images, size: int) -> None:
         self.captions, self._length, self._size = images.captions, len(images), size
-        self._rest, self.list_unreadable = images.batches(size), images.list_unreadable
+        self._rest, self.list_unreadable = images.iterate_batches(size), images.list_unreadable
         self.first = next(self._rest, None)  # None: this rank has no images
 
     def __len__(self) -> int:
         return self._length
 
-    def batches(self, size: int) -> Iterator[Batch]:
+    def iterate_batches(self, size: int) -> Iterator[Batch]:
         """Yields them once, and of the size that it began with."""
         assert size == self._size
         if self.first is not None:
@@ -137,7 +137,7 @@ class Files(Images):
     def __len__(self) -> int:
         return len(self.names)
 
-    def batches(self, size: int) -> Iterator[Batch]:
+    def iterate_batches(self, size: int) -> Iterator[Batch]:
         archive = zipfile.ZipFile(self.archive) if self.archive else None
         for turn in _deal_numbers(len(self), size):
             images = []
@@ -164,7 +164,7 @@ class Arrays(Images):
             if "arr_0" not in self.names:
                 raise KeyError("it has no arr_0")
             others = {name: file[name] for name in ("arr_1", "prompts") if name in self.names}
-        with self._stream() as (_, shape):
+        with self._open_stream() as (_, shape):
             self.shape = shape
         for name, values in others.items():
             if values.ndim and len(values) != len(self):
@@ -179,7 +179,7 @@ class Arrays(Images):
         return self.shape[0]
 
     @contextmanager
-    def _stream(self) -> Iterator[tuple[BinaryIO, tuple[int, ...]]]:
+    def _open_stream(self) -> Iterator[tuple[BinaryIO, tuple[int, ...]]]:
         """Yields the pixels as a stream, so that memory does not grow with N, and their shape."""
         with zipfile.ZipFile(self.path) as archive, archive.open("arr_0.npy") as stream:
             version = np.lib.format.read_magic(stream)
@@ -191,8 +191,8 @@ class Arrays(Images):
                 raise ValueError(f"arr_0 is {dtype} {shape}, and images are uint8 (N, H, W, 1 or 3)")
             yield stream, shape
 
-    def batches(self, size: int) -> Iterator[Batch]:
-        with self._stream() as (stream, shape):
+    def iterate_batches(self, size: int) -> Iterator[Batch]:
+        with self._open_stream() as (stream, shape):
             bytes_each = int(np.prod(shape[1:]))
             start = stream.tell()
             for turn in _deal_numbers(len(self), size):
@@ -214,7 +214,7 @@ class Sourced(Images):
 
     def __init__(self, source: Source) -> None:
         self.source, self._unreadable = source, {}
-        self.key = next((key for key in ("image", "video") if key in source.first()), None)
+        self.key = next((key for key in ("image", "video") if key in source.read_first()), None)
         if self.key is None:
             raise ConfigError(
                 "the data hold no pixels, but latents, tokens or embeddings: name a folder of the images "
@@ -227,7 +227,7 @@ class Sourced(Images):
     def list_unreadable(self) -> dict[str, str]:
         return self._unreadable
 
-    def batches(self, size: int) -> Iterator[Batch]:
+    def iterate_batches(self, size: int) -> Iterator[Batch]:
         for turn in _deal_numbers(len(self), size):
             samples, bad = self.source.read_batch(torch.tensor(turn))
             self._unreadable.update(bad)

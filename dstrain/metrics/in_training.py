@@ -27,7 +27,7 @@ from dstrain.metrics.images import Batch, Images, Sourced
 from dstrain.metrics.network import Features
 from dstrain.metrics.statistics import KEPT, Statistics
 from dstrain.recipe import ConfigError, Run, reword_errors
-from dstrain.sampling.draw import draw_own
+from dstrain.sampling.draw import draw_own_share
 from dstrain.sampling.requests import list_built_in_texts, make_request, request_all_classes
 from dstrain.systems.base import Nets, Request, System
 
@@ -80,7 +80,7 @@ class Quality:
     def describe(self, folder: Path) -> None:
         """Describes the reference, on all ranks, or reads what an earlier command has written into the run's folder."""
         phases().at("describing the data for every.metrics")
-        self._data = self._compared.read(partial(self._describe_images, folder))
+        self._data = self._compared.read_statistics(partial(self._describe_images, folder))
 
     def _describe_images(self, folder: Path, images: Images, compared: dict[str, Features]) -> dict[str, Statistics]:
         networks = {network.name: network for network in compared.values()}
@@ -141,7 +141,7 @@ class _Drawn(Images):
     def __len__(self) -> int:
         return len(self.quality._request.seeds)
 
-    def batches(self, size: int) -> Iterator[Batch]:
+    def iterate_batches(self, size: int) -> Iterator[Batch]:
         quality = self.quality
         return draw_batches(quality._system, self.nets, quality._request, self.captions, size)
 
@@ -151,7 +151,7 @@ def draw_batches(
 ) -> Iterator[Batch]:
     """Yields this rank's share of what networks draw of a request, at most `size` samples at a time."""
     labels, count = request.conditions.get("label"), len(request.seeds)
-    for numbers, images in draw_own(system, nets, request, size):
+    for numbers, images in draw_own_share(system, nets, request, size):
         numbers = numbers[numbers < count]
         if len(numbers):
             yield Batch(
@@ -172,8 +172,8 @@ def _open_own_data(run: Run, compared: dict[str, Features], own: Source | None, 
             f"every.metrics={run.every.metrics}: {data.path} holds codes, and not the pictures to compare with: name "
             "those as samples.reference=FOLDER, or statistics of them as samples.reference=FILE.npz"
         )
-    chosen = own or source.squares()
-    return Compared({}, Sourced(chosen), compared, data.path, chosen.fingerprint())
+    chosen = own or source.make_square_view()
+    return Compared({}, Sourced(chosen), compared, data.path, chosen.compute_fingerprint())
 
 
 def _place_statistics(statistics: Statistics) -> Statistics:

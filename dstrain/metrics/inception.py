@@ -27,7 +27,7 @@ _SPATIAL_CHANNELS = 7  # that enter sFID, as in ADM's evaluator
 Convolutions = dict[str, tuple]
 
 
-def _describe_a(pooled: int) -> Convolutions:
+def _describe_block_a(pooled: int) -> Convolutions:
     return {
         "branch1x1": ("x", 64, 1),
         "branch5x5_1": ("x", 48, 1),
@@ -39,7 +39,7 @@ def _describe_a(pooled: int) -> Convolutions:
     }
 
 
-def _describe_c(width: int) -> Convolutions:
+def _describe_block_c(width: int) -> Convolutions:
     return {
         "branch1x1": ("x", 192, 1),
         "branch7x7_1": ("x", width, 1),
@@ -82,14 +82,14 @@ def _describe_blocks() -> dict[str, tuple[str, Convolutions]]:
         "branch7x7x3_4": ("branch7x7x3_3", 192, 3, 2),
     }
     return {
-        "Mixed_5b": ("mean", _describe_a(32)),
-        "Mixed_5c": ("mean", _describe_a(64)),
-        "Mixed_5d": ("mean", _describe_a(64)),
+        "Mixed_5b": ("mean", _describe_block_a(32)),
+        "Mixed_5c": ("mean", _describe_block_a(64)),
+        "Mixed_5d": ("mean", _describe_block_a(64)),
         "Mixed_6a": ("halved", b),
-        "Mixed_6b": ("mean", _describe_c(128)),
-        "Mixed_6c": ("mean", _describe_c(160)),
-        "Mixed_6d": ("mean", _describe_c(160)),
-        "Mixed_6e": ("mean", _describe_c(192)),
+        "Mixed_6b": ("mean", _describe_block_c(128)),
+        "Mixed_6c": ("mean", _describe_block_c(160)),
+        "Mixed_6d": ("mean", _describe_block_c(160)),
+        "Mixed_6e": ("mean", _describe_block_c(192)),
         "Mixed_7a": ("halved", d),
         "Mixed_7b": ("mean", e),
         "Mixed_7c": ("max", e),
@@ -207,7 +207,7 @@ class InceptionFeatures(Features):
         self._resize, self._middle = KINDS[kind]
         self.spatial = InceptionSpatial(self)
 
-    def prepared(self, images: Tensor) -> Tensor:
+    def prepare(self, images: Tensor) -> Tensor:
         """Turns uint8 (N, C, h, w) into what the network takes."""
         images = make_rgb(images).to(self._network.fc.weight.device).float()
         return self._resize(images) / self._middle - 1
@@ -215,7 +215,7 @@ class InceptionFeatures(Features):
     @torch.no_grad()
     def __call__(self, images: Tensor) -> tuple[Tensor, Tensor]:
         with compute_in("fp32"):
-            features = self._network(self.prepared(images))
+            features = self._network(self.prepare(images))
             return features, features @ self._network.fc.weight.T
 
 
@@ -231,7 +231,7 @@ class InceptionSpatial(Features):
     def __call__(self, images: Tensor) -> tuple[Tensor, None]:
         network = self._whole._network
         with compute_in("fp32"):
-            maps = getattr(network, _SPATIAL).branch1x1(network(self._whole.prepared(images), until=_SPATIAL))
+            maps = getattr(network, _SPATIAL).branch1x1(network(self._whole.prepare(images), until=_SPATIAL))
         return maps[:, :_SPATIAL_CHANNELS].permute(0, 2, 3, 1).flatten(1), None  # TensorFlow's order: channels last
 
 

@@ -18,7 +18,7 @@ class Features(ABC):
     classes      names of what the logits tell apart, None where the classes have no use here
     videos       whether it takes clips uint8 (N, T, C, H, W) instead of images; None: it takes both
     spatial      for sFID: the network whose features keep positions, None for networks without one
-    parts        names of what `showing` tells beside the classes
+    parts        names of what `count_shown` tells beside the classes
     """
 
     name: str
@@ -33,17 +33,18 @@ class Features(ABC):
     def __call__(self, images: Tensor) -> tuple[Tensor, Tensor | None]:
         """Returns features float32 (N, D), and logits float32 (N, K) or None, of uint8 (N, C, H, W) on any device."""
 
-    def texts(self, captions: list[str]) -> Tensor | None:
+    def embed_texts(self, captions: list[str]) -> Tensor | None:
         """Returns vectors float32 (N, D) of texts, comparable with those of images; None: it reads no texts."""
         return None
 
     def require_captions(self, captions: Sequence[str]) -> None:
-        """Raises ConfigError if clips of these captions cannot be scored by `showing`."""
+        """Raises ConfigError if clips of these captions cannot be scored by `count_shown`."""
 
-    def showing(
+    def count_shown(
         self, images: Tensor, logits: Tensor, labels: Tensor | None, captions: list[str] | None
     ) -> Tensor | None:
-        """Counts images that were asked for by labels (n,) or captions: float64 (2, classes), right ones, and all.
+        """Counts images that show what was asked for by labels (n,) or captions: float64 (2, classes), right ones, and
+        all.
 
         More rows are images that show a part of what was asked for, as named in `parts`. None: nothing was asked for.
         """
@@ -61,7 +62,7 @@ class Features(ABC):
 
 
 def sum_by_class(labels: Tensor, classes: int, *rows: Tensor) -> Tensor:
-    """Sums of bool (n,) rows by label: float64 (rows, classes)."""
+    """Sums rows of bool (n,) by label: float64 (rows, classes)."""
     sums = torch.zeros(len(rows), classes, dtype=torch.float64, device=labels.device)
     return sums.index_add_(1, labels, torch.stack(rows).double())
 

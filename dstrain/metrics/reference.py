@@ -52,7 +52,9 @@ def read_reference(path: Path, networks: Iterable[Features], device: torch.devic
 
 
 def has_images(path: Path) -> bool:
-    """Tells whether a path may hold images: a folder, a zip, an .npz with arr_0. Raises ConfigError if it is absent."""
+    """Returns whether a path may hold images: a folder, a zip, an .npz with arr_0. Raises ConfigError if
+    it is absent.
+    """
     if not path.exists():
         raise ConfigError(f"--reference {path}: there is no such file or folder")
     if path.suffix != ".npz":
@@ -138,7 +140,7 @@ def _make_tensor(array: np.ndarray | None, dtype: torch.dtype, device: torch.dev
 
 
 def _read_npz(path: Path) -> dict[str, Any]:
-    """Reads all but the images."""
+    """Reads the arrays of an .npz, but for images."""
     if not zipfile.is_zipfile(path):  # numpy would advise to read it unsafely
         raise ValueError("it is no whole .npz")
     with np.load(path, allow_pickle=False) as file:

@@ -37,7 +37,7 @@ class Statistics:
 
 @dataclass
 class Collector:
-    """Adds batches of one rank up, for one network; `result` merges all ranks."""
+    """Adds batches of one rank up, for one network; `merge_ranks` merges all ranks."""
 
     network: Features
     total: int  # images of the set on all ranks
@@ -61,49 +61,51 @@ class Collector:
                 np.arange(_SPLITS), np.diff(borders)
             )
 
-    def add(
+    def add_batch(
         self, numbers: Tensor, images: Tensor, labels: Tensor | None = None, captions: list[str] | None = None
     ) -> None:
         """Adds images uint8 (n, C, H, W), or clips, with their numbers int64 (n,) in the set, classes and captions."""
         features, logits = self.network(images)
-        self._add("count", torch.tensor(len(features), dtype=torch.float64, device=features.device))
+        self._add_sum("count", torch.tensor(len(features), dtype=torch.float64, device=features.device))
         if self.moments:
             self._waiting.append(features)
             self._add_moments(at_least=_ROWS)
-        self._keep(numbers, features)
+        self._keep_features(numbers, features)
         if self.scores:
             self._add_scores(torch.from_numpy(self._split[numbers.numpy()]), logits.double())
-        if self.right and (right := self.network.showing(images, logits, labels, captions)) is not None:
-            self._add("right", right)
+        if self.right and (right := self.network.count_shown(images, logits, labels, captions)) is not None:
+            self._add_sum("right", right)
         if self.texts and captions is not None:
-            self._add("text", F.cosine_similarity(features, self.network.texts(captions)).double().sum())
+            self._add_sum("text", F.cosine_similarity(features, self.network.embed_texts(captions)).double().sum())
         if self.candidates:
-            self._add("retrieved", self._nearest_is_own(features, captions).double().sum())
+            self._add_sum("retrieved", self._is_nearest(features, captions).double().sum())
 
-    def _nearest_is_own(self, features: Tensor, captions: list[str]) -> Tensor:
-        """Tells, bool (n,), whether the caption is nearer than all others of the candidates, of which the last makes
-        room for one that is none of them.
+    def _is_nearest(self, features: Tensor, captions: list[str]) -> Tensor:
+        """Returns whether each caption, bool (n,), is nearer to its image than all other candidates, of which the last
+        makes room for one that is none of them.
         """
         if not self._texts:
-            self._texts.append(F.normalize(self.network.texts([*self.candidates]), dim=1))  # (K, D)
-        own = F.normalize(self.network.texts(captions), dim=1)  # (n, D)
+            self._texts.append(F.normalize(self.network.embed_texts([*self.candidates]), dim=1))  # (K, D)
+        own = F.normalize(self.network.embed_texts(captions), dim=1)  # (n, D)
         place = {caption: place for place, caption in enumerate(self.candidates)}
         at = torch.tensor([place.get(caption, len(place) - 1) for caption in captions], device=features.device)
         cosines = features @ self._texts[0].T  # (n, K)
         mine = (features * own).sum(1, keepdim=True)
         return (cosines.scatter(1, at[:, None], -torch.inf) < mine).all(1)
 
-    def _add(self, name: str, values: Tensor) -> None:
+    def _add_sum(self, name: str, values: Tensor) -> None:
         self._sums[name] = values if name not in self._sums else self._sums[name].add_(values)
 
     def _add_moments(self, at_least: int) -> None:
-        """Adds the waiting features to the sums, where they are so many: a product of few rows costs as much."""
+        """Adds the waiting features to the sums once there are `at_least` so many: a product of few rows costs
+        as much.
+        """
         if sum(map(len, self._waiting)) >= at_least:
             rows, self._waiting = torch.cat(self._waiting).double(), []
-            self._add("sum", rows.sum(0))
-            self._add("products", rows.T @ rows)
+            self._add_sum("sum", rows.sum(0))
+            self._add_sum("products", rows.T @ rows)
 
-    def _keep(self, numbers: Tensor, features: Tensor) -> None:
+    def _keep_features(self, numbers: Tensor, features: Tensor) -> None:
         keep = min(self.keep, self.total)
         slots = numbers * keep // self.total
         chosen = slots != (numbers - 1) * keep // self.total if keep else torch.zeros(len(numbers), dtype=torch.bool)
@@ -114,12 +116,12 @@ class Collector:
         """Adds to `split` int64 (n,), the part of an Inception Score that each sample belongs to."""
         logs = logits.log_softmax(1)
         zeros, split = torch.zeros(_SPLITS, dtype=logs.dtype, device=logs.device), split.to(logs.device)
-        self._add("p", logs.new_zeros(_SPLITS, logs.shape[1]).index_add_(0, split, logs.exp()))
-        self._add("p log p", zeros.index_add(0, split, (logs.exp() * logs).sum(1)))
-        self._add("p count", zeros.index_add(0, split, torch.ones_like(logs[:, 0])))
+        self._add_sum("p", logs.new_zeros(_SPLITS, logs.shape[1]).index_add_(0, split, logs.exp()))
+        self._add_sum("p log p", zeros.index_add(0, split, (logs.exp() * logs).sum(1)))
+        self._add_sum("p count", zeros.index_add(0, split, torch.ones_like(logs[:, 0])))
 
-    def result(self) -> Statistics:
-        """Merges all ranks. A rank may have added nothing."""
+    def merge_ranks(self) -> Statistics:
+        """Merges what all ranks have added; a rank may have added nothing. Returns the statistics of the set."""
         self._add_moments(at_least=1)
         self._fill_missing()
         sums = {name: group.sum_ranks(self._sums[name]) for name in sorted(self._sums)}

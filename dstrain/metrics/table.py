@@ -157,10 +157,10 @@ def collect_statistics(
         )
         for name, of in needs.items()
     }
-    for batch in images.batches(size):
+    for batch in images.iterate_batches(size):
         for name, collector in collectors.items():
-            _require(batch, by_name[name], needs[name])
-            collector.add(batch.numbers, batch.images, batch.labels, batch.captions)
+            _require_suitable(batch, by_name[name], needs[name])
+            collector.add_batch(batch.numbers, batch.images, batch.labels, batch.captions)
         phases().beat()
         progress(len(batch.numbers))
     unreadable: dict[str, str] = {}
@@ -172,7 +172,7 @@ def collect_statistics(
             f"note: {len(unreadable)} of {len(images)} images of the reference cannot be read, and others count twice "
             f"for them: {name}: {reason}"
         )
-    return {name: collector.result() for name, collector in collectors.items()}
+    return {name: collector.merge_ranks() for name, collector in collectors.items()}
 
 
 def begin_set(images: Images, networks: dict[str, Features], size: int, keep: int = KEPT) -> Images:
@@ -191,7 +191,7 @@ def begin_set(images: Images, networks: dict[str, Features], size: int, keep: in
     begun, by_name = Begun(images, size), {network.name: network for network in networks.values()}
     if begun.first is not None:
         for name, needs in _list_needs(networks).items():
-            _require(begun.first, by_name[name], needs)
+            _require_suitable(begun.first, by_name[name], needs)
     return begun
 
 
@@ -220,7 +220,7 @@ def _list_needs(networks: dict[str, Features], compared: bool = False) -> dict[s
     return needs
 
 
-def _require(batch: Batch, network: Features, needs: set[str]) -> None:
+def _require_suitable(batch: Batch, network: Features, needs: set[str]) -> None:
     """Raises ConfigError, before much is computed, if a network takes no such images, or texts or labels are absent."""
     _require_kind(network, batch.images.ndim == 5)
     shown = batch.captions if batch.labels is None else batch.labels  # captions of built-in data name the item
@@ -245,7 +245,7 @@ def _require_kind(network: Features, clips: bool) -> None:
 
 
 def list_lacking(networks: dict[str, Features], statistics: dict[str, Statistics]) -> list[str]:
-    """Lists the metrics that compare and for which statistics of a reference do not suffice."""
+    """Lists the metrics that compare with a reference whose statistics do not suffice for them."""
     return [
         name
         for name, network in networks.items()

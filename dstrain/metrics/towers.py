@@ -58,7 +58,7 @@ class Clip(Features):
         with compute_in("fp32"):
             return self.tower.encode(make_rgb(images).to(self.tower.mean.device)), None
 
-    def texts(self, captions: list[str]) -> Tensor:
+    def embed_texts(self, captions: list[str]) -> Tensor:
         if self._reader is None:
             self._reader = TextEncoder(self._path).float().to(self.tower.mean.device)
         with compute_in("fp32"):

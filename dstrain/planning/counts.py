@@ -54,5 +54,5 @@ class Counts:
 
     @property
     def learned(self) -> int:
-        """Weights that learn, of all parts."""
+        """Counts the weights that learn, of all parts."""
         return sum(number for part, number in self.weights.items() if not part.startswith("frozen/"))

@@ -52,17 +52,19 @@ class Estimate:
 
     @property
     def needed(self) -> int:
-        """Bytes of a GPU's memory that are counted."""
+        """Returns the bytes of a GPU's memory that are counted."""
         return sum(self.counts.device.values())
 
     @property
     def reserve(self) -> int:
-        """Bytes of a GPU's memory beside them."""
+        """Returns the bytes of a GPU's memory that are kept free beside those that are counted: for libraries and the
+        allocator.
+        """
         return int(CONTEXT + (_NCCL if self.layout.world > 1 else 0) + _ALLOCATOR * self.needed)
 
     @property
     def host(self) -> int:
-        """Bytes of the host's memory that one rank takes."""
+        """Returns the bytes of the host's memory that one rank takes."""
         return sum(self.counts.host.values())
 
     @property

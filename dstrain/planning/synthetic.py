@@ -23,7 +23,7 @@ class Repeated:
             for start in range(0, micro * count, micro)
         ]
 
-    def at(self, step: int) -> Iterator[Batch]:
+    def read_step(self, step: int) -> Iterator[Batch]:
         for number in range(step * self.accumulation, (step + 1) * self.accumulation):
             batch = self.batches[number % len(self.batches)]
             yield {**batch, "step": torch.full_like(batch["key"], step)}

@@ -129,7 +129,7 @@ class Watch(TorchDispatchMode):
 
     @property
     def now(self) -> int:
-        """The number of events so far."""
+        """Returns the number of events so far."""
         return len(self._events)
 
     def peak(self, spans: Iterable[tuple[int, int]]) -> Counter[str]:

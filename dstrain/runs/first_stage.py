@@ -57,14 +57,16 @@ def open_run(
     codec.to(group.device())
     cast_weights(codec, precision)
 
-    def codes(batch: Batch) -> np.ndarray:
+    def encode_samples(batch: Batch) -> np.ndarray:
         pixels = batch["video"] if "video" in batch else batch["image"]
         encoded = codec.encode(pixels.float() / 127.5 - 1, batch.get("frames"))
         if codec.kind == "tokens":
             return encoded["tokens"].cpu().numpy()
         return _make_moments(encoded["latent_mean"], encoded["latent_std"])
 
-    return FirstStage(str(folder), codec.fingerprint, codec.channels, codes, codec.codebook_size, codec.run.data)
+    return FirstStage(
+        str(folder), codec.fingerprint, codec.channels, encode_samples, codec.codebook_size, codec.run.data
+    )
 
 
 def _open_checkpoint(folder: Path, ema: float | None, raw: bool, step: int | None) -> Codec:
@@ -93,12 +95,12 @@ def open_diffusers(path: str, image_size: int | None, precision: Precision = "fp
     if image_size is not None and image_size % vae.factor:
         raise ConfigError(f"--image-size {image_size} is no multiple of {vae.factor}, by which {path} shrinks images")
 
-    def codes(batch):
+    def encode_images(batch):
         return _make_moments(*autoencoder.encode_posterior(vae.vae, batch["image"].float() / 127.5 - 1))
 
     fingerprint = vae.fingerprint()
     vae.encode_in(precision)
-    return FirstStage(path, fingerprint, vae.image_channels, codes)
+    return FirstStage(path, fingerprint, vae.image_channels, encode_images)
 
 
 def _make_moments(mean: Tensor, std: Tensor) -> np.ndarray:
@@ -116,10 +118,11 @@ class Encoder:
     def __init__(self, stage: FirstStage, texts: TextEncoder | None, encoding: dict[str, Any]) -> None:
         self.stage, self.texts, self.encoding = stage, texts, encoding
 
-    def arrays(self, batch: Batch) -> dict[str, np.ndarray]:
-        """Codes (n, flips, ...) and all else (n, ...) of n samples, at most encoding["batch"].
+    def encode_batch(self, batch: Batch) -> dict[str, np.ndarray]:
+        """Encodes n samples, at most encoding["batch"]; returns codes (n, flips, ...) and all else (n, ...).
 
-        A smaller batch is filled up with its last sample, so that networks see one shape. ConfigError: infinite codes.
+        A smaller batch is filled up with its last sample, so that networks see one shape. Raises ConfigError if codes
+        are infinite.
         """
         encoding, count = self.encoding, len(next(iter(batch.values())))
         rows = torch.arange(encoding["batch"]).clamp(max=count - 1)
@@ -127,8 +130,8 @@ class Encoder:
         codes = self._encode_views({name: values[rows] for name, values in batch.items()})
         arrays = {"tokens" if tokens else "moments": codes}
         if self.texts is not None:
-            arrays |= self._texts(batch["caption"][rows])
-        arrays = {name: self._stored(name, array[:count]) for name, array in arrays.items()}
+            arrays |= self._encode_texts(batch["caption"][rows])
+        arrays = {name: self._convert_stored(name, array[:count]) for name, array in arrays.items()}
         inputs = ("image", "video")
         return arrays | {name: values.numpy() for name, values in batch.items() if name not in inputs}
 
@@ -144,7 +147,7 @@ class Encoder:
             views = [side for view in views for side in (view, {"image": view["image"].flip(-1)})]
         return np.stack([self.stage.codes(view) for view in views], axis=1)
 
-    def _texts(self, captions: Tensor) -> dict[str, np.ndarray]:
+    def _encode_texts(self, captions: Tensor) -> dict[str, np.ndarray]:
         """Encodes captions uint8 (b, bytes), or several each (b, K, bytes), by calls of b captions."""
         several = captions if captions.ndim == 3 else captions[:, None]
         encoded = [self.texts.encode(unpack_captions(several[:, k])) for k in range(several.shape[1])]
@@ -154,8 +157,8 @@ class Encoder:
         }
         return arrays if captions.ndim == 3 else {name: array[:, 0] for name, array in arrays.items()}
 
-    def _stored(self, name: str, array: np.ndarray) -> np.ndarray:
-        """Returns an array in the dtype that shards hold it in."""
+    def _convert_stored(self, name: str, array: np.ndarray) -> np.ndarray:
+        """Converts an array to the dtype in which shards hold it."""
         if array.dtype.kind != "f":
             return array.astype(np.int32) if name == "tokens" else array
         dtype = self.encoding["dtype"] if name == "moments" else self.encoding["text"]["dtype"]

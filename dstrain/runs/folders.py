@@ -129,7 +129,7 @@ def _is_run(folder: Path) -> bool:
 
 
 def require_no_links(folder: Path) -> None:
-    """Raises ConfigError if something in a run's folder is a link, through which others' files would be written.
+    """Raises ConfigError if a file in a run's folder is a link, through which others' files would be written.
 
     The folder of checkpoints may be one, to a larger disk, but not to another run's.
     """
@@ -149,15 +149,15 @@ def _explain_link(path: Path) -> ConfigError:
 
 
 def prepare_start(run: Run, fingerprint: str, resume: Resume) -> None:
-    """Checks the start under the lock, before anything is written, moves an earlier run aside if asked to, and gives
+    """Checks the start under the lock, before anything is written; moves an earlier run aside if asked to; and gives
     the folder its identity.
     """
     check_start(run, fingerprint, resume)
     folder, checkpoints = run.directory, run.directory / "checkpoints"
-    with report_disk(folder):
+    with report_disk_errors(folder):
         if resume.from_scratch:
             _require_unread(checkpoints.glob("step_*"))
-            set_aside(folder)
+            set_run_aside(folder)
         if linked := checkpoints.is_symlink():
             claim_checkpoints(checkpoints)
             require_own_link(folder)
@@ -171,7 +171,9 @@ def prepare_start(run: Run, fingerprint: str, resume: Resume) -> None:
 
 
 def _describe_lost(folder: Path) -> str | None:
-    """Describes what shows that a run has been trained further here than its checkpoints say; None: nothing does."""
+    """Describes the files which show that a run has been trained further here than its checkpoints say; None: there are
+    none.
+    """
     checkpoints, steps, noted = folder / "checkpoints", _list_steps(folder), _read_saved_file(folder)
     if checkpoints.is_symlink() and not checkpoints.exists():
         return f"has the link checkpoints, and {os.readlink(checkpoints)} is not there"
@@ -235,8 +237,8 @@ def lock_folder(folder: Path, patience: float = 60.0, busy: str | None = None, v
     """Claims the folder for this process, by a lock and by a lease (disk/owner.py); on rank 0 only.
 
     The lock ends with its process, and earlier versions know it; the lease holds where a file system has no locks.
-    Ranks of an earlier command may still be saving, so they are waited for. ConfigError: another process still has the
-    folder after `patience` seconds; `busy` replaces the message.
+    Ranks of an earlier command may still be saving, so they are waited for. Raises ConfigError if another process still
+    has the folder after `patience` seconds; `busy` replaces the message.
     """
     phases().at(f"waiting for another command in {folder}, {patience:g} s at most")
     end = time.monotonic() + patience
@@ -247,7 +249,7 @@ def lock_folder(folder: Path, patience: float = 60.0, busy: str | None = None, v
             with _pass_without_locks():
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if os.fstat(file.fileno()).st_nlink:
-                with report_disk(folder):
+                with report_disk_errors(folder):
                     owner.claim_folder(folder, verb)
                     os.utime(file.fileno())  # when this command began, for tracking/report/state.py
                 return Claimed(folder, file)
@@ -269,7 +271,7 @@ def lock_folder(folder: Path, patience: float = 60.0, busy: str | None = None, v
 
 @contextmanager
 def _pass_without_locks() -> Iterator[None]:
-    """Passes over what a file system without locks answers to one who asks for a lock."""
+    """Ignores the error with which a file system without locks answers to one who asks for a lock."""
     try:
         yield
     except BlockingIOError:
@@ -280,10 +282,10 @@ def _pass_without_locks() -> Iterator[None]:
 
 @contextmanager
 def claim_output(out: Path, named: str, verb: str) -> Iterator[None]:
-    """Makes `out`, into which no other command writes inside; on all ranks together. It goes again if nothing is
-    written.
+    """Makes the folder `out` and keeps other commands from writing into it; on all ranks together. Removes it if
+    nothing is written.
 
-    Raises ConfigError if another one does, or the folder cannot be written; it begins with `named`.
+    Raises ConfigError, which begins with `named`, if another command writes into it, or the folder cannot be written.
     """
     problem, is_new = None, False
     if group.rank() == 0:
@@ -321,7 +323,7 @@ def share_claim(folder: Path) -> None:
 
 
 def _take_lock(folder: Path) -> IO[str]:
-    with report_disk(folder):
+    with report_disk_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
         if (folder / ".lock").is_symlink():
             raise _explain_link(folder / ".lock")
@@ -334,7 +336,7 @@ def _take_lock(folder: Path) -> IO[str]:
         )
 
 
-def report_disk(folder: Path) -> AbstractContextManager[None]:
+def report_disk_errors(folder: Path) -> AbstractContextManager[None]:
     """Turns an OSError raised inside into a ConfigError: full, over quota, read-only, or not to be written."""
     return explain_write_errors(f"folder={folder}", "make room there, or name another folder=")
 
@@ -346,9 +348,11 @@ def remove_unused(folder: Path) -> None:
 
 
 def write_run(run: Run, settings: dict[str, Any], fingerprint: str) -> None:
-    """Writes the resolved run into its folder; on rank 0 only, after `check`. ConfigError: it cannot be written."""
+    """Writes the resolved run into its folder; on rank 0 only, after `check_start`. Raises ConfigError if it cannot be
+    written.
+    """
     folder = run.directory
-    with report_disk(folder):
+    with report_disk_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
         if _read_saved_file(folder) is None:
             note_saved(folder, read_last_saved(folder))
@@ -364,7 +368,7 @@ def write_run(run: Run, settings: dict[str, Any], fingerprint: str) -> None:
 def make_folder(out: Path) -> Iterator[Path]:
     """Yields a temporary folder to fill, which becomes `out` in the end, or after an error is gone.
 
-    ConfigError: `out` is there already, and no empty folder; or it cannot be written.
+    Raises ConfigError if `out` is there already and no empty folder, or cannot be written.
     """
     if out.is_symlink() or (out.exists() and (not out.is_dir() or any(out.iterdir()))):
         raise ConfigError(f"--out {out} is there already: name a new folder")
@@ -420,10 +424,9 @@ def note_saved(folder: Path, step: int) -> None:
     atomic.write_file(folder / "saved", f"{step}\n", make=False)  # a run's folder that was taken away stays so
 
 
-def set_aside(folder: Path) -> None:
-    """Moves what an earlier run has written into earlier_N, so that beginning anew loses nothing. OSError.
-
-    What else lies there stays.
+def set_run_aside(folder: Path) -> None:
+    """Moves what an earlier run has written into earlier_N, so that beginning anew loses nothing. What else lies there
+    stays. Raises OSError if it cannot be moved.
     """
     if old := [folder / name for name in OF_RUN if os.path.lexists(folder / name)]:
         earlier = _make_earlier(folder)
@@ -446,7 +449,7 @@ def set_newer_aside(folder: Path, step: int) -> None:
     if not newer:
         return
     _require_unread(newer)
-    with report_disk(folder):
+    with report_disk_errors(folder):
         earlier = _make_earlier(folder)
         if (folder / "metrics.jsonl").is_file():
             shutil.copyfile(folder / "metrics.jsonl", earlier / "metrics.jsonl")

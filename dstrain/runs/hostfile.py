@@ -33,10 +33,10 @@ def read_hosts(command: Sequence[str]) -> list[str]:
 def find_missing(hosts: Sequence[str]) -> list[str]:
     """Returns the hosts that ssh does not reach without a password, in their order. All are asked at once."""
     with ThreadPoolExecutor(max(len(hosts), 1)) as threads:
-        return [host for host, answers in zip(hosts, threads.map(_answers, hosts)) if not answers]
+        return [host for host, answers in zip(hosts, threads.map(_can_reach, hosts)) if not answers]
 
 
-def _answers(host: str) -> bool:
+def _can_reach(host: str) -> bool:
     try:
         asked = subprocess.run([*_ASK, host, "true"], capture_output=True, stdin=subprocess.DEVNULL, timeout=_SECONDS)
     except (OSError, subprocess.TimeoutExpired):
@@ -44,7 +44,7 @@ def _answers(host: str) -> bool:
     return asked.returncode == 0
 
 
-def leave_out(command: Sequence[str], hosts: Sequence[str], missing: Sequence[str]) -> list[str]:
+def leave_out_hosts(command: Sequence[str], hosts: Sequence[str], missing: Sequence[str]) -> list[str]:
     """Returns the command without the `missing` hosts. DeepSpeed would start a single host that is left on the machine
     of the command, if it were not forced to go there.
     """

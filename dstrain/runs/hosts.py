@@ -31,15 +31,15 @@ def check_hosts(run: Run, settings: dict[str, Any], patience: float = 20.0) -> N
     """Compares every rank with rank 0; call on all ranks, once rank 0 has claimed the folder.
 
     A folder is shared when each rank sees a file there that rank 0 has just made; `patience`, in seconds, is for file
-    systems that remember what was not there. ConfigError on rank 0 names what differs and the remedy; the other ranks
-    end with the same exit code. Nothing stays behind, and in one process there is nothing to do.
+    systems that remember what was not there. Nothing stays behind, and in one process there is nothing to do. Raises
+    ConfigError on rank 0, which names what differs and the remedy; the other ranks end with the same exit code.
     """
     if group.world() == 1:
         return
     phases().at("comparing the machines of all ranks")
     folder, machine, code = run.directory, socket.gethostname(), _describe_code()
     probe = folder / group.from_first(f".shared-{secrets.token_hex(8)}")
-    with folders.report_disk(folder):
+    with folders.report_disk_errors(folder):
         if group.rank() == 0:
             probe.touch()
     host, first_code, config = group.from_first((machine, code, pickle.dumps((run, settings))))
@@ -55,7 +55,7 @@ def check_hosts(run: Run, settings: dict[str, Any], patience: float = 20.0) -> N
             f"{me} has another recipe than {first}: {', '.join(changed)}; give all machines one command"
             ', and where their CPUs differ, true or false for an "auto" of the JSON'
         )
-    if not _waits_to_see(probe, patience):
+    if not _is_seen_within(probe, patience):
         problems.append(
             f"folder={folder} is not shared: {me} does not see what {first} wrote there; put it on a file "
             "system that all machines mount, folder=/shared/NAME, say"
@@ -69,7 +69,9 @@ def check_hosts(run: Run, settings: dict[str, Any], patience: float = 20.0) -> N
 
 
 def run_on_first(action: Callable[[], None]) -> None:
-    """Runs an action on rank 0, while the others wait. ConfigError as `check`: the action has raised one."""
+    """Runs an action on rank 0, while the others wait. Raises ConfigError as `check_hosts` if the action has raised
+    one.
+    """
     problems: list[str] = []
     if group.rank() == 0:
         try:
@@ -79,7 +81,7 @@ def run_on_first(action: Callable[[], None]) -> None:
     _end_all(group.from_first(problems))
 
 
-def require_folder(folder: Path, patience: float = 2.0) -> None:
+def require_own_folder(folder: Path, patience: float = 2.0) -> None:
     """Raises NotSaved on all ranks if the run's folder was taken away since it trains there, or is another run's now.
 
     Whatever is written would make the folder anew, and without its recipe no command would go on in it. `patience`, in
@@ -88,7 +90,7 @@ def require_folder(folder: Path, patience: float = 2.0) -> None:
     fault = None
     if group.rank() == 0:
         try:
-            if not _waits_to_see(folder / "run.yaml", patience):
+            if not _is_seen_within(folder / "run.yaml", patience):
                 fault = (
                     "was moved or removed while training wrote into it (its run.yaml is gone): nothing more is saved; "
                     "move it back and give the same command again"
@@ -132,7 +134,9 @@ def _end_all(problems: list[str]) -> None:
 
 
 def _describe_code() -> dict[str, str]:
-    """Describes what computes: versions, and a hash of dstrain, since a repository has many states of one version."""
+    """Describes the code that computes: versions, and a hash of dstrain, since a repository has many states of one
+    version.
+    """
     package, digest = Path(__file__).parents[1], hashlib.sha256()
     for path in sorted(package.rglob("*.py")):
         digest.update(path.relative_to(package).as_posix().encode() + b"\0" + path.read_bytes())
@@ -150,7 +154,7 @@ def _list_changes(first_run: Run, first_settings: dict[str, Any], run: Run, sett
     return [f"{key}={own} (not {first})" for key, first, own in changes[:_SHOWN]]
 
 
-def _waits_to_see(path: Path, patience: float) -> bool:
+def _is_seen_within(path: Path, patience: float) -> bool:
     """Returns whether a file can be seen, at once or within `patience` seconds."""
     end = time.monotonic() + patience
     while not path.exists():

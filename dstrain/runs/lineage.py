@@ -39,9 +39,9 @@ def require_own_checkpoints(folder: Path, step: int | None) -> None:
 
 
 def note_ancestors(folder: Path, adopts: bool) -> None:
-    """Writes down which other runs' checkpoints belong to a run, before its folder gets an identity. OSError.
+    """Writes down which other runs' checkpoints belong to a run, before its folder gets an identity.
 
-    adopts: all that lies there belongs to it.
+    adopts: all that lies there belongs to it. Raises OSError if it cannot be written.
     """
     own, known = owner.read_identity(folder), _read_ancestors(folder)
     found = {own} if own and owner.find_other_run(folder, folder) else set()  # a copy's, which is renewed
@@ -63,7 +63,7 @@ def require_own_link(folder: Path) -> None:
 
 
 def claim_checkpoints(checkpoints: Path) -> None:
-    """Claims a folder of checkpoints on another disk. ConfigError: another process still has it."""
+    """Claims a folder of checkpoints on another disk. Raises ConfigError if another process still has it."""
     end = time.monotonic() + owner.SILENT_SECONDS + owner.BEAT_SECONDS
     while True:
         try:

@@ -73,7 +73,9 @@ def _choose_checkpoint(folder: Path, step: int | None, ema: float | None) -> Pat
 
 
 def require_writable(folder: Path, option: str = "--out") -> None:
-    """Makes a folder and tries it, before hours are spent. ConfigError with the `option`: it cannot be written."""
+    """Makes a folder and tries it, before hours are spent. Raises ConfigError, which names the `option`, if it cannot
+    be written.
+    """
     with explain_write_errors(f"{option} {folder}", "name a folder that can be written"):
         folder.mkdir(parents=True, exist_ok=True)
     if not os.access(folder, os.W_OK | os.X_OK):
@@ -86,7 +88,7 @@ def choose_kinds(
     """Chooses which weights to take of each part: master or ema.DECAY; `ema` None takes the first average there is.
 
     Parts without averages, such as a discriminator, are left out unless `every`, which takes those that the folder
-    holds: what dstrain reconstruct makes lacks them. ConfigError: no such average.
+    holds: what dstrain reconstruct makes lacks them. Raises ConfigError if there is no such average.
     """
     return {
         part: choose_kind(checkpoint, part, ema) if part in system.averaged and not raw else "master"

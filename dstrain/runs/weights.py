@@ -43,9 +43,10 @@ def fit_weights(path: Path, system: System, parts: Iterable[str] | None = None) 
 
     `path` is a run's folder (its newest whole checkpoint; the first EMA where there is one), a checkpoint's folder, a
     consolidated or exported one, or, for the first part, a folder of diffusers (of the network or of a pipeline with
-    it), a universal folder of DeepSpeed, or what `read` takes. Other parts than the first may be absent: an adversary
-    may join later. `parts`, None for all: only these are looked for. What was changed begins with a line that counts
-    what was loaded, replaced and left. ConfigError: unreadable, damaged, or it does not fit, with the remedy.
+    it), a universal folder of DeepSpeed, or what `read_state` takes. Other parts than the first may be absent: an
+    adversary may join later. `parts`, None for all: only these are looked for. What was changed begins with a line that
+    counts what was loaded, replaced and left. Raises ConfigError, with the remedy, if weights are unreadable or
+    damaged, or do not fit.
     """
     first, *others = (part for part in system.parts if parts is None or part in parts)
     if path.name in (f"{_MODEL}.safetensors", f"{_MODEL}.bin") and (path.parent / "config.json").is_file():
@@ -230,13 +231,13 @@ def hold_while_choosing(candidates: Iterable[Path]) -> Iterator[Callable[[Path],
     """
     held = {path: owner.Hold(path) for path in candidates} if group.rank() == 0 else {}
 
-    def keep(path: Path) -> Path:
+    def keep_chosen(path: Path) -> Path:
         if group.rank() == 0:
             held.pop(path, None) or owner.Hold(path)
         return path
 
     try:
-        yield keep
+        yield keep_chosen
     finally:
         for hold in held.values():
             hold.release()

@@ -46,14 +46,14 @@ def draw_rounds(
     All ranks receive all images, on the CPU. `chunk` is the number of samples in one call of the networks.
     """
     total, world = len(request.seeds), group.world()
-    for round, (_, images) in enumerate(draw_own(system, nets, request, chunk, device)):
+    for round, (_, images) in enumerate(draw_own_share(system, nets, request, chunk, device)):
         images = group.gather_rows(images).cpu()
         numbers = round * chunk * world + torch.arange(chunk * world)
         yield numbers[numbers < total], images[numbers < total]
 
 
 @torch.no_grad()
-def draw_own(
+def draw_own_share(
     system: System, nets: Nets, request: Request, chunk: int, device: torch.device | None = None
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Draws as `draw_rounds`, but each rank has the `chunk` samples of its own turn, on its device.
@@ -118,7 +118,7 @@ def draw_on_first(system: System, nets: Nets, request: Request, chunk: int) -> T
     """
     rounds = [
         group.rows_to_first(images, count_shares(len(request.seeds), number, chunk))
-        for number, (_, images) in enumerate(draw_own(system, nets, request, chunk))
+        for number, (_, images) in enumerate(draw_own_share(system, nets, request, chunk))
     ]
     return None if rounds[0] is None else torch.cat(rounds)
 
@@ -130,8 +130,8 @@ def count_shares(total: int, round: int, chunk: int) -> list[int]:
 
 
 @torch.no_grad()
-def picture_on_first(system: System, nets: Nets, batch: Batch, chunk: int) -> dict[str, Tensor | None]:
-    """Returns the system's pictures of a batch that all ranks hold: uint8 (N, ...) each, on the host of rank 0; None
+def draw_pictures_on_first(system: System, nets: Nets, batch: Batch, chunk: int) -> dict[str, Tensor | None]:
+    """Draws the system's pictures of a batch that all ranks hold: uint8 (N, ...) each, on the host of rank 0; None
     elsewhere.
     """
     pictures: dict[str, list[Tensor | None]] = {}
@@ -169,27 +169,27 @@ class Means:
     timesteps: list[int] | None = None  # of the columns of curves
     nonfinite: int = 0  # samples
 
-    def add(self, terms: Terms, valid: Tensor) -> None:
+    def add_terms(self, terms: Terms, valid: Tensor) -> None:
         valid, terms = valid.cpu(), {name: values.cpu() for name, values in terms.items() if values.ndim}
         quartile, timestep = terms.pop("quartile", None), terms.pop("timestep", None)
         if timestep is not None:
             self.timesteps = timestep[0].tolist()
         for name, values in terms.items():
             values = values.double().view(len(valid), -1)  # (B, K)
-            self._sum("figures" if terms[name].ndim == 1 else "curves", name, values, valid[:, None])
+            self._add_sums("figures" if terms[name].ndim == 1 else "curves", name, values, valid[:, None])
             if quartile is not None and terms[name].ndim == 1:
-                self._sum("quarters", name, values, valid[:, None] & (quartile[:, None] == torch.arange(4)))
+                self._add_sums("quarters", name, values, valid[:, None] & (quartile[:, None] == torch.arange(4)))
         finite = torch.stack([values.view(len(valid), -1).isfinite().all(1) for values in terms.values()]).all(0)
         self.nonfinite += int((valid & ~finite).sum())
 
-    def _sum(self, kind: str, name: str, values: Tensor, counted: Tensor) -> None:
+    def _add_sums(self, kind: str, name: str, values: Tensor, counted: Tensor) -> None:
         values = torch.where(counted, values, 0.0)
         sums = torch.stack((values.sum(0), values.square().sum(0), counted.expand_as(values).sum(0)))  # (3, K)
         self.sums[kind, name] = self.sums.get((kind, name), 0) + sums
 
-    def result(self) -> dict[str, Any]:
-        """Sums over all ranks, which have all added the same names: figures and standard_errors {name: float}, curves
-        {name: (K,)} and quarters {name: (4,)} float64, timesteps and nonfinite_samples.
+    def average_ranks(self) -> dict[str, Any]:
+        """Averages over all ranks, which have all added the same names: figures and standard_errors {name: float},
+        curves {name: (K,)} and quarters {name: (4,)} float64, timesteps and nonfinite_samples.
         """
         names = list(self.sums)
         flat = torch.cat([*(self.sums[name].flatten() for name in names), torch.tensor([self.nonfinite]).double()])
@@ -216,7 +216,7 @@ class Means:
 def score_batches(
     system: System, nets: Nets, batches: Iterable[Batch], curves: dict[str, list[float]] | None = None
 ) -> dict[str, float]:
-    """Means over held-out samples of the system's evaluation terms, the same for any world size.
+    """Averages the system's evaluation terms over held-out samples, the same for any world size.
 
     A batch's `valid` bool (B,) is False for the repetitions that fill up a rank's last batch. `curves` receives the
     means of terms (B, K), such as the use of each token. A sample whose term is not finite makes that mean so;
@@ -229,8 +229,8 @@ def score_batches(
         with set_eval_mode(nets):
             terms = system.evaluate(nets, system.encode(batch))
         require_scores(system, terms, len(valid))
-        means.add({name: values for name, values in terms.items() if name != "quartile"}, valid)
-    result = means.result()
+        means.add_terms({name: values for name, values in terms.items() if name != "quartile"}, valid)
+    result = means.average_ranks()
     if curves is not None:
         curves |= {name: mean.tolist() for name, mean in result["curves"].items()}
     bad = result["nonfinite_samples"]  # a mean that such a sample enters is NaN

@@ -47,8 +47,8 @@ class About:
     formats: Sequence[str] = FORMATS  # of videos
     fps: int = FPS
 
-    def stem(self, number: int) -> str:
-        """Returns the name of a sample's files."""
+    def make_stem(self, number: int) -> str:
+        """Returns the name of a sample's files, without the suffix."""
         caption = make_safe_name(self.captions[number]) if self.captions else ""
         return f"{self.seed + number:06d}" + (f"-{caption}" if caption else "")
 
@@ -69,7 +69,7 @@ class Pictures:
         self.videos = samples.ndim == 5
         for number, sample in zip(numbers.tolist(), samples) if self.about.files else ():
             if number % group.world() == group.rank():
-                self._save(self.out / SAMPLES / self.about.stem(number), sample)
+                self._save(self.out / SAMPLES / self.about.make_stem(number), sample)
         if group.rank() == 0:
             if sum(map(len, self.first)) < (_CLIPS_IN_GRID if self.videos else _IN_GRID):
                 self.first.append(samples)
@@ -104,7 +104,7 @@ class Pictures:
             _write_prompts(self.out, [scene.caption for scene in about.scenes] if about.scenes else about.captions)
             kind = (about.formats[0] if self.videos else "png") if about.files else None
             lines = (
-                {"file": kind and f"{about.stem(number)}.{kind}", "caption": caption, "seed": about.seed + number}
+                {"file": kind and f"{about.make_stem(number)}.{kind}", "caption": caption, "seed": about.seed + number}
                 | ({"scenes": [asdict(scene) for scene in about.scenes]} if about.scenes else {})
                 for number, caption in enumerate(about.captions)
             )
@@ -137,8 +137,8 @@ def _write_prompts(out: Path, texts: Sequence[str]) -> None:
     write_file(out / "prompts.txt", "".join(f"{' '.join(text.split())}\n" for text in texts))
 
 
-def folder_for(out: Path | None, parent: Path) -> Path:
-    """Returns the folder to write into: `out`, or the first of PARENT/generated, generated_2, ... that is unused.
+def choose_folder(out: Path | None, parent: Path) -> Path:
+    """Chooses the folder to write into: `out`, or the first of PARENT/generated, generated_2, ... that is unused.
 
     Raises ConfigError if `out` cannot be written, or holds samples already.
     """

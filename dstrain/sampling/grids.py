@@ -4,11 +4,11 @@ from collections.abc import Iterator
 
 from torch import Tensor
 
-from dstrain.data.batches import held_out
+from dstrain.data.batches import iterate_held_out
 from dstrain.data.source import Source
 from dstrain.distributed import group
 from dstrain.recipe import Run, Samples
-from dstrain.sampling.draw import count_class_columns, draw_on_first, picture_on_first
+from dstrain.sampling.draw import count_class_columns, draw_on_first, draw_pictures_on_first
 from dstrain.sampling.requests import make_request, require_rows
 from dstrain.systems.base import Batch, Nets, Request, System
 
@@ -27,21 +27,23 @@ def make_grid_request(samples: Samples, system: System, data: Batch) -> tuple[Re
 def draw_grids(
     run: Run, system: System, nets: Nets, source: Source, micro: int
 ) -> Iterator[tuple[Tensor | None, str, int | None, list[str] | None]]:
-    """Images uint8 (N, ...) on the host of rank 0, None on the others; their name, the grid's columns and captions.
+    """Yields each grid: its images uint8 (N, ...) on the host of rank 0, None on the others; its name, columns and
+    captions.
 
-    `source` is what a system begins from that begins from data. At most `micro` samples of a rank in one call.
+    `source` gives the data from which a system begins that begins from data. At most `micro` samples of a rank are
+    drawn in one call.
     """
     samples = run.samples
     chunk = min(micro, -(-samples.num // group.world()))
     data: dict[str, Tensor] = {}
     columns = None  # the same for all grids, so that they align
     if system.starts_from_data:  # the same samples on every rank
-        data = next(held_out(source, min(samples.num, len(source)), seed=run.seed))
+        data = next(iterate_held_out(source, min(samples.num, len(source)), seed=run.seed))
     if system.generates:
         request, captions = make_grid_request(samples, system, data)
         images = draw_on_first(system, nets, request, chunk)
         columns = count_class_columns(request)
         yield images, "samples", columns, captions
     if data:
-        for name, images in picture_on_first(system, nets, data, chunk).items():
+        for name, images in draw_pictures_on_first(system, nets, data, chunk).items():
             yield images, name, columns, None

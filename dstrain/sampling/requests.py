@@ -9,7 +9,7 @@ from torch import Tensor
 
 from dstrain.data.builtin.fashion import FASHION_PATH, list_captions
 from dstrain.data.builtin.moving import MOVING
-from dstrain.data.builtin.moving import captions as built_in_captions
+from dstrain.data.builtin.moving import list_captions as built_in_captions
 from dstrain.data.open import find_origin
 from dstrain.recipe import ConfigError, Data, Samples
 from dstrain.systems.base import CHOICES, Request, System
@@ -100,7 +100,7 @@ def require_rows(system: System, conditions: dict[str, Tensor], num: int) -> Non
 
 
 def list_built_in_texts(data: Data, system: System) -> tuple[str, ...]:
-    """Returns every caption of the built-in data that a system reads; none of other data."""
+    """Lists every caption of the built-in data that a system reads; none of other data."""
     name = find_origin(data)
     if system.takes_texts and name == MOVING:
         return tuple(built_in_captions())
@@ -110,9 +110,9 @@ def list_built_in_texts(data: Data, system: System) -> tuple[str, ...]:
 
 
 def request_all_classes(samples: Samples, data: Data, system: System) -> Samples:
-    """Returns the section for a set that metrics compare with the data: every class in turn, whatever labels the grids
-    show, and every caption of the built-in data; of other texts the recipe's prompts. Pictures are squares, as the
-    data's.
+    """Returns the samples section with a set that metrics compare with the data: every class in turn, whatever labels
+    the grids show, and every caption of the built-in data; of other texts the recipe's prompts. Pictures are squares,
+    as the data's.
     """
     prompts = list_built_in_texts(data, system) or samples.prompts
     return samples.model_copy(update={"labels": None, "prompts": prompts, "size": None})

@@ -40,10 +40,10 @@ class Scene:
 
 
 def choose_length(system: System, frames: int | None, primed: int | None, scenes: bool) -> Length:
-    """Frames of a clip, None for the system's longest, and those of them that are given, None for 1 + p.
+    """Chooses the frames of a clip, by default the system's longest, and how many of them are given, by default 1 + p.
 
-    Of scenes None stands for 1 given frame: with more, the earlier motion goes on against the text.
-    See docs/guides/scenes.md.
+    With scenes 1 given frame is the default: with more, the earlier motion goes on against the text. See
+    docs/guides/scenes.md.
 
     Raises ConfigError for frames that the system's clips cannot have.
     """
@@ -65,8 +65,8 @@ def choose_length(system: System, frames: int | None, primed: int | None, scenes
     return Length(frames, primed)
 
 
-def frames_of_scenes(captions: tuple[str, ...], length: Length) -> list[Scene]:
-    """Tells which frames of the long clip belong to which scene: a frame belongs to the scene that drew it."""
+def assign_frames(captions: tuple[str, ...], length: Length) -> list[Scene]:
+    """Assigns the frames of the long clip to its scenes: a frame belongs to the scene that drew it."""
     ends = [length.frames + number * (length.frames - length.primed) for number in range(len(captions))]
     return [Scene(caption, first, end - first) for caption, first, end in zip(captions, [0, *ends], ends)]
 
@@ -80,7 +80,7 @@ def draw_scenes(
     request: Request,
     draw: Callable[[Request], Tensor],
 ) -> Tensor:
-    """Clips uint8 (N, T, C, H, W) with further scenes behind them, (N, T', C, H, W).
+    """Draws further scenes behind clips uint8 (N, T, C, H, W); returns clips with all of them, (N, T', C, H, W).
 
     scenes: the conditions of each, (N, ...), or (1, ...) for all clips. seeds: int64 (N,), of the first scene; every
     further scene has seeds of its own, which follow from them. request: steps, sampler and guidance. draw: how N clips
@@ -99,8 +99,8 @@ def read_prime(path: Path, data: Data, unit: int, primed: int, exactly: bool) ->
     """Reads the last frames of a clip or picture, of all in a folder, or of an .npz of samples: uint8 (N, K, C, H, W).
 
     K is `primed`; where clips are shorter and not `exactly` so many are needed, the most 1 + m * unit that all have.
-    Clips and pictures are scaled and cropped to the run's size, as its data are. ConfigError names the file that cannot
-    be read, is too short, or an .npz of another size.
+    Clips and pictures are scaled and cropped to the run's size, as its data are. Raises ConfigError, which names the
+    file, if one cannot be read, is too short, or is an .npz of another size.
     """
     path = find_samples(path)
     clips = (
@@ -131,7 +131,9 @@ def _list_files(path: Path) -> list[Path]:
 
 def _read_frames(file: Path, data: Data, most: int) -> Tensor:
     try:
-        clip, real, _ = read_clip(file, Cut(most, *_frame_size(data), data.channels, upright=data.upright), _LATEST)
+        clip, real, _ = read_clip(
+            file, Cut(most, *_find_frame_size(data), data.channels, upright=data.upright), _LATEST
+        )
     except Exception as error:  # a hostile file may raise anything
         raise ConfigError(
             f"--prime {file} cannot be read ({' '.join(str(error).split())[:150]}): give a video or a picture"
@@ -143,7 +145,7 @@ def _read_npz(path: Path, data: Data) -> Tensor:
     with reword_errors("--prime "):
         array = read_samples(path)
     array = array[:, None] if array.ndim == 4 else array
-    size = _frame_size(data)
+    size = _find_frame_size(data)
     if array.dtype != np.uint8 or array.ndim != 5 or array.shape[2:4] != size or array.shape[4] != 3 or not len(array):
         raise ConfigError(
             f"--prime {path}: arr_0 is {array.dtype} {array.shape}, and this run goes on from uint8 "
@@ -153,5 +155,5 @@ def _read_npz(path: Path, data: Data) -> Tensor:
     return torch.from_numpy(channels).permute(0, 1, 4, 2, 3)
 
 
-def _frame_size(data: Data) -> tuple[int, int]:
+def _find_frame_size(data: Data) -> tuple[int, int]:
     return data.height or data.image_size, data.image_size

@@ -245,7 +245,7 @@ class System(Figures, Stateful, Prompted, Sampling, Videos, FirstStage, Imports,
         """Returns a hash of the training data, by which a resumed run notices a change: the source's own, then hashes
         of what the recipe names without fixing it, such as the encoder of captions that are not cached.
         """
-        return source.fingerprint()
+        return source.compute_fingerprint()
 
     def decays(self, name: str, weight: Tensor) -> bool:
         """Returns whether weight decay applies to a parameter: matrices and filters, not biases and gains."""

@@ -36,7 +36,7 @@ import numpy as np
 import torch
 from PIL import Image
 
-from dstrain.commands.pack import PackOptions, pack
+from dstrain.commands.pack import PackOptions, pack_data
 from dstrain.data.batches import Batches
 from dstrain.data.decode.pixels import read_image
 from dstrain.data.sources.images import open_images
@@ -92,7 +92,7 @@ def loaders(folder: Path, size: int, rounds: int, workers: int) -> None:
     """Prints images a second of each loader, by CPU time or with workers by the clock, and the ratio to others."""
     packed = {"tar": folder / "tar", "shards": folder / "shards"}
     for name, path in packed.items():
-        pack(PackOptions(str(folder / "data"), out=path, format=name))
+        pack_data(PackOptions(str(folder / "data"), out=path, format=name))
     rival = official_loader(folder / "data", size, workers)
     sources = {name: open_images(path, size) for name, path in (("folder", folder / "data"), *packed.items())}
     whole = torch.stack([sources["folder"][i]["image"] for i in range(4)])
@@ -108,7 +108,8 @@ def loaders(folder: Path, size: int, rounds: int, workers: int) -> None:
     number = 32 * workers or 1  # so that what lies ready counts little
     ways: dict[str, Callable] = {"official": lambda: [next(forever) for _ in range(number)]}
     ways |= {
-        name: lambda name=name: [next(batches[name].at(next(steps[name]))) for _ in range(number)] for name in batches
+        name: lambda name=name: [next(batches[name].read_step(next(steps[name]))) for _ in range(number)]
+        for name in batches
     }
     timed(ways, 2, time.perf_counter)  # workers start, files come into memory
     print(
@@ -222,7 +223,7 @@ def starts(folder: str, size: int) -> None:
         for _ in range(2):
             start = time.perf_counter()
             with Batches(source, global_batch=8, micro_batch=8, seed=0, num_workers=4) as batches:
-                next(batches.at(0))
+                next(batches.read_step(0))
                 seconds.append(time.perf_counter() - start)
         print(f"{method:12} first {seconds[0]:.2f} s, again {seconds[1]:.2f} s")
 

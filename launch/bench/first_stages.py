@@ -23,7 +23,7 @@ from torch import Tensor
 from dstrain import systems
 from dstrain.commands.evaluate import measure_source
 from dstrain.commands.exits import run_main
-from dstrain.data.batches import held_out
+from dstrain.data.batches import iterate_held_out
 from dstrain.data.sources.images import open_images
 from dstrain.metrics import distances
 from dstrain.metrics.builtin import Builtin
@@ -57,7 +57,7 @@ def row(folder: Path) -> list[str]:
     )
     source = open_images("builtin:fashion", run.data.image_size, channels=run.data.channels, split="held_out")
     network, originals, made, right, alike = Builtin(torch.device("cpu")), [], [], [], []
-    for samples in held_out(source, _BATCH, 0, 1, torch.device("cpu"), run.seed):
+    for samples in iterate_held_out(source, _BATCH, 0, 1, torch.device("cpu"), run.seed):
         valid, labels = samples.pop("valid"), samples["label"]
         example = system.encode(samples)
         picture = system.reconstructions(nets, example)[-1]

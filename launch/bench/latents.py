@@ -60,7 +60,7 @@ def compare(root: Path, options: argparse.Namespace) -> None:
     source, random = Latents(root / "shards"), np.random.default_rng(0)
     ways = {
         "files": lambda index, side: from_files(root / "files", index),
-        "shards": lambda index, side: source.take(index, side),
+        "shards": lambda index, side: source.read_codes(index, side),
     }
     every = torch.arange(options.samples)
     for way in ways.values():
@@ -91,10 +91,10 @@ def compare(root: Path, options: argparse.Namespace) -> None:
             drop(*(root / "shards").iterdir())
             fresh = Latents(root / "shards")
             if name == "expected":
-                fresh.expect(index, side)
+                fresh.prefetch(index, side)
                 time.sleep(options.step / 1000)
             start = time.perf_counter()
-            fresh.take(index, side)
+            fresh.read_codes(index, side)
             seconds[name].append(time.perf_counter() - start)
             del fresh
     print(
@@ -154,7 +154,7 @@ def write(root: Path, options: argparse.Namespace) -> None:
         for i, code in zip(index.tolist(), codes):
             np.save(root / "files" / f"{i}.npy", code[0, 0].astype(np.float32))
             np.save(root / "files" / f"{i}_label.npy", np.array(i % 10))
-        path = root / "shards" / shards.shard_name(number)
+        path = root / "shards" / shards.name_shard(number)
         facts = {
             "encoding": shards.hash_encoding(encoding),
             "number": number,

@@ -39,8 +39,8 @@ def collected(num: int, size: int, kept: int, scale: float) -> Statistics:
     collector = Collector(Synthetic(size, scale), num, kept)
     for begin in range(group.rank() * 250, num, 250 * group.world()):
         numbers = torch.arange(begin, min(begin + 250, num))
-        collector.add(numbers, numbers)
-    return collector.result()
+        collector.add_batch(numbers, numbers)
+    return collector.merge_ranks()
 
 
 def main() -> None:

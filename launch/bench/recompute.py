@@ -65,7 +65,7 @@ def main() -> None:
     parser = Parser(__doc__)
     parser.add_argument("recipes", nargs="*", metavar="RECIPE")
     parser.add_argument("--batch", type=parse_positive, default=1)
-    words = parser.words()
+    words = parser.parse_words()
     batch, names = words["batch"], words["recipes"] or list(LARGE)
     built = {name: system_of(name) for name in names}  # a wrong name is reported before the table begins
     print("| recipe |", " | ".join(map(str, CHOICES)), "|\n|---|" + "---|" * len(CHOICES))

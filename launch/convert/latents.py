@@ -30,12 +30,12 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from dstrain import __version__
-from dstrain.commands.encoding.folder import SAME_COMMAND, claimed, require_readable
+from dstrain.commands.encoding.folder import SAME_COMMAND, claim_folder, require_readable
 from dstrain.commands.options.convert import ConvertOptions
 from dstrain.data.cached import shards
 from dstrain.data.files.storage import require_regular, retry
 from dstrain.data.formats.unconverted import find_fast_dit
-from dstrain.data.source import Bad, BadSample, Item, Source, read_items, reading
+from dstrain.data.source import Bad, BadSample, Item, Source, read_items, report_bad_sample
 from dstrain.disk import atomic
 from dstrain.disk.sealed import render_sealed
 from dstrain.distributed.progress import Bar
@@ -102,13 +102,13 @@ class Foreign(Source):
     def __getitem__(self, index: int) -> Item:
         codes = self._read_codes(index)[: self.flips].astype(np.float32) / np.float32(self.scale)
         if codes.shape[1:] != (self.moments, *self.shape):
-            raise BadSample(self.name(index), f"{codes.shape[1:]} instead of {(self.moments, *self.shape)}")
+            raise BadSample(self.name_sample(index), f"{codes.shape[1:]} instead of {(self.moments, *self.shape)}")
         if self.statistics is not None:
             codes[:, :1] -= self.statistics.mean
             codes /= self.statistics.std
         return {"codes": torch.from_numpy(codes), "label": self._read_label(index)}
 
-    def fingerprint(self) -> str:
+    def compute_fingerprint(self) -> str:
         """Returns a hash of the values of some samples."""
         digest, count = blake2b(digest_size=8), len(self)
         for index in sorted({place * count // _HASHED for place in range(_HASHED)}):
@@ -145,13 +145,13 @@ class FastDiT(Foreign):
     def __len__(self) -> int:
         return len(self.numbers)
 
-    def name(self, index: int) -> str:
+    def name_sample(self, index: int) -> str:
         return f"{self.features.name}/{self.numbers[index]}.npy"
 
     def _read_codes(self, index: int) -> np.ndarray:
-        array = _read_array(self.root, self.name(index), 4)
+        array = _read_array(self.root, self.name_sample(index), 4)
         if len(array) != 1:
-            raise BadSample(self.name(index), f"{array.shape} is no (1, C, h, w)")
+            raise BadSample(self.name_sample(index), f"{array.shape} is no (1, C, h, w)")
         return array[None]  # (1, 1, C, h, w)
 
     def _read_label(self, index: int) -> int:
@@ -191,7 +191,7 @@ class Edm2(Foreign):
     def __len__(self) -> int:
         return len(self.names)
 
-    def name(self, index: int) -> str:
+    def name_sample(self, index: int) -> str:
         return self.names[index].decode()
 
     def _read_table(self) -> bytes:
@@ -202,9 +202,9 @@ class Edm2(Foreign):
         return (self.root / "dataset.json").read_bytes()
 
     def _read_codes(self, index: int) -> np.ndarray:
-        array = _read_array(self.root, self.name(index), 3, self.archive)  # (2C, h, w)
+        array = _read_array(self.root, self.name_sample(index), 3, self.archive)  # (2C, h, w)
         if len(array) % 2:
-            raise BadSample(self.name(index), f"{len(array)} channels are no pairs of mean and deviation")
+            raise BadSample(self.name_sample(index), f"{len(array)} channels are no pairs of mean and deviation")
         return array.reshape(1, 2, -1, *array.shape[1:])
 
     def _read_label(self, index: int) -> int:
@@ -246,13 +246,13 @@ class LightningDiT(Foreign):
         number = int(np.searchsorted(self.file_ends, index, side="right"))
         return self.files[number], index - int(self.file_ends[number - 1] if number else 0)
 
-    def name(self, index: int) -> str:
+    def name_sample(self, index: int) -> str:
         file, row = self._place(index)
         return f"{file}[{row}]"
 
     def _read_row(self, index: int, key: str) -> Tensor:
         name, row = self._place(index)
-        with reading(self.name(index), self.root / name), safe_open(self.root / name, "pt") as file:
+        with report_bad_sample(self.name_sample(index), self.root / name), safe_open(self.root / name, "pt") as file:
             return file.get_slice(key)[row : row + 1]
 
     def _read_codes(self, index: int) -> np.ndarray:
@@ -329,7 +329,7 @@ def _read_array(root: Path, name: str, dims: int | None, archive: zipfile.ZipFil
             raise ConfigError("is no array of numbers of the right shape")
         return np.frombuffer(content, dtype, offset=file.tell()).reshape(shape)
 
-    with reading(name, path if archive is None else root):
+    with report_bad_sample(name, path if archive is None else root):
         return retry(read)
 
 
@@ -354,7 +354,7 @@ def convert_latents(options: ConvertOptions) -> dict[str, Any]:
         source.normalize()
     encoding = _describe_encoding(options, source)
     print(f"data: {options.path}: {source.describe()}", flush=True)
-    with claimed(options.out, "converts", lambda: _prepare_folder(options, encoding)):
+    with claim_folder(options.out, "converts", lambda: _prepare_folder(options, encoding)):
         records = [_write_shard(options, source, encoding, rows) for rows in _list_shards(options, source)]
         versions = {"dstrain": __version__, "torch": torch.__version__}
         index = shards.make_index_body(encoding, None if source.labelled else [], records, versions)
@@ -402,7 +402,7 @@ def _describe_encoding(options: ConvertOptions, source: Foreign) -> dict[str, An
         "first_stage": fingerprint,
         "moments": source.moments,
         "latent_scale": source.scale,
-        "data": source.contents(),
+        "data": source.compute_full_fingerprint(),
     }
 
 
@@ -418,7 +418,7 @@ def _prepare_folder(options: ConvertOptions, encoding: dict[str, Any]) -> str | 
         ]
         if changes:
             return f"--out {out} holds another encoding: {'; '.join(changes)}. Name another folder"
-    elif strangers := shards.list_strangers(out):
+    elif strangers := shards.list_foreign_names(out):
         return f"--out {out} holds {', '.join(strangers[:3])} and no encoding: name a new folder"
     names = {"first_stage": options.first_stage, "data": str(options.path)}
     text = json.dumps({"encoding": encoding, "of": names}, sort_keys=True, indent=1)
@@ -435,7 +435,7 @@ def _list_shards(options: ConvertOptions, source: Foreign) -> list[range]:
 def _write_shard(options: ConvertOptions, source: Foreign, encoding: dict[str, Any], rows: range) -> dict[str, Any]:
     """Writes a shard that is not there and whole; returns its record."""
     number = rows.start // options.shard_size
-    path = options.out / shards.shard_name(number)
+    path = options.out / shards.name_shard(number)
     try:
         facts = shards.check_shard(path)
         if facts["encoding"] == shards.hash_encoding(encoding) and facts["number"] == number:

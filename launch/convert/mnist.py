@@ -60,7 +60,7 @@ def _find_idx(files: Files) -> list[str]:
     for folder in _FOLDERS:
         if not folder or folder.partition("/")[0] in folders:
             with suppress(FileNotFoundError, NotADirectoryError):
-                found |= {folder + name for name, inner in files.names(folder.rstrip("/")) if IDX.fullmatch(name)}
+                found |= {folder + name for name, inner in files.list_names(folder.rstrip("/")) if IDX.fullmatch(name)}
     return sorted(name for name in found if name.removesuffix(".gz") == name or name[:-3] not in found)
 
 

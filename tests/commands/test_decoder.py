@@ -122,7 +122,7 @@ def test_retrieval_of_real_pictures(tmp_path):
     """
     unseen = Emoji(split="held_out")
     pixels = torch.stack([unseen[i]["image"] for i in range(300)]).permute(0, 2, 3, 1).numpy()
-    captions = np.array(unseen.captions()[:300])
+    captions = np.array(unseen.list_captions()[:300])
     values = []
     for name, texts in (("own", captions), ("others", np.roll(captions, 1))):
         np.savez(tmp_path / f"{name}.npz", arr_0=pixels, prompts=texts)
@@ -140,7 +140,7 @@ def test_retrieval_by_clip(tmp_path):
     np.savez(tmp_path / "x.npz", arr_0=pixels, prompts=np.array(words))
     network = open_features(f"clip:{tmp_path / 'clip'}")
     unit = torch.nn.functional.normalize
-    texts, images = unit(network.texts(words)), unit(network(torch.from_numpy(pixels).permute(0, 3, 1, 2))[0])
+    texts, images = unit(network.embed_texts(words)), unit(network(torch.from_numpy(pixels).permute(0, 3, 1, 2))[0])
     right = 0
     for i, image in enumerate(images):
         others = [j for j in range(100) if j != i][:99]

@@ -11,9 +11,9 @@ from PIL import Image
 from safetensors.numpy import load_file
 
 from dstrain import rng, systems
-from dstrain.commands.encode import EncodeOptions, encode
+from dstrain.commands.encode import EncodeOptions, encode_data
 from dstrain.commands.encoding.plan import make_plan
-from dstrain.data.batches import Batches, held_out
+from dstrain.data.batches import Batches, iterate_held_out
 from dstrain.data.cached import shards
 from dstrain.data.cached.latents import Latents, is_encoded
 from dstrain.data.decode.crops import Crop
@@ -58,7 +58,7 @@ def test_shards_hold_the_posterior(tmp_path, vae, images):
     """Oracle: diffusers' own posterior of each image and of its mirror image; numpy's statistics of all of them."""
     from diffusers import AutoencoderKL
 
-    index = encode(options(tmp_path / "out", vae, images))
+    index = encode_data(options(tmp_path / "out", vae, images))
     network, source = AutoencoderKL.from_pretrained(vae, low_cpu_mem_usage=False), open_images(images, 16, channels=1)
     found = [load_file(tmp_path / "out" / shard["name"]) for shard in index["shards"]]
     assert [len(shard["label"]) for shard in found] == [11, 11, 8]
@@ -84,14 +84,14 @@ def test_shards_hold_the_posterior(tmp_path, vae, images):
 
 def test_no_bar_off_a_terminal(tmp_path, vae, images, capsys):
     """Oracle: a log's lines: a bar would write itself over and over into one."""
-    encode(options(tmp_path / "out", vae, images))
+    encode_data(options(tmp_path / "out", vae, images))
     assert "image/s" not in capsys.readouterr().err
 
 
 def test_the_same_command_again(tmp_path, vae, images):
     """Oracle: the bytes of the first time: shards that are damaged or missing are made anew, the others not touched."""
     out = tmp_path / "out"
-    encode(options(out, vae, images))
+    encode_data(options(out, vae, images))
     before = content(out)
     assert set(before) == {"encoding.json", "index.json", *(f"shard_0000{i}.safetensors" for i in range(3))}
     (out / "index.json").unlink()
@@ -101,18 +101,18 @@ def test_the_same_command_again(tmp_path, vae, images):
     (out / "shard_00001.safetensors").write_bytes(data)
     (out / "shard_00001.safetensors.tmp").write_bytes(b"left over")
     kept = (out / "shard_00002.safetensors").stat().st_mtime_ns
-    encode(options(out, vae, images))
+    encode_data(options(out, vae, images))
     assert content(out) == before
     assert (out / "shard_00002.safetensors").stat().st_mtime_ns == kept
 
 
 def test_parts_make_the_whole(tmp_path, vae, images, capsys):
     """Oracle: the bytes of one command, from parts in any order, in one folder and in two that are put together."""
-    encode(options(tmp_path / "whole", vae, images, shard_size=4))
+    encode_data(options(tmp_path / "whole", vae, images, shard_size=4))
     whole, out = content(tmp_path / "whole"), tmp_path / "out"
 
     def part(place, parts, out=out):
-        return encode(options(out, vae, images, shard_size=4, part=(place, parts)))
+        return encode_data(options(out, vae, images, shard_size=4, part=(place, parts)))
 
     (tmp_path / "out").mkdir()
     assert part(3, 3) is None and "these are not: 1/3, 2/3" in capsys.readouterr().out
@@ -120,28 +120,28 @@ def test_parts_make_the_whole(tmp_path, vae, images, capsys):
         Latents(out)
     (out / ".shard_00004.safetensors.tmp").write_bytes(b"another part writes it now")
     assert part(1, 3) is None and (out / ".shard_00004.safetensors.tmp").exists()
-    assert sorted(path.name for path in out.glob("shard*")) == [shards.shard_name(k) for k in (0, 1, 5, 6, 7)]
+    assert sorted(path.name for path in out.glob("shard*")) == [shards.name_shard(k) for k in (0, 1, 5, 6, 7)]
     part(2, 3, tmp_path / "elsewhere")
     for path in (tmp_path / "elsewhere").glob("shard_*"):
         shutil.copy(path, out)
-    damaged = out / shards.shard_name(3)
+    damaged = out / shards.name_shard(3)
     damaged.write_bytes(damaged.read_bytes()[:50])
     assert part(3, 3) is None and "these are not: 2/3" in capsys.readouterr().out
     index = part(2, 3)
-    assert content(out) == whole and index["class_counts"] == Latents(out).class_counts().tolist() == [10, 10, 10]
+    assert content(out) == whole and index["class_counts"] == Latents(out).count_by_class().tolist() == [10, 10, 10]
     assert part(40, 64)["encoding"] == index["encoding"], "a part of no shard may be the last one"
 
 
 def test_another_encoding_is_refused(tmp_path, vae, images):
     """Oracle: the contract: what differs is named, with both values, and nothing is touched."""
     out = tmp_path / "out"
-    encode(options(out, vae, images))
+    encode_data(options(out, vae, images))
     before = content(out)
     other = first_stage.save(tmp_path / "other", seed=1)
     more = folder(tmp_path / "more", 3, 11)
     edited = Path(shutil.copytree(images, tmp_path / "edited"))
-    encode(options(out, vae, edited))  # a copy is the same data
-    encode(options(out, vae, images))
+    encode_data(options(out, vae, edited))  # a copy is the same data
+    encode_data(options(out, vae, images))
     assert content(out) == before
     next(edited.glob("*/*")).write_bytes(b"another")
     for changes, words in (
@@ -155,13 +155,13 @@ def test_another_encoding_is_refused(tmp_path, vae, images):
         ({"flip": False}, "flips 2 there, 1 here"),
     ):
         with pytest.raises(ConfigError, match=words):
-            encode(options(out, vae, images, **changes))
+            encode_data(options(out, vae, images, **changes))
     assert content(out) == before
-    rounded = encode(options(tmp_path / "rounded", vae, images, precision="bf16"))
+    rounded = encode_data(options(tmp_path / "rounded", vae, images, precision="bf16"))
     with pytest.raises(ConfigError, match="precision bf16 there, None here"):
-        encode(options(tmp_path / "rounded", vae, images))
+        encode_data(options(tmp_path / "rounded", vae, images))
     assert rounded["encoding"]["first_stage"] == shards.read_index(out)["encoding"]["first_stage"]
-    exact, near = (load_file(path / shards.shard_name(0))["moments"] for path in (out, tmp_path / "rounded"))
+    exact, near = (load_file(path / shards.name_shard(0))["moments"] for path in (out, tmp_path / "rounded"))
     assert 0 < np.linalg.norm(near - exact) < 0.02 * np.linalg.norm(exact)
 
 
@@ -170,7 +170,7 @@ def test_caches_of_the_built_in_set_stay_valid(tmp_path, vae):
     found = make_plan(options(tmp_path, vae, "builtin:fashion")).encoding["data"]
     assert (
         found
-        == open_images("builtin:fashion", 16, channels=1).fingerprint()
+        == open_images("builtin:fashion", 16, channels=1).compute_fingerprint()
         == "builtin:fashion train n=2000 crc=4188a2ba"
     )
 
@@ -192,11 +192,11 @@ def test_what_cannot_be_encoded(tmp_path, vae, images):
         ({"out": tmp_path / "full"}, "holds thesis.tex and no encoding"),
     ):
         with pytest.raises(ValueError, match=words):
-            encode(options(out, vae, images, **changes))
+            encode_data(options(out, vae, images, **changes))
         assert not out.exists()
     (tmp_path / "odd" / "encoding.json").mkdir(parents=True)
     with pytest.raises(ConfigError, match="odd/encoding.json cannot be read or written"):
-        encode(options(tmp_path / "odd", vae, images))
+        encode_data(options(tmp_path / "odd", vae, images))
     from safetensors.torch import load_file as load
     from safetensors.torch import save_file
 
@@ -204,10 +204,10 @@ def test_what_cannot_be_encoded(tmp_path, vae, images):
     weights["quant_conv.bias"] += 1e6
     save_file(weights, hot / "diffusion_pytorch_model.safetensors", {"format": "pt"})
     with pytest.raises(ConfigError, match="not finite in float16: take --dtype float32"):
-        encode(options(out, hot, images, dtype="float16"))
-    encode(options(tmp_path / "wide", hot, images))
+        encode_data(options(out, hot, images, dtype="float16"))
+    encode_data(options(tmp_path / "wide", hot, images))
     with pytest.raises(ConfigError, match="holds cached codes already"):
-        encode(options(out, vae, tmp_path / "wide"))
+        encode_data(options(out, vae, tmp_path / "wide"))
 
 
 def test_unreadable_files(tmp_path, vae):
@@ -216,8 +216,8 @@ def test_unreadable_files(tmp_path, vae):
     for name in ("c0/003.png", "c0/004.png", "c1/009.png"):
         break_file(root / name, "truncated")
     with pytest.raises(ConfigError, match="2 of 20 files cannot be read, more than --max-bad-fraction 0.05"):
-        encode(options(tmp_path / "out", vae, root, max_bad_fraction=0.05))
-    index = encode(options(tmp_path / "more", vae, root, max_bad_fraction=0.2))
+        encode_data(options(tmp_path / "out", vae, root, max_bad_fraction=0.05))
+    index = encode_data(options(tmp_path / "more", vae, root, max_bad_fraction=0.2))
     assert [name for name, _ in index["bad_files"]] == ["c0/003.png", "c0/004.png", "c1/009.png"]
     found = [load_file(tmp_path / "more" / shard["name"]) for shard in index["shards"]]
     sources = np.concatenate([shard["source"] for shard in found])
@@ -232,7 +232,7 @@ def test_the_same_bytes_on_any_number_of_threads(tmp_path, images):
     try:
         for threads in (1, 2):
             torch.set_num_threads(threads)
-            encode(options(tmp_path / str(threads), wide, few, image_size=64, batch=2, flip=False))
+            encode_data(options(tmp_path / str(threads), wide, few, image_size=64, batch=2, flip=False))
             assert torch.get_num_threads() == threads, "the caller's own number was not given back"
             found.append(content(tmp_path / str(threads)))
     finally:
@@ -244,7 +244,7 @@ def test_the_same_bytes_on_any_number_of_threads(tmp_path, images):
 def test_what_the_folder_is_of_can_be_repaired(tmp_path, vae, images, damage):
     """Oracle: the undamaged bytes: from the index, and without it from what the shards say of themselves."""
     out = tmp_path / "out"
-    encode(options(out, vae, images))
+    encode_data(options(out, vae, images))
     before = content(out)
 
     def spoil(index):
@@ -257,8 +257,8 @@ def test_what_the_folder_is_of_can_be_repaired(tmp_path, vae, images, damage):
         kept = {path: path.stat().st_mtime_ns for path in out.glob("shard_*")}
         assert is_encoded(out)
         with pytest.raises(ConfigError, match="holds another encoding.*ame another"):
-            encode(options(out, vae, images, flip=False))
-        encode(options(out, vae, images))
+            encode_data(options(out, vae, images, flip=False))
+        encode_data(options(out, vae, images))
         assert content(out) == before and {path: path.stat().st_mtime_ns for path in kept} == kept
 
 
@@ -269,14 +269,14 @@ def test_files_of_others_are_left_alone(tmp_path, vae, images):
         out.mkdir()
         (out / name).write_text('{"mine": 1}')
         with pytest.raises(ConfigError, match=f"holds {name} and no encoding: name a new folder"):
-            encode(options(out, vae, images))
+            encode_data(options(out, vae, images))
         assert content(out) == {name: b'{"mine": 1}'}
 
 
 def test_the_last_batch_is_like_the_others(tmp_path, vae, images):
     """Oracle: the same images in full batches: padding shows in no bit, whatever stands beside an image."""
-    encode(options(tmp_path / "whole", vae, images, shard_size=28))
-    encode(options(tmp_path / "cut", vae, images, shard_size=5))
+    encode_data(options(tmp_path / "whole", vae, images, shard_size=28))
+    encode_data(options(tmp_path / "cut", vae, images, shard_size=5))
     whole, cut = Latents(tmp_path / "whole"), Latents(tmp_path / "cut")
     for i in range(30):
         assert all(torch.equal(a, b) for a, b in zip(list(whole[i].values())[:2], list(cut[i].values())[:2]))
@@ -294,9 +294,9 @@ def test_several_captions_and_their_states(tmp_path, vae):
     towers.sentences(tmp_path / "text")
     encoder = TextEncoder(str(tmp_path / "text"))
     words = {"text_encoder": str(tmp_path / "text"), "shard_size": 4, "num_captions": 3}
-    encode(options(tmp_path / "out", vae, root, **words))
+    encode_data(options(tmp_path / "out", vae, root, **words))
     plain = options(tmp_path / "plain", vae, root, shard_size=4)
-    encode(plain)
+    encode_data(plain)
     data = complete_data(Data(path=str(tmp_path / "out"), image_size=16, channels=1))
     assert data.codes.text == (encoder.max_length, encoder.encodings_dim)
     source, images = open_sources(data)[0], Latents(plain.out)
@@ -304,7 +304,7 @@ def test_several_captions_and_their_states(tmp_path, vae):
     seen = set()
     with Batches(source, global_batch=10, micro_batch=5, seed=2) as batches:
         for step in range(12):
-            for batch in batches.at(step):
+            for batch in batches.read_step(step):
                 chance = rng.uniform(batch["key"], "variant", (2,))[:, 1].double()
                 index = Order(10, 2).index_at(step * 10 + batch["position"]).tolist()
                 chosen = [int(float(u) * count[i]) for u, i in zip(chance, index)]
@@ -314,18 +314,20 @@ def test_several_captions_and_their_states(tmp_path, vae):
                 states = encoder.encode(texts)
                 torch.testing.assert_close(batch["text_encodings"], states["text_encodings"], rtol=1e-5, atol=1e-6)
                 assert torch.equal(batch["text_mask"], states["text_mask"])
-                same = images.take(torch.tensor(index), rng.uniform(batch["key"], "flip") < 0.5)
+                same = images.read_codes(torch.tensor(index), rng.uniform(batch["key"], "flip") < 0.5)
                 assert torch.equal(batch["latent_mean"], same["latent_mean"]) and batch["label"].tolist() == [
                     i // 5 for i in index
                 ]
     assert seen == {(i, k) for i in range(10) for k in range(count[i])}, "each caption is drawn at some step"
-    (first,) = held_out(source, 10)
+    (first,) = iterate_held_out(source, 10)
     assert unpack_captions(first["caption"]) == [texts[0] for texts in lines]
-    one = encode(options(tmp_path / "one", vae, root, num_captions=1))
+    one = encode_data(options(tmp_path / "one", vae, root, num_captions=1))
     assert one["encoding"]["text"] is None
-    assert unpack_captions(Latents(tmp_path / "one").take(torch.arange(10))["caption"]) == [texts[0] for texts in lines]
+    assert unpack_captions(Latents(tmp_path / "one").read_codes(torch.arange(10))["caption"]) == [
+        texts[0] for texts in lines
+    ]
     with pytest.raises(ConfigError, match="--num-captions: the images of .* have no captions"):
-        encode(options(tmp_path / "none", vae, folder(tmp_path / "bare", 1, 2), num_captions=2))
+        encode_data(options(tmp_path / "none", vae, folder(tmp_path / "bare", 1, 2), num_captions=2))
 
 
 def test_several_crops(tmp_path, vae):
@@ -337,7 +339,7 @@ def test_several_crops(tmp_path, vae):
 
     root, network = folder(tmp_path / "data", 2, 4), AutoencoderKL.from_pretrained(vae, low_cpu_mem_usage=False)
     words = {"crops": 3, "crop": "random_resized"}
-    encode(options(tmp_path / "out", vae, root, **words))
+    encode_data(options(tmp_path / "out", vae, root, **words))
     crop, expected = Crop("random_resized"), []
     for i, path in enumerate(sorted(root.glob("*/*.png"))):
         for j in range(3):
@@ -355,33 +357,34 @@ def test_several_crops(tmp_path, vae):
     assert source.index["statistics"]["scaling_factor"] == pytest.approx(1 / std, rel=1e-6)
     with Batches(source, global_batch=8, micro_batch=4, seed=2) as batches:
         for step in range(14):
-            for batch in batches.at(step):
+            for batch in batches.read_step(step):
                 chosen = (rng.uniform(batch["key"], "variant", (2,))[:, 0].double() * 3).long()
                 index = Order(8, 2).index_at(step * 8 + batch["position"])
                 side = (rng.uniform(batch["key"], "flip") < 0.5).long()
                 torch.testing.assert_close(batch["latent_mean"], expected[index, chosen, side], rtol=1e-4, atol=1e-5)
                 seen |= set(zip(index.tolist(), chosen.tolist()))
     assert seen == {(i, j) for i in range(8) for j in range(3)}, "each crop is drawn at some step"
-    (first,) = held_out(source, 8)
+    (first,) = iterate_held_out(source, 8)
     torch.testing.assert_close(first["latent_mean"], expected[:, 0, 0], rtol=1e-4, atol=1e-5)
     for part in ((2, 2), (1, 2)):
-        encode(options(tmp_path / "parts", vae, root, shard_size=3, part=part, **words))
+        encode_data(options(tmp_path / "parts", vae, root, shard_size=3, part=part, **words))
     every, chance = torch.arange(8), torch.rand(8, 2)
     assert all(
         torch.equal(*pair)
         for pair in zip(
-            source.take(every, None, chance).values(), Latents(tmp_path / "parts").take(every, None, chance).values()
+            source.read_codes(every, None, chance).values(),
+            Latents(tmp_path / "parts").read_codes(every, None, chance).values(),
         )
     )
     with pytest.raises(ConfigError, match="say how many of each image, such as --crops 4"):
-        encode(options(tmp_path / "none", vae, root, crop="dalle"))
+        encode_data(options(tmp_path / "none", vae, root, crop="dalle"))
     with pytest.raises(ConfigError, match="crops None there, 3 here.*|crops 3 there, None here"):
-        encode(options(tmp_path / "out", vae, root))
+        encode_data(options(tmp_path / "out", vae, root))
 
 
 def test_training_from_latents_is_training_online(tmp_path, vae, images):
     """Oracle: the same DiT fed with images: the same x_start, bit for bit, mirrored ones included (float32 shards)."""
-    encode(options(tmp_path / "out", vae, images, image_size=32, batch=6))
+    encode_data(options(tmp_path / "out", vae, images, image_size=32, batch=6))
     data = Data(path=str(images), image_size=32, channels=1)
     cached = complete_data(data.model_copy(update={"path": str(tmp_path / "out")}))
     model = {
@@ -401,7 +404,7 @@ def test_training_from_latents_is_training_online(tmp_path, vae, images):
     sizes = {"global_batch": 12, "micro_batch": 6, "seed": 5}
     with Batches(open_sources(data)[0], **sizes) as one, Batches(open_sources(cached)[0], **sizes) as two:
         for step in range(4):
-            for a, b in zip(one.at(step), two.at(step), strict=True):
+            for a, b in zip(one.read_step(step), two.read_step(step), strict=True):
                 x, y = online.encode(a), offline.encode(b)
                 assert x.keys() == y.keys() and all(torch.equal(x[name], y[name]) for name in x)
                 mirrored += (rng.uniform(a["key"], "flip") < 0.5).tolist()

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from dstrain import recipe, systems
-from dstrain.commands.encode import EncodeOptions, encode
+from dstrain.commands.encode import EncodeOptions, encode_data
 from dstrain.commands.job import prepare_job
 from dstrain.commands.options.command import parse_options
 from dstrain.commands.options.train import TrainOptions
@@ -66,12 +66,12 @@ def tokens_of(system, nets, videos, frames):
 def test_shards_hold_tokens_and_what_is_said_of_them(made, tmp_path):
     """Oracle: the network by itself, the files' lengths and captions, and the text encoder by itself."""
     root, system, nets = made
-    index = encode(options(root, tmp_path / "out", text_encoder=str(root / "text")))
+    index = encode_data(options(root, tmp_path / "out", text_encoder=str(root / "text")))
     source, encoder = open_videos(root / "clips", Cut(5, 8, 12, 1), split="all"), TextEncoder(str(root / "text"))
     found = Latents(tmp_path / "out")
     assert index["encoding"]["codebook_size"] == 16 and index["encoding"]["shape"] == [3, 2, 3] and found.captioned
     assert [len(shard["hash"]) for shard in index["shards"]] == [64, 64] and len(found) == 7
-    items, batch = [source[i] for i in range(7)], found.take(torch.tensor([6, 0, 3, 4, 5, 1, 2]))
+    items, batch = [source[i] for i in range(7)], found.read_codes(torch.tensor([6, 0, 3, 4, 5, 1, 2]))
     rows = torch.tensor([6, 0, 3, 4, 5, 1, 2])
     wanted = tokens_of(system, nets, [item["video"] for item in items], [item["frames"] for item in items])
     assert batch["tokens"].dtype == torch.int64 and torch.equal(batch["tokens"], wanted[rows])
@@ -84,15 +84,15 @@ def test_shards_hold_tokens_and_what_is_said_of_them(made, tmp_path):
     assert batch["label"].tolist() == [0] * 7
     assert found[4]["frames"] == 1 and torch.equal(found[4]["tokens"], wanted[4])
     with pytest.raises(ValueError, match="holds no mirrored"):
-        found.take(rows, torch.ones(7, dtype=torch.bool))
+        found.read_codes(rows, torch.ones(7, dtype=torch.bool))
 
 
 def test_windows_of_a_clip(made, tmp_path):
     """Oracle: windows counted by hand: of 20 frames two of five may begin at 16 places, so at the 4th and the 12th."""
     root, system, nets = made
-    encode(options(root, tmp_path / "out", clips=2))
+    encode_data(options(root, tmp_path / "out", clips=2))
     found, whole = Latents(tmp_path / "out"), open_videos(root / "clips", Cut(20, 8, 12, 1), split="all")[2]["video"]
-    batch = found.take(torch.arange(14))
+    batch = found.read_codes(torch.arange(14))
     wanted = tokens_of(system, nets, [whole[4:9], whole[12:17]], [5, 5])
     assert torch.equal(batch["tokens"][4:6], wanted) and not torch.equal(wanted[0], wanted[1])
     assert batch["frames"].tolist() == [min(length, 5) for length in LENGTHS for _ in (0, 1)]
@@ -103,7 +103,7 @@ def test_the_same_command_again(made, tmp_path):
     """Oracle: the bytes of the first time, from whatever is left; other shard borders and batches move no content."""
     root, out = made[0], tmp_path / "out"
     words = {"text_encoder": str(root / "text"), "clips": 3}
-    encode(options(root, out, **words))
+    encode_data(options(root, out, **words))
     before = content(out)
     data = bytearray(before["shard_00003.safetensors"])
     data[-2] ^= 8
@@ -111,7 +111,7 @@ def test_the_same_command_again(made, tmp_path):
     for name in ("index.json", "shard_00000.safetensors"):
         (out / name).unlink()
     kept = (out / "shard_00001.safetensors").stat().st_mtime_ns
-    encode(options(root, out, **words))
+    encode_data(options(root, out, **words))
     assert content(out) == before and (out / "shard_00001.safetensors").stat().st_mtime_ns == kept
     for changes, message in (
         ({"clips": 2}, "data .* x 3.* there, .* x 2.* here"),
@@ -120,10 +120,10 @@ def test_the_same_command_again(made, tmp_path):
         ({"batch": 4}, "batch 3 there, 4 here"),
     ):
         with pytest.raises(ConfigError, match=f"holds another encoding: .*{message}"):
-            encode(options(root, out, **words | changes))
+            encode_data(options(root, out, **words | changes))
     assert content(out) == before
-    encode(options(root, tmp_path / "cut", **words, shard_size=5))
-    whole, cut = (Latents(path).take(torch.arange(21)) for path in (out, tmp_path / "cut"))
+    encode_data(options(root, tmp_path / "cut", **words, shard_size=5))
+    whole, cut = (Latents(path).read_codes(torch.arange(21)) for path in (out, tmp_path / "cut"))
     assert whole.keys() == cut.keys() and all(torch.equal(whole[name], cut[name]) for name in whole)
 
 
@@ -131,25 +131,25 @@ def test_other_clips_of_the_same_names(made, tmp_path):
     """Oracle: the bytes of the first time, kept for a copied folder alone, as what training compares."""
     root, out, there = made[0], tmp_path / "out", write(tmp_path / "clips")
     words = {"data": str(there), "clips": 2}
-    encode(options(root, out, **words))
+    encode_data(options(root, out, **words))
     before = content(out)
     shutil.copytree(there, tmp_path / "copy", copy_function=shutil.copyfile)
-    encode(options(root, out, data=str(tmp_path / "copy"), clips=2))
+    encode_data(options(root, out, data=str(tmp_path / "copy"), clips=2))
     assert {name for name, data in content(out).items() if data != before[name]} == {"encoding.json"}, "names the copy"
-    encode(options(root, out, **words))
+    encode_data(options(root, out, **words))
     assert content(out) == before
-    known = open_videos(there, Cut(5, 8, 12, 1), split="all").fingerprint()
+    known = open_videos(there, Cut(5, 8, 12, 1), split="all").compute_fingerprint()
     clips.write_pictures(there / "003.apng", clips.moving(9, 24, 16, seed=3))
     (tmp_path / "copy" / "003.txt").write_text("another text")
     for data in (there, tmp_path / "copy"):
         again = f"holds another encoding: data {there}, train .* there, {data}, train .* here. Name another"
         with pytest.raises(ConfigError, match=again):
-            encode(options(root, out, data=str(data), clips=2))
-        assert open_videos(data, Cut(5, 8, 12, 1), split="all").fingerprint() != known
+            encode_data(options(root, out, data=str(data), clips=2))
+        assert open_videos(data, Cut(5, 8, 12, 1), split="all").compute_fingerprint() != known
     assert content(out) == before
     for folder in (root / "clips", tmp_path / "copy"):
         source = open_videos(folder, Cut(5, 8, 12, 1), split="all")
-        assert Mixed(source, source, 0.5).contents().count(source.contents()) == 2
+        assert Mixed(source, source, 0.5).compute_full_fingerprint().count(source.compute_full_fingerprint()) == 2
 
 
 def test_captions_files_are_told_apart(made, tmp_path):
@@ -159,7 +159,7 @@ def test_captions_files_are_told_apart(made, tmp_path):
         texts = ["abc"[:split], "abc"[split:], *"defgh"]
         (tmp_path / "a.tsv").write_text("".join(f"{i:03}.apng\t{text}\n" for i, text in enumerate(texts)))
         clips = open_videos(made[0] / "clips", Cut(5, 8, 12, 1), split="all", captions=tmp_path / "a.tsv")
-        found.append(clips.contents())
+        found.append(clips.compute_full_fingerprint())
     assert found[0] != found[1]
 
 
@@ -199,7 +199,7 @@ def test_maskgit_on_clips_themselves(made, tmp_path):
 def test_batches_of_a_cache(made, tmp_path):
     """Oracle: the items of the cache by their index, found again in batches at two world sizes; the recipe's words."""
     root = made[0]
-    encode(options(root, tmp_path / "out", text_encoder=str(root / "text"), dtype="float16"))
+    encode_data(options(root, tmp_path / "out", text_encoder=str(root / "text"), dtype="float16"))
     given = Data(path=str(tmp_path / "out"), image_size=12, height=8, num_frames=5, channels=1, flip=False)
     data = complete_data(given)
     first = Latents(tmp_path / "out").encoding["first_stage"]
@@ -225,7 +225,7 @@ def test_batches_of_a_cache(made, tmp_path):
                 world=world,
                 flip=False,
             ) as batches:
-                parts += batches.at(1)
+                parts += batches.read_step(1)
     whole, halves = parts[0], {name: torch.cat([part[name] for part in parts[1:]]) for name in parts[0]}
     assert all(torch.equal(whole[name], halves[name]) for name in whole)
     assert {"tokens", "frames", "caption", "text_encodings", "text_mask", "label"} <= whole.keys()
@@ -271,9 +271,9 @@ def test_what_cannot_be_encoded(made, tmp_path):
         ({"run": tmp_path / "silent"}, "is not a run's folder"),
     ):
         with pytest.raises(ValueError, match=message):
-            encode(options(root, out, **changes))
+            encode_data(options(root, out, **changes))
         assert not out.exists()
-    index = encode(options(root, out, data=str(tmp_path / "silent")))
+    index = encode_data(options(root, out, data=str(tmp_path / "silent")))
     assert not index["encoding"]["captions"] and "caption" not in Latents(out)[0]
 
 
@@ -284,7 +284,7 @@ def test_words_for_videos_need_videos(tmp_path):
     vae = first_stage.save(tmp_path / "vae")
     for name, value in (("clips", 2), ("captions", "x.tsv")):
         with pytest.raises(ConfigError, match=f"--{name} is for videos, and .*vae encodes images"):
-            encode(
+            encode_data(
                 EncodeOptions(
                     tmp_path / "out", first_stage=str(vae), data="builtin:fashion", image_size=16, **{name: value}
                 )
@@ -297,10 +297,10 @@ def test_unreadable_clips(made, tmp_path):
     (root / "002.apng").write_bytes((root / "002.apng").read_bytes()[:60])
     refusal = "1 of 7 files cannot be read, more than --max-bad-fraction 0.0 tolerates, such as "
     with pytest.raises(ConfigError, match=f"{refusal}002.apng: "):
-        encode(options(made[0], tmp_path / "none", data=str(root), clips=2, max_bad_fraction=0.0))
-    index = encode(options(made[0], tmp_path / "out", data=str(root), clips=2))
+        encode_data(options(made[0], tmp_path / "none", data=str(root), clips=2, max_bad_fraction=0.0))
+    index = encode_data(options(made[0], tmp_path / "out", data=str(root), clips=2))
     assert [name for name, _ in index["bad_files"]] == ["002.apng"]
-    batch = Latents(tmp_path / "out").take(torch.arange(14))
+    batch = Latents(tmp_path / "out").read_codes(torch.arange(14))
     assert unpack_captions(batch["caption"])[4:6] == [TEXTS[3]] * 2
     assert np.array_equal(batch["tokens"][4], batch["tokens"][6])
 
@@ -313,4 +313,4 @@ def test_a_caption_that_is_empty_or_no_text(made, tmp_path, content):
         clip.with_suffix(".txt").write_bytes(content if clip.stem == "002" else b"a clip")
     reason = "UnicodeDecodeError" if content == b"caf\xe9" else "its caption is empty"
     with pytest.raises(ConfigError, match=f"such as 002.apng: {reason}"):
-        encode(options(made[0], tmp_path / "none", data=str(root), max_bad_fraction=0.0))
+        encode_data(options(made[0], tmp_path / "none", data=str(root), max_bad_fraction=0.0))

@@ -10,7 +10,7 @@ import torch
 from dstrain import rng, systems
 from dstrain.commands.evaluate import _open_source, measure_source
 from dstrain.commands.options.evaluate import EvaluateOptions
-from dstrain.data.batches import held_out
+from dstrain.data.batches import iterate_held_out
 from dstrain.data.builtin.fashion import Fashion
 from dstrain.data.builtin.moving import MovingFashion
 from dstrain.data.views import Spread
@@ -184,7 +184,7 @@ def test_steps_beyond_the_chain(num_steps):
 def test_progress_is_told():
     """Oracle: the timesteps of the chain, each once."""
     system, shown = systems.build("dit", PIXELS), []
-    batch = next(held_out(Fashion(8, 1, "held_out"), 2))
+    batch = next(iterate_held_out(Fashion(8, 1, "held_out"), 2))
     del batch["valid"]
     system.measure(
         {"denoiser": network_of(system)},
@@ -214,7 +214,7 @@ def test_quarters_of_flow_matching():
     nets = {"denoiser": network_of(system)}
     system.measure = lambda nets, example, *_: system.evaluate(nets, example)  # as of latents, without likelihood
     found = measure_source(system, nets, source, batch=7, seed=1)
-    batch = next(held_out(source, 30, seed=1))
+    batch = next(iterate_held_out(source, 30, seed=1))
     del batch["valid"]
     terms = {name: values.numpy() for name, values in system.evaluate(nets, system.encode(batch)).items()}
     assert found["curves"] == {} and found["timesteps"] is None

@@ -21,14 +21,14 @@ from dstrain.checkpoint.manifest import NAME, hash_files, read_manifest
 from dstrain.checkpoint.safetensors_io import read_header
 from dstrain.commands.consolidate import Order as Consolidation
 from dstrain.commands.consolidate import consolidate_weights
-from dstrain.commands.encode import EncodeOptions, encode
+from dstrain.commands.encode import EncodeOptions, encode_data
 from dstrain.commands.export import (
     ExportOptions,
     _encode_samples,
     _export_to_diffusers,
     _measure_statistics,
     _read_statistics,
-    export,
+    export_run,
 )
 from dstrain.commands.job import JobOptions, check_recipe, prepare_job
 from dstrain.data.open import open_sources
@@ -99,7 +99,7 @@ def test_statistics(tmp_path, trained):
         flip=False,
         dtype="float32",
     )
-    index = encode(options)
+    index = encode_data(options)
     measured = _measure_statistics(50, run, system, nets)
     assert measured.keys() == index["statistics"].keys()
     for name, value in index["statistics"].items():
@@ -140,7 +140,7 @@ def test_what_has_no_form_in_diffusers(tmp_path, trained):
     with pytest.raises(ValueError, match="for model.kl alone, not for a discrete VAE: take --format safetensors"):
         to_diffusers.save_export(system, system.networks(), tmp_path / "out", dict)
     with pytest.raises(ConfigError, match="--statistics gives .* leave it out"):
-        export(ExportOptions(tmp_path, tmp_path / "out", "safetensors", statistics=tmp_path))
+        export_run(ExportOptions(tmp_path, tmp_path / "out", "safetensors", statistics=tmp_path))
 
 
 # ----------------------------------------------------------------------------------------------------- whole exports
@@ -209,7 +209,7 @@ def test_an_export_and_its_card(tmp_path, name, words, kind, own):
     """
     folder, nets = begun(tmp_path, name, *words, f"folder={tmp_path / name}")
     out = tmp_path / "exported"
-    done = export(ExportOptions(folder, out))
+    done = export_run(ExportOptions(folder, out))
     assert done.name == kind and max(done.errors.values()) < 1e-3
     card, run = (out / "README.md").read_text(), recipe.load_recipe(folder / "run.yaml")
     facts = dict(line.strip("| ").split(" | ", 1) for line in card.splitlines() if line[:2] == "| " and line != "| | |")
@@ -305,7 +305,7 @@ def test_an_export_that_does_not_agree(tmp_path, monkeypatch, spoil, name):
 
     monkeypatch.setattr(unets, "save_export", spoiled)
     with pytest.raises(ValueError, match=rf"differs from the trained network by \S+ \({name}\): nothing is kept"):
-        export(ExportOptions(folder, tmp_path / "deep" / "out"))
+        export_run(ExportOptions(folder, tmp_path / "deep" / "out"))
     assert list((tmp_path / "deep").iterdir()) == []
 
 
@@ -313,7 +313,7 @@ def test_a_refused_export_leaves_nothing(tmp_path):
     """Oracle: a condition that no pipeline takes, and the remedy."""
     folder, _ = begun(tmp_path, "tiny", "samples.ema=0.9", "model.embedding_dim=4")
     with pytest.raises(ValueError, match="embedding_dim: .*--format safetensors"):
-        export(ExportOptions(folder, tmp_path / "out"))
+        export_run(ExportOptions(folder, tmp_path / "out"))
     assert [path.name for path in tmp_path.iterdir()] == ["tiny"]
 
 
@@ -321,7 +321,7 @@ def test_parts_of_an_export_are_read_apart(tmp_path):
     """Oracle: each network's own weights: a GAN's two parts from the folder that --format safetensors writes."""
     discriminator = "model.kl.discriminator={base_channels: 8, n_layers: 1, start: 0}"
     folder, nets = begun(tmp_path, "tiny-vae", discriminator)
-    export(ExportOptions(folder, tmp_path / "out", "safetensors"))
+    export_run(ExportOptions(folder, tmp_path / "out", "safetensors"))
     run = recipe.load_recipe(folder / "run.yaml")
     found = fit_weights(tmp_path / "out", systems.build("vae", run.model))
     assert found.keys() == nets.keys() == {"autoencoder", "discriminator"}
@@ -367,7 +367,7 @@ def test_two_parts_in_deepspeeds_files(tmp_path):
         systems.build("vae", recipe.load_recipe(folder / "run.yaml").model),
         nets["autoencoder"].state_dict(),
     )
-    assert export(ExportOptions(folder, tmp_path / "out")).name == "AutoencoderKL"
+    assert export_run(ExportOptions(folder, tmp_path / "out")).name == "AutoencoderKL"
     ((values, notes),) = fit_weights(folder, system).values()
     assert all(torch.equal(values[name], state[name]) for name in state)
     assert "discriminator lies in DeepSpeed's own files" in notes[-1] and notes[-1].endswith("begins anew")
@@ -380,7 +380,7 @@ def test_two_parts_in_deepspeeds_files(tmp_path):
         match=r"autoencoder in DeepSpeed's own files: merge .*dstrain consolidate .* "
         "--weights raw --trust-pickle --out DIR",
     ):
-        export(ExportOptions(folder, tmp_path / "x", raw=True))
+        export_run(ExportOptions(folder, tmp_path / "x", raw=True))
 
 
 def test_a_consolidated_folder_is_a_first_stage(tmp_path):
@@ -408,7 +408,7 @@ def test_a_full_disk(tmp_path, format):
     resource.setrlimit(resource.RLIMIT_FSIZE, (4000, hard))
     try:
         with pytest.raises(ConfigError, match="--out .*/out cannot be written .*File too large.* and has room"):
-            export(ExportOptions(folder, tmp_path / "out", format))
+            export_run(ExportOptions(folder, tmp_path / "out", format))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
     assert [path.name for path in tmp_path.iterdir()] == ["tiny-vae"]
@@ -418,7 +418,7 @@ def test_statistics_are_an_autoencoders(tmp_path):
     """Oracle: the option named, and nothing left, where what is exported encodes nothing."""
     folder, _ = begun(tmp_path, "tiny", *DIT)
     with pytest.raises(ConfigError, match="--statistics: .* trains dit, which has no scaling_factor: leave it out"):
-        export(ExportOptions(folder, tmp_path / "out", statistics=tmp_path))
+        export_run(ExportOptions(folder, tmp_path / "out", statistics=tmp_path))
     assert not (tmp_path / "out").exists()
 
 
@@ -426,7 +426,7 @@ def test_what_cannot_be_exported_is_statistics_of_cache(tmp_path):
     """Oracle: the faults put in: a folder that cannot be written, a checkpoint that is damaged."""
     folder, _ = begun(tmp_path, "tiny", *DIT)
     with pytest.raises(ConfigError, match="--out /proc/x/y cannot be written .*: name a folder that can be written"):
-        export(ExportOptions(folder, Path("/proc/x/y"), "safetensors"))
+        export_run(ExportOptions(folder, Path("/proc/x/y"), "safetensors"))
     (folder / "checkpoints" / "step_00000007" / "common.safetensors").write_bytes(b"none")
     with pytest.raises(ConfigError, match=r"none of its checkpoints \(7\) is whole"):
-        export(ExportOptions(folder, tmp_path / "out"))
+        export_run(ExportOptions(folder, tmp_path / "out"))

@@ -49,7 +49,7 @@ def test_exports(train, tmp_path):
     assert code == 0 and "20 tensors of adapters begin anew" in output, output
     run = tmp_path / "run"
     for format in ("peft", "safetensors"):
-        export.export(ExportOptions(run, out=tmp_path / format, format=format))
+        export.export_run(ExportOptions(run, out=tmp_path / format, format=format))
     recipe = trained.read_recipe(run)
     system = systems.build(recipe.system, recipe.model)
     checkpoint = trained.find_checkpoint(run)
@@ -92,4 +92,4 @@ def test_peft_is_of_adapters_alone(train, tmp_path):
     code, output = train("steps=1", "train_only=[final_layer.*]")
     assert code == 0, output
     with pytest.raises(ConfigError, match="take --format safetensors, which is merged"):
-        export.export(ExportOptions(tmp_path / "run", out=tmp_path / "out", format="peft"))
+        export.export_run(ExportOptions(tmp_path / "run", out=tmp_path / "out", format="peft"))

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from PIL import Image
 from safetensors.numpy import load_file
 
-from dstrain.commands.pack import PackOptions, _write_tar, pack
+from dstrain.commands.pack import PackOptions, _write_tar, pack_data
 from dstrain.data.cached import rows
 from dstrain.data.decode.clips import Cut
 from dstrain.data.decode.pixels import SUFFIXES
@@ -35,7 +35,7 @@ TEXTS = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
 
 
 def packed(path, out, **options):
-    return pack(PackOptions(str(path), out=out, **{"shard_bytes": 30_000, **options}))
+    return pack_data(PackOptions(str(path), out=out, **{"shard_bytes": 30_000, **options}))
 
 
 def files(out):
@@ -46,7 +46,7 @@ def require_same(one, other):
     """Names, labels, classes and pixels of two sources are equal, in order."""
     assert len(one) == len(other) and one.classes == other.classes
     for i in range(len(one)):
-        assert one.name(i) == other.name(i)
+        assert one.name_sample(i) == other.name_sample(i)
         a, b = one[i], other[i]
         assert a["label"] == b["label"] and torch.equal(a["image"], b["image"])
 
@@ -67,7 +67,7 @@ def test_shards_are_the_folder(tmp_path):
         open_images(root, 32, split="held_out", held_out=0.3),
         open_images(tmp_path / "out", 32, split="held_out", held_out=0.3),
     )
-    whole = b"".join((root / plain.name(i)).read_bytes() for i in range(60))
+    whole = b"".join((root / plain.name_sample(i)).read_bytes() for i in range(60))
     arrays = [load_file(tmp_path / "out" / shard["name"]) for shard in index["shards"]]
     assert b"".join(array["bytes"][: array["ends"][-1]].tobytes() for array in arrays) == whole
     # What was packed is packed again to the same.
@@ -178,7 +178,7 @@ def test_tars_are_as_webdataset_writes_them(tmp_path):
             members = archive.getmembers()
             for image, label in zip(members[::2], members[1::2]):
                 assert (image.name, label.name) == (f"{number:09d}.png", f"{number:09d}.cls")
-                assert archive.extractfile(image).read() == (root / plain.name(number)).read_bytes()
+                assert archive.extractfile(image).read() == (root / plain.name_sample(number)).read_bytes()
                 assert int(archive.extractfile(label).read()) == plain[number]["label"]
                 number += 1
     assert number == 40 and (tmp_path / "out" / "classes.txt").read_text() == "c0\nc1\n"
@@ -249,7 +249,7 @@ def test_what_is_refused(tmp_path):
     (out / "pack.json").write_bytes(listing)
     layout = recognise_layout(str(out), LocalFiles(out), Request((".mp4",), "clips"))
     with pytest.raises(ConfigError, match="holds images, not clips: leave data.num_frames out"):
-        layout.parts()
+        layout.list_parts()
 
 
 @pytest.mark.parametrize("kind", ["shards", "tar"])
@@ -263,17 +263,17 @@ def test_captions_beside_clips(tmp_path, kind):
         (tmp_path / "d" / f"{number}.txt").write_text(f" a thing, {number} times\n")
     entries = ("data.num_frames=3", f"data.index={tmp_path / 'i'}")
     options = PackOptions(str(tmp_path / "d"), entries, tmp_path / "out", kind)
-    pack(options)
+    pack_data(options)
     source = open_videos(tmp_path / "out", Cut(3, 16, 16))
     assert all(torch.equal(source[n]["caption"], rows.pack_caption(f"a thing, {n} times")) for n in range(3))
     (tmp_path / "d" / "1.txt").write_text("another thing")
     with pytest.raises(ConfigError, match="holds other shards: data"):
-        pack(options)
+        pack_data(options)
     for number in (1, 2):
         (tmp_path / "d" / f"{number}.txt").unlink()
         (tmp_path / "d" / f"{number}.txt").mkdir()
     with pytest.raises(ConfigError, match="2 of 3"):
-        pack(PackOptions(str(tmp_path / "d"), entries, tmp_path / "again", kind))
+        pack_data(PackOptions(str(tmp_path / "d"), entries, tmp_path / "again", kind))
 
 
 @pytest.mark.parametrize("kind", ["tar", "shards"])
@@ -288,7 +288,7 @@ def test_captions_of_any_kind(tmp_path, kind):
     (tmp_path / "in" / "l.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     packed(tmp_path / "in" / "l.jsonl", tmp_path / "out", format=kind, captions=True)
     source = open_images(tmp_path / "out", 16, split="all", request=Request(SUFFIXES, captions=True))
-    assert [source.captions(n) for n in range(len(texts))] == [
+    assert [source.read_captions(n) for n in range(len(texts))] == [
         tuple(text) if isinstance(text, list) else (text,) for text in texts
     ]
 

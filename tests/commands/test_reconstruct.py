@@ -23,7 +23,7 @@ from dstrain.commands.consolidate import Order, consolidate_weights
 from dstrain.commands.evaluate import evaluate_run
 from dstrain.commands.evaluating.quality import measure_quality
 from dstrain.commands.evaluating.sweep import format_report, sweep_loss, sweep_metric
-from dstrain.commands.export import ExportOptions, export
+from dstrain.commands.export import ExportOptions, export_run
 from dstrain.commands.generate import GenerateOptions, generate_samples
 from dstrain.commands.options.evaluate import EvaluateOptions
 from dstrain.commands.reconstruct import USUAL, ReconstructOptions, list_usable_snapshots, make_averages
@@ -112,7 +112,7 @@ def test_every_verb_takes_it(made, tmp_path):
     assert run.weights == {"denoiser": "ema.0.15"} and run.step == 7
     assert close(run.networks["denoiser"].state_dict(), truth)
     assert not close(dstrain.load(folder).networks["denoiser"].state_dict(), truth)
-    export(ExportOptions(folder, tmp_path / "export", "safetensors", ema=0.15))
+    export_run(ExportOptions(folder, tmp_path / "export", "safetensors", ema=0.15))
     assert close(load_file(tmp_path / "export" / "denoiser.safetensors"), truth)
     consolidate_weights(Order(folder, tmp_path / "merged", "ema:0.15"))
     assert close(load_file(tmp_path / "merged" / "model.safetensors"), truth)
@@ -174,7 +174,7 @@ def test_two_parts(tmp_path):
     make_averages(ReconstructOptions(folder, (0.15,)))
     state = read_weights(folder / "reconstructed/0.15/step_00000007", "autoencoder", "ema.0.15")
     assert close(state, truth, "autoencoder")
-    export(ExportOptions(folder, tmp_path / "out", "safetensors", ema=0.15))
+    export_run(ExportOptions(folder, tmp_path / "out", "safetensors", ema=0.15))
     assert sorted(path.name for path in (tmp_path / "out").glob("*.safetensors")) == ["autoencoder.safetensors"]
     assert first_stage.open_run(folder, 0.15).fingerprint not in (first_stage.open_run(folder).fingerprint, None)
 

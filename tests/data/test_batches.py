@@ -9,7 +9,7 @@ import torch
 from dstrain import rng
 from dstrain.data import bad_files
 from dstrain.data.bad_files import BadFiles
-from dstrain.data.batches import Batches, held_out, place_batch
+from dstrain.data.batches import Batches, iterate_held_out, place_batch
 from dstrain.data.order import Order
 from dstrain.data.sources.images import open_images
 from dstrain.recipe import ConfigError, NotRead
@@ -63,11 +63,11 @@ def test_any_step_in_any_order(num_workers):
     sizes = {"global_batch": 24, "micro_batch": 8, "seed": 3}
     with Batches(Numbers(50), **sizes, num_workers=num_workers) as batches:
         for step in (0, 1, 9, 9, 2):
-            assert same(list(batches.at(step)), list(Batches(Numbers(50), **sizes).at(step)))
-        next(batches.at(3))  # left after one of three micro-batches
-        assert next(batches.at(4))["key"][0] == rng.keys(3, 4, torch.arange(1))[0]
+            assert same(list(batches.read_step(step)), list(Batches(Numbers(50), **sizes).read_step(step)))
+        next(batches.read_step(3))  # left after one of three micro-batches
+        assert next(batches.read_step(4))["key"][0] == rng.keys(3, 4, torch.arange(1))[0]
         batches.close()
-        assert len(list(batches.at(5))) == batches.accumulation == 3
+        assert len(list(batches.read_step(5))) == batches.accumulation == 3
         assert batches.wait_seconds > 0
 
 
@@ -76,18 +76,18 @@ def test_in_sequence_the_loader_runs_on():
     with next().
     """
     batches = Batches(Numbers(50), global_batch=8, micro_batch=8, seed=0)
-    next(batches.at(0))
+    next(batches.read_step(0))
     running = batches._batches
-    next(batches.at(1))
+    next(batches.read_step(1))
     assert batches._batches is running
 
 
 def test_the_last_step_ends():
     """Oracle: the contract: `steps` bounds what is read, and asking beyond it is an error."""
     with Batches(Numbers(50), global_batch=8, micro_batch=4, seed=0, steps=3, num_workers=1) as batches:
-        assert sum(len(list(batches.at(step))) for step in range(3)) == 6
+        assert sum(len(list(batches.read_step(step))) for step in range(3)) == 6
         with pytest.raises(ValueError, match="beyond the last"):
-            next(batches.at(3))
+            next(batches.read_step(3))
 
 
 def test_no_flip():
@@ -123,7 +123,7 @@ def test_held_out_is_exact(world, batch, size):
     """Oracle: each sample is valid exactly once over all ranks; same calls, same shapes; keys as on
     one rank.
     """
-    ranks = [list(held_out(Numbers(size), batch, rank, world, seed=5)) for rank in range(world)]
+    ranks = [list(iterate_held_out(Numbers(size), batch, rank, world, seed=5)) for rank in range(world)]
     assert len({len(batches) for batches in ranks}) == 1
     every = [b for batches in ranks for b in batches]
     assert all(len(b[name]) == batch for b in every for name in ("label", "valid", "image"))
@@ -131,7 +131,7 @@ def test_held_out_is_exact(world, batch, size):
     assert torch.equal(labels.sort().values, torch.arange(size))
     keys = torch.cat([b["key"][b["valid"]] for b in every])[labels.argsort()]
     assert torch.equal(keys, rng.keys(5, -1, torch.arange(size)))
-    assert sum(len(b["label"]) for b in held_out(Numbers(33), 4, limit=10)) == 12
+    assert sum(len(b["label"]) for b in iterate_held_out(Numbers(33), 4, limit=10)) == 12
 
 
 # -------------------- broken files
@@ -163,7 +163,7 @@ def test_the_substitute_is_the_next_that_reads():
     """Oracle: by hand: 3 and 4 give 5, the last gives the first."""
     source = Numbers(10, bad=(3, 4, 9))
     batches = Batches(source, global_batch=10, micro_batch=10, seed=1, max_bad_fraction=1.0)
-    batch = next(batches.at(0))
+    batch = next(batches.read_step(0))
     indices = Order(10, 1).index_at(torch.arange(10)).tolist()
     assert batch["label"].tolist() == [{3: 5, 4: 5, 9: 0}.get(index, index) for index in indices]
 
@@ -185,7 +185,7 @@ def test_too_many_bad_files_end_the_run(tmp_path, num_workers):
         pytest.raises(ValueError, match=message),
     ):
         for step in range(5):
-            list(batches.at(step))
+            list(batches.read_step(step))
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
@@ -201,10 +201,10 @@ def test_what_cannot_be_read_is_known_a_step_before(tmp_path, num_workers, kind,
     ) as batches:
         clean = Batches(Numbers(60), **options)
         for step in range(3):
-            assert same(list(batches.at(step)), list(clean.at(step)))
+            assert same(list(batches.read_step(step)), list(clean.read_step(step)))
             assert (batches.problem is not None) == (step == 2)
         with pytest.raises(error, match=f"number {number}"):
-            list(batches.at(3))
+            list(batches.read_step(3))
 
 
 def test_the_limit_counts_all_ranks_together(tmp_path):
@@ -261,7 +261,7 @@ def test_limits():
 def test_nothing_can_be_read():
     """Oracle: the contract: the search for a substitute is bounded and its end an error."""
     with pytest.raises(ValueError, match="10 samples in a row"):
-        next(Batches(Numbers(10, tuple(range(10))), global_batch=2, micro_batch=2, seed=0).at(0))
+        next(Batches(Numbers(10, tuple(range(10))), global_batch=2, micro_batch=2, seed=0).read_step(0))
 
 
 def test_a_fault_of_the_source_is_not_hidden():
@@ -270,7 +270,7 @@ def test_a_fault_of_the_source_is_not_hidden():
         with Batches(Numbers(10), global_batch=2, micro_batch=2, seed=0, num_workers=num_workers) as batches:
             batches._stream.source.bad = None  # `in None` raises TypeError
             with pytest.raises(TypeError):
-                list(itertools.islice(batches.at(0), 1))
+                list(itertools.islice(batches.read_step(0), 1))
 
 
 @pytest.mark.parametrize("name", ["LOCAL_WORLD_SIZE", "LOCAL_SIZE"])

@@ -23,10 +23,10 @@ def test_each_epoch_takes_each_sample_once(counts, batch, seed, epochs):
     """Oracle: the law by counting. A step has one bucket; in e epochs a bucket of n gives floor(e n / batch) batches;
     and all that a bucket gives, in order of its batches, passes over its samples again and again, each once."""
     order = BucketOrder(counts, batch, seed)
-    steps = order.steps(epochs)
+    steps = order.count_steps(epochs)
     taken = [[] for _ in counts]
     for step in range(steps):
-        bucket, number = order.batch_at(step)
+        bucket, number = order.find_batch(step)
         index = order.index_at(torch.arange(step * batch, (step + 1) * batch)).numpy()
         assert (_bucket_of(counts, index) == bucket).all()
         taken[bucket].append((number, index))
@@ -46,8 +46,8 @@ def test_a_far_step_belongs_to_its_epoch(counts, batch, epoch):
     bucket's next ones.
     """
     order = BucketOrder(counts, batch, 3)
-    first, last = order.steps(epoch), order.steps(epoch + 1)
-    drawn = sorted(order.batch_at(step) for step in range(first, last))
+    first, last = order.count_steps(epoch), order.count_steps(epoch + 1)
+    drawn = sorted(order.find_batch(step) for step in range(first, last))
     assert drawn == [
         (bucket, number)
         for bucket, count in enumerate(counts)
@@ -68,10 +68,12 @@ def test_any_division_of_a_step_gives_the_same_samples():
 def test_batches_of_buckets_are_mixed():
     """Oracle: two buckets of 500 batches each; without a permutation they would change once, not about 500 times."""
     order = BucketOrder((5000, 5000), 10)
-    buckets = [order.batch_at(step)[0] for step in range(1000)]
+    buckets = [order.find_batch(step)[0] for step in range(1000)]
     assert 400 < np.count_nonzero(np.diff(buckets)) < 600
-    again = [order.batch_at(step)[0] for step in range(1000, 2000)]
-    assert again != buckets and buckets != [BucketOrder((5000, 5000), 10, 1).batch_at(step)[0] for step in range(1000)]
+    again = [order.find_batch(step)[0] for step in range(1000, 2000)]
+    assert again != buckets and buckets != [
+        BucketOrder((5000, 5000), 10, 1).find_batch(step)[0] for step in range(1000)
+    ]
 
 
 def test_without_samples():

@@ -7,7 +7,7 @@ import torch
 from safetensors.numpy import load_file
 
 from dstrain import systems
-from dstrain.commands.encode import encode
+from dstrain.commands.encode import encode_data
 from dstrain.commands.options.encode import EncodeOptions
 from dstrain.data.cached import shards
 from dstrain.data.cached.latents import Latents
@@ -71,9 +71,9 @@ def test_captions_of_a_cache(tmp_path, several):
         batch=2,
         num_captions=several,
     )
-    index = encode(options)
+    index = encode_data(options)
     cache = Latents(options.out)
-    assert unpack_captions(cache.take(torch.arange(8))["caption"]) == TEXTS
+    assert unpack_captions(cache.read_codes(torch.arange(8))["caption"]) == TEXTS
     assert [unpack_captions(cache[n]["caption"][None])[0] for n in (5, 0, 7)] == [TEXTS[5], "a", "b"]
     assert cache.wide == {0: 720, 1: 20003, 2: 600} and "cut" not in cache.describe()
     assert sample_captions(cache) == TEXTS
@@ -92,7 +92,7 @@ def test_captions_of_a_cache(tmp_path, several):
     cache = Latents(options.out)
     assert "captions beyond 512 bytes were cut by the dstrain that encoded them" in cache.describe()
     assert sample_captions(cache) == [text.encode()[:512].decode(errors="replace") for text in TEXTS]
-    encode(options)
+    encode_data(options)
     assert {path.name: path.read_bytes() for path in options.out.glob("*.*s*")} == new
 
 

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dstrain.commands.job import JobOptions, prepare_job
-from dstrain.data.batches import Batches, held_out
+from dstrain.data.batches import Batches, iterate_held_out
 from dstrain.data.cached.shards import read_index
 from dstrain.data.mixture import Mixture, MixtureOrder, join_classes, to_whole_numbers
 from dstrain.data.open import complete_data, describe_data, open_sources
@@ -34,20 +34,20 @@ def test_places_and_counts_are_those_of_counting(weights, seed, begin, number):
     """
     order = MixtureOrder((5,) * len(weights), tuple(weights), seed)
     begin -= begin % 256
-    before = order.counts(begin)
-    sources, places = order.places(np.arange(begin, begin + 3 * 256))
+    before = order.count_by_source(begin)
+    sources, places = order.find_places(np.arange(begin, begin + 3 * 256))
     for k in range(len(weights)):
         own = np.sort(places[sources == k])
         assert np.array_equal(own, np.arange(before[k], before[k] + len(own)))
     counted = np.bincount(sources[:number], minlength=len(weights)) + before
-    assert counted.tolist() == order.counts(begin + number)
+    assert counted.tolist() == order.count_by_source(begin + number)
 
 
 @given(weights=WEIGHTS, positions=st.integers(0, 2**44))
 @settings(max_examples=200, deadline=None)
 def test_every_source_has_its_share_at_any_time(weights, positions):
     """Oracle: the exact share, positions * weight / sum, as a fraction; less than one sample for each source away."""
-    counts = MixtureOrder((1,) * len(weights), tuple(weights)).counts(positions - positions % 256)
+    counts = MixtureOrder((1,) * len(weights), tuple(weights)).count_by_source(positions - positions % 256)
     assert sum(counts) == positions - positions % 256
     for weight, count in zip(weights, counts):
         assert abs(count - Fraction((positions - positions % 256) * weight, sum(weights))) < len(weights)
@@ -61,7 +61,7 @@ def test_each_source_passes_through_its_own_epochs():
     order = MixtureOrder(sizes, weights, 11)
     positions = np.arange(256 * 40)
     index = order.index_at(positions)
-    sources, places = order.places(positions)
+    sources, places = order.find_places(positions)
     for k, size in enumerate(sizes):
         own = index[sources == k][np.argsort(places[sources == k])] - sum(sizes[:k])
         assert own.min() == 0 and own.max() == size - 1
@@ -69,7 +69,7 @@ def test_each_source_passes_through_its_own_epochs():
             assert np.array_equal(np.sort(epoch), np.arange(size))
     # Ratios by samples: one pass over all is one pass over each, but for what the last block shuffles.
     natural = MixtureOrder(sizes, to_whole_numbers(sizes), 11)
-    assert natural.counts(256 * 147) == [256 * size for size in sizes]
+    assert natural.count_by_source(256 * 147) == [256 * size for size in sizes]
 
 
 def test_the_order_is_a_function_of_the_position():
@@ -87,7 +87,7 @@ def test_the_pattern_does_not_meet_the_ranks():
     """Oracle: the binomial distribution: at weights 3:1, one of four ranks that take every fourth position would get
     all samples of one source, if the slots were not shuffled.
     """
-    sources, _ = MixtureOrder((10, 10), (3, 1), 0).places(np.arange(4 * 2560))
+    sources, _ = MixtureOrder((10, 10), (3, 1), 0).find_places(np.arange(4 * 2560))
     for rank in range(4):
         assert abs(sources[rank::4].mean() - 0.25) < 0.05  # six deviations of 2,560 independent samples
 
@@ -114,7 +114,7 @@ def test_weights_of_any_size_keep_their_ratio():
     assert sum(numbers) <= 2**30 + 3 and numbers[2] == 1
     assert numbers[0] / numbers[1] == pytest.approx(3, rel=1e-8)
     order = MixtureOrder((4, 4, 4), numbers)
-    assert sum(order.counts(2**60)) == 2**60  # nothing overflows
+    assert sum(order.count_by_source(2**60)) == 2**60  # nothing overflows
 
 
 # ---------------------------------------------------------------------------------------- sources
@@ -149,7 +149,7 @@ def test_same_global_batch_at_any_world_and_worker_count(num_workers):
     """Oracle: the formula of the order, sample by sample, on one rank without workers; `drawn` counts what came."""
     source, steps = mixture(Numbers(50), Numbers(7), Numbers(90), weights=[3, 1, 0.5]), (0, 41)
     expected = global_batches(source, steps)
-    order = source.order(8, 3)
+    order = source.make_order(8, 3)
     for step, batch in zip(steps, expected):
         index = order.index_at(torch.arange(24) + 24 * step)
         pixels = torch.stack([source[i]["image"] for i in index.tolist()])
@@ -159,9 +159,9 @@ def test_same_global_batch_at_any_world_and_worker_count(num_workers):
     for world, micro_batch in ((2, 12),) if num_workers else ((1, 3), (2, 4), (4, 6)):
         assert same(global_batches(source, steps, world, micro_batch, num_workers), expected)
     with Batches(source, global_batch=24, micro_batch=4, seed=3, world=2, rank=1) as batches:
-        sources, _ = order.places(np.arange(24 * 42))
-        assert batches.drawn(42) == {f"samples/s{k}": int((sources == k).sum()) for k in range(3)}
-    assert Batches(Numbers(50), global_batch=8, micro_batch=8, seed=0).drawn(5) == {}
+        sources, _ = order.find_places(np.arange(24 * 42))
+        assert batches.count_drawn(42) == {f"samples/s{k}": int((sources == k).sum()) for k in range(3)}
+    assert Batches(Numbers(50), global_batch=8, micro_batch=8, seed=0).count_drawn(5) == {}
 
 
 @pytest.mark.parametrize(
@@ -212,7 +212,7 @@ def test_a_broken_sample_is_replaced_within_its_source():
     batch, bad = source.read_batch(torch.tensor([4, 5, 10]))
     assert batch["label"].tolist() == [0, 1, 5]
     assert bad == [("s0/number 4", "broken on purpose"), ("s1/number 0", "broken on purpose")]
-    assert source.name(5) == "s1/number 0" and source.first()["label"] == 0
+    assert source.name_sample(5) == "s1/number 0" and source.read_first()["label"] == 0
     with pytest.raises(Exception) as caught:
         source[5]
     assert caught.value.path == "s1/number 0"
@@ -240,12 +240,14 @@ def test_folders_with_weights_and_held_out_shares(tmp_path):
     alone = [open_sources(Data(path=str(path), image_size=16, held_out=share)) for path, share in ((a, 0.3), (b, 0.1))]
     assert data.path == str(a) and train.weights == (3, 1) and train.classes == ("c0", "c1", "c2")
     for mixed, split in ((train, 0), (unseen, 1)):
-        own = [f"{name}/{pair[split].name(i)}" for name, pair in zip("ab", alone) for i in range(len(pair[split]))]
-        assert [mixed.name(i) for i in range(len(mixed))] == own
+        own = [
+            f"{name}/{pair[split].name_sample(i)}" for name, pair in zip("ab", alone) for i in range(len(pair[split]))
+        ]
+        assert [mixed.name_sample(i) for i in range(len(mixed))] == own
     text, held = describe_data(data, train, unseen)
     assert f"data: a mixture of 2, {len(train)} images, 3 classes" in text and "75.0% a (" in text
     assert held.startswith(f"held out: a mixture of 2, {len(unseen)} images")
-    every = torch.cat([batch["position"][batch["valid"]] for batch in held_out(unseen, 4)])
+    every = torch.cat([batch["position"][batch["valid"]] for batch in iterate_held_out(unseen, 4)])
     assert every.tolist() == list(range(len(unseen)))
     reads = [Data(path=str(path), image_size=16) for path in (a, b)]
     assert torch.equal(unseen[0]["image"], alone[0][1][0]["image"]) and reads[0].mixture is None
@@ -289,11 +291,11 @@ def test_latents_are_mixed(tmp_path):
     )
     data, train, unseen = opened(*words)
     index, side = torch.tensor([0, 79, 50, 12]), torch.tensor([True, False, True, False])
-    train.expect(index, side)
+    train.prefetch(index, side)
     batch, _ = train.read_batch(index, side)
     rows = [codes[0][0, 1], codes[1][29, 0], codes[1][0, 1], codes[0][12, 0]]
     assert np.array_equal(batch["latent_mean"], np.stack(rows)[:, 0]) and unseen is None
-    assert train.expects and batch["label"].tolist() == [0, 29 % 3, 0, 0]
+    assert train.prefetches and batch["label"].tolist() == [0, 29 % 3, 0, 0]
     statistics = [read_index(tmp_path / name)["statistics"] for name in "ab"]
     mean, second = (
         np.average([f(one) for one in statistics], weights=[1, 4])

@@ -26,7 +26,7 @@ from tests.support.sources import Slow
 folder, seconds, steps, sleep = sys.argv[1], *map(float, sys.argv[2:])
 batches = Batches(Slow(1000, folder, seconds), global_batch=2, micro_batch=2, seed=0, num_workers=2)
 for step in range(int(steps)):
-    list(batches.at(step))
+    list(batches.read_step(step))
 if steps < 0:                         # leave them busy
     batches._restart(0)
     while len(os.listdir(folder)) < 2:
@@ -121,7 +121,7 @@ def test_workers_hear_no_signal(tmp_path):
         with Batches(Slow(100, tmp_path), global_batch=4, micro_batch=4, seed=0, num_workers=2) as batches:
             labels = []
             for step in range(12):
-                labels += [batch["label"].tolist() for batch in batches.at(step)]
+                labels += [batch["label"].tolist() for batch in batches.read_step(step)]
                 if disturb and step == 3:
                     started = [pid for pid in pids(tmp_path) if alive(pid)]
                     for pid in {*started, parent(started[0])}:
@@ -160,10 +160,10 @@ def test_a_dead_server_is_replaced(tmp_path):
     again.
     """
     with Batches(Slow(100, tmp_path), global_batch=4, micro_batch=4, seed=0, num_workers=1) as batches:
-        expected = [batch["label"].tolist() for batch in batches.at(0)]
+        expected = [batch["label"].tolist() for batch in batches.read_step(0)]
         os.kill(parent(pids(tmp_path)[0]), signal.SIGKILL)
         assert gone(pids(tmp_path), 5)
         with pytest.raises(NotRead, match="a process that reads the data was ended: .* give the same command again"):
             for step in range(1, 9):
-                list(batches.at(step))
-        assert [batch["label"].tolist() for batch in batches.at(0)] == expected
+                list(batches.read_step(step))
+        assert [batch["label"].tolist() for batch in batches.read_step(0)] == expected

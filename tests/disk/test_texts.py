@@ -10,7 +10,7 @@ import pytest
 
 from dstrain.commands.options.arguments import read_lines
 from dstrain.commands.options.pack import PackOptions
-from dstrain.commands.pack import pack
+from dstrain.commands.pack import pack_data
 from dstrain.data.decode.clips import Cut
 from dstrain.data.decode.pixels import SUFFIXES
 from dstrain.data.formats.base import Request
@@ -144,7 +144,7 @@ def test_lines_of_a_text(tmp_path):
     (tmp_path / "0.png").write_bytes(encoded(0))
     (tmp_path / "0.txt").write_bytes("\ufeffa cat\u2028on a mat\r\n".encode())
     source = open_images(tmp_path, 16, split="all", request=Request(SUFFIXES, captions=True))
-    assert source.captions(0) == ("a cat\u2028on a mat",)
+    assert source.read_captions(0) == ("a cat\u2028on a mat",)
     for name, text in (
         ("a.txt", "\ufeffa.mp4\tone\u2028two\n"),
         ("a.csv", '\ufefffile,caption\na.mp4,"one\u2028two"\n'),
@@ -175,7 +175,9 @@ def test_quotation_marks_between_tabs(tmp_path, content, expected):
             open_images(tmp_path / "l.tsv", 16, split="all", request=request)
         return
     source = open_images(tmp_path / "l.tsv", 16, split="all", request=request)
-    assert [source.name(index) for index in range(len(source))] == [f"{number}.png" for number in range(expected)]
+    assert [source.name_sample(index) for index in range(len(source))] == [
+        f"{number}.png" for number in range(expected)
+    ]
 
 
 @pytest.mark.parametrize("row", ['0.png,"hello" she said', '0.png,"open\n1.png,a', '0.png,"a\n1.png,"b'])
@@ -215,9 +217,9 @@ def test_a_text_of_several_lines_beside_a_clip(tmp_path):
     (root / "0.png").write_bytes(encoded(0))
     (root / "0.txt").write_bytes(text)
     write_tar(tmp_path / "t" / "x.tar", {"0.png": encoded(0), "0.txt": text})
-    pack(PackOptions(str(root), ("data.num_frames=1",), out=tmp_path / "p"))
+    pack_data(PackOptions(str(root), ("data.num_frames=1",), out=tmp_path / "p"))
     for path in (root, tmp_path / "t", tmp_path / "p"):
-        assert open_videos(path, Cut(1, 16, 16)).captions(0) == ("a cat",)
+        assert open_videos(path, Cut(1, 16, 16)).read_captions(0) == ("a cat",)
     (root / "0.txt").unlink()
     (tmp_path / "c.tsv").write_text('0.png\t"a ""big"" cat"\n')
-    assert open_videos(root, Cut(1, 16, 16), captions=tmp_path / "c.tsv").captions(0) == ('a "big" cat',)
+    assert open_videos(root, Cut(1, 16, 16), captions=tmp_path / "c.tsv").read_captions(0) == ('a "big" cat',)

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from dstrain import systems
-from dstrain.commands.main import VERBS, options_of
+from dstrain.commands.main import VERBS, find_options_class
 from dstrain.commands.options.command import format_help
 from dstrain.recipe import Run
 from dstrain.recipe.section import iterate_fields
@@ -129,7 +129,7 @@ def test_keys(page):
 @cache
 def find_options(verb: str) -> set[str]:
     """Returns the options of a verb as --help shows them, and those of launchers."""
-    text = format_help(options_of(VERBS[verb]))
+    text = format_help(find_options_class(VERBS[verb]))
     return {"--help", "--local_rank", *re.findall(r"(?<![\w-])--[a-z][\w-]*", text)}
 
 

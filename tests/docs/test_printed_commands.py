@@ -388,7 +388,7 @@ def prepare_texts(place: Path) -> None:
     first_stage.save(place / "stabilityai/sd-vae-ft-ema", **sizes)
     towers.clip(place / "clip")
     towers.preprocessing(place / "clip")
-    names = list(Emoji(split="held_out").captions())[:2]
+    names = list(Emoji(split="held_out").list_captions())[:2]
     for name in ("texts.txt", "names.txt"):
         (place / name).write_text("".join(f"{text}\n" for text in names))
     (place / "data/captioned").mkdir(parents=True)

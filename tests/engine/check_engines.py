@@ -52,7 +52,7 @@ class Micros:
     def __init__(self, batch: Callable[[int], dict[str, torch.Tensor]], micro: int):
         self.batch, self.micro = batch, micro
 
-    def at(self, step: int) -> Iterator[dict[str, torch.Tensor]]:
+    def read_step(self, step: int) -> Iterator[dict[str, torch.Tensor]]:
         whole = self.batch(step)
         for micro_step in range(len(whole["key"]) // (self.micro * group.world())):
             yield {name: tensor[rows(micro_step, self.micro)] for name, tensor in whole.items()}

@@ -78,7 +78,7 @@ class Samples:
         self.rows = system.synthetic(GLOBAL)
         self.first, self.groups = group.rank() // sequence, group.world() // sequence
 
-    def at(self, step: int) -> Iterator[dict[str, Tensor]]:
+    def read_step(self, step: int) -> Iterator[dict[str, Tensor]]:
         place = torch.arange(GLOBAL)
         rows = self.rows | {
             "key": rng.keys(SEED, step, place),

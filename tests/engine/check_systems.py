@@ -117,8 +117,8 @@ class Watched:
     def __init__(self, batches: Batches):
         self.batches, self.seen = batches, []
 
-    def at(self, step: int):
-        for batch in self.batches.at(step):
+    def read_step(self, step: int):
+        for batch in self.batches.read_step(step):
             content = sum(
                 values.double().flatten(1).sum(1)
                 for values in batch.values()

@@ -45,7 +45,7 @@ def first_image(path: Path) -> object:
         root = Path(os.environ["XDG_CACHE_HOME"], "out")
         convert_data(ConvertOptions(kind.removesuffix(".gz"), path if kind == "npz" else path.parent, root))
     source = open_images(root, 16)
-    return len(source), source.first()["image"].shape
+    return len(source), source.read_first()["image"].shape
 
 
 def changed(content: bytes, place: int, new: bytes) -> bytes:
@@ -348,7 +348,9 @@ def all_of(path: Path) -> object:
     if path.name == "data.mdb":
         return sum(len(content) for _, content, _ in read_lsun(path.parent, ClassList())["train"].samples)
     layout = recognise_layout(str(path.parent), LocalFiles(path.parent), Request(SUFFIXES))
-    return sum(len(layout.read(sample.place)) for part in layout.parts() for sample in layout.samples(part))
+    return sum(
+        len(layout.read(sample.place)) for part in layout.list_parts() for sample in layout.iterate_samples(part)
+    )
 
 
 @pytest.mark.parametrize(

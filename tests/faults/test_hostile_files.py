@@ -126,19 +126,19 @@ GOOD = (("a.png", picture(), {}), ("a.txt", b"a hat", {}))
 
 # What reads: a function of the hostile path. A source gives its first sample, which is a good one that stands in.
 def first_image(path: Path) -> object:
-    return open_images(path.parent, 16).first()["image"].shape
+    return open_images(path.parent, 16).read_first()["image"].shape
 
 
 def first_captioned(path: Path) -> object:
-    return len(open_captioned(path.parent, 16)), open_captioned(path.parent, 16).first()["image"].shape
+    return len(open_captioned(path.parent, 16)), open_captioned(path.parent, 16).read_first()["image"].shape
 
 
 def first_listed(path: Path) -> object:
-    return open_images(path, 16, request=Request(SUFFIXES, captions=True)).first()["image"].shape
+    return open_images(path, 16, request=Request(SUFFIXES, captions=True)).read_first()["image"].shape
 
 
 def first_with_metadata(path: Path) -> object:
-    return open_images(path.parent, 16, request=Request(SUFFIXES, captions=True)).first()["image"].shape
+    return open_images(path.parent, 16, request=Request(SUFFIXES, captions=True)).read_first()["image"].shape
 
 
 def first_pair(path: Path) -> object:
@@ -146,7 +146,7 @@ def first_pair(path: Path) -> object:
 
 
 def first_clip(path: Path) -> object:
-    return open_videos(path.parent, Cut(2, 16, 16, 3)).first()["video"].shape
+    return open_videos(path.parent, Cut(2, 16, 16, 3)).read_first()["video"].shape
 
 
 def checkpoint(path: Path) -> object:

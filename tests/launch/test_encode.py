@@ -11,9 +11,9 @@ import torch
 from PIL import Image
 
 from dstrain import systems
-from dstrain.commands.encode import EncodeOptions, encode
+from dstrain.commands.encode import EncodeOptions, encode_data
 from dstrain.commands.export import ExportOptions as Export
-from dstrain.commands.export import export
+from dstrain.commands.export import export_run
 from dstrain.data.cached.latents import Latents
 from dstrain.data.cached.shards import read_index
 from dstrain.data.sources.images import open_images
@@ -173,8 +173,8 @@ def test_token_ids_of_a_run(tmp_path):
     assert cache.index["statistics"]["largest"] < 16 and len(cache) == 500
     for side, x in enumerate((pixels, pixels.flip(-1))):
         expected = system.codes(nets, system.encode({"image": x}))["tokens"]
-        assert torch.equal(cache.take(torch.arange(20), torch.full((20,), bool(side)))["tokens"], expected)
-    index = encode(EncodeOptions(tmp_path / "again", run=tmp_path / "x", split="held_out", batch=20))
+        assert torch.equal(cache.read_codes(torch.arange(20), torch.full((20,), bool(side)))["tokens"], expected)
+    index = encode_data(EncodeOptions(tmp_path / "again", run=tmp_path / "x", split="held_out", batch=20))
     assert index["encoding"]["codebook_size"] == 16
     for name, data in content(out).items():  # a run and its export are one first stage
         assert name == "encoding.json" or data == content(tmp_path / "again")[name], name
@@ -249,10 +249,10 @@ def test_the_whole_way(tmp_path):
     scale = float(re.search(r"scaling_factor ([\d.]+)", output)[1])
     assert json.loads((stage / "config.json").read_text())["scaling_factor"] == pytest.approx(scale, abs=1e-5)
     with pytest.raises(ConfigError, match="is there already"):
-        export(Export(run, stage))
+        export_run(Export(run, stage))
 
     finish(command("launch/encode.py", run, "--out", codes, "--shard-size", "500", "--no-flip", num=2))
-    encode(
+    encode_data(
         EncodeOptions(
             tmp_path / "again",
             first_stage=str(stage),
@@ -269,7 +269,7 @@ def test_the_whole_way(tmp_path):
     assert index["statistics"]["scaling_factor"] == pytest.approx(scale, rel=0.02)
     assert len(read_index(codes)["shards"]) == 4
     measured = tmp_path / "measured"
-    assert export(Export(run, measured, statistics=codes / "index.json")).statistics == index["statistics"]
+    assert export_run(Export(run, measured, statistics=codes / "index.json")).statistics == index["statistics"]
 
     words = [
         "--recipe",
@@ -318,7 +318,7 @@ def test_the_whole_way(tmp_path):
     other = systems.build("dit", recipe.model | {"first_stage": own | {"scaling_factor": 0.1}})
     assert np.abs(drawn(other, four, four) - pictures).max() > 5, "the scale shows in the pictures"
 
-    done = export(Export(dit, tmp_path / "pipeline"))
+    done = export_run(Export(dit, tmp_path / "pipeline"))
     assert done.name == "DiTPipeline" and done.errors["code"] <= 1.01 / 255
     ((values, notes),) = fit_weights(tmp_path / "pipeline", system).values()
     expected = read_weights(at, "denoiser", f"ema.{recipe.samples.ema or recipe.ema.decays[0]!r}")
@@ -330,7 +330,7 @@ def test_the_whole_way(tmp_path):
     assert fit_weights(tmp_path / "pipeline", systems.build("vae", trained.read_recipe(run).model))["autoencoder"][1][
         0
     ].endswith(f"0 replaced, 0 left, from {tmp_path / 'pipeline' / 'vae'} (AutoencoderKL)")
-    assert export(Export(dit, tmp_path / "x", "safetensors", ema=0.99)).errors == {"denoiser": 0.0}
+    assert export_run(Export(dit, tmp_path / "x", "safetensors", ema=0.99)).errors == {"denoiser": 0.0}
     same_parts(dit, tmp_path / "x", "ema.0.99")
-    export(Export(run, tmp_path / "y", "safetensors", raw=True))
+    export_run(Export(run, tmp_path / "y", "safetensors", raw=True))
     same_parts(run, tmp_path / "y", "master")

@@ -5,14 +5,16 @@ import torch
 from torch.nn import functional as F
 
 from dstrain.data.builtin.fashion import FASHION
-from dstrain.data.builtin.moving import MOTIONS, MovingFashion, captions
+from dstrain.data.builtin.moving import MOTIONS, MovingFashion, list_captions
 from dstrain.metrics.clips import NO_MOTION, average_colours, cut_items, find_motions
 
 
 def clips(source: MovingFashion, step: int) -> tuple[torch.Tensor, list[str]]:
     """Every `step`-th clip and its caption."""
     numbers = range(0, len(source), step)
-    return torch.stack([source[number]["video"] for number in numbers]), [source.caption(number) for number in numbers]
+    return torch.stack([source[number]["video"] for number in numbers]), [
+        source.caption_clip(number) for number in numbers
+    ]
 
 
 @pytest.mark.parametrize(
@@ -23,16 +25,16 @@ def test_motions_of_true_clips(frames, height, width, channels, split):
     """Oracle: the captions of the clips, which say how they were made, bouncing included; all are right."""
     source = MovingFashion(frames, height, width, channels, split)
     videos, texts = clips(source, len(source) // 200)
-    assert find_motions(average_colours(videos)).tolist() == [captions()[text][1] for text in texts]
+    assert find_motions(average_colours(videos)).tolist() == [list_captions()[text][1] for text in texts]
 
 
 def test_captions_are_those_of_the_clips():
     """Oracle: the source's own captions and labels: every one is known, with its item."""
     source = MovingFashion(2, 8, 8, 1, "held_out")
-    assert {source.caption(number) for number in range(len(source))} == set(captions())
+    assert {source.caption_clip(number) for number in range(len(source))} == set(list_captions())
     for number in range(0, len(source), 97):
-        item, motion = captions()[source.caption(number)]
-        assert item == source[number]["label"] and source.caption(number).endswith(
+        item, motion = list_captions()[source.caption_clip(number)]
+        assert item == source[number]["label"] and source.caption_clip(number).endswith(
             f"{FASHION[item]} {list(MOTIONS)[motion]}"
         )
 

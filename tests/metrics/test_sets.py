@@ -73,4 +73,4 @@ def test_one_walker(tmp_path, layout, zipped):
                     archive.write(file, file.relative_to(folder))
     found = open_set(path, "--reference")
     assert len(found) == len(open_images(str(path), 8, split="all"))
-    assert sum(len(batch.numbers) for batch in found.batches(4)) == len(found)
+    assert sum(len(batch.numbers) for batch in found.iterate_batches(4)) == len(found)

@@ -64,7 +64,7 @@ def test_folder_zip_and_npz(tmp_path):
         for file in files.iterdir():
             archive.write(file, file.name)
     for path in (tmp_path / "files", tmp_path / "files.zip", arrays(tmp_path / "a.npz", pixels)):
-        batches = [*images.open_set(path, "--images").batches(4)]
+        batches = [*images.open_set(path, "--images").iterate_batches(4)]
         read = {number: image for batch in batches for number, image in zip(batch.numbers.tolist(), batch.images)}
         assert all(torch.equal(read[number], image) for number, image in enumerate(pixels))
         assert len(read) == (5 if path.suffix == ".npz" else 6)
@@ -107,7 +107,7 @@ def test_sets_that_are_none(tmp_path):
     content[600] ^= 1
     (tmp_path / "flipped.npz").write_bytes(content)
     with pytest.raises(ConfigError, match="--images .*flipped.npz cannot be read .*CRC"):
-        [*images.open_set(tmp_path / "flipped.npz", "--images").batches(5)]
+        [*images.open_set(tmp_path / "flipped.npz", "--images").iterate_batches(5)]
 
 
 @pytest.mark.parametrize(
@@ -192,7 +192,7 @@ def test_towers(tmp_path):
     clip, captions = networks["clip_score"], ["a red cat", "the blue dog on the moon"]
     path = arrays(tmp_path / "c.npz", batch, prompts=np.array(captions))
     statistics = table.collect_statistics(images.open_set(path, "--images"), networks, 2)
-    cosine = torch.cosine_similarity(clip(batch)[0], clip.texts(captions)).mean().item()
+    cosine = torch.cosine_similarity(clip(batch)[0], clip.embed_texts(captions)).mean().item()
     assert table.compute_figures(networks, statistics, statistics)["clip_score"][0] == pytest.approx(
         max(100 * cosine, 0)
     )

@@ -73,7 +73,7 @@ def first_loss(folder):
     with Batches(
         open_sources(run.data)[0], global_batch=8, micro_batch=8, seed=run.seed, flip=run.data.flip
     ) as batches:
-        batch = next(batches.at(0))
+        batch = next(batches.read_step(0))
     return system.loss(next(iter(system.parts)), nets, system.encode(batch))["loss"].item()
 
 

@@ -43,7 +43,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 def prepare(wanted: Run, mark: str = MARK, from_scratch: bool = False) -> None:
     if from_scratch and wanted.directory.exists():
-        folders.set_aside(wanted.directory)
+        folders.set_run_aside(wanted.directory)
     folders.write_run(wanted, {"train_batch_size": 64}, mark)
 
 
@@ -110,7 +110,7 @@ def test_from_scratch_moves_what_is_a_runs_alone(begun):
         (begun / name).parent.mkdir(parents=True, exist_ok=True)
         (begun / name).write_text(name)
     folders.note_saved(begun, 3)
-    folders.set_aside(begun)
+    folders.set_run_aside(begun)
     assert {*strangers, "earlier_1/run.yaml", "earlier_1/saved"} <= contents(begun).keys()
     assert not (begun / "run.yaml").exists()
 
@@ -137,7 +137,7 @@ def test_a_run_with_links_is_refused(begun, tmp_path, name):
     assert f"{name} is a link to {tmp_path / 'mine'}" in refusal(run(begun))
     with pytest.raises(ConfigError, match="is a link"):
         folders.read_recipe(begun)
-    folders.set_aside(begun)
+    folders.set_run_aside(begun)
     assert (tmp_path / "mine").read_text() == "mine"
 
 

@@ -176,12 +176,12 @@ def test_a_folder_that_was_taken_away(tmp_path, taken):
         (folder / "run.yaml").rename(away)
     if taken in ("the folder", "run.yaml"):
         with pytest.raises(NotSaved, match=f"^{folder} was moved or removed .* same command again$"):
-            hosts.require_folder(folder, patience=0.3)
+            hosts.require_own_folder(folder, patience=0.3)
         assert folder.exists() == (taken == "run.yaml")
         return
     if taken == "for a moment":
         threading.Timer(0.3, away.rename, [folder / "run.yaml"]).start()
-    hosts.require_folder(folder, patience=30)
+    hosts.require_own_folder(folder, patience=30)
 
 
 def test_options_of_one_rank_alone(tmp_path):

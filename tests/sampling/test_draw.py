@@ -9,13 +9,13 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from dstrain.data.batches import held_out
+from dstrain.data.batches import iterate_held_out
 from dstrain.sampling.draw import (
     count_class_columns,
     draw_all,
     draw_on_first,
+    draw_pictures_on_first,
     draw_rounds,
-    picture_on_first,
     score_batches,
     set_eval_mode,
 )
@@ -97,10 +97,12 @@ def together(rank: int) -> dict:
     """What one of two ranks draws and scores."""
     system, nets = Sums(), Sums().networks()
     result = {
-        "scores": {size: score_batches(system, nets, held_out(Numbers(size), 2, rank, 2, seed=7)) for size in SIZES},
+        "scores": {
+            size: score_batches(system, nets, iterate_held_out(Numbers(size), 2, rank, 2, seed=7)) for size in SIZES
+        },
         "uneven": score_batches(system, nets, uneven(rank)),
         "draws": {},
-        "pictures": {size: picture_on_first(system, nets, system.synthetic(size), 3) for size in SIZES},
+        "pictures": {size: draw_pictures_on_first(system, nets, system.synthetic(size), 3) for size in SIZES},
         "on first": {sizes: draw_on_first(system, nets, request(sizes[0]), sizes[1]) for sizes in REQUESTS},
     }
     for num, chunk in REQUESTS:
@@ -125,7 +127,7 @@ def two(tmp_path_factory):
 @pytest.mark.parametrize("size", SIZES)
 def test_scores_of_two_ranks(two, size):
     """Oracle: one process that takes the samples one by one, and the mean of 3 i; a set may be smaller than a batch."""
-    expected = score_batches(Sums(), Sums().networks(), held_out(Numbers(size), 1, seed=7))
+    expected = score_batches(Sums(), Sums().networks(), iterate_held_out(Numbers(size), 1, seed=7))
     assert expected["loss"] == 3 * (size - 1) / 2 and expected["odd"] == (size // 2) / size
     for found in two:
         assert found["scores"][size] == pytest.approx(expected, rel=1e-15)
@@ -293,7 +295,7 @@ def test_pictures_of_two_ranks(two, size):
     """Oracle: 3 i for sample i, on rank 0 alone, whatever was filled up to make equal calls; and in one process."""
     assert two[0]["pictures"][size]["tripled"].flatten().tolist() == [3 * i for i in range(size)]
     assert two[1]["pictures"][size] == {"tripled": None}
-    alone = picture_on_first(Sums(), Sums().networks(), Sums().synthetic(size), 3)["tripled"]
+    alone = draw_pictures_on_first(Sums(), Sums().networks(), Sums().synthetic(size), 3)["tripled"]
     assert torch.equal(alone, two[0]["pictures"][size]["tripled"])
 
 

@@ -25,17 +25,17 @@ class Numbers(Source):
 
     def __getitem__(self, index: int) -> dict:
         if index in self.bad:
-            raise BadSample(self.name(index), "broken on purpose")
+            raise BadSample(self.name_sample(index), "broken on purpose")
         if index in self.failing:
-            raise NotRead(f"{self.name(index)} cannot be read (OSError: on purpose)")
+            raise NotRead(f"{self.name_sample(index)} cannot be read (OSError: on purpose)")
         image = torch.zeros(1, 2, 4, dtype=torch.uint8)
         image[0, 0] = torch.tensor([index >> shift & 255 for shift in (0, 8, 16, 24)])
         return {"image": image, "label": index}
 
-    def name(self, index: int) -> str:
+    def name_sample(self, index: int) -> str:
         return f"number {index}"
 
-    def fingerprint(self) -> str:
+    def compute_fingerprint(self) -> str:
         return f"numbers n={self.size}"
 
 
@@ -64,7 +64,7 @@ def global_batches(source, steps, world=1, micro_batch=2, num_workers=0, **optio
             source, micro_batch=micro_batch, rank=rank, world=world, num_workers=num_workers, **settings
         ) as batches:
             for step in steps:
-                parts[step] += batches.at(step)
+                parts[step] += batches.read_step(step)
     whole = []
     for step in steps:
         batch = {name: torch.cat([part[name] for part in parts[step]]) for name in parts[step][0]}

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from dstrain import systems
 from dstrain.commands.consolidate import Order as Consolidation
 from dstrain.commands.consolidate import consolidate_weights
-from dstrain.commands.export import ExportOptions, export
+from dstrain.commands.export import ExportOptions, export_run
 from dstrain.encoders.autoencoder import Autoencoder, hash_network
 from dstrain.recipe import ConfigError, Run
 from dstrain.runs import first_stage
@@ -92,7 +92,7 @@ def exported(request, tmp_path_factory):
     """(kind, system, networks, folder of the export)"""
     root = tmp_path_factory.mktemp(request.param)
     system, nets = trained(root / "run", request.param)
-    export(ExportOptions(root / "run", root / "export", "safetensors"))
+    export_run(ExportOptions(root / "run", root / "export", "safetensors"))
     return request.param, system, nets, root / "export"
 
 
@@ -225,7 +225,7 @@ def test_pixels_and_codes_that_do_not_fit(exported):
 def test_folders_that_hold_none(tmp_path):
     """Oracle: one ConfigError for each, in one line, with the key, the folder and the remedy."""
     system, nets = trained(tmp_path / "run", "kl")
-    export(ExportOptions(tmp_path / "run", tmp_path / "out", "safetensors"))
+    export_run(ExportOptions(tmp_path / "run", tmp_path / "out", "safetensors"))
     weights = tmp_path / "out" / "autoencoder.safetensors"
     whole, text = load_file(weights), (tmp_path / "out" / "recipe.yaml").read_text()
 
@@ -264,7 +264,7 @@ def test_a_system_without_codes(tmp_path):
     section = {"image_size": 8, "in_channels": 1, "patch_size": 2, "hidden_size": 32, "depth": 1, "num_heads": 2}
     run = Run.model_validate({"name": "tiny", "system": "dit", "model": section})
     checkpoints.write(tmp_path / "run", run, systems.build("dit", section).networks())
-    export(ExportOptions(tmp_path / "run", tmp_path / "out", "safetensors"))
+    export_run(ExportOptions(tmp_path / "run", tmp_path / "out", "safetensors"))
     with pytest.raises(
         ConfigError, match="k: .*out is of the system dit, which encodes nothing .* name one of an auto"
     ):

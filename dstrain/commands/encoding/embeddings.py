@@ -22,7 +22,7 @@ import torch
 
 from dstrain.commands.encoding.folder import (
     SAME_COMMAND,
-    claimed,
+    claim_folder,
     complete_shards,
     count_samples,
     describe_changes,
@@ -52,10 +52,10 @@ class Encoders:
     text: TextEncoder
 
 
-def embed(options: EncodeOptions) -> dict[str, Any]:
+def embed_pairs(options: EncodeOptions) -> dict[str, Any]:
     """Writes options.out, on all ranks together; returns the final content of pairs.json.
 
-    ConfigError: what is asked for cannot be, too many pairs are unreadable, or the folder holds others.
+    Raises ConfigError if what is asked for cannot be, too many pairs are unreadable, or the folder holds other pairs.
     """
     assert options.image_encoder is not None and options.text_encoder is not None and options.data is not None
     with reword_errors(
@@ -77,7 +77,7 @@ def embed(options: EncodeOptions) -> dict[str, Any]:
         phases().say(*describe_cut_captions(source, encoders.text))
     plan = _make_plan(options, encoders, source) | ({"upright": True} if upright else {})
     count = -(-plan["pairs"] // options.shard_size)
-    with claimed(options.out, "embeds", lambda: _prepare_folder(options, plan)):
+    with claim_folder(options.out, "embeds", lambda: _prepare_folder(options, plan)):
         notes = complete_shards(
             range(count),
             lambda number: _read_whole(options.out, number),
@@ -92,7 +92,7 @@ def embed(options: EncodeOptions) -> dict[str, Any]:
 
 
 def _make_plan(options: EncodeOptions, encoders: Encoders, source: Source) -> dict[str, Any]:
-    """Returns all that the bytes depend on."""
+    """Returns the plan: everything that the bytes depend on."""
     image, text = encoders.image, encoders.text
     weights = image.state_dict() | dict(image.named_buffers())
     return {
@@ -108,7 +108,7 @@ def _make_plan(options: EncodeOptions, encoders: Encoders, source: Source) -> di
         "text_encoder": text.fingerprint(),
         "complete": False,
         "image_encoder": hash_network({"class": type(image.model).__name__}, weights),
-        "data": group.from_first(source.fingerprint() if group.rank() == 0 else None),
+        "data": group.from_first(source.compute_fingerprint() if group.rank() == 0 else None),
     }
 
 

@@ -18,14 +18,14 @@ SAME_COMMAND = "what is there is whole: give the same command again once it can"
 
 
 @contextmanager
-def claimed(
+def claim_folder(
     out: Path, verb: str, prepare: Callable[[], str | None], numbers: range | None = None, shared: bool = False
 ) -> Iterator[None]:
     """Locks `out` against other commands, and runs `prepare` on rank 0; on all ranks together.
 
-    numbers: of the shards that this command writes. shared: other commands may write other shards meanwhile; then
-    the whole folder is locked while `prepare` runs, and only these shards afterwards.
-    ConfigError: the folder cannot be written, another process `verb` into it, or `prepare` has returned a problem.
+    numbers: of the shards that this command writes. shared: other commands may write other shards meanwhile; then the
+    whole folder is locked while `prepare` runs, and only these shards afterwards. Raises ConfigError if the folder
+    cannot be written, another process `verb` into it, or `prepare` has returned a problem.
     """
     first, problem = group.rank() == 0, None
     busy = f"--out {out}: another process {verb} into it; wait for its end"
@@ -72,7 +72,9 @@ def _lock_shards(file: IO[str], numbers: range) -> bool:
 def complete_shards(
     numbers: range, find: Callable[[int], Record | None], make: Callable[[list[int]], dict[int, Record]]
 ) -> dict[int, Record]:
-    """Returns a record of each shard on every rank. find: of a whole one; make: this rank's share of the others."""
+    """Returns a record of each shard on every rank. find: returns the record of a whole shard; make: makes this rank's
+    share of the others.
+    """
     records = {}
     for number in numbers[group.rank() :: group.world()]:
         record = find(number)

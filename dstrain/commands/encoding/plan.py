@@ -35,7 +35,9 @@ class Plan:
 
 
 def make_plan(options: EncodeOptions) -> Plan:
-    """Returns the same on all ranks. Raises ConfigError if what is asked for cannot be."""
+    """Opens what the options name and plans its encoding; the same on all ranks. Raises ConfigError if what is asked
+    for cannot be.
+    """
     require_precision(options.precision)
     if options.run is not None:
         stage = first_stage.open_run(options.run, options.ema, options.raw, options.step, options.precision)
@@ -84,7 +86,7 @@ def _open_texts(options: EncodeOptions) -> TextEncoder | None:
 def _describe_encoding(
     options: EncodeOptions, stage: FirstStage, texts: TextEncoder | None
 ) -> tuple[Source, dict[str, Any]]:
-    """Returns the source, and what its encoding is."""
+    """Opens the source, and describes its encoding; returns both."""
     source, size = _open_source(options, stage)
     (first,), _ = read_items(source, [0])
     if texts is not None and "caption" not in first:
@@ -107,7 +109,7 @@ def _describe_encoding(
         "batch": options.batch,
         "first_stage": stage.fingerprint,
         # All files will be read: their sizes cost little and tell of a changed one.
-        "data": group.from_first(source.contents() if group.rank() == 0 else None),
+        "data": group.from_first(source.compute_full_fingerprint() if group.rank() == 0 else None),
     }
     if options.upright:  # of which earlier folders say nothing, too
         encoding["upright"] = True

@@ -57,7 +57,7 @@ def measure_quality(options: EvaluateOptions) -> tuple[Path | None, dict[str, An
         images, facts = _open_measured(options, run)
         assert isinstance(images, Stories)
         with compute_in(options.precision), reword_errors(options=OPTIONS):
-            values = clips.score_scenes(images.sums(networks["scenes"]))
+            values = clips.score_scenes(images.sum_stories(networks["scenes"]))
     else:
         _require_enough(options)
         networks = table.choose_networks(options.metrics or (), options.features)
@@ -65,7 +65,7 @@ def measure_quality(options: EvaluateOptions) -> tuple[Path | None, dict[str, An
         compared = _open_reference(options, run, networks)
         with compute_in(options.precision), reword_errors(options=OPTIONS):
             images = table.begin_set(images, networks, options.batch, options.kept or KEPT)
-        known, place = compared.read(partial(_collect_statistics, options, compared=True)), compared.place
+        known, place = compared.read_statistics(partial(_collect_statistics, options, compared=True)), compared.place
         with compute_in(options.precision):
             measured = _collect_statistics(options, images, networks)
         values = table.compute_figures(networks, measured, known)
@@ -212,7 +212,7 @@ def _open_own_data(options: EvaluateOptions, run: Run) -> Images:
         )
     if source is None:
         raise ConfigError(f"{options.folder} holds no images out: leave out --split, or name another --reference")
-    return Sourced(Spread(source.squares(), None if options.write_reference is None else options.num))
+    return Sourced(Spread(source.make_square_view(), None if options.write_reference is None else options.num))
 
 
 def _open_reference(options: EvaluateOptions, run: Run | None, networks: dict[str, Features]) -> Compared:
@@ -250,7 +250,9 @@ def keep_finite(value: float | None) -> float | None:
 
 
 def _name_result(options: EvaluateOptions, result: dict[str, Any]) -> str:
-    """Returns one name for one question: other options write another file, the same ones replace their own."""
+    """Names the file of a result by what was asked: other options write another file, the same ones
+    replace their own.
+    """
     question = asdict(options) | {"ema": None, "raw": None, "step": None, "batch": None, "out": None}
     question |= {"seed": options.seed or 0, "kept": options.kept or KEPT}
     question["reference"] = question.pop("against") or options.reference

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from dstrain.commands.options.evaluate import EvaluateOptions
-from dstrain.data.builtin.moving import MOTIONS, MOVING, captions
+from dstrain.data.builtin.moving import MOTIONS, MOVING, list_captions
 from dstrain.data.open import find_origin
 from dstrain.data.source import Source
 from dstrain.distributed import group
@@ -21,7 +21,7 @@ from dstrain.metrics.network import Features
 from dstrain.recipe import ConfigError, Run
 from dstrain.sampling.draw import set_eval_mode
 from dstrain.sampling.requests import make_request, request_all_classes
-from dstrain.sampling.scenes import choose_length, draw_scenes, frames_of_scenes
+from dstrain.sampling.scenes import assign_frames, choose_length, draw_scenes
 from dstrain.systems.base import CHOICES, Request, System
 
 SAMPLING = ("num_steps", "guidance_scale", *CHOICES)
@@ -50,7 +50,7 @@ class Drawn(Images):
     def __len__(self) -> int:
         return self.num
 
-    def batches(self, size: int) -> Iterator[Batch]:
+    def iterate_batches(self, size: int) -> Iterator[Batch]:
         options, size = self.options, min(size, self.num)
         # Vectors of texts are large, and so are images: not all samples are asked for at once. The ranks' turns stay.
         turn = size * group.world()
@@ -58,7 +58,7 @@ class Drawn(Images):
         for begin in range(0, self.num, share):
             count = min(share, self.num - begin)
             prompts = self.prompts and [self.prompts[(begin + i) % len(self.prompts)] for i in range(count)]
-            start = {"labels": options.labels} if self.source is None else self._low_res(self.source, begin, count)
+            start = {"labels": options.labels} if self.source is None else self._make_low_res(self.source, begin, count)
             request, captions = make_request(
                 self.samples,
                 self.system,
@@ -75,7 +75,7 @@ class Drawn(Images):
                     batch.images = batch.images[:, 0]
                 yield batch
 
-    def _low_res(self, source: Source, begin: int, count: int) -> dict[str, Any]:
+    def _make_low_res(self, source: Source, begin: int, count: int) -> dict[str, Any]:
         images, _ = source.read_batch(torch.arange(begin, begin + count))
         labels = tuple(images["label"].tolist()) if "label" in self.system.conditions(1) else None
         return {"images": images["image"], "labels": labels}
@@ -107,9 +107,9 @@ class Stories(Drawn):
             )
 
     @torch.no_grad()
-    def sums(self, network: Features) -> torch.Tensor:
-        """Sums over the stories of all ranks, see metrics/clips.py."""
-        options, texts, size = self.options, [*captions()], min(self.options.batch, self.num)
+    def sum_stories(self, network: Features) -> torch.Tensor:
+        """Sums the scores of the stories of all ranks, see metrics/clips.py."""
+        options, texts, size = self.options, [*list_captions()], min(self.options.batch, self.num)
         request, _ = make_request(
             self.samples,
             self.system,
@@ -119,21 +119,21 @@ class Stories(Drawn):
             num_frames=self.length.frames,
             **{name: getattr(options, name) for name in SAMPLING},
         )
-        ends = [scene.first + scene.frames for scene in frames_of_scenes(("",) * SCENES, self.length)]
+        ends = [scene.first + scene.frames for scene in assign_frames(("",) * SCENES, self.length)]
         sums = torch.zeros(6, SCENES, dtype=torch.float64, device=group.device())
         with Bar("telling stories", total=self.num, unit="story") as bar:
             for begin in range(0, self.num, size * group.world()):
                 numbers = begin + group.rank() * size + torch.arange(size)
                 real, seeds = numbers < self.num, (options.seed or 0) + numbers % self.num
                 items, motions = make_stories(seeds)
-                clips = self._told(request, seeds, items[:, None] + motions * (len(texts) // len(MOTIONS)))
+                clips = self._draw_told(request, seeds, items[:, None] + motions * (len(texts) // len(MOTIONS)))
                 if real.any():
                     sums += sum_scenes(network, clips[real], ends, items[real], motions[real])
                 bar.update(min(size * group.world(), self.num - begin))
         return group.sum_ranks(sums)
 
-    def _told(self, request: Request, seeds: torch.Tensor, texts: torch.Tensor) -> torch.Tensor:
-        """Returns clips uint8 (n, T, C, H, W) of the texts by number, int64 (n, scenes), on this rank's device."""
+    def _draw_told(self, request: Request, seeds: torch.Tensor, texts: torch.Tensor) -> torch.Tensor:
+        """Draws clips uint8 (n, T, C, H, W) of the texts by number, int64 (n, scenes), on this rank's device."""
         seeds = seeds.to(group.device())
         first, *later = [
             {name: values[numbers].to(seeds.device) for name, values in request.conditions.items()}

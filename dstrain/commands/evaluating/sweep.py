@@ -17,7 +17,7 @@ from dstrain.checkpoint.layout import RECONSTRUCTED
 from dstrain.commands.evaluating.quality import keep_finite, measure_quality, require_measurable
 from dstrain.commands.evaluating.results import publish_result
 from dstrain.commands.options.evaluate import EvaluateOptions
-from dstrain.data.batches import held_out
+from dstrain.data.batches import iterate_held_out
 from dstrain.data.open import open_sources
 from dstrain.data.source import Source
 from dstrain.data.views import Spread
@@ -67,7 +67,7 @@ def sweep_loss(
     for width in widths:
         path = trained.find_checkpoint(folder, step, width)
         networks = trained.load_networks(system, path, trained.choose_kinds(system, path, width), torch.float32)
-        batches = held_out(source, batch, group.rank(), group.world(), group.device(), run.seed)
+        batches = iterate_held_out(source, batch, group.rank(), group.world(), group.device(), run.seed)
         scores.append(score_batches(system, networks, batches))
     facts = {"run": run.name, "step": step, "split": "held_out", "samples": len(source)}
     return _publish_scores(folder, facts, "loss", widths, scores)

@@ -26,12 +26,12 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"{message}; --help shows what there is")
 
-    def words(self, argv: Sequence[str] | None = None) -> dict[str, Any]:
-        """Returns what was typed, by name. --help ends the process."""
-        return self.values(self.parse_args(argv))
+    def parse_words(self, argv: Sequence[str] | None = None) -> dict[str, Any]:
+        """Returns the values that were typed, by name. --help ends the process."""
+        return self.read_values(self.parse_args(argv))
 
-    def values(self, parsed: argparse.Namespace) -> dict[str, Any]:
-        """Returns the same as `words`, of arguments that are parsed already."""
+    def read_values(self, parsed: argparse.Namespace) -> dict[str, Any]:
+        """Returns the same as `parse_words`, for arguments that are parsed already."""
         words = vars(parsed)
         if words.pop("help"):
             print(self.text, end="")
@@ -147,13 +147,13 @@ def parse_labels(text: str) -> tuple[int, ...]:
 def choose_from(*known: str) -> Callable[[str], tuple[str, ...]]:
     """Returns a parser of some of the known words, as gif,mp4."""
 
-    def words(text: str) -> tuple[str, ...]:
-        words = tuple(dict.fromkeys(word.strip() for word in text.split(",")))
-        if not set(words) <= set(known):
+    def parse_words(text: str) -> tuple[str, ...]:
+        parse_words = tuple(dict.fromkeys(word.strip() for word in text.split(",")))
+        if not set(parse_words) <= set(known):
             raise argparse.ArgumentTypeError(f"{text!r} is not of {', '.join(known)}")
-        return words
+        return parse_words
 
-    return words
+    return parse_words
 
 
 def read_lines(text: str) -> tuple[str, ...]:

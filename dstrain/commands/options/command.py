@@ -59,7 +59,7 @@ def argument(metavar: str, text: str, kind: Callable[[str], Any] = str, **more: 
     return field(default=None, metadata={_SPEC: Spec(text, kind, metavar=metavar, positional="?", **more)})
 
 
-def words(metavar: str, text: str, kind: Callable[[str], Any] = str, **more: Any) -> Any:
+def make_words_field(metavar: str, text: str, kind: Callable[[str], Any] = str, **more: Any) -> Any:
     """Returns a field for all words without dashes that are left, a tuple."""
     return field(default=(), metadata={_SPEC: Spec(text, kind, metavar=metavar, positional="*", **more)})
 
@@ -76,7 +76,7 @@ class Command:
     usage: ClassVar[str] = ""
     examples: ClassVar[str] = ""
 
-    def check(self) -> None:
+    def check_options(self) -> None:
         """Checks options against each other. Raises ConfigError if they do not go together."""
 
 
@@ -107,7 +107,7 @@ def parse_options(command: type[C], argv: Sequence[str]) -> C:
         if spec.again or spec.positional == "*":
             values[entry.name] = tuple(values[entry.name])
     options = command(**values)
-    options.check()
+    options.check_options()
     return options
 
 
@@ -150,7 +150,7 @@ def _add_options(parser: Parser, found: list[tuple[Field, Spec]]) -> None:
 def _parse_words(parser: Parser, words: list[str], overrides: bool) -> dict[str, Any]:
     """Returns the values that were typed. Raises ConfigError for each word that is unknown."""
     parsed, unknown = (parser.parse_known_intermixed_args if overrides else parser.parse_known_args)(words)
-    values = parser.values(parsed)
+    values = parser.read_values(parsed)
     if not unknown:
         return values
     dashed = [word for word in unknown if word.startswith("-")]

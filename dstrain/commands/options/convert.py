@@ -72,7 +72,7 @@ class ConvertOptions(Command):
         0.01, "unreadable files that are replaced before it ends", parse_share, metavar="F", heading=_LATENTS
     )
 
-    def check(self) -> None:
+    def check_options(self) -> None:
         if self.kind not in KINDS:
             raise ConfigError(f"name the kind of the data, one of {', '.join(KINDS)}; --help shows how")
         for name, value in (("PATH", self.path), ("--out OUT", self.out)):

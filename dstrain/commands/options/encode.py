@@ -144,11 +144,11 @@ class EncodeOptions(Weights):
 
     @property
     def makes_pairs(self) -> bool:
-        """Tells whether embedding pairs are asked for: texts without a first stage are one of two towers."""
+        """Returns whether embedding pairs are asked for: texts without a first stage are one of two towers."""
         alone = not (self.run or self.first_stage)
         return bool(self.image_encoder or self.text_encodings or (alone and (self.text_encoder or self.max_text_len)))
 
-    def check(self) -> None:
+    def check_options(self) -> None:
         if self.makes_pairs:
             self._check_pairs()
             return

@@ -130,11 +130,11 @@ class EvaluateOptions(Weights, Sampling):
         None, "that a scene takes over from the one before (1)", parse_positive, metavar="K", heading=_DRAWN
     )
 
-    def check(self) -> None:
+    def check_options(self) -> None:
         if self.folder is None and self.images is None:
             raise ConfigError("name the folder of a run, for example: dstrain evaluate runs/dit-small")
         if self.metrics is None:
-            for name in self._given(_METRICS):
+            for name in self._list_given(_METRICS):
                 raise ConfigError(f"{_spell_option(name)} is for metrics: name some, as --metrics fid")
             return
         if self.data is not None:
@@ -152,8 +152,8 @@ class EvaluateOptions(Weights, Sampling):
         assert self.folder is not None
         return self.folder
 
-    def _given(self, names: Iterable[str]) -> list[str]:
-        """Returns the names whose options were typed."""
+    def _list_given(self, names: Iterable[str]) -> list[str]:
+        """Lists those of the names whose options were typed."""
         found = ((name, getattr(self, name)) for name in names)
         return [name for name, value in found if value is not None and value is not False and value != ()]
 
@@ -163,7 +163,7 @@ class EvaluateOptions(Weights, Sampling):
             ("write_reference", (*_DRAWING, "reference", "against", "out")),
             ("reference", ("split",)),
         ):
-            for name in self._given(unused) if self._given([present]) else ():
+            for name in self._list_given(unused) if self._list_given([present]) else ():
                 raise ConfigError(
                     f"{_spell_option(name)} changes nothing beside {_spell_option(present)}: leave it out"
                 )
@@ -181,7 +181,7 @@ class EvaluateOptions(Weights, Sampling):
                 "alone"
             )
         unused = ("images", "write_reference", "reference", "split", "features", "kept", "labels", "prompts")
-        for name in self._given(unused):
+        for name in self._list_given(unused):
             raise ConfigError(
                 f"{_spell_option(name)} changes nothing beside --metrics scenes, which tells its own stories by a run: "
                 "leave it out"

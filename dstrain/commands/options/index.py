@@ -4,7 +4,7 @@ import os
 from dataclasses import dataclass
 from typing import ClassVar
 
-from dstrain.commands.options.command import Command, argument, option, words
+from dstrain.commands.options.command import Command, argument, make_words_field, option
 from dstrain.recipe import ConfigError, Data, load_recipe
 
 
@@ -27,7 +27,7 @@ class IndexOptions(Command):
         "what a recipe has as data.path",
         missing="name the data: dstrain index DATA; --help shows how",
     )
-    overrides: tuple[str, ...] = words(
+    overrides: tuple[str, ...] = make_words_field(
         "data.key=value",
         "as in a recipe: data.num_frames=17 for clips, data.captions=FILE; with data.buckets=[5,9,17], the frames of "
         "clips are counted",
@@ -42,7 +42,7 @@ class IndexOptions(Command):
     check_all: bool = option(False, "reads every sample whole, and not the headers of images alone", name="check")
     json: bool = option(False, "prints JSON")
 
-    def check(self) -> None:
+    def check_options(self) -> None:
         if self.path.startswith("data.") and "=" in self.path:
             raise ConfigError("name the data: dstrain index DATA; --help shows how")
         for key in (word.partition("=")[0] for word in self.overrides):
@@ -51,8 +51,8 @@ class IndexOptions(Command):
                     f"{key} changes nothing: DATA says what is listed, and data.key=value how; leave it out"
                 )
 
-    def data(self) -> Data:
-        """Returns the section of a recipe that these options name. Raises ConfigError if an entry is wrong."""
+    def make_data(self) -> Data:
+        """Makes the data section of a recipe that these options describe. Raises ConfigError if an entry is wrong."""
         changes = {"path": os.path.expanduser(self.path)}
         if self.index is not None:
             changes["index"] = os.path.expanduser(self.index)

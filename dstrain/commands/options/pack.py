@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from dstrain.commands.options.arguments import parse_binary_size, parse_share
-from dstrain.commands.options.command import Command, argument, option, words
+from dstrain.commands.options.command import Command, argument, make_words_field, option
 from dstrain.recipe import ConfigError, Data, load_recipe
 
 
@@ -29,7 +29,7 @@ class PackOptions(Command):
         "a folder or a file of data, as data.path",
         missing="name the data; --help shows how",
     )
-    overrides: tuple[str, ...] = words(
+    overrides: tuple[str, ...] = make_words_field(
         "data.KEY=VALUE",
         "how DATA is read, as in a recipe: data.labels=prefix, data.captions=FILE, data.index=FOLDER",
     )
@@ -55,10 +55,10 @@ class PackOptions(Command):
         0.01, "files that may be unreadable; they keep their place, empty", parse_share, metavar="F"
     )
 
-    def check(self) -> None:
+    def check_options(self) -> None:
         if wrong := [override for override in self.overrides if not override.startswith("data.")]:
             raise ConfigError(f"{wrong[0]}: beside DATA there are entries data.KEY=VALUE alone")
 
-    def data(self) -> Data:
-        """Returns the section of a recipe that these options name. Raises ConfigError if an entry is wrong."""
+    def make_data(self) -> Data:
+        """Makes the data section of a recipe that these options describe. Raises ConfigError if an entry is wrong."""
         return load_recipe(None, [*self.overrides, f"data.path={os.path.expanduser(self.path)}"]).data

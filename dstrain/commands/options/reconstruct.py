@@ -65,7 +65,7 @@ class ReconstructOptions(Trusting):
     )
     batch: int = option(32, "samples of one rank at a time", parse_positive, metavar="N")
 
-    def check(self) -> None:
+    def check_options(self) -> None:
         if self.widths is None and not self.sweep:
             raise ConfigError("name the widths to make: --ema 0.05,0.10; --help shows how")
         for option_name, value, needed, given in (

@@ -12,7 +12,7 @@ _ROOT = _PACKAGE.parent  # of a clone
 _SOURCES = {".yaml": Path("launch", "recipes"), ".json": Path("ds_configs"), ".py": Path("launch", "convert")}
 
 
-def shipped_folder(suffix: str) -> Path:
+def find_shipped_folder(suffix: str) -> Path:
     """Returns the folder of the shipped recipes (.yaml), DeepSpeed JSONs (.json) or converters (.py)."""
     source = _SOURCES[suffix]
     return _ROOT / source if (_ROOT / source).is_dir() else _PACKAGE / "shipped" / source.name
@@ -33,7 +33,7 @@ def find_shipped(path: Path, suffix: str, option: str) -> Path:
 
     In a clone, paths below its root are found from any folder. Raises ConfigError if there is no such file.
     """
-    folder = shipped_folder(suffix)
+    folder = find_shipped_folder(suffix)
     candidates = [path, _ROOT / path]
     if path.parent in (Path(), _SOURCES[suffix]):
         name = path.name if path.name.endswith(suffix) else path.name + suffix

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from dstrain.commands.options.arguments import parse_positive, parse_window
-from dstrain.commands.options.command import option, words
+from dstrain.commands.options.command import make_words_field, option
 from dstrain.commands.options.shared import Trusting
 from dstrain.commands.options.shipped import DS_CONFIG, RECIPE
 from dstrain.recipe import ConfigError
@@ -32,9 +32,9 @@ class RecipeOptions(Trusting):
         metavar="FILE",
         aliases=("--ds-config", "--deepspeed_config"),
     )
-    overrides: tuple[str, ...] = words("key=value", "entries of the recipe")
+    overrides: tuple[str, ...] = make_words_field("key=value", "entries of the recipe")
 
-    def check(self) -> None:
+    def check_options(self) -> None:
         for override in self.overrides:
             for ending, name in _FILES:
                 if "=" not in override and override.endswith(ending):

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from dstrain.commands.options.arguments import parse_scale
-from dstrain.commands.options.command import Command, option, words
+from dstrain.commands.options.command import Command, make_words_field, option
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,7 @@ class WatchOptions(Command):
 
     usage: ClassVar[str] = "dstrain watch FOLDER [FOLDER ...] [options]"
 
-    folders: tuple[Path, ...] = words("FOLDER", "a run, or a folder of runs (runs)", Path)
+    folders: tuple[Path, ...] = make_words_field("FOLDER", "a run, or a folder of runs (runs)", Path)
     follow: bool = option(False, "again every few seconds, until Ctrl-C")
     seconds: float = option(5.0, "how often", parse_scale, metavar="S", shown="5")
     json: bool = option(False, "a JSON list; with --follow one line each time")

@@ -51,17 +51,17 @@ class Emoji(Source):
         image = convert_mode(crop_center(Image.fromarray(picture), self.image_size), self.channels)
         return {"image": to_tensor(image), "label": 0}
 
-    def captions(self) -> list[str]:
+    def list_captions(self) -> list[str]:
         """Returns the name of each picture."""
         names = [*read_builtin_captions()]
         return [names[row] for row in self.rows]
 
-    def row(self, index: int) -> int:
-        """Returns the place of a sample among the pairs."""
+    def find_row(self, index: int) -> int:
+        """Returns the number of a sample's pair among all pairs."""
         return int(self.rows[index])
 
-    def name(self, index: int) -> str:
-        return f"{EMOJI}/{self.row(index)}"
+    def name_sample(self, index: int) -> str:
+        return f"{EMOJI}/{self.find_row(index)}"
 
-    def fingerprint(self) -> str:
+    def compute_fingerprint(self) -> str:
         return f"{EMOJI} {self.split} n={len(self)} crc={zlib.crc32(self.pictures.tobytes()):08x}"

@@ -81,12 +81,12 @@ class Fashion(Source):
             item["caption"] = pack_caption(f"a {SHADES[self.shades[index]]} {FASHION[self.labels[index]]}")
         return item
 
-    def name(self, index: int) -> str:
+    def name_sample(self, index: int) -> str:
         return f"{FASHION_PATH}/{self.split}/{index}"
 
-    def class_counts(self) -> np.ndarray:
+    def count_by_class(self) -> np.ndarray:
         return np.bincount(self.labels, minlength=len(FASHION))
 
-    def fingerprint(self) -> str:
+    def compute_fingerprint(self) -> str:
         crc = zlib.crc32(self.images.numpy().tobytes())
         return f"{FASHION_PATH} {self.split} n={len(self)} crc={crc:08x}"

@@ -59,36 +59,36 @@ class MovingFashion(Source):
         return len(self.items) * len(MOTIONS)
 
     def __getitem__(self, index: int) -> Item:
-        item = self.items[self._parts(index)[0]]
-        x, y = self._positions(index)
+        item = self.items[self._find_item_and_motion(index)[0]]
+        x, y = self._compute_positions(index)
         video = _paste_item(item["image"][0], x, y, self.height, self.width)  # (T, H, W)
         return {
             "video": video[:, None].expand(-1, self.channels, -1, -1),
             "frames": self.num_frames,
-            "caption": pack_caption(self.caption(index)),
+            "caption": pack_caption(self.caption_clip(index)),
             "label": item["label"],
         }
 
-    def caption(self, index: int) -> str:
-        """Returns a sentence on what the clip shows."""
-        number, motion = self._parts(index)
+    def caption_clip(self, index: int) -> str:
+        """Returns the caption of a clip: a sentence on what it shows."""
+        number, motion = self._find_item_and_motion(index)
         return make_caption(FASHION[int(self.items.labels[number])], motion)
 
-    def _parts(self, index: int) -> tuple[int, str]:
-        """Returns the number of the item, and the motion."""
+    def _find_item_and_motion(self, index: int) -> tuple[int, str]:
+        """Returns the number of a sample's item, and its motion."""
         if not 0 <= index < len(self):
             raise IndexError(index)
         number, motion = divmod(int(self.permutation[index]), len(MOTIONS))
         return number, list(MOTIONS)[motion]
 
-    def _positions(self, index: int) -> tuple[Tensor, Tensor]:
+    def _compute_positions(self, index: int) -> tuple[Tensor, Tensor]:
         """Returns the x and y of the item's upper left corner in each frame, pixels: float32 (T,) each."""
         key = rng.keys_of_seeds(torch.tensor([int(self.permutation[index])]))
         speed, start, across, quadrant = rng.uniform(key, "motion", (4,))[0].tolist()  # all in [0, 1)
         side = self.items.image_size
         lengths = self.width - side, self.height - side  # the largest x and y
         time = torch.linspace(0, 1, self.num_frames) if self.num_frames > 1 else torch.full((1,), 0.5)
-        directions, positions = MOTIONS[self._parts(index)[1]], []
+        directions, positions = MOTIONS[self._find_item_and_motion(index)[1]], []
         for axis, (length, direction) in enumerate(zip(lengths, directions)):
             if all(directions):  # bouncing, with one speed along both axes
                 distance = (1.2 + speed) * max(lengths)
@@ -104,21 +104,21 @@ class MovingFashion(Source):
                 positions.append(torch.full_like(time, across * length))
         return positions[0], positions[1]
 
-    def name(self, index: int) -> str:
+    def name_sample(self, index: int) -> str:
         return f"{MOVING}/{self.split}/{index}"
 
-    def class_counts(self) -> np.ndarray:
-        return self.items.class_counts() * len(MOTIONS)
+    def count_by_class(self) -> np.ndarray:
+        return self.items.count_by_class() * len(MOTIONS)
 
-    def fingerprint(self) -> str:
-        return f"{MOVING} {_VERSION} n={len(self)} of {self.items.fingerprint()}"
+    def compute_fingerprint(self) -> str:
+        return f"{MOVING} {_VERSION} n={len(self)} of {self.items.compute_fingerprint()}"
 
 
 def make_caption(name: str, motion: str) -> str:
     return f"{'an' if name[0] in 'aeiou' else 'a'} {name} {motion}"
 
 
-def captions() -> dict[str, tuple[int, int]]:
+def list_captions() -> dict[str, tuple[int, int]]:
     """Returns every caption of the built-in clips, the items in turn: (index into FASHION, index into MOTIONS)."""
     return {
         make_caption(name, motion): (item, number)

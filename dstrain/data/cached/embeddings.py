@@ -52,11 +52,14 @@ def open_pairs(path: str | Path, splits: tuple[float, ...], split: str, world: i
 
     The split "all" has every pair: of data that are held out as a whole.
 
-    ConfigError: no such layout, rows that do not match, fractions that do not sum to 1, a split that leaves one of the
-    `world` ranks without a pair of its own, NaN (in data small enough to look through; else met when read).
+    Raises ConfigError if the folder has another layout, rows do not match, fractions do not sum to 1, a split leaves
+    one of the `world` ranks without a pair of its own, or a value is NaN (in data small enough to look through; else
+    met when read).
     """
     pairs = open_stored(path)
-    begin, end = (0, len(pairs)) if split == "all" else _split_bounds(len(pairs), splits, world)[SPLITS.index(split)]
+    begin, end = (
+        (0, len(pairs)) if split == "all" else _compute_split_bounds(len(pairs), splits, world)[SPLITS.index(split)]
+    )
     return Pairs(pairs, split, begin, end) if end > begin else None
 
 
@@ -92,25 +95,26 @@ class Pairs(Source):
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         if not 0 <= index < len(self):
             raise IndexError(index)
-        item = self.stored.read(self._row(index))
+        item = self.stored.read(self._find_row(index))
         if self.split != "train" and len(self) > 1:
-            other = self.stored.read(self._row((index + 1) % len(self)))
+            other = self.stored.read(self._find_row((index + 1) % len(self)))
             item |= {f"other_{name}": other[name] for name in ("text_embed", "caption") if name in other}
         return item
 
-    def name(self, index: int) -> str:
-        return self.stored.tables["image_embed"].name(self._row(index))
+    def name_sample(self, index: int) -> str:
+        return self.stored.tables["image_embed"].name_row(self._find_row(index))
 
-    def fingerprint(self) -> str:
+    def compute_fingerprint(self) -> str:
         return (
-            f"embeddings {self.split} n={len(self)} of {len(self.stored)} from {self.begin} {self.stored.fingerprint()}"
+            f"embeddings {self.split} n={len(self)} of {len(self.stored)} from {self.begin} "
+            f"{self.stored.compute_fingerprint()}"
         )
 
     def describe(self) -> str:
         names = [*self.stored.tables, *(["caption"] if self.stored.captions is not None else [])]
         return f"{len(self):,} of {len(self.stored):,} {self.noun}: {', '.join(names)}"
 
-    def _row(self, index: int) -> int:
+    def _find_row(self, index: int) -> int:
         return int(self.rows[index]) if self.rows is not None else self.permutation.index_at(self.begin + index)
 
 
@@ -122,14 +126,14 @@ class Stored:
         self.size = sum(table.size for table in tables.values())  # bytes
         if self.size <= _SCANNED:
             for table in tables.values():
-                table.scan()
+                table.require_usable()
 
     def __len__(self) -> int:
         return len(self.tables["image_embed"])
 
     def read(self, row: int) -> dict[str, Tensor]:
         """Reads one row. Raises BadSample if a value is not finite, or an embedding is all zeros."""
-        item = {name: self.values(name, row) for name in self.tables}
+        item = {name: self.read_values(name, row) for name in self.tables}
         if self.captions is not None:
             try:
                 item["caption"] = self.captions[row]
@@ -139,15 +143,15 @@ class Stored:
                 item["caption"] = pack_caption("")  # with a text embedding the pair is of use without a caption
         return item
 
-    def values(self, name: str, row: int) -> Tensor:
-        """Returns what one table has in a row, float32, or bool of a mask. Raises BadSample as `read`."""
+    def read_values(self, name: str, row: int) -> Tensor:
+        """Reads a row of one table, float32, or bool of a mask. Raises BadSample as `read`."""
         table = self.tables[name]
         values = convert_float32(table[row])
         if fault := find_fault(values[None], name):
-            raise BadSample(table.name(row), fault[1])
+            raise BadSample(table.name_row(row), fault[1])
         return torch.from_numpy(values)
 
-    def fingerprint(self) -> str:
+    def compute_fingerprint(self) -> str:
         """Hashes the files and their ends, and all rows, or in larger tables 256 rows."""
         digest, rows = blake2b(digest_size=8), blake2b(digest_size=8)
         for part in (*self.tables.values(), *([self.captions] if self.captions else [])):
@@ -179,7 +183,9 @@ def _open_folder(root: Path) -> Stored:
     if "text_embed" not in tables and not names:
         raise ConfigError(f"data.path={root} has neither text_emb/*.npy nor captions in metadata/*.parquet: add one")
     # Beside text embeddings, only models that read text tokens use captions, which may be missing.
-    needed = "text_embed" not in tables or ("text_encodings" not in tables and names and Captions.exist(root, names))
+    needed = "text_embed" not in tables or (
+        "text_encodings" not in tables and names and Captions.has_captions(root, names)
+    )
     captions = Captions(root, names) if needed else None
     first = tables["image_embed"]
     for other in (*list(tables.values())[1:], *([captions] if captions else [])):
@@ -207,7 +213,7 @@ def read_plan(path: Path) -> dict[str, Any] | None:
 
 def _require_match(first: Table, other: Any) -> None:
     """Raises ConfigError, which names the first pair of files whose names or rows do not match."""
-    ends, others = ([_name_end(name) for name in names] for names in (first.names, other.names))
+    ends, others = ([_find_name_end(name) for name in names] for names in (first.names, other.names))
     for a, b, x, y in zip(first.names, other.names, ends, others):
         # Words may name the content (part_images, part_texts), unless both folders use the same words.
         if x != y and ((x.isdigit() and y.isdigit()) or set(ends) & set(others)):
@@ -234,14 +240,14 @@ def _list_names(root: Path, folder: str, suffix: str) -> list[str]:
         return []
     names = [path.name for path in (root / folder).iterdir() if path.suffix == suffix and path.name[0] != "."]
 
-    def key(name):
+    def make_key(name):
         return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name)]
 
-    return [f"{folder}/{name}" for name in sorted(names, key=key)]
+    return [f"{folder}/{name}" for name in sorted(names, key=make_key)]
 
 
-def _name_end(name: str) -> str:
-    """Returns what follows the last underscore of a file's name, numbers without leading zeros."""
+def _find_name_end(name: str) -> str:
+    """Returns the part of a file's name behind the last underscore, its numbers without leading zeros."""
     word = Path(name).stem.rpartition("_")[2]
     return str(int(word)) if word.isdigit() else word
 
@@ -265,7 +271,7 @@ def read_builtin_captions() -> dict[str, int]:
     return {caption: row for row, caption in enumerate(captions)}
 
 
-def _split_bounds(count: int, splits: tuple[float, ...], world: int) -> list[tuple[int, int]]:
+def _compute_split_bounds(count: int, splits: tuple[float, ...], world: int) -> list[tuple[int, int]]:
     """Returns the first and past-the-end place of each split: rounded cumulative fractions, in exact arithmetic."""
     shares = json.dumps(list(splits))
     parts = [Fraction(str(fraction)) for fraction in splits]

@@ -1,8 +1,8 @@
 """Cached codes of a first stage as a source: latents or token ids that `dstrain encode` has written as shards.
 
 Items of images are {"latent_mean", "latent_std": (C, h, w), as stored; "label"}, or {"tokens": int64 (h, w), "label"}.
-Codes are never mirrored, since an encoder is not symmetric: the mirrored image was encoded by itself, and `take` reads
-the codes of either.
+Codes are never mirrored, since an encoder is not symmetric: the mirrored image was encoded by itself, and `read_codes`
+reads the codes of either.
 
 Items of videos are {"tokens": int64 (t, h, w), "frames", "label"}. Videos are never mirrored. With captions, an item of
 either has "caption" uint8 (bytes,), too; with encoded captions "text_encodings" (L, E), as stored, and
@@ -32,9 +32,9 @@ from dstrain.data.cached.shards import (
     check_shard,
     is_cache,
     map_shard,
+    name_shard,
     read_ahead,
     read_index,
-    shard_name,
 )
 from dstrain.data.index.held_out import Members
 from dstrain.data.source import Bad, Source, join_batches
@@ -64,7 +64,7 @@ class Latents(Source):
     split: str = "all"
     held_out: float = 0.0
     batched = True
-    expects = True
+    prefetches = True
 
     def __post_init__(self) -> None:
         self.path = Path(self.path)
@@ -86,12 +86,12 @@ class Latents(Source):
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         self.light = bool(self.sizes.sum() < memory // 2)
         for number, size in enumerate(self.sizes.tolist()):
-            path = self.path / shard_name(number)
+            path = self.path / name_shard(number)
             if not path.exists():
                 raise ConfigError(f"{path} is missing; {_REMEDY}")
             if path.stat().st_size != size:
                 raise ConfigError(f"{path} has {path.stat().st_size} bytes instead of {size}; {_REMEDY}")
-        self.members = None if self.split == "all" or not self.held_out else self._members()
+        self.members = None if self.split == "all" or not self.held_out else self._open_members()
         self.noun = (
             f"cached {'clips' if 'num_frames' in self.encoding else 'images'} "
             f"({self.encoding['kind']} {' x '.join(map(str, self.encoding['shape']))}"
@@ -101,7 +101,7 @@ class Latents(Source):
         self._open: dict[int, Arrays] = {}
         self._layouts: dict[tuple[int, int], Layout] = {}  # of shards with so many rows, and bytes of a caption
 
-    def _members(self) -> Members:
+    def _open_members(self) -> Members:
         members = Members(self.encoding["number"], self.held_out, self.split)
         if not len(members):
             raise ConfigError(
@@ -117,48 +117,51 @@ class Latents(Source):
     def __getitem__(self, index: int) -> dict[str, Any]:
         if not 0 <= index < len(self):
             raise IndexError(index)
-        batch = self.take(torch.tensor([index]))
+        batch = self.read_codes(torch.tensor([index]))
         return {name: values[0] if values.ndim > 1 else int(values[0]) for name, values in batch.items()}
 
-    def take(self, index: Tensor, mirrored: Tensor | None = None, chance: Tensor | None = None) -> dict[str, Tensor]:
-        """Returns the samples at `index` int64 (b,) as a batch; `mirrored` bool (b,): those of the mirrored image.
+    def read_codes(
+        self, index: Tensor, mirrored: Tensor | None = None, chance: Tensor | None = None
+    ) -> dict[str, Tensor]:
+        """Reads the samples at `index` int64 (b,) as a batch. `mirrored` bool (b,) marks those whose mirrored image's
+        codes are read.
 
-        chance: uniform in [0, 1) (b, 2), which choose among crops and captions; None takes the first ones.
-        ConfigError: some are mirrored, and the folder has no mirrored images.
+        chance: uniform in [0, 1) (b, 2), which choose among crops and captions; None takes the first ones. Raises
+        ConfigError if some are mirrored, and the folder has no mirrored images.
         """
-        shards, rows, codes_rows = self._places(index, mirrored, chance)
+        shards, rows, codes_rows = self._find_places(index, mirrored, chance)
         groups = np.searchsorted(np.unique(shards), shards) // _count_mappable()  # (b,)
         if groups.any():  # a large batch from more shards than may be mapped
             parts = [
-                self.take(
+                self.read_codes(
                     *(None if values is None else values[groups == group] for values in (index, mirrored, chance))
                 )
                 for group in range(groups.max() + 1)
             ]
             places = torch.from_numpy(np.argsort(np.argsort(groups, kind="stable")))
             return {name: values[places] for name, values in join_batches(parts).items()}
-        opened = {shard: self._shard(shard) for shard in set(shards.tolist())}
+        opened = {shard: self._open_shard(shard) for shard in set(shards.tolist())}
 
-        def gathered(name: str, places: np.ndarray) -> Tensor:
+        def gather(name: str, places: np.ndarray) -> Tensor:
             return torch.from_numpy(
                 _copy_rows({shard: arrays[name] for shard, arrays in opened.items()}, shards, places)
             )
 
-        codes = gathered("codes", codes_rows).view(len(index), *_shape_codes(self.encoding))
-        rest = {name: gathered(name, rows) for name in ("label", *self.extras) if name not in _TEXTS}
+        codes = gather("codes", codes_rows).view(len(index), *_shape_codes(self.encoding))
+        rest = {name: gather(name, rows) for name in ("label", *self.extras) if name not in _TEXTS}
         if self.captioned:
-            texts = self._text_rows(rows, chance, rest.pop("captions", None))
-            rest |= {name: gathered(name, texts) for name in self.extras if name in _TEXTS}
+            texts = self._choose_text_rows(rows, chance, rest.pop("captions", None))
+            rest |= {name: gather(name, texts) for name in self.extras if name in _TEXTS}
         if self.encoding["kind"] == "tokens":
             return {"tokens": codes.long(), **rest}
         std = codes[:, 1] if codes.shape[1] == 2 else torch.zeros_like(codes[:, 0])
         return {"latent_mean": codes[:, 0], "latent_std": std, **rest}
 
-    def _places(
+    def _find_places(
         self, index: Tensor, mirrored: Tensor | None, chance: Tensor | None
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Returns each sample's shard, its row there, and the row of its codes. Raises ConfigError as `take`."""
-        number = index.numpy() if self.members is None else self.members.at(index.numpy())
+        """Returns each sample's shard, its row there, and the row of its codes. Raises ConfigError as `read_codes`."""
+        number = index.numpy() if self.members is None else self.members.find_members(index.numpy())
         flip = np.zeros(len(number), np.int64) if mirrored is None else mirrored.numpy().astype(np.int64)
         if flip.any() and self.encoding["flips"] == 1:
             raise ConfigError(f"{self.path} holds no mirrored images: set data.flip=false, or encode without --no-flip")
@@ -166,17 +169,17 @@ class Latents(Source):
         crop = 0 if chance is None else (chance[:, 0].double().numpy() * self.crops).astype(np.int64)
         return shards, rows, (rows * self.crops + crop) * self.encoding["flips"] + flip
 
-    def _text_rows(self, rows: np.ndarray, chance: Tensor | None, counts: Tensor | None) -> np.ndarray:
+    def _choose_text_rows(self, rows: np.ndarray, chance: Tensor | None, counts: Tensor | None) -> np.ndarray:
         """Returns the rows of the captions that are chosen; `counts` says how many each sample has, None: one."""
         if counts is None or chance is None:
             return rows * self.num_captions
         return rows * self.num_captions + (chance[:, 1].double().numpy() * counts.numpy()).astype(np.int64)
 
-    def expect(self, index: Tensor, mirrored: Tensor | None = None, chance: Tensor | None = None) -> None:
+    def prefetch(self, index: Tensor, mirrored: Tensor | None = None, chance: Tensor | None = None) -> None:
         """Reads ahead as Source. Of several captions all are read, since their number must be read first."""
-        shards, rows, codes_rows = self._places(index, mirrored, chance)
+        shards, rows, codes_rows = self._find_places(index, mirrored, chance)
         for shard in np.unique(shards).tolist():
-            arrays, here = self._shard(shard), shards == shard
+            arrays, here = self._open_shard(shard), shards == shard
             read_ahead(arrays["codes"], codes_rows[here])
             for name in ("label", *self.extras):
                 texts = self.num_captions if name in _TEXTS else 1
@@ -185,8 +188,8 @@ class Latents(Source):
     def read_batch(
         self, index: Tensor, mirrored: Tensor | None = None, chance: Tensor | None = None
     ) -> tuple[dict[str, Tensor], Bad]:
-        self.expect(index, mirrored, chance)  # the first batches, which nobody has expected
-        return self.take(index, mirrored, chance), []
+        self.prefetch(index, mirrored, chance)  # the first batches, which nobody has expected
+        return self.read_codes(index, mirrored, chance), []
 
     def describe(self) -> str:
         words = super().describe()
@@ -196,7 +199,7 @@ class Latents(Source):
             words += f"; captions beyond {CAPTION_BYTES} bytes were cut by the dstrain that encoded them: encode anew"
         return words
 
-    def class_counts(self) -> np.ndarray | None:
+    def count_by_class(self) -> np.ndarray | None:
         if not self.classes:
             return None
         if self.members is None and "class_counts" in self.index:
@@ -205,23 +208,23 @@ class Latents(Source):
             return None
         counts = np.zeros(len(self.classes), np.int64)
         for number in range(len(self.sizes)):
-            labels = self._shard(number)["label"]
+            labels = self._open_shard(number)["label"]
             first = number * self.encoding["shard_size"]
-            own = slice(None) if self.members is None else self.members.holds(np.arange(first, first + len(labels)))
+            own = slice(None) if self.members is None else self.members.contains(np.arange(first, first + len(labels)))
             counts += np.bincount(labels[own], minlength=len(counts))
         return counts
 
-    def _shard(self, number: int) -> Arrays:
+    def _open_shard(self, number: int) -> Arrays:
         arrays = self._open.pop(number, None)
         if arrays is None:
-            arrays = self._mapped(number)
+            arrays = self._map_shard(number)
             while len(self._open) >= _count_mappable():
                 del self._open[next(iter(self._open))]
         self._open[number] = arrays
         return arrays
 
-    def _mapped(self, number: int) -> Arrays:
-        path, encoding = self.path / shard_name(number), self.encoding
+    def _map_shard(self, number: int) -> Arrays:
+        path, encoding = self.path / name_shard(number), self.encoding
         rows = min(encoding["shard_size"], encoding["number"] - number * encoding["shard_size"])
         wide = self.wide.get(number, CAPTION_BYTES)
         arrays = map_shard(path, int(self.sizes[number]), self._layouts, (rows, wide))
@@ -238,9 +241,11 @@ class Latents(Source):
         return arrays | {"codes": arrays[codes].reshape(rows * self.crops * encoding["flips"], -1)}
 
     def verify(self) -> None:
-        """Compares hashes: of all shards where they are small, else of as many random ones as some seconds allow.
+        """Compares the hashes of the shards: of all where they are small, else of as many random ones as some seconds
+        allow.
 
-        ConfigError names the first that is damaged. `dstrain encode` verifies all of them whenever it runs again.
+        `dstrain encode` verifies all of them whenever it runs again. Raises ConfigError, which names the first that is
+        damaged.
         """
         shards, left = read_index(self.path)["shards"], _VERIFIED
         order = np.random.default_rng(time.time_ns()).permutation(len(shards))
@@ -255,12 +260,12 @@ class Latents(Source):
             except ConfigError as error:
                 raise ConfigError(f"{error}; {_REMEDY}") from None
 
-    def name(self, index: int) -> str:
-        number = index if self.members is None else int(self.members.at(np.array([index]))[0])
+    def name_sample(self, index: int) -> str:
+        number = index if self.members is None else int(self.members.find_members(np.array([index]))[0])
         shard, row = divmod(number, self.encoding["shard_size"])
-        return f"{shard_name(shard)}[{row}]"
+        return f"{name_shard(shard)}[{row}]"
 
-    def fingerprint(self) -> str:
+    def compute_fingerprint(self) -> str:
         return f"codes {self.split} n={len(self)} classes={len(self.classes)} shards={self.hash}"
 
     def __getstate__(self) -> dict[str, Any]:
@@ -268,7 +273,9 @@ class Latents(Source):
 
 
 def _count_mappable() -> int:
-    """Shards that may be mapped at a time: a quarter of the descriptors that a process may have, at most _MAPPED."""
+    """Returns how many shards may be mapped at a time: a quarter of the descriptors that a process may have, at most
+    _MAPPED.
+    """
     return max(1, min(_MAPPED, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4))
 
 

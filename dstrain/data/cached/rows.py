@@ -46,13 +46,13 @@ class Rows:
     def ends(self) -> np.ndarray:
         return np.cumsum(self.lengths)
 
-    def place(self, row: int) -> tuple[int, int]:
+    def find_place(self, row: int) -> tuple[int, int]:
         """Returns the number of the file that holds a row, and its place there."""
         number = int(np.searchsorted(self.ends, row, side="right"))
         return number, row - int(self.ends[number] - self.lengths[number])
 
-    def name(self, row: int) -> str:
-        number, inner = self.place(row)
+    def name_row(self, row: int) -> str:
+        number, inner = self.find_place(row)
         return f"{self.names[number]}[{inner}]"
 
 
@@ -90,10 +90,10 @@ class Table(Rows):
         return {**self.__dict__, "arrays": {} if self.root is not None else self.arrays}
 
     def __getitem__(self, row: int) -> np.ndarray:
-        number, inner = self.place(row)
-        return self._array(number)[inner]
+        number, inner = self.find_place(row)
+        return self._open_array(number)[inner]
 
-    def _array(self, number: int) -> np.ndarray:
+    def _open_array(self, number: int) -> np.ndarray:
         if self.root is None:
             return self.arrays[number]
         array = self.arrays.pop(number, None)
@@ -104,10 +104,10 @@ class Table(Rows):
         self.arrays[number] = array
         return array
 
-    def scan(self) -> None:
-        """Looks through all rows. Raises ConfigError, which names the first that cannot be used."""
+    def require_usable(self) -> None:
+        """Looks through all rows. Raises ConfigError, which names the first row that cannot be used."""
         for number, name in enumerate(self.names):
-            fault = find_fault(convert_float32(self._array(number)), self.key)
+            fault = find_fault(convert_float32(self._open_array(number)), self.key)
             if fault:
                 raise ConfigError(
                     f"data.path: {name}[{fault[0]}] {fault[1]}: remove that row from every folder, or embed it again"
@@ -126,7 +126,7 @@ class Table(Rows):
             return
         if count is None:
             for number in range(len(self.names)):
-                digest.update(np.ascontiguousarray(self._array(number)))
+                digest.update(np.ascontiguousarray(self._open_array(number)))
         else:
             for row in np.linspace(0, len(self) - 1, min(count, len(self))).astype(int).tolist():
                 digest.update(np.ascontiguousarray(self[row]))
@@ -170,7 +170,7 @@ def read_embeddings(path: Path) -> Tensor:
 
 
 def convert_float32(values: np.ndarray) -> np.ndarray:
-    """Masks as they are, numbers as float32; those that are too large for it become infinite."""
+    """Converts numbers to float32, of which those that are too large become infinite; masks stay as they are."""
     with np.errstate(over="ignore"):
         return np.array(values, dtype=bool if values.dtype == bool else np.float32)
 
@@ -198,7 +198,7 @@ class Captions(Rows):
             self.lengths.append(schema.metadata.num_rows)
 
     @staticmethod
-    def exist(root: Path, names: list[str]) -> bool:
+    def has_captions(root: Path, names: list[str]) -> bool:
         """Returns whether all files have a column of captions; True for unreadable files, which the constructor
         refuses.
         """
@@ -213,13 +213,13 @@ class Captions(Rows):
         return {**self.__dict__, "cached": {}}
 
     def __getitem__(self, row: int) -> Tensor:
-        number, inner = self.place(row)
+        number, inner = self.find_place(row)
         if number not in self.cached:
             table = _import_parquet().read_table(self.root / self.names[number], columns=[self.columns[number]])
             self.cached[number] = table.column(0).combine_chunks()
         text = self.cached[number][inner].as_py()
         if not text:
-            raise BadSample(self.name(row), "has no caption")
+            raise BadSample(self.name_row(row), "has no caption")
         return pack_caption(text)
 
     def add_to(self, digest: Any) -> None:

@@ -66,7 +66,7 @@ _NAMES = re.compile(r"(index\.json|encoding\.json|shard_\d{5,}\.safetensors)(\.t
 Arrays = dict[str, np.ndarray]
 
 
-def shard_name(number: int) -> str:
+def name_shard(number: int) -> str:
     return f"shard_{number:05d}.safetensors"
 
 
@@ -86,7 +86,7 @@ def read_facts(data: bytes) -> dict[str, Any]:
     """Returns the `facts` that a shard was packed with, its `hash`, how often each of its `labels` occurs, and whether
     it has captions that an older version may have `cut`.
 
-    ConfigError: its bytes are not whole.
+    Raises ConfigError if its bytes are not whole.
     """
     try:
         facts, arrays = json.loads(_read_header(io.BytesIO(data))["__metadata__"]["shard"]), load(data)
@@ -169,11 +169,11 @@ def map_shard(path: Path, size: int, layouts: dict[Any, Layout], kind: tuple[int
     """Maps the arrays of a shard of `size` bytes into memory, read-only. kind: its samples, and bytes of a caption.
 
     Arrays stand at the end of a shard, and shards of a folder of one kind hold them alike. So `layouts` keeps one
-    header for each kind, and to map another shard reads nothing from the disk.
-    ConfigError names a file that is no shard. NotRead: the storage fails.
+    header for each kind, and to map another shard reads nothing from the disk. Raises ConfigError, which names a file
+    that is no shard, and NotRead if the storage fails.
     """
 
-    def content() -> np.ndarray:
+    def read_content() -> np.ndarray:
         with open(path, "rb") as file:
             if kind not in layouts:
                 layouts[kind] = _read_layout(file)
@@ -181,7 +181,7 @@ def map_shard(path: Path, size: int, layouts: dict[Any, Layout], kind: tuple[int
             return np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), np.uint8)
 
     try:
-        whole = retry(content)
+        whole = retry(read_content)
         entries = layouts[kind]
         begin = size - max(place.stop for place, _, _ in entries.values())
         if len(whole) != size or begin < 0:
@@ -252,12 +252,12 @@ def compute_statistics(shards: list[dict[str, list[float]]], count: int) -> dict
     first = [math.fsum(values) for values in zip(*(shard["first"] for shard in shards))]
     second = [math.fsum(values) for values in zip(*(shard["second"] for shard in shards))]
 
-    def moments(a: float, b: float, number: int) -> tuple[float, float]:
+    def compute_moments(a: float, b: float, number: int) -> tuple[float, float]:
         mean = a / number
         return mean, math.sqrt(max(b / number - mean**2, 0.0))
 
-    channels = [moments(a, b, count) for a, b in zip(first, second)]
-    mean, std = moments(math.fsum(first), math.fsum(second), count * len(first))
+    channels = [compute_moments(a, b, count) for a, b in zip(first, second)]
+    mean, std = compute_moments(math.fsum(first), math.fsum(second), count * len(first))
     if not 0 < std < math.inf:
         raise ConfigError(f"the latents have a standard deviation of {std}: the first stage has learned nothing")
     return {
@@ -320,7 +320,7 @@ def is_cache(folder: Path) -> bool:
                     return True
         except OSError:
             continue
-    return find_encoding(folder / shard_name(0)) is not None
+    return find_encoding(folder / name_shard(0)) is not None
 
 
 def read_earlier(folder: Path) -> dict[str, Any] | None:
@@ -339,9 +339,9 @@ def read_earlier(folder: Path) -> dict[str, Any] | None:
         return None
 
 
-def list_strangers(folder: Path) -> list[str]:
-    """Lists names in a folder that `dstrain encode` does not write; all but hidden files, where it has not written
-    there.
+def list_foreign_names(folder: Path) -> list[str]:
+    """Lists the names in a folder that `dstrain encode` does not write. Where it has written nothing yet, these are all
+    but hidden files.
     """
     names = sorted(entry.name for entry in folder.iterdir() if entry.name[0] != ".")
     return [name for name in names if not _NAMES.fullmatch(name)] if is_cache(folder) else names

@@ -62,12 +62,12 @@ class Cut:
     still: bool = False
     upright: bool = True  # as data.upright
 
-    def available(self, count: int) -> int:
-        """Returns how many frames a clip may have that is cut out of `count`."""
+    def count_available(self, count: int) -> int:
+        """Counts the frames that a clip may have which is cut out of `count` frames."""
         return -(-count // self.stride)
 
-    def window(self, count: int, chance: float | None = None) -> range:
-        """Returns the frames to take of `count` >= 1; fewer than num_frames where the file is shorter.
+    def choose_window(self, count: int, chance: float | None = None) -> range:
+        """Chooses the frames to take of `count` >= 1; they are fewer than num_frames where the file is shorter.
 
         In a longer file, `chance` in [0, 1) chooses the start uniformly; None takes the middle.
         """
@@ -104,7 +104,7 @@ def read_clip(
         if _is_picture(file):
             return _read_pictures(file, cut, chance)
         listed = listing or list_frames(file)
-        return _decode_window(file, cut, cut.window(listed.count, chance), listed), listed
+        return _decode_window(file, cut, cut.choose_window(listed.count, chance), listed), listed
 
     frames, listing = retry(read)
     padding = frames[-1:] * (cut.num_frames - len(frames))
@@ -259,7 +259,7 @@ def _read_pictures(file: Path | bytes, cut: Cut, chance: float | None) -> tuple[
     with open_image(file if isinstance(file, Path) else io.BytesIO(file), _FORMATS) as image:
         skipped = _count_skipped(image)
         count, frames = getattr(image, "n_frames", 1) - skipped, []
-        for number in cut.window(count, chance):
+        for number in cut.choose_window(count, chance):
             image.seek(number + skipped)
             image.load()
             frames.append(_crop_frame(turn_upright(image) if cut.upright else image, cut))

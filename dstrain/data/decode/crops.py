@@ -45,7 +45,7 @@ class Crop:
     ratio: tuple[float, float] | None = None
 
     @classmethod
-    def of(cls, data: Data) -> "Crop":
+    def from_section(cls, data: Data) -> "Crop":
         return cls(data.crop, data.crop_scale, data.crop_ratio)
 
     @property
@@ -64,10 +64,12 @@ class Crop:
             return cut._replace(image=cut.image.convert("RGBA"))
         if self.kind == "center" or numbers is None:
             return _crop_center(image, width, height)
-        make = {"random": self._random, "random_resized": self._random_resized, "dalle": _crop_dalle}[self.kind]
+        make = {"random": self._crop_random, "random_resized": self._crop_random_resized, "dalle": _crop_dalle}[
+            self.kind
+        ]
         return make(image, width, height, numbers)
 
-    def _random(self, image: Image.Image, width: int, height: int, numbers: Sequence[float]) -> Cut:
+    def _crop_random(self, image: Image.Image, width: int, height: int, numbers: Sequence[float]) -> Cut:
         least, most = self.scale or _SCALES["random"]
         shorter = min(width, height)
         low, high = math.ceil(shorter / most), math.ceil(shorter / least)
@@ -78,7 +80,7 @@ class Crop:
         image = image.resize((round(image.width * scale), round(image.height * scale)), Image.Resampling.BICUBIC)
         return _place_anywhere(image, width, height, numbers[1:])
 
-    def _random_resized(self, image: Image.Image, width: int, height: int, numbers: Sequence[float]) -> Cut:
+    def _crop_random_resized(self, image: Image.Image, width: int, height: int, numbers: Sequence[float]) -> Cut:
         least, most = self.scale or _SCALES["random_resized"]
         low, high = (math.log(ratio * width / height) for ratio in self.ratio or (3 / 4, 4 / 3))
         for number in range(_TRIES):

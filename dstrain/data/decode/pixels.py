@@ -41,11 +41,11 @@ def read_image(path: str | Path, image_size: int, channels: int = 3, draft: bool
     Raises whatever Pillow raises on a broken file, OSError on storage that fails again and again, ConfigError for what
     is no file, and for a header with more pixels than PIXEL_CAP, before anything is decoded.
     """
-    return retry(lambda: decode(path, image_size, channels, draft))
+    return retry(lambda: decode_image(path, image_size, channels, draft))
 
 
-def decode(file: str | Path | BinaryIO, image_size: int, channels: int = 3, draft: bool = False) -> Tensor:
-    """Decodes as `read_image` without retries; also an open file, such as a member of an archive."""
+def decode_image(file: str | Path | BinaryIO, image_size: int, channels: int = 3, draft: bool = False) -> Tensor:
+    """Decodes and crops as `read_image`, without retries; takes an open file, such as a member of an archive, too."""
     return to_tensor(
         crop_center(decode_sample(file, channels, (image_size, image_size) if draft else None), image_size)
     )
@@ -205,10 +205,8 @@ def halve_image(image: Image.Image, width: float, height: float) -> Image.Image:
 
 
 def _resize_columns(image: Image.Image, wide: int, high: int, y: int, height: int) -> Image.Image:
-    """Makes the first pass: columns resized to `wide`, in the rows that the second pass reads for y .. y + height of
-    `high`.
-
-    The other rows are blank.
+    """Makes the first pass of a resize: scales the columns to `wide`, in the rows that the second pass reads for y .. y
+    + height of `high`. The other rows are blank.
     """
     full, ratio = image.height, image.height / high
     reach = 2 * max(ratio, 1.0) + 2  # BICUBIC reaches 2 pixels of the coarser side; 2 to spare
@@ -229,9 +227,9 @@ def to_tensor(image: Image.Image) -> Tensor:
 
 
 def read_pictures(path: Path, channels: int) -> Tensor:
-    """Returns uint8 (N, channels, H, W): all pictures of a folder by name, or `arr_0` of an .npz of `dstrain generate`.
+    """Reads all pictures of a folder by name, or `arr_0` of an .npz of `dstrain generate`: uint8 (N, channels, H, W).
 
-    ConfigError: no such pictures, or of several sizes.
+    Raises ConfigError if there are no such pictures, or they have several sizes.
     """
     path = find_samples(path)
     if path.is_dir():

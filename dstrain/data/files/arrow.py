@@ -36,17 +36,17 @@ class ArrowFile:
 
     def __init__(self, path: Path, where: str) -> None:
         self.where = where
-        with _refusing_damage(where, "Arrow"):
+        with _report_damage(where, "Arrow"):
             with pa.memory_map(str(path)) as file:
                 self._bytes = file.read_buffer(file.size())  # This is a view: nothing is read.
             self._start = len(_MAGIC) if self._bytes[: len(_MAGIC)].to_pybytes() == _MAGIC else 0
             self.schema = pa.ipc.read_schema(self._bytes.slice(self._start))
 
-    def batches(self) -> Iterator[tuple[int, pa.RecordBatch]]:
+    def iterate_batches(self) -> Iterator[tuple[int, pa.RecordBatch]]:
         """Yields the byte at which each record batch begins, and the batch."""
         at = self._start
         while self._bytes[at : at + len(_END)].to_pybytes() != _END:
-            with _refusing_damage(self.where, "Arrow"):
+            with _report_damage(self.where, "Arrow"):
                 message = pa.ipc.read_message(self._bytes.slice(at))
             if message.type == "record batch":
                 yield at, self._read_batch(message)
@@ -56,9 +56,9 @@ class ArrowFile:
         footer = self._bytes[-10:-6].to_pybytes() if self._start else b""  # its size stands before the last magic
         rest = int.from_bytes(footer, "little") + 10 if self._start else 0
         if at + len(_END) + rest != self._bytes.size:
-            raise _say_joined(self.where, at)
+            raise _describe_joined(self.where, at)
 
-    def value(self, at: int, row: int, column: str) -> Any:
+    def read_cell(self, at: int, row: int, column: str) -> Any:
         """Returns a value of the record batch that begins at the byte `at`."""
         batch = self._read_batch(pa.ipc.read_message(self._bytes.slice(at)))
         return read_value(batch.column(batch.schema.get_field_index(column)), row)
@@ -69,7 +69,7 @@ class ArrowFile:
                 f"{self.where} is compressed inside, so that each sample would cost a whole batch: write "
                 "it without compression, or as parquet"
             )
-        with _refusing_damage(self.where, "Arrow"):
+        with _report_damage(self.where, "Arrow"):
             return pa.ipc.read_record_batch(message, self.schema)
 
 
@@ -78,7 +78,7 @@ class ParquetFile:
 
     def __init__(self, files: Files, name: str, where: str) -> None:
         self.files, self.name, self.where = files, name, where
-        with _refusing_damage(where, "parquet"):
+        with _report_damage(where, "parquet"):
             self._file = pq.ParquetFile(files.open(name), buffer_size=_BUFFER)
         self.schema, self._metadata = self._file.schema_arrow, self._file.metadata
 
@@ -92,30 +92,30 @@ class ParquetFile:
 
     def count_bytes(self, group: int, columns: Sequence[str]) -> int:
         """Returns the bytes of some columns of a row group, unpacked."""
-        return sum(chunk.total_uncompressed_size for chunk in self._chunks(group, columns))
+        return sum(chunk.total_uncompressed_size for chunk in self._list_chunks(group, columns))
 
-    def batches(self, group: int, columns: Sequence[str]) -> Iterator[pa.RecordBatch]:
+    def iterate_batches(self, group: int, columns: Sequence[str]) -> Iterator[pa.RecordBatch]:
         """Yields some columns of a row group, some rows at a time.
 
         The number of rows is bounded since a dictionary may make each value as large as its column.
         """
         rows = max(1, min(_BATCH, _BATCH_BYTES // max(self.count_bytes(group, columns), 1)))
-        with _refusing_damage(self.where, "parquet"):
+        with _report_damage(self.where, "parquet"):
             yield from self._file.iter_batches(rows, row_groups=[group], columns=list(columns), use_threads=False)
 
-    def rows(self, group: int, columns: Sequence[str]) -> Iterator[dict[str, Any]]:
+    def iterate_rows(self, group: int, columns: Sequence[str]) -> Iterator[dict[str, Any]]:
         """Yields the rows of a row group as dictionaries."""
-        for batch in self.batches(group, columns):
-            with _refusing_damage(self.where, "parquet"):
+        for batch in self.iterate_batches(group, columns):
+            with _report_damage(self.where, "parquet"):
                 rows = list_rows(batch)
             yield from rows
 
-    def plain(self, group: int, column: str) -> "PlainChunk | None":
-        """Returns the bytes of a column in a row group if they are stored as they are, else None.
+    def read_plain(self, group: int, column: str) -> "PlainChunk | None":
+        """Reads the bytes of a column in a row group if its values are stored as they are; else returns None.
 
         Raises ConfigError if the row group is beyond 1 GB.
         """
-        for chunk in self._chunks(group, [column]):
+        for chunk in self._list_chunks(group, [column]):
             if chunk.physical_type != "BYTE_ARRAY":
                 continue
             if max(chunk.total_uncompressed_size, chunk.total_compressed_size) > MAX_GROUP:
@@ -126,11 +126,11 @@ class ParquetFile:
             if chunk.compression != "UNCOMPRESSED" or chunk.path_in_schema not in (column, f"{column}.bytes"):
                 return None
             start = chunk.dictionary_page_offset or chunk.data_page_offset
-            return PlainChunk(start, self.files.span(self.name, start, chunk.total_compressed_size))
+            return PlainChunk(start, self.files.read_span(self.name, start, chunk.total_compressed_size))
         return None
 
     def require_one(self) -> None:
-        """Raises ConfigError if another file stands before this one, and the footer is of the last one alone."""
+        """Raises ConfigError if the file is two that were joined: then the footer is of the last one alone."""
         groups = (self._metadata.row_group(group) for group in range(self.num_groups))
         ends = [
             (chunk.dictionary_page_offset or chunk.data_page_offset) + chunk.total_compressed_size
@@ -138,16 +138,16 @@ class ParquetFile:
             for chunk in map(group.column, range(group.num_columns))
         ]
         end = max(ends, default=0)
-        rest = self.files.stat(self.name).size - end - self._metadata.serialized_size - 8
-        if b"PAR1PAR1" in self.files.span(self.name, end, min(rest, _LARGEST_FOOTER)):
-            raise _say_joined(self.where, end)
+        rest = self.files.read_stat(self.name).size - end - self._metadata.serialized_size - 8
+        if b"PAR1PAR1" in self.files.read_span(self.name, end, min(rest, _LARGEST_FOOTER)):
+            raise _describe_joined(self.where, end)
 
     def is_compressed(self, column: str) -> bool:
         """Returns whether the values of a column are compressed in the first row group."""
-        own = [chunk for chunk in self._chunks(0, [column]) if chunk.path_in_schema in (column, f"{column}.bytes")]
+        own = [chunk for chunk in self._list_chunks(0, [column]) if chunk.path_in_schema in (column, f"{column}.bytes")]
         return any(chunk.compression != "UNCOMPRESSED" for chunk in own)
 
-    def _chunks(self, group: int, columns: Sequence[str]) -> list[pq.ColumnChunkMetaData]:
+    def _list_chunks(self, group: int, columns: Sequence[str]) -> list[pq.ColumnChunkMetaData]:
         """Returns what the footer says of some columns of a row group; a struct has a chunk for each of its members."""
         if group >= self.num_groups:
             return []
@@ -162,8 +162,8 @@ class PlainChunk:
     def __init__(self, start: int, content: bytes) -> None:
         self._start, self._content, self._at = start, content, 0
 
-    def find(self, value: bytes) -> int | None:
-        """Returns the byte of the file at which the next value begins; None: it is not there as it is."""
+    def find_next(self, value: bytes) -> int | None:
+        """Returns the byte of the file at which the next value begins; None if it does not stand there as it is."""
         stored = struct.pack("<I", len(value)) + value
         # The value comes next, or behind the head of a page, or in the dictionary before all pages.
         for at in (self._at, *(self._content.find(stored[:_SEARCHED], start) for start in (self._at, 0))):
@@ -187,15 +187,15 @@ def list_rows(batch: pa.RecordBatch) -> list[dict[str, Any]]:
     return batch.to_pylist() if batch.num_columns else [{} for _ in range(batch.num_rows)]
 
 
-def holds_bytes(kind: pa.DataType) -> bool:
+def can_hold_bytes(kind: pa.DataType) -> bool:
     """Returns whether a column of this type may hold encoded images: bytes, or a struct of bytes and path."""
     if pa.types.is_struct(kind):
-        return kind.get_field_index("bytes") >= 0 and holds_bytes(kind.field("bytes").type)
+        return kind.get_field_index("bytes") >= 0 and can_hold_bytes(kind.field("bytes").type)
     return pa.types.is_binary(kind) or pa.types.is_large_binary(kind)
 
 
 @contextmanager
-def _refusing_damage(where: str, kind: str) -> Iterator[None]:
+def _report_damage(where: str, kind: str) -> Iterator[None]:
     """Turns errors of pyarrow into a ConfigError; errors of a store, which is no file's fault, go through."""
     try:
         yield
@@ -208,7 +208,7 @@ def _refusing_damage(where: str, kind: str) -> Iterator[None]:
         ) from None
 
 
-def _say_joined(where: str, at: int) -> ConfigError:
+def _describe_joined(where: str, at: int) -> ConfigError:
     return ConfigError(
         f"{where} goes on behind its end at byte {at:,}: several files were joined as they are, and only one of them "
         "would be read: keep each as a file of its own"

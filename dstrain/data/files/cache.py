@@ -26,7 +26,7 @@ class DiskCache:
     def __init__(self, folder: str | Path, limit: int) -> None:
         self.folder, self.limit = Path(folder) / _FOLDER, limit
         try:
-            with self._locked(_LEDGER):
+            with self._lock(_LEDGER):
                 pass
         except OSError as error:
             raise ConfigError(
@@ -34,11 +34,11 @@ class DiskCache:
                 "folder on a disk of this machine"
             ) from None
 
-    def has(self, key: str) -> bool:
+    def has_entry(self, key: str) -> bool:
         """Returns whether an entry is there; it may go at any moment."""
         return os.path.exists(self.folder / key)
 
-    def open(self, key: str, size: int, fill: Callable[[Path], None], name: str) -> BinaryIO:
+    def open_entry(self, key: str, size: int, fill: Callable[[Path], None], name: str) -> BinaryIO:
         """Returns an entry of `size` bytes, open for reading.
 
         Where it is not there, one process writes it by `fill(path)`, and the others wait. Raises ConfigError if it is
@@ -52,10 +52,10 @@ class DiskCache:
         while True:
             if file := self._open_if_whole(key, size):
                 return file
-            with self._locked(key[:2] + _LOCK):  # There are 256 locks at most, and none is ever removed.
+            with self._lock(key[:2] + _LOCK):  # There are 256 locks at most, and none is ever removed.
                 if file := self._open_if_whole(key, size):
                     return file  # Another process has written it meanwhile.
-                self._add(key, size, fill)
+                self._add_entry(key, size, fill)
 
     def _open_if_whole(self, key: str, size: int) -> BinaryIO | None:
         try:
@@ -69,7 +69,7 @@ class DiskCache:
             os.utime(file.fileno())  # It was used now: the entry that was not used for longest goes first.
         return file
 
-    def _add(self, key: str, size: int, fill: Callable[[Path], None]) -> None:
+    def _add_entry(self, key: str, size: int, fill: Callable[[Path], None]) -> None:
         temporary = self.folder / f"{key}.{uuid.uuid4().hex}{_TEMPORARY}"
         try:
             self._take_room(temporary, size)
@@ -82,7 +82,7 @@ class DiskCache:
 
     def _take_room(self, temporary: Path, size: int) -> None:
         """Counts `size` bytes more, and makes the file that takes them, so that whoever counts anew sees it."""
-        with self._locked(_LEDGER) as ledger:
+        with self._lock(_LEDGER) as ledger:
             text = os.pread(ledger, 32, 0)
             used = int(text) if text.isdigit() else self.limit  # The entries are counted anew.
             if used + size > self.limit:
@@ -111,8 +111,10 @@ class DiskCache:
         return used
 
     @contextlib.contextmanager
-    def _locked(self, name: str) -> Iterator[int]:
-        """Yields a file that this process alone holds; the kernel lets go where the process is killed."""
+    def _lock(self, name: str) -> Iterator[int]:
+        """Holds a file that this process alone can lock, and yields it; the kernel lets go where the process
+        is killed.
+        """
         self.folder.mkdir(parents=True, exist_ok=True)  # There is none yet on another machine.
         descriptor = os.open(self.folder / name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         try:

@@ -23,7 +23,7 @@ _T, _A = TypeVar("_T"), TypeVar("_A")
 
 
 @contextmanager
-def listing_errors(root: str | Path, key: str = "data.path") -> Iterator[None]:
+def report_listing_errors(root: str | Path, key: str = "data.path") -> Iterator[None]:
     """Turns an OSError raised inside into a ConfigError: a folder in `root` cannot be listed."""
     try:
         yield
@@ -52,10 +52,12 @@ def list_class_folders(root: Path) -> tuple[str, ...]:
     return tuple(sorted(names))
 
 
-def ask_each(
+def map_in_threads(
     ask: Callable[[_A], _T], names: Iterable[_A], threads: int = _THREADS, ahead: int = _PENDING
 ) -> Iterator[_T]:
-    """Yields ask(name) in the order of the names, by several threads, which are at most so many names ahead."""
+    """Yields ask(name) for each name, in their order, computed by several threads that are at most `ahead`
+    names ahead.
+    """
     with ThreadPoolExecutor(threads) as pool:
         waiting: deque[Future[_T]] = deque()
         try:

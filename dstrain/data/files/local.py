@@ -31,26 +31,28 @@ class Files(ABC):
     pattern: str | None = None  # of the names in the root that count, such as train-*.tar; None: all
 
     @abstractmethod
-    def names(self, folder: str = "") -> list[tuple[str, bool]]:
+    def list_names(self, folder: str = "") -> list[tuple[str, bool]]:
         """Returns (name, whether it is a folder) of what a folder holds, sorted; hidden names are left out."""
 
     @abstractmethod
-    def stat(self, name: str) -> Stat:
+    def read_stat(self, name: str) -> Stat:
         """Returns the size and version of a file or folder."""
 
     @abstractmethod
     def open(self, name: str) -> BinaryIO:
-        """Returns a regular file, open for reading, that can be searched."""
+        """Opens a regular file for reading, in which any place can be sought."""
 
     @abstractmethod
-    def span(self, name: str, offset: int, size: int) -> bytes:
+    def read_span(self, name: str, offset: int, size: int) -> bytes:
         """Returns `size` bytes of a file. Raises ConfigError if it ends before."""
 
     @abstractmethod
-    def local(self, name: str) -> Path:
-        """Returns the file as one on this machine, for libraries that open files themselves."""
+    def fetch_local(self, name: str) -> Path:
+        """Returns the path of the file on this machine, for libraries that open files themselves; of one at an address,
+        that of its copy.
+        """
 
-    def ahead(self, read: Callable[[_T], Any], places: Iterable[_T]) -> None:
+    def prefetch(self, read: Callable[[_T], Any], places: Iterable[_T]) -> None:
         """Calls `read` for places that are needed soon, and does not wait; does nothing for files on a disk here."""
 
 
@@ -99,22 +101,22 @@ class LocalFiles(Files):
             self.listed = [name[len(base) :].lstrip("/") for name in expand_braces(path)] if "{" in path else []
         self.root = str(Path(self.root))
 
-    def names(self, folder: str = "") -> list[tuple[str, bool]]:
+    def list_names(self, folder: str = "") -> list[tuple[str, bool]]:
         if self.listed:
             return list_children(self.listed, folder)
         with os.scandir(os.path.join(self.root, folder)) as entries:
             names = sorted((entry.name, is_folder(entry)) for entry in entries if not is_hidden(entry.name))
         return names if self.pattern is None else select_names(names, self.pattern)
 
-    def stat(self, name: str) -> Stat:
+    def read_stat(self, name: str) -> Stat:
         status = os.stat(os.path.join(self.root, name))
         return Stat(0 if stat.S_ISDIR(status.st_mode) else status.st_size, str(status.st_mtime_ns))
 
     def open(self, name: str) -> BinaryIO:
-        require_regular(self.local(name))
-        return open(self.local(name), "rb")
+        require_regular(self.fetch_local(name))
+        return open(self.fetch_local(name), "rb")
 
-    def span(self, name: str, offset: int, size: int) -> bytes:
+    def read_span(self, name: str, offset: int, size: int) -> bytes:
         def read() -> bytes:
             with self.open(name) as file:
                 file.seek(offset)
@@ -125,7 +127,7 @@ class LocalFiles(Files):
             raise ConfigError(f"{name} ends after {offset + len(content)} bytes, before a sample does")
         return content
 
-    def local(self, name: str) -> Path:
+    def fetch_local(self, name: str) -> Path:
         return Path(self.root, name)
 
 
@@ -134,13 +136,13 @@ def select_names(names: list[tuple[str, bool]], pattern: str) -> list[tuple[str,
     return [(name, is_folder) for name, is_folder in names if not is_folder and fnmatch.fnmatchcase(name, pattern)]
 
 
-def require_there(data: str, files: Files) -> None:
+def require_present(data: str, files: Files) -> None:
     """Raises ConfigError if a pattern names no file, or files that are not on the disk; messages call it `data`."""
-    if files.pattern is not None and not files.names():
+    if files.pattern is not None and not files.list_names():
         raise ConfigError(f"{data} fits no file: correct the pattern")
     listed = files.listed if isinstance(files, LocalFiles) else []
     looked = [*listed[:: max(1, len(listed) // _LOOKED)], *listed[-1:]]
-    absent = next((name for name in looked if not os.path.exists(files.local(name))), None)
+    absent = next((name for name in looked if not os.path.exists(files.fetch_local(name))), None)
     if absent is not None:
         raise ConfigError(
             f"{data} names {len(listed):,} files, and {absent} is not there: shorten the pattern, or "

@@ -113,7 +113,7 @@ class RemoteFiles(Files):
     def __init__(self, root: str, cache: Cache) -> None:
         self.cache = DiskCache(os.path.expanduser(cache.folder or find_cache("dstrain/data")), int(cache.gb * 1e9))
         self._store = Store(root.partition("://")[0])
-        self._store.system()  # What is not installed is told before any file is blamed.
+        self._store.open_file_system()  # What is not installed is told before any file is blamed.
         self._stats: dict[str, Stat] = {}
         self._folders = {""}
         self._queue: queue.Queue | None = None  # of what is read ahead
@@ -123,13 +123,13 @@ class RemoteFiles(Files):
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_queue": None}
 
-    def names(self, folder: str = "") -> list[tuple[str, bool]]:
+    def list_names(self, folder: str = "") -> list[tuple[str, bool]]:
         if self._addresses:
             return list_children(self._addresses, folder)
-        address = self._address(folder).rstrip("/")
+        address = self._find_address(folder).rstrip("/")
         names = set()
         listed = f"{address}/" if self._store.of_the_web else address  # of the web a page of links
-        for entry in self._store.ask(address, lambda: self._store.system().ls(listed, detail=True)):
+        for entry in self._store.ask(address, lambda: self._store.open_file_system().ls(listed, detail=True)):
             path = _strip_query(str(entry["name"]))
             place, _, name = path.rstrip("/").rpartition("/")
             if not name or is_hidden(name) or not place.endswith(address.partition("://")[2]):
@@ -142,36 +142,36 @@ class RemoteFiles(Files):
                 self._stats[known] = _read_stat(entry)
         return sorted(names) if self.pattern is None else select_names(sorted(names), self.pattern)
 
-    def stat(self, name: str) -> Stat:
+    def read_stat(self, name: str) -> Stat:
         if name in self._folders:  # Its version changes when files come or go.
-            return Stat(0, blake2b(repr(self.names(name)).encode(), digest_size=8).hexdigest())
+            return Stat(0, blake2b(repr(self.list_names(name)).encode(), digest_size=8).hexdigest())
         if name not in self._stats:
-            address = self._address(name)
-            entry = self._store.ask(address, lambda: self._store.system().info(address))
+            address = self._find_address(name)
+            entry = self._store.ask(address, lambda: self._store.open_file_system().info(address))
             self._stats[name] = _read_stat(entry, address)
         return self._stats[name]
 
     def open(self, name: str) -> BinaryIO:
-        return self._open(name, 0, self.stat(name).size)
+        return self._open(name, 0, self.read_stat(name).size)
 
-    def span(self, name: str, offset: int, size: int) -> bytes:
-        whole = self.stat(name).size
+    def read_span(self, name: str, offset: int, size: int) -> bytes:
+        whole = self.read_stat(name).size
         if offset + size > whole:
             raise ConfigError(f"{name} ends after {whole} bytes, before a sample does")
         if not size:
             return b""
         first, last = 0, whole
         fits = sum(stat.size for stat in self._stats.values()) <= _CACHED * self.cache.limit
-        if not fits and not self.cache.has(self._key(name, 0, whole)):
+        if not fits and not self.cache.has_entry(self._make_key(name, 0, whole)):
             first, last = offset, offset + size
         with self._open(name, first, last) as file:
             return os.pread(file.fileno(), size, offset - first)
 
-    def local(self, name: str) -> Path:
+    def fetch_local(self, name: str) -> Path:
         with self.open(name) as file:
             return Path(file.name)
 
-    def ahead(self, read: Callable[[Any], Any], places: Iterable[Any]) -> None:
+    def prefetch(self, read: Callable[[Any], Any], places: Iterable[Any]) -> None:
         """Reads samples by threads, so that their bytes are in the cache when they are needed. Does not wait.
 
         What cannot be read shows when it is needed.
@@ -186,31 +186,33 @@ class RemoteFiles(Files):
 
     def _open(self, name: str, first: int, last: int) -> BinaryIO:
         """Returns the cache's entry with the bytes [first, last) of a file, open for reading."""
-        address, size, store = self._address(name), last - first, self._store
+        address, size, store = self._find_address(name), last - first, self._store
 
         def fetch(path: Path) -> None:
-            if size == self.stat(name).size:
-                store.system().get_file(address, str(path))
+            if size == self.read_stat(name).size:
+                store.open_file_system().get_file(address, str(path))
             elif store.of_the_web:
-                with store.system().open(address, "rb", cache_type="none", size=self.stat(name).size) as file:
+                with store.open_file_system().open(
+                    address, "rb", cache_type="none", size=self.read_stat(name).size
+                ) as file:
                     file.seek(first)
                     path.write_bytes(file.read(size))
             else:
-                path.write_bytes(store.system().cat_file(address, start=first, end=last))
+                path.write_bytes(store.open_file_system().cat_file(address, start=first, end=last))
             if path.stat().st_size != size:
                 raise OSError(errno.EIO, f"{path.stat().st_size:,} bytes came of {size:,}")
 
         def fill(path: Path) -> None:
             store.ask(address, lambda: fetch(path), reading=True)
 
-        return self.cache.open(self._key(name, first, last), size, fill, address)
+        return self.cache.open_entry(self._make_key(name, first, last), size, fill, address)
 
-    def _key(self, name: str, first: int, last: int) -> str:
+    def _make_key(self, name: str, first: int, last: int) -> str:
         """Returns the cache's key of the bytes [first, last) of a file."""
-        text = f"{self._address(name)}\0{self.stat(name).version}\0{first}\0{last}"
+        text = f"{self._find_address(name)}\0{self.read_stat(name).version}\0{first}\0{last}"
         return blake2b(text.encode(), digest_size=16).hexdigest()
 
-    def _address(self, name: str) -> str:
+    def _find_address(self, name: str) -> str:
         if self._addresses and name:
             if name not in self._addresses:
                 raise FileNotFoundError(errno.ENOENT, "is not among the addresses of data.path", name)
@@ -233,14 +235,14 @@ class Store:
         return self.__dict__ | {"_fs": None}
 
     def ask(self, address: str, call: Callable[[], Any], reading: bool = False) -> Any:
-        """Returns what a store answers.
+        """Calls the store of an address, and returns what it answers; asks again where it fails for a moment.
 
         Raises ConfigError if it has no such object, or wants other credentials; NotRead if it fails. reading: samples
         are read, so that credentials that are no longer valid are NotRead, and no sample's fault.
         """
         began, tries = time.monotonic(), _TRIES if reading else _FIRST_TRIES
 
-        def asked() -> Any:
+        def ask_once() -> Any:
             try:
                 return call()
             except (ConfigError, NotRead):
@@ -249,7 +251,7 @@ class Store:
                 raise _translate(error, address, NotRead if reading else ConfigError) from None
 
         try:
-            return retry(asked, tries)
+            return retry(ask_once, tries)
         except (ConfigError, NotRead):
             raise
         except OSError as error:
@@ -259,8 +261,8 @@ class Store:
                 "network and the address, then give the same command again"
             ) from None
 
-    def system(self) -> Any:
-        """Returns the file system of this process: its connections and its thread do not survive a fork."""
+    def open_file_system(self) -> Any:
+        """Returns this process's file system of fsspec: its connections and its thread do not survive a fork."""
         if self._fs is None:
             import fsspec
 

@@ -39,18 +39,18 @@ class Table(ABC):
         self.files, self.name, self.where = files, name, where
 
     @abstractmethod
-    def columns(self) -> list[str]:
+    def list_columns(self) -> list[str]:
         """Returns the names of the columns; of .jsonl those of the first row."""
 
     @abstractmethod
-    def rows(self, columns: Sequence[str], group: int = 0) -> Iterator[tuple[int, dict[str, Any]]]:
+    def iterate_rows(self, columns: Sequence[str], group: int = 0) -> Iterator[tuple[int, dict[str, Any]]]:
         """Yields (line, values by column) of the rows in a group; a missing value is left out or None."""
 
-    def groups(self) -> int:
+    def count_groups(self) -> int:
         """Returns how many groups of rows can be read one by one."""
         return 1
 
-    def holds_files(self) -> bool:
+    def has_files(self) -> bool:
         """Returns whether a column holds the bytes of files, as `datasets` writes pictures."""
         return False
 
@@ -102,13 +102,13 @@ def _decode(line: bytes, number: int, where: str) -> str:
 
 
 class _Csv(Table):
-    def _reader(self) -> "csv.DictReader[str]":
+    def _make_reader(self) -> "csv.DictReader[str]":
         # A quotation mark that is left open, or stands amid a field, must not swallow rows.
         return csv.DictReader(read_lines(self.files, self.name, self.where), strict=True)
 
-    def columns(self) -> list[str]:
+    def list_columns(self) -> list[str]:
         try:
-            names = [name for name in self._reader().fieldnames or () if name]
+            names = [name for name in self._make_reader().fieldnames or () if name]
         except csv.Error as error:
             remedy = ": if lines end in carriage returns, write line feeds, `tr '\\r' '\\n' <OLD >NEW`"
             raise ConfigError(f"{self.where}, line 1: {error}{remedy}") from None
@@ -119,8 +119,8 @@ class _Csv(Table):
             raise ConfigError(f"{self.where}, line 1: two columns are called {twice}: rename or remove one")
         return names
 
-    def rows(self, columns: Sequence[str], group: int = 0) -> Iterator[tuple[int, dict[str, Any]]]:
-        reader = self._reader()
+    def iterate_rows(self, columns: Sequence[str], group: int = 0) -> Iterator[tuple[int, dict[str, Any]]]:
+        reader = self._make_reader()
         try:
             last = reader.line_num if reader.fieldnames else 0
             for row in reader:
@@ -156,7 +156,7 @@ class _Csv(Table):
         """
         if not suffixes and not self.files.far:
             names = {field.strip().strip('"') for field in line.split(",")}.difference(texts)
-            return any(os.path.isfile(self.files.local(name)) for name in names)
+            return any(os.path.isfile(self.files.fetch_local(name)) for name in names)
         found = (re.search(rf'([^,"]*{re.escape(suffix)})"*\s*(,|$)', line) for suffix in suffixes)
         return any(match is not None and match[1].strip() not in texts for match in found)
 
@@ -164,11 +164,11 @@ class _Csv(Table):
 class Tsv(_Csv):
     """Fields between tabs. A quotation mark is a character like others, but in a field that is quoted as a whole."""
 
-    def columns(self) -> list[str]:
-        return self._require_distinct(next((fields for _, fields in self.records()), []))
+    def list_columns(self) -> list[str]:
+        return self._require_distinct(next((fields for _, fields in self.iterate_records()), []))
 
-    def rows(self, columns: Sequence[str], group: int = 0) -> Iterator[tuple[int, dict[str, Any]]]:
-        records = self.records()
+    def iterate_rows(self, columns: Sequence[str], group: int = 0) -> Iterator[tuple[int, dict[str, Any]]]:
+        records = self.iterate_records()
         _, names = next(records, (1, []))
         for number, fields in records:
             if len(fields) < len(names) or any(fields[len(names) :]):
@@ -178,14 +178,14 @@ class Tsv(_Csv):
                 )
             yield number, dict(zip(names, fields))
 
-    def records(self) -> Iterator[tuple[int, list[str]]]:
+    def iterate_records(self) -> Iterator[tuple[int, list[str]]]:
         """Yields the number of the last line and the fields of each record that is not blank."""
         lines: Iterator[tuple[int, str]] = enumerate(read_lines(self.files, self.name, self.where), 1)
         number, line, width = *next(lines, (0, "")), 0
         while line:
             fields = [_unquote(field) for field in line.rstrip("\r\n").split("\t")]
             more: list[tuple[int, str]] = []
-            if _leaves_open(fields[-1]):  # quoted text may go on; then a quotation mark ends it, at the end of a field
+            if _is_left_open(fields[-1]):  # quoted text may go on; then a quotation mark ends it, at the end of a field
                 for follower in itertools.islice(lines, _LINES):
                     more.append(follower)
                     if '"' in follower[1].replace('""', ""):
@@ -214,7 +214,7 @@ def _unquote(field: str) -> str:
     return field[1:-1].replace('""', '"') if quoted else field
 
 
-def _leaves_open(field: str) -> bool:
+def _is_left_open(field: str) -> bool:
     return field.startswith('"') and '"' not in field[1:].replace('""', "")
 
 
@@ -230,10 +230,10 @@ def _parse_quoted(text: str) -> list[str] | None:
 class _Jsonl(Table):
     ragged = True
 
-    def columns(self) -> list[str]:
-        return next((list(row) for _, row in self.rows(())), [])
+    def list_columns(self) -> list[str]:
+        return next((list(row) for _, row in self.iterate_rows(())), [])
 
-    def rows(self, columns: Sequence[str], group: int = 0) -> Iterator[tuple[int, dict[str, Any]]]:
+    def iterate_rows(self, columns: Sequence[str], group: int = 0) -> Iterator[tuple[int, dict[str, Any]]]:
         for number, line in enumerate(read_lines(self.files, self.name, self.where), 1):
             if not line.strip():
                 continue
@@ -256,18 +256,18 @@ class _Parquet(Table):
 
         return ParquetFile(self.files, self.name, self.where)
 
-    def columns(self) -> list[str]:
+    def list_columns(self) -> list[str]:
         return list(self._open().schema.names)
 
-    def holds_files(self) -> bool:
-        from dstrain.data.files.arrow import holds_bytes
+    def has_files(self) -> bool:
+        from dstrain.data.files.arrow import can_hold_bytes
 
-        return any(holds_bytes(field.type) for field in self._open().schema)
+        return any(can_hold_bytes(field.type) for field in self._open().schema)
 
-    def groups(self) -> int:
+    def count_groups(self) -> int:
         return self._open().num_groups
 
-    def rows(self, columns: Sequence[str], group: int = 0) -> Iterator[tuple[int, dict[str, Any]]]:
+    def iterate_rows(self, columns: Sequence[str], group: int = 0) -> Iterator[tuple[int, dict[str, Any]]]:
         file = self._open()
         size, count = file.count_bytes(group, columns), file.count_rows(range(group, group + 1))
         if size > min(max(_SMALL, _WIDEST * count), _LARGEST):
@@ -275,7 +275,7 @@ class _Parquet(Table):
                 f"{self.where}: row group {group} has {size >> 20} MB of {', '.join(columns)} in {count:,} rows, "
                 f"too much for a list: write smaller row groups, with rows below {_WIDEST >> 10} KB"
             )
-        yield from enumerate(file.rows(group, columns), 1 + file.count_rows(range(group)))
+        yield from enumerate(file.iterate_rows(group, columns), 1 + file.count_rows(range(group)))
 
 
 TABLES = {".csv": _Csv, ".tsv": Tsv, ".jsonl": _Jsonl, ".parquet": _Parquet}

@@ -98,13 +98,13 @@ def read_member(files: Files, name: str, offset: int, packed: int, most: int) ->
     if packed > most:
         raise ConfigError(f"it has {packed:,} bytes, above the cap of {most:,}")
     # A directory follows the last member, so this much is always there.
-    block = files.span(name, offset, _LOCAL.size + _SLACK + packed)
+    block = files.read_span(name, offset, _LOCAL.size + _SLACK + packed)
     mark, _, flags, method, _, _, checksum, _, _, names, extras = _LOCAL.unpack_from(block)
     if mark != b"PK\3\4" or flags & 1 or method not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
         raise ConfigError("its local header is damaged")
     start = _LOCAL.size + names + extras
     if start + packed > len(block):
-        block, start = files.span(name, offset + start, packed), 0
+        block, start = files.read_span(name, offset + start, packed), 0
     content = block[start : start + packed]
     if method == zipfile.ZIP_DEFLATED:
         content = inflate(content, most)

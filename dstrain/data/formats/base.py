@@ -93,13 +93,13 @@ class Layout(ABC):
         """Returns whether these data have this form, judged by names and first bytes alone."""
 
     @abstractmethod
-    def parts(self) -> list[str]:
+    def list_parts(self) -> list[str]:
         """Returns what is listed one after the other and need not be listed again after an interruption: folders,
         shards.
         """
 
     @abstractmethod
-    def samples(self, part: str) -> Iterator[Sample]:
+    def iterate_samples(self, part: str) -> Iterator[Sample]:
         """Yields the samples of a part, in the order that they have for ever."""
 
     @abstractmethod
@@ -114,16 +114,22 @@ class Layout(ABC):
         """Reads data.class_list."""
         return read_class_list(self.request.class_list)
 
-    def label(self, own: int | str | None, name: str) -> int | str | None:
-        """Returns a sample's label as data.labels and data.class_list have it, from the one that its form gives it."""
+    def convert_label(self, own: int | str | None, name: str) -> int | str | None:
+        """Returns a sample's label as data.labels and data.class_list have it; `own` is the label that its form gives
+        it.
+        """
         if self.request.labels == "none" or (own is None and self.request.labels == "auto"):
             return None
         at = f"{self.request.key}={self.root}"
-        return self.class_list.prefix(name, at) if self.request.labels == "prefix" else self.class_list.number(own, at)
+        return (
+            self.class_list.read_prefix(name, at)
+            if self.request.labels == "prefix"
+            else self.class_list.find_number(own, at)
+        )
 
-    def unseen(self) -> str | None:
-        """Returns the path of the samples that these data hold out by themselves, such as a split `test`; None if
-        none.
+    def find_held_out(self) -> str | None:
+        """Returns the path of the samples that these data hold out by themselves, such as those of a split `test`; None
+        if there are none.
         """
 
     def require_one_split(self, column: str, split: Any, at: str) -> None:
@@ -141,67 +147,69 @@ class Layout(ABC):
             if column not in used:
                 self.notes["folds"] = column
 
-    def leave_out(self, reason: str, count: int = 1) -> None:
-        """Counts what is passed over, for the start of a command: `reason` is a suffix such as .tif, or words."""
+    def count_left_out(self, reason: str, count: int = 1) -> None:
+        """Adds to the number of samples that are left out for a reason: a suffix such as .tif, or words. The start of a
+        command says it.
+        """
         counts = self.notes.setdefault("left_out", {})
         counts[reason] = counts.get(reason, 0) + count
 
-    def leave_out_others(self, counts: Mapping[str, int]) -> None:
+    def count_other_files(self, counts: Mapping[str, int]) -> None:
         """Counts files that may hold samples, and are of types that are not read, by their suffixes in `counts`."""
         for suffix in sorted(counts):
             if (
                 suffix in VIDEOS + _OTHER_VIDEOS + PICTURES + CONTAINERS + _LISTS
                 and suffix not in self.request.suffixes
             ):
-                self.leave_out(suffix, counts[suffix])
+                self.count_left_out(suffix, counts[suffix])
         for key, reason in ((BEHIND, BEHIND), ("", "files without a suffix")):
             if counts.get(key):
-                self.leave_out(reason, counts[key])
+                self.count_left_out(reason, counts[key])
 
-    def leave_out_beside(self) -> None:
+    def count_files_beside(self) -> None:
         """Counts pictures and videos of other types that lie beside files that hold the samples."""
         suffixes = Counter(os.path.splitext(name)[1].lower() for name in peek_files(self.files))
-        self.leave_out_others({suffix: suffixes[suffix] for suffix in suffixes if suffix not in CONTAINERS + _LISTS})
+        self.count_other_files({suffix: suffixes[suffix] for suffix in suffixes if suffix not in CONTAINERS + _LISTS})
 
     @property
     def left_out(self) -> dict[str, int]:
         """Returns how much was left out when the samples were listed, by the reason."""
         return self.notes.get("left_out", {})
 
-    def advice(self) -> str:
-        """Returns what is left out of these data, or slow, and how to mend it, for the start of a command."""
+    def list_advice(self) -> str:
+        """Describes, for the start of a command, what is left out of these data, or is slow, and how to mend it."""
         remarks = [_describe_left_out(self.left_out)]
         if "folds" in self.notes:
             remarks.append(f"the column {self.notes['folds']} is no split: rows of all its values are read")
         return "; ".join(filter(None, remarks))
 
-    def expect(self, places: Iterable[Place]) -> None:
-        """Fetches the bytes of samples that are read soon, of data at an address. Does not wait."""
-        self.files.ahead(self.read, places)
+    def prefetch(self, places: Iterable[Place]) -> None:
+        """Fetches the bytes of samples that are read soon, if the data are at an address. Does not wait."""
+        self.files.prefetch(self.read, places)
 
-    def seen(self) -> Iterator[str]:
-        """Yields names of files that are there, whatever they are, to say what data without samples hold."""
+    def iterate_files(self) -> Iterator[str]:
+        """Yields names of files that are there, whatever they are; they tell what data without samples hold."""
         return iter(())
 
-    def watched(self) -> list[str]:
+    def list_watched(self) -> list[str]:
         """Returns files and folders whose size and time of change show, in a moment, whether the data are still the
         same.
         """
-        return self.parts()
+        return self.list_parts()
 
     def require_whole(self) -> None:
-        """Raises ConfigError: what shows only after all samples were listed, such as an empty class."""
+        """Raises ConfigError for faults that show only after all samples were listed, such as an empty class."""
 
 
 def peek_names(files: Files, folder: str = "") -> list[tuple[str, bool]]:
-    """Lists as `files.names()`, but of a large folder some thousand names only, and of one that cannot be listed none.
+    """Lists as `files.list_names()`, but of a large folder some thousand names only.
 
     A folder that cannot be listed has none.
     """
     if not isinstance(files, LocalFiles) or files.listed or files.pattern:
-        return files.names(folder)
+        return files.list_names(folder)
     try:
-        with os.scandir(files.local(folder)) as entries:
+        with os.scandir(files.fetch_local(folder)) as entries:
             return sorted(
                 (entry.name, is_folder(entry)) for entry in islice(entries, _PEEKED) if not is_hidden(entry.name)
             )
@@ -239,7 +247,7 @@ def _describe_left_out(counts: Mapping[str, int]) -> str:
 def file_exists(files: Files, name: str) -> bool:
     """Returns whether a file or a folder is there."""
     try:
-        files.stat(name)
+        files.read_stat(name)
         return True
     except NotRead:
         raise

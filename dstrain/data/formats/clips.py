@@ -32,14 +32,14 @@ class Clips(Folders):
     def recognises(cls, root: str, files: Files, request: Request) -> bool:
         return request.noun == "clips" and super().recognises(root, files, request)
 
-    def parts(self) -> list[str]:
-        parts = super().parts()
+    def list_parts(self) -> list[str]:
+        parts = super().list_parts()
         file = self.request.captions_file
         self._captions = None if file is None else read_captions(Path(file))
         return parts
 
-    def samples(self, part: str) -> Iterator[Sample]:
-        samples = list(super().samples(part))
+    def iterate_samples(self, part: str) -> Iterator[Sample]:
+        samples = list(super().iterate_samples(part))
         names = [sample.place.name for sample in samples]
         _require_one_clip_a_name(self.root, names)
         if self._captions is None:
@@ -138,8 +138,8 @@ def _iterate_rows(file: Path, where: str) -> Iterator[tuple[int, Any, Any]]:
     files = LocalFiles(str(file.parent))
     if file.suffix.lower() in (".csv", ".jsonl"):
         table = open_table(files, file.name, where)
-        columns = [match_names(COLUMNS[kind], table.columns())[:1] or [kind] for kind in ("path", "caption")]
-        yield from ((number, *(row.get(name) for (name,) in columns)) for number, row in table.rows(()))
+        columns = [match_names(COLUMNS[kind], table.list_columns())[:1] or [kind] for kind in ("path", "caption")]
+        yield from ((number, *(row.get(name) for (name,) in columns)) for number, row in table.iterate_rows(()))
         return
-    for number, (name, *fields) in Tsv(files, file.name, where).records():
+    for number, (name, *fields) in Tsv(files, file.name, where).iterate_records():
         yield number, name, "\t".join(fields)

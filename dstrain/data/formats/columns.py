@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import pyarrow as pa
 
-from dstrain.data.files.arrow import holds_bytes
+from dstrain.data.files.arrow import can_hold_bytes
 from dstrain.data.files.tables import match_names
 from dstrain.data.formats.base import Request
 from dstrain.recipe import ConfigError
@@ -66,9 +66,9 @@ def find_image_columns(schema: pa.Schema, request: Request) -> list[str]:
     """Returns the columns that may be meant: one, if all is well."""
     if chosen := request.columns.get("image"):
         return [name for name in ([chosen] if isinstance(chosen, str) else chosen) if name in schema.names]
-    fitting = [field.name for field in schema if holds_bytes(field.type)]
+    fitting = [field.name for field in schema if can_hold_bytes(field.type)]
     of_clips = request.noun == "clips"
-    if marked := [name for name in _marked_as(schema, "Video" if of_clips else "Image") if name in fitting]:
+    if marked := [name for name in _find_columns_of_type(schema, "Video" if of_clips else "Image") if name in fitting]:
         return marked
     named = match_names((*_CLIPS * of_clips, *_IMAGES), fitting)
     return named[:1] or [name for name in fitting if pa.types.is_struct(schema.field(name).type)]
@@ -81,7 +81,7 @@ def _choose_label(schema: pa.Schema, chosen: dict[str, list[str]], request: Requ
     """
     if request.labels == "none":
         return None
-    marked = _marked_as(schema, "ClassLabel")
+    marked = _find_columns_of_type(schema, "ClassLabel")
     found = [*chosen.get("label", ()), *match_names(_LABELS, schema.names), *(marked if len(marked) == 1 else ())]
     label = found[0] if found else None
     if label is None or _is_label(schema.field(label).type):
@@ -119,8 +119,8 @@ def _is_string(kind: pa.DataType) -> bool:
     return pa.types.is_string(kind) or pa.types.is_large_string(kind)
 
 
-def _marked_as(schema: pa.Schema, kind: str) -> list[str]:
-    """Returns the columns of a type of `datasets`, such as ClassLabel."""
+def _find_columns_of_type(schema: pa.Schema, kind: str) -> list[str]:
+    """Returns the columns that have a type of `datasets`, such as ClassLabel."""
     features = _read_features(schema)
     return [name for name in features if features[name].get("_type") == kind and name in schema.names]
 

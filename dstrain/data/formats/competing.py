@@ -46,7 +46,7 @@ def find_forms(files: Files, request: Request) -> dict[Form, list[str]]:
         if form := _name_form(name, files, request):
             forms.setdefault(form, []).append(name)
     tables = [name for form in forms if form[0] == _TABLES for name in forms[form]]
-    if len(forms) > 1 and tables and not any(_holds_files(files, name) for name in tables[:_TRIED]):
+    if len(forms) > 1 and tables and not any(_has_files(files, name) for name in tables[:_TRIED]):
         forms = {form: names for form, names in forms.items() if form[0] != _TABLES}
     merged: dict[Form, list[str]] = {}
     for (noun, place), names in forms.items():
@@ -77,7 +77,7 @@ def _name_form(name: str, files: Files, request: Request) -> Form | None:
     return (nouns[suffix], folder or f"*{suffix}") if suffix in nouns else None
 
 
-def _holds_files(files: Files, name: str) -> bool:
+def _has_files(files: Files, name: str) -> bool:
     with suppress(ConfigError):  # A table that cannot be read is no form.
-        return open_table(files, name, name).holds_files()
+        return open_table(files, name, name).has_files()
     return False

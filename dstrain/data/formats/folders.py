@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from dstrain.data.files.listing import SAMPLES, join_few, list_class_folders, listing_errors, walk_files
+from dstrain.data.files.listing import SAMPLES, join_few, list_class_folders, report_listing_errors, walk_files
 from dstrain.data.files.local import Files, LocalFiles
 from dstrain.data.formats.base import Layout, Place, Request, Sample
 from dstrain.data.formats.labels import LABELS, number_classes, read_labels
@@ -22,7 +22,7 @@ from dstrain.recipe import ConfigError
 
 
 class Folders(Layout):
-    """Every file is a sample, by its relative path. ConfigError: see `parts`."""
+    """Every file is a sample, by its relative path. ConfigError: see `list_parts`."""
 
     kind = "folder of files"
 
@@ -35,18 +35,18 @@ class Folders(Layout):
     def recognises(cls, root: str, files: Files, request: Request) -> bool:
         return isinstance(files, LocalFiles) and os.path.isdir(root)
 
-    def parts(self) -> list[str]:
+    def list_parts(self) -> list[str]:
         """Returns the class folders, or "" for all files.
 
-        ConfigError: no files, files beside class folders, class folders without files, named as splits or unknown to
-        data.class_list, a folder that cannot be listed.
+        Raises ConfigError if there are no files, files beside class folders, or class folders that are without files,
+        named as splits or unknown to data.class_list; and if a folder cannot be listed.
         """
         root, request = Path(self.root), self.request
-        with listing_errors(root, request.key):
+        with report_listing_errors(root, request.key):
             if request.labels == "auto":
                 self._read_labels()
                 if self._by_name is None:
-                    return self._class_parts(root, request)
+                    return self._list_class_parts(root, request)
                 if not self._by_name:
                     self._refuse_class_list()
             else:
@@ -56,11 +56,11 @@ class Folders(Layout):
                 raise explain_no_samples(self)
             return [""]
 
-    def _class_parts(self, root: Path, request: Request) -> list[str]:
+    def _list_class_parts(self, root: Path, request: Request) -> list[str]:
         classes = list_class_folders(root)
         refuse_splits(root, request.key)
         full = [name for name in classes if next(walk_files(root, name, request.suffixes), None) is not None]
-        top = [name for name, inner in self.files.names() if not inner]
+        top = [name for name, inner in self.files.list_names() if not inner]
         flat = [name for name in top if name.lower().endswith(request.suffixes)]
         if not flat and not full:
             raise explain_no_samples(self)
@@ -109,14 +109,14 @@ class Folders(Layout):
                 "leave it out, or write data.labels=prefix for files such as cat_1.png"
             )
 
-    def samples(self, part: str) -> Iterator[Sample]:
-        with listing_errors(self.root, self.request.key):
-            names = self._below(part)
+    def iterate_samples(self, part: str) -> Iterator[Sample]:
+        with report_listing_errors(self.root, self.request.key):
+            names = self._list_below(part)
         self._require_labels(names)
         if self._by_name is None:
-            yield from (Sample(Place(name), self.label(part or None, name)) for name in names)
+            yield from (Sample(Place(name), self.convert_label(part or None, name)) for name in names)
         else:
-            yield from (Sample(Place(name), self.label(self._by_name.get(name), name)) for name in names)
+            yield from (Sample(Place(name), self.convert_label(self._by_name.get(name), name)) for name in names)
 
     def _require_labels(self, names: list[str]) -> None:
         """Checks a dataset.json, if there is one. Raises ConfigError if it lacks a file that is there."""
@@ -128,23 +128,23 @@ class Folders(Layout):
                 "classes"
             )
         if absent := len(by_name) - len(names) if by_name else 0:
-            self.leave_out(f"that {LABELS} names and that are not there", absent)
+            self.count_left_out(f"that {LABELS} names and that are not there", absent)
 
-    def _below(self, folder: str, *more: str) -> list[str]:
+    def _list_below(self, folder: str, *more: str) -> list[str]:
         """Returns the samples below a folder, and files that end in one of `more`."""
         root, suffixes, others, tables = Path(self.root), self.request.suffixes + more, Counter(), []
         names = sorted(walk_files(root, folder, suffixes, self._deeper, others=others, tables=tables))
-        self.leave_out_others(others)
+        self.count_other_files(others)
         refuse_inner_metadata(self.root, self.files, self.request, tables)
         return names
 
-    def seen(self) -> Iterator[str]:
+    def iterate_files(self) -> Iterator[str]:
         return walk_files(Path(self.root), "", ("",))
 
     def read(self, place: Place) -> Path:
         return Path(self.root, place.name)
 
-    def watched(self) -> list[str]:
+    def list_watched(self) -> list[str]:
         names = [".", *self.classes, *self._deeper] if self._by_name is None else [".", LABELS, *self._deeper]
         return [name for name in dict.fromkeys(names) if os.path.lexists(os.path.join(self.root, name))]
 

@@ -20,11 +20,11 @@ from pathlib import Path
 from threading import Lock
 from typing import Any
 
-from dstrain.data.files.listing import join_few, listing_errors, walk_files
+from dstrain.data.files.listing import join_few, report_listing_errors, walk_files
 from dstrain.data.files.local import Files, LocalFiles
 from dstrain.data.files.tables import match_names
 from dstrain.data.formats.base import Layout, Place, Request, Sample, peek_files
-from dstrain.data.formats.shards import leave_out_gaps
+from dstrain.data.formats.shards import count_missing_shards
 from dstrain.data.formats.splits import SPLIT_COLUMNS, SPLITS, name_split
 from dstrain.disk.small import parse_json
 from dstrain.disk.texts import list_captions
@@ -54,28 +54,28 @@ class Tables(Layout):
     @cached_property
     def columns(self) -> Any:
         """Returns the columns of the first file, a `columns.Columns`."""
-        return self._choose_columns(self._chosen()[0])
+        return self._choose_columns(self._list_chosen()[0])
 
-    def parts(self) -> list[str]:
+    def list_parts(self) -> list[str]:
         self.classes = self.class_list.classes or self.columns.classes
-        return self._chosen()
+        return self._list_chosen()
 
-    def watched(self) -> list[str]:
-        parts = self.parts()
+    def list_watched(self) -> list[str]:
+        parts = self.list_parts()
         return [*sorted({"", *(part.rpartition("/")[0] for part in parts)}), *parts]
 
-    def unseen(self) -> str | None:
+    def find_held_out(self) -> str | None:
         splits = self._splits
         name = next((name for name in _UNSEEN if name in splits), None) if "train" in splits else None
-        return None if name is None else self._path_of(name, splits[name])
+        return None if name is None else self._make_path(name, splits[name])
 
-    def advice(self) -> str:
-        chosen, remarks = self._chosen(), [super().advice()]
+    def list_advice(self) -> str:
+        chosen, remarks = self._list_chosen(), [super().list_advice()]
         if others := [f"{name} {len(files)}" for name, files in self._splits.items() if files != chosen]:
             remarks.append(f"files of other splits are not among them, {', '.join(others)}")
         return "; ".join(filter(None, remarks))
 
-    def _chosen(self) -> list[str]:
+    def _list_chosen(self) -> list[str]:
         """Returns the files of the split that is read: train, or the only one."""
         splits = self._splits
         chosen = splits.get("train") or (next(iter(splits.values())) if len(splits) == 1 else None)
@@ -93,7 +93,7 @@ class Tables(Layout):
         Raises ConfigError if some files name a split, and others, which have images, do not.
         """
         splits: dict[str, list[str]] = {}
-        with listing_errors(self.root, self.request.key):
+        with report_listing_errors(self.root, self.request.key):
             for name in find_files(self.files, self.suffix):
                 splits.setdefault("" if self.files.pattern else name_split(name), []).append(name)
         if len(splits) > 1 and "" in splits:
@@ -112,7 +112,7 @@ class Tables(Layout):
 
         return bool(find_image_columns(self._open(part).schema, self.request))
 
-    def _path_of(self, split: str, names: list[str]) -> str:
+    def _make_path(self, split: str, names: list[str]) -> str:
         """Returns what data.path would be for a split alone: a file, a folder, a pattern, or the list of its files."""
         folder, _, common = os.path.commonprefix(names).rpartition("/")  # noqa: RUF071 (letters of names are meant)
         start = f"{folder}/" if folder else ""
@@ -129,28 +129,28 @@ class Tables(Layout):
     def _choose_columns(self, part: str) -> Any:
         from dstrain.data.formats.columns import choose_columns
 
-        return choose_columns(self._open(part).schema, self.request, self._where(part))
+        return choose_columns(self._open(part).schema, self.request, self._name_part(part))
 
     def _open_alike(self, part: str) -> tuple[Any, list[int | str]]:
         """Returns a file, and what its numbers of a ClassLabel are called in the first file, or in data.class_list.
 
         Raises ConfigError if its columns or the names of its labels are not those of the first.
         """
-        if part == self._chosen()[0]:
-            self.leave_out_beside()
-            leave_out_gaps(self, self._chosen())
+        if part == self._list_chosen()[0]:
+            self.count_files_beside()
+            count_missing_shards(self, self._list_chosen())
         first, own = self.columns, self._choose_columns(part)
         if own._replace(classes=first.classes) != first:
             raise ConfigError(
-                f"{self._where(part)} has {own.describe()}, and {self._chosen()[0]} {first.describe()}: write it "
-                "anew with the same columns, or take it away"
+                f"{self._name_part(part)} has {own.describe()}, and {self._list_chosen()[0]} {first.describe()}: write "
+                "it anew with the same columns, or take it away"
             )
         names, unknown = own.classes, [name for name in own.classes if name not in set(first.classes)]
         if unknown or bool(names) != bool(first.classes) or (names != first.classes and len(set(names)) < len(names)):
             raise ConfigError(
-                f"{self._where(part)} names its labels {join_few(names) or 'not at all'}, and {self._chosen()[0]} "
-                f"{join_few(first.classes) or 'not at all'}, so that its numbers may mean others: write it anew with "
-                "the same ClassLabel, or take it away"
+                f"{self._name_part(part)} names its labels {join_few(names) or 'not at all'}, and "
+                f"{self._list_chosen()[0]} {join_few(first.classes) or 'not at all'}, so that its numbers may mean "
+                "others: write it anew with the same ClassLabel, or take it away"
             )
         if self.class_list.classes:
             return self._open(part), list(names)
@@ -158,15 +158,15 @@ class Tables(Layout):
             at if names == first.classes else first.classes.index(name) for at, name in enumerate(names)
         ]
 
-    def _where(self, part: str) -> str:
+    def _name_part(self, part: str) -> str:
         return f"{self.request.key}={self.root}: {part}"
 
-    def _sample(self, place: Place, row: dict[str, Any], names: list[int | str]) -> Sample:
+    def _make_sample(self, place: Place, row: dict[str, Any], names: list[int | str]) -> Sample:
         """Returns a sample with its label and captions. names: see `_open_alike`."""
         columns, captions, at = self.columns, [], f"{self.request.key}={self.root}: {place.name}"
         label = None if columns.label is None else self._read_label(row[columns.label], names, at)
         if self.request.labels != "auto":
-            label = self.label(label, place.name)
+            label = self.convert_label(label, place.name)
         if self._split is not None:
             self.require_one_split(self._split, row[self._split], at)
         for name in columns.captions:
@@ -177,9 +177,9 @@ class Tables(Layout):
 
     def _read_label(self, value: Any, names: list[int | str], at: str) -> int | str:
         """Returns the label that a cell says."""
-        label = self.class_list.read(value, at) if isinstance(value, str) else None
+        label = self.class_list.read_label(value, at) if isinstance(value, str) else None
         if label is None and isinstance(value, int) and 0 <= value < (len(names) or 1 << 31):
-            label = self.class_list.number(names[value] if names else value, at)
+            label = self.class_list.find_number(names[value] if names else value, at)
         if label is None:
             raise ConfigError(
                 f"{at} has the {self.columns.label} {value!r}, which is no class (-1: it is kept secret): write "
@@ -187,9 +187,9 @@ class Tables(Layout):
             )
         return label
 
-    def _image(self, value: Any) -> bytes | Path:
+    def _read_image(self, value: Any) -> bytes | Path:
         """Returns the bytes of an image, or where the table names a file instead, its path."""
-        content = _encoded(value)
+        content = _find_encoded(value)
         if content is not None:
             return content
         path = value.get("path") if isinstance(value, dict) else None
@@ -215,23 +215,23 @@ class ArrowTables(Tables):
     def recognises(cls, root: str, files: Files, request: Request) -> bool:
         return any(name.lower().endswith(cls.suffix) for name in peek_files(files))
 
-    def samples(self, part: str) -> Iterator[Sample]:
+    def iterate_samples(self, part: str) -> Iterator[Sample]:
         from dstrain.data.files.arrow import list_rows
 
         file, names = self._open_alike(part)
         columns = self._list_columns(file.schema.names)
-        for at, batch in file.batches():
+        for at, batch in file.iterate_batches():
             for row, values in enumerate(list_rows(batch.select(columns))):
-                yield self._sample(Place(f"{part}/{at}/{row}", 0, at // 8 * _ROW + row), values, names)
+                yield self._make_sample(Place(f"{part}/{at}/{row}", 0, at // 8 * _ROW + row), values, names)
 
     def read(self, place: Place) -> bytes | Path:
         at, row = divmod(place.offset, _ROW)
         file = self._open(place.name.rsplit("/", 2)[0])
-        return self._image(file.value(at * 8, row, self.columns.image))
+        return self._read_image(file.read_cell(at * 8, row, self.columns.image))
 
     @cached_property
     def _splits(self) -> dict[str, list[str]]:
-        names = {name for name, _ in self.files.names()}
+        names = {name for name, _ in self.files.list_names()}
         if "dataset_dict.json" in names:
             splits = [str(name) for name in self._read_list("dataset_dict.json", "splits")]
             return self._name_splits({name: self._list_saved_files(f"{name}/") for name in splits}, "/")
@@ -250,11 +250,11 @@ class ArrowTables(Tables):
                 )
         return {split: splits[name] for split, name in named.items()}
 
-    def _path_of(self, split: str, names: list[str]) -> str:
+    def _make_path(self, split: str, names: list[str]) -> str:
         folder = names[0].rpartition("/")[0]
-        if ("state.json", False) in self.files.names(folder):
+        if ("state.json", False) in self.files.list_names(folder):
             return f"{self.root}/{folder}"
-        return super()._path_of(split, names)
+        return super()._make_path(split, names)
 
     def _list_saved_files(self, folder: str) -> list[str]:
         """Lists the Arrow files that save_to_disk has written into a folder."""
@@ -282,7 +282,7 @@ class ArrowTables(Tables):
         return values
 
     def _open(self, part: str) -> Any:
-        return _open_arrow(self.files, part, self._where(part))
+        return _open_arrow(self.files, part, self._name_part(part))
 
 
 class HubTables(ArrowTables):
@@ -342,7 +342,7 @@ class HubTables(ArrowTables):
         splits = {name: [os.path.relpath(path, root) for path in paths] for name, paths in self._by_split.items()}
         return self._name_splits(splits, ":")
 
-    def _path_of(self, split: str, names: list[str]) -> str:
+    def _make_path(self, split: str, names: list[str]) -> str:
         return f"{self.root}:{next(name for name in self._by_split if SPLITS.get(name.lower()) == split)}"
 
 
@@ -359,17 +359,17 @@ class ParquetTables(Tables):
         names = list(islice((name for name in peek_files(files) if name.lower().endswith(cls.suffix)), _TRIED))
         if not names:
             return False
-        from dstrain.data.files.arrow import holds_bytes
+        from dstrain.data.files.arrow import can_hold_bytes
         from dstrain.data.formats.columns import find_image_columns
 
         schemas = [_open_parquet(files, name, f"{request.key}={root}: {name}").schema for name in names]
         if "image" in request.columns or any(find_image_columns(schema, request) for schema in schemas):
             return True
         is_file = root.lower().endswith(cls.suffix) and "path" not in request.columns
-        return is_file and any(holds_bytes(field.type) for field in schemas[0])
+        return is_file and any(can_hold_bytes(field.type) for field in schemas[0])
 
-    def advice(self) -> str:
-        remarks, file = [super().advice()], self._open(self.parts()[0])
+    def list_advice(self) -> str:
+        remarks, file = [super().list_advice()], self._open(self.list_parts()[0])
         size = file.count_bytes(0, [self.columns.image])
         if size >= _HUGE and file.is_compressed(self.columns.image):
             remarks.append(
@@ -378,22 +378,22 @@ class ParquetTables(Tables):
             )
         return "; ".join(filter(None, remarks))
 
-    def samples(self, part: str) -> Iterator[Sample]:
+    def iterate_samples(self, part: str) -> Iterator[Sample]:
         (file, names), image, count = self._open_alike(part), self.columns.image, 0
         file.require_one()
         columns = self._list_columns(file.schema.names)
         for group in range(file.num_groups):
-            chunk = file.plain(group, image)
-            for row, values in enumerate(file.rows(group, [*columns, *([image] if chunk else [])])):
+            chunk = file.read_plain(group, image)
+            for row, values in enumerate(file.iterate_rows(group, [*columns, *([image] if chunk else [])])):
                 offset, size = group * _ROW + row, -1
-                content = _encoded(values[image]) if chunk else None
+                content = _find_encoded(values[image]) if chunk else None
                 if content is not None:
-                    at = chunk.find(content)
+                    at = chunk.find_next(content)
                     if at is None:
                         chunk = None  # It is coded, and so is the rest of the row group.
                     else:
                         offset, size = at, len(content)
-                yield self._sample(Place(f"{part}/{count}", 0, offset, size), values, names)
+                yield self._make_sample(Place(f"{part}/{count}", 0, offset, size), values, names)
                 count += 1
 
     def read(self, place: Place) -> bytes | Path:
@@ -401,16 +401,16 @@ class ParquetTables(Tables):
 
         part = place.name.rpartition("/")[0]
         if place.size >= 0:
-            return self.files.span(part, place.offset, place.size)
+            return self.files.read_span(part, place.offset, place.size)
         group, row = divmod(place.offset, _ROW)
         with _UNPACKING:
-            column = _unpack_group(self.files, part, self._where(part), group, self.columns.image)
+            column = _unpack_group(self.files, part, self._name_part(part), group, self.columns.image)
             if row >= len(column):
                 raise ConfigError("is not in the file any more")
-            return self._image(read_value(column, row))
+            return self._read_image(read_value(column, row))
 
     def _open(self, part: str) -> Any:
-        return _open_parquet(self.files, part, self._where(part))
+        return _open_parquet(self.files, part, self._name_part(part))
 
 
 def find_files(files: Files, *suffixes: str, folder: str = "") -> Iterator[str]:
@@ -419,7 +419,7 @@ def find_files(files: Files, *suffixes: str, folder: str = "") -> Iterator[str]:
         names = walk_files(Path(files.root), folder, suffixes)
         yield from sorted(names, key=lambda name: name.replace("/", "\0"))
         return
-    for name, is_folder in files.names(folder):
+    for name, is_folder in files.list_names(folder):
         path = f"{folder}/{name}" if folder else name
         if is_folder:
             yield from find_files(files, *suffixes, folder=path)
@@ -427,7 +427,7 @@ def find_files(files: Files, *suffixes: str, folder: str = "") -> Iterator[str]:
             yield path
 
 
-def _encoded(value: Any) -> bytes | None:
+def _find_encoded(value: Any) -> bytes | None:
     """Returns the encoded image of a cell; None: it is not in the table."""
     return value.get("bytes") if isinstance(value, dict) else value
 
@@ -436,7 +436,7 @@ def _encoded(value: Any) -> bytes | None:
 def _open_arrow(files: Files, part: str, where: str) -> Any:
     from dstrain.data.files.arrow import ArrowFile
 
-    return ArrowFile(files.local(part), where)
+    return ArrowFile(files.fetch_local(part), where)
 
 
 def _open_parquet(files: Files, part: str, where: str) -> Any:
@@ -453,7 +453,7 @@ def _unpack_group(files: Files, part: str, where: str, group: int, column: str) 
     from dstrain.data.files.arrow import MAX_GROUP
 
     batches, size = [], 0
-    for batch in _open_parquet(files, part, where).batches(group, [column]):
+    for batch in _open_parquet(files, part, where).iterate_batches(group, [column]):
         batches.append(batch.column(0))
         size += batch.nbytes
         if size > MAX_GROUP:

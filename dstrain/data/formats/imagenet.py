@@ -13,8 +13,8 @@ import os
 from pathlib import Path
 
 from dstrain.data.decode.pixels import SUFFIXES
-from dstrain.data.files.listing import list_class_folders, listing_errors
-from dstrain.data.files.local import Files, require_there
+from dstrain.data.files.listing import list_class_folders, report_listing_errors
+from dstrain.data.files.local import Files, require_present
 from dstrain.data.files.remote import open_files
 from dstrain.data.formats.base import Layout, Request
 from dstrain.data.formats.hugging_face import ArrowTables, HubTables, ParquetTables
@@ -41,7 +41,7 @@ def split_root(
     splits = _find_splits(path)
     if splits is None:
         files = open_files(path, cache)
-        require_there(f"data.path={path}", files)
+        require_present(f"data.path={path}", files)
         splits = find_packed_splits(str(path), files)
     if splits is None:
         return path, held_out_path or (None if held_out or whole else _find_held_out(str(path), files))
@@ -63,12 +63,12 @@ def open_tables(path: str, files: Files) -> Layout | None:
 def _find_held_out(path: str, files: Files) -> str | None:
     """Returns the path of the samples that a form of data holds out; None if there are none."""
     tables = open_tables(path, files)
-    return None if tables is None else tables.unseen()
+    return None if tables is None else tables.find_held_out()
 
 
 def _find_splits(path: str | Path) -> tuple[str, str] | None:
     """Returns train/ and val/ of a root that holds both, with the same classes. Returns None for any other data."""
-    with listing_errors(path):
+    with report_listing_errors(path):
         for tree in _TREES if os.path.isdir(path) else ():
             if splits := _find_splits_in(Path(path, tree)):
                 return splits
@@ -95,7 +95,7 @@ def _find_splits_in(root: Path) -> tuple[str, str] | None:
 
 def read_titles(path: str, class_list: str | None, classes: tuple[str, ...]) -> tuple[str, ...]:
     """Returns what people call the classes: by data.class_list, or LOC_synset_mapping.txt near the data; else names."""
-    file = class_list or next(filter(os.path.isfile, (place / _TITLES for place in _above(path))), None)
+    file = class_list or next(filter(os.path.isfile, (place / _TITLES for place in _list_parent_folders(path))), None)
     try:
         names = read_class_list(file)
     except ConfigError:  # the file is of another kind
@@ -105,6 +105,6 @@ def read_titles(path: str, class_list: str | None, classes: tuple[str, ...]) -> 
     return tuple(names.titles[names.places[name]] for name in classes)
 
 
-def _above(root: str | Path) -> list[Path]:
+def _list_parent_folders(root: str | Path) -> list[Path]:
     path = Path(root).resolve()
     return [path, *path.parents[:_FOLDERS_ABOVE]]

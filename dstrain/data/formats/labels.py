@@ -52,11 +52,11 @@ class ClassList:
         object.__setattr__(self, "places", places)
         object.__setattr__(self, "numbers", {parse_whole_number(name): places[name] for name in reversed(places)})
 
-    def number(self, label: int | str, at: str) -> int | str:
-        """Returns the label of a class, which is given by its name or number; without a list, what is given.
+    def find_number(self, label: int | str, at: str) -> int | str:
+        """Returns the label of a class that is given by its name or number; without a list, what is given.
 
-        A truth value is true or false where these are classes, else 1 or 0.
-        Raises ConfigError if the list does not have it.
+        A truth value is true or false where these are classes, else 1 or 0. Raises ConfigError if the list does not
+        have it.
         """
         if isinstance(label, bool):
             label = str(label).lower() if str(label).lower() in self.places else int(label)
@@ -73,13 +73,13 @@ class ClassList:
             )
         return place
 
-    def read(self, value: Any, at: str) -> int | str | None:
-        """Returns the label that a text, or a value of JSON, says; without a list as text; None if it says none.
+    def read_label(self, value: Any, at: str) -> int | str | None:
+        """Returns the label that a text, or a value of JSON, stands for; without a list as text; None if it is empty.
 
         Raises ConfigError if it is neither a whole number nor a name, or the list does not have it.
         """
         if isinstance(value, bool) and self.classes:
-            return self.number(value, at)
+            return self.find_number(value, at)
         try:
             text = read_label(value, self.places)
         except ValueError as error:
@@ -88,10 +88,11 @@ class ClassList:
                 "data.labels=none"
             ) from None
         number = None if text is None or text in self.places or not self.classes else parse_whole_number(text)
-        return None if text is None else self.number(text if number is None else number, at)
+        return None if text is None else self.find_number(text if number is None else number, at)
 
-    def prefix(self, name: str, at: str) -> int | str:
-        """Returns the class before the first `_` in a file's name, as ADM reads CLASS_name.png.
+    def read_prefix(self, name: str, at: str) -> int | str:
+        """Returns the label of the class that stands before the first `_` in a file's name, as ADM reads
+        CLASS_name.png.
 
         Raises ConfigError if there is none.
         """
@@ -101,7 +102,7 @@ class ClassList:
                 f"{at}: {name} does not begin with its class, as cat_1.png does, and data.labels=prefix "
                 "asks for that: rename it, or take it away"
             )
-        return self.number(prefix, at)
+        return self.find_number(prefix, at)
 
 
 def read_class_list(path: str | None) -> ClassList:
@@ -229,7 +230,8 @@ def _explain_no_held_out_classes(path: str, source: Source, held_out: Source, ow
 def _describe_prefixes(source: Source) -> str:
     """Returns a remark if names begin with what may be classes, as cat_1.png and dog_7.png do."""
     names = [
-        source.name(index).rpartition("/")[2] for index in range(0, len(source), -(-len(source) // _SEARCHED_NAMES))
+        source.name_sample(index).rpartition("/")[2]
+        for index in range(0, len(source), -(-len(source) // _SEARCHED_NAMES))
     ]
     prefixes = sorted({name.split("_")[0] for name in names if "_" in name})
     if len(prefixes) < 2 or len(prefixes) > len(names) // 2 or not all("_" in name for name in names):

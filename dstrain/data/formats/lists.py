@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from dstrain.data.bad_files import Names
-from dstrain.data.files.listing import METADATA, join_few, listing_errors, walk_files
+from dstrain.data.files.listing import METADATA, join_few, report_listing_errors, walk_files
 from dstrain.data.files.local import Files, LocalFiles
 from dstrain.data.files.tables import TABLES, Table, match_names, open_table, read_lines
 from dstrain.data.formats.base import VIDEOS, Layout, Place, Request, Sample, file_exists
@@ -66,52 +66,52 @@ class TableList(Layout):
         if not _is_list(root, files, tuple(TABLES)):
             return False
         # A parquet file with the pictures themselves is no list, but another layout's.
-        return "path" in request.columns or not open_table(files, name, f"{request.key}={root}").holds_files()
+        return "path" in request.columns or not open_table(files, name, f"{request.key}={root}").has_files()
 
-    def parts(self) -> list[str]:
+    def list_parts(self) -> list[str]:
         if self.request.captions_file is not None:
             raise ConfigError(
                 f"data.captions={self.request.captions_file}: {self.root} is a list, and its captions "
                 "stand in a column of it: write data.columns={caption: NAME}"
             )
         table = self._open()
-        return [f"{table.name}:{group}" for group in range(table.groups())]
+        return [f"{table.name}:{group}" for group in range(table.count_groups())]
 
-    def watched(self) -> list[str]:
+    def list_watched(self) -> list[str]:
         return [self._open().name]
 
-    def samples(self, part: str) -> Iterator[Sample]:
+    def iterate_samples(self, part: str) -> Iterator[Sample]:
         group = part.rpartition(":")[2]
         table = self._open()
-        columns = self._columns(table)
+        columns = self._choose_columns(table)
         label = columns["label"] if self.request.labels == "auto" else []
         self.labels_written = bool(label)
-        base, used = self._base(table, columns), [column for kind in columns.values() for column in kind]
-        split = [column for column in match_names(SPLIT_COLUMNS, table.columns()) if column not in used][:1]
-        self.note_folds(table.columns(), used)
-        for line, row in table.rows([*used, *split], int(group)):
+        base, used = self._find_base(table, columns), [column for kind in columns.values() for column in kind]
+        split = [column for column in match_names(SPLIT_COLUMNS, table.list_columns()) if column not in used][:1]
+        self.note_folds(table.list_columns(), used)
+        for line, row in table.iterate_rows([*used, *split], int(group)):
             at = f"{table.where}, {table.noun} {line}"
             for column in split:
                 self.require_one_split(column, row.get(column), at)
             if table.ragged:
                 self._require_in_first(row, columns, at)
-            path = self._path(row, columns["path"], at)
+            path = self._read_path(row, columns["path"], at)
             captions = [text for column in columns["caption"] for text in _list_captions(row.get(column), at)]
             if columns["caption"] and not captions:
                 captions = [""]  # Without a text, it will be a bad sample.
             yield Sample(
                 Place(path if path.startswith("/") else base + path),
-                self._label(row.get(label[0]), at) if label else self._unlabelled(path, at),
+                self._read_label(row.get(label[0]), at) if label else self._label_without_column(path, at),
                 tuple(captions),
             )
 
     def read(self, place: Place) -> Path:
-        return self.files.local(place.name)
+        return self.files.fetch_local(place.name)
 
     def _open(self) -> Table:
         return open_table(self.files, os.path.basename(self.root), f"{self.request.key}={self.root}")
 
-    def _columns(self, table: Table) -> dict[str, list[str]]:
+    def _choose_columns(self, table: Table) -> dict[str, list[str]]:
         """Returns the columns of the table by what they hold.
 
         Raises ConfigError if none has paths, or if a named one is not there.
@@ -120,12 +120,12 @@ class TableList(Layout):
         if not self.request.captions:
             columns["caption"] = []
         if not columns["path"]:
-            if not table.columns():
+            if not table.list_columns():
                 raise ConfigError(
                     f"{table.where} is empty: write a first line with the names of columns, as file_name,"
                     f"label, then a line for each of the {self.request.noun}"
                 )
-            names = table.columns()
+            names = table.list_columns()
             raise ConfigError(
                 f"{table.where} has no column with the paths of {self.request.noun}, only "
                 f"{join_few(names, _NAMED)}: {self._explain_columns(names)}"
@@ -147,7 +147,7 @@ class TableList(Layout):
             if not columns[kind] and (late := match_names(self.known[kind], list(row))):
                 raise ConfigError(f"{at} has a {late[0]}, and the first has none: write one in each row, or in none")
 
-    def _path(self, row: dict[str, Any], columns: Sequence[str], at: str) -> str:
+    def _read_path(self, row: dict[str, Any], columns: Sequence[str], at: str) -> str:
         """Returns the file of a row, as it stands there. Raises ConfigError if there is none, or an address."""
         path = row.get(columns[0])
         if not isinstance(path, str) or not path.strip() or "\0" in path:
@@ -165,23 +165,23 @@ class TableList(Layout):
             raise ConfigError(f"{at}: {path} leads out of the folder of the list, which only a list on a disk may do")
         return path.removeprefix("./")
 
-    def _label(self, label: Any, at: str) -> int | str:
-        label = self.names.read(label, at)
+    def _read_label(self, label: Any, at: str) -> int | str:
+        label = self.names.read_label(label, at)
         if label is None:
             raise ConfigError(f"{at}: no label: write one in each row, or data.labels=none for no labels at all")
         return label
 
-    def _unlabelled(self, path: str, at: str) -> str | int | None:
-        """Returns the label of a row without a column of labels."""
-        return self.names.prefix(path, at) if self.request.labels == "prefix" else None
+    def _label_without_column(self, path: str, at: str) -> str | int | None:
+        """Returns the label of a row of a table that has no column of labels."""
+        return self.names.read_prefix(path, at) if self.request.labels == "prefix" else None
 
-    def _base(self, table: Table, columns: dict[str, list[str]]) -> str:
+    def _find_base(self, table: Table, columns: dict[str, list[str]]) -> str:
         """Returns the folder of `bases` in which the files are, "" or with a slash at its end.
 
         Raises ConfigError if none of the first files is there, or if they are videos and images are asked for.
         """
-        rows = islice(table.rows(columns["path"]), _LOOKED)
-        paths = [self._path(row, columns["path"], f"{table.where}, {table.noun} {line}") for line, row in rows]
+        rows = islice(table.iterate_rows(columns["path"]), _LOOKED)
+        paths = [self._read_path(row, columns["path"], f"{table.where}, {table.noun} {line}") for line, row in rows]
         if not paths:
             raise ConfigError(f"{table.where} has no rows: name a list of {self.request.noun}")
         if paths[0].lower().endswith(VIDEOS) and not paths[0].lower().endswith(self.request.suffixes):
@@ -191,7 +191,7 @@ class TableList(Layout):
                 return base
         raise ConfigError(
             f"{table.where}: none of its first {len(paths)} files is there, the first is "
-            f"{self.files.local(paths[0])}: paths are relative to the folder of the list, or absolute; "
+            f"{self.files.fetch_local(paths[0])}: paths are relative to the folder of the list, or absolute; "
             "move the list, or name another column, data.columns={path: NAME}"
         )
 
@@ -214,28 +214,28 @@ class Metadata(TableList):
                 f"{request.key}={root} has {' and '.join(table.name for table in tables)}: which of them "
                 "counts? Keep one"
             )
-        counts = any(_list_said(table, request) for table in tables)
+        counts = any(_find_wanted(table, request) for table in tables)
         if counts and request.labels == "auto" and read_labels(Path(root), request.key) is not None:
             raise ConfigError(f"{request.key}={root} has {LABELS} and {tables[0].name}: which of them counts? Keep one")
         return counts
 
-    def samples(self, part: str) -> Iterator[Sample]:
-        if part == self.parts()[0] and isinstance(self.files, LocalFiles):
+    def iterate_samples(self, part: str) -> Iterator[Sample]:
+        if part == self.list_parts()[0] and isinstance(self.files, LocalFiles):
             self._count_unnamed()
-        yield from super().samples(part)
+        yield from super().iterate_samples(part)
 
     def _count_unnamed(self) -> None:
         """Counts the files in the folder that have no row."""
         table, named, others = self._open(), Names(), Counter()
-        columns = self._columns(table)["path"]
-        for group in range(table.groups()):
-            for line, row in table.rows(columns, group):
-                named.add(os.path.normpath(self._path(row, columns, f"{table.where}, {table.noun} {line}")))
-        with listing_errors(self.root, self.request.key):
+        columns = self._choose_columns(table)["path"]
+        for group in range(table.count_groups()):
+            for line, row in table.iterate_rows(columns, group):
+                named.add(os.path.normpath(self._read_path(row, columns, f"{table.where}, {table.noun} {line}")))
+        with report_listing_errors(self.root, self.request.key):
             files = walk_files(Path(self.root), "", self.request.suffixes, others=others)
             if unnamed := sum(name not in named for name in files):
-                self.leave_out(f"{self.request.noun} without a row in {table.name}", unnamed)
-        self.leave_out_others(others)
+                self.count_left_out(f"{self.request.noun} without a row in {table.name}", unnamed)
+        self.count_other_files(others)
 
     def _open(self) -> Table:
         return _find_metadata(self.root, self.files, self.request)[0]
@@ -252,13 +252,13 @@ class WebVid(TableList):
     def recognises(cls, root: str, files: Files, request: Request) -> bool:
         if not _is_list(root, files, (".csv",)) or "path" in request.columns:
             return False
-        columns = set(open_table(files, os.path.basename(root), f"{request.key}={root}").columns())
+        columns = set(open_table(files, os.path.basename(root), f"{request.key}={root}").list_columns())
         return {"videoid", "page_dir"} <= columns and not columns & set(COLUMNS["path"])
 
-    def _path(self, row: dict[str, Any], columns: Sequence[str], at: str) -> str:
+    def _read_path(self, row: dict[str, Any], columns: Sequence[str], at: str) -> str:
         if not row.get("page_dir") or not row.get("videoid"):
             raise ConfigError(f"{at}: no page_dir and videoid: write them, or take the row out")
-        return super()._path({"path": f"{row['page_dir']}/{row['videoid']}.mp4"}, ["path"], at)
+        return super()._read_path({"path": f"{row['page_dir']}/{row['videoid']}.mp4"}, ["path"], at)
 
 
 class PathList(TableList):
@@ -301,17 +301,17 @@ class PathList(TableList):
     def _open(self) -> Table:
         return _Lines(self.files, os.path.basename(self.root), f"{self.request.key}={self.root}")
 
-    def _label(self, label: Any, at: str) -> int | str:
+    def _read_label(self, label: Any, at: str) -> int | str:
         if self.from_one and isinstance(label, str) and label.isdigit():
             names = self.classes[int(label) - 1 : int(label)]
-            return self.names.number(names[0] if names else -1, f"{at}: number {label} counts from 1")
-        return super()._label(label, at)
+            return self.names.find_number(names[0] if names else -1, f"{at}: number {label} counts from 1")
+        return super()._read_label(label, at)
 
-    def _unlabelled(self, path: str, at: str) -> int | str | None:
+    def _label_without_column(self, path: str, at: str) -> int | str | None:
         folder = os.path.basename(os.path.dirname(path))
         if self.request.labels == "auto" and folder:
-            return self.names.number(folder, at)
-        return super()._unlabelled(path, at)
+            return self.names.find_number(folder, at)
+        return super()._label_without_column(path, at)
 
 
 class _Lines(Table):
@@ -319,11 +319,11 @@ class _Lines(Table):
 
     ragged = True
 
-    def columns(self) -> list[str]:
-        _, row = next(self.rows(()), (0, {}))
+    def list_columns(self) -> list[str]:
+        _, row = next(self.iterate_rows(()), (0, {}))
         return list(row)
 
-    def rows(self, columns: Sequence[str], group: int = 0) -> Iterator[tuple[int, dict[str, Any]]]:
+    def iterate_rows(self, columns: Sequence[str], group: int = 0) -> Iterator[tuple[int, dict[str, Any]]]:
         for number, line in enumerate(read_lines(self.files, self.name, self.where), 1):
             match = _LINE.fullmatch(line)
             if match:
@@ -336,7 +336,7 @@ def refuse_inner_metadata(root: str, files: Files, request: Request, names: list
     """Checks tables in folders below. Raises ConfigError if one says what is wanted of the files beside it."""
     for folder in sorted({os.path.dirname(name) for name in names} - {""}):
         tables = _find_metadata(root, files, request, folder) if request.captions_file is None else []
-        said = [(table.name, words) for table in tables if (words := _list_said(table, request))]
+        said = [(table.name, words) for table in tables if (words := _find_wanted(table, request))]
         if request.labels == "auto" and read_labels(Path(root, folder), request.key):
             said.append((os.path.join(folder, LABELS), ["labels"]))
         for name, words in said:
@@ -347,8 +347,8 @@ def refuse_inner_metadata(root: str, files: Files, request: Request, names: list
             )
 
 
-def _list_said(table: Table, request: Request) -> list[str]:
-    """Returns which of labels and captions are wanted that a table has."""
+def _find_wanted(table: Table, request: Request) -> list[str]:
+    """Returns which of labels and captions are both wanted and in a table."""
     wanted = ["label"] * (request.labels == "auto") + ["caption"] * request.captions
     return [f"{kind}s" for kind in wanted if _find_columns(kind, table, request)]
 
@@ -359,7 +359,7 @@ def _find_metadata(root: str, files: Files, request: Request, folder: str = "") 
     for name in (os.path.join(folder, name) for name in METADATA):
         if file_exists(files, name):
             table = open_table(files, name, f"{request.key}={root}: {name}")
-            if match_names(("file_name",), table.columns()):
+            if match_names(("file_name",), table.list_columns()):
                 tables.append(table)
     return tables
 
@@ -383,7 +383,7 @@ def _find_columns(kind: str, table: Table, request: Request, known: dict[str, tu
 
     Captions may have several. Raises ConfigError if a named column is not there.
     """
-    columns, names = table.columns(), request.columns.get(kind)
+    columns, names = table.list_columns(), request.columns.get(kind)
     if names is None:
         return match_names(known[kind], columns)[:1]
     names = [names] if isinstance(names, str) else list(names)

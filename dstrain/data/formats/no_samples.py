@@ -8,7 +8,7 @@ from os.path import splitext
 from pathlib import Path
 
 from dstrain.data.formats.base import PICTURES, UNCAPTIONED, VIDEOS, Layout
-from dstrain.data.formats.unconverted import holds_latents
+from dstrain.data.formats.unconverted import has_latents
 from dstrain.recipe import ConfigError
 
 _EXAMINED_FILES = 1000  # by which data are judged
@@ -44,7 +44,7 @@ def explain_no_samples(layout: Layout) -> ConfigError:
             f"{where}: none of its {uncaptioned:,} {noun} has a caption: write X.txt beside X.png, in tars "
             "too, or leave out what asks for captions"
         )
-    counts, first, names = Counter(), {}, layout.seen()
+    counts, first, names = Counter(), {}, layout.iterate_files()
     for name in islice(names, _EXAMINED_FILES):
         suffix = splitext(name)[1].lower()
         counts[suffix] += 1
@@ -75,7 +75,7 @@ def _describe_latents(root: str, name: str, key: str) -> str:
         place = None  # they are converted from a disk
     elif not root.endswith(".zip"):
         folders = Path(root, name).parents[:_FOLDERS_ABOVE]
-        place = next((folder for folder in folders if holds_latents(folder)), None)
+        place = next((folder for folder in folders if has_latents(folder)), None)
     if place is None:
         return "docs/guides/encode.md names the latents of others that `dstrain convert latents` converts"
     return (

@@ -85,15 +85,15 @@ class ShardWriter:
         self._file.write(content)
         self._size += len(content)
         self._numbers["ends"].append(self._size)
-        self._text("names", "name_ends", os.fsencode(name))
+        self._add_text("names", "name_ends", os.fsencode(name))
         if label is not None:
             self._numbers["label"].append(label)
         for caption in captions:
-            self._text("captions", "caption_ends", caption.encode("utf-8", "replace"))
+            self._add_text("captions", "caption_ends", caption.encode("utf-8", "replace"))
         if captions:
             self._numbers["captions_ends"].append(len(self._numbers["caption_ends"]))
 
-    def _text(self, blob: str, ends: str, text: bytes) -> None:
+    def _add_text(self, blob: str, ends: str, text: bytes) -> None:
         self._texts[blob] += text
         self._numbers[ends].append(len(self._texts[blob]))
 
@@ -152,7 +152,7 @@ def _decode_caption(texts: bytes, ends: np.ndarray, place: int) -> str:
 
 def _read_columns(files: Files, name: str) -> dict[str, Any]:
     """Returns the columns of a shard as arrays, and under "bytes" how many bytes its files have."""
-    header = small.parse_json(files.span(name, 8, _HEADER - 8))
+    header = small.parse_json(files.read_span(name, 8, _HEADER - 8))
     columns: dict[str, Any] = {"bytes": header["bytes"]["data_offsets"][1]}
     for column in _COLUMNS:
         if column in header:
@@ -160,7 +160,7 @@ def _read_columns(files: Files, name: str) -> dict[str, Any]:
             if not 0 <= begin <= end or end - begin > _MAX_COLUMN_BYTES:
                 raise ValueError(f"a column {column} from {begin} to {end}")
             columns[column] = np.frombuffer(
-                files.span(name, _HEADER + begin, end - begin), np.int64 if _TYPES[column] == "I64" else np.uint8
+                files.read_span(name, _HEADER + begin, end - begin), np.int64 if _TYPES[column] == "I64" else np.uint8
             )
     return columns
 
@@ -219,7 +219,7 @@ class PackedFiles(Layout):
     def recognises(cls, root: str, files: Files, request: Request) -> bool:
         return file_exists(files, INDEX) or (file_exists(files, PACKING) and file_exists(files, name_shard(0)))
 
-    def parts(self) -> list[str]:
+    def list_parts(self) -> list[str]:
         """Returns the names of the shards.
 
         Raises ConfigError if data are not packed to the end, a shard is missing or has another size, or they hold clips
@@ -242,7 +242,7 @@ class PackedFiles(Layout):
             )
         for shard in body["shards"]:
             try:
-                size = self.files.stat(shard["name"]).size
+                size = self.files.read_stat(shard["name"]).size
             except NotRead:
                 raise
             except OSError:
@@ -253,7 +253,7 @@ class PackedFiles(Layout):
         self.classes = () if self.request.labels == "none" else tuple(body["classes"])
         return [shard["name"] for shard in body["shards"]]
 
-    def samples(self, part: str) -> Iterator[Sample]:
+    def iterate_samples(self, part: str) -> Iterator[Sample]:
         number = int(part.removeprefix("files_").partition(".")[0])
         try:
             for packed in list_packed(self.files, part):
@@ -269,7 +269,7 @@ class PackedFiles(Layout):
         if not 0 < place.size <= _MAX_FILE_BYTES:
             problem = "it could not be read when it was packed" if not place.size else f"has {place.size} bytes"
             raise ConfigError(f"{problem}; at most {_MAX_FILE_BYTES} are read")
-        return self.files.span(name_shard(place.file), place.offset, place.size)
+        return self.files.read_span(name_shard(place.file), place.offset, place.size)
 
-    def watched(self) -> list[str]:
-        return [INDEX, *self.parts()]
+    def list_watched(self) -> list[str]:
+        return [INDEX, *self.list_parts()]

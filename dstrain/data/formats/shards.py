@@ -34,9 +34,9 @@ def _find_two_sets(names: Iterable[str]) -> tuple[str, str] | None:
     return None
 
 
-def leave_out_gaps(layout: Layout, names: Iterable[str]) -> None:
-    """Counts shards that are missing among those that a user has named. Raises ConfigError if a folder lacks some, or
-    holds two sets of the same name.
+def count_missing_shards(layout: Layout, names: Iterable[str]) -> None:
+    """Counts the shards that are missing among those that a user has named. Raises ConfigError if a folder lacks some,
+    or holds two sets of the same name.
     """
     names = list(names)
     root, gaps = layout.root, find_gaps(names)
@@ -53,4 +53,4 @@ def leave_out_gaps(layout: Layout, names: Iterable[str]) -> None:
             f"write {layout.request.key}='{root.rstrip('/')}/{name}' for these alone"
         )
     for name, (own, total) in gaps.items():
-        layout.leave_out(f"shards of {name}", total - own)
+        layout.count_left_out(f"shards of {name}", total - own)

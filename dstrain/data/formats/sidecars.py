@@ -15,14 +15,14 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from dstrain.data.files.listing import ask_each, listing_errors, walk_files
+from dstrain.data.files.listing import map_in_threads, report_listing_errors, walk_files
 from dstrain.data.files.local import Files
 from dstrain.data.files.storage import retry
 from dstrain.data.formats.base import UNCAPTIONED, Place, Request, Sample
 from dstrain.data.formats.folders import Folders
 from dstrain.data.formats.labels import LABELS
 from dstrain.data.formats.splits import refuse_splits
-from dstrain.data.source import BadSample, reading
+from dstrain.data.source import BadSample, report_bad_sample
 from dstrain.disk import small
 from dstrain.disk.texts import LONGEST_TEXT, parse_sidecar
 
@@ -53,24 +53,24 @@ class Beside(Folders):
     def recognises(cls, root: str, files: Files, request: Request) -> bool:
         if request.noun == "clips" or not request.captions or not super().recognises(root, files, request):
             return False
-        with listing_errors(root, request.key):
+        with report_listing_errors(root, request.key):
             first = islice(walk_files(Path(root), "", request.suffixes), _LOOKED)
             stems = {os.path.splitext(name)[0] for name in first}
             stems |= {unicodedata.normalize(form, stem) for stem in stems for form in ("NFC", "NFD")}
             suffixes = [spell(text) for text in _TEXTS for spell in (str.lower, str.upper, str.title)]
             return any(os.path.lexists(os.path.join(root, stem + suffix)) for stem in stems for suffix in suffixes)
 
-    def parts(self) -> list[str]:
-        with listing_errors(self.root, self.request.key):
+    def list_parts(self) -> list[str]:
+        with report_listing_errors(self.root, self.request.key):
             refuse_splits(Path(self.root), self.request.key)
         self.classes = self.class_list.classes
         if self.request.labels == "auto":
             self._read_labels()
         return [""]
 
-    def samples(self, part: str) -> Iterator[Sample]:
-        with listing_errors(self.root, self.request.key):
-            files = self._below("", *_TEXTS)
+    def iterate_samples(self, part: str) -> Iterator[Sample]:
+        with report_listing_errors(self.root, self.request.key):
+            files = self._list_below("", *_TEXTS)
         texts = {name for name in files if name.lower().endswith(_TEXTS)}
         images = [name for name in files if name not in texts]
         spelled = {key: name for name in texts if (key := fold_name(name)) != name}
@@ -82,22 +82,22 @@ class Beside(Folders):
         in_folders = self.request.labels == "auto" and all("/" in name for name in images)
         self._require_labels(images)
         self._texts = sorted(texts)[:: 1 + len(texts) // _WATCHED]
-        for name, captions in zip(images, ask_each(lambda name: self._captions(name, find_text), images)):
+        for name, captions in zip(images, map_in_threads(lambda name: self._read_captions(name, find_text), images)):
             own = name.split("/")[0] if in_folders else None
             if self._by_name is not None:
                 own = self._by_name.get(name)
             if not captions:
-                self.leave_out(UNCAPTIONED)
+                self.count_left_out(UNCAPTIONED)
             else:
-                yield Sample(Place(name), self.label(own, name), captions)
+                yield Sample(Place(name), self.convert_label(own, name), captions)
 
-    def _captions(self, name: str, find_text: Callable[[str], str | None]) -> tuple[str, ...]:
+    def _read_captions(self, name: str, find_text: Callable[[str], str | None]) -> tuple[str, ...]:
         """Returns the captions of an image, () where there are none beside it. find_text: gives the file of a text."""
         stem = os.path.splitext(name)[0]
         for file in filter(None, (find_text(stem + suffix) for suffix in _TEXTS)):
             path = Path(self.root, file)
             try:
-                with reading(file, path):
+                with report_bad_sample(file, path):
                     captions = parse_sidecar(file, retry(partial(small.read_bytes, path, LONGEST_TEXT)))
             except BadSample:
                 return _UNREADABLE
@@ -105,7 +105,7 @@ class Beside(Folders):
                 return captions or _UNREADABLE
         return ()
 
-    def watched(self) -> list[str]:
+    def list_watched(self) -> list[str]:
         return [".", *([LABELS] if self._by_name else []), *self._deeper, *self._texts]
 
     def __getstate__(self) -> dict[str, Any]:

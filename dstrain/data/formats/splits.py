@@ -63,19 +63,19 @@ def name_split_value(value: Any) -> str:
 
 def is_split(name: str) -> bool:
     """Returns whether a folder has the name of a split: train, val2017, training_set, held_out, seg_test, trainA."""
-    split, others = _take_out(name)
+    split, others = _split_off_word(name)
     return bool(split) and all(word in _BESIDE or word.isdigit() or _read_word(word) for word in others)
 
 
 def find_splits(folders: Iterable[str]) -> list[str]:
     """Returns those of the folders in one folder that are splits of the same data; [] if fewer than two are."""
     by_rest: dict[tuple[str, ...], list[str]] = defaultdict(list)
-    for name in sorted(name for name in folders if _take_out(name)[0]):
-        by_rest[_take_out(name)[1]].append(name)
+    for name in sorted(name for name in folders if _split_off_word(name)[0]):
+        by_rest[_split_off_word(name)[1]].append(name)
     splits = sorted(name for names in by_rest.values() for name in names if is_split(name))
     if len(splits) > 1:
         return splits
-    several = (names for names in by_rest.values() if len({_take_out(name)[0] for name in names}) > 1)
+    several = (names for names in by_rest.values() if len({_split_off_word(name)[0] for name in names}) > 1)
     return sorted(name for names in several for name in names)
 
 
@@ -134,8 +134,10 @@ def _refuse_splits_within(root: Path, folders: Sequence[str], key: str) -> None:
             )
 
 
-def _take_out(name: str) -> tuple[str, tuple[str, ...]]:
-    """Returns the split that a word of a folder's name says, "" if none does, and the other words and numbers."""
+def _split_off_word(name: str) -> tuple[str, tuple[str, ...]]:
+    """Splits a folder's name into the split that one of its words says, "" if none does, and its other words and
+    numbers.
+    """
     parts = re.sub(r"(?<=[a-z])([A-Z])", r" \1", name).lower()
     words = re.findall(r"[a-z]+|[0-9]+", _HELD_OUT.sub(r"\1out", parts))
     for place, word in enumerate(words):

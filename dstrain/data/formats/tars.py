@@ -20,7 +20,7 @@ from dstrain.data.files.local import Files, is_hidden_path
 from dstrain.data.files.remote import Missing
 from dstrain.data.formats.base import UNCAPTIONED, Layout, Place, Request, Sample, peek_names
 from dstrain.data.formats.hugging_face import find_files
-from dstrain.data.formats.shards import leave_out_gaps
+from dstrain.data.formats.shards import count_missing_shards
 from dstrain.data.formats.splits import is_split, name_split, refuse_split_names
 from dstrain.disk import small
 from dstrain.disk.texts import LONGEST_TEXT, clean_text, decode_text, find_captions, split_lines
@@ -55,16 +55,16 @@ class Tars(Layout):
 
     @classmethod
     def recognises(cls, root: str, files: Files, request: Request) -> bool:
-        if _names_several(root):
+        if _has_several_names(root):
             return _is_tar(root)
         return any(_is_tar(name) for name, inner in peek_names(files) if not inner)
 
-    def parts(self) -> list[str]:
+    def list_parts(self) -> list[str]:
         """Returns the shards. Raises ConfigError if a tar file is compressed, in which nothing can be read by its
         place.
         """
-        several = _names_several(self.root)
-        top = (name for name, inner in self.files.names() if not inner)
+        several = _has_several_names(self.root)
+        top = (name for name, inner in self.files.list_names() if not inner)
         names = [name for name in (find_files(self.files, *_ENDS) if several else top) if _is_tar(name)]
         for name in names:
             packed = next((end for end in _UNPACK if name.lower().endswith(end)), None)
@@ -92,17 +92,17 @@ class Tars(Layout):
                 f"{self.request.key}='{self.root}/train-*.tar', or all by '{self.root}/*.tar'"
             )
 
-    def watched(self) -> list[str]:
-        return ["", *self.parts()]
+    def list_watched(self) -> list[str]:
+        return ["", *self.list_parts()]
 
-    def samples(self, part: str) -> Iterator[Sample]:
+    def iterate_samples(self, part: str) -> Iterator[Sample]:
         if part == self._first:
-            self.leave_out_beside()
-            leave_out_gaps(self, self.parts())
-        members = self._members(part)
+            self.count_files_beside()
+            count_missing_shards(self, self.list_parts())
+        members = self._iterate_members(part)
         folders = {f"{key.rpartition('/')[0]}/" for key in members}
         refuse_split_names(folders, f"{self.request.key}={self.root}: {part}")
-        if not (self.files.pattern or _names_several(self.root)):  # Else their user has chosen them.
+        if not (self.files.pattern or _has_several_names(self.root)):  # Else their user has chosen them.
             self._named |= {folder for folder in folders if is_split(folder.split("/")[-2])}
             refuse_split_names(self._named, f"{self.request.key}={self.root}")
         labelled = any(_find_label(sample) is not None for sample in members.values())
@@ -116,7 +116,7 @@ class Tars(Layout):
                         "with one dot"
                     )
                 if "other" not in sample and not sample.keys().isdisjoint(_TEXTS):
-                    self.leave_out(f"keys with a text or label and without one of the {self.request.noun}")
+                    self.count_left_out(f"keys with a text or label and without one of the {self.request.noun}")
                 continue
             own = _find_label(sample)
             if labelled and "damaged" in sample and own is None:
@@ -127,17 +127,17 @@ class Tars(Layout):
                 )
             captions = sample.get("txt") or sample.get("captions") or ()
             if self.request.captions and not captions and self.request.noun != "clips":
-                self.leave_out(UNCAPTIONED)
+                self.count_left_out(UNCAPTIONED)
                 continue
             name = f"{part}/{key}"
             if self.request.labels == "auto":
-                label = self.class_list.read(own, f"{self.request.key}={self.root}: {name}")
+                label = self.class_list.read_label(own, f"{self.request.key}={self.root}: {name}")
             else:
-                label = self.label(own, key)
+                label = self.convert_label(own, key)
             yield Sample(Place(name, 0, *sample["place"]), label, captions)
 
-    def seen(self) -> Iterator[str]:
-        for part in self.parts():
+    def iterate_files(self) -> Iterator[str]:
+        for part in self.list_parts():
             with self.files.open(part) as file:
                 yield from (f"{part}/{member.name}" for member in _list_headers(file) if member.isreg())
 
@@ -145,9 +145,9 @@ class Tars(Layout):
         if place.size > MAX_BYTES:
             raise ConfigError(f"its header says {place.size} bytes, above the cap of {MAX_BYTES}")
         end = place.name.lower().index(".tar/") + len(".tar")
-        return self.files.span(place.name[:end], place.offset, place.size)
+        return self.files.read_span(place.name[:end], place.offset, place.size)
 
-    def _members(self, part: str) -> dict[str, dict[str, Any]]:
+    def _iterate_members(self, part: str) -> dict[str, dict[str, Any]]:
         """Returns, of each key, the place of its sample, and what its texts say.
         Raises ConfigError if it is no tar file, or a damaged one.
         """
@@ -163,7 +163,9 @@ class Tars(Layout):
                         continue
                     if not member.isreg() or member.issparse():
                         if f".{suffix}" in suffixes:
-                            self.leave_out("links" if member.issym() or member.islnk() else "sparse or special files")
+                            self.count_left_out(
+                                "links" if member.issym() or member.islnk() else "sparse or special files"
+                            )
                         continue
                     sample = members.setdefault(f"{folder}/{stem}" if folder else stem, {})
                     if f".{suffix}" in suffixes:
@@ -182,7 +184,7 @@ class Tars(Layout):
                 f"{self.request.key}={self.root}: {part} is no readable tar file ({error}); make it "
                 "anew, or take it away"
             ) from None
-        self.leave_out_others(others)
+        self.count_other_files(others)
         return members
 
     def _add_place(self, sample: dict[str, Any], suffix: str, member: tarfile.TarInfo) -> None:
@@ -197,7 +199,7 @@ class Tars(Layout):
         if "place" not in sample or rank < sample["rank"]:
             sample |= {"place": (member.offset_data, member.size), "rank": rank}
         elif not is_clip:
-            self.leave_out(f"further {self.request.noun} of a key")
+            self.count_left_out(f"further {self.request.noun} of a key")
 
     def _add_text(self, sample: dict[str, Any], kind: str, file: BinaryIO, member: tarfile.TarInfo) -> None:
         """Adds what a text member says, which follows its header, so that it costs little to read now."""
@@ -275,7 +277,7 @@ def _find_more(file: BinaryIO) -> int | None:
     return None
 
 
-def _names_several(root: str) -> bool:
+def _has_several_names(root: str) -> bool:
     """Returns whether files are named one by one: by a pattern, or as addresses with spaces between them."""
     return "{" in root or ("://" in root and " " in root)
 

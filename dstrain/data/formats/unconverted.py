@@ -59,14 +59,14 @@ def refuse_unconverted(root: str, files: Files, request: Request, forms: Iterabl
             path = root if os.path.isfile(root) else "/".join(filter(None, (root.rstrip("/"), place)))
             if os.path.isfile(root) and kind.startswith("cifar"):
                 path = os.path.dirname(root)
-            raise _refusal(root, noun, kind, path, request.key, files.far)
+            raise _explain_refusal(root, noun, kind, path, request.key, files.far)
     if is_npz(files):
-        raise _refusal(root, "the arrays of an .npz", "npz", root, request.key, files.far)
+        raise _explain_refusal(root, "the arrays of an .npz", "npz", root, request.key, files.far)
     if request.labels == "auto" and not request.captions and find_validation_labels(root, files):
         _refuse_flat_validation(root, request)
 
 
-def _refusal(root: str, noun: str, kind: str, path: str, key: str, far: bool) -> ConfigError:
+def _explain_refusal(root: str, noun: str, kind: str, path: str, key: str, far: bool) -> ConfigError:
     return ConfigError(f"{key}={root} holds {noun}: {describe_conversion(kind, path, key, far)}")
 
 
@@ -117,7 +117,7 @@ def is_flat_validation(root: str | Path) -> bool:
         return False
 
 
-def holds_latents(folder: Path) -> bool:
+def has_latents(folder: Path) -> bool:
     """Returns whether a folder is laid out as the latents of fast-DiT, LightningDiT, EDM2 or REPA."""
     if (folder / "dataset.json").is_file() or next(folder.glob("[!.]*.safetensors"), None) is not None:
         return True

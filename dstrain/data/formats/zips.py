@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
-from dstrain.data.files.listing import METADATA, join_few, listing_errors
+from dstrain.data.files.listing import METADATA, join_few, report_listing_errors
 from dstrain.data.files.local import Files, is_hidden_path
 from dstrain.data.files.remote import Missing
 from dstrain.data.files.zipped import Members, list_members, read_member
@@ -37,53 +37,55 @@ class Zips(Layout):
         names = peek_names(files)
         return len(names) == 1 and names[0][0].lower().endswith(".zip") and not names[0][1]
 
-    def parts(self) -> list[str]:
+    def list_parts(self) -> list[str]:
         return [self.name]
 
-    def samples(self, part: str) -> Iterator[Sample]:
+    def iterate_samples(self, part: str) -> Iterator[Sample]:
         """Yields the members that count.
         Raises ConfigError if it is no zip file, or a damaged one; for encrypted members, images beside class folders,
         missing labels.
         """
         try:
-            with listing_errors(self.root, self.request.key):
-                members, labels, top = self._members(part)
+            with report_listing_errors(self.root, self.request.key):
+                members, labels, top = self._list_members(part)
             members.require_apart()
         except Missing:
             raise
         except ConfigError as error:
-            raise self._refusal(f"{part} cannot be read: {error}; pack it anew") from None
+            raise self._make_error(f"{part} cannot be read: {error}; pack it anew") from None
         names = [name[len(top) :] for name in members.names]
         if labels is None or self.request.labels != "auto":
             refuse_split_names(names, f"{self.request.key}={self.root}")
         if labels is None and self.request.labels == "auto":
-            by_name = self._by_folders(names)
+            by_name = self._choose_class_rule(names)
             order = sorted(range(len(names)), key=lambda place: names[place].replace("/", "\0", 1))
         else:
             labels = labels or {}
             if missing := [name for name in names if labels and name not in labels]:
-                raise self._refusal(
+                raise self._make_error(
                     f"{LABELS} has no label of {join_few(missing, 1)}, of {len(names)} {self.request.noun}: "
                     "pack it anew"
                 )
             if absent := len(labels) - len(set(names)) if labels else 0:
-                self.leave_out(f"that {LABELS} names and that are not there", absent)
+                self.count_left_out(f"that {LABELS} names and that are not there", absent)
             if labels:
                 self.classes = number_classes(labels)
             by_name, order = labels.get, sorted(range(len(names)), key=names.__getitem__)
         self.classes = self.class_list.classes or (self.classes if self.request.labels == "auto" else ())
         for place in order:
             name = names[place]
-            yield Sample(Place(name, 0, members.offsets[place], members.packed[place]), self.label(by_name(name), name))
+            yield Sample(
+                Place(name, 0, members.offsets[place], members.packed[place]), self.convert_label(by_name(name), name)
+            )
 
-    def seen(self) -> Iterator[str]:
+    def iterate_files(self) -> Iterator[str]:
         with self.files.open(self.name) as file:
             yield from (f"{self.name}/{member.orig_filename}" for member in list_members(file))
 
     def read(self, place: Place) -> bytes:
         return read_member(self.files, self.name, place.offset, place.size, MAX_BYTES)
 
-    def _members(self, part: str) -> tuple[Members, dict[str, int] | None, str]:
+    def _list_members(self, part: str) -> tuple[Members, dict[str, int] | None, str]:
         """Returns the members that count, the labels of a dataset.json (None: there is none), and the folder around
         all.
         """
@@ -99,7 +101,7 @@ class Zips(Layout):
                 if not is_sample and not is_table:
                     stem, suffix = os.path.splitext(name)
                     if folders[-1] in METADATA:
-                        self.leave_out(f"{folders[-1]}, which is read beside unpacked files alone,")
+                        self.count_left_out(f"{folders[-1]}, which is read beside unpacked files alone,")
                     else:
                         others[suffix.lower()] += 1
                     if self.request.captions and suffix.lower() in (".txt", ".json"):
@@ -108,7 +110,7 @@ class Zips(Layout):
                 is_link = stat.S_ISLNK(member.external_attr >> 16)
                 if is_link or ".." in folders or "" in folders:
                     if is_sample:
-                        self.leave_out("links" if is_link else "whose names lead outside")
+                        self.count_left_out("links" if is_link else "whose names lead outside")
                     continue
                 if member.flag_bits & 1:
                     raise ConfigError(f"its member {name[:100]} is encrypted")
@@ -123,10 +125,10 @@ class Zips(Layout):
                 if self.request.captions:
                     stems.add(os.path.splitext(name)[0])
         if captions := sum(stem in stems for stem in texts):
-            self.leave_out(
+            self.count_left_out(
                 "captions in X.txt or X.json, which are read beside unpacked files and in tars alone,", captions
             )
-        self.leave_out_others(others)
+        self.count_other_files(others)
         if top is None:  # which is refused in the end
             return members, None, ""
         top = next(
@@ -140,7 +142,7 @@ class Zips(Layout):
         labels = None
         for table in tables:
             if table.orig_filename != top + LABELS:
-                self.leave_out(f"{LABELS} in a folder within")
+                self.count_left_out(f"{LABELS} in a folder within")
             else:
                 size, packed = table.file_size, table.compress_size
                 if size > MAX_LABELS_BYTES:
@@ -152,20 +154,22 @@ class Zips(Layout):
                     raise ConfigError(f"its {LABELS} cannot be read ({error})") from None
         return members, labels, top
 
-    def _by_folders(self, names: list[str]) -> Any:
-        """Returns a function from a name to its class, the first folder in it; None for all if there are no folders."""
+    def _choose_class_rule(self, names: list[str]) -> Any:
+        """Returns a function that finds the class of a name: the first folder in it; None for all if there are no
+        folders.
+        """
         classes = sorted({name.partition("/")[0] for name in names if "/" in name})
         if not classes:
             return lambda name: None
         if flat := next((name for name in names if "/" not in name), None):
-            raise self._refusal(
+            raise self._make_error(
                 f"{self.request.noun} ({flat}) beside class folders ({join_few(classes)}): is this one "
                 "class or several? Pack a folder with a folder for each class, or with a dataset.json"
             )
         self.classes = tuple(classes)
         return lambda name: name.partition("/")[0]
 
-    def _refusal(self, text: str) -> ConfigError:
+    def _make_error(self, text: str) -> ConfigError:
         return ConfigError(f"{self.request.key}={self.root}: {text}")
 
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from dstrain.data.files.listing import ask_each
+from dstrain.data.files.listing import map_in_threads
 from dstrain.data.formats import open_data_files, recognise_layout
 from dstrain.data.formats.base import Layout
 from dstrain.data.index.index import CHUNK, Index
@@ -47,7 +47,7 @@ def require_same_data(layout: Layout, index: Index, read_stats: Callable[[], lis
 
 def require_same_source(source: Source, path: str) -> None:
     """Compares the fingerprints of cached data between the views, on all ranks together. Raises ConfigError."""
-    _compare_views(path, f"data.path={path}", source.fingerprint, "{1!r}, not {0!r}".format)
+    _compare_views(path, f"data.path={path}", source.compute_fingerprint, "{1!r}, not {0!r}".format)
 
 
 def _compare_views(
@@ -84,19 +84,21 @@ def _find_view(root: str) -> tuple[Any, ...]:
 
 def _observe(layout: Layout, index: Index, stats: list[Any]) -> dict[str, Any]:
     """Returns what this machine sees: what is watched, parts, and (size, hash of ends) of some files."""
-    parts = [] if index.single else layout.parts()
+    parts = [] if index.single else layout.list_parts()
     count = len(index) if index.single else len(parts)
     numbers = np.unique(np.linspace(0, count - 1, min(count, _SIZED)).astype(int)).tolist()
-    names = [index.name(number) if index.single else parts[number] for number in numbers]
+    names = [index.read_name(number) if index.single else parts[number] for number in numbers]
     read = set(names[:: -(-len(names) // _READ)])
-    files = ask_each(lambda name: (count_bytes(layout, name), _hash_ends(layout, name) if name in read else ""), names)
+    files = map_in_threads(
+        lambda name: (count_bytes(layout, name), _hash_ends(layout, name) if name in read else ""), names
+    )
     return {"watched": stats, "files": dict(zip(names, files)), "parts": parts}
 
 
 def count_bytes(layout: Layout, name: str) -> int:
     """Returns the bytes of a file, -1 if it is not there."""
     try:
-        return layout.files.stat(name).size
+        return layout.files.read_stat(name).size
     except NotRead:
         raise
     except OSError:
@@ -105,7 +107,7 @@ def count_bytes(layout: Layout, name: str) -> int:
 
 def _hash_ends(layout: Layout, name: str) -> str:
     try:
-        path: Path = layout.files.local(name)
+        path: Path = layout.files.fetch_local(name)
         with open(path, "rb") as file:
             digest = blake2b(file.read(_ENDS), digest_size=8)
             file.seek(-min(_ENDS, os.fstat(file.fileno()).st_size), os.SEEK_END)
@@ -134,23 +136,23 @@ def _compare_samples(layout: Layout, index: Index) -> Iterator[str]:
     """Lists the data on this machine, and yields how they differ from the index."""
     own = recognise_layout(layout.root, open_data_files(layout.root, layout.request), layout.request)
     row = 0
-    for part in own.parts():
-        for sample in own.samples(part):
+    for part in own.list_parts():
+        for sample in own.iterate_samples(part):
             if row % CHUNK == 0:
                 phases().at(f"comparing {layout.root} with what rank 0 has listed: {row:,} of {len(index):,}")
             if row == len(index):
                 yield f"{sample.place.name}, which is not on rank 0"
-            name = index.name(row)
+            name = index.read_name(row)
             if sample.place.name != name:
                 yield f"{sample.place.name} where {name} is on rank 0"
             if isinstance(sample.label, str) and index.classes:
-                number, known = parse_whole_number(sample.label), index.classes[index.label(row)]
+                number, known = parse_whole_number(sample.label), index.classes[index.read_label(row)]
                 if known not in (sample.label, str(number)):
                     yield f"{name} of the class {sample.label}, not {known}"
-            elif sample.label is not None and sample.label != index.label(row):
-                yield f"{name} with the label {sample.label}, not {index.label(row)}"
-            if tuple(map(str, sample.captions)) != index.captions(row):
+            elif sample.label is not None and sample.label != index.read_label(row):
+                yield f"{name} with the label {sample.label}, not {index.read_label(row)}"
+            if tuple(map(str, sample.captions)) != index.read_captions(row):
                 yield f"{name} with another caption"
             row += 1
     if row < len(index):
-        yield f"no {index.name(row)}"
+        yield f"no {index.read_name(row)}"

@@ -25,8 +25,8 @@ from typing import Any, TypeVar
 import numpy as np
 from tqdm import tqdm
 
-from dstrain.data.files.listing import ask_each, join_few
-from dstrain.data.files.local import Files, require_there
+from dstrain.data.files.listing import join_few, map_in_threads
+from dstrain.data.files.local import Files, require_present
 from dstrain.data.formats import open_data_files, recognise_layout
 from dstrain.data.formats.base import Layout, Request
 from dstrain.data.index.alike import require_same_data
@@ -53,7 +53,7 @@ def open_index(
     """Opens the layout of the data at a path and their index, on all ranks together.
 
     kept: data.index, where the index is written whatever its size. run: folder of the run that the command is about.
-    ConfigError: there are no such data, or what the layout says of them.
+    Raises ConfigError if there are no such data, and as the layout does.
     """
     layout, index = run_on_first(lambda: _find_or_list(str(path), request, kept, run))
     missing = None
@@ -114,7 +114,7 @@ def _find_or_list(path: str, request: Request, kept: str | Path | None, run: Pat
         found = _find_index(folder, path, files, request)
         if found is not None:
             return found
-    require_there(f"{request.key}={path}", files)
+    require_present(f"{request.key}={path}", files)
     layout, folder = recognise_layout(path, files, request), folders[0]
     if kept is None and not request.measured and not _name_building(folder).exists():
         index = _list_in_memory(layout)
@@ -193,10 +193,10 @@ def _find_index(
 def _read_stats(layout: Layout, names: list[str]) -> list[list[int | str]]:
     """Returns [size, version] of each file and folder below the root, or of a file that the request names."""
 
-    def stat(name: str) -> list[int | str]:
+    def read_stat(name: str) -> list[int | str]:
         try:
             if not name.startswith(_OF_REQUEST):
-                return list(layout.files.stat(name))
+                return list(layout.files.read_stat(name))
             status = os.stat(name.partition("=")[2])
             return [status.st_size, str(status.st_mtime_ns)]
         except NotRead:
@@ -204,12 +204,12 @@ def _read_stats(layout: Layout, names: list[str]) -> list[list[int | str]]:
         except OSError:
             return [-1, ""]
 
-    return list(ask_each(stat, names))
+    return list(map_in_threads(read_stat, names))
 
 
 def _choose_watched(layout: Layout) -> list[str]:
     """Returns the names to watch, evenly spaced where there are many."""
-    request, names = layout.request, layout.watched()
+    request, names = layout.request, layout.list_watched()
     if len(names) > _WATCHED:
         names = [names[place] for place in np.linspace(0, len(names) - 1, _WATCHED).astype(int).tolist()]
     lists = zip(_OF_REQUEST, (request.captions_file, request.class_list))
@@ -224,22 +224,22 @@ def _list_watched(layout: Layout, index: Index) -> list[str]:
 
 def _list_in_memory(layout: Layout) -> Index | None:
     """Lists few samples into memory; returns None if there are more."""
-    parts = layout.parts()
+    parts = layout.list_parts()
     columns = Columns(classes=layout.classes)
     for part in parts:
-        for sample in layout.samples(part):
+        for sample in layout.iterate_samples(part):
             columns.add(sample, layout)
             if columns.number > _SMALL:
                 return None
     layout.require_whole()
-    return columns.finished(layout)
+    return columns.finish(layout)
 
 
 def _list_on_disk(layout: Layout, folder: Path) -> Index:
     layout.notes.clear()  # They may be those of a listing in memory.
-    building, parts = _name_building(folder), layout.parts()
+    building, parts = _name_building(folder), layout.list_parts()
     watch_list = _choose_watched(layout)
-    _await_clock(stats := _read_stats(layout, watch_list))
+    _wait_for_clock(stats := _read_stats(layout, watch_list))
     plan = {
         "version": VERSION,
         "layout": type(layout).__name__,
@@ -258,7 +258,7 @@ def _list_on_disk(layout: Layout, folder: Path) -> Index:
     layout.require_whole()
     more = [name for name in _choose_watched(layout) if name not in set(watch_list)]  # folders met while listing
     phases().at(f"writing the index of {layout.root}")
-    columns.finished(layout)
+    columns.finish(layout)
     atomic.write_file(
         building / WATCHED,
         sealed.render_sealed({"names": watch_list + more, "stats": stats + _read_stats(layout, more)}),
@@ -286,7 +286,7 @@ def _add_parts(layout: Layout, columns: Columns, parts: list[str], done: int, jo
     ) as bar:
         try:
             for number, part in enumerate(parts[done:], done + 1):
-                for sample in layout.samples(part):
+                for sample in layout.iterate_samples(part):
                     columns.add(sample, layout)
                     if columns.number % CHUNK == 0:
                         columns.write()
@@ -294,7 +294,7 @@ def _add_parts(layout: Layout, columns: Columns, parts: list[str], done: int, jo
                         phases().at(
                             f"listing {layout.root}: {columns.number:,} {noun}, part {number:,} of {len(parts):,}"
                         )
-                state = {"done": number, "notes": dict(layout.notes)} | columns.state()
+                state = {"done": number, "notes": dict(layout.notes)} | columns.get_state()
                 if time.monotonic() - synced > _SYNC:
                     sync()
                     synced = time.monotonic()
@@ -304,7 +304,7 @@ def _add_parts(layout: Layout, columns: Columns, parts: list[str], done: int, jo
         bar.update(columns.number - bar.n)
 
 
-def _await_clock(stats: list[list[int | str]]) -> None:
+def _wait_for_clock(stats: list[list[int | str]]) -> None:
     """Waits until a change that follows would have another time than these have."""
     times = [int(version) for _, version in stats if str(version).isdecimal()]
     while times and 0 <= time.time_ns() - max(times) < _TICK:

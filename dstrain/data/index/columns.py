@@ -35,29 +35,29 @@ class Columns:
     def __init__(
         self, folder: Path | None = None, classes: Sequence[str] = (), state: dict[str, Any] | None = None
     ) -> None:
-        """Begins, or goes on. classes: those that are known; others are numbered as they come. state: what `state` has
-        returned.
+        """Begins, or goes on. classes: those that are known; others are numbered as they come. state: what
+        `get_state` has returned.
         """
         state = state or {"number": 0, "sizes": {}, "kinds": None, "classes": list(classes), "most": 0}
         self.folder = folder
         self.number: int = state["number"]
         self.sizes: dict[str, int] = dict(state["sizes"])  # bytes on the disk
-        self.buffers = {name: self._buffer(name) for name in self.sizes}
+        self.buffers = {name: self._make_buffer(name) for name in self.sizes}
         self.kinds: list[Any] | None = state["kinds"]  # [kind of label, whether there are captions]
         self.numbers = {name: place for place, name in enumerate(state["classes"])}
         self.most: int = state["most"]  # captions of a sample
         for name in ("names", "name_ends", "name_hash"):
-            self._begin(name, None)
+            self._begin_column(name, None)
 
     @staticmethod
-    def _buffer(name: str) -> bytearray | array:
+    def _make_buffer(name: str) -> bytearray | array:
         dtype = COLUMNS[name][0]
         return bytearray() if dtype is None else array(_CODES[dtype])
 
-    def _begin(self, name: str, default: int | None) -> None:
+    def _begin_column(self, name: str, default: int | None) -> None:
         """Makes a column, with the default of the samples before this one."""
         if name not in self.buffers:
-            self.sizes[name], self.buffers[name] = 0, self._buffer(name)
+            self.sizes[name], self.buffers[name] = 0, self._make_buffer(name)
             if default is not None:
                 self.buffers[name].extend([default] * self.number)
 
@@ -66,20 +66,20 @@ class Columns:
         place, label, captions = sample.place, sample.label, sample.captions
         self._require_alike(sample, layout)
         encoded = os.fsencode(place.name)
-        self._text("names", "name_ends", encoded)
+        self._add_text("names", "name_ends", encoded)
         self.buffers["name_hash"].append(hash_name(encoded))  # here, once: at the start of a run it takes a minute
         if isinstance(label, str):
             label = self.numbers.setdefault(label, len(self.numbers))
         for name, value in (("file", place.file), ("offset", place.offset), ("size", place.size), ("label", label)):
             default = COLUMNS[name][1]
             if name not in self.buffers and value is not None and value != default:
-                self._begin(name, default)
+                self._begin_column(name, default)
             if name in self.buffers:
                 self.buffers[name].append(value)
         if captions:
-            self._begin("captions", None)
+            self._begin_column("captions", None)
             for caption in captions:
-                self._text("captions", "caption_ends", caption.encode("utf-8", "replace"))
+                self._add_text("captions", "caption_ends", caption.encode("utf-8", "replace"))
             self._append_end("captions_ends", len(captions))
             self.most = max(self.most, len(captions))
         self.number += 1
@@ -100,18 +100,18 @@ class Columns:
         if kind == "int" and not 0 <= sample.label < _LARGEST:
             raise ConfigError(f"{where} has the label {sample.label}: labels are whole numbers from 0 on")
 
-    def _text(self, blob: str, ends: str, text: bytes) -> None:
-        self._begin(blob, None)
+    def _add_text(self, blob: str, ends: str, text: bytes) -> None:
+        self._begin_column(blob, None)
         self.buffers[blob] += text
         self._append_end(ends, len(text))
 
     def _append_end(self, name: str, length: int) -> None:
-        self._begin(name, None)
+        self._begin_column(name, None)
         buffer = self.buffers[name]
-        buffer.append((buffer[-1] if buffer else self._last(name)) + length)
+        buffer.append((buffer[-1] if buffer else self._read_last_end(name)) + length)
 
-    def _last(self, name: str) -> int:
-        """Returns the last end that stands on the disk."""
+    def _read_last_end(self, name: str) -> int:
+        """Returns the last end of a column of texts that stands on the disk."""
         if not self.sizes[name]:
             return 0
         with open(self.folder / f"{name}.bin", "rb") as file:
@@ -127,10 +127,10 @@ class Columns:
                 if durable:
                     file.flush()
                     os.fsync(file.fileno())
-            self.buffers[name] = self._buffer(name)
+            self.buffers[name] = self._make_buffer(name)
 
-    def state(self) -> dict[str, Any]:
-        """Returns what one can go on from, once `write` was called."""
+    def get_state(self) -> dict[str, Any]:
+        """Returns the state from which listing can go on after an interruption, once `write` was called."""
         sizes = {
             name: self.sizes[name] + len(buffer) * getattr(buffer, "itemsize", 1)
             for name, buffer in self.buffers.items()
@@ -143,9 +143,9 @@ class Columns:
             "most": self.most,
         }
 
-    def finished(self, layout: Layout) -> Index:
-        """Makes the index, whose columns are on the disk if there is a folder.
-        Raises ConfigError if there are no samples, or labels that are unknown.
+    def finish(self, layout: Layout) -> Index:
+        """Makes the index of the rows that were added; its columns are on the disk if there is a folder. Raises
+        ConfigError if there are no samples, or labels that are unknown.
         """
         folder = self.folder
         if folder is not None:
@@ -162,7 +162,7 @@ class Columns:
                 columns[name] = b"" if dtype is None else np.empty(0, dtype)
             else:
                 columns[name] = np.memmap(folder / f"{name}.bin", dtype or np.uint8, "r")
-        classes, counts = self._labels(layout, columns)
+        classes, counts = self._finish_labels(layout, columns)
         names, rest = hash_columns(columns, self.number)
         header = {
             "version": VERSION,
@@ -188,7 +188,7 @@ class Columns:
         atomic.write_file(folder / HEADER, sealed.render_sealed(header))
         return Index(header, columns, folder)
 
-    def _labels(self, layout: Layout, columns: dict[str, Any]) -> tuple[tuple[str, ...], list[int]]:
+    def _finish_labels(self, layout: Layout, columns: dict[str, Any]) -> tuple[tuple[str, ...], list[int]]:
         """Returns the classes and how many samples each has; numbers of names become places among sorted classes."""
         kind, classes, names = self.kinds[0], layout.classes, list(self.numbers)
         if kind == "none":
@@ -227,7 +227,9 @@ class Columns:
         return classes, counts.tolist()
 
     def _renumber(self, columns: dict[str, Any], places: np.ndarray) -> None:
-        """Puts the label of each sample in another column, or file: the old one is what one can go on from."""
+        """Writes the label of each sample into another column, or file: the old one is kept, since listing can go on
+        from it.
+        """
         old = columns.get("label", np.broadcast_to(np.int32(0), self.number))  # a column of zeros is left out
         if self.folder is None:
             columns["label"] = places[old]

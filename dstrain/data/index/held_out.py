@@ -24,16 +24,16 @@ class Members:
     def __len__(self) -> int:
         return int(self.ends[-1]) if len(self.ends) else 0
 
-    def at(self, index: np.ndarray) -> np.ndarray:
-        """Returns the members at places int64 (b,) among all members: int64 (b,)."""
+    def find_members(self, index: np.ndarray) -> np.ndarray:
+        """Returns the numbers that stand at places int64 (b,) among all members: int64 (b,)."""
         block = np.searchsorted(self.ends, index, side="right")  # (b,)
         place = index - np.where(block > 0, self.ends[block - 1], 0)  # within the block
         numbers = block[:, None] * _BLOCK + np.arange(_BLOCK)  # (b, _BLOCK)
-        inside = self.holds(numbers.ravel()).reshape(numbers.shape) & (numbers < self.number)
+        inside = self.contains(numbers.ravel()).reshape(numbers.shape) & (numbers < self.number)
         return numbers[inside & (inside.cumsum(1) == place[:, None] + 1)]
 
-    def holds(self, numbers: np.ndarray) -> np.ndarray:
-        """Returns whether numbers int64 (b,) are members: bool (b,)."""
+    def contains(self, numbers: np.ndarray) -> np.ndarray:
+        """Returns whether each of the numbers int64 (b,) is a member: bool (b,)."""
         held = _are_held_out(numbers, self.held_out)
         return held if self.split == "held_out" else ~held
 

@@ -87,53 +87,54 @@ class Index:
         """Returns whether all columns are what was written; large ones are verified as they are used."""
         return all(column.is_whole() for column in self._columns.values())
 
-    def name(self, index: int) -> str:
-        return os.fsdecode(self.name_bytes(index))
+    def read_name(self, index: int) -> str:
+        return os.fsdecode(self.read_name_bytes(index))
 
-    def name_bytes(self, index: int) -> bytes:
-        """Returns a name as the file system has it."""
+    def read_name_bytes(self, index: int) -> bytes:
+        """Returns the name of a sample in the bytes of the file system."""
         if not 0 <= index < len(self):
             raise IndexError(index)
-        return self._text("names", "name_ends", index)
+        return self._read_text("names", "name_ends", index)
 
-    def names(self, start: int, stop: int) -> list[bytes]:
-        """Returns the names of some samples, as the file system has them."""
-        text, ends = self.name_block(start, stop)
+    def read_names(self, start: int, stop: int) -> list[bytes]:
+        """Returns the names of some samples in the bytes of the file system."""
+        text, ends = self.read_name_block(start, stop)
         places = ends.tolist()
         return [text[begin:end] for begin, end in itertools.pairwise(places)]
 
-    def name_block(self, start: int, stop: int) -> tuple[bytes, np.ndarray]:
-        """Returns the names of some samples in one, and where each ends, behind a 0."""
+    def read_name_block(self, start: int, stop: int) -> tuple[bytes, np.ndarray]:
+        """Returns the names of some samples joined to one text, and where each ends, behind a 0."""
         ends = self._columns["name_ends"][max(start - 1, 0) : stop]
         ends = ends if start else np.concatenate((np.zeros(1, np.uint64), ends))
         return self._columns["names"][int(ends[0]) : int(ends[-1])], ends - ends[0]
 
-    def name_hashes(self, start: int, stop: int) -> np.ndarray:
+    def hash_names(self, start: int, stop: int) -> np.ndarray:
         return self._columns["name_hash"][start:stop]
 
-    def place(self, index: int) -> Place:
-        return Place(self.name(index), *(self._value(name, index) for name in ("file", "offset", "size")))
+    def read_place(self, index: int) -> Place:
+        return Place(self.read_name(index), *(self._read_value(name, index) for name in ("file", "offset", "size")))
 
-    def label(self, index: int) -> int:
-        return self._value("label", index)
+    def read_label(self, index: int) -> int:
+        return self._read_value("label", index)
 
-    def labels(self, index: slice | np.ndarray) -> np.ndarray:
-        """Returns int32 labels of some samples."""
+    def read_labels(self, index: slice | np.ndarray) -> np.ndarray:
+        """Returns the labels of some samples, int32 (n,)."""
         if "label" in self._columns:
             return self._columns["label"][index]
         return np.zeros(len(range(*index.indices(len(self)))) if isinstance(index, slice) else len(index), np.int32)
 
-    def captions(self, index: int) -> tuple[str, ...]:
+    def read_captions(self, index: int) -> tuple[str, ...]:
         if not self.most_captions:
             return ()
         ends = self._columns["captions_ends"]
         numbers = range(int(ends[index - 1]) if index else 0, int(ends[index]))
-        return tuple(self._text("captions", "caption_ends", number).decode("utf-8") for number in numbers)
+        return tuple(self._read_text("captions", "caption_ends", number).decode("utf-8") for number in numbers)
 
-    def split(self, split: str, held_out: float) -> Split:
-        """Returns the split "train", "held_out" or "all". A name is held out by its hash, so that no other moves it.
+    def open_split(self, split: str, held_out: float) -> Split:
+        """Opens the split "train", "held_out" or "all". A name is held out by its hash, so that no other name moves it.
 
-        Of an index on a disk, `write_splits` has been called. ConfigError: that has no such split here.
+        For an index on a disk `write_splits` has to be called before. Raises ConfigError if the index has no such
+        split.
         """
         if split == "all" or not held_out:
             return Split(len(self), None, self.header["counts"], self.header["names"])
@@ -144,8 +145,8 @@ class Index:
         splits = self._open_splits(held_out)
         if splits is None:
             raise ConfigError(
-                f"{self._split_folder(held_out)} is not to be seen from here, damaged, or of other data: remove it, or "
-                "write data.index=FOLDER, a folder that all machines share"
+                f"{self._name_splits(held_out)} is not to be seen from here, damaged, or of other data: remove it, "
+                "or write data.index=FOLDER, a folder that all machines share"
             )
         return splits[split]
 
@@ -159,7 +160,7 @@ class Index:
 
         Other processes may have mapped the old files: they are replaced, never written to.
         """
-        folder, header = self._split_folder(held_out), {"index": self._identity()}
+        folder, header = self._name_splits(held_out), {"index": self._make_identity()}
         folder.mkdir(exist_ok=True)
         names = {split: blake2b(digest_size=8) for split in SPLITS}
         with ExitStack() as stack:
@@ -179,9 +180,9 @@ class Index:
 
     def _open_splits(self, held_out: float) -> dict[str, Split] | None:
         """Opens both splits on the disk; returns None if they are missing, damaged, or of another index."""
-        folder, dtype = self._split_folder(held_out), np.dtype(_choose_row_type(self))
+        folder, dtype = self._name_splits(held_out), np.dtype(_choose_row_type(self))
         header = read_sealed(folder / HEADER)
-        if header is None or header.get("index") != self._identity():
+        if header is None or header.get("index") != self._make_identity():
             return None
         splits = {}
         for split in SPLITS:
@@ -192,24 +193,24 @@ class Index:
             splits[split] = Split(members=rows, **header[split])
         return splits
 
-    def _split_folder(self, held_out: float) -> Path:
+    def _name_splits(self, held_out: float) -> Path:
         return self.folder / f"held_out-{held_out!r}"
 
-    def _text(self, blob: str, ends: str, index: int) -> bytes:
+    def _read_text(self, blob: str, ends: str, index: int) -> bytes:
         column = self._columns[ends]
         return bytes(self._columns[blob][int(column[index - 1]) if index else 0 : int(column[index])])
 
-    def _value(self, name: str, index: int) -> int:
+    def _read_value(self, name: str, index: int) -> int:
         return int(self._columns[name][index]) if name in self._columns else COLUMNS[name][1]
 
-    def _identity(self) -> str:
+    def _make_identity(self) -> str:
         return f"{self.header['names']} {self.rest}"
 
     def __getstate__(self) -> dict[str, Any]:
-        """Returns, on a disk, where it is and which one it is: another process maps it when it uses it."""
+        """Returns, for an index on a disk, its folder and its identity: another process maps it when it uses it."""
         if self.folder is None:
             return self.__dict__
-        return {"folder": self.folder, "identity": self._identity()}
+        return {"folder": self.folder, "identity": self._make_identity()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -219,7 +220,7 @@ class Index:
         if name.startswith("__") or "header" in self.__dict__ or self.__dict__.get("folder") is None:
             raise AttributeError(name)
         index = Index.open(self.folder)
-        if index is None or index._identity() != self.__dict__["identity"]:
+        if index is None or index._make_identity() != self.__dict__["identity"]:
             fault = "is not to be seen from here" if index is None else "was made anew meanwhile, of other data"
             raise ConfigError(
                 f"the index of the data at {self.folder} {fault}: name a folder that all machines share, "
@@ -246,7 +247,7 @@ def hash_columns(columns: dict[str, Any], number: int) -> tuple[str, str]:
 
 
 def hash_name(name: bytes) -> int:
-    """Returns what decides whether a sample is held out: below the share of 2 ** 64, it is."""
+    """Returns the hash of a name that decides on its split: below the held-out share of 2 ** 64 it is held out."""
     return int.from_bytes(blake2b(name, digest_size=8).digest(), "little")
 
 
@@ -260,9 +261,9 @@ def _divide_rows(index: Index, held_out: float) -> Iterator[dict[str, tuple[np.n
     bound = np.uint64(math.ceil(held_out * 2.0**64))  # below 2 ** 64, since the share is below 1
     for start in range(0, len(index), CHUNK):
         phases().at(f"holding out {held_out:g} of the samples: {start:,} of {len(index):,}")
-        unseen = index.name_hashes(start, start + CHUNK) < bound
+        unseen = index.hash_names(start, start + CHUNK) < bound
         rows = np.arange(start, start + len(unseen), dtype=dtype)
-        text, ends = index.name_block(start, start + len(unseen))
+        text, ends = index.read_name_block(start, start + len(unseen))
         yield {
             "train": (rows[~unseen], _join_names(text, ends, ~unseen)),
             "held_out": (rows[unseen], _join_names(text, ends, unseen)),
@@ -279,7 +280,7 @@ def _describe_split(index: Index, members: np.ndarray, names: Any) -> Split:
     """Returns the split of these rows. names: a hash of their names so far."""
     counts = np.zeros(len(index.classes), np.int64)
     for start in range(0, len(members), CHUNK):
-        labels = index.labels(members[start : start + CHUNK])
+        labels = index.read_labels(members[start : start + CHUNK])
         names.update(labels.tobytes())
         if len(counts):
             counts += np.bincount(labels, minlength=len(counts))

@@ -12,7 +12,7 @@ import numpy as np
 from torch import Tensor
 
 from dstrain.data.decode.pixels import SUFFIXES
-from dstrain.data.files.listing import ask_each, join_few
+from dstrain.data.files.listing import join_few, map_in_threads
 from dstrain.data.formats.base import Layout
 from dstrain.data.index.alike import count_bytes
 from dstrain.data.index.build import make_once
@@ -42,7 +42,7 @@ class Indexed(Source):
     ) -> None:
         self.layout, self.index = layout, index
         self.split, self._held_out = split, held_out
-        self.expects = layout.files.far
+        self.prefetches = layout.files.far
         self.path = Path(layout.root)
         self.where, self.check = f"{layout.request.key}={layout.root}", _name_check(layout)
         self.classes, self._renumbered = index.classes, None
@@ -58,7 +58,7 @@ class Indexed(Source):
                 self._renumbered = np.array([places[name] for name in index.classes], np.int32)
         if index.folder is not None:
             make_once(index, lambda: index.has_splits(held_out), lambda: index.write_splits(held_out))
-        self.chosen = index.split(split, held_out)
+        self.chosen = index.open_split(split, held_out)
         if not self.chosen.number:
             raise ConfigError(
                 f"{key}={self.path}: data.held_out={held_out} leaves no {self.noun.removesuffix('s')} of "
@@ -69,101 +69,102 @@ class Indexed(Source):
     def __len__(self) -> int:
         return self.chosen.number
 
-    def name(self, index: int) -> str:
-        return self.index.name(self.row(index))
+    def name_sample(self, index: int) -> str:
+        return self.index.read_name(self.find_row(index))
 
-    def row(self, index: int) -> int:
-        """Returns the place of a sample in the index."""
+    def find_row(self, index: int) -> int:
+        """Returns the row of the index that holds a sample."""
         if not 0 <= index < len(self):
             raise IndexError(index)
         return index if self.chosen.members is None else int(self.chosen.members[index])
 
-    def label(self, row: int) -> int:
-        label = self.index.label(row)
+    def read_label(self, row: int) -> int:
+        label = self.index.read_label(row)
         return label if self._renumbered is None else int(self._renumbered[label])
 
     @property
     def labels(self) -> np.ndarray:
-        """Returns int32 (N,), all of them: for data that are known to be small."""
-        return np.concatenate([labels for _, labels in self._chunks()])
+        """Returns the labels of all samples, int32 (N,): for data that are known to be small."""
+        return np.concatenate([labels for _, labels in self._iterate_chunks()])
 
-    def expect(self, index: Tensor, mirrored: Tensor | None = None, chance: Tensor | None = None) -> None:
-        self.layout.expect(self.index.place(self.row(sample)) for sample in index.tolist())
+    def prefetch(self, index: Tensor, mirrored: Tensor | None = None, chance: Tensor | None = None) -> None:
+        self.layout.prefetch(self.index.read_place(self.find_row(sample)) for sample in index.tolist())
 
     def describe(self) -> str:
-        remarks = filter(None, (super().describe(), _describe_alike(self.classes), self.layout.advice()))
+        remarks = filter(None, (super().describe(), _describe_alike(self.classes), self.layout.list_advice()))
         return "; ".join(remarks)
 
-    def class_counts(self) -> np.ndarray | None:
+    def count_by_class(self) -> np.ndarray | None:
         if not self.classes:
             return None
         counts = np.zeros(len(self.classes), np.int64)
         counts[slice(None) if self._renumbered is None else self._renumbered] = self.chosen.counts
         return counts
 
-    def fingerprint(self) -> str:
-        count = self._num_files()
+    def compute_fingerprint(self) -> str:
+        count = self._count_files()
         files = range(count) if count <= _ASKED else np.linspace(0, count - 1, _ASKED).astype(int)
-        return f"{self._summary()} {self._sizes(files)}"
+        return f"{self._summarize()} {self._measure_files(files)}"
 
-    def contents(self) -> str:
-        return f"{self._summary()} {self._sizes(range(self._num_files()))}"
+    def compute_full_fingerprint(self) -> str:
+        return f"{self._summarize()} {self._measure_files(range(self._count_files()))}"
 
     @abstractmethod
-    def _summary(self) -> str:
-        """Returns kind, split, numbers and names, for the fingerprint."""
+    def _summarize(self) -> str:
+        """Returns kind, split, numbers and names, as the fingerprint begins with them."""
 
-    def _names(self, texts: Iterable[bytes] = ()) -> str:
-        """Returns a hash of all names, then all labels, then `texts`."""
+    def _hash_names(self, texts: Iterable[bytes] = ()) -> str:
+        """Hashes all names, then all labels, then `texts`."""
         if self._renumbered is None and not texts:
             return self.chosen.names
         digest = blake2b(digest_size=8)
-        for rows, _ in self._chunks():
-            digest.update(b"".join(self._names_of(rows)))
-        for _, labels in self._chunks():
+        for rows, _ in self._iterate_chunks():
+            digest.update(b"".join(self._read_names(rows)))
+        for _, labels in self._iterate_chunks():
             digest.update(labels.tobytes())
         for text in texts:
             digest.update(text)
         return digest.hexdigest()
 
-    def _chunks(self) -> Iterator[tuple[range | np.ndarray, np.ndarray]]:
-        """Yields rows of the index and their labels int32, some at a time."""
+    def _iterate_chunks(self) -> Iterator[tuple[range | np.ndarray, np.ndarray]]:
+        """Yields rows of the index and their labels int32, a chunk at a time."""
         for start in range(0, len(self), CHUNK):
             stop = min(start + CHUNK, len(self))
             rows = range(start, stop) if self.chosen.members is None else self.chosen.members[start:stop]
-            labels = self.index.labels(slice(start, stop) if isinstance(rows, range) else rows)
+            labels = self.index.read_labels(slice(start, stop) if isinstance(rows, range) else rows)
             yield rows, labels if self._renumbered is None else self._renumbered[labels]
 
-    def _names_of(self, rows: range | np.ndarray) -> list[bytes]:
+    def _read_names(self, rows: range | np.ndarray) -> list[bytes]:
         if isinstance(rows, range):
-            return self.index.names(rows.start, rows.stop)
-        return [self.index.name_bytes(row) for row in rows.tolist()]
+            return self.index.read_names(rows.start, rows.stop)
+        return [self.index.read_name_bytes(row) for row in rows.tolist()]
 
-    def _num_files(self) -> int:
-        return len(self) if self.index.single else len(self.layout.parts())
+    def _count_files(self) -> int:
+        return len(self) if self.index.single else len(self.layout.list_parts())
 
-    def _files(self, numbers: Sequence[int]) -> Iterator[list[str]]:
+    def _iterate_files(self, numbers: Sequence[int]) -> Iterator[list[str]]:
         """Yields the names of some of the files that hold the samples, a chunk at a time."""
-        parts = [] if self.index.single else self.layout.parts()
+        parts = [] if self.index.single else self.layout.list_parts()
         for start in range(0, len(numbers), CHUNK):
             some = numbers[start : start + CHUNK]
-            yield [self.name(int(number)) if self.index.single else parts[number] for number in some]
+            yield [self.name_sample(int(number)) if self.index.single else parts[number] for number in some]
 
-    def _sizes(self, numbers: Sequence[int]) -> str:
-        """Returns the bytes of these files, and a hash of the size of each (-1 where it is unknown) and of `_texts`.
+    def _measure_files(self, numbers: Sequence[int]) -> str:
+        """Returns the bytes of these files together, and a hash of the size of each (-1 where it is unknown) and of
+        `_hash_texts`.
 
         Times do not count: a folder that was copied is the same data.
         """
         total, digest = 0, blake2b(digest_size=8)
-        for names in self._files(numbers):
-            sizes = np.fromiter(ask_each(partial(count_bytes, self.layout), names), np.int64, len(names))
+        for names in self._iterate_files(numbers):
+            sizes = np.fromiter(map_in_threads(partial(count_bytes, self.layout), names), np.int64, len(names))
             total += int(sizes.sum())
             digest.update(sizes.tobytes())
-        digest.update(self._texts(numbers))
+        digest.update(self._hash_texts(numbers))
         return f"bytes={total} contents={digest.hexdigest()}"
 
-    def _texts(self, numbers: Sequence[int]) -> bytes:
-        """Returns, for the fingerprint, what is known of these files beside names, labels and sizes."""
+    def _hash_texts(self, numbers: Sequence[int]) -> bytes:
+        """Returns a hash of what is known of these files beside names, labels and sizes, for the fingerprint."""
         return self.index.rest.encode()
 
 

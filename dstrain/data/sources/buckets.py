@@ -38,7 +38,8 @@ _OUT = 65535  # uint16, the bucket of samples that are left out
 
 class Bucketed(Remade):
     """The samples of `whole` by bucket. shapes: of the buckets; table: what decides (sizes.py); rule: as shapes, what
-    else the choice depends on. Its `header` says how many samples each bucket has, and what `choose` has counted.
+    else the choice depends on. Its `header` says how many samples each bucket has, and what `choose_buckets`
+    has counted.
 
     On all ranks together.
     """
@@ -58,30 +59,30 @@ class Bucketed(Remade):
         self.ends = tuple(np.cumsum(self.counts).tolist())
 
     @abstractmethod
-    def choose(self, block: np.ndarray, header: dict[str, Any]) -> tuple[np.ndarray, np.ndarray | None]:
-        """Returns the buckets int64 (n,) of samples by their rows of the table, and which are left out, bool (n,) or
-        None.
+    def choose_buckets(self, block: np.ndarray, header: dict[str, Any]) -> tuple[np.ndarray, np.ndarray | None]:
+        """Returns the buckets int64 (n,) of samples by their rows of the table, and a mask bool (n,) of those that are
+        left out, or None.
 
-        What is to be known of them is counted in `header`, which is empty before the first block.
+        Counts in `header` what is to be known of them; it is empty before the first block.
         """
 
     def __len__(self) -> int:
         return self.ends[-1]
 
-    def place(self, index: int | Tensor) -> int | Tensor:
+    def map_index(self, index: int | Tensor) -> int | Tensor:
         return int(self.members[int(index)])
 
-    def shape(self, index: int) -> Any:
+    def find_shape(self, index: int) -> Any:
         """Returns the entry of `shapes` that a sample belongs to."""
         return self.shapes[int(np.searchsorted(self.ends, index, side="right"))]
 
     def read(self, index: int, chance: Chance | None = None) -> Item:
-        return self.whole.read(self.place(index), chance, self.shape(index))
+        return self.whole.read(self.map_index(index), chance, self.find_shape(index))
 
-    def order(self, global_batch: int, seed: int) -> BucketOrder:
+    def make_order(self, global_batch: int, seed: int) -> BucketOrder:
         return BucketOrder(self.counts, global_batch, seed)
 
-    def squares(self) -> Source:
+    def make_square_view(self) -> Source:
         return self.whole
 
     def describe(self) -> str:
@@ -91,18 +92,18 @@ class Bucketed(Remade):
             [
                 self.whole.describe(),
                 f"in {len(full)} of {len(self.shapes)} buckets of {least:,} "
-                f"({self.shape_words(small)}) to {most:,} ({self.shape_words(large)})",
-                *self.remarks(),
+                f"({self.describe_shape(small)}) to {most:,} ({self.describe_shape(large)})",
+                *self.describe_counts(),
             ]
         )
 
     @abstractmethod
-    def shape_words(self, shape: Any) -> str:
+    def describe_shape(self, shape: Any) -> str:
         """Describes an entry of `shapes`, for people."""
 
     @abstractmethod
-    def remarks(self) -> list[str]:
-        """Describes what the header has counted, for people."""
+    def describe_counts(self) -> list[str]:
+        """Describes, for people, the samples that the header has counted."""
 
 
 class Sized(Bucketed):
@@ -120,7 +121,7 @@ class Sized(Bucketed):
                 f"more often, up to {self.header['most']:.1f} times: give smaller data.buckets"
             )
 
-    def choose(self, block: np.ndarray, header: dict[str, Any]) -> tuple[np.ndarray, np.ndarray | None]:
+    def choose_buckets(self, block: np.ndarray, header: dict[str, Any]) -> tuple[np.ndarray, np.ndarray | None]:
         targets, max_upscale = np.array(self.shapes), self.rule
         bucket = choose_buckets(block, self.shapes, max_upscale or 1.0)
         factor = np.where(block.min(1) > 0, compute_upscale(block, targets[bucket]), 1.0)
@@ -130,10 +131,10 @@ class Sized(Bucketed):
         header["most"] = max(header.get("most", 1.0), float(factor.max()))
         return bucket, out
 
-    def shape_words(self, shape: Shape) -> str:
+    def describe_shape(self, shape: Shape) -> str:
         return "{} x {}".format(*shape)
 
-    def remarks(self) -> list[str]:
+    def describe_counts(self) -> list[str]:
         left_out, enlarged = self.header["left_out"], self.header["enlarged"]
         words = [f"{left_out:,} left out by data.max_upscale"] if left_out else []
         return words + (
@@ -159,21 +160,21 @@ class Timed(Bucketed):
                 f"{whole.where}: none of its {len(whole):,} clips is sound: `{whole.check}` lists what cannot be read"
             )
 
-    def fingerprint(self) -> str:
-        return f"{self.whole.fingerprint()}, {self.shapes} frames: {self.counts}"
+    def compute_fingerprint(self) -> str:
+        return f"{self.whole.compute_fingerprint()}, {self.shapes} frames: {self.counts}"
 
-    def choose(self, block: np.ndarray, header: dict[str, Any]) -> tuple[np.ndarray, np.ndarray | None]:
-        frames, unread = self.whole.cut.available(block[:, 0]), block[:, 0] == 0
+    def choose_buckets(self, block: np.ndarray, header: dict[str, Any]) -> tuple[np.ndarray, np.ndarray | None]:
+        frames, unread = self.whole.cut.count_available(block[:, 0]), block[:, 0] == 0
         fills = frames[:, None] >= np.array(self.shapes)  # (n, buckets), False ... True
         header["unread"] = header.get("unread", 0) + int(unread.sum())
         header["short"] = header.get("short", 0) + int((~fills[:, -1] & ~unread).sum())
         return np.where(fills[:, -1], fills.argmax(1), len(self.shapes) - 1), unread
 
-    def shape_words(self, shape: int) -> str:
+    def describe_shape(self, shape: int) -> str:
         return f"{shape} frame{'s' * (shape != 1)}"
 
-    def remarks(self) -> list[str]:
-        short, unread, least = self.header["short"], self.header["unread"], self.shape_words(self.shapes[-1])
+    def describe_counts(self) -> list[str]:
+        short, unread, least = self.header["short"], self.header["unread"], self.describe_shape(self.shapes[-1])
         words = [f"{unread:,} left out, which cannot be read"] if unread else []
         return words + ([f"{short:,} shorter than {least}: their last frame is repeated"] if short else [])
 
@@ -181,7 +182,7 @@ class Timed(Bucketed):
 def sort_by_duration(source: Videos | Mixed, durations: tuple[int, ...]) -> Timed | Mixed:
     """Sorts clips into buckets; images that are mixed into them are clips of one frame, in a bucket of their own."""
     if isinstance(source, Mixed):
-        return source.apart(Timed(source.videos, durations))
+        return source.separate_images(Timed(source.videos, durations))
     return Timed(source, durations)
 
 
@@ -219,7 +220,7 @@ def _choose_buckets(buckets: np.ndarray, source: Bucketed, table: Verified) -> d
     counts, header, members = np.zeros(len(source.shapes), np.int64), {}, source.whole.chosen.members
     for start in range(0, len(buckets), CHUNK):
         rows = slice(start, min(start + CHUNK, len(buckets)))
-        bucket, out = source.choose(table[rows] if members is None else table[members[rows]], header)
+        bucket, out = source.choose_buckets(table[rows] if members is None else table[members[rows]], header)
         buckets[rows] = bucket if out is None else np.where(out, _OUT, bucket)
         counts += np.bincount(bucket if out is None else bucket[~out], minlength=len(counts))
     return header | {"counts": counts.tolist()}

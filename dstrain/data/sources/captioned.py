@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from dstrain.data.decode.pixels import SUFFIXES
-from dstrain.data.files.listing import ask_each
+from dstrain.data.files.listing import map_in_threads
 from dstrain.data.files.storage import require_regular
 from dstrain.data.formats.base import UNCAPTIONED, Request
 from dstrain.data.formats.sidecars import Beside
@@ -49,25 +49,25 @@ class Captioned(Images):
     def describe(self) -> str:
         return f"{len(self):,} {self.noun}, and {self.num_uncaptioned:,} images without a caption, which are left out"
 
-    def fingerprint(self) -> str:
-        """Covers all files, since all will be read."""
-        return self.contents()
+    def compute_fingerprint(self) -> str:
+        """Returns the fingerprint over all files, since all will be read."""
+        return self.compute_full_fingerprint()
 
-    def names(self) -> str:
+    def fingerprint_names(self) -> str:
         """Returns the beginning of the fingerprint: number of pairs, and a hash of their names."""
-        return self._summary()
+        return self._summarize()
 
-    def _summary(self) -> str:
+    def _summarize(self) -> str:
         digest = blake2b(digest_size=8)
         for start in range(0, len(self), CHUNK):
-            digest.update(b"".join(self.index.names(start, min(start + CHUNK, len(self)))))
+            digest.update(b"".join(self.index.read_names(start, min(start + CHUNK, len(self)))))
         return f"captioned n={len(self)} names={digest.hexdigest()}"
 
-    def _texts(self, numbers: range) -> bytes:
-        """Covers, of captions beside images, their files as they are now."""
+    def _hash_texts(self, numbers: range) -> bytes:
+        """Hashes the captions that stand in files beside the images, as they are now."""
         if not isinstance(self.layout, Beside):
-            return super()._texts(numbers)
-        return hash_texts(self.path, self._files(numbers))
+            return super()._hash_texts(numbers)
+        return hash_texts(self.path, self._iterate_files(numbers))
 
 
 def hash_texts(root: Path, files: Iterable[list[str]]) -> bytes:
@@ -81,7 +81,7 @@ def hash_texts(root: Path, files: Iterable[list[str]]) -> bytes:
 def add_captions(digest: Any, root: Path, names: list[str]) -> None:
     """Adds to a hash the text beside each file: X.txt of X.png, none where that cannot be read."""
 
-    def text_of(name: str) -> bytes:
+    def open_text(name: str) -> bytes:
         try:
             path = (root / name).with_suffix(".txt")
             require_regular(path)
@@ -89,5 +89,5 @@ def add_captions(digest: Any, root: Path, names: list[str]) -> None:
         except (OSError, ConfigError):  # it will be a bad sample, as one whose caption is empty
             return b""
 
-    for text in ask_each(text_of, names):
+    for text in map_in_threads(open_text, names):
         digest.update(len(text).to_bytes(8, "little") + text)

@@ -20,25 +20,25 @@ class Embedded(Remade):
 
     def __init__(self, whole: Emoji | Images, stored: Stored) -> None:
         super().__init__(whole)
-        self.stored, self.expects = stored, whole.expects
+        self.stored, self.prefetches = stored, whole.prefetches
         self.captioned, self.uncaptioned = False, None
 
     def read(self, index: int, chance: Chance | None = None) -> Item:
         item = self.whole.read(index, chance)
         item.pop("caption", None)
-        return item | {"image_embed": self.stored.values("image_embed", self.whole.row(index))}
+        return item | {"image_embed": self.stored.read_values("image_embed", self.whole.find_row(index))}
 
-    def expect(self, index: Tensor, mirrored: Tensor | None = None, chance: Tensor | None = None) -> None:
-        self.whole.expect(index, mirrored, chance)
+    def prefetch(self, index: Tensor, mirrored: Tensor | None = None, chance: Tensor | None = None) -> None:
+        self.whole.prefetch(index, mirrored, chance)
 
     def describe(self) -> str:
         return f"{self.whole.describe()}; embeddings of width {self.stored.tables['image_embed'].shape[0]}"
 
-    def fingerprint(self) -> str:
-        return f"{self.whole.fingerprint()} {self.stored.fingerprint()}"
+    def compute_fingerprint(self) -> str:
+        return f"{self.whole.compute_fingerprint()} {self.stored.compute_fingerprint()}"
 
-    def contents(self) -> str:
-        return f"{self.whole.contents()} {self.stored.fingerprint()}"
+    def compute_full_fingerprint(self) -> str:
+        return f"{self.whole.compute_full_fingerprint()} {self.stored.compute_fingerprint()}"
 
 
 def add_embeddings(images: Source, path: str) -> Embedded:
@@ -56,7 +56,7 @@ def add_embeddings(images: Source, path: str) -> Embedded:
     if isinstance(images, Emoji):
         return Embedded(images, stored)
     whole = Captioned(images.layout, images.index, images.image_size, captions=True)
-    source, names = read_data_fingerprint(path), whole.names()
+    source, names = read_data_fingerprint(path), whole.fingerprint_names()
     if source is None:
         raise ConfigError(
             f"data.embeddings={path} does not say of which images it is: make it by dstrain encode "

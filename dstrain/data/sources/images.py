@@ -24,7 +24,7 @@ from dstrain.data.formats.imagenet import split_root
 from dstrain.data.index.build import open_index, run_on_first
 from dstrain.data.index.index import Index
 from dstrain.data.index.source import Indexed
-from dstrain.data.source import Chance, Item, reading
+from dstrain.data.source import Chance, Item, report_bad_sample
 from dstrain.recipe import ConfigError
 
 
@@ -122,25 +122,25 @@ class Images(Indexed):
 
     def read(self, index: int, chance: Chance | None = None, shape: tuple[int, int] | None = None) -> Item:
         """Reads a sample. shape: width and height; None: a square of image_size."""
-        row = self.row(index)
-        place = self.index.place(row)
+        row = self.find_row(index)
+        place = self.index.read_place(row)
         *numbers, choice = chance if isinstance(chance, list) else [chance or 0.0]
-        with reading(place.name, self.path / place.name):
-            item = retry(lambda: self._cut(place, *(shape or (self.image_size,) * 2), numbers or None))
-            item["label"] = self.label(row)
+        with report_bad_sample(place.name, self.path / place.name):
+            item = retry(lambda: self._crop_image(place, *(shape or (self.image_size,) * 2), numbers or None))
+            item["label"] = self.read_label(row)
             if self.captioned:
-                captions = self.index.captions(row)
+                captions = self.index.read_captions(row)
                 text = captions[int(choice * len(captions))]
                 if not text:
                     raise ConfigError("its caption is empty, or cannot be read")
                 item["caption"] = pack_caption(text)
         return item
 
-    def captions(self, index: int) -> tuple[str, ...]:
+    def read_captions(self, index: int) -> tuple[str, ...]:
         """Returns all captions of a sample."""
-        return self.index.captions(self.row(index))
+        return self.index.read_captions(self.find_row(index))
 
-    def _cut(self, place: Place, width: int, height: int, numbers: list[float] | None) -> Item:
+    def _crop_image(self, place: Place, width: int, height: int, numbers: list[float] | None) -> Item:
         file, upright = read_encoded(self.layout, place), self.layout.request.upright
         image = decode_sample(file, self.channels, (width, height) if self.draft else None, upright)
         cut = self.crop(image, width, height, numbers)
@@ -149,8 +149,8 @@ class Images(Indexed):
         size = torch.tensor([image.height, image.width, cut.top, cut.left, height, width])
         return {"image": to_tensor(cut.image), "size": size, "right": cut.right}
 
-    def _summary(self) -> str:
-        return f"images {self.split} n={len(self)} classes={len(self.classes)} names={self._names()}"
+    def _summarize(self) -> str:
+        return f"images {self.split} n={len(self)} classes={len(self.classes)} names={self._hash_names()}"
 
 
 def read_encoded(layout: Layout, place: Place) -> Path | BinaryIO:

@@ -15,13 +15,13 @@ from tqdm import tqdm
 
 from dstrain.data.decode.clips import count_frames
 from dstrain.data.decode.pixels import FORMATS, open_image, read_upright_size
-from dstrain.data.files.listing import ask_each
+from dstrain.data.files.listing import map_in_threads
 from dstrain.data.files.storage import retry
 from dstrain.data.formats.base import Layout, Place
 from dstrain.data.index.build import make_once
 from dstrain.data.index.index import CHUNK, Index
 from dstrain.data.index.verified import Verified, map_file, open_shared, open_whole, write_sums
-from dstrain.data.source import BadSample, reading
+from dstrain.data.source import BadSample, report_bad_sample
 from dstrain.data.sources.images import read_encoded
 from dstrain.distributed.progress import phases
 
@@ -31,7 +31,7 @@ _CLIPS = 1024  # files between two writes, where each may take long
 def measure_images(layout: Layout, index: Index) -> Verified:
     """Returns int32 (N, 2): width and height of each image of the index, 0 if it cannot be read; on all ranks together.
 
-    The index stands on a disk. NotRead: the storage fails.
+    The index stands on a disk. Raises NotRead if the storage fails.
     """
     name = "upright_sizes" if layout.request.upright else "sizes"
     return _open_measures(layout, index, name, 2, lambda place: read_size(layout, place), CHUNK)
@@ -49,13 +49,13 @@ def read_size(layout: Layout, place: Place) -> tuple[int, int]:
         with open_image(read_encoded(layout, place), FORMATS) as image:
             return read_upright_size(image) if layout.request.upright else image.size
 
-    with reading(place.name, Path(layout.root, place.name)):
+    with report_bad_sample(place.name, Path(layout.root, place.name)):
         return retry(read)
 
 
 def count_sample_frames(layout: Layout, place: Place) -> int:
     """Counts the frames of a clip. Raises BadSample if it cannot be read."""
-    with reading(place.name, Path(layout.root, place.name)):
+    with report_bad_sample(place.name, Path(layout.root, place.name)):
         return count_frames(layout.read(place))
 
 
@@ -64,7 +64,7 @@ def _open_measures(
 ) -> Verified:
     """Returns int32 (N, width): the measure of each sample, 0 if it cannot be read; on all ranks together.
 
-    One command at a time writes it. ConfigError: it cannot be written there.
+    One command at a time writes it. Raises ConfigError if it cannot be written there.
     """
     path, dtype = index.folder / f"{name}.bin", np.dtype((np.int32, (width,)))
     found = partial(open_whole, path, dtype, len(index) * dtype.itemsize)
@@ -77,9 +77,9 @@ def _write_measures(
 ) -> None:
     """Measures `chunk` samples at a time; goes on where an interrupted command was."""
 
-    def known(row: int) -> tuple[int, ...]:
+    def find_known(row: int) -> tuple[int, ...]:
         try:
-            return measure(index.place(row))
+            return measure(index.read_place(row))
         except BadSample:
             return (0,) * dtype.shape[0]
 
@@ -96,7 +96,9 @@ def _write_measures(
         for start in range(done, len(index), chunk):
             phases().at(f"measuring {layout.root}: {start:,} of {len(index):,}")
             stop = min(start + chunk, len(index))
-            _append_rows(part, np.array(list(ask_each(known, range(start, stop))), np.int32), start * dtype.itemsize)
+            _append_rows(
+                part, np.array(list(map_in_threads(find_known, range(start, stop))), np.int32), start * dtype.itemsize
+            )
             bar.update(stop - start)
     write_sums(path, map_file(part))
     os.replace(part, path)

@@ -29,7 +29,7 @@ from dstrain.data.formats.clips import Clips
 from dstrain.data.index.build import open_index
 from dstrain.data.index.index import Index
 from dstrain.data.index.source import Indexed
-from dstrain.data.source import Item, Source, reading
+from dstrain.data.source import Item, Source, report_bad_sample
 from dstrain.data.sources.captioned import add_captions
 from dstrain.disk.texts import read_text, split_lines
 from dstrain.recipe import ConfigError
@@ -113,29 +113,29 @@ class Videos(Indexed):
         of `cut`.
         Raises BadSample if it cannot be read.
         """
-        row, cut = self.row(index), replace(self.cut, num_frames=frames or self.cut.num_frames)
-        place = self.index.place(row)
-        with reading(place.name, self.path / place.name):
+        row, cut = self.find_row(index), replace(self.cut, num_frames=frames or self.cut.num_frames)
+        place = self.index.read_place(row)
+        with report_bad_sample(place.name, self.path / place.name):
             file = self.layout.read(place)
             video, real, listing = read_clip(file, cut, chance, self._listings.get(index))
-            caption = self._caption(row, file)
+            caption = self._read_caption(row, file)
         while len(self._listings) >= _MAX_LISTINGS:
             del self._listings[next(iter(self._listings))]
         self._listings[index] = listing
         item = {"video": video, "frames": real} | ({} if caption is None else {"caption": pack_caption(caption)})
-        return item | ({"label": self.label(row)} if self.labelled else {})
+        return item | ({"label": self.read_label(row)} if self.labelled else {})
 
-    def captions(self, index: int) -> tuple[str, ...]:
-        row = self.row(index)
-        caption = self._caption(row, self.path / self.index.name(row))
+    def read_captions(self, index: int) -> tuple[str, ...]:
+        row = self.find_row(index)
+        caption = self._read_caption(row, self.path / self.index.read_name(row))
         return () if caption is None else (caption,)
 
-    def _caption(self, row: int, file: Path | bytes) -> str | None:
+    def _read_caption(self, row: int, file: Path | bytes) -> str | None:
         if self.captions_from == "classes":
-            return self.classes[self.label(row)].replace("_", " ")
+            return self.classes[self.read_label(row)].replace("_", " ")
         if self.captions_from == "none":
             return None
-        captions = self.index.captions(row)
+        captions = self.index.read_captions(row)
         if self.captions_from == "beside":
             captions = split_lines(retry(lambda: read_text(file.with_suffix(".txt"))))
         if not captions or not captions[0]:
@@ -143,23 +143,28 @@ class Videos(Indexed):
         return captions[0]
 
     def describe(self) -> str:
-        some = {self.name(row).lower().endswith(_STILL) for row in range(0, len(self), -(-len(self) // _ASKED))}
+        some = {self.name_sample(row).lower().endswith(_STILL) for row in range(0, len(self), -(-len(self) // _ASKED))}
         still = some == {True} and self.cut.num_frames > 1 and not self.cut.still
         return super().describe() + "; they are named as still pictures: one frame each, repeated" * still
 
-    def _summary(self) -> str:
+    def _summarize(self) -> str:
         return (
             f"videos {self.split} n={len(self)} classes={len(self.classes)} captions={self.captions_from} "
-            f"names={self._names(self._captions())}"
+            f"names={self._hash_names(self._iterate_captions())}"
         )
 
-    def _captions(self) -> Iterable[bytes]:
+    def _iterate_captions(self) -> Iterable[bytes]:
         """Yields the captions of a captions file, one after the other."""
         if not isinstance(self.layout, Clips) or not self.index.most_captions:
             return ()
-        return (text.encode() for rows, _ in self._chunks() for row in rows for text in self.index.captions(int(row)))
+        return (
+            text.encode()
+            for rows, _ in self._iterate_chunks()
+            for row in rows
+            for text in self.index.read_captions(int(row))
+        )
 
-    def _caption_words(self) -> str:
+    def _describe_captions(self) -> str:
         file = self.layout.request.captions_file or self.path
         return {
             "beside": "captions beside them",
@@ -168,16 +173,16 @@ class Videos(Indexed):
             "none": "no captions",
         }[self.captions_from]
 
-    def _texts(self, numbers: Sequence[int]) -> bytes:
+    def _hash_texts(self, numbers: Sequence[int]) -> bytes:
         if not isinstance(self.layout, Clips):
-            return super()._texts(numbers)
+            return super()._hash_texts(numbers)
         texts, end = blake2b(), 0
-        for text in self._captions():
+        for text in self._iterate_captions():
             texts.update(text)
-        for text in self._captions():
+        for text in self._iterate_captions():
             end += len(text)
             texts.update(end.to_bytes(8, "little"))
-        for names in self._files(numbers) if self.captions_from == "beside" else ():
+        for names in self._iterate_files(numbers) if self.captions_from == "beside" else ():
             add_captions(texts, self.path, names)
         return texts.digest()
 
@@ -211,21 +216,23 @@ class Mixed(Source):
     def __len__(self) -> int:
         return len(self.videos) + self.slots
 
-    def apart(self, videos: Source) -> "Mixed":
-        """Returns it with `videos`, the same ones by bucket, and the images in another bucket, of one frame each."""
+    def separate_images(self, videos: Source) -> "Mixed":
+        """Returns the same samples with `videos`, the same ones by bucket, and the images in a bucket of their own, of
+        one frame each.
+        """
         return replace(self, videos=videos, frames=1)
 
     @property
     def ends(self) -> tuple[int, ...]:
         return (len(self),) if self.frames is None else (*self.videos.ends, len(self))
 
-    def order(self, global_batch: int, seed: int) -> Any:
+    def make_order(self, global_batch: int, seed: int) -> Any:
         if self.frames is None:
-            return super().order(global_batch, seed)
+            return super().make_order(global_batch, seed)
         return BucketOrder(tuple(np.diff(self.ends, prepend=0).tolist()), global_batch, seed)
 
-    def squares(self) -> Source:
-        return replace(self, videos=self.videos.squares(), frames=None)
+    def make_square_view(self) -> Source:
+        return replace(self, videos=self.videos.make_square_view(), frames=None)
 
     def __getitem__(self, index: int) -> Item:
         return self.read(index)
@@ -235,25 +242,29 @@ class Mixed(Source):
         if index < len(self.videos):
             item = self.videos.read(index, chance)
         else:
-            item = self.images.read(self._image(index, chance or 0.0), frames=self.frames)
+            item = self.images.read(self._read_image(index, chance or 0.0), frames=self.frames)
         return {name: value for name, value in item.items() if name not in self.dropped}
 
-    def captions(self, index: int) -> tuple[str, ...]:
+    def read_captions(self, index: int) -> tuple[str, ...]:
         if index < len(self.videos):
-            return self.videos.captions(index)
-        return self.images.captions(self._image(index, 0.0))
+            return self.videos.read_captions(index)
+        return self.images.read_captions(self._read_image(index, 0.0))
 
-    def _image(self, index: int, chance: float) -> int:
+    def _read_image(self, index: int, chance: float) -> int:
         return (index - len(self.videos) + int(chance * len(self.images))) % len(self.images)
 
-    def name(self, index: int) -> str:
-        return self.videos.name(index) if index < len(self.videos) else self.images.name(self._image(index, 0.0))
+    def name_sample(self, index: int) -> str:
+        return (
+            self.videos.name_sample(index)
+            if index < len(self.videos)
+            else self.images.name_sample(self._read_image(index, 0.0))
+        )
 
-    def fingerprint(self) -> str:
-        return f"{self.videos.fingerprint()} + {self.share} {self.images.fingerprint()}"
+    def compute_fingerprint(self) -> str:
+        return f"{self.videos.compute_fingerprint()} + {self.share} {self.images.compute_fingerprint()}"
 
-    def contents(self) -> str:
-        return f"{self.videos.contents()} + {self.share} {self.images.contents()}"
+    def compute_full_fingerprint(self) -> str:
+        return f"{self.videos.compute_full_fingerprint()} + {self.share} {self.images.compute_full_fingerprint()}"
 
     def describe(self) -> str:
         return f"{self.videos.describe()}; {self.share:.0%} of the samples are images: {self.images.describe()}"

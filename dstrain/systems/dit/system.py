@@ -234,13 +234,13 @@ class DiTSystem(System):
     def accepts(self, source: Any) -> None:
         """Raises ConfigError for embeddings or texts of another width, or none. Says where routing does not pay."""
         if self.config.align:
-            require_features(self.config.align, source.first())
+            require_features(self.config.align, source.read_first())
         if self.config.routing:
             warn_of_few_tokens(self.config.count_tokens(self.shape))
         if self.takes_embeddings:
-            self._check({name: value[None] for name, value in source.first().items() if name == "image_embed"})
+            self._check({name: value[None] for name, value in source.read_first().items() if name == "image_embed"})
         if self.takes_texts:
-            batch = {name: torch.as_tensor(value)[None] for name, value in source.first().items()}
+            batch = {name: torch.as_tensor(value)[None] for name, value in source.read_first().items()}
             for condition in self.told:
                 condition.prepare(batch)
 

@@ -99,7 +99,7 @@ class PhenakiSystem(System):
                 f"{source.uncaptioned}: no captions are there, and the model reads texts: give X.txt "
                 "beside files, class folders or data.captions (clips), or set model.unconditional=true"
             )
-        batch = {name: torch.as_tensor(value)[None] for name, value in source.first().items()}
+        batch = {name: torch.as_tensor(value)[None] for name, value in source.read_first().items()}
         largest = int(self.encode(batch)["tokens"].max())
         if largest >= self.config.codebook_size:
             raise ConfigError(
@@ -108,7 +108,7 @@ class PhenakiSystem(System):
             )
 
     def fingerprint(self, source: Any) -> str:
-        return source.fingerprint() + self.texts.fingerprint()
+        return source.compute_fingerprint() + self.texts.fingerprint()
 
     def tokenizer(self, device: torch.device | None = None) -> Codec:
         """Loads the frozen tokenizer at the first call: cached tokens need none. `device` None leaves it in place."""

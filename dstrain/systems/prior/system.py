@@ -82,14 +82,14 @@ class PriorSystem(System):
 
     def accepts(self, source: Any) -> None:
         """Encodes the first pair. Raises ConfigError for other widths, missing texts, or a missing encoder."""
-        self.encode({name: values[None] for name, values in source.first().items()})
+        self.encode({name: values[None] for name, values in source.read_first().items()})
 
     def fingerprint(self, source: Any) -> str:
         """Returns the source's, then the statistics of image embeddings, and the encoder if captions are not cached."""
-        result = source.fingerprint()
+        result = source.compute_fingerprint()
         if self.config.image_embed_stats is not None:
             result += f" image_embed_stats={hash_network({}, {'mean': self.mean, 'std': self.std})}"
-        if self._missing(source.first()):
+        if self._missing(source.read_first()):
             result += f" text_encoder={self.text_encoder(torch.device('cpu')).fingerprint()}"
         return result
 

@@ -158,7 +158,7 @@ def _possible(record: Record) -> Iterator[Precision]:
 
 
 def _batches(run: Run, count: int) -> Iterator[dict[str, Tensor]]:
-    return Repeated(systems.build(run.system, run.model), count, 1).at(_STEP)
+    return Repeated(systems.build(run.system, run.model), count, 1).read_step(_STEP)
 
 
 def _weights(system: System, run: Run) -> States:

@@ -117,7 +117,7 @@ def _stock(run: Run, settings: dict[str, Any], system: System, batches: Repeated
     averages = _averages(run, engine.module)
 
     def step(number: int) -> None:
-        for batch in batches.at(number):
+        for batch in batches.read_step(number):
             engine.backward(_loss(system, part, engine, batch))
             engine.step()
         _average(averages, engine.module)
@@ -159,7 +159,7 @@ def _accelerate(run: Run, settings: dict[str, Any], system: System, batches: Rep
     averages = [EMAModel(network.parameters(), decay=decay) for decay in run.ema.decays]
 
     def step(number: int) -> None:
-        for batch in batches.at(number):
+        for batch in batches.read_step(number):
             with accelerator.accumulate(model):
                 loss = _loss(system, part, model, batch)
                 accelerator.backward(loss)
@@ -186,7 +186,7 @@ def _fast_dit(run: Run, settings: dict[str, Any], system: System, batches: Repea
 
     def step(number: int) -> None:
         optimizer.zero_grad()
-        for batch in batches.at(number):
+        for batch in batches.read_step(number):
             with torch.autocast(kind, dtype, enabled=dtype != torch.float32):
                 loss = _loss(system, part, network, batch)
             (loss / batches.accumulation).backward()

@@ -112,7 +112,7 @@ class Plain:
         """One optimizer step; the losses of each network, one a micro-batch."""
         losses: Losses = {}
         watched: list[dict[str, Tensor]] = []
-        for micro, batch in enumerate(self.batches.at(number), 1):
+        for micro, batch in enumerate(self.batches.read_step(number), 1):
             for part, loss in self._backward(number, batch, watched, micro == self.batches.accumulation).items():
                 losses.setdefault(part, []).append(loss)
         if watched:

@@ -113,11 +113,11 @@ def test_taken_over(tmp_path, vae, write):
     assert encoding["first_stage"] == Autoencoder(str(vae)).fingerprint() and encoding["image_size"] == 16
     assert encoding["flips"] == codes.shape[1] and encoding["shape"] == list(SHAPE) and encoding["channels"] == 1
     for side in range(codes.shape[1]):
-        batch = source.take(every, torch.full((NUMBER,), bool(side)))
+        batch = source.read_codes(every, torch.full((NUMBER,), bool(side)))
         np.testing.assert_allclose(batch["latent_mean"], codes[:, side, 0], rtol=3e-7)
         deviation = codes[:, side, 1] if codes.shape[2] == 2 else np.zeros_like(codes[:, side, 0])
         assert np.array_equal(batch["latent_std"], deviation) and batch["label"].tolist() == LABELS
-    assert source.classes == ("0", "1", "2", "3", "4") and source.class_counts().tolist() == [5, 4, 5, 4, 5]
+    assert source.classes == ("0", "1", "2", "3", "4") and source.count_by_class().tolist() == [5, 4, 5, 4, 5]
     wide = codes.astype(np.float64)
     variance = wide[:, :, 0].var() + ((wide[:, :, 1] ** 2).mean() if codes.shape[2] == 2 else 0.0)
     assert index["statistics"]["std"] == pytest.approx(np.sqrt(variance), rel=1e-6)
@@ -128,7 +128,7 @@ def test_normalized_by_channel(tmp_path, vae):
     """Oracle: (latents - mean) / std by numpy, as LightningDiT's data set; a fingerprint of its own, and no pickle."""
     codes = lightning(tmp_path / "theirs")
     index = convert_latents(options(tmp_path, vae, normalize=True, flip=False))
-    batch = Latents(tmp_path / "out").take(torch.arange(NUMBER))
+    batch = Latents(tmp_path / "out").read_codes(torch.arange(NUMBER))
     mean, std = (np.reshape(values, (3, 1, 1)) for values in ((0.5, -1.0, 2.0), (0.5, 1.0, 4.0)))
     np.testing.assert_allclose(batch["latent_mean"], (codes[:, 0, 0] - mean) / std, rtol=1e-5, atol=1e-6)
     assert index["encoding"]["flips"] == 1 and ", normalized by " in index["encoding"]["first_stage"]
@@ -241,10 +241,10 @@ def test_damaged_and_hostile_files(tmp_path, vae):
     np.save(features / "12.npy", np.array([[[[print]]]], dtype=object), allow_pickle=True)
     index = convert_latents(options(tmp_path, vae, max_bad_fraction=0.2))
     assert [name for name, _ in index["bad_files"]] == [f"imagenet256_features/{i}.npy" for i in (12, 3, 8)]
-    batch = Latents(tmp_path / "out").take(torch.tensor([3, 8, 12, 13]))
+    batch = Latents(tmp_path / "out").read_codes(torch.tensor([3, 8, 12, 13]))
     np.testing.assert_allclose(batch["latent_mean"], codes[[4, 9, 13, 13], 0, 0], rtol=3e-7)
     np.save(features / "0.npy", codes[1, 0])
-    assert open_foreign(tmp_path / "theirs").contents() != index["encoding"]["data"]
+    assert open_foreign(tmp_path / "theirs").compute_full_fingerprint() != index["encoding"]["data"]
 
 
 def test_two_threads_that_parse_headers(tmp_path):

@@ -65,7 +65,7 @@ def test_cifar(tmp_path, hundred, monkeypatch):
                 assert source[i]["label"] == label
             assert [text.replace("_", " ") for text in source.classes] == expected.classes
     own = open_sources(Data(path=str(out), image_size=32, held_out=0.5))[1]
-    assert 0 < len(own) < len(train) and own.name(0).startswith(("data_batch", "train"))
+    assert 0 < len(own) < len(train) and own.name_sample(0).startswith(("data_batch", "train"))
     test = "test" if hundred else "test_batch"
     assert command_of(path=str(data / name / test)) == [kind, str(data / name), "--out", f"{kind}-shards"]
     with pytest.raises(ConfigError, match=f"{'train' if hundred else 'train and held_out in it'}.*are splits"):
@@ -147,7 +147,7 @@ def test_lsun(tmp_path, plain):
     listed = open_sources(
         Data(path=str(converted("lsun", root, tmp_path / "listed", class_list=str(tmp_path / "list"))), image_size=16)
     )[0]
-    assert listed.classes == ("c d", "none", "a", "a-b") and listed.class_counts().tolist() == [4, 0, 4, 4]
+    assert listed.classes == ("c d", "none", "a", "a-b") and listed.count_by_class().tolist() == [4, 0, 4, 4]
     with (
         lmdb.open(str(tmp_path / "a.lmdb"), map_size=1 << 26, subdir=False, lock=False) as env,
         env.begin(write=True) as transaction,
@@ -159,7 +159,7 @@ def test_lsun(tmp_path, plain):
     assert len(alone) == EACH and all(torch.equal(alone[i]["image"], one[i]["image"]) for i in range(EACH))
     (root / "a-b_val_lmdb" / "data.mdb").unlink()  # a class without images that are held out
     unseen = open_sources(Data(path=str(converted("lsun", root, tmp_path / "fewer")), image_size=16))[1]
-    assert unseen.class_counts().tolist() == [1, 0, 1]
+    assert unseen.count_by_class().tolist() == [1, 0, 1]
 
 
 @pytest.mark.parametrize("save", [np.savez, np.savez_compressed])

@@ -289,7 +289,7 @@ def test_refused_before_the_reference_is_read(run, words, tmp_path, monkeypatch,
         options = options | {"reference": arrays(tmp_path / "few.npz", noise(5))}
     if "images" in options:
         options = options | {"images": arrays(tmp_path / "mine.npz", noise(9))}
-    monkeypatch.setattr(module.Compared, "read", unread)
+    monkeypatch.setattr(module.Compared, "read_statistics", unread)
     with pytest.raises(ConfigError, match=message):
         measure_quality(
             EvaluateOptions(
@@ -320,7 +320,7 @@ def test_texts_by_the_slice(tmp_path):
     run = trained.read_recipe(counting.folder(tmp_path / "run", {"prompts": list(texts), "num_frames": 3}))
     system = systems.build(run.system, run.model)
     options = EvaluateOptions(metrics=("fvd",), folder=tmp_path / "run", num=2300, seed=7)
-    batches = [*Drawn(options, run, system, system.networks()).batches(300)]
+    batches = [*Drawn(options, run, system, system.networks()).iterate_batches(300)]
     numbers = torch.cat([batch.numbers for batch in batches])
     clips, captions = torch.cat([batch.images for batch in batches]), [text for b in batches for text in b.captions]
     assert torch.equal(numbers, torch.arange(2300)) and captions == [texts[i % 3] for i in range(2300)]
@@ -340,7 +340,7 @@ def test_adm_files(words, tmp_path):
         for path in (whole, mixed)
     )
     assert by_both["kid"] == by_images["kid"]
-    (batch,) = open_set(images, "--images").batches(20)
+    (batch,) = open_set(images, "--images").iterate_batches(20)
     means = torch.nn.functional.adaptive_avg_pool2d(batch.images.double() / 255, (4, 4)).flatten(1)
     rows = torch.cat((means, means.square()), 1)
     assert by_both["fid"] == pytest.approx((rows.mean(0).square().sum() + rows.var(0).sum()).item(), rel=1e-5)

@@ -58,18 +58,18 @@ def test_it_moves_where_the_caption_says(index, num_frames, height, width):
 def test_every_item_in_every_motion_once():
     """Oracle: counting, and the items of the built-in images; captions with their articles."""
     source = MovingFashion(2)
-    captions = [source.caption(index) for index in range(len(source))]
+    captions = [source.caption_clip(index) for index in range(len(source))]
     assert len(source) == 10_000 and len(MovingFashion(2, split="held_out")) == 2_500
     counts = collections.Counter(captions)
     assert len(counts) == 50 and set(counts.values()) == {200}
     for caption in ("a sneaker moving left", "an ankle boot moving up", "a bag bouncing", "a trouser moving right"):
         assert caption in counts
-    assert len({source._parts(index) for index in range(10_000)}) == 10_000
+    assert len({source._find_item_and_motion(index) for index in range(10_000)}) == 10_000
     for index in range(0, 10_000, 997):
         item = source[index]
-        assert source.classes[item["label"]] in source.caption(index)
-        assert item["label"] == source.items.labels[source._parts(index)[0]]
-    first = [source.caption(index).split(" ", 1)[1] for index in range(50)]
+        assert source.classes[item["label"]] in source.caption_clip(index)
+        assert item["label"] == source.items.labels[source._find_item_and_motion(index)[0]]
+    first = [source.caption_clip(index).split(" ", 1)[1] for index in range(50)]
     assert len({words.split(" ")[-1] for words in first}) == len(MOTIONS) and len(set(first)) > 25  # a part is varied
 
 
@@ -78,7 +78,7 @@ def test_an_item_that_rests_on_a_pixel_is_itself():
     source = MovingFashion(5, 24, 24, 3)
     image = Fashion(16, 1)[0]["image"][0]
     for index in range(200):
-        item, (x, y) = source[index], source._positions(index)
+        item, (x, y) = source[index], source._compute_positions(index)
         assert torch.equal(item["video"][:, 0], item["video"][:, 2])
         for frame, left, top in zip(item["video"][:, 0], x.tolist(), y.tolist()):
             assert 0 <= left <= 8 and 0 <= top <= 8
@@ -99,7 +99,7 @@ def test_a_function_of_the_index():
     for index in (0, 7, 2_499):
         assert torch.equal(one[index]["video"], two[index]["video"])
         assert not torch.equal(one[index]["video"], unseen[index]["video"])
-    assert one.fingerprint() == two.fingerprint() != unseen.fingerprint()
+    assert one.compute_fingerprint() == two.compute_fingerprint() != unseen.compute_fingerprint()
     assert not torch.equal(one[0]["video"], one[1]["video"])
     with pytest.raises(IndexError):
         one[10_000]
@@ -113,7 +113,7 @@ def test_batches_of_the_recipe():
     train, unseen = open_sources(data)
     assert len(unseen) == 2_500
     with Batches(train, global_batch=8, micro_batch=8, seed=0, flip=data.flip) as batches:
-        batch = next(batches.at(3))
+        batch = next(batches.read_step(3))
     index = batches._stream.order.index_at(torch.arange(24, 32))
     assert batch["video"].shape == (8, 5, 1, 48, 32) and batch["frames"].tolist() == [5] * 8
     samples = [train[i] for i in index.tolist()]

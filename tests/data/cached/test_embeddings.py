@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from dstrain import rng, systems
-from dstrain.data.batches import Batches, held_out
+from dstrain.data.batches import Batches, iterate_held_out
 from dstrain.data.cached import embeddings, rows
 from dstrain.data.cached.embeddings import BUILTIN, is_embeddings, open_pairs
 from dstrain.data.open import open_sources, open_split, require_contents
@@ -82,7 +82,7 @@ def number(item) -> int:
 )
 def test_exact_fractions(splits, count, expected):
     """Oracle: counts by hand; each lies within one of its fraction's, and all rows are shared out."""
-    bounds = embeddings._split_bounds(count, splits, 1)
+    bounds = embeddings._compute_split_bounds(count, splits, 1)
     sizes = [end - begin for begin, end in bounds]
     assert sizes == expected and sum(sizes) == count and bounds[0][0] == 0
     for size, fraction in zip(sizes, splits):
@@ -102,7 +102,7 @@ def test_exact_fractions(splits, count, expected):
 def test_wrong_fractions(splits, count, world, words):
     """Oracle: a ValueError with the numbers, also where a rank would have no pair of its own."""
     with pytest.raises(ValueError, match=words):
-        embeddings._split_bounds(count, splits, world)
+        embeddings._compute_split_bounds(count, splits, world)
 
 
 def test_splits_are_a_partition(tmp_path):
@@ -119,7 +119,7 @@ def test_splits_are_a_partition(tmp_path):
         assert all(int(item[name].flatten()[0]) - 1 == number(item) for name in ("text_embed", "text_encodings"))
         assert item["image_embed"].dtype == torch.float32 and item["text_mask"].dtype == torch.bool
     assert open_pairs(tmp_path, ALL, "test") is None
-    names = [source.name(i) for i in range(15)]
+    names = [source.name_sample(i) for i in range(15)]
     last = [i for i in range(15) if number(source[i]) > 11]
     assert [names[i] for i in last] == [f"img_emb/img_emb_11.npy[{number(source[i]) - 12}]" for i in last]
 
@@ -200,7 +200,7 @@ def test_fingerprint(tmp_path):
     make(tmp_path / "b")
 
     def say(name, splits=ALL):
-        return open_pairs(tmp_path / name, splits, "train").fingerprint()
+        return open_pairs(tmp_path / name, splits, "train").compute_fingerprint()
 
     first = say("a")
     assert first == say("b") and first != say("a", (0.8, 0.1, 0.1))
@@ -225,7 +225,7 @@ def test_fingerprint_of_a_row_in_the_middle(tmp_path, monkeypatch, scanned, leng
     monkeypatch.setattr(embeddings, "_SCANNED", scanned)
 
     def say():
-        return open_pairs(make(tmp_path, lengths), ALL, "train").fingerprint()
+        return open_pairs(make(tmp_path, lengths), ALL, "train").compute_fingerprint()
 
     before = say()
     assert before == say()
@@ -312,12 +312,12 @@ def test_bad_rows_of_large_data(tmp_path, monkeypatch):
     with Batches(
         source, global_batch=15, micro_batch=15, seed=0, folder=tmp_path / "run", max_bad_fraction=0.1
     ) as batches:
-        batch = next(batches.at(0))
+        batch = next(batches.read_step(0))
     assert torch.isfinite(batch["image_embed"]).all()
     assert (tmp_path / "run" / "bad_files.txt").read_text() == "img_emb/img_emb_2.npy[4]\tholds NaN or infinity\n"
     with pytest.raises(ValueError, match=r"img_emb_2.npy\[4\]: holds NaN"):
         with Batches(source, global_batch=15, micro_batch=15, seed=0, max_bad_fraction=0) as batches:
-            next(batches.at(0))
+            next(batches.read_step(0))
 
 
 @pytest.mark.parametrize(
@@ -422,7 +422,7 @@ def test_builtin():
     file = Path(embeddings.__file__).parents[1] / "builtin" / "emoji-pairs.npz"
     assert file.stat().st_size < 1_000_000 and "Apache" in file.with_name("LICENSE-emoji-pairs.txt").read_text()
     source = open_pairs(BUILTIN, (0.8, 0.1, 0.1), "validation")
-    batch = next(held_out(source, len(source)))
+    batch = next(iterate_held_out(source, len(source)))
     image, text, other = batch["image_embed"], batch["text_embed"], batch["other_text_embed"]
     for embed in (image, text):
         torch.testing.assert_close(embed.norm(dim=1), torch.ones(len(embed)))
@@ -436,7 +436,7 @@ def _means(rank: int, path: str, world: int) -> dict[str, float]:
     torch.manual_seed(0)
     nets = system.networks()
     source = open_pairs(path, (0.4, 0.6, 0), "validation", world)
-    return score_batches(system, nets, held_out(source, 4, rank, world))
+    return score_batches(system, nets, iterate_held_out(source, 4, rank, world))
 
 
 def test_means_over_uneven_ranks(tmp_path):
@@ -447,7 +447,7 @@ def test_means_over_uneven_ranks(tmp_path):
     torch.manual_seed(0)
     nets = system.networks()
     source = open_pairs(path, (0.4, 0.6, 0), "validation")
-    alone = [system.evaluate(nets, system.encode(batch)) for batch in held_out(source, 1)]
+    alone = [system.evaluate(nets, system.encode(batch)) for batch in iterate_held_out(source, 1)]
     names = alone[0].keys() - {"quartile"}
     expected = {name: float(np.mean([float(terms[name]) for terms in alone])) for name in names}
     assert len(alone) == len(source) == 12 and "similarity/3/other_text" in expected
@@ -460,7 +460,7 @@ def test_means_over_uneven_ranks(tmp_path):
 def test_width_differs_from_the_models(tmp_path):
     """Oracle: a ValueError that names the field and both widths."""
     source = open_pairs(make(tmp_path), ALL, "train")
-    batch = next(held_out(source, 4))
+    batch = next(iterate_held_out(source, 4))
 
     def build(**changes):
         return systems.build("prior", TINY | {"max_text_len": 0} | changes)

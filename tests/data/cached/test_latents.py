@@ -15,7 +15,7 @@ import torch
 
 from dstrain import recipe, rng, systems
 from dstrain.commands.job import JobOptions, prepare_job
-from dstrain.data.batches import Batches, held_out
+from dstrain.data.batches import Batches, iterate_held_out
 from dstrain.data.cached import shards
 from dstrain.data.cached.latents import Latents, is_encoded
 from dstrain.data.open import complete_data, open_sources
@@ -85,7 +85,7 @@ def write(
         else:
             codes = rng.integers(0, 99, (rows, flips, *shape), dtype=np.int32)
         label = (np.arange(k * size, k * size + rows) % len(classes)).astype(np.int64)
-        path = folder / shards.shard_name(k)
+        path = folder / shards.name_shard(k)
         path.write_bytes(
             shards.pack_shard(
                 {"moments" if kind == "latents" else "tokens": codes, "label": label, "source": np.arange(rows)},
@@ -108,11 +108,11 @@ def test_items_and_batches_are_what_was_stored(tmp_path):
     assert item["label"] == 37 % 3 and item["latent_mean"].dtype == torch.float16
     assert np.array_equal(item["latent_mean"], codes[37, 0, 0]) and np.array_equal(item["latent_std"], codes[37, 0, 1])
     index, mirrored = torch.tensor([49, 0, 16, 15, 16]), torch.tensor([True, False, True, False, False])
-    batch = pickle.loads(pickle.dumps(source)).take(index, mirrored)
+    batch = pickle.loads(pickle.dumps(source)).read_codes(index, mirrored)
     expected = codes[index.numpy(), mirrored.numpy().astype(int)]
     assert np.array_equal(batch["latent_mean"], expected[:, 0]) and np.array_equal(batch["latent_std"], expected[:, 1])
     assert batch["label"].tolist() == (index % 3).tolist()
-    assert source.name(17) == "shard_00001.safetensors[1]"
+    assert source.name_sample(17) == "shard_00001.safetensors[1]"
     with pytest.raises(IndexError):
         source[50]
 
@@ -121,7 +121,7 @@ def test_token_ids(tmp_path):
     """Oracle: the ids that were written, as int64, and the side that the key's flip asks for."""
     codes = write(tmp_path / "x", kind="tokens")
     batches = Batches(Latents(tmp_path / "x"), global_batch=20, micro_batch=20, seed=1)
-    (batch,) = batches.at(0)
+    (batch,) = batches.read_step(0)
     side = (rng.uniform(batch["key"], "flip") < 0.5).long().numpy()
     index = Order(50, 1).index_at(torch.arange(20)).numpy()
     assert batch["tokens"].dtype == torch.int64 and np.array_equal(batch["tokens"], codes[index, side])
@@ -143,7 +143,7 @@ def test_the_global_batch_at_any_world_and_worker_count(tmp_path, num_workers):
                 world=world,
                 num_workers=num_workers,
             ) as batches:
-                parts += batches.at(7)
+                parts += batches.read_step(7)
         whole = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
         rows = whole["position"].argsort()
         key, index = rng.keys(3, 7, position), Order(50, 3).index_at(7 * 24 + position).numpy()
@@ -179,14 +179,14 @@ def test_a_share_is_held_out(tmp_path):
     """Oracle: the two splits part the whole; a share by the hash, near the fraction, the same at every opening."""
     codes = write(tmp_path / "x", number=1000, size=300)
     train, unseen = (Latents(tmp_path / "x", split, 0.2) for split in ("train", "held_out"))
-    members, others = (view.members.at(np.arange(len(view))) for view in (unseen, train))
+    members, others = (view.members.find_members(np.arange(len(view))) for view in (unseen, train))
     held = rng.uniform(rng.keys_of_seeds(torch.arange(1000)), "held_out") < 0.2
     assert members.tolist() == held.nonzero()[:, 0].tolist() and others.tolist() == (~held).nonzero()[:, 0].tolist()
     assert 150 < len(unseen) < 250 and np.array_equal(unseen[7]["latent_mean"], codes[members[7], 0, 0])
-    assert train.class_counts().tolist() == np.bincount(others % 3).tolist()
-    assert unseen.name(7).endswith(f"[{members[7] % 300}]")
-    assert train.fingerprint() != unseen.fingerprint() != Latents(tmp_path / "x").fingerprint()
-    seen = list(held_out(unseen, 64))
+    assert train.count_by_class().tolist() == np.bincount(others % 3).tolist()
+    assert unseen.name_sample(7).endswith(f"[{members[7] % 300}]")
+    assert train.compute_fingerprint() != unseen.compute_fingerprint() != Latents(tmp_path / "x").compute_fingerprint()
+    seen = list(iterate_held_out(unseen, 64))
     rows = torch.cat([batch["latent_mean"][batch["valid"]] for batch in seen])
     assert np.array_equal(rows, codes[members, 0, 0]), "held-out samples are never mirrored"
     with pytest.raises(ValueError, match="leaves none of the 1000"):
@@ -198,7 +198,7 @@ def test_the_benchmark_reads_the_same(tmp_path, capsys):
     options = Namespace(samples=30, batch=8, channels=2, size=4, rounds=2, shard_size=12, dtype="float32", step=0.0)
     bench_latents.write(tmp_path, options)
     index = torch.tensor([29, 0, 13, 12])
-    from_shards = Latents(tmp_path / "shards").take(index)
+    from_shards = Latents(tmp_path / "shards").read_codes(index)
     from_files = bench_latents.from_files(tmp_path / "files", index)
     for name in ("latent_mean", "label"):
         assert torch.equal(from_shards[name], from_files[name])
@@ -300,7 +300,7 @@ def test_the_index_fills_in_the_recipe(stage):
     assert run.model["codes"]["scaling_factor"] == index["statistics"]["scaling_factor"]
     (folder / "run.yaml").write_text(recipe.dump_run(run))
     system = systems.build("dit", recipe.load_recipe(folder / "run.yaml").model)
-    batch = next(Batches(open_sources(run.data)[0], global_batch=4, micro_batch=4, seed=0).at(0))
+    batch = next(Batches(open_sources(run.data)[0], global_batch=4, micro_batch=4, seed=0).read_step(0))
     example = system.encode(batch)
     noise = rng.normal(batch["key"], "latent", (3, 4, 4))
     expected = (batch["latent_mean"].float() + batch["latent_std"].float() * noise) * 0.5
@@ -478,11 +478,11 @@ def test_what_is_expected_is_read_from_the_disk(tmp_path):
     write(tmp_path / "cache", number=6000, size=6000)
     bench_latents.drop(*(tmp_path / "cache").iterdir())
     source = Latents(tmp_path / "cache")
-    codes = source._shard(0)["codes"].reshape(6000, 2, -1)
+    codes = source._open_shard(0)["codes"].reshape(6000, 2, -1)
     wanted = [codes[3, 1], codes[5990, 1]]
     if any(map(resident, wanted)) or resident(codes):
         pytest.skip("this file system is in memory")
-    source.expect(index, torch.tensor([True, True]))
+    source.prefetch(index, torch.tensor([True, True]))
     end = time.monotonic() + 60
     while not all(map(resident, wanted)):
         assert time.monotonic() < end, "nothing was read"
@@ -496,13 +496,13 @@ def test_a_step_names_the_samples_of_the_next(tmp_path):
     """
 
     class Observed(Latents):
-        def expect(self, index, mirrored=None, chance=None):
+        def prefetch(self, index, mirrored=None, chance=None):
             seen.append(("expected", *zip(index.tolist(), mirrored.tolist())))
-            super().expect(index, mirrored, chance)
+            super().prefetch(index, mirrored, chance)
 
-        def take(self, index, mirrored=None, chance=None):
+        def read_codes(self, index, mirrored=None, chance=None):
             seen.append(("taken", *zip(index.tolist(), mirrored.tolist())))
-            return super().take(index, mirrored, chance)
+            return super().read_codes(index, mirrored, chance)
 
     write(tmp_path / "cache")
     settings = {
@@ -516,13 +516,13 @@ def test_a_step_names_the_samples_of_the_next(tmp_path):
         "steps": 9,
     }
     plain = Latents(tmp_path / "cache")
-    plain.expects = False
+    plain.prefetches = False
     for first in (0, 5):
         seen = []
         made = Batches(Observed(tmp_path / "cache"), **settings)
-        batches = [list(made.at(step)) for step in range(first, first + 3)]
+        batches = [list(made.read_step(step)) for step in range(first, first + 3)]
         for step, expected in zip(range(first, first + 3), batches):
-            for batch, other in zip(Batches(plain, **settings).at(step), expected):
+            for batch, other in zip(Batches(plain, **settings).read_step(step), expected):
                 assert all(torch.equal(batch[name], other[name]) for name in batch)
         takes = [place for place, event in enumerate(seen) if event[0] == "taken"]
         assert len(takes) >= 6

@@ -194,9 +194,18 @@ def test_the_crop_of_a_rectangle(size, width, height):
 def test_windows():
     """Oracle: by hand: every start as often, the middle without chance, all there is of a short file."""
     cut = Cut(3, 8, 8, stride=2)
-    assert [cut.window(8, chance / 8) for chance in range(8)] == [range(s, s + 5, 2) for s in (0, 0, 1, 1, 2, 2, 3, 3)]
-    assert [list(cut.window(count)) for count in (1, 2, 3, 4, 5, 7)] == [[0], [0], [0, 2], [0, 2], [0, 2, 4], [1, 3, 5]]
-    assert list(cut.window(8, 1 - 2**-24)) == [3, 5, 7]
+    assert [cut.choose_window(8, chance / 8) for chance in range(8)] == [
+        range(s, s + 5, 2) for s in (0, 0, 1, 1, 2, 2, 3, 3)
+    ]
+    assert [list(cut.choose_window(count)) for count in (1, 2, 3, 4, 5, 7)] == [
+        [0],
+        [0],
+        [0, 2],
+        [0, 2],
+        [0, 2, 4],
+        [1, 3, 5],
+    ]
+    assert list(cut.choose_window(8, 1 - 2**-24)) == [3, 5, 7]
 
 
 @pytest.mark.parametrize(

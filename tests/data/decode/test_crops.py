@@ -114,13 +114,13 @@ def test_a_crop_belongs_to_the_key(tmp_path):
             source, global_batch=10, micro_batch=10 // world, seed=1, rank=rank, world=world, steps=4, **more
         )
 
-    alone = [next(of(0, 1).at(step)) for step in range(4)]
+    alone = [next(of(0, 1).read_step(step)) for step in range(4)]
     for rank in range(2):
         with of(rank, 2, num_workers=1) as batches:
             for step in (2, 3):
-                part = next(batches.at(step))
+                part = next(batches.read_step(step))
                 assert torch.equal(part["image"], alone[step]["image"][5 * rank : 5 * rank + 5])
-    index = [source.order(10, 1).index_at(torch.arange(20) + 20 * epoch).tolist() for epoch in range(2)]
+    index = [source.make_order(10, 1).index_at(torch.arange(20) + 20 * epoch).tolist() for epoch in range(2)]
     first, second = (torch.cat([batch["image"] for batch in alone[2 * epoch : 2 * epoch + 2]]) for epoch in range(2))
     flips = [
         torch.cat([rng.uniform(batch["key"], "flip") < 0.5 for batch in alone[2 * epoch : 2 * epoch + 2]])

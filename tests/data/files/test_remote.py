@@ -84,31 +84,32 @@ def test_every_form_of_an_address(web, cache):
     }
     for form, names in forms.items():
         files = pickle.loads(pickle.dumps(open_files(form, cache)))
-        assert files.names() == names
+        assert files.list_names() == names
         for name in ("a-00.tar", "sub/b.tar") if ("sub", True) in names else ("a-00.tar",):
             whole = content[name]
-            assert files.stat(name).size == len(whole)
+            assert files.read_stat(name).size == len(whole)
             for start, stop in ((0, 5), (4_194_297, 4_194_313), (5, len(whole)), (len(whole) - 3, len(whole))):
                 if stop <= len(whole):
-                    assert files.span(name, start, stop - start) == whole[start:stop]
+                    assert files.read_span(name, start, stop - start) == whole[start:stop]
             with files.open(name) as file:
                 assert file.seek(-5, os.SEEK_END) == len(whole) - 5 and file.read() == whole[-5:]
                 assert file.seek(2) == 2 and file.read(3) == whole[2:5] and file.read() == whole[5:]
-            assert files.local(name).read_bytes() == whole
+            assert files.fetch_local(name).read_bytes() == whole
             with pytest.raises(ConfigError, match=f"{name} ends after {len(whole)} bytes"):
-                files.span(name, len(whole) - 1, 2)
-        assert files.names("sub") == ([("b.tar", False)] if ("sub", True) in names else [])[:1] or "{" in form
+                files.read_span(name, len(whole) - 1, 2)
+        assert files.list_names("sub") == ([("b.tar", False)] if ("sub", True) in names else [])[:1] or "{" in form
     asked = len(web.asked)
-    assert open_files(f"{web.address}/", cache).span("a-01.tar", 0, 9_000_000) == content["a-01.tar"]
+    assert open_files(f"{web.address}/", cache).read_span("a-01.tar", 0, 9_000_000) == content["a-01.tar"]
     assert (
-        open_files(f"{web.address}/", cache).span("a-01.tar", 8_000_000, 9) == content["a-01.tar"][8_000_000:8_000_009]
+        open_files(f"{web.address}/", cache).read_span("a-01.tar", 8_000_000, 9)
+        == content["a-01.tar"][8_000_000:8_000_009]
     )
     assert len(web.asked) == asked + 1  # the file, once
-    newer = open_files(f"{web.address}/", cache).stat("").version
+    newer = open_files(f"{web.address}/", cache).read_stat("").version
     content_of(web, "a-02.tar", 10)
-    assert open_files(f"{web.address}/", cache).stat("").version != newer
+    assert open_files(f"{web.address}/", cache).read_stat("").version != newer
     content["a-00.tar"] = content_of(web, "a-00.tar", 9_000_001)  # another version, of other bytes
-    assert open_files(f"{web.address}/", cache).span("a-00.tar", 1, 9) == content["a-00.tar"][1:10]
+    assert open_files(f"{web.address}/", cache).read_span("a-00.tar", 1, 9) == content["a-00.tar"][1:10]
 
 
 @pytest.mark.parametrize("fault", ["503", "drop", "cut", "slow"])
@@ -116,20 +117,20 @@ def test_a_store_that_fails_is_asked_again_and_then_ends_the_run(web, cache, wai
     """Oracle: the bytes on the server's disk; after five tries over 31 s NotRead, which is no bad sample."""
     content = content_of(web, "a.tar", 1000)
     web.fault, web.broken = fault, 2
-    assert open_files(web.address, cache).span("a.tar", 10, 20) == content[10:30]
+    assert open_files(web.address, cache).read_span("a.tar", 10, 20) == content[10:30]
     content = content_of(web, "a.tar", 2000)
     if fault != "slow":
         assert waits in ([0.2, 1.0], [0.2])  # aiohttp itself repeats what a server has not begun to answer
         files = open_files(web.address, cache)
-        files.stat("a.tar")
+        files.read_stat("a.tar")
         web.broken, waits[:] = 1000, []
         with pytest.raises(NotRead, match=r"a.tar cannot be read: the store does not answer.* in 5 tries"):
-            files.span("a.tar", 10, 20)
+            files.read_span("a.tar", 10, 20)
         with pytest.raises(NotRead, match="no file is at fault"):
-            files.local("a.tar")
+            files.fetch_local("a.tar")
         assert waits == pytest.approx([0.2, 1.0, 5.0, 25.0] * 2)
     web.broken = 0
-    assert open_files(web.address, cache).span("a.tar", 10, 20) == content[10:30]
+    assert open_files(web.address, cache).read_span("a.tar", 10, 20) == content[10:30]
 
 
 def test_a_server_without_ranges(web, cache):
@@ -137,13 +138,13 @@ def test_a_server_without_ranges(web, cache):
     content, web.ranges = content_of(web, "a.tar"), False
     files = open_files(web.address, cache)
     for start in (4_194_309, 3, 8_000_000):
-        assert files.span("a.tar", start, 100) == content[start : start + 100]
+        assert files.read_span("a.tar", start, 100) == content[start : start + 100]
     assert web.bytes_sent == len(content)
     content_of(web, "b.tar")
     files = open_files(f"{web.address}/", cache.model_copy(update={"gb": 0.01}))
-    files.names()
+    files.list_names()
     with pytest.raises(NotRead, match=r"b.tar: the server sends whole files alone.* raise data.cache.gb"):
-        files.span("b.tar", 3, 100)
+        files.read_span("b.tar", 3, 100)
 
 
 def test_a_file_beyond_the_cache(web, cache):
@@ -151,7 +152,7 @@ def test_a_file_beyond_the_cache(web, cache):
     content = content_of(web, "big.tar", 11_000_000)
     files = open_files(web.address, cache.model_copy(update={"gb": 0.01}))
     for start, size in ((5, 100), (10_000_000, 7), (10_000_000, 7), (3, 0)):
-        assert files.span("big.tar", start, size) == content[start : start + size]
+        assert files.read_span("big.tar", start, size) == content[start : start + size]
     assert web.bytes_sent == 107
     with pytest.raises(ConfigError, match=r"/big.tar: a file of 0.011 GB does not fit .* write data.cache.gb=1,"):
         files.open("big.tar")
@@ -201,7 +202,7 @@ def test_samples_equal_to_the_plain_folder(web, tmp_path, plain, gb):
     assert len(unseen) == 2
     if gb == 0.01:  # more is known of the server than fits
         source = open_images(f"{web.address}/p", 16, request=request)
-        source.layout.files.stat(ballast.name)
+        source.layout.files.read_stat(ballast.name)
         same(source, plain)
         assert min(path.stat().st_size for path in entries(cache)) < 10_000  # samples, and no blocks
 
@@ -230,15 +231,15 @@ def test_batches_by_workers_are_read_ahead(web, cache, plain):
     source = open_images(f"{web.address}/p", 16, request=Request(SUFFIXES, cache=cache))
     common = {"global_batch": 6, "micro_batch": 3, "seed": 1, "steps": 4}
     with Batches(open_images(plain, 16), **common) as expected:
-        batches = [batch for step in range(4) for batch in expected.at(step)]
+        batches = [batch for step in range(4) for batch in expected.read_step(step)]
     for workers in (0, 1):
         with Batches(source, num_workers=workers, **common) as own:
-            for batch, other in zip((batch for step in range(4) for batch in own.at(step)), batches):
+            for batch, other in zip((batch for step in range(4) for batch in own.read_step(step)), batches):
                 assert all(torch.equal(batch[name], other[name]) for name in other)
-    assert source.expects
+    assert source.prefetches
     fresh = open_files(f"{web.address}/p", cache.model_copy(update={"folder": f"{cache.folder}-2"}))
     source.layout.files = fresh
-    source.expect(torch.arange(21))
+    source.prefetch(torch.arange(21))
     deadline = time.monotonic() + 60
     while len(entries(Cache(folder=f"{cache.folder}-2"))) < 2 and time.monotonic() < deadline:
         time.sleep(0.01)
@@ -257,14 +258,14 @@ def test_a_store_that_fails_in_a_run_is_no_bad_file(web, tmp_path, waits, plain)
         Batches(source, global_batch=4, micro_batch=4, seed=1, folder=tmp_path) as batches,
         pytest.raises(NotRead, match="the store does not answer"),
     ):
-        next(batches.at(0))
+        next(batches.read_step(0))
     assert not (tmp_path / "bad_files.txt").exists() and 25.0 in waits
 
 
 def put(cache: DiskCache, number: int, size: int) -> bytes:
     """Reads an entry, which is written where it is not there."""
     content = bytes([number]) * size
-    with cache.open(f"{number:032x}", size, lambda path: path.write_bytes(content), "an entry") as file:
+    with cache.open_entry(f"{number:032x}", size, lambda path: path.write_bytes(content), "an entry") as file:
         return file.read()
 
 
@@ -314,7 +315,7 @@ def test_the_oldest_go_first(tmp_path):
         os.utime(cache.folder / f"{number:032x}", (number, number))
     put(cache, 1, 1000)
     put(cache, 10, 1000)
-    there = [number for number in range(11) if cache.has(f"{number:032x}")]
+    there = [number for number in range(11) if cache.has_entry(f"{number:032x}")]
     assert there == [1, *range(3, 11)] and (tmp_path / "own.txt").exists()
     with pytest.raises(ConfigError, match="an entry: a file of .* does not fit into the cache.*data.cache.gb="):
         put(cache, 11, 20_000)
@@ -355,8 +356,8 @@ def test_killed_in_the_middle_of_a_fill(web, cache):
         process.send_signal(signal.SIGKILL)
         process.wait()
         files = open_files(web.address, cache)
-        assert files.span("a.tar", 0, 9_000_000) == content
-        assert files.local("a.tar").read_bytes() == content
+        assert files.read_span("a.tar", 0, 9_000_000) == content
+        assert files.fetch_local("a.tar").read_bytes() == content
     for number in range(12):  # what the killed left counts, and goes in the end
         put(files.cache, number, 9_000_000)
     assert not list(files.cache.folder.glob("*.tmp"))
@@ -385,7 +386,9 @@ def test_s3(tmp_path, cache, plain):
         content = bytes(range(250)) * 44_000
         store.pipe_file("bucket/deep/big.tar", content)
         big = open_files("s3://bucket/deep/big.tar", cache.model_copy(update={"gb": 0.01}))
-        assert big.span("big.tar", 10_000_003, 500) == content[10_000_003:10_000_503]  # alone: the file does not fit
+        assert (
+            big.read_span("big.tar", 10_000_003, 500) == content[10_000_003:10_000_503]
+        )  # alone: the file does not fit
         for address in ("s3://nothing/p", "s3://bucket/none/", "s3://bucket/none.parquet"):
             with pytest.raises(ConfigError, match="has no such object, folder or bucket|holds no"):
                 open_images(address, 16, request=request)

@@ -12,7 +12,7 @@ import pytest
 from dstrain.commands.exits import run_main
 from dstrain.data.cached.latents import is_encoded
 from dstrain.data.files import storage
-from dstrain.data.source import BadSample, reading
+from dstrain.data.source import BadSample, report_bad_sample
 from dstrain.data.sources.captioned import open_captioned
 from dstrain.data.sources.images import open_images
 from dstrain.data.sources.videos import open_videos
@@ -40,7 +40,7 @@ def test_what_is_no_file_is_not_opened(tmp_path):
         f"c0/{name}.png": f"it is a {kind}, and no file"
         for name, kind in (("a", "FIFO"), ("b", "socket"), ("c", "device"))
     }
-    assert source.contents()  # a FIFO has a size
+    assert source.compute_full_fingerprint()  # a FIFO has a size
     clips = folder_of_clips(tmp_path / "v", texts=True)
     (clips / "v0.webp").unlink()
     (clips / "v1.txt").unlink()
@@ -48,7 +48,7 @@ def test_what_is_no_file_is_not_opened(tmp_path):
         os.mkfifo(clips / name)
     (clips / "v0.txt").write_text("x")
     videos = open_videos(clips, CUT)
-    assert videos.fingerprint()
+    assert videos.compute_fingerprint()
     for index in (0, 1):
         with pytest.raises(BadSample, match="is a FIFO"):
             videos.read(index)
@@ -83,7 +83,7 @@ def test_too_many_open_files_are_no_bad_file(tmp_path, monkeypatch):
             source[0]
         assert waits == pytest.approx([0.2, 1.0, 5.0])
         with pytest.raises(NotRead, match="Too many open files"):  # and no other sample in its place
-            source.first()
+            source.read_first()
         monkeypatch.setattr(storage.time, "sleep", lambda seconds: restore())
         assert (source[0]["image"] == expected).all()
     finally:
@@ -105,10 +105,10 @@ def test_errors_of_the_storage(tmp_path, error):
     """Oracle: errno(3): none of these says anything about the file's content; others do."""
     path = tmp_path / "a"
     path.write_text("x")
-    with pytest.raises(NotRead, match=f"{path} cannot be read"), reading("a", path):
+    with pytest.raises(NotRead, match=f"{path} cannot be read"), report_bad_sample("a", path):
         raise error
     for other in (FileNotFoundError(errno.ENOENT, "x"), PermissionError(errno.EACCES, "x"), OSError("truncated")):
-        with pytest.raises(BadSample), reading("a", path):
+        with pytest.raises(BadSample), report_bad_sample("a", path):
             raise other
 
 
@@ -119,10 +119,10 @@ def test_ffmpegs_own_errors(tmp_path):
     path = tmp_path / "a.mp4"
     path.write_bytes(b"x")
     for kind, number in ((av.error.OSError, errno.EIO), (av.error.MemoryError, errno.ENOMEM)):
-        with pytest.raises(BadSample), reading("a.mp4", path):
+        with pytest.raises(BadSample), report_bad_sample("a.mp4", path):
             raise kind(number, "broken", str(path))
     path.unlink()
-    with pytest.raises(NotRead), reading("a.mp4", path):
+    with pytest.raises(NotRead), report_bad_sample("a.mp4", path):
         raise av.error.OSError(errno.EIO, "gone", str(path))
 
 

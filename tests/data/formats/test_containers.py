@@ -46,7 +46,7 @@ def plain(tmp_path) -> Path:
 def files_of(root: Path) -> list[Path]:
     """The images, in the order of open_images."""
     source = open_images(root, 16)
-    return [root / source.name(i) for i in range(len(source))]
+    return [root / source.name_sample(i) for i in range(len(source))]
 
 
 def assert_equal(path: str | Path, root: Path, names: bool = True, classes: bool = True, **more) -> None:
@@ -58,7 +58,7 @@ def assert_equal(path: str | Path, root: Path, names: bool = True, classes: bool
         assert torch.equal(source[i]["image"], expected[i]["image"])
         assert source[i]["label"] == (expected[i]["label"] if classes else 0)
         if names:
-            assert source.name(i) == expected.name(i)
+            assert source.name_sample(i) == expected.name_sample(i)
     assert len(source.classes) == (len(expected.classes) if classes else 0)
 
 
@@ -81,7 +81,7 @@ def test_webdataset(tmp_path, plain):
     source = open_images(tmp_path / "shards", 16)
     theirs = webdataset.WebDataset([str(tmp_path / "shards" / path.name) for path in shards], shardshuffle=False)
     keys = [sample["__key__"] for sample in theirs]
-    assert [source.name(i).partition(".tar/")[2] for i in range(len(source))] == keys
+    assert [source.name_sample(i).partition(".tar/")[2] for i in range(len(source))] == keys
     some, request = tmp_path / "shards" / "out-{00001..00002}.tar", Request(SUFFIXES, captions=True)
     captioned = open_images(some, 16, request=request)
     assert unpack_captions(stack_texts([captioned[i]["caption"] for i in range(len(captioned))])) == [
@@ -92,8 +92,8 @@ def test_webdataset(tmp_path, plain):
     layout = whole.layout
     for _ in (0, 1):  # as when a large index moves to a disk
         layout.notes.clear()
-        assert sum(1 for part in layout.parts() for _ in layout.samples(part)) == len(whole)
-        assert layout.watched() and layout.left_out == {UNCAPTIONED: 5}
+        assert sum(1 for part in layout.list_parts() for _ in layout.iterate_samples(part)) == len(whole)
+        assert layout.list_watched() and layout.left_out == {UNCAPTIONED: 5}
     (tmp_path / "shards" / "out-00002.tar").rename(tmp_path / "LAST.TAR")
     assert len(last := open_images(tmp_path / "LAST.TAR", 16)) == len(files) - 10 and last[0]
 
@@ -135,8 +135,8 @@ def test_tars_of_others(tmp_path):
         layout = recognise_layout(str(tmp_path), LocalFiles(tmp_path), Request(suffixes, **more))
         return [
             (sample.place.name, sample.label, sample.captions, layout.read(sample.place))
-            for part in layout.parts()
-            for sample in layout.samples(part)
+            for part in layout.list_parts()
+            for sample in layout.iterate_samples(part)
         ]
 
     assert [row[:3] for row in samples(SUFFIXES)] == [("a.tar/b/0", "cat", ()), ("a.tar/b/1", "dog", ())]
@@ -282,12 +282,14 @@ def test_labels_and_class_list(tmp_path, plain):
     for labels, class_list in (("auto", "list.txt"), ("prefix", "list.txt"), ("prefix", None), ("none", None)):
         request = Request(SUFFIXES, labels=labels, class_list=class_list and str(tmp_path / class_list))
         expected = open_images(plain, 16, request=request)
-        by_stem = {Path(expected.name(i)).stem: expected[i]["label"] for i in range(len(expected))}
+        by_stem = {Path(expected.name_sample(i)).stem: expected[i]["label"] for i in range(len(expected))}
         zipped = open_images(tmp_path / "out.zip", 16, request=request)
-        assert [zipped.name(i) for i in range(len(zipped))] == [expected.name(i) for i in range(len(expected))]
+        assert [zipped.name_sample(i) for i in range(len(zipped))] == [
+            expected.name_sample(i) for i in range(len(expected))
+        ]
         for path in (tmp_path / "out.zip", tmp_path / "out.tar"):
             source = open_images(path, 16, request=request)
-            assert {Path(source.name(i)).stem: source[i]["label"] for i in range(len(source))} == by_stem
+            assert {Path(source.name_sample(i)).stem: source[i]["label"] for i in range(len(source))} == by_stem
             assert source.classes == expected.classes
     (tmp_path / "list.txt").write_text("c d\na\n")
     for path in (tmp_path / "out.zip", tmp_path / "out.tar"):

@@ -117,13 +117,13 @@ def test_equal_to_the_plain_folder(tmp_path, plain, form):
     request = Request(SUFFIXES, captions=True)
     same(open_images(root, 16), plain)
     captioned = open_images(root, 16, request=request)
-    assert captioned.index.captions(8) == ("caption of 001",)
-    assert captioned.fingerprint() == open_images(root, 16, request=request).fingerprint()
+    assert captioned.index.read_captions(8) == ("caption of 001",)
+    assert captioned.compute_fingerprint() == open_images(root, 16, request=request).compute_fingerprint()
     on_disk = open_images(root, 16, index=tmp_path / "index")
     same(on_disk, plain)
     same(open_images(root, 16, index=tmp_path / "index"), plain)  # found again, and not listed anew
     several = Request(SUFFIXES, captions=True, columns={"caption": "captions"})
-    assert open_images(root, 16, request=several).index.captions(8) == ("001", "c1")
+    assert open_images(root, 16, request=several).index.read_captions(8) == ("001", "c1")
     assert open_images(root, 16, request=Request(SUFFIXES, labels="none")).classes == ()
 
 
@@ -139,13 +139,13 @@ def test_images_that_are_stored_as_they_are_are_read_by_their_bytes(tmp_path, pl
     ):
         root = FORMS[form](tmp_path / form, content)
         layout = recognise_layout(str(root), LocalFiles(root), Request(SUFFIXES))
-        samples = [sample for part in layout.parts() for sample in layout.samples(part)]
+        samples = [sample for part in layout.list_parts() for sample in layout.iterate_samples(part)]
         assert [sample.place.size >= 0 for sample in samples] == [by_bytes] * 21
         for sample, image in zip(samples, content["image"].to_pylist()):
             if by_bytes:
                 file = (root / sample.place.name.rpartition("/")[0]).read_bytes()
                 assert file[sample.place.offset : sample.place.offset + sample.place.size] == image["bytes"]
-        assert layout.advice() == "files of other splits are not among them, test 1"  # row groups are small here
+        assert layout.list_advice() == "files of other splits are not among them, test 1"  # row groups are small here
 
 
 def test_splits(tmp_path, plain):
@@ -157,7 +157,7 @@ def test_splits(tmp_path, plain):
     (root / "dataset_dict.json").write_text(json.dumps({"splits": ["train", "test", "validation"]}))
     same(open_images(root, 16), plain)
     layout = recognise_layout(str(root), LocalFiles(root), Request(SUFFIXES))
-    assert layout.unseen() == f"{root}/validation"
+    assert layout.find_held_out() == f"{root}/validation"
     train, unseen = open_sources(Data(path=str(root), image_size=16))
     same(train, plain)
     assert len(unseen) == 5 and unseen.classes == train.classes
@@ -165,7 +165,7 @@ def test_splits(tmp_path, plain):
     assert len(train) + len(unseen) == 21
     parquet = as_parquet()(tmp_path / "p", content)
     layout = recognise_layout(str(parquet), LocalFiles(parquet), Request(SUFFIXES))
-    assert layout.unseen() == f"{parquet}/test-00000-of-00001.parquet"
+    assert layout.find_held_out() == f"{parquet}/test-00000-of-00001.parquet"
     assert len(open_sources(Data(path=str(parquet), image_size=16))[1]) == 2
     same(open_images(f"{parquet}/train-*.parquet", 16), plain)
     (root / "dataset_dict.json").write_text(json.dumps({"splits": ["test", "validation"]}))

@@ -69,7 +69,7 @@ def write_synsets(root: Path) -> None:
 
 
 def labels_of(source: Source) -> dict[str, int]:
-    return {source.name(index).rpartition("/")[2]: source[index]["label"] for index in range(len(source))}
+    return {source.name_sample(index).rpartition("/")[2]: source[index]["label"] for index in range(len(source))}
 
 
 @pytest.mark.parametrize("tree", ["", "ILSVRC/Data/CLS-LOC"])
@@ -96,8 +96,8 @@ def test_the_root_of_imagenet(tmp_path, tree, truth):
             }
         )
         plain, share = open_sources(own)
-        assert train.fingerprint() == plain.fingerprint() and train.classes == SYNSETS
-        assert unseen.fingerprint() == share.fingerprint()
+        assert train.compute_fingerprint() == plain.compute_fingerprint() and train.classes == SYNSETS
+        assert unseen.compute_fingerprint() == share.compute_fingerprint()
         if section.held_out:
             continue
         expected = {f"ILSVRC2012_val_{number:08}.JPEG": label for number, label in enumerate(OF_VAL, 1)}
@@ -158,7 +158,7 @@ def test_the_kit_as_torchvision_reads_it(tmp_path, monkeypatch):
     assert [source.classes[source[index]["label"]] for index in range(len(OF_VAL))] == synsets
     plain = open_images(root / "val", 16, request=unlabelled)
     for index in range(len(OF_VAL)):
-        assert source.name(index) == f"val/{plain.name(index)}"
+        assert source.name_sample(index) == f"val/{plain.name_sample(index)}"
         assert torch.equal(source[index]["image"], plain[index]["image"])
 
 
@@ -208,10 +208,10 @@ def test_a_list_of_classes(tmp_path, text):
     shutil.rmtree(root / "train" / SYNSETS[1])
     data = Data(path=str(root / "train"), image_size=16, class_list=str(tmp_path / "order"))
     source, plain = open_sources(data)[0], open_images(root / "train", 16)
-    assert source.classes == order and source.class_counts().tolist() == [3, 3, 0, 3]
+    assert source.classes == order and source.count_by_class().tolist() == [3, 3, 0, 3]
     for index in range(9):
         item, other = source[index], plain[index]
-        assert source.name(index) == plain.name(index) and torch.equal(item["image"], other["image"])
+        assert source.name_sample(index) == plain.name_sample(index) and torch.equal(item["image"], other["image"])
         assert order[item["label"]] == plain.classes[other["label"]]
     named = ("great white", "a, b", "c", "d e") if "great" in text else order
     assert read_titles(str(root / "train"), str(tmp_path / "order"), source.classes) == named
@@ -244,11 +244,11 @@ def test_classes_in_names(tmp_path):
     data = Data(path=str(root), image_size=16, labels="prefix")
     source = open_sources(data)[0]
     classes = sorted({os.path.basename(name).split("_")[0] for name in names})
-    assert source.classes == tuple(classes) and [source.name(index) for index in range(5)] == sorted(names)
+    assert source.classes == tuple(classes) and [source.name_sample(index) for index in range(5)] == sorted(names)
     plain = open_images(root, 16, request=Request(SUFFIXES, labels="none"))
     for index, name in enumerate(sorted(names)):
         assert source[index]["label"] == classes.index(os.path.basename(name).split("_")[0])
-        assert torch.equal(source[index]["image"], plain[index]["image"]) and plain.name(index) == name
+        assert torch.equal(source[index]["image"], plain[index]["image"]) and plain.name_sample(index) == name
     flat(tmp_path / "unseen", ("cat_9.png",))
     unseen = open_sources(data.model_copy(update={"held_out_path": str(tmp_path / "unseen")}))[1]
     assert unseen.classes == source.classes and unseen[0]["label"] == classes.index("cat")
@@ -283,13 +283,13 @@ def test_captions_beside_images(tmp_path):
     request = Request(SUFFIXES, captions=True)
     source = open_images(root, 16, request=request)
     captioned = ["a/0.png", "a/1.png", "b/3.png", "b/4.png", "b/c/6.png"]
-    assert [source.name(index) for index in range(len(source))] == captioned
+    assert [source.name_sample(index) for index in range(len(source))] == captioned
     assert source.layout.left_out == {UNCAPTIONED: 2} and source.classes == ("a", "b")
-    plain = {plain.name(index): plain[index] for plain in [open_images(root, 16)] for index in range(7)}
+    plain = {plain.name_sample(index): plain[index] for plain in [open_images(root, 16)] for index in range(7)}
     for index, caption, label in ((0, "one", 0), (1, "three", 0), (2, "four", 1)):
         item = source[index]
         assert unpack_captions(item["caption"][None]) == [caption] and item["label"] == label
-        assert torch.equal(item["image"], plain[source.name(index)]["image"])
+        assert torch.equal(item["image"], plain[source.name_sample(index)]["image"])
     assert unpack_captions(source.read(0, 0.7)["caption"][None]) == ["two"]
     for index in (3, 4):
         with pytest.raises(BadSample, match="caption is empty, or cannot be read"):

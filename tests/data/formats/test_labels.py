@@ -167,8 +167,8 @@ def test_labels_in_dataset_json(tmp_path):
     path = root / "dataset.json"
     path.write_text(json.dumps({"labels": [[name, label] for name, label in zip(names, (4, 0, 4, 2))]}))
     source = open_images(root, 16)
-    assert source.classes == ("0", "1", "2", "3", "4") and source.class_counts().tolist() == [1, 0, 1, 0, 2]
-    assert {source.name(i): source[i]["label"] for i in range(4)} == dict(zip(names, (4, 0, 4, 2)))
+    assert source.classes == ("0", "1", "2", "3", "4") and source.count_by_class().tolist() == [1, 0, 1, 0, 2]
+    assert {source.name_sample(i): source[i]["label"] for i in range(4)} == dict(zip(names, (4, 0, 4, 2)))
     unseen = flat(tmp_path / "unseen", ("a.png",))
     (unseen / "dataset.json").write_text('{"labels": [["a.png", 2]]}')
     held = open_images(root, 16, split="held_out", held_out_path=unseen)
@@ -241,7 +241,9 @@ def test_what_was_found_is_said(tmp_path):
     write(tmp_path / "x")
     held = Latents(tmp_path / "x", "held_out", 0.3)
     labels = np.bincount([held[i]["label"] for i in range(len(held))], minlength=3)
-    assert held.class_counts().tolist() == labels.tolist() and held.describe().startswith(f"{len(held)} cached images")
+    assert held.count_by_class().tolist() == labels.tolist() and held.describe().startswith(
+        f"{len(held)} cached images"
+    )
     assert Latents(tmp_path / "x").describe() == (
         "50 cached images (latents 3 x 4 x 4), 3 classes of 16 (c) to 17 (a), no captions"
     )
@@ -269,7 +271,7 @@ def test_files_of_other_types_are_said(tmp_path, captions, labels):
     request = Request(SUFFIXES, captions=captions, labels=labels)
     for _ in range(2):
         source = open_images(root, 16, request=request, index=tmp_path / "index")
-        source.fingerprint()
+        source.compute_fingerprint()
         assert len(source) == (6 if labels == "auto" else 4) and source.describe().endswith(words)
     (flat(tmp_path / "flat") / "folder.gif").mkdir()
     for name in ("x.tif", ".y.tif", "folder.gif/z.tif"):
@@ -302,7 +304,7 @@ def test_links_and_unreadable_folders(tmp_path):
     ):
         os.symlink(target, root / link)
     os.symlink(root / "c1", root / "c0" / "c1")
-    names = [source.name(i) for source in [open_images(root, 16)] for i in range(len(source))]
+    names = [source.name_sample(i) for source in [open_images(root, 16)] for i in range(len(source))]
     assert names == [
         "c0/000.png",
         "c0/001.png",

@@ -57,7 +57,7 @@ def rows_of(root: Path, path: str = "path", label: str = "label", caption: str =
 
 def listed(path: Path, request: Request = CAPTIONED) -> list:
     layout = recognise_layout(str(path), LocalFiles(path), request)
-    return [sample for part in layout.parts() for sample in layout.samples(part)]
+    return [sample for part in layout.list_parts() for sample in layout.iterate_samples(part)]
 
 
 @pytest.mark.parametrize(
@@ -74,7 +74,7 @@ def test_a_table_is_the_folder_that_it_lists(tmp_path, name):
     for index in range(9):
         item, other = source[index], plain[index]
         assert torch.equal(item["image"], other["image"]) and item["label"] == other["label"]
-        assert source.name(index) == plain.name(index)
+        assert source.name_sample(index) == plain.name_sample(index)
         caption = rows[index]["text" if whole else "caption"]
         assert unpack_captions(item["caption"][None]) == [caption]
     assert "caption" not in open_images(path, 16)[0]
@@ -121,7 +121,7 @@ def test_columns_by_name(tmp_path, kind):
         (*((f"a{n}", f"b{n}") if kind in ("jsonl", "parquet") else (f"a{n}",)), f"long {n}") for n in range(6)
     ]
     source = open_images(path, 16, request=request)
-    assert source.classes == tuple(map(str, range(26))) and source.class_counts().nonzero()[0].tolist() == [
+    assert source.classes == tuple(map(str, range(26))) and source.count_by_class().nonzero()[0].tolist() == [
         0,
         5,
         10,
@@ -129,7 +129,7 @@ def test_columns_by_name(tmp_path, kind):
         20,
         25,
     ]
-    assert [source.name(n) for n in range(2)] == [rows[0]["url_local"][2:], rows[1]["url_local"]]
+    assert [source.name_sample(n) for n in range(2)] == [rows[0]["url_local"][2:], rows[1]["url_local"]]
     assert np.array_equal(source[1]["image"], open_images(root, 16)[1]["image"])
     with pytest.raises(ConfigError, match="no column with the paths of images, only id, url_local, long, short, cat"):
         listed(path)
@@ -193,11 +193,11 @@ def test_files_that_are_not_there(tmp_path):
             source, global_batch=11, micro_batch=11, seed=0, folder=folder_of_run, flip=False, max_bad_fraction=limit
         ) as batches:
             if limit == 0.3:
-                (batch,) = list(batches.at(0))
+                (batch,) = list(batches.read_step(0))
                 assert len(batch["image"]) == 11
             else:
                 with pytest.raises(ConfigError, match="more than the 2 that data.max_bad_fraction=0.2"):
-                    list(batches.at(0))
+                    list(batches.read_step(0))
         listing = (folder_of_run / "bad_files.txt").read_text()
         assert {line.split("\t")[0] for line in listing.splitlines()} == {"c0/001.png", "c1/003.png", "c9/no.png"}
     write_table(root / "l.csv", [row | {"path": f"images/{row['path']}"} for row in rows])
@@ -260,7 +260,7 @@ def test_rows_are_read_in_bounded_memory(tmp_path):
                 path.write_text(head + "".join(lines[kind].format(n) for n in range(count)))
             table, before, arrow = open_table(LocalFiles(path), path.name, "x"), pa.total_allocated_bytes(), 0
             tracemalloc.start()
-            for number, _ in enumerate(table.rows(["path", "text"]), 1):
+            for number, _ in enumerate(table.iterate_rows(["path", "text"]), 1):
                 arrow = max(arrow, pa.total_allocated_bytes() - before) if number % 100 == 0 else arrow
             peaks.append(tracemalloc.get_traced_memory()[1] + arrow)
             tracemalloc.stop()

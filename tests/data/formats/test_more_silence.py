@@ -156,10 +156,10 @@ def test_the_size_of_a_turned_picture(tmp_path, place, turn):
     assert upright.shape == ((3, 24, 8) if turn in (6, 8) else (3, 8, 24))
     for data in (Data(path=str(tmp_path), image_size=8, upright=flag) for flag in (True, False)):
         source, expected = open_sources(data)[0], upright if data.upright else plain
-        assert read_size(source.layout, source.index.place(0)) == (expected.shape[2], expected.shape[1])
-        (batch,) = open_set(tmp_path, "--reference", data.upright).batches(2)
+        assert read_size(source.layout, source.index.read_place(0)) == (expected.shape[2], expected.shape[1])
+        (batch,) = open_set(tmp_path, "--reference", data.upright).iterate_batches(2)
         assert torch.equal(batch.images, torch.stack([expected] * 2))
-    assert torch.equal(next(open_set(tmp_path, "--reference").batches(2)).images[0], upright)
+    assert torch.equal(next(open_set(tmp_path, "--reference").iterate_batches(2)).images[0], upright)
 
 
 def test_buckets_of_pictures_that_are_not_turned(tmp_path):
@@ -186,7 +186,7 @@ def test_samples_reference_is_turned_as_the_data(tmp_path):
     for upright, expected in ((True, [0, 255]), (False, [0, 0])):
         data = Data(path="builtin:fashion", image_size=8, upright=upright)
         images = open_recipe_reference(str(tmp_path), data, {"fid": object()}, 0).images
-        values = next(images.batches(2)).images[0][0]
+        values = next(images.iterate_batches(2)).images[0][0]
         assert [int(values[0, 0]), int(values[-1, 0])] == expected
 
 

@@ -9,7 +9,7 @@ import pytest
 from safetensors.torch import save_file
 
 from dstrain import systems
-from dstrain.commands.index import index_data, report
+from dstrain.commands.index import format_report, index_data
 from dstrain.commands.job import check_recipe
 from dstrain.data.cached.latents import Latents
 from dstrain.data.open import open_sources
@@ -23,7 +23,7 @@ from tests.support.pictures import folder, picture
 
 def refusal(**entries) -> str:
     with pytest.raises(ConfigError) as caught:
-        open_sources(Data(image_size=16, **entries))[0].first()
+        open_sources(Data(image_size=16, **entries))[0].read_first()
     return str(caught.value)
 
 
@@ -89,7 +89,7 @@ def test_archives_within_archives_and_patterns(tmp_path):
     assert len(open_sources(Data(path=f"{tmp_path}/s-{{0..1}}.tar", image_size=16))[0]) == 2
     zipped = open_sources(Data(path=str(tmp_path / "s.zip"), image_size=16))[0]
     assert len(zipped) == 1 and zipped.describe().endswith("; 1 whose names lead outside are left out")
-    told = report(index_data(Data(path=str(tmp_path / "s.zip"), index=str(tmp_path / "index"))))
+    told = format_report(index_data(Data(path=str(tmp_path / "s.zip"), index=str(tmp_path / "index"))))
     assert "note: 1 whose names lead outside are left out" in told
 
 

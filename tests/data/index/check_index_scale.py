@@ -40,7 +40,7 @@ def make_index(root: Path, number: int, kept: Path) -> None:
     request = Request(SUFFIXES)
     files = open_data_files(str(root), request)
     layout = Folders(str(root), files, request)
-    names = [sample.place.name for part in layout.parts() for sample in layout.samples(part)]
+    names = [sample.place.name for part in layout.list_parts() for sample in layout.iterate_samples(part)]
     encoded = [name.encode() for name in names]
     length, labels = len(encoded[0]), np.array([int(name[1]) for name in names], np.int32)
     hashes = np.array([hash_name(name) for name in encoded], np.uint64)
@@ -63,8 +63,8 @@ def make_index(root: Path, number: int, kept: Path) -> None:
             hashed.write(np.resize(hashes, count).tobytes())
             numbers.write(np.resize(labels, count).tobytes())
     state = {"number": number, "sizes": sizes, "kinds": ["int", False], "classes": [], "most": 0}
-    Columns(building, state=state).finished(layout)
-    watched = layout.watched()
+    Columns(building, state=state).finish(layout)
+    watched = layout.list_watched()
     atomic.write_file(
         building / WATCHED, sealed.render_sealed({"names": watched, "stats": _read_stats(layout, watched)})
     )
@@ -83,13 +83,13 @@ def memory() -> float:
 def measure(root: Path, kept: Path, num_workers: int, held_out: float) -> dict[str, float]:
     start = time.perf_counter()
     source = open_images(root, 16, index=kept, held_out=held_out)
-    fingerprint = source.fingerprint()
+    fingerprint = source.compute_fingerprint()
     opened = time.perf_counter() - start
     with Batches(source, global_batch=64, micro_batch=64, seed=1, num_workers=num_workers) as batches:
-        next(batches.at(0))
+        next(batches.read_step(0))
         first = time.perf_counter() - start
         for step in range(1, 40):
-            list(batches.at(step))
+            list(batches.read_step(step))
         return {
             "opened": round(opened, 2),
             "first": round(first, 2),
@@ -112,7 +112,7 @@ def require_one_order(source: Images, kinds: tuple[tuple[int, int], ...] = _KIND
                     [
                         {name: value.clone() for name, value in batch.items()}
                         for step in range(3)
-                        for batch in batches.at(step)
+                        for batch in batches.read_step(step)
                     ]
                 )
         rows = {name: torch.cat([batch[name] for batches in steps for batch in batches]) for name in steps[0][0]}
@@ -124,8 +124,8 @@ def require_one_order(source: Images, kinds: tuple[tuple[int, int], ...] = _KIND
         other = taken(world, num_workers)
         assert all(torch.equal(expected[name], other[name]) for name in expected), (world, num_workers)
     stream = _Stream(source, Order(len(source), 5), 2048, 5, True)
-    whole = stream._drawn(range(2048, 4096))[0]
-    ranks = [stream._drawn(range(2048 + rank * 2, 2048 + rank * 2 + 2))[0] for rank in range(1024)]
+    whole = stream._find_samples(range(2048, 4096))[0]
+    ranks = [stream._find_samples(range(2048 + rank * 2, 2048 + rank * 2 + 2))[0] for rank in range(1024)]
     assert torch.equal(torch.cat(ranks), whole) and len(set(whole.tolist())) == 2048
 
 

@@ -22,7 +22,7 @@ def _open(rank: int, views: tuple[Path, Path], data: Data) -> str:
         source, _ = open_sources(data)
     except ConfigError as error:
         return str(error)
-    return source.fingerprint()
+    return source.compute_fingerprint()
 
 
 def add(root: Path) -> None:

@@ -20,7 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from dstrain.commands.index import index_data, report
+from dstrain.commands.index import format_report, index_data
 from dstrain.data import formats
 from dstrain.data.batches import Batches
 from dstrain.data.decode.pixels import SUFFIXES, read_image
@@ -84,9 +84,9 @@ def test_what_it_holds(tmp_path_factory, tree, share):
                     open_images(work / "data", 16, split=split, held_out=share, index=kept)
                 continue
             source = open_images(work / "data", 16, split=split, held_out=share, index=kept)
-            assert [source.name(place) for place in range(len(source))] == [names[place] for place in own]
+            assert [source.name_sample(place) for place in range(len(source))] == [names[place] for place in own]
             assert source.labels.tolist() == [labels[place] for place in own] and source.classes == classes
-            assert source.class_counts().tolist() == np.bincount(source.labels, minlength=len(classes)).tolist()
+            assert source.count_by_class().tolist() == np.bincount(source.labels, minlength=len(classes)).tolist()
 
 
 def test_one_source_wherever_it_is_kept(tmp_path):
@@ -96,8 +96,11 @@ def test_one_source_wherever_it_is_kept(tmp_path):
     for share in (0.0, 0.3):
         memory, disk = (open_images(root, 16, held_out=share, index=kept) for kept in (None, tmp_path / "i"))
         assert memory.index.folder is None and disk.index.folder is not None
-        assert share or memory.name(16) == os.path.relpath(undecodable, root) == disk.name(16)
-        assert memory.fingerprint() == disk.fingerprint() and memory.contents() == disk.contents()
+        assert share or memory.name_sample(16) == os.path.relpath(undecodable, root) == disk.name_sample(16)
+        assert (
+            memory.compute_fingerprint() == disk.compute_fingerprint()
+            and memory.compute_full_fingerprint() == disk.compute_full_fingerprint()
+        )
         batches = []
         for source, num_workers in ((memory, 0), (disk, 0), *([(disk, 2)] if share else [])):
             with Batches(source, global_batch=8, micro_batch=4, seed=3, num_workers=num_workers) as both:
@@ -105,7 +108,7 @@ def test_one_source_wherever_it_is_kept(tmp_path):
                     [
                         {name: value.clone() for name, value in batch.items()}
                         for step in range(4)
-                        for batch in both.at(step)
+                        for batch in both.read_step(step)
                     ]
                 )
         for others in batches[1:]:
@@ -116,9 +119,9 @@ def test_found_again_until_the_data_change(tmp_path, monkeypatch, capsys):
     """Oracle: a count of the listings: none where nothing changed; a new file and a new folder below are met, and it is
     said where; a run's folder keeps the index that launch/index.py has made in the cache.
     """
-    root, listed, samples = folder(tmp_path / "d", 2, 3), [], Folders.samples
+    root, listed, samples = folder(tmp_path / "d", 2, 3), [], Folders.iterate_samples
     (root / "c1" / "deep").mkdir()
-    monkeypatch.setattr(Folders, "samples", lambda self, part: listed.append(part) or samples(self, part))
+    monkeypatch.setattr(Folders, "iterate_samples", lambda self, part: listed.append(part) or samples(self, part))
 
     def opened():
         return len(open_images(root, 16, index=tmp_path / "i"))
@@ -149,7 +152,7 @@ def test_found_again_until_the_data_change(tmp_path, monkeypatch, capsys):
     picture(1).save(root / "c2" / "b.png")
     opened()
     with pytest.raises(ConfigError, match="made anew meanwhile"):
-        pickle.loads(pickled).name(0)
+        pickle.loads(pickled).name_sample(0)
 
 
 def test_damaged_splits_and_those_of_other_data_are_made_anew(tmp_path):
@@ -161,7 +164,7 @@ def test_damaged_splits_and_those_of_other_data_are_made_anew(tmp_path):
         return open_images(path, 16, index=kept, held_out=0.3)
 
     expected = open_images(root, 16, held_out=0.3)
-    names = [expected.name(place) for place in range(len(expected))]
+    names = [expected.name_sample(place) for place in range(len(expected))]
     foreign, splits = (opened(path).index.folder / "held_out-0.3" for path in (other, root))
     train, header = splits / "train.bin", splits / "index.json"
     mapped = opened(root)
@@ -177,8 +180,11 @@ def test_damaged_splits_and_those_of_other_data_are_made_anew(tmp_path):
         os.replace(tmp_path / "train.bin", train)  # `mapped` keeps its own file: a shared one would be cut off
         damage()
         again = opened(root)
-        assert [again.name(place) for place in range(len(again))] == names
-        assert again.fingerprint() == expected.fingerprint() and mapped.name(len(mapped) - 1) == names[-1]
+        assert [again.name_sample(place) for place in range(len(again))] == names
+        assert (
+            again.compute_fingerprint() == expected.compute_fingerprint()
+            and mapped.name_sample(len(mapped) - 1) == names[-1]
+        )
     os.truncate(train, 4)
     with pytest.raises(ConfigError, match="train.bin is not to be seen from here, or damaged: remove"):
         pickle.loads(pickle.dumps(again))
@@ -196,7 +202,7 @@ def test_a_flipped_byte_of_a_large_index_is_found_when_it_is_used(tmp_path, monk
         return open_images(root, 16, index=kept, held_out=0.3)
 
     whole = opened()
-    names = [whole.name(place) for place in range(len(whole))]
+    names = [whole.name_sample(place) for place in range(len(whole))]
     for file in ("names.bin", "name_ends.bin", "label.bin", "held_out-0.3/train.bin"):
         path = whole.index.folder / file
         content = path.read_bytes()
@@ -205,7 +211,7 @@ def test_a_flipped_byte_of_a_large_index_is_found_when_it_is_used(tmp_path, monk
         again, found, refused = opened(), [], []
         for place in range(len(again)):
             try:
-                found.append((again.name(place), again[place]["label"]) == (names[place], whole[place]["label"]))
+                found.append((again.name_sample(place), again[place]["label"]) == (names[place], whole[place]["label"]))
             except NotRead as error:
                 refused.append(str(error))
         assert all(found) and found and refused and len(found) + len(refused) == len(names), file
@@ -214,9 +220,9 @@ def test_a_flipped_byte_of_a_large_index_is_found_when_it_is_used(tmp_path, monk
             Batches(again, global_batch=28, micro_batch=28, seed=1) as batches,
             pytest.raises(NotRead, match="altered"),
         ):
-            next(batches.at(0))
+            next(batches.read_step(0))
         shutil.rmtree(path.parent)
-        assert [opened().name(place) for place in range(len(names))] == names and path.read_bytes() == content
+        assert [opened().name_sample(place) for place in range(len(names))] == names and path.read_bytes() == content
 
 
 @pytest.mark.parametrize("dtype", [None, np.int32, np.uint64])
@@ -266,7 +272,7 @@ def test_two_commands_read_one_table(tmp_path, monkeypatch):
     with ThreadPoolExecutor(2) as threads:
         first, second = threads.map(lambda _: sizes.measure_images(layout, index), range(2))
     assert len(asked) == 40 and np.array_equal(first[:], second[:])
-    assert first[:].tolist() == [list(size_of(layout, index.place(row))) for row in range(40)]
+    assert first[:].tolist() == [list(size_of(layout, index.read_place(row))) for row in range(40)]
 
 
 def test_two_commands_write_the_same_splits(tmp_path, monkeypatch):
@@ -291,14 +297,14 @@ def test_two_commands_write_the_same_splits(tmp_path, monkeypatch):
     second.join()
     memory = open_index(root, Request(SUFFIXES))[1]
     assert writes == [0.3]
-    assert index.split("train", 0.3).members[:].tolist() == memory.split("train", 0.3).members.tolist()
+    assert index.open_split("train", 0.3).members[:].tolist() == memory.open_split("train", 0.3).members.tolist()
 
 
 def test_an_interrupted_listing_goes_on(tmp_path, monkeypatch):
     """Oracle: the index of an uninterrupted listing, byte for byte; parts that were listed are not listed again, unless
     the data have changed.
     """
-    root, samples, listed = folder(tmp_path / "d", 4, 5), Folders.samples, []
+    root, samples, listed = folder(tmp_path / "d", 4, 5), Folders.iterate_samples, []
     whole = open_images(root, 16, index=tmp_path / "whole").index.folder
 
     def interrupted(self, part: str) -> Iterator[Sample]:
@@ -308,7 +314,7 @@ def test_an_interrupted_listing_goes_on(tmp_path, monkeypatch):
                 raise KeyboardInterrupt
             yield sample
 
-    monkeypatch.setattr(Folders, "samples", interrupted)
+    monkeypatch.setattr(Folders, "iterate_samples", interrupted)
     with pytest.raises(KeyboardInterrupt):
         open_images(root, 16, index=tmp_path / "i")
     made = open_images(root, 16, index=tmp_path / "i").index.folder
@@ -330,18 +336,18 @@ class Bundle(Layout):
 
     @classmethod
     def recognises(cls, root: str, files: Files, request: Request) -> bool:
-        return any(name == "bundle.jsonl" for name, _ in files.names())
+        return any(name == "bundle.jsonl" for name, _ in files.list_names())
 
-    def parts(self) -> list[str]:
+    def list_parts(self) -> list[str]:
         return ["bundle.bin"]
 
-    def samples(self, part: str) -> Iterator[Sample]:
+    def iterate_samples(self, part: str) -> Iterator[Sample]:
         for line in self.files.open("bundle.jsonl").read().splitlines():
             name, offset, size, label, captions = json.loads(line)
             yield Sample(Place(name, 0, offset, size), label, tuple(captions))
 
     def read(self, place: Place) -> bytes:
-        return self.files.span("bundle.bin", place.offset, place.size)
+        return self.files.read_span("bundle.bin", place.offset, place.size)
 
 
 def bundle(root: Path, labels: list, captions: list[list[str]]) -> Path:
@@ -370,16 +376,16 @@ def test_places_labels_and_captions(tmp_path, monkeypatch, labels):
         assert source.classes == tuple(names) and source.captioned and source.chance_name == "caption"
         expected = [names.index(label) if isinstance(label, str) else label or 0 for label in labels]
         for row in range(4):
-            assert source.index.captions(row) == tuple(texts[row])
+            assert source.index.read_captions(row) == tuple(texts[row])
             items = [source.read(row, chance) for chance in (0.0, 0.34, 0.67, 0.99)]
             numbers = [int(chance * len(texts[row])) for chance in (0.0, 0.34, 0.67, 0.99)]
             assert unpack_captions(stack_texts([item["caption"] for item in items])) == [texts[row][n] for n in numbers]
             picture(row).save(tmp_path / "same.png")
             assert torch.equal(items[0]["image"], read_image(tmp_path / "same.png", 16))
             assert items[0]["label"] == expected[row]
-    changed = open_images(root, 16, request=request).fingerprint()
+    changed = open_images(root, 16, request=request).compute_fingerprint()
     (root / "bundle.jsonl").write_text((root / "bundle.jsonl").read_text().replace("four", "five"))
-    assert open_images(root, 16, request=request).fingerprint() != changed
+    assert open_images(root, 16, request=request).compute_fingerprint() != changed
 
 
 def test_more_samples_than_are_kept_in_memory(tmp_path, monkeypatch):
@@ -398,8 +404,8 @@ def test_more_samples_than_are_kept_in_memory(tmp_path, monkeypatch):
         _, index = open_index(root, request, run=run)
         assert index.folder.parent == tmp_path / kept and index.classes == ("cat", "dog", "ox") and len(index) == 50_001
         for row in (0, 1, 2, 25_000, 50_000):
-            assert index.captions(row) == (str(row),) and index.place(row) == (f"n{row}", 0, 0, 9)
-            assert index.classes[index.label(row)] == names[row * 7 % 3]
+            assert index.read_captions(row) == (str(row),) and index.read_place(row) == (f"n{row}", 0, 0, 9)
+            assert index.classes[index.read_label(row)] == names[row * 7 % 3]
         shutil.rmtree(tmp_path / kept)
 
 
@@ -424,7 +430,7 @@ def test_faults_of_the_storage(tmp_path, monkeypatch):
         raise NotRead("the storage fails")
         yield
 
-    monkeypatch.setattr(Folders, "samples", failing)
+    monkeypatch.setattr(Folders, "iterate_samples", failing)
     for kept in (None, tmp_path / "i"):
         with pytest.raises(NotRead):
             open_images(root, 16, index=kept)
@@ -458,7 +464,7 @@ def test_pixel_sizes(tmp_path):
     sizes = measure_images(source.layout, source.index)[:].copy()
     assert sizes.dtype == np.int32 and sizes.tolist() == [
         [0, 0] if name == "c1/000.png" else list(Image.open(root / name).size)
-        for name in map(source.name, range(len(source)))
+        for name in map(source.name_sample, range(len(source)))
     ]
     content = (root / "c0" / "x.png").read_bytes()
     (root / "c0" / "x.png").write_bytes(b"")
@@ -474,7 +480,7 @@ def test_one_of_a_kind(tmp_path, monkeypatch, capsys):
     picture(0).save(tmp_path / "0.png")
     data = Data(path=str(tmp_path / "0.csv"), index=str(tmp_path / "i"))
     (tmp_path / "0.csv").write_text("path\n0.png\n")
-    assert report(index_data(data)).splitlines()[0].endswith(", 1 sample")
+    assert format_report(index_data(data)).splitlines()[0].endswith(", 1 sample")
     for number, words in enumerate((["--format", "tar"], [])):
         code, out, error = here("pack.py", [data.path, "--out", tmp_path / str(number), *words], monkeypatch, capsys)
         assert code == 0 and f": 1 {'shard' if number else 'tar'}, " in out, out + error
@@ -494,10 +500,10 @@ def test_the_description(tmp_path):
     assert quick["sizes"] == {"40x30": 5, "50x20": 1} and quick["aspect_ratios"] == {"4:3": 5, "2:1": 1}
     assert quick["shorter_sides"] == {"below 32": 6}
     listed = index_data(data, captions=True)
-    assert "none in the index; --captions lists" in report(quick) and "--captions" not in report(listed)
+    assert "none in the index; --captions lists" in format_report(quick) and "--captions" not in format_report(listed)
     assert [name for name, _ in quick["unreadable_names"]] == ["c1/000.png"]
     assert [name for name, _ in whole["unreadable_names"]] == ["c1/000.png", "c1/001.png"] and whole["unreadable"] == 2
-    assert "sizes: 40x30 5, 50x20 1" in report(quick) and "truncated" in report(whole)
+    assert "sizes: 40x30 5, 50x20 1" in format_report(quick) and "truncated" in format_report(whole)
 
 
 def test_the_description_of_clips(tmp_path):
@@ -509,20 +515,20 @@ def test_the_description_of_clips(tmp_path):
     data = Data(path=str(tmp_path / "d"), index=str(tmp_path / "i"), num_frames=9, buckets=[9, 5], frame_stride=2)
     quick = index_data(data)
     assert quick["frames"] == {"9 or more": 3, "5 or more": 2, "fewer": 1} and quick["unreadable"] == 1
-    assert "frames: 9 or more 3, 5 or more 2, fewer 1" in report(quick) and "6.gif" in report(quick)
+    assert "frames: 9 or more 3, 5 or more 2, fewer 1" in format_report(quick) and "6.gif" in format_report(quick)
     assert index_data(data.model_copy(update={"buckets": None}))["unreadable"] is None
 
 
 def _rank(root: Path, kept: Path | None) -> tuple:
-    listed, samples = [], Folders.samples
-    Folders.samples = lambda self, part: listed.append(part) or samples(self, part)
+    listed, samples = [], Folders.iterate_samples
+    Folders.iterate_samples = lambda self, part: listed.append(part) or samples(self, part)
     try:
         source = open_images(root, 16, held_out=0.3, index=kept)
     except ConfigError as error:
         return listed, str(error)
     finally:
-        Folders.samples = samples
-    return listed, source.fingerprint(), [source.name(place) for place in range(len(source))]
+        Folders.iterate_samples = samples
+    return listed, source.compute_fingerprint(), [source.name_sample(place) for place in range(len(source))]
 
 
 def _ranks(rank: int, root: Path, kept: Path, empty: Path) -> list[tuple]:
@@ -559,7 +565,7 @@ def test_many_samples_cost_a_process_nothing(tmp_path):
     assert isinstance(source.index, Index) and 250_000 < len(source) < 290_000
     again = pickle.loads(pickled := pickle.dumps(source))
     for place in range(0, len(source), 5000):
-        assert again.name(place) == source.name(place) and again[place]["label"] == source[place]["label"]
+        assert again.name_sample(place) == source.name_sample(place) and again[place]["label"] == source[place]["label"]
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert len(pickled) < 4096 and peak < 2 << 20

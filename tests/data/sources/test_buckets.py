@@ -10,7 +10,7 @@ from PIL import Image
 
 from dstrain import systems
 from dstrain.commands.job import check_recipe
-from dstrain.data.batches import Batches, held_out
+from dstrain.data.batches import Batches, iterate_held_out
 from dstrain.data.decode.pixels import crop_center, to_tensor
 from dstrain.data.open import describe_data, open_sources
 from dstrain.data.views import Spread
@@ -52,13 +52,13 @@ def test_samples(folder):
     by_aspect = {(40, 40): 0, (90, 30): 1, (30, 90): 2, (64, 60): 0, (100, 30): 1, (31, 80): 2, (20, 20): 0}
     names = []
     for index in range(40):
-        image = Image.open(folder / source.name(index))
+        image = Image.open(folder / source.name_sample(index))
         shape = SHAPES[by_aspect[image.size]]
         assert list(source.shape(index)) == shape
         item = source[index]
         assert torch.equal(item["image"], to_tensor(crop_center(image, *shape)))
-        assert item["label"] == "ab".index(source.name(index)[0])
-        names.append(source.name(index))
+        assert item["label"] == "ab".index(source.name_sample(index)[0])
+        names.append(source.name_sample(index))
     assert len(set(names)) == 40
     for first, last in zip((0, *source.ends), source.ends):
         assert names[first:last] == sorted(names[first:last])
@@ -70,7 +70,7 @@ def test_enlarged_pictures_are_counted_or_left_out(folder):
     assert "3 enlarged, up to 1.6 times" in words and "in 3 of 3 buckets" in words
     left = opened(folder, max_upscale=1.5)[0]
     assert len(left) == 37 and "3 left out by data.max_upscale" in left.describe()
-    assert all(Image.open(folder / left.name(index)).size != (20, 20) for index in range(37))
+    assert all(Image.open(folder / left.name_sample(index)).size != (20, 20) for index in range(37))
     assert len(opened(folder, max_upscale=1.6)[0]) == 40
     with pytest.raises(ConfigError, match="give smaller data.buckets"):
         opened(folder, buckets=[[512, 512]], max_upscale=2)
@@ -80,7 +80,11 @@ def test_an_index_on_a_disk(folder, tmp_path):
     """Oracle: the source that was made first; what a worker receives has no list in it, and needs the folder."""
     plain, kept = opened(folder)[0], opened(folder, index=str(tmp_path))[0]
     again = opened(folder, index=str(tmp_path))[0]
-    assert [plain.name(i) for i in range(40)] == [kept.name(i) for i in range(40)] == [again.name(i) for i in range(40)]
+    assert (
+        [plain.name_sample(i) for i in range(40)]
+        == [kept.name_sample(i) for i in range(40)]
+        == [again.name_sample(i) for i in range(40)]
+    )
     files = list(tmp_path.glob("*/buckets-*/*"))
     assert {path.name for path in files} == {"index.json", "members.bin", "members.sums"}
     sent = pickle.loads(pickled := pickle.dumps(again))
@@ -89,7 +93,7 @@ def test_an_index_on_a_disk(folder, tmp_path):
     for path in files:  # damaged, all are made anew
         for damaged in (path.read_bytes()[:-1], path.read_bytes()[:-9] + b"\1" + path.read_bytes()[-8:]):
             path.write_bytes(damaged)
-            assert opened(folder, index=str(tmp_path))[0].name(39) == plain.name(39)
+            assert opened(folder, index=str(tmp_path))[0].name_sample(39) == plain.name_sample(39)
             assert path.stat().st_size == sizes[path]
     shutil.rmtree(files[0].parent)
     with pytest.raises(ConfigError, match="members.bin is not to be seen from here, or damaged: remove .*data.index="):
@@ -103,13 +107,13 @@ def test_a_step_has_one_shape_on_all_ranks(folder, workers):
     """Oracle: the pictures of all ranks together are those of one rank, at 2 and 4 ranks, in one shape a step; the
     steps of an epoch pass over all pictures, but for what waits for the next one."""
     source = opened(folder)[0]
-    alone = [next(iter(batches(source, micro=8).at(step))) for step in range(STEPS)]
+    alone = [next(iter(batches(source, micro=8).read_step(step))) for step in range(STEPS)]
     for world in (2, 4):
         ranks = [
             batches(source, rank, world, 8 // world, num_workers=workers if world == 2 else 0) for rank in range(world)
         ]
         for step in range(STEPS):
-            parts = [next(iter(rank.at(step))) for rank in ranks]
+            parts = [next(iter(rank.read_step(step))) for rank in ranks]
             assert torch.equal(torch.cat([part["image"] for part in parts]), alone[step]["image"])
             assert torch.equal(torch.cat([part["key"] for part in parts]), alone[step]["key"])
         for rank in ranks:
@@ -120,10 +124,10 @@ def test_a_step_has_one_shape_on_all_ranks(folder, workers):
 def test_a_run_that_moves_between_ranks(folder):
     """Oracle: one that never stops: 4 steps on 2 ranks, 4 on one, 4 on 4 ranks, with random crops."""
     source = opened(folder, crop="random")[0]
-    whole = [next(batches(source, micro=8).at(step)) for step in range(STEPS)]
+    whole = [next(batches(source, micro=8).read_step(step)) for step in range(STEPS)]
     for step in range(STEPS):
         world = (2, 1, 4)[step // 4]
-        parts = [next(batches(source, rank, world, 8 // world).at(step)) for rank in range(world)]
+        parts = [next(batches(source, rank, world, 8 // world).read_step(step)) for rank in range(world)]
         for name, values in whole[step].items():
             assert torch.equal(torch.cat([part[name] for part in parts]), values), name
 
@@ -137,10 +141,10 @@ def test_a_broken_picture_is_replaced_by_one_of_its_shape(folder, tmp_path):
     for bucket in range(3):
         last = ends[bucket + 1] - 1
         whole = source[ends[bucket]]["image"]
-        path = copy / source.name(last)
+        path = copy / source.name_sample(last)
         path.write_bytes(path.read_bytes()[:-60])
         batch, bad = source.read_batch(torch.tensor([last - 1, last]))
-        assert [name for name, _ in bad] == [source.name(last)]
+        assert [name for name, _ in bad] == [source.name_sample(last)]
         assert torch.equal(batch["image"][1], whole)
 
 
@@ -150,7 +154,7 @@ def test_held_out_batches_have_one_shape(folder):
     source = opened(folder, held_out=0.5)[1]
     for view in (source, Spread(source, 9)):
         for world in (1, 2, 3):
-            ranks = [list(held_out(view, 3, rank, world)) for rank in range(world)]
+            ranks = [list(iterate_held_out(view, 3, rank, world)) for rank in range(world)]
             assert len({len(rank) for rank in ranks}) == 1
             positions = []
             for round_ in zip(*ranks):
@@ -169,7 +173,7 @@ def test_sizes_and_crops_of_a_batch(folder):
         turned = source.read_batch(index[first:last], torch.ones(last - first, dtype=torch.bool))[0]
         assert "right" not in plain and torch.equal(plain["image"].flip(-1), turned["image"])
         for row, size in enumerate(plain["size"].tolist()):
-            image = Image.open(folder / source.name(first + row))
+            image = Image.open(folder / source.name_sample(first + row))
             wide, high = source.shape(first + row)
             assert size[:2] == [image.height, image.width] and size[4:] == [high, wide]
             scale = max(wide / image.width, high / image.height)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from dstrain.commands.job import check_recipe
-from dstrain.data.batches import Batches, held_out
+from dstrain.data.batches import Batches, iterate_held_out
 from dstrain.data.open import describe_data, open_sources
 from dstrain.data.views import Spread
 from dstrain.recipe import ConfigError, Data, load_recipe
@@ -56,7 +56,7 @@ def batches(source, rank=0, world=1, micro=4, **options):
 
 
 def number_of(source, index):
-    return int(source.name(index)[1:3])
+    return int(source.name_sample(index)[1:3])
 
 
 def test_samples(folder):
@@ -68,10 +68,10 @@ def test_samples(folder):
         count = LENGTHS[number_of(source, index)]
         item, frames = source[index], BY_LENGTH[count]
         plain = open_sources(Data(path=str(folder), image_size=16, num_frames=frames))[0]
-        (place,) = [place for place in range(15) if plain.name(place) == source.name(index)]
+        (place,) = [place for place in range(15) if plain.name_sample(place) == source.name_sample(index)]
         assert item["video"].shape == (frames, 3, 16, 16) and item["frames"] == min(count, frames)
         assert torch.equal(item["video"], plain[place]["video"])
-    assert sorted(source.name(index) for index in range(15)) == sorted(path.name for path in folder.iterdir())
+    assert sorted(source.name_sample(index) for index in range(15)) == sorted(path.name for path in folder.iterdir())
     words = describe_data(Data(path=str(folder)), source, None)[0]
     assert "in 3 of 3 buckets of 5 (3 frames) to 5 (9 frames), 2 shorter than 3 frames" in words
 
@@ -95,7 +95,11 @@ def test_an_index_on_a_disk(folder, tmp_path, monkeypatch):
     monkeypatch.setattr("dstrain.data.sources.sizes.count_frames", None)  # a second count would fail
     opened(folder, index=None, run=run, held_out=0.5)
     again = opened(folder, index=None, run=run)[0]
-    assert [plain.name(i) for i in range(15)] == [kept.name(i) for i in range(15)] == [again.name(i) for i in range(15)]
+    assert (
+        [plain.name_sample(i) for i in range(15)]
+        == [kept.name_sample(i) for i in range(15)]
+        == [again.name_sample(i) for i in range(15)]
+    )
     sent = pickle.loads(pickled := pickle.dumps(again))
     assert len(pickled) < 4096 and torch.equal(sent[7]["video"], plain[7]["video"])
     assert opened(folder, [5, 1], index=None, run=run)[0].counts == (10, 5)  # another rule, by the same table
@@ -105,17 +109,17 @@ def test_one_length_a_step_at_any_number_of_ranks(folder):
     """Oracle: one rank that never stops: 2, 1 and 4 ranks in turn, and workers, have the same batches of one length
     each, with windows by the key; an epoch meets every clip once."""
     source = opened(folder)[0]
-    whole = [next(batches(source).at(step)) for step in range(STEPS)]
+    whole = [next(batches(source).read_step(step)) for step in range(STEPS)]
     assert {batch["video"].shape[1] for batch in whole} == {3, 5, 9}
     for step in range(STEPS):
         world = (2, 1, 4)[step % 3]
-        parts = [next(batches(source, rank, world, 4 // world).at(step)) for rank in range(world)]
+        parts = [next(batches(source, rank, world, 4 // world).read_step(step)) for rank in range(world)]
         for name, values in whole[step].items():
             assert torch.equal(torch.cat([part[name] for part in parts]), values), name
     with batches(source, num_workers=2) as read:
-        assert all(torch.equal(next(read.at(step))["video"], whole[step]["video"]) for step in range(STEPS))
+        assert all(torch.equal(next(read.read_step(step))["video"], whole[step]["video"]) for step in range(STEPS))
     for epoch in range(4):  # 5 samples a step fit into each bucket
-        taken = source.order(5, 3).index_at(torch.arange(15 * epoch, 15 * epoch + 15))
+        taken = source.make_order(5, 3).index_at(torch.arange(15 * epoch, 15 * epoch + 15))
         assert sorted(taken.tolist()) == list(range(15))
 
 
@@ -123,7 +127,7 @@ def test_held_out_batches_have_one_length(folder):
     """Oracle: every clip once, by any number of ranks, and of one length on all of them."""
     source = opened(folder, held_out=0.5)[1]
     for view, world in ((source, 2), (Spread(source, 4), 3)):
-        ranks = [list(held_out(view, 2, rank, world)) for rank in range(world)]
+        ranks = [list(iterate_held_out(view, 2, rank, world)) for rank in range(world)]
         positions = []
         for turn in zip(*ranks, strict=True):
             assert len({batch["video"].shape for batch in turn}) == 1
@@ -136,14 +140,14 @@ def test_a_broken_clip_is_replaced_by_one_of_its_length(folder, tmp_path):
     copy = shutil.copytree(folder, tmp_path / "copy")
     (copy / "v07_.webm").unlink(missing_ok=True)
     first = opened(copy)[0]
-    broken, longest = copy / first.name(0), first[1]["video"]
+    broken, longest = copy / first.name_sample(0), first[1]["video"]
     broken.write_bytes(b"not a video")
     batch, bad = first.read_batch(torch.tensor([0, 1]))
     assert [name for name, _ in bad] == [broken.name] and torch.equal(batch["video"][0], longest)
     anew = opened(copy, index=str(tmp_path / "anew"))[0]
-    assert broken.name not in {anew.name(index) for index in range(len(anew))} and len(anew) == len(first) - 1
+    assert broken.name not in {anew.name_sample(index) for index in range(len(anew))} and len(anew) == len(first) - 1
     assert anew.header["unread"] == 1 and "1 left out, which cannot be read" in anew.describe()
-    assert anew.fingerprint() != first.fingerprint()
+    assert anew.compute_fingerprint() != first.compute_fingerprint()
 
 
 def test_images_are_a_bucket_of_their_own(folder, tmp_path):
@@ -153,11 +157,13 @@ def test_images_are_a_bucket_of_their_own(folder, tmp_path):
     source = opened(folder, images=str(images), image_share=0.25)[0]
     assert len(source) == 20 and source.ends == (5, 10, 15, 20)
     assert [source[index]["video"].shape[0] for index in (0, 5, 10, 15, 19)] == [9, 5, 3, 1, 1]
-    assert {source.squares()[index]["video"].shape[0] for index in range(len(source))} == {9}
-    assert source[15]["frames"] == 1 and source.name(15) in {
+    assert {source.make_square_view()[index]["video"].shape[0] for index in range(len(source))} == {9}
+    assert source[15]["frames"] == 1 and source.name_sample(15) in {
         path.relative_to(images).as_posix() for path in images.rglob("*.png")
     }
-    steps = [[next(batches(source, rank, 2, 2).at(step))["video"].shape[1] for rank in range(2)] for step in range(4)]
+    steps = [
+        [next(batches(source, rank, 2, 2).read_step(step))["video"].shape[1] for rank in range(2)] for step in range(4)
+    ]
     assert all(len(set(ranks)) == 1 for ranks in steps) and sorted(ranks[0] for ranks in steps) == [1, 3, 5, 9]
     assert opened(folder, images=str(images), held_out=0.5)[1].ends[-1] < 15
 

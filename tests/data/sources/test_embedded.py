@@ -27,10 +27,11 @@ def test_builtin_emoji():
     for index in (0, 77, 381):
         item = unseen[index]
         assert torch.equal(
-            item["image_embed"], torch.from_numpy(open_builtin_pairs().tables["image_embed"][unseen.whole.row(index)])
+            item["image_embed"],
+            torch.from_numpy(open_builtin_pairs().tables["image_embed"][unseen.whole.find_row(index)]),
         )
         assert item["image"].shape == (3, 32, 32) and item["image"].dtype == torch.uint8
-    assert train.fingerprint() != unseen.fingerprint() and BUILTIN not in Emoji().fingerprint()
+    assert train.compute_fingerprint() != unseen.compute_fingerprint() and BUILTIN not in Emoji().compute_fingerprint()
     batch, bad = train.read_batch(torch.tensor([3, 5]), mirrored=torch.tensor([True, False]))
     assert not bad and torch.equal(batch["image"][0], train[3]["image"].flip(-1))
     assert torch.equal(batch["image_embed"][0], train[3]["image_embed"])
@@ -50,7 +51,7 @@ def made(tmp_path_factory):
     picture(99).save(root / "data" / "a" / "alone.png")
     towers.clip(root / "clip")
     tower = str(root / "clip")
-    caches.embed(
+    caches.embed_pairs(
         EncodeOptions(
             root / "pairs",
             data=str(root / "data"),
@@ -87,7 +88,7 @@ def test_a_folder(made):
             assert set(item) == {"image", "label", "image_embed"}
             expected = encoder.encode(item["image"][None])[0]
             torch.testing.assert_close(item["image_embed"], expected, rtol=1e-4, atol=1e-5)
-    assert "embeddings of width 12" in train.describe() and len({train.name(i) for i in range(len(train))}) == 9
+    assert "embeddings of width 12" in train.describe() and len({train.name_sample(i) for i in range(len(train))}) == 9
 
 
 def test_other_images_are_refused(made, tmp_path):

@@ -52,7 +52,7 @@ def test_builtin_is_balanced_and_small():
     assert len(open_images("builtin:fashion", 32, split="all")) == 2500
     assert (BUILTIN / "fashion-mini.npz").stat().st_size < 1_000_000
     assert train.classes == FASHION and len(FASHION) == 10
-    assert train.fingerprint() != held.fingerprint()
+    assert train.compute_fingerprint() != held.compute_fingerprint()
 
 
 @needs_debian
@@ -255,7 +255,7 @@ def test_classes_and_order(tmp_path):
             (tmp_path / name).write_text("no image")
     source = open_images(tmp_path, 16)
     assert source.classes == ("cat", "dog")
-    names = [source.name(i) for i in range(len(source))]
+    names = [source.name_sample(i) for i in range(len(source))]
     assert names == ["cat/9.webp", "dog/2.PNG", "dog/deep/er/1.png"]
     assert [source[i]["label"] for i in range(3)] == [0, 1, 1]
     assert source[2]["image"].shape == (3, 16, 16)
@@ -316,11 +316,11 @@ def test_held_out_fraction_moves_nothing(tmp_path):
     """
     root = folder(tmp_path / "d", 2, 100)
     parts = [open_images(root, 16, split=split, held_out=0.2) for split in ("train", "held_out")]
-    train, held = ({part.name(i) for i in range(len(part))} for part in parts)
+    train, held = ({part.name_sample(i) for i in range(len(part))} for part in parts)
     assert not train & held and len(train | held) == 200 and 20 <= len(held) <= 60
     picture(0).save(root / "c0" / "000a.png")
     again = open_images(root, 16, split="held_out", held_out=0.2)
-    assert {again.name(i) for i in range(len(again))} - {"c0/000a.png"} == held
+    assert {again.name_sample(i) for i in range(len(again))} - {"c0/000a.png"} == held
     assert parts[1].labels.tolist() == [int(name[1]) for name in sorted(held)]
 
 
@@ -344,14 +344,18 @@ def test_held_out_path_keeps_the_labels(tmp_path):
 def test_fingerprint_notices_changes(tmp_path):
     """Oracle: the same folder, and a copy of it, give the same string, one renamed file or another size another."""
     root = folder(tmp_path / "d", 2, 3)
-    before = open_images(root, 16).fingerprint()
+    before = open_images(root, 16).compute_fingerprint()
     shutil.copytree(root, tmp_path / "copy", copy_function=shutil.copyfile)
-    assert open_images(root, 32).fingerprint() == before == open_images(tmp_path / "copy", 16).fingerprint()
+    assert (
+        open_images(root, 32).compute_fingerprint()
+        == before
+        == open_images(tmp_path / "copy", 16).compute_fingerprint()
+    )
     (root / "c0" / "000.png").rename(root / "c0" / "zzz.png")
-    assert open_images(root, 16).fingerprint() != before
+    assert open_images(root, 16).compute_fingerprint() != before
     source = open_images(tmp_path / "copy", 16)
     picture(7, 50, 40).save(tmp_path / "copy" / "c1" / "001.png")
-    assert source.fingerprint() != before and source.fingerprint() == source.contents()
+    assert source.compute_fingerprint() != before and source.compute_fingerprint() == source.compute_full_fingerprint()
 
 
 def test_some_sizes_stand_for_many(tmp_path, monkeypatch):
@@ -360,10 +364,10 @@ def test_some_sizes_stand_for_many(tmp_path, monkeypatch):
     asked, stat = [], os.stat
     monkeypatch.setattr(folder_module, "_ASKED", 3)
     monkeypatch.setattr(os, "stat", lambda path, **words: asked.append(Path(path).name) or stat(path, **words))
-    sampled = source.fingerprint()
-    assert sorted(asked) == sorted(Path(source.name(index)).name for index in (0, 2, 5))
+    sampled = source.compute_fingerprint()
+    assert sorted(asked) == sorted(Path(source.name_sample(index)).name for index in (0, 2, 5))
     asked.clear()
-    assert sampled != source.contents() and len(asked) == 6
+    assert sampled != source.compute_full_fingerprint() and len(asked) == 6
 
 
 @pytest.mark.parametrize("wrong", [{"channels": 2}, {"split": "test"}, {"held_out": 1.0}])

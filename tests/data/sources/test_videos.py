@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from dstrain import rng
-from dstrain.data.batches import held_out
+from dstrain.data.batches import iterate_held_out
 from dstrain.data.decode.clips import Cut
 from dstrain.data.formats.clips import read_captions
 from dstrain.data.open import open_sources, require_contents
@@ -54,7 +54,7 @@ def test_items_of_a_flat_folder(tmp_path):
         start = max(0, count - 5) // 2
         numbers = [min(start + i, count - 1) for i in range(5)]
         assert torch.equal(item["video"], written[numbers])
-        assert source.name(index) == f"v{index}.webp"
+        assert source.name_sample(index) == f"v{index}.webp"
 
 
 @pytest.mark.parametrize("classes", [(), ("cat", "big_dog")])
@@ -63,7 +63,7 @@ def test_captions_beside_the_clips(tmp_path, classes):
     source = open_videos(folder(tmp_path, classes, texts=True), CUT)
     assert source.captioned and source.classes == tuple(sorted(classes))
     items = [source[index] for index in range(6)]
-    numbers = [int(source.name(index).split("v")[-1][0]) for index in range(6)]
+    numbers = [int(source.name_sample(index).split("v")[-1][0]) for index in range(6)]
     assert unpack_captions(stack_texts([item["caption"] for item in items])) == [f"clip {n}, a b" for n in numbers]
     assert [item.get("label") for item in items] == [1 - n % 2 if classes else None for n in numbers]
 
@@ -91,21 +91,21 @@ def test_a_captions_file(tmp_path, suffix):
         texts[f"v{n}.webp"] for n in range(6)
     ]
     plain = open_videos(tmp_path, CUT)
-    assert source.fingerprint() != plain.fingerprint()
+    assert source.compute_fingerprint() != plain.compute_fingerprint()
 
 
 def test_fingerprint_notices_changes(tmp_path):
     """Oracle: the same folder and a copy give the same string; another text beside a clip, or another clip of the same
     name, another one."""
     source = open_videos(folder(tmp_path / "a", texts=True), CUT)
-    before = source.fingerprint()
+    before = source.compute_fingerprint()
     shutil.copytree(tmp_path / "a", tmp_path / "b", copy_function=shutil.copyfile)
     copy = open_videos(tmp_path / "b", CUT)
-    assert copy.fingerprint() == before == copy.contents()
+    assert copy.compute_fingerprint() == before == copy.compute_full_fingerprint()
     (tmp_path / "b" / "v3.txt").write_text("clip 3, a c\n")
-    assert copy.fingerprint() != before
+    assert copy.compute_fingerprint() != before
     write_pictures(tmp_path / "a" / "v5.webp", moving(4, 16, 16, seed=9))
-    assert source.fingerprint() != before
+    assert source.compute_fingerprint() != before
 
 
 @pytest.mark.parametrize(
@@ -190,7 +190,7 @@ def test_same_at_any_world_resumed_and_with_workers(tmp_path, mixed):
 def test_held_out_batches_are_the_middle(tmp_path):
     """Oracle: plain indexing."""
     source = open_videos(folder(tmp_path), CUT)
-    batch = next(held_out(Spread(source), 6))
+    batch = next(iterate_held_out(Spread(source), 6))
     assert torch.equal(batch["video"], torch.stack([source[index]["video"] for index in range(6)]))
     assert batch["frames"].tolist() == [min(count, 5) for count in LONG] and batch["valid"].all()
 
@@ -249,7 +249,7 @@ def test_images_are_mixed_in(tmp_path):
         else:
             assert batch["frames"][at] == min(LONG[number], 5)
     assert met.sum() == 240 and met.min() > 15
-    assert source.name(6) != source.name(7)
+    assert source.name_sample(6) != source.name_sample(7)
 
 
 def test_broken_images_are_replaced_by_others(tmp_path):
@@ -294,7 +294,7 @@ def test_splits(tmp_path):
         picture(number, 16, 16).save(root / "c1" / f"{number}.png")
     data = Data(path=str(root), image_size=16, num_frames=2, held_out=0.25)
     train, unseen = open_sources(data)
-    names = [{source.name(i) for i in range(len(source))} for source in (train, unseen)]
+    names = [{source.name_sample(i) for i in range(len(source))} for source in (train, unseen)]
     assert not names[0] & names[1] and len(names[0] | names[1]) == 40 and 3 < len(names[1]) < 20
     train, unseen = open_sources(
         Data(path=str(folder(tmp_path / "a", ("c0", "c1"))), image_size=16, num_frames=2, held_out_path=str(root))

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from dstrain import recipe, rng, systems
-from dstrain.commands.encode import EncodeOptions, encode
+from dstrain.commands.encode import EncodeOptions, encode_data
 from dstrain.data.batches import Batches
 from dstrain.data.cached.shards import read_index
 from dstrain.data.open import complete_data, open_sources
@@ -27,7 +27,7 @@ def stage(tmp_path_factory) -> Path:
 def cache(stage) -> Path:
     """Latents of the built-in pictures."""
     out = stage.parent / "latents"
-    encode(EncodeOptions(first_stage=str(stage), out=out, data="builtin:fashion", image_size=16))
+    encode_data(EncodeOptions(first_stage=str(stage), out=out, data="builtin:fashion", image_size=16))
     return out
 
 
@@ -54,13 +54,13 @@ def test_channels_have_unit_variance(cache, stage, decodes):
     more = {"first_stage": {"path": str(stage)}} if decodes else {}
     run, system = build(cache, CHANNELS | more)
     with Batches(open_sources(run.data)[0], global_batch=512, micro_batch=512, seed=0, flip=False) as batches:
-        x = system.encode(next(batches.at(0)))["x_start"]
+        x = system.encode(next(batches.read_step(0)))["x_start"]
     assert x.shape == (512, 3, 4, 4)
     assert x.mean((0, 2, 3)).abs().max() < 0.1 and (x.std((0, 2, 3)) - 1).abs().max() < 0.1
     _, plain = build(cache, more)
     raw = read_index(cache)["statistics"]
     with Batches(open_sources(run.data)[0], global_batch=512, micro_batch=512, seed=0, flip=False) as batches:
-        of_scale = plain.encode(next(batches.at(0)))["x_start"]
+        of_scale = plain.encode(next(batches.read_step(0)))["x_start"]
     mean, std = (torch.tensor(raw[name]).view(-1, 1, 1) for name in ("channel_mean", "channel_std"))
     scale = 0.5 if decodes else raw["scaling_factor"]  # that of the autoencoder's config, or of the cache
     torch.testing.assert_close(x, (of_scale / scale - mean) / std)

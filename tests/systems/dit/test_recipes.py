@@ -7,7 +7,7 @@ import torch
 from PIL import Image
 
 from dstrain import recipe, systems
-from dstrain.commands.encode import encode
+from dstrain.commands.encode import encode_data
 from dstrain.commands.job import JobOptions, prepare_job
 from dstrain.commands.options.encode import EncodeOptions
 from dstrain.recipe import ConfigError
@@ -79,7 +79,7 @@ def test_texts_and_latents_are_cached(tmp_path: Path) -> None:
         Image.new("RGB", (256, 256), (60 * number, 0, 0)).save(tmp_path / "images" / f"{number}.png")
         (tmp_path / "images" / f"{number}.txt").write_text("a red cat on the moon")
     names = {"first_stage": str(stage), "text_encoder": str(tmp_path / "text"), "data": str(tmp_path / "images")}
-    encode(EncodeOptions(**names, image_size=256, flip=False, out=tmp_path / "cache", batch=4))
+    encode_data(EncodeOptions(**names, image_size=256, flip=False, out=tmp_path / "cache", batch=4))
     words = (f"data.path={tmp_path / 'cache'}", f"model.first_stage.path={stage}", f"folder={tmp_path / 'run'}")
     words += (f"model.text_encoder={tmp_path / 'text'}", "batch.global=8", "model.max_text_len=10")
     own = "model.text_encodings_dim=12"
@@ -109,7 +109,7 @@ def test_pixart_begins_from_published_weights(tmp_path: Path) -> None:
         Image.new("RGB", (256, 256), (60 * number, 0, 0)).save(tmp_path / "images" / f"{number}.png")
         (tmp_path / "images" / f"{number}.txt").write_text("a red cat on the moon")
     names = {"first_stage": str(stage), "text_encoder": str(tmp_path / "text"), "data": str(tmp_path / "images")}
-    encode(EncodeOptions(**names, image_size=256, flip=False, out=tmp_path / "cache", batch=4, max_text_len=120))
+    encode_data(EncodeOptions(**names, image_size=256, flip=False, out=tmp_path / "cache", batch=4, max_text_len=120))
     words = (f"data.path={tmp_path / 'cache'}", f"model.first_stage.path={stage}", f"folder={tmp_path / 'run'}")
     words += (f"model.text_encoder={tmp_path / 'text'}", "model.text_encodings_dim=12", "batch.global=8")
     assert "init_from=weights/PixArt" in find_error("pixart-xl2-finetune", *words)
@@ -135,7 +135,7 @@ def test_adapters_begin_from_published_weights(tmp_path: Path) -> None:
     for number in range(2):
         Image.new("RGB", (256, 256), (60 * number, 0, 0)).save(tmp_path / "images" / f"{number}.png")
     names = {"first_stage": str(stage), "data": str(tmp_path / "images")}
-    encode(EncodeOptions(**names, image_size=256, out=tmp_path / "cache", batch=4))
+    encode_data(EncodeOptions(**names, image_size=256, out=tmp_path / "cache", batch=4))
     words = (f"data.path={tmp_path / 'cache'}", f"model.first_stage.path={stage}", f"folder={tmp_path / 'run'}")
     assert "init_from=weights/DiT-XL-2-256x256.pt" in find_error("dit-xl2-lora", *words)
     tiny = {"size": None, "patch_size": 2, "hidden_size": 16, "depth": 2, "num_heads": 2}

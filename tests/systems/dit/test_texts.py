@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from dstrain import rng, systems
-from dstrain.commands.encode import encode
+from dstrain.commands.encode import encode_data
 from dstrain.commands.options.encode import EncodeOptions
 from dstrain.data.builtin.fashion import FASHION, Fashion, list_captions
 from dstrain.data.cached.latents import Latents
@@ -222,7 +222,7 @@ def test_captions_of_the_built_in_images() -> None:
     for index in range(len(source)):
         pixels = source.images[index].double()
         light = pixels[pixels > 25].mean() >= 150
-        (caption,) = source.captions(index)
+        (caption,) = source.read_captions(index)
         assert caption == f"a {'light' if light else 'dark'} {FASHION[source.labels[index]]}"
         assert known[caption] == (source.labels[index], int(light))
         seen.add(caption)
@@ -247,7 +247,7 @@ def test_cached_texts(tmp_path: Path) -> None:
         dtype="float32",
         out=tmp_path / "out",
     )
-    encode(options)
+    encode_data(options)
     data = complete_data(Data(path=str(tmp_path / "out"), image_size=32, channels=1, flip=False))
     shape = {name: TEXT[name] for name in ("patch_size", "hidden_size", "depth", "num_heads", "condition")}
     run = Run(name="x", steps=1, system="dit", model=shape | {"patch_size": 1}, data=data)
@@ -259,8 +259,8 @@ def test_cached_texts(tmp_path: Path) -> None:
     assert system.frozen() == ()
     batch, _ = source.read_batch(torch.arange(3))
     batch["key"] = torch.arange(3)
-    texts = [source.captions(index)[0] for index in range(3)]
-    assert texts == [Fashion(32, 1, "held_out", captioned=True).captions(index)[0] for index in range(3)]
+    texts = [source.read_captions(index)[0] for index in range(3)]
+    assert texts == [Fashion(32, 1, "held_out", captioned=True).read_captions(index)[0] for index in range(3)]
     told, expected = system._read_conditions(system.encode(batch)), encoder.encode(texts)
     assert torch.allclose(told["text"].float(), expected["text_encodings"], atol=1e-5)
     assert torch.equal(told["mask"], expected["text_mask"])

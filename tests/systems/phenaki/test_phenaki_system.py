@@ -265,7 +265,7 @@ def test_another_encoder_is_refused(tmp_path):
     assert found["text_encodings"].shape == (1, 5, 12)
     with pytest.raises(ValueError, match=f"text_encoder: {tmp_path}/1 is the encoder .* are of {own} .*name the one"):
         build(text_encoder=str(tmp_path / "1"), **model).conditions_from_texts(["a cat"])
-    source = SimpleNamespace(fingerprint=lambda: "clips")  # what a run that encodes captions writes down
+    source = SimpleNamespace(compute_fingerprint=lambda: "clips")  # what a run that encodes captions writes down
     for seed in (0, 1):
         live = build(text_encoder=str(tmp_path / str(seed)), text_encodings_dim=12, max_text_len=5)
         assert (live.fingerprint(source) == f"clips text_encoder={own}") == (seed == 0)
@@ -482,7 +482,7 @@ def test_folders_without_a_tokenizer(tmp_path):
 
 
 def source(**item):
-    return SimpleNamespace(first=lambda: item, uncaptioned=None)
+    return SimpleNamespace(read_first=lambda: item, uncaptioned=None)
 
 
 def test_data_that_do_not_fit(tokenizer):

@@ -411,7 +411,7 @@ def test_what_is_written_down_of_encoders(tmp_path):
     """Oracle: TextEncoder's own fingerprint, of captions that are not cached; another seed's weights have another."""
     image = {"image_embed": torch.randn(12)}
     cached, live = (
-        SimpleNamespace(first=lambda item=item: image | item, fingerprint=lambda: "pairs")
+        SimpleNamespace(read_first=lambda item=item: image | item, compute_fingerprint=lambda: "pairs")
         for item in ({"text_embed": torch.randn(12)}, {"caption": pack_caption("a cat")})
     )
     found = {}
@@ -425,7 +425,9 @@ def test_what_is_written_down_of_encoders(tmp_path):
     reads_tokens = build(image_embed_dim=12, text_encodings_dim=12, text_encoder=str(tmp_path / "0"))
     assert (
         reads_tokens.fingerprint(
-            SimpleNamespace(first=lambda: cached.first() | live.first(), fingerprint=lambda: "pairs")
+            SimpleNamespace(
+                read_first=lambda: cached.read_first() | live.read_first(), compute_fingerprint=lambda: "pairs"
+            )
         )
         == found[0]
     )

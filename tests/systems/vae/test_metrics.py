@@ -3,7 +3,7 @@
 import pytest
 
 from dstrain.commands.evaluate import measure_source
-from dstrain.data.batches import held_out
+from dstrain.data.batches import iterate_held_out
 from dstrain.data.sources.images import open_images
 from dstrain.data.views import View
 from dstrain.sampling.draw import score_batches
@@ -30,7 +30,7 @@ class First(View):
 def figures(rank, world, batch):
     system, adversarial = discrete(1, kl_weight=1.0), kl(**GAN)
     scores = [
-        score_batches(one, nets, held_out(First(), batch, rank, world))
+        score_batches(one, nets, iterate_held_out(First(), batch, rank, world))
         for one, nets in ((system, nets_of(system)), (adversarial, kl_nets_of(adversarial)))
     ]
     return {f"{number}/{name}": value for number, found in enumerate(scores) for name, value in found.items()}
