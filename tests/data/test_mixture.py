@@ -255,7 +255,7 @@ def test_folders_with_weights_and_held_out_shares(tmp_path):
     natural = opened(words[0].replace(", weight: 3", "").replace(", weight: 1", ""), *words[1:])[1]
     assert natural.weights == to_whole_numbers([len(pair[0]) for pair in alone])
     other = opened(words[0], words[1], words[3])[1]
-    assert len({source.fingerprint() for source in (train, natural, other)}) == 3
+    assert len({source.compute_fingerprint() for source in (train, natural, other)}) == 3
 
 
 def test_clips_are_mixed(tmp_path):

@@ -38,7 +38,7 @@ codes, source = np.load(sys.argv[2]), Latents(sys.argv[1])
 resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
 for batch in (300, 40):
     for index in torch.randperm(300, generator=torch.Generator().manual_seed(0)).split(batch):
-        taken = source.take(index)
+        taken = source.read_codes(index)
         assert np.array_equal(taken["latent_mean"], codes[index.numpy(), 0, 0]) and len(source._open) <= 16
         assert torch.equal(taken["label"], index % 3)
 print(source.describe().split(", ")[1])

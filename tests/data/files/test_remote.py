@@ -334,8 +334,8 @@ while True:
     for path in files.cache.folder.glob("*"):
         if len(path.name) == 32:
             path.unlink()
-    files.span("a.tar", 0, 9_000_000)
-    files.local("a.tar")
+    files.read_span("a.tar", 0, 9_000_000)
+    files.fetch_local("a.tar")
 """
 
 

@@ -283,8 +283,8 @@ for number in range(int(sys.argv[1])):
     path.write_bytes(broken)
     try:
         layout = recognise_layout(str(root), LocalFiles(root), Request((".png",), captions=True))
-        for part in layout.parts():
-            for sample in layout.samples(part):
+        for part in layout.list_parts():
+            for sample in layout.iterate_samples(part):
                 layout.read(sample.place)
     except Exception as error:
         refused += 1
@@ -301,7 +301,7 @@ peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10
 for root in sys.argv[1:]:
     layout = recognise_layout(root, LocalFiles(root), Request((".png",)))
     before = peak()
-    samples = [sample for part in layout.parts() for sample in layout.samples(part)]
+    samples = [sample for part in layout.list_parts() for sample in layout.iterate_samples(part)]
     listed, error = peak(), ""
     try:
         layout.read(samples[-1].place)
