@@ -79,7 +79,7 @@ class Source(ABC):
     chance_name: str | None = None  # the random number that `read` takes, by its name in dstrain.rng; None: none
     chance_count: int = 0  # above 0, `read` takes a list of so many such numbers
     batched: bool = False  # `read_batch` is faster than item by item
-    prefetches: bool = False  # `expect` begins to read what lies on a disk
+    prefetches: bool = False  # `prefetch` begins to read what lies on a disk
 
     @abstractmethod
     def __len__(self) -> int:

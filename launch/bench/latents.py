@@ -6,7 +6,7 @@ files      one latent a file, float32, and its label in another, as fast-DiT cac
 shards     data/cached/latents.py: mean and deviation of one of both sides, mapped, gathered into a batch
 cold       the same, with the shards dropped from memory before (posix_fadvise; not on tmpfs)
 cold files the files, dropped from memory before
-expected   cold, where the samples were named to `Latents.expect` --step milliseconds earlier, as in training
+expected   cold, where the samples were named to `Latents.prefetch` --step milliseconds earlier, as in training
 
 All read the same indices, drawn anew each round, on one core: the first two after one pass over all that brings them
 into memory, in turn, A B A B, then the other two. The table shows the fastest and the median of the rounds. A file of

@@ -30,7 +30,7 @@ WEIGHTS = st.lists(st.integers(1, 10**6), min_size=1, max_size=6)
 @settings(max_examples=60, deadline=None)
 def test_places_and_counts_are_those_of_counting(weights, seed, begin, number):
     """Oracle: counting the stream one sample after the other: over whole blocks each place of each source is taken
-    once, in no gap, and `counts` is the count.
+    once, in no gap, and `count_by_source` is the count.
     """
     order = MixtureOrder((5,) * len(weights), tuple(weights), seed)
     begin -= begin % 256
@@ -146,7 +146,7 @@ def mixture(*sources, weights=None, rule="same"):
 
 @pytest.mark.parametrize("num_workers", [0, 1, 3])
 def test_same_global_batch_at_any_world_and_worker_count(num_workers):
-    """Oracle: the formula of the order, sample by sample, on one rank without workers; `drawn` counts what came."""
+    """Oracle: the formula of the order, sample by sample, on one rank without workers; `count_drawn` counts what came."""
     source, steps = mixture(Numbers(50), Numbers(7), Numbers(90), weights=[3, 1, 0.5]), (0, 41)
     expected = global_batches(source, steps)
     order = source.make_order(8, 3)

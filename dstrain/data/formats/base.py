@@ -38,7 +38,7 @@ class Place(NamedTuple):
     """Where the bytes of a sample are. What `file`, `offset` and `size` mean is the layout's own affair."""
 
     name: str  # of the sample; of a file below the root: its relative path
-    file: int = 0  # number of the file that holds it, mostly a place in `parts()`
+    file: int = 0  # number of the file that holds it, mostly a place in `list_parts()`
     offset: int = 0  # a byte, or a row
     size: int = -1  # bytes there; -1: not known
 
