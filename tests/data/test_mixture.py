@@ -146,7 +146,7 @@ def mixture(*sources, weights=None, rule="same"):
 
 @pytest.mark.parametrize("num_workers", [0, 1, 3])
 def test_same_global_batch_at_any_world_and_worker_count(num_workers):
-    """Oracle: the formula of the order, sample by sample, on one rank without workers; `count_drawn` counts what came."""
+    """Oracle: the formula of the order, sample by sample, on one rank, no workers; `count_drawn` counts what came."""
     source, steps = mixture(Numbers(50), Numbers(7), Numbers(90), weights=[3, 1, 0.5]), (0, 41)
     expected = global_batches(source, steps)
     order = source.make_order(8, 3)

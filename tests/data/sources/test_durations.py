@@ -81,7 +81,9 @@ def test_a_stride_takes_longer_clips(folder):
     source = opened(folder, frame_stride=2)[0]
     for index in range(15):
         usable = -(-LENGTHS[number_of(source, index)] // 2)
-        assert source.find_shape(index) == BY_LENGTH[usable] and source[index]["frames"] == min(usable, source.find_shape(index))
+        assert source.find_shape(index) == BY_LENGTH[usable] and source[index]["frames"] == min(
+            usable, source.find_shape(index)
+        )
 
 
 def test_an_index_on_a_disk(folder, tmp_path, monkeypatch):
