@@ -233,7 +233,7 @@ def _plan_from_dstrain(order: Order, checkpoint: Path) -> Plan:
 
 
 def _list_facts(checkpoint: Path, body: dict, recipe: Path | None) -> dict[str, Any]:
-    """Returns what consolidated.json says of a checkpoint with the manifest `body`."""
+    """Returns the facts of a checkpoint that consolidated.json holds; `body` is the checkpoint's manifest."""
     import yaml
 
     run = _parse_beside(recipe, yaml.safe_load)

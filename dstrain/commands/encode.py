@@ -200,7 +200,7 @@ def _count_row_bytes(encoding: dict[str, Any]) -> int:
 
 
 def _find_whole(out: Path, encoding: dict[str, Any], number: int) -> dict[str, Any] | None:
-    """Returns the record of a shard that is there and whole; else None, and it is gone."""
+    """Returns the record of a shard that is there and whole; removes any other shard, and returns None."""
     path = out / shards.name_shard(number)
     if not path.exists():
         return None
@@ -338,7 +338,7 @@ def _write_index(
 def _read_others(
     options: EncodeOptions, encoding: dict[str, Any], records: dict[int, dict[str, Any]]
 ) -> dict[int, dict[str, Any]]:
-    """Returns records of the shards that other parts have written; the maker of each has proved it whole."""
+    """Reads records of the shards that other parts have written; the maker of each has proved it whole."""
     others = {}
     for number in _list_own(encoding, None):
         path = options.out / shards.name_shard(number)

@@ -334,7 +334,7 @@ def _draw_rounds(
     scenes: list[dict[str, Tensor]],
     clip: Length | None,
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yields (numbers, samples) of each round, carried through all scenes or runs."""
+    """Draws round by round through all scenes or runs; yields (numbers, samples) of each round."""
     chunk = min(options.batch, options.num)
     first, *then = runs
     shared = [_share_labels(request, later, options) for later in then]

@@ -135,7 +135,7 @@ def check_recipe(run: Run, overrides: Sequence[str] = ()) -> tuple[Run, list[str
 
 
 def _keep_upright(run: Run) -> Data:
-    """Returns the data section with the `upright` of the run that goes on, where the user says nothing of it."""
+    """Returns the data section; where the user does not set `upright`, it has that of the run which goes on."""
     if "upright" not in run.data.model_fields_set and (run.directory / "run.yaml").is_file():
         with suppress(ConfigError):  # a damaged one is told later
             upright = folders.read_recipe(run.directory).data.upright

@@ -205,7 +205,7 @@ class _Supervisor:
 
 
 def _convert_exit_code(code: int) -> int:
-    """Returns this process's exit code for a command that has ended with `code`: below 0, by a signal."""
+    """Converts the exit code of a command, negative if a signal has ended it, to the exit code of this process."""
     return code if code >= 0 else 128 - code
 
 

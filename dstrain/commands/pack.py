@@ -194,7 +194,7 @@ def _read_records(out: Path) -> dict[int, dict[str, Any]]:
 
 
 def _find_whole(out: Path, kind: str, number: int, earlier: dict[int, dict[str, Any]]) -> dict[str, Any] | None:
-    """Returns the record of a shard that is there and has its hash; else None, and it is gone."""
+    """Returns the record of a shard that is there and has its hash; removes any other shard, and returns None."""
     path, record = _name_shard(out, kind, number), _name_record(out, number)
     known = earlier.get(number) or (sealed.parse_sealed(record.read_bytes()) if record.is_file() else None)
     if (

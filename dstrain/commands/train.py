@@ -35,7 +35,7 @@ def run_verb(options: TrainOptions) -> None:
 
 
 def describe_job(job: Job) -> str:
-    """Returns the whole recipe and the DeepSpeed settings, each in its own language."""
+    """Returns the whole recipe as YAML, and the DeepSpeed settings as JSON."""
     return f"# recipe\n{dump_run(job.run)}\n# DeepSpeed settings\n{json.dumps(job.settings, indent=2)}\n"
 
 

@@ -84,7 +84,7 @@ class BadFiles:
             )
 
     def _catch_up(self) -> None:
-        """Reads what all ranks have added to the list since it was looked at last, whole lines alone."""
+        """Reads the whole lines that any rank has added to the list since this was called last."""
         if self.path is None or not self.path.exists():
             return
         with open(self.path, "rb") as file:

@@ -81,8 +81,8 @@ def unlink_semaphores(unlinkers: list[Callable[[], None]]) -> None:
 
 
 def explain_error(error: OSError | RuntimeError, count: int) -> ConfigError | NotRead:
-    """Returns what to say of an error of torch's about `count` workers, whose traceback tells nothing. Raises any other
-    error.
+    """Explains an error of torch's about `count` workers, whose traceback tells nothing. Raises any other
+    error again.
     """
     text = str(error)
     if "shared memory" in text or getattr(error, "errno", None) == errno.ENOSPC:  # 64 MB in a container of docker

@@ -53,7 +53,7 @@ def measure_kid(features: Tensor, reference: Tensor, subsets: int = 100, size: i
 
 
 def _average_kernel(x: Tensor, y: Tensor) -> Tensor:
-    """Averages the kernel over pairs; of one set with itself without the pairs of a row with itself."""
+    """Averages the kernel over all pairs of rows; within one set it leaves out the pairs of a row with itself."""
     with compute_in("fp32"):
         kernel = (x @ y.T / x.shape[1] + 1).double().pow_(3)
     if x is not y:
@@ -95,7 +95,7 @@ def measure_manifold(
 
 
 def _share_rows(count: int) -> list[slice]:
-    """Returns this rank's rows of `count`."""
+    """Returns the slices of `count` rows that are this rank's share."""
     return [
         slice(begin, min(begin + _ROWS, count)) for begin in range(group.rank() * _ROWS, count, _ROWS * group.world())
     ]

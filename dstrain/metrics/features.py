@@ -57,7 +57,7 @@ def require_kind(words: str) -> None:
 def open_features(words: str, device: torch.device | None = None) -> Features:
     """Opens the network that KIND:PATH names, on a device (None: the rank's).
 
-    Raises ConfigError if it is unknown or absent, or the file holds another one.
+    Raises ConfigError if the kind is unknown, the path is absent, or the file holds another network.
     """
     require_kind(words)
     kind, _, path = words.partition(":")

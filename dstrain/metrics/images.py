@@ -64,7 +64,7 @@ class Begun(Images):
         return self._length
 
     def iterate_batches(self, size: int) -> Iterator[Batch]:
-        """Yields them once, and of the size that it began with."""
+        """Yields the batches once, at the size with which the set was begun."""
         assert size == self._size
         if self.first is not None:
             yield self.first

@@ -149,7 +149,7 @@ class _Drawn(Images):
 def draw_batches(
     system: System, nets: Nets, request: Request, captions: list[str] | None, size: int
 ) -> Iterator[Batch]:
-    """Yields this rank's share of what networks draw of a request, at most `size` samples at a time."""
+    """Draws this rank's share of a request; yields at most `size` samples at a time."""
     labels, count = request.conditions.get("label"), len(request.seeds)
     for numbers, images in draw_own_share(system, nets, request, size):
         numbers = numbers[numbers < count]

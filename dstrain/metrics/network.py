@@ -68,7 +68,7 @@ def sum_by_class(labels: Tensor, classes: int, *rows: Tensor) -> Tensor:
 
 
 def make_rgb(images: Tensor) -> Tensor:
-    """Returns images as RGB, (..., 3, H, W): grey is repeated, RGBA is laid on white, all uint8."""
+    """Converts images uint8 to RGB, (..., 3, H, W): grey is repeated, RGBA is laid on white."""
     channels = images.shape[-3]
     if channels == 4:
         colour, alpha = images[..., :3, :, :].float(), images[..., 3:, :, :].float() / 255

@@ -206,13 +206,13 @@ def require_neighbours(metrics: Iterable[str], count: int, of: str = "") -> None
 
 
 def require_enough(count: int, option: str = "") -> None:
-    """Raises ConfigError, which begins with `option`, if so many images are no set."""
+    """Raises ConfigError, which begins with `option`, if `count` images are too few for a set."""
     if count < 2:
         raise ConfigError(f"{option}metrics compare sets of images: give two or more")
 
 
 def _list_needs(networks: dict[str, Features], compared: bool = False) -> dict[str, set[str]]:
-    """Lists what metrics need of a set, by name of the network. compared: it is the reference."""
+    """Lists what the metrics need of a set, by name of the network. compared: the set is the reference."""
     needs: dict[str, set[str]] = {}
     for metric, network in networks.items():
         if METRICS[metric].compares or not compared:
@@ -255,7 +255,7 @@ def list_lacking(networks: dict[str, Features], statistics: dict[str, Statistics
 
 
 def name_needs(metrics: Sequence[str]) -> set[str]:
-    """Names what metrics need of a set, as a message says it."""
+    """Names the inputs that metrics need of a set, as a message says it."""
     words = {"mean": "mean", "covariance": "covariance", "kept": "features"}
     return {words[need] for name in metrics for need in METRICS[name].needs}
 

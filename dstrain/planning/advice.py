@@ -216,7 +216,7 @@ def _list_teams(case: Case) -> list[int]:
 
 
 def _try_case(case: Case) -> Estimate | None:
-    """Counts a case. Returns None if the settings refuse its choices together."""
+    """Returns the estimate of a case; None if the settings refuse its choices together."""
     try:
         return case.estimate()
     except ConfigError:

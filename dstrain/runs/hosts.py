@@ -124,7 +124,7 @@ def has_lost(folder: Path) -> bool:
 
 
 def _end_all(problems: list[str]) -> None:
-    """Ends all ranks with exit code 2 where there are problems: rank 0 by a ConfigError that names them."""
+    """Ends all ranks with exit code 2 if there are problems; rank 0 raises a ConfigError that names them."""
     if problems and group.rank() == 0:
         more = [f"... and {len(problems) - _SHOWN} more"] if len(problems) > _SHOWN else []
         raise ConfigError(*problems[:_SHOWN], *more)

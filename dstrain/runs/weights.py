@@ -160,8 +160,9 @@ def _read_universal(folder: Path) -> dict[str, Tensor]:
 def _adapt_part(
     system: System, part: str, state: dict[str, Tensor], origin: object
 ) -> tuple[dict[str, Tensor], list[str]]:
-    """Returns what the system makes of a part's weights, and notes on it, first how many came unchanged. Adapters that
-    the file lacks begin anew. Raises ConfigError for those that the network lacks, or that have another shape.
+    """Adapts a part's weights as its system does; returns them, and notes, the first of which counts those unchanged.
+    Adapters that the file lacks begin anew. Raises ConfigError for those that the network lacks, or that have another
+    shape.
     """
     adapters = {name: value for name, value in system.on_meta(part).state_dict().items() if is_adapter(name)}
     given = {name: tuple(value.shape) for name, value in state.items() if is_adapter(name)}
@@ -188,9 +189,9 @@ def _locate_tensor(tensor: Tensor) -> int:
 
 
 def _read_diffusers_config(path: Path, system: System) -> Path | None:
-    """Finds config.json of a network of diffusers, in `path` or where a pipeline there keeps it; None: there is none.
+    """Finds config.json of a network of diffusers, in `path` or in a pipeline there; None: there is none.
 
-    Raises ConfigError if it is a folder of diffusers without what this system takes.
+    Raises ConfigError if `path` is a folder of diffusers without the network that this system takes.
     """
     inner = path / system.in_pipeline / "config.json"
     for config in (path / "config.json", inner):
@@ -226,8 +227,8 @@ def write_parts(checkpoint: Path, parts: Iterable[str], ema: float | None, folde
 
 @contextmanager
 def hold_while_choosing(candidates: Iterable[Path]) -> Iterator[Callable[[Path], Path]]:
-    """Holds checkpoints while one of them is chosen, which the yielded function goes on to hold. On all ranks, of which
-    rank 0 holds.
+    """Holds checkpoints while one of them is chosen; the yielded function goes on holding the chosen one. Call it on
+    all ranks, of which rank 0 holds.
     """
     held = {path: owner.Hold(path) for path in candidates} if group.rank() == 0 else {}
 

@@ -124,7 +124,7 @@ def draw_on_first(system: System, nets: Nets, request: Request, chunk: int) -> T
 
 
 def count_shares(total: int, round: int, chunk: int) -> list[int]:
-    """Counts each rank's samples of a round; what its chunk holds beyond repeats others."""
+    """Counts the samples of each rank in a round; the rest of its chunk repeats others."""
     first = round * chunk * group.world()
     return [min(max(total - first - rank * chunk, 0), chunk) for rank in range(group.world())]
 

@@ -91,7 +91,7 @@ def count_samples(numbers: Iterable[int], size: int, total: int) -> int:
 
 
 def describe_changes(earlier: dict[str, Any], now: dict[str, Any], keys: Iterable[str]) -> str:
-    """Describes which of the keys a folder was made with otherwise; "" if none was."""
+    """Describes the keys with which a folder was made otherwise than now; "" if there are none."""
     changes = [
         f"{key} {earlier.get(key)} there, {now.get(key)} here" for key in keys if earlier.get(key) != now.get(key)
     ]

@@ -113,9 +113,9 @@ def _require_enough(options: EvaluateOptions) -> None:
 
 
 def write_reference(options: EvaluateOptions) -> str:
-    """Writes the statistics of a set, of images or of a run's data, for later --reference; returns the line to print.
+    """Writes the statistics of a set of images, or of a run's data, for later --reference; returns the line to print.
 
-    Raises ConfigError if that cannot be, with the remedy.
+    Raises ConfigError, with the remedy, if that cannot be done.
     """
     path = options.write_reference
     assert path is not None
@@ -141,7 +141,7 @@ def write_reference(options: EvaluateOptions) -> str:
 
 
 def _open_measured(options: EvaluateOptions, run: Run | None) -> tuple[Images, dict[str, Any]]:
-    """Opens what is measured; returns it, and the entries of the result that say so."""
+    """Opens the images that are measured; returns them, and the entries of the result that describe them."""
     if run is None:
         assert options.images is not None
         return open_set(options.images, "--images"), {"step": 0, "weights": {}, "split": "all"}

@@ -74,7 +74,7 @@ def parse_share(text: str) -> float:
 
 
 def parse_part(text: str) -> tuple[int, int]:
-    """Parses the third of 16 parts as 3/16."""
+    """Parses N/PARTS, as 3/16, into the number of a part and of all parts."""
     place, slash, parts = text.partition("/")
     if not (slash and place.isdecimal() and parts.isdecimal() and 1 <= int(place) <= int(parts)):
         raise argparse.ArgumentTypeError(f"{text!r} is no part such as 3/16, the third of 16")

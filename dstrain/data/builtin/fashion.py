@@ -23,14 +23,14 @@ _BACKGROUND, _LIGHT = 25, 150  # levels of 255: up to which a pixel is none of t
 
 
 def find_shades(images: torch.Tensor) -> torch.Tensor:
-    """Returns the place in SHADES of items on black, int64 (N,), by the mean of their pixels: uint8 (N, H, W)."""
+    """Finds the shade of items on black by the mean of their pixels uint8 (N, H, W): places in SHADES, int64 (N,)."""
     pixels = images.flatten(1).double()
     item = pixels > _BACKGROUND
     return ((pixels * item).sum(1) / item.sum(1).clamp(min=1) >= _LIGHT).long()
 
 
 def list_captions() -> dict[str, tuple[int, int]]:
-    """Returns every caption of the built-in images, the classes in turn: places in FASHION and in SHADES."""
+    """Lists the captions of the built-in images, the classes in turn, with their places in FASHION and in SHADES."""
     return {
         f"a {shade} {name}": (item, number) for number, shade in enumerate(SHADES) for item, name in enumerate(FASHION)
     }

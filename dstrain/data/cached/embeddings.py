@@ -203,7 +203,7 @@ def _open_folder(root: Path) -> Stored:
 
 
 def read_plan(path: Path) -> dict[str, Any] | None:
-    """Reads what `dstrain encode` says of a folder; returns None if nothing can be read."""
+    """Reads the JSON in which `dstrain encode` describes a folder; returns None if it cannot be read."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):

@@ -176,7 +176,7 @@ class Latents(Source):
         return rows * self.num_captions + (chance[:, 1].double().numpy() * counts.numpy()).astype(np.int64)
 
     def prefetch(self, index: Tensor, mirrored: Tensor | None = None, chance: Tensor | None = None) -> None:
-        """Reads ahead as Source. Of several captions all are read, since their number must be read first."""
+        """Prefetches as Source does. Of several captions all are read, since their number must be read first."""
         shards, rows, codes_rows = self._find_places(index, mirrored, chance)
         for shard in np.unique(shards).tolist():
             arrays, here = self._open_shard(shard), shards == shard

@@ -71,7 +71,7 @@ def name_shard(number: int) -> str:
 
 
 def pack_shard(arrays: Arrays, facts: dict[str, Any]) -> bytes:
-    """Returns the bytes of a shard; `facts` is JSON."""
+    """Packs arrays and `facts`, which are JSON, into the bytes of a shard."""
     # safetensors writes an array's memory as it lies, so the layout must be C-contiguous.
     arrays = {name: np.ascontiguousarray(arrays[name]) for name in sorted(arrays)}
     digest = hashlib.blake2b(json.dumps(facts, sort_keys=True).encode(), digest_size=32)
@@ -143,7 +143,7 @@ def find_encoding(path: Path) -> str | None:
 
 
 def record_shard(path: Path, facts: dict[str, Any]) -> dict[str, Any]:
-    """Returns what an index, and the statistics in it, need to know of a shard."""
+    """Returns the record of a shard: what an index, and the statistics in it, need to know of it."""
     return {
         "name": path.name,
         "size": path.stat().st_size,
@@ -270,7 +270,7 @@ def compute_statistics(shards: list[dict[str, list[float]]], count: int) -> dict
 
 
 def hash_encoding(encoding: dict[str, Any]) -> str:
-    """Returns a hash of an encoding, which its shards carry."""
+    """Hashes an encoding; its shards carry the hash."""
     return hashlib.blake2b(json.dumps(encoding, sort_keys=True).encode(), digest_size=16).hexdigest()
 
 

@@ -242,7 +242,8 @@ def _decode_pixels(frame: Any, cut: Cut) -> Tensor:
 
 
 def _find_turns(matrix: np.ndarray) -> list[Image.Transpose] | None:
-    """Returns what a display matrix int32 (9,) does to a picture; None where it does more than turn and mirror it.
+    """Finds the transpositions that a display matrix int32 (9,) stands for; returns None if it does more than turn and
+    mirror.
 
     It puts the pixel (x, y) to (a x + c y, b x + d y), with a, b, c, d = matrix[[0, 1, 3, 4]].
     """
@@ -267,7 +268,9 @@ def _read_pictures(file: Path | bytes, cut: Cut, chance: float | None) -> tuple[
 
 
 def _count_skipped(image: Image.Image) -> int:
-    """Returns 1 for an animated PNG with one more picture in front, for viewers that cannot play it."""
+    """Counts the pictures before the first frame: 1 in an animated PNG that shows one to viewers which
+    cannot play it.
+    """
     return int(getattr(image, "n_frames", 1) > 1 and bool(image.info.get("default_image")))
 
 

@@ -116,14 +116,14 @@ def _crop_dalle(image: Image.Image, width: int, height: int, numbers: Sequence[f
 
 
 def _place_anywhere(image: Image.Image, width: int, height: int, numbers: Sequence[float]) -> Cut:
-    """Returns a part of an image that holds it, by two numbers: from the top and from the left."""
+    """Cuts a part of this size out of an image; `numbers` in [0, 1) choose its place from the top and from the left."""
     top = int(numbers[0] * (image.height - height + 1))
     left = int(numbers[1] * (image.width - width + 1))
     return Cut(image.crop((left, top, left + width, top + height)), top, left, image.width - width - left)
 
 
 def _scale_part(part: Cut, width: int, height: int, filter_: Image.Resampling = Image.Resampling.BILINEAR) -> Cut:
-    """Brings a part to a size; returns its place in the whole scaled alike, too."""
+    """Scales a part to a size, and its place in the whole alike."""
     across, down = width / part.image.width, height / part.image.height
     return Cut(
         part.image.resize((width, height), filter_),

@@ -81,7 +81,9 @@ class DiskCache:
             temporary.unlink(missing_ok=True)
 
     def _take_room(self, temporary: Path, size: int) -> None:
-        """Counts `size` bytes more, and makes the file that takes them, so that whoever counts anew sees it."""
+        """Reserves `size` bytes in the ledger, and makes the temporary file that takes them, so that a process which
+        counts anew sees it.
+        """
         with self._lock(_LEDGER) as ledger:
             text = os.pread(ledger, 32, 0)
             used = int(text) if text.isdigit() else self.limit  # The entries are counted anew.
@@ -92,7 +94,7 @@ class DiskCache:
             os.pwrite(ledger, b"%032d" % (used + size), 0)
 
     def _make_room(self, size: int) -> int:
-        """Removes the entries that were not used for longest; returns the bytes of the others."""
+        """Removes the least recently used entries until `size` bytes more fit; returns the bytes of the others."""
         entries = []
         for entry in os.scandir(self.folder):
             if entry.name != _LEDGER and not entry.name.endswith(_LOCK):

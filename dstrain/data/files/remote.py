@@ -315,7 +315,9 @@ def _strip_query(address: str) -> str:
 
 
 def _translate(error: Exception, address: str, refused: type[Exception]) -> Exception:
-    """Returns a library's error as ConfigError or `refused` (the user's to mend), as EIO (asked again), or as it is."""
+    """Translates a library's error: to ConfigError or `refused`, which a user mends, or to EIO, which is tried again;
+    returns others as they are.
+    """
     if address.startswith("http") and isinstance(error, FileNotFoundError) and isinstance(error.__cause__, Exception):
         error = error.__cause__  # fsspec calls whatever a web server answers "not found".
     status = getattr(error, "status", None) or getattr(getattr(error, "response", None), "status_code", None)

@@ -41,7 +41,9 @@ _TRIES = 4
 
 
 def retry(read: Callable[[], Any], tries: int = _TRIES) -> Any:
-    """Returns what `read` does; it is tried four times, over 6 s, where the storage fails or memory is short."""
+    """Calls `read` and returns its result; calls it up to four times, over 6 s, while the storage fails or memory is
+    short.
+    """
     for attempt in range(tries):
         try:
             return read()

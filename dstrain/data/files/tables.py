@@ -208,7 +208,7 @@ class Tsv(_Csv):
 
 
 def _unquote(field: str) -> str:
-    """Returns what a field says that is quoted from its first to its last character; others as they are."""
+    """Removes the quotation marks of a field that is quoted as a whole; returns other fields as they are."""
     inner = field[1:-1].replace('""', "")
     quoted = len(field) > 1 and field[0] == field[-1] == '"' and '"' not in inner
     return field[1:-1].replace('""', '"') if quoted else field

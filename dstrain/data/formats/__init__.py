@@ -44,7 +44,7 @@ def is_elsewhere(path: str) -> bool:
 
 
 def describe_address(key: str, path: str) -> str | None:
-    """Returns what is wrong with an address of a kind that is not read; None if it is none."""
+    """Describes what is wrong with an address of a kind that is not read; returns None for any other path."""
     return (
         f"{key}={path}: an address begins with {'://, '.join(SCHEMES)}://: put the data there, or on a disk"
         if re.match(r"\w+://", path) and not is_elsewhere(path)

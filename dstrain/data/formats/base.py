@@ -133,7 +133,9 @@ class Layout(ABC):
         """
 
     def require_one_split(self, column: str, split: Any, at: str) -> None:
-        """Notes the split that a row says. Raises ConfigError if rows are of several splits, such as train and test."""
+        """Notes the split that a row names. Raises ConfigError if rows are of several splits, such as train
+        and test.
+        """
         first = self.notes.setdefault("split", str(split))
         if name_split_value(split) != name_split_value(first):
             raise ConfigError(
@@ -142,7 +144,7 @@ class Layout(ABC):
             )
 
     def note_folds(self, columns: Sequence[str], used: Sequence[str]) -> None:
-        """Notes a column of a table that numbers parts for cross-validation: rows of all parts are read."""
+        """Notes that a column of a table numbers the folds of a cross-validation: the rows of all folds are read."""
         for column in match_names(FOLD_COLUMNS, columns)[:1]:
             if column not in used:
                 self.notes["folds"] = column

@@ -123,7 +123,7 @@ class Tables(Layout):
         return "/".join(filter(None, (self.root.rstrip("/"), folder, name)))
 
     def _open(self, part: str) -> Any:
-        """Returns an ArrowFile or a ParquetFile."""
+        """Opens a file as an ArrowFile or a ParquetFile."""
         raise NotImplementedError
 
     def _choose_columns(self, part: str) -> Any:
@@ -132,7 +132,8 @@ class Tables(Layout):
         return choose_columns(self._open(part).schema, self.request, self._name_part(part))
 
     def _open_alike(self, part: str) -> tuple[Any, list[int | str]]:
-        """Returns a file, and what its numbers of a ClassLabel are called in the first file, or in data.class_list.
+        """Opens a file; returns it, and the names that its numbers of a ClassLabel have in the first file, or in
+        data.class_list.
 
         Raises ConfigError if its columns or the names of its labels are not those of the first.
         """

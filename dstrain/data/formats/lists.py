@@ -176,7 +176,7 @@ class TableList(Layout):
         return self.names.read_prefix(path, at) if self.request.labels == "prefix" else None
 
     def _find_base(self, table: Table, columns: dict[str, list[str]]) -> str:
-        """Returns the folder of `bases` in which the files are, "" or with a slash at its end.
+        """Finds the folder of `bases` that holds the files; returns "", or its name with a slash at the end.
 
         Raises ConfigError if none of the first files is there, or if they are videos and images are asked for.
         """

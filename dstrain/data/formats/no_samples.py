@@ -36,7 +36,7 @@ _UNKNOWN = "docs/guides/data.md has all forms that are read, such as a folder of
 
 
 def explain_no_samples(layout: Layout) -> ConfigError:
-    """Returns the refusal of data without a sample: what they hold, and the remedy."""
+    """Returns the error for data without a sample: it says what they hold, and the remedy."""
     request = layout.request
     noun, where = request.noun, f"{request.key}={layout.root}"
     if uncaptioned := layout.left_out.get(UNCAPTIONED, 0):

@@ -175,7 +175,7 @@ def hash_file(path: Path) -> str:
 
 
 def read_index(files: Files) -> dict[str, Any]:
-    """Returns what stands in pack.json.
+    """Reads the content of pack.json.
 
     Raises ConfigError if there is none yet, it is altered, or of the format of another version.
     """

@@ -148,8 +148,8 @@ class Tars(Layout):
         return self.files.read_span(place.name[:end], place.offset, place.size)
 
     def _iterate_members(self, part: str) -> dict[str, dict[str, Any]]:
-        """Returns, of each key, the place of its sample, and what its texts say.
-        Raises ConfigError if it is no tar file, or a damaged one.
+        """Yields for each key the place of its sample, and what its texts say. Raises ConfigError if it is no tar file,
+        or a damaged one.
         """
         members: dict[str, dict[str, Any]] = {}
         others, suffixes = Counter(), self.request.suffixes

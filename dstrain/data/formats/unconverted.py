@@ -125,7 +125,7 @@ def has_latents(folder: Path) -> bool:
 
 
 def find_fast_dit(folder: Path) -> tuple[Path, Path] | None:
-    """Returns fast-DiT's folders NAME_features and NAME_labels."""
+    """Finds the first pair of folders NAME_features and NAME_labels, as fast-DiT writes them; None: there is none."""
     for features in sorted(folder.glob("[!.]*features")):
         labels = features.with_name(f"{features.name.removesuffix('features')}labels")
         if features.is_dir() and labels.is_dir():

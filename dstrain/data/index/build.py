@@ -305,7 +305,7 @@ def _add_parts(layout: Layout, columns: Columns, parts: list[str], done: int, jo
 
 
 def _wait_for_clock(stats: list[list[int | str]]) -> None:
-    """Waits until a change that follows would have another time than these have."""
+    """Waits until the clock has passed the times of these files, so that a later change of one has another time."""
     times = [int(version) for _, version in stats if str(version).isdecimal()]
     while times and 0 <= time.time_ns() - max(times) < _TICK:
         time.sleep(_TICK / 4e9)

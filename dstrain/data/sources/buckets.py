@@ -180,7 +180,9 @@ class Timed(Bucketed):
 
 
 def sort_by_duration(source: Videos | Mixed, durations: tuple[int, ...]) -> Timed | Mixed:
-    """Sorts clips into buckets; images that are mixed into them are clips of one frame, in a bucket of their own."""
+    """Sorts clips into buckets by duration; images that are mixed into them are clips of one frame, in a bucket of
+    their own.
+    """
     if isinstance(source, Mixed):
         return source.separate_images(Timed(source.videos, durations))
     return Timed(source, durations)
