@@ -28,6 +28,8 @@ LONGEST = (
     "engine/test_rollback.py",
     "launch/test_own_images.py",
     "launch/test_keep.py",
+    "launch/test_elastic.py",
+    "launch/test_universal.py",
     "engine/test_blocks.py",
     "launch/test_gpu.py",
     "launch/test_resume.py",

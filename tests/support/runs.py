@@ -1,5 +1,6 @@
 """Runs through the real launcher: started, stopped, killed, and compared by their files."""
 
+import contextlib
 import json
 import os
 import signal
@@ -99,6 +100,14 @@ def metrics(folder: Path) -> list[dict]:
 def files(folder: Path, step: int) -> dict:
     """Sizes and hashes of a checkpoint: weights, moments, averages, counters."""
     return read_manifest(folder / "checkpoints" / f"step_{step:08d}")["files"]
+
+
+def read_world(folder: Path) -> int:
+    """The number of ranks that have written a run's last checkpoint; 0 if there is none."""
+    for path in sorted((folder / "checkpoints").glob("step_*[0-9]"), reverse=True):
+        with contextlib.suppress(OSError, ValueError):  # one that is just removed, or not yet whole
+            return read_manifest(path)["world"]
+    return 0
 
 
 def assert_equal_runs(a: Path, b: Path, step: int = STEPS) -> None:
