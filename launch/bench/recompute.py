@@ -4,17 +4,20 @@
 
 Nothing is computed: the networks, in bfloat16, and one batch lie on the meta device. Bytes are a sample's of the first
 part, between forward and backward pass, in eager mode and with a GPU's fused attention (a compiled block keeps less).
-Per cent are further FLOPs of both passes, by torch's own count. RECIPE is a name in launch/recipes/ or a file.
+Per cent are further FLOPs of both passes, by torch's own count. What `offload` sends to the host is no longer kept, and
+stands behind. RECIPE is a name in launch/recipes/ or a file.
 """
 
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from dstrain import recipe, systems
 from dstrain.commands.exits import run_main
 from dstrain.commands.options.arguments import Parser, parse_positive
-from dstrain.engine.blocks import prepare
+from dstrain.engine.blocks import HostMemory, prepare
 from dstrain.engine.planning.activations import count_flops, count_kept_bytes
 
 _LATENTS = ["model.first_stage=null", "model.in_channels=4"]
@@ -29,7 +32,30 @@ LARGE = {
     "phenaki-tokenizer": [f"model.{entry}" for entry in _PICTURES],
     "prior-1b": ["model.text_encoder=null"],
 }
-CHOICES = ("none", "attention", 2, 4, "all")
+CHOICES = ("none", "attention", 2, 4, "all", "offload")
+
+
+class Cost(NamedTuple):
+    """What a choice costs in a step: bytes kept on the GPU, bytes that wait on the host, and FLOPs."""
+
+    kept: int
+    sent: int
+    work: int
+
+
+class CountingHost(HostMemory):
+    """Takes the inputs of blocks as the host's memory does, and keeps only their shapes and how many bytes they are."""
+
+    def __init__(self) -> None:
+        self.nbytes = 0
+
+    def send(self, tensor: Tensor) -> Any:
+        self.nbytes += tensor.nbytes
+        return tensor.shape, tensor.stride(), tensor.dtype
+
+    def fetch(self, sent: Any) -> Tensor:
+        shape, stride, dtype = sent
+        return torch.empty_strided(shape, stride, dtype=dtype, device="meta")
 
 
 def system_of(name: str) -> systems.System:
@@ -43,22 +69,31 @@ def system_of(name: str) -> systems.System:
         return systems.build(run.system, run.model)
 
 
-def measure(system: systems.System, choice: str | int, batch: int) -> tuple[int, int]:
-    """Bytes and FLOPs of a step of the first part of a system, with `batch` samples."""
-    part = next(iter(system.parts))
+def measure(system: systems.System, choice: str | int, batch: int) -> Cost:
+    """Counts a step of the first part of a system, with `batch` samples."""
+    part, host = next(iter(system.parts)), CountingHost()
 
     with torch.device("meta"):
         networks = system.networks()
     for name, network in networks.items():
         network.to(torch.bfloat16).requires_grad_(name == part)
-        prepare(network, system.blocks(), choice)
+        prepare(network, system.blocks(), choice, host=host)
     example = {name: value.to("meta") for name, value in system.encode(system.synthetic(batch)).items()}
     weights = (tensor for network in networks.values() for tensor in (*network.parameters(), *network.buffers()))
 
     def loss():
         return system.loss(part, networks, dict(example))["loss"]
 
-    return count_kept_bytes(loss, [*example.values(), *weights]), count_flops(loss)
+    kept = count_kept_bytes(loss, [*example.values(), *weights])
+    return Cost(kept, host.nbytes, count_flops(loss))
+
+
+def render_cost(cost: Cost, plain: Cost, batch: int) -> str:
+    """Returns a cell of the table: a sample's bytes, and the work beside that of recompute=none."""
+    cell = f"{cost.kept / batch / 1e6:,.0f} MB, +{100 * (cost.work / plain.work - 1):.1f} %"
+    if cost.sent:
+        cell += f", {cost.sent / batch / 1e6:,.0f} MB on the host"
+    return cell
 
 
 def main() -> None:
@@ -71,7 +106,7 @@ def main() -> None:
     print("| recipe |", " | ".join(map(str, CHOICES)), "|\n|---|" + "---|" * len(CHOICES))
     for name, system in built.items():
         costs = [measure(system, choice, batch) for choice in CHOICES]
-        cells = [f"{size / batch / 1e6:,.0f} MB, +{100 * (work / costs[0][1] - 1):.1f} %" for size, work in costs]
+        cells = (render_cost(cost, costs[0], batch) for cost in costs)
         print(f"| `{Path(name).stem}` |", " | ".join(cells), "|", flush=True)
 
 
