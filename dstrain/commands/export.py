@@ -71,11 +71,13 @@ def export_run(options: ExportOptions) -> Exported:
     if options.statistics and options.format != "diffusers":
         raise ConfigError("--statistics gives a scaling_factor, which --format diffusers alone writes: leave it out")
     run = trained.read_recipe(options.run)
-    lora = getattr(systems.config(run.system, run.model), "lora", None)
+    config = systems.config(run.system, run.model)
+    field = config.adapters_field
+    lora = getattr(config, field) if field else None
     if options.format == "peft":
         _require_adapters(options.run, run, lora)
     if lora is not None:  # what is written has none
-        run = run.model_copy(update={"model": {key: value for key, value in run.model.items() if key != "lora"}})
+        run = run.model_copy(update={"model": {key: value for key, value in run.model.items() if key != field}})
     system = systems.build(run.system, run.model)
     writer = None
     if options.format == "diffusers":

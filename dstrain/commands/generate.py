@@ -214,7 +214,10 @@ def _read_beginning(options: GenerateOptions, first: Opened, then: list[Opened],
         raise ConfigError(f"--embeddings {options.embeddings}: {folder} takes no embeddings; leave it out")
     if options.prime is not None and clip is not None:
         exactly = options.prime_frames is not None
-        return read_prime(options.prime, run.data, system.temporal_patch_size, clip.primed, exactly)
+        frames = read_prime(options.prime, run.data, system.temporal_patch_size, clip.primed, exactly)
+        with reword_errors(f"--prime {options.prime}: "), reword_errors(options={"prime: ": ""}):
+            system.conditions_from(frames[:1])  # refused here, under this option's name
+        return frames
     if options.invert is not None:
         return _read_pictures_to_invert(options.invert, options, run, system)
     if then and options.size:

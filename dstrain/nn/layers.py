@@ -7,6 +7,7 @@ initialization as an argument of its constructor (`init=`).
 
 import math
 from collections import OrderedDict
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -36,10 +37,10 @@ class Linear(nn.Linear):
 
 
 class Pointwise(nn.Conv1d):
-    """A linear layer over tokens whose weight has the shape of a 1 x 1 convolution: (B, N, C) -> (B, N, D)."""
+    """A linear layer over tokens whose weight has the shape of a convolution of one: (B, N, C) -> (B, N, D).
 
-    def __init__(self, channels: int, out_channels: int, bias: bool = True) -> None:
-        super().__init__(channels, out_channels, 1, bias=bias)
+    Its constructor is torch's own, with a kernel_size of 1: peft builds adapters by the class of the layer they adapt.
+    """
 
     def forward(self, tokens: Tensor) -> Tensor:
         return F.linear(tokens, self.weight.squeeze(2), self.bias)
@@ -51,8 +52,11 @@ class Patches(nn.Conv2d):
     The weight starts as that of a linear layer over flattened patches (xavier).
     """
 
-    def __init__(self, in_channels: int, dim: int, patch_size: int, bias: bool = True) -> None:
-        super().__init__(in_channels, dim, kernel_size=patch_size, stride=patch_size, bias=bias)
+    def __init__(
+        self, in_channels: int, dim: int, patch_size: Any, stride: Any = None, padding: Any = 0, **more: Any
+    ) -> None:
+        # The stride is the patch; peft gives one of its own, since it builds adapters by the class of their layer.
+        super().__init__(in_channels, dim, patch_size, patch_size if stride is None else stride, padding, **more)
 
     def reset_parameters(self) -> None:
         bound = math.sqrt(6 / (self.weight[0].numel() + self.out_channels))

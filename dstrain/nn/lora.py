@@ -91,7 +91,10 @@ def _make_factors(layer: Any, rank: int) -> tuple[nn.Module, nn.Module]:
     if isinstance(layer, nn.Linear):
         factors = nn.Linear(layer.in_features, rank, bias=False), Linear(rank, layer.out_features, False, "zero")
     elif isinstance(layer, Pointwise):
-        factors = Pointwise(layer.in_channels, rank, False), _ZeroPointwise(rank, layer.out_channels, False)
+        factors = (
+            Pointwise(layer.in_channels, rank, 1, bias=False),
+            _ZeroPointwise(rank, layer.out_channels, 1, bias=False),
+        )
     else:
         shape = layer.in_channels, rank, layer.kernel_size, layer.stride, layer.padding
         factors = nn.Conv2d(*shape, bias=False), _ZeroConv2d(rank, layer.out_channels, 1, bias=False)

@@ -68,6 +68,7 @@ class SystemConfig(Section):
     num_labels_field: ClassVar[str] = "num_classes"  # the field that is the number of labels, for messages
     without_labels: ClassVar[str] = ""  # the override that makes a model learn none, if any
     learns_durations: ClassVar[bool] = False  # batches of clips may differ in their number of frames
+    adapters_field: ClassVar[str | None] = None  # the field of adapters (nn/lora.py), which an export merges
     unshared: ClassVar[str] = "this system cuts no tokens"  # why ranks cannot share a sample
 
     recompute: Annotated[Recompute, MAY_CHANGE] = "none"

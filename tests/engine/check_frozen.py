@@ -7,8 +7,10 @@ import json
 from pathlib import Path
 
 import torch
+from torch import nn
 
 from dstrain.distributed import group
+from dstrain.engine import settings
 from dstrain.engine.checkpoint import Checkpoints, read_weights
 from dstrain.engine.ema.shadow import EmaShadow
 from dstrain.engine.initial import draw_weights
@@ -27,6 +29,7 @@ RATES = {"last*": 0.1, "*.bias": 3.0}
 def frozen_recipe(lora: bool, **optimizer) -> Run:
     words = recipe(GLOBAL // group.world()).model_dump(by_alias=True)
     if lora:
+        words["optimizer"] |= optimizer
         return Run.model_validate(words)
     words["optimizer"] |= {"rates": RATES} | optimizer
     return Run.model_validate(words | {"train_only": TRAIN_ONLY})
@@ -37,25 +40,35 @@ def adapted() -> Tiny:
     return add_adapters(Tiny(), Lora(rank=2, alpha=6.0), ("first", "hidden.*", "last"))
 
 
-def adapted_reference() -> dict[str, torch.Tensor]:
-    """Plain torch on the whole batch: W + 3 B A by hand, of which AdamW has A and B alone."""
+def adapted_reference(muon: bool = False) -> dict[str, torch.Tensor]:
+    """Plain torch on the whole batch: W + 3 B A by hand, of which AdamW has A and B alone; `muon`: torch's Muon has
+    those of the hidden layers, AdamW the others, and the gradient is the mean of the ranks' shares, unclipped.
+    """
     network = adapted()
     weights = {name: value.clone() for name, value in draw_weights(network, SEED)}
-    learning = [value.requires_grad_() for name, value in weights.items() if ".lora_" in name]
-    optimizer = torch.optim.AdamW(learning, lr=0.01, betas=(0.9, 0.95), weight_decay=0.1)
-    plain = Tiny()
+    learning = {name: value.requires_grad_() for name, value in weights.items() if ".lora_" in name}
+    matrices = [value for name, value in learning.items() if muon and name.startswith("hidden")]
+    rest = [value for name, value in learning.items() if not (muon and name.startswith("hidden"))]
+    optimizers = [torch.optim.AdamW(rest, lr=0.01, betas=(0.9, 0.95), weight_decay=0.1)]
+    if muon:
+        optimizers.append(
+            torch.optim.Muon(matrices, lr=0.01, weight_decay=0.1, momentum=0.95, adjust_lr_fn="match_rms_adamw")
+        )
+    shares, plain = group.world() if muon else 1, Tiny()
     for step in range(BEFORE + AFTER):
-        x, y = batch(step)
-        whole = {}
-        for name in plain.state_dict():
-            whole[name] = weights[name]
-            if name.endswith(".weight"):
-                layer = name.removesuffix(".weight")
-                whole[name] = weights[name] + 3 * weights[f"{layer}.lora_B.weight"] @ weights[f"{layer}.lora_A.weight"]
-        (torch.func.functional_call(plain, whole, (x,)) - y).square().mean().backward()
-        torch.nn.utils.clip_grad_norm_(learning, CLIP)
-        optimizer.step()
-        optimizer.zero_grad()
+        for x, y in zip(*(values.chunk(shares) for values in batch(step)), strict=True):
+            whole = {}
+            for name in plain.state_dict():
+                whole[name] = weights[name]
+                if name.endswith(".weight"):
+                    up, down = (weights[name.replace(".weight", f".lora_{letter}.weight")] for letter in "BA")
+                    whole[name] = weights[name] + 3 * up @ down
+            ((torch.func.functional_call(plain, whole, (x,)) - y).square().mean() / shares).backward()
+        if not muon:
+            torch.nn.utils.clip_grad_norm_(learning.values(), CLIP)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
     return {name: weights[name].detach() for name, _ in network.named_parameters()}
 
 
@@ -99,7 +112,10 @@ class Trial:
         if stage == 3:
             config["zero_optimization"] |= {"stage3_param_persistence_threshold": 40, "sub_group_size": 300}
         self.run = run
-        self.engines = engines_for(lambda: {"tiny": network()}, run, resolve(config, run, group.world(), "cpu"), decays)
+        blocks = (nn.Sequential,) if run.optimizer.name == "muon" else ()
+        self.engines = engines_for(
+            lambda: {"tiny": network()}, run, resolve(config, run, group.world(), "cpu"), decays, blocks
+        )
         self.masters = self.engines.masters["tiny"]
         self.ema = EmaShadow(self.engines.masters, run.ema, ("tiny",))
         self.saves = Checkpoints(folder, self.engines, self.ema, History())
@@ -179,10 +195,29 @@ def main(folder: Path) -> None:
     }
     for name in ("lion", "adamw8bit"):
         figures[name] = measure(2, "fp32", expected, folder / name, 3, name=name)
+    figures["offload"] = measure(2, "fp32", expected, folder / "offload", 2, offload=True)
+    write(folder, figures | measure_adapters(folder))
+
+
+def measure_adapters(folder: Path) -> dict[str, dict]:
+    # torch's Muon computes in bf16 everywhere; ours does so on GPUs and on CPUs that have bf16. These ranks are forked.
+    settings.multiplies_bf16 = lambda: True
+    figures, muon = {}, {"name": "muon", "momentum": 0.95, "clip": 0.0}
     for stage in range(4):
         figures[f"lora-{stage}"] = measure(
             stage, "fp32", adapted_reference(), folder / f"lora{stage}", 3 - stage, lora=True
         )
-    figures["offload"] = measure(2, "fp32", expected, folder / "offload", 2, offload=True)
+    for stage in (1, 3):
+        figures[f"lora-muon-{stage}"] = measure(
+            stage, "fp32", adapted_reference(muon=True), folder / f"muon{stage}", 3 - stage, lora=True, **muon
+        )
+    return figures
+
+
+def main_of_adapters(folder: Path) -> None:
+    write(folder, measure_adapters(folder))
+
+
+def write(folder: Path, figures: dict[str, dict]) -> None:
     if group.rank() == 0:
         (folder / "figures.json").write_text(json.dumps(figures))

@@ -13,6 +13,7 @@ from tests.support.tiny import Tiny
 
 CASES = [f"{stage}-{precision}" for stage in range(4) for precision in ("fp32", "bf16")]
 OTHERS = ["lion", "adamw8bit", "offload"]
+ADAPTED = [*(f"lora-{stage}" for stage in range(4)), "lora-muon-1", "lora-muon-3"]
 
 
 @pytest.fixture(scope="module", params=[2, 1])
@@ -28,12 +29,24 @@ def test_weights(figures, stage):
     assert figures[f"{stage}-fp32"]["weights"] < 1e-6
 
 
-@pytest.mark.parametrize("stage", range(4))
-def test_adapters(figures, stage):
-    """Oracle: plain torch with W + alpha / rank * B A by hand, within 1e-6; A and B alone learn."""
-    found = figures[f"lora-{stage}"]
+@pytest.mark.parametrize("case", ADAPTED)
+def test_adapters(figures, case):
+    """Oracle: plain torch with W + alpha / rank * B A by hand, by AdamW, or by Muon and AdamW, within 1e-6; A and B
+    alone learn.
+    """
+    found = figures[case]
     assert found["weights"] < 1e-6 and found["still"]
     assert len(found["learned"]) == 8 and all(".lora_" in name for name in found["learned"])
+
+
+def test_adapters_on_four_ranks(tmp_path, on_ranks):
+    """Oracle: as above, on the same batch; and the run that saved and went on, to the bit."""
+    on_ranks(4, check_frozen.main_of_adapters, tmp_path)
+    figures = json.loads((tmp_path / "figures.json").read_text())
+    assert sorted(figures) == sorted(ADAPTED)
+    for found in figures.values():
+        assert found["weights"] < 1e-6 and found["still"] and found["elsewhere"] and found["kept"]
+        assert found["resumed"] == {"step": 3, "bits": True, "outputs": True, "further": True}
 
 
 @pytest.mark.parametrize("case", CASES + OTHERS)
@@ -48,7 +61,7 @@ def test_what_learns(figures, case):
     assert found["norm"] == pytest.approx(found["true_norm"], rel=1e-6)
 
 
-@pytest.mark.parametrize("case", CASES + OTHERS + [f"lora-{stage}" for stage in range(4)])
+@pytest.mark.parametrize("case", CASES + OTHERS + ADAPTED)
 class TestEveryCase:
     def test_resumes(self, figures, case):
         """Oracle: the run that saved and went on, to the bit: all weights, what the network computes, and the weights

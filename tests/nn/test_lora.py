@@ -59,13 +59,14 @@ def test_merged_is_unmerged(case):
     assert relative_error(predict(plain, system), expected) > 1e-2
 
 
-@pytest.mark.parametrize("case", ["dit", "linear layers"])
+@pytest.mark.parametrize("case", ["dit", "linear layers", "dit everywhere", "unet", "unet everywhere"])
 def test_peft_computes_the_same(case, tmp_path):
     """Oracle: peft, from the folder, around a network without adapters."""
     from peft import PeftModel
 
     system, network, lora = trained(case)
-    plain = systems.build("dit", TINY).networks()["denoiser"].eval()
+    name, model, _ = CASES[case]
+    plain = systems.build(name, model).networks()["denoiser"].eval()
     plain.load_state_dict({name: network.state_dict()[name] for name in plain.state_dict()})
     adapters, described = describe_for_peft(network.state_dict(), lora, "weights.pt")
     save_file(adapters, tmp_path / "adapter_model.safetensors")

@@ -24,6 +24,7 @@ class Fields(SystemConfig, ReadsTexts):
     learns_durations = True
     without_labels = "model.num_classes=1"
     null_field = "class_dropout_prob"
+    adapters_field = "lora"
     no_captions = "write X.txt beside X.png, or encode with --text-encoder, or set model.condition=label"
 
     size: Literal[tuple(PRESETS)] | None = None

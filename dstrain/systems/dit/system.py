@@ -392,7 +392,7 @@ class DiTSystem(System):
     def from_diffusers(self, state: dict[str, Tensor], diffusers_config: Mapping[str, Any]) -> Fitted:
         if diffusers_config.get("_class_name") == "ClassTransformer":  # an export of ours, see to_diffusers.py
             weights.require_same_network(diffusers_config, self.config)
-            return state, []
+            return state, weights.compare_targets(diffusers_config, self.config)
         if diffusers_config.get("norm_type") == "ada_norm_single":
             return weights.rename_from_pixart(state, diffusers_config, self.config)
         return weights.rename_from_diffusers(state, diffusers_config, self.config)

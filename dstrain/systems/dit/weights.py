@@ -41,6 +41,7 @@ _PIXART_FIELDS = (  # beside its blocks, what decides its network and chain
     "internal",
 )
 
+_TARGETS = ("path", "prediction", "time_scale")  # fields of a flow that decide what its network predicts
 _TOLD_AT = 128  # side of the latents of which PixArtAlphaPipeline tells the size
 
 # Layers: our name -> diffusers'; that of an embedder lies in each block.
@@ -293,13 +294,31 @@ def _require_same(diffusers_config: Mapping[str, Any], classes: Sequence[str], e
 
 def require_same_network(diffusers_config: Mapping[str, Any], config: Config) -> None:
     """Raises ConfigError if an export of ours holds a network that computes otherwise from weights of equal shapes."""
-    theirs, ours = diffusers_config.get("network", {}), config.network_arguments()
-    for name in ("num_heads", "time_freq", "block", "sines", "rope", "tokens"):
+    theirs, ours = {"interpolation_scale": 1, **diffusers_config.get("network", {})}, config.network_arguments()
+    for name in ("num_heads", "time_freq", "block", "sines", "rope", "tokens", "interpolation_scale"):
         if theirs.get(name) != ours[name]:
             raise ConfigError(
                 f"weights: {name} is {theirs.get(name)} in config.json, and {ours[name]} in the recipe's model: make "
                 "both equal"
             )
+
+
+def compare_targets(diffusers_config: Mapping[str, Any], config: Config) -> list[str]:
+    """Returns a note if an export of ours was trained for other predictions than the recipe's model learns."""
+    learned = {"objective": "diffusion"}
+    if theirs := diffusers_config.get("flow"):
+        learned = {"objective": "flow"} | {f"flow.{name}": theirs.get(name) for name in _TARGETS}
+    ours: dict[str, Any] = {"objective": config.objective}
+    if config.objective == "flow":
+        ours |= {f"flow.{name}": getattr(config.flow, name) for name in _TARGETS}
+    different = [name for name, value in learned.items() if name in ours and ours[name] != value]
+    if not different:
+        return []
+    found = ", ".join(f"model.{name}={learned[name]}" for name in different)
+    return [
+        f"target: by config.json these weights were trained with {found}, and their predictions are wrong for "
+        f"model.{different[0]}={ours[different[0]]} until they are learned anew; to go on as they were, write {found}"
+    ]
 
 
 def find_inexpressible(config: Config) -> str | None:

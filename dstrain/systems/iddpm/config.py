@@ -20,6 +20,7 @@ CHANNEL_MULT = {256: (1, 1, 2, 2, 4, 4), 128: (1, 1, 2, 3, 4), 64: (1, 2, 3, 4),
 class Config(SystemConfig):
     unshared = "convolutions need the neighbours of each pixel, and its tokens are not cut"
     without_labels = "model.class_cond=false samples.guidance_scale=1"
+    adapters_field = "lora"
 
     image_size: int = Field(64, ge=1)
     """Side of the images in pixels; with small_size that of the large ones."""

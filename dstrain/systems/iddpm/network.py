@@ -175,8 +175,8 @@ class AttentionBlock(nn.Module):
         assert channels % num_heads == 0, f"{num_heads} heads of {channels} channels"
         self.num_heads = num_heads
         self.norm = normalization(channels)
-        self.qkv = Pointwise(channels, 3 * channels)
-        self.proj_out = ZeroPointwise(channels, channels)
+        self.qkv = Pointwise(channels, 3 * channels, 1)
+        self.proj_out = ZeroPointwise(channels, channels, 1)
 
     def forward(self, x: Tensor) -> Tensor:
         batch, channels, height, width = x.shape
@@ -193,7 +193,8 @@ class StartsAtZero:
 
     def reset_parameters(self) -> None:
         nn.init.zeros_(self.weight)
-        nn.init.zeros_(self.bias)
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
 
 
 class ZeroPointwise(StartsAtZero, Pointwise):

@@ -4,13 +4,16 @@ import math
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 
 from dstrain import rng
+from dstrain.commands.generate import generate_samples
+from dstrain.commands.options.generate import GenerateOptions
 from dstrain.encoders.autoencoder import Autoencoder
-from dstrain.recipe import ConfigError, Run
+from dstrain.recipe import ConfigError, Run, dump_run
 from dstrain.sampling.scenes import choose_length, draw_scenes
 from dstrain.systems.base import Request
 from dstrain.systems.dit.config import Config
@@ -287,6 +290,21 @@ def test_what_does_not_fit_is_refused() -> None:
         system.encode({"key": torch.arange(1), "video": torch.zeros(1, 5, 1, 8, 8), "caption": torch.zeros(1, 3)})
     with pytest.raises(ConfigError, match="video: the pipeline of an export draws images alone; take --format saf"):
         DiTSystem(Config(**(TINY | {"video": {"frames": 3}}))).require_expressible()
+
+
+def test_too_many_first_frames_are_refused_by_their_option(tmp_path: Path) -> None:
+    """Oracle: one line that begins with the option and its file, though prompts are given, and names the remedy."""
+    (tmp_path / "run").mkdir()
+    model = VIDEO | {"video": VIDEO["video"] | {"given": 1}}
+    data = {"path": "builtin:moving-fashion", "image_size": 4, "channels": 1, "num_frames": 5}
+    run = Run.model_validate({"name": "x", "steps": 1, "system": "dit", "model": model, "data": data})
+    (tmp_path / "run" / "run.yaml").write_text(dump_run(run))
+    path = tmp_path / "samples.npz"
+    np.savez(path, arr_0=np.zeros((1, 5, 4, 4, 3), np.uint8))
+    with pytest.raises(ConfigError) as refused:
+        generate_samples(GenerateOptions(tmp_path / "run", prompts=("a bag",), prime=path, prime_frames=3))
+    (line,) = refused.value.problems
+    assert line.startswith(f"--prime {path}: 3 frames are given, and the model learned from 1 at most")
 
 
 def test_the_section_is_filled_in_from_the_data() -> None:

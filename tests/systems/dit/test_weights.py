@@ -8,9 +8,11 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from dstrain import systems
 from dstrain.runs.weights import read_state
 from dstrain.systems.dit import weights
 from dstrain.systems.dit.network import DiT
+from tests.systems.dit.cases import TINY
 
 SMALL = {
     "input_size": 8,
@@ -141,3 +143,31 @@ def test_what_does_not_fit(changes, words):
         network = DiT(**SMALL | changes)
     with pytest.raises(ValueError, match=words):
         weights.adapt_weights(small().state_dict(), network)
+
+
+STRAIGHT = {"path": "linear", "prediction": "velocity", "t_min": 0.0, "time_scale": 1000.0}
+
+
+@pytest.mark.parametrize(
+    "theirs, changes, expected",
+    [
+        (None, {}, None),
+        (STRAIGHT, {"objective": "flow"}, None),
+        (STRAIGHT, {}, "model.objective=flow, and their predictions are wrong for model.objective=diffusion"),
+        (None, {"objective": "flow"}, "model.objective=diffusion, and"),
+        (
+            STRAIGHT,
+            {"objective": "flow", "flow": {"prediction": "x", "t_min": 0.05}},
+            "write model.flow.prediction=velocity",
+        ),
+        (STRAIGHT | {"path": "gvp"}, {"objective": "flow"}, "write model.flow.path=gvp"),
+        (STRAIGHT | {"time_scale": 1.0}, {"objective": "flow"}, "write model.flow.time_scale=1.0"),
+    ],
+)
+def test_weights_of_another_target(theirs, changes, expected):
+    """Oracle: by hand: a note says what an export's weights were trained to predict, where that is another thing."""
+    system = systems.build("dit", TINY | changes)
+    described = {"_class_name": "ClassTransformer", "network": system.config.network_arguments(), "flow": theirs}
+    state, notes = system.from_diffusers({"a": torch.ones(1)}, described)
+    assert list(state) == ["a"] and len(notes) == (expected is not None)
+    assert expected is None or expected in notes[0]
