@@ -4,7 +4,6 @@ import json
 import os
 import re
 import shlex
-import subprocess
 import sys
 from pathlib import Path
 
@@ -14,7 +13,7 @@ from PIL import Image
 
 from tests.metrics.oracles import seeded_inception
 from tests.support import first_stage
-from tests.support.launch import ROOT, environment
+from tests.support.launch import ROOT, command, run
 
 pytestmark = pytest.mark.slow
 
@@ -40,16 +39,14 @@ def read_commands() -> list[list[str]]:
     return [shlex.split(line) for line in lines]
 
 
-def run_command(words: list[str], folder: Path, *more: str) -> str:
-    done = subprocess.run(
-        [sys.executable, "-m", *words, *TINY[words[1]], *more],
-        cwd=folder,
-        env=environment(HF_HUB_OFFLINE="1"),
-        text=True,
-        capture_output=True,
-        timeout=600,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+def run_command(words: list[str], *more: str) -> str:
+    """Runs a command of the guide in the working folder; its output. The first is a fresh `python -m dstrain`, and the
+    others are forked, by the doors in launch/.
+    """
+    verb = words[1]
+    line = [sys.executable, "-m", *words] if verb == "encode" else command(f"launch/{verb}.py", *words[2:], num=1)
+    done = run([*line, *TINY[verb], *more], 600)
+    assert done.returncode == 0, done.stdout
     return done.stdout
 
 
@@ -58,7 +55,7 @@ def read_curve(folder: Path) -> dict[int, float]:
     return {line["step"]: line["metrics/fid"] for line in lines if "metrics/fid" in line}
 
 
-def test_the_guide(tmp_path):
+def test_the_guide(tmp_path, monkeypatch):
     """Oracle: the guide: latents of each photo and its mirror image; a curve that goes on where the run stopped; the
     figure of another command, which compares with the same photos; a pipeline that diffusers opens and draws from.
     """
@@ -70,20 +67,21 @@ def test_the_guide(tmp_path):
         Image.fromarray(random.integers(0, 256, (*size, 3), np.uint8)).save(tmp_path / "photos" / f"{number}.jpg")
     first_stage.save(tmp_path / "sd-vae-ft-mse", channels=3, depth=4, latent_channels=4)
     seeded_inception(tmp_path / "pt_inception.pth")
+    monkeypatch.chdir(tmp_path)
     encode, train, evaluate, export = read_commands()
-    assert "8 samples in latents" in run_command(encode, tmp_path)
-    run_command(train, tmp_path, "steps=2")
+    assert "8 samples in latents" in run_command(encode)
+    run_command(train, "steps=2")
     before = read_curve(tmp_path)
-    run_command(train, tmp_path, "steps=4")
+    run_command(train, "steps=4")
     curve = read_curve(tmp_path)
     assert set(curve) == {2, 4} and curve[2] == before[2] and np.isfinite([*curve.values()]).all()
     described = list((tmp_path / "runs/dit-own-images").glob("metrics_data_*.npz"))
     assert len(described) == 1 and np.load(described[0])["inception.count"] == 8
-    text = run_command(evaluate, tmp_path)
+    text = run_command(evaluate)
     assert re.search(r"^  fid +[0-9.]+$", text, re.M) and "against photos" in text and "kid" in text
     seen = json.loads(next((tmp_path / "runs/dit-own-images/evaluation").glob("*.json")).read_text())["figures"]["fid"]
     assert seen == pytest.approx(curve[4], rel=1e-3)  # the same seeds, the same average, the same photos
-    run_command(export, tmp_path)
+    run_command(export)
     from diffusers import DiffusionPipeline
 
     os.environ["HF_HUB_OFFLINE"] = "1"

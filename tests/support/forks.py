@@ -26,6 +26,7 @@ import tempfile
 import threading
 import time
 import traceback
+import weakref
 from pathlib import Path
 from typing import NoReturn
 
@@ -108,16 +109,30 @@ class Server:
 
 
 def load() -> None:
-    """Imports what most commands need, besides what engines do."""
+    """Imports what most commands need, besides what engines do, and unpacks the images that most of them read. A fork
+    tears down nothing of that at its end.
+    """
     import diffusers  # noqa: F401
     import matplotlib.figure  # noqa: F401
     import transformers  # noqa: F401
     from diffusers import AutoencoderKL  # noqa: F401
+    from PIL import Image
 
     from dstrain import train  # noqa: F401
+    from dstrain.commands import evaluate, generate, main, probe  # noqa: F401
     from dstrain.commands import train as _train  # noqa: F401
+    from dstrain.data.builtin.fashion import Fashion
+    from dstrain.planning import states  # noqa: F401
 
     preload()
+    with contextlib.suppress(ImportError):  # what an engine imports as it is built, in this release of DeepSpeed
+        import deepspeed.module_inject.auto_ep_layer
+        import deepspeed.ops.op_builder.all_ops
+        import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: F401
+    Image.preinit()
+    Fashion(split="all")
+    for finalizer in weakref.finalize._registry:
+        finalizer.atexit = False
 
 
 def serve(orders: socket.socket) -> None:

@@ -29,7 +29,9 @@ def watch(ranks: Sequence[Any]) -> int:
     while None in [rank.poll() for rank in ranks]:  # all are polled: a rank may wait for one that has ended
         failed = [rank.returncode for rank in ranks if rank.returncode]
         if failed:
-            time.sleep(2)  # let the others print their message, too
+            end = time.monotonic() + 2  # let the others print their message, too
+            while None in [rank.poll() for rank in ranks] and time.monotonic() < end:
+                time.sleep(0.02)
             for rank in ranks:
                 rank.kill()
             return failed[0]
