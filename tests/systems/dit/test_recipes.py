@@ -16,6 +16,7 @@ from tests.data.cached.test_latents import write
 from tests.support import clips, first_stage, towers
 from tests.support.launch import ROOT
 from tests.systems.dit.test_pixart import write as write_pixart
+from tests.systems.dit.test_pixart_sizes import make_theirs
 
 
 def dry_run(name: str, *words: str) -> list[str]:
@@ -123,6 +124,29 @@ def test_pixart_begins_from_published_weights(tmp_path: Path) -> None:
     assert not any("null" in remark for remark in remarks)
     remarks = dry_run("pixart-xl2-finetune", *words, "model.null_text=learned")
     assert any("the empty text of" in remark for remark in remarks)
+
+
+def test_pixart_is_told_sizes_in_buckets(tmp_path: Path) -> None:
+    """Oracle: --dry-run on captioned images of two shapes, from diffusers' network of 1,024 pixels, tiny: all is in
+    order, and no condition begins anew; without data.size_conditions the entry is named.
+    """
+    stage = first_stage.save(tmp_path / "stage", channels=3, depth=4, latent_channels=4, scaling_factor=0.18215)
+    towers.t5(tmp_path / "text")
+    (tmp_path / "images").mkdir()
+    for number, size in enumerate(((1024, 1024), (1280, 768))):
+        Image.new("RGB", size, (60 * number, 0, 0)).save(tmp_path / "images" / f"{number}.png")
+        (tmp_path / "images" / f"{number}.txt").write_text("a red cat on the moon")
+    make_theirs(sample_size=128).save_pretrained(tmp_path / "weights")
+    words = (f"data.path={tmp_path / 'images'}", f"model.first_stage.path={stage}", f"folder={tmp_path / 'run'}")
+    words += (f"model.text_encoder={tmp_path / 'text'}", "model.text_encodings_dim=12", "batch.global=8")
+    words += (f"init_from={tmp_path / 'weights'}", "data.image_size=1024", "model.image_size=1024", "data.workers=0")
+    words += ("model.size=null", "model.patch_size=2", "model.hidden_size=24", "model.depth=2", "model.num_heads=2")
+    words += ("model.block.modulation=shared", "model.cross_attention=true", "model.text_projection=mlp")
+    words += ("model.size_embedding=pixart", "model.interpolation_scale=2", "data.buckets=[[1024,1024],[1280,768]]")
+    remarks = dry_run("pixart-xl2-finetune", *words, "data.size_conditions=true")
+    assert any("tensors loaded, 0 replaced" in remark for remark in remarks)
+    assert not any("begin as zero" in remark for remark in remarks)
+    assert "data.size_conditions=true" in find_error("pixart-xl2-finetune", *words)
 
 
 def test_adapters_begin_from_published_weights(tmp_path: Path) -> None:
