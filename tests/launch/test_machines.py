@@ -1,4 +1,4 @@
-"""Two hosts, each with its own network, name and processes, and the README's command for several machines.
+"""Several hosts, each with its own network, name and processes, and the README's command for several machines.
 
     deepspeed --hostfile hosts launch/train.py --ds_config ds_configs/zero3.json ...
 
@@ -13,12 +13,13 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from dstrain.checkpoint.manifest import find_faults, read_manifest
 from tests.support import machines
 from tests.support.launch import ROOT, command, environment
-from tests.support.runs import RECIPE, files, finish, metrics, wait_for
+from tests.support.runs import RECIPE, files, finish, metrics, read_world, wait_for
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(machines.missing() is not None, reason=str(machines.missing()))]
 
@@ -41,19 +42,21 @@ ALIVE = {"PDSH_SSH_ARGS_APPEND": "-o ServerAliveInterval=2 -o ServerAliveCountMa
 
 @pytest.fixture(scope="module")
 def hosts(tmp_path_factory):
-    with machines.two_hosts(tmp_path_factory.mktemp("hosts")) as both:
-        yield both
+    with machines.start_hosts(tmp_path_factory.mktemp("hosts")) as three:
+        yield three
 
 
 class Driven:
     """A training that was started by the launcher on the first host."""
 
-    def __init__(self, hosts: tuple[machines.Host, machines.Host], place: Path, *words: object, before: tuple = ()):
+    def __init__(
+        self, hosts: tuple[machines.Host, ...], place: Path, *words: object, before: tuple = (), run: tuple = RUN
+    ):
         self.hosts, self.log = hosts, place / "output"
         line = [
             *before,
             *machines.deepspeed(
-                "--hostfile", "hosts", f"--enable_each_rank_log={place / 'ranks'}", "launch/train.py", *RUN, *words
+                "--hostfile", "hosts", f"--enable_each_rank_log={place / 'ranks'}", "launch/train.py", *run, *words
             ),
         ]
         with open(self.log, "w") as output:
@@ -86,11 +89,14 @@ class Driven:
 
 @pytest.fixture
 def train(hosts, tmp_path):
-    """Starts trainings in a workplace; after the test every process that is left is killed."""
-    place, started = machines.workplace(tmp_path / "place"), []
+    """Starts trainings on two hosts or three; after the test every process that is left is killed."""
+    started = []
 
-    def start(*words: object, before: tuple = ()) -> Driven:
-        started.append(Driven(hosts, place, *words, before=before))
+    def start(*words: object, before: tuple = (), count: int = 2, run: tuple = RUN) -> Driven:
+        place = tmp_path / f"place{count}"
+        if not place.exists():
+            machines.workplace(place, count)
+        started.append(Driven(hosts, place, *words, before=before, run=run))
         return started[-1]
 
     yield start
@@ -184,3 +190,40 @@ def test_a_folder_that_is_not_shared_is_refused(train, hosts, tmp_path):
     ) in output[0], output[0][-3000:]
     assert "not shared" not in output[1] and "Traceback" not in output[0] + output[1]
     assert listing == "" and list((shared / "run").glob("*")) == []
+
+
+def test_a_host_is_taken_away_and_given_back(train, hosts, tmp_path):
+    """Oracle: an uninterrupted run on one rank: losses of all steps to 1e-5, though the supervisor goes on without the
+    one of three hosts that no longer answers, and takes it again at the next start.
+    """
+    folder, recipe = tmp_path / "run", ("--recipe", RECIPE, "--ds_config", ROOT / "ds_configs/zero2_fp32.json")
+    words = (f"steps={STEPS}", "batch.global=12", "batch.micro=1", "every.report=1", "every.save=5", "every.sample=0")
+    words += ("faults.timeout_minutes=2", "optimizer.eps=1e-4")  # see test_elastic.py
+    keep = (*KEEP[:2], "--backoff", "1", "--min-hosts", "2", "--")
+    driven = train(f"folder={folder}", *words, before=keep, count=3, run=recipe)
+
+    def wait(world: int) -> None:
+        """Waits until so many ranks have saved."""
+        end = time.monotonic() + 300
+        while read_world(folder) != world:
+            assert driven.process.poll() is None and time.monotonic() < end, driven.log.read_text()[-6000:]
+            time.sleep(0.01)
+
+    wait(3)
+    kill(hosts[2], lambda words: True)
+    time.sleep(0.5)  # it still says that its connections are closed: a cut link is the test above
+    hosts[2].link("down")
+    wait(2)
+    hosts[2].link("up")
+    kill(hosts[1], lambda words: True)
+    wait(3)
+    assert driven.ends(300) == 0, driven.log.read_text()[-6000:]
+    first, without, second = (folder / "restarts.log").read_text().splitlines()
+    assert "restart 1 of" in first and "restart 2 of" in second
+    assert "no answer from host-c: starting without them" in without
+
+    whole = tmp_path / "whole"
+    finish(command("launch/train.py", *recipe, *words, f"folder={whole}", num=1))
+    found, wanted = ([(line["step"], line["loss"]) for line in metrics(run)] for run in (folder, whole))
+    assert [step for step, _ in found] == [step for step, _ in wanted] == [*range(1, STEPS + 1)]
+    assert np.allclose(found, wanted, rtol=1e-5, atol=0)

@@ -1,8 +1,9 @@
-"""Two hosts on one machine: a network namespace each, sshd in both, and a cable between them that can be pulled.
+"""Three hosts on one machine: a network namespace each, sshd in all, and cables between them that can be pulled.
 
     host-a, 10.77.0.1 --- switch --- host-b, 10.77.0.2
+                             +------ host-c, 10.77.0.3
 
-A host has its own interfaces, name, processes and mounts. Its files are this machine's, so both hosts share every
+A host has its own interfaces, name, processes and mounts. Its files are this machine's, so all hosts share every
 folder until one of them mounts something over it. Nothing outlives a test: the namespaces have no names and end with
 their processes, the processes end with the host's first one, sshd, and sshd ends with the test's process.
 """
@@ -29,7 +30,7 @@ TOOLS = {
     "setpriv": "util-linux",
     "mount": "mount",
 }
-NAMES = ("host-a", "host-b")
+NAMES = ("host-a", "host-b", "host-c")
 TIED = ("setpriv", "--pdeathsig", "KILL")  # ends when the process that started it ends
 APART = ("unshare", "--net", "--uts", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc")
 
@@ -73,17 +74,17 @@ def _tool(name: str) -> str | None:
 def missing() -> str | None:
     """Why there can be no hosts here; None where there can."""
     if os.geteuid() != 0:
-        return "two hosts on one machine need root"
+        return "several hosts on one machine need root"
     packages = sorted({package for tool, package in TOOLS.items() if not _tool(tool)})
     if packages:
-        return f"two hosts on one machine need {', '.join(packages)}: apt-get install {' '.join(packages)}"
+        return f"several hosts on one machine need {', '.join(packages)}: apt-get install {' '.join(packages)}"
     attempt = "mount -t tmpfs tmpfs /run && ip link add name bridge type bridge && ip link add name eth0 type veth"
     tried = subprocess.run([*TIED, *APART, "sh", "-c", attempt], capture_output=True, text=True)
     return f"this machine gives no network of one's own: {tried.stderr.strip()}" if tried.returncode else None
 
 
 class Host:
-    """One of the two hosts: runs commands, lists its processes, unplugs and plugs in its cable."""
+    """One of the hosts: runs commands, lists its processes, unplugs and plugs in its cable."""
 
     def __init__(self, name: str, folder: Path):
         self.name = name
@@ -176,8 +177,8 @@ class Host:
 
 
 @contextmanager
-def two_hosts(folder: Path) -> Iterator[tuple[Host, Host]]:
-    """Two hosts that reach each other by name over ssh, without a password; keys and configurations lie in `folder`."""
+def start_hosts(folder: Path) -> Iterator[tuple[Host, ...]]:
+    """Three hosts that reach each other by name over ssh, without a password; keys and settings lie in `folder`."""
     subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(folder / "key")], check=True)
     (folder / "sshd_config").write_text(SSHD.format(folder=folder))
     (folder / "ssh_config").write_text(SSH.format(folder=folder))
@@ -201,7 +202,7 @@ def two_hosts(folder: Path) -> Iterator[tuple[Host, Host]]:
         for number, name in enumerate(NAMES, 1):
             hosts.append(Host(name, folder))
             hosts[-1].plug(number, switch.pid)
-        yield hosts[0], hosts[1]
+        yield tuple(hosts)
     finally:
         for host in hosts:
             host.end()
@@ -210,12 +211,14 @@ def two_hosts(folder: Path) -> Iterator[tuple[Host, Host]]:
         switch.stdout.close()
 
 
-def workplace(folder: Path, **variables: str) -> Path:
-    """A folder from which the README's command starts: launch/, ds_configs/, the hostfile and .deepspeed_env."""
+def workplace(folder: Path, count: int, **variables: str) -> Path:
+    """A folder from which the README's command starts: launch/, ds_configs/, .deepspeed_env, and the hostfile with the
+    first `count` hosts.
+    """
     folder.mkdir()
     for name in ("launch", "ds_configs"):
         (folder / name).symlink_to(ROOT / name)
-    (folder / "hosts").write_text("".join(f"{name} slots=1\n" for name in NAMES))
+    (folder / "hosts").write_text("".join(f"{name} slots=1\n" for name in NAMES[:count]))
     inherited = {name: os.environ[name] for name in ("TORCH_EXTENSIONS_DIR",) if name in os.environ}
     settings = {
         "GLOO_SOCKET_IFNAME": "eth0",
