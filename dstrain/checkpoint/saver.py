@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 import weakref
+from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -234,11 +235,16 @@ class HostCopies:
             return None
         nbytes = 4 * sum(len(values) for own in entries.values() for _, _, values in own)
         ranks = group.gather_objects((socket.gethostname(), nbytes, measure_free_memory()))
-        for host in dict.fromkeys(name for name, _, _ in ranks):
-            needed = sum(count for name, count, _ in ranks if name == host)
-            free = min(left for name, _, left in ranks if name == host)
-            if needed > _SHARE * free:
-                return f"a copy of {needed / 1e6:.0f} MB has no room in the {free / 1e6:.0f} MB that {host} has left"
+        needed: Counter[str] = Counter()
+        free: dict[str, int] = {}
+        for host, count, left in ranks:
+            needed[host] += count
+            free[host] = min(left, free.get(host, left))
+        for host, count in needed.items():
+            if count > _SHARE * free[host]:
+                return (
+                    f"a copy of {count / 1e6:.0f} MB has no room in the {free[host] / 1e6:.0f} MB that {host} has left"
+                )
         return None
 
     def take(self, entries: dict[str, list[Entry]]) -> dict[str, list[Entry]]:

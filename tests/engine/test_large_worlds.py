@@ -17,7 +17,7 @@ from dstrain.planning.step import choose_step
 from dstrain.planning.synthetic import NoTracker, Repeated
 from dstrain.train import build_engines, take_step
 from tests.support.engines import resolve
-from tests.support.launch import ROOT
+from tests.support.launch import ROOT, launch
 from tests.support.tiny import Tiny
 
 LARGE = ("model.size=null", "model.patch_size=2", "model.hidden_size=4096", "model.depth=33", "model.num_heads=32")
@@ -131,3 +131,35 @@ def test_layouts_are_those_of_the_ranks(on_ranks, tmp_path, world):
     """Oracle: DeepSpeed's own mapping of each weight at stages 1 and 2, and what each real rank says of itself."""
     on_ranks(world, compare, tmp_path / "figures.json")
     assert json.loads((tmp_path / "figures.json").read_text()) == {"1": True, "2": True, "3": True}
+
+
+def note_exchanges(folder: Path, world: int) -> dict[str, list[int]]:
+    """What a training of 4 steps with a checkpoint tells the other ranks: bytes of each exchange, by kind."""
+    folder.mkdir()
+    (folder / "zero2.json").write_text(json.dumps({"zero_optimization": {"stage": 2}}))
+    words = [folder / "noted", "--recipe", ROOT / "tests/launch/tiny.yaml", "--ds_config", folder / "zero2.json"]
+    words += [f"folder={folder / 'run'}", "steps=4", "every.save=4", "every.sample=4", "every.report=2"]
+    launch("tests/engine/check_exchanges.py", *words, num=world)
+    noted: dict[str, list[int]] = {}
+    for line in (folder / "noted").read_text().splitlines():
+        exchange = json.loads(line)
+        noted.setdefault(exchange["name"], []).append(exchange["bytes"])
+    return noted
+
+
+@pytest.mark.slow
+def test_ranks_tell_each_other_little(tmp_path):
+    """Oracle: 2 ranks, beside 4: from start to end of a training there are as many exchanges. A rank gives at most 64
+    bytes beside its host's name to what all gather, which is at most 64 B x W. What goes from rank 0 to all, such as
+    the recipe, takes as many bytes, but for digits; and so do sums and weights. What rank 0 gathers alone are the names
+    and hashes of what each rank saves: the more ranks, the less of each.
+    """
+    few, many = (note_exchanges(tmp_path / str(world), world) for world in (2, 4))
+    kinds = {"all_gather_object", "broadcast_object_list", "gather_object", "all_reduce", "broadcast"}
+    assert kinds <= few.keys() == many.keys()
+    assert {kind: len(noted) for kind, noted in few.items()} == {kind: len(noted) for kind, noted in many.items()}
+    assert max(many["all_gather_object"]) <= 64
+    whole = (sorted(noted["broadcast_object_list"]) for noted in (few, many))  # the thread that saves has some of them
+    assert all(abs(one - other) <= 16 for one, other in zip(*whole, strict=True)), (few, many)
+    for kind in few.keys() - {"all_gather_object", "broadcast_object_list"}:
+        assert max(many[kind]) <= 1.1 * max(few[kind]), kind  # shares are filled up to equal sizes
