@@ -38,6 +38,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PHENAKI = "dstrain/systems/phenaki"
 PUBLISHED, ALIGN = "tests/systems/dit/test_published.py", "tests/systems/dit/test_align.py"
 TEXTS, PIXART = "tests/systems/dit/test_texts.py", "tests/systems/dit/test_pixart.py"
+SD3 = "tests/systems/dit/test_sd3.py"
 # What a group mutates, and the tests of each file; of several entries that fit a path, the longest counts.
 GROUPS = {
     "diffusion": ["dstrain/diffusion/"],
@@ -320,6 +321,55 @@ MISTAKES = [
         "size[:, 4:5] / size[:, 5:6]",
         "size[:, 5:6] / size[:, 4:5]",
         "tests/systems/dit/test_pixart_sizes.py::test_network_told_sizes[1-folder]",
+    ),
+    (
+        "scale and shift of SD3's last layers swapped",
+        "dstrain/systems/dit/layouts.py",
+        "    _swap_halves(translated, layout, depth)",
+        "    pass",
+        f"{SD3}::test_golden_network[folder]",
+    ),
+    (
+        "a mask upside down",
+        "dstrain/systems/dit/network.py",
+        "order_both(read, patches, 1)",
+        "order_both(~read, patches, 1)",
+        f"{SD3}::test_masked_words_are_not_read",
+    ),
+    (
+        "a text dropped without its pooled vector",
+        "dstrain/systems/dit/conditions.py",
+        "pooled = pooled * mask[:, :1]",
+        "pooled = pooled * 1",
+        f"{SD3}::test_a_text_is_dropped_with_its_pooled_vector",
+    ),
+    (
+        "the encoders' empty text without its pooled vector",
+        "dstrain/systems/dit/conditions.py",
+        'torch.where(read[..., None], text, empty["text"].to(text.dtype))',
+        'torch.cat((text[:, :1], torch.where(read[..., None], text, empty["text"].to(text.dtype))[:, 1:]), 1)',
+        f"{SD3}::test_a_text_is_dropped_with_its_pooled_vector",
+    ),
+    (
+        "states of the CLIPs after their last layer",
+        "dstrain/encoders/joined_text.py",
+        "out.hidden_states[-2]",
+        "out.hidden_states[-1]",
+        "tests/encoders/test_joined_text.py::test_rows_are_the_pipelines[True]",
+    ),
+    (
+        "positions from the corner of SD3's square",
+        "dstrain/nn/positions.py",
+        "(whole - count) // 2 + np.arange(count)",
+        "np.arange(count)",
+        f"{SD3}::test_dual_blocks[folder]",
+    ),
+    (
+        "the second attention of dual blocks from other tokens",
+        "dstrain/systems/dit/blocks.py",
+        "self.attn2(modulate(normed, shift, scale))",
+        "self.attn2(modulate(self.image.norm1(image), shift, scale))",
+        f"{SD3}::test_dual_blocks[folder]",
     ),
     (
         "the null text from its unmapped state",

@@ -145,6 +145,7 @@ OWNERS = {
         "dstrain.encoders",
         "dstrain.commands.export",
         "dstrain.systems.*.to_diffusers",
+        "dstrain.systems.dit.sd3",
         "dstrain.systems.vae.kl",
         "dstrain.systems.*.pipeline",
         "dstrain.systems.*.transformer",
@@ -382,7 +383,7 @@ BUDGETS = {
     "diffusion": 1240,  # with one protocol of chains and flows, their section, SDEs, strata and min-SNR
     "disk": 553,  # with places of runs, by which copies are told from what they were made of
     "distributed": 1002,  # with stops in every phase, launches told apart, and the environment read in one place
-    "encoders": 672,  # with the one reader of texts, moved from systems, its empty text, and T5 for exports
+    "encoders": 773,  # with the one reader of texts, its empty text, and SD3's three encoders as one
     "engine": 2631,  # with a decision on every key of the JSON, inputs on the host, and frozen weights
     "metrics": 1205,
     "nn": 1058,  # with tokens that ranks share, and adapters

@@ -33,7 +33,7 @@ def is_here(path: Any) -> bool:
     from huggingface_hub import try_to_load_from_cache
 
     try:
-        return isinstance(try_to_load_from_cache(path, "config.json"), str)
+        return any(isinstance(try_to_load_from_cache(path, name), str) for name in ("config.json", "model_index.json"))
     except ValueError:  # The path is no name of the hub.
         return False
 
@@ -70,11 +70,13 @@ def read_pretrained(loader: Any, path: str, **options: Any) -> Any:
     return loader.from_pretrained(path, trust_remote_code=False, local_files_only=Path(path).is_dir(), **options)
 
 
-def read_config(path: str) -> Any:
-    """Reads the config of a network of transformers. Raises ValueError if it asks for code of somebody else."""
+def read_config(path: str, folder: str = "") -> Any:
+    """Reads the config of a network of transformers, or of one in a folder of `path`. Raises ValueError if it asks for
+    code of somebody else.
+    """
     from transformers import AutoConfig  # slow to import, and only users of such networks need it
 
-    config = read_pretrained(AutoConfig, path)
+    config = read_pretrained(AutoConfig, path, subfolder=folder)
     for part in (config, *(getattr(config, name, None) for name in ("text_config", "vision_config"))):
         if getattr(part, "_attn_implementation", None) not in _ATTENTION:
             raise ValueError(f"config.json asks for the kernel {part._attn_implementation}; leave it out there")

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from dstrain import rng
 from dstrain.distributed.group import to_device
+from dstrain.encoders.joined_text import open_text_encoder
 from dstrain.encoders.text import TextEncoder, describe_cut, encode_distinct, load_text_encoder, unpack_captions
 from dstrain.recipe import ConfigError, Section, mark_filled_in
 
@@ -246,7 +247,8 @@ class Reader:
         """Loads the encoder at the first caption: cached encodings need none."""
         config = self.config
         if self.encoder is None:
-            self.encoder = load_text_encoder(config.text_encoder, config.max_text_len, config.text_encoder_fingerprint)
+            expected = config.text_encoder_fingerprint
+            self.encoder = load_text_encoder(config.text_encoder, config.max_text_len, expected, open_text_encoder)
         return self.encoder
 
 

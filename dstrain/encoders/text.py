@@ -21,6 +21,7 @@ from dstrain.encoders.autoencoder import hash_network
 from dstrain.encoders.frozen import Frozen, explain_loading, read_config, read_json, read_network, read_pretrained
 from dstrain.recipe import ConfigError
 
+CONTENT = "config.json, *.safetensors and the tokenizer's files"  # of an encoder's folder
 _TEXTS = 64  # texts encoded at once
 
 
@@ -38,7 +39,7 @@ class TextEncoder(Frozen):
         super().__init__()
         self.model, self.projection, self.tokenizer = _load_encoder(path)
         self.pooling = _read_pooling(path) if self.projection is None else "projection"
-        _set_padding(self.tokenizer, path)
+        set_padding(self.tokenizer, path)
         self.eval().requires_grad_(False)
         config = self.model.config
         longest = min(getattr(config, "max_position_embeddings", None) or 256, 256)  # T5 has no such bound
@@ -84,14 +85,19 @@ class TextEncoder(Frozen):
         return {"text_embed": embed, "text_encodings": encodings, "text_mask": mask.bool()}
 
 
-def load_text_encoder(path: str | None, max_length: int | None = None, expected: str | None = None) -> TextEncoder:
+def load_text_encoder(
+    path: str | None,
+    max_length: int | None = None,
+    expected: str | None = None,
+    open_encoder: Callable[[str, int | None], TextEncoder] = TextEncoder,
+) -> TextEncoder:
     """Loads the encoder that model.text_encoder names. Raises ConfigError if there is none, or another one."""
     if path is None:
         raise ConfigError(
             "model.text_encoder: texts are to be encoded and none is named; give the folder or hub name of the encoder "
             "that the data were encoded with (generate: --text-encoder)"
         )
-    encoder = TextEncoder(path, max_length)
+    encoder = open_encoder(path, max_length)
     if expected is not None and (loaded := encoder.fingerprint()) != expected:
         raise ConfigError(
             f"model.text_encoder: {path} is the encoder {loaded}, the encodings of the data are of {expected} "
@@ -140,9 +146,7 @@ def _load_encoder(path: str) -> tuple[nn.Module, nn.Module | None, object]:
 
     # T5's alone reads a folder without a decoder, as pipelines of diffusers hold, and leaves a decoder on the disk.
     kinds = {"clip": CLIPModel, "clip_text_model": CLIPTextModelWithProjection, "t5": T5EncoderModel}
-    with explain_loading(
-        "text encoder", "model.text_encoder", path, "config.json, *.safetensors and the tokenizer's files"
-    ):
+    with explain_loading("text encoder", "model.text_encoder", path, CONTENT):
         config = read_config(path)
         kind = kinds.get(config.model_type, AutoModel)
         model, tokenizer = read_network(kind, path, config), read_pretrained(AutoTokenizer, path)
@@ -159,16 +163,16 @@ def load_t5(path: str) -> tuple[nn.Module, Any]:
     """Returns T5's encoder and its tokenizer, as pipelines of diffusers hold them. Raises ConfigError for others."""
     from transformers import AutoTokenizer, T5EncoderModel
 
-    with explain_loading("T5", "model.text_encoder", path, "config.json, *.safetensors and the tokenizer's files"):
+    with explain_loading("T5", "model.text_encoder", path, CONTENT):
         config = read_config(path)
         if config.model_type != "t5":
             raise ValueError(f"its model_type is {config.model_type}, and PixArt's pipeline reads texts by T5")
         model, tokenizer = read_network(T5EncoderModel, path, config), read_pretrained(AutoTokenizer, path)
-    _set_padding(tokenizer, path)
+    set_padding(tokenizer, path)
     return model, tokenizer
 
 
-def _set_padding(tokenizer: Any, path: str) -> None:
+def set_padding(tokenizer: Any, path: str) -> None:
     """Makes a tokenizer pad short texts at their end. Raises ConfigError if it has neither pad_token nor eos_token."""
     if tokenizer.pad_token is None and tokenizer.eos_token is None:
         raise ConfigError(

@@ -11,7 +11,7 @@ from dstrain.recipe import ConfigError
 PERIOD = 10000.0  # the longest, of sines and of rotations
 
 
-def sincos_positions(dim: int, height: int, width: int, base: float | None = None) -> Tensor:
+def sincos_positions(dim: int, height: int, width: int, base: float | None = None, within: int | None = None) -> Tensor:
     """Returns fixed 2-D positions, computed in float64: float32 (height * width, dim), row-major.
 
     The first half of a vector encodes the column, the second the row; each half is sines, then cosines (Vaswani et al.
@@ -19,10 +19,11 @@ def sincos_positions(dim: int, height: int, width: int, base: float | None = Non
 
     base: both axes run over 0 .. base, however many patches they have, so that a network meets the positions of its
     square grid of base x base patches at other sizes, too (PixArt-alpha, Chen et al. 2023); None: 0, 1, 2, ...
+    within: the positions are the middle of those of so many patches a side (Stable Diffusion 3).
     """
     if dim % 4:
         raise ConfigError(f"hidden_size: {dim} is not a multiple of 4, which two axes of sines and cosines need")
-    column, row = (_spread(count, base) for count in (width, height))
+    column, row = (_spread(count, base, within) for count in (width, height))
     column, row = np.tile(column, height), np.repeat(row, width)
     frequencies = PERIOD ** (-np.arange(dim // 4) / (dim // 4))
     halves = []
@@ -70,5 +71,6 @@ def rotate(x: Tensor, rotation: Tensor) -> Tensor:
     return (x * cosines + turned * sines).to(x.dtype)
 
 
-def _spread(count: int, base: float | None) -> np.ndarray:
-    return np.arange(count) * ((base or count) / count)
+def _spread(count: int, base: float | None, within: int | None = None) -> np.ndarray:
+    whole = within or count
+    return ((whole - count) // 2 + np.arange(count)) * ((base or whole) / whole)

@@ -1,6 +1,8 @@
 """Folders of tiny random encoders with their tokenizers, as transformers saves them."""
 
+import json
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
@@ -12,6 +14,7 @@ from transformers import (
     CLIPImageProcessor,
     CLIPModel,
     CLIPTextConfig,
+    CLIPTextModelWithProjection,
     CLIPVisionConfig,
     Dinov2Config,
     Dinov2Model,
@@ -39,6 +42,43 @@ def clip(folder: Path, seed: int = 0) -> CLIPModel:
     model.save_pretrained(folder)
     _tokenizer().save_pretrained(folder)
     return model
+
+
+def joined(folder: Path, has_t5: bool = True, width: int = 12) -> Path:
+    """A pipeline's text encoders as Stable Diffusion 3 has them: two CLIPs of 4 and 6 dimensions, and a T5 of `width`;
+    without it a transformer's config says how wide its states would be.
+    """
+    for number, width_of_clip in enumerate((4, 6)):
+        torch.manual_seed(number)
+        end = "_2" if number else ""
+        config = CLIPTextConfig(
+            hidden_size=width_of_clip,
+            intermediate_size=8,
+            num_hidden_layers=3,
+            num_attention_heads=2,
+            projection_dim=width_of_clip,
+            vocab_size=20,
+            max_position_embeddings=77,
+            eos_token_id=2,
+            bos_token_id=1,
+            pad_token_id=0,
+        )
+        CLIPTextModelWithProjection(config).eval().save_pretrained(folder / f"text_encoder{end}")
+        _tokenizer(longest=77).save_pretrained(folder / f"tokenizer{end}")
+    index: dict[str, Any] = {"_class_name": "StableDiffusion3Pipeline"}
+    index["text_encoder_2"] = ["transformers", "CLIPTextModelWithProjection"]
+    if has_t5:
+        index["text_encoder_3"] = ["transformers", "T5EncoderModel"]
+        t5(folder / "text_encoder_3", width=width)
+        for path in (folder / "text_encoder_3").glob("*token*"):
+            (folder / "tokenizer_3").mkdir(exist_ok=True)
+            path.rename(folder / "tokenizer_3" / path.name)
+    else:
+        index["text_encoder_3"] = [None, None]
+        (folder / "transformer").mkdir()
+        (folder / "transformer/config.json").write_text(json.dumps({"joint_attention_dim": width}))
+    (folder / "model_index.json").write_text(json.dumps(index))
+    return folder
 
 
 def dinov2(folder: Path, seed: int = 0, width: int = 12, kind: str = "dinov2") -> nn.Module:
@@ -77,10 +117,10 @@ def sentences(folder: Path, seed: int = 0) -> BertModel:
     return model
 
 
-def t5(folder: Path, seed: int = 0) -> T5EncoderModel:
+def t5(folder: Path, seed: int = 0, width: int = 12) -> T5EncoderModel:
     """A T5 of 12 dimensions, whose empty text is one token, that of the end."""
     torch.manual_seed(seed)
-    model = T5EncoderModel(T5Config(vocab_size=20, d_model=12, d_kv=6, d_ff=24, num_layers=2, num_heads=2)).eval()
+    model = T5EncoderModel(T5Config(vocab_size=20, d_model=width, d_kv=6, d_ff=24, num_layers=2, num_heads=2)).eval()
     model.save_pretrained(folder)
     _tokenizer("$A [EOS]").save_pretrained(folder)
     return model
@@ -98,12 +138,17 @@ def preprocessing(folder: Path) -> CLIPImageProcessor:
     return processor
 
 
-def _tokenizer(template: str = "[BOS] $A [EOS]") -> PreTrainedTokenizerFast:
+def _tokenizer(template: str = "[BOS] $A [EOS]", longest: int | None = None) -> PreTrainedTokenizerFast:
     vocabulary = {word: number for number, word in enumerate(("[PAD]", "[BOS]", "[EOS]", "[UNK]", *WORDS))}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
     tokenizer.normalizer = normalizers.Lowercase()
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     tokenizer.post_processor = processors.TemplateProcessing(template, special_tokens=[("[BOS]", 1), ("[EOS]", 2)])
     return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token="[PAD]", bos_token="[BOS]", eos_token="[EOS]", unk_token="[UNK]"
+        tokenizer_object=tokenizer,
+        pad_token="[PAD]",
+        bos_token="[BOS]",
+        eos_token="[EOS]",
+        unk_token="[UNK]",
+        **({} if longest is None else {"model_max_length": longest}),
     )

@@ -149,6 +149,17 @@ CASES = {
     "texts": (lambda: dit(rope=True, text={"encodings_dim": 6}, tokens={"joins": 1}), call_dit),
     "cross": (lambda: dit(text={"encodings_dim": 6, "learns_null": True}, cross_attention=True), call_dit),
     "joint": (Joint, call_joint),
+    "sd3": (
+        lambda: dit(
+            joint=True,
+            dual=1,
+            pooled_dim=5,
+            sines_within=(6, 4),
+            block={"qk_norm": "rms"},
+            text={"encodings_dim": 6, "learns_null": True, "projection": "plain"},
+        ),
+        call_dit,
+    ),
     "clips": (
         lambda: DiT(
             8, 2, 3, 32, 2, 4, rope=True, text={"encodings_dim": 6}, tokens={"joins": 1}, patch_frames=2, given=True

@@ -17,6 +17,7 @@ from dstrain.data.source import Source, read_items
 from dstrain.data.sources.images import open_images
 from dstrain.data.views import Windows
 from dstrain.distributed import group
+from dstrain.encoders.joined_text import open_text_encoder
 from dstrain.encoders.precision import require_precision
 from dstrain.encoders.text import TextEncoder
 from dstrain.recipe import ConfigError, Data, reword_errors
@@ -80,7 +81,7 @@ def _open_texts(options: EncodeOptions) -> TextEncoder | None:
             raise ConfigError("--max-text-len counts the tokens of --text-encoder: name one, or leave it out")
         return None
     with reword_errors(options={"model.text_encoder:": "--text-encoder:", "max_text_len:": "--max-text-len:"}):
-        return TextEncoder(options.text_encoder, options.max_text_len).to(group.device())
+        return open_text_encoder(options.text_encoder, options.max_text_len).to(group.device())
 
 
 def _describe_encoding(

@@ -125,7 +125,9 @@ class JointBlock(nn.Module):
 
 
 class LastText(nn.Module):
-    """The texts' side of the last joint block: they are only read."""
+    """The texts' side of the last joint block: they are only read. Queries, which nobody reads, have weights as in the
+    published files.
+    """
 
     def __init__(self, dim: int, num_heads: int, qk_norm: str) -> None:
         super().__init__()

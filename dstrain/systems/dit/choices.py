@@ -36,6 +36,11 @@ class BlockChoices(Section):
     modulation: Literal["own", "shared", "none"] = "own"
     """By the condition through a layer of each block's own; through one layer for all, to which each block adds a table
     (PixArt); or not at all: then give condition tokens."""
+    joint: bool = False
+    """Whether texts have layers of their own in every block, beside those of the patches, and all attend to all (SD3).
+    """
+    dual: int = Field(0, ge=0)
+    """In so many joint blocks, the first ones, patches attend to themselves once more (SD3.5 medium: 13)."""
 
 
 class Tokens(Section):

@@ -110,6 +110,23 @@ class SidesEmbedder(nn.Module):
 SIZE_EMBEDDERS = {"sdxl": SizeEmbedder, "pixart": SidesEmbedder}
 
 
+class PooledText(nn.Module):
+    """The vector that stands before a text's states: float (B, L, E) and bool (B, L), whose first row holds its `width`
+    values, to (B, D). Where it is not read it is zeros (SD3).
+    """
+
+    def __init__(self, width: int, dim: int) -> None:
+        super().__init__()
+        self.width = width
+        self.mlp = nn.Sequential(Linear(width, dim, init="normal"), nn.SiLU(), Linear(dim, dim, init="normal"))
+
+    def forward(self, text: Tensor, mask: Tensor | None) -> Tensor:
+        pooled = text[:, 0, : self.width]
+        if mask is not None:
+            pooled = pooled * mask[:, :1]
+        return self.mlp(pooled.to(self.mlp[0].weight.dtype))
+
+
 class ImageEmbedder(nn.Module):
     """Image embeddings (B, E), or zeros for none, to (B, D). Only their direction counts. It begins as zero."""
 
@@ -142,7 +159,7 @@ class TextTokens(nn.Module):
     """Texts -> tokens (B, M, D), and bool (B, M), which of them are read.
 
     encodings_dim             E, the width of a text encoder's states, which are normed and mapped; or
-    projection                linear, or mlp: they are mapped by two layers, and not normed (PixArt).
+    projection                linear; or without a norm: mlp, by two layers (PixArt), or plain, by one (SD3).
     num_words, max_text_len   rows of the table of hashed words, and number of their places.
     learns_null               whether a learned token stands before the text's, read where no token of the text is.
     """
@@ -160,7 +177,8 @@ class TextTokens(nn.Module):
         if encodings_dim and projection == "mlp":
             self.fc1, self.fc2 = Linear(encodings_dim, dim, init="normal"), Linear(dim, dim, init="normal")
         elif encodings_dim:
-            self.norm = RMSNorm(encodings_dim)
+            if projection == "linear":
+                self.norm = RMSNorm(encodings_dim)
             self.proj = Linear(encodings_dim, dim, init="normal")
         else:
             self.words = Embedding(num_words, dim)
@@ -183,7 +201,8 @@ class TextTokens(nn.Module):
         """Maps a text encoder's states to the width: (..., E) -> (..., D)."""
         if hasattr(self, "fc1"):
             return self.fc2(F.gelu(self.fc1(states.to(self.fc1.weight.dtype)), approximate="tanh"))
-        return self.proj(self.norm(states.to(self.proj.weight.dtype)))
+        states = states.to(self.proj.weight.dtype)
+        return self.proj(self.norm(states) if hasattr(self, "norm") else states)
 
 
 class Condition:

@@ -73,6 +73,7 @@ class Config(Fields):
         if not self.sines and not self.block.rope:
             raise ConfigError("sines: without them and without block.rope no patch has a place; set block.rope=true")
         self._check_texts()
+        self._check_joint(shape)
         told = self.tokens.label or self.num_classes == 1 or self.reads_texts
         if self.block.modulation == "none" and not (self.tokens.time and told):
             raise ConfigError(
@@ -106,10 +107,37 @@ class Config(Fields):
         if self.internal and self.objective != "flow":
             raise ConfigError("internal: a second head is trained for flows alone; set objective=flow, or leave it out")
 
+    def _check_joint(self, shape: dict[str, int]) -> None:
+        """Checks that joint blocks are asked for what they have, and that positions have room in their square."""
+        block = self.block
+        if block.dual > (shape["depth"] if block.joint else 0):
+            raise ConfigError(f"block.dual: there are no {block.dual} joint blocks; set block.joint, and depth")
+        plain = type(block)(joint=block.joint, dual=block.dual, qk_norm=block.qk_norm)
+        if block.joint and (not self.reads_texts or self.cross_attention or self.tokens.joins):
+            raise ConfigError(
+                "block.joint: joint blocks read texts from the first block on; set condition=text, and leave out "
+                "cross_attention and tokens.joins"
+            )
+        if block.joint and (block != plain or self.wide):
+            raise ConfigError(
+                "block.joint: joint blocks have norm=layer, mlp=gelu, modulation=own, no rope and no wide head; leave "
+                "these as they are by default"
+            )
+        if self.sines_within and self.interpolation_scale != 1:
+            raise ConfigError("interpolation_scale: sines_within gives the range of places itself; leave it at 1")
+        patch = shape["patch_size"]
+        for size in (None, *(self.sizes or ())) if self.sines_within else ():
+            if (longest := max(self.shape(size)[-2:]) // patch) > self.sines_within[0]:
+                raise ConfigError(
+                    f"sines_within: a side of {longest} patches is longer than that square, {self.sines_within[0]}; "
+                    "give smaller images"
+                )
+
     def _check_texts(self) -> None:
         """Checks that what is said of texts is read, and fits the texts that the data hold."""
         if not self.reads_texts:
-            given = [name for name in ("text_encoder", "text_encodings_dim", "cross_attention") if getattr(self, name)]
+            names = "text_encoder", "text_encodings_dim", "cross_attention", "text_pooled_dim"
+            given = [name for name in names if getattr(self, name)]
             given += ["null_text"] * (self.null_text == "encoder")
             if given:
                 raise ConfigError(
@@ -117,10 +145,16 @@ class Config(Fields):
                 )
             return
         self.require_width()
-        if self.text_projection == "mlp" and self.text_encodings_dim is None:
+        if self.text_projection != "linear" and self.text_encodings_dim is None:
             raise ConfigError(
-                "text_projection: mlp maps states of a text encoder, and hashed words have a table instead; set "
-                "text_encodings_dim to their width (4096 for PixArt's T5), or text_projection=linear"
+                f"text_projection: {self.text_projection} maps states of a text encoder, and hashed words have a table "
+                "instead; set text_encodings_dim to their width (4096 for PixArt's T5), or text_projection=linear"
+            )
+        if self.text_pooled_dim > (self.text_encodings_dim or 0):
+            raise ConfigError(
+                f"text_pooled_dim: {self.text_pooled_dim} values do not fit in the first row of a text's states, whose "
+                f"width is text_encodings_dim, {self.text_encodings_dim}; give the width of the encoder's, or leave it "
+                "at 0"
             )
         if self.null_text == "encoder" and (self.text_encoder is None or self.text_encodings_dim is None):
             raise ConfigError(
@@ -244,7 +278,8 @@ class Config(Fields):
             counts[f"tokens of {what if self.video is None else 'a clip'}"] = self.count_tokens(self.shape(size))
         joining, what = self.tokens.time + self.tokens.label, "condition tokens of model.tokens"
         if self.reads_texts and not self.cross_attention:
-            joining, what = joining + self.max_text_len + self.learns_null, f"{what} and of texts, with a learned null"
+            joining += self.max_text_len - bool(self.text_pooled_dim) + self.learns_null
+            what += " and of texts, with a learned null"
         if joining:
             counts[what] = joining
         counts["attention heads, num_heads"] = shape["num_heads"]
@@ -283,14 +318,18 @@ class Config(Fields):
             "patch_bottleneck",
             "wide",
             "cross_attention",
+            "sines_within",
         }
         reads_labels = not self.reads_texts and (self.block.modulation != "none" or self.tokens.label)
         return {
             "input_size": self.input_size,
             **self.network_shape(),
             **self.model_dump(include=fields),
-            "block": self.block.model_dump(exclude={"rope"}),
+            "block": self.block.model_dump(exclude={"rope", "joint", "dual"}),
             "rope": self.block.rope,
+            "joint": self.block.joint,
+            "dual": self.block.dual,
+            "pooled_dim": self.text_pooled_dim,
             "tokens": self.tokens.model_dump(),
             **({} if reads_labels else {"num_classes": 0}),  # none would be read
             "text": self.text_arguments() | {"projection": self.text_projection} if self.reads_texts else None,
@@ -337,6 +376,7 @@ class Config(Fields):
             "first_stage",
             "codes",
             "video",
+            "text_pooled_dim",
         )
         texts = ("condition", "null_text", *ReadsTexts.model_fields) if self.reads_texts else ("condition",)
         fields: dict[str, Any] = dict.fromkeys((*names, *texts, "objective", self.objective), True)

@@ -2,7 +2,7 @@
 
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, PositiveInt
 
 from dstrain.diffusion.process import Flow
 from dstrain.encoders import autoencoder
@@ -52,8 +52,12 @@ class Fields(SystemConfig, ReadsTexts):
     cross_attention: bool = False
     """Whether blocks read a text by cross-attention behind their own (PixArt); else its tokens are condition tokens,
     beside those of the image."""
-    text_projection: Literal["linear", "mlp"] = "linear"
-    """How states of a text encoder become tokens: by one layer behind a norm, or by two layers (PixArt)."""
+    text_projection: Literal["linear", "mlp", "plain"] = "linear"
+    """How states of a text encoder become tokens: by one layer behind a norm, by two layers (PixArt), or by one alone
+    (SD3)."""
+    text_pooled_dim: int = Field(0, ge=0)
+    """Values of a text's pooled vector, which stands before its states and adds to the condition (2048 of SD3's
+    encoders); 0: none stands there."""
     null_text: Literal["learned", "encoder"] = "learned"
     """What is read where a text is dropped, and of an empty prompt: a learned token, or the states of text_encoder for
     an empty text (PixArt), which is loaded when training starts."""
@@ -82,6 +86,9 @@ class Fields(SystemConfig, ReadsTexts):
     """What every block is made of."""
     sines: bool = True
     """Whether fixed sines of the position are added to tokens; with block.rope they may be left out."""
+    sines_within: tuple[PositiveInt, PositiveInt] | None = None
+    """[N, R]: patches lie in the middle of a square of N x N, whose sides run over positions of 0 to R, whatever the
+    size of an image (SD3: [192, 64]); None: all sizes run over the range of image_size."""
     tokens: Tokens = Tokens()
     """Condition tokens beside the image's."""
     patch_bottleneck: int = Field(0, ge=0)

@@ -7,6 +7,7 @@ ours and left out.
 """
 
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from operator import attrgetter
 from typing import Any, NamedTuple
@@ -46,14 +47,22 @@ class Layout(NamedTuple):
     """Patterns of weights whose files are refused, each with the reason and the remedy."""
     computes_sines: bool = False
     """Whether its network computes the sines of positions, so that its files may leave them out."""
+    time_scale: float = 1.0
+    """What times in [0, 1] are multiplied by before its network sees them."""
+    joint: bool = False
+    """Whether its blocks are joint ones."""
+    swapped: tuple[str, ...] = ()
+    """Our names of layers that give scale and shift there, and shift and scale here; {last} is the last block."""
 
     def require_fields(self, name: str, config: Any) -> None:
         """Raises ConfigError if what a model's section learns is not what this layout's networks were trained for."""
         prediction = "x" if self.predicts_x else "velocity"
-        fields = ("objective", "flow"), ("flow.time_scale", 1.0), ("flow.prediction", prediction)
+        fields = ("objective", "flow"), ("flow.time_scale", self.time_scale), ("flow.prediction", prediction)
         if self.diffuses:
             chain = ("diffusion.num_steps", 1000), ("diffusion.schedule", "linear"), ("diffusion.prediction", "eps")
             fields = ("objective", "diffusion"), *chain
+        if self.joint:
+            fields = ("block.joint", True), *fields
         for field, needed in fields:
             if (found := attrgetter(field)(config)) != needed:
                 raise ConfigError(
@@ -133,6 +142,64 @@ LAYOUTS = {
         diffuses=True,
         computes_sines=True,
     ),
+    "sd3": Layout(  # diffusers' SD3Transformer2DModel
+        marks=("time_text_embed.text_embedder.linear_1.weight",),
+        renamed=(
+            (r"pos_embed\.proj\.(\w+)", r"x_embedder.proj.\1"),
+            (r"pos_embed\.pos_embed", r"pos_embed"),
+            (r"time_text_embed\.timestep_embedder\.linear_1\.(\w+)", r"t_embedder.mlp.0.\1"),
+            (r"time_text_embed\.timestep_embedder\.linear_2\.(\w+)", r"t_embedder.mlp.2.\1"),
+            (r"time_text_embed\.text_embedder\.linear_1\.(\w+)", r"p_embedder.mlp.0.\1"),
+            (r"time_text_embed\.text_embedder\.linear_2\.(\w+)", r"p_embedder.mlp.2.\1"),
+            (r"context_embedder\.(\w+)", r"text_tokens.proj.\1"),
+            (r"transformer_(blocks\.\d+)\.attn\.to_out\.0\.(\w+)", r"\1.image.attn.proj.\2"),
+            (r"transformer_(blocks\.\d+)\.attn\.to_add_out\.(\w+)", r"\1.text.attn.proj.\2"),
+            (r"transformer_(blocks\.\d+)\.attn\.norm_([qk])\.weight", r"\1.image.attn.\2_norm.weight"),
+            (r"transformer_(blocks\.\d+)\.attn\.norm_added_([qk])\.weight", r"\1.text.attn.\2_norm.weight"),
+            (r"transformer_(blocks\.\d+)\.attn2\.to_out\.0\.(\w+)", r"\1.attn2.proj.\2"),
+            (r"transformer_(blocks\.\d+)\.attn2\.norm_([qk])\.weight", r"\1.attn2.\2_norm.weight"),
+            (r"transformer_(blocks\.\d+)\.norm1\.linear\.(\w+)", r"\1.image.adaLN_modulation.1.\2"),
+            (r"transformer_(blocks\.\d+)\.norm1_context\.linear\.(\w+)", r"\1.text.adaLN_modulation.1.\2"),
+            (r"transformer_(blocks\.\d+)\.ff\.net\.0\.proj\.(\w+)", r"\1.image.mlp.fc1.\2"),
+            (r"transformer_(blocks\.\d+)\.ff\.net\.2\.(\w+)", r"\1.image.mlp.fc2.\2"),
+            (r"transformer_(blocks\.\d+)\.ff_context\.net\.0\.proj\.(\w+)", r"\1.text.mlp.fc1.\2"),
+            (r"transformer_(blocks\.\d+)\.ff_context\.net\.2\.(\w+)", r"\1.text.mlp.fc2.\2"),
+            (r"norm_out\.linear\.(\w+)", r"final_layer.adaLN_modulation.1.\1"),
+            (r"proj_out\.(\w+)", r"final_layer.linear.\1"),
+        ),
+        joined=(
+            (r"transformer_(.*)\.attn\.to_q\.(\w+)", ("to_q", "to_k", "to_v"), r"\1.image.attn.qkv.\2"),
+            (
+                r"transformer_(.*)\.attn\.add_q_proj\.(\w+)",
+                ("add_q_proj", "add_k_proj", "add_v_proj"),
+                r"\1.text.attn.qkv.\2",
+            ),
+            (r"transformer_(.*)\.attn2\.to_q\.(\w+)", ("to_q", "to_k", "to_v"), r"\1.attn2.qkv.\2"),
+        ),
+        joint=True,
+        time_scale=1000.0,
+        swapped=("blocks.{last}.text.adaLN_modulation.1", "final_layer.adaLN_modulation.1"),
+    ),
+    "sd3_authors": Layout(  # Stability AI's, in one file with what it draws by
+        marks=("joint_blocks.0.x_block.attn.qkv.weight",),
+        renamed=(
+            (r"context_embedder\.(\w+)", r"text_tokens.proj.\1"),
+            (r"y_embedder\.mlp\.([02])\.(\w+)", r"p_embedder.mlp.\1.\2"),
+            (r"joint_(blocks\.\d+)\.x_block\.attn2\.ln_([qk])\.weight", r"\1.attn2.\2_norm.weight"),
+            (r"joint_(blocks\.\d+)\.x_block\.attn2\.(.*)", r"\1.attn2.\2"),
+            (r"joint_(blocks\.\d+)\.x_block\.attn\.ln_([qk])\.weight", r"\1.image.attn.\2_norm.weight"),
+            (r"joint_(blocks\.\d+)\.context_block\.attn\.ln_([qk])\.weight", r"\1.text.attn.\2_norm.weight"),
+            (r"joint_(blocks\.\d+)\.x_block\.(.*)", r"\1.image.\2"),
+            (r"joint_(blocks\.\d+)\.context_block\.(.*)", r"\1.text.\2"),
+        ),
+        prefix="model.diffusion_model.",
+        left=(
+            (r"first_stage_model\..*", "the autoencoder, which model.first_stage.path names"),
+            (r"text_encoders\..*", "the text encoders, which model.text_encoder names"),
+        ),
+        joint=True,
+        time_scale=1000.0,
+    ),
     "rae": Layout(
         marks=("s_embedder.proj.weight",),
         renamed=(
@@ -151,8 +218,9 @@ LAYOUTS = {
 def recognise_layout(names: Mapping[str, Tensor]) -> str | None:
     """Returns the layout whose marks are among the names of a file's weights; None: no layout's are."""
     for name, layout in LAYOUTS.items():
-        if name != "sit" and all(layout.prefix + mark in names for mark in layout.marks):
-            return name
+        for prefix in (layout.prefix, ""):
+            if name != "sit" and all(prefix + mark in names for mark in layout.marks):
+                return name
     return None
 
 
@@ -168,7 +236,7 @@ def translate(
 
     Raises ConfigError if a table of rotations is another one, or for weights that have no place here.
     """
-    layout, notes = LAYOUTS[name], []
+    layout, notes, left = LAYOUTS[name], [], Counter()
     unread = {key.removeprefix(layout.prefix).removeprefix("module."): value for key, value in state.items()}
     translated: dict[str, Tensor] = {}
     for pattern, letters, ours in layout.joined:
@@ -186,9 +254,13 @@ def translate(
         if reason := _find_reason(key, layout.refused):
             raise ConfigError(f"weights: {key}: {reason}")
         if reason := _find_reason(key, layout.left):
-            notes.append(f"{key}: left out: {reason}")
+            left[reason] += 1
+            if left[reason] == 1:
+                notes.append(f"{key}: left out: {reason}")
             continue
         translated[_our_name(key, layout, depth)] = value
+    _swap_halves(translated, layout, depth)
+    notes += [f"{count} weights are left out: {reason}" for reason, count in left.items() if count > 1]
     if "x_embedder.wide.weight" in translated:
         translated["x_embedder.wide.weight"] = translated["x_embedder.wide.weight"].flatten(1)
     if translated.get("y_tokens.tokens", torch.empty(0)).ndim == 3:
@@ -203,15 +275,27 @@ def translate(
     return translated, notes
 
 
-def translate_back(state: Mapping[str, Tensor], name: str, theirs: Sequence[str]) -> dict[str, Tensor]:
-    """Returns our weights under a published layout's names, of which `theirs` are all that its network has."""
-    layout, found = LAYOUTS[name], {}
+def translate_back(state: Mapping[str, Tensor], name: str, theirs: Sequence[str], depth: int = 0) -> dict[str, Tensor]:
+    """Returns our weights of `depth` blocks under a published layout's names, of which `theirs` are all that its
+    network has.
+    """
+    layout, found, state = LAYOUTS[name], {}, dict(state)
+    _swap_halves(state, layout, depth)
     for pattern, letters, ours in layout.joined:
         for key in [key for key in theirs if re.fullmatch(pattern, key)]:
             parts = state[re.sub(pattern, ours, key)].chunk(len(letters))
             for letter, part in zip(letters, parts, strict=True):
                 found[key.replace(f".{letters[0]}.", f".{letter}.")] = part.clone()
     return {key: found[key] if key in found else state[_our_name(key, layout, 0)].clone() for key in theirs}
+
+
+def _swap_halves(state: dict[str, Tensor], layout: Layout, depth: int) -> None:
+    """Swaps scale and shift in the layers where a layout has them the other way round. Twice, it changes nothing."""
+    for layer in layout.swapped:
+        for name in (f"{layer.format(last=depth - 1)}.{kind}" for kind in ("weight", "bias")):
+            if name in state:
+                first, second = state[name].chunk(2)
+                state[name] = torch.cat((second, first))
 
 
 def reverse_time(state: dict[str, Tensor], negate: bool) -> None:

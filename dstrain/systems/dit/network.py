@@ -18,8 +18,15 @@ from dstrain.nn.layers import Embedding, Linear, Patches, name_layers
 from dstrain.nn.positions import rotations, sincos_positions, sincos_times
 from dstrain.nn.sequence import order_both, own, own_both, whole
 from dstrain.recipe import ConfigError
-from dstrain.systems.dit.blocks import Block, FinalLayer, Seen
-from dstrain.systems.dit.conditions import SIZE_EMBEDDERS, ImageEmbedder, LearnedTokens, TextTokens, TimestepEmbedder
+from dstrain.systems.dit.blocks import Block, FinalLayer, JointBlock, Seen
+from dstrain.systems.dit.conditions import (
+    SIZE_EMBEDDERS,
+    ImageEmbedder,
+    LearnedTokens,
+    PooledText,
+    TextTokens,
+    TimestepEmbedder,
+)
 from dstrain.systems.dit.trunk import Trunk
 
 
@@ -37,9 +44,12 @@ class DiT(nn.Module):
     block               choices of every block, see Block; `modulation` and `norm` are the head's, too.
     sines, rope         positions: sines that are added, rotations of queries and keys.
     interpolation_scale   what places are divided by before their sines are taken.
+    sines_within        number of patches a side, in whose middle the input lies, and the range of their sines (SD3).
     tokens              numbers of condition tokens: time, label; before which block they join: joins.
     text                the keyword arguments of TextTokens, whose tokens are condition tokens; None: no texts.
     cross_attention     every block reads the text's tokens by cross-attention instead.
+    joint, dual         blocks are JointBlocks, of which the first `dual` are dual.
+    pooled_dim          values of a vector in front of the text's states, which adds to the condition; 0: none.
     patch_bottleneck    channels between the two maps of a patch (JiT); 0: one map.
     wide                hidden_size, depth and num_heads of RAE's wide head, see WideHead.
     base_depth          after this block stands a second head, for internal guidance; 0: none.
@@ -72,10 +82,14 @@ class DiT(nn.Module):
         embedding_dim: int = 0,
         block: Mapping[str, str] | None = None,
         sines: bool = True,
+        sines_within: tuple[int, int] | None = None,
         rope: bool = False,
         tokens: Mapping[str, int] | None = None,
         text: Mapping[str, Any] | None = None,
         cross_attention: bool = False,
+        joint: bool = False,
+        dual: int = 0,
+        pooled_dim: int = 0,
         patch_bottleneck: int = 0,
         wide: Mapping[str, int] | None = None,
         base_depth: int = 0,
@@ -110,13 +124,19 @@ class DiT(nn.Module):
         self.cross_attention = cross_attention
         if text:
             self.text_tokens = TextTokens(hidden_size, **text)
+        if pooled_dim:
+            self.p_embedder = PooledText(pooled_dim, hidden_size)
         if cross_attention:
             block["text"] = "plain"
         if block.get("modulation") == "shared":
             self.t_block = nn.Sequential(nn.SiLU(), Linear(hidden_size, 6 * hidden_size, init="normal"))
-        self.blocks = Trunk(
-            (Block(hidden_size, num_heads, mlp_ratio, **block) for _ in range(depth)), tokens.get("joins", 0), routed
-        )
+        self.joint = joint
+        if joint:
+            shape = hidden_size, num_heads, mlp_ratio, block.get("qk_norm", "none")
+            blocks = [JointBlock(*shape, last=number == depth - 1, dual=number < dual) for number in range(depth)]
+        else:
+            blocks = [Block(hidden_size, num_heads, mlp_ratio, **block) for _ in range(depth)]
+        self.blocks = Trunk(blocks, tokens.get("joins", 0), routed)
         choices = {name: block[name] for name in ("norm", "modulation") if name in block}
         values = max(patch_frames, 1) * patch_size**2 * self.out_channels
         self.wide = wide is not None
@@ -136,7 +156,12 @@ class DiT(nn.Module):
             self.projectors = nn.ModuleList(
                 Projector(hidden_size, width, align.get("hidden", 0)) for width in align["widths"]
             )
-        self.sines, self.rope, self.range = sines, rope, self.grid / interpolation_scale
+        self.sines, self.rope, self.sines_within, self.range = (
+            sines,
+            rope,
+            sines_within,
+            self.grid / interpolation_scale,
+        )
         if sines:
             # .float(), since zero.Init would create it in the compute dtype.
             self.register_buffer("pos_embed", torch.empty(1, self.grid**2, hidden_size).float())
@@ -148,7 +173,7 @@ class DiT(nn.Module):
         """Sets the table of positions only: all weights belong to submodules."""
         if self.sines:
             with torch.no_grad():
-                self.pos_embed.copy_(sincos_positions(self.pos_embed.shape[-1], self.grid, self.grid, self.range))
+                self.pos_embed.copy_(self.compute_sines(self.grid, self.grid))
 
     def forward(
         self,
@@ -178,6 +203,9 @@ class DiT(nn.Module):
         if self.sines:
             x = x + self.positions(grid).to(x)
         time = self.t_embedder(t)  # (B, D)
+        if text is not None and hasattr(self, "p_embedder"):
+            time = time + self.p_embedder(text, mask)
+            text, mask = text[:, 1:], None if mask is None else mask[:, 1:]
         label = self.y_embedder(y) if y is not None and hasattr(self, "y_embedder") else None
         words, read = (None, None) if text is None else self.text_tokens(text, mask)
         tokens = self._condition_tokens(time, label, None if self.cross_attention else words)
@@ -201,6 +229,8 @@ class DiT(nn.Module):
             read = F.pad(read, (patches + count - read.shape[1], 0), value=True)
             seen = seen._replace(mask=order_both(read, patches, 1)[:, None, None])
         x, tokens = own(x, 1), None if tokens is None else own(tokens, 1)
+        if self.joint:
+            seen = seen._replace(images=x.shape[1])
         taps = {self.base_depth, self.align_depth, self.align_target} if extras else ()
         x, tapped = self.blocks(x, seen, tokens, taps, keep)
         if self.wide:
@@ -247,13 +277,17 @@ class DiT(nn.Module):
         positions = self.pos_embed
         if not high == wide == self.grid:
             if (high, wide) not in self._positions:
-                positions = sincos_positions(self.pos_embed.shape[-1], high, wide, self.range)[None]
-                self._positions[high, wide] = positions.to(self.pos_embed.device)
+                self._positions[high, wide] = self.compute_sines(high, wide)[None].to(self.pos_embed.device)
             positions = self._positions[high, wide]
         for count in times:
             of_times = sincos_times(positions.shape[-1], count).to(positions.device)
             positions = (of_times[:, None] + positions).flatten(0, 1)[None]
         return positions
+
+    def compute_sines(self, high: int, wide: int) -> Tensor:
+        """Returns the sines of a grid, float32 (N, D): over the range of the square one, or as sines_within says."""
+        within, base = self.sines_within or (None, self.range)
+        return sincos_positions(self.pos_embed.shape[-1], high, wide, base, within)
 
     def rotation(self, grid: tuple[int, ...], head_dim: int, after: int, device: torch.device) -> Tensor:
         """Returns the rotations of a grid, its sides over the range of the square one, and of tokens after it."""

@@ -1,7 +1,8 @@
 """Published sizes of DiT and of its kin: name -> fields of the model's section, which an entry of one's own overrules.
 
 Sources: Peebles & Xie 2022, table 1 (DiT; SiT, Ma et al. 2024, and REPA, Yu et al. 2024, have its networks); Yao et al.
-2025 (LightningDiT); Li & He 2025 (JiT); Zheng et al. 2025 (RAE); nanovisionx/RAEv2; Chen et al. 2023 (PixArt-alpha).
+2025 (LightningDiT); Li & He 2025 (JiT); Zheng et al. 2025 (RAE); nanovisionx/RAEv2; Chen et al. 2023 (PixArt-alpha);
+Esser et al. 2024 (SD3), and Stability AI's configs of the published weights.
 """
 
 from typing import Any
@@ -20,6 +21,13 @@ _MODERN = {"norm": "rms", "mlp": "swiglu", "rope": True}
 # Beside these the channels of the patches' bottleneck, and the block before which the class tokens join.
 _JIT = {"B": (768, 12, 12, 128, 4), "L": (1024, 24, 16, 128, 8), "H": (1280, 32, 16, 256, 10)}
 _WIDE = {"hidden_size": 2048, "depth": 2, "num_heads": 16}
+
+# Width, depth, and patches of the square in whose middle an image lies; a head has 64 values.
+_SD3 = {
+    "SD3-medium": (1536, 24, 192, {}),
+    "SD3.5-medium": (1536, 24, 384, {"qk_norm": "rms", "dual": 13}),
+    "SD3.5-large": (2432, 38, 192, {"qk_norm": "rms"}),
+}
 
 PRESETS: dict[str, dict[str, Any]] = {
     **{
@@ -73,6 +81,23 @@ PRESETS: dict[str, dict[str, Any]] = {
         "text_projection": "mlp",
         "size_embedding": "pixart",
         "interpolation_scale": 2,
+    },
+    **{
+        name: {
+            "patch_size": 2,
+            "hidden_size": width,
+            "depth": depth,
+            "num_heads": width // 64,
+            "in_channels": 16,
+            "learn_sigma": False,
+            "objective": "flow",
+            "flow": {"shift": 3.0},
+            "block": {"joint": True, **block},
+            "sines_within": [within, 64],
+            "text_projection": "plain",
+            "text_pooled_dim": 2048,
+        }
+        for name, (width, depth, within, block) in _SD3.items()
     },
     "RAE-DiTDH-XL": {
         "patch_size": 1,

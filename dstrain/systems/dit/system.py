@@ -24,9 +24,9 @@ from dstrain.nn.lora import add_adapters
 from dstrain.nn.pixels import require_shape, to_uint8
 from dstrain.recipe import ConfigError, Samples, reword_errors
 from dstrain.systems.base import CHOICES, Batch, Example, Nets, Progress, Request, System, Terms
-from dstrain.systems.dit import weights
+from dstrain.systems.dit import sd3, weights
 from dstrain.systems.dit.align import Alignment, guide_internally, require_features, warn_of_few_tokens
-from dstrain.systems.dit.blocks import Block
+from dstrain.systems.dit.blocks import Block, JointBlock
 from dstrain.systems.dit.clips import PRIME, Given, decode_clips, encode_clips
 from dstrain.systems.dit.conditions import NEGATIVE, Arguments
 from dstrain.systems.dit.config import Config
@@ -69,7 +69,7 @@ class DiTSystem(System):
 
     def networks(self) -> dict[str, nn.Module]:
         network = DiT(**self.config.network_arguments())
-        return {"denoiser": add_adapters(network, self.config.lora, ("*.attn.*", "*.cross.*", "*.mlp.*"))}
+        return {"denoiser": add_adapters(network, self.config.lora, ("*.attn.*", "*.attn2.*", "*.cross.*", "*.mlp.*"))}
 
     @torch.no_grad()
     def encode(self, batch: Batch) -> Example:
@@ -355,7 +355,11 @@ class DiTSystem(System):
         if self.config.null_text == "encoder" and weights.NULL_TEXT in state:
             state = {name: value for name, value in state.items() if name != weights.NULL_TEXT}
             left = [f"{weights.NULL_TEXT}: left out, since null_text is encoder"]
-        values, notes = weights.adapt_weights(state, self.on_meta(part))
+        network, positions = self.on_meta(part), state.get("pos_embed")
+        if network.sines_within and positions is not None and positions.shape[1] != network.grid**2:
+            state = {**state, "pos_embed": network.compute_sines(network.grid, network.grid)[None]}
+            left.append(f"pos_embed: computed for {network.grid} x {network.grid} patches")
+        values, notes = weights.adapt_weights(state, network)
         lacks_null = weights.NULL_TEXT in values and weights.NULL_TEXT not in state
         if lacks_null and self.config.text_projection == "mlp" and self.config.text_encoder:
             inputs = self.texts.of_texts([""])
@@ -379,7 +383,7 @@ class DiTSystem(System):
         LAYOUTS[layout].require_fields(layout, self.config)
         network = self.on_meta(part)
         heads = [network.head_dim, network.final_layer.head_dim] if self.config.wide else [network.head_dim]
-        state, notes = translate(
+        translated = translate(
             state,
             layout,
             len(network.blocks),
@@ -387,19 +391,25 @@ class DiTSystem(System):
             heads if self.config.block.rope else [],
             self.config.interpolation_scale,
         )
+        state, notes = sd3.cut_positions(*translated, network)
         return state, [f"layout: {layout}", *notes]
 
     def from_diffusers(self, state: dict[str, Tensor], diffusers_config: Mapping[str, Any]) -> Fitted:
         if diffusers_config.get("_class_name") == "ClassTransformer":  # an export of ours, see to_diffusers.py
             weights.require_same_network(diffusers_config, self.config)
             return state, weights.compare_targets(diffusers_config, self.config)
+        if diffusers_config.get("_class_name") == sd3.CLASS:
+            return sd3.rename_from_diffusers(state, diffusers_config, self.config, self.on_meta("denoiser"))
         if diffusers_config.get("norm_type") == "ada_norm_single":
             return weights.rename_from_pixart(state, diffusers_config, self.config)
         return weights.rename_from_diffusers(state, diffusers_config, self.config)
 
     def require_expressible(self) -> None:
-        weights.require_expressible(self.config)
-        self.process.make_scheduler_arguments(velocities=True)
+        if self.config.block.joint:
+            sd3.require_expressible(self.config)
+        else:
+            weights.require_expressible(self.config)
+        self.process.make_scheduler_arguments(velocities=not self.config.block.joint)
 
     def decays(self, name: str, weight: Tensor) -> bool:
         """Returns what System says, but no learned token decays, nor the places of words, nor a table of shifts."""
@@ -407,7 +417,7 @@ class DiTSystem(System):
         return super().decays(name, weight) and not name.endswith(tokens)
 
     def blocks(self) -> tuple[type[nn.Module], ...]:
-        return (Block,)
+        return (JointBlock if self.config.block.joint else Block,)
 
     def frozen(self) -> tuple[nn.Module, ...]:
         first_stage = (self.first_stage,) if self.first_stage else ()

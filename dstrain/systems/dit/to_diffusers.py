@@ -3,7 +3,7 @@
     transformer/   DiTTransformer2DModel; a DiTPipeline takes row 1000 of its label table for "no label". A network that
                    this class cannot hold is a ClassTransformer, with its source in one file. Of texts it is a
                    PixArtTransformer2DModel
-    tokenizer/, text_encoder/   of texts, for PixArtAlphaPipeline
+    tokenizer/, text_encoder/   of texts, for PixArtAlphaPipeline; of SD3 those for StableDiffusion3Pipeline, see sd3.py
     scheduler/     DDIMScheduler, or FlowMatchEulerDiscreteScheduler
     vae/           the first stage, with the scale that the run was trained with
     pipeline.py    ClassPipeline, beside this file: where DiTPipeline cannot draw from the run
@@ -27,13 +27,14 @@ from dstrain.diffusion import samplers
 from dstrain.diffusion.published import add_to_model_index
 from dstrain.distributed import group
 from dstrain.encoders.autoencoder import Autoencoder
+from dstrain.encoders.joined_text import CLIP_TOKENS, has_t5
 from dstrain.encoders.text import load_t5
 from dstrain.nn.measures import relative_error
 from dstrain.nn.pixels import to_uint8
 from dstrain.nn.positions import sincos_positions
 from dstrain.recipe import ConfigError
 from dstrain.systems.base import Example, Request
-from dstrain.systems.dit import weights
+from dstrain.systems.dit import sd3, weights
 from dstrain.systems.dit.align import guide_internally
 from dstrain.systems.dit.config import Config
 from dstrain.systems.dit.layouts import translate_back
@@ -82,6 +83,12 @@ from diffusers import PixArtAlphaPipeline
 
 pipeline = PixArtAlphaPipeline.from_pretrained("OUT")
 """
+_SD3 = """\
+import torch
+from diffusers import StableDiffusion3Pipeline
+
+pipeline = StableDiffusion3Pipeline.from_pretrained("OUT"{absent})
+"""
 _DRAW = """\
 noise = torch.Generator().manual_seed(0)
 images = pipeline({labels}, guidance_scale={scale}, num_inference_steps={steps}, generator=noise{more}).images
@@ -99,7 +106,7 @@ def describe_export(system: DiTSystem) -> tuple[str, str, str]:
             f"of the transformer's output the first {config.in_channels} channels are the prediction; the "
             "variances behind them are unused by DDIM"
         )
-    if config.reads_texts:
+    if config.reads_texts and not config.block.joint:
         notes.append(
             "PixArtAlphaPipeline writes prompts in lower case; draw in 20 steps by pipeline.scheduler = "
             "DPMSolverMultistepScheduler.from_config(pipeline.scheduler.config)"
@@ -127,7 +134,14 @@ def describe_export(system: DiTSystem) -> tuple[str, str, str]:
         )
     of_folder = "pipeline.py" if reason is None else "pipeline.py and transformer/*.py"
     kind, code, more = "DiTTransformer2DModel", _OWN.format(code=of_folder), ', output_type="latent"' * latents
-    if config.reads_texts:
+    if config.block.joint:
+        kind, steps = "StableDiffusion3Pipeline", system.process.card_steps
+        absent = "" if has_t5(config.text_encoder) else ", text_encoder_3=None, tokenizer_3=None"
+        code = _SD3.format(absent=absent)
+        more = f", height={config.image_size}, width={config.image_size}"
+        more += f", max_sequence_length={config.max_text_len - 1 - CLIP_TOKENS}"
+        more += f", sigmas=[1 - step / {steps} for step in range({steps})]"
+    elif config.reads_texts:
         kind, code = "PixArtAlphaPipeline", _PIXART
         more = ", clean_caption=False, use_resolution_binning=False"
         if config.max_text_len != _PIXART_TOKENS:
@@ -163,6 +177,9 @@ def save_export(
 
     config, network = system.config, nets["denoiser"]
     system.require_expressible()
+    if config.block.joint:
+        sd3.save_pipeline(config, network, _load_first_stage(config), _build_scheduler(system), folder)
+        return
     if config.reads_texts:
         _save_pixart(system, network, folder)
         return
@@ -210,7 +227,7 @@ def measure_errors(
     config, key = system.config, example["key"][:_COUNT]
     device = key.device
     if config.reads_texts:
-        return _measure_pixart(system, nets, folder, example)
+        return _measure_texts(system, nets, folder, example)
     own = list((folder / "transformer").glob("network_*.py"))
     kind = _import_class(own[0]) if own else DiTTransformer2DModel
     exported = kind.from_pretrained(folder / "transformer", low_cpu_mem_usage=False).to(device).eval()
@@ -225,16 +242,19 @@ def measure_errors(
     return results
 
 
-def _measure_pixart(
+def _measure_texts(
     system: DiTSystem, nets: Mapping[str, nn.Module], folder: Path, example: Example
 ) -> dict[str, float]:
-    from diffusers import PixArtTransformer2DModel
+    import diffusers
 
-    key = example["key"][:_COUNT]
-    exported = PixArtTransformer2DModel.from_pretrained(folder / "transformer", low_cpu_mem_usage=False)
+    key, pooled_dim = example["key"][:_COUNT], system.config.text_pooled_dim
+    kind = sd3.CLASS if pooled_dim else "PixArtTransformer2DModel"
+    exported = getattr(diffusers, kind).from_pretrained(folder / "transformer", low_cpu_mem_usage=False)
     exported = exported.to(key.device).eval()
     t, x = system.process.spread_times(len(key), key.device), rng.normal(key, "start", system.shape)
     cases = {"with text": {"text": example["text"][:_COUNT], "mask": example["text_mask"][:_COUNT]}}
+    if pooled_dim:  # whose pipeline reads all tokens
+        cases["with text"]["mask"] = torch.ones_like(cases["with text"]["mask"])
     if system.config.class_dropout_prob:
         cases["without text"] = system.told[0].make_null(cases["with text"])
     sizes, added = {}, None
@@ -243,9 +263,12 @@ def _measure_pixart(
         sizes, added = {"size": size}, {"resolution": size[:, :2].float(), "aspect_ratio": size[:, 4:5] / size[:, 5:6]}
     results = {}
     for name, told in cases.items():
-        found = exported(
-            x, told["text"].float(), timestep=t, encoder_attention_mask=told["mask"], added_cond_kwargs=added
-        ).sample
+        if pooled_dim:
+            found = sd3.predict_exported(exported, x, t, told["text"], pooled_dim)
+        else:
+            found = exported(
+                x, told["text"].float(), timestep=t, encoder_attention_mask=told["mask"], added_cond_kwargs=added
+            ).sample
         results[name] = relative_error(found, nets["denoiser"](x, t, **told, **sizes))
     return results
 

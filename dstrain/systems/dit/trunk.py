@@ -37,6 +37,7 @@ class Trunk(nn.ModuleList):
         """
         count, whole, tapped, passing = x.shape[1], seen.rotation, {}, x
         rotation, mask = whole, seen.mask if seen.text is None else None
+        joint = seen.images is not None
         start, end = self.routed if keep is not None else (0, 0)
         for number, block in enumerate(self, 1):
             if number == start:
@@ -49,6 +50,8 @@ class Trunk(nn.ModuleList):
                 seen = seen._replace(mask=_cut_mask(mask, x, keep) if number > self.joins else None)
             if rotation is not None:
                 seen = seen._replace(rotation=rotation[:, :, : x.shape[1]])
+            if joint:
+                seen = seen._replace(images=count)
             x = block(x, *seen)
             if number == end:
                 x = torch.cat((_put_tokens(passing, keep, x[:, :count]), x[:, count:]), dim=1)

@@ -39,6 +39,8 @@ _PIXART_FIELDS = (  # beside its blocks, what decides its network and chain
     "patch_bottleneck",
     "wide",
     "internal",
+    "text_pooled_dim",
+    "sines_within",
 )
 
 _TARGETS = ("path", "prediction", "time_scale")  # fields of a flow that decide what its network predicts
@@ -78,6 +80,7 @@ _REMEDIES = (
     (r"^text_tokens\.null", "null_text and class_dropout_prob"),
     (r"^text_tokens\.(fc|norm|proj)", "text_projection and text_encodings_dim"),
     (r"^text_tokens", "condition, num_words and max_text_len, or text_encodings_dim"),
+    (r"^p_embedder", "text_pooled_dim"),
     (r"^t_block|adaLN_modulation\.table$", "block.modulation"),
     (r"^blocks\.\d+\.cross", "cross_attention"),
     (r"^t_embedder\.W", "time_freq"),
@@ -85,9 +88,11 @@ _REMEDIES = (
     (r"^base_layer", "internal"),
     (r"^projectors", "align.width and align.hidden"),
     (r"^x_embedder\.wide", "patch_bottleneck"),
-    (r"^pos_embed", "sines"),
+    (r"^pos_embed", "sines and sines_within"),
     (r"^blocks\.\d+\.norm", "block.norm"),
-    (r"^blocks\.\d+\.attn\..*_norm", "block.qk_norm"),
+    (r"^blocks\.\d+\.((image|text)\.)?attn2?\..*_norm", "block.qk_norm"),
+    (r"^blocks\.\d+\.attn2", "block.dual"),
+    (r"^blocks\.\d+\.(image|text)", "depth and hidden_size (or size), block.joint and block.dual"),
     (r"^blocks\.\d+\.mlp\.w", "block.mlp and mlp_ratio"),
     (r"^blocks\.\d+\.adaLN", "depth and hidden_size (or size), and block.modulation"),
     (r"^s_embedder", "data.size_conditions and size_embedding"),
@@ -327,7 +332,8 @@ def find_inexpressible(config: Config) -> str | None:
     """
     if config.reads_texts:
         return None
-    for name in ("block", "sines", "interpolation_scale", "tokens", "patch_bottleneck", "wide", "internal"):
+    names = "block", "sines", "sines_within", "interpolation_scale", "tokens", "patch_bottleneck", "wide", "internal"
+    for name in names:
         if getattr(config, name) != type(config).model_fields[name].default:
             return f"{name}: it has the blocks and labels of DiT alone"
     if config.objective == "flow" and (config.flow.path, config.flow.prediction) != ("linear", "velocity"):

@@ -83,6 +83,24 @@ CASES += [
         "class_dropout_prob": 0.5,
     },
 ]
+CASES += [
+    TEXT
+    | {
+        "objective": "flow",
+        "learn_sigma": False,
+        "text_encodings_dim": 6,
+        "max_text_len": 4,
+        "text_projection": "plain",
+        "text_pooled_dim": 5,
+        "block": {
+            "joint": True,
+            "dual": 1,
+        },  # norms of the last block's text have no gradient: nobody reads its queries
+        "sines_within": [6, 4],
+        "class_dropout_prob": 0.5,
+        "routing": {"ratio": 0.5, "start": 1, "end": 1},
+    },
+]
 VIDEO = MODERN | {
     "image_size": 4,
     "condition": "text",

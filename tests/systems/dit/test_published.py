@@ -382,6 +382,8 @@ def test_presets_are_overruled() -> None:
         "qk_norm": "none",
         "rope": True,
         "modulation": "none",
+        "joint": False,
+        "dual": 0,
     }
 
 

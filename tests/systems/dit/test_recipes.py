@@ -17,6 +17,7 @@ from tests.support import clips, first_stage, towers
 from tests.support.launch import ROOT
 from tests.systems.dit.test_pixart import write as write_pixart
 from tests.systems.dit.test_pixart_sizes import make_theirs
+from tests.systems.dit.test_sd3 import write as write_sd3
 
 
 def dry_run(name: str, *words: str) -> list[str]:
@@ -147,6 +148,40 @@ def test_pixart_is_told_sizes_in_buckets(tmp_path: Path) -> None:
     assert any("tensors loaded, 0 replaced" in remark for remark in remarks)
     assert not any("begin as zero" in remark for remark in remarks)
     assert "data.size_conditions=true" in find_error("pixart-xl2-finetune", *words)
+
+
+def test_sd3_is_adapted(tmp_path: Path) -> None:
+    """Oracle: --dry-run on what the recipe's first command writes, by a tiny autoencoder and three tiny text encoders,
+    from tiny weights of diffusers: all is in order, and fresh are the adapters alone; without weights, and with one
+    encoder in the place of three, the entry is named.
+    """
+    stage = first_stage.save(tmp_path / "stage", channels=3, depth=4, latent_channels=4, scaling_factor=1.5305)
+    towers.joined(tmp_path / "texts")
+    (tmp_path / "images").mkdir()
+    for number in range(2):
+        Image.new("RGB", (64, 64), (60 * number, 0, 0)).save(tmp_path / "images" / f"{number}.png")
+        (tmp_path / "images" / f"{number}.txt").write_text("a red cat on the moon")
+    names = {"first_stage": str(stage), "text_encoder": str(tmp_path / "texts"), "data": str(tmp_path / "images")}
+    encode_data(EncodeOptions(**names, image_size=64, flip=False, out=tmp_path / "cache", batch=4))
+    words = (f"data.path={tmp_path / 'cache'}", f"model.first_stage.path={stage}", f"folder={tmp_path / 'run'}")
+    words += ("data.image_size=64", "model.image_size=64", "batch.global=8", "model.text_encodings_dim=12")
+    words += (f"model.text_encoder={tmp_path / 'texts'}",)
+    assert "init_from=weights/sd3_medium.safetensors" in find_error("sd3-lora", *words)
+    words += (f"init_from={write_sd3(tmp_path / 'weights', 'folder')}",)
+    assert "text_pooled_dim: 2048 values do not fit" in find_error("sd3-lora", *words)
+    words += ("model.text_pooled_dim=10",)
+    assert "sample_size is 8 in config.json, and 128 by model.sines_within" in find_error("sd3-lora", *words)
+    tiny = {"size": None, "patch_size": 2, "hidden_size": 16, "depth": 2, "num_heads": 2, "block.joint": "true"}
+    tiny |= {"text_projection": "plain", "sines_within": [6, 4], "objective": "flow"}
+    words += tuple(f"model.{name}={'null' if value is None else value}" for name, value in tiny.items())
+    words += ("model.learn_sigma=false",)
+    remarks = dry_run("sd3-lora", *words)
+    assert any("34 tensors of adapters begin anew" in remark for remark in remarks), remarks
+    assert any("pos_embed: 4 x 4 patches in the middle of the file's 6 x 6, equal" in remark for remark in remarks)
+    assert not any("null" in remark for remark in remarks)
+    towers.t5(tmp_path / "other")
+    other = find_error("sd3-lora", *words, f"model.text_encoder={tmp_path / 'other'}")
+    assert "takes 256 tokens, not 334" in other
 
 
 def test_adapters_begin_from_published_weights(tmp_path: Path) -> None:

@@ -1,0 +1,154 @@
+"""The three text encoders of Stable Diffusion 3 as one: CLIP-L and CLIP-G, and T5 (Esser et al. 2024, section 5.2).
+
+They lie in a pipeline's folder of diffusers, or on the hub, as text_encoder, text_encoder_2 and text_encoder_3, each
+beside its tokenizer. A text becomes rows of the width E of T5's states,
+
+    1 row       the two CLIPs' pooled vectors, one behind the other, filled up with zeros
+    77 rows     the states before their last layer, side by side, filled up with zeros
+    the rest    T5's last states, or zeros where the folder has no T5
+
+so that what is cached, dropped or led away from is always a text's states together with its pooled vector. All rows are
+read, those of padding too, as in the original: no encoder is told where a text ends.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from dstrain.distributed.group import to_device
+from dstrain.encoders.autoencoder import hash_network
+from dstrain.encoders.frozen import Frozen, explain_loading, read_config, read_json, read_network, read_pretrained
+from dstrain.encoders.text import CONTENT, TextEncoder, describe_cut, set_padding
+from dstrain.recipe import ConfigError
+
+_FOLDERS = "model_index.json, text_encoder, text_encoder_2 and their tokenizers"
+CLIP_TOKENS = 77  # that either CLIP reads of a text
+_T5_TOKENS = 256  # that StableDiffusion3Pipeline reads of a text
+
+
+class JoinedTextEncoder(TextEncoder):
+    """Captions to rows, see above, without gradient.
+
+    path        a pipeline's folder or name on the hub.
+    max_length  rows of a text; None: as StableDiffusion3Pipeline reads them, 334.
+
+    Attributes: embed_dim (of the pooled vector), encodings_dim (E) and max_length, as of TextEncoder.
+    Raises ConfigError where nothing can be loaded from `path`, or CLIPs are wider than E.
+    """
+
+    def __init__(self, path: str, max_length: int | None = None) -> None:
+        Frozen.__init__(self)
+        with explain_loading("text encoders", "model.text_encoder", path, _FOLDERS):
+            self.clips = torch.nn.ModuleList(_load_network(path, f"text_encoder{end}", "clip") for end in ("", "_2"))
+            self.tokenizers = [_load_tokenizer(path, f"tokenizer{end}") for end in ("", "_2")]
+            self.t5 = None
+            if has_t5(path):
+                self.t5 = _load_network(path, "text_encoder_3", "t5")
+                self.tokenizers.append(_load_tokenizer(path, "tokenizer_3"))
+                self.encodings_dim = self.t5.config.d_model
+            else:
+                self.encodings_dim = _read_width(path)
+        self.eval().requires_grad_(False)
+        first, second = (clip.config for clip in self.clips)
+        self.embed_dim = first.projection_dim + second.projection_dim
+        if (widest := max(self.embed_dim, first.hidden_size + second.hidden_size)) > self.encodings_dim:
+            raise ConfigError(
+                f"model.text_encoder: states of the two CLIPs at {path} are {widest} wide together, and those of T5, "
+                f"beside which they stand, {self.encodings_dim}; take the encoders of Stable Diffusion 3"
+            )
+        longest = 1 + CLIP_TOKENS + _T5_TOKENS
+        self.max_length = max_length or longest
+        if not 1 + CLIP_TOKENS < self.max_length <= longest:
+            raise ConfigError(
+                f"max_text_len: {path} gives a pooled vector, {CLIP_TOKENS} states of CLIP and up to {_T5_TOKENS} of "
+                f"T5, and not {max_length} in all; give {2 + CLIP_TOKENS} to {longest}, which is what Stable Diffusion "
+                "3 reads"
+            )
+
+    def fingerprint(self) -> str:
+        """Returns a short hash of what decides the rows: that they are joined, and all weights."""
+        return hash_network({"class": type(self).__name__}, self.state_dict() | dict(self.named_buffers()))
+
+    def count_tokens(self, captions: list[str]) -> list[int]:
+        """Counts the tokens of each caption, as the last of the encoders cuts it."""
+        return [len(ids) for ids in self.tokenizers[-1](captions, verbose=False)["input_ids"]]
+
+    def describe_cut(self, captions: list[str], what: str) -> str:
+        longest = CLIP_TOKENS if self.t5 is None else self.max_length - 1 - CLIP_TOKENS
+        return describe_cut(self.count_tokens(captions), longest, what)
+
+    @torch.no_grad()
+    def encode(self, captions: list[str]) -> dict[str, Tensor]:
+        """Returns what TextEncoder does; text_embed is the pooled vector, and text_mask is true everywhere."""
+        device, states, pooled = next(self.clips.parameters()).device, [], []
+        for clip, tokenizer in zip(self.clips, self.tokenizers):
+            out = clip(_make_ids(tokenizer, captions, CLIP_TOKENS, device), output_hidden_states=True)
+            states.append(out.hidden_states[-2].float())
+            pooled.append(out.text_embeds.float())
+        embed, of_clips, width = torch.cat(pooled, dim=-1), torch.cat(states, dim=-1), self.encodings_dim
+        count = self.max_length - 1 - CLIP_TOKENS
+        of_t5 = of_clips.new_zeros(len(captions), count, width)
+        if self.t5 is not None:
+            of_t5 = self.t5(_make_ids(self.tokenizers[-1], captions, count, device)).last_hidden_state.float()
+        rows = [F.pad(part, (0, width - part.shape[-1])) for part in (embed[:, None], of_clips)]
+        encodings = torch.cat((*rows, of_t5), dim=1)  # (N, L, E)
+        return {
+            "text_embed": embed,
+            "text_encodings": encodings,
+            "text_mask": torch.ones_like(encodings[..., 0], dtype=torch.bool),
+        }
+
+
+def open_text_encoder(path: str, max_length: int | None = None) -> TextEncoder:
+    """Opens any encoder of captions, a JoinedTextEncoder where a pipeline has several. Raises ConfigError as these."""
+    if not (Path(path) / "config.json").is_file():
+        with explain_loading("text encoder", "model.text_encoder", path, CONTENT):
+            index = read_json("model.text_encoder", path, "model_index.json")
+        if isinstance(index, dict) and "text_encoder_2" in index:
+            return JoinedTextEncoder(path, max_length)
+    return TextEncoder(path, max_length)
+
+
+def has_t5(path: str) -> bool:
+    """Tells whether a pipeline's folder, or name on the hub, has T5 as its third text encoder."""
+    index = read_json("model.text_encoder", path, "model_index.json")
+    return (index.get("text_encoder_3") or [None])[0] is not None
+
+
+def _make_ids(tokenizer: Any, captions: list[str], count: int, device: torch.device) -> Tensor:
+    tokens = tokenizer(captions, padding="max_length", truncation=True, max_length=count, return_tensors="pt")
+    return to_device(tokens["input_ids"], device)
+
+
+def _load_network(path: str, folder: str, kind: str) -> torch.nn.Module:
+    """Reads a CLIP with its projection, or T5's encoder. Raises ValueError if the folder's network is another one."""
+    from transformers import CLIPTextModelWithProjection, T5EncoderModel
+
+    config = read_config(path, folder)
+    if not config.model_type.startswith(kind):
+        raise ValueError(f"{folder}/config.json is of model_type {config.model_type}, and not of {kind}")
+    if kind == "clip" and config.max_position_embeddings < CLIP_TOKENS:
+        raise ValueError(f"{folder}/config.json has places for {config.max_position_embeddings} tokens, not for 77")
+    loader = T5EncoderModel if kind == "t5" else CLIPTextModelWithProjection
+    return read_network(loader, path, config, subfolder=folder)
+
+
+def _load_tokenizer(path: str, folder: str) -> Any:
+    from transformers import AutoTokenizer
+
+    tokenizer = read_pretrained(AutoTokenizer, path, subfolder=folder)
+    set_padding(tokenizer, f"{path}/{folder}")
+    if folder != "tokenizer_3":
+        tokenizer.model_max_length = CLIP_TOKENS  # which diffusers' pipeline reads there
+    return tokenizer
+
+
+def _read_width(path: str) -> int:
+    """Reads the width of the states that a pipeline's transformer takes. Raises ValueError if its config says none."""
+    width = (read_json("model.text_encoder", path, "transformer/config.json") or {}).get("joint_attention_dim")
+    if not isinstance(width, int):
+        raise ValueError("it has no text_encoder_3, and no joint_attention_dim in transformer/config.json")
+    return width
