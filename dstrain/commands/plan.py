@@ -81,11 +81,11 @@ def make_case(
 
 def describe_plan(case: Case, json: bool = False) -> tuple[str, bool]:
     """Describes the costs of a run, and says whether it fits; where it does not, by which smallest change it does."""
-    estimate = case.estimate()
+    estimate = case.estimate_costs()
     change = None if estimate.fits else find_change(estimate, case) or find_sharing(case) or find_more_gpus(case)
     if json:
-        advised = None if change is None else change.figures() | {"changes": list_changes(estimate, change)}
-        return format_json(estimate.figures() | ({} if estimate.fits else {"advice": advised})), estimate.fits
+        advised = None if change is None else change.list_figures() | {"changes": list_changes(estimate, change)}
+        return format_json(estimate.list_figures() | ({} if estimate.fits else {"advice": advised})), estimate.fits
     lines = [
         *_describe_run(estimate),
         *_describe_device(estimate),
@@ -106,7 +106,7 @@ def describe_ways(case: Case, json: bool = False) -> tuple[str, bool]:
     print(_HEAD, file=sys.stderr, flush=True)
     estimates = search_choices(case, lambda tried: print(_format_row(tried), file=sys.stderr, flush=True))
     if json:
-        return format_json([estimate.figures() for estimate in estimates]), bool(estimates)
+        return format_json([estimate.list_figures() for estimate in estimates]), bool(estimates)
     if not estimates:
         return "no stage, micro-batch and recomputation fits: take more GPUs, or offload", False
     lines = [
@@ -126,7 +126,7 @@ def _format_row(estimate: Estimate) -> str:
     speed = f"{time.total:>9.4g} {estimate.run.batch.global_ / time.total:>10,.0f}" if time else f"{'-':>9} {'-':>10}"
     return (
         f"{read_stage(estimate.settings):>5} {estimate.micro_batch:>6} {accumulation:>8} "
-        f"{estimate.choices()['model.recompute']:>10} {estimate.needed / 1e9:>8.2f} {free / 1e9:>8.2f} {speed}"
+        f"{estimate.list_choices()['model.recompute']:>10} {estimate.needed / 1e9:>8.2f} {free / 1e9:>8.2f} {speed}"
         + (f"  parallel.sequence={estimate.run.parallel.sequence}" if estimate.run.parallel.sequence > 1 else "")
         + ("" if estimate.fits else "  does not fit")
     )
@@ -146,11 +146,11 @@ def _describe_run(estimate: Estimate) -> list[str]:
         f"batch {run.batch.global_:,} = {estimate.layout.world // sequence:,} {each} x {estimate.micro_batch} x "
         f"{settings['gradient_accumulation_steps']}"
     )
-    host = [name for name, value in estimate.choices().items() if value == "cpu"]
+    host = [name for name, value in estimate.list_choices().items() if value == "cpu"]
     return [
         f"{run.name} on {_name_machines(estimate)}",
         f"stage {read_stage(settings)}, {read_precision(settings)}, {sizes}, recompute "
-        f"{estimate.choices()['model.recompute']}" + (f", {' and '.join(host)} on the host" if host else ""),
+        f"{estimate.list_choices()['model.recompute']}" + (f", {' and '.join(host)} on the host" if host else ""),
         "weights    "
         + ", ".join(f"{part} {_format_number(number)}" for part, number in estimate.counts.weights.items()),
     ]
@@ -208,7 +208,7 @@ def _warn_of_launches(estimate: Estimate) -> list[str]:
 
 
 def _describe_whole(estimate: Estimate) -> list[str]:
-    run, time, figures = estimate.run, estimate.time, estimate.figures()
+    run, time, figures = estimate.run, estimate.time, estimate.list_figures()
     checkpoint = f"checkpoint {_format_number(estimate.counts.checkpoint)}B"
     if time is None:
         return ["", f"{checkpoint}; no times, since --gpu names no chip"]

@@ -53,7 +53,7 @@ def open_compared(path: Path, networks: dict[str, Features], kept: int, upright:
     if path.suffix in reference.SUFFIXES and path.is_file():
         by_name = {network.name: network for network in networks.values()}
         statistics = reference.read_reference(path, by_name.values(), group.device())
-    lacking = table.list_lacking(networks, statistics)
+    lacking = table.list_insufficient(networks, statistics)
     if lacking and not reference.has_images(path):
         by = " and ".join(dict.fromkeys(networks[name].name for name in lacking))
         raise ConfigError(

@@ -99,7 +99,7 @@ class Quality:
             with suppress(ConfigError):  # a damaged file is written anew
                 statistics = reference.read_reference(path, networks.values(), "cpu")
         statistics = group.from_first(statistics)
-        if table.list_lacking(compared, statistics):
+        if table.list_insufficient(compared, statistics):
             if group.rank() == 0 and not path.exists() and any(folder.glob("metrics_data_*.npz")):
                 phases().say(
                     f"note: every.metrics: {self._compared.place} is not what earlier figures of this run were "

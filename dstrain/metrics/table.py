@@ -244,7 +244,7 @@ def _require_kind(network: Features, clips: bool) -> None:
         )
 
 
-def list_lacking(networks: dict[str, Features], statistics: dict[str, Statistics]) -> list[str]:
+def list_insufficient(networks: dict[str, Features], statistics: dict[str, Statistics]) -> list[str]:
     """Lists the metrics that compare with a reference whose statistics do not suffice for them."""
     return [
         name

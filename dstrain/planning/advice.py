@@ -39,8 +39,10 @@ class Case:
     chip: Chip
     efficiency: float = EFFICIENCY
 
-    def estimate(self) -> Estimate:
-        """Counts the case. Raises ConfigError if the JSON does not suit the recipe or this number of ranks."""
+    def estimate_costs(self) -> Estimate:
+        """Counts the costs of the case. Raises ConfigError if the JSON does not suit the recipe or this number of
+        ranks.
+        """
         settings = resolve_settings(
             self.ds_config,
             self.layout.world,
@@ -58,7 +60,7 @@ class Case:
         counts = count_costs(self.run, settings, self.layout)
         return Estimate(self.run, settings, self.layout, self.chip, counts, self.efficiency)
 
-    def changed(
+    def change(
         self,
         *,
         micro: int | None = None,
@@ -88,7 +90,7 @@ def find_change(estimate: Estimate, case: Case) -> Estimate | None:
     """
     if case.chip.memory <= CONTEXT:
         return None
-    choices, share = estimate.choices(), _count_share(case)
+    choices, share = estimate.list_choices(), _count_share(case)
     now = RECOMPUTE.index(choices["model.recompute"]) if choices["model.recompute"] in RECOMPUTE else 0
     changes: dict[str, list[Any]] = {
         "recompute": [*RECOMPUTE[now + 1 :]] if "recompute" in case.run.model else [],
@@ -109,7 +111,7 @@ def find_change(estimate: Estimate, case: Case) -> Estimate | None:
 def find_sharing(case: Case) -> Estimate | None:
     """Returns the run with the fewest ranks that share each sample with which it fits, with all that saves memory."""
     for ranks in _list_teams(case)[1:] if case.chip.memory > CONTEXT else ():
-        if fitting := _try_least(case.changed(sequence=ranks)):
+        if fitting := _try_least(case.change(sequence=ranks)):
             return fitting
     return None
 
@@ -132,7 +134,7 @@ def _try_least(case: Case) -> Estimate | None:
     it fits so alone.
     """
     for recompute in RECOMPUTE[-2:] if "recompute" in case.run.model else (None,):
-        tried = _try_case(case.changed(stage=3, recompute=recompute, micro=1))
+        tried = _try_case(case.change(stage=3, recompute=recompute, micro=1))
         if tried and tried.fits:
             return tried
     return None
@@ -142,7 +144,7 @@ def _find_fitting(case: Case, changes: dict[str, list[Any]]) -> Iterator[Estimat
     """Yields an estimate that fits for each way to change exactly these choices, with the largest micro-batch."""
     others = [[(name, value) for value in values] for name, values in changes.items() if name != "micro"]
     for way in itertools.product(*others):
-        other = case.changed(**dict(way))
+        other = case.change(**dict(way))
         sizes = [{"micro": micro} for micro in changes["micro"]] if "micro" in changes else [{}]
         if tried := _find_first(partial(_try_size, other), sizes):
             yield tried
@@ -150,7 +152,7 @@ def _find_fitting(case: Case, changes: dict[str, list[Any]]) -> Iterator[Estimat
 
 def _try_size(case: Case, size: dict[str, int]) -> Estimate | None:
     """Returns the estimate of a case with another micro-batch."""
-    return _try_case(case.changed(**size))
+    return _try_case(case.change(**size))
 
 
 def _find_first(try_: Callable[[dict[str, int]], Estimate | None], sizes: list[dict[str, int]]) -> Estimate | None:
@@ -180,7 +182,7 @@ def search_choices(case: Case, report: Callable[[Estimate], None]) -> list[Estim
     recompute = RECOMPUTE if "recompute" in case.run.model else (None,)
     for stage, choice in itertools.product((1, 2, 3), recompute):
         for ranks in _list_teams(case):
-            if found := _search_sizes(case.changed(stage=stage, recompute=choice, sequence=ranks), report):
+            if found := _search_sizes(case.change(stage=stage, recompute=choice, sequence=ranks), report):
                 fitting += found
                 break
     return sorted(fitting, key=_rank_by_cost)
@@ -192,7 +194,7 @@ def _search_sizes(case: Case, report: Callable[[Estimate], None]) -> list[Estima
     for micro in reversed(_list_halves(share)):
         if full and micro < share:  # more samples take more; a whole share sums no gradients
             continue
-        tried = _try_case(case.changed(micro=micro))
+        tried = _try_case(case.change(micro=micro))
         full = tried is not None and not tried.fits
         if tried:
             report(tried)
@@ -218,7 +220,7 @@ def _list_teams(case: Case) -> list[int]:
 def _try_case(case: Case) -> Estimate | None:
     """Returns the estimate of a case; None if the settings refuse its choices together."""
     try:
-        return case.estimate()
+        return case.estimate_costs()
     except ConfigError:
         return None
 

@@ -89,8 +89,8 @@ class Estimate:
     def micro_batch(self) -> int:
         return self.settings["train_micro_batch_size_per_gpu"]
 
-    def choices(self) -> dict[str, Any]:
-        """Returns what may be changed so that a run fits, by the names that a user writes."""
+    def list_choices(self) -> dict[str, Any]:
+        """Lists the choices that may be changed so that a run fits, by the names that a user writes."""
         zero = {"stage": read_stage(self.settings)} | {name: read_offload(self.settings, name) for name in OPTIONAL}
         return {
             "batch.micro": self.micro_batch,
@@ -98,8 +98,8 @@ class Estimate:
             "parallel.sequence": self.run.parallel.sequence,
         } | {f"zero_optimization.{name}": value for name, value in zero.items()}
 
-    def figures(self) -> dict[str, Any]:
-        """Returns all costs as plain values: seconds, bytes, operations, kilowatt-hours."""
+    def list_figures(self) -> dict[str, Any]:
+        """Lists all costs as plain values: seconds, bytes, operations, kilowatt-hours."""
         counts, time = self.counts, self.time
         values: dict[str, Any] = {
             "name": self.run.name,
@@ -108,7 +108,7 @@ class Estimate:
             "precision": read_precision(self.settings),
             "batch": self.run.batch.global_,
             "accumulation": self.settings["gradient_accumulation_steps"],
-            "choices": self.choices(),
+            "choices": self.list_choices(),
             "weights": counts.weights,
             "device": counts.device,
             "device_bytes": self.needed,
@@ -159,9 +159,9 @@ def describe_memory(estimate: Estimate) -> str:
 
 def list_changes(before: Estimate, after: Estimate) -> dict[str, Any]:
     """Returns the choices that differ, with their values after; and the number of GPUs, where that differs."""
-    choices = before.choices()
+    choices = before.list_choices()
     more = {"world": after.layout.world} if after.layout.world != before.layout.world else {}
-    return more | {name: value for name, value in after.choices().items() if value != choices[name]}
+    return more | {name: value for name, value in after.list_choices().items() if value != choices[name]}
 
 
 def describe_costs(run: Run, system: System, settings: dict[str, Any], world: int) -> str:

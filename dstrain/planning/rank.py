@@ -125,14 +125,14 @@ def _scale_to_world(measured: Measured, kept: dict[str, int], few: int, world: i
     smaller = kept["masters"] / measured.kept["masters"]
     padded = smaller * world / few
 
-    def shared(kinds: dict[str, int], working: float) -> dict[str, int]:
+    def scale_shared(kinds: dict[str, int], working: float) -> dict[str, int]:
         sizes = {
             kind: size + kept.get(kind, 0) - measured.kept.get(kind, 0) if kind in kept else size
             for kind, size in kinds.items()
         }
         return {kind: round(size * working) if kind == "working" else size for kind, size in sizes.items()}
 
-    def sent(collectives: tuple[Collective, ...]) -> tuple[Collective, ...]:
+    def scale_sent(collectives: tuple[Collective, ...]) -> tuple[Collective, ...]:
         # Muon's all_to_all exchanges what a rank owns; other collectives exchange whole weights.
         return tuple(
             replace(
@@ -145,9 +145,9 @@ def _scale_to_world(measured: Measured, kept: dict[str, int], few: int, world: i
 
     return replace(
         measured,
-        kept=shared(measured.kept, 1),
-        passes=shared(measured.passes, 1),
-        update=shared(measured.update, smaller),
-        collectives=sent(measured.collectives),
-        begun=[done._replace(collectives=sent(done.collectives)) for done in measured.begun],
+        kept=scale_shared(measured.kept, 1),
+        passes=scale_shared(measured.passes, 1),
+        update=scale_shared(measured.update, smaller),
+        collectives=scale_sent(measured.collectives),
+        begun=[done._replace(collectives=scale_sent(done.collectives)) for done in measured.begun],
     )

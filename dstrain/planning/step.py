@@ -59,10 +59,10 @@ def measure_step(
 ) -> tuple[Measured, Engines, EmaShadow]:
     """Builds engines and averages, takes a few steps, and measures the last one."""
     with Watch() as watch:
-        with watch.making("buckets"):  # what is made here and has no other owner
+        with watch.mark_made("buckets"):  # what is made here and has no other owner
             engines = build_engines(run, settings, system, kind=kind)
         ema = EmaShadow(engines.masters, run.ema, system.averaged)
-        with watch.making("inputs"), unset_fake_temporarily():  # captions are read
+        with watch.mark_made("inputs"), unset_fake_temporarily():  # captions are read
             batches = Repeated(
                 system, settings["train_micro_batch_size_per_gpu"], settings["gradient_accumulation_steps"]
             )
@@ -77,22 +77,22 @@ def measure_step(
             _label_states(watch, engines, ema)
             begun.clear()
             begin = watch.now
-            with watch.making("activations"):
+            with watch.mark_made("activations"):
                 take_step(max(0, number), run, system, engines, batches, NoTracker())
             updates.append(watch.now)
-            with watch.making("working"):
+            with watch.mark_made("working"):
                 ema.update(max(0, number), engines.applied())
             updates.append(watch.now)
         moments = [begin, *updates, watch.now]
         spans = list(itertools.pairwise(moments))  # passes, update, passes, ..., averages, nothing
         result = Measured(
-            dict(watch.alive(begin)),
-            dict(watch.peak(spans[::2])),
-            dict(watch.peak(spans[1::2])),
-            watch.collectives(),
+            dict(watch.sum_alive(begin)),
+            dict(watch.find_peak(spans[::2])),
+            dict(watch.find_peak(spans[1::2])),
+            watch.take_collectives(),
             watch.recomputed,
             watch.moved,
-            watch.peak_on_host(),
+            watch.find_peak_on_host(),
             begun,
         )
     return result, engines, ema
@@ -111,7 +111,7 @@ def measure_states(
         for name, tensor in list_kept(engines.masters, ema):
             watch.mark([tensor], name, MADE_IN_A_STEP)
         watch.mark(list_gradients(engines.masters), "gradients", MADE_IN_A_STEP)
-        sizes = watch.alive()
+        sizes = watch.sum_alive()
     return {kind: size for kind, size in sizes.items() if kind not in MADE_IN_A_STEP}, engines, ema
 
 
@@ -129,18 +129,18 @@ def _label_makers(
     """
 
     @contextmanager
-    def encoding() -> Iterator[None]:
-        begun.append(watch.so_far())
-        with watch.making("inputs"):
+    def mark_encoding() -> Iterator[None]:
+        begun.append(watch.count_so_far())
+        with watch.mark_made("inputs"):
             yield
 
-    wrap_method(system, "encode", encoding)
-    wrap_method(engines, "learn", lambda: watch.making("working"))
-    wrap_method(engines.host, "send", lambda: watch.making(ON_HOST))
+    wrap_method(system, "encode", mark_encoding)
+    wrap_method(engines, "learn", lambda: watch.mark_made("working"))
+    wrap_method(engines.host, "send", lambda: watch.mark_made(ON_HOST))
     system.observe = lambda rows: None  # it would read values
 
     @contextmanager
-    def updating() -> Iterator[None]:
+    def mark_updating() -> Iterator[None]:
         watch.mark(list_gradients(engines.masters), "gradients", MADE_IN_A_STEP)
         watch.mark(list_secondary(engines.masters), "secondary")
         updates.append(watch.now)
@@ -148,7 +148,7 @@ def _label_makers(
         updates.append(watch.now)
 
     for masters in engines.masters.values():
-        wrap_method(masters, "step", updating)
+        wrap_method(masters, "step", mark_updating)
         for owner, name, kind in list_makers(masters):
             wrap_method(owner, name, partial(watch.making, kind))
 
@@ -158,11 +158,11 @@ def wrap_method(owner: Any, name: str, context: Callable[[], AbstractContextMana
     method = getattr(owner, name)
 
     @wraps(method)
-    def within(*args: Any, **kwargs: Any) -> Any:
+    def call_within(*args: Any, **kwargs: Any) -> Any:
         with context():
             return method(*args, **kwargs)
 
-    setattr(owner, name, within)
+    setattr(owner, name, call_within)
 
 
 def _label_states(watch: Watch, engines: Engines, ema: EmaShadow) -> None:
@@ -171,12 +171,12 @@ def _label_states(watch: Watch, engines: Engines, ema: EmaShadow) -> None:
         watch.mark([tensor], kind, (*MADE_IN_A_STEP, "buckets"))
     watch.mark(list_gradients(engines.masters), "gradients", (*MADE_IN_A_STEP, "buckets"))
     watch.mark_rest("other", MADE_IN_A_STEP)
-    watch.collectives()
+    watch.take_collectives()
     watch.recomputed, watch.moved = 0.0, 0
 
 
 def choose_step(run: Run, system: System) -> int:
-    """Returns a late step that costs as much as any, and in which as many terms are due; the first step where what it
+    """Chooses a late step that costs as much as any, and in which as many terms are due; the first step where what it
     does has ended by then.
     """
     late = range(run.steps - 1, max(run.steps - 1 - _LATE, -1), -1)

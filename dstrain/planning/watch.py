@@ -76,7 +76,7 @@ class Watch(TorchDispatchMode):
             return args[0].device  # This is asked more often than any operation is done.
         out = func(*args, **(kwargs or {}))
         if func.namespace == "c10d":
-            self._count(func.name().partition(".")[0].removeprefix("c10d::").strip("_"), args)
+            self._count_exchange(func.name().partition(".")[0].removeprefix("c10d::").strip("_"), args)
         elif func.namespace == "_c10d_functional":
             self._count_named(func.name().rpartition("::")[2], args, out)
         elif self.kind == "working" and _computes_again():
@@ -85,42 +85,42 @@ class Watch(TorchDispatchMode):
             if (
                 isinstance(tensor, Tensor) and tensor.device.type != "meta"
             ):  # Asking for is_meta would be an operation, too.
-                self.see(tensor)
+                self.record(tensor)
         return out
 
-    def see(self, tensor: Tensor) -> int:
+    def record(self, tensor: Tensor) -> int:
         """Returns the number of a tensor's storage, and records the storage if no operation has made it inside."""
         storage = tensor.untyped_storage()
         address, size = storage._cdata, storage.nbytes()
         if address not in self._numbers:
             number = self._numbers[address] = len(self.kinds)
             self.kinds[number] = self.kind
-            self._references[address] = weakref.ref(storage, lambda _: self._gone(address, size))
+            self._references[address] = weakref.ref(storage, lambda _: self._forget(address, size))
             self._events.append((number, size))
             if self.kind == ON_HOST:
                 self.moved += size
         return self._numbers[address]
 
-    def _gone(self, address: int, size: int) -> None:
+    def _forget(self, address: int, size: int) -> None:
         del self._references[address]
         self._events.append((self._numbers.pop(address), -size))
 
     def mark(self, tensors: Iterable[Tensor], kind: str, instead_of: tuple[str, ...] = ()) -> None:
         """Gives the storages of tensors a kind; with `instead_of`, only those of one of these kinds."""
-        for number in set(map(self.see, tensors)):
+        for number in set(map(self.record, tensors)):
             if not instead_of or self.kinds[number] in instead_of:
                 self.kinds[number] = kind
 
     @contextmanager
-    def making(self, kind: str) -> Iterator[None]:
-        """Gives this kind to all that is made inside."""
+    def mark_made(self, kind: str) -> Iterator[None]:
+        """Gives this kind to all storages that are made inside."""
         before, self.kind = self.kind, kind
         try:
             yield
         finally:
             self.kind = before
 
-    def alive(self, until: int | None = None) -> Counter[str]:
+    def sum_alive(self, until: int | None = None) -> Counter[str]:
         """Sums the living bytes by kind, now or after the first `until` events."""
         totals: Counter[str] = Counter()
         for number, size in self._events[:until]:
@@ -132,16 +132,16 @@ class Watch(TorchDispatchMode):
         """Returns the number of events so far."""
         return len(self._events)
 
-    def peak(self, spans: Iterable[tuple[int, int]]) -> Counter[str]:
-        """Sums the bytes of the GPU by kind, at the event of these spans at which they are most."""
+    def find_peak(self, spans: Iterable[tuple[int, int]]) -> Counter[str]:
+        """Finds the event of these spans at which most bytes of the GPU are alive; returns them by kind."""
         sizes = (0 if self.kinds[number] == ON_HOST else size for number, size in self._events)
         totals = list(accumulate(sizes, initial=0))
         moments = (range(begin, end + 1) for begin, end in spans)
-        found = self.alive(max(chain.from_iterable(moments), key=totals.__getitem__))
+        found = self.sum_alive(max(chain.from_iterable(moments), key=totals.__getitem__))
         found.pop(ON_HOST, None)
         return found
 
-    def peak_on_host(self) -> int:
+    def find_peak_on_host(self) -> int:
         """Returns the most bytes of kind ON_HOST at once, each storage a power of two: torch pins no other sizes."""
         changes = [size for number, size in self._events if self.kinds[number] == ON_HOST and size]
         pinned = (int(math.copysign(2 ** (abs(size) - 1).bit_length(), size)) for size in changes)
@@ -153,7 +153,7 @@ class Watch(TorchDispatchMode):
             if self.kinds[number] in instead_of:
                 self.kinds[number] = kind
 
-    def _count(self, name: str, args: tuple) -> None:
+    def _count_exchange(self, name: str, args: tuple) -> None:
         groups = [arg for arg in args if isinstance(arg, torch.ScriptObject) and "ProcessGroup" in str(arg._type())]
         ranks = dist.ProcessGroup.unbox(groups[0]).size() if groups else dist.get_world_size()
         for tensor in tree_leaves(args[:2]):
@@ -171,15 +171,15 @@ class Watch(TorchDispatchMode):
             self._calls[key] += 1
             self._bytes[key] += max(args[0].nbytes, out.nbytes)
 
-    def collectives(self) -> tuple[Collective, ...]:
-        """Returns what was exchanged since the last call, and begins anew."""
+    def take_collectives(self) -> tuple[Collective, ...]:
+        """Returns the exchanges since the last call, and begins anew."""
         found = self._list_collectives()
         self._calls.clear()
         self._bytes.clear()
         return found
 
-    def so_far(self) -> Done:
-        """Returns what was done so far, and goes on counting."""
+    def count_so_far(self) -> Done:
+        """Counts what was done so far, and goes on counting."""
         return Done(self._list_collectives(), self.recomputed, self.moved)
 
     def _list_collectives(self) -> tuple[Collective, ...]:

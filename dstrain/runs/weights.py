@@ -70,7 +70,7 @@ def fit_weights(path: Path, system: System, parts: Iterable[str] | None = None) 
         state, notes = system.from_diffusers(read_state(config_file.parent), config)
         adapted = {first: _adapt_part(system, first, state, f"{config_file.parent} ({config['_class_name']})")}
     elif path.is_dir() and deepspeed_files.is_universal(path):
-        adapted = {first: _adapt_part(system, first, _read_universal(path), path)}
+        adapted = {first: _adapt_part(system, first, _read_universal_folder(path), path)}
     else:
         if list(path.glob("*model_states.pt")) or list(path.glob("*/*model_states.pt")):
             raise ConfigError(
@@ -142,7 +142,7 @@ def require_unaltered(paths: Iterable[Path], together: bool = False) -> None:
         raise ConfigError(f"weights: {folder} is damaged ({', '.join(wrong)}): copy it again, or consolidate once more")
 
 
-def _read_universal(folder: Path) -> dict[str, Tensor]:
+def _read_universal_folder(folder: Path) -> dict[str, Tensor]:
     """Reads a folder of DeepSpeed's ds_to_universal: fp32 weights and buffers. Nothing that is pickled there is run."""
     merged = deepspeed_files.read_checkpoint(folder, trusted=True, dtype="F32")
     for span, crc in merged.sums.items():

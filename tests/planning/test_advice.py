@@ -68,26 +68,26 @@ def neighbours():
 
 def test_the_smallest_change(case):
     """Oracle: all ways to change one choice, each counted anew: advice is one of those that fit, where one does."""
-    ways = {takes(case.changed(**way).estimate()): way for way in neighbours()}
+    ways = {takes(case.change(**way).estimate_costs()): way for way in neighbours()}
     least = min(ways)
     tight = on(case, least)
-    assert not tight.estimate().fits
-    change = advice.find_change(tight.estimate(), tight)
+    assert not tight.estimate_costs().fits
+    change = advice.find_change(tight.estimate_costs(), tight)
     assert change.fits and takes(change) == least
-    assert list_changes(tight.estimate(), change) == list_changes(
-        case.estimate(), case.changed(**ways[least]).estimate()
+    assert list_changes(tight.estimate_costs(), change) == list_changes(
+        case.estimate_costs(), case.change(**ways[least]).estimate_costs()
     )
-    assert len(list_changes(tight.estimate(), change)) == 1
+    assert len(list_changes(tight.estimate_costs(), change)) == 1
 
 
 def test_what_computes_least(case):
     """Oracle: each single change, counted anew: where no chip is named, advice is the one of those that fit which puts
     least on the host and computes least again; and the network of no chip is refused.
     """
-    tight = on(case, takes(case.estimate()) - 1)
-    fitting = [other for way in neighbours() if (other := tight.changed(**way).estimate()).fits]
+    tight = on(case, takes(case.estimate_costs()) - 1)
+    fitting = [other for way in neighbours() if (other := tight.change(**way).estimate_costs()).fits]
     costs = sorted((other.host, other.counts.recomputed) for other in fitting)
-    change = advice.find_change(tight.estimate(), tight)
+    change = advice.find_change(tight.estimate_costs(), tight)
     assert len(set(costs)) > 1 and (change.host, change.counts.recomputed) == costs[0] and change.time is None
     with pytest.raises(ConfigError, match="^--network: --gpu 900TB names no chip, so that nothing is timed"):
         plan.make_case(case.run, ROOT / "ds_configs" / "zero2.json", WORLD, 8, "900TB", 100.0)
@@ -95,27 +95,27 @@ def test_what_computes_least(case):
 
 def test_several_changes(case):
     """Oracle: all pairs of choices, each counted anew, where no single one fits."""
-    singles = [takes(case.changed(**way).estimate()) for way in neighbours()]
+    singles = [takes(case.change(**way).estimate_costs()) for way in neighbours()]
     pairs = [
-        takes(case.changed(**one, **other).estimate())
+        takes(case.change(**one, **other).estimate_costs())
         for one, other in itertools.combinations(neighbours(), 2)
         if not set(one) & set(other)
     ]
     assert min(pairs) < min(singles)
     tight = on(case, min(singles) - 1)
-    change = advice.find_change(tight.estimate(), tight)
-    assert change.fits and len(list_changes(tight.estimate(), change)) == 2 and takes(change) in pairs
+    change = advice.find_change(tight.estimate_costs(), tight)
+    assert change.fits and len(list_changes(tight.estimate_costs(), change)) == 2 and takes(change) in pairs
 
 
 def test_sharing():
     """Oracle: two ranks that share each sample, the most that two heads allow, counted anew: they keep less."""
     case = tiny("zero2.json", f"batch.global={BATCH}", "model.recompute=attention", "model.patch_size=1")
     least = {"stage": 3, "micro": 1, "recompute": "offload"}
-    shared = case.changed(**least, sequence=2).estimate()
-    assert takes(shared) < takes(case.changed(**least).estimate())
+    shared = case.change(**least, sequence=2).estimate_costs()
+    assert takes(shared) < takes(case.change(**least).estimate_costs())
     tight = on(case, takes(shared))
     found = advice.find_sharing(tight)
-    assert found.fits and list_changes(case.estimate(), found)["parallel.sequence"] == 2
+    assert found.fits and list_changes(case.estimate_costs(), found)["parallel.sequence"] == 2
     assert advice.find_sharing(on(case, takes(shared) - 1)) is None
     text = plan.describe_plan(replace(tight, run=found.run))[0]
     assert f"batch {BATCH} = {WORLD // 2} groups of 2 ranks x 1 x 4" in text
@@ -127,13 +127,13 @@ def test_inputs_on_the_host():
     """
     words = ("model.depth=9", "model.patch_size=2", f"batch.global={BATCH}")
     case = replace(tiny("zero2.json", *words), chip=CHIPS["h100"])
-    kept, sent = (case.changed(recompute=choice).estimate() for choice in ("all", "offload"))
+    kept, sent = (case.change(recompute=choice).estimate_costs() for choice in ("all", "offload"))
     one = 2 * 256 * 64 * 2
     assert kept.needed - sent.needed == 8 * one and sent.counts.moved == 9 * one and kept.counts.moved == 0
     assert sent.host - kept.host == sent.counts.host["activations"] == 9 * one
     assert sent.time.compute == kept.time.compute
     assert sent.time.links - kept.time.links == pytest.approx(2 * 9 * one / CHIPS["h100"].host_link)
-    assert sent.figures()["moved_bytes"] == 9 * one
+    assert sent.list_figures()["moved_bytes"] == 9 * one
     assert any(
         "to the host, and back" in line for line in plan.describe_plan(replace(case, run=sent.run))[0].splitlines()
     )
@@ -142,28 +142,30 @@ def test_inputs_on_the_host():
 def test_no_change_fits():
     """Oracle: a run whose choices all take the least memory already."""
     least = on(tiny("zero3_offload.json", f"batch.global={WORLD}", "model.recompute=offload"), 2**30)
-    assert advice.find_change(least.estimate(), least) is None
+    assert advice.find_change(least.estimate_costs(), least) is None
     assert "take larger GPUs" in plan.describe_plan(least)[0]
 
 
 def test_the_fastest_change(case):
     """Oracle: the model's time of each single change that fits: of equally few changes, advice is the fastest."""
-    chip = replace(CHIPS["h200"], memory=takes(case.estimate()) - 1)
+    chip = replace(CHIPS["h200"], memory=takes(case.estimate_costs()) - 1)
     tight = replace(case, chip=chip)
-    assert not tight.estimate().fits
-    ways = [replace(case.changed(**way).estimate(), chip=chip) for way in neighbours()]
+    assert not tight.estimate_costs().fits
+    ways = [replace(case.change(**way).estimate_costs(), chip=chip) for way in neighbours()]
     fitting = [estimate for estimate in ways if estimate.fits]
     assert len(fitting) >= 2
-    assert advice.find_change(tight.estimate(), tight).time.total == min(estimate.time.total for estimate in fitting)
+    assert advice.find_change(tight.estimate_costs(), tight).time.total == min(
+        estimate.time.total for estimate in fitting
+    )
 
 
 def test_the_host_is_full(case):
     """Oracle: an offload that puts more into the host's memory than it has is no advice."""
-    offloaded = case.changed(offload=("offload_optimizer",)).estimate()
+    offloaded = case.change(offload=("offload_optimizer",)).estimate_costs()
     assert offloaded.host > 0
     full = replace(case, chip=Chip(2**40, host=offloaded.host))
-    assert case.estimate().host < 0.9 * offloaded.host
-    assert full.estimate().fits and not full.changed(offload=("offload_optimizer",)).estimate().fits
+    assert case.estimate_costs().host < 0.9 * offloaded.host
+    assert full.estimate_costs().fits and not full.change(offload=("offload_optimizer",)).estimate_costs().fits
 
 
 @pytest.mark.slow
@@ -175,7 +177,7 @@ def test_search(case):
     counted = []
     estimates = advice.search_choices(fast, counted.append)
     every = [
-        fast.changed(stage=stage, micro=micro, recompute=choice).estimate()
+        fast.change(stage=stage, micro=micro, recompute=choice).estimate_costs()
         for stage in (1, 2, 3)
         for micro in (1, 2)
         for choice in advice.RECOMPUTE
@@ -191,10 +193,10 @@ def test_search(case):
     alone = [estimate for estimate in found if estimate.run.parallel.sequence == 1]
     assert sorted(map(takes, alone)) == [size for size in sizes if size <= sizes[9]]
     # Two ranks share a sample, the two heads of it, only where one rank has no room for one sample.
-    kinds = {(stage_of(estimate.settings), estimate.choices()["model.recompute"]) for estimate in alone}
+    kinds = {(stage_of(estimate.settings), estimate.list_choices()["model.recompute"]) for estimate in alone}
     shared = [estimate for estimate in found if estimate not in alone]
     assert all(estimate.run.parallel.sequence == 2 and estimate.fits for estimate in shared)
-    assert kinds.isdisjoint((stage_of(each.settings), each.choices()["model.recompute"]) for each in shared)
+    assert kinds.isdisjoint((stage_of(each.settings), each.list_choices()["model.recompute"]) for each in shared)
     assert any(not estimate.fits for estimate in counted)
     assert not plan.describe_ways(on(fast, sizes[0] - 1))[1]
 
@@ -207,7 +209,7 @@ def test_the_table(case):
     assert values["device_bytes"] == sum(values["device"].values()) and len(text.splitlines()) <= 40
     for kind, size in values["device"].items():
         assert any(line.split()[:1] == [kind] for line in text.splitlines()) == (size > 0)
-    tight = on(case, takes(case.estimate()) - 1)
+    tight = on(case, takes(case.estimate_costs()) - 1)
     values, (text, fits) = json.loads(plan.describe_plan(tight, json=True)[0]), plan.describe_plan(tight)
     assert values["fits"] is fits is False and "DOES NOT FIT" in text and values["advice"]["fits"]
     assert len(values["advice"]["changes"]) == 1

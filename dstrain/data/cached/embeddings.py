@@ -56,14 +56,14 @@ def open_pairs(path: str | Path, splits: tuple[float, ...], split: str, world: i
     one of the `world` ranks without a pair of its own, or a value is NaN (in data small enough to look through; else
     met when read).
     """
-    pairs = open_stored(path)
+    pairs = open_all_pairs(path)
     begin, end = (
         (0, len(pairs)) if split == "all" else _compute_split_bounds(len(pairs), splits, world)[SPLITS.index(split)]
     )
     return Pairs(pairs, split, begin, end) if end > begin else None
 
 
-def open_stored(path: str | Path) -> "Stored":
+def open_all_pairs(path: str | Path) -> "Stored":
     """Opens all pairs of a path. Raises ConfigError as `open_pairs`."""
     return open_builtin_pairs() if str(path) == BUILTIN else _open_folder(Path(path))
 

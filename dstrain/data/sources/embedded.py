@@ -7,7 +7,7 @@ that were, by their number and a hash of their names: others are refused.
 from torch import Tensor
 
 from dstrain.data.builtin.emoji import EMOJI, Emoji
-from dstrain.data.cached.embeddings import BUILTIN, Stored, open_stored, read_data_fingerprint
+from dstrain.data.cached.embeddings import BUILTIN, Stored, open_all_pairs, read_data_fingerprint
 from dstrain.data.source import Chance, Item, Source
 from dstrain.data.sources.captioned import Captioned
 from dstrain.data.sources.images import Images
@@ -46,7 +46,7 @@ def add_embeddings(images: Source, path: str) -> Embedded:
     Raises ConfigError if these are of other images.
     """
     with reword_errors(options={"data.path=": "data.embeddings="}):
-        stored = open_stored(path)
+        stored = open_all_pairs(path)
     refusal = f"data.embeddings={path} is not of these images: "
     if isinstance(images, Emoji) != (path == BUILTIN):
         raise ConfigError(
