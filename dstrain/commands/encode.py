@@ -166,7 +166,9 @@ def _prepare_folder(options: EncodeOptions, stage: FirstStage, encoding: dict[st
 
 
 def _find_conflict(out: Path, encoding: dict[str, Any], names: dict[str, str]) -> str | None:
-    """Returns why the files in the folder are of another encoding, else None. `names` are for people."""
+    """Returns why the files in the folder are of another encoding, else None. names: what messages call the keys of an
+    encoding.
+    """
     if (earlier := shards.read_earlier(out)) is not None:
 
         def describe_value(key: str, value: Any, names: dict[str, str]) -> Any:

@@ -104,7 +104,7 @@ def _find_group() -> ModuleType | None:
 def _note_end(code: int, at_once: bool = False) -> None:
     """Writes down how this rank ends, for a supervisor and for the other ranks here.
 
-    They go on where all ranks end so, and end with this one after a fault, or where it has left its work at once.
+    The others go on if all ranks end so; they end with this one after a fault, or if it has left its work at once.
     """
     exit_codes.note_code(code)
     if code in (exit_codes.DONE, exit_codes.STOPPED) and not at_once:

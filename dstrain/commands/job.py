@@ -274,7 +274,9 @@ def _check_step(run: Run, options: JobOptions) -> None:
 
 
 def _check_profile(run: Run, options: JobOptions) -> None:
-    """Raises ConfigError if the steps of --profile lie beyond the run; tracking/profile.py sees the others."""
+    """Raises ConfigError if the steps of --profile lie beyond the end of the run. tracking/profile.py finds other
+    faults of it.
+    """
     if options.profile is not None and options.profile[1] > run.steps:
         raise ConfigError(f"--profile: step {options.profile[1]} lies beyond steps={run.steps}: name steps up to that")
 

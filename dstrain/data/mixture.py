@@ -212,7 +212,7 @@ class Mixture(Source):
         return f"mixture n={len(self)} classes={len(self.classes)} {classes} of {parts}"
 
     def _find_place(self, index: int) -> tuple[int, int]:
-        """Returns (source, index in it) of an index."""
+        """Returns the source that holds a sample of the mixture, and the sample's index in it."""
         source = int(torch.bucketize(index, self._ends, right=True))
         return source, index - int(self._ends[source]) + self.sizes[source]
 

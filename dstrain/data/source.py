@@ -234,7 +234,7 @@ def stack_texts(texts: Sequence[Tensor]) -> Tensor:
 
 
 def join_batches(batches: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """Joins batches, one behind the other."""
+    """Joins batches to one, in their order."""
     joined = {}
     for name in batches[0]:
         parts = [batch[name] for batch in batches]

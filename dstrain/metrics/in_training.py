@@ -124,7 +124,9 @@ class Quality:
         return {name: value for name, (value, _) in values.items() if "/" not in name}
 
     def score(self, figures: dict[str, float]) -> float | None:
-        """Returns the figure of save.best as a score, the lowest is the best; None: save.best names no metric."""
+        """Returns the figure of save.best as a score, of which the lowest is the best; None if save.best names no
+        metric.
+        """
         best = self._run.save.best
         if not isinstance(best, str):
             return None
@@ -185,9 +187,9 @@ def _place_statistics(statistics: Statistics) -> Statistics:
 
 
 def check_quality(run: Run, system: System, train: Source, unseen: Source | None) -> Quality | None:
-    """Returns what every.metrics measures; None: nothing. Raises ConfigError as Quality.
+    """Returns the metrics of every.metrics, checked; None if the run measures none. Raises ConfigError as Quality.
 
-    Names are checked where nothing is measured, too: a run may go on with every.metrics.
+    Names are checked even where nothing is measured: a run may go on with every.metrics.
     """
     metrics = run.samples.metrics
     with reword_errors(options=_OPTIONS):
@@ -214,7 +216,7 @@ def check_quality(run: Run, system: System, train: Source, unseen: Source | None
 
 
 def open_quality(run: Run, system: System, train: Source, unseen: Source | None) -> Quality | None:
-    """Returns what every.metrics measures, ready to measure; None: nothing. On all ranks together.
+    """Returns the metrics of every.metrics, ready to measure; None if the run measures none. On all ranks together.
 
     Raises ConfigError as Quality.
     """

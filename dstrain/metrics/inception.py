@@ -208,7 +208,7 @@ class InceptionFeatures(Features):
         self.spatial = InceptionSpatial(self)
 
     def prepare(self, images: Tensor) -> Tensor:
-        """Turns uint8 (N, C, h, w) into what the network takes."""
+        """Converts images uint8 (N, C, h, w) to the input of the network."""
         images = make_rgb(images).to(self._network.fc.weight.device).float()
         return self._resize(images) / self._middle - 1
 

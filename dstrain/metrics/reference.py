@@ -112,9 +112,10 @@ def _select_statistics(
 
 
 def _check_array(rows: Any, name: str, axes: str) -> np.ndarray | None:
-    """Returns numbers with these axes, those of one letter equally long.
+    """Returns numbers after checking that they are finite and have these axes, of which those of one letter are equally
+    long.
 
-    Raises ConfigError with `name` if they are not such, or not finite.
+    Raises ConfigError, which begins with `name`, if they are not.
     """
     if rows is None:
         return None
@@ -157,7 +158,9 @@ class _Arrays(pickle.Unpickler):
 
 
 def _read_pickle(path: Path) -> dict[str, Any]:
-    """Reads EDM2's {"fid": {"mu": ..., "sigma": ...}, "fd_dinov2": ...}, by our names."""
+    """Reads the statistics of EDM2's {"fid": {"mu": ..., "sigma": ...}, "fd_dinov2": ...}; returns them by the names of
+    our files.
+    """
     with open(path, "rb") as file:
         content = _Arrays(file).load()
     return {

@@ -226,7 +226,7 @@ def _try_case(case: Case) -> Estimate | None:
 
 
 def _rank_by_cost(estimate: Estimate) -> tuple[float, ...]:
-    """Returns a key by which the cheapest estimate is the least."""
+    """Returns a key to sort estimates by, the cheapest first."""
     if estimate.time is None:
         exchanged = sum(call.bytes for call in estimate.counts.collectives)
         return estimate.host, estimate.counts.recomputed, exchanged, -estimate.micro_batch, estimate.needed

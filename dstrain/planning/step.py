@@ -150,7 +150,7 @@ def _label_makers(
     for masters in engines.masters.values():
         wrap_method(masters, "step", mark_updating)
         for owner, name, kind in list_makers(masters):
-            wrap_method(owner, name, partial(watch.making, kind))
+            wrap_method(owner, name, partial(watch.mark_made, kind))
 
 
 def wrap_method(owner: Any, name: str, context: Callable[[], AbstractContextManager]) -> None:

@@ -209,7 +209,7 @@ def _describe_kind(kind: str) -> str:
 
 
 def _find_grid(samples: Path) -> Path | None:
-    """Returns the last grid that training has drawn; of what draws none, the last reconstruction."""
+    """Returns the last grid that training has drawn; if a system draws none, the last reconstruction."""
     for pattern in (r"step_\d+\.png", r"step_\d+_reconstruction\w*\.png"):
         grids = [path for path in samples.glob("step_*.png") if re.fullmatch(pattern, path.name)]
         if grids:

@@ -30,8 +30,8 @@ def draw_grids(
     """Yields each grid: its images uint8 (N, ...) on the host of rank 0, None on the others; its name, columns and
     captions.
 
-    `source` gives the data from which a system begins that begins from data. At most `micro` samples of a rank are
-    drawn in one call.
+    `source` holds the samples from which some systems begin to draw, such as super-resolution. At most `micro` samples
+    of a rank are drawn in one call.
     """
     samples = run.samples
     chunk = min(micro, -(-samples.num // group.world()))

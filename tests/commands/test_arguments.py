@@ -61,10 +61,10 @@ def test_runs_that_guide(tmp_path):
         ("parse_guide", "a:best"),
         ("parse_guide", "a@-1"),
         ("parse_interval", "1"),
-        ("parse_portion", "1.1"),
+        ("parse_fraction", "1.1"),
         ("parse_interval", "2,1"),
         ("parse_interval", "0,inf"),
-        ("parse_portion", "-1"),
+        ("parse_fraction", "-1"),
         ("parse_size", "320"),
         ("parse_size", "0x8"),
         ("parse_size", "8x8x8"),
@@ -80,4 +80,4 @@ def test_numbers():
     """Oracle: the ends of what is allowed."""
     assert arguments.parse_interval("0,0") == (0, 0) and arguments.parse_interval("0.2,1e3") == (0.2, 1000)
     assert arguments.parse_size("320x192") == arguments.parse_size("320X192") == (320, 192)
-    assert arguments.parse_portion("0") == 0 and arguments.parse_portion("1") == 1
+    assert arguments.parse_fraction("0") == 0 and arguments.parse_fraction("1") == 1

@@ -65,7 +65,7 @@ def parse_scale(text: str) -> float:
     return value
 
 
-def parse_share(text: str) -> float:
+def parse_fraction_below_1(text: str) -> float:
     """Parses a fraction from 0 on and below 1."""
     value = parse_scale(text)
     if value >= 1:
@@ -89,7 +89,7 @@ def parse_widths(text: str) -> tuple[float, ...]:
     return values
 
 
-def parse_portion(text: str) -> float:
+def parse_fraction(text: str) -> float:
     """Parses a fraction from 0 to 1."""
     value = parse_scale(text)
     if value > 1:
@@ -110,7 +110,7 @@ def parse_guide(text: str) -> tuple[Path, float | str | None, int | None]:
     RUN:raw, RUN@400 and RUN@400:raw.
     """
     run, colon, name = (text, "", "") if Path(text).is_dir() else text.rpartition(":")
-    run, weights = (run, name if name == "raw" else parse_share(name)) if colon else (text, None)
+    run, weights = (run, name if name == "raw" else parse_fraction_below_1(name)) if colon else (text, None)
     folder, at, step = (run, "", "") if Path(run).is_dir() else run.rpartition("@")
     return (Path(folder), weights, parse_count(step)) if at else (Path(run), weights, None)
 

@@ -50,7 +50,9 @@ class Spec:
 
 
 def option(default: Any, text: str, kind: Callable[[str], Any] = str, **more: Any) -> Any:
-    """Returns a field for --NAME; `more` is of Spec. A flag is False by default, or True and named no-SOMETHING."""
+    """Returns a dataclass field for the option --NAME; `more` are fields of Spec. A flag is False by default, or True
+    and named no-SOMETHING.
+    """
     return field(default=default, metadata={_SPEC: Spec(text, kind, **more)})
 
 
@@ -114,14 +116,14 @@ def parse_options(command: type[C], argv: Sequence[str]) -> C:
 def _refuse_nothing(kind: Callable[[str], Any]) -> Callable[[str], Any]:
     """Returns a parser that refuses an empty word, of which Path would make the current folder."""
 
-    def parse(text: str) -> Any:
+    def parse_word(text: str) -> Any:
         if not text.strip():
             raise argparse.ArgumentTypeError(
                 "gives nothing, as where a variable of the shell is not set: write a value, or leave it out"
             )
         return kind(text)
 
-    return parse
+    return parse_word
 
 
 def _add_options(parser: Parser, found: list[tuple[Field, Spec]]) -> None:

@@ -4,7 +4,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import ClassVar
 
-from dstrain.commands.options.arguments import parse_positive, parse_share
+from dstrain.commands.options.arguments import parse_fraction_below_1, parse_positive
 from dstrain.commands.options.command import Command, argument, option
 from dstrain.recipe import ConfigError
 
@@ -69,7 +69,7 @@ class ConvertOptions(Command):
     )
     shard_size: int = option(4096, "samples of a file", parse_positive, metavar="N", heading=_LATENTS)
     max_bad_fraction: float = option(
-        0.01, "unreadable files that are replaced before it ends", parse_share, metavar="F", heading=_LATENTS
+        0.01, "unreadable files that are replaced before it ends", parse_fraction_below_1, metavar="F", heading=_LATENTS
     )
 
     def check_options(self) -> None:

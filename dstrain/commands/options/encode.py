@@ -4,7 +4,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import ClassVar
 
-from dstrain.commands.options.arguments import parse_part, parse_positive, parse_share
+from dstrain.commands.options.arguments import parse_fraction_below_1, parse_part, parse_positive
 from dstrain.commands.options.command import argument, option
 from dstrain.commands.options.shared import PRECISIONS, Precision, Weights
 from dstrain.recipe import ConfigError
@@ -59,7 +59,7 @@ class EncodeOptions(Weights):
     )
     split: str = option("train", "train, held_out or all", metavar="NAME", choices=("train", "held_out", "all"))
     held_out: float | None = option(
-        None, "share of the folder that is held out (the run's, or 0)", parse_share, metavar="FRACTION"
+        None, "share of the folder that is held out (the run's, or 0)", parse_fraction_below_1, metavar="FRACTION"
     )
     captions: str | None = option(
         None,
@@ -130,7 +130,7 @@ class EncodeOptions(Weights):
         metavar="K/N",
     )
     max_bad_fraction: float = option(
-        0.01, "unreadable files that are replaced before it ends", parse_share, metavar="F"
+        0.01, "unreadable files that are replaced before it ends", parse_fraction_below_1, metavar="F"
     )
     precision: Precision = option("fp32", "of the first stage: fp32, tf32 or bf16", metavar="NAME", choices=PRECISIONS)
     image_encoder: str | None = option(

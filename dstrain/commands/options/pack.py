@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
-from dstrain.commands.options.arguments import parse_binary_size, parse_share
+from dstrain.commands.options.arguments import parse_binary_size, parse_fraction_below_1
 from dstrain.commands.options.command import Command, argument, make_words_field, option
 from dstrain.recipe import ConfigError, Data, load_recipe
 
@@ -52,7 +52,7 @@ class PackOptions(Command):
     captions: bool = option(False, "captions of images, too; those of videos are always kept")
     images: bool = option(False, "of a folder with videos among images, the images alone")
     max_bad_fraction: float = option(
-        0.01, "files that may be unreadable; they keep their place, empty", parse_share, metavar="F"
+        0.01, "files that may be unreadable; they keep their place, empty", parse_fraction_below_1, metavar="F"
     )
 
     def check_options(self) -> None:

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from dstrain.commands.options.arguments import parse_count, parse_guide, parse_interval, parse_portion, parse_scale
+from dstrain.commands.options.arguments import parse_count, parse_fraction, parse_guide, parse_interval, parse_scale
 from dstrain.commands.options.command import Command, option
 
 Precision = Literal["fp32", "tf32", "bf16"]
@@ -71,7 +71,7 @@ class Sampling(Command):
         heading=GUIDANCE,
     )
     guidance_rescale: float | None = option(
-        None, "share of guidance that is rescaled (0)", parse_portion, metavar="F", heading=GUIDANCE
+        None, "share of guidance that is rescaled (0)", parse_fraction, metavar="F", heading=GUIDANCE
     )
     guide: tuple[Path, float | str | None, int | None] | None = option(
         None,

@@ -55,7 +55,7 @@ class Tars(Layout):
 
     @classmethod
     def recognises(cls, root: str, files: Files, request: Request) -> bool:
-        if _has_several_names(root):
+        if _is_file_list(root):
             return _is_tar(root)
         return any(_is_tar(name) for name, inner in peek_names(files) if not inner)
 
@@ -63,7 +63,7 @@ class Tars(Layout):
         """Returns the shards. Raises ConfigError if a tar file is compressed, in which nothing can be read by its
         place.
         """
-        several = _has_several_names(self.root)
+        several = _is_file_list(self.root)
         top = (name for name, inner in self.files.list_names() if not inner)
         names = [name for name in (find_files(self.files, *_ENDS) if several else top) if _is_tar(name)]
         for name in names:
@@ -102,7 +102,7 @@ class Tars(Layout):
         members = self._iterate_members(part)
         folders = {f"{key.rpartition('/')[0]}/" for key in members}
         refuse_split_names(folders, f"{self.request.key}={self.root}: {part}")
-        if not (self.files.pattern or _has_several_names(self.root)):  # Else their user has chosen them.
+        if not (self.files.pattern or _is_file_list(self.root)):  # Else their user has chosen them.
             self._named |= {folder for folder in folders if is_split(folder.split("/")[-2])}
             refuse_split_names(self._named, f"{self.request.key}={self.root}")
         labelled = any(_find_label(sample) is not None for sample in members.values())
@@ -277,8 +277,8 @@ def _find_more(file: BinaryIO) -> int | None:
     return None
 
 
-def _has_several_names(root: str) -> bool:
-    """Returns whether files are named one by one: by a pattern, or as addresses with spaces between them."""
+def _is_file_list(root: str) -> bool:
+    """Returns whether a user has named the files one by one: by a pattern, or as addresses with spaces between them."""
     return "{" in root or ("://" in root and " " in root)
 
 

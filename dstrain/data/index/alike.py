@@ -32,7 +32,8 @@ _ENDS = 1 << 16  # bytes at either end
 
 
 def require_same_data(layout: Layout, index: Index, read_stats: Callable[[], list[Any]]) -> None:
-    """Compares the views of the data, on all ranks together. read_stats: of what the index watches.
+    """Compares what the machines see of the data, on all ranks together. read_stats: reads size and time of what is
+    watched.
 
     Raises ConfigError, which names the machine and the first difference.
     """

@@ -63,7 +63,9 @@ class Verified:
         return self._values[key]
 
     def is_whole(self) -> bool:
-        """Returns whether the file is what was written, but for a large one, which is verified as it is used."""
+        """Compares all blocks with their checksums; returns True for a large file without a look, since it is verified
+        as it is used.
+        """
         if len(self._view) > CHECKED:
             return True
         try:

@@ -71,7 +71,7 @@ class Captioned(Images):
 
 
 def hash_texts(root: Path, files: Iterable[list[str]]) -> bytes:
-    """Returns a hash of the texts beside files, whose names come some at a time."""
+    """Hashes the texts beside files; `files` yields lists of their names."""
     texts = blake2b()
     for names in files:
         add_captions(texts, root, names)

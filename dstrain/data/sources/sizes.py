@@ -105,7 +105,7 @@ def _write_measures(
 
 
 def _append_rows(path: Path, block: np.ndarray, offset: int) -> None:
-    """Writes rows behind whole ones; what a crash has left of others is cut off."""
+    """Writes rows behind those that are whole, and cuts off what a crash has left behind them."""
     with open(path, "r+b" if path.exists() else "wb") as file:
         file.truncate(offset)
         file.seek(offset)
