@@ -17,8 +17,8 @@ from dstrain.data.views import Spread
 from dstrain.distributed import group
 from dstrain.distributed.exit_codes import DONE, STOPPED
 from dstrain.distributed.pieces import Pieces, end_piece
-from dstrain.distributed.progress import phases
-from dstrain.distributed.stops import Stopped, Stops, open_stops
+from dstrain.distributed.progress import get_phases
+from dstrain.distributed.stops import Stopped, Stops, get_stops
 from dstrain.distributed.watchdog import Watchdog
 from dstrain.engine.checkpoint import Checkpoints
 from dstrain.engine.ema.shadow import EmaShadow
@@ -27,7 +27,7 @@ from dstrain.engine.recovery import Divergence
 from dstrain.engine.settings import list_remarks, read_precision
 from dstrain.engine.start import start_group
 from dstrain.metrics.in_training import Quality, open_quality
-from dstrain.nn.sequence import sharing
+from dstrain.nn.sequence import share_tokens
 from dstrain.recipe import NotSaved, Run, dump_run
 from dstrain.runs import folders, hosts
 from dstrain.runs.resume import Resume
@@ -75,18 +75,18 @@ def train(run: Run, settings: dict[str, Any], resume: Resume = Resume()) -> int:
     first = group.read_place().rank == 0
     lock = folders.lock_folder(run.directory) if first else nullcontext()  # one run in a folder
     limits = run.faults.hang_factor, run.faults.hang_seconds, 60 * run.faults.timeout_minutes
-    stops = open_stops()
-    stops.watch(run.directory if first else None, run.faults.orphan_check)
+    stops = get_stops()
+    stops.watch_for_stop(run.directory if first else None, run.faults.orphan_check)
     with lock, Watchdog(run.directory, *limits) as watchdog:
         training = set_up(run, settings, resume, watchdog, stops)
         try:
             done, left = run_steps(training)
             finish_run(training, done, left)
         except (RuntimeError, FloatingPointError, NotSaved) as error:
-            if stops.patience is not None and stops.requested():
+            if stops.patience is not None and stops.is_requested():
                 raise Stopped from error  # another rank has left at once, too
-            watchdog.lost(error)
-            training.tracker.note_failure(group.describe_fall(error), page=isinstance(error, FloatingPointError))
+            watchdog.handle_lost_ranks(error)
+            training.tracker.note_failure(group.report_fatal_error(error), page=isinstance(error, FloatingPointError))
             raise
         finally:
             training.close()
@@ -100,32 +100,32 @@ def run_steps(training: Training) -> tuple[int, bool]:
     """
     run, every, done, stop = training.run, training.run.every, training.first, False
     engines, tracker, course, throughput = training.engines, training.tracker, training.course, training.throughput
-    training.stops.defer(_FIRST_STEP)  # so far all is saved, and so it is until the first step has ended
+    training.stops.defer_to_main_thread(_FIRST_STEP)  # so far all is saved, and so it is until the first step has ended
     left = catch_up(training, done)
     while done < run.steps and not (stop or left):
-        training.watchdog.at(done + 1)
+        training.watchdog.enter_phase(done + 1)
         ballot = group.Ballot(lambda: wants_stop(training))
         try:
-            with training.pieces.breakable():
+            with training.pieces.allow_stops():
                 losses = take_step(
-                    done, run, training.system, engines, training.batches, tracker, course.shift, ballot.cast
+                    done, run, training.system, engines, training.batches, tracker, course.shift, ballot.cast_vote
                 )
         except Stopped:  # before the step has changed anything
-            training.saver.wait()
+            training.saver.wait_for_save()
             if done != training.saver.newest:
                 record_step(training, done, stop=True)
             else:
                 training.saves.note_course(done)
             left = True
             break
-        training.stops.defer(None)
-        training.ema.update(done, engines.applied())
+        training.stops.defer_to_main_thread(None)
+        training.ema.update(done, engines.list_applied())
         done += 1
         throughput.count_step(done, losses)
         tracker.move_progress_bar(done)
-        training.saves.look()  # reports saves that have ended meanwhile
-        stop = ballot.outcome()  # everyone together
-        if trouble := course.trouble(done, engines.applied().values(), losses, done == run.steps):
+        training.saves.report_ended_save()  # reports saves that have ended meanwhile
+        stop = ballot.await_outcome()  # everyone together
+        if trouble := course.find_trouble(done, engines.list_applied().values(), losses, done == run.steps):
             done, stop = go_back(training, done, trouble), False  # raises where there is no way back
             continue
         last = stop or done == run.steps
@@ -133,7 +133,7 @@ def run_steps(training: Training) -> tuple[int, bool]:
             counts = {"skipped": course.state.skipped, "rollbacks": course.rollbacks} | training.batches.count_drawn(
                 done
             )
-            tracker.report_means(done, throughput.compute_figures(done) | counts | engines.figures())
+            tracker.report_means(done, throughput.compute_figures(done) | counts | engines.collect_figures())
         if last or any(
             is_due(interval, done)
             for interval in (every.save, every.sample, every.evaluate, every.metrics, run.ema.snapshots)
@@ -141,7 +141,7 @@ def run_steps(training: Training) -> tuple[int, bool]:
             with throughput.exclude_time():
                 left = record_step(training, done, stop)
     if stop or left:
-        training.stops.settle()
+        training.stops.remove_stop_file()
         end_without_data(training, done)
     return done, left
 
@@ -149,7 +149,7 @@ def run_steps(training: Training) -> tuple[int, bool]:
 def wants_stop(training: Training) -> bool:
     """Returns whether this rank has a reason to stop: a request, no samples, or a folder that is another run's now."""
     lost = group.rank() == 0 and hosts.has_lost(training.run.directory)
-    return lost or training.stops.requested() or training.batches.problem is not None
+    return lost or training.stops.is_requested() or training.batches.problem is not None
 
 
 def record_step(training: Training, done: int, stop: bool) -> bool:
@@ -158,12 +158,12 @@ def record_step(training: Training, done: int, stop: bool) -> bool:
     """
     run, every, last = training.run, training.run.every, stop or done == training.run.steps
     hosts.require_own_folder(run.directory)
-    training.watchdog.at(done, "save of step")
+    training.watchdog.enter_phase(done, "save of step")
     good = training.course.state.good
     saved = last or (is_due(every.save, done) and good)
     if saved:
         training.saves.save(done, last, routine=is_due(every.save, done) and good)  # written while training goes on
-    training.saves.averages.take(done, done == run.steps, last)
+    training.saves.averages.take_snapshot(done, done == run.steps, last)
     left = not stop and not measure_step(training, done, saved)
     if left and not saved:
         training.saves.save(done, True, routine=False)
@@ -186,11 +186,11 @@ def measure_step(training: Training, done: int, saved: bool, held: tuple[bool, .
         for (task, interval, source), has in zip(tasks, held):
             if source is None or has or not is_due(interval, done, last):
                 continue
-            with training.pieces.breakable():
+            with training.pieces.allow_stops():
                 score = task(training, done)
             if score is not None and saved:
                 training.saver.note_score(done, score)
-            elif score is not None and training.saver.improves(score) and training.course.state.good:
+            elif score is not None and training.saver.is_improvement(score) and training.course.state.good:
                 training.saves.save(done, score=score)
     except Stopped:
         return False
@@ -211,13 +211,13 @@ def catch_up(training: Training, done: int) -> bool:
     a stop has cut that short.
     """
     held = training.tracker.has_written(done)
-    training.saves.averages.take(done, done == training.run.steps, wait=True)
+    training.saves.averages.take_snapshot(done, done == training.run.steps, wait=True)
     return done > 0 and not measure_step(training, done, True, held)
 
 
 def go_back(training: Training, done: int, trouble: str) -> int:
     """Goes from trouble back to the newest checkpoint before it, and past the batches since; returns its step."""
-    training.watchdog.at(done, "way back from step")
+    training.watchdog.enter_phase(done, "way back from step")
     hosts.require_own_folder(training.run.directory)
     step = training.saves.go_back(done, trouble)
     training.batches.extend(training.run.steps + training.course.shift)
@@ -257,7 +257,7 @@ def take_step(
         rng.seed_torch(run.seed, step + shift, micro * group.world() + group.rank())  # dropout is torch's own
         for part in system.turns(step):  # ("denoiser",) or ("autoencoder", "discriminator")
             # This part is live, the others are bare and frozen; ranks that share samples cut their tokens.
-            with engines.turn(part) as nets, sharing(group.team(sequence)):
+            with engines.select_part(part) as nets, share_tokens(group.get_neighbour_group(sequence)):
                 terms = system.loss(part, nets, example)
                 engines.learn(part, terms["loss"])  # DeepSpeed updates on the last micro-batch
             terms = {name: term.detach() for name, term in terms.items()}
@@ -267,13 +267,13 @@ def take_step(
             tracker.add_terms(part, terms)
     if watched:  # what a system learns on the side, by all samples
         rows = {name: torch.cat([terms[name] for terms in watched]) for name in watched[0]}
-        system.observe(group.in_order(rows.pop("position"), rows, sequence))
+        system.observe(group.gather_in_order(rows.pop("position"), rows, sequence))
     return losses
 
 
 def set_up(run: Run, settings: dict[str, Any], resume: Resume, watchdog: Watchdog, stops: Stops) -> Training:
     """Joins the ranks, builds networks, engines and averages, and loads the newest checkpoint, or that of `resume`."""
-    folder, say = run.directory, phases().say
+    folder, say = run.directory, get_phases().print_lines
     start_group(run.faults.timeout_minutes)
     watchdog.begin_to_publish()
     options = {f"--{name.replace('_', '-')}": getattr(resume, name) for name in Resume.__dataclass_fields__}
@@ -281,7 +281,7 @@ def set_up(run: Run, settings: dict[str, Any], resume: Resume, watchdog: Watchdo
     source, held_out_source = open_sources(run.data, run=folder)
     if group.rank() == 0:
         say(*describe_data(run.data, source, held_out_source, folder))
-    phases().at("building networks")
+    get_phases().enter_phase("building networks")
     system = systems.build(run.system, run.model)  # networks, losses, sampler: plain torch
     # Checked before, too; but a run that was waited for may have trained here since then.
     hosts.run_on_first(lambda: folders.prepare_start(run, system.fingerprint(source), resume))
@@ -291,7 +291,7 @@ def set_up(run: Run, settings: dict[str, Any], resume: Resume, watchdog: Watchdo
         network.to(group.device())
     engines = build_engines(run, settings, system, draw=False)
     ema = EmaShadow(engines.masters, run.ema, system.averaged)  # shadows the fp32 weights this rank owns
-    weights = engines.counts(system.frozen())
+    weights = engines.count_weights(system.frozen())
     say("weights: " + ", ".join(f"{part} {count:,}" for part, count in weights.items()))
     if run.save.format == "deepspeed":
         say("note: save.format=deepspeed: going on from these checkpoints needs --trust-pickle")
@@ -310,7 +310,7 @@ def set_up(run: Run, settings: dict[str, Any], resume: Resume, watchdog: Watchdo
     )
     first = load_weights(run, engines, ema, saves, system, resume.step)
     if resume.allow_change:
-        course.forgive()
+        course.forget_rollbacks()
     if first < (earlier := folders.read_last_saved(folder)):
         say(f"step {earlier} was saved here, and step {first} is the newest whole checkpoint")
     elif first == 0 and (folder / "metrics.jsonl").exists():
@@ -414,10 +414,10 @@ def load_weights(
         hosts.run_on_first(lambda: folders.set_newer_aside(run.directory, step))
     if step == 0:
         loaded = fit_weights(run.init_from, system) if run.init_from is not None else {}
-        phases().say(*(f"init_from: {change}" for _, changes in loaded.values() for change in changes))
-        engines.draw({part: values for part, (values, _) in loaded.items()})
+        get_phases().print_lines(*(f"init_from: {change}" for _, changes in loaded.values() for change in changes))
+        engines.draw_weights({part: values for part, (values, _) in loaded.items()})
         ema.reset()
-    phases().say(
+    get_phases().print_lines(
         f"goes on from step {step} of {run.steps}"
         if step
         else f"begins at step 1 of {run.steps}, with weights from {run.init_from or f'seed {run.seed}'}"
@@ -431,20 +431,20 @@ def finish_run(training: Training, done: int, left: bool) -> None:
     `left`: a stop has cut short what follows the last step.
     """
     run, tracker, saved = training.run, training.tracker, training.saver.newest
-    training.watchdog.at(done, "end at step")
+    training.watchdog.enter_phase(done, "end at step")
     if training.first < saved == run.steps and not left:
         checkpoint = run.directory / "checkpoints" / f"step_{run.steps:08d}"
         parts = training.system.averaged or training.engines
         tracker.log_model(done, lambda into: write_parts(checkpoint, parts, run.samples.ema, into))
     tracker.note(folders.describe_end(run, run.directory, training.first, done, saved, training.stops.reason, left))
     tracker.write_last_report(done)
-    group.leave_group()  # signals are still caught and ignored: all is saved
+    group.leave_process_group()  # signals are still caught and ignored: all is saved
 
 
 def draw_samples(training: Training, done: int) -> None:
     """Draws the grid of the recipe and the system's own pictures, from the EMA: the same seeds and data every time."""
-    training.watchdog.at(done, "samples of step")
-    with training.ema.swapped(training.run.samples.ema):
+    training.watchdog.enter_phase(done, "samples of step")
+    with training.ema.use_averages(training.run.samples.ema):
         shown = draw_grids(training.run, training.system, training.engines.modules, training.shown, training.micro)
         for images, name, columns, captions in [*shown]:  # all or none are written: catch_up tells by one of them
             training.tracker.save_samples(done, images, name, columns, captions)
@@ -454,7 +454,7 @@ def evaluate_loss(training: Training, done: int) -> float | None:
     """Reports held-out means from the EMA that samples are drawn from and, as raw/..., from the training weights, and
     the EMA's curves, whose axis is not the timestep, such as the use of each token. Returns the loss for save.best.
     """
-    training.watchdog.at(done, "evaluation of step")
+    training.watchdog.enter_phase(done, "evaluation of step")
     run, source = training.run, Spread(training.held_out, training.run.every.evaluate_samples or None)
 
     def means(curves: dict[str, list[float]]) -> dict[str, float]:
@@ -463,7 +463,7 @@ def evaluate_loss(training: Training, done: int) -> float | None:
 
     raw = {f"raw/{name}": value for name, value in means({}).items()}
     curves: dict[str, list[float]] = {}
-    with training.ema.swapped(run.samples.ema):
+    with training.ema.use_averages(run.samples.ema):
         scores = means(curves) | raw
     training.tracker.report_scores(done, scores, curves)
     return scores["loss"] if run.save.best is True else None
@@ -473,11 +473,11 @@ def measure_quality(training: Training, done: int) -> float | None:
     """Reports samples.metrics of every EMA. Returns the score for save.best, the lower the better, of the one that
     samples are drawn from.
     """
-    training.watchdog.at(done, "metrics of step")
+    training.watchdog.enter_phase(done, "metrics of step")
     run, scores = training.run, {}
     first = next(iter(run.ema.names), None) if run.samples.ema is None else run.samples.ema
     for average in run.ema.names or (None,):
-        with training.ema.swapped(average):
+        with training.ema.use_averages(average):
             figures = training.quality.measure(training.engines.modules, training.micro)
         scores |= {name if average == first else f"ema_{average:g}/{name}": value for name, value in figures.items()}
     training.tracker.report_scores(done, scores, kind="metrics")

@@ -9,7 +9,7 @@ import signal
 import sys
 from pathlib import Path
 
-from dstrain.distributed.progress import phases
+from dstrain.distributed.progress import get_phases
 
 # Before torch is loaded: its threads gain nothing on tiny networks, and those of several workers and ranks only fight.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -119,4 +119,4 @@ def pytest_collection_finish():
 
 def pytest_runtest_setup(item):
     """A test's log begins without the lines that an earlier test's code has said in this process."""
-    phases().logged()
+    get_phases().take_printed_lines()

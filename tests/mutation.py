@@ -227,7 +227,7 @@ MISTAKES = [
     (
         "online weights shown for the average",
         "dstrain/engine/ema/shadow.py",
-        "showing(shadows[chosen])",
+        "show_flats(shadows[chosen])",
         "showing(self._masters[part].flats)",
         "tests/engine/ema/test_shadow.py::test_reset_and_what_is_shown",
     ),

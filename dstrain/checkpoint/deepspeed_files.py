@@ -173,7 +173,7 @@ def _merge_weights(
     if masters is None:
         trained = _collect_trained(folder, first, states, sharded)
     else:
-        sharded = _require_stage(folder, models)
+        sharded = _has_stage3_files(folder, models)
         trained = dict(_collect_universal(folder, first["param_shapes"], masters))
     weights = dict(_collect_frozen(folder, models, sharded)) | trained
     shared = dict(first.get("shared_params") or {})
@@ -257,7 +257,7 @@ class _Line:
         if any(flat.strides is not None or flat.dtype != self.dtype for flat in self.flats):
             raise TypeError("partitions that are not flat, or of several types")
 
-    def cut(self, start: int, numel: int) -> Iterator[Span]:
+    def cut_elements(self, start: int, numel: int) -> Iterator[Span]:
         """Yields elements start .. start + numel. Raises IndexError if there are fewer."""
         size, done, end = SIZES[self.dtype], 0, start + numel
         if not 0 <= start <= end <= self.numel:
@@ -273,7 +273,7 @@ class _Line:
 def _collect_trained(
     folder: Path, first: Mapping[str, Any], states: Mapping[int, Any], sharded: bool
 ) -> dict[str, Stored]:
-    """Returns the fp32 masters; at stage 0 the network's own weights, unless it computes in less. `first`: rank 0's
+    """Returns the fp32 masters; at stage 0 the network's own weights, unless it computes in 16 bits. `first`: rank 0's
     model.
     """
     if states:
@@ -301,8 +301,8 @@ def _collect_trained(
 def _collect_stage12(
     folder: Path, shapes: list[dict[str, tuple]], states: Mapping[int, Any]
 ) -> Iterator[tuple[str, Stored]]:
-    """Yields weights, of which a group's lie one after another over all ranks' partitions, with gaps where DeepSpeed
-    says so.
+    """Yields the weights of stages 1 and 2: a group's lie one after another over all ranks' partitions, with gaps where
+    DeepSpeed says so.
     """
     ranks = range(len(states))
     for number, group in enumerate(shapes):
@@ -317,10 +317,10 @@ def _collect_stage12(
                     span
                     for rank in ranks
                     if (own := states[rank]["param_slice_mappings"][number].get(name))
-                    for span in parts[rank].cut(own.start, own.numel)
+                    for span in parts[rank].cut_elements(own.start, own.numel)
                 ]
             else:  # before DeepSpeed 0.8
-                spans = list(whole.cut(offset, math.prod(shape)))
+                spans = list(whole.cut_elements(offset, math.prod(shape)))
             offset += math.prod(shape) + gap
             yield name, _require_fit(folder, name, Stored(whole.dtype, shape, tuple(spans)))
 
@@ -328,8 +328,8 @@ def _collect_stage12(
 def _collect_stage3(
     folder: Path, shapes: list[dict[str, tuple]], states: Mapping[int, Any]
 ) -> Iterator[tuple[str, Stored]]:
-    """Yields weights, each of which is cut into equal shares, the last one padded; a rank's shares lie one after
-    another.
+    """Yields the weights of stage 3: each is cut into equal shares, the last one padded, and a rank's shares lie one
+    after another.
     """
     lines = [_Line(states[rank]["fp32_flat_groups"]) for rank in range(len(states))]
     offset = 0
@@ -339,7 +339,7 @@ def _collect_stage3(
         spans = [
             span
             for rank, line in enumerate(lines)
-            for span in line.cut(offset, max(0, min(share, numel - rank * share)))
+            for span in line.cut_elements(offset, max(0, min(share, numel - rank * share)))
         ]
         offset += share
         yield name, _require_fit(folder, name, Stored(lines[0].dtype, shape, tuple(spans)))
@@ -350,9 +350,9 @@ def _collect_stage3(
         )
 
 
-def _require_stage(folder: Path, models: Mapping[int, Any]) -> bool:
-    """Returns whether a universal folder is of stage 3, whose models lie in a file of each rank. Raises ConfigError if
-    one is missing.
+def _has_stage3_files(folder: Path, models: Mapping[int, Any]) -> bool:
+    """Returns whether a universal folder is of stage 3, with a model file for each rank. Raises ConfigError if one is
+    missing.
     """
     if (folder / "mp_rank_00_model_states.pt").exists():
         return False
@@ -382,7 +382,7 @@ def _collect_frozen(folder: Path, models: Mapping[int, Any], sharded: bool) -> I
         shares = [models[rank]["frozen_param_fragments"][name] for rank in range(len(models) if sharded else 1)]
         if sharded:
             line = _Line(shares)
-            spans = tuple(line.cut(0, math.prod(shape)))
+            spans = tuple(line.cut_elements(0, math.prod(shape)))
             yield name, _require_fit(folder, name, Stored(line.dtype, tuple(shape), spans))
         else:
             yield name, shares[0]

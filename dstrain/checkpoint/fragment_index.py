@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from dstrain.checkpoint.layout import Fragment, Places, shard_name
+from dstrain.checkpoint.layout import Fragment, Places, name_shard
 from dstrain.checkpoint.manifest import Digest
 from dstrain.checkpoint.safetensors_io import SIZES, Span, read_header, render_header
 from dstrain.distributed import group
@@ -27,7 +27,7 @@ from dstrain.recipe import ConfigError
 _TENSOR = "fragments"
 
 
-def index_name(part: str) -> str:
+def name_index_file(part: str) -> str:
     return f"index-{part}.safetensors"
 
 
@@ -42,7 +42,9 @@ class Rows(NamedTuple):
 
 
 def collect_rows(entries: Iterable[tuple[str, Fragment, Any]], written: dict[str, Any]) -> Rows:
-    """Returns the rows of a shard into which fragments.write_shard has written these entries, and what it returned."""
+    """Returns the index's rows of a shard, from the entries that fragments.write_shard has written and what it
+    returned.
+    """
     fragments = [(kind, fragment) for kind, fragment, *_ in entries if fragment.numel]
     place = written["size"] - SIZES["F32"] * sum(fragment.numel for _, fragment in fragments)  # behind the header
     table = np.zeros((len(fragments), 5), np.int64)
@@ -58,11 +60,11 @@ def write_indices(
     """Writes the indices of all parts, by rank 0 from every rank's own rows: {name: {size, hash}}; {} on the other
     ranks.
     """
-    gathered = group.to_first(own)
+    gathered = group.gather_on_first_rank(own)
     if gathered is None:
         return {}
     return {
-        index_name(part): write_index(folder, part, [by_part[part] for by_part in gathered], shapes(part))
+        name_index_file(part): write_index(folder, part, [by_part[part] for by_part in gathered], shapes(part))
         for part in own
     }
 
@@ -72,7 +74,7 @@ def write_index(folder: Path, part: str, by_rank: Sequence[Rows], shapes: dict[s
     table = np.concatenate([own.table for own in by_rank])
     table[:, 3] = np.repeat(np.arange(len(by_rank)), [len(own.table) for own in by_rank])
     table = np.ascontiguousarray(table[np.lexsort((table[:, 1], table[:, 0]))].T)  # (5, N)
-    path = folder / index_name(part)
+    path = folder / name_index_file(part)
     kinds = list(dict.fromkeys(kind for own in by_rank for kind in own.kinds))
     header = render_header(
         path,
@@ -91,7 +93,7 @@ def write_index(folder: Path, part: str, by_rank: Sequence[Rows], shapes: dict[s
             digest.update(data)
         file.flush()
         os.fsync(file.fileno())
-    return digest.entry()
+    return digest.make_entry()
 
 
 class FragmentIndex(Places):
@@ -99,7 +101,7 @@ class FragmentIndex(Places):
 
     def __init__(self, folder: Path, part: str) -> None:
         super().__init__(folder, part)
-        path, self.dtype = folder / index_name(part), "F32"
+        path, self.dtype = folder / name_index_file(part), "F32"
         try:
             tensors, metadata = read_header(path)
             self._kinds = list(json.loads(metadata["kinds"]))
@@ -114,32 +116,32 @@ class FragmentIndex(Places):
             np.memmap(path, "<i8", "r", span.offset, stored.shape) if span.nbytes else np.empty(stored.shape, np.int64)
         )
 
-    def matches(self, files: dict[str, dict[str, Any]]) -> bool:
+    def matches_shards(self, files: dict[str, dict[str, Any]]) -> bool:
         """Returns whether the shards are those of which the index was made, by the hashes in a manifest."""
-        names = [shard_name(self.part, rank, self._shards) for rank in range(min(self._shards, len(files) + 1))]
+        names = [name_shard(self.part, rank, self._shards) for rank in range(min(self._shards, len(files) + 1))]
         return (
             all(name in files for name in names) and _hash_shards(files[name]["hash"] for name in names) == self._sealed
         )
 
-    def kinds(self) -> list[str]:
+    def list_kinds(self) -> list[str]:
         return self._kinds
 
-    def names(self, kind: str) -> list[str]:
+    def list_names(self, kind: str) -> list[str]:
         """Returns the names of the trained tensors of a kind, in the network's order."""
-        return [name for name in self._shapes if self.has(kind, name)]
+        return [name for name in self._shapes if self.has_tensor(kind, name)]
 
-    def has(self, kind: str, name: str) -> bool:
-        first, last = self._rows(kind, name)
+    def has_tensor(self, kind: str, name: str) -> bool:
+        first, last = self._find_rows(kind, name)
         return first < last
 
-    def _shape(self, kind: str, name: str) -> tuple[int, ...]:
+    def _find_shape(self, kind: str, name: str) -> tuple[int, ...]:
         if name in self._shapes:
             return self._shapes[name]
-        last = self._rows(kind, name)[1] - 1  # of codes of 8 bits, which are flat
+        last = self._find_rows(kind, name)[1] - 1  # of codes of 8 bits, which are flat
         return (int(self._table[1, last] + self._table[2, last]),)
 
-    def _pieces(self, kind: str, name: str, start: int, end: int) -> list[tuple[int, Span]]:
-        first, last = self._rows(kind, name)
+    def _find_fragments(self, kind: str, name: str, start: int, end: int) -> list[tuple[int, Span]]:
+        first, last = self._find_rows(kind, name)
         starts = self._table[1, first:last]
         begin = max(int(np.searchsorted(starts, start, "right")) - 1, 0)
         stop = int(np.searchsorted(starts, end)) + 1  # one more, which ends a gap
@@ -147,14 +149,14 @@ class FragmentIndex(Places):
         for _, element, numel, rank, place in self._table[:, first + begin : min(first + stop, last)].T.tolist():
             if not 0 <= rank < self._shards or numel < 0 or place < 0:
                 raise ConfigError(
-                    f"{self.folder / index_name(self.part)} names elements beyond the shards: it is damaged"
+                    f"{self.folder / name_index_file(self.part)} names elements beyond the shards: it is damaged"
                 )
-            path = self.folder / shard_name(self.part, rank, self._shards)
+            path = self.folder / name_shard(self.part, rank, self._shards)
             pieces.append((element, Span(path, place, SIZES[self.dtype] * numel)))
         return pieces
 
-    def _rows(self, kind: str, name: str) -> tuple[int, int]:
-        """Returns the rows of a tensor's fragments: the first, and the one behind the last."""
+    def _find_rows(self, kind: str, name: str) -> tuple[int, int]:
+        """Returns the range of rows with a tensor's fragments: the first row, and the one behind the last."""
         keys, key = self._table[0], _hash_key(kind, name)
         return int(np.searchsorted(keys, key)), int(np.searchsorted(keys, key, "right"))
 

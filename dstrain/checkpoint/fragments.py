@@ -22,11 +22,11 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from dstrain.checkpoint.fragment_index import FragmentIndex, index_name
-from dstrain.checkpoint.layout import SHARD, Fragment, Index, Places, shard_name
+from dstrain.checkpoint.fragment_index import FragmentIndex, name_index_file
+from dstrain.checkpoint.layout import SHARD, Fragment, Index, Places, name_shard
 from dstrain.checkpoint.manifest import THREADS, Digest, read_manifest
 from dstrain.checkpoint.safetensors_io import SIZES, Files, render_header
-from dstrain.distributed.progress import phases
+from dstrain.distributed.progress import get_phases
 from dstrain.recipe import ConfigError
 
 _CHUNK_ELEMENTS = 1 << 24  # elements that are on the host at a time: 64 MB
@@ -79,7 +79,7 @@ def write_shard(
                 put(memoryview(piece.contiguous().numpy()).cast("B"))
         file.flush()
         os.fsync(file.fileno())
-        return digest.entry()
+        return digest.make_entry()
 
 
 class _Reader(Places):
@@ -103,16 +103,17 @@ class _Reader(Places):
         numel None: to the end; shape: the reader's. Raises ConfigError for an unknown name, another shape, or elements
         in no shard.
         """
-        if shape is not None and tuple(shape) != self.shape(name):
+        if shape is not None and tuple(shape) != self.find_shape(name):
             raise ConfigError(
-                f"{self.part}: {name} has shape {tuple(shape)}, the checkpoint {self.folder} holds {self.shape(name)}"
+                f"{self.part}: {name} has shape {tuple(shape)}, "
+                f"the checkpoint {self.folder} holds {self.find_shape(name)}"
             )
-        spans = self.spans(kind, name, start, None if numel is None else start + numel)
+        spans = self.find_spans(kind, name, start, None if numel is None else start + numel)
         counts = [span.nbytes // SIZES[self.dtype] for span in spans]
         values = torch.empty(sum(counts), dtype=torch.float32 if self.dtype == "F32" else torch.int16)
         for span, piece in zip(spans, values.split(counts)):
             self._files.read(span, memoryview(piece.numpy()).cast("B"))
-            phases().beat()
+            get_phases().note_progress()
         return values if self.dtype == "F32" else values.view(torch.bfloat16).float()
 
 
@@ -131,10 +132,10 @@ class IndexedShards(_Reader, FragmentIndex):
 
 
 def open_shards(folder: Path, part: str) -> Shards | IndexedShards:
-    """Opens the shards of a part: by their index where it is of these very shards, else by their headers."""
-    if (folder / index_name(part)).is_file():  # earlier versions wrote none
+    """Opens the shards of a part, by their index if it was made of these very shards, else by their headers."""
+    if (folder / name_index_file(part)).is_file():  # earlier versions wrote none
         indexed = IndexedShards(folder, part)
-        if indexed.matches(read_manifest(folder)["files"]):
+        if indexed.matches_shards(read_manifest(folder)["files"]):
             return indexed
     return Shards(folder, part)
 
@@ -152,7 +153,7 @@ def _list_shards(folder: Path, part: str) -> list[str]:
     if len(worlds) > 1:
         raise ConfigError(f"{folder} holds shards of {part} of several world sizes: {sorted(worlds)}")
     world = worlds.pop()
-    missing = [shard_name(part, rank, world) for rank in range(world) if (rank, world) not in names]
+    missing = [name_shard(part, rank, world) for rank in range(world) if (rank, world) not in names]
     if missing or len(names) != world:
         raise ConfigError(f"{folder} lacks {', '.join(missing[:5])} ({len(names)} of {world} shards)")
     return [names[rank, world] for rank in range(world)]
@@ -161,13 +162,14 @@ def _list_shards(folder: Path, part: str) -> list[str]:
 class StoredWeight(torch.Tensor):
     """A float32 tensor in the shards of a checkpoint: its shape is known, and every operation reads its values anew.
 
-    So a network may be fitted to a file of any size, and `elements` gives each rank what it owns. It cannot be written.
+    So a network may be fitted to a file of any size, and `read_slice` gives each rank what it owns. It cannot be
+    written.
     """
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     def __new__(cls, shards: Shards | IndexedShards, kind: str, name: str) -> Self:
-        return torch.Tensor._make_wrapper_subclass(cls, shards.shape(name), dtype=torch.float32)
+        return torch.Tensor._make_wrapper_subclass(cls, shards.find_shape(name), dtype=torch.float32)
 
     def __init__(self, shards: Shards | IndexedShards, kind: str, name: str) -> None:
         self._shards, self._place = shards, (kind, name)
@@ -175,7 +177,7 @@ class StoredWeight(torch.Tensor):
     def __repr__(self) -> str:  # type: ignore[override]
         return f"StoredWeight({'/'.join(self._place)}, {tuple(self.shape)})"
 
-    def elements(self, start: int = 0, numel: int | None = None) -> Tensor:
+    def read_slice(self, start: int = 0, numel: int | None = None) -> Tensor:
         """Reads elements start .. start + numel of the flattened tensor: (numel,)."""
         with self._shards:
             return self._shards.read(*self._place, start, numel)
@@ -187,14 +189,17 @@ class StoredWeight(torch.Tensor):
         if op._schema.is_mutable and isinstance(args[0], cls):
             raise TypeError(f"{op} writes into a weight of a checkpoint: write into a clone of it")
         args, kwargs = tree_map(
-            lambda value: value.elements().view(value.shape) if isinstance(value, cls) else value, (args, kwargs or {})
+            lambda value: value.read_slice().view(value.shape) if isinstance(value, cls) else value,
+            (args, kwargs or {}),
         )
         return op(*args, **kwargs)
 
 
 def read_elements(value: Tensor, start: int, numel: int) -> Tensor:
-    """Returns elements start .. start + numel of a flattened tensor; of one in a checkpoint no others are read."""
-    return value.elements(start, numel) if isinstance(value, StoredWeight) else value.reshape(-1)[start : start + numel]
+    """Returns elements start .. start + numel of a flattened tensor; of one in a checkpoint, no others are read."""
+    return (
+        value.read_slice(start, numel) if isinstance(value, StoredWeight) else value.reshape(-1)[start : start + numel]
+    )
 
 
 def list_stored_weights(shards: Shards | IndexedShards, kind: str) -> dict[str, Tensor]:

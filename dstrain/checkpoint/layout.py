@@ -43,11 +43,11 @@ class Fragment:
             )
 
 
-def shard_name(part: str, rank: int, world: int) -> str:
+def name_shard(part: str, rank: int, world: int) -> str:
     return f"{part}-{rank:05d}-of-{world:05d}.safetensors"
 
 
-def damage_error(checkpoint: Path, reason: str) -> ConfigError:
+def make_damage_error(checkpoint: Path, reason: str) -> ConfigError:
     return ConfigError(f"checkpoint {checkpoint} is damaged ({reason}): take an older one with --step")
 
 
@@ -60,52 +60,50 @@ class Places(ABC):
         self._shapes: dict[str, tuple[int, ...]] = {}
 
     @abstractmethod
-    def kinds(self) -> list[str]: ...
+    def list_kinds(self) -> list[str]: ...
 
     @abstractmethod
-    def names(self, kind: str) -> list[str]: ...
+    def list_names(self, kind: str) -> list[str]: ...
 
     @abstractmethod
-    def has(self, kind: str, name: str) -> bool: ...
+    def has_tensor(self, kind: str, name: str) -> bool: ...
 
     def list_whole(self, kind: str) -> dict[str, str]:
         """Returns, by the name of each tensor of the network, the kind to read for weights of `kind`: itself, or master
         for frozen weights, which have no averages.
         """
-        own = self.names(kind)
-        return dict.fromkeys(self.names("master"), "master") | dict.fromkeys(own, kind)
+        own = self.list_names(kind)
+        return dict.fromkeys(self.list_names("master"), "master") | dict.fromkeys(own, kind)
 
-    def _shape(self, kind: str, name: str) -> tuple[int, ...]:
+    def _find_shape(self, kind: str, name: str) -> tuple[int, ...]:
         return self._shapes[name]
 
     @abstractmethod
-    def _pieces(self, kind: str, name: str, start: int, end: int) -> list[tuple[int, Span]]:
-        """Returns (first element, bytes) of fragments by their first element, of at least those that overlap start ..
-        end.
-        """
+    def _find_fragments(self, kind: str, name: str, start: int, end: int) -> list[tuple[int, Span]]:
+        """Returns (first element, bytes) of fragments in order, of at least those that overlap start .. end."""
 
-    def decays(self) -> list[float]:
+    def list_decays(self) -> list[float]:
         """Returns the decays of the averages, in the order of the recipe."""
-        return [float(kind.removeprefix("ema.")) for kind in self.kinds() if kind.startswith("ema.")]
+        return [float(kind.removeprefix("ema.")) for kind in self.list_kinds() if kind.startswith("ema.")]
 
-    def shape(self, name: str) -> tuple[int, ...]:
+    def find_shape(self, name: str) -> tuple[int, ...]:
         if name not in self._shapes:
-            raise self._unknown(name, self._shapes)
+            raise self._make_unknown_error(name, self._shapes)
         return self._shapes[name]
 
-    def spans(self, kind: str, name: str, start: int = 0, end: int | None = None) -> list[Span]:
-        """Returns the bytes of elements start .. end of a flattened tensor, in order, each element once; to its end if
-        None.
+    def find_spans(self, kind: str, name: str, start: int = 0, end: int | None = None) -> list[Span]:
+        """Returns where the bytes of elements start .. end of a flattened tensor lie, in order, each element once; to
+        its end if None.
 
         Raises ConfigError for an unknown tensor, or elements that are outside of it or in no shard.
         """
-        if not self.has(kind, name):
-            raise self._unknown(name, self.names(kind), kind)
-        shape = self._shape(kind, name)
+        if not self.has_tensor(kind, name):
+            raise self._make_unknown_error(name, self.list_names(kind), kind)
+        shape = self._find_shape(kind, name)
         end = math.prod(shape) if end is None else end
         if not 0 <= start <= end <= math.prod(shape):
             raise ConfigError(f"{self.part}: elements {start} .. {end} of {name} are outside of shape {shape}")
-        pieces = self._pieces(kind, name, start, end)
+        pieces = self._find_fragments(kind, name, start, end)
         spans, done = [], start
         size = SIZES[self.dtype]
         for first, span in pieces:
@@ -122,7 +120,7 @@ class Places(ABC):
             )
         return spans
 
-    def _unknown(self, name: str, names: Iterable[str], kind: str = "tensor") -> ConfigError:
+    def _make_unknown_error(self, name: str, names: Iterable[str], kind: str = "tensor") -> ConfigError:
         near = difflib.get_close_matches(name, list(names), 1)
         nearest = f"; the nearest is {near[0]}" if near else ""
         return ConfigError(f"{self.part}: the checkpoint {self.folder} holds no {kind} named {name}{nearest}")
@@ -139,24 +137,24 @@ class Index(Places):
         self.metadata: dict[str, str] = {}  # of the first shard
         self.pieces: dict[str, dict[str, list[tuple[int, Span]]]] = {}  # kind: name: (first element, bytes)
         for name in names:
-            self._add(folder / name)
+            self._add_shard(folder / name)
         for pieces in (pieces for named in self.pieces.values() for pieces in named.values()):
             pieces.sort(key=lambda piece: (piece[0], -piece[1].nbytes))
 
-    def kinds(self) -> list[str]:
+    def list_kinds(self) -> list[str]:
         return list(self.pieces)
 
-    def names(self, kind: str) -> list[str]:
+    def list_names(self, kind: str) -> list[str]:
         """Returns the names of the tensors of a kind, in the order of saving; empty where there are none."""
         return list(self.pieces.get(kind, ()))
 
-    def has(self, kind: str, name: str) -> bool:
+    def has_tensor(self, kind: str, name: str) -> bool:
         return name in self.pieces.get(kind, ())
 
-    def _pieces(self, kind: str, name: str, start: int, end: int) -> list[tuple[int, Span]]:
+    def _find_fragments(self, kind: str, name: str, start: int, end: int) -> list[tuple[int, Span]]:
         return self.pieces[kind][name]
 
-    def _add(self, path: Path) -> None:
+    def _add_shard(self, path: Path) -> None:
         entries: list[tuple[str, Fragment, Span]] = []
         try:
             tensors, metadata = read_header(path)
@@ -190,21 +188,22 @@ class Fragments(Index):
         try:
             super().__init__(folder, part, self.files)
         except FileNotFoundError as error:
-            raise damage_error(folder, f"{Path(error.filename).name} is missing") from None
+            raise make_damage_error(folder, f"{Path(error.filename).name} is missing") from None
         except ConfigError as error:
-            raise damage_error(folder, str(error)) from None
+            raise make_damage_error(folder, str(error)) from None
 
-    def tensors(self, kind: str) -> Iterator[tuple[str, Stored]]:
+    def list_tensors(self, kind: str) -> Iterator[tuple[str, Stored]]:
         """Yields every tensor of a kind, in the order of saving, frozen weights included."""
         for name, found in self.list_whole(kind).items():
             try:
-                yield name, Stored(self.dtype, self.shape(name), tuple(self.spans(found, name)))
+                yield name, Stored(self.dtype, self.find_shape(name), tuple(self.find_spans(found, name)))
             except ConfigError as error:
-                raise damage_error(self.folder, str(error)) from None
+                raise make_damage_error(self.folder, str(error)) from None
 
 
 def find_reconstructed(folder: Path, width: float, step: int | None, checkpoint: Path | None) -> Path | None:
-    """Returns what `dstrain reconstruct` has made of a run: its average of `width` at `step` (None: the newest).
+    """Returns the folder in which `dstrain reconstruct` has put a run's average of `width` at `step` (None: the
+    newest).
 
     None: there is none, or `checkpoint`, the run's own of that step, holds this average itself.
     """
@@ -218,7 +217,7 @@ def find_reconstructed(folder: Path, width: float, step: int | None, checkpoint:
 def list_averages(checkpoint: Path) -> set[float]:
     """Returns decays and widths of the averages that a checkpoint holds, of any part."""
     shards = [match for path in checkpoint.glob("*.safetensors") if (match := SHARD.fullmatch(path.name))]
-    return {number for match in shards for number in Index(checkpoint, match[1], [match[0]]).decays()}
+    return {number for match in shards for number in Index(checkpoint, match[1], [match[0]]).list_decays()}
 
 
 def list_buffers(checkpoint: Path, part: str) -> Iterator[Entry]:
@@ -228,9 +227,9 @@ def list_buffers(checkpoint: Path, part: str) -> Iterator[Entry]:
     try:
         tensors, _ = read_header(checkpoint / COMMON)
     except FileNotFoundError:
-        raise damage_error(checkpoint, f"{COMMON} is missing") from None
+        raise make_damage_error(checkpoint, f"{COMMON} is missing") from None
     except ConfigError as error:
-        raise damage_error(checkpoint, f"{COMMON}: {error}") from None
+        raise make_damage_error(checkpoint, f"{COMMON}: {error}") from None
     prefix = f"buffer/{part}/"
     for name, tensor in tensors.items():
         if name.startswith(prefix):

@@ -14,7 +14,7 @@ from typing import Any
 from pydantic import BaseModel, NonNegativeInt, PositiveInt, ValidationError, field_validator
 
 from dstrain.disk import sealed, small
-from dstrain.distributed.progress import phases
+from dstrain.distributed.progress import get_phases
 from dstrain.recipe import ConfigError
 
 NAME = "manifest.json"
@@ -40,7 +40,7 @@ class _Body(BaseModel):
 
     @field_validator("files")
     @classmethod
-    def _below(cls, files: dict[str, _Entry]) -> dict[str, _Entry]:
+    def _require_names_below(cls, files: dict[str, _Entry]) -> dict[str, _Entry]:
         for path in map(PurePosixPath, files):
             if path.is_absolute() or ".." in path.parts or "\0" in str(path):
                 raise ValueError(f"{str(path)!r} is no path below the checkpoint's folder")
@@ -73,7 +73,7 @@ def read_manifest(path: str | os.PathLike) -> dict:
 def hash_files(folder: Path, names: list[str], sync: bool = False) -> dict[str, dict]:
     """Returns {name: {size, hash}} of files below `folder`; `sync` also forces them to the disk."""
 
-    def block(job: tuple[str, int]) -> bytes:
+    def hash_block(job: tuple[str, int]) -> bytes:
         name, start = job
         with open(folder / name, "rb", buffering=0) as file:
             if sync and start == 0:
@@ -89,16 +89,16 @@ def hash_files(folder: Path, names: list[str], sync: bool = False) -> dict[str, 
     jobs = [(name, start) for name in names for start in range(0, max(sizes[name], 1), _BLOCK_BYTES)]
     whole = {name: hashlib.blake2b(digest_size=32) for name in names}
     with ThreadPoolExecutor(THREADS) as pool:
-        for (name, _), digest in zip(jobs, pool.map(block, jobs)):
+        for (name, _), digest in zip(jobs, pool.map(hash_block, jobs)):
             whole[name].update(digest)
-            phases().beat()
+            get_phases().note_progress()
     return {name: {"size": sizes[name], "hash": whole[name].hexdigest()} for name in names}
 
 
 class Digest:
     """Size and hash of a file as `hash_files` gives them, taken from its bytes while they are written.
 
-    With a `pool`, its threads hash whole blocks beside the writing: the bytes must stay as they are until `entry`.
+    With a `pool`, its threads hash whole blocks beside the writing: the bytes must stay as they are until `make_entry`.
     """
 
     def __init__(self, pool: Executor | None = None) -> None:
@@ -109,7 +109,7 @@ class Digest:
         self._whole = hashlib.blake2b(digest_size=32)
 
     def update(self, data: memoryview) -> None:
-        phases().beat()
+        get_phases().note_progress()
         while data:
             piece = data[: _BLOCK_BYTES - self.size % _BLOCK_BYTES]
             if self._pool is None:
@@ -130,8 +130,8 @@ class Digest:
             while len(self._jobs) > THREADS:  # no more of the bytes is kept than this
                 self._whole.update(self._jobs.popleft().result())
 
-    def entry(self) -> dict[str, Any]:
-        """Returns {size, hash}; to be called once, when all is written."""
+    def make_entry(self) -> dict[str, Any]:
+        """Returns {size, hash} for a manifest; to be called once, when all is written."""
         if self.size % _BLOCK_BYTES or not self.size:
             self._end_block()
         while self._jobs:

@@ -125,7 +125,7 @@ def render_header(path: Path, tensors: Iterable[tuple[str, str, Sequence[int]]],
 
 
 def split_entries(entries: list[Entry], shard_size: int) -> list[list[Entry]]:
-    """Deals out entries, in order, to files of at most `shard_size` bytes; a larger one has a file of its own."""
+    """Splits entries, in order, into files of at most `shard_size` bytes; a larger entry has a file of its own."""
     files: list[list[Entry]] = [[]]
     room = shard_size
     for entry in entries:
@@ -140,8 +140,8 @@ def split_entries(entries: list[Entry], shard_size: int) -> list[list[Entry]]:
 def write_model(
     folder: Path, entries: list[Entry], shard_size: int, metadata: dict[str, str], progress: Callable[[int], Any]
 ) -> dict[Path, dict[str, Any]]:
-    """Writes Hugging Face's layout: model.safetensors, or numbered files and their index, synced; size and hash of
-    each.
+    """Writes tensors in Hugging Face's layout, model.safetensors or numbered files with an index, and returns size and
+    hash of each file.
     """
     files = split_entries(entries, shard_size)
     names = [f"model-{number:05d}-of-{len(files):05d}.safetensors" for number in range(1, len(files) + 1)]
@@ -179,7 +179,7 @@ def _write_file(
                 _write_all(out, piece)
                 progress(len(piece))
         os.fsync(out.fileno())
-    return digest.entry()
+    return digest.make_entry()
 
 
 def _write_all(file: BinaryIO, data: memoryview) -> None:

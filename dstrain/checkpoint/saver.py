@@ -55,7 +55,7 @@ class _Pending:
 
 
 class Saver:
-    """Saves into a store, one after another; every method but `look` on all ranks together.
+    """Saves into a store, one after another; every method but `report_ended_save` on all ranks together.
 
     `report` takes lines for the user, in the main thread; `saved` each step that is whole, in any; both on rank 0.
     """
@@ -83,21 +83,22 @@ class Saver:
         last: bool,
         extra: dict[str, Any] | None = None,
     ) -> None:
-        """Has `write(folder, entries)` fill the folder of `step` on every rank, and seals it with `extra` (see Store).
+        """Saves `step`: calls `write(folder, entries)` to fill its folder on every rank, and seals it with `extra` (see
+        Store).
 
         `entries` are live values: beside training, copies of them are written. Raises NotSaved after three failures in
         a row, for which the third attempt is waited for, or a failure of the `last` save.
         """
         began = time.perf_counter()
-        self.wait()
+        self.wait_for_save()
         pending = _Pending(step, score, extra or {}, began)
         at_once = last or self._failures == _MAX_FAILURES - 1
-        copies = None if at_once else self._copies(entries)
+        copies = None if at_once else self._take_copies(entries)
         if copies is None:
             self._pending = pending
-            self._run(pending, lambda folder: write(folder, entries), need_bytes)
+            self._run_save(pending, lambda folder: write(folder, entries), need_bytes)
             pending.waited = pending.seconds
-            self.wait()
+            self.wait_for_save()
             if self._failures >= _MAX_FAILURES or (last and self._failures):
                 failed = self._failed
                 assert failed is not None
@@ -108,11 +109,11 @@ class Saver:
                 ) from failed.cause
             return
         if self._group is None:
-            self._group = group.new_group()
+            self._group = group.make_host_group()
 
         def in_thread() -> None:
             with group.use_group(self._group):
-                self._run(pending, lambda folder: write(folder, copies), need_bytes)
+                self._run_save(pending, lambda folder: write(folder, copies), need_bytes)
 
         # A daemon thread, so that a process whose peers are lost can end.
         thread = threading.Thread(target=in_thread, name=f"save-{step}", daemon=True)
@@ -123,30 +124,30 @@ class Saver:
             in_thread()
             pending.waited = pending.seconds
 
-    def wait(self) -> None:
+    def wait_for_save(self) -> None:
         """Waits for a pending save; afterwards all ranks know how it ended."""
         pending = self._pending
         if pending is None:
             return
         pending.ended.wait()
-        self.look()
+        self.report_ended_save()
         self._pending = None
-        if group.agree_any(pending.error is not None):
+        if group.is_true_on_any_rank(pending.error is not None):
             self._failures, self._failed = self._failures + 1, pending
         else:
             self.newest, self._failures = pending.step, 0
 
     def note_score(self, step: int, score: float) -> None:
         """Adds its score to a step that is saved, or about to be."""
-        self.wait()
+        self.wait_for_save()
         self.store.note_score(step, score)
 
     @property
     def under_way(self) -> bool:
-        """Whether this rank is still writing."""
+        """Returns whether this rank is still writing."""
         return self._pending is not None and not self._pending.ended.is_set()
 
-    def look(self) -> None:
+    def report_ended_save(self) -> None:
         """Reports a save that has ended since the last call; cheap enough for every step."""
         pending = self._pending
         if pending is None or pending.reported or self.under_way or group.rank() != 0:
@@ -160,30 +161,30 @@ class Saver:
         else:
             self.report(f"saving step {pending.step} failed: {pending.error}; older checkpoints are whole")
 
-    def improves(self, score: float) -> bool:
+    def is_improvement(self, score: float) -> bool:
         """Returns whether a score is finite, and lower than those of all checkpoints so far, a pending one included."""
-        best, pending = self.store.best(), self._pending
+        best, pending = self.store.find_best(), self._pending
         scores = [best[1]] if best else []
         if pending is not None and _is_finite(pending.score) and not (pending.ended.is_set() and pending.error):
             scores.append(pending.score)
-        return group.from_first(_is_finite(score) and all(score < earlier for earlier in scores))
+        return group.broadcast_from_first(_is_finite(score) and all(score < earlier for earlier in scores))
 
     def close(self) -> None:
         """Waits for a pending save when an error ends the run, but not when the user interrupts it a second time."""
         if self._pending is not None and not isinstance(sys.exc_info()[1], KeyboardInterrupt):
             self._pending.ended.wait()
-            self.look()
+            self.report_ended_save()
 
-    def _copies(self, entries: Entries) -> Entries | None:
-        """Takes copies to write beside training. None on all ranks, now and later, if some host has no memory for
-        them.
+    def _take_copies(self, entries: Entries) -> Entries | None:
+        """Copies entries to host memory, to be written beside training. Returns None on all ranks, now and later, if
+        some host lacks memory.
         """
         if not self._asynchronous:
             return None
-        shortage, copies = self._snapshot.shortage(entries), None
+        shortage, copies = self._snapshot.find_shortage(entries), None
         if shortage is None:
             try:
-                copies = self._snapshot.take(entries)
+                copies = self._snapshot.take_copies(entries)
             except (RuntimeError, MemoryError) as error:
                 shortage = f"rank {group.rank()} has no memory for a copy: {_first_line(error)}"
         shortages = [reason for reason in group.gather_objects(shortage) if reason is not None]
@@ -194,7 +195,7 @@ class Saver:
             self.report(f"training waits for each save (save.asynchronous): {shortages[0]}")
         return None
 
-    def _run(self, pending: _Pending, write: Callable[[Path], Hashes | None], need_bytes: int) -> None:
+    def _run_save(self, pending: _Pending, write: Callable[[Path], Hashes | None], need_bytes: int) -> None:
         try:
             self.store.save(pending.step, write, extra={**pending.extra, "score": pending.score}, need_bytes=need_bytes)
             pending.error = self.store.error
@@ -205,7 +206,7 @@ class Saver:
                     pending.remark = f"; but that was not written down: {error}"
         except Exception as error:  # such as a lost peer: raised where the save is awaited
             pending.error, pending.cause = (
-                group.explain_loss(error) or f"{type(error).__name__}: {_first_line(error)}",
+                group.explain_lost_ranks(error) or f"{type(error).__name__}: {_first_line(error)}",
                 error,
             )
         finally:
@@ -227,8 +228,8 @@ class HostCopies:
     def __init__(self) -> None:
         self._buffers: dict[str, Tensor] = {}
 
-    def shortage(self, entries: dict[str, list[Entry]]) -> str | None:
-        """Returns why a copy does not fit into the memory of some host, None if it fits everywhere; on all ranks
+    def find_shortage(self, entries: dict[str, list[Entry]]) -> str | None:
+        """Returns why copies do not fit into the memory of some host, None if they fit everywhere; on all ranks
         together.
         """
         if self._buffers:
@@ -247,13 +248,15 @@ class HostCopies:
                 )
         return None
 
-    def take(self, entries: dict[str, list[Entry]]) -> dict[str, list[Entry]]:
-        """Returns the same entries by part with copies of their values, which overwrite those of an earlier call."""
+    def take_copies(self, entries: dict[str, list[Entry]]) -> dict[str, list[Entry]]:
+        """Copies the values of entries, by part, into buffers that the next call overwrites, and returns the entries
+        with them.
+        """
         copies: dict[str, list[Entry]] = {}
         for part, live in entries.items():
             counts = [len(values) for _, _, values in live]
             if part not in self._buffers:
-                self._buffers[part] = self._host_buffer(sum(counts))
+                self._buffers[part] = self._allocate_host_buffer(sum(counts))
             copies[part] = [
                 (kind, fragment, target.copy_(values, non_blocking=True))
                 for (kind, fragment, values), target in zip(live, self._buffers[part].split(counts))
@@ -262,7 +265,7 @@ class HostCopies:
             torch.cuda.current_stream().synchronize()
         return copies
 
-    def _host_buffer(self, numel: int) -> Tensor:
+    def _allocate_host_buffer(self, numel: int) -> Tensor:
         """Allocates (numel,) float32 on the host, page-locked if this process has a GPU, which then copies at the bus's
         full rate. torch's own pinned allocator would round the size up to a power of two.
         """
@@ -276,8 +279,8 @@ class HostCopies:
 
 
 def _call_cuda(call: Callable[..., Any], *arguments: int) -> bool:
-    """Returns whether CUDA has done what it was asked for. Its error is cleared, else the next kernel would raise
-    it.
+    """Calls a function of CUDA and returns whether it succeeded. Clears its error, else the next kernel
+    would raise it.
     """
     failed = int(call(*arguments))
     if failed:

@@ -7,8 +7,8 @@
     FOLDER/best                 likewise a hint: the step of the lowest score of one metric in its manifest
 
 The manifest is written last and synced, and then the folder is renamed. A step that verifies is never written again.
-Every method but steps() and put_aside() is called on all ranks and has the same outcome on all of them, whatever fails
-on any one; all ranks share the folder. What the files hold is known to `check` alone.
+Every method but list_steps() and list_put_aside() is called on all ranks and has the same outcome on all of them,
+whatever fails on any one; all ranks share the folder. What the files hold is known to `check` alone.
 
 A rank hashes its own files and sends one list to rank 0, which writes the manifest: a folder holds files of every rank,
 and if each of a thousand ranks listed them with their sizes, the file system would get a million requests.
@@ -68,7 +68,8 @@ class Store:
     def save(
         self, step: int, write: Callable[[Path], Hashes | None], extra: dict | None = None, need_bytes: int = 0
     ) -> bool:
-        """Calls `begin`, `write(folder)` on every rank, and `commit`. True: the step exists and is whole.
+        """Saves a step: calls `begin`, `write(folder)` on every rank, and `commit`. Returns whether the step exists and
+        is whole.
 
         `write` gives {name: {size, hash}} of the files that it has synced and hashed while it wrote them.
         """
@@ -89,13 +90,13 @@ class Store:
         step), or it cannot be done (`error` says why, such as no space).
         """
         self.error = None
-        if self.fault(step) is None:
+        if self.find_fault(step) is None:
             return None
         needed = sum(group.gather_objects(int(need_bytes)))
-        self._mark = group.from_first(owner.make_mark())
-        tmp = self._path(step, f".{self._mark}.tmp")
+        self._mark = group.broadcast_from_first(owner.make_mark())
+        tmp = self._make_path(step, f".{self._mark}.tmp")
 
-        def prepare() -> None:
+        def prepare_folder() -> None:
             owner.check_claim(self.folder)
             self.folder.mkdir(parents=self._makes_parents, exist_ok=True)
             for leftover in self.folder.glob("step_*.tmp"):
@@ -105,7 +106,7 @@ class Store:
                 raise ConfigError(f"{self.folder} has {free / 1e6:.1f} MB free, {needed / 1e6:.1f} MB are needed")
             tmp.mkdir()
 
-        self.error = self._on_first(prepare)
+        self.error = self._run_on_first(prepare_folder)
         return tmp if self.error is None else None
 
     def commit(
@@ -121,10 +122,10 @@ class Store:
         and goes when a newer one is whole. extra["stays"] are steps to keep as well.
         extra["run"] is the identity of the run in the folder above, if this process has claimed it.
         """
-        tmp = self._path(step, f".{self._mark}.tmp")
-        self.error = first_failure(group.gather_objects(failed))
+        tmp = self._make_path(step, f".{self._mark}.tmp")
+        self.error = find_first_failure(group.gather_objects(failed))
         if self.error is None:
-            files, self.error = hash_all(tmp, hashed or {}, self._finish)
+            files, self.error = hash_all_files(tmp, hashed or {}, self._finish)
         if self.error is None:
             claim = owner.find_claim(self.folder.parent)
             writer = {"run": claim.identity} if claim and claim.identity else {}
@@ -135,24 +136,24 @@ class Store:
                 "extra": writer | (extra or {}),
                 "versions": {"dstrain": dstrain.__version__, "torch": torch.__version__},
             }
-            self.error = self._on_first(lambda: self._seal(step, tmp, body))
+            self.error = self._run_on_first(lambda: self._seal_step(step, tmp, body))
         if self.error is not None:
-            self._on_first(lambda: shutil.rmtree(tmp, ignore_errors=True))
+            self._run_on_first(lambda: shutil.rmtree(tmp, ignore_errors=True))
             return False
         self.damaged.discard(step)
         # The step is saved, whatever fails from here on.
-        self._on_first(lambda: self._point("newest", step))
-        self._on_first(self._delete_outdated)
+        self._run_on_first(lambda: self._write_pointer("newest", step))
+        self._run_on_first(self._delete_outdated)
         return True
 
-    def best(self) -> tuple[int, float] | None:
-        """Returns the step of the lowest finite extra["score"], the first where some are equal, and that score.
+    def find_best(self) -> tuple[int, float] | None:
+        """Returns the step of the lowest finite extra["score"], the first of several equal ones, and that score.
 
         Scores of another metric do not count: a run may go on with another save.best.
         """
         scores = {
             step: extra.get("score")
-            for step, extra in self._extras().items()
+            for step, extra in self._read_extras().items()
             if extra.get("metric", "loss") == self.metric
         }
         scored = [
@@ -164,26 +165,28 @@ class Store:
 
     def note_score(self, step: int, score: float) -> None:
         """Adds a score to the manifest of a step, which is saved before it is measured."""
-        self.note(step, score=score, metric=self.metric)
+        self.note_extra(step, score=score, metric=self.metric)
 
-    def note(self, step: int, **entries: Any) -> None:
-        """Adds entries to manifest["extra"] of a step; nothing if it is not there."""
+    def note_extra(self, step: int, **entries: Any) -> None:
+        """Adds entries to manifest["extra"] of a step; does nothing if the step is not there."""
 
         def write() -> None:
-            body = read_manifest(self._path(step))
+            body = read_manifest(self._make_path(step))
             body["extra"] |= entries
-            atomic.write_file(self._path(step) / NAME, render_sealed(body), make=False)
+            atomic.write_file(self._make_path(step) / NAME, render_sealed(body), make=False)
             self._delete_outdated()
 
-        self._on_first(write)
+        self._run_on_first(write)
 
     def list_good(self, before: int, bad_from: int | None = None) -> list[int]:
-        """Lists the steps up to `before` to go back to from trouble: the routine ones, or those of stops where there is
-        no other.
+        """Lists the steps up to `before` that a run in trouble may go back to: routine checkpoints, or if there are
+        none those of stops.
 
         bad_from: where this is the newest routine one, it and all later ones are bad. Nothing is verified.
         """
-        kinds = {step: extra.get("kind", ROUTINE) for step, extra in group.from_first(self._extras()).items()}
+        kinds = {
+            step: extra.get("kind", ROUTINE) for step, extra in group.broadcast_from_first(self._read_extras()).items()
+        }
         by_kind = [
             [step for step, kind in kinds.items() if kind == wanted and step <= before] for wanted in (ROUTINE, STOP)
         ]
@@ -191,105 +194,111 @@ class Store:
             by_kind = [[step for step in steps if step < bad_from] for steps in by_kind]
         return by_kind[0] or by_kind[1]
 
-    def newest(self, report: Callable[[str], None] = print, among: list[int] | None = None) -> tuple[int, Path] | None:
-        """Returns the newest step whose every file verifies, and its folder; None without any. `among`: only of these.
+    def find_newest(
+        self, report: Callable[[str], None] = print, among: list[int] | None = None
+    ) -> tuple[int, Path] | None:
+        """Returns the newest step whose every file verifies, and its folder; None if there is none. `among`: only of
+        these.
 
         Damaged ones are passed over; `report` gets a line on each, on rank 0.
         """
-        for step in sorted(group.from_first(self.steps()) if among is None else among, reverse=True):
-            reason = self.fault(step)
+        for step in sorted(group.broadcast_from_first(self.list_steps()) if among is None else among, reverse=True):
+            reason = self.find_fault(step)
             if reason is None:
-                return step, self._path(step)
+                return step, self._make_path(step)
             self.damaged.add(step)
-            if _is_first():
-                report(f"checkpoint {self._path(step)} is damaged and passed over: {reason}")
+            if _is_first_rank():
+                report(f"checkpoint {self._make_path(step)} is damaged and passed over: {reason}")
         return None
 
-    def steps(self) -> list[int]:
+    def list_steps(self) -> list[int]:
         """Lists the steps that have a folder, ascending, whether they verify or not."""
-        return self._named("")
+        return self._list_named("")
 
-    def put_aside(self) -> list[int]:
-        """Lists the steps that `set_aside` has put aside, ascending."""
-        return self._named(_ASIDE)
+    def list_put_aside(self) -> list[int]:
+        """Lists the steps that `set_aside` has renamed, ascending."""
+        return self._list_named(_ASIDE)
 
     def set_aside(self, after: int) -> None:
-        """Puts all steps after `after` aside. The newest goes first: a crash then leaves an earlier state of the run.
+        """Renames all steps after `after`, so that resuming ignores them. The newest goes first: a crash then leaves an
+        earlier state of the run.
 
         Raises NotSaved if it cannot be done.
         """
 
         def rename() -> None:
             owner.check_claim(self.folder)
-            for step in reversed([step for step in self.steps() if step > after]):
+            for step in reversed([step for step in self.list_steps() if step > after]):
                 with suppress(OSError):
-                    owner.remove_path(self._path(step, _ASIDE))  # of an earlier time
-                os.rename(self._path(step), self._path(step, _ASIDE))
+                    owner.remove_path(self._make_path(step, _ASIDE))  # of an earlier time
+                os.rename(self._make_path(step), self._make_path(step, _ASIDE))
             atomic.fsync_folder(self.folder)
-            self._point("newest", after)
+            self._write_pointer("newest", after)
 
-        if reason := self._on_first(rename):
+        if reason := self._run_on_first(rename):
             raise NotSaved(f"checkpoints after step {after} in {self.folder} cannot be put aside: {reason}")
 
     def take_back(self, step: int) -> None:
-        """Gives a step that was put aside its name again."""
-        self._on_first(lambda: os.rename(self._path(step, _ASIDE), self._path(step)))
+        """Renames a step that was put aside, so that it counts again."""
+        self._run_on_first(lambda: os.rename(self._make_path(step, _ASIDE), self._make_path(step)))
 
-    def fault(self, step: int) -> str | None:
+    def find_fault(self, step: int) -> str | None:
         """Returns why a step does not verify, None when it does; each rank reads its share of the files."""
-        path, body = self._path(step), {}
+        path, body = self._make_path(step), {}
 
         def read() -> None:
             body.update(read_manifest(path))
             if body["step"] != step:
                 raise ConfigError(f"{NAME} is of step {body['step']}")
 
-        if reason := self._on_first(read):
+        if reason := self._run_on_first(read):
             return reason
-        files = group.from_first(body)["files"]
+        files = group.broadcast_from_first(body)["files"]
         largest_first = sorted(files, key=lambda name: (-files[name]["size"], name))
         share = largest_first[group.rank() % group.world() :: group.world()]
         problems = list(itertools.chain.from_iterable(group.gather_objects(find_faults(path, share, files))))
         more = f" and {len(problems) - 3} more" if len(problems) > 3 else ""
-        return ", ".join(problems[:3]) + more or self._on_first(lambda: self._check(path))
+        return ", ".join(problems[:3]) + more or self._run_on_first(lambda: self._check(path))
 
-    def _named(self, suffix: str) -> list[int]:
+    def _list_named(self, suffix: str) -> list[int]:
         names = [path.name for path in self.folder.iterdir()] if self.folder.is_dir() else []
         return sorted(int(match[1]) for name in names if (match := re.fullmatch(rf"step_(\d{{8,}}){suffix}", name)))
 
-    def _extras(self) -> dict[int, dict]:
+    def _read_extras(self) -> dict[int, dict]:
         """Returns manifest["extra"] of every step that is not known to be damaged, by step, ascending."""
         extras = {}
-        for step in self.steps():
+        for step in self.list_steps():
             if step not in self.damaged:
                 with suppress(OSError, ValueError):
-                    extras[step] = read_manifest(self._path(step))["extra"]
+                    extras[step] = read_manifest(self._make_path(step))["extra"]
         return extras
 
-    def _path(self, step: int, suffix: str = "") -> Path:
+    def _make_path(self, step: int, suffix: str = "") -> Path:
         return self.folder / f"step_{step:08d}{suffix}"
 
-    def _seal(self, step: int, tmp: Path, body: dict) -> None:
+    def _seal_step(self, step: int, tmp: Path, body: dict) -> None:
         atomic.write_file(tmp / NAME, render_sealed(body), make=False)
         for folder in [path for path in tmp.rglob("*") if path.is_dir()] + [tmp]:
             atomic.fsync_folder(folder)
-        final = self._path(step)
+        final = self._make_path(step)
         owner.check_claim(final)
         if final.exists():  # damaged, or `begin` would have ended
-            os.rename(final, self._path(step, ".damaged.tmp"))
+            os.rename(final, self._make_path(step, ".damaged.tmp"))
         os.rename(tmp, final)
         atomic.fsync_folder(self.folder)
 
-    def _point(self, pointer: str, step: int) -> None:
-        atomic.write_file(self.folder / pointer, f"{self._path(step).name}\n", make=False)
+    def _write_pointer(self, pointer: str, step: int) -> None:
+        atomic.write_file(self.folder / pointer, f"{self._make_path(step).name}\n", make=False)
 
     def _delete_outdated(self) -> None:
-        """Keeps a step that is damaged, or of trouble, only until a newer one is whole; and each while it is read."""
+        """Deletes steps that need not stay. A damaged one, or one of trouble, stays only until a newer one is whole;
+        any stays while it is read.
+        """
         owner.check_claim(self.folder)
-        best = self.best()
+        best = self.find_best()
         if best:
-            self._point("best", best[0])
-        steps, extras = self.steps(), self._extras()
+            self._write_pointer("best", best[0])
+        steps, extras = self.list_steps(), self._read_extras()
         kinds = {step: extra.get("kind", ROUTINE) for step, extra in extras.items()}
         good = [step for step, kind in kinds.items() if kind != TROUBLE]
         routine = [step for step in good if kinds[step] != STOP]
@@ -298,8 +307,8 @@ class Store:
         newest = max(kinds, default=0)
         keep.update(extras.get(newest, {}).get("stays", ()))
         outdated = [(step, "") for step in steps if step not in keep and step < newest]
-        for step, suffix in outdated + [(step, _ASIDE) for step in self.put_aside() if step <= newest]:
-            path, gone = self._path(step, suffix), self._path(step, f"{suffix}.gone.tmp")
+        for step, suffix in outdated + [(step, _ASIDE) for step in self.list_put_aside() if step <= newest]:
+            path, gone = self._make_path(step, suffix), self._make_path(step, f"{suffix}.gone.tmp")
             if owner.is_held(path):
                 continue
             # A crash must not leave half a step_N. Whoever has begun to read it meanwhile gets it back.
@@ -309,23 +318,24 @@ class Store:
         for gone in self.folder.glob("step_*.tmp"):
             owner.remove_path(gone)
 
-    def _on_first(self, action: Callable[[], Any]) -> str | None:
-        """Runs an action on rank 0; its failure, None for success, on all ranks."""
+    def _run_on_first(self, action: Callable[[], Any]) -> str | None:
+        """Runs an action on rank 0; returns its failure, None for success, on all ranks."""
         failure = None
-        if _is_first():
+        if _is_first_rank():
             try:
                 action()
             except Exception as error:
                 failure = describe_error(error)
-        return group.from_first(failure)
+        return group.broadcast_from_first(failure)
 
 
-def _is_first() -> bool:
+def _is_first_rank() -> bool:
     return group.rank() % group.world() == 0  # before the process group is started a rank is alone
 
 
-def hash_all(folder: Path, hashed: Hashes, finish: Callable[[Path], Hashes]) -> tuple[Hashes, str | None]:
-    """Returns the hashes of all files on rank 0, {} on the others; and why that failed, None for success, on all.
+def hash_all_files(folder: Path, hashed: Hashes, finish: Callable[[Path], Hashes]) -> tuple[Hashes, str | None]:
+    """Returns the hashes of all files on rank 0, {} on the others; and the reason of a failure, None for success, on
+    all ranks.
 
     `hashed` are the files that this rank has hashed while it wrote them, and `finish(folder)`, called on all ranks,
     adds others. They are not read again: each has as many bytes, or the save fails. What is sealed is then what was to
@@ -340,7 +350,7 @@ def hash_all(folder: Path, hashed: Hashes, finish: Callable[[Path], Hashes]) -> 
             raise OSError(f"{short[0]} has another size than was written")
     except Exception as error:
         fault = describe_error(error)
-    merged, rest, failed = _merge_hashes(folder, group.to_first((hashed, names, fault)))
+    merged, rest, failed = _merge_hashes(folder, group.gather_on_first_rank((hashed, names, fault)))
     if failed is not None:
         return {}, failed
     more = {}
@@ -349,14 +359,15 @@ def hash_all(folder: Path, hashed: Hashes, finish: Callable[[Path], Hashes]) -> 
         more = hash_files(folder, [name for name in own if (folder / name).is_file()], sync=True)
     except Exception as error:
         fault = describe_error(error)
-    merged_more, _, failed = _merge_hashes(folder, group.to_first((more, [], fault)), rest)
+    merged_more, _, failed = _merge_hashes(folder, group.gather_on_first_rank((more, [], fault)), rest)
     return merged | merged_more, failed
 
 
 def _merge_hashes(
     folder: Path, gathered: list[tuple[Hashes, list[str], str | None]] | None, expected: list[str] | None = None
 ) -> tuple[Hashes, list[str], str | None]:
-    """Returns what the ranks have hashed, on rank 0; on all ranks the files that none has, and what is wrong.
+    """Merges the hashes of all ranks: returns them on rank 0, and on all ranks the files that none has hashed, and what
+    is wrong.
 
     All of the `expected` ones must be hashed; None: those in the folder, by one rank or later.
     """
@@ -364,7 +375,7 @@ def _merge_hashes(
     rest, failed = [], None
     if gathered is not None:
         hashed = {name: entry for hashes, _, _ in gathered for name, entry in hashes.items()}
-        failed = first_failure([fault for _, _, fault in gathered])
+        failed = find_first_failure([fault for _, _, fault in gathered])
         try:
             present = set(_list_files(folder)) if expected is None else set(hashed)
             seen = {name for _, names, _ in gathered for name in names} | set(hashed) | set(expected or ())
@@ -373,10 +384,10 @@ def _merge_hashes(
             rest = sorted(present - set(hashed))
         except OSError as error:
             failed = failed or describe_error(error)
-    return hashed, *group.from_first((rest, failed))
+    return hashed, *group.broadcast_from_first((rest, failed))
 
 
-def first_failure(reasons: list[str | None]) -> str | None:
+def find_first_failure(reasons: list[str | None]) -> str | None:
     """Returns the failure of the lowest rank that failed, with its number if there are several ranks."""
     for rank, failure in enumerate(reasons):
         if failure is not None:

@@ -122,7 +122,7 @@ def is_altered(span: Span, crc: int) -> bool:
 
 
 def load_torch_file(path: Path) -> Content:
-    """Reads a file. Raises ConfigError if it is not of torch.save's zip format, damaged, or holds more than plain
+    """Reads a file of torch.save. Raises ConfigError if it is not of its zip format, damaged, or holds more than plain
     values and tensors.
     """
     try:
@@ -152,8 +152,8 @@ def _load_archive(path: Path, archive: zipfile.ZipFile, file: Any) -> Content:
             else "it holds no data.pkl: torch.save did not write it"
         )
 
-    def place(info: zipfile.ZipInfo) -> Span:
-        """Returns where a member's bytes stand."""
+    def find_start(info: zipfile.ZipInfo) -> Span:
+        """Returns the offset at which a member's bytes begin."""
         if info.compress_type != zipfile.ZIP_STORED:
             raise ConfigError("its storages are compressed: save it again with torch.save")
         file.seek(info.header_offset + 26)  # of 30 bytes, then name and extra
@@ -162,18 +162,18 @@ def _load_archive(path: Path, archive: zipfile.ZipFile, file: Any) -> Content:
             raise ConfigError("it is truncated")
         return Span(path, first, info.file_size)
 
-    def whole(name: str) -> bytes:
-        span = place(members[name])
+    def read_member(name: str) -> bytes:
+        span = find_start(members[name])
         if is_altered(span, members[name].CRC):
             raise ConfigError(f"its {name} has altered bytes: it is damaged")
         file.seek(span.offset)
         return file.read(span.nbytes)
 
-    if "byteorder" in members and whole("byteorder") != b"little":
+    if "byteorder" in members and read_member("byteorder") != b"little":
         raise ConfigError("its numbers are big-endian: save it again on this kind of machine")
     if members["data.pkl"].file_size > _MAX_PICKLE_BYTES:
         raise ConfigError(f"a pickle of {members['data.pkl'].file_size} bytes is no checkpoint's")
-    unpickler = _Unpickler(io.BytesIO(whole("data.pkl")), lambda key: members[f"data/{key}"], place)
+    unpickler = _Unpickler(io.BytesIO(read_member("data.pkl")), lambda key: members[f"data/{key}"], find_start)
     return Content(unpickler.load(), frozenset(unpickler.asked), unpickler.sums)
 
 

@@ -9,7 +9,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from dstrain.checkpoint.layout import COMMON, shard_name
+from dstrain.checkpoint.layout import COMMON, name_shard
 from dstrain.checkpoint.manifest import NAME, read_manifest
 from dstrain.disk.modes import apply_umask
 from dstrain.recipe import ConfigError
@@ -48,7 +48,7 @@ class State(BaseModel):
 
     @property
     def good(self) -> bool:
-        """Whether the latest step was applied, and no loss of it was too high."""
+        """Returns whether the latest step was applied, and no loss of it was too high."""
         return not self.in_a_row and self.high is None
 
 
@@ -75,8 +75,8 @@ def read_counters(path: Path) -> dict[str, dict[str, Any]]:
 
 
 def read_divergence(path: Path) -> State:
-    """Returns the course that a checkpoint holds. Earlier versions wrote none, and kept the number of skipped steps by
-    part.
+    """Returns the state of the run's course (engine/recovery.py) in a checkpoint. Earlier versions wrote none, and kept
+    the number of skipped steps by part.
     """
     skipped = max((part["skipped"] for part in read_counters(path).values()), default=0)
     return parse_state(read_manifest(path)["extra"].get("course", {"skipped": skipped}))
@@ -90,13 +90,13 @@ def write_common(folder: Path, common: Common) -> None:
 
 
 def check_checkpoint(path: Path) -> None:
-    """Raises ConfigError if `load` could not read a checkpoint, though its bytes are those of its manifest.
+    """Raises ConfigError if a checkpoint cannot be loaded, though its bytes are those of its manifest.
 
     Every file that it would read is listed, so verified; any program can seal any manifest.
     """
     read_divergence(path)
     body, parts = read_manifest(path), list(read_counters(path))
-    required = {COMMON, *(shard_name(part, rank, body["world"]) for part in parts for rank in range(body["world"]))}
+    required = {COMMON, *(name_shard(part, rank, body["world"]) for part in parts for rank in range(body["world"]))}
     present = [*path.glob("*.safetensors"), *(file for part in parts for file in (path / "deepspeed" / part).glob("*"))]
     names = {file.relative_to(path).as_posix() for file in present if not file.is_dir()}
     if unlisted := sorted((required | names) - body["files"].keys()):

@@ -194,7 +194,7 @@ def _plan_from_dstrain(order: Order, checkpoint: Path) -> Plan:
     try:
         body = read_manifest(checkpoint)
     except ConfigError as error:
-        raise layout.damage_error(checkpoint, str(error)) from None
+        raise layout.make_damage_error(checkpoint, str(error)) from None
     files: dict[str, dict] = body["files"]
     parts = sorted({match[1] for name in files if (match := SHARD.fullmatch(name))})
     if order.part is not None and order.part not in parts:
@@ -204,20 +204,20 @@ def _plan_from_dstrain(order: Order, checkpoint: Path) -> Plan:
     plan = Plan({}, {}, _list_facts(checkpoint, body, recipe), recipe=recipe)
     parts = [order.part] if order.part else parts
     fragments_of = {part: layout.Fragments(checkpoint, part, files) for part in parts}
-    decays = {part: fragments.decays() for part, fragments in fragments_of.items()}
+    decays = {part: fragments.list_decays() for part, fragments in fragments_of.items()}
     used = {COMMON}
     for part, fragments in fragments_of.items():
         kind = _choose_kind(order, checkpoint, part, decays)
         native = checkpoint / "deepspeed" / part  # with save.format=deepspeed the training weights are there
         if kind == "master" and kind not in fragments.pieces:
             if not native.is_dir():
-                raise layout.damage_error(checkpoint, f"deepspeed/{part}/, which holds its weights, is missing")
+                raise layout.make_damage_error(checkpoint, f"deepspeed/{part}/, which holds its weights, is missing")
             used |= {name for name in files if name.startswith(f"deepspeed/{part}/")}
             merged = deepspeed_files.read_checkpoint(native, order.trust_pickle, DTYPES[order.dtype])
             plan.parts[part], plan.tied[part] = merged.entries, merged.tied
         else:
             used |= set(fragments.files)
-            entries = [Entry(name, tensor, DTYPES[order.dtype]) for name, tensor in fragments.tensors(kind)]
+            entries = [Entry(name, tensor, DTYPES[order.dtype]) for name, tensor in fragments.list_tensors(kind)]
             plan.parts[part] = entries + list(layout.list_buffers(checkpoint, part))
         plan.weights[part] = "raw" if kind == "master" else kind.replace("ema.", "ema:", 1)
     plan.to_verify = sum(files[name]["size"] for name in used)
@@ -225,7 +225,7 @@ def _plan_from_dstrain(order: Order, checkpoint: Path) -> Plan:
     def verify(update: Update) -> None:
         for name in sorted(used):
             if problems := find_faults(checkpoint, [name], files):
-                raise layout.damage_error(checkpoint, problems[0])
+                raise layout.make_damage_error(checkpoint, problems[0])
             update(files[name]["size"])
 
     plan.verify = verify

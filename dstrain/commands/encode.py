@@ -50,8 +50,8 @@ from dstrain.disk import atomic
 from dstrain.disk.owner import find_final_name
 from dstrain.disk.sealed import render_sealed
 from dstrain.distributed import group
-from dstrain.distributed.progress import Bar, phases
-from dstrain.encoders.precision import compute_in
+from dstrain.distributed.progress import Bar, get_phases
+from dstrain.encoders.precision import use_precision
 from dstrain.recipe import ConfigError, explain_write_errors
 from dstrain.runs import folders
 from dstrain.runs.first_stage import Encoder, FirstStage
@@ -105,7 +105,7 @@ def encode_data(options: EncodeOptions) -> dict[str, Any] | None:
         path = f"{options.data or of_run}, {options.split}"
         print(f"data: {path}: {plan.source.describe()}", flush=True)
         if plan.texts is not None:
-            phases().say(*describe_cut_captions(plan.source, plan.texts))
+            get_phases().print_lines(*describe_cut_captions(plan.source, plan.texts))
     numbers = _list_own(encoding, options.part)
 
     def prepare():
@@ -113,7 +113,7 @@ def encode_data(options: EncodeOptions) -> dict[str, Any] | None:
 
     with (
         _use_one_thread(),
-        compute_in(options.precision),
+        use_precision(options.precision),
         claim_folder(options.out, "encodes", prepare, numbers, options.part is not None),
     ):
         encoder = Encoder(plan.stage, plan.texts, encoding)
@@ -316,7 +316,7 @@ def _write_index(
 ) -> dict[str, Any] | None:
     """Writes the index, the last file, on rank 0; returns its body, None where shards of other parts are missing."""
     if options.part is not None:
-        records |= group.from_first(_read_others(options, encoding, records) if group.rank() == 0 else None)
+        records |= group.broadcast_from_first(_read_others(options, encoding, records) if group.rank() == 0 else None)
         if missing := _list_missing_parts(options.part, encoding, records):
             if group.rank() == 0:
                 print(

@@ -30,7 +30,7 @@ from dstrain.data.sources.images import Images, open_images, read_encoded
 from dstrain.data.views import Spread
 from dstrain.distributed import group
 from dstrain.distributed.progress import Bar
-from dstrain.encoders.precision import choose_dtype, compute_in, require_precision
+from dstrain.encoders.precision import choose_dtype, require_precision, use_precision
 from dstrain.recipe import ConfigError, Run, reword_errors
 from dstrain.runs import trained
 from dstrain.sampling.draw import Means, require_scores
@@ -64,7 +64,7 @@ def evaluate_run(options: EvaluateOptions) -> tuple[Path, dict[str, Any]]:
     begun = time.perf_counter()
     run = trained.read_recipe(options.run_folder)
     system = systems.build(run.system, run.model)
-    source = Spread(_open_source(options, run, systems.config(run.system, run.model).num_labels), options.num)
+    source = Spread(_open_source(options, run, systems.check_config(run.system, run.model).num_labels), options.num)
     if group.rank() == 0:  # stdout is for the figures
         print(f"data: {options.data or run.data.path}, {_name_split(options)}: {source.describe()}", file=sys.stderr)
     checkpoint = trained.find_checkpoint(options.run_folder, options.step, options.ema)
@@ -82,7 +82,7 @@ def evaluate_run(options: EvaluateOptions) -> tuple[Path, dict[str, Any]]:
         "channels": run.data.channels,
     }
     networks = trained.load_networks(system, checkpoint, kinds, choose_dtype(options.precision))
-    with compute_in(options.precision):
+    with use_precision(options.precision):
         means = measure_source(
             system,
             networks,
@@ -202,7 +202,7 @@ def _open_source(options: EvaluateOptions, run: Run, classes: int | None) -> Sou
 
 def _open_other_data(path: str, split: str | None, run: Run, classes: int) -> Source | None:
     data, labelled = run.data, classes > 1
-    pairs = "pairs" in systems.config_class(run.system).learns_from
+    pairs = "pairs" in systems.find_config_class(run.system).learns_from
     if split is not None:
         raise ConfigError(f"--data {path} takes all images there: leave out --split {split}")
     if BuiltinData.recognises(data.model_copy(update={"path": path})):

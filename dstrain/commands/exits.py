@@ -14,9 +14,9 @@ from typing import NoReturn
 from dstrain.distributed import exit_codes
 from dstrain.distributed.environment import prepare_process
 from dstrain.distributed.launcher import read_place
-from dstrain.distributed.presence import presence
-from dstrain.distributed.progress import phases
-from dstrain.distributed.stops import Stopped, open_stops
+from dstrain.distributed.presence import get_presence
+from dstrain.distributed.progress import get_phases
+from dstrain.distributed.stops import Stopped, get_stops
 from dstrain.recipe import ConfigError, NotRead, NotSaved
 
 
@@ -34,8 +34,8 @@ def run_main(main: Callable[[], None], speaks: bool = True) -> None:
             _print_problems(problems)
             raise SystemExit(exit_codes.WRONG_INPUT)
         if read_place().world > 1:
-            presence().announce()
-        with phases() if speaks else nullcontext():
+            get_presence().announce_process()
+        with get_phases() if speaks else nullcontext():
             _run_main(main, speaks)
         code = exit_codes.DONE
         _note_end(code)
@@ -75,17 +75,17 @@ def _quit_python(code: int) -> NoReturn:
 @contextmanager
 def _hear_stops() -> Iterator[None]:
     """Ends the command, inside, as soon as it hears of a stop, until training defers that."""
-    stops = open_stops()
+    stops = get_stops()
     try:
         yield
     except (Stopped, RuntimeError) as error:
-        if isinstance(error, RuntimeError) and not (stops.at_once and stops.requested()):
+        if isinstance(error, RuntimeError) and not (stops.at_once and stops.is_requested()):
             raise
         if stops.patience is not None:  # of a lost rank: it has left, too
-            stops.leave()
+            stops.announce_end()
         raise Stopped from None
     finally:
-        stops.restore()
+        stops.restore_handlers()
 
 
 def _wait_briefly() -> None:
@@ -106,9 +106,9 @@ def _note_end(code: int, at_once: bool = False) -> None:
 
     The others go on if all ranks end so; they end with this one after a fault, or if it has left its work at once.
     """
-    exit_codes.note_code(code)
+    exit_codes.note_exit_code(code)
     if code in (exit_codes.DONE, exit_codes.STOPPED) and not at_once:
-        presence().leave()
+        get_presence().mark_ended()
 
 
 def _run_main(main: Callable[[], None], hears: bool) -> None:
@@ -129,7 +129,7 @@ def _run_main(main: Callable[[], None], hears: bool) -> None:
         }
         raise SystemExit(next(code[kind] for kind in code if isinstance(error, kind))) from None
     except RuntimeError as error:
-        if (group := _find_group()) and group.explain_loss(error):
+        if (group := _find_group()) and group.explain_lost_ranks(error):
             group.end_process(error)
         raise
 

@@ -28,11 +28,11 @@ from dstrain.data.formats.imagenet import read_titles
 from dstrain.data.open import open_sources
 from dstrain.data.views import Shuffled
 from dstrain.distributed import group
-from dstrain.distributed.progress import phases
+from dstrain.distributed.progress import get_phases
 from dstrain.encoders.autoencoder import hash_network
 from dstrain.engine.checkpoint import read_weights
 from dstrain.nn.lora import Lora, describe_for_peft, merge_adapters
-from dstrain.nn.measures import relative_error
+from dstrain.nn.measures import measure_relative_error
 from dstrain.recipe import ConfigError, Run
 from dstrain.runs import card, trained
 from dstrain.runs.folders import make_folder
@@ -71,7 +71,7 @@ def export_run(options: ExportOptions) -> Exported:
     if options.statistics and options.format != "diffusers":
         raise ConfigError("--statistics gives a scaling_factor, which --format diffusers alone writes: leave it out")
     run = trained.read_recipe(options.run)
-    config = systems.config(run.system, run.model)
+    config = systems.check_config(run.system, run.model)
     field = config.adapters_field
     lora = getattr(config, field) if field else None
     if options.format == "peft":
@@ -82,7 +82,7 @@ def export_run(options: ExportOptions) -> Exported:
     writer = None
     if options.format == "diffusers":
         system.require_expressible()
-        writer = importlib.import_module(f"{systems.package(run.system).__name__}.to_diffusers")
+        writer = importlib.import_module(f"{systems.import_package(run.system).__name__}.to_diffusers")
     if options.statistics and not system.encodes:
         raise ConfigError(f"--statistics: {options.run} trains {run.system}, which has no scaling_factor: leave it out")
     checkpoint = trained.find_checkpoint(options.run, options.step, options.ema)
@@ -91,7 +91,7 @@ def export_run(options: ExportOptions) -> Exported:
     if writer is not None:  # diffusers' classes are of the first part alone
         first = next(iter(system.parts))
         kinds = {first: kinds[first]}
-    phases().at(f"writing {options.out}")
+    get_phases().enter_phase(f"writing {options.out}")
     with make_folder(options.out) as folder:
         if options.format == "peft" and lora is not None:
             exported = _export_adapters(run, checkpoint, kinds, lora, folder)
@@ -104,7 +104,7 @@ def export_run(options: ExportOptions) -> Exported:
         _require_agreement(options.run, exported, getattr(writer, "TOLERATED", {}))
         if writer is not None:
             # What takes a process of its own comes last.
-            phases().at("drawing from the export in a process without dstrain")
+            get_phases().enter_phase("drawing from the export in a process without dstrain")
             title, code = options.out.absolute().name, writer.describe_export(system)[2]
             drawn = card.draw_example(folder, title, code)
             with _compute_in_float32():
@@ -137,7 +137,7 @@ def _measure_difference(drawn: np.ndarray, expected: torch.Tensor) -> float:
     found = torch.from_numpy(drawn)
     if expected.dtype == torch.uint8:  # pictures come as they are saved, (B, H, W[, C])
         found = found.view(len(found), *expected.shape[2:], -1).movedim(-1, 1)
-    return relative_error(found.float(), expected.float().cpu())
+    return measure_relative_error(found.float(), expected.float().cpu())
 
 
 def _require_agreement(folder: Path, exported: Exported, limits: dict[str, float]) -> None:

@@ -21,8 +21,8 @@ from dstrain.data.cached.embeddings import read_encoder_fingerprint
 from dstrain.data.cached.rows import read_embeddings
 from dstrain.data.decode.pixels import read_pictures
 from dstrain.distributed import group
-from dstrain.distributed.progress import Bar, phases
-from dstrain.encoders.precision import choose_dtype, compute_in, require_precision
+from dstrain.distributed.progress import Bar, get_phases
+from dstrain.encoders.precision import choose_dtype, require_precision, use_precision
 from dstrain.recipe import ConfigError, Run, explain_write_errors, reword_errors
 from dstrain.runs import hosts, trained
 from dstrain.runs.folders import claim_output
@@ -76,8 +76,11 @@ def generate_samples(options: GenerateOptions) -> Path:
         runs[0].networks["guide"] = guide
     scenes = _encode_later_scenes(options, run, system)
     request, captions = _make_request(options, run, system, images, clip, sampler)
-    out = group.from_first(choose_folder(options.out, runs[-1].folder) if group.rank() == 0 else None)
-    with explain_write_errors(f"--out {out}", "make room, or name a folder elsewhere"), compute_in(options.precision):
+    out = group.broadcast_from_first(choose_folder(options.out, runs[-1].folder) if group.rank() == 0 else None)
+    with (
+        explain_write_errors(f"--out {out}", "make room, or name a folder elsewhere"),
+        use_precision(options.precision),
+    ):
         _write_samples(options, out, runs, request, captions, scenes, clip)
     group.barrier()
     return out
@@ -134,7 +137,9 @@ def _open_run(folder: Path, options: GenerateOptions | None = None) -> Opened:
     run = trained.read_recipe(folder)
     with reword_errors(f"{folder}: "):
         if options is not None:
-            model = systems.config_class(run.system).with_encoders(run.model, options.text_encoder, options.tokenizer)
+            model = systems.find_config_class(run.system).with_encoders(
+                run.model, options.text_encoder, options.tokenizer
+            )
             run = run.model_copy(update={"model": model})
         system = systems.build(run.system, run.model)
     if problem := system.cannot_draw():
@@ -324,7 +329,7 @@ def _make_request(
         )
     texts = [*(options.scenes or dict.fromkeys(captions or ()))]
     if texts and (cut := system.describe_cut(texts, option.partition(":")[0] or "samples.prompts")):
-        phases().say(cut)
+        get_phases().print_lines(cut)
     if options.invert is not None and images is not None:
         request.conditions["invert"] = images[torch.arange(options.num) % len(images)]
     return request, captions if options.scenes is None else ["; ".join(options.scenes)] * options.num

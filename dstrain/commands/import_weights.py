@@ -14,12 +14,12 @@ from torch import Tensor
 
 from dstrain import recipe, systems
 from dstrain.checkpoint.fragments import write_shard
-from dstrain.checkpoint.layout import COMMON, Fragment, shard_name
+from dstrain.checkpoint.layout import COMMON, Fragment, name_shard
 from dstrain.checkpoint.store import Store
 from dstrain.commands.job import load_recipe
 from dstrain.commands.options.import_weights import ImportOptions
 from dstrain.distributed import group
-from dstrain.distributed.progress import phases
+from dstrain.distributed.progress import get_phases
 from dstrain.engine.initial import build_networks
 from dstrain.recipe import ConfigError, Ema, Run
 from dstrain.runs.folders import make_folder
@@ -48,13 +48,13 @@ def import_weights(weights: Path, recipe_run: Run, out: Path) -> list[str]:
     samples = recipe_run.samples.model_copy(update={"ema": None})
     run = recipe_run.model_copy(update={"folder": out, "init_from": weights, "ema": Ema(decays=()), "samples": samples})
     system = systems.build(run.system, run.model)
-    phases().at(f"reading {weights}")
+    get_phases().enter_phase(f"reading {weights}")
     loaded = fit_weights(weights, system)
     values: dict[str, Mapping[str, Tensor]] = {part: state for part, (state, _) in loaded.items()}
     if system.parts.keys() - loaded.keys():  # training would begin the others so
         initial = build_networks(system.networks, run.seed)
         values |= {part: dict(state()) for part, (_, state) in initial.items() if part not in loaded}
-    phases().at(f"writing {out}")
+    get_phases().enter_phase(f"writing {out}")
     with make_folder(out) as folder:
         store = Store(folder / "checkpoints")
         size = sum(4 * value.numel() for state in values.values() for value in state.values())
@@ -74,7 +74,7 @@ def _write(folder: Path, system: System, values: Mapping[str, Mapping[str, Tenso
                 raise ConfigError(f"{name} of the {part} holds values that are not finite: fetch the file again")
         trained = {name: values[part][name] for name, _ in network.named_parameters()}
         write_shard(
-            folder / shard_name(part, 0, 1),
+            folder / name_shard(part, 0, 1),
             (
                 ("master", Fragment(name, tuple(value.shape), 0, value.numel()), value.float().flatten())
                 for name, value in trained.items()

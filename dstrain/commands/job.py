@@ -14,7 +14,7 @@ from dstrain.checkpoint.store import Store
 from dstrain.commands.options.shipped import find_ds_config, find_recipe
 from dstrain.commands.options.train import JobOptions
 from dstrain.distributed import group
-from dstrain.distributed.progress import phases
+from dstrain.distributed.progress import get_phases
 from dstrain.engine import settings
 from dstrain.recipe import ConfigError, Data, Run, advise_writing, format_value
 from dstrain.recipe.trust import lies_in_run_or_export, trust_system
@@ -57,7 +57,7 @@ def prepare_job(options: JobOptions, world: int | None = None, device_type: str 
             before=before,
         )
     if not problems:
-        problems += systems.config(run.system, run.model).conflicts_at(settings.read_stage(resolved))
+        problems += systems.check_config(run.system, run.model).conflicts_at(settings.read_stage(resolved))
     if not problems and group.read_place().rank == 0:
         with _collect_problems(problems):
             checked_remarks, notes = _check_data_and_folder(run, options, resolved, world)
@@ -74,7 +74,7 @@ def load_recipe(path: Path, overrides: Sequence[str], note: Callable[[str], None
     """
     run = _read_recipe(path, overrides)
     if note is not None:
-        run, left_out = systems.config_class(run.system).without_files(run)
+        run, left_out = systems.find_config_class(run.system).without_files(run)
         if left_out:
             note(left_out)
     run, problems = check_recipe(run, overrides)
@@ -100,17 +100,17 @@ def check_recipe(run: Run, overrides: Sequence[str] = ()) -> tuple[Run, list[str
 
     problems: list[str] = []
     with _collect_problems(problems):
-        schema = systems.config_class(run.system)
+        schema = systems.find_config_class(run.system)
         given = run.data.model_dump(include={"codes", "captioned"})
         run = run.model_copy(update={"data": complete_data(_keep_upright(run))})
-        require_contents(run.data, run.system, schema.learns_from, systems.learners)
+        require_contents(run.data, run.system, schema.learns_from, systems.list_learners)
         if run.data.durations and not schema.learns_durations:
             raise ConfigError(
                 f"data.buckets: {run.system} takes clips of one length: leave it out, or choose "
                 "system=phenaki.tokenizer"
             )
         run = recipe.check_model(run, schema, overrides)
-        config = systems.config(run.system, run.model)
+        config = systems.check_config(run.system, run.model)
         captioned = config.reads_texts and find_contents(run.data) == "images"
         run = run.model_copy(update={"data": run.data.model_copy(update={"captioned": captioned})})
         problems += recipe.list_replaced("data", given, run.data.model_dump(include={*given}), overrides)
@@ -211,7 +211,7 @@ def _check_data_and_folder(
     system.accepts(source)
     _require_samples(run, system)
     cut = system.describe_cut([*run.samples.prompts], "samples.prompts") if run.samples.prompts else ""
-    config = systems.config(run.system, run.model)
+    config = systems.check_config(run.system, run.model)
     require_classes(
         run.data.path,
         source,
@@ -241,7 +241,7 @@ def _check_data_and_folder(
     folders.check_start(run, system.fingerprint(source), options)
     if options.print_config:
         return remarks, ()
-    phases().at("trying two samples")
+    get_phases().enter_phase("trying two samples")
     remarks += probe_system(run, system, source, settings.read_precision(resolved))
     if options.dry_run:
         from dstrain.planning.estimate import describe_costs
@@ -265,7 +265,7 @@ def _check_step(run: Run, options: JobOptions) -> None:
     if options.from_scratch:
         raise ConfigError(f"--step {options.step} and --from-scratch: give one of the two")
     store = Store(run.directory / "checkpoints")
-    steps = sorted({*store.steps(), *store.put_aside()})
+    steps = sorted({*store.list_steps(), *store.list_put_aside()})
     if options.step not in steps:
         raise ConfigError(
             f"--step {options.step}: {run.directory} holds no checkpoint of that step; it holds "

@@ -110,7 +110,9 @@ class _Supervisor:
         """Runs the command until none of its processes lives and the folder's lock is free; returns how it ended."""
         with tempfile.NamedTemporaryFile(prefix="dstrain-ended-") as file:
             try:
-                self._process = subprocess.Popen(words, env=exit_codes.ask_codes(file.name), start_new_session=True)
+                self._process = subprocess.Popen(
+                    words, env=exit_codes.request_exit_codes(file.name), start_new_session=True
+                )
             except OSError as error:
                 raise ConfigError(
                     f"{words[0]} cannot be started ({error.strerror}): name the launcher behind --, such "
@@ -122,7 +124,7 @@ class _Supervisor:
             self._end_the_rest()
             if (self._folder / "run.yaml").exists():
                 folders.lock_folder(self._folder).close()  # rank 0 may run on another machine
-            noted = exit_codes.read_codes(file.name)
+            noted = exit_codes.read_exit_codes(file.name)
         if self._signal and exit_codes.STOPPED in noted:
             return exit_codes.STOPPED
         # torchrun turns every code into 1, as does deepspeed after a signal; and into 0 where its own child was killed.

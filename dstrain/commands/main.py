@@ -11,8 +11,8 @@ from typing import NamedTuple
 # Nothing else is imported here: the first line, and stacks on request, come before other imports.
 from dstrain import __version__
 from dstrain.distributed.environment import open_streams
-from dstrain.distributed.processes import print_on_request
-from dstrain.distributed.progress import make_greeting, phases
+from dstrain.distributed.processes import print_stacks_on_request
+from dstrain.distributed.progress import get_phases, make_greeting
 
 _BRIEF = {"--dry-run", "--print-config", "--help", "-h"}  # training that only prints what it is asked for
 
@@ -84,10 +84,10 @@ def start_verb(name: str) -> None:
     """Runs a verb on the words in sys.argv."""
     open_streams()
     if name == "train":
-        print_on_request()
+        print_stacks_on_request()
         if not _BRIEF.intersection(sys.argv):
             with suppress(ValueError):  # run_main reports what is wrong with a launcher's variables
-                phases().say(make_greeting())
+                get_phases().print_lines(make_greeting())
     try:
         from dstrain.commands.exits import run_main
 
@@ -109,7 +109,7 @@ def _run_verb(verb: Verb) -> None:
     for name in getattr(options, "trust_system", ()):
         trust_system(name)
     if not verb.light:
-        phases().at("importing torch")
+        get_phases().enter_phase("importing torch")
     module = importlib.import_module(f"dstrain.commands.{verb.module}")
     if not verb.ranks:
         module.run_verb(options)
@@ -120,7 +120,7 @@ def _run_verb(verb: Verb) -> None:
     if group.read_place().world > 1:
         start_group()
     module.run_verb(options)
-    group.leave_group()
+    group.leave_process_group()
 
 
 def silence_libraries() -> None:

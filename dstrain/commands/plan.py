@@ -10,7 +10,7 @@ from dstrain.commands.job import load_recipe
 from dstrain.commands.options.plan import PlanOptions
 from dstrain.commands.options.shipped import find_ds_config
 from dstrain.disk import small
-from dstrain.distributed.progress import phases
+from dstrain.distributed.progress import get_phases
 from dstrain.engine.settings import read_precision, read_stage, resolve_settings
 from dstrain.planning.advice import MAX_RANKS, Case, find_change, find_more_gpus, find_sharing, search_choices
 from dstrain.planning.counts import Layout
@@ -28,10 +28,10 @@ _HEAD = (
 
 def run_verb(options: PlanOptions) -> None:
     """Counts, and prints the costs. Raises SystemExit(1) if the run does not fit."""
-    phases().at("checking the recipe")
+    get_phases().enter_phase("checking the recipe")
     run = load_recipe(options.recipe, options.overrides, lambda note: print(note, file=sys.stderr))
     ds_config = find_ds_config(options.ds_config)
-    phases().at("counting")
+    get_phases().enter_phase("counting")
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # the process that counts ends with this one
     asked = make_case(
         run, ds_config, options.world, options.gpus_per_node, options.gpu, options.network, options.efficiency

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from dstrain.checkpoint import validate
-from dstrain.checkpoint.layout import COMMON, RECONSTRUCTED, shard_name
+from dstrain.checkpoint.layout import COMMON, RECONSTRUCTED, name_shard
 from dstrain.checkpoint.manifest import read_manifest
 from dstrain.checkpoint.store import Store
 from dstrain.commands.evaluating import sweep
@@ -22,7 +22,7 @@ from dstrain.commands.options.evaluate import EvaluateOptions
 from dstrain.commands.options.reconstruct import ReconstructOptions
 from dstrain.disk.owner import is_held
 from dstrain.distributed import group
-from dstrain.distributed.progress import phases
+from dstrain.distributed.progress import get_phases
 from dstrain.engine.ema import snapshots
 from dstrain.engine.ema.combine import Combined, Snapshot, group_snapshots, hash_snapshots
 from dstrain.recipe import ConfigError, explain_write_errors
@@ -75,8 +75,8 @@ def make_averages(options: ReconstructOptions) -> list[Made]:
     snapshots = list_usable_snapshots(options.folder, options.step)
     step, origin = snapshots[-1].step, {"snapshots": [s.step for s in snapshots], "identity": hash_snapshots(snapshots)}
     parts = [Combined(snapshots, part) for part in snapshots[-1].parts]
-    usual = sorted({*USUAL, *(width for part in parts for width in snapshots[-1].averages(part.part)["widths"])})
-    widths = options.widths or [width for width in usual if all(part.makes(width) for part in parts)]
+    usual = sorted({*USUAL, *(width for part in parts for width in snapshots[-1].list_averages(part.part)["widths"])})
+    widths = options.widths or [width for width in usual if all(part.can_make(width) for part in parts)]
     misfits = {width: {part.part: part.solve(width).misfit for part in parts} for width in widths}
     folder = options.folder / RECONSTRUCTED
     with explain_write_errors(f"folder={options.folder}", "make room there"):
@@ -97,7 +97,7 @@ def list_usable_snapshots(folder: Path, step: int | None) -> list[Snapshot]:
     Raises ConfigError if there is none, or none of that step.
     """
     run, store = trained.read_recipe(folder), Store(folder / snapshots.FOLDER, check=validate.check_checkpoint)
-    steps = group.from_first(store.steps())
+    steps = group.broadcast_from_first(store.list_steps())
     if not steps:
         raise ConfigError(
             f"{folder} holds no snapshots of averages"
@@ -114,7 +114,7 @@ def list_usable_snapshots(folder: Path, step: int | None) -> list[Snapshot]:
         raise ConfigError(f"--step {step}{before} of {folder}; there are {listed}")
     whole = []
     for number in steps[: steps.index(step) + 1]:
-        if fault := store.fault(number):
+        if fault := store.find_fault(number):
             if number == step:
                 raise ConfigError(
                     f"the snapshot of step {step} in {store.folder} is damaged ({fault}): take another --step"
@@ -130,14 +130,14 @@ def list_usable_snapshots(folder: Path, step: int | None) -> list[Snapshot]:
 
 def _is_made(store: Store, step: int, origin: dict[str, Any]) -> bool:
     """Returns whether this average was made of the same snapshots before."""
-    made = step in group.from_first(store.steps()) and store.fault(step) is None
+    made = step in group.broadcast_from_first(store.list_steps()) and store.find_fault(step) is None
     return made and origin.items() <= read_manifest(_name_folder(store, step))["extra"].items()
 
 
 def _remove_others(stores: Iterable[Store], step: int) -> None:
     """Removes averages of this step that were made of other snapshots. Raises ConfigError if one is being read."""
     paths = [path for path in (_name_folder(store, step) for store in stores) if path.is_dir()]
-    if read := group.from_first([path for path in paths if is_held(path)]):
+    if read := group.broadcast_from_first([path for path in paths if is_held(path)]):
         raise ConfigError(f"{read[0]} is being read, and is of other snapshots: give the same command later")
     group.barrier()  # all have looked
     for path in paths if group.rank() == 0 else ():
@@ -150,7 +150,7 @@ def _write_average(
 ) -> None:
     need = (last.path / COMMON).stat().st_size + sum(part.nbytes for part in parts) + (1 << 20)
     folders = {}
-    phases().at(f"writing averages of step {last.step}")
+    get_phases().enter_phase(f"writing averages of step {last.step}")
     for width, store in stores.items():
         folder = store.begin(last.step, need * len(stores) if group.rank() == 0 else 0)
         if folder is None:
@@ -160,7 +160,7 @@ def _write_average(
     failed, share = None, (group.rank(), group.world())
     try:
         for part in parts:
-            name = shard_name(part.part, *share)
+            name = name_shard(part.part, *share)
             entries = part.write([folder / name for folder in folders.values()], list(folders), *share)
             for width, entry in zip(folders, entries):
                 hashed[width][name] = entry

@@ -3,13 +3,13 @@
 import sys
 
 from dstrain.commands.options.report import ReportOptions
-from dstrain.distributed.progress import phases
+from dstrain.distributed.progress import get_phases
 from dstrain.tracking.report import page
 
 
 def run_verb(options: ReportOptions) -> None:
     """Writes the page, and prints its path."""
-    phases().at("reading runs and drawing the page")
+    get_phases().enter_phase("reading runs and drawing the page")
     out = options.page_path
     folder, known = out.parent, out.parent.exists()
     print(page.write_report(options.runs, out))

@@ -7,8 +7,8 @@ import signal
 from dstrain.commands.job import Job, prepare_job
 from dstrain.commands.options.train import TrainOptions
 from dstrain.distributed.launcher import read_place
-from dstrain.distributed.progress import phases
-from dstrain.distributed.stops import open_stops
+from dstrain.distributed.progress import get_phases
+from dstrain.distributed.stops import get_stops
 from dstrain.engine import settings
 from dstrain.engine.start import open_store
 from dstrain.recipe import dump_run
@@ -16,19 +16,19 @@ from dstrain.recipe import dump_run
 
 def run_verb(options: TrainOptions) -> None:
     """Trains. Raises SystemExit with the exit code of training."""
-    open_stops().hear(signal.SIGINT)
+    get_stops().install_handlers(signal.SIGINT)
     trains, place = not (options.print_config or options.dry_run), read_place()
     if trains and place.rank == 0 and place.world > 1 and "TORCHELASTIC_RUN_ID" not in os.environ:
         open_store()  # the other ranks come there, while this one lists data
-    phases().at("checking recipe, data and folder")
+    get_phases().enter_phase("checking recipe, data and folder")
     job = prepare_job(options)
     if options.print_config:
         print(describe_job(job), end="")
     elif options.dry_run:
         print(f"{job.run.name}: recipe, data, paths and DeepSpeed settings are in order", *job.remarks, sep="\n")
     else:
-        phases().say(summarize_job(job), *job.notes)
-        phases().at("importing what trains")
+        get_phases().print_lines(summarize_job(job), *job.notes)
+        get_phases().enter_phase("importing what trains")
         from dstrain.train import train
 
         raise SystemExit(train(job.run, job.settings, options))

@@ -35,7 +35,7 @@ from dstrain.data.sources.embedded import add_embeddings
 from dstrain.data.sources.images import Images, open_images
 from dstrain.data.sources.videos import CLIPS, open_videos
 from dstrain.distributed import group
-from dstrain.distributed.progress import phases
+from dstrain.distributed.progress import get_phases
 from dstrain.recipe import ConfigError, Data
 
 BUILTINS = (FASHION_PATH, EMOJI, MOVING, BUILTIN)  # what data.path may be beside a folder
@@ -357,7 +357,7 @@ def open_sources(data: Data, verify: bool = False, run: Path | None = None, mixe
     kind = recognise(data)
     kind.refuse_labels(mixed)
     if not data.mixture:
-        phases().at(f"listing {data.path}")
+        get_phases().enter_phase(f"listing {data.path}")
     split = kind.open(verify, run, mixed)
     if isinstance(kind, PairsData | CodesData) or data.embeddings is not None:
         for source in split:

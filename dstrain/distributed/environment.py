@@ -23,10 +23,10 @@ _DEBUG_LEVELS = ("OFF", "INFO", "DETAIL")
 
 def prepare_process() -> list[str]:
     """Mends the environment of this process where it can, and returns what is wrong with the rest of it."""
-    problems = [*_check_place(), *_check_temporary(), *_check_debug_level()]
+    problems = [*_check_launch_variables(), *_check_temporary_folder(), *_check_debug_level()]
     if not problems:
         _replace_home()
-        problems += _shorten_sockets()
+        problems += _shorten_socket_paths()
     return problems
 
 
@@ -57,22 +57,24 @@ def make_private_folder(name: str) -> Path:
 
 
 def can_write(folder: Path) -> bool:
-    """Makes a folder if it can, and returns whether files can be made there."""
+    """Returns whether files can be made in a folder, which is made if it is missing."""
     with suppress(OSError):
         folder.mkdir(parents=True, exist_ok=True)
     return folder.is_dir() and os.access(folder, os.W_OK | os.X_OK)
 
 
-def find_cache(name: str) -> Path:
-    """Returns a folder for what later commands find again: below XDG_CACHE_HOME or ~/.cache, or where that cannot be
-    written, below the folder for temporary files.
+def find_writable_cache(name: str) -> Path:
+    """Returns a folder for files that later commands find again: below XDG_CACHE_HOME or ~/.cache, or where that cannot
+    be written, below the folder for temporary files.
     """
     folder = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / name
     return folder if can_write(folder) else make_private_folder(name)
 
 
-def _check_place() -> Iterator[str]:
-    """Checks what the launcher says of the ranks, and where they meet."""
+def _check_launch_variables() -> Iterator[str]:
+    """Yields problems of the variables in which the launcher gives the rank, the world size and the
+    address of rank 0.
+    """
     try:
         place = read_place()
     except ValueError as error:
@@ -123,7 +125,7 @@ def _check_interfaces() -> Iterator[str]:
             yield f"GLOO_SOCKET_IFNAME={name} is no network interface of this machine: write one of {', '.join(there)}"
 
 
-def _check_temporary() -> Iterator[str]:
+def _check_temporary_folder() -> Iterator[str]:
     try:
         tempfile.gettempdir()
     except OSError as error:
@@ -144,7 +146,7 @@ def _replace_home() -> None:
         os.environ["HOME"] = str(make_private_folder("home"))
 
 
-def _shorten_sockets() -> Iterator[str]:
+def _shorten_socket_paths() -> Iterator[str]:
     """Has multiprocessing make its sockets in a short folder: a socket's path has 107 letters at most."""
     own = tempfile.gettempdir()
     if len(os.fsencode(own)) <= _LONGEST:

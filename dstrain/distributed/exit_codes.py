@@ -18,19 +18,19 @@ DELIBERATE = (WRONG_INPUT, DIVERGED, STOPPED)  # the same command would end so a
 _VARIABLE = "DSTRAIN_ENDED"
 
 
-def note_code(code: int) -> None:
-    """Writes how this rank ends, where a supervisor asks for it."""
+def note_exit_code(code: int) -> None:
+    """Appends the exit code of this rank to the file that a supervisor reads, if there is one."""
     if path := os.environ.get(_VARIABLE):
         with contextlib.suppress(OSError), open(path, "a", encoding="ascii") as file:
             file.write(f"{code}\n")
 
 
-def ask_codes(path: str) -> dict[str, str]:
-    """Returns this process's environment, in which ranks write how they end into a file."""
+def request_exit_codes(path: str) -> dict[str, str]:
+    """Returns a copy of this process's environment that tells ranks to write their exit codes into the file `path`."""
     return {**os.environ, _VARIABLE: path}
 
 
-def read_codes(path: str) -> list[int]:
-    """Reads what ranks of this machine have written, in the order of their ends."""
+def read_exit_codes(path: str) -> list[int]:
+    """Reads the exit codes that ranks of this machine have written, in the order in which they ended."""
     with open(path, encoding="ascii") as file:
         return [int(line) for line in file if line.strip().isdigit()]

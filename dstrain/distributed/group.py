@@ -21,10 +21,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dstrain.distributed.launcher import read_place
-from dstrain.distributed.progress import phases
+from dstrain.distributed.progress import get_phases
 from dstrain.distributed.stops import IDLE
 
-_thread = threading.local()  # .group: what this thread's exchanges go over; .calls: of from_first
+_thread = threading.local()  # .group: what this thread's exchanges go over; .calls: of broadcast_from_first
 _CUT = "pair closure"  # gloo's message, which does not always name gloo
 # Messages of gloo, NCCL and the store about a lost peer. Their other errors are faults of this rank itself.
 _SIGNS = (
@@ -62,7 +62,7 @@ def device() -> torch.device:
     return torch.device("cpu")
 
 
-def to_device(values: Tensor, device: torch.device) -> Tensor:
+def copy_to_device(values: Tensor, device: torch.device) -> Tensor:
     """Copies a tensor of the host to a device. The host does not wait for work that the device has yet to do."""
     if values.device.type == "cpu" and device.type == "cuda":
         values = values.pin_memory()
@@ -72,10 +72,10 @@ def to_device(values: Tensor, device: torch.device) -> Tensor:
 def barrier() -> None:
     """Waits for all ranks, and not for the work on their GPUs."""
     if world() > 1:
-        dist.barrier(group=_control())
+        dist.barrier(group=_get_host_group())
 
 
-def leave_group(seconds: float = 60.0) -> None:
+def leave_process_group(seconds: float = 60.0) -> None:
     """Ends the process group, at the end of a command: no rank ends its process while another still exchanges data.
 
     A barrier alone is not enough: the first rank that comes out of it and ends closes connections that another may
@@ -96,17 +96,19 @@ def leave_group(seconds: float = 60.0) -> None:
     except dist.DistError:
         pass
     dist.destroy_process_group()
-    forget_group()
+    forget_process_group()
 
 
-def forget_group() -> None:
+def forget_process_group() -> None:
     """Forgets what was made from a process group that has ended, so that another one may begin."""
-    _usual_control.cache_clear()
-    team.cache_clear()
+    _make_usual_host_group.cache_clear()
+    get_neighbour_group.cache_clear()
 
 
-def explain_loss(error: BaseException) -> str | None:
-    """Returns the message for an error by which this rank has lost the others; None for any other error."""
+def explain_lost_ranks(error: BaseException) -> str | None:
+    """Returns the message for an error which tells that the connection to other ranks is lost; None for any other
+    error.
+    """
     text = str(error).lower()
     remote = isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and ("gloo" in text or _CUT in text))
     if not remote or not any(sign in text for sign in _SIGNS):
@@ -129,18 +131,19 @@ def explain_loss(error: BaseException) -> str | None:
     )
 
 
-def describe_fall(error: BaseException, seconds: float = 60.0) -> str:
-    """Returns the line that a rank logs when an error ends it.
+def report_fatal_error(error: BaseException, seconds: float = 60.0) -> str:
+    """Returns the line that a rank logs when an error ends it, and if other ranks are lost, limits its end to
+    `seconds`.
 
-    Where it has lost the others, its teardown may wait for ever: for a thread that exchanges data with them, or a file
-    system beyond the broken link. So from here on the process ends after `seconds` at the latest.
+    Without other ranks its teardown may wait for ever: for a thread that exchanges data with them, or for a file system
+    beyond the broken link.
     """
-    if world() > 1 and explain_loss(error):
+    if world() > 1 and explain_lost_ranks(error):
         timer = threading.Timer(seconds, end_process, (error,))
         timer.daemon = True
         timer.start()
     return (
-        explain_loss(error)
+        explain_lost_ranks(error)
         or f"rank {read_place().rank} ends: {type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
     )
 
@@ -149,25 +152,25 @@ def end_process(error: BaseException) -> None:
     """Ends this process at once with an error's traceback and exit code 1, without waiting for threads or ranks."""
     try:
         traceback.print_exception(error)
-        print(f"error: {explain_loss(error) or error}", file=sys.stderr, flush=True)
+        print(f"error: {explain_lost_ranks(error) or error}", file=sys.stderr, flush=True)
     finally:  # printing fails where the reader of stderr has gone
         os._exit(1)
 
 
 def open_store() -> dist.Store | None:
-    """Returns a connection of its own to the store of the process group; None in one process."""
+    """Returns a new connection to the store of the process group; None in one process."""
     return dist.distributed_c10d._get_default_store().clone() if world() > 1 else None
 
 
-def new_group() -> dist.ProcessGroup | None:
+def make_host_group() -> dist.ProcessGroup | None:
     """Makes a gloo group, for exchanges on the host that do not wait for the GPU's queue; on all ranks together."""
     made = dist.new_group(backend="gloo") if world() > 1 else None
     return made if isinstance(made, dist.ProcessGroup) else None
 
 
 @functools.cache
-def team(size: int) -> dist.ProcessGroup | None:
-    """Returns the group of this rank and its neighbours, `size` in all, that share samples; None where a rank has its
+def get_neighbour_group(size: int) -> dist.ProcessGroup | None:
+    """Returns the group of the `size` neighbouring ranks that share samples with this one; None if each rank has its
     own. The first call makes it, on its ranks together.
     """
     if size == 1:
@@ -187,18 +190,18 @@ def use_group(group: dist.ProcessGroup | None) -> Iterator[None]:
         _thread.group = None
 
 
-def _control() -> dist.ProcessGroup | None:
-    return getattr(_thread, "group", None) or _usual_control()
+def _get_host_group() -> dist.ProcessGroup | None:
+    return getattr(_thread, "group", None) or _make_usual_host_group()
 
 
 @functools.cache
-def _usual_control() -> dist.ProcessGroup | None:
-    return None if dist.get_backend() == "gloo" else new_group()
+def _make_usual_host_group() -> dist.ProcessGroup | None:
+    return None if dist.get_backend() == "gloo" else make_host_group()
 
 
-def agree_any(flag: bool) -> bool:
-    """Returns True on every rank when it is true on any."""
-    return agreed_max(int(flag)) > 0
+def is_true_on_any_rank(flag: bool) -> bool:
+    """Returns True on every rank if the flag is true on any rank."""
+    return find_max_over_ranks(int(flag)) > 0
 
 
 class Ballot:
@@ -208,30 +211,30 @@ class Ballot:
         self._wish = wish
         self._count: dist.Work | None = None
 
-    def cast(self) -> None:
-        """Votes as this rank wishes now; waits for nobody."""
+    def cast_vote(self) -> None:
+        """Starts the exchange with this rank's present wish; waits for nobody."""
         if world() > 1:
             self._largest = torch.tensor(int(self._wish()))
-            self._count = dist.all_reduce(self._largest, op=dist.ReduceOp.MAX, group=_control(), async_op=True)
+            self._count = dist.all_reduce(self._largest, op=dist.ReduceOp.MAX, group=_get_host_group(), async_op=True)
 
-    def outcome(self) -> bool:
-        """Returns True on every rank when any wished so; waits for those that have not voted."""
+    def await_outcome(self) -> bool:
+        """Waits for the votes of all ranks, and returns True on every rank if any rank wished so."""
         if self._count is None:
             return self._wish()
         self._count.wait()
         return bool(self._largest.numpy())
 
 
-def agreed_max(value: int) -> int:
+def find_max_over_ranks(value: int) -> int:
     """Returns the largest of all ranks' integers."""
     if world() == 1:
         return value
     largest = torch.tensor(value, dtype=torch.int64)
-    dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=_control())
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=_get_host_group())
     return int(largest.item())
 
 
-def sum_ranks(values: Tensor) -> Tensor:
+def sum_over_ranks(values: Tensor) -> Tensor:
     """Returns the sum of a tensor over ranks; the argument is left as it is."""
     if world() == 1:
         return values
@@ -241,7 +244,9 @@ def sum_ranks(values: Tensor) -> Tensor:
 
 
 def gather_rows(values: Tensor) -> Tensor:
-    """Rows of all ranks in rank order: (b, ...) -> (sum of b, ...); ranks may hold different numbers of rows."""
+    """Gathers the rows of all ranks in rank order: (b, ...) -> (sum of b, ...); ranks may hold different numbers of
+    rows.
+    """
     return values if world() == 1 else _gather_padded(values, gather_objects(len(values)))
 
 
@@ -252,8 +257,9 @@ def _gather_padded(values: Tensor, counts: list[int]) -> Tensor:
     return torch.cat([part[:count] for part, count in zip(rows, counts)])
 
 
-def in_order(positions: Tensor, rows: dict[str, Tensor], copies: int = 1) -> dict[str, Tensor]:
-    """Rows of all ranks by name, (b, ...) each, sorted by their positions (b,): (world * b, ...), equal on all ranks.
+def gather_in_order(positions: Tensor, rows: dict[str, Tensor], copies: int = 1) -> dict[str, Tensor]:
+    """Gathers the rows of all ranks by name, (b, ...) each, sorted by their positions (b,): (world * b, ...), equal on
+    all ranks.
 
     Every rank has as many, so that no host waits for another. Of `copies` ranks that have the same rows, one counts.
     """
@@ -272,20 +278,20 @@ def gather_objects(value: Any) -> list[Any]:
     if world() == 1:
         return [value]
     values: list[Any] = [None] * world()
-    dist.all_gather_object(values, value, group=_control())
+    dist.all_gather_object(values, value, group=_get_host_group())
     return values
 
 
-def to_first(value: Any) -> list[Any] | None:
+def gather_on_first_rank(value: Any) -> list[Any] | None:
     """Returns every rank's Python value in rank order, on rank 0; None on the others."""
     if world() == 1:
         return [value]
     values: list[Any] | None = [None] * world() if rank() == 0 else None
-    dist.gather_object(value, values, dst=0, group=_control())
+    dist.gather_object(value, values, dst=0, group=_get_host_group())
     return values
 
 
-def rows_to_first(rows: Tensor, counts: list[int]) -> Tensor | None:
+def gather_rows_on_first_rank(rows: Tensor, counts: list[int]) -> Tensor | None:
     """Returns the first counts[rank] rows of each rank in rank order, on the host of rank 0; None on the others.
 
     All ranks hold rows of one shape and type. No GPU holds more than its own.
@@ -296,24 +302,24 @@ def rows_to_first(rows: Tensor, counts: list[int]) -> Tensor | None:
     own = rows[: counts[rank()]].contiguous()
     if rank() != 0:
         if len(own):
-            dist.send(own, dst=0, group=_control())
+            dist.send(own, dst=0, group=_get_host_group())
         return None
     parts = [own]
     for other, count in enumerate(counts[1:], 1):
         if count:
             parts.append(rows.new_empty((count, *rows.shape[1:])))
-            dist.recv(parts[-1], src=other, group=_control())
+            dist.recv(parts[-1], src=other, group=_get_host_group())
     return torch.cat(parts)
 
 
-def wait_for_first(store: dist.Store, key: str, seconds: float) -> bool:
+def wait_for_first_rank(store: dist.Store, key: str, seconds: float) -> bool:
     """Waits until rank 0 has set a key, however long it works alone while its pieces end; returns whether it has.
 
     Where none has ended for some seconds, or rank 0 does not say so (stops.py), it waits no longer.
     """
     idle = 0.0
     while idle <= seconds:
-        phases().beat(idle)
+        get_phases().note_progress(idle)
         try:
             store.wait([key], timedelta(seconds=min(5.0, seconds)))
             return True
@@ -325,8 +331,8 @@ def wait_for_first(store: dist.Store, key: str, seconds: float) -> bool:
     return False
 
 
-def from_first(value: Any) -> Any:
-    """Returns rank 0's small Python value, on every rank. It may work long for it."""
+def broadcast_from_first(value: Any) -> Any:
+    """Returns rank 0's small Python value on every rank. Rank 0 may work long before it calls this."""
     if world() == 1:
         return value
     if not getattr(_thread, "group", None):  # the main thread
@@ -336,7 +342,9 @@ def from_first(value: Any) -> Any:
             store.set(f"dstrain/first/{number}", "")
         else:
             timeout = dist.distributed_c10d.default_pg_timeout
-            wait_for_first(store, f"dstrain/first/{number}", timeout.total_seconds())  # else the exchange times out
+            wait_for_first_rank(
+                store, f"dstrain/first/{number}", timeout.total_seconds()
+            )  # else the exchange times out
     values = [value]
-    dist.broadcast_object_list(values, src=0, group=_control())
+    dist.broadcast_object_list(values, src=0, group=_get_host_group())
     return values[0]

@@ -53,7 +53,7 @@ def read_place() -> Place:
                 _read_number(rank),
                 _read_number(world),
                 _read_number(local),
-                _on_node(size, _read_number("SLURM_NODEID")),
+                _read_node_entry(size, _read_number("SLURM_NODEID")),
             )
             if own.rank >= own.world:
                 raise ValueError(
@@ -83,7 +83,7 @@ def _read_number(name: str) -> int:
     return int(text)
 
 
-def _on_node(name: str, node: int) -> int:
+def _read_node_entry(name: str, node: int) -> int:
     """Returns the entry of one node in Slurm's list of tasks for each node: 4 of "4(x2),3" and of "4"."""
     sizes, numbers = os.environ.get(name) or "1", []
     for word in sizes.split(","):

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from dstrain.distributed import group
-from dstrain.distributed.progress import phases
+from dstrain.distributed.progress import get_phases
 from dstrain.distributed.stops import Stopped, Stops
 
 _SECOND = 1000  # milliseconds between two votes
@@ -24,7 +24,7 @@ class Pieces:
         self._stops = stops
 
     @contextmanager
-    def breakable(self) -> Iterator[None]:
+    def allow_stops(self) -> Iterator[None]:
         """Lets `end_piece` raise Stopped, on all ranks together, once any of them has a reason to stop.
 
         The pieces inside are of one kind, and take about as long.
@@ -36,13 +36,15 @@ class Pieces:
         finally:
             _open.remove(self)
 
-    def look(self) -> None:
-        """Counts a piece, and votes if it is time."""
+    def count_and_vote(self) -> None:
+        """Counts a piece, and votes on a stop when a second has passed. Raises Stopped on all ranks if any voted for
+        it.
+        """
         self._left -= 1
         if self._left > 0:
             return
         now = time.monotonic()
-        vote = group.agreed_max(int(1000 * (now - self._last)) + _STOP * self._stops.requested())
+        vote = group.find_max_over_ranks(int(1000 * (now - self._last)) + _STOP * self._stops.is_requested())
         if vote >= _STOP:
             raise Stopped
         self._every = min(2 * self._every, max(1, self._every * _SECOND // max(1, vote)))
@@ -53,7 +55,7 @@ _open: list[Pieces] = []
 
 
 def end_piece() -> None:
-    """Says that a piece of work is done. Raises Stopped, on all ranks together, where the work may be left."""
-    phases().beat()
+    """Notes that a piece of work is done. Raises Stopped, on all ranks together, where the work may be left."""
+    get_phases().note_progress()
     if _open:
-        _open[-1].look()
+        _open[-1].count_and_vote()

@@ -22,7 +22,7 @@ import time
 from pathlib import Path
 
 from dstrain.distributed.launcher import read_place
-from dstrain.distributed.processes import read_birth
+from dstrain.distributed.processes import read_start_time
 
 Process = tuple[int, str]  # pid and start time
 
@@ -40,9 +40,11 @@ class Presence:
         self._patience = patience
         self._file: Path | None = None
 
-    def announce(self) -> None:
-        """Writes down this process and watches the others in a thread of its own; nothing where no file can be made."""
-        folder = Path(tempfile.gettempdir()) / f"dstrain-{os.getuid()}" / name_launch()
+    def announce_process(self) -> None:
+        """Writes the pid of this process and watches the other ranks in a thread; does nothing where no file can be
+        made.
+        """
+        folder = Path(tempfile.gettempdir()) / f"dstrain-{os.getuid()}" / name_launch_folder()
         try:
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             if folder.parent.lstat().st_uid != os.getuid():  # pids that others wrote would be believed
@@ -50,9 +52,9 @@ class Presence:
             self._file = _enter_attempt(folder)
         except OSError:
             return
-        threading.Thread(target=self._watch, name="presence", daemon=True).start()
+        threading.Thread(target=self._watch_others, name="presence", daemon=True).start()
 
-    def others(self) -> dict[int, Process]:
+    def list_others(self) -> dict[int, Process]:
         """Returns the other ranks of this launch here that have not left, dead ones included."""
         mine, found = self._file, {}
         for path in sorted(mine.parent.glob("*")) if mine else ():
@@ -62,10 +64,8 @@ class Presence:
                     found[int(path.name)] = (int(pid), born)
         return found
 
-    def leave(self) -> None:
-        """Marks this rank as ended in order, so that the others go on. The last rank to leave removes the
-        files of all.
-        """
+    def mark_ended(self) -> None:
+        """Marks this rank as ended in order, so that the others go on. The last rank removes the files of all."""
         mine, self._file = self._file, None
         if mine:
             with contextlib.suppress(OSError):
@@ -74,11 +74,13 @@ class Presence:
                     shutil.rmtree(mine.parent)
                     mine.parent.parent.rmdir()  # unless there is another attempt
 
-    def _watch(self) -> None:
+    def _watch_others(self) -> None:
         since: float | None = None
         while True:
             time.sleep(1)
-            dead = sorted((rank, pid) for rank, (pid, born) in self.others().items() if read_birth(pid) != born)
+            dead = sorted(
+                (rank, pid) for rank, (pid, born) in self.list_others().items() if read_start_time(pid) != born
+            )
             since = (since or time.monotonic()) if dead else None
             if since and time.monotonic() - since > self._patience:
                 names = ", ".join(f"rank {rank} (process {pid})" for rank, pid in dead)
@@ -92,19 +94,19 @@ class Presence:
 
 
 @functools.cache
-def presence() -> Presence:
-    """Returns this process's own."""
+def get_presence() -> Presence:
+    """Returns the Presence of this process, which the first call makes."""
     return Presence()
 
 
-def name_launch() -> str:
-    """Returns a name that the ranks of one launch on this machine share; containers are machines, too."""
+def name_launch_folder() -> str:
+    """Returns a folder's name that the ranks of one launch on this machine share; containers count as machines."""
     try:
         processes = os.readlink("/proc/self/ns/pid")
     except OSError:
         processes = ""
     parent = os.getppid()
-    words = [socket.gethostname(), processes, parent, read_birth(parent), *map(os.environ.get, _LAUNCH)]
+    words = [socket.gethostname(), processes, parent, read_start_time(parent), *map(os.environ.get, _LAUNCH)]
     return hashlib.sha1(repr(words).encode()).hexdigest()[:16]
 
 
@@ -116,7 +118,7 @@ def _enter_attempt(folder: Path) -> Path:
         mine.parent.mkdir(exist_ok=True, mode=0o700)
         try:
             with open(mine, "x", encoding="ascii") as file:
-                file.write(f"{os.getpid()} {read_birth(os.getpid())}")
+                file.write(f"{os.getpid()} {read_start_time(os.getpid())}")
             return mine
         except FileExistsError:
             attempt += 1

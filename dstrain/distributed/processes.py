@@ -13,8 +13,10 @@ _PACKAGE = Path(__file__).parents[1]
 _DEBUGGERS = ("pdb.py", "bdb.py", "pydevd.py")
 
 
-def read_birth(pid: int) -> str:
-    """Reads the start time of a process, which tells it from a later one of that pid; "" if it is gone or a zombie."""
+def read_start_time(pid: int) -> str:
+    """Reads when a process started, in ticks, which tells it from a later process with that pid; "" if it is gone or a
+    zombie.
+    """
     fields = _read_stat(pid)
     return fields[19] if len(fields) > 19 and fields[0] != "Z" else ""
 
@@ -33,7 +35,9 @@ def read_parent(pid: int) -> int:
 def list_descendants(pid: int) -> list[int]:
     """Lists the living children of a process, their children, and so on; zombies are left out."""
     parents = {
-        int(name): read_parent(int(name)) for name in os.listdir("/proc") if name.isdigit() and read_birth(int(name))
+        int(name): read_parent(int(name))
+        for name in os.listdir("/proc")
+        if name.isdigit() and read_start_time(int(name))
     }
     line, last = [], [pid]
     while last:
@@ -51,20 +55,22 @@ def read_command(pid: int) -> str:
 
 
 def _read_stat(pid: int) -> list[str]:
-    """Fields of /proc/PID/stat from the third (state) on; the second may hold blanks and brackets."""
+    """Reads the fields of /proc/PID/stat from the third (state) on; the second may hold blanks and brackets."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
         return []
 
 
-def print_on_request() -> None:
+def print_stacks_on_request() -> None:
     """Lets `kill -USR2 PID` print the stacks of all threads of this process on stderr."""
     faulthandler.register(signal.SIGUSR2, file=2, all_threads=True)
 
 
-def find_line(thread: int) -> tuple[str, bool]:
-    """Finds the innermost line of dstrain that a thread is in, and whether it exchanges data with other ranks there."""
+def find_current_line(thread: int) -> tuple[str, bool]:
+    """Returns the innermost line of dstrain that a thread is in, and whether it exchanges data with other
+    ranks there.
+    """
     frame, place, exchanges = sys._current_frames().get(thread), "", False
     while frame is not None and not place:
         path = frame.f_code.co_filename

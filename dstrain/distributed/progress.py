@@ -22,7 +22,7 @@ from tqdm import tqdm
 
 from dstrain import __version__
 from dstrain.distributed.launcher import read_place
-from dstrain.distributed.processes import find_line, is_debugged
+from dstrain.distributed.processes import find_current_line, is_debugged
 
 _TICK = 1.0  # seconds between two looks
 
@@ -43,28 +43,28 @@ class Phases(AbstractContextManager):
         self._settled = False
         self._lines: list[str] = []  # said, and not in log.txt yet
         self._left = threading.Event()
-        self._print: Callable[[str], None] = _on_stderr
+        self._print: Callable[[str], None] = _write_to_stderr
 
     def __enter__(self) -> "Phases":
         self._left, self._settled = threading.Event(), False
-        self.at("beginning")
-        self.heard()
+        self.enter_phase("beginning")
+        self.note_output()
         self._main = threading.get_ident()
         if read_place().rank == 0:
-            threading.Thread(target=self._listen, args=(self._left,), name="phases", daemon=True).start()
+            threading.Thread(target=self._watch_silence, args=(self._left,), name="phases", daemon=True).start()
         return self
 
     def __exit__(self, *_: Any) -> None:
         self._left.set()
 
-    def at(self, phase: str) -> None:
-        """Says what the main thread is at from now on, or still: it makes progress."""
-        self.beat()
+    def enter_phase(self, phase: str) -> None:
+        """Notes that the main thread makes progress, and in which phase it is from now on."""
+        self.note_progress()
         if phase != self._phase[0]:
             self._phase = (phase, self.beaten)
 
-    def beat(self, ago: float = 0.0) -> None:
-        """Says that a piece of work was done some seconds ago: a time stamp, without lock or exchange."""
+    def note_progress(self, ago: float = 0.0) -> None:
+        """Notes that a piece of work was done `ago` seconds ago: a time stamp, without lock or exchange."""
         if threading.get_ident() == self._main:
             self.beaten = time.monotonic() - ago
         else:
@@ -74,48 +74,48 @@ class Phases(AbstractContextManager):
     def phase(self) -> str:
         return self._phase[0]
 
-    def say(self, *lines: str) -> None:
+    def print_lines(self, *lines: str) -> None:
         """Prints lines on rank 0, and keeps them for its log."""
         if read_place().rank == 0:
             self._lines += lines
             with suppress(OSError, ValueError):  # a closed pipe or terminal ends no training
                 for line in lines:
                     print(line, flush=True)
-            self.heard()
+            self.note_output()
 
-    def logged(self) -> list[str]:
-        """Returns the lines that were said so far, once: for the log."""
+    def take_printed_lines(self) -> list[str]:
+        """Returns the lines that were printed since the last call, for the log."""
         lines, self._lines = self._lines, []
         return lines
 
-    def heard(self) -> None:
-        """Notes that a line was printed."""
+    def note_output(self) -> None:
+        """Notes the time at which a line was printed."""
         self._heard = time.monotonic()
 
-    def settle(self) -> None:
-        """Steps are reported from now on: one that takes no longer than `quiet` needs no word of its own."""
+    def begin_steps(self) -> None:
+        """Notes that steps are reported from now on: one that takes no longer than `quiet` needs no line of its own."""
         self._settled = True
 
-    def through(self, write: Callable[[str], None]) -> None:
-        """Prints words by `write` from now on, which keeps a progress bar whole."""
+    def redirect_output(self, write: Callable[[str], None]) -> None:
+        """Prints lines about silence by `write` from now on, which keeps a progress bar whole."""
         self._print = write
 
-    def _silent(self, now: float) -> bool:
-        """Returns whether a word is due."""
+    def _is_word_due(self, now: float) -> bool:
+        """Returns whether no line was printed for so long that one is due."""
         since = max(self._phase[1], self._heard) if self._settled else self._heard
         return now - since >= self._quiet
 
-    def _listen(self, left: threading.Event) -> None:
+    def _watch_silence(self, left: threading.Event) -> None:
         while not left.wait(_TICK):
             now = time.monotonic()
-            if not self._silent(now) or is_debugged(self._main):
+            if not self._is_word_due(now) or is_debugged(self._main):
                 continue
             phase, since = self._phase
             lasts = now - since
             begins = f"still {phase}, for {lasts:.0f} s" if lasts >= self._quiet else f"now {phase}"
-            where, exchanges = find_line(self._main)
+            where, exchanges = find_current_line(self._main)
             waits = ", waiting for other ranks" if exchanges and read_place().world > 1 else ""
-            self.heard()
+            self.note_output()
             if not left.is_set():
                 self._print(f"{begins}{waits}, at {where}")
 
@@ -129,15 +129,15 @@ def make_greeting() -> str:
     )
 
 
-def _on_stderr(text: str) -> None:
+def _write_to_stderr(text: str) -> None:
     """Writes without the lock of sys.stderr, which a process that is forked at this moment would inherit."""
     with suppress(OSError):
         os.write(2, f"{text}\n".encode("ascii", "backslashreplace"))
 
 
 @functools.cache
-def phases() -> Phases:
-    """Returns this process's own."""
+def get_phases() -> Phases:
+    """Returns the Phases of this process, which the first call makes."""
     return Phases()
 
 
@@ -147,16 +147,16 @@ class Bar(tqdm):
     def __init__(self, phase: str, *, show: bool = True, **options: Any) -> None:
         self._phase = phase
         super().__init__(disable=None if show and read_place().rank == 0 else True, **options)
-        self._at()
+        self._enter_phase()
 
     def update(self, n: float | None = 1) -> bool | None:
         if self.disable:
             self.n += n  # tqdm leaves a hidden bar where it began
         else:
-            phases().heard()
+            get_phases().note_output()
         drawn = super().update(n)
-        self._at()
+        self._enter_phase()
         return drawn
 
-    def _at(self) -> None:
-        phases().at(f"{self._phase}: {self.n:,} of {self.total:,}")
+    def _enter_phase(self) -> None:
+        get_phases().enter_phase(f"{self._phase}: {self.n:,} of {self.total:,}")

@@ -26,8 +26,8 @@ from typing import Any
 from dstrain.disk.owner import check_claim
 from dstrain.distributed import exit_codes
 from dstrain.distributed.launcher import read_place
-from dstrain.distributed.processes import read_birth, read_command, read_parent
-from dstrain.distributed.progress import phases
+from dstrain.distributed.processes import read_command, read_parent, read_start_time
+from dstrain.distributed.progress import get_phases
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 _LAUNCHERS = ("deepspeed", "torchrun", "torch.distributed")
@@ -57,75 +57,77 @@ class Stops:
         self.at_once, self.patience = at_once, _PATIENCE if at_once else None
         self._interrupted = self._left = False
         self._launchers = _find_launchers()
-        self.watch(folder, watch_launcher)
+        self.watch_for_stop(folder, watch_launcher)
         self._store: Any = None
         self._before: dict[int, Any] = {}
-        self.hear(*(number for number in SIGNALS if number != signal.SIGINT or not at_once))
+        self.install_handlers(*(number for number in SIGNALS if number != signal.SIGINT or not at_once))
         self._closed, self._main = threading.Event(), threading.get_ident()
         self._numbers, numbers = os.pipe()
         os.set_blocking(numbers, False)
         self._wakeup_before = signal.set_wakeup_fd(numbers, warn_on_full_buffer=False)
-        threading.Thread(target=self._listen, args=(numbers,), name="stops", daemon=True).start()
+        threading.Thread(target=self._watch_for_reasons, args=(numbers,), name="stops", daemon=True).start()
 
-    def hear(self, *numbers: int) -> None:
-        """Takes signals as a stop. Ctrl-C interrupts every verb but training."""
+    def install_handlers(self, *numbers: int) -> None:
+        """Installs the handlers by which signals ask for a stop. Ctrl-C interrupts every verb but training."""
         for number in numbers:
             if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
-                self._before.setdefault(number, signal.signal(number, self._note))
+                self._before.setdefault(number, signal.signal(number, self._note_signal))
 
-    def watch(self, folder: Path | None, launcher: bool = True) -> None:
-        """Looks for the file `stop` in a folder, on one rank, and for the launchers only if they are to be watched."""
+    def watch_for_stop(self, folder: Path | None, launcher: bool = True) -> None:
+        """Watches for the file `stop` in a folder, on one rank, and for the end of the launchers if `launcher` asks for
+        it.
+        """
         self._file = folder / "stop" if folder else None
         self._launchers = self._launchers if launcher else []
 
-    def share(self, store: Any) -> None:
-        """Tells the other ranks over a store, and hears of them."""
+    def exchange_reasons(self, store: Any) -> None:
+        """Exchanges reasons to stop with the other ranks over a store from now on."""
         self._store = store
 
-    def defer(self, patience: float | None) -> None:
-        """Leaves it to the main thread to look, from here on. See the class for `patience`."""
+    def defer_to_main_thread(self, patience: float | None) -> None:
+        """Leaves it to the main thread to look for a reason from now on. See the class for `patience`."""
         self.at_once, self.patience = False, patience
         if self._left:  # its exception was raised where nobody let it through
             raise Stopped
 
-    def requested(self) -> bool:
+    def is_requested(self) -> bool:
         """Returns whether this rank has a reason to stop; cheap enough for every step."""
-        if self.reason is None and self._file and _is_stop(self._file):
+        if self.reason is None and self._file and _is_stop_file(self._file):
             self.reason = f"the file {self._file}"
-        if self.reason is None and any(read_birth(pid) != born for pid, born in self._launchers):
+        if self.reason is None and any(read_start_time(pid) != born for pid, born in self._launchers):
             self.reason = "the launcher has gone"
         return self.reason is not None
 
-    def settle(self) -> None:
+    def remove_stop_file(self) -> None:
         """Removes the stop file, so that the same command goes on next time."""
-        if self._file and _is_stop(self._file):
+        if self._file and _is_stop_file(self._file):
             with suppress(OSError):  # the run is saved in any case; another run's file stays
                 check_claim(self._file)
                 self._file.unlink()
 
-    def leave(self) -> None:
-        """Says why a process ends that has nothing unsaved, once the other ranks can know of it."""
+    def announce_end(self) -> None:
+        """Prints why a process ends that has nothing unsaved, once the other ranks can know of it."""
         if self._store is not None:
-            self._exchange()
+            self._exchange_once()
             time.sleep(4 * _TICK)
-        self.settle()
+        self.remove_stop_file()
         print(
-            f"{Path(sys.argv[0]).name}: stopped ({self.reason}) while {phases().phase}: nothing was unsaved; "
+            f"{Path(sys.argv[0]).name}: stopped ({self.reason}) while {get_phases().phase}: nothing was unsaved; "
             "the same command goes on",
             file=sys.stderr,
             flush=True,
         )
 
-    def restore(self) -> None:
+    def restore_handlers(self) -> None:
         """Puts the earlier handlers back."""
         if not self._closed.is_set():
             signal.set_wakeup_fd(self._wakeup_before)
             self._closed.set()
         for number, handler in self._before.items():
             signal.signal(number, handler)
-        open_stops.cache_clear()
+        get_stops.cache_clear()
 
-    def _note(self, number: int, frame: FrameType | None) -> None:
+    def _note_signal(self, number: int, frame: FrameType | None) -> None:
         if number == signal.SIGINT and self._interrupted:
             raise KeyboardInterrupt
         self._interrupted |= number == signal.SIGINT
@@ -134,7 +136,7 @@ class Stops:
             self._left = True
             raise Stopped
 
-    def _listen(self, numbers: int) -> None:
+    def _watch_for_reasons(self, numbers: int) -> None:
         heard: float | None = None
         while not self._closed.is_set():
             if select.select([self._numbers], [], [], _TICK)[0]:
@@ -142,25 +144,25 @@ class Stops:
                 for number in os.read(self._numbers, 64):
                     if number in self._before:
                         self.reason = self.reason or signal.Signals(number).name
-            self._exchange()
-            if not self.requested() or self._closed.is_set():
+            self._exchange_once()
+            if not self.is_requested() or self._closed.is_set():
                 continue
             heard = heard or time.monotonic()
             if self.at_once and not self._left:
                 signal.pthread_kill(self._main, signal.SIGTERM)
             if self.patience is not None and time.monotonic() - heard > self.patience:
-                self.leave()
-                exit_codes.note_code(exit_codes.STOPPED)
+                self.announce_end()
+                exit_codes.note_exit_code(exit_codes.STOPPED)
                 os._exit(exit_codes.STOPPED)
         os.close(self._numbers)
         os.close(numbers)
 
-    def _exchange(self) -> None:
+    def _exchange_once(self) -> None:
         try:
             if self._store is not None and read_place().rank == 0:  # for those that wait for it, see group.py
-                last = max(phases().beaten, phases().beaten_beside)
+                last = max(get_phases().beaten, get_phases().beaten_beside)
                 self._store.set(IDLE, f"{time.monotonic() - last:.1f}")
-            if self._store is not None and self.requested():
+            if self._store is not None and self.is_requested():
                 self._store.set(_KEY, "")
             elif self._store is not None and self._store.check([_KEY]):
                 self.reason = self.reason or "another rank was stopped"
@@ -169,13 +171,15 @@ class Stops:
 
 
 @functools.cache
-def open_stops() -> Stops:
-    """Returns this process's own, which ends it at once until training defers that."""
+def get_stops() -> Stops:
+    """Returns the Stops of this process, which the first call makes: a stop ends it at once until training
+    defers that.
+    """
     return Stops(at_once=True)
 
 
-def _is_stop(path: Path) -> bool:
-    """Returns whether something asks for a stop: a folder of this name does not, nor could it be removed."""
+def _is_stop_file(path: Path) -> bool:
+    """Returns whether a path asks for a stop. A folder does not, since it could not be removed as a file."""
     return path.exists() and not path.is_dir()
 
 
@@ -188,13 +192,13 @@ def _find_launchers() -> list[tuple[int, str]]:
     """
     launchers, pid = [], os.getppid()
     while pid > 1 and _is_launcher(pid):
-        launchers.append((pid, read_birth(pid)))
+        launchers.append((pid, read_start_time(pid)))
         pid = read_parent(pid)
     if launchers and _REMOTE in read_command(launchers[-1][0]):
         if _is_shell(pid) and _REMOTE in read_command(pid):
             pid = read_parent(pid)
         if read_command(pid).startswith("sshd"):
-            launchers.append((pid, read_birth(pid)))
+            launchers.append((pid, read_start_time(pid)))
     return launchers
 
 

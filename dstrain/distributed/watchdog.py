@@ -31,9 +31,15 @@ import torch.distributed as dist
 from dstrain.disk.atomic import replace_file
 from dstrain.disk.lines import append_lines
 from dstrain.distributed import exit_codes, group
-from dstrain.distributed.presence import presence
-from dstrain.distributed.processes import find_line, is_debugged, is_suspended, print_on_request, read_birth
-from dstrain.distributed.progress import phases
+from dstrain.distributed.presence import get_presence
+from dstrain.distributed.processes import (
+    find_current_line,
+    is_debugged,
+    is_suspended,
+    print_stacks_on_request,
+    read_start_time,
+)
+from dstrain.distributed.progress import get_phases
 
 STEP = "step"
 _FIRST = 5  # steps before a median is trusted
@@ -69,7 +75,7 @@ class Watchdog(AbstractContextManager):
     """
 
     def __init__(self, folder: Path, factor: float, least: float, most: float):
-        # Exchanges raise after `most` seconds themselves, see group.explain_loss: they come first.
+        # Exchanges raise after `most` seconds themselves, see group.explain_lost_ranks: they come first.
         self._folder, self._factor, self._least, self._most = folder, factor, least, most + 10
         self._now = ("start", 0, time.monotonic())
         self._steps: deque[float] = deque(maxlen=1001)  # seconds
@@ -78,54 +84,56 @@ class Watchdog(AbstractContextManager):
         self._closed, self._ending = threading.Event(), threading.Lock()
         self._heard: dict[int, tuple[Stand, float]] = {}  # the others' latest words, and when they came
         self._main = threading.get_ident()
-        phases().beat()
-        print_on_request()
-        threading.Thread(target=self._watch, name="watch", daemon=True).start()
+        get_phases().note_progress()
+        print_stacks_on_request()
+        threading.Thread(target=self._watch_progress, name="watch", daemon=True).start()
 
     def begin_to_publish(self) -> None:
-        """Lets the ranks hear of each other from here on; the process group stands."""
+        """Starts to publish where this rank stands, and to read where the others do; the process group must exist."""
         if store := group.open_store():
             threading.Thread(target=self._publish_place, args=(store,), name="publisher", daemon=True).start()
 
-    def at(self, step: int, phase: str = STEP) -> None:
-        """Says that the main thread is now at this step, in this phase of it."""
+    def enter_phase(self, step: int, phase: str = STEP) -> None:
+        """Notes that the main thread is now at this step, in this phase of it."""
         now = time.monotonic()
         before, _, since = self._now
         if before == STEP:
             self._steps.append(now - since)
         self._now = (phase, step, now)
-        phases().at(f"{phase} {step}")
+        get_phases().enter_phase(f"{phase} {step}")
 
-    def lost(self, error: BaseException) -> None:
-        """Writes the stacks after a timeout and ends suspended ranks here, if an error tells that the others are lost.
+    def handle_lost_ranks(self, error: BaseException) -> None:
+        """Writes stacks after a timeout and ends suspended ranks here, if an error tells that other ranks are lost.
 
         Where this rank is overdue, the others have found that the run hangs, and this rank ends as they do.
         """
-        if self._closed.is_set() or not (text := group.explain_loss(error)):
+        if self._closed.is_set() or not (text := group.explain_lost_ranks(error)):
             return
         if self._overdue:
-            self._end([text], self._stopped())
+            self._end_run([text], self._list_suspended())
         self._closed.set()
         if "timed out" in str(error).lower() or "timeout" in str(error).lower():
-            self._within(5, self._write_stacks)
-        self._signal(self._stopped(), signal.SIGKILL)
+            self._run_within(5, self._write_stacks)
+        self._signal_ranks(self._list_suspended(), signal.SIGKILL)
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: Any) -> None:
         if error is not None:
-            self.lost(error)
+            self.handle_lost_ranks(error)
         self._closed.set()
 
-    def _last_progress(self) -> float:
-        """Returns when a piece of work has last ended. A thread that saves beside steps is no progress of theirs."""
-        beside = 0.0 if self._now[0] == STEP else phases().beaten_beside
-        return max(phases().beaten, beside, self._base)
+    def _find_last_progress(self) -> float:
+        """Returns when a piece of work last ended. A thread that saves beside steps does not count as their
+        progress.
+        """
+        beside = 0.0 if self._now[0] == STEP else get_phases().beaten_beside
+        return max(get_phases().beaten, beside, self._base)
 
-    def _limit(self, phase: str) -> float:
+    def _choose_limit(self, phase: str) -> float:
         if phase != STEP or not self._factor or len(self._steps) < _FIRST:
             return self._most
         return min(self._most, max(self._least, self._factor * statistics.median(list(self._steps))))
 
-    def _watch(self) -> None:
+    def _watch_progress(self) -> None:
         began, last = 0.0, time.monotonic()
         before: set[int] = set()
         while not self._closed.wait(_TICK):
@@ -133,39 +141,41 @@ class Watchdog(AbstractContextManager):
             if now - last > _TICK + _SUSPENDED or is_debugged(self._main):
                 self._base = now
             last = now
-            overdue = now - self._last_progress() > self._limit(self._now[0])
+            overdue = now - self._find_last_progress() > self._choose_limit(self._now[0])
             began = began if self._overdue and overdue else now  # when it became overdue
             self._overdue = overdue
-            suspended = self._stopped() if overdue else set()
-            reasons, at_fault = self._reasons(now, began, suspended & before) if overdue else ([], set())
+            suspended = self._list_suspended() if overdue else set()
+            reasons, at_fault = self._find_faults(now, began, suspended & before) if overdue else ([], set())
             before = suspended
             if reasons and not self._closed.is_set():
-                self._end(reasons, at_fault)
+                self._end_run(reasons, at_fault)
 
-    def _reasons(self, now: float, began: float, suspended: set[int]) -> tuple[list[str], set[int]]:
+    def _find_faults(self, now: float, began: float, suspended: set[int]) -> tuple[list[str], set[int]]:
         """Returns what is at fault, a line each, once it is known, and the ranks that cannot end by themselves.
 
-        began: since when this rank is overdue.
+        began: when this rank became overdue.
         """
-        me = self._stand()
+        me = self._describe_stand()
         heard = {rank: stand for rank, (stand, when) in dict(self._heard).items() if when > max(began, now - _SILENT)}
         if suspended:
-            return [f"{self._name(rank)} is stopped, by SIGSTOP or a debugger" for rank in sorted(suspended)], suspended
+            return [
+                f"{self._name_rank(rank)} is stopped, by SIGSTOP or a debugger" for rank in sorted(suspended)
+            ], suspended
         if group.world() == 1:
             return [f"{me} hangs at {me.where}"], set()
         silent = [rank for rank in range(group.world()) if rank not in heard and rank != me.rank]
         if (silent and now - began < _SILENT) or any(not stand.overdue for stand in heard.values()):
             return [], set()
         if me.rank and len(silent) == group.world() - 1:
-            return [f"{self._name(0)}, through which the ranks hear of each other, does not answer"], {0}
-        return [f"{self._name(rank)} does not answer" for rank in silent] or _describe_late([me, *heard.values()]), set(
-            silent
-        )
+            return [f"{self._name_rank(0)}, through which the ranks hear of each other, does not answer"], {0}
+        return [f"{self._name_rank(rank)} does not answer" for rank in silent] or _describe_late(
+            [me, *heard.values()]
+        ), set(silent)
 
-    def _stand(self, beat: int = 0) -> Stand:
+    def _describe_stand(self, beat: int = 0) -> Stand:
         phase, step, _ = self._now
-        where, waits = find_line(self._main)
-        seconds = round(time.monotonic() - self._last_progress(), 1)
+        where, waits = find_current_line(self._main)
+        seconds = round(time.monotonic() - self._find_last_progress(), 1)
         return Stand(
             group.rank(), socket.gethostname(), os.getpid(), step, phase, seconds, self._overdue, where, waits, beat
         )
@@ -179,7 +189,7 @@ class Watchdog(AbstractContextManager):
         try:
             while not self._closed.wait(pause):
                 beat += 1
-                store.set(f"{_KEY}/{group.rank()}", json.dumps(asdict(self._stand(beat))))
+                store.set(f"{_KEY}/{group.rank()}", json.dumps(asdict(self._describe_stand(beat))))
                 if not (self._overdue or beat == 2):
                     continue
                 asked = others if self._overdue else others[: min(group.rank(), 1)]
@@ -195,31 +205,35 @@ class Watchdog(AbstractContextManager):
         except RuntimeError:  # the store has ended, and with it the run
             pass
 
-    def _stopped(self) -> set[int]:
-        """Ranks of this machine that are suspended."""
+    def _list_suspended(self) -> set[int]:
+        """Lists the ranks of this machine that are suspended."""
         return {
-            rank for rank, (pid, born) in presence().others().items() if read_birth(pid) == born and is_suspended(pid)
+            rank
+            for rank, (pid, born) in get_presence().list_others().items()
+            if read_start_time(pid) == born and is_suspended(pid)
         }
 
-    def _name(self, rank: int) -> str:
+    def _name_rank(self, rank: int) -> str:
         if rank in self._heard:
             return str(self._heard[rank][0])
-        pid = presence().others().get(rank)
+        pid = get_presence().list_others().get(rank)
         return f"rank {rank} on {socket.gethostname()} (process {pid[0]})" if pid else f"rank {rank}"
 
-    def _end(self, reasons: list[str], at_fault: set[int]) -> None:
-        """Writes what is known, ends ranks at fault here, and then this one. Disks may hang: they get some seconds."""
+    def _end_run(self, reasons: list[str], at_fault: set[int]) -> None:
+        """Writes what is known, ends ranks at fault here, and then this one. Each part has some seconds, since disks
+        may hang.
+        """
         self._ending.acquire()  # the watch and the main thread may both come here
-        self._signal(at_fault - self._stopped(), signal.SIGUSR2)  # they write their stacks on stderr
-        self._within(5, self._write_stacks)
-        self._within(5, self._report, reasons)
+        self._signal_ranks(at_fault - self._list_suspended(), signal.SIGUSR2)  # they write their stacks on stderr
+        self._run_within(5, self._write_stacks)
+        self._run_within(5, self._report_hang, reasons)
         time.sleep(2)  # the others find and write the same
-        self._signal(at_fault, signal.SIGKILL)
+        self._signal_ranks(at_fault, signal.SIGKILL)
         os._exit(exit_codes.HUNG)
 
-    def _report(self, reasons: list[str]) -> None:
+    def _report_hang(self, reasons: list[str]) -> None:
         phase, step, _ = self._now
-        me = self._stand()
+        me = self._describe_stand()
         text = (
             f"rank {me.rank} on {me.host} has been in {phase} {step} for {me.seconds:.0f} s, and the run ends: "
             f"{'; '.join(reasons)}. Stacks are in {self._folder / 'stacks'}. All saved is whole; the same command "
@@ -231,7 +245,7 @@ class Watchdog(AbstractContextManager):
 
     def _write_stacks(self) -> None:
         """Writes the stacks of all threads; on stderr where the folder is not a run's yet."""
-        me = self._stand()
+        me = self._describe_stand()
         if not (self._folder / "run.yaml").exists():
             faulthandler.dump_traceback(2, all_threads=True)
             return
@@ -242,14 +256,14 @@ class Watchdog(AbstractContextManager):
             faulthandler.dump_traceback(file, all_threads=True)
 
     @staticmethod
-    def _signal(ranks: set[int], number: int) -> None:
+    def _signal_ranks(ranks: set[int], number: int) -> None:
         """Sends a signal to those of some ranks that live on this machine."""
-        for rank, (pid, born) in presence().others().items():
-            if rank in ranks and read_birth(pid) == born:
+        for rank, (pid, born) in get_presence().list_others().items():
+            if rank in ranks and read_start_time(pid) == born:
                 os.kill(pid, number)
 
     @staticmethod
-    def _within(seconds: float, work: Callable[..., None], *arguments: Any) -> None:
+    def _run_within(seconds: float, work: Callable[..., None], *arguments: Any) -> None:
         thread = threading.Thread(target=work, args=arguments, daemon=True)
         thread.start()
         thread.join(seconds)

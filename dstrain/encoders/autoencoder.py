@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from dstrain import rng
-from dstrain.distributed.group import to_device
+from dstrain.distributed.group import copy_to_device
 from dstrain.encoders.frozen import Frozen, explain_loading, refuse_quantized, require_weights
-from dstrain.encoders.precision import Precision, cast_weights, choose_precision, compute_in
+from dstrain.encoders.precision import Precision, cast_weights, choose_precision, use_precision
 from dstrain.recipe import ConfigError
 
 # The keys of AutoencoderKL's config that decide the codes, with diffusers' defaults. Only other values than these enter
@@ -63,7 +63,7 @@ class Autoencoder(Frozen):
         super().__init__()
         self.vae, self.precision = _load_autoencoder(path).eval().requires_grad_(False), "fp32"
         config, own_scale = self.vae.config, 1.0
-        self.of_representations = is_of_representations(self.vae)
+        self.of_representations = is_representation_autoencoder(self.vae)
         self.image_size: int | None = None
         if self.of_representations:
             self.image_size = self.vae.decoder_image_size
@@ -78,7 +78,7 @@ class Autoencoder(Frozen):
 
     def encode(self, image: Tensor, key: Tensor) -> Tensor:
         """Draws float32 latents from the posterior with the samples' own noise: (B, C, H, W), (B,) -> (B, c, h, w)."""
-        with compute_in(self.precision):
+        with use_precision(self.precision):
             return self.draw_latents(*encode_posterior(self.vae, image), key)
 
     def draw_latents(self, mean: Tensor, std: Tensor, key: Tensor) -> Tensor:
@@ -88,26 +88,32 @@ class Autoencoder(Frozen):
     @torch.no_grad()
     def decode(self, latents: Tensor) -> Tensor:
         """Returns float32 images, about in [-1, 1]: (B, c, h, w) -> (B, C, H, W)."""
-        latents = latents / spread(self.scaling_factor, latents) + spread(self.shift, latents)
+        latents = latents / broadcast_over_pixels(self.scaling_factor, latents) + broadcast_over_pixels(
+            self.shift, latents
+        )
         image = self.vae.decode(latents.to(_find_dtype(self.vae.decoder))).sample.float()
         return 2 * image - 1 if self.of_representations else image
 
     def fingerprint(self) -> str:
-        """Returns a hash of architecture and weights, see `hash_network`. Ask before `drop_encoder` and `encode_in`."""
+        """Returns a hash of architecture and weights, see `hash_network`. Ask before `drop_encoder` and
+        `set_encode_precision`.
+        """
         return hash_network(*identify_autoencoder(self.vae))
 
-    def facts(self) -> dict[str, Any]:
+    def describe_latents(self) -> dict[str, Any]:
         """Returns what decides the latents of an image: scaling_factor, shift and fingerprint."""
         return {"scaling_factor": self.scaling_factor, "shift": self.shift, "fingerprint": self.fingerprint()}
 
-    def channel_moments(self) -> tuple[list[float], list[float]] | None:
-        """Returns mean and deviation of each channel, by the autoencoder's own config; None: it does not say them."""
+    def read_channel_moments(self) -> tuple[list[float], list[float]] | None:
+        """Returns mean and deviation of each latent channel from the autoencoder's own config; None if it does not name
+        them.
+        """
         means, deviations = (getattr(self.vae.config, name, None) for name in ("latents_mean", "latents_std"))
         if self.of_representations or not means or not deviations:
             return None
         return [float(value) for value in means], [float(value) for value in deviations]
 
-    def encode_in(self, precision: Precision | None) -> None:
+    def set_encode_precision(self, precision: Precision | None) -> None:
         """Sets the precision of `encode`; None: tf32 where the GPU has it. `decode` stays float32."""
         self.precision = precision = precision or choose_precision()
         for name in _ENCODING:
@@ -123,7 +129,7 @@ class Autoencoder(Frozen):
 @torch.no_grad()
 def encode_posterior(vae: nn.Module, image: Tensor) -> tuple[Tensor, Tensor]:
     """Returns mean and deviation of an autoencoder's latents: (B, C, H, W) in [-1, 1] -> 2 x (B, c, h, w)."""
-    if is_of_representations(vae):
+    if is_representation_autoencoder(vae):
         mean = vae.encode((image.to(_find_dtype(vae.encoder)) + 1) / 2).latent.float()
         return mean, torch.zeros_like(mean)
     moments = vae.encode(image.to(_find_dtype(vae.encoder))).latent_dist.parameters.float()
@@ -134,17 +140,21 @@ def encode_posterior(vae: nn.Module, image: Tensor) -> tuple[Tensor, Tensor]:
 def draw_latents(mean: Tensor, std: Tensor, key: Tensor, scaling_factor: Values, shift: Values = 0.0) -> Tensor:
     """Draws float32 latents (B, c, h, w) from their posterior, with the noise of the samples' keys (B,)."""
     noise = rng.normal(key, "latent", tuple(mean.shape[1:]))
-    return (mean.float() + std.float() * noise - spread(shift, noise)) * spread(scaling_factor, noise)
+    return (mean.float() + std.float() * noise - broadcast_over_pixels(shift, noise)) * broadcast_over_pixels(
+        scaling_factor, noise
+    )
 
 
-def spread(values: Values, like: Tensor) -> float | Tensor:
-    """Returns one number as it is, and one for each channel as (C, 1, 1) beside the pixels of `like`."""
+def broadcast_over_pixels(values: Values, like: Tensor) -> float | Tensor:
+    """Returns a single number as it is, and a number for each channel as (C, 1, 1), to be broadcast over pixels of
+    `like`.
+    """
     if isinstance(values, float | int):
         return values
-    return to_device(torch.tensor(values, dtype=like.dtype).view(-1, 1, 1), like.device)
+    return copy_to_device(torch.tensor(values, dtype=like.dtype).view(-1, 1, 1), like.device)
 
 
-def is_of_representations(vae: nn.Module) -> bool:
+def is_representation_autoencoder(vae: nn.Module) -> bool:
     """Returns whether an autoencoder is an AutoencoderRAE, which has images in [0, 1] and no posterior."""
     return type(vae).__name__ == _OF_REPRESENTATIONS
 
@@ -155,7 +165,7 @@ def identify_autoencoder(vae: nn.Module) -> tuple[dict[str, Any], dict[str, Tens
     Scale and shift of the latents are left out, since they come after the codes and may be measured later; but for an
     AutoencoderRAE, which applies them itself.
     """
-    if is_of_representations(vae):
+    if is_representation_autoencoder(vae):
         own = {name: value for name, value in vae.config.items() if not name.startswith(("_", "latents_"))}
         return {"class": _OF_REPRESENTATIONS, **json.loads(json.dumps(own))}, vae.state_dict()
     config = json.loads(json.dumps({name: vae.config[name] for name in _DIFFUSERS_DEFAULTS if name in vae.config}))

@@ -52,7 +52,9 @@ class EmojiTower:
 
 
 def read_text_embeds(captions: list[str]) -> Tensor | None:
-    """Returns float32 (N, 384) of captions of the built-in pairs, in lower case; None if one is another text."""
+    """Returns float32 (N, 384) of captions of the built-in pairs, in lower case; None if any text is no
+    such caption.
+    """
     known = embeddings.read_builtin_captions()
     rows = [known.get(" ".join(caption.lower().split())) for caption in captions]
     if None in rows:

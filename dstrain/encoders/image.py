@@ -86,7 +86,7 @@ class VisionTower(Frozen):
     kinds   those to accept, of dinov2, dinov3 and videomae
     key     what names the folder, for messages
 
-    Attributes: dim (D), patch_size (pixels), num_frames of a clip (None for images), precision of `compute_in`.
+    Attributes: dim (D), patch_size (pixels), num_frames of a clip (None for images), precision of `set_precision`.
     Raises ConfigError where nothing of these kinds can be loaded from `folder`.
     """
 
@@ -111,17 +111,17 @@ class VisionTower(Frozen):
         self.register_buffer("mean", torch.tensor(_MEAN).view(3, 1, 1), persistent=False)
         self.register_buffer("std", torch.tensor(_STD).view(3, 1, 1), persistent=False)
 
-    def facts(self) -> dict[str, Any]:
-        """Returns what decides the tokens of an image: width and fingerprint. Ask before `compute_in`."""
+    def describe_tokens(self) -> dict[str, Any]:
+        """Returns what decides the tokens of an image: width and fingerprint. Ask before `set_precision`."""
         return {"width": self.dim, "fingerprint": hash_network({"kind": self.kind}, self.model.state_dict())}
 
-    def compute_in(self, precision: Precision | None) -> None:
-        """Sets the precision that `read` is to compute in; None: tf32 where the GPU has it."""
+    def set_precision(self, precision: Precision | None) -> None:
+        """Sets the precision that `read_tokens` is to compute in; None: tf32 where the GPU has it."""
         self.precision = precision or choose_precision()
         cast_weights(self.model, self.precision)
 
     @torch.no_grad()
-    def read(self, images: Tensor, sides: Sequence[int] = (_SIDE, _SIDE), smooth: bool = True) -> Tokens:
+    def read_tokens(self, images: Tensor, sides: Sequence[int] = (_SIDE, _SIDE), smooth: bool = True) -> Tokens:
         """Returns the tokens of uint8 (N, 3, H, W), or of clips (N, T, 3, H, W) with T of num_frames.
 
         They are resized to `sides`, height and width, whatever their aspect: bicubic, and smoothed where they get
@@ -135,8 +135,8 @@ class VisionTower(Frozen):
         return Tokens(states[:, 0] if self._before else None, patches, patches.mean(1))
 
     def encode(self, images: Tensor) -> Tensor:
-        """Returns float32 (N, D) of images or clips at 224 x 224 pixels, as EDM2 resizes them: the class token, as
-        FD-DINOv2 takes it (Stein et al. 2023), or the mean of all tokens where there is none.
+        """Returns embeddings float32 (N, D) of images or clips at 224 x 224 pixels, resized as in EDM2: the class
+        token, as FD-DINOv2 takes it (Stein et al. 2023), or the mean of all tokens where there is none.
         """
-        tokens = self.read(images)
+        tokens = self.read_tokens(images)
         return tokens.pooled if tokens.first is None else tokens.first

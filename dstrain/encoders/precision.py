@@ -18,7 +18,7 @@ Precision = Literal["fp32", "tf32", "bf16"]
 
 
 def choose_dtype(precision: Precision) -> torch.dtype:
-    """Returns the dtype of weights."""
+    """Returns the dtype of weights for a precision."""
     return torch.bfloat16 if precision == "bf16" else torch.float32
 
 
@@ -27,8 +27,10 @@ def choose_precision() -> Precision:
     return "tf32" if torch.cuda.is_available() and torch.cuda.is_tf32_supported() else "fp32"
 
 
-def find_problem(precision: Precision | None, key: str) -> str | None:
-    """Says why this machine cannot compute so; it is refused, since figures and caches name their precision."""
+def find_precision_problem(precision: Precision | None, key: str) -> str | None:
+    """Returns why this machine cannot compute in a precision, None if it can; it is refused, since figures and caches
+    name their precision.
+    """
     if precision != "tf32" or choose_precision() == "tf32":
         return None
     return (
@@ -39,13 +41,13 @@ def find_problem(precision: Precision | None, key: str) -> str | None:
 
 def require_precision(precision: Precision) -> None:
     """Raises ConfigError if this machine cannot compute as --precision says."""
-    if text := find_problem(precision, "--precision tf32"):
+    if text := find_precision_problem(precision, "--precision tf32"):
         raise ConfigError(text)
 
 
 @contextmanager
-def compute_in(precision: Precision) -> Iterator[None]:
-    """Computes float32 in the block as `precision` says, and afterwards as before."""
+def use_precision(precision: Precision) -> Iterator[None]:
+    """Computes float32 inside the block as `precision` says, and afterwards as before."""
     before = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
     torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
     torch.backends.cudnn.allow_tf32 = precision == "tf32"
@@ -57,6 +59,6 @@ def compute_in(precision: Precision) -> Iterator[None]:
 
 
 def cast_weights(network: nn.Module, precision: Precision) -> None:
-    """Casts the weights; tables keep their own precision. What is hashed of a network is hashed before."""
+    """Casts the weights of a network; tables keep their own precision. A network is hashed before it is cast."""
     for weight in network.parameters():
         weight.data = weight.data.to(choose_dtype(precision))

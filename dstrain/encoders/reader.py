@@ -15,7 +15,7 @@ from pydantic import Field
 from torch import Tensor
 
 from dstrain import rng
-from dstrain.distributed.group import to_device
+from dstrain.distributed.group import copy_to_device
 from dstrain.encoders.joined_text import open_text_encoder
 from dstrain.encoders.text import TextEncoder, describe_cut, encode_distinct, load_text_encoder, unpack_captions
 from dstrain.recipe import ConfigError, Section, mark_filled_in
@@ -154,7 +154,7 @@ class Reader:
         # Captions are on the host, which reads them; the inputs go to the device of the rest of the batch.
         device = batch.get("key", batch["caption"]).device
         inputs = self._read(unpack_captions(batch["caption"]), device)
-        return {name: to_device(value, device) for name, value in inputs.items()}
+        return {name: copy_to_device(value, device) for name, value in inputs.items()}
 
     def of_texts(self, texts: list[str]) -> TextInputs:
         """Returns inputs for each text, on the CPU. Raises ConfigError without an encoder, or if unconditional.
@@ -217,7 +217,7 @@ class Reader:
                     "write model.null_text=learned"
                 )
         if self._empty["text_mask"].device != device:
-            self._empty = {name: to_device(value, device) for name, value in self._empty.items()}
+            self._empty = {name: copy_to_device(value, device) for name, value in self._empty.items()}
         return self._empty
 
     def _read(self, texts: list[str], device: torch.device) -> TextInputs:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dstrain.distributed.group import to_device
+from dstrain.distributed.group import copy_to_device
 from dstrain.encoders.autoencoder import hash_network
 from dstrain.encoders.frozen import Frozen, explain_loading, read_config, read_json, read_network, read_pretrained
 from dstrain.recipe import ConfigError
@@ -72,7 +72,7 @@ class TextEncoder(Frozen):
         tokens = self.tokenizer(
             captions, padding="max_length", truncation=True, max_length=self.max_length, return_tensors="pt"
         )
-        ids, mask = (to_device(tokens[name], device) for name in ("input_ids", "attention_mask"))  # (N, L)
+        ids, mask = (copy_to_device(tokens[name], device) for name in ("input_ids", "attention_mask"))  # (N, L)
         out = self.model(input_ids=ids, attention_mask=mask)
         encodings = out.last_hidden_state.float()  # (N, L, E)
         if self.projection is not None:

@@ -2,8 +2,8 @@
 
 A block keeps its place and its names; only its `forward` is replaced, so that hooks of modules stay outside of what is
 compiled. ZeRO-3 has hooks before and after each module, which Dynamo cannot trace: a block whose layers have hooks is
-cut at each of them. Nor may they run within recompute=attention, which expects the same operations again. `prepare`
-makes such blocks leaves: one hook gathers the weights of the whole block.
+cut at each of them. Nor may they run within recompute=attention, which expects the same operations again.
+`prepare_blocks` makes such blocks leaves: one hook gathers the weights of the whole block.
 
 Tried for a DiT of 4 blocks at stage 3: as leaves, one graph and no break; DeepSpeed's `engine.compile`, of the whole
 network, 35 graphs and 44 breaks. Its DeepCompile is built for CUDA alone, and has not been tried.
@@ -24,15 +24,15 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from dstrain.engine.masters import full_shape
-from dstrain.engine.patches import replace_linear
+from dstrain.engine.masters import find_full_shape
+from dstrain.engine.patches import replace_zero_linear
 
 # What recompute=attention keeps: products with weights, which are most of the work and few of the bytes. The products
 # within attention that some of torch's implementations make are batched ones (bmm), and not kept.
 PRODUCTS = ("mm", "addmm", "convolution")
 
 
-def prepare(
+def prepare_blocks(
     network: nn.Module,
     blocks: tuple[type[nn.Module], ...],
     recompute: str | int = "none",
@@ -40,7 +40,8 @@ def prepare(
     scattered: bool = False,
     host: "HostMemory | None" = None,
 ) -> None:
-    """Gives the blocks of a network, before deepspeed.initialize, the forward pass that a recipe asks for.
+    """Replaces the forward pass of a network's blocks by the one that a recipe asks for; call it before
+    deepspeed.initialize.
 
     recompute   model.recompute: none, attention, all, offload, or a number k: every k-th block as with all.
     compiled    by torch.compile; as it is otherwise.
@@ -54,25 +55,25 @@ def prepare(
 
         set_z3_leaf_modules(network, list({type(module) for module in repeated}))
         for module in repeated:
-            module.register_forward_pre_hook(_with_gradient)  # before DeepSpeed's own hooks
+            module.register_forward_pre_hook(_ensure_input_gradient)  # before DeepSpeed's own hooks
     if repeated and (compiled or recompute == "attention"):  # at every stage: its layer outlives a ZeRO-3
-        replace_linear()
+        replace_zero_linear()
     graphs = Graphs()
     for number, module in enumerate(repeated, 1):
         keeps = recompute
         if isinstance(recompute, int):  # every so many blocks
             keeps = "none" if number % recompute else "all"
         if compiled:
-            plain = partial(graphs.forward, module, "none" if keeps == "offload" else keeps, structure(module))
+            plain = partial(graphs.forward, module, "none" if keeps == "offload" else keeps, describe_structure(module))
             module.forward = partial(host.forward, plain) if keeps == "offload" else plain
         elif keeps == "offload":
             module.forward = partial(host.forward, partial(type(module).forward, module))
         elif keeps != "none":
-            module.forward = partial(forward, module, keeps)
+            module.forward = partial(run_block, module, keeps)
 
 
-def _with_gradient(_: nn.Module, inputs: tuple) -> tuple:
-    """Returns inputs of which one has a gradient. Without one DeepSpeed releases a leaf's weights before its
+def _ensure_input_gradient(_: nn.Module, inputs: tuple) -> tuple:
+    """Returns a block's inputs, of which one has a gradient. Without one DeepSpeed releases a leaf's weights before its
     backward pass.
     """
     tensors = [value for value in inputs if isinstance(value, Tensor)]
@@ -82,22 +83,22 @@ def _with_gradient(_: nn.Module, inputs: tuple) -> tuple:
     return tuple(value.detach().requires_grad_() if value is first else value for value in inputs)
 
 
-def is_compiled(choice: str) -> bool:
+def should_compile(choice: str) -> bool:
     """Returns whether a recipe's compile=auto, on or off asks for compiled blocks on this machine."""
     return choice == "on" or (choice == "auto" and torch.cuda.is_available())
 
 
-def forward(module: nn.Module, recompute: str, *inputs: Any, **named: Any) -> Any:
-    """Does the forward pass of a block. What is computed again draws the same dropout masks."""
+def run_block(module: nn.Module, recompute: str, *inputs: Any, **named: Any) -> Any:
+    """Runs the forward pass of a block. What is computed again draws the same dropout masks."""
     plain = partial(type(module).forward, module)
     if recompute == "none" or not torch.is_grad_enabled():
         return plain(*inputs, **named)
     if recompute == "attention":
-        return checkpoint(plain, *inputs, use_reentrant=False, context_fn=_keep_products, **named)
+        return checkpoint(plain, *inputs, use_reentrant=False, context_fn=_make_product_context, **named)
     return checkpoint(plain, *inputs, use_reentrant=False, **named)
 
 
-def _keep_products() -> tuple[Any, Any]:
+def _make_product_context() -> tuple[Any, Any]:
     return create_selective_checkpoint_contexts([getattr(torch.ops.aten, name).default for name in PRODUCTS])
 
 
@@ -105,22 +106,22 @@ class HostMemory:
     """What model.recompute=offload keeps, and model.recompute=all has on the GPU: the first input of each block."""
 
     def forward(self, plain: Callable, *inputs: Any, **named: Any) -> Any:
-        """Does the forward pass of a block, and computes it again in the backward pass. Its first input waits for that
-        in the host's memory. What it shares with other blocks stays where it is.
+        """Runs the forward pass of a block, which its backward pass computes again. Its first input waits for that in
+        the host's memory. What it shares with other blocks stays where it is.
         """
         if not torch.is_grad_enabled():
             return plain(*inputs, **named)
         others = inputs[1:]
         # Within, torch.utils.checkpoint has hooks of its own: these get what it keeps of the inputs alone.
-        with saved_tensors_hooks(self.send, self.fetch):
+        with saved_tensors_hooks(self.send_to_host, self.fetch_from_host):
             return checkpoint(lambda *first: plain(*first, *others, **named), *inputs[:1], use_reentrant=False)
 
-    def send(self, tensor: Tensor) -> tuple[torch.device, Tensor]:
+    def send_to_host(self, tensor: Tensor) -> tuple[torch.device, Tensor]:
         """Returns a tensor's device, and its copy in the host's memory. A GPU copies it in its own time."""
         return tensor.device, _copy_to(torch.device("cpu"), tensor)
 
-    def fetch(self, sent: tuple[torch.device, Tensor]) -> Tensor:
-        """Returns the copy of what `send` has sent, on its device."""
+    def fetch_from_host(self, sent: tuple[torch.device, Tensor]) -> Tensor:
+        """Returns the copy of what `send_to_host` has sent, on its device."""
         return _copy_to(*sent)
 
 
@@ -142,13 +143,13 @@ class Graphs:
         self._by_kind: dict[tuple, Callable] = {}
 
     def forward(self, module: nn.Module, recompute: str, built: tuple, *inputs: Any, **named: Any) -> Any:
-        """Does what `forward` above does; `built` is the structure of the module."""
+        """Runs a block as `run_block` does, by the graph of its kind; `built` is the structure of the module."""
         tensors = [value for value in (*inputs, *named.values()) if isinstance(value, Tensor) and value.ndim]
         records = torch.is_grad_enabled()
         kind = (built, recompute, records, *(tensor.shape if records else tensor.shape[1:] for tensor in tensors))
         compiled = self._by_kind.get(kind)
         if compiled is None:
-            compiled = self._by_kind[kind] = torch.compile(_copy(forward), dynamic=False)
+            compiled = self._by_kind[kind] = torch.compile(_copy_function(run_block), dynamic=False)
         if not records:
             for tensor in tensors:
                 if len(tensor) == len(tensors[0]):
@@ -156,31 +157,32 @@ class Graphs:
         return compiled(module, recompute, *inputs, **named)
 
 
-def _copy(function: FunctionType) -> FunctionType:
-    """Returns the function with a code object of its own."""
+def _copy_function(function: FunctionType) -> FunctionType:
+    """Returns a copy of a function with a code object of its own."""
     return FunctionType(function.__code__.replace(), function.__globals__, function.__name__)
 
 
-def structure(block: nn.Module) -> tuple:
-    """Returns what blocks that share a graph have in common: classes, shapes of weights, and settings, all the way
-    in.
+def describe_structure(block: nn.Module) -> tuple:
+    """Returns what blocks that share a graph have in common: classes, shapes of weights, and settings, those of inner
+    modules too.
     """
 
-    def entries() -> Iterator[tuple]:
+    def list_entries() -> Iterator[tuple]:
         for module in block.modules():
             settings = (
                 (name, value)
                 for name, value in vars(module).items()
                 if name != "training" and isinstance(value, (int, float, str, type(None)))
             )
-            shapes = ((name, tuple(full_shape(weight))) for name, weight in module.named_parameters(recurse=False))
+            shapes = ((name, tuple(find_full_shape(weight))) for name, weight in module.named_parameters(recurse=False))
             yield type(module), *settings, *shapes
 
-    return tuple(entries())
+    return tuple(list_entries())
 
 
-def use_channels_last(network: nn.Module) -> None:
-    """Has a network receive its images, inputs (B, C, H, W), as NHWC. The layers that follow keep the layout.
+def make_channels_last(network: nn.Module) -> None:
+    """Adds a hook by which a network receives its images, inputs (B, C, H, W), as NHWC. The layers that follow keep the
+    layout.
 
     The weights keep theirs: they lie in ZeRO's flat buffers, which know one layout only.
     """

@@ -26,16 +26,16 @@ from torch import Tensor
 from dstrain.checkpoint import validate
 from dstrain.checkpoint.fragment_index import collect_rows, write_indices
 from dstrain.checkpoint.fragments import list_stored_weights, open_shards, write_shard
-from dstrain.checkpoint.layout import COMMON, shard_name
+from dstrain.checkpoint.layout import COMMON, name_shard
 from dstrain.checkpoint.manifest import read_manifest
 from dstrain.checkpoint.saver import Entries, Saver
 from dstrain.checkpoint.store import ROUTINE, STOP, TROUBLE, Hashes, Store
 from dstrain.distributed import group
-from dstrain.distributed.progress import phases
+from dstrain.distributed.progress import get_phases
 from dstrain.engine.ema import snapshots
 from dstrain.engine.ema.shadow import EmaShadow
 from dstrain.engine.engines import Engines
-from dstrain.engine.optimizers import CODES, from_floats
+from dstrain.engine.optimizers import CODES, restore_bytes_from_floats
 from dstrain.engine.patches import defer_errors, make_universal_info
 from dstrain.engine.recovery import Divergence, State, advise_user, check_weights
 from dstrain.recipe import ConfigError, NotRead, Save
@@ -76,14 +76,14 @@ class Checkpoints:
             engines.masters,
             ema,
             save.asynchronous,
-            lambda: self._common(ema.flats),
+            lambda: self._collect_common(ema.flats),
             lambda line: self.saver.report(line),
         )
 
-    def look(self) -> None:
+    def report_ended_save(self) -> None:
         """Reports what has been written since the last call; cheap enough for every step."""
-        self.saver.look()
-        self.averages.saver.look()
+        self.saver.report_ended_save()
+        self.averages.saver.report_ended_save()
 
     def close(self) -> None:
         """Waits for what is being written, see Saver.close."""
@@ -96,38 +96,38 @@ class Checkpoints:
         Raises ConfigError if none of the folder's checkpoints verifies, there is none of `step`, or it does not fit
         these networks, or is DeepSpeed's own and not trusted.
         """
-        phases().at("reading the newest checkpoint")
+        get_phases().enter_phase("reading the newest checkpoint")
         if step is not None:
             return self._resume_from(step)
-        steps = group.from_first(self.store.steps())
+        steps = group.broadcast_from_first(self.store.list_steps())
         if not steps:
             self.averages.set_aside(0)
             return 0
-        newest = self.store.newest(self.saver.report)
+        newest = self.store.find_newest(self.saver.report)
         if newest is None:
             raise ConfigError(
                 f"none of the {len(steps)} checkpoints in {self.store.folder} is whole; see the reasons "
                 "above, restore one, or begin anew with --from-scratch"
             )
-        self._take_up(*newest)
+        self._adopt_checkpoint(*newest)
         return self.saver.newest
 
     def _resume_from(self, step: int) -> int:
-        steps, aside = group.from_first((self.store.steps(), self.store.put_aside()))
+        steps, aside = group.broadcast_from_first((self.store.list_steps(), self.store.list_put_aside()))
         if step not in steps:
             if step not in aside:
                 listed = ", ".join(map(str, sorted({*steps, *aside}))) or "none"
                 raise ConfigError(f"--step {step}: {self.store.folder} holds no such checkpoint; it holds {listed}")
             self.store.take_back(step)
-        newest = self.store.newest(self.saver.report, among=[step])
+        newest = self.store.find_newest(self.saver.report, among=[step])
         if newest is None:
             raise ConfigError(f"--step {step}: that checkpoint is not whole; see the reason above")
-        self._take_up(*newest)
+        self._adopt_checkpoint(*newest)
         return step
 
     def _load_whole(self, path: Path) -> State:
-        """Loads a checkpoint that has just been verified; returns its course. Raises NotRead if its storage fails
-        now.
+        """Loads a checkpoint that has just been verified; returns the state of the run's course. Raises NotRead if its
+        storage fails now.
         """
         try:
             self.load(path)
@@ -138,7 +138,7 @@ class Checkpoints:
                 "is whole; the same command goes on when the storage is back"
             ) from error
 
-    def _take_up(self, step: int, path: Path) -> None:
+    def _adopt_checkpoint(self, step: int, path: Path) -> None:
         self.course.state = self._load_whole(path)
         self.saver.newest = step
         self.averages.set_aside(step)
@@ -149,20 +149,22 @@ class Checkpoints:
         Newer ones are put aside. Raises FloatingPointError if there is none, or if the run has gone back often enough.
         """
         course = self.course
-        self.saver.wait()
-        steps = self.store.list_good(course.before(done), course.state.rollbacks[-1][1] if course.rollbacks else None)
+        self.saver.wait_for_save()
+        steps = self.store.list_good(
+            course.find_step_before_trouble(done), course.state.rollbacks[-1][1] if course.rollbacks else None
+        )
         if course.rollbacks - course.state.forgiven >= course.faults.max_rollbacks:
             reason = (
                 f"The run has gone back {course.rollbacks} times (faults.max_rollbacks="
                 f"{course.faults.max_rollbacks}: a higher number lets it go back again)"
             )
-        elif (newest := self.store.newest(self.saver.report, among=steps)) is None:
+        elif (newest := self.store.find_newest(self.saver.report, among=steps)) is None:
             reason = "No checkpoint from before that is left to go back to"
         elif (newest[1] / "deepspeed").is_dir() and not self._trust_pickle:
             reason = "The checkpoints are DeepSpeed's own files, which only --trust-pickle reads"
         else:
             step, path = newest
-            course.go_back(done, step, self._load_whole(path).model_dump())
+            course.note_rollback(done, step, self._load_whole(path).model_dump())
             self.store.set_aside(step)
             self.averages.set_aside(step)
             self.saver.newest = step
@@ -179,8 +181,8 @@ class Checkpoints:
         save.
         """
         check_weights(self._engines.masters, step, self.store)
-        self.averages.saver.wait()
-        common, course = self._common(), self.course.state
+        self.averages.saver.wait_for_save()
+        common, course = self._collect_common(), self.course.state
         # What the run went back to stays: weights that are finite and destroyed can follow it, and look as good.
         extra = {
             "kind": (ROUTINE if routine else STOP) if course.good else TROUBLE,
@@ -191,20 +193,20 @@ class Checkpoints:
             extra["metric"] = self.store.metric
         self.saver.save(
             step,
-            self._entries(),
-            lambda folder, entries: self._write(folder, entries, common),
-            need_bytes=self._bytes(),
+            self._list_entries(),
+            lambda folder, entries: self._write_files(folder, entries, common),
+            need_bytes=self._estimate_bytes(),
             score=score,
             last=last,
             extra=extra,
         )
 
     def note_course(self, step: int) -> None:
-        """Adds the run's rollbacks to the newest checkpoint, where the run went back to it and stops there."""
+        """Adds the run's rollbacks to the newest checkpoint, if the run went back to it and stops there."""
         if self.course.rollbacks:
-            self.store.note(step, course=self.course.state.model_dump())
+            self.store.note_extra(step, course=self.course.state.model_dump())
 
-    def _kinds(self, part: str, native: bool) -> Iterator[tuple[str, list[Tensor]]]:
+    def _list_kinds(self, part: str, native: bool) -> Iterator[tuple[str, list[Tensor]]]:
         """Yields each kind of fp32 value kept as fragments, in the masters' layout; `native`: without master and
         moments.
         """
@@ -212,32 +214,32 @@ class Checkpoints:
         if not native:
             yield "master", masters.flats
             for moment in masters.kinds:
-                yield moment, masters.moments(moment)
+                yield moment, masters.read_moments(moment)
         for decay, flats in self._ema.flats.get(part, {}).items():
             yield f"ema.{decay!r}", flats
 
-    def _entries(self) -> Entries:
+    def _list_entries(self) -> Entries:
         """Returns what this rank writes of each part: live values."""
         return {
             part: [
                 (kind, fragment, view)
-                for kind, flats in self._kinds(part, self._native)
-                for fragment, view in masters.own_views(flats)
+                for kind, flats in self._list_kinds(part, self._native)
+                for fragment, view in masters.list_own_views(flats)
             ]
-            + list(masters.own_codes())
-            + [("master", fragment, values) for fragment, values in masters.own_frozen()]
+            + list(masters.list_own_coded_moments())
+            + [("master", fragment, values) for fragment, values in masters.list_own_frozen()]
             for part, masters in self._engines.masters.items()
         }
 
-    def _write(self, folder: Path, entries: Entries, common: validate.Common) -> Hashes:
-        """Fills `folder` with what is this rank's; the shards' hashes."""
+    def _write_files(self, folder: Path, entries: Entries, common: validate.Common) -> Hashes:
+        """Writes this rank's files into `folder`; returns the hashes of the shards."""
         if self._native:
             with defer_errors(self._engines.values()):
                 for part, engine in self._engines.items():
                     engine.save_checkpoint(
                         str(folder / "deepspeed"), tag=part, client_state=make_universal_info(), save_latest=False
                     )
-        names = {part: shard_name(part, group.rank(), group.world()) for part in entries}
+        names = {part: name_shard(part, group.rank(), group.world()) for part in entries}
         hashes = {name: write_shard(folder / name, entries[part], {"part": part}) for part, name in names.items()}
         self._rows = {part: collect_rows(entries[part], hashes[name]) for part, name in names.items()}
         if group.rank() == 0:
@@ -245,19 +247,19 @@ class Checkpoints:
         return hashes
 
     def _write_indices(self, folder: Path) -> Hashes:
-        return write_indices(folder, self._rows, self._engines.shapes)
+        return write_indices(folder, self._rows, self._engines.list_shapes)
 
-    def _bytes(self) -> int:
-        """Returns an upper bound of what this rank will write."""
-        copies = {part: len(list(self._kinds(part, self._native))) + 4 * self._native for part in self._engines}
+    def _estimate_bytes(self) -> int:
+        """Returns an upper bound of the bytes that this rank will write."""
+        copies = {part: len(list(self._list_kinds(part, self._native))) + 4 * self._native for part in self._engines}
         entry = 40  # bytes in the index
         total = 1 << 20
         for part, masters in self._engines.masters.items():
-            total += sum(copies[part] * (4 * view.numel() + entry) for _, view in masters.own_views(masters.flats))
-            total += sum(4 * values.numel() + entry for _, values in masters.own_frozen())
+            total += sum(copies[part] * (4 * view.numel() + entry) for _, view in masters.list_own_views(masters.flats))
+            total += sum(4 * values.numel() + entry for _, values in masters.list_own_frozen())
         return total
 
-    def _common(self, parts: Collection[str] | None = None) -> validate.Common:
+    def _collect_common(self, parts: Collection[str] | None = None) -> validate.Common:
         """Returns the small state of some parts (None: of all): tensors on the host, and each part's counters.
 
         They are copies, since training may go on.
@@ -265,14 +267,16 @@ class Checkpoints:
         tensors = {f"system/{name}": tensor for name, tensor in self._system.state_dict().items()}
         counters: dict[str, Any] = {}
         for part in (part for part in self._engines if parts is None or part in parts):
-            tensors |= {f"buffer/{part}/{name}": buffer for name, buffer in _saved_buffers(self._engines[part].module)}
+            tensors |= {
+                f"buffer/{part}/{name}": buffer for name, buffer in _list_saved_buffers(self._engines[part].module)
+            }
             masters = self._engines.masters[part]
             counters[part] = {
                 "updates": masters.updates,
                 "skipped": masters.skipped,
                 "stage": masters.stage,
                 "scaler": masters.scaler_state,
-                **self._ema.counters(part),
+                **self._ema.list_counters(part),
             }
         return {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}, counters
 
@@ -307,10 +311,10 @@ class Checkpoints:
             if native := (path / "deepspeed").is_dir():  # this run may save in the other format
                 self._load_native(part, path, counters["stage"])
             else:
-                saved = {name: shards.shape(name) for name in shards.names("master")}
-                expected = {name: tuple(shape) for name, shape in self._engines.shapes(part).items()}
+                saved = {name: shards.find_shape(name) for name in shards.list_names("master")}
+                expected = {name: tuple(shape) for name, shape in self._engines.list_shapes(part).items()}
                 validate.require_same_shapes(path, part, saved, expected)
-                held = {kind for kind in shards.kinds() if not kind.startswith("ema.")} - {"master", *CODES}
+                held = {kind for kind in shards.list_kinds() if not kind.startswith("ema.")} - {"master", *CODES}
                 if anew := held != set(masters.kinds):  # only after --allow-change: the recipe is compared before
                     masters.reset_optimizer_state()
                     if group.rank() == 0:
@@ -318,33 +322,33 @@ class Checkpoints:
                             f"{path.name} holds {', '.join(sorted(held))} of {part}, and this optimizer "
                             f"keeps {', '.join(masters.kinds)}: it begins without moments"
                         )
-            for kind, flats in self._kinds(part, native):
+            for kind, flats in self._list_kinds(part, native):
                 if anew and kind in masters.kinds:
                     continue
                 # An average that the checkpoint does not hold (a decay added since) starts from the weights.
-                source = kind if kind in shards.kinds() else "master"
+                source = kind if kind in shards.list_kinds() else "master"
                 if source != kind and group.rank() == 0:
                     self.saver.report(f"{path.name} holds no {kind} of {part}: it starts from the weights")
-                if source in shards.kinds():
-                    for fragment, view in masters.views(flats):
+                if source in shards.list_kinds():
+                    for fragment, view in masters.list_views(flats):
                         view.copy_(shards.read(source, fragment.name, fragment.start, fragment.numel, fragment.shape))
                     if kind in masters.kinds:
-                        masters.set_moments(kind, flats)
+                        masters.write_moments(kind, flats)
                 elif kind.startswith("ema."):
                     torch._foreach_copy_(flats, [flat.detach() for flat in masters.flats])
             for fragment, values in masters.frozen:
                 values.copy_(shards.read("master", fragment.name, fragment.start, fragment.numel, fragment.shape))
-            for kind, name, codes in masters.codes():
-                if not anew and shards.has(kind, name):
-                    from_floats(codes, shards.read(kind, name))
+            for kind, name, codes in masters.list_coded_moments():
+                if not anew and shards.has_tensor(kind, name):
+                    restore_bytes_from_floats(codes, shards.read(kind, name))
         buffers = validate.select_prefix(common, f"buffer/{part}/")
-        for name, buffer in _saved_buffers(engine.module):
+        for name, buffer in _list_saved_buffers(engine.module):
             if name in buffers:
                 saved = {name: tuple(buffers[name].shape)}
                 validate.require_same_shapes(path, part, saved, {name: tuple(buffer.shape)})
                 buffer.copy_(buffers[name])
         if (
-            not self._ema.take_up(part, counters.get("averages"), step := read_manifest(path)["step"])
+            not self._ema.resume_averages(part, counters.get("averages"), step := read_manifest(path)["step"])
             and group.rank() == 0
         ):
             self.saver.report(
@@ -353,7 +357,7 @@ class Checkpoints:
             )
         masters.updates, masters.skipped = 0 if anew else counters["updates"], counters["skipped"]
         masters.scaler_state = counters["scaler"]
-        masters.publish()
+        masters.publish_masters()
 
     def _load_native(self, part: str, path: Path, stage: int) -> None:
         """Reads DeepSpeed's own files, which validate.py and the store have verified before the unpickling."""
@@ -382,23 +386,26 @@ def read_weights(path: Path, part: str, kind: str = "master", at_once: bool = Tr
                 f"{path} holds the weights of {part} in DeepSpeed's own files: merge them with "
                 f"`dstrain consolidate {path} --weights raw --trust-pickle --out DIR`, or take an EMA"
             )
-        if kind not in shards.kinds():
-            raise ConfigError(f"{path} holds no {kind} of {part}; it holds {', '.join(shards.kinds())}")
+        if kind not in shards.list_kinds():
+            raise ConfigError(f"{path} holds no {kind} of {part}; it holds {', '.join(shards.list_kinds())}")
         weights = (
             list_stored_weights(shards, kind)
             if not at_once
-            else {name: shards.read(k, name).reshape(shards.shape(name)) for name, k in shards.list_whole(kind).items()}
+            else {
+                name: shards.read(k, name).reshape(shards.find_shape(name))
+                for name, k in shards.list_whole(kind).items()
+            }
         )
     return weights | validate.select_prefix(load_file(path / COMMON), f"buffer/{part}/")
 
 
 def read_ema_decays(path: Path, part: str) -> list[float]:
     """Returns the decays of the averages that a checkpoint holds of a part, in the order of the recipe."""
-    return open_shards(path, part).decays()
+    return open_shards(path, part).list_decays()
 
 
-def _saved_buffers(module: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Returns the buffers that a state dict holds."""
+def _list_saved_buffers(module: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Returns a module's buffers that its state dict holds."""
     transient = {
         f"{prefix}.{name}" if prefix else name
         for prefix, child in module.named_modules()

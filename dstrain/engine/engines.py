@@ -1,7 +1,7 @@
 """One DeepSpeed engine for each trained network, with the rules that keep several of them right.
 
-An engine hooks the outputs of its network, so two engines in one graph are silently wrong at stages 1 and 3: `turn`
-gives the engine of the part that learns and the bare, frozen networks of the others.
+An engine hooks the outputs of its network, so two engines in one graph are silently wrong at stages 1 and 3:
+`select_part` gives the engine of the part that learns and the bare, frozen networks of the others.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -13,13 +13,13 @@ import torch
 from torch import Tensor, nn
 
 from dstrain.distributed.group import world
-from dstrain.distributed.progress import phases
-from dstrain.engine.blocks import HostMemory, is_compiled, prepare, use_channels_last
+from dstrain.distributed.progress import get_phases
+from dstrain.engine.blocks import HostMemory, make_channels_last, prepare_blocks, should_compile
 from dstrain.engine.initial import Networks, Values, allocate_weights, build_networks, release_memory
 from dstrain.engine.masters import Masters
-from dstrain.engine.optimizers import Decays, build_optimizer, choose_weights, full_shape, group_weights
+from dstrain.engine.optimizers import Decays, build_optimizer, choose_weights, find_full_shape, group_weights
 from dstrain.engine.patches import flatten_in_place
-from dstrain.engine.settings import make_deepspeed_config, offloads_optimizer, read_stage, sums_in_fp32
+from dstrain.engine.settings import is_optimizer_offloaded, is_summed_in_fp32, make_deepspeed_config, read_stage
 from dstrain.engine.updates import Flag, WideSums
 from dstrain.recipe import Optimizer
 
@@ -47,7 +47,7 @@ class Engines(Mapping[str, Any]):
         decays      whether a weight of this name decays
         blocks      classes of the networks' repeated blocks
         optimizer, seed, train_only, recompute, compile, channels_last    as in the recipe and its model section
-        draw        whether to draw weights; without, buffers alone are set: a checkpoint's values follow, or `draw`
+        draw        whether to draw weights; without, buffers alone are set: a checkpoint's values follow, or draws
         """
         self.settings = settings
         self.notes: list[str] = []  # lines for the user
@@ -55,26 +55,26 @@ class Engines(Mapping[str, Any]):
         self._learned: set[str] = set()  # parts that had a turn in this step, that is, since set_lr
         self.masters: dict[str, Masters] = {}
         self.host = HostMemory()  # what model.recompute=offload keeps
-        compiled = is_compiled(compile)
+        compiled = should_compile(compile)
         if compiled and blocks:
             self.notes.append("note: torch.compile compiles blocks as the first step meets them, for minutes perhaps")
-        built = self._build(networks, seed)
+        built = self._build_networks(networks, seed)
         choose_weights({part: network for part, (network, _) in built.items()}, train_only, optimizer)
         self._initial = {part: values for part, (_, values) in built.items()}
         for part, (network, values) in built.items():
             if channels_last:
-                use_channels_last(network)
-            prepare(network, blocks, recompute, compiled, scattered=read_stage(settings) == 3, host=self.host)
-            self._engines[part] = self._initialize(part, network, optimizer, decays, blocks)
+                make_channels_last(network)
+            prepare_blocks(network, blocks, recompute, compiled, scattered=read_stage(settings) == 3, host=self.host)
+            self._engines[part] = self._initialize_engine(part, network, optimizer, decays, blocks)
             self.masters[part] = Masters(self._engines[part])
             self.masters[part].reset_optimizer_state()
             if not draw:
-                self._set(part, values(()))
+                self._set_values(part, values(()))
         release_memory()
         if draw:
-            self.draw()
+            self.draw_weights()
 
-    def _build(self, networks: Networks, seed: int) -> dict[str, tuple[nn.Module, Values]]:
+    def _build_networks(self, networks: Networks, seed: int) -> dict[str, tuple[nn.Module, Values]]:
         """Builds fresh networks, with what gives their initial values."""
         if read_stage(self.settings) != 3:
             return build_networks(networks, seed)
@@ -86,32 +86,32 @@ class Engines(Mapping[str, Any]):
             ),
         )
 
-    def draw(self, known: Mapping[str, Mapping[str, Tensor]] | None = None) -> None:
-        """Sets all weights and buffers: to the `known` values by part and name, the others as the seed says.
+    def draw_weights(self, known: Mapping[str, Mapping[str, Tensor]] | None = None) -> None:
+        """Sets all weights and buffers: those `known` by part and name to their values, the others as the seed says.
 
         A rank draws the modules of which it owns a part; the others' weights reach it when masters are published.
         """
         for part, values in self._initial.items():
             given = (known or {}).get(part, {})
-            owned = self.masters[part].owned() - given.keys()
+            owned = self.masters[part].list_owned_names() - given.keys()
             drawn = ((name, value) for name, value in values(owned) if name not in given)
             self.set_weights(part, chain(drawn, given.items()))
 
-    def _initialize(
+    def _initialize_engine(
         self, part: str, network: nn.Module, choice: Optimizer, decays: Decays, blocks: tuple[type[nn.Module], ...]
     ) -> Any:
         import deepspeed
 
-        phases().at("setting up DeepSpeed's engines")
+        get_phases().enter_phase("setting up DeepSpeed's engines")
         groups = list(group_weights(network, choice, decays, blocks, part))
         config, passes = make_deepspeed_config(self.settings), self.settings["gradient_accumulation_steps"]
         # DeepSpeed counts a sample on each of the ranks that share it.
         config["train_batch_size"] = config["train_micro_batch_size_per_gpu"] * passes * world()
         allocate_weights(network, groups, config)
-        optimizer = build_optimizer(groups, choice, offloads_optimizer(self.settings))
+        optimizer = build_optimizer(groups, choice, is_optimizer_offloaded(self.settings))
         sums = (
             WideSums(weight for weight in network.parameters() if weight.requires_grad)
-            if sums_in_fp32(self.settings)
+            if is_summed_in_fp32(self.settings)
             else None
         )
         with flatten_in_place():
@@ -136,20 +136,20 @@ class Engines(Mapping[str, Any]):
 
     @property
     def modules(self) -> dict[str, nn.Module]:
-        """The bare networks, for sampling and evaluation: every rank calls them in the same order."""
+        """Returns the bare networks, for sampling and evaluation: every rank calls them in the same order."""
         return {part: engine.module for part, engine in self._engines.items()}
 
-    def shapes(self, part: str) -> dict[str, torch.Size]:
+    def list_shapes(self, part: str) -> dict[str, torch.Size]:
         """Returns the full shapes of a part's weights, by name, also of those that are frozen."""
-        return {name: full_shape(weight) for name, weight in self[part].module.named_parameters()}
+        return {name: find_full_shape(weight) for name, weight in self[part].module.named_parameters()}
 
-    def counts(self, frozen: Iterable[nn.Module]) -> dict[str, int]:
+    def count_weights(self, frozen: Iterable[nn.Module]) -> dict[str, int]:
         """Counts how many weights each part trains, and below `frozen` how many are not trained, of all networks."""
         counts = dict.fromkeys(self, 0)
-        still = sum(full_shape(weight).numel() for network in frozen for weight in network.parameters())
+        still = sum(find_full_shape(weight).numel() for network in frozen for weight in network.parameters())
         for part, network in self.modules.items():
             for weight in network.parameters():
-                numel = full_shape(weight).numel()
+                numel = find_full_shape(weight).numel()
                 if weight.requires_grad:
                     counts[part] += numel
                 else:
@@ -158,24 +158,24 @@ class Engines(Mapping[str, Any]):
 
     def set_weights(self, part: str, values: Iterable[tuple[str, Tensor]]) -> None:
         """Sets masters and buffers from full values by state-dict name, one at a time. Buffers take their precision."""
-        self._set(part, values)
-        self.masters[part].publish()
+        self._set_values(part, values)
+        self.masters[part].publish_masters()
 
     @torch.no_grad()
-    def _set(self, part: str, values: Iterable[tuple[str, Tensor]]) -> None:
+    def _set_values(self, part: str, values: Iterable[tuple[str, Tensor]]) -> None:
         buffers = dict(self[part].module.named_buffers())
 
-        def weights() -> Iterator[tuple[str, Tensor]]:
+        def list_weights() -> Iterator[tuple[str, Tensor]]:
             for name, value in values:
                 if name in buffers:
                     buffers[name].data = value.to(buffers[name].device)
                 else:
                     yield name, value
 
-        self.masters[part].fill(weights())
+        self.masters[part].fill_masters(list_weights())
 
     @contextmanager
-    def turn(self, part: str) -> Iterator[dict[str, Any]]:
+    def select_part(self, part: str) -> Iterator[dict[str, Any]]:
         """Yields the networks for a loss of `part`: its engine live, the others bare and without gradients to their
         weights.
         """
@@ -190,19 +190,19 @@ class Engines(Mapping[str, Any]):
                 weight.requires_grad_(True)
 
     def learn(self, part: str, loss: Tensor) -> None:
-        """Does the backward pass and, on the last micro-batch, the update. A non-finite gradient updates nothing."""
+        """Runs the backward pass and, on the last micro-batch, the update. A non-finite gradient updates nothing."""
         self._learned.add(part)
-        self.masters[part].before_backward()
+        self.masters[part].finish_loss_scale()
         self._engines[part].backward(loss)
         self.masters[part].step()
 
-    def applied(self) -> dict[str, Flag]:
+    def list_applied(self) -> dict[str, Flag]:
         """Returns, for each part that had a turn in this step, whether its weights changed. A part without a turn is
         absent.
         """
         return {part: masters.applied for part, masters in self.masters.items() if part in self._learned}
 
-    def skipped(self) -> int:
+    def count_skipped(self) -> int:
         """Counts the steps that were not applied since the run began."""
         return max(masters.skipped for masters in self.masters.values())
 
@@ -213,13 +213,17 @@ class Engines(Mapping[str, Any]):
             for param_group in engine.optimizer.param_groups:
                 param_group["lr"] = lr * param_group.get("rate", 1.0)
 
-    def figures(self) -> dict[str, float]:
-        """Returns by part: grad_norm, of the last step before clipping, if it was computed; param_norm, of the fp32
-        weights; loss_scale under fp16. Call on all ranks, and only for a report: it waits for the device.
+    def collect_figures(self) -> dict[str, float]:
+        """Returns figures by part: grad_norm, of the last step before clipping, if it was computed; param_norm, of the
+        fp32 weights; loss_scale under fp16. Call on all ranks, and only for a report: it waits for the device.
         """
         figures: dict[str, float] = {}
         for part, masters in self.masters.items():
             prefix = "" if len(self) == 1 else f"{part}/"
-            values = {"grad_norm": masters.grad_norm, "param_norm": masters.norm(), "loss_scale": masters.loss_scale}
+            values = {
+                "grad_norm": masters.grad_norm,
+                "param_norm": masters.compute_norm(),
+                "loss_scale": masters.loss_scale,
+            }
             figures |= {prefix + name: value for name, value in values.items() if value is not None}
         return figures

@@ -41,7 +41,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from dstrain.distributed import group
-from dstrain.engine.optimizers import full_shape
+from dstrain.engine.optimizers import find_full_shape
 from dstrain.engine.settings import read_precision, read_stage
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -84,7 +84,7 @@ def build_networks(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         try:
-            with weights_on_meta() if reason is None else nullcontext():
+            with place_weights_on_meta() if reason is None else nullcontext():
                 built = networks()
         except Exception:  # a buffer computed from a weight; a real mistake comes again
             if reason is not None:
@@ -97,7 +97,7 @@ def build_networks(
         part: [
             (_join_names(prefix, name), tensor.detach().clone())
             for prefix, module in network.named_modules()
-            for name, tensor in _own_tensors(module).items()
+            for name, tensor in _list_own_tensors(module).items()
         ]
         for part, network in built.items()
     }
@@ -112,22 +112,22 @@ def draw_weights(network: nn.Module, seed: int, names: Container[str] | None = N
     may be on the meta device or partitioned by ZeRO-3: only the full shapes of its parameters are read.
     """
     for prefix, module in network.named_modules():
-        own = _own_tensors(module)
+        own = _list_own_tensors(module)
         if any(names is None or name in module._buffers or _join_names(prefix, name) in names for name in own):
             for name, value in _reset_module(module, seed ^ zlib.crc32(prefix.encode())).items():
                 yield _join_names(prefix, name), value
 
 
 def _pop_values(values: list[tuple[str, Tensor]], names: object = None) -> Iterator[tuple[str, Tensor]]:
-    """Yields what constructors have left, once and whatever is asked for, and gives up each value as it is taken."""
+    """Yields what constructors have left, once and whatever is asked for, and frees each value as it is taken."""
     while values:
         yield values.pop(0)
 
 
 @contextmanager
-def weights_on_meta() -> Iterator[None]:
-    """Puts parameters that modules register inside on the meta device: they take no memory, and drawing them no time.
-    Buffers take both.
+def place_weights_on_meta() -> Iterator[None]:
+    """Puts parameters that modules register inside the block on the meta device: they take no memory, and drawing them
+    no time. Buffers take both.
     """
     moved: Any = WeakTensorKeyDictionary()  # tied weights stay tied
 
@@ -147,7 +147,8 @@ def weights_on_meta() -> Iterator[None]:
 
 
 def find_constructed_weights(networks: Networks) -> str | None:
-    """Returns why the weights of these networks are what their constructors leave; None where modules draw their own.
+    """Returns the reason if the weights of these networks are what their constructors leave; None if modules draw their
+    own.
 
     The networks are constructed on the meta device, which costs no memory, and every operation on a tensor is watched.
     Modules draw their own weights if the `reset_parameters` of its owner was the last to set each parameter and buffer.
@@ -161,8 +162,8 @@ def find_constructed_weights(networks: Networks) -> str | None:
     seen = set()  # of tied weights, DeepSpeed trains the first name
     for part, network in built.items():
         for prefix, module in network.named_modules():
-            for name, tensor in _own_tensors(module).items():
-                if id(tensor) not in seen and writes.owner(tensor) is not module:
+            for name, tensor in _list_own_tensors(module).items():
+                if id(tensor) not in seen and writes.find_owner(tensor) is not module:
                     return f"{part}: {_join_names(prefix, name)} is set by a constructor"
                 seen.add(id(tensor))
     return None
@@ -179,7 +180,7 @@ class _Writes(TorchDispatchMode):
         self._last: dict[int, tuple[nn.Module | None, dict[tuple, int]]] = {}  # writer, bytes set in each view
         self._storages: list[Any] = []  # kept alive: an address must not be used twice
 
-    def owner(self, tensor: Tensor) -> nn.Module | None:
+    def find_owner(self, tensor: Tensor) -> nn.Module | None:
         """Returns the module that was the last to change a tensor and has set all of it; None: code outside of any
         reset.
         """
@@ -194,12 +195,12 @@ class _Writes(TorchDispatchMode):
         for number, argument in enumerate(op._schema.arguments):
             if argument.alias_info is not None and argument.alias_info.is_write:
                 value = args[number] if number < len(args) else kwargs.get(argument.name)
-                self._record(value, overwrites or argument.is_out)
+                self._record_write(value, overwrites or argument.is_out)
         if all(returned.alias_info is None for returned in op._schema.returns):
-            self._record(result, True)  # new tensors; the others are views or arguments
+            self._record_write(result, True)  # new tensors; the others are views or arguments
         return result
 
-    def _record(self, value: Any, overwrites: bool) -> None:
+    def _record_write(self, value: Any, overwrites: bool) -> None:
         resetting = _find_resetting_module()
         for tensor in value if isinstance(value, (list, tuple)) else [value]:
             if isinstance(tensor, Tensor):
@@ -230,9 +231,9 @@ def _find_resetting_module() -> nn.Module | None:
 
 def _require_same_on_all_ranks(values: dict[str, Tensor]) -> None:
     sums = {name: zlib.crc32(value.cpu().reshape(-1).view(torch.uint8).numpy()) for name, value in values.items()}
-    first = group.from_first(sums)
+    first = group.broadcast_from_first(sums)
     different = [name for name in sums if sums[name] != first.get(name)]
-    if group.agree_any(bool(different)):
+    if group.is_true_on_any_rank(bool(different)):
         where = f"; here {different[0]}" if different else ""
         raise RuntimeError(
             "constructors leave other weights on some ranks than on rank 0: a network may draw random "
@@ -244,7 +245,7 @@ def _join_names(prefix: str, name: str) -> str:
     return f"{prefix}.{name}" if prefix else name
 
 
-def _own_tensors(module: nn.Module) -> dict[str, Tensor]:
+def _list_own_tensors(module: nn.Module) -> dict[str, Tensor]:
     # By items() alone: indexing ZeRO-3's own kind of dict gathers a partitioned parameter.
     return {
         name: tensor
@@ -265,7 +266,7 @@ def _reset_module(module: nn.Module, seed: int) -> dict[str, Tensor]:
     ]
     try:
         for tensors, name, old in originals:
-            new = torch.zeros(full_shape(old), dtype=torch.float32 if old.is_floating_point() else old.dtype)
+            new = torch.zeros(find_full_shape(old), dtype=torch.float32 if old.is_floating_point() else old.dtype)
             tensors[name] = nn.Parameter(new) if isinstance(old, nn.Parameter) else new
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
@@ -277,7 +278,7 @@ def _reset_module(module: nn.Module, seed: int) -> dict[str, Tensor]:
 
 
 def allocate_weights(network: nn.Module, groups: list[dict[str, Any]], settings: dict[str, Any]) -> None:
-    """Replaces weights on the meta device, in a network and in the "params" of its optimizer's groups.
+    """Allocates the weights that are on the meta device, in a network and in the "params" of its optimizer's groups.
 
     Others stay as they are. Buffers go to the rank's device. Call on all ranks, before the optimizer is made.
     """
@@ -337,8 +338,8 @@ def _replace_weight(weight: nn.Parameter, values: Tensor) -> nn.Parameter:
 
 
 def release_memory() -> None:
-    """Gives back to the system what this process has freed, where the C library is glibc, which would keep it: as much
-    as a rank of 8 needs at stage 3, where each weight was made whole.
+    """Returns freed memory of this process to the system, if the C library is glibc, which would keep it: as much as a
+    rank of 8 needs at stage 3, where each weight was made whole.
     """
     libc = ctypes.CDLL(None)
     if hasattr(libc, "malloc_trim"):

@@ -24,7 +24,15 @@ from torch import Tensor
 
 from dstrain.checkpoint.fragments import Fragment, read_elements
 from dstrain.distributed import group
-from dstrain.engine.optimizers import CODES, Muon, as_floats, full_shape, get_state, read_moment, write_moment
+from dstrain.engine.optimizers import (
+    CODES,
+    Muon,
+    convert_bytes_to_floats,
+    find_full_shape,
+    get_state,
+    read_moment,
+    write_moment,
+)
 from dstrain.engine.updates import Updates
 
 
@@ -55,10 +63,12 @@ class Masters(Updates):
         self.frozen = list(self._find_frozen())  # weights that do not learn, in the precision of the network
         self.replicated = self.stage == 0
         {0: self._find_stage0, 1: self._find_stage12, 2: self._find_stage12, 3: self._find_stage3}[self.stage]()
-        if isinstance(self._inner(), Muon):
-            self._inner().place([self._stepped(number) for number in range(len(self.flats))], self._layouts())
-        compute = {weight.data_ptr() for weight in self._compute_flats()}
-        # In fp32 the masters may be the compute weights themselves: `showing` other values then needs a copy of them.
+        if isinstance(self._get_inner_optimizer(), Muon):
+            self._get_inner_optimizer().place_matrices(
+                [self._find_stepped_tensor(number) for number in range(len(self.flats))], self._list_layouts()
+            )
+        compute = {weight.data_ptr() for weight in self._list_compute_flats()}
+        # In fp32 the masters may be the compute weights: `show_flats` of other values then needs a copy of them.
         self._aliased = any(flat.data_ptr() in compute for flat in self.flats)
 
     def _find_stage0(self) -> None:
@@ -87,9 +97,9 @@ class Masters(Updates):
 
     def _find_shared(self) -> None:
         rank = dist.get_rank(self._zero.dp_process_group)
-        self.fragments = [fragment for _, fragment in self._cut(range(rank, rank + 1))]
+        self.fragments = [fragment for _, fragment in self._cut_fragments(range(rank, rank + 1))]
 
-    def _cut(self, ranks: range) -> Iterator[tuple[int, tuple[Fragment, int, int]]]:
+    def _cut_fragments(self, ranks: range) -> Iterator[tuple[int, tuple[Fragment, int, int]]]:
         """Yields each of these ranks with one of its fragments after the other, as in `fragments`, by arithmetic."""
         zero = self._zero
         runs = []  # weights that are cut together, the number of their flat, where they begin in it, a rank's share
@@ -100,7 +110,7 @@ class Masters(Updates):
             for number, (weights, flat) in enumerate(zip(zero.bit16_groups, self.flats)):
                 runs.append((weights, number, 0, flat.numel()))
         for weights, number, begin, share in runs:
-            shapes = [tuple(full_shape(weight)) for weight in weights]
+            shapes = [tuple(find_full_shape(weight)) for weight in weights]
             for index, rank, start, numel, offset in cut_into_shares(map(math.prod, shapes), share, ranks):
                 fragment = Fragment(self._names[id(weights[index])], shapes[index], start, numel)
                 yield rank, (fragment, number, begin + offset)
@@ -118,28 +128,28 @@ class Masters(Updates):
                 start = min(dist.get_rank(self._zero.dp_process_group) * values.numel(), weight.ds_numel)
                 values = values.narrow(0, 0, min(values.numel(), weight.ds_numel - start))  # the last one is padded
             if values.numel():
-                yield Fragment(name, tuple(full_shape(weight)), start, values.numel()), values
+                yield Fragment(name, tuple(find_full_shape(weight)), start, values.numel()), values
 
-    def own_frozen(self) -> Iterator[tuple[Fragment, Tensor]]:
-        """Yields `frozen`, each element on one rank only: what this rank writes into a checkpoint."""
+    def list_own_frozen(self) -> Iterator[tuple[Fragment, Tensor]]:
+        """Yields the entries of `frozen`, each element on one rank only: what this rank writes into a checkpoint."""
         for number, (fragment, values) in enumerate(self.frozen):
             if self.stage == 3 or number % group.world() == group.rank():
                 yield fragment, values
 
-    def owned(self) -> set[str]:
+    def list_owned_names(self) -> set[str]:
         """Returns the names of the weights of which this rank holds some elements."""
         return {fragment.name for fragment, *_ in (*self.fragments, *self.frozen)}
 
-    def _layouts(self) -> dict[int, Sequence[tuple[Fragment, int, int]]]:
-        """Returns the fragments by rank; where all ranks have the same, those of this one."""
+    def _list_layouts(self) -> dict[int, Sequence[tuple[Fragment, int, int]]]:
+        """Returns the fragments by rank; if all ranks have the same, those of this one."""
         if self.replicated:
             return {group.rank(): self.fragments}
         layouts: dict[int, list[tuple[Fragment, int, int]]] = {rank: [] for rank in range(group.world())}
-        for rank, fragment in self._cut(range(group.world())):
+        for rank, fragment in self._cut_fragments(range(group.world())):
             layouts[rank].append(fragment)
         return layouts
 
-    def _compute_flats(self) -> Sequence[Tensor]:
+    def _list_compute_flats(self) -> Sequence[Tensor]:
         """Returns this rank's shares of the weights that the network computes with, aligned with the flats."""
         if self.replicated:
             return [weight.data for weight in self._weights]
@@ -148,62 +158,66 @@ class Masters(Updates):
         partitions = zip(self._zero.parallel_partitioned_bit16_groups, self._zero.real_dp_process_group)
         return [parts[dist.get_rank(owners)] for parts, owners in partitions]
 
-    def views(self, flats: Sequence[Tensor | None]) -> Iterator[tuple[Fragment, Tensor]]:
+    def list_views(self, flats: Sequence[Tensor | None]) -> Iterator[tuple[Fragment, Tensor]]:
         """Yields each fragment with its elements of `flats`, any tensors of the masters' layout: (numel,) views."""
         lines = [None if flat is None else flat.detach().view(-1) for flat in flats]
         for fragment, number, offset in self.fragments:
             if lines[number] is not None:
                 yield fragment, lines[number].narrow(0, offset, fragment.numel)
 
-    def own_views(self, flats: Sequence[Tensor | None]) -> Iterator[tuple[Fragment, Tensor]]:
-        """Yields `views`, each element of the network on one rank only: what this rank writes into a checkpoint."""
+    def list_own_views(self, flats: Sequence[Tensor | None]) -> Iterator[tuple[Fragment, Tensor]]:
+        """Yields entries of `list_views`, each element of the network on one rank only: what this rank writes into a
+        checkpoint.
+        """
         rank, world = group.rank(), group.world()
-        for number, view in enumerate(self.views(flats)):
+        for number, view in enumerate(self.list_views(flats)):
             if not self.replicated or number % world == rank:
                 yield view
 
     @torch.no_grad()
-    def norm(self) -> float:
-        """Computes the length of all weights that learn, as one vector, on all ranks together."""
-        squares = [view.square().sum(dtype=torch.float64) for _, view in self.own_views(self.flats)]
+    def compute_norm(self) -> float:
+        """Computes the length of all trained weights, as one vector, on all ranks together."""
+        squares = [view.square().sum(dtype=torch.float64) for _, view in self.list_own_views(self.flats)]
         total = sum(squares, torch.zeros((), dtype=torch.float64, device=self.flats[0].device))
-        return group.sum_ranks(total.to(group.device())).sqrt().item()  # offloaded masters are on the host
+        return group.sum_over_ranks(total.to(group.device())).sqrt().item()  # offloaded masters are on the host
 
     @torch.no_grad()
-    def fill(self, values: Iterable[tuple[str, Tensor]]) -> None:
-        """Sets the masters and the frozen weights from full weights by name and ignores other names. `publish` must
-        follow.
+    def fill_masters(self, values: Iterable[tuple[str, Tensor]]) -> None:
+        """Sets the masters and the frozen weights from full weights by name and ignores other names. `publish_masters`
+        must follow.
         """
         own: dict[str, list[tuple[Fragment, Tensor]]] = {}
-        for fragment, view in chain(self.views(self.flats), self.frozen):
+        for fragment, view in chain(self.list_views(self.flats), self.frozen):
             own.setdefault(fragment.name, []).append((fragment, view))
         for name, value in values:
             for fragment, view in own.get(name, ()):
                 view.copy_(read_elements(value, fragment.start, fragment.numel))
 
-    def publish(self) -> None:
+    def publish_masters(self) -> None:
         """Writes the masters into the compute weights, on all ranks together."""
         for weight in self.engine.module.parameters():
             if not weight.requires_grad and hasattr(weight, "ds_secondary_tensor"):
                 weight.ds_secondary_tensor = None  # ZeRO++'s second copy, of earlier values
-        self._show(self.flats)
+        self._write_shown(self.flats)
 
     @contextmanager
-    def showing(self, flats: Sequence[Tensor]) -> Iterator[None]:
-        """Has the network compute with `flats` inside and, bit for bit, with the masters afterwards; on all ranks."""
+    def show_flats(self, flats: Sequence[Tensor]) -> Iterator[None]:
+        """Lets the network compute with `flats` inside the block and, bit for bit, with the masters afterwards; on all
+        ranks.
+        """
         masters = [flat.detach().clone() for flat in self.flats] if self._aliased else self.flats
-        self._show(flats)
+        self._write_shown(flats)
         try:
             yield
         finally:
-            self._show(masters)
+            self._write_shown(masters)
 
     @torch.no_grad()
-    def _show(self, flats: Sequence[Tensor]) -> None:
+    def _write_shown(self, flats: Sequence[Tensor]) -> None:
         gathers = hasattr(self._zero, "fp16_partitioned_groups_flat")
         if gathers:
             self._zero.checkpoint_event_prologue()  # releases gathered parameters
-        for shown, flat in zip(self._compute_flats(), flats):
+        for shown, flat in zip(self._list_compute_flats(), flats):
             shown.copy_(flat.view_as(shown))
         if gathers:
             for number in range(len(flats)):
@@ -222,67 +236,75 @@ class Masters(Updates):
 
     def reset_optimizer_state(self) -> None:
         """Drops the optimizer's state; DeepSpeed's stage 0 has taken a step on zero gradients to make it."""
-        self._inner().state.clear()
+        self._get_inner_optimizer().state.clear()
 
-    def optimizer_state(self) -> list[dict[str, Any]]:
-        """Returns what the optimizer keeps, as it lies."""
-        return list(self._inner().state.values())
+    def list_optimizer_state(self) -> list[dict[str, Any]]:
+        """Returns the optimizer's state as it lies in memory."""
+        return list(self._get_inner_optimizer().state.values())
 
     @property
     def kinds(self) -> list[str]:
         """Returns the names of the moments that the optimizer keeps, of all weights or of some, such as exp_avg."""
-        return list(dict.fromkeys(kind for group_ in self._inner().param_groups for kind in group_["moments"]))
+        return list(
+            dict.fromkeys(kind for group_ in self._get_inner_optimizer().param_groups for kind in group_["moments"])
+        )
 
-    def moments(self, kind: str) -> list[Tensor | None]:
+    def read_moments(self, kind: str) -> list[Tensor | None]:
         """Returns a moment in the masters' layout, None for flats without; zeros are made where no step was taken yet.
 
-        They are the optimizer's own, but for moments of 8 bits: `set_moments` takes back what was written into these.
+        They are the optimizer's own, but for moments of 8 bits: `write_moments` takes back what was written into these.
         """
         return [
-            read_moment(self._state(number), kind) if kind in self._own_kinds(number) else None
+            read_moment(self._get_state(number), kind) if kind in self._list_own_kinds(number) else None
             for number in range(len(self.flats))
         ]
 
-    def set_moments(self, kind: str, values: Sequence[Tensor | None]) -> None:
+    def write_moments(self, kind: str, values: Sequence[Tensor | None]) -> None:
         for number, flat in enumerate(values):
             if flat is not None:
-                write_moment(self._state(number), kind, flat)
+                write_moment(self._get_state(number), kind, flat)
 
-    def codes(self) -> Iterator[tuple[str, str, Tensor]]:
+    def list_coded_moments(self) -> Iterator[tuple[str, str, Tensor]]:
         """Yields moments of 8 bits as they are: kind, a name made of their flat's layout, the live tensor.
 
         Filled from fp32 they would get other scales than they had; with these a run goes on bit for bit.
         """
         for number, flat in enumerate(self.flats):
-            state = self._state(number)
+            state = self._get_state(number)
             pieces = [(fragment, offset) for fragment, flat_number, offset in self.fragments if flat_number == number]
             layout = f"{zlib.crc32(repr((flat.numel(), pieces)).encode()):08x}-{number}"
             yield from ((kind, f"{layout}.{kind}", state[kind]) for kind in CODES if "absmax1" in state)
 
-    def own_codes(self) -> Iterator[tuple[str, Fragment, Tensor]]:
-        """Yields `codes` as entries of a checkpoint: what is equal on all ranks comes from one of them only."""
-        for number, (kind, name, tensor) in enumerate(self.codes()):
+    def list_own_coded_moments(self) -> Iterator[tuple[str, Fragment, Tensor]]:
+        """Yields the moments of 8 bits as entries of a checkpoint: what is equal on all ranks comes from one of them
+        only.
+        """
+        for number, (kind, name, tensor) in enumerate(self.list_coded_moments()):
             if not self.replicated or number % group.world() == group.rank():
-                values = as_floats(tensor)
+                values = convert_bytes_to_floats(tensor)
                 yield kind, Fragment(name, (values.numel(),), 0, values.numel()), values
 
-    def _own_kinds(self, number: int) -> tuple[str, ...]:
-        return self._inner().param_groups[self._groups[number]]["moments"]
+    def _list_own_kinds(self, number: int) -> tuple[str, ...]:
+        return self._get_inner_optimizer().param_groups[self._groups[number]]["moments"]
 
-    def _stepped(self, number: int) -> Tensor:
-        """Returns what the optimizer steps: at stage 0 in fp32 the parameter itself, whose data the flat is."""
+    def _find_stepped_tensor(self, number: int) -> Tensor:
+        """Returns the tensor that the optimizer steps: at stage 0 in fp32 the parameter itself, whose data the
+        flat is.
+        """
         return self._weights[number] if self._torch_fp32 else self.flats[number]
 
-    def _state(self, number: int) -> dict[str, Any]:
-        return get_state(self._inner(), self._stepped(number), self._own_kinds(number))
+    def _get_state(self, number: int) -> dict[str, Any]:
+        return get_state(self._get_inner_optimizer(), self._find_stepped_tensor(number), self._list_own_kinds(number))
 
     @property
     def updates(self) -> int:
-        """Updates that the optimizer has applied: Adam's own count, which skipped steps do not advance."""
-        return int(self._state(0)["step"]) if self.flats else 0
+        """Returns the number of updates that the optimizer has applied: Adam's own count, which skipped steps do not
+        advance.
+        """
+        return int(self._get_state(0)["step"]) if self.flats else 0
 
     @updates.setter
     def updates(self, count: int) -> None:
         for number in range(len(self.flats)):
-            state = self._state(number)
+            state = self._get_state(number)
             state["step"] = state["step"].fill_(count) if torch.is_tensor(state["step"]) else count

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 
 from dstrain.distributed import group as ranks
 from dstrain.engine import settings
-from dstrain.engine.patches import forget_powers
+from dstrain.engine.patches import forget_beta_powers
 from dstrain.recipe import ConfigError, Optimizer, fits_pattern, is_learned
 
 Group = dict[str, Any]
@@ -40,7 +40,7 @@ CODES = ("state1", "absmax1", "state2", "absmax2")  # of bitsandbytes: a moment'
 _BLOCK = 256
 
 
-def full_shape(tensor: Tensor) -> torch.Size:
+def find_full_shape(tensor: Tensor) -> torch.Size:
     """Returns the shape that ZeRO-3 remembers of a partitioned parameter, or the tensor's own."""
     return torch.Size(getattr(tensor, "ds_shape", tensor.shape))
 
@@ -52,7 +52,7 @@ def build_optimizer(groups: list[Group], choice: Optimizer, offloaded: bool) -> 
         import deepspeed
 
         optimizer = deepspeed.ops.adam.DeepSpeedCPUAdam(groups, adamw_mode=True, **options)
-        optimizer.register_step_pre_hook(forget_powers)
+        optimizer.register_step_pre_hook(forget_beta_powers)
         return optimizer
     if choice.name == "lion":
         return Lion(groups, lr=choice.lr, betas=tuple(choice.betas))
@@ -66,7 +66,7 @@ def build_optimizer(groups: list[Group], choice: Optimizer, offloaded: bool) -> 
 
 
 def choose_weights(networks: Mapping[str, nn.Module], train_only: Sequence[str] | None, choice: Optimizer) -> None:
-    """Freezes the weights of the networks, by part, that no pattern of train_only names; None: none but those that are
+    """Freezes the weights that no pattern of train_only names, in the networks by part; None: none but those that are
     frozen already. Adapters (nn/lora.py) learn in any case.
 
     Raises ConfigError if a pattern, or one of optimizer.rates, fits no weight, or nothing is left to learn in a part.
@@ -103,7 +103,7 @@ def group_weights(
     }
     weights: dict[tuple[bool, bool, float], list[nn.Parameter]] = {}
     for name, weight in network.named_parameters():
-        shaped = torch.empty(full_shape(weight), device="meta")
+        shaped = torch.empty(find_full_shape(weight), device="meta")
         if not shaped.numel():
             raise ConfigError(f"system: {name} has no elements, and a checkpoint could not hold it: leave it out")
         if not weight.requires_grad:
@@ -170,14 +170,14 @@ def write_moment(state: dict[str, Any], kind: str, values: Tensor) -> None:
     state[f"absmax{number}"].copy_(scales.absmax)
 
 
-def as_floats(tensor: Tensor) -> Tensor:
+def convert_bytes_to_floats(tensor: Tensor) -> Tensor:
     """Returns the bytes of a tensor as float32 (n,), with zeros at the end where they are no multiple of four."""
     octets = tensor.view(-1).view(torch.uint8)
     return torch.nn.functional.pad(octets, (0, -octets.numel() % 4)).view(torch.float32)
 
 
-def from_floats(tensor: Tensor, values: Tensor) -> None:
-    """Gives a tensor the bytes that `as_floats` took from it."""
+def restore_bytes_from_floats(tensor: Tensor, values: Tensor) -> None:
+    """Writes into a tensor the bytes that `convert_bytes_to_floats` took from it."""
     tensor.view(-1).view(torch.uint8).copy_(values.view(torch.uint8)[: tensor.nbytes])
 
 
@@ -206,7 +206,9 @@ class Lion(torch.optim.Optimizer):
 
 
 def _check_gradient(optimizer: torch.optim.Optimizer, gradient: Tensor) -> tuple[Tensor, Tensor | float]:
-    """Returns the gradient as it counts, and 1, or 0 where nothing may change: a tensor where only the device knows."""
+    """Returns the gradient, scaled and clipped as a fused AdamW does it, and 1, or 0 where nothing may change: a tensor
+    where only the device knows.
+    """
     found_inf, scale = getattr(optimizer, "found_inf", None), getattr(optimizer, "grad_scale", None)
     if scale is not None:
         gradient = gradient / scale
@@ -236,7 +238,7 @@ class Matrix:
 
     @property
     def factor(self) -> float:
-        """The factor of the learning rate with which updates have the mean square of AdamW's, at any shape."""
+        """Returns the factor of the learning rate with which updates have the mean square of AdamW's, at any shape."""
         return 0.2 * math.sqrt(max(self.rows, self.columns))
 
     @property
@@ -257,8 +259,8 @@ class Muon(torch.optim.AdamW):
         super().__init__(groups, **options)
         self._matrices: dict[Tensor, list[Matrix]] | None = None
 
-    def place(self, flats: Sequence[Tensor], layouts: Mapping[int, Sequence[tuple[Any, int, int]]]) -> None:
-        """Says where the matrices lie: by rank, each fragment, the number of its flat and its offset in it.
+    def place_matrices(self, flats: Sequence[Tensor], layouts: Mapping[int, Sequence[tuple[Any, int, int]]]) -> None:
+        """Takes where the matrices lie: by rank, each fragment, the number of its flat and its offset in it.
 
         Before that, the matrices stay as they are: DeepSpeed takes a step on zero gradients when it starts.
         """
@@ -313,7 +315,8 @@ class Muon(torch.optim.AdamW):
 
 
 def orthogonalize(matrix: Tensor) -> Tensor:
-    """Returns nearly the orthogonal factor of a matrix (rows, columns) in bf16: singular values of about 0.7 to 1.2.
+    """Returns the orthogonal factor of a matrix (rows, columns) in bf16, nearly: with singular values of about 0.7 to
+    1.2.
 
     Five steps of the quintic Newton-Schulz iteration with the coefficients of Jordan et al. They are done in bf16, but
     in fp32 on a CPU that emulates bf16, where the products take thirty times as long.
@@ -321,7 +324,7 @@ def orthogonalize(matrix: Tensor) -> Tensor:
     a, b, c = 3.4445, -4.7750, 2.0315
     tall = matrix.shape[0] > matrix.shape[1]
     wide = matrix.T if tall else matrix
-    if matrix.device.type == "cpu" and not settings.multiplies_bf16():
+    if matrix.device.type == "cpu" and not settings.can_multiply_bf16():
         wide = wide.float()
     wide = wide / wide.norm().clamp(min=1e-7)
     for _ in range(5):

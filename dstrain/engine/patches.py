@@ -37,14 +37,17 @@ _ENGINE, _ZERO12, _ZERO3 = (
 REPLACED = {
     "import_deepspeed": ("runtime/compiler.py:compile",),
     "remember_device": ("accelerator/cuda_accelerator.py:CUDA_Accelerator.current_stream",),
-    "set_timeout": ("torch.distributed.distributed_c10d.default_pg_timeout",),
-    "contain_groups": ("comm/comm.py:init_distributed", "utils/groups.py:_clone_world_group"),
-    "replace_linear": ("runtime/zero/linear.py:LinearFunctionForZeroStage3", "runtime/zero/utils.py:is_zero_param"),
+    "set_group_timeout": ("torch.distributed.distributed_c10d.default_pg_timeout",),
+    "forget_groups_at_end": ("comm/comm.py:init_distributed", "utils/groups.py:_clone_world_group"),
+    "replace_zero_linear": (
+        "runtime/zero/linear.py:LinearFunctionForZeroStage3",
+        "runtime/zero/utils.py:is_zero_param",
+    ),
     "flatten_in_place": (f"{_ZERO12}.flatten_dense_tensors_aligned",),
     "make_universal_info": ("checkpoint/ds_to_universal.py:_check_for_required_state",),
     "defer_errors": (f"{_ENGINE}._copy_recovery_script",),
-    "forget_powers": ("ops/adam/cpu_adam.py:DeepSpeedCPUAdam.step",),
-    "pretend_operators": (
+    "forget_beta_powers": ("ops/adam/cpu_adam.py:DeepSpeedCPUAdam.step",),
+    "replace_operators": (
         "ops/adam/cpu_adam.py:DeepSpeedCPUAdam.step",
         "runtime/zero/utils.py:assert_ints_same_as_other_ranks",
     ),
@@ -56,11 +59,11 @@ REPLACED = {
         f"{_ZERO12}.reduce_ipg_grads",
         f"{_ZERO3}.independent_gradient_partition_epilogue",
     ),
-    "reduce_nothing": (
+    "skip_reduction": (
         f"{_ZERO12}.reduce_gradients",
         f"{_ZERO12}.overlapping_partition_gradients_reduce_epilogue",
     ),
-    "leave_scale": (f"{_ZERO12}._update_scale", "runtime/fp16/loss_scaler.py:DynamicLossScaler.update_scale"),
+    "leave_loss_scale": (f"{_ZERO12}._update_scale", "runtime/fp16/loss_scaler.py:DynamicLossScaler.update_scale"),
 }
 
 
@@ -84,25 +87,25 @@ def import_deepspeed() -> ModuleType:
             import deepspeed.module_inject.auto_ep_comm
     finally:
         compiler.compile = original
-    deepspeed.utils.logger.addFilter(_is_news)
+    deepspeed.utils.logger.addFilter(_is_worth_logging)
     return deepspeed
 
 
-def _is_news(record: logging.LogRecord) -> bool:
-    """Keeps DeepSpeed's warning of any optimizer but its own out of the log: ours are tested at every stage of ZeRO."""
+def _is_worth_logging(record: logging.LogRecord) -> bool:
+    """Returns False for DeepSpeed's warning of any optimizer but its own: ours are tested at every stage of ZeRO."""
     return "untested" not in record.getMessage()
 
 
 def remember_device(index: int) -> None:
-    """Has DeepSpeed find the current stream of this rank's GPU alone: it asks some thousand times a step, and to find
-    the current device takes as long as to find its stream.
+    """Makes DeepSpeed look up the current stream of this rank's GPU alone: it asks some thousand times a step, and to
+    find the current device takes as long as to find its stream.
     """
     import deepspeed
 
     deepspeed.get_accelerator().current_stream = lambda device=index: torch.cuda.current_stream(device)
 
 
-def set_timeout(timeout: timedelta) -> None:
+def set_group_timeout(timeout: timedelta) -> None:
     """Sets the timeout of all process groups: one that is given to the first alone does not hold for those that
     DeepSpeed and we make later.
     """
@@ -111,9 +114,9 @@ def set_timeout(timeout: timedelta) -> None:
 
 
 @contextmanager
-def contain_groups() -> Iterator[None]:
-    """Forgets, at the end, the process groups that DeepSpeed has made inside, which it keeps in variables, and puts the
-    linear layer of torch back, in whose place ZeRO-3 puts its own.
+def forget_groups_at_end() -> Iterator[None]:
+    """Forgets at the end of the block the process groups that DeepSpeed has made inside, which it keeps in variables,
+    and puts back torch's linear layer, which ZeRO-3 replaces.
     """
     linear = torch.nn.functional.linear
     try:
@@ -129,33 +132,35 @@ def contain_groups() -> Iterator[None]:
         torch.nn.functional.linear = linear
 
 
-def replace_linear() -> None:
+def replace_zero_linear() -> None:
     """Replaces the forward pass of ZeRO-3's linear layer, and its question for weights that are away."""
     from deepspeed.runtime.zero import linear
 
-    linear.is_zero_param = _may_be_away
-    linear.LinearFunctionForZeroStage3.forward = staticmethod(_linear)
+    linear.is_zero_param = _may_be_scattered
+    linear.LinearFunctionForZeroStage3.forward = staticmethod(_apply_linear)
 
 
-def _linear(values: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """For ZeRO-3's linear layer, which takes the place of torch's in the whole process. Its own adds the bias in place
+def _apply_linear(values: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Stands in for ZeRO-3's linear layer, which replaces torch's in the whole process. Its own adds the bias in place
     to the product. recompute=attention keeps that: when it is used again, the bias would be in it twice. And in a
-    compiled block torch 2.11 silently loses the gradient of what an autograd function has changed in place: it would
-    be 0 for the layer and for all before it (github.com/pytorch/pytorch/issues/180642).
+    compiled block torch 2.11 silently loses the gradient of what an autograd function has changed in place: it would be
+    0 for the layer and for all before it (github.com/pytorch/pytorch/issues/180642).
     """
     return torch.ops.aten.linear(values, weight, bias)
 
 
-def _may_be_away(weight: Tensor) -> bool:
-    """Tells the backward pass of ZeRO-3's linear layer whether to gather a weight. In compiled blocks all
-    are: to ask for their numbers nevertheless would compile each block anew under torch 2.11.
+def _may_be_scattered(weight: Tensor) -> bool:
+    """Tells the backward pass of ZeRO-3's linear layer whether to gather a weight. In compiled blocks it is always
+    gathered: to ask for the number of its elements would compile each block anew under torch 2.11.
     """
     return not torch.compiler.is_compiling() and hasattr(weight, "ds_id")
 
 
 @contextmanager
 def flatten_in_place() -> Iterator[None]:
-    """Has DeepSpeed's stages 1 and 2 take the weights of a group inside as they lie, where they lie in one tensor."""
+    """Makes DeepSpeed's stages 1 and 2 take the weights of a group inside the block as they lie, if they lie in one
+    tensor.
+    """
     from deepspeed.runtime.zero import stage_1_and_2
 
     copying, inside = stage_1_and_2._flatten_dense_tensors, True
@@ -207,7 +212,7 @@ def make_universal_info() -> dict[str, Any]:
 
 @contextmanager
 def defer_errors(engines: Iterable[Any]) -> Iterator[None]:
-    """Keeps back the errors of files that DeepSpeed cannot write, and raises the first at the end.
+    """Defers the errors of files that DeepSpeed cannot write to the end of the block, and raises the first.
 
     The ranks communicate between the files of a save_checkpoint: a rank that left there would leave them waiting.
     """
@@ -235,8 +240,9 @@ def defer_errors(engines: Iterable[Any]) -> Iterator[None]:
         raise errors[0]
 
 
-def forget_powers(optimizer: Any, *_: Any) -> None:
-    """Has DeepSpeed's AdamW for the CPU compute its powers of beta from the number of the step, as a resumed run does.
+def forget_beta_powers(optimizer: Any, *_: Any) -> None:
+    """Makes DeepSpeed's AdamW for the CPU compute its powers of beta from the number of the step, as a resumed run
+    does.
 
     Where one step follows another, its C++ multiplies the powers of the last step, which no checkpoint holds, by beta:
     other bits than std::pow gives. An update of no elements, at a step that no run reaches, ends that chain.
@@ -246,8 +252,8 @@ def forget_powers(optimizer: Any, *_: Any) -> None:
     optimizer.ds_opt_adam.adam_update(optimizer.opt_id, 1 << 40, 0.0, *betas, 0.0, 0.0, True, *[nothing] * 4)
 
 
-def pretend_operators() -> None:
-    """Has DeepSpeed run on tensors without values: it compiles and measures nothing, and compares no values."""
+def replace_operators() -> None:
+    """Makes DeepSpeed run on tensors without values: it compiles and measures nothing, and compares no values."""
     import cpuinfo
     import deepspeed
     from deepspeed.ops import adam
@@ -255,7 +261,7 @@ def pretend_operators() -> None:
 
     deepspeed.accelerator.get_accelerator().is_fp16_supported = lambda: True
     partitioned_param_coordinator.assert_ints_same_as_other_ranks = lambda ints: None  # it compares values
-    adam.DeepSpeedCPUAdam.step = _first_step
+    adam.DeepSpeedCPUAdam.step = _make_moments_alone
     cpuinfo.get_cpu_info = dict  # it measures the CPU for a second, and DeepSpeed asks for the vendor
     adam.cpu_adam.CPUAdamBuilder = lambda: SimpleNamespace(
         load=lambda: SimpleNamespace(
@@ -265,7 +271,7 @@ def pretend_operators() -> None:
 
 
 @torch.no_grad()
-def _first_step(optimizer: Any, closure: Callable | None = None) -> None:
+def _make_moments_alone(optimizer: Any, closure: Callable | None = None) -> None:
     """Stands in for the step of DeepSpeed's AdamW on the host: makes the moments, as that does, and computes
     nothing.
     """
@@ -278,7 +284,7 @@ def _first_step(optimizer: Any, closure: Callable | None = None) -> None:
 
 
 def replace_reduction(engine: Any, prepare: Callable[[], None]) -> None:
-    """Has an engine call `prepare` before it reduces gradients."""
+    """Makes an engine call `prepare` before it reduces gradients."""
     reduce = engine.allreduce_gradients
 
     def reduce_prepared(*args: Any, **kwargs: Any) -> Any:
@@ -294,8 +300,8 @@ def restore_reduction(engine: Any) -> None:
 
 
 def replace_step(engine: Any, step: Callable[[], None] | None) -> None:
-    """Has `step` take the place of the step of ZeRO's optimizer, or where it is None, of torch's optimizer alone
-    neither read nor clip gradients.
+    """Replaces the step of ZeRO's optimizer by `step`; if it is None, lets torch's optimizer alone neither read nor
+    clip gradients.
     """
     if step is None:
         engine.clip_fp32_gradients = lambda: None
@@ -313,7 +319,7 @@ class _Followed(torch.cuda.Stream):
 
 
 def follow_reductions(zero: Any, stage: int) -> None:
-    """Has what follows on the device wait for the reductions of a backward pass, in place of the host."""
+    """Makes later work on the device wait for the reductions of a backward pass, in place of the host."""
     if stage == 3 and torch.cuda.is_available():
         zero.reduce_and_partition_stream = _Followed()
     elif stage < 3:
@@ -337,9 +343,9 @@ def _end_backward(zero: Any, epilogue: Callable[[], None]) -> None:
         zero.overlap_comm = True
 
 
-def reduce_nothing(zero: Any) -> None:
-    """Spares one rank DeepSpeed's buckets: a copy of all gradients, and 0.1 ms of the host for each weight.
-    Gradients stay where the backward pass leaves them.
+def skip_reduction(zero: Any) -> None:
+    """Leaves the gradients of a single rank where the backward pass puts them: this spares DeepSpeed's buckets, a copy
+    of all gradients, and 0.1 ms of the host for each weight.
     """
     for hook in zero._grad_acc_hooks:
         hook.remove()
@@ -348,7 +354,7 @@ def reduce_nothing(zero: Any) -> None:
     zero.overlapping_partition_gradients_reduce_epilogue = lambda: None  # stage 2
 
 
-def leave_scale(zero: Any) -> None:
+def leave_loss_scale(zero: Any) -> None:
     """Leaves a dynamic loss scale to updates.py, and skipped steps to recovery.py."""
     zero.loss_scaler.raise_error_at_min_scale = False
     zero._update_scale = lambda overflow: None

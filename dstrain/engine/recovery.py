@@ -65,8 +65,8 @@ class Divergence:
 
     @property
     def state(self) -> State:
-        """The state after all steps so far. Waits for the device to end the latest."""
-        self._note()
+        """Returns the state after all steps so far. Waits for the device to end the latest."""
+        self._note_latest_step()
         return self._state
 
     @state.setter
@@ -81,25 +81,26 @@ class Divergence:
     def rollbacks(self) -> int:
         return len(self._state.rollbacks)
 
-    def trouble(
+    def find_trouble(
         self, done: int, applied: Iterable[Flag], losses: Mapping[str, Sequence[Tensor]], last: bool = False
     ) -> str | None:
-        """Takes note of the step after which `done` are done: what is wrong with it or the one before, None if nothing.
+        """Takes note of the step after which `done` are done, and returns what is wrong with it or the one before, None
+        if nothing.
 
         applied: of each part that had a turn. losses: by part, of each of this rank's micro-batches; they are used only
         where faults.spike is set. last: nothing follows that could tell.
         """
         state = self.state
         if state.high is None:
-            self._unread = done, list(applied), _mean_losses(losses) if self.faults.spike else {}
+            self._unread = done, list(applied), _average_losses(losses) if self.faults.spike else {}
             if last or state.in_a_row >= self.faults.max_skipped:
-                self._note()
+                self._note_latest_step()
         if state.in_a_row > self.faults.max_skipped:
             return f"{state.in_a_row} steps in a row had gradients that are not finite, and were skipped"
         return state.high[1] if state.high else None
 
-    def _note(self) -> None:
-        """Brings the state up to the latest step."""
+    def _note_latest_step(self) -> None:
+        """Updates the state with the latest step."""
         if self._unread is None:
             return
         (done, applied, losses), self._unread, state = self._unread, None, self._state
@@ -117,31 +118,31 @@ class Divergence:
             if math.isfinite(loss):
                 window[:] = [*window, loss][-WINDOW:]
 
-    def before(self, done: int) -> int:
+    def find_step_before_trouble(self, done: int) -> int:
         """Returns the last step before the trouble that is seen after `done` steps."""
         return (self.state.high[0] if self.state.high else done) - max(self.state.in_a_row, 1)
 
-    def go_back(self, done: int, step: int, saved: Mapping[str, Any]) -> None:
-        """Goes from `done` steps back to a checkpoint of `step`, whose course is `saved`."""
+    def note_rollback(self, done: int, step: int, saved: Mapping[str, Any]) -> None:
+        """Notes that the run goes from `done` steps back to a checkpoint of `step`, whose state is `saved`."""
         rollbacks, clock = [*self.state.rollbacks, (done, step)], done + self.shift
         self.state = parse_state(saved).model_copy(
             update={"shift": clock - step, "rollbacks": rollbacks, "forgiven": self.state.forgiven}
         )
 
-    def forgive(self) -> None:
+    def forget_rollbacks(self) -> None:
         """Forgets earlier rollbacks, since a user has changed the run: it may go back as often as a new one."""
         self.state.forgiven = self.rollbacks
 
 
-def _mean_losses(losses: Mapping[str, Sequence[Tensor]]) -> dict[str, AsyncHostCopy]:
+def _average_losses(losses: Mapping[str, Sequence[Tensor]]) -> dict[str, AsyncHostCopy]:
     """Averages the loss of each part over all micro-batches and ranks."""
     own = torch.stack([torch.stack([loss.double() for loss in each]).mean() for each in losses.values()])
-    return dict(zip(losses, map(AsyncHostCopy, (group.sum_ranks(own) / group.world()).unbind())))
+    return dict(zip(losses, map(AsyncHostCopy, (group.sum_over_ranks(own) / group.world()).unbind())))
 
 
 def advise_user(store: Store) -> str:
-    """Says what to do about training that has diverged, by the checkpoints that there are; call on rank 0 at least."""
-    steps, aside = store.steps(), store.put_aside()
+    """Returns advice on training that has diverged, by the checkpoints that there are; call on rank 0 at least."""
+    steps, aside = store.list_steps(), store.list_put_aside()
     change = "Lower optimizer.lr, set optimizer.clip, or use bf16 in place of fp16"
     if not steps and not aside:
         return f"{store.folder} holds no checkpoint. {change}, and begin anew with --from-scratch"
@@ -159,12 +160,12 @@ def check_weights(masters: Mapping[str, Masters], step: int, store: Store) -> No
 
     Only fragments are looked at: at stage 3 DeepSpeed leaves in a flat's padding whatever the memory held.
     """
-    finite = all_finite([view for part in masters.values() for _, view in part.own_views(part.flats)])
-    if group.agree_any(not finite):
+    finite = are_all_finite([view for part in masters.values() for _, view in part.list_own_views(part.flats)])
+    if group.is_true_on_any_rank(not finite):
         raise FloatingPointError(f"the weights of step {step} are not finite and are not saved. {advise_user(store)}")
 
 
-def all_finite(tensors: Sequence[Tensor]) -> bool:
+def are_all_finite(tensors: Sequence[Tensor]) -> bool:
     """Returns whether all elements of all tensors are finite; the device is waited for once in the ordinary case."""
     sums = [tensor.sum() for tensor in tensors]
     if not sums or torch.isfinite(torch.stack(sums)).all().item():

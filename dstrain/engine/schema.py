@@ -261,7 +261,7 @@ def list_decisions() -> dict[str, Decision]:
 
 
 def list_unsupported(settings: dict[str, Any]) -> Iterator[str]:
-    """Yields sections and switches that DeepSpeed may know and dstrain does not, or that change nothing."""
+    """Yields sections and switches of a JSON that dstrain does not support, or that change nothing."""
     for key, reason in UNSUPPORTED.items():
         if key in settings:
             yield f'dstrain does not support "{key}": {reason}; remove it'
@@ -277,7 +277,7 @@ def list_unsupported(settings: dict[str, Any]) -> Iterator[str]:
             yield f'"{key}" is {json.dumps(value)[:60]}, which changes nothing: {reason}; remove it'
 
 
-def list_idle(settings: dict[str, Any], stage: int) -> Iterator[str]:
+def list_idle_keys(settings: dict[str, Any], stage: int) -> Iterator[str]:
     """Yields remarks on keys that many files have and that change nothing, at this stage or at all."""
     if settings.get("log_level") not in ("info", "debug"):  # there DeepSpeed prints what it is asked for
         for key, reason in REMARKED.items():
@@ -288,7 +288,7 @@ def list_idle(settings: dict[str, Any], stage: int) -> Iterator[str]:
         yield f'"zero_optimization" has words of stage 3 that change nothing at stage {stage}: {", ".join(higher)}'
 
 
-def list_untried(settings: dict[str, Any]) -> Iterator[str]:
+def list_untried_keys(settings: dict[str, Any]) -> Iterator[str]:
     """Yields keys that the installed DeepSpeed takes and that dstrain does not know: those of a newer release."""
     for key in _list_keys(settings, ""):
         if decide_key(key) is None:
@@ -339,8 +339,8 @@ class _Asked(dict):
 
 
 def list_refusals(settings: dict[str, Any]) -> Iterator[str]:
-    """Yields what DeepSpeed's own parser says, and top-level keys that it never asks for."""
-    settings = {key: _without_auto(value) for key, value in settings.items() if key not in UNSUPPORTED}
+    """Yields the faults that DeepSpeed's own parser finds, and top-level keys that it never asks for."""
+    settings = {key: _drop_auto_entries(value) for key, value in settings.items() if key not in UNSUPPORTED}
     prepare_environment()
     from deepspeed.runtime.config import DeepSpeedConfig
     from deepspeed.runtime.precision_config import DeepSpeedBF16Config, DeepSpeedFP16Config
@@ -405,8 +405,8 @@ def list_refusals(settings: dict[str, Any]) -> Iterator[str]:
             yield f'"{name}": {error}'
 
 
-def _without_auto(value: Any) -> Any:
+def _drop_auto_entries(value: Any) -> Any:
     """Returns a section without its "auto" entries: these are named elsewhere."""
     if not isinstance(value, dict):
         return value
-    return {key: _without_auto(inner) for key, inner in value.items() if inner != "auto"}
+    return {key: _drop_auto_entries(inner) for key, inner in value.items() if inner != "auto"}

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from dstrain.disk import small
-from dstrain.engine.schema import list_idle, list_refusals, list_unsupported, list_untried
+from dstrain.engine.schema import list_idle_keys, list_refusals, list_unsupported, list_untried_keys
 from dstrain.recipe import BatchSize, ConfigError, Faults, Optimizer, list_divisors, suggest_files
 
 # Values of ONEDNN_MAX_CPU_ISA within which products of bf16 are emulated, whatever the CPU has.
@@ -67,15 +67,15 @@ def resolve_settings(
         settings["bf16"] = settings.pop("bfloat16")
     problems = list(list_unsupported(settings))
     problems += _compare_optimizer(settings.pop("optimizer", {}), optimizer)
-    problems += _fill_in(settings, batch, optimizer, world, sequence)
+    problems += _fill_in_recipe_values(settings, batch, optimizer, world, sequence)
     problems += _decide_auto(settings, device_type, before)
     for key, value in _DEFAULTS.items():
         settings.setdefault(key, value)
     problems += list_refusals(settings)
     problems += _check_sizes(settings)
     if not problems:  # the types are right from here on
-        problems += list_untried(settings)
-        problems += [*_check_mechanism(settings, optimizer, faults, world, device_type), *_decide_sums(settings)]
+        problems += list_untried_keys(settings)
+        problems += [*_check_combinations(settings, optimizer, faults, world, device_type), *_decide_sums(settings)]
     if problems:
         raise ConfigError(*(f"{source}: {problem}" for problem in problems))
     return settings
@@ -116,7 +116,7 @@ def read_stage(settings: Settings) -> int:
 
 
 def read_precision(settings: Settings) -> str:
-    """Returns what the networks compute in: fp32, bf16 or fp16."""
+    """Returns the precision that the networks compute in: fp32, bf16 or fp16."""
     return next((name for name in ("bf16", "fp16") if settings.get(name, {}).get("enabled")), "fp32")
 
 
@@ -125,11 +125,11 @@ def read_offload(settings: Settings, what: str) -> str:
     return str((settings.get("zero_optimization", {}).get(what) or {}).get("device", "none"))
 
 
-def offloads_optimizer(settings: Settings) -> bool:
+def is_optimizer_offloaded(settings: Settings) -> bool:
     return read_offload(settings, "offload_optimizer") != "none"
 
 
-def sums_in_fp32(settings: Settings) -> bool:
+def is_summed_in_fp32(settings: Settings) -> bool:
     """Returns whether updates.py sums the gradients in fp32: at stages 0 and 1, where DeepSpeed does not."""
     wide = settings.get("data_types", {}).get("grad_accum_dtype") == "fp32"
     return wide and read_stage(settings) < 2 and read_precision(settings) != "fp32"
@@ -144,13 +144,13 @@ def make_deepspeed_config(settings: Settings) -> Settings:
     own.setdefault("timers", {}).setdefault("throughput", {}).setdefault("enabled", False)
     own.get("zero_optimization", {}).pop("compute_grad_norm", None)
     own.get("bf16", {}).pop("check_grad_overflow", None)
-    if sums_in_fp32(own):
+    if is_summed_in_fp32(own):
         del own["data_types"]["grad_accum_dtype"]
     return own
 
 
 def list_remarks(settings: Settings, device_type: str) -> list[str]:
-    """Lists what is allowed and worth knowing before the run."""
+    """Lists remarks on settings that are allowed and that a user should know of before the run."""
     zero, bf16 = settings.get("zero_optimization", {}), read_precision(settings) == "bf16"
     checked = settings.get("bf16", {}).get("check_grad_overflow", True) and zero.get("compute_grad_norm", True)
     lines = []
@@ -162,15 +162,15 @@ def list_remarks(settings: Settings, device_type: str) -> list[str]:
             "norm of all gradients is always computed, and a step where it is not finite is skipped"
         )
     wide = settings.get("data_types", {}).get("grad_accum_dtype") == "fp32"
-    if wide and offloads_optimizer(settings) and read_stage(settings) < 3:
+    if wide and is_optimizer_offloaded(settings) and read_stage(settings) < 3:
         lines.append(
             "gradients are summed in fp32 on the GPU, 4 bytes a weight, at stage 2 over all ranks: for half "
             f'of it, write "data_types": {{"grad_accum_dtype": "{read_precision(settings)}"}}'
         )
-    if bf16 and device_type == "cpu" and not multiplies_bf16():
+    if bf16 and device_type == "cpu" and not can_multiply_bf16():
         lines.append("this CPU emulates bf16, up to ten times slower than fp32: take ds_configs/zero2_fp32.json")
     asked = {key: value for key, value in settings.items() if _DEFAULTS.get(key) != value}
-    return [*lines, *list_idle(asked, read_stage(settings))]
+    return [*lines, *list_idle_keys(asked, read_stage(settings))]
 
 
 def _read_json(path: Path) -> Settings:
@@ -236,8 +236,10 @@ def _compare_optimizer(block: Any, optimizer: Optimizer) -> Iterator[str]:
         yield f'"optimizer.{key}" has no effect, since dstrain builds the optimizer: remove it'
 
 
-def _fill_in(settings: Settings, batch: BatchSize, optimizer: Optimizer, world: int, sequence: int) -> Iterator[str]:
-    """Fills in what the recipe owns."""
+def _fill_in_recipe_values(
+    settings: Settings, batch: BatchSize, optimizer: Optimizer, world: int, sequence: int
+) -> Iterator[str]:
+    """Fills in the settings that the recipe owns, and yields those that contradict it."""
     try:
         micro, accumulation = split_batch(batch, world, sequence)
     except ConfigError as error:
@@ -264,7 +266,7 @@ def _decide_auto(settings: Settings, device_type: str, before: Settings | None) 
     """Decides the "auto" of bf16 and of bucket sizes, and names every other one."""
     if isinstance(settings.get("bf16"), dict) and settings["bf16"].get("enabled") == "auto":
         settings["bf16"]["enabled"] = (
-            read_precision(before) == "bf16" if before else device_type == "cuda" or multiplies_bf16()
+            read_precision(before) == "bf16" if before else device_type == "cuda" or can_multiply_bf16()
         )
     zero = settings.get("zero_optimization")
     if isinstance(zero, dict):
@@ -280,7 +282,7 @@ def _decide_auto(settings: Settings, device_type: str, before: Settings | None) 
 
 
 def _compare_scale(fp16: Settings, faults: Faults) -> Iterator[str]:
-    """Checks that a dynamic loss scale may skip as many steps on its way down as the recipe bears."""
+    """Checks that a dynamic loss scale may skip as many steps on its way down as the recipe tolerates."""
     skips = fp16.get("initial_scale_power", 16) + fp16.get("hysteresis", 2) - 1
     if not fp16.get("loss_scale", 0) and skips > faults.max_skipped:
         yield (
@@ -346,10 +348,10 @@ def _check_sizes(settings: Settings) -> Iterator[str]:
         yield '"steps_per_print" is below 1: remove it, dstrain reports'
 
 
-def _check_mechanism(
+def _check_combinations(
     settings: Settings, optimizer: Optimizer, faults: Faults, world: int, device_type: str
 ) -> Iterator[str]:
-    """Yields what does not go together, in DeepSpeed or with dstrain's own promises."""
+    """Yields settings that do not go together, in DeepSpeed or with dstrain's own promises."""
     zero = settings.get("zero_optimization", {})
     for name in ("bf16", "fp16"):
         if not isinstance(settings.get(name, {}).get("enabled", False), bool):
@@ -382,7 +384,7 @@ def _check_mechanism(
                 f'"zero_optimization.{what}" needs stage {least} or above, "zero_optimization.stage" is '
                 f"{read_stage(settings)}: remove it or raise the stage"
             )
-    if optimizer.name != "adamw" and offloads_optimizer(settings):
+    if optimizer.name != "adamw" and is_optimizer_offloaded(settings):
         yield (
             '"zero_optimization.offload_optimizer" steps on the host, where there is AdamW alone; optimizer.name '
             f"is {optimizer.name}: remove it, or write optimizer.name=adamw"
@@ -404,7 +406,7 @@ def _check_mechanism(
             f'"zero_optimization.zero_hpz_partition_size" is {local}, the ranks are {world}: write the number '
             f"of GPUs of a machine, one of {list_divisors(world)}"
         )
-    if local > 1 and (offloads_optimizer(settings) or read_offload(settings, "offload_param") != "none"):
+    if local > 1 and (is_optimizer_offloaded(settings) or read_offload(settings, "offload_param") != "none"):
         yield (
             f'"zero_optimization.zero_hpz_partition_size" is {local} beside "offload_optimizer" or "offload_param", '
             "where others saw losses of zero and nobody has seen right ones: remove one of them"
@@ -417,7 +419,7 @@ def _check_mechanism(
                 yield f'"zero_optimization.{key}" needs a GPU: take ds_configs/zero3.json here'
 
 
-def multiplies_bf16() -> bool:
+def can_multiply_bf16() -> bool:
     """Returns whether this CPU has instructions for products of bf16, and oneDNN may use them.
 
     A table, and no measurement: ranks time the same thing differently, and must agree. The default recipe on one thread

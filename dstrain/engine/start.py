@@ -16,10 +16,10 @@ import torch
 
 from dstrain.distributed import group
 from dstrain.distributed.launcher import Place
-from dstrain.distributed.presence import name_launch
-from dstrain.distributed.progress import phases
-from dstrain.distributed.stops import open_stops
-from dstrain.engine.patches import import_deepspeed, remember_device, set_timeout
+from dstrain.distributed.presence import name_launch_folder
+from dstrain.distributed.progress import get_phases
+from dstrain.distributed.stops import get_stops
+from dstrain.engine.patches import import_deepspeed, remember_device, set_group_timeout
 from dstrain.recipe import ConfigError
 
 _OPERATOR = "deepspeed_shm_comm"  # also the name of its folder
@@ -29,11 +29,11 @@ exchanged = False  # Whether this process has begun a process group, whose threa
 def start_group(timeout_minutes: float = 30) -> None:
     """Joins the process group of the launcher (deepspeed, torchrun, Slurm), or begins one of this process alone.
 
-    A rank that waits for others longer than `timeout_minutes` raises: see group.explain_loss. Raises ConfigError if the
-    port is taken.
+    A rank that waits for others longer than `timeout_minutes` raises: see group.explain_lost_ranks. Raises ConfigError
+    if the port is taken.
     """
-    phases().at("importing DeepSpeed")
-    place = _place_rank()
+    get_phases().enter_phase("importing DeepSpeed")
+    place = _write_rank_variables()
     _warn_of_shared_store()
     deepspeed = import_deepspeed()
     if torch.cuda.is_available():
@@ -43,10 +43,10 @@ def start_group(timeout_minutes: float = 30) -> None:
         global exchanged
         exchanged = True
         timeout = timedelta(minutes=timeout_minutes)
-        set_timeout(timeout)
+        set_group_timeout(timeout)
         try:
             if place.world > 1:
-                phases().at(f"meeting {place.world - 1} other ranks at {os.environ['MASTER_ADDR']}")
+                get_phases().enter_phase(f"meeting {place.world - 1} other ranks at {os.environ['MASTER_ADDR']}")
             _join_launch(deepspeed.get_accelerator().communication_backend_name(), timeout)
             with (
                 _announce_compiling(),
@@ -54,14 +54,14 @@ def start_group(timeout_minutes: float = 30) -> None:
             ):  # each rank would print a line of DeepSpeed's own
                 deepspeed.init_distributed(auto_mpi_discovery=False, verbose=False, timeout=timeout)
         except torch.distributed.DistNetworkError as error:
-            raise (_explain_taken_port() if _is_taken(error) else error) from None
+            raise (_explain_taken_port() if _is_port_taken(error) else error) from None
         group.barrier()
         _unlink_buffers()
         if place.world > 1:
-            open_stops().share(group.open_store())
+            get_stops().exchange_reasons(group.open_store())
 
 
-def _place_rank() -> Place:
+def _write_rank_variables() -> Place:
     """Writes where this rank stands, and where the ranks meet, into the environment that DeepSpeed reads."""
     place = group.read_place()
     os.environ.update(
@@ -85,13 +85,13 @@ def _place_rank() -> Place:
 
 
 def _warn_of_shared_store() -> None:
-    """Says where a machine that joins torchrun's others later would wait for them at another port than theirs."""
+    """Warns if a machine that joins torchrun's others later would wait for them at another port than theirs."""
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return
     with suppress(OSError):  # a system without /proc
         words = Path(f"/proc/{os.getppid()}/cmdline").read_text(encoding="utf-8", errors="replace").split("\0")
         if re.search(r"--nnodes[ =]\d+:", " ".join(words)):
-            phases().say(
+            get_phases().print_lines(
                 "note: a machine that joins later hangs (github.com/pytorch/pytorch/issues/135712): start torchrun "
                 "with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 on all machines"
             )
@@ -99,16 +99,20 @@ def _warn_of_shared_store() -> None:
 
 @contextmanager
 def _announce_compiling() -> Iterator[None]:
-    """Tells where DeepSpeed compiles its operator for exchanges on the CPU, which it has to once in an environment."""
+    """Announces that DeepSpeed compiles its operator for exchanges on the CPU, which it has to once in an
+    environment.
+    """
     module = Path(os.environ["TORCH_EXTENSIONS_DIR"]) / _OPERATOR / f"{_OPERATOR}.so"
     if group.device().type != "cpu" or module.exists():
         yield
         return
     began = time.monotonic()
-    phases().say("compiling DeepSpeed's operator for exchanges between ranks on the CPU, once: about a minute")
-    phases().at("compiling DeepSpeed's operator, or waiting for another process that does")
+    get_phases().print_lines(
+        "compiling DeepSpeed's operator for exchanges between ranks on the CPU, once: about a minute"
+    )
+    get_phases().enter_phase("compiling DeepSpeed's operator, or waiting for another process that does")
     yield
-    phases().say(f"compiled in {time.monotonic() - began:.0f} s")
+    get_phases().print_lines(f"compiled in {time.monotonic() - began:.0f} s")
 
 
 def _join_launch(backend: str, timeout: timedelta) -> None:
@@ -128,7 +132,7 @@ def _join_launch(backend: str, timeout: timedelta) -> None:
         store = open_store()
         if place.rank == 0:
             store.set("dstrain/ready", "")
-        if not group.wait_for_first(store, "dstrain/ready", timeout.total_seconds()):
+        if not group.wait_for_first_rank(store, "dstrain/ready", timeout.total_seconds()):
             raise torch.distributed.DistStoreError("timeout: rank 0 does not come")
         store.set_timeout(timeout)
     torch.distributed.init_process_group(
@@ -148,7 +152,7 @@ def open_store() -> torch.distributed.Store:
 
     Rank 0 may open it before it lists data for long: the others wait there as long as it says that work goes on.
     """
-    place = _place_rank()
+    place = _write_rank_variables()
     try:
         store = torch.distributed.TCPStore(
             os.environ["MASTER_ADDR"],
@@ -159,17 +163,17 @@ def open_store() -> torch.distributed.Store:
             timeout=torch.distributed.distributed_c10d.default_pg_timeout,
         )
     except torch.distributed.DistNetworkError as error:
-        raise (_explain_taken_port() if _is_taken(error) else error) from None
-    host, launch = socket.gethostname(), name_launch() if place.local_world > 1 else ""
+        raise (_explain_taken_port() if _is_port_taken(error) else error) from None
+    host, launch = socket.gethostname(), name_launch_folder() if place.local_world > 1 else ""
     if place.rank == 0:
         store.set("dstrain/launch", f"{host} {launch}")
     elif (first := store.get("dstrain/launch").decode()).startswith(f"{host} ") and first != f"{host} {launch}":
         raise _explain_taken_port()
-    open_stops().share(store.clone())
+    get_stops().exchange_reasons(store.clone())
     return store
 
 
-def _is_taken(error: Exception) -> bool:
+def _is_port_taken(error: Exception) -> bool:
     return "EADDRINUSE" in str(error) or "in use" in str(error)
 
 

@@ -31,11 +31,11 @@ from torch import Tensor, nn
 from dstrain.distributed import group
 from dstrain.engine.patches import (
     follow_reductions,
-    leave_scale,
-    reduce_nothing,
+    leave_loss_scale,
     replace_reduction,
     replace_step,
     restore_reduction,
+    skip_reduction,
 )
 
 
@@ -45,10 +45,12 @@ class WideSums:
     def __init__(self, weights: Iterable[nn.Parameter]):
         self._sums: dict[nn.Parameter, Tensor] = {}
         self._engine: Any = None
-        self._hooks = [weight.register_post_accumulate_grad_hook(self._take) for weight in weights]
+        self._hooks = [weight.register_post_accumulate_grad_hook(self._take_gradient) for weight in weights]
 
     def attach(self, engine: Any) -> None:
-        """Begins to sum: `engine` says which micro-batch is the last and reduces what it leaves in the weights."""
+        """Begins to sum gradients: `engine` says which micro-batch is the last and reduces what it leaves in the
+        weights.
+        """
         self._engine, engine.wide_sums = engine, self
         replace_reduction(engine, self._hand_over)
 
@@ -59,18 +61,18 @@ class WideSums:
                 weight.grad = self._sums.pop(weight).to(weight.dtype)
 
     def detach(self) -> None:
-        """Leaves the gradients alone from now on."""
+        """Removes the hooks, so that gradients are no longer summed."""
         for hook in self._hooks:
             hook.remove()
         restore_reduction(self._engine)
         del self._engine.wide_sums
 
-    def held(self) -> Iterable[Tensor]:
+    def list_sums(self) -> Iterable[Tensor]:
         """Returns the sums so far."""
         return self._sums.values()
 
     @torch.no_grad()
-    def _take(self, weight: nn.Parameter) -> None:
+    def _take_gradient(self, weight: nn.Parameter) -> None:
         """Moves a micro-batch's gradient into the sum, and on the last micro-batch the sum into the gradient."""
         total = self._sums.pop(weight, None)
         if self._engine.is_gradient_accumulation_boundary():
@@ -107,7 +109,7 @@ class AsyncHostCopy:
         self._copied = torch.cuda.current_stream().record_event() if values.is_cuda else None
 
     def read(self) -> Any:
-        """Returns the number, or list of numbers."""
+        """Waits for the copy, and returns the number, or list of numbers."""
         if self._copied is not None:
             self._copied.synchronize()
         return self._host.tolist()
@@ -137,7 +139,7 @@ class Updates:
         self._norm: Tensor | None = None  # of the latest step's gradients, before clipping
         self._sum_into_masters = False  # micro-batches' gradients in those of the masters
         self._torch_fp32 = self.stage == 0 and not hasattr(self._zero, "fp32_groups")  # fp32: torch's optimizer
-        self._check_on_device = getattr(self._inner(), "_step_supports_amp_scaling", False) and (
+        self._check_on_device = getattr(self._get_inner_optimizer(), "_step_supports_amp_scaling", False) and (
             self._torch_fp32 or self.stage > 0
         )
         if self._check_on_device and self._torch_fp32:
@@ -145,11 +147,11 @@ class Updates:
         elif self._check_on_device:
             replace_step(engine, self._step_stage3 if self.stage == 3 else self._step_stage12)
             if self._one_rank:
-                self._reduce_nothing()
+                self._skip_reduction()
             elif engine.zero_overlap_comm() if self.stage == 3 else self._zero.overlap_comm:
                 follow_reductions(self._zero, self.stage)
         if self._searches_scale:
-            leave_scale(self._zero)  # `count_last_step` changes it
+            leave_loss_scale(self._zero)  # `count_last_step` changes it
 
     def step(self) -> None:
         """Takes the optimizer's step after a backward pass, on the last micro-batch; none where a gradient is not
@@ -165,7 +167,7 @@ class Updates:
         self.count_last_step()
         if self._torch_fp32:
             # DeepSpeed has just averaged the gradients over all ranks, so that all of them see the same norm.
-            self._check(
+            self._check_norm(
                 [
                     _compute_row_norms(weight.grad)
                     for weight in self.engine.module.parameters()
@@ -174,7 +176,7 @@ class Updates:
                 None,
             )
         if self._torch_fp32 and not self._check_on_device and not self._norm.isfinite().item():
-            self._skip()
+            self._skip_step()
         else:
             self.engine.step()
         self.applied = Flag(self._norm.isfinite().float() if self._check_on_device else self.engine.was_step_applied())
@@ -193,14 +195,17 @@ class Updates:
             if self._searches_scale:
                 self._zero.loss_scaler.update_scale(not flag)
 
-    def before_backward(self) -> None:
-        """Finishes a dynamic loss scale: it must be known before the loss is multiplied by it."""
+    def finish_loss_scale(self) -> None:
+        """Finishes a dynamic loss scale before the backward pass: it must be known before the loss is
+        multiplied by it.
+        """
         if self._searches_scale:
             self.count_last_step()
 
     @torch.no_grad()
-    def _check(self, norms: Sequence[Tensor], ranks: dist.ProcessGroup | None) -> None:
-        """Computes the norm of all gradients, and tells the optimizer what follows from it.
+    def _check_norm(self, norms: Sequence[Tensor], ranks: dist.ProcessGroup | None) -> None:
+        """Computes the norm of all gradients, and passes to the optimizer whether they are finite and how they are
+        clipped.
 
         norms   of the pieces that this rank has.
         ranks   those that have the other pieces; None: each rank has all.
@@ -213,14 +218,16 @@ class Updates:
             norm = square.sqrt()
         self._norm = norm / scale
         if self._check_on_device:
-            inner = self._inner()
+            inner = self._get_inner_optimizer()
             inner.found_inf = (~self._norm.isfinite()).float()
             factor = ((self._norm + 1e-6) / clip).clamp(min=1.0) * scale if clip > 0 else None
             inner.grad_scale = torch.full_like(norm, scale) if factor is None and scale != 1 else factor
 
     @cached_property
     def _one_rank(self) -> bool:
-        """Whether one rank is alone, so that nothing is reduced, nor rounded as if it were sent in another type."""
+        """Returns whether one rank is alone, so that nothing is reduced, nor rounded as if it were sent in another
+        type.
+        """
         zero = self._zero
         return (
             0 < self.stage < 3
@@ -228,16 +235,16 @@ class Updates:
             and zero.communication_data_type == zero.dtype
         )
 
-    def _reduce_nothing(self) -> None:
+    def _skip_reduction(self) -> None:
         """Takes gradients where the backward pass leaves them, or where they are summed in fp32."""
-        reduce_nothing(self._zero)
+        skip_reduction(self._zero)
         aside = getattr(self.engine, "wide_sums", None)
         if aside:
             aside.detach()
         self._sum_into_masters = bool(aside) or self._zero.gradient_accumulation_dtype != self._zero.dtype
 
-    def _gradients(self, number: int, master: Tensor) -> list[Tensor]:
-        """Returns what makes up the gradient of a flat master at stages 1 and 2, one piece behind the other."""
+    def _list_gradients(self, number: int, master: Tensor) -> list[Tensor]:
+        """Returns the pieces of the gradient of a flat master at stages 1 and 2, one behind the other."""
         zero = self._zero
         if not self._one_rank:
             flat = zero._get_preflattened_grad_partition(number)  # fp32 sums over micro-batches lie so already
@@ -259,7 +266,7 @@ class Updates:
         zero, norms = self._zero, []
         masters = zero.single_partition_of_fp32_groups
         for number, master in enumerate(masters):
-            pieces = self._gradients(number, master)
+            pieces = self._list_gradients(number, master)
             if len(pieces) == 1:
                 master.grad = pieces[0].to(master.dtype)
             else:
@@ -274,7 +281,7 @@ class Updates:
             zero.averaged_gradients[number] = zero.all_grad_tensors[number] = None
             zero.free_grad_in_param_list(zero.bit16_groups[number])
             del pieces
-        self._check(norms, zero.dp_process_group)
+        self._check_norm(norms, zero.dp_process_group)
         zero.optimizer.step()
         for master in masters:
             master.grad = None
@@ -292,7 +299,7 @@ class Updates:
         zero._pre_step()
         if any(weight.ds_status is not ZeroParamStatus.NOT_AVAILABLE for weight in self._scattered):
             zero._partition_all_parameters()
-        self._check([_compute_row_norms(zero.grad_partitions_flat_buffer)], zero.dp_process_group)
+        self._check_norm([_compute_row_norms(zero.grad_partitions_flat_buffer)], zero.dp_process_group)
         zero.zero_grad(set_to_none=True)
         for number, master in enumerate(zero.fp32_partitioned_groups_flat):
             zero._prepare_sub_group(number, set())
@@ -317,10 +324,12 @@ class Updates:
 
     @cached_property
     def _scattered(self) -> list[Tensor]:
-        """The weights that stage 3 gathers where they are used; the others, small ones, stay whole on each rank."""
+        """Returns the weights that stage 3 gathers where they are used; the others, small ones, stay whole on each
+        rank.
+        """
         return [weight for weight in self.engine.module.parameters() if not weight.ds_persist]
 
-    def _skip(self) -> None:
+    def _skip_step(self) -> None:
         """Ends a step at stage 0 in fp32 without an update, counted as DeepSpeed counts the steps that it skips."""
         self.engine.zero_grad()
         self.engine._step_applied = False
@@ -328,7 +337,7 @@ class Updates:
         self.engine.global_steps += 1
         self.engine.skipped_steps += 1
 
-    def _inner(self) -> torch.optim.Optimizer:
+    def _get_inner_optimizer(self) -> torch.optim.Optimizer:
         return getattr(self._zero, "optimizer", self._zero)
 
     @property
@@ -337,7 +346,7 @@ class Updates:
 
     @property
     def skipped(self) -> int:
-        """Steps that were not applied since the run began."""
+        """Returns the number of steps that were not applied since the run began."""
         self.count_last_step()
         return self.engine.skipped_steps
 
@@ -348,7 +357,9 @@ class Updates:
 
     @property
     def grad_norm(self) -> float | None:
-        """Of the latest step before clipping, over all ranks; None where it was not computed. Waits for the device."""
+        """Returns the norm of the latest step's gradients before clipping, over all ranks; None where it was not
+        computed. Waits for the device.
+        """
         norm = self.engine.get_global_grad_norm() if self._norm is None else self._norm
         if norm is None:
             return None
@@ -356,8 +367,8 @@ class Updates:
 
     @property
     def loss_scale(self) -> float | None:
-        """The factor of the next step's loss under fp16; None in other precisions."""
-        self.before_backward()
+        """Returns the factor of the next step's loss under fp16; None in other precisions."""
+        self.finish_loss_scale()
         return self._zero.loss_scaler.cur_scale if self.engine.fp16_enabled() else None
 
     @property
@@ -366,8 +377,8 @@ class Updates:
 
     @property
     def scaler_state(self) -> dict[str, float]:
-        """What a checkpoint keeps of a dynamic loss scale and its history; nothing of a fixed one,
-        which is a setting.
+        """Returns what a checkpoint keeps of a dynamic loss scale and its history; nothing of a fixed one, which is a
+        setting.
         """
         self.count_last_step()
         return {name: getattr(self._zero.loss_scaler, name) for name in _SCALER_STATE if self._searches_scale}

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from dstrain.data.builtin import moving
 from dstrain.data.builtin.fashion import FASHION, find_shades, list_captions
 from dstrain.encoders import emoji
-from dstrain.encoders.precision import compute_in
+from dstrain.encoders.precision import use_precision
 from dstrain.metrics.clips import average_colours, cut_items, find_motions
 from dstrain.metrics.network import Features, make_rgb, sum_by_class
 from dstrain.nn.classifier import BUILTIN, FILE, Classifier
@@ -56,7 +56,7 @@ class Builtin(Features):
     def __call__(self, images: Tensor) -> tuple[Tensor, Tensor]:
         """Returns features (N, 64) and logits (N, 10), float32, of uint8 (N, C, H, W) or of clips (N, T, C, H, W)."""
         images = images.to(self._device)
-        with compute_in("fp32"):
+        with use_precision("fp32"):
             if images.ndim == 4:
                 return self._network(prepare_images(images))
             features, logits = self._network(cut_items(average_colours(images).flatten(0, 1)))
@@ -103,7 +103,7 @@ class Emoji(Features):
         self.fingerprint = self.tower.fingerprint
 
     def __call__(self, images: Tensor) -> tuple[Tensor, None]:
-        with compute_in("fp32"):
+        with use_precision("fp32"):
             return self.tower.encode(make_rgb(images)), None
 
     def embed_texts(self, captions: list[str]) -> Tensor:

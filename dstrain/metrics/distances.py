@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from dstrain.distributed import group
-from dstrain.encoders.precision import compute_in
+from dstrain.encoders.precision import use_precision
 
 NEIGHBOURS = 5  # the farthest that precision and its like look for
 _ROWS = 512  # of a matrix of distances at a time
@@ -48,13 +48,13 @@ def measure_kid(features: Tensor, reference: Tensor, subsets: int = 100, size: i
         if number % group.world() == group.rank():
             x, y = features[chosen[0].to(features.device)], reference[chosen[1].to(reference.device)]
             values[number] = _average_kernel(x, x) + _average_kernel(y, y) - 2 * _average_kernel(x, y)
-    values = group.sum_ranks(values)
+    values = group.sum_over_ranks(values)
     return values.mean().item(), values.std(correction=0).item()
 
 
 def _average_kernel(x: Tensor, y: Tensor) -> Tensor:
     """Averages the kernel over all pairs of rows; within one set it leaves out the pairs of a row with itself."""
-    with compute_in("fp32"):
+    with use_precision("fp32"):
         kernel = (x @ y.T / x.shape[1] + 1).double().pow_(3)
     if x is not y:
         return kernel.mean()
@@ -84,8 +84,8 @@ def measure_manifold(
         inside[1] += (squares <= wide).sum()
         recalled = torch.maximum(recalled, (squares <= own[rows, None]).any(0).float())
         nearest = torch.minimum(nearest, squares.amin(0))
-    inside, recalled = group.sum_ranks(inside), group.sum_ranks(recalled) > 0
-    covered = group.sum_ranks((nearest <= wide).float()) > 0
+    inside, recalled = group.sum_over_ranks(inside), group.sum_over_ranks(recalled) > 0
+    covered = group.sum_over_ranks((nearest <= wide).float()) > 0
     return {
         "precision": inside[0].item() / len(features),
         "recall": recalled.double().mean().item(),
@@ -103,7 +103,7 @@ def _share_rows(count: int) -> list[slice]:
 
 def _square_distances(x: Tensor, y: Tensor) -> Tensor:
     """Returns squared distances (N, M)."""
-    with compute_in("fp32"):
+    with use_precision("fp32"):
         products = x @ y.T
     return products.mul_(-2).add_(x.square().sum(1)[:, None]).add_(y.square().sum(1)).clamp_(min=0)
 
@@ -117,7 +117,7 @@ def _find_radii(features: Tensor, neighbours: tuple[int, ...]) -> Tensor:
         )  # itself first
         for index, number in enumerate(neighbours):
             radii[index, rows] = smallest[:, number]
-    return group.sum_ranks(radii)
+    return group.sum_over_ranks(radii)
 
 
 def score_inception(probabilities: Tensor, entropies: Tensor, counts: Tensor) -> tuple[float, float]:

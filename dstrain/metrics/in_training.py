@@ -20,7 +20,7 @@ from dstrain.data.builtin.moving import MOVING
 from dstrain.data.open import find_origin, open_builtin
 from dstrain.data.source import Source
 from dstrain.distributed import group
-from dstrain.distributed.progress import phases
+from dstrain.distributed.progress import get_phases
 from dstrain.metrics import reference, table
 from dstrain.metrics.compared import Compared, open_recipe_reference
 from dstrain.metrics.images import Batch, Images, Sourced
@@ -79,7 +79,7 @@ class Quality:
 
     def describe(self, folder: Path) -> None:
         """Describes the reference, on all ranks, or reads what an earlier command has written into the run's folder."""
-        phases().at("describing the data for every.metrics")
+        get_phases().enter_phase("describing the data for every.metrics")
         self._data = self._compared.read_statistics(partial(self._describe_images, folder))
 
     def _describe_images(self, folder: Path, images: Images, compared: dict[str, Features]) -> dict[str, Statistics]:
@@ -98,10 +98,10 @@ class Quality:
         if group.rank() == 0 and path.exists():
             with suppress(ConfigError):  # a damaged file is written anew
                 statistics = reference.read_reference(path, networks.values(), "cpu")
-        statistics = group.from_first(statistics)
+        statistics = group.broadcast_from_first(statistics)
         if table.list_insufficient(compared, statistics):
             if group.rank() == 0 and not path.exists() and any(folder.glob("metrics_data_*.npz")):
-                phases().say(
+                get_phases().print_lines(
                     f"note: every.metrics: {self._compared.place} is not what earlier figures of this run were "
                     "compared with, by its files, size or networks: figures from here on stand apart from those"
                 )

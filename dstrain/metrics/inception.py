@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from dstrain.encoders.autoencoder import hash_network
-from dstrain.encoders.precision import compute_in
+from dstrain.encoders.precision import use_precision
 from dstrain.metrics.network import Features, make_rgb
 from dstrain.recipe import ConfigError
 
@@ -214,7 +214,7 @@ class InceptionFeatures(Features):
 
     @torch.no_grad()
     def __call__(self, images: Tensor) -> tuple[Tensor, Tensor]:
-        with compute_in("fp32"):
+        with use_precision("fp32"):
             features = self._network(self.prepare(images))
             return features, features @ self._network.fc.weight.T
 
@@ -230,7 +230,7 @@ class InceptionSpatial(Features):
     @torch.no_grad()
     def __call__(self, images: Tensor) -> tuple[Tensor, None]:
         network = self._whole._network
-        with compute_in("fp32"):
+        with use_precision("fp32"):
             maps = getattr(network, _SPATIAL).branch1x1(network(self._whole.prepare(images), until=_SPATIAL))
         return maps[:, :_SPATIAL_CHANNELS].permute(0, 2, 3, 1).flatten(1), None  # TensorFlow's order: channels last
 

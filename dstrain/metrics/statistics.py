@@ -124,7 +124,7 @@ class Collector:
         """Merges what all ranks have added; a rank may have added nothing. Returns the statistics of the set."""
         self._add_moments(at_least=1)
         self._fill_missing()
-        sums = {name: group.sum_ranks(self._sums[name]) for name in sorted(self._sums)}
+        sums = {name: group.sum_over_ranks(self._sums[name]) for name in sorted(self._sums)}
         count, result = sums["count"].item(), Statistics(fingerprint=self.network.fingerprint)
         result.count = int(count)
         if self.moments:

@@ -6,7 +6,7 @@ from itertools import islice
 from typing import Any
 
 from dstrain.distributed import group
-from dstrain.distributed.progress import phases
+from dstrain.distributed.progress import get_phases
 from dstrain.metrics import distances
 from dstrain.metrics.features import BUILT_IN, SOURCES, open_features, require_kind
 from dstrain.metrics.images import Batch, Begun, Images
@@ -161,14 +161,14 @@ def collect_statistics(
         for name, collector in collectors.items():
             _require_suitable(batch, by_name[name], needs[name])
             collector.add_batch(batch.numbers, batch.images, batch.labels, batch.captions)
-        phases().beat()
+        get_phases().note_progress()
         progress(len(batch.numbers))
     unreadable: dict[str, str] = {}
     for of_rank in group.gather_objects(images.list_unreadable()):
         unreadable |= of_rank
     if unreadable:
         name, reason = next(iter(unreadable.items()))
-        phases().say(
+        get_phases().print_lines(
             f"note: {len(unreadable)} of {len(images)} images of the reference cannot be read, and others count twice "
             f"for them: {name}: {reason}"
         )

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from dstrain.encoders.autoencoder import hash_network
 from dstrain.encoders.image import ImageEncoder, VisionTower
-from dstrain.encoders.precision import compute_in
+from dstrain.encoders.precision import use_precision
 from dstrain.encoders.text import TextEncoder
 from dstrain.metrics.network import Features, make_rgb
 from dstrain.recipe import ConfigError, reword_errors
@@ -25,7 +25,7 @@ class Dino(Features):
 
     @torch.no_grad()
     def __call__(self, images: Tensor) -> tuple[Tensor, None]:
-        with compute_in("fp32"):
+        with use_precision("fp32"):
             return self.tower.encode(make_rgb(images).to(self.tower.mean.device)), None
 
 
@@ -55,13 +55,13 @@ class Clip(Features):
         self.size, self.fingerprint = self.tower.embed_dim, hash_network({"kind": self.name}, self.tower.state_dict())
 
     def __call__(self, images: Tensor) -> tuple[Tensor, None]:
-        with compute_in("fp32"):
+        with use_precision("fp32"):
             return self.tower.encode(make_rgb(images).to(self.tower.mean.device)), None
 
     def embed_texts(self, captions: list[str]) -> Tensor:
         if self._reader is None:
             self._reader = TextEncoder(self._path).float().to(self.tower.mean.device)
-        with compute_in("fp32"):
+        with use_precision("fp32"):
             return self._reader.encode(captions)["text_embed"]
 
 
@@ -87,7 +87,7 @@ class Scripted(Features):
 
     @torch.no_grad()
     def __call__(self, images: Tensor) -> tuple[Tensor, None]:
-        with compute_in("fp32"):
+        with use_precision("fp32"):
             return self.network(make_rgb(images).to(self.device), return_features=True).float(), None
 
 
@@ -100,5 +100,5 @@ class ScriptedVideo(Scripted):
     @torch.no_grad()
     def __call__(self, images: Tensor) -> tuple[Tensor, None]:
         clips = make_rgb(images).to(self.device).transpose(1, 2).float()  # (N, 3, T, H, W)
-        with compute_in("fp32"):
+        with use_precision("fp32"):
             return self.network(clips, rescale=True, resize=True, return_features=True).float(), None

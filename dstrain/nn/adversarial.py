@@ -50,16 +50,16 @@ class PatchDiscriminator(nn.Module):
         Raises ConfigError if weights are scattered (ZeRO-3), and would be gone at the second time.
         """
         if not sloped:
-            return self._logits(x)
+            return self._compute_logits(x)
         if any(weight.numel() == 0 for weight in self.parameters()):
             raise ConfigError("penalty.form: exact needs whole weights; take approximate, or ZeRO 0 to 2")
         with torch.enable_grad():
             pictures = x[:sloped].detach().requires_grad_()
-            logits = self._logits(torch.cat((pictures, x[sloped:])))
+            logits = self._compute_logits(torch.cat((pictures, x[sloped:])))
             slope = torch.autograd.grad(logits[:sloped].sum(), pictures, create_graph=True)[0]
         return logits, slope.square().flatten(1).sum(1) / logits[0].numel()
 
-    def _logits(self, x: Tensor) -> Tensor:
+    def _compute_logits(self, x: Tensor) -> Tensor:
         return self.main(x.to(self.main[0].weight.dtype))
 
 
@@ -86,18 +86,18 @@ class Judge(Filter):
         return self._conv_forward(x, self.weight, None).double() + self.bias.double().view(-1, 1, 1)
 
 
-def least_size(n_layers: int) -> int:
-    """Returns the smallest side of a picture in pixels for which there is a patch to judge."""
+def find_least_size(n_layers: int) -> int:
+    """Returns the smallest side of a picture, in pixels, for which the discriminator has a patch to judge."""
     return 3 * 2**n_layers
 
 
-def hinge(real: Tensor, fake: Tensor) -> Tensor:
+def compute_hinge_loss(real: Tensor, fake: Tensor) -> Tensor:
     """Returns the discriminator's loss, (relu(1 - real) + relu(1 + fake)) / 2, by sample: two (B, ...) -> (B,)."""
     return (F.relu(1 - real) + F.relu(1 + fake)).flatten(1).mean(1) / 2
 
 
-def slope_between(logits: Tensor, stepped: Tensor, sigma: float) -> Tensor:
-    """PatchDiscriminator's squared slope, estimated from `logits` at pictures and `stepped` ones at pictures + sigma *
+def estimate_squared_slope(logits: Tensor, stepped: Tensor, sigma: float) -> Tensor:
+    """Estimates PatchDiscriminator's squared slope from `logits` at pictures and `stepped` ones at pictures + sigma *
     standard normal noise: two (B, ...) -> (B,). As sigma goes to 0, its mean over noise goes to the squared slope.
     """
     return ((stepped - logits) / sigma).flatten(1).sum(1).square() / logits[0].numel()
@@ -106,8 +106,8 @@ def slope_between(logits: Tensor, stepped: Tensor, sigma: float) -> Tensor:
 def balance_gradients(
     of_reconstruction: Tensor, of_critique: Tensor, most: float | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Returns a factor that makes the critique's gradient as long as the other, and how long it then is, as a share of
-    that.
+    """Returns a factor that scales the critique's gradient to the length of the reconstruction's, and the share of that
+    length that it then has.
 
     Two gradients of means, (B, ...) -> (B,) each. The share is 1 except where the critique is too flat to be told from
     rounding: where it rises by less than 0.001 along a step of length 1 in each value (root mean square), the factor
@@ -126,13 +126,13 @@ def balance_gradients(
 
 @contextmanager
 def record_inputs(layer: nn.Module) -> Iterator[list[Tensor]]:
-    """Yields a list of what enters a layer within this block, without its graph."""
+    """Yields a list to which each input of a layer within this block is added, without its graph."""
     entered: list[Tensor] = []
     with layer.register_forward_pre_hook(lambda module, inputs: entered.append(inputs[0].detach())):
         yield entered
 
 
-def gradient_of_filters(entered: Tensor, of_output: Tensor, side: int) -> Tensor:
+def compute_filter_gradient(entered: Tensor, of_output: Tensor, side: int) -> Tensor:
     """Returns the gradient with respect to a convolution's filters of side x side, by sample: what entered it (B, c, H,
     W) and the gradient with respect to its output (B, C, H, W) -> float32 (B, C, c, side, side).
 
@@ -149,6 +149,6 @@ def gradient_of_filters(entered: Tensor, of_output: Tensor, side: int) -> Tensor
     return of_all.view(batch, after, before, side, side)
 
 
-def gradient_of_picture(values: Tensor, picture: Tensor) -> Tensor:
+def compute_picture_gradient(values: Tensor, picture: Tensor) -> Tensor:
     """Returns the gradient of each sample's value with respect to its picture: (B,), (B, C, H, W) -> (B, C, H, W)."""
     return torch.autograd.grad(values.sum(), picture)[0]

@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dstrain.nn.sequence import is_sharing, own, to_heads, to_tokens
+from dstrain.nn.sequence import exchange_heads_for_tokens, exchange_tokens_for_heads, is_sharing, take_own_part
 
 _HALVES = (torch.bfloat16, torch.float16)
 
@@ -25,8 +25,8 @@ def attend(
     dropout    the share of weights that are dropped; 0 but in training.
     causal     a token sees itself and those before it; without `added`.
     scale      None: 1 / sqrt(d).
-    shared     where ranks share tokens (sequence.py): the runs of which each rank has a part, see to_heads; `added` is
-               of all tokens and heads. 0: all that is read is here.
+    shared     where ranks share tokens (sequence.py): the runs of which each rank has a part, see
+               exchange_tokens_for_heads; `added` is of all tokens and heads. 0: all that is read is here.
 
     On a CPU halves are widened first: the fused backward in bfloat16 takes 5 to 10 times as long as that in float32 at
     the lengths of small pictures (the benchmark attention.py). The rule is fixed, and no measurement, so that every
@@ -34,13 +34,13 @@ def attend(
     """
     exchanges = shared > 0 and is_sharing()
     if exchanges:
-        query, key, value = (to_heads(x, shared) for x in (query, key, value))
+        query, key, value = (exchange_tokens_for_heads(x, shared) for x in (query, key, value))
         if added is not None and added.shape[1] > 1:
-            added = own(added, 1)
+            added = take_own_part(added, 1)
     narrow = query.dtype
     if query.device.type == "cpu" and narrow in _HALVES:
         query, key, value = query.float(), key.float(), value.float()
         added = added.float() if added is not None and added.is_floating_point() else added
     out = F.scaled_dot_product_attention(query, key, value, added, dropout, is_causal=causal, scale=scale)
     out = out.to(narrow)
-    return to_tokens(out, shared) if exchanges else out
+    return exchange_heads_for_tokens(out, shared) if exchanges else out

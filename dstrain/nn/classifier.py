@@ -29,12 +29,12 @@ class Classifier(nn.Module):
         self.logits = nn.Linear(64, 10)
 
     def forward(self, images: Tensor) -> tuple[Tensor, Tensor]:
-        features = self.features(self.stages(images)[-1].flatten(1))
+        features = self.features(self.compute_stages(images)[-1].flatten(1))
         return features, self.logits(F.relu(features))
 
-    def stages(self, images: Tensor) -> list[Tensor]:
-        """Returns what each convolution makes of images of any size from 8 pixels on; after three of them the side is
-        halved, so that the last has 3 x 3 places of 28 pixels: (N, 1, H, W) -> (N, c, h, w) each.
+    def compute_stages(self, images: Tensor) -> list[Tensor]:
+        """Returns the output of each convolution for images of any size from 8 pixels on, (N, 1, H, W) -> (N, c, h, w)
+        each; after three of them the side is halved, so that the last is 3 x 3 for 28 pixels.
         """
         x, outputs = images, []
         for number, convolution in enumerate(self.convolutions):

@@ -14,7 +14,7 @@ import math
 import torch
 from torch import Tensor, nn
 
-from dstrain.distributed.group import to_device
+from dstrain.distributed.group import copy_to_device
 from dstrain.nn.layers import Linear
 from dstrain.nn.lookup_free import Quantized
 from dstrain.nn.quantize import widen_precision
@@ -38,8 +38,8 @@ class FiniteScalar(nn.Module):
         rounded = z + (z.round() - z).detach()
         nothing = z.new_zeros(len(x))
         return Quantized(
-            self.project_out(code_of(rounded, self.levels).to(x.dtype)),
-            tokens_of(z, self.levels),
+            self.project_out(scale_levels(rounded, self.levels).to(x.dtype)),
+            join_levels(z, self.levels),
             nothing,
             nothing,
             nothing,
@@ -48,11 +48,11 @@ class FiniteScalar(nn.Module):
 
     def encode(self, x: Tensor) -> Tensor:
         """Returns the tokens: (B, ..., dim) -> int64 (B, ...)."""
-        return tokens_of(bound_levels(widen_precision(self.project_in(x)), self.levels), self.levels)
+        return join_levels(bound_levels(widen_precision(self.project_in(x)), self.levels), self.levels)
 
     def decode(self, tokens: Tensor) -> Tensor:
         """Returns the vectors: int64 (B, ...) -> (B, ..., dim)."""
-        code = code_of(levels_of(tokens, self.levels), self.levels)
+        code = scale_levels(split_into_levels(tokens, self.levels), self.levels)
         return self.project_out(code.to(self.project_out.weight.dtype))
 
 
@@ -61,28 +61,30 @@ def bound_levels(z: Tensor, levels: tuple[int, ...]) -> Tensor:
     half = [(size - 1) * (1 + _MARGIN) / 2 for size in levels]
     offset = [0.0 if size % 2 else 0.5 for size in levels]
     shift = [math.atanh(by / most) for by, most in zip(offset, half)]
-    half, offset, shift = (to_device(torch.tensor(values, dtype=z.dtype), z.device) for values in (half, offset, shift))
+    half, offset, shift = (
+        copy_to_device(torch.tensor(values, dtype=z.dtype), z.device) for values in (half, offset, shift)
+    )
     return half * torch.tanh(z + shift) - offset
 
 
-def tokens_of(z: Tensor, levels: tuple[int, ...]) -> Tensor:
-    """Returns the number of the levels nearest to bounded z, the first level changing fastest: (..., d) -> int64 (...).
+def join_levels(z: Tensor, levels: tuple[int, ...]) -> Tensor:
+    """Returns the token of the levels nearest to bounded z, the first level changing fastest: (..., d) -> int64 (...).
 
     NaN counts as 0, so that a pass that fails yields a token, which a histogram of tokens can count.
     """
-    places = z.nan_to_num().round().long() + _level_middles(levels, z.device)
-    return (places * _level_strides(levels, z.device)).sum(-1)
+    places = z.nan_to_num().round().long() + _compute_level_middles(levels, z.device)
+    return (places * _compute_level_strides(levels, z.device)).sum(-1)
 
 
-def levels_of(tokens: Tensor, levels: tuple[int, ...]) -> Tensor:
-    """Returns the integers that bounded z was rounded to, float32: int64 (...) -> (..., d)."""
-    sizes = to_device(torch.tensor(levels), tokens.device)
-    return ((tokens[..., None] // _level_strides(levels, tokens.device)) % sizes - sizes // 2).float()
+def split_into_levels(tokens: Tensor, levels: tuple[int, ...]) -> Tensor:
+    """Inverts `join_levels`: returns the integers to which bounded z was rounded, float32: int64 (...) -> (..., d)."""
+    sizes = copy_to_device(torch.tensor(levels), tokens.device)
+    return ((tokens[..., None] // _compute_level_strides(levels, tokens.device)) % sizes - sizes // 2).float()
 
 
-def code_of(rounded: Tensor, levels: tuple[int, ...]) -> Tensor:
+def scale_levels(rounded: Tensor, levels: tuple[int, ...]) -> Tensor:
     """Scales integers to about [-1, 1], what the decoder sees: (..., d) -> (..., d)."""
-    return rounded / _level_middles(levels, rounded.device)
+    return rounded / _compute_level_middles(levels, rounded.device)
 
 
 def require_levels(levels: tuple[int, ...], codebook_size: int, key: str) -> None:
@@ -100,9 +102,9 @@ def require_levels(levels: tuple[int, ...], codebook_size: int, key: str) -> Non
         )
 
 
-def _level_middles(levels: tuple[int, ...], device: torch.device) -> Tensor:
-    return to_device(torch.tensor([size // 2 for size in levels]), device)
+def _compute_level_middles(levels: tuple[int, ...], device: torch.device) -> Tensor:
+    return copy_to_device(torch.tensor([size // 2 for size in levels]), device)
 
 
-def _level_strides(levels: tuple[int, ...], device: torch.device) -> Tensor:
-    return to_device(torch.tensor([math.prod(levels[:number]) for number in range(len(levels))]), device)
+def _compute_level_strides(levels: tuple[int, ...], device: torch.device) -> Tensor:
+    return copy_to_device(torch.tensor([math.prod(levels[:number]) for number in range(len(levels))]), device)

@@ -17,12 +17,12 @@ Shapes = dict[str, tuple[int, ...]]
 Remedies = Sequence[tuple[str, str]]  # pattern of a weight's name -> the recipe's fields that decide it
 
 
-def shapes_of(network: nn.Module) -> Shapes:
+def list_shapes(network: nn.Module) -> Shapes:
     return {name: tuple(tensor.shape) for name, tensor in network.state_dict().items()}
 
 
 def require_fit(state: dict[str, Tensor], shapes: Shapes, order: Iterable[str], remedies: Remedies) -> None:
-    """Raises ConfigError at the first of the names in `order` (those of both sides) whose shape or presence differs.
+    """Raises ConfigError at the first of the names in `order` whose shape or presence differs between the two sides.
 
     The message gives both shapes and the fields of the first remedy whose pattern matches the name.
     """
@@ -37,13 +37,13 @@ def require_fit(state: dict[str, Tensor], shapes: Shapes, order: Iterable[str], 
             )
 
 
-def natural_order(name: str) -> list[tuple[int, str]]:
+def make_natural_sort_key(name: str) -> list[tuple[int, str]]:
     """Returns a sort key that puts blocks.2 before blocks.10, so that the first difference is the lowest block's."""
     return [(int(part), "") if part.isdigit() else (-1, part) for part in name.split(".")]
 
 
 def refill_table(state: dict[str, Tensor], shapes: Shapes, name: str, std: float, keep_last: bool = False) -> list[str]:
-    """Replaces a table that has another number of rows than the network's, and the same width, by fresh rows.
+    """Replaces a table whose number of rows is not the network's, and whose width is, by fresh rows.
 
     They are normal with deviation `std`, and the same on every rank. keep_last: the last row, "no label", stays the
     file's. Returns the note on it, [] where nothing is replaced.

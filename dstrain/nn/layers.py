@@ -77,27 +77,27 @@ class Embedding(nn.Embedding):
 
 
 def make_dropout(share: float) -> nn.Module:
-    """Returns a layer that drops this share of values in training; for 0 one that does nothing and does not ask whether
-    it is training.
+    """Returns a layer that drops this share of values in training; for 0 one that does nothing, whether it is training
+    or not.
     """
     return nn.Dropout(share) if share else nn.Identity()
 
 
-def name_layers(**layers: nn.Module) -> nn.Sequential:
-    """Chains the layers under the names that they have in published files."""
+def chain_named_layers(**layers: nn.Module) -> nn.Sequential:
+    """Chains layers in an nn.Sequential, under the names that they have in published files."""
     return nn.Sequential(OrderedDict(layers))
 
 
-def timestep_frequencies(
+def compute_timestep_frequencies(
     dim: int, max_period: float = 10000.0, shift: int = 0, device: torch.device | None = None
 ) -> Tensor:
-    """Returns the frequencies of `timestep_features`, float64 (dim // 2,)."""
+    """Returns the frequencies of `compute_timestep_features`, float64 (dim // 2,)."""
     half = dim // 2
     index = torch.arange(half, device=device).double()
     return torch.exp(-math.log(max_period) * index / (half - shift))
 
 
-def timestep_features(t: Tensor, dim: int, max_period: float = 10000.0, shift: int = 0) -> Tensor:
+def compute_timestep_features(t: Tensor, dim: int, max_period: float = 10000.0, shift: int = 0) -> Tensor:
     """Returns sinusoids of timesteps, cosines first, always float32: (B,) -> (B, dim).
 
     shift 0 spaces frequencies as DDPM's successors do, so that the lowest is not quite 1 / max_period; 1 is the
@@ -106,7 +106,7 @@ def timestep_features(t: Tensor, dim: int, max_period: float = 10000.0, shift: i
     Frequencies are computed in float64 and rounded once: exp in float32 is up to 5 units in the last place off on some
     CPUs, which at t = 999 is 1e-4 in a phase, and a model would not be the same function everywhere.
     """
-    frequencies = timestep_frequencies(dim, max_period, shift, t.device).float()
+    frequencies = compute_timestep_frequencies(dim, max_period, shift, t.device).float()
     angles = t[:, None].float() * frequencies[None]  # (B, half)
     features = torch.cat((torch.cos(angles), torch.sin(angles)), dim=1)
     return F.pad(features, (0, dim % 2))

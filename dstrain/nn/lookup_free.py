@@ -52,7 +52,7 @@ class LookupFree(nn.Module):
 
     def __init__(self, dim: int, codebook_size: int, inv_temperature: float = 1.0) -> None:
         super().__init__()
-        self.bits, self.inv_temperature = bits_of(codebook_size), inv_temperature
+        self.bits, self.inv_temperature = count_bits(codebook_size), inv_temperature
         self.project_in, self.project_out = Linear(dim, self.bits), Linear(self.bits, dim)
 
     def forward(self, x: Tensor, weight: Tensor) -> Quantized:
@@ -60,26 +60,26 @@ class LookupFree(nn.Module):
         z = widen_precision(self.project_in(x))  # (B, ..., d)
         code = torch.where(z > 0, 1.0, -1.0).to(z.dtype)  # the sign of 0 is -1
         through = z + (code - z).detach()
-        commitment = weighted_mean((z - code).square().mean(-1), weight)
+        commitment = compute_weighted_mean((z - code).square().mean(-1), weight)
         logits = (4 * self.inv_temperature * z).flatten(1, -2)  # (B, N, d)
         of_bits = F.softplus(logits) - logits * logits.sigmoid()  # entropies, from logits of a bit's being set
-        entropy = weighted_mean(of_bits.sum(-1), weight.flatten(1))
+        entropy = compute_weighted_mean(of_bits.sum(-1), weight.flatten(1))
         return Quantized(
             self.project_out(through.to(x.dtype)),
-            tokens_of(code),
+            join_bits(code),
             commitment,
             torch.zeros_like(commitment),
             entropy,
-            shares_of(logits, weight.flatten(1)),
+            average_code_shares(logits, weight.flatten(1)),
         )
 
     def encode(self, x: Tensor) -> Tensor:
         """Returns the tokens: (B, ..., dim) -> int64 (B, ...)."""
-        return tokens_of(widen_precision(self.project_in(x)))
+        return join_bits(widen_precision(self.project_in(x)))
 
     def decode(self, tokens: Tensor) -> Tensor:
         """Returns the vectors: int64 (B, ...) -> (B, ..., dim)."""
-        return self.project_out(code_of(tokens, self.bits).to(self.project_out.weight.dtype))
+        return self.project_out(convert_tokens_to_signs(tokens, self.bits).to(self.project_out.weight.dtype))
 
 
 class CosineQuantizer(nn.Module):
@@ -96,7 +96,8 @@ class CosineQuantizer(nn.Module):
         tokens, code = self.codebook(z)
         through = z + (code - z).detach()
         commitment, codebook = (
-            weighted_mean((moved - fixed.detach()).square().sum(-1), weight) for moved, fixed in ((z, code), (code, z))
+            compute_weighted_mean((moved - fixed.detach()).square().sum(-1), weight)
+            for moved, fixed in ((z, code), (code, z))
         )
         return Quantized(
             self.project_out(through.to(x.dtype)),
@@ -139,22 +140,22 @@ class Usage:
         self.decay = decay
         self.q = torch.cat([torch.full((1 << size,), 0.5**size) for size in split_bits(bits)])  # uniform at first
 
-    def observe(self, shares: Tensor) -> None:
+    def update_shares(self, shares: Tensor) -> None:
         """Moves q towards the mean over one step's samples, (N, codes), in the order of the global batch."""
         mean = shares.double().mean(0).float()  # a NaN would stay in q forever
         self.q = torch.where(
             mean.isfinite().all(), torch.lerp(mean, self.q.to(mean.device), self.decay), self.q.to(mean.device)
         )
 
-    def cross_entropy(self, shares: Tensor, bits: int) -> Tensor:
+    def compute_cross_entropy(self, shares: Tensor, bits: int) -> Tensor:
         """Returns -sum_c p(c) log q(c) in nats, whose gradient at q = E p is that of the entropy of the mean: (B,)."""
         self.q = self.q.to(shares.device)
         uniform = torch.cat([self.q.new_full((1 << size,), 0.5**size) for size in split_bits(bits)])
         return -(shares * ((1 - _UNIFORM) * self.q + _UNIFORM * uniform).log()).sum(1)
 
 
-def bits_of(codebook_size: int) -> int:
-    """Returns log2 of a power of two. Raises ConfigError for another number, with the powers next to it."""
+def count_bits(codebook_size: int) -> int:
+    """Returns log2 of a codebook's size. Raises ConfigError if it is no power of two, with the powers next to it."""
     bits = codebook_size.bit_length() - 1
     if codebook_size < 2 or codebook_size != 1 << bits:
         raise ConfigError(
@@ -170,29 +171,29 @@ def split_bits(bits: int) -> list[int]:
     return [bits // count + (number < bits % count) for number in range(count)]
 
 
-def tokens_of(z: Tensor) -> Tensor:
+def join_bits(z: Tensor) -> Tensor:
     """Returns the binary code of the signs of z, highest bit first: (..., d) -> int64 (...)."""
     powers = 1 << torch.arange(z.shape[-1] - 1, -1, -1, device=z.device)
     return ((z > 0) * powers).sum(-1)
 
 
-def code_of(tokens: Tensor, bits: int) -> Tensor:
+def convert_tokens_to_signs(tokens: Tensor, bits: int) -> Tensor:
     """Converts tokens to signs, float32: int64 (...) -> (..., d)."""
     places = torch.arange(bits - 1, -1, -1, device=tokens.device)
     return ((tokens[..., None] >> places) & 1).float() * 2 - 1
 
 
-def shares_of(logits: Tensor, weight: Tensor) -> Tensor:
+def average_code_shares(logits: Tensor, weight: Tensor) -> Tensor:
     """Averages p(c|z) over a sample's tokens by group: logits of a bit being +1 (B, N, d), (B, N) -> (B, codes)."""
     shares = []
     for part in logits.split(split_bits(logits.shape[-1]), dim=-1):
         size = part.shape[-1]
-        code = code_of(torch.arange(1 << size, device=logits.device), size)  # (codes, size)
+        code = convert_tokens_to_signs(torch.arange(1 << size, device=logits.device), size)  # (codes, size)
         p = (part @ code.T.to(part.dtype) / 2).softmax(-1)  # (B, N, codes)
         shares.append(torch.einsum("bn,bnc->bc", (weight / weight.sum(1, keepdim=True)).to(p.dtype), p))
     return torch.cat(shares, dim=1)
 
 
-def weighted_mean(values: Tensor, weight: Tensor) -> Tensor:
+def compute_weighted_mean(values: Tensor, weight: Tensor) -> Tensor:
     """Returns weighted means by sample: two (B, ...) -> (B,)."""
     return (values * weight).flatten(1).sum(1) / weight.flatten(1).sum(1)

@@ -13,25 +13,25 @@ _WINDOW, _SIGMA, _C1, _C2 = 11, 1.5, 0.01**2, 0.03**2
 _LEAST_ERROR = 1e-10  # mean square: equal pictures have 100 dB
 
 
-def relative_error(values: Tensor, truth: Tensor) -> float:
-    """Returns the largest difference / the largest magnitude of truth. Between zeros, as of an untrained network, it is
-    0.
+def measure_relative_error(values: Tensor, truth: Tensor) -> float:
+    """Returns the largest difference, divided by the largest magnitude of truth; 0 between zeros, as of an untrained
+    network.
     """
     return float((values - truth).abs().max() / truth.abs().max().clamp(min=torch.finfo(truth.dtype).tiny))
 
 
-def psnr(picture: Tensor, truth: Tensor) -> Tensor:
+def compute_psnr(picture: Tensor, truth: Tensor) -> Tensor:
     """Returns 10 log10(1 / mean square error), at most 100 dB: two (B, C, H, W) -> (B,)."""
     error = (picture - truth).square().flatten(1).mean(1)
     return -10 * error.clamp(min=_LEAST_ERROR).log10()
 
 
-def ssim(picture: Tensor, truth: Tensor) -> Tensor:
+def compute_ssim(picture: Tensor, truth: Tensor) -> Tensor:
     """Returns the structural similarity, 1 where equal: two (B, C, H, W) -> (B,). The window is no larger than the
     picture.
     """
     channels, height, width = truth.shape[1:]
-    down, across = (_gaussian_window(min(_WINDOW, side), truth) for side in (height, width))
+    down, across = (_make_gaussian_window(min(_WINDOW, side), truth) for side in (height, width))
 
     def smooth(x: Tensor) -> Tensor:
         x = F.conv2d(x, down.view(1, 1, -1, 1).expand(channels, -1, -1, -1), groups=channels)
@@ -45,7 +45,7 @@ def ssim(picture: Tensor, truth: Tensor) -> Tensor:
     return (luminance * structure).flatten(1).mean(1)
 
 
-def _gaussian_window(size: int, like: Tensor) -> Tensor:
+def _make_gaussian_window(size: int, like: Tensor) -> Tensor:
     distance = torch.arange(size, dtype=like.dtype, device=like.device) - (size - 1) / 2
     weight = torch.exp(-distance.square() / (2 * _SIGMA**2))
     return weight / weight.sum()
@@ -54,7 +54,7 @@ def _gaussian_window(size: int, like: Tensor) -> Tensor:
 def measure_likeness(picture: Tensor, truth: Tensor) -> dict[str, Tensor]:
     """Returns psnr and ssim by sample, of pictures in [-1, 1], clamped to it: two (B, C, H, W) -> (B,) each."""
     picture, truth = ((x.clamp(-1, 1) + 1) / 2 for x in (picture, truth))
-    return {"psnr": psnr(picture, truth), "ssim": ssim(picture, truth)}
+    return {"psnr": compute_psnr(picture, truth), "ssim": compute_ssim(picture, truth)}
 
 
 def count_tokens(tokens: Tensor, num_tokens: int, counted: Tensor | None = None) -> Tensor:
@@ -68,9 +68,9 @@ def count_tokens(tokens: Tensor, num_tokens: int, counted: Tensor | None = None)
     return torch.zeros(len(flat), num_tokens, device=flat.device).scatter_add_(1, flat, shares)
 
 
-def codebook_usage(shares: Tensor) -> tuple[float, float]:
-    """Returns, of a histogram (K,), the perplexity, 1 to K (exp of the entropy in nats), and the fraction of tokens
-    never used.
+def measure_codebook_usage(shares: Tensor) -> tuple[float, float]:
+    """Returns the perplexity of a histogram (K,), 1 to K (exp of the entropy in nats), and the fraction of tokens never
+    used.
     """
     shares = shares.double() / shares.double().sum()
     perplexity = torch.special.entr(shares).sum().exp().item()

@@ -31,7 +31,7 @@ REMEDY = (
 
 
 class Distance(nn.Module):
-    """A frozen distance of pictures; a subclass has `heads`, a weight for each channel of a stage, and `_stages`."""
+    """A frozen distance of pictures; a subclass has `heads`, a weight for each channel of a stage, and the stages."""
 
     heads: nn.ParameterList
 
@@ -42,12 +42,16 @@ class Distance(nn.Module):
     def forward(self, picture: Tensor, truth: Tensor) -> Tensor:
         """Returns the distance by sample, of pictures in [-1, 1]: two (B, 1 or 3, H, W) -> float32 (B,)."""
         distance = picture.new_zeros(len(picture), dtype=torch.float32)
-        for features, true_features, head in zip(self._stages(picture), self._stages(truth), self.heads):
-            difference = (_unit_length(features) - _unit_length(true_features)).square()  # (B, c, h, w)
+        for features, true_features, head in zip(
+            self._compute_stages(picture), self._compute_stages(truth), self.heads
+        ):
+            difference = (
+                _scale_to_unit_length(features) - _scale_to_unit_length(true_features)
+            ).square()  # (B, c, h, w)
             distance = distance + torch.einsum("bchw,c->bhw", difference, head).mean((1, 2)).float()
         return distance
 
-    def _stages(self, x: Tensor) -> list[Tensor]:
+    def _compute_stages(self, x: Tensor) -> list[Tensor]:
         """Returns the features of pictures in [-1, 1], (B, c, h, w) by stage."""
         raise NotImplementedError
 
@@ -63,9 +67,9 @@ class OfGarments(Distance):
         self.register_buffer("luminance", torch.tensor([0.299, 0.587, 0.114]), persistent=False)  # Rec. 601
         self.requires_grad_(False).eval()
 
-    def _stages(self, x: Tensor) -> list[Tensor]:
+    def _compute_stages(self, x: Tensor) -> list[Tensor]:
         x = (x.expand(-1, 3, -1, -1).to(self.luminance.dtype) + 1) / 2
-        return self.classifier.stages(torch.einsum("bchw,c->bhw", x, self.luminance)[:, None])
+        return self.classifier.compute_stages(torch.einsum("bchw,c->bhw", x, self.luminance)[:, None])
 
 
 class Perceptual(Distance):
@@ -84,10 +88,10 @@ class Perceptual(Distance):
         self.heads = nn.ParameterList(torch.full((channels,), 1.0 / channels) for channels in CHANNELS)
         self.register_buffer("mean", torch.tensor(_MEAN).view(1, 3, 1, 1), persistent=False)
         self.register_buffer("std", torch.tensor(_STD).view(1, 3, 1, 1), persistent=False)
-        self._load(Path(path).expanduser())
+        self._load_weights(Path(path).expanduser())
         self.requires_grad_(False).eval()
 
-    def _stages(self, x: Tensor) -> list[Tensor]:
+    def _compute_stages(self, x: Tensor) -> list[Tensor]:
         x = (x.expand(-1, 3, -1, -1).to(self.std.dtype) + 1) / 2
         x, features = (x - self.mean) / self.std, []
         for number, layer in enumerate(self.features):
@@ -96,7 +100,7 @@ class Perceptual(Distance):
                 features.append(x)
         return features
 
-    def _load(self, path: Path) -> None:
+    def _load_weights(self, path: Path) -> None:
         files = sorted(path.glob("*.safetensors")) + sorted(path.glob("*.pt*")) if path.is_dir() else [path]
         if not files or not all(file.is_file() for file in files):
             raise ConfigError(f"model.perceptual.path={path}: no weights are there: {REMEDY}")
@@ -118,7 +122,7 @@ def load_distance(path: str) -> Distance:
     return OfGarments() if path == BUILTIN else Perceptual(path)
 
 
-def _unit_length(features: Tensor) -> Tensor:
+def _scale_to_unit_length(features: Tensor) -> Tensor:
     # clamp: where no unit is active, the gradient of the root would be infinite.
     return features / (features.square().sum(1, keepdim=True).clamp(min=1e-20).sqrt() + 1e-10)
 

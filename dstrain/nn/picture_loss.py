@@ -65,15 +65,15 @@ def require_pictures(
         raise ConfigError(f"{prefix}perceptual sees 1 or 3 channels, channels is 4: leave it out, or take RGB")
     if judge and min(height, width) < 16:
         raise ConfigError(f"{prefix}perceptual halves the side four times, image_size is {height} x {width}: take 16")
-    if discriminator and min(height, width) < (least := adversarial.least_size(discriminator.n_layers)):
+    if discriminator and min(height, width) < (least := adversarial.find_least_size(discriminator.n_layers)):
         raise ConfigError(
             f"{prefix}discriminator.n_layers {discriminator.n_layers} needs pictures of {least} pixels, "
             f"image_size is {height} x {width}: take fewer layers"
         )
 
 
-def missing_weights(judge: Perceptual | None, key: str) -> list[str]:
-    """Returns a line for `conflicts` where the perceptual distance of the section `key` counts and its weights are
+def describe_missing_weights(judge: Perceptual | None, key: str) -> list[str]:
+    """Returns a line for `conflicts` if the perceptual distance of the section `key` is used and its weights are
     absent.
     """
     if judge is None or not judge.weight or judge.path == perceptual.BUILTIN:
@@ -104,12 +104,12 @@ class PictureLoss:
         self.adversarial, self._penalized = discriminator is not None, penalty is not None
         self.network: Distance | None = None  # loaded where it is first needed
 
-    def parts(self, part: str, learn: Loss) -> dict[str, Loss]:
-        """Returns the parts of a first stage: its own with its loss, and `discriminator` where there is one."""
-        return {part: learn} | ({"discriminator": self.discriminate} if self.discriminator else {})
+    def list_parts(self, part: str, learn: Loss) -> dict[str, Loss]:
+        """Returns the losses by part: the first stage's own, and that of `discriminator` where there is one."""
+        return {part: learn} | ({"discriminator": self.compute_discriminator_loss} if self.discriminator else {})
 
-    def networks(self, channels: int) -> dict[str, nn.Module]:
-        """Returns the discriminator of pictures with that many channels; {} without one."""
+    def build_networks(self, channels: int) -> dict[str, nn.Module]:
+        """Builds the discriminator of pictures with that many channels; returns {} without one."""
         if self.discriminator is None:
             return {}
         return {
@@ -118,38 +118,40 @@ class PictureLoss:
             )
         }
 
-    def turns(self, part: str, step: int) -> tuple[str, ...]:
-        """Returns the first stage's part, and the discriminator from its start on. Before that no critique is learned
-        from.
+    def list_turns(self, part: str, step: int) -> tuple[str, ...]:
+        """Returns the parts that learn at `step`: the first stage, and from its start on the discriminator. Before that
+        no critique is learned from.
         """
         # Remembered here, where the host knows the step: reading example["step"] would wait for the device.
         self.adversarial = self.discriminator is not None and step >= self.discriminator.start
         self._penalized = self.adversarial and self.penalty is not None and step % self.penalty.every == 0
         return (part, "discriminator") if self.adversarial else (part,)
 
-    def perceptual(self, picture: Tensor, truth: Tensor) -> dict[str, Tensor]:
+    def compute_perceptual(self, picture: Tensor, truth: Tensor) -> dict[str, Tensor]:
         """Returns the term perceptual, LPIPS (B,) of pictures (B, C, H, W); {} where it has no weight."""
         if not self.perceives:
             return {}
-        network = self._network()
+        network = self._load_distance()
         if next(network.parameters()).device != picture.device:  # also where a recipe's shapes are checked on meta
             network.to(picture.device)
         return {"perceptual": network(picture, truth)}
 
-    def frozen(self) -> tuple[nn.Module, ...]:
-        """Returns the perceptual distance; () if its weights are absent: a finished run encodes and exports without."""
-        return (self._network(),) if self.perceives and not missing_weights(self.judge, "") else ()
+    def list_frozen(self) -> tuple[nn.Module, ...]:
+        """Returns the frozen perceptual distance; () if its weights are absent: a finished run encodes and exports
+        without.
+        """
+        return (self._load_distance(),) if self.perceives and not describe_missing_weights(self.judge, "") else ()
 
-    def _network(self) -> Distance:
+    def _load_distance(self) -> Distance:
         if self.network is None:
             self.network = perceptual.load_distance(self.judge.path)
         return self.network
 
-    def total(self, terms: Mapping[str, Tensor]) -> Tensor:
-        """Returns the terms recon and perceptual, weighted: (B,)."""
+    def sum_terms(self, terms: Mapping[str, Tensor]) -> Tensor:
+        """Returns the weighted sum of the terms recon and perceptual: (B,)."""
         return terms["recon"] + self.judge.weight * terms["perceptual"] if self.perceives else terms["recon"]
 
-    def critique(
+    def compute_critique(
         self,
         nets: Nets,
         example: dict[str, Tensor],
@@ -159,22 +161,24 @@ class PictureLoss:
         out: Tensor | None = None,
         last: LastLayer | None = None,
     ) -> tuple[dict[str, Tensor], Tensor]:
-        """Returns the terms critique, critique_weight and critique_share, (B,), and the gradient of the product of the
-        first two with respect to `out`, the leaf that `picture` was made of; None: the picture itself.
+        """Computes what the discriminator thinks of `picture`: the terms critique, critique_weight and critique_share,
+        (B,), and the gradient of the product of the first two with respect to `out`, the leaf that `picture` was made
+        of; None: the picture itself.
 
         of_mean   the gradient with respect to `out` that it is balanced with, of a mean over the values of a picture.
         last      balances with respect to this layer, the one that made `out`; None: with respect to `out`.
+
         critique_share is the length of the weighted critique's gradient / that of the reconstruction's, where both are
         balanced. Leaves picture and truth in the example for the discriminator's turn.
         """
         critique = -nets["discriminator"](picture).flatten(1).mean(1)
-        of_critique = adversarial.gradient_of_picture(critique, picture if out is None else out)
+        of_critique = adversarial.compute_picture_gradient(critique, picture if out is None else out)
         if last is None:
             factor, share = adversarial.balance_gradients(of_mean, of_critique)
         else:
             factor, share = adversarial.balance_gradients(
                 *(
-                    adversarial.gradient_of_filters(last.entered, of_output, last.side)
+                    adversarial.compute_filter_gradient(last.entered, of_output, last.side)
                     for of_output in (of_mean, of_critique)
                 ),
                 most=_MOST,
@@ -188,9 +192,9 @@ class PictureLoss:
         }
         return terms, weight.view(-1, 1, 1, 1) * of_critique
 
-    def discriminate(self, nets: Nets, example: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Computes the hinge loss on originals and on what the first stage made of them in its turn; mean logits of
-        both, (B,); where a penalty is due the squared slope at the originals, `slope`.
+    def compute_discriminator_loss(self, nets: Nets, example: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Computes the hinge loss on originals and on what the first stage made of them in its turn, with the mean
+        logits of both, (B,), and where a penalty is due the squared slope at the originals, `slope`.
         """
         assert "reconstruction" in example, "the first stage's turn comes before the discriminator's"
         truth, network, penalty = example["original"], nets["discriminator"], self.penalty
@@ -202,9 +206,9 @@ class PictureLoss:
         else:
             step = penalty.sigma * rng.normal(example["key"], "penalty", tuple(truth.shape[1:]))
             logits = network(torch.cat((both, truth + step)))
-            slope = adversarial.slope_between(logits[:count], logits[2 * count :], penalty.sigma)
+            slope = adversarial.estimate_squared_slope(logits[:count], logits[2 * count :], penalty.sigma)
         real, fake = logits[:count], logits[count : 2 * count]
-        loss = adversarial.hinge(real, fake)
+        loss = adversarial.compute_hinge_loss(real, fake)
         terms = {name: logit.detach().flatten(1).mean(1).float() for name, logit in (("real", real), ("fake", fake))}
         if self._penalized:
             loss = loss + penalty.every * penalty.weight / 2 * slope
@@ -212,6 +216,8 @@ class PictureLoss:
         return terms | {"loss": loss.mean().float()}
 
 
-def descend_by(value: Tensor, pull: Tensor) -> Tensor:
-    """Returns a loss that has the mean of `value` and the gradient of the mean of `pull`: (B,) each -> a scalar."""
+def make_loss_with_gradient(value: Tensor, pull: Tensor) -> Tensor:
+    """Returns a loss whose value is the mean of `value` and whose gradient is that of the mean of `pull`: (B,) each ->
+    a scalar.
+    """
     return (value.detach() + (pull - pull.detach())).mean()

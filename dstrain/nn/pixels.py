@@ -6,7 +6,7 @@ from torch import Tensor
 from dstrain.recipe import ConfigError
 
 
-def to_uint8(pixels: Tensor) -> Tensor:
+def convert_to_uint8(pixels: Tensor) -> Tensor:
     """Maps [-1, 1] to 0, 1, ..., 255, of any shape; values beyond are clamped."""
     return ((pixels + 1) * 127.5).round().clamp(0, 255).to(torch.uint8)
 

@@ -11,7 +11,9 @@ from dstrain.recipe import ConfigError
 PERIOD = 10000.0  # the longest, of sines and of rotations
 
 
-def sincos_positions(dim: int, height: int, width: int, base: float | None = None, within: int | None = None) -> Tensor:
+def make_sincos_positions(
+    dim: int, height: int, width: int, base: float | None = None, within: int | None = None
+) -> Tensor:
     """Returns fixed 2-D positions, computed in float64: float32 (height * width, dim), row-major.
 
     The first half of a vector encodes the column, the second the row; each half is sines, then cosines (Vaswani et al.
@@ -23,7 +25,7 @@ def sincos_positions(dim: int, height: int, width: int, base: float | None = Non
     """
     if dim % 4:
         raise ConfigError(f"hidden_size: {dim} is not a multiple of 4, which two axes of sines and cosines need")
-    column, row = (_spread(count, base, within) for count in (width, height))
+    column, row = (_spread_positions(count, base, within) for count in (width, height))
     column, row = np.tile(column, height), np.repeat(row, width)
     frequencies = PERIOD ** (-np.arange(dim // 4) / (dim // 4))
     halves = []
@@ -33,8 +35,9 @@ def sincos_positions(dim: int, height: int, width: int, base: float | None = Non
     return torch.from_numpy(np.concatenate(halves, axis=1).astype(np.float32))
 
 
-def sincos_times(dim: int, count: int) -> Tensor:
-    """Returns fixed positions of `count` frames in a row, float32 (count, dim): sines, then cosines less 1, as above.
+def make_sincos_times(dim: int, count: int) -> Tensor:
+    """Returns fixed positions of `count` frames in a row, float32 (count, dim): sines, then cosines less 1, as in
+    `make_sincos_positions`.
 
     Those of the first frame are 0, so that weights of a network of images compute for it what they did.
     """
@@ -42,21 +45,21 @@ def sincos_times(dim: int, count: int) -> Tensor:
     return torch.from_numpy(np.concatenate((np.sin(angles), np.cos(angles) - 1), axis=1).astype(np.float32))
 
 
-def rotations(
+def make_rotations(
     sides: Sequence[int], head_dim: int, bases: Sequence[float | None] = (), before: int = 0, after: int = 0
 ) -> Tensor:
     """Returns cosines and sines, float32 (1, 2, before + N + after, head_dim), by which a grid of N tokens turns.
 
     RoPE (Su et al. 2021) over 1 to 3 axes: each turns a share of a head's values, neighbours in pairs. All axes but the
     first take equal even shares, and the first takes the rest (so do EVA-02's two axes and Wan's three). `before` and
-    `after` tokens, which have no place in the grid, are not turned. bases: as in `sincos_positions`, one an axis.
+    `after` tokens, which have no place in the grid, are not turned. bases: as in `make_sincos_positions`, one an axis.
     """
     share = 2 * (head_dim // (2 * len(sides)))
     widths = (head_dim - share * (len(sides) - 1), *(share,) * (len(sides) - 1))
     parts = []
     for axis, (count, width) in enumerate(zip(sides, widths, strict=True)):
         frequencies = PERIOD ** (-np.arange(0, width, 2) / width)
-        angles = np.repeat(_spread(count, bases[axis] if bases else None)[:, None] * frequencies, 2, axis=1)
+        angles = np.repeat(_spread_positions(count, bases[axis] if bases else None)[:, None] * frequencies, 2, axis=1)
         shape = [width if at == len(sides) else count if at == axis else 1 for at in range(len(sides) + 1)]
         parts.append(np.broadcast_to(angles.reshape(shape), (*sides, width)))
     angles = np.concatenate(parts, axis=-1).reshape(-1, head_dim)
@@ -64,13 +67,13 @@ def rotations(
     return torch.from_numpy(np.stack((np.cos(angles), np.sin(angles)))[None].astype(np.float32))
 
 
-def rotate(x: Tensor, rotation: Tensor) -> Tensor:
-    """Turns the pairs of neighbouring values of x (B, heads, N, d) by the angles of `rotation`, (1 or B, 2, N, d)."""
+def rotate_values(x: Tensor, rotation: Tensor) -> Tensor:
+    """Rotates the pairs of neighbouring values of x (B, heads, N, d) by the angles of `rotation`, (1 or B, 2, N, d)."""
     turned = torch.stack((-x[..., 1::2], x[..., ::2]), dim=-1).flatten(-2)
     cosines, sines = rotation[:, :1], rotation[:, 1:]
     return (x * cosines + turned * sines).to(x.dtype)
 
 
-def _spread(count: int, base: float | None, within: int | None = None) -> np.ndarray:
+def _spread_positions(count: int, base: float | None, within: int | None = None) -> np.ndarray:
     whole = within or count
     return ((whole - count) // 2 + np.arange(count)) * ((base or whole) / whole)

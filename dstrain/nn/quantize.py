@@ -29,7 +29,8 @@ def draw_gumbel(key: Tensor, name: str, shape: tuple[int, ...]) -> Tensor:
 
 
 def relax_tokens(logits: Tensor, noise: Tensor, temperature: Tensor, sampling: str) -> Tensor:
-    """Draws from each categorical over axis 1, as weights of its K tokens: two (B, K, ...), (B,) -> (B, K, ...).
+    """Draws a token from each categorical distribution over axis 1, as weights of its K tokens: two (B, K, ...), (B,)
+    -> (B, K, ...).
 
     soft              softmax((theta + g) / temperature): a mixture of tokens; the relaxed loss has its exact gradient.
     straight_through  one token, with the gradient of soft.
@@ -65,7 +66,7 @@ def _reinmax(logits: Tensor, hard: Tensor, temperature: Tensor) -> Tensor:
     return 2 * with_jacobian_of(halfway) - with_jacobian_of(pi) / 2
 
 
-def kl_to_uniform(logits: Tensor) -> Tensor:
+def compute_kl_to_uniform(logits: Tensor) -> Tensor:
     """Returns KL(softmax(logits) || uniform) in nats, summed over positions: (B, K, ...) -> (B,)."""
     log_q = logits.log_softmax(1)
     return (log_q.exp() * (log_q + math.log(logits.shape[1]))).flatten(1).sum(1)

@@ -1,16 +1,17 @@
 """Tokens of a sample shared by neighbouring ranks (DeepSpeed-Ulysses, Jacobs et al. 2023, arXiv:2309.14509).
 
-    x = own(x, 1)                      # before the blocks: of N ranks each keeps an N-th of the tokens
+    x = take_own_part(x, 1)            # before the blocks: of N ranks each keeps an N-th of the tokens
     x = attend(..., shared=1)          # within: all tokens of an N-th of the heads, by an exchange before and after
-    x = whole(x, 1)                    # behind the last block: all tokens on every rank, which all compute the loss
+    x = gather_parts(x, 1)             # behind the last block: all tokens on every rank, which all compute the loss
 
-ZeRO's mean of gradients over all ranks is then right, if the backward pass of `whole` sends nothing and multiplies the
-gradient of a rank's own tokens by N. For every weight between `own` and `whole` a rank computes N times the part of its
-tokens, and the mean over N ranks is the sum. The same holds for weights before `own`, though the gradients of the
-tokens there differ between the ranks. So what `whole` has gathered must not be cut by `own` once more: `own_again`
-gathers the gradients, too.
+ZeRO's mean of gradients over all ranks is then right, if the backward pass of `gather_parts` sends nothing and
+multiplies the gradient of a rank's own tokens by N. For every weight between `take_own_part` and `gather_parts` a rank
+computes N times the part of its tokens, and the mean over N ranks is the sum. The same holds for weights before
+`take_own_part`, though the gradients of the tokens there differ between the ranks. So what `gather_parts` has gathered
+must not be cut by `take_own_part` once more: `take_own_part_again` gathers the gradients, too.
 
-Outside of `sharing` all functions return their argument. Notation: N ranks, H heads, n own tokens, d values of a head.
+Outside of `share_tokens` all functions return their argument. Notation: N ranks, H heads, n own tokens, d values of a
+head.
 """
 
 from collections.abc import Iterator
@@ -35,7 +36,7 @@ _team: Team | None = None  # for all threads: on a GPU, one of autograd's comput
 
 
 @contextmanager
-def sharing(group: ProcessGroup | None) -> Iterator[None]:
+def share_tokens(group: ProcessGroup | None) -> Iterator[None]:
     """Shares tokens inside with the other ranks of a group, in forward and backward passes; None: with nobody."""
     global _team
     before, _team = _team, None if group is None else Team(group.group_name, group.size(), group.rank())
@@ -49,8 +50,8 @@ def is_sharing() -> bool:
     return _team is not None
 
 
-def own(x: Tensor, axis: int) -> Tensor:
-    """Returns this rank's part of an axis, which is equal on all ranks. A copy, so that the whole may be freed."""
+def take_own_part(x: Tensor, axis: int) -> Tensor:
+    """Returns this rank's part of an axis that is equal on all ranks. It is a copy, so that the whole may be freed."""
     if _team is None:
         return x
     length = x.shape[axis] // _team.size
@@ -58,32 +59,32 @@ def own(x: Tensor, axis: int) -> Tensor:
     return x.narrow(axis, _team.rank * length, length).clone()
 
 
-def own_both(x: Tensor, count: int, axis: int) -> Tensor:
-    """Returns this rank's part of the first `count` entries of an axis, and behind it that of the others."""
+def take_own_parts(x: Tensor, count: int, axis: int) -> Tensor:
+    """Returns this rank's part of the first `count` entries of an axis, followed by its part of the other entries."""
     if _team is None:
         return x
-    return torch.cat([own(part, axis) for part in x.split((count, x.shape[axis] - count), axis)], axis)
+    return torch.cat([take_own_part(part, axis) for part in x.split((count, x.shape[axis] - count), axis)], axis)
 
 
-def order_both(x: Tensor, count: int, axis: int) -> Tensor:
-    """Returns a whole axis in the order in which `attend` gathers what `own_both` gives to each rank."""
+def order_as_gathered(x: Tensor, count: int, axis: int) -> Tensor:
+    """Returns a whole axis in the order in which `attend` gathers what `take_own_parts` gives to each rank."""
     if _team is None:
         return x
     parts = [part.tensor_split(_team.size, axis) for part in x.split((count, x.shape[axis] - count), axis)]
     return torch.cat([piece for pieces in zip(*parts, strict=True) for piece in pieces], axis)
 
 
-def whole(x: Tensor, axis: int) -> Tensor:
+def gather_parts(x: Tensor, axis: int) -> Tensor:
     """Gathers the parts of an axis of all ranks. What follows must be the same on all of them."""
     return x if _team is None else _Whole.apply(x, axis)
 
 
-def own_again(x: Tensor, axis: int) -> Tensor:
-    """Returns this rank's part of an axis that `whole` has gathered."""
+def take_own_part_again(x: Tensor, axis: int) -> Tensor:
+    """Returns this rank's part of an axis that `gather_parts` has gathered."""
     return x if _team is None else _OwnAgain.apply(x, axis)
 
 
-def to_heads(x: Tensor, runs: int) -> Tensor:
+def exchange_tokens_for_heads(x: Tensor, runs: int) -> Tensor:
     """Exchanges own tokens of all heads for all tokens of own heads: (B, H, n, d) -> (B, H / N, N n, d).
 
     runs    the number of equal stretches of the tokens, such as frames, of each of which a rank has its part.
@@ -91,23 +92,23 @@ def to_heads(x: Tensor, runs: int) -> Tensor:
     return _exchange(x.unflatten(2, (runs, -1)), gather=3, give=1).flatten(2, 3)
 
 
-def to_tokens(x: Tensor, runs: int) -> Tensor:
-    """Inverts `to_heads`: (B, H / N, N n, d) -> (B, H, n, d)."""
+def exchange_heads_for_tokens(x: Tensor, runs: int) -> Tensor:
+    """Inverts `exchange_tokens_for_heads`: (B, H / N, N n, d) -> (B, H, n, d)."""
     return _exchange(x.unflatten(2, (runs, -1)), gather=1, give=3).flatten(2, 3)
 
 
-def to_channels(x: Tensor, axis: int) -> Tensor:
+def exchange_parts_for_channels(x: Tensor, axis: int) -> Tensor:
     """Exchanges own parts of an axis for own channels, the last axis: (..., n, ..., D) -> (..., N n, ..., D / N)."""
     return x if _team is None else _exchange(x, gather=axis, give=x.ndim - 1)
 
 
-def from_channels(x: Tensor, axis: int) -> Tensor:
-    """Inverts `to_channels`."""
+def exchange_channels_for_parts(x: Tensor, axis: int) -> Tensor:
+    """Inverts `exchange_parts_for_channels`."""
     return x if _team is None else _exchange(x, gather=x.ndim - 1, give=axis)
 
 
 def _exchange(x: Tensor, gather: int, give: int) -> Tensor:
-    """Makes an axis whole, and keeps this rank's part of another one. Its backward pass is the exchange back."""
+    """Gathers one axis of all ranks while it splits another among them. Its backward pass is the exchange back."""
     parts = torch.stack(x.chunk(_team.size, give))  # (N, ...), one for each rank
     # A function of torch, for torch.compile: it may lose the gradient of an autograd.Function with collectives.
     return torch.cat(collectives.all_to_all_single_autograd(parts, None, None, _team.name).unbind(0), gather)
@@ -129,7 +130,7 @@ class _Whole(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return own(gradient, ctx.axis) * _team.size, None
+        return take_own_part(gradient, ctx.axis) * _team.size, None
 
 
 class _OwnAgain(torch.autograd.Function):
@@ -138,7 +139,7 @@ class _OwnAgain(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, axis: int) -> Tensor:
         ctx.axis = axis
-        return own(x, axis)
+        return take_own_part(x, axis)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:

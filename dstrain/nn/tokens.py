@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from dstrain.nn.attention import attend
 from dstrain.nn.layers import Linear
-from dstrain.nn.positions import rotate
+from dstrain.nn.positions import rotate_values
 from dstrain.nn.quantize import widen_precision
 from dstrain.recipe import ConfigError
 
@@ -81,7 +81,7 @@ class Attention(nn.Module):
     qk_norm       none; rms or layer: of each head's queries and keys; rms_all: of all heads at once, as in Wan.
     context_dim   width of the context; 0: the tokens attend to themselves.
     init          initialization of the last map.
-    project       whether there is a last map; without, only `heads` is of use.
+    project       whether there is a last map; without, only `project_heads` is of use.
     """
 
     def __init__(
@@ -109,7 +109,9 @@ class Attention(nn.Module):
         if project:
             self.proj = Linear(dim, dim, init=init)
 
-    def heads(self, x: Tensor, context: Tensor | None = None, rotation: Tensor | None = None) -> tuple[Tensor, ...]:
+    def project_heads(
+        self, x: Tensor, context: Tensor | None = None, rotation: Tensor | None = None
+    ) -> tuple[Tensor, ...]:
         """Returns queries (B, h, N, d), keys and values (B, h, M, d); queries and keys are normed, then rotated."""
         if context is None:
             projected = self.qkv(x).unflatten(-1, (3, -1)).unbind(2)
@@ -122,7 +124,7 @@ class Attention(nn.Module):
         if normed and not self.norms_all:
             query, key = self.q_norm(query), self.k_norm(key)
         if rotation is not None:
-            query, key = rotate(query, rotation), rotate(key, rotation)
+            query, key = rotate_values(query, rotation), rotate_values(key, rotation)
         return query, key, value
 
     def forward(
@@ -132,7 +134,7 @@ class Attention(nn.Module):
         where a token is read. Ranks may share the tokens (sequence.py), but not a context.
         """
         shared = 1 if context is None else 0
-        return self.proj(join_heads(attend(*self.heads(x, context, rotation), mask, shared=shared)))
+        return self.proj(join_heads(attend(*self.project_heads(x, context, rotation), mask, shared=shared)))
 
 
 def join_heads(x: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any
 
 from dstrain import systems
-from dstrain.distributed.progress import phases
+from dstrain.distributed.progress import get_phases
 from dstrain.engine.settings import read_offload as where
 from dstrain.engine.settings import read_stage as stage_of
 from dstrain.engine.settings import resolve_settings
@@ -56,7 +56,7 @@ class Case:
         work = f"counting stage {stage_of(settings)}, micro-batch {micro}, recompute {recompute}"
         work += "".join(f", {name}" for name in _OFFLOADS[-1] if where(settings, name) != "none")
         print(f"{work} ...", file=sys.stderr, flush=True)
-        phases().at(work)
+        get_phases().enter_phase(work)
         counts = count_costs(self.run, settings, self.layout)
         return Estimate(self.run, settings, self.layout, self.chip, counts, self.efficiency)
 
@@ -210,7 +210,7 @@ def _count_share(case: Case) -> int:
 def _list_teams(case: Case) -> list[int]:
     """Lists how many ranks may share a sample: what the recipe says, and doubles of it within a machine."""
     ranks, layout = [case.run.parallel.sequence], case.layout
-    config = systems.config(case.run.system, case.run.model)
+    config = systems.check_config(case.run.system, case.run.model)
     most = math.gcd(layout.world, layout.gpus_per_node)
     while most % (2 * ranks[-1]) == 0 and not config.conflicts_among(2 * ranks[-1]):
         ranks.append(2 * ranks[-1])

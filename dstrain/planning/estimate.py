@@ -9,7 +9,7 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-from dstrain.engine.settings import offloads_optimizer, read_offload, read_precision, read_stage
+from dstrain.engine.settings import is_optimizer_offloaded, read_offload, read_precision, read_stage
 from dstrain.planning.counts import Collective, Counts, Layout
 from dstrain.planning.states import count_weights, describe_states
 from dstrain.planning.step import choose_step
@@ -78,7 +78,7 @@ class Estimate:
             return None
         rate = self.efficiency * self.chip.peak_flops(read_precision(self.settings))
         sent = sum(_time_collective(call, self.layout, self.chip) for call in self.counts.collectives)
-        if offloads_optimizer(self.settings):  # gradients go to the host, and weights come back
+        if is_optimizer_offloaded(self.settings):  # gradients go to the host, and weights come back
             width = 4 if read_precision(self.settings) == "fp32" else 2
             owned = self.counts.learned / (self.layout.world if read_stage(self.settings) else 1)
             sent += 2 * width * owned / self.chip.host_link

@@ -7,7 +7,7 @@ from typing import Any
 
 from dstrain import systems
 from dstrain.engine.planning.activations import Fused
-from dstrain.engine.planning.fake_ranks import FakeEngines, fake_world
+from dstrain.engine.planning.fake_ranks import FakeEngines, enter_fake_world
 from dstrain.engine.planning.memory_kinds import OFFLOADED, count_saved_bytes
 from dstrain.engine.settings import read_offload, read_stage
 from dstrain.planning.counts import Collective, Counts, Layout
@@ -70,11 +70,11 @@ def measure_as_rank_0(
     copies = settings.get("zero_optimization", {}).get("zero_hpz_partition_size", 1)
     sharing = math.lcm(copies, run.parallel.sequence)
     few = min(world, sharing * max(2, _MAX_FAKE_RANKS // sharing)) if read_stage(settings) == 3 else world
-    with fake_world(few), Fused() if device == "cuda" else nullcontext():
+    with enter_fake_world(few), Fused() if device == "cuda" else nullcontext():
         measured, engines, ema = measure_step(run, settings, system, FakeEngines)
         own = count_saved_bytes(engines.masters, ema)
     if few < world:
-        with fake_world(world):
+        with enter_fake_world(world):
             kept, engines, ema = measure_states(run, settings, system, FakeEngines)
             own = count_saved_bytes(engines.masters, ema)
         measured = _scale_to_world(measured, kept, few, world)

@@ -8,7 +8,7 @@ from torch import nn
 
 from dstrain.engine.optimizers import choose_weights, group_weights
 from dstrain.engine.planning.memory_kinds import OFFLOADED
-from dstrain.engine.settings import offloads_optimizer, read_offload, read_precision, read_stage
+from dstrain.engine.settings import is_optimizer_offloaded, read_offload, read_precision, read_stage
 from dstrain.recipe import Run
 from dstrain.systems.base import System
 
@@ -54,7 +54,7 @@ def count_states(run: Run, system: System, settings: dict[str, Any], world: int)
             sizes["moments"] += moment * count * moments / share
             sizes["gradients"] += summed * count / (world if level > 1 else 1)
             sizes["average"] += 4 * count * averages / share
-            if offloads_optimizer(settings):  # gradients in fp32; at stages 1 and 2 also 16-bit weights
+            if is_optimizer_offloaded(settings):  # gradients in fp32; at stages 1 and 2 also 16-bit weights
                 sizes["staging"] += (4 if wide or level == 3 else 6) * count / share
     return {kind: math.ceil(size) for kind, size in sizes.items() if size}
 

@@ -14,7 +14,12 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from dstrain.engine.ema.shadow import EmaShadow
 from dstrain.engine.engines import Engines
-from dstrain.engine.planning.memory_kinds import list_gradients, list_kept, list_makers, list_secondary
+from dstrain.engine.planning.memory_kinds import (
+    list_gradients,
+    list_kept_tensors,
+    list_secondary_weights,
+    list_tensor_makers,
+)
 from dstrain.engine.settings import read_stage
 from dstrain.planning.counts import Collective
 from dstrain.planning.synthetic import NoTracker, Repeated
@@ -81,7 +86,7 @@ def measure_step(
                 take_step(max(0, number), run, system, engines, batches, NoTracker())
             updates.append(watch.now)
             with watch.mark_made("working"):
-                ema.update(max(0, number), engines.applied())
+                ema.update(max(0, number), engines.list_applied())
             updates.append(watch.now)
         moments = [begin, *updates, watch.now]
         spans = list(itertools.pairwise(moments))  # passes, update, passes, ..., averages, nothing
@@ -107,8 +112,8 @@ def measure_states(
         ema = EmaShadow(engines.masters, run.ema, system.averaged)
         for masters in engines.masters.values():
             for moment in masters.kinds:
-                masters.moments(moment)
-        for name, tensor in list_kept(engines.masters, ema):
+                masters.read_moments(moment)
+        for name, tensor in list_kept_tensors(engines.masters, ema):
             watch.mark([tensor], name, MADE_IN_A_STEP)
         watch.mark(list_gradients(engines.masters), "gradients", MADE_IN_A_STEP)
         sizes = watch.sum_alive()
@@ -142,14 +147,14 @@ def _label_makers(
     @contextmanager
     def mark_updating() -> Iterator[None]:
         watch.mark(list_gradients(engines.masters), "gradients", MADE_IN_A_STEP)
-        watch.mark(list_secondary(engines.masters), "secondary")
+        watch.mark(list_secondary_weights(engines.masters), "secondary")
         updates.append(watch.now)
         yield
         updates.append(watch.now)
 
     for masters in engines.masters.values():
         wrap_method(masters, "step", mark_updating)
-        for owner, name, kind in list_makers(masters):
+        for owner, name, kind in list_tensor_makers(masters):
             wrap_method(owner, name, partial(watch.mark_made, kind))
 
 
@@ -167,7 +172,7 @@ def wrap_method(owner: Any, name: str, context: Callable[[], AbstractContextMana
 
 def _label_states(watch: Watch, engines: Engines, ema: EmaShadow) -> None:
     """Gives what is alive between two steps the kind of its owner, and begins all counts anew."""
-    for kind, tensor in list_kept(engines.masters, ema):
+    for kind, tensor in list_kept_tensors(engines.masters, ema):
         watch.mark([tensor], kind, (*MADE_IN_A_STEP, "buckets"))
     watch.mark(list_gradients(engines.masters), "gradients", (*MADE_IN_A_STEP, "buckets"))
     watch.mark_rest("other", MADE_IN_A_STEP)

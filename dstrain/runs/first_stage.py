@@ -99,7 +99,7 @@ def open_diffusers(path: str, image_size: int | None, precision: Precision = "fp
         return _make_moments(*autoencoder.encode_posterior(vae.vae, batch["image"].float() / 127.5 - 1))
 
     fingerprint = vae.fingerprint()
-    vae.encode_in(precision)
+    vae.set_encode_precision(precision)
     return FirstStage(path, fingerprint, vae.image_channels, encode_images)
 
 

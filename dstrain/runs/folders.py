@@ -28,7 +28,7 @@ from safetensors import SafetensorError
 from dstrain.disk import atomic, owner, small
 from dstrain.disk.modes import apply_umask
 from dstrain.distributed import group
-from dstrain.distributed.progress import phases
+from dstrain.distributed.progress import get_phases
 from dstrain.recipe import (
     ConfigError,
     Run,
@@ -48,7 +48,7 @@ from dstrain.runs.lineage import (
     require_own_link,
 )
 from dstrain.runs.resume import Resume
-from dstrain.systems import config_class
+from dstrain.systems import find_config_class
 
 # All that a run writes; --from-scratch moves this and nothing else.
 OF_RUN = (
@@ -106,7 +106,7 @@ def check_start(run: Run, fingerprint: str, resume: Resume) -> None:
         require_own_checkpoints(folder, resume.step)
     if resume.allow_change or not read_last_saved(folder):  # without a saved step, no run would be changed
         return
-    if changes := list_refused_changes(read_recipe(folder), run, system := config_class(run.system)):
+    if changes := list_refused_changes(read_recipe(folder), run, system := find_config_class(run.system)):
         raise describe_refused_changes(changes, folder / "run.yaml", system)
     if not (earlier := small.read_line(folder / "data.txt")):
         raise ConfigError(
@@ -202,7 +202,7 @@ def read_recipe(folder: Path) -> Run:
     with reword_errors(options={"--recipe ": ""}):
         run = load_recipe(folder / "run.yaml")
     with reword_errors(f"{folder}: "):
-        system = config_class(run.system)
+        system = find_config_class(run.system)
         run = run.model_copy(update={"folder": folder, "model": system.recorded(run.model)})
         require_known_keys(run, system)
     return run
@@ -240,7 +240,7 @@ def lock_folder(folder: Path, patience: float = 60.0, busy: str | None = None, v
     Ranks of an earlier command may still be saving, so they are waited for. Raises ConfigError if another process still
     has the folder after `patience` seconds; `busy` replaces the message.
     """
-    phases().at(f"waiting for another command in {folder}, {patience:g} s at most")
+    get_phases().enter_phase(f"waiting for another command in {folder}, {patience:g} s at most")
     end = time.monotonic() + patience
     file = _take_lock(folder)
     while True:
@@ -299,7 +299,7 @@ def claim_output(out: Path, named: str, verb: str) -> Iterator[None]:
         except ConfigError as error:
             problem = str(error)
     try:
-        if problem := group.from_first(problem):
+        if problem := group.broadcast_from_first(problem):
             raise ConfigError(problem)
         share_claim(out)
         yield
@@ -316,7 +316,7 @@ def share_claim(folder: Path) -> None:
 
     A network file system may show another machine the new identity seconds later.
     """
-    claim, end = group.from_first(owner.find_claim(folder)), time.monotonic() + 20
+    claim, end = group.broadcast_from_first(owner.find_claim(folder)), time.monotonic() + 20
     while claim and claim.identity and owner.read_identity(folder) != claim.identity and time.monotonic() < end:
         time.sleep(0.2)
     owner.adopt_claim(folder, claim)

@@ -18,7 +18,7 @@ from typing import Any
 
 from dstrain.disk import owner
 from dstrain.distributed import group
-from dstrain.distributed.progress import phases
+from dstrain.distributed.progress import get_phases
 from dstrain.recipe import ConfigError, NotSaved, Run, list_differences
 from dstrain.runs import folders
 
@@ -36,13 +36,13 @@ def check_hosts(run: Run, settings: dict[str, Any], patience: float = 20.0) -> N
     """
     if group.world() == 1:
         return
-    phases().at("comparing the machines of all ranks")
+    get_phases().enter_phase("comparing the machines of all ranks")
     folder, machine, code = run.directory, socket.gethostname(), _describe_code()
-    probe = folder / group.from_first(f".shared-{secrets.token_hex(8)}")
+    probe = folder / group.broadcast_from_first(f".shared-{secrets.token_hex(8)}")
     with folders.report_disk_errors(folder):
         if group.rank() == 0:
             probe.touch()
-    host, first_code, config = group.from_first((machine, code, pickle.dumps((run, settings))))
+    host, first_code, config = group.broadcast_from_first((machine, code, pickle.dumps((run, settings))))
     me, first = f"rank {group.rank()} on {machine}", f"rank 0 on {host}"
     # On one machine the code differs only while somebody edits it.
     problems = [
@@ -78,7 +78,7 @@ def run_on_first(action: Callable[[], None]) -> None:
             action()
         except ConfigError as error:
             problems = error.problems
-    _end_all(group.from_first(problems))
+    _end_all(group.broadcast_from_first(problems))
 
 
 def require_own_folder(folder: Path, patience: float = 2.0) -> None:
@@ -104,7 +104,7 @@ def require_own_folder(folder: Path, patience: float = 2.0) -> None:
             )
         except OSError:  # storage that fails is for the save to report
             pass
-    if fault := group.from_first(fault):
+    if fault := group.broadcast_from_first(fault):
         raise NotSaved(f"{folder} {fault}")
 
 

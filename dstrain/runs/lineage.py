@@ -89,7 +89,7 @@ def _read_writers(folder: Path, step: int | None) -> dict[int, str]:
     versions wrote none.
     """
     writers: dict[int, str] = {}
-    steps = Store(folder / "checkpoints").steps()
+    steps = Store(folder / "checkpoints").list_steps()
     for number in sorted({*steps[-_NEWEST:], *(one for one in steps if one == step)}, reverse=True):
         with suppress(OSError, ConfigError):  # a damaged one is passed over where it is read
             writer = read_manifest(folder / "checkpoints" / f"step_{number:08d}")["extra"].get("run")

@@ -47,14 +47,14 @@ def find_checkpoint(folder: Path, step: int | None = None, ema: float | None = N
 def _choose_checkpoint(folder: Path, step: int | None, ema: float | None) -> Path:
     store = Store(folder / "checkpoints", check=check_checkpoint)
     if step is not None:
-        own = store.folder / f"step_{step:08d}" if step in store.steps() else None
+        own = store.folder / f"step_{step:08d}" if step in store.list_steps() else None
         if ema is not None and (made := find_reconstructed(folder, ema, step, own)):
             return require_whole(made)
         if own is None:
-            steps = ", ".join(map(str, store.steps())) or "none"
+            steps = ", ".join(map(str, store.list_steps())) or "none"
             raise ConfigError(f"--checkpoint {step}: {folder} holds no checkpoint of that step; it holds {steps}")
         return require_whole(own)
-    newest = store.newest()
+    newest = store.find_newest()
     if ema is not None and (made := find_reconstructed(folder, ema, None, newest and newest[1])):
         if newest and newest[1].name != made.name and group.rank() == 0:
             print(
@@ -62,7 +62,7 @@ def _choose_checkpoint(folder: Path, step: int | None, ema: float | None) -> Pat
                 file=sys.stderr,
             )
         return require_whole(made)
-    if newest is None and (steps := store.steps()):
+    if newest is None and (steps := store.list_steps()):
         raise ConfigError(
             f"{folder}: none of its checkpoints ({', '.join(map(str, steps))}) is whole; see the reasons "
             "above, restore one, or train it again"

@@ -53,7 +53,7 @@ def fit_weights(path: Path, system: System, parts: Iterable[str] | None = None) 
         path = path.parent  # the names in it are those of diffusers
     if (path / "checkpoints").is_dir():
         with hold_while_choosing((path / "checkpoints").glob("step_*[0-9]")) as keep:
-            newest = Store(path / "checkpoints", check=check_checkpoint).newest()
+            newest = Store(path / "checkpoints", check=check_checkpoint).find_newest()
             if newest is None:
                 raise ConfigError(f"init_from={path}: the run has no whole checkpoint; train it first, or name another")
             path = keep(newest[1])
@@ -246,7 +246,7 @@ def hold_while_choosing(candidates: Iterable[Path]) -> Iterator[Callable[[Path],
 
 def require_whole(checkpoint: Path) -> Path:
     """Returns the folder of one checkpoint. Raises ConfigError if a file of it does not match its hash."""
-    if fault := Store(checkpoint.parent, check=check_checkpoint).fault(int(checkpoint.name.removeprefix("step_"))):
+    if fault := Store(checkpoint.parent, check=check_checkpoint).find_fault(int(checkpoint.name.removeprefix("step_"))):
         raise ConfigError(f"checkpoint {checkpoint} is damaged ({fault}): take another step")
     return checkpoint
 

@@ -117,7 +117,7 @@ def draw_on_first(system: System, nets: Nets, request: Request, chunk: int) -> T
     samples.
     """
     rounds = [
-        group.rows_to_first(images, count_shares(len(request.seeds), number, chunk))
+        group.gather_rows_on_first_rank(images, count_shares(len(request.seeds), number, chunk))
         for number, (_, images) in enumerate(draw_own_share(system, nets, request, chunk))
     ]
     return None if rounds[0] is None else torch.cat(rounds)
@@ -141,7 +141,9 @@ def draw_pictures_on_first(system: System, nets: Nets, batch: Batch, chunk: int)
         rows = {name: values[index].to(group.device()) for name, values in batch.items() if name != "valid"}
         with set_eval_mode(nets):
             for name, images in system.pictures(nets, system.encode(rows)).items():
-                pictures.setdefault(name, []).append(group.rows_to_first(images, count_shares(total, round, chunk)))
+                pictures.setdefault(name, []).append(
+                    group.gather_rows_on_first_rank(images, count_shares(total, round, chunk))
+                )
     return {name: None if rounds[0] is None else torch.cat(rounds) for name, rounds in pictures.items()}
 
 
@@ -193,7 +195,7 @@ class Means:
         """
         names = list(self.sums)
         flat = torch.cat([*(self.sums[name].flatten() for name in names), torch.tensor([self.nonfinite]).double()])
-        flat = group.sum_ranks(flat.to(group.device())).cpu()
+        flat = group.sum_over_ranks(flat.to(group.device())).cpu()
         result: dict[str, Any] = {
             "figures": {},
             "standard_errors": {},

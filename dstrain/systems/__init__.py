@@ -23,16 +23,20 @@ from dstrain.systems.base import Kind, System, SystemConfig, require_names
 _GROUP = "dstrain.systems"
 
 
-def names() -> list[str]:
+def list_names() -> list[str]:
     """Returns the names of dstrain's systems and of those of installed packages."""
     root = Path(__file__).parent
     own = [".".join(path.parent.relative_to(root).parts) for path in root.rglob("system.py")]
-    return sorted({*own, *_entry_points()})
+    return sorted({*own, *_list_entry_points()})
 
 
-def learners(kind: str) -> list[str]:
+def list_learners(kind: str) -> list[str]:
     """Returns the names of dstrain's systems that learn from a kind of data."""
-    return [name for name in names() if name not in _entry_points() and kind in config_class(name).learns_from]
+    return [
+        name
+        for name in list_names()
+        if name not in _list_entry_points() and kind in find_config_class(name).learns_from
+    ]
 
 
 def build(name: str, model: dict[str, Any]) -> System:
@@ -40,8 +44,8 @@ def build(name: str, model: dict[str, Any]) -> System:
 
     Raises ConfigError if the name or a field is unknown, or a value out of range.
     """
-    section = config(name, model)
-    system = package(name).build(section)
+    section = check_config(name, model)
+    system = import_package(name).build(section)
     if not isinstance(system, System):
         raise ConfigError(f"system: build() of {name} returns a {type(system).__name__}: return a System")
     require_names(name, system)
@@ -49,26 +53,26 @@ def build(name: str, model: dict[str, Any]) -> System:
     return system
 
 
-def config(name: str, model: dict[str, Any]) -> SystemConfig:
+def check_config(name: str, model: dict[str, Any]) -> SystemConfig:
     """Returns the checked model section of a system. Raises ConfigError as `build`."""
-    schema = config_class(name)
+    schema = find_config_class(name)
     try:
         return schema.model_validate(model)
     except ValidationError as error:
         raise ConfigError(*list_problems(error, schema, "model")) from None
 
 
-def config_class(name: str) -> type[SystemConfig]:
+def find_config_class(name: str) -> type[SystemConfig]:
     """Returns the schema of a system's model section: its fields, defaults and their meaning."""
-    return package(name).Config
+    return import_package(name).Config
 
 
-def _entry_points() -> dict[str, importlib.metadata.EntryPoint]:
+def _list_entry_points() -> dict[str, importlib.metadata.EntryPoint]:
     return {point.name: point for point in importlib.metadata.entry_points(group=_GROUP)}
 
 
-def package(name: str) -> ModuleType:
-    """Returns the package of a system.
+def import_package(name: str) -> ModuleType:
+    """Imports the package of a system and returns it.
 
     Raises ConfigError if there is none, it holds no system, or it is from outside and its user has not named it.
     """
@@ -76,7 +80,7 @@ def package(name: str) -> ModuleType:
         raise ConfigError(f"system: {name[:200]!r} is no name of a package: write letters, digits and dots")
     if (Path(__file__).parent.joinpath(*name.split(".")) / "system.py").is_file():
         return importlib.import_module(f"{__name__}.{name}")
-    if (point := _entry_points().get(name)) is not None:
+    if (point := _list_entry_points().get(name)) is not None:
         try:
             module = point.load()
         except Exception as error:
@@ -84,14 +88,15 @@ def package(name: str) -> ModuleType:
             raise
     elif not is_trusted(name) and name not in sys.modules:
         raise ConfigError(
-            f"system: {name!r} is unknown; one of {', '.join(names())}{_suggest(name)}. A package that only a folder "
-            f"names is not imported: if you know it, give {OPTION} {name}"
+            f"system: {name!r} is unknown; one of {', '.join(list_names())}{_suggest_name(name)}. A package that only "
+            f"a folder names is not imported: if you know it, give {OPTION} {name}"
         )
     elif _can_be_imported(name):
         module = importlib.import_module(name)
     else:
         raise ConfigError(
-            f"system: {name!r} is unknown; one of {', '.join(names())}, or a package on PYTHONPATH{_suggest(name)}"
+            f"system: {name!r} is unknown; one of {', '.join(list_names())}, or a package on "
+            f"PYTHONPATH{_suggest_name(name)}"
         )
     missing = [word for word in ("Config", "build") if not hasattr(module, word)]
     if missing:
@@ -108,18 +113,18 @@ def package(name: str) -> ModuleType:
 
 
 def find_outside(name: str) -> Path | None:
-    """Returns the file of a system that is not of dstrain; None of those that are."""
-    file = Path(package(name).__file__ or "")
+    """Returns the file of a system that is not one of dstrain's; None for dstrain's own."""
+    file = Path(import_package(name).__file__ or "")
     return None if Path(__file__).parent in file.parents else file
 
 
-def _suggest(name: str) -> str:
-    near = difflib.get_close_matches(name, names(), n=1)
+def _suggest_name(name: str) -> str:
+    near = difflib.get_close_matches(name, list_names(), n=1)
     return f"; did you mean {near[0]}?" if near else ""
 
 
 def _can_be_imported(name: str) -> bool:
-    """Returns whether there is such a package; a fault within it while it is imported is a bug of its own."""
+    """Returns whether there is such a package; a fault while it is imported is raised as its own bug."""
     try:
         return importlib.util.find_spec(name) is not None
     except ModuleNotFoundError as error:

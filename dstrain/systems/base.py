@@ -229,7 +229,7 @@ class System(Figures, Stateful, Prompted, Sampling, Videos, FirstStage, Imports,
         return {"label": classes.repeat(-(-num // len(classes)))[:num]}
 
     def require_labels(self, labels: Iterable[int]) -> None:
-        """Raises ConfigError for labels that are no class, and for any where there are no classes."""
+        """Raises ConfigError for labels that are no class, and for any labels where there are no classes."""
         unknown = sorted(label for label in set(labels) if not 0 <= label < (self.num_labels or 0))
         if unknown and self.num_labels is None:
             raise ConfigError(f"labels: a {type(self).__name__} of this model section knows no classes; leave them out")

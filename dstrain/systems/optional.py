@@ -24,7 +24,9 @@ class Figures:
         return self.evaluate(nets, example)
 
     def digest(self, means: dict[str, Tensor]) -> dict[str, float]:
-        """Figures of the means (K,) of `evaluate`'s curves over all held-out samples, such as codebook usage."""
+        """Returns figures of the means (K,) of `evaluate`'s curves over all held-out samples, such as codebook
+        usage.
+        """
         return {}
 
     def pictures(self, nets: Nets, example: Example) -> dict[str, Tensor]:
@@ -66,9 +68,8 @@ class Prompted:
         raise ConfigError(f"a {type(self).__name__} takes no texts")
 
     def conditions_to_avoid(self, text: str, num: int) -> dict[str, Tensor]:
-        """Conditions of a negative prompt, from which guidance leads `num` samples away, (num, ...) each.
-
-        Raises ConfigError if the system takes none.
+        """Returns the conditions of a negative prompt, from which guidance leads `num` samples away, (num,
+        ...) each.
         """
         raise ConfigError(f"a {type(self).__name__} is led away from no text")
 
@@ -138,14 +139,14 @@ class FirstStage:
     codebook_size: int | None = None  # number of ids that `codes` may give; None: latents
 
     def codes(self, nets: Nets, example: Example) -> dict[str, Tensor]:
-        """Codes of images, before any noise: latent_mean and latent_std float32 (B, C, h, w), or tokens int64
-        (B, h, w); of videos (B, T, C, H, W), of which example["frames"] (B,) are real, tokens (B, t, h, w).
+        """Returns the codes of images, before any noise: latent_mean and latent_std float32 (B, C, h, w), or tokens
+        int64 (B, h, w); of videos (B, T, C, H, W), of which example["frames"] (B,) are real, tokens (B, t, h, w).
         """
         raise ConfigError(f"a {type(self).__name__} encodes nothing that others learn from")
 
     def decode(self, nets: Nets, codes: Tensor) -> Tensor:
-        """Pixels of `codes`, float32 in [-1, 1]: of tokens, or of latents that are a mean or a draw from the posterior.
-        Images (B, C, H, W); of tokens (B, t, h, w) videos (B, T, C, H, W).
+        """Returns the pixels of `codes`, float32 in [-1, 1]: of tokens, or of latents that are a mean or a draw from
+        the posterior. Images (B, C, H, W); of tokens (B, t, h, w) videos (B, T, C, H, W).
         """
         raise ConfigError(f"a {type(self).__name__} decodes nothing that others draw")
 
@@ -197,7 +198,7 @@ class Imports:
     def from_diffusers(
         self, state: dict[str, Tensor], diffusers_config: Mapping[str, Any]
     ) -> tuple[dict[str, Tensor], list[str]]:
-        """Weights of the first part under diffusers' names as `adapt` takes them, and what to know of them.
+        """Returns weights of the first part under diffusers' names as `adapt` takes them, and what to know of them.
 
         Raises ConfigError for another class, or a field that differs from the recipe's.
         """

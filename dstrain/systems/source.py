@@ -30,10 +30,10 @@ class _Gathered:
 
     def add(self, module: str, name: str) -> None:
         """Adds what a module calls by this name, and all that it needs; nothing for a name of Python or of a local."""
-        source, statements = self._read(module)
+        source, statements = self._read_module(module)
         statement = statements.get(name)
         if isinstance(statement, ast.ImportFrom) and str(statement.module).startswith(_PACKAGE):
-            self._add_own(str(statement.module), name)
+            self._add_definition(str(statement.module), name)
         elif isinstance(statement, ast.Import | ast.ImportFrom):
             entry = next(entry for entry in statement.names if name in (entry.asname, entry.name))
             alone = ast.Import([entry]) if isinstance(statement, ast.Import) else None
@@ -44,21 +44,21 @@ class _Gathered:
                     self.add(module, node.id)
             self.definitions.append(_cut_source(source, statement))
 
-    def _add_own(self, module: str, name: str) -> None:
+    def _add_definition(self, module: str, name: str) -> None:
         if module not in self.replaced:
             self.add(module, name)
         elif self._is_new(module, module):
             self.definitions.append(self.replaced[module])
 
     def _is_new(self, module: str, name: str) -> bool:
-        """Returns whether it is added now, and notes it."""
+        """Returns whether a name is added for the first time, and notes it."""
         if name not in self._owners:
             self._owners[name] = module
             return True
         assert self._owners[name] == module, f"{name} stands in {self._owners[name]} and in {module}: rename one"
         return False
 
-    def _read(self, module: str) -> tuple[str, dict[str, ast.stmt]]:
+    def _read_module(self, module: str) -> tuple[str, dict[str, ast.stmt]]:
         """Returns a module's source, and by each name the statement at its top that binds it."""
         if module not in self._modules:
             source = inspect.getsource(importlib.import_module(module))

@@ -70,7 +70,7 @@ class Meter:
         if not self._sums:
             return {}
         keys = sorted(self._sums)
-        flat = group.sum_ranks(torch.cat([self._sums[key].flatten() for key in keys])).tolist()
+        flat = group.sum_over_ranks(torch.cat([self._sums[key].flatten() for key in keys])).tolist()
         table: dict[str, list[float]] = {}
         nonfinite = 0.0
         cell = iter(zip(flat[::3], flat[1::3], flat[2::3]))

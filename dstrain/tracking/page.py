@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import IO
 
-from dstrain.distributed.progress import phases
+from dstrain.distributed.progress import get_phases
 
 
 class Page:
@@ -39,7 +39,7 @@ class Page:
         """
         if self._every and done > self._ended_at:
             self._ended_at = done
-            phases().at("writing report.html")
+            get_phases().enter_phase("writing report.html")
             if not self._has_writer_ended():
                 os.killpg(self._starter.pid, signal.SIGKILL)
                 self._forget_writer()

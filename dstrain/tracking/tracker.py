@@ -28,7 +28,7 @@ from torch import Tensor
 
 from dstrain.disk import atomic, lines
 from dstrain.distributed import group
-from dstrain.distributed.progress import phases
+from dstrain.distributed.progress import get_phases
 from dstrain.recipe import ConfigError, Track, explain_write_errors
 from dstrain.tracking.figures import format_duration, plot_columns
 from dstrain.tracking.machine import describe_machine, describe_memory_use
@@ -93,8 +93,8 @@ class Tracker:
             from tqdm import tqdm
 
             self._bar = tqdm(total=steps, initial=resumed_step, unit="step", dynamic_ncols=True)
-            phases().through(self._print_line)
-        for line in phases().logged():
+            get_phases().redirect_output(self._print_line)
+        for line in get_phases().take_printed_lines():
             self._append_to_file("log.txt", line + "\n")
         facts = describe_machine(system) | ({"weights": weights} if weights else {})
         sharding = {"deepspeed": settings or {}}
@@ -135,7 +135,7 @@ class Tracker:
             "metrics.jsonl", _format_line({"step": done, **steady, "timing": timing | {"time": time.time()}})
         )
         self.note(self._format_for_person(done, values))
-        phases().settle()
+        get_phases().begin_steps()
         self._send_values(
             {f"train/{name}": value for name, value in steady.items()}
             | {f"timing/{name}": value for name, value in timing.items()},
@@ -232,7 +232,7 @@ class Tracker:
             evaluated, measured = (
                 any(name.startswith(f"{kind}/") for name in names) for kind in ("held_out", "metrics")
             )
-        return group.from_first((drawn, evaluated, measured))
+        return group.broadcast_from_first((drawn, evaluated, measured))
 
     def log_model(self, done: int, write: Callable[[Path], None]) -> None:
         """Calls `write` to fill the folder RUN/model and logs it to wandb as an artifact, if track.artifact asks for
@@ -293,7 +293,7 @@ class Tracker:
                 self._board.add_scalar(name, value, done)
 
     def _print_line(self, text: str) -> None:
-        phases().heard()
+        get_phases().note_output()
         bar = self._bar  # which the main thread may close meanwhile
         with suppress(OSError, ValueError):  # a closed pipe or terminal ends no training
             if bar is not None:

@@ -146,7 +146,7 @@ def write_fragments(step: Path, shapes: dict[str, Any], flat: Any, starts: dict[
     import torch
     from safetensors.torch import save_file
 
-    from dstrain.checkpoint.fragments import Fragment, shard_name, write_shard
+    from dstrain.checkpoint.fragments import Fragment, name_shard, write_shard
 
     step.mkdir(parents=True)
     for rank in range(RANKS):
@@ -159,7 +159,7 @@ def write_fragments(step: Path, shapes: dict[str, Any], flat: Any, starts: dict[
             for kind in ("master", "exp_avg", "exp_avg_sq", "ema.0.9999")
             for name, shape in shapes.items()
         ]
-        write_shard(step / shard_name("network", rank, RANKS), entries)
+        write_shard(step / name_shard("network", rank, RANKS), entries)
     save_file({"system/seen": torch.zeros(1)}, step / "common.safetensors", {"counters": "{}"})
     body: dict[str, Any] = {
         "files": hash_files(step, sorted(path.name for path in step.iterdir())),

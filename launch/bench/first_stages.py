@@ -28,7 +28,7 @@ from dstrain.data.sources.images import open_images
 from dstrain.metrics import distances
 from dstrain.metrics.builtin import Builtin
 from dstrain.nn.measures import measure_likeness
-from dstrain.nn.pixels import to_uint8
+from dstrain.nn.pixels import convert_to_uint8
 from dstrain.recipe import ConfigError
 from dstrain.runs import trained
 
@@ -60,8 +60,8 @@ def row(folder: Path) -> list[str]:
     for samples in iterate_held_out(source, _BATCH, 0, 1, torch.device("cpu"), run.seed):
         valid, labels = samples.pop("valid"), samples["label"]
         example = system.encode(samples)
-        picture = system.reconstructions(nets, example)[-1]
-        features, logits = network(to_uint8(picture))
+        picture = system.reconstruct(nets, example)[-1]
+        features, logits = network(convert_to_uint8(picture))
         originals.append(network(samples["image"])[0][valid])
         made.append(features[valid])
         right.append((logits.argmax(1) == labels)[valid].float())

@@ -70,7 +70,7 @@ def main() -> None:
     tell(
         ", ".join(f"{name} {value:.6g}" for name, value in distances.measure_manifold(first.kept, second.kept).items())
     )
-    group.leave_group()
+    group.leave_process_group()
 
 
 if __name__ == "__main__":

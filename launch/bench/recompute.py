@@ -17,7 +17,7 @@ from torch import Tensor
 from dstrain import recipe, systems
 from dstrain.commands.exits import run_main
 from dstrain.commands.options.arguments import Parser, parse_positive
-from dstrain.engine.blocks import HostMemory, prepare
+from dstrain.engine.blocks import HostMemory, prepare_blocks
 from dstrain.engine.planning.activations import count_flops, count_kept_bytes
 
 _LATENTS = ["model.first_stage=null", "model.in_channels=4"]
@@ -65,7 +65,7 @@ def system_of(name: str) -> systems.System:
         raise recipe.ConfigError(f"RECIPE {name}: there is no such name or file{recipe.suggest_files(path, '*.yaml')}")
     with recipe.reword_errors(options={"--recipe ": "RECIPE "}):
         run = recipe.load_recipe(path if path.exists() else Path(name), LARGE.get(name, []))
-        run = recipe.check_model(run, systems.config_class(run.system))
+        run = recipe.check_model(run, systems.find_config_class(run.system))
         return systems.build(run.system, run.model)
 
 
@@ -77,7 +77,7 @@ def measure(system: systems.System, choice: str | int, batch: int) -> Cost:
         networks = system.networks()
     for name, network in networks.items():
         network.to(torch.bfloat16).requires_grad_(name == part)
-        prepare(network, system.blocks(), choice, host=host)
+        prepare_blocks(network, system.blocks(), choice, host=host)
     example = {name: value.to("meta") for name, value in system.encode(system.synthetic(batch)).items()}
     weights = (tensor for network in networks.values() for tensor in (*network.parameters(), *network.buffers()))
 

@@ -63,9 +63,9 @@ def main() -> None:
         beside = job.run.directory.parent
         beside.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=beside) if group.rank() == 0 else nullcontext() as folder:
-            report(measure(job, Path(group.from_first(folder))))
+            report(measure(job, Path(group.broadcast_from_first(folder))))
             group.barrier()
-        group.leave_group()
+        group.leave_process_group()
 
 
 def measure(job: Job, folder: Path) -> dict[str, float]:
@@ -85,7 +85,7 @@ def measure(job: Job, folder: Path) -> dict[str, float]:
     values = [
         flat.detach()
         for part, masters in engines.masters.items()
-        for flats in (masters.flats, *map(masters.moments, masters.kinds), *ema.flats.get(part, {}).values())
+        for flats in (masters.flats, *map(masters.read_moments, masters.kinds), *ema.flats.get(part, {}).values())
         for flat in flats
     ]
     size = sum(flat.numel() for flat in values)
@@ -136,8 +136,8 @@ def beside_training(checkpoints: Any, step: Callable[[int], object]) -> dict[str
             step(number)
             wait()
             steps.append(time.perf_counter() - step_begun)
-            under_way = group.agree_any(checkpoints.saver.under_way)
-        checkpoints.saver.wait()
+            under_way = group.is_true_on_any_rank(checkpoints.saver.under_way)
+        checkpoints.saver.wait_for_save()
         wholes.append(time.perf_counter() - begun)
     return {"first stall": stalls[0], "stall": min(stalls[1:]), "beside": min(wholes), "step beside": min(steps)}
 

@@ -48,7 +48,7 @@ def main() -> None:
                 yield own.run, own.settings
 
         compare(jobs())
-        group.leave_group()
+        group.leave_process_group()
 
 
 if __name__ == "__main__":

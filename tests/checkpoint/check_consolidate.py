@@ -106,9 +106,9 @@ def dstrains(folder: Path, stage: int, precision: str) -> dict:
     for step in range(STEPS):
         x, y = batch(step)
         mine = rows(0, GLOBAL // group.world())
-        with engines.turn("tiny") as nets:
+        with engines.select_part("tiny") as nets:
             engines.learn("tiny", (nets["tiny"](x[mine]) - y[mine]).square().mean())
-        ema.update(step, engines.applied())
+        ema.update(step, engines.list_applied())
         full = gathered(masters, masters.flats)
         for decay, shadow in naive.items():
             for name, value in shadow.items():

@@ -110,7 +110,7 @@ def test_a_save_beside_training(tmp_path):
     trial.saves.save(1)
     state = trial.state()
     trial.steps(1, 3)
-    trial.saves.saver.wait()
+    trial.saves.saver.wait_for_save()
     again = Trial(tmp_path)
     assert again.saves.resume() == 1 and same(again.state(), state)
     assert trial.saved == [1] and any(line.startswith("saved step 1") for line in trial.lines)
@@ -126,10 +126,10 @@ def test_lines_on_what_is_written_beside_training(tmp_path, end):
     for store in (trial.saves.store, trial.saves.averages.saver.store):
         store.save = lambda *words, save=store.save, **more: slow.wait(60) and save(*words, **more)
     trial.steps(0, 1)
-    trial.saves.averages.saver.store.steps = lambda: []
+    trial.saves.averages.saver.store.list_steps = lambda: []
     trial.saves.save(1)
-    trial.saves.averages.take(1)
-    trial.saves.look()
+    trial.saves.averages.take_snapshot(1)
+    trial.saves.report_ended_save()
     assert trial.lines == [] and trial.saves.saver.under_way and trial.saves.averages.saver.under_way
     if end == "close":
         threading.Timer(0.2, slow.set).start()
@@ -140,7 +140,7 @@ def test_lines_on_what_is_written_beside_training(tmp_path, end):
         while (trial.saves.saver.under_way or trial.saves.averages.saver.under_way) and time.monotonic() < deadline:
             time.sleep(0.01)
         for _ in range(2):
-            trial.saves.look()
+            trial.saves.report_ended_save()
     assert [line.split(" in ")[0] for line in trial.lines] == ["saved step 1", "averages: saved step 1"]
 
 
@@ -160,7 +160,7 @@ def test_averages_by_width_that_were_added(tmp_path):
 def test_weights_that_are_not_finite(tmp_path, stage):
     """Oracle: by hand: nothing is saved, and the steps that are there are named, also those put aside."""
     trial = Trial(tmp_path, stage)
-    flat = list(trial.engines.masters["b"].own_views(trial.engines.masters["b"].flats))[-1][1]
+    flat = list(trial.engines.masters["b"].list_own_views(trial.engines.masters["b"].flats))[-1][1]
     kept = flat[-1].item()
     flat[-1] = math.nan
     with pytest.raises(
@@ -174,4 +174,4 @@ def test_weights_that_are_not_finite(tmp_path, stage):
     flat[0] = math.inf
     with pytest.raises(FloatingPointError, match=r"the steps 5 \(put aside: 6\)"):
         trial.saves.save(7)
-    assert trial.saves.store.steps() == [5]
+    assert trial.saves.store.list_steps() == [5]

@@ -10,16 +10,16 @@ import torch
 from safetensors import safe_open
 
 from dstrain.checkpoint import safetensors_io
-from dstrain.checkpoint.fragment_index import FragmentIndex, Rows, collect_rows, index_name, write_index
+from dstrain.checkpoint.fragment_index import FragmentIndex, Rows, collect_rows, name_index_file, write_index
 from dstrain.checkpoint.fragments import (
     Fragment,
     IndexedShards,
     Shards,
     StoredWeight,
     list_stored_weights,
+    name_shard,
     open_shards,
     read_elements,
-    shard_name,
     write_shard,
 )
 from dstrain.checkpoint.manifest import NAME, hash_files
@@ -48,9 +48,11 @@ def write(folder, world: int, seed: int = 0, kinds=KINDS, leave_out: int = -1) -
     for rank, entries in enumerate(by_rank):
         entries.sort(key=lambda entry: kinds.index(entry[0]) if entry[0] in kinds else len(kinds))
         own.append(
-            collect_rows(entries, write_shard(folder / shard_name("net", rank, world), entries, {"part": "net"}))
+            collect_rows(entries, write_shard(folder / name_shard("net", rank, world), entries, {"part": "net"}))
         )
-    assert {index_name("net"): write_index(folder, "net", own, SHAPES)} == hash_files(folder, [index_name("net")])
+    assert {name_index_file("net"): write_index(folder, "net", own, SHAPES)} == hash_files(
+        folder, [name_index_file("net")]
+    )
     seal(folder)
     return truth
 
@@ -65,34 +67,40 @@ def test_every_run_of_elements(tmp_path, world):
     """Oracle: torch's own slices of the tensors that were written, and the headers; codes are known by their rows."""
     truth = write(tmp_path, world)
     index, headers = open_shards(tmp_path, "net"), Shards(tmp_path, "net")
-    assert isinstance(index, IndexedShards) and set(index.kinds()) == {*KINDS, "state1"} == set(headers.kinds())
-    assert index.decays() == [0.99] and index.names("master") == list(SHAPES) and index.names("state1") == []
+    assert isinstance(index, IndexedShards) and set(index.list_kinds()) == {*KINDS, "state1"} == set(
+        headers.list_kinds()
+    )
+    assert (
+        index.list_decays() == [0.99]
+        and index.list_names("master") == list(SHAPES)
+        and index.list_names("state1") == []
+    )
     with index:
         for (kind, name), values in truth.items():
-            assert index.has(kind, name) and torch.equal(index.read(kind, name), values.flatten())
-            assert name not in SHAPES or index.shape(name) == tuple(values.shape)
+            assert index.has_tensor(kind, name) and torch.equal(index.read(kind, name), values.flatten())
+            assert name not in SHAPES or index.find_shape(name) == tuple(values.shape)
             for start, end in itertools.combinations(range(0, values.numel() + 1, 3), 2):
                 assert torch.equal(index.read(kind, name, start, end - start), values.flatten()[start:end])
-                assert index.spans(kind, name, start, end) == headers.spans(kind, name, start, end)
+                assert index.find_spans(kind, name, start, end) == headers.find_spans(kind, name, start, end)
     for kind, name, message in (("master", "d.weigth", "nearest is d.weight"), ("ema.0.5", "a", "no ema.0.5 named a")):
         with pytest.raises(ConfigError, match=message):
             index.read(kind, name)
     with pytest.raises(ConfigError, match="elements 3 .. 65 of c are outside of shape"):
-        index.spans("master", "c", 3, 65)
-    shard = tmp_path / shard_name("net", world - 1, world)
+        index.find_spans("master", "c", 3, 65)
+    shard = tmp_path / name_shard("net", world - 1, world)
     write_shard(shard, [("master", Fragment("z", (2,), 0, 2), torch.ones(2))])  # somebody's own shard, sealed
     seal(tmp_path)
     other = open_shards(tmp_path, "net")
     assert type(other) is Shards and other.read("master", "z").tolist() == [1.0, 1.0]
-    (tmp_path / index_name("net")).unlink()  # as earlier versions have written checkpoints
+    (tmp_path / name_index_file("net")).unlink()  # as earlier versions have written checkpoints
     assert type(open_shards(tmp_path, "net")) is Shards
 
 
 def test_the_library_reads_it(tmp_path, synced):
     """Oracle: the safetensors library, and the order by key and first element; forced to the disk as a whole."""
     write(tmp_path, 3)
-    assert synced[index_name("net")] == (tmp_path / index_name("net")).stat().st_size
-    with safe_open(tmp_path / index_name("net"), "np") as file:
+    assert synced[name_index_file("net")] == (tmp_path / name_index_file("net")).stat().st_size
+    with safe_open(tmp_path / name_index_file("net"), "np") as file:
         table = file.get_tensor("fragments")
     assert table.shape[0] == 5 and set(table[3]) == {0, 1, 2}
     assert np.array_equal(np.lexsort((table[1], table[0])), np.arange(table.shape[1]))
@@ -104,37 +112,37 @@ def test_gaps_and_nothing(tmp_path):
     messages = []
     for shards in (Shards(tmp_path, "net"), FragmentIndex(tmp_path, "net")):
         with pytest.raises(ConfigError, match="are in no shard of") as error:
-            shards.spans("master", "c")
+            shards.find_spans("master", "c")
         messages.append(str(error.value))
     assert messages[0] == messages[1]
     write_index(tmp_path, "none", [Rows([], np.zeros((0, 5), np.int64), "")], {})
     nothing = FragmentIndex(tmp_path, "none")
-    assert nothing.kinds() == nothing.names("master") == [] and not nothing.has("master", "a")
+    assert nothing.list_kinds() == nothing.list_names("master") == [] and not nothing.has_tensor("master", "a")
 
 
 @pytest.mark.parametrize("row, value", [(3, 7), (3, -1), (2, -5), (4, -8)])
 def test_rows_that_lie(tmp_path, row, value):
     """Oracle: by hand: a shard or a place that there is not is refused before a file is opened."""
     write(tmp_path, 1)
-    path = tmp_path / index_name("net")
+    path = tmp_path / name_index_file("net")
     table = np.array(FragmentIndex(tmp_path, "net")._table)
     table[row] = value
     raw = path.read_bytes()
     path.write_bytes(raw[: -table.nbytes] + table.tobytes())
     with pytest.raises(ConfigError, match="names elements beyond the shards: it is damaged"):
-        FragmentIndex(tmp_path, "net").spans("master", "a")
+        FragmentIndex(tmp_path, "net").find_spans("master", "a")
     path.write_bytes(raw.replace(b'"shards":"1"', b'"shards":"%d"' % 10**15, 1))  # no list of so many is made
     path.write_bytes(
         (len(path.read_bytes()) - len(raw) + int.from_bytes(raw[:8], "little")).to_bytes(8, "little")
         + path.read_bytes()[8:]
     )
-    assert not FragmentIndex(tmp_path, "net").matches({path.name: {"hash": ""}})
+    assert not FragmentIndex(tmp_path, "net").matches_shards({path.name: {"hash": ""}})
 
 
 def test_files_that_are_none(tmp_path):
     """Oracle: by hand: truncated, another tensor, no metadata, metadata of other types."""
     write(tmp_path, 1)
-    path = tmp_path / index_name("net")
+    path = tmp_path / name_index_file("net")
     raw = path.read_bytes()
     (length,) = struct.unpack("<Q", raw[:8])
     for bad in (

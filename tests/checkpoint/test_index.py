@@ -15,11 +15,11 @@ from dstrain.checkpoint.layout import (
     RECONSTRUCTED,
     Fragment,
     Index,
-    damage_error,
     find_reconstructed,
     list_averages,
     list_buffers,
-    shard_name,
+    make_damage_error,
+    name_shard,
 )
 from dstrain.checkpoint.safetensors_io import Entry, Span, Stored, read_header, render_header, split_entries
 from dstrain.recipe import ConfigError
@@ -40,7 +40,7 @@ def test_bytes_of_a_run(tmp_path):
     """Oracle: by hand: of fragments that overlap the earliest and longest is taken, each element once, as bytes behind
     the header; the file holds the fragments in the order of writing, under names that count them.
     """
-    path = tmp_path / shard_name("net", 0, 1)
+    path = tmp_path / name_shard("net", 0, 1)
     write_shard(path, [piece(4, 8), piece(0, 5), piece(0, 3), piece(5, 5), piece(8, 12), piece(0, 12, "b")])
     begin, header = data_of(path)
     assert [key for key in header if key != "__metadata__"] == [
@@ -55,25 +55,27 @@ def test_bytes_of_a_run(tmp_path):
     def span(at, count):
         return Span(path, begin + 4 * at, 4 * count)
 
-    assert index.spans("master", "w") == [span(4, 5), span(1, 3), span(12, 4)]  # 0..5 of the second, 5..8, 8..12
-    assert index.spans("master", "w", 1, 4) == [span(5, 3)] and index.spans("master", "w", 5, 8) == [span(1, 3)]
-    assert index.spans("master", "w", 4, 9) == [span(8, 1), span(1, 3), span(12, 1)]
-    assert index.spans("master", "w", 7, 7) == [] and index.spans("master", "b", 0, 1) == [span(16, 1)]
-    assert index.spans("master", "w", 12) == [] and index.shape("w") == (3, 4)
+    assert index.find_spans("master", "w") == [span(4, 5), span(1, 3), span(12, 4)]  # 0..5 of the second, 5..8, 8..12
+    assert index.find_spans("master", "w", 1, 4) == [span(5, 3)] and index.find_spans("master", "w", 5, 8) == [
+        span(1, 3)
+    ]
+    assert index.find_spans("master", "w", 4, 9) == [span(8, 1), span(1, 3), span(12, 1)]
+    assert index.find_spans("master", "w", 7, 7) == [] and index.find_spans("master", "b", 0, 1) == [span(16, 1)]
+    assert index.find_spans("master", "w", 12) == [] and index.find_shape("w") == (3, 4)
     for start, end in ((-1, 3), (4, 3), (0, 13)):
         with pytest.raises(ConfigError, match=rf"net: elements {start} .. {end} of w are outside of shape \(3, 4\)"):
-            index.spans("master", "w", start, end)
+            index.find_spans("master", "w", start, end)
 
 
 def test_gaps(tmp_path):
     """Oracle: by hand: the first run of elements that lies in no shard, up to the next fragment or to the end."""
-    path = tmp_path / shard_name("net", 0, 1)
+    path = tmp_path / name_shard("net", 0, 1)
     write_shard(path, [piece(2, 4), piece(6, 8)])
     index = Index(tmp_path, "net", [path.name])
     for start, end, gap in ((0, 4, "0 .. 2"), (2, 8, "4 .. 6"), (2, 5, "4 .. 5"), (6, 12, "8 .. 12"), (3, 7, "4 .. 6")):
         with pytest.raises(ConfigError, match=rf"net: elements {gap} of master/w \(3, 4\) are in no shard of"):
-            index.spans("master", "w", start, end)
-    assert len(index.spans("master", "w", 2, 4)) == 1
+            index.find_spans("master", "w", start, end)
+    assert len(index.find_spans("master", "w", 2, 4)) == 1
 
 
 @pytest.mark.parametrize(
@@ -95,11 +97,11 @@ def test_types_and_sizes_of_fragments(tmp_path, kinds, counts, message):
     named = {
         key: torch.zeros(count, dtype=getattr(torch, kind)) for key, kind, count in zip(("m/a", "m/b"), kinds, counts)
     }
-    path = tmp_path / shard_name("net", 0, 1)
+    path = tmp_path / name_shard("net", 0, 1)
     path.write_bytes(save(named, {"fragments": json.dumps({key: [[3, 4], 0, 12] for key in named})}))
     if message is None:
         size = 4 if kinds[0] == "float32" else 2
-        assert [span.nbytes for span in Index(tmp_path, "net", [path.name]).spans("m", "b")] == [12 * size]
+        assert [span.nbytes for span in Index(tmp_path, "net", [path.name]).find_spans("m", "b")] == [12 * size]
         return
     with pytest.raises(ConfigError, match=f"is not a shard of named fragments: {message}"):
         Index(tmp_path, "net", [path.name])
@@ -156,24 +158,30 @@ def test_averages_made_afterwards(tmp_path):
         ("a", 1, ("ema.0.9", "ema.0.3")),
         ("b-c", 0, ("ema.0.1",)),
     ):
-        write_shard(own / shard_name(part, rank, 2), [piece(0, 12, kind=kind) for kind in kinds])
+        write_shard(own / name_shard(part, rank, 2), [piece(0, 12, kind=kind) for kind in kinds])
     assert list_averages(own) == {0.9, 0.3, 0.1} and find_reconstructed(tmp_path, 0.1, None, own) is None
 
 
 def test_kinds_and_names(tmp_path):
     """Oracle: what was written, in that order; the averages' decays as numbers."""
-    path = tmp_path / shard_name("net", 0, 1)
+    path = tmp_path / name_shard("net", 0, 1)
     write_shard(
         path,
         [piece(0, 12, name, kind) for kind in ("master", "ema.0.9999", "ema.0.5") for name in ("b", "a")],
         {"step": "3"},
     )
     index = Index(tmp_path, "net", [path.name])
-    assert index.kinds() == ["master", "ema.0.9999", "ema.0.5"] and index.decays() == [0.9999, 0.5]
-    assert index.names("ema.0.5") == ["b", "a"] and index.names("ema.0.7") == [] and index.metadata == {"step": "3"}
+    assert index.list_kinds() == ["master", "ema.0.9999", "ema.0.5"] and index.list_decays() == [0.9999, 0.5]
+    assert (
+        index.list_names("ema.0.5") == ["b", "a"]
+        and index.list_names("ema.0.7") == []
+        and index.metadata == {"step": "3"}
+    )
     with pytest.raises(ConfigError, match="net: the checkpoint .* holds no tensor named c$"):
-        index.shape("c")
-    assert "checkpoint a/b is damaged (torn): take an older one with --step" in str(damage_error(Path("a/b"), "torn"))
+        index.find_shape("c")
+    assert "checkpoint a/b is damaged (torn): take an older one with --step" in str(
+        make_damage_error(Path("a/b"), "torn")
+    )
 
 
 @pytest.mark.parametrize(
@@ -190,7 +198,7 @@ def test_kinds_and_names(tmp_path):
 def test_sets_of_shards(tmp_path, ranks, message):
     """Oracle: by hand: a shard of every rank of one world, no more; at most five that are missing are named."""
     for rank, world in ranks:
-        write_shard(tmp_path / shard_name("net", rank, world), [piece(0, 12)])
+        write_shard(tmp_path / name_shard("net", rank, world), [piece(0, 12)])
     with pytest.raises(ConfigError, match=message):
         Shards(tmp_path, "net")
 

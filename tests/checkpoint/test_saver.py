@@ -62,7 +62,7 @@ def test_what_is_saved_is_what_was_there(tmp_path):
     trial.gate.clear()
     trial.values.fill_(1.0)
     trial.save(1)
-    assert trial.saver.store.steps() == [] and trial.saver.newest == 0
+    assert trial.saver.store.list_steps() == [] and trial.saver.newest == 0
     trial.values.fill_(2.0)
     letting_go = threading.Timer(0.5, trial.gate.set)
     letting_go.start()
@@ -70,9 +70,9 @@ def test_what_is_saved_is_what_was_there(tmp_path):
     trial.save(2)
     assert time.perf_counter() - began > 0.4 and trial.saver.newest == 1, "two saves were in flight"
     trial.values.fill_(3.0)
-    trial.saver.wait()
+    trial.saver.wait_for_save()
     trial.save(3, last=True)
-    assert trial.saver.newest == 3 and trial.saved == [1, 2, 3] and trial.saver.store.steps() == [2, 3]
+    assert trial.saver.newest == 3 and trial.saved == [1, 2, 3] and trial.saver.store.list_steps() == [2, 3]
     assert torch.equal(trial.read(2), torch.full((SIZE,), 2.0)) and torch.equal(trial.read(3), trial.values)
     assert [line.split(" in ")[0] for line in trial.reports] == ["saved step 1", "saved step 2", "saved step 3"]
 
@@ -81,17 +81,17 @@ def test_a_full_disk_leaves_the_old_checkpoint_whole(tmp_path):
     """Oracle: the limit on a file's size: reported, nothing left, the older step verifies, the next save succeeds."""
     trial = Trial(tmp_path)
     trial.save(1)
-    trial.saver.wait()
+    trial.saver.wait_for_save()
     with no_room():
         trial.save(2)
-        trial.saver.wait()
+        trial.saver.wait_for_save()
     assert "saving step 2 failed: OSError" in trial.reports[-1] and "File too large" in trial.reports[-1]
     assert trial.saver.newest == 1 and trial.saved == [1]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["newest", "step_00000001"]
-    assert Store(tmp_path).newest()[0] == 1
+    assert Store(tmp_path).find_newest()[0] == 1
     trial.save(3)
-    trial.saver.wait()
-    assert trial.saver.newest == 3 and Store(tmp_path).newest()[0] == 3
+    trial.saver.wait_for_save()
+    assert trial.saver.newest == 3 and Store(tmp_path).find_newest()[0] == 3
 
 
 @pytest.mark.parametrize("asynchronous", [True, False])
@@ -101,11 +101,11 @@ def test_three_failures_in_a_row_end_the_run(tmp_path, asynchronous):
     for step in (1, 2, 4, 5):
         with no_room():
             trial.save(step)
-            trial.saver.wait()
+            trial.saver.wait_for_save()
         if step % 3 == 2:
             trial.save(step + 1)
-            trial.saver.wait()
-    assert Store(tmp_path).newest()[0] == 6 and trial.saved == [3, 6]
+            trial.saver.wait_for_save()
+    assert Store(tmp_path).find_newest()[0] == 6 and trial.saved == [3, 6]
     with no_room():
         trial.save(7)
         trial.save(8)
@@ -113,23 +113,23 @@ def test_three_failures_in_a_row_end_the_run(tmp_path, asynchronous):
             trial.save(9)
     with no_room(), pytest.raises(NotSaved, match="step 10 could not be saved"):
         Trial(tmp_path, asynchronous).save(10, last=True)
-    assert Store(tmp_path).newest()[0] == 6
+    assert Store(tmp_path).find_newest()[0] == 6
 
 
 def test_no_memory_and_no_thread(tmp_path, monkeypatch):
     """Oracle: what the system refuses: the step is saved before save comes back, and nothing waits for ever."""
     trial = Trial(tmp_path)
     with monkeypatch.context() as patched:
-        patched.setattr(module.HostCopies, "_host_buffer", lambda self, numel: torch.empty(1 << 60))
+        patched.setattr(module.HostCopies, "_allocate_host_buffer", lambda self, numel: torch.empty(1 << 60))
         trial.save(1)
     assert trial.saver.newest == 1 and "no memory for a copy" in trial.reports[0]
     with monkeypatch.context() as patched:
         patched.setattr(threading.Thread, "start", a_thread_less(threading.Thread.start))
         trial = Trial(tmp_path)
         trial.save(2)
-        assert trial.saver.store.steps() == [1, 2] and not trial.saver.under_way
+        assert trial.saver.store.list_steps() == [1, 2] and not trial.saver.under_way
         assert trial.saver._pending.waited == trial.saver._pending.seconds > 0  # training waited for all of it
-    trial.saver.wait()
+    trial.saver.wait_for_save()
     assert trial.saver.newest == 2
 
 
@@ -154,32 +154,42 @@ def test_the_save_in_flight_counts_as_the_best(tmp_path):
     """Oracle: the lowest score so far by hand, while its checkpoint is still being written."""
     trial = Trial(tmp_path)
     trial.save(1, score=0.5)
-    trial.saver.wait()
+    trial.saver.wait_for_save()
     trial.gate.clear()
     trial.save(2, score=0.3)
-    assert trial.saver.store.steps() == [1]
-    assert not trial.saver.improves(0.4) and not trial.saver.improves(0.3) and trial.saver.improves(0.2)
+    assert trial.saver.store.list_steps() == [1]
+    assert (
+        not trial.saver.is_improvement(0.4) and not trial.saver.is_improvement(0.3) and trial.saver.is_improvement(0.2)
+    )
     trial.gate.set()
-    trial.saver.wait()
-    assert not trial.saver.improves(0.3) and trial.saver.improves(0.2)
+    trial.saver.wait_for_save()
+    assert not trial.saver.is_improvement(0.3) and trial.saver.is_improvement(0.2)
     with no_room():
         trial.save(3, score=0.1)
         while trial.saver.under_way:
             time.sleep(0.01)
-    assert trial.saver.improves(0.2) and not trial.saver.improves(0.3), "what could not be saved counts"
+    assert trial.saver.is_improvement(0.2) and not trial.saver.is_improvement(0.3), "what could not be saved counts"
 
 
 def test_a_score_that_is_not_finite(tmp_path):
     """Oracle: finding B2: after a NaN, pending or saved, any finite score improves and no other; the 0.3 is kept."""
     trial, nan = Trial(tmp_path), float("nan")
-    assert not trial.saver.improves(nan) and not trial.saver.improves(float("inf")) and trial.saver.improves(9.0)
+    assert (
+        not trial.saver.is_improvement(nan)
+        and not trial.saver.is_improvement(float("inf"))
+        and trial.saver.is_improvement(9.0)
+    )
     trial.save(1, score=nan)
-    assert trial.saver.improves(0.3) and not trial.saver.improves(nan)
+    assert trial.saver.is_improvement(0.3) and not trial.saver.is_improvement(nan)
     for step, score in ((2, 0.3), (3, nan), (4, 0.4), (5, nan), (6, nan)):
         trial.save(step, score=score)
-        trial.saver.wait()
-        assert trial.saver.store.best() == (2, 0.3) and trial.saver.improves(0.2) and not trial.saver.improves(0.3)
-    assert trial.saver.store.steps() == [2, 5, 6]
+        trial.saver.wait_for_save()
+        assert (
+            trial.saver.store.find_best() == (2, 0.3)
+            and trial.saver.is_improvement(0.2)
+            and not trial.saver.is_improvement(0.3)
+        )
+    assert trial.saver.store.list_steps() == [2, 5, 6]
 
 
 def test_an_error_lets_the_save_end(tmp_path):
@@ -195,10 +205,10 @@ def test_an_error_lets_the_save_end(tmp_path):
                 raise error
             finally:
                 trial.saver.close()
-                found = trial.saver.store.steps()
+                found = trial.saver.store.list_steps()
         assert found == steps
         letting_go.join()
-        trial.saver.wait()
+        trial.saver.wait_for_save()
 
 
 def test_a_host_without_memory_saves_at_once(tmp_path, monkeypatch):
@@ -210,11 +220,11 @@ def test_a_host_without_memory_saves_at_once(tmp_path, monkeypatch):
         enough.save(1)
         assert enough.saver.under_way and enough.reports == []
         enough.gate.set()
-        enough.saver.wait()
+        enough.saver.wait_for_save()
     monkeypatch.setattr(module, "measure_free_memory", lambda: 5 * SIZE - 1)
     trial = Trial(tmp_path)
     trial.save(1)
-    assert trial.saver.store.steps() == [1]
+    assert trial.saver.store.list_steps() == [1]
     assert "training waits for each save" in trial.reports[0] and "has no room" in trial.reports[0]
     trial.save(2)
     assert trial.saver.newest == 2 and len(trial.reports) == 3
@@ -244,14 +254,14 @@ def talk_while_saving(folder: Path) -> None:
         trial.values.fill_(10 * step + rank)
         trial.save(step)
         for number in range(200):
-            right &= group.agreed_max(number + rank) == number + 1
-            right &= group.from_first((step, number, "main")) == (step, number, "main")
+            right &= group.find_max_over_ranks(number + rank) == number + 1
+            right &= group.broadcast_from_first((step, number, "main")) == (step, number, "main")
         if rank == 1:
             time.sleep(0.02 * step)  # the ranks' threads and main threads drift apart
     with no_room() if rank == 1 else open("/dev/null"):
         trial.save(6)
-        trial.saver.wait()
-    result = {"right": right, "steps": trial.saver.store.steps(), "newest": trial.saver.newest}
+        trial.saver.wait_for_save()
+    result = {"right": right, "steps": trial.saver.store.list_steps(), "newest": trial.saver.newest}
     (folder / f"{rank}.json").write_text(json.dumps(result))
 
 
@@ -270,9 +280,9 @@ def test_a_save_is_reported_once(tmp_path):
     while trial.saver.under_way:
         time.sleep(0.01)
     for _ in range(3):
-        trial.saver.look()
-    trial.saver.wait()
-    trial.saver.look()
+        trial.saver.report_ended_save()
+    trial.saver.wait_for_save()
+    trial.saver.report_ended_save()
     assert len(trial.reports) == 1
 
 
@@ -282,7 +292,7 @@ def test_how_long_training_waited(tmp_path):
         trial = Trial(tmp_path / str(asynchronous), asynchronous)
         began = time.perf_counter()
         trial.save(1)
-        trial.saver.wait()
+        trial.saver.wait_for_save()
         took = time.perf_counter() - began
         seconds, waited = map(
             float, re.fullmatch(r"saved step 1 in ([\d.]+) s; training waited ([\d.]+) s", trial.reports[0]).groups()

@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 
 from dstrain import systems
 from dstrain.checkpoint import safetensors_io, torch_files
-from dstrain.checkpoint.fragments import Fragment, shard_name, write_shard
+from dstrain.checkpoint.fragments import Fragment, name_shard, write_shard
 from dstrain.checkpoint.manifest import NAME, hash_files
 from dstrain.commands.consolidate import Order, consolidate_weights
 from dstrain.disk.sealed import render_sealed
@@ -97,7 +97,7 @@ def checkpoint(
                                 value.flatten()[start : start + numel],
                             )
                         )
-            write_shard(folder / shard_name(part, rank, world), entries, {"part": part})
+            write_shard(folder / name_shard(part, rank, world), entries, {"part": part})
     save_file(common, folder / "common.safetensors", {"counters": "{}"})
     seal(folder, step, world)
     return truth
@@ -241,9 +241,9 @@ def test_lower_precision(made, tmp_path):
     state = checkpoint(large, {"denoiser": network})
     folder = large / "checkpoints" / "step_00000007"
     value = torch.full((4,), 1e5)
-    write_shard(folder / shard_name("denoiser", 0, 3), [("master", Fragment("weight", (2, 2), 0, 4), value)])
+    write_shard(folder / name_shard("denoiser", 0, 3), [("master", Fragment("weight", (2, 2), 0, 4), value)])
     for rank in (1, 2):
-        write_shard(folder / shard_name("denoiser", rank, 3), [])
+        write_shard(folder / name_shard("denoiser", rank, 3), [])
     seal(folder)
     assert state
     with pytest.raises(ValueError, match="weight holds values beyond F16"):

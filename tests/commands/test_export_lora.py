@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from dstrain import systems
 from dstrain.commands import export
 from dstrain.commands.options.export import ExportOptions
-from dstrain.nn.measures import relative_error
+from dstrain.nn.measures import measure_relative_error
 from dstrain.recipe import ConfigError
 from dstrain.runs import trained
 from dstrain.runs.weights import fit_weights
@@ -62,7 +62,7 @@ def test_exports(train, tmp_path):
     example = system.encode(system.synthetic(3))
     inputs = example["x_start"], torch.tensor([1, 20, 40]), example["label"]
     with torch.no_grad():
-        assert relative_error(merged(*inputs), network(*inputs)) < 1e-5
+        assert measure_relative_error(merged(*inputs), network(*inputs)) < 1e-5
     adapters = load_file(tmp_path / "peft" / "adapter_model.safetensors")
     state = network.state_dict()
     assert all(torch.equal(state[name.removeprefix("base_model.model.")], value) for name, value in adapters.items())

@@ -12,7 +12,7 @@ from dstrain.recipe.section import iterate_fields
 from tests.support import tokenizer
 
 ROOT = Path(__file__).parents[2]
-SYSTEM = systems.config_class("dit")
+SYSTEM = systems.find_config_class("dit")
 KEYS = [key for key, _ in [*iterate_fields(Run), *iterate_fields(SYSTEM, "model")]]
 # Of any text: names, words for people, paths that need not be there yet, and what only a model with texts reads.
 FREE = {
@@ -113,7 +113,7 @@ def test_the_sections_of_all_systems(tmp_path, monkeypatch, system):
     recipe = f"tiny-{system.replace('.', '-')}"
     assert refuse(tmp_path, *words, recipe=recipe) == []
     taken, wrong = set(), []
-    for key in [key for key, _ in iterate_fields(systems.config_class(system), "model")]:
+    for key in [key for key, _ in iterate_fields(systems.find_config_class(system), "model")]:
         for value in ("[nonsense]", "{nonsense: 1}", "-7.5", "''", str(2**63 - 1)):
             override = f"{key}={value}"
             lines = refuse(tmp_path, *words, override, recipe=recipe)

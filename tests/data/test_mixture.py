@@ -14,7 +14,7 @@ from dstrain.data.cached.shards import read_index
 from dstrain.data.mixture import Mixture, MixtureOrder, join_classes, to_whole_numbers
 from dstrain.data.open import complete_data, describe_data, open_sources
 from dstrain.recipe import ConfigError, Data, describe_refused_changes, list_refused_changes, load_recipe
-from dstrain.systems import config_class
+from dstrain.systems import find_config_class
 from tests.data.cached.test_latents import write as write_codes
 from tests.support.clips import moving, write_pictures
 from tests.support.launch import ROOT
@@ -367,7 +367,7 @@ def test_weights_that_change_are_refused_by_name(tmp_path):
     def run(*sources):
         return load_recipe(None, [f"data.mixture=[{', '.join(sources)}]"])
 
-    before, system = run("{path: a, weight: 3}", "{path: b, weight: 1}"), config_class("dit")
+    before, system = run("{path: a, weight: 3}", "{path: b, weight: 1}"), find_config_class("dit")
     assert not list_refused_changes(before, run("{path: c, weight: 3}", "{path: b, weight: 1}"), system)
     for other, key in (
         (run("{path: a, weight: 3}", "{path: b, weight: 2}"), "data.mixture[1].weight"),

@@ -113,7 +113,9 @@ def _fill(out: Path) -> None:
 
 def _save(folder: Path) -> None:
     store = Store(folder / "checkpoints")
-    if not store.save(len(store.steps()) + 1, lambda path: (path / "a-00000-of-00001.bin").write_bytes(b"5") and None):
+    if not store.save(
+        len(store.list_steps()) + 1, lambda path: (path / "a-00000-of-00001.bin").write_bytes(b"5") and None
+    ):
         raise owner.TakenAway(store.error)
 
 
@@ -232,19 +234,19 @@ def test_a_checkpoint_that_is_read_stays(tmp_path):
     save(1)
     hold = owner.Hold(tmp_path / "step_00000001")
     save(2)
-    assert store.steps() == [1, 2]
+    assert store.list_steps() == [1, 2]
     hold.release()
     save(3)
-    assert store.steps() == [3]
+    assert store.list_steps() == [3]
     program = "import sys, time\nfrom pathlib import Path\nfrom dstrain.disk.owner import Hold\n"
     reader = begin(program + "Hold(Path(sys.argv[1]))\nprint(flush=True)\ntime.sleep(60)", tmp_path / "step_00000003")
     reader.stdout.readline()
     save(4)
-    assert store.steps() == [3, 4]
+    assert store.list_steps() == [3, 4]
     reader.kill()
     reader.wait()
     save(5)
-    assert store.steps() == [5] and not list(tmp_path.glob("*.hold"))
+    assert store.list_steps() == [5] and not list(tmp_path.glob("*.hold"))
 
 
 def claim(folder: Path, *more: object) -> owner.Claim:

@@ -148,24 +148,31 @@ def test_one_process_is_the_identity(monkeypatch):
     for word, value in TORCHRUN.items():
         monkeypatch.setenv(word, str(value))
     rows = torch.arange(6).reshape(3, 2)
-    assert group.gather_rows(rows) is rows and group.sum_ranks(rows) is rows
-    assert group.agree_any(True) is True and group.agree_any(False) is False and group.agreed_max(-4) == -4
-    assert group.gather_objects({"a": 1}) == group.to_first({"a": 1}) == [{"a": 1}] and group.from_first("b") == "b"
-    assert torch.equal(group.rows_to_first(rows, [2]), rows[:2])
+    assert group.gather_rows(rows) is rows and group.sum_over_ranks(rows) is rows
+    assert (
+        group.is_true_on_any_rank(True) is True
+        and group.is_true_on_any_rank(False) is False
+        and group.find_max_over_ranks(-4) == -4
+    )
+    assert (
+        group.gather_objects({"a": 1}) == group.gather_on_first_rank({"a": 1}) == [{"a": 1}]
+        and group.broadcast_from_first("b") == "b"
+    )
+    assert torch.equal(group.gather_rows_on_first_rank(rows, [2]), rows[:2])
     group.barrier()
     wishes = []
     ballot = group.Ballot(lambda: bool(wishes))
-    ballot.cast()
+    ballot.cast_vote()
     wishes.append("late")
-    assert ballot.outcome() is True
+    assert ballot.await_outcome() is True
 
 
 def voted(rank: int, wishes: int) -> bool:
     """The outcome of a vote, of which the ranks' wishes are bits; after it is cast they exchange something else."""
     ballot = group.Ballot(lambda: bool(wishes >> rank & 1))
-    ballot.cast()
-    assert group.sum_ranks(torch.tensor(1)) == group.world()
-    return ballot.outcome()
+    ballot.cast_vote()
+    assert group.sum_over_ranks(torch.tensor(1)) == group.world()
+    return ballot.await_outcome()
 
 
 def exchanged(rank: int, rows: dict) -> dict:
@@ -173,19 +180,19 @@ def exchanged(rank: int, rows: dict) -> dict:
     mine = torch.tensor([0.5, 1.0 + rank])
     result = {
         "gather": {name: group.gather_rows(parts[rank]) for name, parts in rows.items()},
-        "total": group.sum_ranks(mine),
+        "total": group.sum_over_ranks(mine),
         "mine": mine,
-        "counts": group.sum_ranks(torch.tensor(2**40 + rank)),
-        "agree": [group.agree_any(bool(flag >> rank & 1)) for flag in range(4)],
+        "counts": group.sum_over_ranks(torch.tensor(2**40 + rank)),
+        "agree": [group.is_true_on_any_rank(bool(flag >> rank & 1)) for flag in range(4)],
         "votes": [voted(rank, wishes) for wishes in range(4)],
-        "max": [group.agreed_max(value) for value in (rank, -rank, 2**53 + rank, -(2**60) - rank)],
+        "max": [group.find_max_over_ranks(value) for value in (rank, -rank, 2**53 + rank, -(2**60) - rank)],
         "objects": group.gather_objects({"rank": rank, "text": "x" * 1000 * rank}),
-        "to first": group.to_first({"rank": rank, "text": "x" * 1000 * rank}),
+        "to first": group.gather_on_first_rank({"rank": rank, "text": "x" * 1000 * rank}),
         "rows": {
-            counts: group.rows_to_first(torch.arange(6).view(3, 2) + 10 * rank, list(counts))
+            counts: group.gather_rows_on_first_rank(torch.arange(6).view(3, 2) + 10 * rank, list(counts))
             for counts in itertools.product((0, 1, 3), repeat=2)
         },
-        "first": [group.from_first(value) for value in (f"rank {rank}", None if rank else [1], rank or None)],
+        "first": [group.broadcast_from_first(value) for value in (f"rank {rank}", None if rank else [1], rank or None)],
         "where": (group.rank(), group.world(), group.is_started(), group.read_place().local_rank),
     }
     group.barrier()
@@ -252,7 +259,7 @@ def left(rank: int) -> tuple[float, float]:
         times.append(time.monotonic())
 
     group.barrier = heard_late
-    group.leave_group()
+    group.leave_process_group()
     group.barrier = barrier
     return times[0], time.monotonic()
 
@@ -273,10 +280,10 @@ group.barrier()
 if group.rank() == 1:
     threading.Event().wait(60)                        # alive and silent
 try:
-    group.agree_any(False)
+    group.is_true_on_any_rank(False)
 except RuntimeError as error:
     threading.Thread(target=threading.Event().wait).start()
-    print(group.describe_fall(error, 0.5), flush=True)
+    print(group.report_fatal_error(error, 0.5), flush=True)
     if sys.argv[3] == "end":
         group.end_process(error)
     raise
@@ -337,7 +344,7 @@ def test_a_rank_that_hears_nothing_ends(ending):
 def test_lost(monkeypatch, error, expected):
     """Oracle: what gloo, NCCL and the store say when a peer is silent or gone, and errors that are no peer's."""
     monkeypatch.setattr(group, "is_started", lambda: True)
-    said = group.explain_loss(error)
+    said = group.explain_lost_ranks(error)
     assert said is None if expected is None else expected in said and "the same command goes on" in said
 
 
@@ -359,11 +366,11 @@ def test_a_rank_that_is_alone():
 
 
 def _teams(rank: int) -> tuple[list[int], bool, dict, dict]:
-    team, again = group.team(2), group.team(2)
+    team, again = group.get_neighbour_group(2), group.get_neighbour_group(2)
     place, key = torch.tensor([5, 2] if rank < 2 else [1, 7]), torch.tensor([50, 20] if rank < 2 else [10, 70])
     rows = {"key": key, "rank": torch.full((2,), rank)}
     ranks = torch.distributed.get_process_group_ranks(team)
-    return ranks, team is again, group.in_order(place, rows, copies=2), group.in_order(place, rows)
+    return ranks, team is again, group.gather_in_order(place, rows, copies=2), group.gather_in_order(place, rows)
 
 
 def test_neighbours_share_samples(tmp_path):
@@ -374,4 +381,4 @@ def test_neighbours_share_samples(tmp_path):
         assert ranks == ([0, 1] if rank < 2 else [2, 3]) and same
         assert once["key"].tolist() == [10, 20, 50, 70] and once["rank"].tolist() == [2, 0, 0, 2]
         assert twice["key"].tolist() == [10, 10, 20, 20, 50, 50, 70, 70]
-    assert group.team(1) is None
+    assert group.get_neighbour_group(1) is None

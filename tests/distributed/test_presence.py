@@ -14,8 +14,8 @@ RANK = """
 import os, sys, time
 from pathlib import Path
 from dstrain.commands.exits import run_main
-from dstrain.distributed.presence import presence
-presence()._patience = 2
+from dstrain.distributed.presence import get_presence
+get_presence()._patience = 2
 def main():
     (Path(sys.argv[1]) / os.environ["RANK"]).touch()
     if sys.argv[2] == "meet":

@@ -19,7 +19,7 @@ def words(monkeypatch):
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
     read, write = os.pipe()
-    monkeypatch.setattr(progress, "_on_stderr", lambda text: os.write(write, f"{text}\n".encode()))
+    monkeypatch.setattr(progress, "_write_to_stderr", lambda text: os.write(write, f"{text}\n".encode()))
     with os.fdopen(read, buffering=1) as lines:
         yield Phases(quiet=0.01), lines
     os.close(write)
@@ -39,18 +39,18 @@ def test_silence_is_broken_by_what_the_main_thread_is_at(words):
     """
     one, lines = words
     with one:
-        one.at("listing data/images")
+        one.enter_phase("listing data/images")
         seen = lines.readline()  # while this thread stands here
         assert "listing data/images" in seen and "test_phases.py" not in seen.partition(", at ")[0]
         assert lines.readline().startswith("still listing data/images, for 0 s")  # again, and for how long
-        one.at("step 7")
+        one.enter_phase("step 7")
         while "step 7" not in (seen := lines.readline()):
             pass
         assert "waiting for other ranks" not in seen
         ends = threading.Event()
         threading.Timer(1.0, ends.set).start()
         wait_for_others(ends, "torch/distributed")
-        one.at("the end")
+        one.enter_phase("the end")
         seen = [lines.readline()]
         while "the end" not in seen[-1]:
             seen.append(lines.readline())
@@ -63,28 +63,28 @@ def test_steps_that_are_reported_need_no_word(monkeypatch):
     """
     one, now = Phases(quiet=20), 1000.0
     monkeypatch.setattr(time, "monotonic", lambda: now)
-    one.heard()
+    one.note_output()
     now = 1019.0
-    one.at("step 7")
-    assert [one._silent(when) for when in (1019, 1020, 1038, 1039)] == [False, True, True, True]
-    one.settle()
-    assert [one._silent(when) for when in (1019, 1020, 1038, 1039)] == [False, False, False, True]
+    one.enter_phase("step 7")
+    assert [one._is_word_due(when) for when in (1019, 1020, 1038, 1039)] == [False, True, True, True]
+    one.begin_steps()
+    assert [one._is_word_due(when) for when in (1019, 1020, 1038, 1039)] == [False, False, False, True]
     now = 1030.0
-    one.at("step 7")  # still
-    assert one._silent(1039)
-    one.at("step 8")
-    assert not one._silent(1039) and one._silent(1050)
+    one.enter_phase("step 7")  # still
+    assert one._is_word_due(1039)
+    one.enter_phase("step 8")
+    assert not one._is_word_due(1039) and one._is_word_due(1050)
 
 
 def test_lines_are_kept_for_the_log(capsys, monkeypatch):
     """Oracle: the lines that were said, once, on rank 0 alone."""
     one = Phases()
-    one.say("a", "b")
-    assert one.logged() == ["a", "b"] and one.logged() == []
+    one.print_lines("a", "b")
+    assert one.take_printed_lines() == ["a", "b"] and one.take_printed_lines() == []
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    one.say("c")
-    assert one.logged() == [] and capsys.readouterr().out == "a\nb\n"
+    one.print_lines("c")
+    assert one.take_printed_lines() == [] and capsys.readouterr().out == "a\nb\n"
 
 
 @pytest.mark.parametrize("speaks", [True, False])
@@ -114,13 +114,13 @@ def test_a_bar_on_a_terminal_is_a_phase():
     with Bar("drawing", total=10, file=Terminal()) as bar:
         assert not bar.disable
         bar.update(3)
-        assert bar.n == 3 and progress.phases()._phase[0] == "drawing: 3 of 10"
+        assert bar.n == 3 and progress.get_phases()._phase[0] == "drawing: 3 of 10"
 
 
 def test_a_hidden_bar_is_a_phase():
     """Oracle: by hand: 3 of 10, then 7, although no bar is drawn."""
     with Bar("drawing", total=10, show=False) as bar:
         bar.update(3)
-        assert bar.n == 3 and progress.phases()._phase[0] == "drawing: 3 of 10"
+        assert bar.n == 3 and progress.get_phases()._phase[0] == "drawing: 3 of 10"
         bar.update(7)
-        assert bar.n == 10 and progress.phases()._phase[0] == "drawing: 10 of 10"
+        assert bar.n == 10 and progress.get_phases()._phase[0] == "drawing: 10 of 10"

@@ -23,7 +23,7 @@ stops = Stops(folder, watch_launcher=sys.argv[2] == "watch")
 (folder / "pid").write_text(f"{os.getpid()}")
 (folder / "ready").touch()
 looks, end = 0, time.monotonic() + 60
-while not stops.requested() and looks < 20 and time.monotonic() < end:
+while not stops.is_requested() and looks < 20 and time.monotonic() < end:
     looks += os.getppid() != parent
     time.sleep(0.01)
 (folder / ".reason").write_text(repr(stops.reason))
@@ -47,7 +47,7 @@ def not_under_nohup():
 def stops(tmp_path):
     made = Stops(tmp_path, watch_launcher=False)
     yield made
-    made.restore()
+    made.restore_handlers()
 
 
 @pytest.fixture
@@ -96,12 +96,12 @@ def child(pid: int) -> int:
 @pytest.mark.parametrize("number", SIGNALS)
 def test_a_signal_is_the_reason(stops, number):
     """Oracle: the signal sent; the first one keeps its place."""
-    assert not stops.requested() and stops.reason is None
+    assert not stops.is_requested() and stops.reason is None
     os.kill(os.getpid(), number)
-    assert stops.requested() and stops.reason == number.name
+    assert stops.is_requested() and stops.reason == number.name
     for later in set(SIGNALS) - {number, signal.SIGINT}:
         os.kill(os.getpid(), later)
-    assert stops.requested() and stops.reason == number.name
+    assert stops.is_requested() and stops.reason == number.name
 
 
 def test_under_nohup_a_closed_terminal_is_no_reason(tmp_path):
@@ -109,8 +109,8 @@ def test_under_nohup_a_closed_terminal_is_no_reason(tmp_path):
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     made = Stops(tmp_path, watch_launcher=False)
     os.kill(os.getpid(), signal.SIGHUP)
-    assert not made.requested() and signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
-    made.restore()
+    assert not made.is_requested() and signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    made.restore_handlers()
     assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
 
 
@@ -119,7 +119,7 @@ def test_a_second_ctrl_c_ends_at_once(stops, tmp_path, before):
     """Oracle: what the module promises, whatever asked first."""
     if before == "file":
         (tmp_path / "stop").touch()
-        assert stops.requested()
+        assert stops.is_requested()
     elif before:
         os.kill(os.getpid(), before)
     os.kill(os.getpid(), signal.SIGINT)
@@ -131,31 +131,31 @@ def test_a_second_ctrl_c_ends_at_once(stops, tmp_path, before):
 def test_the_stop_file(stops, tmp_path):
     """Oracle: a file made beside the run, which is named."""
     (tmp_path / "stopped").touch()
-    assert not stops.requested()
+    assert not stops.is_requested()
     (tmp_path / "stop").touch()
-    assert stops.requested() and stops.reason == f"the file {tmp_path / 'stop'}"
+    assert stops.is_requested() and stops.reason == f"the file {tmp_path / 'stop'}"
     (tmp_path / "stop").unlink()
-    assert stops.requested()  # what was asked once is done
+    assert stops.is_requested()  # what was asked once is done
 
 
 def test_a_folder_named_stop_asks_for_nothing(stops, tmp_path):
     """Oracle: a folder with a file in it: it could not be removed, so that every start would stop; it stays."""
     (tmp_path / "stop").mkdir()
     (tmp_path / "stop" / "mine").touch()
-    assert not stops.requested()
-    stops.settle()
+    assert not stops.is_requested()
+    stops.remove_stop_file()
     assert (tmp_path / "stop" / "mine").exists()
 
 
 def test_a_stop_file_is_obeyed_once(stops, tmp_path):
     """Oracle: the same command again, which must go on; a second rank finds the file gone."""
     (tmp_path / "stop").touch()
-    assert stops.requested()
+    assert stops.is_requested()
     for _ in range(2):
-        stops.settle()
+        stops.remove_stop_file()
     again = Stops(tmp_path, watch_launcher=False)
-    again.restore()
-    assert not (tmp_path / "stop").exists() and not again.requested()
+    again.restore_handlers()
+    assert not (tmp_path / "stop").exists() and not again.is_requested()
 
 
 def test_handlers_are_restored(tmp_path):
@@ -165,8 +165,8 @@ def test_handlers_are_restored(tmp_path):
     mine = signal.signal(signal.SIGUSR1, lambda *_: heard.append(1))
     try:
         made = Stops(tmp_path, watch_launcher=False)
-        assert all(signal.getsignal(number) == made._note for number in SIGNALS)
-        made.restore()
+        assert all(signal.getsignal(number) == made._note_signal for number in SIGNALS)
+        made.restore_handlers()
         os.kill(os.getpid(), signal.SIGUSR1)
         assert heard == [1] and made.reason is None
     finally:

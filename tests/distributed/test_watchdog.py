@@ -19,35 +19,35 @@ import ctypes, os, sys, time
 from pathlib import Path
 import torch, torch.distributed as dist
 from dstrain.distributed import group
-from dstrain.distributed.presence import presence
+from dstrain.distributed.presence import get_presence
 from dstrain.distributed.watchdog import Watchdog
 folder, fault, at_fault = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
-presence().announce()
+get_presence().announce_process()
 def hang():
     time.sleep(600)
 with Watchdog(folder, 20, float(sys.argv[4]), 600) as watchdog:
     dist.init_process_group("gloo")
     watchdog.begin_to_publish()
     for step in range(1, 10 ** 9):
-        watchdog.at(step)
+        watchdog.enter_phase(step)
         if step == 40 and fault == "slow":
-            watchdog.at(step, "save of step")
+            watchdog.enter_phase(step, "save of step")
         if step == 40 and group.rank() == at_fault:
             (folder / "reached").touch()
             if fault == "sleep":
-                watchdog._within(600, hang)                  # as where a loader gives no batch
+                watchdog._run_within(600, hang)                  # as where a loader gives no batch
             if fault == "frozen":
                 ctypes.PyDLL(None).sleep(600)                # holds the interpreter's lock
             if fault == "slow":
                 time.sleep(float(sys.argv[5]))
         if fault == "slow":
-            watchdog.at(step)
-        group.agree_any(False)
+            watchdog.enter_phase(step)
+        group.is_true_on_any_rank(False)
         if fault == "slow" and step == 60:
             break
         time.sleep(0.01)
-    presence().leave()
-    group.leave_group()
+    get_presence().mark_ended()
+    group.leave_process_group()
 print("complete", flush=True)
 """
 
@@ -112,7 +112,7 @@ def test_a_rank_that_does_not_come_is_named(ranks, tmp_path):
     assert codes == [4, 4, 4], outputs
     name = (
         rf"rank 1 on {socket.gethostname()} \(process {processes[1].pid}\) is in step 40 at watchdog.py:\d+ "
-        r"\(_within\), and the others wait for it"
+        r"\(_run_within\), and the others wait for it"
     )
     assert any(re.search(name, output) for output in outputs), outputs
     assert "hang" in (tmp_path / "stacks" / "step_00000040_rank_1.txt").read_text()
@@ -183,10 +183,10 @@ def test_the_limit_of_a_step(tmp_path):
 
     with Watchdog(tmp_path, 20, 120, 1800) as watchdog:
         watchdog._steps += [1, 10, 10, 900]
-        assert watchdog._limit("step") == 1810  # too few steps for a median
+        assert watchdog._choose_limit("step") == 1810  # too few steps for a median
         watchdog._steps.append(3)
-        assert watchdog._limit("step") == 200 and watchdog._limit("save of step") == 1810
+        assert watchdog._choose_limit("step") == 200 and watchdog._choose_limit("save of step") == 1810
         watchdog._steps += [0.1] * 20
-        assert watchdog._limit("step") == 120
+        assert watchdog._choose_limit("step") == 120
         watchdog._steps += [500] * 1001
-        assert watchdog._limit("step") == 1810
+        assert watchdog._choose_limit("step") == 1810

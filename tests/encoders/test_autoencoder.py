@@ -159,7 +159,7 @@ def test_an_autoencoder_of_representations(tmp_path):
     theirs = AutoencoderRAE.from_pretrained(path)
     ours = Autoencoder(str(path))
     assert (ours.channels, ours.image_channels, ours.factor, ours.scaling_factor) == (64, 3, 8, 1.0)
-    assert ours.channel_moments() is None  # It applies them itself.
+    assert ours.read_channel_moments() is None  # It applies them itself.
     image, keys = torch.rand(2, 3, 16, 16, generator=generator), rng.keys_of_seeds(torch.arange(2))
     with torch.no_grad():
         latents = theirs.encode(image).latent
@@ -169,7 +169,7 @@ def test_an_autoencoder_of_representations(tmp_path):
     assert Autoencoder(str(path)).fingerprint() == ours.fingerprint()
     other = first_stage.save_of_representations(tmp_path / "other", latents_std=moments["latents_std"])
     assert Autoencoder(str(other)).fingerprint() != ours.fingerprint()
-    ours.encode_in("bf16")
+    ours.set_encode_precision("bf16")
     ours.drop_encoder()
     torch.testing.assert_close(ours.decode(latents), 2 * pictures - 1)
 

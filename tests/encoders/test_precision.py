@@ -11,7 +11,7 @@ from dstrain.commands.evaluate import evaluate_run
 from dstrain.commands.generate import GenerateOptions, generate_samples
 from dstrain.commands.options.evaluate import EvaluateOptions
 from dstrain.encoders.autoencoder import Autoencoder
-from dstrain.encoders.precision import compute_in
+from dstrain.encoders.precision import use_precision
 from dstrain.recipe import ConfigError
 from tests.support import first_stage
 
@@ -24,7 +24,7 @@ def test_tf32_is_switched_for_a_while():
     """Oracle: torch's own flags, of products and of convolutions; put back, also after an error."""
     before = flags()
     for precision, inside in (("fp32", ("highest", False)), ("tf32", ("high", True)), ("bf16", ("highest", False))):
-        with pytest.raises(OSError), compute_in(precision):
+        with pytest.raises(OSError), use_precision(precision):
             assert flags() == inside
             raise OSError
         assert flags() == before
@@ -75,5 +75,5 @@ def test_a_first_stage_encodes_as_the_recipe_says(tmp_path, monkeypatch):
     run = recipe.load_recipe(None, ["data.image_size=32", "data.channels=1", "samples.guidance_scale=1"])
     assert any(
         "model.first_stage.precision: tf32 needs a GPU" in line
-        for line in systems.config("dit", section).conflicts(run)
+        for line in systems.check_config("dit", section).conflicts(run)
     )

@@ -146,7 +146,7 @@ class Trial:
             losses = take_step(
                 step, self.run, self.system, self.engines, micros, SimpleNamespace(add_terms=lambda part, terms: None)
             )
-            told.append(group.sum_ranks(sum(losses["denoiser"]).double()).item() / group.world())
+            told.append(group.sum_over_ranks(sum(losses["denoiser"]).double()).item() / group.world())
         return told
 
     def weights(self) -> dict[str, Tensor]:

@@ -51,7 +51,7 @@ def train(system: System, engines: Engines) -> list[float]:
         engines.set_lr(0.01)
         example = system.encode(take(system, BATCH))
         for part in system.turns(0):
-            with engines.turn(part) as nets:
+            with engines.select_part(part) as nets:
                 loss = system.loss(part, nets, example)["loss"]
                 engines.learn(part, loss)
             losses.append(loss.item())
@@ -163,7 +163,7 @@ def first(recompute: str) -> torch.Tensor:
     engines = engines_for(networks, run, settings, lambda name, weight: False, (Layer,))
     for _ in range(STEPS):
         engines.set_lr(0.01)
-        with engines.turn("net") as nets:
+        with engines.select_part("net") as nets:
             engines.learn("net", nets["net"](torch.linspace(-1, 1, 3 * BATCH).view(BATCH, 3)).square().mean())
     masters = engines.masters["net"]
     return torch.cat([value.flatten() for value in gathered(masters, masters.flats).values()])
@@ -176,7 +176,7 @@ def learn(folder: Path, recompute: str | int, zero: dict[str, int]) -> dict[str,
     engines = engines_for(system.networks, run, settings, system.decays, system.blocks())
     for part in engines:  # biases and gates of zero would hide a mistake
         torch.manual_seed(0)
-        shapes = engines.shapes(part).items()
+        shapes = engines.list_shapes(part).items()
         engines.set_weights(part, [(name, 0.2 * torch.randn(shape)) for name, shape in shapes])
     train(system, engines)
     return {

@@ -64,19 +64,19 @@ class Trial:
         for step in range(first, last):
             x, y = batch(step)
             mine = rows(0, GLOBAL // group.world())
-            with self.engines.turn("tiny") as nets:
+            with self.engines.select_part("tiny") as nets:
                 loss = (nets["tiny"](x[mine]) - y[mine]).square().mean()
                 self.engines.learn("tiny", loss)
-            self.ema.update(step, self.engines.applied())
+            self.ema.update(step, self.engines.list_applied())
             self.history.values += step
-            losses.append((group.sum_ranks(loss.detach()) / group.world()).item())
+            losses.append((group.sum_over_ranks(loss.detach()) / group.world()).item())
         return losses
 
     def state(self) -> dict[str, torch.Tensor]:
         masters = self.engines.masters["tiny"]
         kinds = {
             "master": masters.flats,
-            **{kind: masters.moments(kind) for kind in masters.kinds},
+            **{kind: masters.read_moments(kind) for kind in masters.kinds},
             **{f"ema.{decay}": flats for decay, flats in self.ema.flats["tiny"].items()},
         }
         whole = {
@@ -93,10 +93,10 @@ class Trial:
 def spoil_padding(trial: Trial) -> int:
     """NaN in all that no weight owns, as memory may hold it; the number of such values on this rank."""
     masters = trial.engines.masters["tiny"]
-    kept = [view.clone() for _, view in masters.views(masters.flats)]
+    kept = [view.clone() for _, view in masters.list_views(masters.flats)]
     for flat in masters.flats:
         flat.fill_(math.nan)
-    for (_, view), values in zip(masters.views(masters.flats), kept):
+    for (_, view), values in zip(masters.list_views(masters.flats), kept):
         view.copy_(values)
     return sum(flat.isnan().sum().item() for flat in masters.flats)
 
@@ -105,7 +105,7 @@ def refuses_nan(trial: Trial) -> bool:
     """Whether a weight that is NaN on the last rank keeps every rank from saving."""
     if group.rank() == group.world() - 1:
         masters = trial.engines.masters["tiny"]
-        list(masters.own_views(masters.flats))[-1][1][-1] = math.nan
+        list(masters.list_own_views(masters.flats))[-1][1][-1] = math.nan
     try:
         trial.saves.save(BEFORE + AFTER)
     except FloatingPointError as error:
@@ -122,7 +122,7 @@ def fails_together(trial: Trial) -> bool:
         trial.native.save(BEFORE + 1)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    return trial.native.saver.newest == BEFORE and trial.native.store.steps() == [BEFORE]
+    return trial.native.saver.newest == BEFORE and trial.native.store.list_steps() == [BEFORE]
 
 
 def save(folder: Path) -> None:
@@ -135,7 +135,7 @@ def save(folder: Path) -> None:
         trial.native.save(BEFORE)
         trial.saves.save(BEFORE)  # a thread writes it while the steps below change the weights
         truth[stage] = {"state": trial.state(), "losses": trial.steps(BEFORE, BEFORE + AFTER)}
-        trial.saves.saver.wait()
+        trial.saves.saver.wait_for_save()
         assert trial.saves.saver.newest == trial.native.saver.newest == BEFORE
         assert fails_together(trial), f"stage {stage} saves half of a checkpoint"
         assert refuses_nan(trial), f"stage {stage} saves NaN"
@@ -167,7 +167,7 @@ def begun(trial: Trial) -> dict[str, torch.Tensor]:
         flat.detach().zero_()
     trial.engines.modules["tiny"].scale.table.zero_()
     path = trial.saves.store.folder / f"step_{BEFORE:08d}"
-    trial.engines.draw({"tiny": read_weights(path, "tiny", at_once=False)})
+    trial.engines.draw_weights({"tiny": read_weights(path, "tiny", at_once=False)})
     return trial.state()
 
 

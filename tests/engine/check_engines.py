@@ -79,7 +79,7 @@ def reference() -> tuple[dict[str, torch.Tensor], float]:
 def gathered(masters, flats) -> dict[str, torch.Tensor]:
     """Full tensors by name from every rank's fragments."""
     full: dict[str, torch.Tensor] = {}
-    own = list(masters.own_views(flats))
+    own = list(masters.list_own_views(flats))
     # One tensor: each that is pickled has a header of its own.
     values = torch.cat([view for _, view in own]) if own else torch.empty(0)
     for fragments, theirs in group.gather_objects(([fragment for fragment, _ in own], values)):
@@ -91,8 +91,8 @@ def gathered(masters, flats) -> dict[str, torch.Tensor]:
 
 
 def applied(engines) -> dict[str, bool]:
-    """engines.applied(), read off the device."""
-    return {part: bool(flag) for part, flag in engines.applied().items()}
+    """engines.list_applied(), read off the device."""
+    return {part: bool(flag) for part, flag in engines.list_applied().items()}
 
 
 def furthest(a: dict, b: dict) -> float:
@@ -126,12 +126,12 @@ def measure(stage: int, precision: str, micro: int, expected: dict, norm: float)
         x, y = batch(step)
         for micro_step in range(GLOBAL // (micro * group.world())):
             mine = rows(micro_step, micro)
-            with engines.turn("tiny") as nets:
+            with engines.select_part("tiny") as nets:
                 loss = (nets["tiny"](x[mine]) - y[mine]).square().mean()
                 engines.learn("tiny", loss)
             last = micro_step + 1 == GLOBAL // (micro * group.world())
-            applied.append(bool(engines.applied()["tiny"]) == last)
-        shadow.update(step, engines.applied())
+            applied.append(bool(engines.list_applied()["tiny"]) == last)
+        shadow.update(step, engines.list_applied())
         live = gathered(masters, masters.flats)
         for decay, weights in naive.items():
             for name, weight in weights.items():
@@ -140,7 +140,7 @@ def measure(stage: int, precision: str, micro: int, expected: dict, norm: float)
             with torch.no_grad():
                 network = engines.modules["tiny"]
                 before, flats = network(held_x), [flat.detach().clone() for flat in masters.flats]
-                with shadow.swapped(0.5):
+                with shadow.use_averages(0.5):
                     inside = network(held_x)
                 again = network(held_x)
             oracle = Tiny()
@@ -165,9 +165,9 @@ def measure(stage: int, precision: str, micro: int, expected: dict, norm: float)
         "applied": all(applied),
         "updates": masters.updates,
         "buffer": (engines.modules["tiny"].scale.table - full["scale.table"]).abs().max().item(),
-        "norm": engines.figures()["grad_norm"],
+        "norm": engines.collect_figures()["grad_norm"],
         "true_norm": norm,
-        "param_norm": engines.figures()["param_norm"],
+        "param_norm": engines.collect_figures()["param_norm"],
         "true_param_norm": torch.cat(
             [weight.double().flatten() for weight in gathered(masters, masters.flats).values()]
         )
@@ -176,14 +176,14 @@ def measure(stage: int, precision: str, micro: int, expected: dict, norm: float)
     }
     # A gradient that is not finite, on one rank only: nothing moves, anywhere.
     flats = [flat.detach().clone() for flat in masters.flats]
-    with engines.turn("tiny") as nets:
+    with engines.select_part("tiny") as nets:
         for micro_step in range(GLOBAL // (micro * group.world())):
             loss = nets["tiny"](x[rows(micro_step, micro)]).sum()
             engines.learn("tiny", loss * (torch.inf if group.rank() == 0 else 1.0))
     shadows = [flat.clone() for flat in shadow.flats["tiny"][0.5]]
-    shadow.update(STEPS, engines.applied())
+    shadow.update(STEPS, engines.list_applied())
     figures["skipped"] = {
-        "said": not engines.applied()["tiny"],
+        "said": not engines.list_applied()["tiny"],
         "updates": masters.updates,
         "weights": all(bool((a == b).all()) for a, b in zip(flats, masters.flats)),
         "ema": all(bool((a == b).all()) for a, b in zip(shadows, shadow.flats["tiny"][0.5])),

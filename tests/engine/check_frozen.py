@@ -125,14 +125,16 @@ class Trial:
             self.engines.set_lr(self.run.optimizer.lr_at(step, last))
             x, y = batch(step)
             mine = rows(0, GLOBAL // group.world())
-            with self.engines.turn("tiny") as nets:
+            with self.engines.select_part("tiny") as nets:
                 self.engines.learn("tiny", (nets["tiny"](x[mine]) - y[mine]).square().mean())
-            self.ema.update(step, self.engines.applied())
+            self.ema.update(step, self.engines.list_applied())
 
     def weights(self) -> dict[str, torch.Tensor]:
         """Masters and frozen weights, whole."""
         full = gathered(self.masters, self.masters.flats)
-        for own in group.gather_objects([(fragment, values.float()) for fragment, values in self.masters.own_frozen()]):
+        for own in group.gather_objects(
+            [(fragment, values.float()) for fragment, values in self.masters.list_own_frozen()]
+        ):
             for fragment, values in own:
                 whole = full.setdefault(fragment.name, torch.full(fragment.shape, torch.nan))
                 whole.view(-1)[fragment.start : fragment.start + fragment.numel] = values
@@ -180,8 +182,8 @@ def measure(stage: int, precision: str, expected: dict, folder: Path, other: int
         "elsewhere": same(elsewhere.weights(), held),
         "read": [sorted(weights) == sorted(plain.state_dict()) for weights in read.values()],
         "kept": all(torch.equal(weights[name], held[name]) for weights in read.values() for name in still),
-        "counts": trial.engines.counts(()),
-        "norm": trial.engines.figures()["param_norm"],
+        "counts": trial.engines.count_weights(()),
+        "norm": trial.engines.collect_figures()["param_norm"],
         "true_norm": torch.cat([weight.double().flatten() for weight in owners.values()]).norm().item(),
     }
 
@@ -201,7 +203,7 @@ def main(folder: Path) -> None:
 
 def measure_adapters(folder: Path) -> dict[str, dict]:
     # torch's Muon computes in bf16 everywhere; ours does so on GPUs and on CPUs that have bf16. These ranks are forked.
-    settings.multiplies_bf16 = lambda: True
+    settings.can_multiply_bf16 = lambda: True
     figures, muon = {}, {"name": "muon", "momentum": 0.95, "clip": 0.0}
     for stage in range(4):
         figures[f"lora-{stage}"] = measure(

@@ -63,10 +63,10 @@ def measure(stage: int) -> dict:
     weights["scale.table"] = engines.modules["tiny"].scale.table
     expected, loss = plain()
     losses = []
-    with engines.turn("tiny") as networks:
+    with engines.select_part("tiny") as networks:
         for micro in range(8 // (MICRO * group.world())):
             loss_here = loss_of(networks["tiny"], rows(micro, MICRO))
-            losses.append(group.sum_ranks(loss_here.detach().double()).item() / group.world())
+            losses.append(group.sum_over_ranks(loss_here.detach().double()).item() / group.world())
             engines.learn("tiny", loss_here)
     return {
         "different": [name for name in expected if not torch.equal(weights[name], expected[name])],

@@ -117,12 +117,12 @@ def train(stage: int, folder: str, **keys: Any) -> dict[str, torch.Tensor]:
         engines.set_lr(0.01)
         x, y = batch(step)
         for row in range(group.rank() * micro, GLOBAL, micro * group.world()):
-            with engines.turn("tiny") as nets:
+            with engines.select_part("tiny") as nets:
                 loss = (nets["tiny"](x[row : row + micro]) - y[row : row + micro]).square().mean()
                 engines.learn("tiny", loss)
             figures.append(loss.item())
-        shadow.update(step, engines.applied())
-        figures += [engines.figures()["grad_norm"], engines.figures()["param_norm"]]
+        shadow.update(step, engines.list_applied())
+        figures += [engines.collect_figures()["grad_norm"], engines.collect_figures()["param_norm"]]
     masters = engines.masters["tiny"]
     return {
         "figures": torch.tensor(figures),

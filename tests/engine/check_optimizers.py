@@ -188,7 +188,7 @@ class Trial:
         """The fp32 weights after these steps."""
         for step in range(first, last):
             x, y = own_share(step)
-            with self.engines.turn("tiny") as nets:
+            with self.engines.select_part("tiny") as nets:
                 self.engines.learn("tiny", (nets["tiny"](x) - y).square().mean())
         return gathered(self.masters, self.masters.flats)
 
@@ -196,14 +196,14 @@ class Trial:
         """Whether a gradient that is not finite on the last rank changes no weight and no moment."""
         before = self.state()
         x, y = own_share(0)
-        with self.engines.turn("tiny") as nets:
+        with self.engines.select_part("tiny") as nets:
             loss = (nets["tiny"](x) - y).square().mean()
             self.engines.learn("tiny", loss * (math.inf if group.rank() == group.world() - 1 else 1))
         after = self.state()
         return all(torch.equal(before[key], after[key]) for key in before)
 
     def state(self) -> dict[str, Tensor]:
-        kinds = {"master": self.masters.flats, **{kind: self.masters.moments(kind) for kind in self.masters.kinds}}
+        kinds = {"master": self.masters.flats, **{kind: self.masters.read_moments(kind) for kind in self.masters.kinds}}
         return {
             f"{kind}/{key}": value
             for kind, flats in kinds.items()
@@ -280,7 +280,7 @@ def move(folder: Path) -> dict[str, dict]:
 
 def main(what: str, folder: Path, out: Path) -> None:
     # torch's Muon computes in bf16 everywhere; ours does so on GPUs and on CPUs that have bf16. These ranks are forked.
-    settings.multiplies_bf16 = lambda: True
+    settings.can_multiply_bf16 = lambda: True
     found = {"train": train, "move": move}[what](folder)
     if group.rank() == 0:
         out.write_text(json.dumps(found, indent=1))

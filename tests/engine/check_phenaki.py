@@ -90,8 +90,8 @@ class Trial:
         tracker = SimpleNamespace(add_terms=lambda part, terms: None)
         for step in range(first, last):
             take_step(step, self.run, self.system, self.engines, self.batches, tracker)
-            self.ema.update(step, self.engines.applied())
-            assert all(self.engines.applied().values())
+            self.ema.update(step, self.engines.list_applied())
+            assert all(self.engines.list_applied().values())
             if self.saves and step + 1 == SAVED:
                 self.saves.save(step + 1, last=True)
 
@@ -104,7 +104,7 @@ class Trial:
     def state(self) -> dict[str, torch.Tensor]:
         found = {}
         for part, masters in self.engines.masters.items():
-            kinds = {"master": masters.flats, **{kind: masters.moments(kind) for kind in masters.kinds}}
+            kinds = {"master": masters.flats, **{kind: masters.read_moments(kind) for kind in masters.kinds}}
             found |= {
                 f"{part}/{kind}/{name}": value
                 for kind, flats in kinds.items()

@@ -98,7 +98,7 @@ def trained(stage: int, micro: int, form: str, bf16: bool = False) -> dict:
     for step in range(STEPS):
         take_step(step, run, system, engines, Micros(batch, micro), tracker)
     found |= {part: gathered(masters, masters.flats) for part, masters in engines.masters.items()}
-    return found | {"usage": system.state_dict()["usage"], "losses": seen, "skipped": engines.skipped()}
+    return found | {"usage": system.state_dict()["usage"], "losses": seen, "skipped": engines.count_skipped()}
 
 
 def reference(form: str) -> dict:

@@ -72,7 +72,7 @@ def error_of_sum(stage: int, precision: str, accumulation: int, **config) -> flo
     engines.set_lr(0.0)
     for number in range(accumulation):
         first = (number * group.world() + group.rank()) * micro
-        with engines.turn("a") as nets:
+        with engines.select_part("a") as nets:
             engines.learn("a", (nets["a"](x[first : first + micro]) - y[first : first + micro]).square().mean())
     network = rounded(DTYPES[precision])
     inputs = network.first(x.to(DTYPES[precision]).double())
@@ -80,7 +80,7 @@ def error_of_sum(stage: int, precision: str, accumulation: int, **config) -> flo
     (outputs - y).square().mean().backward()
     exact = torch.cat([weight.grad.flatten() for weight in network.parameters()])
     masters = engines.masters["a"]
-    first_moment = gathered(masters, masters.moments("exp_avg"))  # half of the gradient, after one step
+    first_moment = gathered(masters, masters.read_moments("exp_avg"))  # half of the gradient, after one step
     computed = torch.cat([first_moment[name].flatten() for name, _ in network.named_parameters()]).double() * 2
     return ((computed - exact).norm() / exact.norm()).item()
 
@@ -172,17 +172,17 @@ class Trial:
             for number in range(BATCH // MICRO // group.world()):
                 row = (number * group.world() + group.rank()) * MICRO
                 for part in ("a", "b"):
-                    with self.engines.turn(part) as nets:
+                    with self.engines.select_part(part) as nets:
                         self.engines.learn(
                             part,
                             loss_of(nets[part], x[row : row + MICRO], y[row : row + MICRO], part, step, group.rank()),
                         )
-            self.ema.update(step, self.engines.applied())
-            figures = self.engines.figures()
+            self.ema.update(step, self.engines.list_applied())
+            figures = self.engines.collect_figures()
             reports.append(
                 {
                     part: {
-                        "applied": bool(self.engines.applied()[part]),
+                        "applied": bool(self.engines.list_applied()[part]),
                         "scale": figures[f"{part}/loss_scale"],
                         "norm": figures[f"{part}/grad_norm"],
                     }
@@ -193,7 +193,11 @@ class Trial:
 
     def state(self, part: str) -> dict[str, Tensor]:
         masters = self.engines.masters[part]
-        kinds = {"master": masters.flats, "exp_avg": masters.moments("exp_avg"), "ema": self.ema.flats[part][DECAY]}
+        kinds = {
+            "master": masters.flats,
+            "exp_avg": masters.read_moments("exp_avg"),
+            "ema": self.ema.flats[part][DECAY],
+        }
         return {
             f"{kind}/{name}": value for kind, flats in kinds.items() for name, value in gathered(masters, flats).items()
         }

@@ -90,10 +90,10 @@ def steps(trial: Trial, first: int, last: int, broken: int | None = None) -> lis
             step, trial.run, trial.system, trial.engines, trial.batches, Nobody(), trial.saves.course.shift
         )
         trial.system.loss = loss
-        trial.ema.update(step, trial.engines.applied())
+        trial.ema.update(step, trial.engines.list_applied())
         results.append(
             (
-                all(trial.engines.applied().values()),
+                all(trial.engines.list_applied().values()),
                 {part: [value.item() for value in each] for part, each in losses.items()},
             )
         )
@@ -109,7 +109,7 @@ def compare(folder: Path) -> None:
         live.saves.save(GOOD)
         bad = steps(live, GOOD, GOOD + MORE, broken=GOOD + MORE - 1)
         course = live.saves.course
-        assert course.trouble(GOOD + MORE, [Flag(bad[-1][0])], {}) is None and course.state.in_a_row == 1
+        assert course.find_trouble(GOOD + MORE, [Flag(bad[-1][0])], {}) is None and course.state.in_a_row == 1
         assert live.saves.go_back(GOOD + MORE, "trouble") == GOOD and course.shift == MORE
         fresh = trial(folder, *place)
         assert fresh.saves.resume() == GOOD and fresh.saves.course.shift == 0
@@ -126,7 +126,7 @@ def compare(folder: Path) -> None:
             "applied": all(applied for applied, _ in a),
             "parts": sorted(a[-1][1]),
             "differ": [key for key in expected if not torch.equal(at_end[key], expected[key])],
-            "count": live.engines.skipped(),
+            "count": live.engines.count_skipped(),
             "seconds": time.process_time() - began,
         }
     write(folder, figures, f"{group.world()}")

@@ -102,7 +102,7 @@ class Losses:
         """The means over the samples of a step, by part."""
         means = torch.stack([torch.stack(losses).mean() for _, losses in sorted(self.values.items())])
         self.values = {}
-        return (group.sum_ranks(means) / group.world()).tolist()
+        return (group.sum_over_ranks(means) / group.world()).tolist()
 
 
 def train(name: str, stage: int, sequence: int, recompute: str = "none", compiled: bool = False) -> dict[str, Any]:
@@ -113,13 +113,13 @@ def train(name: str, stage: int, sequence: int, recompute: str = "none", compile
     system = systems.build(run.system, run.model)
     engines, batches, losses = build_engines(run, settings, system), Samples(system, sequence), Losses()
     told: dict[str, Any] = {"losses": [], "norms": [], "sent": 0}
-    send = engines.host.send
+    send = engines.host.send_to_host
 
     def count(tensor: Tensor) -> tuple[torch.device, Tensor]:
         told["sent"] += tensor.nbytes
         return send(tensor)
 
-    engines.host.send = count
+    engines.host.send_to_host = count
     for step in range(STEPS):
         take_step(step, run, system, engines, batches, losses)
         told["losses"].append(losses.take())

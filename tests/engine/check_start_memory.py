@@ -98,14 +98,15 @@ def start_of(stage: int, bf16: bool, world: int) -> tuple[dict[str, Any], Live, 
     drawn = dict(+DRAWN)
     expected = dict(draw_weights(network(), SEED))
     own = [
-        (expected[f.name].reshape(-1)[f.start : f.start + f.numel], view) for f, view in masters.views(masters.flats)
+        (expected[f.name].reshape(-1)[f.start : f.start + f.numel], view)
+        for f, view in masters.list_views(masters.flats)
     ]
     figures = {
         "begun": live.peak,
         "own": sum(flat.numel() for flat in masters.flats),
         "drawn": drawn,
         "equal": all(torch.equal(values, view) for values, view in own),
-        "layers": sorted({int(f.name.split(".")[0]) - 1 for f, _ in masters.views(masters.flats)}),
+        "layers": sorted({int(f.name.split(".")[0]) - 1 for f, _ in masters.list_views(masters.flats)}),
     }
     return figures, live, built, ema
 
@@ -113,11 +114,11 @@ def start_of(stage: int, bf16: bool, world: int) -> tuple[dict[str, Any], Live, 
 def from_files(stage: int, bf16: bool, fresh: Engines, ema: EmaShadow) -> dict[str, Any]:
     """What is drawn where a checkpoint, or init_from, gives the weights: of all layers, or of every other one."""
     masters, counts, equal = fresh.masters["net"], {}, []
-    weights = {f.name: view.clone().view(f.shape) for f, view in masters.views(masters.flats)}
+    weights = {f.name: view.clone().view(f.shape) for f, view in masters.list_views(masters.flats)}
 
     def compare(name: str, other: Engines) -> None:
         counts[name] = sorted(+DRAWN)
-        views, x = other.masters["net"].views(other.masters["net"].flats), torch.ones(1, WIDTH)
+        views, x = other.masters["net"].list_views(other.masters["net"].flats), torch.ones(1, WIDTH)
         equal.extend(torch.equal(weights[fragment.name].flatten(), view) for fragment, view in views)
         with torch.no_grad():
             equal.append(torch.equal(other.modules["net"](x), fresh.modules["net"](x)))
@@ -135,7 +136,7 @@ def from_files(stage: int, bf16: bool, fresh: Engines, ema: EmaShadow) -> dict[s
     ):
         DRAWN.clear()
         begun = engines(stage, bf16, 1, draw=False)
-        begun.draw({"net": known})
+        begun.draw_weights({"net": known})
         compare(name, begun)
     return {"as in files": all(equal), **counts}
 
@@ -155,7 +156,7 @@ def main(path: Path, world: int) -> None:
     for stage, bf16 in ((0, False), (1, False), (1, True), (2, True), (3, False), (3, True))[world > 1 :]:
         start_figures, live, fresh, ema = start_of(stage, bf16, world)
         files = from_files(stage, bf16, fresh, ema) if world == 1 and stage and not bf16 else {}
-        with live, fresh.turn("net") as nets:
+        with live, fresh.select_part("net") as nets:
             x = torch.ones(1, WIDTH, dtype=torch.bfloat16 if bf16 else torch.float32)
             fresh.learn("net", nets["net"](x).mean())
         figures.append({"stage": stage, "bytes": 2 if bf16 else 4, "peak": live.peak, **start_figures, **files})

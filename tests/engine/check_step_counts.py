@@ -123,8 +123,8 @@ def measure(folder: Path, case: str, recipe: str, *overrides: str | int) -> dict
 
     def step(number: int) -> None:
         losses = take_step(number, run, system, engines, batches, NoTracker())
-        ema.update(number, engines.applied())
-        assert course.trouble(number + 1, engines.applied().values(), losses) is None
+        ema.update(number, engines.list_applied())
+        assert course.find_trouble(number + 1, engines.list_applied().values(), losses) is None
 
     for number in range(WARM):
         step(number)
@@ -132,8 +132,8 @@ def measure(folder: Path, case: str, recipe: str, *overrides: str | int) -> dict
     with HostReads() as host, Calls() as calls:
         step(WARM)
     with Calls() as averaging:
-        ema.update(WARM, engines.applied())
-    sizes = [shape.numel() for part in engines for shape in engines.shapes(part).values()]
+        ema.update(WARM, engines.list_applied())
+    sizes = [shape.numel() for part in engines for shape in engines.list_shapes(part).values()]
     return calls.report() | {
         "update": update["calls"] + averaging.report()["calls"],
         "reads": calls.report()["reads"] + host.now,

@@ -131,7 +131,7 @@ class Watched:
         """Of the step that has ended, in the order of the global batch; on all ranks together."""
         rows = {name: torch.cat([seen[name] for seen in self.seen]) for name in self.seen[0]}
         self.seen = []
-        return group.in_order(rows["position"], rows)
+        return group.gather_in_order(rows["position"], rows)
 
 
 class Trial:
@@ -176,9 +176,9 @@ class Trial:
                 return losses.setdefault(part, []).append(terms["loss"].double())
 
             take_step(step, self.run, self.system, self.engines, self.batches, SimpleNamespace(add_terms=add))
-            self.ema.update(step, self.engines.applied())
+            self.ema.update(step, self.engines.list_applied())
             means = {
-                part: (group.sum_ranks(sum(found)) / len(found) / group.world()).item()
+                part: (group.sum_over_ranks(sum(found)) / len(found) / group.world()).item()
                 for part, found in losses.items()
             }
             told.append({"losses": means, "samples": self.batches.taken()})
@@ -190,7 +190,7 @@ class Trial:
         for part, masters in self.engines.masters.items():
             kinds = {
                 "master": masters.flats,
-                **{kind: masters.moments(kind) for kind in masters.kinds},
+                **{kind: masters.read_moments(kind) for kind in masters.kinds},
                 **{f"ema.{decay}": flats for decay, flats in self.ema.flats.get(part, {}).items()},
             }
             found |= {
@@ -284,7 +284,7 @@ def compared(folder: Path, case: str, trial: Trial, first: int, steps: list[dict
             trial.settings["train_micro_batch_size_per_gpu"],
             trial.settings["gradient_accumulation_steps"],
         ],
-        "skipped": trial.engines.skipped(),
+        "skipped": trial.engines.count_skipped(),
     }
 
 
@@ -395,7 +395,7 @@ def fork(rank: int, world: int, port: int, work: Callable[[Path], None], folder:
         torch.set_num_threads(1)
         start_group()
         work(folder)
-        group.leave_group()
+        group.leave_process_group()
         code = 0
     except BaseException:
         import traceback

@@ -82,8 +82,8 @@ class Trial:
         tracker = SimpleNamespace(add_terms=lambda part, terms: self.seen.append((part, terms["loss"])))
         for step in range(first, last):
             take_step(step, self.run, self.system, self.engines, self.batches, tracker)
-            self.ema.update(step, self.engines.applied())
-            self.applied.append(self.engines.applied())
+            self.ema.update(step, self.engines.list_applied())
+            self.applied.append(self.engines.list_applied())
             if self.saves and step + 1 in SAVED:
                 self.saves.save(step + 1, last=True)
 
@@ -96,7 +96,7 @@ class Trial:
         for part, masters in self.engines.masters.items():
             kinds = {
                 "master": masters.flats,
-                **{kind: masters.moments(kind) for kind in masters.kinds},
+                **{kind: masters.read_moments(kind) for kind in masters.kinds},
                 **{f"ema.{decay}": flats for decay, flats in self.ema.flats.get(part, {}).items()},
             }
             found |= {
@@ -172,8 +172,8 @@ def measure(stage: int, micro: int, expected: dict) -> dict:
         "updates": {part: masters.updates for part, masters in trial.engines.masters.items()},
         "applied": [sorted(applied) for applied in trial.applied],
         "all_applied": all(all(applied.values()) for applied in trial.applied),
-        "skipped": trial.engines.skipped(),
-        "figures": sorted(trial.engines.figures()),
+        "skipped": trial.engines.count_skipped(),
+        "figures": sorted(trial.engines.collect_figures()),
     }
 
 

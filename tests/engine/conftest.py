@@ -18,12 +18,12 @@ from tests.support.spawn import place
 @pytest.fixture(scope="module")
 def alone() -> Iterator[None]:
     """This process is the only rank, as after start(); no group, variable or state of DeepSpeed is left behind."""
-    from dstrain.engine.patches import contain_groups
+    from dstrain.engine.patches import forget_groups_at_end
     from dstrain.engine.start import start_group
 
     environment = dict(os.environ)
     preload()
-    with contain_groups():
+    with forget_groups_at_end():
         start_group(timeout_minutes=1)
         yield
         dist.destroy_process_group()
@@ -78,4 +78,4 @@ def _enter(rank: int, world: int, port: str, work: Callable[..., Any], arguments
     torch.set_num_threads(1)
     start_group(timeout_minutes=1)
     work(*arguments)
-    group.leave_group()
+    group.leave_process_group()

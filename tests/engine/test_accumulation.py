@@ -47,14 +47,14 @@ def test_weights_that_take_turns(stage, dtype):
         engines.set_lr(0.0)
         for number, value in enumerate(MICROS):
             names = [name for name, places in USES.items() if number in places]
-            with engines.turn("net") as nets:
+            with engines.select_part("net") as nets:
                 loss = nets["net"](torch.full((2, 3), value), names).mean()
                 engines.learn("net", loss * len(MICROS))  # which DeepSpeed divides by their number
             assert applied(engines) == {"net": number == len(MICROS) - 1}
             if (sums := getattr(engines["net"], "wide_sums", None)) is not None:
                 used = sum(any(place <= number for place in places) for places in USES.values())
-                assert len(list(sums.held())) == (used if number < len(MICROS) - 1 else 0)
-        computed = gathered(masters, masters.moments("exp_avg"))
+                assert len(list(sums.list_sums())) == (used if number < len(MICROS) - 1 else 0)
+        computed = gathered(masters, masters.read_moments("exp_avg"))
         for name, places in USES.items():
             moments[name] = BETA * moments[name] + (1 - BETA) * sum(MICROS[number] for number in places)
             found, scale = computed[f"{name}.weight"].flatten().tolist(), 1 - BETA ** (step + 1)
@@ -87,13 +87,13 @@ def test_one_rank_needs_no_buckets(stage, precision, micros, monkeypatch):
             if number % micros == 0:
                 engines.set_lr(1e-2)
             value = float("inf") if number // micros == 2 else 1.0 + number % 3
-            with engines.turn("net") as nets:  # "late" has no gradient in some steps, "never" in all
+            with engines.select_part("net") as nets:  # "late" has no gradient in some steps, "never" in all
                 names = ["always", "early", *["late"] * (number % 2), "middle"]
                 engines.learn("net", (nets["net"](torch.full((2, 3), value), names) + number).square().mean())
         masters, zero = engines.masters["net"], engines["net"].optimizer
-        assert engines.skipped() == 1
+        assert engines.count_skipped() == 1
         spared.append(not zero._grad_acc_hooks and not any(bucket.buffer for bucket in zero.ipg_buckets.values()))
-        return [*masters.flats, *masters.moments("exp_avg"), *masters.moments("exp_avg_sq")]
+        return [*masters.flats, *masters.read_moments("exp_avg"), *masters.read_moments("exp_avg_sq")]
 
     spared: list[bool] = []
     ours = [value.clone() for value in steps(stage)]

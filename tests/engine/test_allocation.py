@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from dstrain.engine.initial import allocate_weights, release_memory, weights_on_meta
+from dstrain.engine.initial import allocate_weights, place_weights_on_meta, release_memory
 from dstrain.engine.patches import flatten_in_place
 
 SIZES = {"fp32": 4, "bf16": 2, "fp16": 2}
@@ -33,7 +33,7 @@ def test_a_group_lies_in_one_tensor(stage, precision):
     """Oracle: addresses: one weight behind the other, and room for two elements more; shapes, marks and ties of the
     network that was built; a weight that has memory stays the same object. A frozen one is in no group, and by itself.
     """
-    with weights_on_meta():
+    with place_weights_on_meta():
         network = Net()
     assert network.marked.mark == "kept" and network.marked.is_meta
     own = network.own = nn.Parameter(torch.ones(3))

@@ -14,7 +14,7 @@ from torch._dynamo.utils import counters
 from torch.fx import GraphModule
 
 from dstrain.engine import blocks
-from dstrain.engine.blocks import prepare, structure
+from dstrain.engine.blocks import describe_structure, prepare_blocks
 from dstrain.recipe import ConfigError
 from dstrain.systems.dit.blocks import Block
 from dstrain.systems.dit.network import DiT
@@ -51,7 +51,7 @@ def gradients(recompute):
     network = UNet(**UNET, dropout=0.3)
     for weight in network.parameters():
         nn.init.normal_(weight, std=0.2)
-    prepare(network, (ResBlock, AttentionBlock), recompute)
+    prepare_blocks(network, (ResBlock, AttentionBlock), recompute)
     torch.manual_seed(1)
     network(torch.randn(2, 1, 8, 8), torch.tensor([1, 2])).square().mean().backward()
     return [weight.grad for weight in network.parameters()]
@@ -61,14 +61,16 @@ def test_which_blocks_may_share_a_graph():
     """Oracle: by hand: equal sizes do; another width, another setting or another class do not."""
     same, again = Block(32, 4, 2.0), Block(32, 4, 2.0)
     others = [Block(64, 4, 2.0), Block(32, 8, 2.0), Block(32, 4, 4.0), nn.Linear(32, 32)]
-    assert structure(same) == structure(again.eval()) and structure(same) not in map(structure, others)
+    assert describe_structure(same) == describe_structure(again.eval()) and describe_structure(same) not in map(
+        describe_structure, others
+    )
 
 
 @pytest.mark.parametrize("recompute, compiled", [("none", False), ("attention", False), ("none", True), ("all", True)])
 def test_whose_linear_is_in_place(recompute, compiled, monkeypatch):
     """Oracle: DeepSpeed's own function, which eager blocks keep, but for recomputation of the attention alone."""
     monkeypatch.setattr(LinearFunctionForZeroStage3, "forward", staticmethod(OWN))
-    prepare(UNet(**UNET), (ResBlock, AttentionBlock), recompute, compiled)
+    prepare_blocks(UNet(**UNET), (ResBlock, AttentionBlock), recompute, compiled)
     assert (LinearFunctionForZeroStage3.forward is OWN) == (recompute == "none" and not compiled)
 
 
@@ -93,7 +95,7 @@ def test_a_compiled_linear_layer_of_zero_3(recompute, shape, monkeypatch):
         monkeypatch.setattr(nn.functional, "linear", function)
         torch.manual_seed(0)
         network, x = nn.Sequential(check_blocks.Layer(), check_blocks.Layer()), torch.randn(shape, requires_grad=True)
-        prepare(network, (check_blocks.Layer,), recompute, compiled=function is linear.zero3_linear_wrap)
+        prepare_blocks(network, (check_blocks.Layer,), recompute, compiled=function is linear.zero3_linear_wrap)
         network(x).square().sum().backward()
         found.append([x.grad, *(weight.grad for weight in network.parameters())])
     assert targets and operator.iadd not in targets
@@ -138,7 +140,7 @@ class Counted(nn.Module):
 def test_which_blocks_are_computed_again(recompute, calls):
     """Oracle: by hand: every k-th block is called twice in a training step, and once where nothing is learned."""
     network = nn.Sequential(*(Counted() for _ in range(5)))
-    prepare(network, (Counted,), recompute)
+    prepare_blocks(network, (Counted,), recompute)
     network(torch.ones(2, 3)).sum().backward()
     assert [block.calls for block in network] == calls
     with torch.no_grad():
@@ -168,7 +170,7 @@ def test_what_goes_to_the_host(compiled, monkeypatch):
     for recompute in ("all", "offload"):
         torch.manual_seed(0)
         network, host = nn.ModuleList(Filtered() for _ in range(3)), blocks.HostMemory()
-        send = host.send
+        send = host.send_to_host
 
         def sending(tensor, send=send):
             device, copy = send(tensor)
@@ -176,8 +178,8 @@ def test_what_goes_to_the_host(compiled, monkeypatch):
             copies.append(weakref.ref(copy))
             return device, copy
 
-        host.send = sending
-        prepare(network, (Filtered,), recompute, compiled, host=host)
+        host.send_to_host = sending
+        prepare_blocks(network, (Filtered,), recompute, compiled, host=host)
         x = torch.randn(3, 2, 4, 4).contiguous(memory_format=torch.channels_last)
         with torch.no_grad():
             network[0](x, table)
@@ -249,7 +251,7 @@ def test_by_inductor():
         network = DiT(8, 2, 1, 32, 2, 2, num_classes=10)
         for weight in network.parameters():
             nn.init.normal_(weight, std=0.2)
-        prepare(network, (Block,), recompute, compiled)
+        prepare_blocks(network, (Block,), recompute, compiled)
         network(torch.randn(4, 1, 8, 8), torch.arange(4), torch.arange(4)).square().mean().backward()
         found.append(torch.cat([weight.grad.flatten() for weight in network.parameters()]))
     assert (found[1] - found[0]).norm() < 1e-5 * found[0].norm()
@@ -273,7 +275,7 @@ def test_graphs_without_gradients(monkeypatch):
     """
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
     network, table = nn.ModuleList(Scaled() for _ in range(2)), torch.randn(5, 3)
-    prepare(network, (Scaled,), compiled=True)
+    prepare_blocks(network, (Scaled,), compiled=True)
 
     def graphs(*batches: int) -> int:
         before = counters["stats"]["unique_graphs"]
@@ -294,7 +296,7 @@ def test_a_compiled_block_looks_for_no_weight(monkeypatch):
     at a weight's number would compile each block anew (under torch 2.11, where test_compiled then counts four graphs).
     """
     monkeypatch.setattr(linear, "is_zero_param", linear.is_zero_param)
-    prepare(UNet(**UNET), (ResBlock, AttentionBlock), compiled=True, scattered=True)
+    prepare_blocks(UNet(**UNET), (ResBlock, AttentionBlock), compiled=True, scattered=True)
     plain, away = torch.ones(1), torch.ones(1)
     away.ds_id = 7
     assert [linear.is_zero_param(plain), linear.is_zero_param(away)] == [False, True]

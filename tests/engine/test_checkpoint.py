@@ -92,7 +92,7 @@ class Trial:
             self.engines.set_lr(LR)
             for part in self.engines:
                 step(self.engines, part, seed=number)
-            self.ema.update(number, self.engines.applied())
+            self.ema.update(number, self.engines.list_applied())
             self.system.values += 1
             for network in self.engines.modules.values():
                 network.scale.table += 1
@@ -104,7 +104,7 @@ class Trial:
         for part, masters in self.engines.masters.items():
             for kind, flats in [
                 ("master", masters.flats),
-                *((kind, masters.moments(kind)) for kind in ADAM),
+                *((kind, masters.read_moments(kind)) for kind in ADAM),
                 *self.ema.flats.get(part, {}).items(),
             ]:
                 state |= {f"{part}/{kind}/{number}": flat.detach().clone() for number, flat in enumerate(flats)}
@@ -179,13 +179,13 @@ def test_the_way_back(run):
     trial = Trial(folder, max_rollbacks=3, max_skipped=2)
     trial.saves.resume()
     for done in (5, 6, 7):
-        trouble = trial.course.trouble(done, [False], {})
+        trouble = trial.course.find_trouble(done, [False], {})
     assert "3 steps in a row" in trouble
     trial.steps(5, 6)
     assert trial.saves.go_back(7, trouble) == 4 and same(trial.state(), states[4])
     assert trial.course.shift == 3 and trial.course.rollbacks == 1 and trial.saves.saver.newest == 4
     assert trial.saves.go_back(6, "once more") == 3 and same(trial.state(), states[3])
-    assert trial.saves.store.steps() == [1, 2, 3] and trial.saves.store.put_aside() == [4]
+    assert trial.saves.store.list_steps() == [1, 2, 3] and trial.saves.store.list_put_aside() == [4]
     assert trial.saves.saver.newest == 3
     assert trial.course.state.rollbacks == [(7, 4), (6, 3)] and trial.course.shift == 6
     assert trial.saves.go_back(4, "again") == 2 and trial.course.shift == 8
@@ -195,13 +195,13 @@ def test_the_way_back(run):
         r"the steps 1, 2 \(put aside: 3, 4\)",
     ):
         trial.saves.go_back(3, "at last")
-    trial.course.forgive()
+    trial.course.forget_rollbacks()
     assert trial.saves.go_back(3, "forgiven") == 1 and trial.course.state.forgiven == 3
     with pytest.raises(FloatingPointError, match="No checkpoint from before that is left to go back to"):
         trial.saves.go_back(2, "nothing left")
     other = Trial(folder)
     assert other.saves.resume(3) == 3 and same(other.state(), states[3])
-    assert other.saves.store.steps() == [1, 3] and other.saves.store.put_aside() == [2, 4]
+    assert other.saves.store.list_steps() == [1, 3] and other.saves.store.list_put_aside() == [2, 4]
     with pytest.raises(ConfigError, match="it holds 1, 2, 3, 4"):
         other.saves.resume(9)
 
@@ -233,18 +233,18 @@ def test_the_course_and_kinds(tmp_path):
     """Oracle: by hand: routine, stopped, in trouble; what the run went back to stays however many follow."""
     trial = Trial(tmp_path, save=Save(keep=2, asynchronous=False))
     trial.saves.save(1)
-    trial.course.trouble(2, [False], {})
+    trial.course.find_trouble(2, [False], {})
     trial.saves.save(2, routine=False)
     assert read_manifest(tmp_path / "step_00000002")["extra"]["kind"] == "trouble"
     assert trial.saves.go_back(2, "bad") == 1 and trial.course.shift == 1
     for number in (2, 3, 4, 5):
         trial.saves.save(number, score=10.0 - number, routine=number != 5)
-    assert trial.saves.store.steps() == [1, 3, 4, 5]
+    assert trial.saves.store.list_steps() == [1, 3, 4, 5]
     kinds = {number: read_manifest(tmp_path / f"step_{number:08d}")["extra"] for number in (1, 3, 4, 5)}
     assert [extra["kind"] for extra in kinds.values()] == ["routine", "routine", "routine", "stop"]
     assert [extra["score"] for extra in kinds.values()] == [None, 7.0, 6.0, 5.0] and kinds[5]["stays"] == [1]
     assert ["metric" in extra for extra in kinds.values()] == [False, True, True, True] and kinds[5]["metric"] == "loss"
-    assert trial.saves.store.best() == (5, 5.0)
+    assert trial.saves.store.find_best() == (5, 5.0)
     fresh = Trial(tmp_path)
     assert fresh.saves.resume() == 5 and fresh.course.shift == 1 and fresh.course.state.rollbacks == [(2, 1)]
 

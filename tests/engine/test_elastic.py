@@ -51,12 +51,12 @@ def test_the_index_says_what_the_headers_say(saved, stage):
     """Oracle: the headers of all shards: kinds, names, shapes, and the bytes of any run of elements."""
     folder = saved / f"stage{stage}" / f"step_{BEFORE:08d}"
     headers, index = Shards(folder, "tiny"), open_shards(folder, "tiny")
-    assert isinstance(index, IndexedShards) and index.kinds() == headers.kinds()
-    for kind in headers.kinds():
-        assert set(index.names(kind)) == set(headers.names(kind)) and not index.has(kind, "w")
-        for name in headers.names(kind):
-            shape = headers.shape(name)
+    assert isinstance(index, IndexedShards) and index.list_kinds() == headers.list_kinds()
+    for kind in headers.list_kinds():
+        assert set(index.list_names(kind)) == set(headers.list_names(kind)) and not index.has_tensor(kind, "w")
+        for name in headers.list_names(kind):
+            shape = headers.find_shape(name)
             numel = math.prod(shape)
-            assert index.shape(name) == shape
+            assert index.find_shape(name) == shape
             for start, end in ((0, numel), (numel // 3, numel // 2), (numel - 1, numel), (numel, numel)):
-                assert index.spans(kind, name, start, end) == headers.spans(kind, name, start, end)
+                assert index.find_spans(kind, name, start, end) == headers.find_spans(kind, name, start, end)

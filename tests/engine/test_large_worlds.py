@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from dstrain import recipe, systems
 from dstrain.engine.ema.shadow import EmaShadow
 from dstrain.engine.masters import cut_into_shares
-from dstrain.engine.planning.fake_ranks import FakeEngines, fake_world
+from dstrain.engine.planning.fake_ranks import FakeEngines, enter_fake_world
 from dstrain.planning.step import choose_step
 from dstrain.planning.synthetic import NoTracker, Repeated
 from dstrain.train import build_engines, take_step
@@ -80,20 +80,20 @@ def count(
         words = [*LARGE, "model.recompute=all", "model.first_stage=null", "model.in_channels=4", "model.image_size=32"]
         words += [f"batch.global={world}", f"optimizer.name={optimizer}", "compile=off", *more]
         run = recipe.load_recipe(ROOT / "launch" / "recipes" / "dit-xl2-imagenet256.yaml", words)
-        run = recipe.check_model(run, systems.config_class(run.system))
+        run = recipe.check_model(run, systems.find_config_class(run.system))
         config = resolve({"bf16": {"enabled": True}, "zero_optimization": {"stage": stage}}, run, world, "cuda")
         system = systems.build(run.system, run.model)
         system.observe = lambda rows: None  # it would read values
         profile.clear()
         if calls:
             profile.enable()
-        with fake_world(world), Operations() as counted:
+        with enter_fake_world(world), Operations() as counted:
             engines = build_engines(run, config, system, kind=FakeEngines)
             ema = EmaShadow(engines.masters, run.ema, system.averaged)
             batches = Repeated(system, config["train_micro_batch_size_per_gpu"], config["gradient_accumulation_steps"])
             for number in range(steps):
                 take_step(choose_step(run, system) - number, run, system, engines, batches, NoTracker())
-                ema.update(number, engines.applied())
+                ema.update(number, engines.list_applied())
             owned = sum(fragment.numel for fragment, *_ in engines.masters["denoiser"].fragments)
         profile.disable()
         found[world] = {**counted.number, "owned": owned, "calls": count_own_calls(profile)}
@@ -148,7 +148,7 @@ def compare(out: Path) -> None:
         engines = engines_for(lambda: {"tiny": Tiny()}, run, config, decays)
         masters = engines.masters["tiny"]
         said = group.gather_objects(masters.fragments)
-        figures[stage] = masters._layouts() == dict(enumerate(said))
+        figures[stage] = masters._list_layouts() == dict(enumerate(said))
         if stage < 3:
             mapped = [
                 (weight._hp_mapping.lp_fragment_address, weight._hp_mapping.hp_fragment_address)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from dstrain.checkpoint.fragments import Fragment
 from dstrain.engine.engines import Engines
-from dstrain.engine.optimizers import ADAM, build_optimizer, from_floats
+from dstrain.engine.optimizers import ADAM, build_optimizer, restore_bytes_from_floats
 from dstrain.recipe import Run
 from tests.engine.check_engines import applied, gathered
 from tests.support.engines import engines_for, resolve
@@ -76,7 +76,7 @@ def data(seed: int = 0) -> tuple[Tensor, Tensor]:
 
 def step(engines: Engines, part: str, factor: float = 1.0, seed: int = 0) -> None:
     x, y = data(seed)
-    with engines.turn(part) as nets:
+    with engines.select_part(part) as nets:
         engines.learn(part, (nets[part](x) - y).square().mean() * factor)
 
 
@@ -101,14 +101,18 @@ def test_parts(stage, precision):
     engines = engines_of(stage, precision)
     shapes = {name: weight.shape for name, weight in Tiny().named_parameters()}
     assert list(engines) == ["a", "b"] and len(engines) == 2 and list(engines.modules) == ["a", "b"]
-    assert engines.shapes("a") == engines.shapes("b") == shapes
+    assert engines.list_shapes("a") == engines.list_shapes("b") == shapes
     numel = sum(shape.numel() for shape in shapes.values())
-    assert engines.counts([]) == {"a": numel, "b": numel}
-    assert engines.counts([torch.nn.Linear(3, 2), torch.nn.Linear(1, 1)]) == {"a": numel, "b": numel, "frozen": 10}
+    assert engines.count_weights([]) == {"a": numel, "b": numel}
+    assert engines.count_weights([torch.nn.Linear(3, 2), torch.nn.Linear(1, 1)]) == {
+        "a": numel,
+        "b": numel,
+        "frozen": 10,
+    }
     for part, masters in engines.masters.items():
         assert engines[part].module is engines.modules[part] and masters.stage == stage
         seen = {name: torch.zeros(shape) for name, shape in shapes.items()}
-        for fragment, view in masters.views(masters.flats):
+        for fragment, view in masters.list_views(masters.flats):
             assert view.shape == (fragment.numel,) and view.dtype == torch.float32
             seen[fragment.name].view(-1)[fragment.start : fragment.start + fragment.numel] += 1
         assert all(bool((count == 1).all()) for count in seen.values())
@@ -118,14 +122,14 @@ def test_parts(stage, precision):
 def test_before_the_first_step(stage, precision):
     """Oracle: by hand: moments are zeros, nothing was updated or skipped, no gradient has a norm yet."""
     engines = engines_of(stage, precision)
-    assert applied(engines) == {} and engines.skipped() == 0
+    assert applied(engines) == {} and engines.count_skipped() == 0
     for masters in engines.masters.values():
         assert masters.updates == 0 and masters.skipped == 0
         for kind in ADAM:
-            assert [moment.shape for moment in masters.moments(kind)] == [flat.shape for flat in masters.flats]
-            assert not any(moment.any() for moment in masters.moments(kind))
+            assert [moment.shape for moment in masters.read_moments(kind)] == [flat.shape for flat in masters.flats]
+            assert not any(moment.any() for moment in masters.read_moments(kind))
     names = ["param_norm", *(["loss_scale"] if precision == "fp16" else [])]
-    assert {name for name in engines.figures() if "grad_norm" not in name} == {
+    assert {name for name in engines.collect_figures() if "grad_norm" not in name} == {
         f"{part}/{name}" for part in "ab" for name in names
     }
 
@@ -144,11 +148,11 @@ def test_a_step_by_hand(stage, precision):
     engines.set_lr(LR / 2)
     assert all(group["lr"] == LR / 2 for engine in engines.values() for group in engine.optimizer.param_groups)
     step(engines, "a")
-    assert applied(engines) == {"a": True} and engines.skipped() == 0
+    assert applied(engines) == {"a": True} and engines.count_skipped() == 0
     masters, close = engines.masters["a"], {"rtol": 1e-5 if precision == "fp32" else 2e-2, "atol": 1e-7}
     if precision != "fp32":
         close["atol"] = 1e-4
-    first, second = (gathered(masters, masters.moments(kind)) for kind in ADAM)
+    first, second = (gathered(masters, masters.read_moments(kind)) for kind in ADAM)
     after = weights(engines, "a")
     for name, g in gradients.items():
         torch.testing.assert_close(first[name], (1 - BETAS[0]) * g, **close)
@@ -156,7 +160,7 @@ def test_a_step_by_hand(stage, precision):
         decayed = begun[name] * (1 - LR / 2 * (DECAY if g.ndim >= 2 else 0))
         mine = first[name] / (1 - BETAS[0])  # the gradient that the engine has computed itself
         torch.testing.assert_close(after[name], decayed - LR / 2 * mine / (mine.abs() + EPS), rtol=1e-4, atol=1e-6)
-    figures = engines.figures()
+    figures = engines.collect_figures()
     norm = torch.cat([g.flatten() for g in gradients.values()]).norm().item()
     assert figures["a/grad_norm"] == pytest.approx(norm, rel=1e-5 if precision == "fp32" else 2e-2)
     assert figures["a/param_norm"] == pytest.approx(torch.cat([w.flatten() for w in after.values()]).norm().item())
@@ -174,7 +178,7 @@ def test_a_gradient_that_is_not_finite(stage, precision):
     engines = engines_of(stage, precision)
     for number, factor in enumerate((1.0, math.inf, math.nan, 1.0)):
         kept = {part: weights(engines, part) for part in "ab"}
-        moments = [moment.clone() for kind in ADAM for moment in engines.masters["b"].moments(kind)]
+        moments = [moment.clone() for kind in ADAM for moment in engines.masters["b"].read_moments(kind)]
         engines.set_lr(LR)
         step(engines, "a", seed=number)
         step(engines, "b", factor, seed=number)
@@ -182,15 +186,15 @@ def test_a_gradient_that_is_not_finite(stage, precision):
         assert not same(weights(engines, "a"), kept["a"])
         if factor != 1.0:
             assert same(weights(engines, "b"), kept["b"])
-            after = [moment for kind in ADAM for moment in engines.masters["b"].moments(kind)]
+            after = [moment for kind in ADAM for moment in engines.masters["b"].read_moments(kind)]
             assert all(torch.equal(x, y) for x, y in zip(moments, after, strict=True))
     assert (engines.masters["a"].updates, engines.masters["b"].updates) == (4, 2)
-    assert engines.skipped() == engines.masters["b"].skipped == 2 and engines.masters["a"].skipped == 0
+    assert engines.count_skipped() == engines.masters["b"].skipped == 2 and engines.masters["a"].skipped == 0
     assert [engine.global_steps for engine in engines.values()] == [4, 4]
     step(engines, "b", math.nan)
     assert engines.masters["b"].skipped == 3  # the latest step is counted where it is asked for
     engines.masters["a"].skipped = 5
-    assert engines.skipped() == 5
+    assert engines.count_skipped() == 5
 
 
 @pytest.mark.parametrize("name", ["adamw", "muon", "lion"])
@@ -214,27 +218,29 @@ def test_moments_of_8_bits(stage, precision):
     x = torch.randn(4, 64, generator=torch.Generator().manual_seed(0)).to(DTYPES[precision])
 
     def take(factor: float) -> None:
-        with engines.turn("a") as nets:
+        with engines.select_part("a") as nets:
             engines.learn("a", nets["a"](x).square().mean() * factor)
 
     for factor in (1.0, math.nan, math.inf, 1.0):
         engines.set_lr(LR)
-        kept, codes = weights(engines, "a"), [code.clone() for _, _, code in masters.codes()]
+        kept, codes = weights(engines, "a"), [code.clone() for _, _, code in masters.list_coded_moments()]
         take(factor)
         unchanged = same(weights(engines, "a"), kept) and all(
-            torch.equal(x, y) for x, (_, _, y) in zip(codes, masters.codes())
+            torch.equal(x, y) for x, (_, _, y) in zip(codes, masters.list_coded_moments())
         )
         assert applied(engines)["a"] == (factor == 1.0) == (not unchanged)
-    assert engines.skipped() == 2 and codes
-    for (kind, fragment, values), (same_kind, name, code) in zip(masters.own_codes(), masters.codes(), strict=True):
+    assert engines.count_skipped() == 2 and codes
+    for (kind, fragment, values), (same_kind, name, code) in zip(
+        masters.list_own_coded_moments(), masters.list_coded_moments(), strict=True
+    ):
         assert (kind, fragment) == (same_kind, Fragment(name, (len(values),), 0, len(values)))
         saved = torch.empty_like(code)
-        from_floats(saved, values)
+        restore_bytes_from_floats(saved, values)
         assert torch.equal(saved, code)
     for kind in masters.kinds:
-        values = [torch.linspace(0.5, 1.0, moment.numel()).view_as(moment) for moment in masters.moments(kind)]
-        masters.set_moments(kind, values)
-        for value, moment in zip(values, masters.moments(kind), strict=True):
+        values = [torch.linspace(0.5, 1.0, moment.numel()).view_as(moment) for moment in masters.read_moments(kind)]
+        masters.write_moments(kind, values)
+        for value, moment in zip(values, masters.read_moments(kind), strict=True):
             torch.testing.assert_close(moment.flatten(), value.flatten(), rtol=0.03, atol=0)
 
 
@@ -248,11 +254,11 @@ def test_a_turn(stage):
     def trainable(part: str) -> list[bool]:
         return [weight.requires_grad for weight in engines.modules[part].parameters()]
 
-    with engines.turn("b") as nets:
+    with engines.select_part("b") as nets:
         assert list(nets) == ["a", "b"] and nets["a"] is engines.modules["a"] and nets["b"] is engines["b"]
         assert not any(trainable("a")) and all(trainable("b"))
     assert all(trainable("a"))
-    with pytest.raises(KeyError), engines.turn("a"):
+    with pytest.raises(KeyError), engines.select_part("a"):
         assert all(trainable("a")) and not any(trainable("b"))
         raise KeyError
     assert all(trainable("b"))
@@ -285,7 +291,7 @@ def test_weights_that_are_set_and_shown(stage, precision):
         others = [torch.zeros_like(flat) for flat in masters.flats]
         for error in (None, ValueError):
             try:
-                with masters.showing(others):
+                with masters.show_flats(others):
                     assert not network(x).any() and expected.any()
                     if error:
                         raise error
@@ -295,7 +301,7 @@ def test_weights_that_are_set_and_shown(stage, precision):
             torch.testing.assert_close(network(x), expected, rtol=0, atol=1e-6)
         for flat in masters.flats:
             flat.detach().mul_(0)
-        masters.publish()
+        masters.publish_masters()
         # What is too small to be cut at stage 3 is whole between steps, too, so that no step has to gather it.
         kept = [weight for weight in network.parameters() if stage == 3 and weight.ds_persist]
         assert bool(kept) == (stage == 3) and all(weight.numel() == weight.ds_numel for weight in kept)
@@ -336,13 +342,13 @@ def test_a_count_that_is_set(stage, precision):
     engines.set_lr(LR)
     step(engines, "a")
     assert masters.updates == 10
-    first, second = (gathered(masters, masters.moments(kind)) for kind in ADAM)
+    first, second = (gathered(masters, masters.read_moments(kind)) for kind in ADAM)
     for name, weight in weights(engines, "a").items():
         decayed = begun[name] * (1 - LR * (DECAY if weight.ndim >= 2 else 0))
         moved = first[name] / (1 - BETAS[0] ** 10) / ((second[name] / (1 - BETAS[1] ** 10)).sqrt() + EPS)
         torch.testing.assert_close(weight, decayed - LR * moved, rtol=1e-4, atol=1e-6)
     masters.reset_optimizer_state()
-    assert masters.updates == 0 and not any(moment.any() for kind in ADAM for moment in masters.moments(kind))
+    assert masters.updates == 0 and not any(moment.any() for kind in ADAM for moment in masters.read_moments(kind))
 
 
 @pytest.mark.parametrize("stage", range(4))
@@ -354,7 +360,7 @@ def test_a_step_of_several_micro_batches_that_is_skipped(stage):
         for micro, factor in enumerate(factors):
             step(engines, "a", factor, seed=3 * number + micro)
             assert applied(engines) == {"a": micro == 2 and factors == (1.0, 1.0, 1.0)}, (number, micro)
-    assert engines.masters["a"].updates == 2 and engines.skipped() == 2 and engines["a"].global_steps == 4
+    assert engines.masters["a"].updates == 2 and engines.count_skipped() == 2 and engines["a"].global_steps == 4
     assert engines["a"].micro_steps == 12
 
 
@@ -369,10 +375,10 @@ def test_one_part_and_a_clip(stage):
     engines.set_lr(LR)
     step(engines, "only")
     masters = engines.masters["only"]
-    first = gathered(masters, masters.moments("exp_avg"))
+    first = gathered(masters, masters.read_moments("exp_avg"))
     for name, weight in network.named_parameters():
         torch.testing.assert_close(first[name], weight.grad * (1 - BETAS[0]), rtol=1e-4, atol=1e-9)
-    figures = engines.figures()
+    figures = engines.collect_figures()
     assert set(figures) == {"grad_norm", "param_norm"} and figures["grad_norm"] == pytest.approx(norm, rel=1e-5)
     assert norm > 0.01
 
@@ -394,14 +400,14 @@ def test_a_scale_and_its_state(stage):
         assert applied(engines) == {"a": factor == 1.0}
         if factor == 1.0:  # also where the scale grows at the end of this step
             norm = torch.nn.utils.get_total_norm(weight.grad for weight in network.parameters()).item()
-            assert engines.figures()["a/grad_norm"] == pytest.approx(norm, rel=2e-2)
+            assert engines.collect_figures()["a/grad_norm"] == pytest.approx(norm, rel=2e-2)
         seen.append(engines.masters["a"].loss_scale)
-    assert seen == [16, 8, 8, 8, 16, 8, 4] and engines.masters["b"].loss_scale == 16 and engines.skipped() == 3
+    assert seen == [16, 8, 8, 8, 16, 8, 4] and engines.masters["b"].loss_scale == 16 and engines.count_skipped() == 3
     kept = engines.masters["a"].scaler_state
     assert kept["cur_scale"] == 4 and kept["cur_iter"] == 7
     other = engines_of(stage, "fp16", parts=("a",), scale=scale)
     other.masters["a"].scaler_state = kept
-    assert other.masters["a"].scaler_state == kept and other.figures()["loss_scale"] == 4
+    assert other.masters["a"].scaler_state == kept and other.collect_figures()["loss_scale"] == 4
     other.masters["a"].scaler_state = {}
     assert other.masters["a"].scaler_state == kept
     fixed = engines_of(stage, "fp16", parts=("a",), scale={"loss_scale": 32.0})
@@ -413,4 +419,4 @@ def test_a_scale_and_its_state(stage):
     # At the least scale an overflow is a step that is skipped, and no error.
     for _ in range(4):
         step(other, "a", math.inf)
-    assert other.masters["a"].loss_scale == 1 and other.skipped() == 4
+    assert other.masters["a"].loss_scale == 1 and other.count_skipped() == 4

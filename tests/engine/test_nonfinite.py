@@ -7,7 +7,7 @@ import torch
 
 from dstrain.checkpoint.store import Store
 from dstrain.engine.checkpoint import read_weights
-from dstrain.engine.recovery import advise_user, all_finite
+from dstrain.engine.recovery import advise_user, are_all_finite
 from tests.support.runs import finish, metrics, train
 
 NAN, INF = float("nan"), float("inf")
@@ -29,7 +29,7 @@ NAN, INF = float("nan"), float("inf")
 def test_all_finite(values):
     """Oracle: math.isfinite of each value, also where only their sum is infinite; check_elastic.py refuses to save."""
     tensors = [torch.tensor(some, dtype=torch.float32) for some in values]
-    assert all_finite(tensors) == all(math.isfinite(value) for some in values for value in some)
+    assert are_all_finite(tensors) == all(math.isfinite(value) for some in values for value in some)
 
 
 @pytest.mark.parametrize(
@@ -68,7 +68,7 @@ def test_a_run_that_diverges(tmp_path, stage):
     output = finish(words, code=3)
     assert "4 steps in a row had gradients that are not finite, and were skipped" in output
     assert "No checkpoint from before that is left" in output and output.count("back from step 5 to step 1") == 1
-    assert Store(folder / "checkpoints").steps() == [1]
+    assert Store(folder / "checkpoints").list_steps() == [1]
     assert all(
         bool(weight.isfinite().all())
         for weight in read_weights(folder / "checkpoints" / "step_00000001", "denoiser").values()

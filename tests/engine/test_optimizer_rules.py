@@ -142,7 +142,7 @@ def test_what_is_nearly_orthogonal(shape, native, monkeypatch):
     """Oracle: torch.linalg.svd: singular values of the result lie between 0.6 and 1.3, and the vectors stay, in bf16
     and where a CPU without it computes in fp32.
     """
-    monkeypatch.setattr(settings, "multiplies_bf16", lambda: native)
+    monkeypatch.setattr(settings, "can_multiply_bf16", lambda: native)
     matrix = gradients(1, shape) * 1e-3
     u, _s, v = torch.linalg.svd(matrix, full_matrices=False)
     found = optimizers.orthogonalize(matrix.bfloat16()).float()
@@ -181,7 +181,7 @@ def test_muon(applied):
     optimizer.step()
     assert torch.equal(flat, before) and rest not in optimizer.state
     fragments = [(Fragment("a", (3, 8), 0, 24), 0, 0), (Fragment("b", (8, 2, 2), 0, 32), 0, 24)]
-    optimizer.place([flat, rest], {0: fragments})
+    optimizer.place_matrices([flat, rest], {0: fragments})
     for step in range(4):
         flat.grad, rest.grad = gradients(10 + step, flat.shape), gradients(20 + step, rest.shape)
         line.grad = rest.grad.clone()

@@ -105,18 +105,18 @@ def test_killed_and_stopped_in_trouble(tmp_path, name):
     go_on(whole)
     killed = partial(go_on, folder, "save.asynchronous=false")
     killed("model.kill_after=14", code=247)  # at step 15, after two that are skipped
-    assert Store(folder / "checkpoints").steps() == [5, 10]
+    assert Store(folder / "checkpoints").list_steps() == [5, 10]
     killed("model.kill_after=5", code=247)  # from step 10: at the first step behind the way back
-    assert Store(folder / "checkpoints").steps() == [5, 10]
+    assert Store(folder / "checkpoints").list_steps() == [5, 10]
     killed("model.stop_after=2", code=75)  # from step 10: seen at 14, the second that is skipped
-    assert Store(folder / "checkpoints").steps() == [5, 10, 14] and course(folder, 14)["in_a_row"] == 2
+    assert Store(folder / "checkpoints").list_steps() == [5, 10, 14] and course(folder, 14)["in_a_row"] == 2
     assert read_manifest(folder / "checkpoints" / "step_00000014")["extra"]["kind"] == "trouble"
     killed("model.kill_after=14", code=247)  # behind the second and third way back
-    assert Store(folder / "checkpoints").steps() == [10] and Store(folder / "checkpoints").put_aside() == [15]
+    assert Store(folder / "checkpoints").list_steps() == [10] and Store(folder / "checkpoints").list_put_aside() == [15]
     killed("model.stop_after=1", code=75)  # from step 10: a stop where all is well
-    assert Store(folder / "checkpoints").steps() == [10, 13]
+    assert Store(folder / "checkpoints").list_steps() == [10, 13]
     killed("model.stop_after=42", "model.kill_after=0", code=75)  # long behind the last way back, from 29 to 25
-    assert Store(folder / "checkpoints").steps()[-1] == 35
+    assert Store(folder / "checkpoints").list_steps()[-1] == 35
     killed("model.stop_after=0")
     assert files(folder, 40) == files(whole, 40) and metrics(folder) == metrics(whole)
     assert course(folder, 40) == course(whole, 40)
@@ -135,12 +135,12 @@ def test_stopped_behind_a_way_back(tmp_path):
 
     go_on(whole, 0, code=0)
     go_on(folder, 13)
-    assert Store(folder / "checkpoints").steps() == [5, 10, 13] and course(folder, 13)["in_a_row"] == 1
+    assert Store(folder / "checkpoints").list_steps() == [5, 10, 13] and course(folder, 13)["in_a_row"] == 1
     shutil.copytree(folder, tmp_path / "other")
     go_on(folder, 2)  # steps 14 and 15 are skipped, and the run is at step 10 again
-    assert Store(folder / "checkpoints").steps() == [5, 10] and course(folder, 10)["rollbacks"] == [[15, 10]]
+    assert Store(folder / "checkpoints").list_steps() == [5, 10] and course(folder, 10)["rollbacks"] == [[15, 10]]
     go_on(tmp_path / "other", 4)  # two steps later
-    assert Store(tmp_path / "other" / "checkpoints").steps() == [5, 10, 12]
+    assert Store(tmp_path / "other" / "checkpoints").list_steps() == [5, 10, 12]
     for stopped in (folder, tmp_path / "other"):
         go_on(stopped, 0, code=0)
         assert files(stopped, 40) == files(whole, 40) and course(stopped, 40) == course(whole, 40)
@@ -157,7 +157,7 @@ def test_trouble_without_end(tmp_path):
     assert "Traceback" not in output
     aside = hash_files(folder / "checkpoints" / "step_00000012.aside", sorted(files(folder, 8)))
     store = Store(folder / "checkpoints")
-    assert all(store.fault(step) is None for step in store.steps())
+    assert all(store.find_fault(step) is None for step in store.list_steps())
     output = finish(train(folder, 1, *words, "--step", "11", recipe=recipe, num=1), code=2)
     assert "--step 11" in output and "it holds 2, 4, 6, 8, 10, 12" in output
     finish(train(folder, 1, *words, "--step", "10", "steps=12", recipe=recipe, num=1))
@@ -195,7 +195,7 @@ def test_a_fault_in_drawing_loses_nothing(tmp_path):
     finish(train(tmp_path / "whole", 2, *words, recipe=recipe, num=1))
     folder = tmp_path / "run"
     output = finish(train(folder, 2, *words, "model.draws=false", recipe=recipe, num=1), code=1)
-    assert "broken on purpose" in output and Store(folder / "checkpoints").newest(pytest.fail)[0] == 10
+    assert "broken on purpose" in output and Store(folder / "checkpoints").find_newest(pytest.fail)[0] == 10
     finish(train(folder, 2, *words, "model.draws=true", recipe=recipe, num=1))
     assert_equal_runs(tmp_path / "whole", folder, 20)
     assert [line["step"] for line in metrics(folder) if "held_out/loss" in line] == [10, 20]
@@ -226,7 +226,7 @@ def test_weights_that_are_destroyed_and_finite(tmp_path):
     )
     assert "has gone back 3 times" in output and "a higher number lets it go back again" in output
     targets = [int(word) for word in re.findall(r"back from step \d+ to step (\d+)", output)]
-    assert len(targets) == 3 and set(targets) <= set(Store(folder / "checkpoints").steps())
+    assert len(targets) == 3 and set(targets) <= set(Store(folder / "checkpoints").list_steps())
     finish(
         train(
             folder,

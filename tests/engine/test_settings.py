@@ -43,7 +43,7 @@ def test_a_shipped_file_is_what_its_name_says(path):
     given_ = json.loads(path.read_text())
     run = recipe.load_recipe(None, ["batch.global=48", "optimizer.clip=0.5"])
     resolved = resolve(given_, run, 1, "cuda")
-    found = settings.read_stage(resolved), settings.read_precision(resolved), settings.offloads_optimizer(resolved)
+    found = settings.read_stage(resolved), settings.read_precision(resolved), settings.is_optimizer_offloaded(resolved)
     assert found == NAMED[path.stem]
     assert "auto" not in json.dumps(resolved)
     parsed = DeepSpeedConfig(dict(resolved))
@@ -195,7 +195,7 @@ def test_auto_precision_of_a_cpu(monkeypatch):
 @pytest.mark.parametrize("native", [False, True])
 def test_a_run_that_goes_on_keeps_its_precision(native, monkeypatch):
     """Oracle: what the run was resolved to, on any CPU; true and false in the JSON are obeyed."""
-    monkeypatch.setattr(settings, "multiplies_bf16", lambda: native)
+    monkeypatch.setattr(settings, "can_multiply_bf16", lambda: native)
     for enabled in (False, True):
         before = resolve({"bf16": {"enabled": enabled}}, Run(), 1, "cpu")
         assert auto(before=before) == ("bf16" if enabled else "fp32")
@@ -323,10 +323,10 @@ def test_sums_of_gradients(precision):
     for stage in (1, 2, 3):
         assert "data_types" not in resolved(stage)
         wide = resolved(stage, several)
-        assert wide["data_types"] == {"grad_accum_dtype": "fp32"} and settings.sums_in_fp32(wide) == (stage == 1)
+        assert wide["data_types"] == {"grad_accum_dtype": "fp32"} and settings.is_summed_in_fp32(wide) == (stage == 1)
         assert settings.make_deepspeed_config(wide).get("data_types") == ({} if stage == 1 else wide["data_types"])
         assert resolved(stage, several, **own)["data_types"] == own["data_types"]
-        assert not settings.sums_in_fp32(resolved(stage, several, **own))
+        assert not settings.is_summed_in_fp32(resolved(stage, several, **own))
     other = {"bf16": "fp16", "fp16": "bf16"}[precision]
     text = faults(
         {precision: {"enabled": True}, "zero_optimization": {"stage": 2}, "data_types": {"grad_accum_dtype": other}},

@@ -102,7 +102,7 @@ def test_remarks_on_memory():
 @pytest.mark.parametrize("native", [False, True])
 def test_remarks_on_a_cpu(native, monkeypatch):
     """Oracle: a CPU with products of bf16, and one without."""
-    monkeypatch.setattr(settings, "multiplies_bf16", lambda: native)
+    monkeypatch.setattr(settings, "can_multiply_bf16", lambda: native)
     config = {**zero(2), "bf16": {"enabled": True}}
     assert sum("this CPU emulates bf16" in line for line in lines(config, "cpu")) == (not native)
     assert lines(config, "cuda") == lines(zero(2), "cpu") == []

@@ -52,19 +52,19 @@ def meet(rank: int, world: int) -> None:
     """Starts, and finds every other rank; no shared buffer is left under a name."""
     start_group(timeout_minutes=0.5)
     assert (group.is_started(), group.rank(), group.world()) == (True, rank, world)
-    assert group.sum_ranks(torch.tensor([2.0**rank])).item() == 2**world - 1
+    assert group.sum_over_ranks(torch.tensor([2.0**rank])).item() == 2**world - 1
     address = f"{os.environ['MASTER_ADDR']}_{os.environ['MASTER_PORT']}"
     group.barrier()
     assert not list(Path("/dev/shm").glob(f"deepspeed_allreduce_buffer_*_{address}_*"))
     start_group(timeout_minutes=0.5)  # once more changes nothing
     assert group.world() == world
-    group.leave_group()
+    group.leave_process_group()
 
 
 def watched() -> list[str]:
     """What this process says it is at, from now on."""
-    seen, at = [], Phases.at
-    Phases.at = lambda self, phase: (seen.append(phase), at(self, phase))
+    seen, at = [], Phases.enter_phase
+    Phases.enter_phase = lambda self, phase: (seen.append(phase), at(self, phase))
     return seen
 
 
@@ -168,8 +168,8 @@ def test_two_ranks_of_slurm(tmp_path, name):
 def test_the_minute_of_compiling(tmp_path, monkeypatch, there):
     """Oracle: by hand: two lines and a phase where DeepSpeed's operator is not there yet, else none."""
     lines, seen = [], []
-    monkeypatch.setattr(Phases, "at", lambda self, phase: seen.append(phase))
-    monkeypatch.setattr(Phases, "say", lambda self, line: lines.append(line))
+    monkeypatch.setattr(Phases, "enter_phase", lambda self, phase: seen.append(phase))
+    monkeypatch.setattr(Phases, "print_lines", lambda self, line: lines.append(line))
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
     (tmp_path / "deepspeed_shm_comm").mkdir()
     if there:
@@ -269,7 +269,7 @@ def main():
     time.sleep(2 * int(sys.argv[2][int(os.environ["RANK"])]))
     start_group(timeout_minutes=1)
     print(group.gather_objects(sys.argv[1][-1]), flush=True)
-    group.leave_group()
+    group.leave_process_group()
 run_main(main)
 """
 

@@ -70,7 +70,7 @@ def main(folder: Path, trials: int, seed: int, first: int, skip: set[str]) -> No
             shutil.copytree(pristine, work)
             kind, name = corrupt(work, OLDER, NEWER, random.Random(f"{seed} {number}"), skip)
             (folder / "trial").write_text(f"{number} {kind} {name}")
-        kind, name = group.from_first((kind, name))
+        kind, name = group.broadcast_from_first((kind, name))
         faulthandler.dump_traceback_later(LIMIT, exit=True)
         outcomes = group.gather_objects(attempt(trial, kind, name, truth))
         faulthandler.cancel_dump_traceback_later()
@@ -78,7 +78,7 @@ def main(folder: Path, trials: int, seed: int, first: int, skip: set[str]) -> No
             worst = next((outcome for outcome in outcomes if outcome.split(":")[0].isupper()), outcomes[0])
             with open(folder / "outcomes", "a") as file:
                 file.write(json.dumps([number, kind, name, worst]) + "\n")
-    group.leave_group()
+    group.leave_process_group()
 
 
 if __name__ == "__main__":

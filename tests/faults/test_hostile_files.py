@@ -150,7 +150,7 @@ def first_clip(path: Path) -> object:
 
 
 def checkpoint(path: Path) -> object:
-    return Store(path.parent.parent).newest()
+    return Store(path.parent.parent).find_newest()
 
 
 def merged(path: Path) -> object:

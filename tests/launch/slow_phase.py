@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 from dstrain.commands.main import start_verb
-from dstrain.distributed.progress import phases
+from dstrain.distributed.progress import get_phases
 
 launched = [word for word in sys.argv if word.startswith("--local_rank")]  # which deepspeed puts first
 _, verb, file, place, *words = [word for word in sys.argv if word not in launched]
@@ -27,7 +27,7 @@ def slow(*arguments, **named):
     if calls >= int(first):
         Path(file).touch()
         for _ in range(-int(float(seconds))):
-            phases().beat()
+            get_phases().note_progress()
             time.sleep(1)
         time.sleep(max(0.0, float(seconds)))
     return original(*arguments, **named)

@@ -39,7 +39,7 @@ def test_a_file_that_breaks_in_the_middle(tmp_path):
     output = finish(train(broken, 2, *words), code=2)
     assert "Traceback" not in output and last in output and "data.max_bad_fraction" in output
     assert "stopped at step 2, which is saved" in (broken / "log.txt").read_text()
-    assert Store(broken / "checkpoints").steps() == [2] and (broken / "bad_files.txt").read_text().startswith(last)
+    assert Store(broken / "checkpoints").list_steps() == [2] and (broken / "bad_files.txt").read_text().startswith(last)
     shutil.copyfile(tmp_path / "kept.png", data / last)
     assert "1 unreadable files are listed" in finish(train(broken, 2, *words))
     assert files(broken, 9) == files(whole, 9) and metrics(broken) == metrics(whole)

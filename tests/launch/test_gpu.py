@@ -286,7 +286,7 @@ def test_waits_are_counted():
             partial(torch.cuda.Event.synchronize, None),
             late.read,
             late.read,
-            pending.places,
+            pending.read_indices,
         ):
             with contextlib.suppress(Exception):  # counted first; then it fails without a GPU or a stream
                 wait()

@@ -76,8 +76,8 @@ def test_best_is_kept(undisturbed):
     step = min(losses, key=lambda step: (losses[step], step))
     better = {at for at in losses if all(losses[at] < losses[before] for before in losses if before < at)}
     store = Store(folder / "checkpoints")
-    assert store.best() == (step, losses[step])
-    assert set(store.steps()) == {10, 20, 30, step, *sorted(better | {10, 20, 30})[-2:]}
+    assert store.find_best() == (step, losses[step])
+    assert set(store.list_steps()) == {10, 20, 30, step, *sorted(better | {10, 20, 30})[-2:]}
 
 
 def test_one_rank_meets_the_same(undisturbed, tmp_path):

@@ -120,7 +120,7 @@ def run(tmp_path_factory) -> Path:
             },
         }
     )
-    run = recipe.check_model(run, systems.config_class("phenaki"))
+    run = recipe.check_model(run, systems.find_config_class("phenaki"))
     torch.manual_seed(0)
     networks = systems.build("phenaki", run.model).networks()
     for weight in networks["maskgit"].parameters():

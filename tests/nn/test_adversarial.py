@@ -6,12 +6,12 @@ import torch
 from dstrain.nn.adversarial import (
     PatchDiscriminator,
     balance_gradients,
-    gradient_of_filters,
-    gradient_of_picture,
-    hinge,
-    least_size,
+    compute_filter_gradient,
+    compute_hinge_loss,
+    compute_picture_gradient,
+    estimate_squared_slope,
+    find_least_size,
     record_inputs,
-    slope_between,
 )
 
 
@@ -33,7 +33,7 @@ def test_receptive_field_and_size():
 def test_least_size(n_layers):
     """Oracle: one logit at that size, and none below."""
     network = PatchDiscriminator(1, 8, n_layers)
-    side = least_size(n_layers)
+    side = find_least_size(n_layers)
     assert network(torch.zeros(1, 1, side, side)).shape == (1, 1, 1, 1)
     with pytest.raises(RuntimeError):
         network(torch.zeros(1, 1, side - 2**n_layers, side - 2**n_layers))
@@ -50,7 +50,7 @@ def test_a_sample_is_judged_alone():
 def test_hinge():
     """Oracle: by hand."""
     real, fake = torch.tensor([[2.0, 0.0], [-1.0, 1.0]]), torch.tensor([[-2.0, 0.5], [-1.0, -3.0]])
-    assert hinge(real, fake).tolist() == [(0.5 + 0.75) / 2, (1.0 + 0.0) / 2]
+    assert compute_hinge_loss(real, fake).tolist() == [(0.5 + 0.75) / 2, (1.0 + 0.0) / 2]
 
 
 def test_balance():
@@ -80,7 +80,9 @@ def test_the_share_has_no_scale(flatness):
         larger.requires_grad_()
         reconstruction = of_loss * (larger - target).abs().mean((1, 2, 3))
         critique = flatness * (larger[:, 0] * larger[:, 1].sin()).mean((1, 2))
-        return balance_gradients(gradient_of_picture(reconstruction, larger), gradient_of_picture(critique, larger))[1]
+        return balance_gradients(
+            compute_picture_gradient(reconstruction, larger), compute_picture_gradient(critique, larger)
+        )[1]
 
     expected = share(1)
     assert bool((expected == 1).all()) if flatness == 1 else bool((expected < 0.01).all())
@@ -103,21 +105,21 @@ def test_gradient_of_filters(side):
         torch.autograd.grad((layer(x[number : number + 1]) * of_output[number]).sum(), layer.weight)[0]
         for number in range(3)
     ]
-    torch.testing.assert_close(gradient_of_filters(entered[0], of_output, side), torch.stack(each))
+    torch.testing.assert_close(compute_filter_gradient(entered[0], of_output, side), torch.stack(each))
     torch.testing.assert_close(out.detach(), before)
 
 
 def test_gradient():
     """Oracle: the derivative of a square, each sample's of its own value only."""
     x = torch.randn(3, 1, 2, 2, requires_grad=True)
-    torch.testing.assert_close(gradient_of_picture(x.square().flatten(1).sum(1), x), 2 * x.detach())
+    torch.testing.assert_close(compute_picture_gradient(x.square().flatten(1).sum(1), x), 2 * x.detach())
 
 
 def test_slope():
     """Oracle: autograd from outside, its gradient in a weight by finite differences, and logits as without it."""
     torch.manual_seed(0)
     network, x = PatchDiscriminator(1, 16, 1).double(), torch.randn(3, 1, 12, 12, dtype=torch.float64)
-    network._logits = network.main  # in float64 throughout
+    network._compute_logits = network.main  # in float64 throughout
     logits, slope = network(x, 2)
     assert torch.equal(logits, network(x)) and slope.shape == (2,)
     at = x[:2].clone().requires_grad_()
@@ -142,7 +144,7 @@ def test_slope_between():
     exact = network(x, 1)[1]
     stepped = x + 0.01 * torch.randn(8000, 1, 12, 12)
     with torch.no_grad():
-        found = slope_between(network(x).expand(8000, -1, -1, -1), network(stepped), 0.01)
+        found = estimate_squared_slope(network(x).expand(8000, -1, -1, -1), network(stepped), 0.01)
     torch.testing.assert_close(found.mean().float(), exact[0].detach(), rtol=0.08, atol=0.0)
 
 
@@ -157,9 +159,9 @@ def test_the_last_bias_is_pulled_by_whole_patches(penalized):
     torch.nn.init.normal_(judge.weight, std=0.005)
     logits = network(pictures)
     assert logits.abs().max() < 1 and logits[0].numel() == 16 and logits.dtype == torch.float64
-    loss = hinge(logits[:5], logits[5:10])
+    loss = compute_hinge_loss(logits[:5], logits[5:10])
     if penalized:
-        loss = loss + slope_between(logits[:5], logits[10:], 0.1)
+        loss = loss + estimate_squared_slope(logits[:5], logits[10:], 0.1)
     loss.mean().backward()
     assert judge.bias.grad.abs().item() < 1e-12 < 1e-5 < judge.weight.grad.abs().max()
 

@@ -6,7 +6,14 @@ import math
 import pytest
 import torch
 
-from dstrain.nn.finite_scalar import FiniteScalar, bound_levels, code_of, levels_of, require_levels, tokens_of
+from dstrain.nn.finite_scalar import (
+    FiniteScalar,
+    bound_levels,
+    join_levels,
+    require_levels,
+    scale_levels,
+    split_into_levels,
+)
 
 LEVELS = [(8, 6, 5), (3, 4), (4, 4, 4, 4), (1000,), (999,)]
 
@@ -17,8 +24,8 @@ def test_tokens_count_the_levels(levels):
     digits = [range(-(size // 2), (size + 1) // 2) for size in reversed(levels)]
     every = torch.tensor([combination[::-1] for combination in itertools.product(*digits)], dtype=torch.float32)
     tokens = torch.arange(math.prod(levels))
-    assert torch.equal(tokens_of(every, levels), tokens) and torch.equal(levels_of(tokens, levels), every)
-    code = code_of(every, levels)
+    assert torch.equal(join_levels(every, levels), tokens) and torch.equal(split_into_levels(tokens, levels), every)
+    code = scale_levels(every, levels)
     assert float(code.min()) == -1 and float(code.max()) <= 1
 
 
@@ -32,7 +39,7 @@ def test_bound(levels):
         high.round()[0], ((sizes - 1) // 2).float()
     )
     torch.testing.assert_close(middle, 0 * far, rtol=0, atol=1e-6)
-    assert tokens_of(high, levels).tolist() == [math.prod(levels) - 1] and tokens_of(low, levels).tolist() == [0]
+    assert join_levels(high, levels).tolist() == [math.prod(levels) - 1] and join_levels(low, levels).tolist() == [0]
     # Between two levels, where the bound is half-way: atanh of that share of its range.
     z = torch.full((1, len(levels)), 0.7)
     half, even = (sizes - 1) * 1.001 / 2, 0.5 * (1 - sizes % 2)
@@ -46,7 +53,7 @@ def test_encode_decode_and_gradient():
     passed = quantizer(x, torch.ones(2, 3, 4))
     assert torch.equal(quantizer.encode(x), passed.tokens) and passed.tokens.shape == (2, 3, 4)
     torch.testing.assert_close(quantizer.decode(passed.tokens), passed.x, rtol=1e-5, atol=1e-6)
-    smooth = quantizer.project_out(code_of(bound_levels(quantizer.project_in(x), (8, 6, 5)), (8, 6, 5)))
+    smooth = quantizer.project_out(scale_levels(bound_levels(quantizer.project_in(x), (8, 6, 5)), (8, 6, 5)))
     weights = torch.randn_like(smooth)
     ours, theirs = (torch.autograd.grad((out * weights).sum(), x)[0] for out in (passed.x, smooth))
     torch.testing.assert_close(ours, theirs)

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import nn
 
-from dstrain.nn.layers import Linear, Patches, timestep_features
-from dstrain.nn.positions import sincos_positions
+from dstrain.nn.layers import Linear, Patches, compute_timestep_features
+from dstrain.nn.positions import make_sincos_positions
 from dstrain.nn.tokens import Attention
 
 
@@ -34,7 +34,7 @@ def test_attention():
 def test_timestep_features(shift):
     """Oracle: the formula, in Python floats; shift 1 is diffusers' own embedding."""
     t = torch.tensor([0, 1, 417, 999])
-    features = timestep_features(t, 8, shift=shift)
+    features = compute_timestep_features(t, 8, shift=shift)
     assert features.dtype == torch.float32
     for row, time in zip(features.double(), t.tolist()):
         angles = [time * 10000 ** (-i / (4 - shift)) for i in range(4)]
@@ -44,7 +44,7 @@ def test_timestep_features(shift):
 
     theirs = get_timestep_embedding(t, 8, flip_sin_to_cos=True, downscale_freq_shift=shift)
     torch.testing.assert_close(features, theirs, rtol=0, atol=1e-4)  # its exp is in float32: as good as the CPU's
-    assert timestep_features(t, 7).shape == (4, 7)
+    assert compute_timestep_features(t, 7).shape == (4, 7)
 
 
 def test_timestep_features_on_any_cpu():
@@ -53,17 +53,19 @@ def test_timestep_features_on_any_cpu():
     frequencies = np.exp(-math.log(10000) * np.arange(128) / 128).astype(np.float32)
     angles = (t[:, None] * frequencies).astype(np.float64)
     expected = torch.from_numpy(np.concatenate((np.cos(angles), np.sin(angles)), axis=1))
-    torch.testing.assert_close(timestep_features(torch.from_numpy(t), 256).double(), expected, rtol=0, atol=1e-6)
+    torch.testing.assert_close(
+        compute_timestep_features(torch.from_numpy(t), 256).double(), expected, rtol=0, atol=1e-6
+    )
 
 
 def test_positions():
     """Oracle: the formula at one place of a grid that is not square; all rows differ."""
-    table = sincos_positions(8, 2, 3)
+    table = make_sincos_positions(8, 2, 3)
     assert table.shape == (6, 8) and table.dtype == torch.float32 and len(table.unique(dim=0)) == 6
     halves = [f(x * w) for x in (2, 1) for f in (math.sin, math.cos) for w in (1.0, 0.01)]  # row 1, column 2
     torch.testing.assert_close(table[5].double(), torch.tensor(halves, dtype=torch.float64), rtol=0, atol=1e-6)
     with pytest.raises(ValueError, match="multiple of 4"):
-        sincos_positions(6, 2, 2)
+        make_sincos_positions(6, 2, 2)
 
 
 def test_patches():

@@ -11,11 +11,11 @@ from dstrain.nn.lookup_free import (
     CosineQuantizer,
     LookupFree,
     Usage,
-    bits_of,
-    code_of,
-    shares_of,
+    average_code_shares,
+    convert_tokens_to_signs,
+    count_bits,
+    join_bits,
     split_bits,
-    tokens_of,
 )
 
 
@@ -34,8 +34,10 @@ def posterior(z, inv_temperature):
 def test_tokens_are_the_binary_code_of_signs(bits):
     """Oracle: all codes in the order of the binary numbers, and back."""
     every = torch.arange(2**bits)
-    assert torch.equal(tokens_of(signs_of(bits)), every) and torch.equal(code_of(every, bits), signs_of(bits))
-    assert tokens_of(torch.tensor([[-0.1, 3.0, 0.0]])).tolist() == [2]  # 0 counts as below
+    assert torch.equal(join_bits(signs_of(bits)), every) and torch.equal(
+        convert_tokens_to_signs(every, bits), signs_of(bits)
+    )
+    assert join_bits(torch.tensor([[-0.1, 3.0, 0.0]])).tolist() == [2]  # 0 counts as below
 
 
 def test_encode_and_decode():
@@ -69,7 +71,7 @@ def test_shares_by_group():
     z = torch.randn(2, 5, 11) * 0.3
     p = posterior(z, 1.0).mean(1).view(2, 64, 32)
     expected = torch.cat((p.sum(2), p.sum(1)), dim=1)
-    torch.testing.assert_close(shares_of(4 * z, torch.ones(2, 5)), expected)
+    torch.testing.assert_close(average_code_shares(4 * z, torch.ones(2, 5)), expected)
 
 
 def test_padding_counts_nothing():
@@ -87,15 +89,15 @@ def test_diversity_has_the_gradient_of_the_entropy_of_the_mean(monkeypatch):
     monkeypatch.setattr(lookup_free, "_UNIFORM", 0.0)
     torch.manual_seed(0)
     z = torch.randn(6, 5, 4, requires_grad=True)
-    shares = shares_of(4 * z, torch.ones(6, 5))
+    shares = average_code_shares(4 * z, torch.ones(6, 5))
     expected = torch.autograd.grad(torch.special.entr(shares.mean(0)).sum(), z, retain_graph=True)[0]
     usage = Usage(4, decay=0.0)
-    usage.observe(shares.detach())
-    diversity = usage.cross_entropy(shares, 4)
+    usage.update_shares(shares.detach())
+    diversity = usage.compute_cross_entropy(shares, 4)
     torch.testing.assert_close(torch.autograd.grad(diversity.mean(), z, retain_graph=True)[0], expected)
     torch.testing.assert_close(diversity.mean(), torch.special.entr(shares.mean(0)).sum())
     # However the batch is split, the mean over samples is the same.
-    halves = [usage.cross_entropy(half, 4).mean() for half in shares.chunk(2)]
+    halves = [usage.compute_cross_entropy(half, 4).mean() for half in shares.chunk(2)]
     torch.testing.assert_close(sum(halves) / 2, diversity.mean())
 
 
@@ -103,14 +105,14 @@ def test_usage():
     """Oracle: the running mean by hand; what is not finite moves nothing; at first all codes are as frequent."""
     usage = Usage(2, decay=0.5)
     assert usage.q.tolist() == [0.25] * 4
-    usage.observe(torch.tensor([[1.0, 0, 0, 0], [0, 1, 0, 0]]))
+    usage.update_shares(torch.tensor([[1.0, 0, 0, 0], [0, 1, 0, 0]]))
     torch.testing.assert_close(usage.q, torch.tensor([0.375, 0.375, 0.125, 0.125]))
     before = usage.q.clone()
-    usage.observe(torch.tensor([[math.nan, 0, 0, 0], [0, 1, 0, 0]]))
+    usage.update_shares(torch.tensor([[math.nan, 0, 0, 0], [0, 1, 0, 0]]))
     assert torch.equal(usage.q, before)
     never = Usage(1, decay=0.0)
-    never.observe(torch.tensor([[1.0, 0.0]]))
-    assert bool(never.cross_entropy(torch.tensor([[0.5, 0.5]]), 1).isfinite())
+    never.update_shares(torch.tensor([[1.0, 0.0]]))
+    assert bool(never.compute_cross_entropy(torch.tensor([[0.5, 0.5]]), 1).isfinite())
 
 
 def test_diversity_spreads_codes():
@@ -124,11 +126,11 @@ def test_diversity_spreads_codes():
     assert len(quantizer.encode(x).unique()) == 1
     for _ in range(200):
         found = quantizer(x, weight)
-        loss = found.entropy - usage.cross_entropy(found.shares, 4) + 0.1 * found.commitment
+        loss = found.entropy - usage.compute_cross_entropy(found.shares, 4) + 0.1 * found.commitment
         optimizer.zero_grad()
         loss.mean().backward()
         optimizer.step()
-        usage.observe(found.shares.detach())
+        usage.update_shares(found.shares.detach())
     counts = quantizer.encode(x).flatten().bincount(minlength=16) / 256
     assert torch.special.entr(counts).sum().exp() > 14
 
@@ -176,4 +178,4 @@ def test_precision():
 def test_no_power_of_two(size, remedy):
     """Oracle: the ValueError, with the powers on both sides."""
     with pytest.raises(ValueError, match=f"codebook_size: {size} is no power of two.*{remedy}, or quantizer cosine"):
-        bits_of(size)
+        count_bits(size)

@@ -9,7 +9,7 @@ from torch import nn
 
 from dstrain import systems
 from dstrain.nn.lora import Lora, add_adapters, describe_for_peft, merge_adapters
-from dstrain.nn.measures import relative_error
+from dstrain.nn.measures import measure_relative_error
 from dstrain.recipe import ConfigError
 from dstrain.runs.weights import fit_weights
 from tests.systems.dit.cases import TINY
@@ -54,9 +54,9 @@ def test_merged_is_unmerged(case):
     merged = merge_adapters(network.state_dict(), lora)
     plain.load_state_dict(merged)
     expected = predict(network, system)
-    assert relative_error(predict(plain, system), expected) < 1e-5
+    assert measure_relative_error(predict(plain, system), expected) < 1e-5
     plain.load_state_dict({name: network.state_dict()[name] for name in plain.state_dict()})
-    assert relative_error(predict(plain, system), expected) > 1e-2
+    assert measure_relative_error(predict(plain, system), expected) > 1e-2
 
 
 @pytest.mark.parametrize("case", ["dit", "linear layers", "dit everywhere", "unet", "unet everywhere"])
@@ -73,7 +73,7 @@ def test_peft_computes_the_same(case, tmp_path):
     (tmp_path / "adapter_config.json").write_text(json.dumps(described))
     expected = predict(network, system)
     theirs = PeftModel.from_pretrained(plain, tmp_path).eval()
-    assert relative_error(predict(theirs, system), expected) < 1e-5
+    assert measure_relative_error(predict(theirs, system), expected) < 1e-5
     assert {name for name in theirs.state_dict() if ".lora_" in name} == {
         name.replace(".weight", ".default.weight") for name in adapters
     }

@@ -5,21 +5,21 @@ import math
 import pytest
 import torch
 
-from dstrain.nn.measures import codebook_usage, count_tokens, psnr, relative_error, ssim
+from dstrain.nn.measures import compute_psnr, compute_ssim, count_tokens, measure_codebook_usage, measure_relative_error
 
 
 def test_relative_error():
     """Oracle: by hand: 0.5 of 4; nothing between zeros, much between zeros and something."""
     zeros = torch.zeros(3)
-    assert relative_error(torch.tensor([1.0, -3.5, 2.0]), torch.tensor([1.0, -4.0, 2.0])) == 0.125
-    assert relative_error(zeros, zeros) == 0 and relative_error(zeros + 1e-3, zeros) > 1e6
+    assert measure_relative_error(torch.tensor([1.0, -3.5, 2.0]), torch.tensor([1.0, -4.0, 2.0])) == 0.125
+    assert measure_relative_error(zeros, zeros) == 0 and measure_relative_error(zeros + 1e-3, zeros) > 1e6
 
 
 def test_psnr():
     """Oracle: the formula for an error of one size everywhere; 100 dB where equal; sample by sample."""
     truth = torch.full((3, 3, 4, 4), 0.5)
     picture = truth + torch.tensor([0.1, 0.01, 0.0]).view(3, 1, 1, 1)
-    torch.testing.assert_close(psnr(picture, truth), torch.tensor([20.0, 40.0, 100.0]), rtol=1e-4, atol=1e-3)
+    torch.testing.assert_close(compute_psnr(picture, truth), torch.tensor([20.0, 40.0, 100.0]), rtol=1e-4, atol=1e-3)
 
 
 def by_hand(a, b):
@@ -53,15 +53,15 @@ def test_ssim_by_hand():
     truth = torch.rand(2, 2, 14, 12, generator=generator, dtype=torch.float64)
     picture = (truth + 0.2 * torch.randn(truth.shape, generator=generator, dtype=torch.float64)).clamp(0, 1)
     expected = [sum(by_hand(p.tolist(), t.tolist()) for p, t in zip(ps, ts)) / 2 for ps, ts in zip(picture, truth)]
-    torch.testing.assert_close(ssim(picture, truth), torch.tensor(expected, dtype=torch.float64))
+    torch.testing.assert_close(compute_ssim(picture, truth), torch.tensor(expected, dtype=torch.float64))
 
 
 def test_ssim_of_planes():
     """Oracle: closed forms: 1 where equal; of two grey levels the luminance term alone, in a small picture, too."""
     for side in (16, 8):
         grey, dark = torch.full((1, 1, side, side), 0.6), torch.full((1, 1, side, side), 0.2)
-        assert float(ssim(grey, grey)) == pytest.approx(1, abs=1e-4)
-        assert float(ssim(grey, dark)) == pytest.approx((2 * 0.12 + 1e-4) / (0.4 + 1e-4), abs=1e-3)
+        assert float(compute_ssim(grey, grey)) == pytest.approx(1, abs=1e-4)
+        assert float(compute_ssim(grey, dark)) == pytest.approx((2 * 0.12 + 1e-4) / (0.4 + 1e-4), abs=1e-3)
 
 
 def test_histogram():
@@ -92,5 +92,5 @@ def test_usage_does_not_depend_on_the_batch():
 )
 def test_codebook_usage(shares, perplexity, dead):
     """Oracle: exp of the entropy, by hand; counts do as well as shares."""
-    found = codebook_usage(torch.tensor(shares, dtype=torch.float32))
+    found = measure_codebook_usage(torch.tensor(shares, dtype=torch.float32))
     assert found[0] == pytest.approx(perplexity) and found[1] == dead

@@ -8,10 +8,10 @@ import torch.distributed as dist
 
 from dstrain import recipe, systems
 from dstrain.distributed import group
-from dstrain.engine.blocks import prepare
+from dstrain.engine.blocks import prepare_blocks
 from dstrain.engine.planning.activations import count_kept_bytes
-from dstrain.engine.planning.fake_ranks import fake_world
-from dstrain.nn.sequence import sharing
+from dstrain.engine.planning.fake_ranks import enter_fake_world
+from dstrain.nn.sequence import share_tokens
 from dstrain.planning.watch import Watch
 from tests.support.launch import ROOT
 
@@ -35,17 +35,17 @@ CASES = {
 def keep(name: str) -> list[int]:
     """Bytes by numbers of ranks, of one sample in bfloat16."""
     run = recipe.load_recipe(ROOT / "launch" / "recipes" / f"{name}.yaml", CASES[name])
-    system = systems.build(run.system, recipe.check_model(run, systems.config_class(run.system)).model)
+    system = systems.build(run.system, recipe.check_model(run, systems.find_config_class(run.system)).model)
     with torch.device("meta"):
         networks = system.networks()
     part, network = next(iter(networks.items()))
     network.to(torch.bfloat16)
-    prepare(network, system.blocks(), run.model.get("recompute", "none"))
+    prepare_blocks(network, system.blocks(), run.model.get("recompute", "none"))
     example = {name: value.to("meta") for name, value in system.encode(system.synthetic(1)).items()}
     present = [*example.values(), *network.parameters(), *network.buffers()]
     sizes = []
     for ranks in RANKS:
-        with sharing(group.team(ranks)):
+        with share_tokens(group.get_neighbour_group(ranks)):
             sizes.append(count_kept_bytes(lambda: system.loss(part, networks, dict(example))["loss"], present))
     return sizes
 
@@ -71,7 +71,7 @@ def exchange(out: Path) -> None:
     """Counts what attention of 2 samples, 8 heads of 16 values and 64 tokens, exchanges on rank 0 of 4 of 8 ranks."""
     from dstrain.nn.attention import attend
 
-    with fake_world(8), Watch() as watch, sharing(group.team(4)):
+    with enter_fake_world(8), Watch() as watch, share_tokens(group.get_neighbour_group(4)):
         query, key, value = (torch.randn(2, 8, 16, 16, requires_grad=True) for _ in range(3))
         attend(query, key, value, shared=1).sum().backward()
         calls = [(call.operation, call.count, call.bytes, call.ranks) for call in watch.take_collectives()]

@@ -24,7 +24,7 @@ def _enter(rank: int, world: int, meeting: Path, work: Callable, arguments: tupl
     dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=world)
     result = work(rank, *arguments)
     _result(meeting, rank).write_bytes(pickle.dumps(result))
-    group.leave_group()
+    group.leave_process_group()
 
 
 def _result(meeting: Path, rank: int) -> Path:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from dstrain import rng, systems
-from dstrain.engine.blocks import prepare
+from dstrain.engine.blocks import prepare_blocks
 from dstrain.recipe import Samples
 from dstrain.systems.base import Request, System
 from tests.support import counting
@@ -46,7 +46,7 @@ def take(tensors, index):
 
 def test_every_system_is_tested():
     """Oracle: the folders of dstrain/systems that hold a system.py."""
-    assert set(CASES) == set(systems.names())
+    assert set(CASES) == set(systems.list_names())
 
 
 def test_unknown_system():
@@ -69,7 +69,7 @@ def test_unknown_field(case):
     name, config = case
     with pytest.raises(ValueError, match="imagesize"):
         systems.build(name, config | {"imagesize": 3})
-    for field in systems.config_class(name).model_fields.values():
+    for field in systems.find_config_class(name).model_fields.values():
         assert field.description
 
 
@@ -185,7 +185,7 @@ def test_recompute(system, choice):
     for recompute in ("none", choice):
         nets = networks(system)
         for network in nets.values():
-            prepare(network, system.blocks(), recompute)
+            prepare_blocks(network, system.blocks(), recompute)
         example = system.encode(system.synthetic(2))
         for part in system.parts:
             system.loss(part, nets, example)["loss"].backward()

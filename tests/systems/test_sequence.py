@@ -5,7 +5,7 @@ import torch
 from torch import Tensor, nn
 
 from dstrain import systems
-from dstrain.nn.sequence import order_both, own, own_both, whole
+from dstrain.nn.sequence import gather_parts, order_as_gathered, take_own_part, take_own_parts
 from dstrain.systems.dit.blocks import JointBlock, Seen
 from dstrain.systems.dit.network import DiT
 from dstrain.systems.phenaki.maskgit import MaskGit, TokenCritic
@@ -50,12 +50,12 @@ class Joint(nn.Module):
         self.blocks = nn.ModuleList([JointBlock(16, 4, qk_norm="rms", dual=True), JointBlock(16, 4, last=True)])
 
     def forward(self, x: Tensor, c: Tensor, mask: Tensor, patches: int) -> Tensor:
-        ordered = order_both(mask, patches, 1)[:, None, None]
-        x = own_both(x, patches, 1)
-        seen = Seen(c, mask=ordered, images=own(torch.arange(patches), 0).numel())
+        ordered = order_as_gathered(mask, patches, 1)[:, None, None]
+        x = take_own_parts(x, patches, 1)
+        seen = Seen(c, mask=ordered, images=take_own_part(torch.arange(patches), 0).numel())
         for block in self.blocks:
             x = block(x, *seen)
-        return whole(x, 1)
+        return gather_parts(x, 1)
 
 
 def call_joint(network: nn.Module) -> list[Tensor]:
@@ -74,7 +74,7 @@ class Grid(nn.Module):
         self.transformer = Transformer(16, 2, 4, 4, context, over != "all", over=over)
 
     def forward(self, x: Tensor, *told: Tensor | None) -> Tensor:
-        return whole(self.transformer(own(x, ROWS), *told), ROWS)
+        return gather_parts(self.transformer(take_own_part(x, ROWS), *told), ROWS)
 
 
 def call_grid(network: nn.Module) -> list[Tensor]:
@@ -186,7 +186,7 @@ def test_shared_networks_are_the_networks(tmp_path, world, teams):
 
 
 def conflicts(name: str, ranks: int, **model) -> list[str]:
-    return systems.config(name, model).conflicts_among(ranks)
+    return systems.check_config(name, model).conflicts_among(ranks)
 
 
 def test_what_ranks_cannot_share_is_named():
@@ -220,5 +220,5 @@ def test_what_ranks_cannot_share_is_named():
     words = {"token_shape": [1, 6, 5], "codebook_size": 8, "heads": 6, "dim": 20, "unconditional": True}
     assert len(conflicts("phenaki", 3, **words)) == 1 and conflicts("phenaki", 3, **words, peg=False) == []
     for name in ("iddpm", "vae", "prior"):
-        (text,) = systems.config_class(name).model_construct().conflicts_among(2)
+        (text,) = systems.find_config_class(name).model_construct().conflicts_among(2)
         assert text.startswith("parallel.sequence=2: ") and text.endswith("write parallel.sequence=1")

@@ -177,7 +177,7 @@ def test_other_ranks_write_nothing(tmp_path, monkeypatch, capsys):
 
     monkeypatch.setattr(group, "rank", lambda: 1)
     monkeypatch.setattr(group, "world", lambda: 2)
-    monkeypatch.setattr(group, "sum_ranks", lambda values: 2 * values)
+    monkeypatch.setattr(group, "sum_over_ranks", lambda values: 2 * values)
     track = tracker(tmp_path / "run")
     track.add_terms("denoiser", {"loss": torch.tensor(1.0)})
     track.report_means(10, {})

@@ -36,7 +36,7 @@ from dstrain.data.source import Source, describe_cut_captions, read_items, stack
 from dstrain.data.sources.captioned import open_captioned
 from dstrain.disk import atomic
 from dstrain.distributed import group
-from dstrain.distributed.progress import Bar, phases
+from dstrain.distributed.progress import Bar, get_phases
 from dstrain.encoders.autoencoder import hash_network
 from dstrain.encoders.image import ImageEncoder
 from dstrain.encoders.text import TextEncoder, unpack_captions
@@ -74,7 +74,7 @@ def embed_pairs(options: EncodeOptions) -> dict[str, Any]:
     source = open_captioned(options.data, encoders.image.image_size, upright)
     if group.rank() == 0:
         print(f"data: {options.data}: {source.describe()}", flush=True)
-        phases().say(*describe_cut_captions(source, encoders.text))
+        get_phases().print_lines(*describe_cut_captions(source, encoders.text))
     plan = _make_plan(options, encoders, source) | ({"upright": True} if upright else {})
     count = -(-plan["pairs"] // options.shard_size)
     with claim_folder(options.out, "embeds", lambda: _prepare_folder(options, plan)):
@@ -108,7 +108,7 @@ def _make_plan(options: EncodeOptions, encoders: Encoders, source: Source) -> di
         "text_encoder": text.fingerprint(),
         "complete": False,
         "image_encoder": hash_network({"class": type(image.model).__name__}, weights),
-        "data": group.from_first(source.compute_fingerprint() if group.rank() == 0 else None),
+        "data": group.broadcast_from_first(source.compute_fingerprint() if group.rank() == 0 else None),
     }
 
 

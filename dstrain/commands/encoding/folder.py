@@ -48,7 +48,7 @@ def claim_folder(
         except OSError as error:
             path = error.filename or out
             problem = f"--out {path} cannot be read or written ({error.strerror}): name another folder"
-        if problem := group.from_first(problem):
+        if problem := group.broadcast_from_first(problem):
             raise ConfigError(problem)
         yield
     group.barrier()

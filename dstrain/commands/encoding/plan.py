@@ -110,7 +110,7 @@ def _describe_encoding(
         "batch": options.batch,
         "first_stage": stage.fingerprint,
         # All files will be read: their sizes cost little and tell of a changed one.
-        "data": group.from_first(source.compute_full_fingerprint() if group.rank() == 0 else None),
+        "data": group.broadcast_from_first(source.compute_full_fingerprint() if group.rank() == 0 else None),
     }
     if options.upright:  # of which earlier folders say nothing, too
         encoding["upright"] = True

@@ -22,7 +22,7 @@ from dstrain.data.source import Source
 from dstrain.data.views import Spread
 from dstrain.distributed import group
 from dstrain.distributed.progress import Bar
-from dstrain.encoders.precision import choose_dtype, compute_in, require_precision
+from dstrain.encoders.precision import choose_dtype, require_precision, use_precision
 from dstrain.metrics import clips, reference, table
 from dstrain.metrics.compared import Compared, open_compared, open_recipe_reference
 from dstrain.metrics.features import open_features
@@ -56,17 +56,17 @@ def measure_quality(options: EvaluateOptions) -> tuple[Path | None, dict[str, An
         networks = {"scenes": open_features("builtin")}
         images, facts = _open_measured(options, run)
         assert isinstance(images, Stories)
-        with compute_in(options.precision), reword_errors(options=OPTIONS):
+        with use_precision(options.precision), reword_errors(options=OPTIONS):
             values = clips.score_scenes(images.sum_stories(networks["scenes"]))
     else:
         _require_enough(options)
         networks = table.choose_networks(options.metrics or (), options.features)
         images, facts = _open_measured(options, run)
         compared = _open_reference(options, run, networks)
-        with compute_in(options.precision), reword_errors(options=OPTIONS):
+        with use_precision(options.precision), reword_errors(options=OPTIONS):
             images = table.begin_set(images, networks, options.batch, options.kept or KEPT)
         known, place = compared.read_statistics(partial(_collect_statistics, options, compared=True)), compared.place
-        with compute_in(options.precision):
+        with use_precision(options.precision):
             measured = _collect_statistics(options, images, networks)
         values = table.compute_figures(networks, measured, known)
         for name, network in networks.items():

@@ -13,7 +13,7 @@ from dstrain.data.builtin.moving import MOTIONS, MOVING, list_captions
 from dstrain.data.open import find_origin
 from dstrain.data.source import Source
 from dstrain.distributed import group
-from dstrain.distributed.progress import Bar, phases
+from dstrain.distributed.progress import Bar, get_phases
 from dstrain.metrics.clips import SCENES, make_stories, sum_scenes
 from dstrain.metrics.images import Batch, Images
 from dstrain.metrics.in_training import draw_batches
@@ -45,7 +45,7 @@ class Drawn(Images):
         self.clips = system.num_frames is not None
         self.captions = self.prompts = options.prompts if options.prompts or options.labels else self.samples.prompts
         if self.prompts and (cut := system.describe_cut([*self.prompts], "prompts")):
-            phases().say(cut)
+            get_phases().print_lines(cut)
 
     def __len__(self) -> int:
         return self.num
@@ -130,7 +130,7 @@ class Stories(Drawn):
                 if real.any():
                     sums += sum_scenes(network, clips[real], ends, items[real], motions[real])
                 bar.update(min(size * group.world(), self.num - begin))
-        return group.sum_ranks(sums)
+        return group.sum_over_ranks(sums)
 
     def _draw_told(self, request: Request, seeds: torch.Tensor, texts: torch.Tensor) -> torch.Tensor:
         """Draws clips uint8 (n, T, C, H, W) of the texts by number, int64 (n, scenes), on this rank's device."""

@@ -166,7 +166,10 @@ class PlainChunk:
         """Returns the byte of the file at which the next value begins; None if it does not stand there as it is."""
         stored = struct.pack("<I", len(value)) + value
         # The value comes next, or behind the head of a page, or in the dictionary before all pages.
-        for at in (self._at, *(self._content.find(stored[:_SEARCHED], start) for start in (self._at, 0))):
+        for at in (
+            self._at,
+            *(self._content.find(stored[:_SEARCHED], start) for start in (self._at, 0)),
+        ):
             if at >= 0 and self._content.startswith(stored, at):
                 self._at = at + len(stored)
                 return self._start + at + 4

@@ -23,7 +23,7 @@ from dstrain.data.index.index import CHUNK, Index
 from dstrain.data.source import Source
 from dstrain.disk.texts import parse_whole_number
 from dstrain.distributed import group
-from dstrain.distributed.progress import phases
+from dstrain.distributed.progress import get_phases
 from dstrain.recipe import ConfigError, NotRead
 
 _SIZED = 10_000  # files whose sizes are compared
@@ -59,7 +59,7 @@ def _compare_views(
     if len(set(views)) == 1:
         return
     rank, problem = group.rank(), None
-    expected = group.from_first(observe() if rank == 0 else None)
+    expected = group.broadcast_from_first(observe() if rank == 0 else None)
     if rank != 0 and views.index(views[rank]) == rank:
         try:
             found = observe()
@@ -140,7 +140,9 @@ def _compare_samples(layout: Layout, index: Index) -> Iterator[str]:
     for part in own.list_parts():
         for sample in own.iterate_samples(part):
             if row % CHUNK == 0:
-                phases().at(f"comparing {layout.root} with what rank 0 has listed: {row:,} of {len(index):,}")
+                get_phases().enter_phase(
+                    f"comparing {layout.root} with what rank 0 has listed: {row:,} of {len(index):,}"
+                )
             if row == len(index):
                 yield f"{sample.place.name}, which is not on rank 0"
             name = index.read_name(row)

@@ -34,8 +34,8 @@ from dstrain.data.index.columns import ELSEWHERE, Columns
 from dstrain.data.index.index import CHUNK, VERSION, WATCHED, Index, read_sealed
 from dstrain.disk import atomic, lines, sealed
 from dstrain.distributed import group
-from dstrain.distributed.environment import find_cache
-from dstrain.distributed.progress import phases
+from dstrain.distributed.environment import find_writable_cache
+from dstrain.distributed.progress import get_phases
 from dstrain.recipe import ConfigError, NotRead, explain_write_errors
 
 _SMALL = 50_000  # samples that are kept in memory
@@ -61,13 +61,13 @@ def open_index(
         len(index)
     except ConfigError as error:
         missing = error
-    if group.agree_any(missing is not None):
+    if group.is_true_on_any_rank(missing is not None):
         raise missing or ConfigError(
             f"the index of {path} is not to be seen on another machine: write data.index="
             "FOLDER, a folder that all machines share"
         )
     if group.world() > 1:
-        watched = group.from_first(_list_watched(layout, index) if group.rank() == 0 else None)
+        watched = group.broadcast_from_first(_list_watched(layout, index) if group.rank() == 0 else None)
         require_same_data(layout, index, lambda: _read_stats(layout, watched))
     return layout, index
 
@@ -97,7 +97,7 @@ def run_on_first(make: Callable[[], _T]) -> _T:
             value = make()
         except (ConfigError, NotRead) as problem:
             error = problem
-    value, error = group.from_first((value, error))
+    value, error = group.broadcast_from_first((value, error))
     if error is not None:
         raise error
     return value
@@ -132,7 +132,7 @@ def _hash_request(path: str, request: Request) -> str:
 
 def find_cache_folder() -> Path:
     """Returns where `dstrain index` keeps indexes, and commands without a run do."""
-    return find_cache("dstrain/index")
+    return find_writable_cache("dstrain/index")
 
 
 def _list_usual_folders(run: Path | None) -> list[Path]:
@@ -155,7 +155,7 @@ def lock_index(folder: Path) -> Iterator[None]:
         folder.parent.mkdir(parents=True, exist_ok=True)
         file = open(folder.with_name(f"{folder.name}.lock"), "a")  # noqa: SIM115
     with file:
-        phases().at("waiting for another command that lists the same data")
+        get_phases().enter_phase("waiting for another command that lists the same data")
         with suppress(OSError):  # a file system without locks
             fcntl.flock(file, fcntl.LOCK_EX)
         yield
@@ -174,7 +174,7 @@ def _find_index(
         return None
     if not index.is_whole():
         if anew:
-            phases().say(f"data: {path}: the index in {folder} was altered; listing the data anew")
+            get_phases().print_lines(f"data: {path}: the index in {folder} was altered; listing the data anew")
         return None
     layout = recognise_layout(path, files, request)
     if index.header["layout"] != type(layout).__name__:  # a list of labels or the like was put beside the data
@@ -186,7 +186,9 @@ def _find_index(
     if not anew:
         return None
     changed = [name for name, old, new in zip(watched["names"], watched["stats"], now) if old != new]
-    phases().say(f"data: {path}: {join_few(changed, 3)} changed since the index was made; listing the data anew")
+    get_phases().print_lines(
+        f"data: {path}: {join_few(changed, 3)} changed since the index was made; listing the data anew"
+    )
     return None
 
 
@@ -257,7 +259,7 @@ def _list_on_disk(layout: Layout, folder: Path) -> Index:
     _add_parts(layout, columns, parts, done, journal)
     layout.require_whole()
     more = [name for name in _choose_watched(layout) if name not in set(watch_list)]  # folders met while listing
-    phases().at(f"writing the index of {layout.root}")
+    get_phases().enter_phase(f"writing the index of {layout.root}")
     columns.finish(layout)
     atomic.write_file(
         building / WATCHED,
@@ -291,7 +293,7 @@ def _add_parts(layout: Layout, columns: Columns, parts: list[str], done: int, jo
                     if columns.number % CHUNK == 0:
                         columns.write()
                         bar.update(columns.number - bar.n)
-                        phases().at(
+                        get_phases().enter_phase(
                             f"listing {layout.root}: {columns.number:,} {noun}, part {number:,} of {len(parts):,}"
                         )
                 state = {"done": number, "notes": dict(layout.notes)} | columns.get_state()

@@ -23,7 +23,7 @@ import numpy as np
 from dstrain.data.formats.base import Place
 from dstrain.data.index.verified import Verified, map_file, write_sums
 from dstrain.disk import atomic, sealed
-from dstrain.distributed.progress import phases
+from dstrain.distributed.progress import get_phases
 from dstrain.recipe import ConfigError
 
 HEADER, WATCHED, VERSION = "index.json", "watched.json", 7
@@ -260,7 +260,7 @@ def _divide_rows(index: Index, held_out: float) -> Iterator[dict[str, tuple[np.n
     dtype = _choose_row_type(index)
     bound = np.uint64(math.ceil(held_out * 2.0**64))  # below 2 ** 64, since the share is below 1
     for start in range(0, len(index), CHUNK):
-        phases().at(f"holding out {held_out:g} of the samples: {start:,} of {len(index):,}")
+        get_phases().enter_phase(f"holding out {held_out:g} of the samples: {start:,} of {len(index):,}")
         unseen = index.hash_names(start, start + CHUNK) < bound
         rows = np.arange(start, start + len(unseen), dtype=dtype)
         text, ends = index.read_name_block(start, start + len(unseen))

@@ -53,7 +53,7 @@ class Bucketed(Remade):
         folder = whole.index.folder / f"buckets-{blake2b(key.encode(), digest_size=8).hexdigest()}"
         self.dtype = "uint32" if len(whole) < 1 << 32 else "uint64"  # of places in the source
         make_once(whole.index, lambda: _read_header(folder, self.dtype), lambda: _write_buckets(self, table, folder))
-        self.header = group.from_first(_read_header(folder, self.dtype) if group.rank() == 0 else None)
+        self.header = group.broadcast_from_first(_read_header(folder, self.dtype) if group.rank() == 0 else None)
         self.members = open_shared(folder / _MEMBERS, self.dtype, _count_bytes(self.header, self.dtype))
         self.counts = tuple(self.header["counts"])
         self.ends = tuple(np.cumsum(self.counts).tolist())

@@ -23,7 +23,7 @@ from dstrain.data.index.index import CHUNK, Index
 from dstrain.data.index.verified import Verified, map_file, open_shared, open_whole, write_sums
 from dstrain.data.source import BadSample, report_bad_sample
 from dstrain.data.sources.images import read_encoded
-from dstrain.distributed.progress import phases
+from dstrain.distributed.progress import get_phases
 
 _CLIPS = 1024  # files between two writes, where each may take long
 
@@ -94,7 +94,7 @@ def _write_measures(
         desc=f"measuring {layout.root}",
     ) as bar:
         for start in range(done, len(index), chunk):
-            phases().at(f"measuring {layout.root}: {start:,} of {len(index):,}")
+            get_phases().enter_phase(f"measuring {layout.root}: {start:,} of {len(index):,}")
             stop = min(start + chunk, len(index))
             _append_rows(
                 part, np.array(list(map_in_threads(find_known, range(start, stop))), np.int32), start * dtype.itemsize

@@ -31,13 +31,13 @@ class Snapshot(NamedTuple):
     step: int
     parts: dict[str, dict[str, Any]]
 
-    def averages(self, part: str) -> dict[str, Any]:
+    def list_averages(self, part: str) -> dict[str, Any]:
         return self.parts[part]["averages"]
 
 
 def group_snapshots(paths: Sequence[Path]) -> list[Snapshot]:
-    """Returns, of whole snapshots, ascending, those that began where the last one did: no others can be combined with
-    it.
+    """Returns whole snapshots, ascending, of averages that began where the last one's did: no others can be combined
+    with it.
 
     Raises ConfigError if one is no snapshot of averages.
     """
@@ -45,17 +45,17 @@ def group_snapshots(paths: Sequence[Path]) -> list[Snapshot]:
     for snapshot in snapshots:
         if not all(counters.get("averages") for counters in snapshot.parts.values()):
             raise ConfigError(f"{snapshot.path} holds no averages by width: move it away")
-    began = {part: snapshots[-1].averages(part)["began"] for part in snapshots[-1].parts}
+    began = {part: snapshots[-1].list_averages(part)["began"] for part in snapshots[-1].parts}
     return [
         snapshot
         for snapshot in snapshots
         if snapshot.parts.keys() == began.keys()
-        and all(snapshot.averages(part)["began"] == began[part] for part in began)
+        and all(snapshot.list_averages(part)["began"] == began[part] for part in began)
     ]
 
 
 def hash_snapshots(snapshots: Sequence[Snapshot]) -> str:
-    """Returns a hash of all their bytes."""
+    """Returns a hash of all bytes of some snapshots."""
     seals = b"".join((snapshot.path / NAME).read_bytes() for snapshot in snapshots)
     return hashlib.blake2b(seals, digest_size=16).hexdigest()
 
@@ -65,14 +65,14 @@ class Combined:
 
     def __init__(self, snapshots: Sequence[Snapshot], part: str):
         self.part = part
-        by_time = {snapshot.averages(part)["updates"]: snapshot for snapshot in snapshots}  # of equals the last
-        self._time: int = snapshots[-1].averages(part)["updates"]
+        by_time = {snapshot.list_averages(part)["updates"]: snapshot for snapshot in snapshots}  # of equals the last
+        self._time: int = snapshots[-1].list_averages(part)["updates"]
         if self._time:  # else the part has not learned yet: its averages are its weights
             by_time.pop(0, None)
         self._sources = [
             (snapshot, Average(time, width))
             for time, snapshot in by_time.items()
-            for width in snapshot.averages(part)["widths"]
+            for width in snapshot.list_averages(part)["widths"]
         ]
         self._fragments = {
             snapshot.path: Fragments(snapshot.path, part, read_manifest(snapshot.path)["files"])
@@ -85,11 +85,11 @@ class Combined:
         """
         if not self._time:
             return Solution([1.0] + [0.0] * (len(self._sources) - 1), 0.0)
-        solution = self._solution(width)
+        solution = self._find_solution(width)
         if solution.misfit > MISFIT:
             own = {average.width for _, average in self._sources}
             steps = {number / 200 for number in range(1, 58)}  # 0.005, 0.01, ... up to the widest, 0.285
-            fits = sorted(filter(self.makes, own | steps))
+            fits = sorted(filter(self.can_make, own | steps))
             raise ConfigError(
                 f"--ema {width}: the {len(self._fragments)} snapshots up to step {self._last.step} make no average of "
                 f"that width of {self.part}: the nearest misses its profile by {solution.misfit:.0%}. They make those "
@@ -97,29 +97,33 @@ class Combined:
             )
         return solution
 
-    def makes(self, width: float) -> bool:
-        """Returns whether `solve` would not raise."""
-        return not self._time or self._solution(width).misfit <= MISFIT
+    def can_make(self, width: float) -> bool:
+        """Returns whether the snapshots make an average of this width, so that `solve` does not raise."""
+        return not self._time or self._find_solution(width).misfit <= MISFIT
 
-    def _solution(self, width: float) -> Solution:
-        return solve_coefficients([average for _, average in self._sources], Average(self._time, width)).normalised()
+    def _find_solution(self, width: float) -> Solution:
+        return solve_coefficients([average for _, average in self._sources], Average(self._time, width)).normalise()
 
     @property
     def _last(self) -> Snapshot:
         return self._sources[-1][0]
 
-    def tensors(self) -> list[tuple[str, tuple[int, ...]]]:
+    def list_tensors(self) -> list[tuple[str, tuple[int, ...]]]:
         """Yields names and shapes, in the order of saving."""
         fragments = self._fragments[self._last.path]
-        return [(name, fragments.shape(name)) for name in fragments.names(f"ema.{self._sources[-1][1].width!r}")]
+        return [
+            (name, fragments.find_shape(name)) for name in fragments.list_names(f"ema.{self._sources[-1][1].width!r}")
+        ]
 
     @property
     def nbytes(self) -> int:
-        """Bytes of a shard that holds one average."""
-        return sum(4 * math.prod(shape) for _, shape in self.tensors())
+        """Returns the bytes of a shard that holds one average."""
+        return sum(4 * math.prod(shape) for _, shape in self.list_tensors())
 
-    def values(self, solutions: Sequence[Solution], shares: dict[str, range]) -> Iterator[np.ndarray]:
-        """Chunks (W, n) float32 of the elements in `shares` by tensor, in their order; W for as many solutions."""
+    def combine_values(self, solutions: Sequence[Solution], shares: dict[str, range]) -> Iterator[np.ndarray]:
+        """Yields averages in chunks (W, n) float32 of the elements in `shares` by tensor, in their order; W for as many
+        solutions.
+        """
         coefficients = np.array([solution.coefficients for solution in solutions])  # (W, sources)
         with Files() as files:
             for name, share in shares.items():
@@ -127,24 +131,26 @@ class Combined:
                     end = min(start + CHUNK, share.stop)
                     total = np.zeros((len(solutions), end - start))
                     for (snapshot, average), weights in zip(self._sources, coefficients.T):
-                        values = self._read(files, snapshot, f"ema.{average.width!r}", name, start, end)
+                        values = self._read_elements(files, snapshot, f"ema.{average.width!r}", name, start, end)
                         total += np.multiply.outer(weights, values.astype(np.float64))
                     yield total.astype(np.float32)
 
-    def _read(self, files: Files, snapshot: Snapshot, kind: str, name: str, start: int, end: int) -> np.ndarray:
+    def _read_elements(
+        self, files: Files, snapshot: Snapshot, kind: str, name: str, start: int, end: int
+    ) -> np.ndarray:
         fragments = self._fragments[snapshot.path]
         raw, done = memoryview(bytearray(SIZES[fragments.dtype] * (end - start))), 0
-        for span in fragments.spans(kind, name, start, end):
+        for span in fragments.find_spans(kind, name, start, end):
             files.read(span, raw[done : done + span.nbytes])
             done += span.nbytes
         return decode_floats(raw, fragments.dtype)
 
     def write(self, paths: Sequence[Path], widths: Sequence[float], rank: int, world: int) -> list[dict[str, Any]]:
-        """Writes a rank's shards with the kind ema.WIDTH, one file a width, synced; {size, hash} of each.
+        """Writes a rank's shards with the kind ema.WIDTH, one file a width, synced; returns {size, hash} of each.
 
         Each rank has a share of every tensor. Raises ConfigError as `solve`.
         """
-        solutions, shapes = [self.solve(width) for width in widths], dict(self.tensors())
+        solutions, shapes = [self.solve(width) for width in widths], dict(self.list_tensors())
         shares = {
             name: range(numel * rank // world, numel * (rank + 1) // world)
             for name, shape in shapes.items()
@@ -165,10 +171,10 @@ class Combined:
                 flat = ((key, "F32", [len(share)]) for key, (_, share) in keys.items())
                 metadata = {"part": self.part, "fragments": json.dumps(index, separators=(",", ":"))}
                 put(number, render_header(paths[number], flat, metadata))
-            for chunk in self.values(solutions, shares):
+            for chunk in self.combine_values(solutions, shares):
                 for number, row in enumerate(chunk):
                     put(number, row.tobytes())
             for file in files:
                 file.flush()
                 os.fsync(file.fileno())
-        return [digest.entry() for digest in digests]
+        return [digest.make_entry() for digest in digests]

@@ -31,9 +31,9 @@ class Solution(NamedTuple):
     coefficients: list[float]
     misfit: float
 
-    def normalised(self) -> "Solution":
-        """Returns the solution divided by its sum. Weights are many times longer than their averages are apart, so that
-        coefficients that sum to 0.99 would scale them all by far more than the misfit says.
+    def normalise(self) -> "Solution":
+        """Returns the solution divided by the sum of its coefficients. Weights are many times longer than their
+        averages are apart, so that coefficients that sum to 0.99 would scale them all by far more than the misfit says.
         """
         total = sum(self.coefficients)
         shift = (1 - self.misfit**2) * (1 - 1 / total) ** 2  # the residual is orthogonal to the profile made
@@ -41,9 +41,7 @@ class Solution(NamedTuple):
 
 
 def solve_exponent(width: float) -> float:
-    """Returns gamma of a width in 0 .. 1 / sqrt(12): width^2 = (gamma + 1) / ((gamma + 2)^2 (gamma + 3)), solved for
-    gamma.
-    """
+    """Returns gamma for a width in 0 .. 1 / sqrt(12): solves width^2 = (gamma + 1) / ((gamma + 2)^2 (gamma + 3))."""
     inverse = float(width) ** -2
     return float(np.roots([1, 7, 16 - inverse, 12 - inverse]).real.max())
 
@@ -57,16 +55,18 @@ def solve_coefficients(averages: Sequence[Average], target: Average) -> Solution
         np.array([solve_exponent(a.width) for a in averages]),
     )
     time, gamma = np.array([target.time]), np.array([solve_exponent(target.width)])
-    length = np.sqrt(_inner_products(time, gamma, time, gamma).item())
-    lengths = np.sqrt(np.diagonal(_inner_products(times, gammas, times, gammas)))  # unit profiles: better conditioned
-    products = _inner_products(times, gammas, times, gammas) / np.outer(lengths, lengths)
-    cosines = _inner_products(times, gammas, time, gamma)[:, 0] / (lengths * length)
+    length = np.sqrt(_compute_inner_products(time, gamma, time, gamma).item())
+    lengths = np.sqrt(
+        np.diagonal(_compute_inner_products(times, gammas, times, gammas))
+    )  # unit profiles: better conditioned
+    products = _compute_inner_products(times, gammas, times, gammas) / np.outer(lengths, lengths)
+    cosines = _compute_inner_products(times, gammas, time, gamma)[:, 0] / (lengths * length)
     found = np.linalg.solve(products, cosines)
     misfit = np.sqrt(max(1 - 2 * cosines @ found + found @ products @ found, 0.0))
     return Solution((found * length / lengths).tolist(), float(misfit))
 
 
-def _inner_products(t: np.ndarray, g: np.ndarray, u: np.ndarray, h: np.ndarray) -> np.ndarray:
+def _compute_inner_products(t: np.ndarray, g: np.ndarray, u: np.ndarray, h: np.ndarray) -> np.ndarray:
     """Returns the inner products (N, M) of profiles of times t (N,), exponents g (N,) with those of times u (M,),
     exponents h (M,).
 

@@ -50,7 +50,7 @@ class EmaShadow:
 
     @torch.no_grad()
     def update(self, step: int, applied: Mapping[str, Flag]) -> None:
-        """Averages in the weights that optimizer step `step` made, of the parts where it was applied.
+        """Updates the averages with the weights that optimizer step `step` made, of the parts where it was applied.
 
         Whether it was stays on the device: where it was not, the new weights and their time count nothing.
         """
@@ -69,9 +69,9 @@ class EmaShadow:
                 for average, master in zip(shadow, self._masters[part].flats):
                     average.lerp_(master.detach(), weight)
 
-    def counters(self, part: str) -> dict[str, Any]:
-        """Returns what a checkpoint keeps of a part's averages by width, beside their values: {"averages": ...}, or
-        {}.
+    def list_counters(self, part: str) -> dict[str, Any]:
+        """Returns {"averages": ...}, what a checkpoint keeps of a part's averages by width beside their values; {}
+        without any.
         """
         if part not in self._updates:
             return {}
@@ -79,10 +79,11 @@ class EmaShadow:
         return {"averages": {"widths": list(self._powers), "began": self.began, "updates": updates}}
 
     @torch.no_grad()
-    def take_up(self, part: str, counters: dict[str, Any] | None, step: int) -> bool:
-        """Goes on from what a checkpoint of `step` kept, or begins the averages by width anew; whether it goes on.
+    def resume_averages(self, part: str, counters: dict[str, Any] | None, step: int) -> bool:
+        """Resumes the averages by width from what a checkpoint of `step` kept, or begins them anew; returns whether it
+        resumed.
 
-        Anew where it lacks one of them: averages of one beginning can be combined, and no others.
+        Anew where the checkpoint lacks one of them: averages of one beginning can be combined, and no others.
         """
         if part not in self._updates:
             return True
@@ -104,8 +105,8 @@ class EmaShadow:
             self._updates[part].zero_()
 
     @contextmanager
-    def swapped(self, name: float | None = None) -> Iterator[None]:
-        """Has the networks compute with the averages inside, and with the training weights, bit for bit, afterwards.
+    def use_averages(self, name: float | None = None) -> Iterator[None]:
+        """Puts the averages into the networks inside the block, and the training weights, bit for bit, back afterwards.
 
         `name` is one of the configured decays and widths, None the first. All ranks enter and leave together. A part
         without averages keeps its training weights. Raises ConfigError if there is no such average.
@@ -119,5 +120,5 @@ class EmaShadow:
                             f"no EMA of decay or width {name}; the recipe's section ema has "
                             f"{', '.join(map(str, shadows))}"
                         )
-                    stack.enter_context(self._masters[part].showing(shadows[chosen]))
+                    stack.enter_context(self._masters[part].show_flats(shadows[chosen]))
             yield

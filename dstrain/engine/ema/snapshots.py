@@ -14,7 +14,7 @@ from pathlib import Path
 
 from dstrain.checkpoint import validate
 from dstrain.checkpoint.fragments import write_shard
-from dstrain.checkpoint.layout import shard_name
+from dstrain.checkpoint.layout import name_shard
 from dstrain.checkpoint.saver import Entries, Saver
 from dstrain.checkpoint.store import Hashes, Store
 from dstrain.distributed import group
@@ -46,7 +46,7 @@ class Averages:
         self._ema: Ema = shadow.ema
         self._masters, self._shadow, self._common = masters, shadow, common
 
-    def take(self, step: int, last: bool = False, wait: bool = False) -> None:
+    def take_snapshot(self, step: int, last: bool = False, wait: bool = False) -> None:
         """Writes the averages of `step`, where the recipe asks for them or it is the run's `last`.
 
         Not where they begin: they are of no time yet. `wait`: before this returns. Raises NotSaved as Saver.save.
@@ -54,14 +54,14 @@ class Averages:
         every = self._ema.snapshots
         if not every or step == self._shadow.began or not (last or step % every == 0):
             return
-        if step in group.from_first(self.saver.store.steps()):
+        if step in group.broadcast_from_first(self.saver.store.list_steps()):
             return  # of an earlier command, which ended before the run went further
         common = self._common()
         entries: Entries = {
             part: [
                 (f"ema.{width!r}", fragment, view)
                 for width in self._ema.profiles
-                for fragment, view in self._masters[part].own_views(shadows[width])
+                for fragment, view in self._masters[part].list_own_views(shadows[width])
             ]
             for part, shadows in self._shadow.flats.items()
         }
@@ -70,7 +70,7 @@ class Averages:
         def write(folder: Path, entries: Entries) -> Hashes:
             if group.rank() == 0:
                 validate.write_common(folder, common)
-            names = {part: shard_name(part, group.rank(), group.world()) for part in entries}
+            names = {part: name_shard(part, group.rank(), group.world()) for part in entries}
             return {
                 name: write_shard(folder / name, entries[part], {"part": part}, dtype) for part, name in names.items()
             }
@@ -80,6 +80,6 @@ class Averages:
 
     def set_aside(self, after: int) -> None:
         """Puts snapshots of later steps aside: the run takes these steps again."""
-        self.saver.wait()
-        if max(group.from_first(self.saver.store.steps()), default=0) > after:
+        self.saver.wait_for_save()
+        if max(group.broadcast_from_first(self.saver.store.list_steps()), default=0) > after:
             self.saver.store.set_aside(after)

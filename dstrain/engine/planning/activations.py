@@ -63,13 +63,13 @@ class Fused:
     """
 
     def __enter__(self) -> None:
-        self._own, F.scaled_dot_product_attention = F.scaled_dot_product_attention, _fused
+        self._own, F.scaled_dot_product_attention = F.scaled_dot_product_attention, _attend_fused
 
     def __exit__(self, *_: Any) -> None:
         F.scaled_dot_product_attention = self._own
 
 
-def _fused(
+def _attend_fused(
     query: Tensor,
     key: Tensor,
     value: Tensor,

@@ -23,22 +23,22 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from dstrain.distributed import group
 from dstrain.engine.engines import Engines
-from dstrain.engine.initial import Networks, Values, weights_on_meta
-from dstrain.engine.patches import contain_groups, import_deepspeed, pretend_operators
+from dstrain.engine.initial import Networks, Values, place_weights_on_meta
+from dstrain.engine.patches import forget_groups_at_end, import_deepspeed, replace_operators
 
 
 @contextmanager
-def fake_world(world: int) -> Iterator[None]:
-    """Makes this process rank 0 of `world` inside. It may be entered again, with another `world`."""
+def enter_fake_world(world: int) -> Iterator[None]:
+    """Makes this process rank 0 of `world` ranks inside the block. It may be entered again, with another `world`."""
     os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world))
     deepspeed = import_deepspeed()
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    pretend_operators()
+    replace_operators()
     asked = torch.cuda.is_available
     found = asked()
     dist.init_process_group("fake", rank=0, world_size=world, store=FakeStore())
-    with contain_groups():
+    with forget_groups_at_end():
         try:
             # Fake tensors ask at each operation, and each answer loads a library.
             torch.cuda.is_available = lambda: found
@@ -48,7 +48,7 @@ def fake_world(world: int) -> Iterator[None]:
         finally:
             dist.destroy_process_group()
             torch.cuda.is_available = asked
-            group.forget_group()
+            group.forget_process_group()
 
 
 class _Zeros(TorchDispatchMode):
@@ -111,8 +111,8 @@ def _make_zero(tensor: torch.Tensor) -> bool | int | float:
 class FakeEngines(Engines):
     """Engines whose networks have neither values nor memory before DeepSpeed gets them."""
 
-    def _build(self, networks: Networks, seed: int) -> dict[str, tuple[nn.Module, Values]]:
-        with unset_fake_temporarily(), weights_on_meta():
+    def _build_networks(self, networks: Networks, seed: int) -> dict[str, tuple[nn.Module, Values]]:
+        with unset_fake_temporarily(), place_weights_on_meta():
             built = networks()
         for network in built.values():
             for module in network.modules():

@@ -31,17 +31,17 @@ OFFLOADED = {
 def count_saved_bytes(masters: Mapping[str, Masters], ema: EmaShadow) -> int:
     """Counts the bytes that this rank writes into a checkpoint: masters, moments, averages, frozen weights."""
     kinds = [
-        (own, [own.flats, *map(own.moments, own.kinds), *ema.flats.get(part, {}).values()])
+        (own, [own.flats, *map(own.read_moments, own.kinds), *ema.flats.get(part, {}).values()])
         for part, own in masters.items()
     ]
-    total = sum(view.nbytes for own, layouts in kinds for flats in layouts for _, view in own.own_views(flats))
+    total = sum(view.nbytes for own, layouts in kinds for flats in layouts for _, view in own.list_own_views(flats))
     for own in masters.values():
-        total += sum(codes.nbytes for *_, codes in own.own_codes())
-        total += sum(4 * values.numel() for _, values in own.own_frozen())
+        total += sum(codes.nbytes for *_, codes in own.list_own_coded_moments())
+        total += sum(4 * values.numel() for _, values in own.list_own_frozen())
     return total
 
 
-def list_kept(masters: Mapping[str, Masters], ema: EmaShadow) -> Iterator[tuple[str, Tensor]]:
+def list_kept_tensors(masters: Mapping[str, Masters], ema: EmaShadow) -> Iterator[tuple[str, Tensor]]:
     """Yields (kind, tensor) of what lives from step to step; a storage has the kind that comes first."""
     for own in masters.values():
         module = own.engine.module
@@ -53,7 +53,9 @@ def list_kept(masters: Mapping[str, Masters], ema: EmaShadow) -> Iterator[tuple[
                 yield "weights", weight.data
         yield from (("weights", buffer) for buffer in module.buffers())
         yield from (("masters", flat) for flat in own.flats)
-        yield from (("moments", value) for value in tree_leaves(own.optimizer_state()) if isinstance(value, Tensor))
+        yield from (
+            ("moments", value) for value in tree_leaves(own.list_optimizer_state()) if isinstance(value, Tensor)
+        )
         zero = own.engine.optimizer
         for buffer in (
             *getattr(zero, "param_buffer_of_bit16_for_cpu_offload_groups", ()),
@@ -65,7 +67,7 @@ def list_kept(masters: Mapping[str, Masters], ema: EmaShadow) -> Iterator[tuple[
     yield from (("average", flat) for flat in tree_leaves(ema.flats))
 
 
-def list_makers(masters: Masters) -> Iterator[tuple[Any, str, str]]:
+def list_tensor_makers(masters: Masters) -> Iterator[tuple[Any, str, str]]:
     """Yields owner, name and kind of methods that make tensors of one kind: whole weights, buckets for gradients."""
     zero = masters.engine.optimizer
     if hasattr(zero, "parameter_offload"):
@@ -81,11 +83,11 @@ def list_gradients(masters: Mapping[str, Masters]) -> Iterator[Tensor]:
         held: list[Any] = [getattr(zero, name, None) for name in ("all_grad_tensors", "grad_partitions_flat_buffer")]
         held += [list(pieces) for pieces in getattr(zero, "averaged_gradients", {}).values() if pieces is not None]
         held += [weight.grad for weight in chain(engine.module.parameters(), own.flats)]
-        held += [list(engine.wide_sums.held())] if getattr(engine, "wide_sums", None) else []
+        held += [list(engine.wide_sums.list_sums())] if getattr(engine, "wide_sums", None) else []
         yield from (value for value in tree_leaves(held) if isinstance(value, Tensor))
 
 
-def list_secondary(masters: Mapping[str, Masters]) -> Iterator[Tensor]:
+def list_secondary_weights(masters: Mapping[str, Masters]) -> Iterator[Tensor]:
     """Yields ZeRO++'s second copy of the weights, where there is one."""
     weights = chain.from_iterable(own.engine.module.parameters() for own in masters.values())
     copies = (getattr(weight, "ds_secondary_tensor", None) for weight in weights)

@@ -14,9 +14,9 @@ import torch.nn.functional as F
 from pydantic import Field, model_validator
 from torch import Tensor, nn
 
-from dstrain.distributed.progress import phases
+from dstrain.distributed.progress import get_phases
 from dstrain.encoders.image import VisionTower
-from dstrain.encoders.precision import Precision, compute_in
+from dstrain.encoders.precision import Precision, use_precision
 from dstrain.nn.fitting import Shapes
 from dstrain.recipe import MAY_CHANGE, ConfigError, Section, mark_filled_in
 from dstrain.systems.base import Example
@@ -74,7 +74,7 @@ class Align(Section):
         path = section.get("path")
         if section.get("kind") != "repa" or not isinstance(path, str) or not Path(path).is_dir():
             return section
-        facts = VisionTower(Path(path), KINDS, _KEY).facts()
+        facts = VisionTower(Path(path), KINDS, _KEY).describe_tokens()
         for name, actual in facts.items():
             if section.get(name) not in (None, actual):
                 raise ConfigError(
@@ -101,7 +101,7 @@ class Align(Section):
             ]
         return []
 
-    def network_arguments(self) -> dict[str, Any]:
+    def make_network_arguments(self) -> dict[str, Any]:
         """Returns the argument `align` of DiT."""
         if self.kind == "layersync":
             return {"depth": self.depth, "target": self.target}
@@ -198,14 +198,14 @@ class Alignment:
         if tower.mean.device != image.device:  # also where a recipe's shapes are checked on meta
             tower.to(image.device)
         image = image.expand(-1, 3, -1, -1)
-        with compute_in(tower.precision):
+        with use_precision(tower.precision):
             # As REPA resamples, so that a patch of the encoder is one of the network.
-            return tower.read(image, [side * tower.patch_size for side in grid], smooth=False).patches.float()
+            return tower.read_tokens(image, [side * tower.patch_size for side in grid], smooth=False).patches.float()
 
     def _encoder(self) -> VisionTower:
         if self._tower is None:
             self._tower = VisionTower(Path(self.section.path), KINDS, _KEY)
-            self._tower.compute_in(self.section.precision)
+            self._tower.set_precision(self.section.precision)
         return self._tower
 
 
@@ -218,7 +218,7 @@ def require_features(section: Align, sample: Mapping[str, Any]) -> None:
 def warn_of_few_tokens(count: int) -> None:
     """Says where an image has too few tokens for routing to pay: at 256 pixels PRX's FID rose from 18.2 to 21.6."""
     if count < _FEW:
-        phases().say(
+        get_phases().print_lines(
             f"warning: model.routing: an image has {count:,} tokens, and routing pays from about {_FEW:,} on; "
             "with fewer, pictures get worse: leave it out"
         )

@@ -106,8 +106,8 @@ class JointBlock(nn.Module):
         of_words = self.text.adaLN_modulation(c)
         normed = self.image.norm1(image)
         heads = zip(
-            self.image.attn.heads(modulate(normed, shift_msa, scale_msa)),
-            self.text.attn.heads(modulate(self.text.norm1(words), of_words[0], of_words[1])),
+            self.image.attn.project_heads(modulate(normed, shift_msa, scale_msa)),
+            self.text.attn.project_heads(modulate(self.text.norm1(words), of_words[0], of_words[1])),
             strict=True,
         )
         read = join_heads(attend(*(torch.cat(pair, dim=2) for pair in heads), mask, shared=1))

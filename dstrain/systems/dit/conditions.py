@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from dstrain import rng
 from dstrain.encoders.reader import Reader, TextInputs, draw_texts, select_texts
-from dstrain.nn.layers import Embedding, Linear, timestep_features
+from dstrain.nn.layers import Embedding, Linear, compute_timestep_features
 from dstrain.nn.tokens import RMSNorm
 from dstrain.recipe import ConfigError
 from dstrain.recipe.shapes import Shape
@@ -67,7 +67,7 @@ class TimestepEmbedder(nn.Module):
             angles = 2 * math.pi * t[:, None].to(self.W.dtype) * self.W
             features = torch.cat((angles.sin(), angles.cos()), dim=1)
         else:
-            features = timestep_features(t, TIME_FEATURES, shift=self.shift)
+            features = compute_timestep_features(t, TIME_FEATURES, shift=self.shift)
         return self.mlp(features.to(self.mlp[0].weight.dtype))
 
 
@@ -82,7 +82,7 @@ class SizeEmbedder(nn.Module):
         self.mlp = nn.Sequential(first, nn.SiLU(), last)
 
     def forward(self, size: Tensor) -> Tensor:
-        features = timestep_features(size.flatten(), TIME_FEATURES).view(len(size), -1)  # (B, 6 x 256)
+        features = compute_timestep_features(size.flatten(), TIME_FEATURES).view(len(size), -1)  # (B, 6 x 256)
         return self.mlp(features.to(self.mlp[0].weight.dtype))
 
 
@@ -102,7 +102,7 @@ class SidesEmbedder(nn.Module):
 
     def forward(self, size: Tensor) -> Tensor:
         numbers = torch.cat((size[:, :2].float(), size[:, 4:5] / size[:, 5:6]), dim=1)  # (B, 3)
-        features = timestep_features(numbers.flatten(), TIME_FEATURES).unflatten(0, numbers.shape)
+        features = compute_timestep_features(numbers.flatten(), TIME_FEATURES).unflatten(0, numbers.shape)
         features = features.to(self.sides[0].weight.dtype)
         return torch.cat((self.sides(features[:, :2]).flatten(1), self.ratio(features[:, 2])), dim=1)
 

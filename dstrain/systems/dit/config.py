@@ -10,7 +10,7 @@ from dstrain.diffusion.process import ChainProcess, Process
 from dstrain.diffusion.schedule import make_betas
 from dstrain.encoders import autoencoder
 from dstrain.encoders.frozen import is_here
-from dstrain.encoders.precision import find_problem
+from dstrain.encoders.precision import find_precision_problem
 from dstrain.encoders.reader import Reader, ReadsTexts, complete_texts, replace_encoder
 from dstrain.nn.lora import list_lora_conflicts
 from dstrain.recipe import ConfigError, Run
@@ -181,7 +181,9 @@ class Config(Fields):
             # Without these facts another export to the same path would change the latents of a run that goes on.
             if isinstance(path, str) and Path(path).is_dir():
                 stage = autoencoder.Autoencoder(path)
-                first_stage |= {name: value for name, value in stage.facts().items() if first_stage.get(name) is None}
+                first_stage |= {
+                    name: value for name, value in stage.describe_latents().items() if first_stage.get(name) is None
+                }
         if index is not None and index.kind == "latents":
             codes = {name: getattr(index, name) for name in ("shape", "scaling_factor", "first_stage")}
             if model.get("condition") == "text":
@@ -265,10 +267,12 @@ class Config(Fields):
                 "there is no model.first_stage between them: make both equal"
             )
         if self.first_stage is not None and self.codes is None:
-            problems += filter(None, [find_problem(self.first_stage.precision, "model.first_stage.precision")])
+            problems += filter(
+                None, [find_precision_problem(self.first_stage.precision, "model.first_stage.precision")]
+            )
         if self.align is not None:
             problems += self.align.list_problems(self.codes is not None, run.data.channels)
-            problems += filter(None, [find_problem(self.align.precision, "model.align.precision")])
+            problems += filter(None, [find_precision_problem(self.align.precision, "model.align.precision")])
         return problems
 
     def conflicts_among(self, ranks: int) -> list[str]:
@@ -301,7 +305,7 @@ class Config(Fields):
             model, text_encoder = replace_encoder(model, text_encoder, True), None
         return super().with_encoders(model, text_encoder, tokenizer)
 
-    def network_arguments(self) -> dict[str, Any]:
+    def make_network_arguments(self) -> dict[str, Any]:
         """Returns the keyword arguments of DiT."""
         fields = {
             "in_channels",
@@ -334,7 +338,7 @@ class Config(Fields):
             **({} if reads_labels else {"num_classes": 0}),  # none would be read
             "text": self.text_arguments() | {"projection": self.text_projection} if self.reads_texts else None,
             "base_depth": self.internal.depth if self.internal else 0,
-            "align": self.align.network_arguments() if self.align else None,
+            "align": self.align.make_network_arguments() if self.align else None,
             "routed": self.routed(),
             "patch_frames": self.video.patch_frames if self.video else 0,
             "given": bool(self.video and self.video.given),

@@ -80,7 +80,7 @@ class Latents(Section):
             return section
         moments = (codes.channel_mean, codes.channel_std) if codes else None
         if moments is None and stage is not None:
-            moments = stage.channel_moments()
+            moments = stage.read_channel_moments()
         return section | dict(zip(("mean", "std"), moments or ()))
 
     def check(self, channels: int) -> None:
@@ -129,5 +129,5 @@ def load_first_stage(
             )
         autoencoder.drop_encoder()
     else:
-        autoencoder.encode_in(section.precision)
+        autoencoder.set_encode_precision(section.precision)
     return autoencoder

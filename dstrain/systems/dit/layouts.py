@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from dstrain.nn.layers import timestep_frequencies
-from dstrain.nn.positions import rotations, sincos_positions
+from dstrain.nn.layers import compute_timestep_frequencies
+from dstrain.nn.positions import make_rotations, make_sincos_positions
 from dstrain.recipe import ConfigError
 
 _TIME = "t_embedder.mlp.0"
@@ -267,7 +267,7 @@ def translate(
         translated["y_tokens.tokens"] = translated["y_tokens.tokens"][0]
     if layout.computes_sines and "pos_embed" not in translated and "x_embedder.proj.weight" in translated:
         width = len(translated["x_embedder.proj.weight"])
-        translated["pos_embed"] = sincos_positions(width, grid, grid, grid / scale)[None]
+        translated["pos_embed"] = make_sincos_positions(width, grid, grid, grid / scale)[None]
         notes.append(f"pos_embed: not in the file, and computed for {grid} x {grid} patches")
     if layout.from_noise:
         reverse_time(translated, negate=not layout.predicts_x)
@@ -305,7 +305,7 @@ def reverse_time(state: dict[str, Tensor], negate: bool) -> None:
     the head's sign changes, too, as that of a velocity does.
     """
     weight = state[f"{_TIME}.weight"]
-    frequencies = timestep_frequencies(weight.shape[1]).to(weight.device)
+    frequencies = compute_timestep_frequencies(weight.shape[1]).to(weight.device)
     cosines, sines = frequencies.cos(), frequencies.sin()
     of_cosines, of_sines = weight.double().chunk(2, dim=1)
     turned = of_cosines * cosines + of_sines * sines, of_cosines * sines - of_sines * cosines
@@ -337,7 +337,7 @@ def _require_table(key: str, table: Tensor, kind: str, grid: int, head_dims: Seq
             f"{' and '.join(map(str, head_dims)) or 'no rotation'}; set block.rope and num_heads to those the file was "
             "made with"
         )
-    ours = rotations((grid, grid), table.shape[-1], after=max(len(table) - grid * grid, 0))[0, int(kind == "sin")]
+    ours = make_rotations((grid, grid), table.shape[-1], after=max(len(table) - grid * grid, 0))[0, int(kind == "sin")]
     if ours.shape != table.shape or not torch.allclose(ours, table.float(), atol=TOLERANCE):
         raise ConfigError(
             f"weights: {key} {tuple(table.shape)} is not the table of {grid} x {grid} patches; set image_size and "

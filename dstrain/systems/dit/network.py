@@ -14,9 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dstrain.nn.layers import Embedding, Linear, Patches, name_layers
-from dstrain.nn.positions import rotations, sincos_positions, sincos_times
-from dstrain.nn.sequence import order_both, own, own_both, whole
+from dstrain.nn.layers import Embedding, Linear, Patches, chain_named_layers
+from dstrain.nn.positions import make_rotations, make_sincos_positions, make_sincos_times
+from dstrain.nn.sequence import gather_parts, order_as_gathered, take_own_part, take_own_parts
 from dstrain.recipe import ConfigError
 from dstrain.systems.dit.blocks import Block, FinalLayer, JointBlock, Seen
 from dstrain.systems.dit.conditions import (
@@ -110,7 +110,7 @@ class DiT(nn.Module):
         self.x_embedder = PatchEmbed(seen_channels, hidden_size, patch_size, patch_bottleneck, patch_frames)
         self.t_embedder = TimestepEmbedder(hidden_size, time_freq)
         if num_classes:
-            self.y_embedder = name_layers(
+            self.y_embedder = chain_named_layers(
                 embedding_table=Embedding(num_classes + (class_dropout_prob > 0), hidden_size)
             )
         if size_conditions:
@@ -222,13 +222,13 @@ class DiT(nn.Module):
             seen = seen._replace(shared=self.t_block(c).unflatten(-1, (6, -1)))
         if self.rope:
             rotation = self.rotation(grid, self.head_dim, count, x.device)
-            seen = seen._replace(rotation=own_both(rotation, patches, 2))
+            seen = seen._replace(rotation=take_own_parts(rotation, patches, 2))
         if read is not None and self.cross_attention:
             seen = seen._replace(text=words, mask=read[:, None, None])
         elif read is not None:
             read = F.pad(read, (patches + count - read.shape[1], 0), value=True)
-            seen = seen._replace(mask=order_both(read, patches, 1)[:, None, None])
-        x, tokens = own(x, 1), None if tokens is None else own(tokens, 1)
+            seen = seen._replace(mask=order_as_gathered(read, patches, 1)[:, None, None])
+        x, tokens = take_own_part(x, 1), None if tokens is None else take_own_part(tokens, 1)
         if self.joint:
             seen = seen._replace(images=x.shape[1])
         taps = {self.base_depth, self.align_depth, self.align_target} if extras else ()
@@ -238,19 +238,19 @@ class DiT(nn.Module):
             out = self.final_layer(image, F.silu(time[:, None] + x), rotation)
         else:
             out = self.final_layer(x, c, c[:, None])
-        out = self.unpatchify(whole(out, 1), grid)
+        out = self.unpatchify(gather_parts(out, 1), grid)
         if not extras:
             return out
         found: dict[str, Any] = {"out": out}
         if self.base_depth:
             x = tapped[self.base_depth]
             base = self.base_layer(x, F.silu(time[:, None] + x) if self.wide else c, c[:, None])
-            found["base"] = self.unpatchify(whole(base, 1), grid)
+            found["base"] = self.unpatchify(gather_parts(base, 1), grid)
         if hasattr(self, "projectors"):
-            found["projected"] = [whole(projector(tapped[self.align_depth]), 1) for projector in self.projectors]
+            found["projected"] = [gather_parts(projector(tapped[self.align_depth]), 1) for projector in self.projectors]
         if self.align_target:
-            found["drawn"] = whole(tapped[self.align_depth], 1)
-            found["towards"] = whole(tapped[self.align_target].detach(), 1)
+            found["drawn"] = gather_parts(tapped[self.align_depth], 1)
+            found["towards"] = gather_parts(tapped[self.align_target].detach(), 1)
         return found
 
     def _condition_tokens(self, time: Tensor, label: Tensor | None, words: Tensor | None) -> Tensor | None:
@@ -280,21 +280,21 @@ class DiT(nn.Module):
                 self._positions[high, wide] = self.compute_sines(high, wide)[None].to(self.pos_embed.device)
             positions = self._positions[high, wide]
         for count in times:
-            of_times = sincos_times(positions.shape[-1], count).to(positions.device)
+            of_times = make_sincos_times(positions.shape[-1], count).to(positions.device)
             positions = (of_times[:, None] + positions).flatten(0, 1)[None]
         return positions
 
     def compute_sines(self, high: int, wide: int) -> Tensor:
         """Returns the sines of a grid, float32 (N, D): over the range of the square one, or as sines_within says."""
         within, base = self.sines_within or (None, self.range)
-        return sincos_positions(self.pos_embed.shape[-1], high, wide, base, within)
+        return make_sincos_positions(self.pos_embed.shape[-1], high, wide, base, within)
 
     def rotation(self, grid: tuple[int, ...], head_dim: int, after: int, device: torch.device) -> Tensor:
         """Returns the rotations of a grid, its sides over the range of the square one, and of tokens after it."""
         key = grid, head_dim, after
         if key not in self._rotations:
             bases = (None,) * (len(grid) - 2) + (self.grid, self.grid)
-            self._rotations[key] = rotations(grid, head_dim, bases, after=after).to(device)
+            self._rotations[key] = make_rotations(grid, head_dim, bases, after=after).to(device)
         return self._rotations[key]
 
     def unpatchify(self, x: Tensor, grid: tuple[int, ...]) -> Tensor:
@@ -356,9 +356,9 @@ class WideHead(nn.Module):
         self.final_layer = FinalLayer(width, values, norm=block.get("norm", "layer"))
 
     def forward(self, image: Tensor, conditions: Tensor, rotation: Tensor | None) -> Tensor:
-        c, x = self.projector(conditions), own(self.x_embedder(image), 1)
+        c, x = self.projector(conditions), take_own_part(self.x_embedder(image), 1)
         if rotation is not None:
-            rotation = own(rotation, 2)
+            rotation = take_own_part(rotation, 2)
         x, _ = self.blocks(x, Seen(c, rotation=rotation))
         return self.final_layer(x, c)
 

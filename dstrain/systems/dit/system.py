@@ -21,7 +21,7 @@ from dstrain.encoders.autoencoder import draw_latents
 from dstrain.encoders.reader import NAMES, Reader
 from dstrain.nn.fitting import Fitted
 from dstrain.nn.lora import add_adapters
-from dstrain.nn.pixels import require_shape, to_uint8
+from dstrain.nn.pixels import convert_to_uint8, require_shape
 from dstrain.recipe import ConfigError, Samples, reword_errors
 from dstrain.systems.base import CHOICES, Batch, Example, Nets, Progress, Request, System, Terms
 from dstrain.systems.dit import sd3, weights
@@ -68,7 +68,7 @@ class DiTSystem(System):
             self.inverts = False
 
     def networks(self) -> dict[str, nn.Module]:
-        network = DiT(**self.config.network_arguments())
+        network = DiT(**self.config.make_network_arguments())
         return {"denoiser": add_adapters(network, self.config.lora, ("*.attn.*", "*.attn2.*", "*.cross.*", "*.mlp.*"))}
 
     @torch.no_grad()
@@ -288,8 +288,8 @@ class DiTSystem(System):
 
     def _decode(self, x_start: Tensor) -> Tensor:
         if self.config.video:
-            return to_uint8(decode_clips(x_start, self.first_stage))
-        return to_uint8(self.first_stage.decode(x_start) if self.first_stage else x_start)
+            return convert_to_uint8(decode_clips(x_start, self.first_stage))
+        return convert_to_uint8(self.first_stage.decode(x_start) if self.first_stage else x_start)
 
     def check_sampling(self, samples: Samples) -> None:
         super().check_sampling(samples)

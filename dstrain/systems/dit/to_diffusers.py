@@ -29,9 +29,9 @@ from dstrain.distributed import group
 from dstrain.encoders.autoencoder import Autoencoder
 from dstrain.encoders.joined_text import CLIP_TOKENS, has_t5
 from dstrain.encoders.text import load_t5
-from dstrain.nn.measures import relative_error
-from dstrain.nn.pixels import to_uint8
-from dstrain.nn.positions import sincos_positions
+from dstrain.nn.measures import measure_relative_error
+from dstrain.nn.pixels import convert_to_uint8
+from dstrain.nn.positions import make_sincos_positions
 from dstrain.recipe import ConfigError
 from dstrain.systems.base import Example, Request
 from dstrain.systems.dit import sd3, weights
@@ -71,11 +71,12 @@ def is_sharing():
     return False
 
 
-def own(x, *_):
+def take_own_part(x, *_):
     return x
 
 
-own_both = order_both = whole = to_heads = to_tokens = own
+take_own_parts = order_as_gathered = gather_parts = take_own_part
+exchange_tokens_for_heads = exchange_heads_for_tokens = take_own_part
 """
 _PIXART = """\
 import torch
@@ -235,10 +236,10 @@ def measure_errors(
     t = system.process.spread_times(len(key), device)
     x, y = rng.normal(key, "start", system.shape), rng.integers(key, "label", config.num_classes)
     network = _predict_as_exported(system, nets)
-    results = {"with label": relative_error(exported(x, t, y).sample, network(x, t, y=y))}
+    results = {"with label": measure_relative_error(exported(x, t, y).sample, network(x, t, y=y))}
     if config.class_dropout_prob:
         truth = network(x, t, y=torch.full_like(y, config.num_classes))
-        results["without label"] = relative_error(exported(x, t, torch.full_like(y, null)).sample, truth)
+        results["without label"] = measure_relative_error(exported(x, t, torch.full_like(y, null)).sample, truth)
     return results
 
 
@@ -269,7 +270,7 @@ def _measure_texts(
             found = exported(
                 x, told["text"].float(), timestep=t, encoder_attention_mask=told["mask"], added_cond_kwargs=added
             ).sample
-        results[name] = relative_error(found, nets["denoiser"](x, t, **told, **sizes))
+        results[name] = measure_relative_error(found, nets["denoiser"](x, t, **told, **sizes))
     return results
 
 
@@ -285,7 +286,7 @@ def draw_expected(system: DiTSystem, nets: Mapping[str, nn.Module]) -> Tensor:
     x = system.process.draw_as_diffusers(network, noise)
     if system.cannot_draw():  # latents that no autoencoder decodes
         return x
-    return to_uint8(system.first_stage.decode(x) if system.first_stage else x)
+    return convert_to_uint8(system.first_stage.decode(x) if system.first_stage else x)
 
 
 def _predict(system: DiTSystem, nets: Mapping[str, nn.Module]) -> Callable[..., Tensor]:
@@ -342,7 +343,7 @@ def _is_stock(system: DiTSystem) -> bool:
 
 def _require_own_positions(network: DiT) -> None:
     """Raises ConfigError for positions that diffusers' transformers, which compute their own, do not compute."""
-    computed = sincos_positions(network.pos_embed.shape[-1], network.grid, network.grid, network.range)[None]
+    computed = make_sincos_positions(network.pos_embed.shape[-1], network.grid, network.grid, network.range)[None]
     if not torch.allclose(network.pos_embed.float().cpu(), computed, rtol=0, atol=1e-6):
         raise ConfigError(
             "pos_embed: these positions were interpolated from another resolution, and diffusers' "
@@ -377,7 +378,7 @@ def _build_own(system: DiTSystem, network: DiT, folder: Path) -> nn.Module:
     folder.mkdir(parents=True)
     path.write_text(source, encoding="utf-8")
     config, flow = system.config, None
-    arguments = config.network_arguments() | {"align": None, "routed": (0, 0)}  # which training alone reads
+    arguments = config.make_network_arguments() | {"align": None, "routed": (0, 0)}  # which training alone reads
     if config.objective == "flow":
         flow = config.flow.model_dump(include={"path", "prediction", "t_min", "time_scale"})
     transformer = _import_class(path)(

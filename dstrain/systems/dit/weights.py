@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dstrain.nn import fitting
-from dstrain.nn.positions import sincos_positions
+from dstrain.nn.positions import make_sincos_positions
 from dstrain.recipe import ConfigError
 from dstrain.systems.dit.align import match_projectors
 from dstrain.systems.dit.choices import BlockChoices
@@ -112,7 +112,7 @@ def adapt_weights(state: dict[str, Tensor], network: nn.Module) -> fitting.Fitte
     Projectors of an alignment are left, or begin anew, and so does a null text that the file lacks, normal(0.02).
     Raises ConfigError for the first difference beyond these, with both shapes and the remedy.
     """
-    shapes = fitting.shapes_of(network)
+    shapes = fitting.list_shapes(network)
     state, notes = dict(state), []
     positions = state.get(_POSITIONS)
     if (
@@ -137,7 +137,9 @@ def adapt_weights(state: dict[str, Tensor], network: nn.Module) -> fitting.Fitte
                 if name.endswith(".0.weight"):
                     state[name].normal_(std=0.02, generator=generator)
             notes.append(f"{added}: not in the file; these conditions begin as zero")
-    fitting.require_fit(state, shapes, sorted(shapes.keys() | state.keys(), key=fitting.natural_order), _REMEDIES)
+    fitting.require_fit(
+        state, shapes, sorted(shapes.keys() | state.keys(), key=fitting.make_natural_sort_key), _REMEDIES
+    )
     return state, notes
 
 
@@ -187,7 +189,7 @@ def rename_from_diffusers(
         renamed[name] = torch.cat(list(parts.values())) if ".qkv." in name else _share_copies(parts)
     notes = fitting.note_unused(unused)
     grid = diffusers_config["sample_size"] // diffusers_config["patch_size"]
-    renamed[_POSITIONS] = sincos_positions(renamed["x_embedder.proj.weight"].shape[0], grid, grid)[None]
+    renamed[_POSITIONS] = make_sincos_positions(renamed["x_embedder.proj.weight"].shape[0], grid, grid)[None]
     renamed[_CLASSES] = _cut_padding(renamed[_CLASSES], config, notes)
     if config.time_freq == "official":
         notes.append(
@@ -299,7 +301,7 @@ def _require_same(diffusers_config: Mapping[str, Any], classes: Sequence[str], e
 
 def require_same_network(diffusers_config: Mapping[str, Any], config: Config) -> None:
     """Raises ConfigError if an export of ours holds a network that computes otherwise from weights of equal shapes."""
-    theirs, ours = {"interpolation_scale": 1, **diffusers_config.get("network", {})}, config.network_arguments()
+    theirs, ours = {"interpolation_scale": 1, **diffusers_config.get("network", {})}, config.make_network_arguments()
     for name in ("num_heads", "time_freq", "block", "sines", "rope", "tokens", "interpolation_scale"):
         if theirs.get(name) != ours[name]:
             raise ConfigError(

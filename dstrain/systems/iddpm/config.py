@@ -94,7 +94,7 @@ class Config(SystemConfig):
 
     @field_validator("attention_resolutions", "channel_mult", mode="before")
     @classmethod
-    def _split(cls, value: Any) -> Any:
+    def _split_flags(cls, value: Any) -> Any:
         """Splits the original's flags, "16,8"; one number is a list of one."""
         if isinstance(value, str):
             return tuple(part.strip() for part in value.split(",") if part.strip())
@@ -102,8 +102,8 @@ class Config(SystemConfig):
 
     @field_validator("timestep_respacing", mode="before")
     @classmethod
-    def _join(cls, value: Any) -> Any:
-        """Sections may be a list, and one number a number."""
+    def _join_sections(cls, value: Any) -> Any:
+        """Joins sections, which may be a list, as the original writes them; leaves one number as it is."""
         return ",".join(map(str, value)) if isinstance(value, (list, tuple)) else value
 
     @model_validator(mode="after")
@@ -158,7 +158,7 @@ class Config(SystemConfig):
             )
         schedule.make_betas(self.noise_schedule, self.diffusion_steps)  # some schedules need more steps
         try:
-            self.respaced_steps()
+            self.count_respaced_steps()
         except ValueError as error:
             raise ConfigError(
                 f"timestep_respacing {self.timestep_respacing!r} does not fit {self.diffusion_steps} "
@@ -194,10 +194,10 @@ class Config(SystemConfig):
                 f"samples.num_steps={samples.num_steps} is above model.diffusion_steps="
                 f"{self.diffusion_steps}: take fewer"
             )
-        elif self.timestep_respacing and samples.num_steps != self.respaced_steps():
+        elif self.timestep_respacing and samples.num_steps != self.count_respaced_steps():
             problems.append(
                 f"samples.num_steps={samples.num_steps} and model.timestep_respacing="
-                f"{self.timestep_respacing}, which keeps {self.respaced_steps()}, differ: make both equal"
+                f"{self.timestep_respacing}, which keeps {self.count_respaced_steps()}, differ: make both equal"
             )
         if samples.guidance_scale != 1 and not self.has_null:
             problems.append(
@@ -208,7 +208,7 @@ class Config(SystemConfig):
             problems.append("samples.labels names classes, and model.class_cond is false: leave them out, or set it")
         return problems
 
-    def shape(self, size: Shape | None = None) -> tuple[int, int, int]:
+    def find_shape(self, size: Shape | None = None) -> tuple[int, int, int]:
         """Returns the shape of images (C, H, W) of a width and height; None: squares of image_size. Raises ConfigError
         if levels do not divide it.
         """
@@ -240,11 +240,11 @@ class Config(SystemConfig):
     def heads_upsample(self) -> int:
         return self.num_heads if self.num_heads_upsample == -1 else self.num_heads_upsample
 
-    def respaced_steps(self) -> int:
+    def count_respaced_steps(self) -> int:
         """Counts the timesteps that timestep_respacing keeps."""
         return len(schedule.space_timesteps(self.diffusion_steps, self.timestep_respacing))
 
-    def network_arguments(self) -> dict[str, Any]:
+    def make_network_arguments(self) -> dict[str, Any]:
         """Returns the keyword arguments of UNet and SuperResUNet."""
         fields = {
             "in_channels",
@@ -263,7 +263,7 @@ class Config(SystemConfig):
             "num_heads_upsample": self.heads_upsample,
         }
 
-    def diffusion_arguments(self) -> dict[str, Any]:
+    def make_diffusion_arguments(self) -> dict[str, Any]:
         """Returns the keyword arguments of GaussianDiffusion, but for the betas."""
         loss = "rescaled_kl" if self.use_kl else "rescaled_mse" if self.rescale_learned_sigmas else "mse"
         variance = "learned_range" if self.learn_sigma else "fixed_small" if self.sigma_small else "fixed_large"
@@ -277,9 +277,9 @@ class Config(SystemConfig):
     def make_process(self) -> Process:
         """Returns what is learned between data and noise."""
         if self.objective == "flow":
-            return self.flow.make_process(self.shape())
+            return self.flow.make_process(self.find_shape())
         betas = schedule.make_betas(self.noise_schedule, self.diffusion_steps)
-        diffusion = GaussianDiffusion(betas, **self.diffusion_arguments())
+        diffusion = GaussianDiffusion(betas, **self.make_diffusion_arguments())
         return ChainProcess(diffusion, self.noise_schedule, clip=True, respacing=self.timestep_respacing)
 
 

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dstrain.nn.attention import attend
-from dstrain.nn.layers import Pointwise, make_dropout, name_layers, timestep_features
+from dstrain.nn.layers import Pointwise, chain_named_layers, compute_timestep_features, make_dropout
 
 GROUPS = 32  # of every normalization
 
@@ -57,7 +57,7 @@ class UNet(nn.Module):
         if num_classes is not None:
             self.label_emb = nn.Embedding(num_classes, embed)
 
-        def res(inputs, outputs):
+        def make_res_block(inputs, outputs):
             return ResBlock(inputs, outputs, embed, dropout, use_scale_shift_norm)
 
         channels, last = num_channels, len(channel_mult) - 1
@@ -65,40 +65,44 @@ class UNet(nn.Module):
         skips = [channels]
         for level, factor in enumerate(channel_mult):
             for _ in range(num_res_blocks):
-                layers: list[nn.Module] = [res(channels, factor * num_channels)]
+                layers: list[nn.Module] = [make_res_block(channels, factor * num_channels)]
                 channels = factor * num_channels
                 if level in attention_levels:
                     layers.append(AttentionBlock(channels, num_heads))
                 self.input_blocks.append(Stage(*layers))
                 skips.append(channels)
             if level < last:
-                self.input_blocks.append(Stage(name_layers(op=nn.Conv2d(channels, channels, 3, stride=2, padding=1))))
+                self.input_blocks.append(
+                    Stage(chain_named_layers(op=nn.Conv2d(channels, channels, 3, stride=2, padding=1)))
+                )
                 skips.append(channels)
 
-        self.middle_block = Stage(res(channels, channels), AttentionBlock(channels, num_heads), res(channels, channels))
+        self.middle_block = Stage(
+            make_res_block(channels, channels), AttentionBlock(channels, num_heads), make_res_block(channels, channels)
+        )
 
         self.output_blocks = nn.ModuleList()
         for level, factor in reversed(list(enumerate(channel_mult))):
             for index in range(num_res_blocks + 1):
-                layers = [res(channels + skips.pop(), factor * num_channels)]
+                layers = [make_res_block(channels + skips.pop(), factor * num_channels)]
                 channels = factor * num_channels
                 if level in attention_levels:
                     layers.append(AttentionBlock(channels, num_heads_upsample or num_heads))
                 if level and index == num_res_blocks:
                     layers.append(
-                        name_layers(
+                        chain_named_layers(
                             repeat=nn.Upsample(scale_factor=2, mode="nearest"),
                             conv=nn.Conv2d(channels, channels, 3, padding=1),
                         )
                     )
                 self.output_blocks.append(Stage(*layers))
         self.out = nn.Sequential(
-            normalization(channels), nn.SiLU(), ZeroConv2d(channels, (1 + learn_sigma) * in_channels, 3, padding=1)
+            build_group_norm(channels), nn.SiLU(), ZeroConv2d(channels, (1 + learn_sigma) * in_channels, 3, padding=1)
         )
 
     def forward(self, x: Tensor, t: Tensor, y: Tensor | None = None) -> Tensor:
         dtype = self.time_embed[0].weight.dtype  # from here on in compute precision
-        emb = self.time_embed(timestep_features(t, self.num_channels).to(dtype))  # (B, E)
+        emb = self.time_embed(compute_timestep_features(t, self.num_channels).to(dtype))  # (B, E)
         if self.num_classes is not None:
             emb = emb + self.label_emb(y)
         h, skips = x.to(dtype), []
@@ -138,11 +142,11 @@ class ResBlock(nn.Module):
         super().__init__()
         self.use_scale_shift_norm = use_scale_shift_norm
         self.in_layers = nn.Sequential(
-            normalization(channels), nn.SiLU(), nn.Conv2d(channels, out_channels, 3, padding=1)
+            build_group_norm(channels), nn.SiLU(), nn.Conv2d(channels, out_channels, 3, padding=1)
         )
         self.emb_layers = nn.Sequential(nn.SiLU(), nn.Linear(embed, (1 + use_scale_shift_norm) * out_channels))
         self.out_layers = nn.Sequential(
-            normalization(out_channels),
+            build_group_norm(out_channels),
             nn.SiLU(),
             make_dropout(dropout),
             ZeroConv2d(out_channels, out_channels, 3, padding=1),
@@ -174,7 +178,7 @@ class AttentionBlock(nn.Module):
         super().__init__()
         assert channels % num_heads == 0, f"{num_heads} heads of {channels} channels"
         self.num_heads = num_heads
-        self.norm = normalization(channels)
+        self.norm = build_group_norm(channels)
         self.qkv = Pointwise(channels, 3 * channels, 1)
         self.proj_out = ZeroPointwise(channels, channels, 1)
 
@@ -205,5 +209,5 @@ class ZeroConv2d(StartsAtZero, nn.Conv2d):
     pass
 
 
-def normalization(channels: int) -> nn.GroupNorm:
+def build_group_norm(channels: int) -> nn.GroupNorm:
     return nn.GroupNorm(GROUPS, channels, eps=1e-5)

@@ -88,18 +88,20 @@ class ConditionalUNetPipeline(DiffusionPipeline):
         if low > high:
             raise ValueError(f"guidance_interval={guidance_interval}: give (LOW, HIGH)")
         for t in self.progress_bar(scheduler.timesteps):
-            out = self._guided(x, t, y, stretched, guidance_scale if low <= self._noise(t) <= high else 1)
+            out = self._predict_guided(
+                x, t, y, stretched, guidance_scale if low <= self._compute_noise_ratio(t) <= high else 1
+            )
             x = scheduler.step(out if learned else out[:, :channels], t, x, **options).prev_sample
         images = VaeImageProcessor().postprocess(x, output_type)
         self.maybe_free_model_hooks()
         return ImagePipelineOutput(images=images)
 
-    def _noise(self, t):
+    def _compute_noise_ratio(self, t):
         """Returns sigma / alpha at a timestep."""
         kept = float(self.scheduler.alphas_cumprod[int(t)])
         return (1 / kept - 1) ** 0.5 if kept else float("inf")
 
-    def _guided(self, x, t, y, stretched, scale):
+    def _predict_guided(self, x, t, y, stretched, scale):
         """Returns the prediction and, behind its channels, the variances of the half with labels."""
         seen = x if stretched is None else torch.cat((x, stretched), dim=1)
         if scale == 1:

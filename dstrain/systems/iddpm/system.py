@@ -21,7 +21,7 @@ from dstrain.diffusion.solvers import choose_eta
 from dstrain.diffusion.timesteps import LossSecondMomentSampler, TimestepSampler, UniformSampler
 from dstrain.nn.fitting import Fitted
 from dstrain.nn.lora import add_adapters
-from dstrain.nn.pixels import require_shape, to_uint8
+from dstrain.nn.pixels import convert_to_uint8, require_shape
 from dstrain.recipe import ConfigError, Samples, reword_errors
 from dstrain.systems.base import CHOICES, Batch, Example, Nets, Progress, Request, System, Terms
 from dstrain.systems.iddpm import weights
@@ -42,8 +42,8 @@ class IDDPMSystem(System):
         self.averaged, self.samplers = ("denoiser",), self.process.samplers
         self.diffusion = self.process.diffusion
         self.starts_from_data = config.small_size is not None
-        self.shape = config.shape()
-        self.shapes = {self.shape, *map(config.shape, config.sizes or ())}
+        self.shape = config.find_shape()
+        self.shapes = {self.shape, *map(config.find_shape, config.sizes or ())}
         self.takes_sizes = not self.starts_from_data
         self.timesteps: TimestepSampler = UniformSampler(config.diffusion_steps)
         if config.schedule_sampler == "loss-second-moment":
@@ -54,7 +54,7 @@ class IDDPMSystem(System):
 
     def networks(self) -> dict[str, nn.Module]:
         kind = SuperResUNet if self.starts_from_data else UNet
-        network = kind(**self.config.network_arguments())
+        network = kind(**self.config.make_network_arguments())
         return {"denoiser": add_adapters(network, self.config.lora, ("*.qkv", "*.proj_out"))}
 
     @torch.no_grad()
@@ -64,7 +64,7 @@ class IDDPMSystem(System):
         if tuple(example["x_start"].shape[1:]) not in self.shapes:
             require_shape(example["x_start"], self.shape, "in_channels")
         if self.starts_from_data:
-            example["low_res"] = self._shrunk(example["x_start"])
+            example["low_res"] = self._shrink(example["x_start"])
         if self.config.class_cond and "label" in example and example["label"].device.type == "cpu":
             self.require_labels(example["label"].tolist())  # reading them on an accelerator would wait for it
         return example
@@ -79,16 +79,16 @@ class IDDPMSystem(System):
         seen = {}
         if self.watched:
             t, weight = self.timesteps.sample(rng.uniform(example["key"], "timestep"))
-            terms = self._losses(nets, example, t)
+            terms = self._compute_losses(nets, example, t)
             seen = {"timestep": t, "loss_seen": terms["loss"].detach()}
             terms = {name: term if name == "quartile" else weight * term for name, term in terms.items()}
         else:
-            terms = self._losses(nets, example)
+            terms = self._compute_losses(nets, example)
         loss = terms["loss"]
         return terms | {"loss": loss.mean(), "loss_each": loss.detach()} | seen
 
     def observe(self, terms: Terms) -> None:
-        """Learns from unweighted losses. Those that are not finite are marked as padding, -1."""
+        """Updates the timestep sampler with unweighted losses. Those that are not finite are marked as padding, -1."""
         losses = terms["loss_seen"]
         self.timesteps.observe(torch.where(losses.isfinite(), terms["timestep"], -1), losses)
 
@@ -97,29 +97,29 @@ class IDDPMSystem(System):
         """Computes the unweighted loss at the process's own times with every label in place, one value a sample (B,):
         independent of the sampler's history.
         """
-        return self._losses(nets, example)
+        return self._compute_losses(nets, example)
 
-    def _losses(self, nets: Nets, example: Example, t: Tensor | None = None) -> Terms:
-        return self.process.draw_losses(self.network(nets, example), example, t)
+    def _compute_losses(self, nets: Nets, example: Example, t: Tensor | None = None) -> Terms:
+        return self.process.draw_losses(self.bind_conditions(nets, example), example, t)
 
-    def network(self, nets: Nets, conditions: dict[str, Tensor]) -> Network:
+    def bind_conditions(self, nets: Nets, conditions: dict[str, Tensor]) -> Network:
         """Returns the denoiser with its conditions filled in; conditions that it does not take are ignored."""
-        arguments = self._arguments(conditions)
+        arguments = self._make_arguments(conditions)
         return lambda x_t, t: nets["denoiser"](x_t, t, **arguments)
 
-    def _arguments(self, conditions: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Returns what the network is told beside x_t and t, under its names."""
+    def _make_arguments(self, conditions: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Returns the network's arguments beside x_t and t, under its names."""
         arguments = {"low_res": conditions["low_res"]} if self.starts_from_data else {}
         return arguments | ({"y": _require_label(conditions)} if self.config.class_cond else {})
 
-    def guided(self, nets: Nets, conditions: dict[str, Tensor], request: Request) -> Network:
+    def bind_guided(self, nets: Nets, conditions: dict[str, Tensor], request: Request) -> Network:
         """Returns the denoiser with its conditions filled in, guided away from the null label as the request asks."""
         if request.guidance_scale != 1 and not self.config.has_null:
             raise ConfigError(
                 "guidance_scale: this model has no null label; sample with guidance_scale 1, or train "
                 "with class_cond=true and class_dropout_prob above 0"
             )
-        arguments = self._arguments(conditions)
+        arguments = self._make_arguments(conditions)
         null = {"y": torch.full_like(arguments["y"], self.config.num_classes)} if self.config.has_null else {}
         return samplers.guide_network(
             nets["denoiser"],
@@ -137,7 +137,7 @@ class IDDPMSystem(System):
 
         For super-resolution they are conditioned on the small picture.
         """
-        network = self.network(nets, example)
+        network = self.bind_conditions(nets, example)
         terms = self.process.measure_bits(network, example["x_start"], example["key"], num_steps, progress)
         if "mse" not in terms:  # a chain's bound has the error at every timestep
             terms["loss"] = self.evaluate(nets, example)["loss"]
@@ -158,32 +158,34 @@ class IDDPMSystem(System):
             self.require_labels(conditions["label"].tolist())
         if self.starts_from_data:
             self._check_low_res(conditions, len(request.seeds))
-        keys, shape = rng.keys_of_seeds(request.seeds), self.config.shape(request.size)
-        x, network = rng.normal(keys, "start", shape), self.guided(nets, conditions, request)
+        keys, shape = rng.keys_of_seeds(request.seeds), self.config.find_shape(request.size)
+        x, network = rng.normal(keys, "start", shape), self.bind_guided(nets, conditions, request)
 
-        def noise(i):
+        def draw_noise(i):
             return rng.normal(keys, f"noise/{i}", shape)
 
         if "invert" in conditions:
             x_start = self.encode({"image": conditions["invert"]})["x_start"]
             x = self.process.invert(network, x_start, sampler, *steps)
-        return to_uint8(self.process.sample(network, x, noise, sampler, *steps))
+        return convert_to_uint8(self.process.sample(network, x, draw_noise, sampler, *steps))
 
     def check_sampling(self, samples: Samples) -> None:
         super().check_sampling(samples)
         with reword_errors("--size or samples.size: "):
-            self.config.shape(samples.size)
+            self.config.find_shape(samples.size)
         choose_eta(self.sampler(samples.sampler, "samples.sampler"), samples.eta)
         self.process.check_spacing(samples.spacing)
 
     def conditions_from(self, images: Tensor) -> dict[str, Tensor]:
-        """low_res float32 (N, C, small, small) of uint8 (N, C, H, W): small pictures as they are, large ones shrunk."""
+        """Returns low_res float32 (N, C, small, small) of uint8 (N, C, H, W): small pictures as they are, large ones
+        shrunk.
+        """
         if not self.starts_from_data:
             return super().conditions_from(images)
         small = (self.config.in_channels, self.config.small_size, self.config.small_size)
         shape, pixels = tuple(images.shape[1:]), images.float() / 127.5 - 1
         if shape == self.shape:
-            return {"low_res": self._shrunk(pixels)}
+            return {"low_res": self._shrink(pixels)}
         if shape != small:
             raise ConfigError(
                 f"low_res: pictures (channels, height, width) are {shape}; this upsampler takes {small} "
@@ -192,12 +194,12 @@ class IDDPMSystem(System):
         return {"low_res": pixels}
 
     def pictures(self, nets: Nets, example: Example) -> dict[str, Tensor]:
-        """low_res: the small pictures that samples begin from, each pixel as a square, uint8 (N, C, H, W)."""
+        """Returns low_res: the small pictures that samples begin from, each pixel as a square, uint8 (N, C, H, W)."""
         if not self.starts_from_data:
             return {}
-        return {"low_res": to_uint8(F.interpolate(example["low_res"], self.config.image_size, mode="nearest"))}
+        return {"low_res": convert_to_uint8(F.interpolate(example["low_res"], self.config.image_size, mode="nearest"))}
 
-    def _shrunk(self, pixels: Tensor) -> Tensor:
+    def _shrink(self, pixels: Tensor) -> Tensor:
         return F.interpolate(pixels, self.config.small_size, mode="area")
 
     def _check_low_res(self, conditions: dict[str, Tensor], count: int) -> None:
@@ -229,7 +231,9 @@ class IDDPMSystem(System):
         return (ResBlock, AttentionBlock)
 
     def synthetic(self, batch_size: int) -> Batch:
-        """Pixels, of the largest size where there are several, labels where there are classes, and keys."""
+        """Returns random pixels, of the largest size where there are several, labels where there are classes,
+        and keys.
+        """
         batch = {"key": rng.keys(0, 0, torch.arange(batch_size))}
         if self.config.class_cond:
             batch["label"] = rng.integers(batch["key"], "label", self.config.num_classes)

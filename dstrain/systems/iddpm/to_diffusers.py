@@ -22,8 +22,8 @@ from dstrain import rng
 from dstrain.diffusion import samplers
 from dstrain.diffusion.published import add_to_model_index, choose_even_steps
 from dstrain.distributed import group
-from dstrain.nn.measures import relative_error
-from dstrain.nn.pixels import to_uint8
+from dstrain.nn.measures import measure_relative_error
+from dstrain.nn.pixels import convert_to_uint8
 from dstrain.systems.base import Example, Request
 from dstrain.systems.iddpm import weights
 from dstrain.systems.iddpm.system import IDDPMSystem
@@ -136,9 +136,9 @@ def measure_errors(
     if config.has_null:
         given["without label"] = torch.full_like(conditions["label"], config.num_classes)
     return {
-        name: relative_error(
+        name: measure_relative_error(
             exported(seen, t, class_labels=label).sample,
-            system.network(nets, conditions | {"label": label})(x, system.diffusion.scale_timesteps(t)),
+            system.bind_conditions(nets, conditions | {"label": label})(x, system.diffusion.scale_timesteps(t)),
         )
         for name, label in given.items()
     }
@@ -154,13 +154,15 @@ def draw_expected(system: IDDPMSystem, nets: Mapping[str, nn.Module]) -> Tensor:
     if system.config.class_cond:
         conditions["label"] = torch.tensor(labels, device=device)
 
-    def normal(*_):
+    def draw_normal(*_):
         return torch.randn(len(labels), *system.shape, generator=generator).to(device)
 
     scale = _SCALE if system.config.has_null else 1.0
-    network = system.guided(nets, conditions, Request(torch.arange(_DRAWN), guidance_scale=scale))
-    return to_uint8(
-        samplers.sample_ancestral(system.diffusion.respace(str(steps)), network, normal(), normal, clip_denoised=True)
+    network = system.bind_guided(nets, conditions, Request(torch.arange(_DRAWN), guidance_scale=scale))
+    return convert_to_uint8(
+        samplers.sample_ancestral(
+            system.diffusion.respace(str(steps)), network, draw_normal(), draw_normal, clip_denoised=True
+        )
     )
 
 

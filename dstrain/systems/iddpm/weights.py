@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from dstrain.nn import fitting
-from dstrain.nn.layers import timestep_features
+from dstrain.nn.layers import compute_timestep_features
 from dstrain.recipe import ConfigError
 from dstrain.systems.iddpm.config import Config
 from dstrain.systems.iddpm.network import GROUPS
@@ -74,7 +74,7 @@ def adapt_weights(state: dict[str, Tensor], network: nn.Module, config: Config) 
     recipe has them: a wrong one gives wrong pictures and no error.
     Raises ConfigError for the first other difference, with both shapes and the flags that decide them.
     """
-    shapes = fitting.shapes_of(network)
+    shapes = fitting.list_shapes(network)
     state = dict(state)
     notes = _fit_null(state, config) if config.class_cond and _LABELS in state else []
     notes += fitting.refill_table(state, shapes, _LABELS, std=1.0)
@@ -82,7 +82,7 @@ def adapt_weights(state: dict[str, Tensor], network: nn.Module, config: Config) 
     hidden = [f"{flag}={getattr(config, flag)}" for flag in _HIDDEN]
     hidden += [
         f"{name}={value}"
-        for name, value in config.diffusion_arguments().items()
+        for name, value in config.make_diffusion_arguments().items()
         if name in ("prediction", "loss") or (name == "variance" and not config.learn_sigma)
     ]
     notes.append(f"names and shapes fit; what they cannot tell is as the recipe says: {', '.join(hidden)}")
@@ -90,7 +90,7 @@ def adapt_weights(state: dict[str, Tensor], network: nn.Module, config: Config) 
 
 
 def _fit_null(state: dict[str, Tensor], config: Config) -> list[str]:
-    """Adds a null row to the label table, or takes it away; the note on what the file's rows were taken for."""
+    """Adds a null row to the label table, or removes it; returns the note on what the file's rows were taken for."""
     table, count = state[_LABELS], config.num_classes
     if config.has_null and len(table) == count:
         state[_LABELS] = torch.cat((table, table.float().mean(dim=0, keepdim=True).to(table.dtype)))
@@ -160,7 +160,7 @@ def make_arguments(config: Config) -> dict[str, Any]:
             f"sinusoids, num_channels, and channel_mult begins with {config.mults[0]}; take safetensors"
         )
     attends = [side in config.attention_resolutions for side in config.sides]
-    learned = _learns_times(config)
+    learned = _needs_time_table(config)
     return {
         "sample_size": config.image_size,
         "center_input_sample": False,
@@ -176,12 +176,12 @@ def make_arguments(config: Config) -> dict[str, Any]:
         "downsample_padding": 1,
         "dropout": config.dropout,
         "act_fn": "silu",
-        "attention_head_dim": _head_width(config),
+        "attention_head_dim": _find_head_width(config),
         "norm_num_groups": GROUPS,
         "attn_norm_num_groups": GROUPS,
         "norm_eps": 1e-5,
         "resnet_time_scale_shift": "scale_shift" if config.use_scale_shift_norm else "default",
-        "num_class_embeds": config.network_arguments()["num_classes"],
+        "num_class_embeds": config.make_network_arguments()["num_classes"],
         "num_train_timesteps": config.diffusion_steps if learned else None,
     }
 
@@ -202,8 +202,8 @@ def rename_to_diffusers(state: Mapping[str, Tensor], config: Config) -> dict[str
             rows = rows.view(heads, 3, -1, *rows.shape[1:2])  # (heads, 3, d, C or nothing)
             for third, part in zip(_QKV, rows.unbind(1)):
                 renamed[f"{diffusers_name}.{third}.{kind}"] = part.flatten(0, 1)
-    if _learns_times(config):
-        renamed[_TIMES] = _time_features(config)
+    if _needs_time_table(config):
+        renamed[_TIMES] = _compute_time_features(config)
     return {name: value.detach().clone().contiguous() for name, value in renamed.items()}
 
 
@@ -217,7 +217,7 @@ def rename_from_diffusers(
     """
     _require_same(diffusers_config, config)
     state, renamed = dict(state), {}
-    expected = _time_features(config)
+    expected = _compute_time_features(config)
     times = state.pop(_TIMES, expected)
     if times.shape != expected.shape or not torch.allclose(times.float(), expected, rtol=0, atol=1e-5):
         raise ConfigError(
@@ -264,12 +264,14 @@ def _require_same(diffusers_config: Mapping[str, Any], config: Config) -> None:
 
 
 def _count_heads(config: Config, width: int | None) -> list[int]:
-    """Heads of each level with attention and of the middle, from diffusers' width of a head; None is one head."""
-    return [1 if width is None else channels // width for channels in _attending_channels(config)]
+    """Returns the heads of each level with attention and of the middle, from diffusers' width of a head; None is one
+    head.
+    """
+    return [1 if width is None else channels // width for channels in _list_attending_channels(config)]
 
 
-def _attending_channels(config: Config) -> list[int]:
-    """Channels of the levels with attention and of the middle."""
+def _list_attending_channels(config: Config) -> list[int]:
+    """Returns the channels of the levels with attention and of the middle."""
     return [
         factor * config.num_channels
         for factor, side in zip(config.mults, config.sides)
@@ -277,9 +279,9 @@ def _attending_channels(config: Config) -> list[int]:
     ] + [config.mults[-1] * config.num_channels]
 
 
-def _head_width(config: Config) -> int | None:
+def _find_head_width(config: Config) -> int | None:
     """Returns diffusers' one width of a head for all levels; the recipe has one number of heads for all levels."""
-    widths = sorted({channels // config.num_heads for channels in _attending_channels(config)})
+    widths = sorted({channels // config.num_heads for channels in _list_attending_channels(config)})
     if config.attention_resolutions and config.heads_upsample != config.num_heads:
         raise ConfigError(
             f"num_heads_upsample: diffusers' UNet2DModel has as many heads on the way up as on the way "
@@ -296,15 +298,15 @@ def _head_width(config: Config) -> int | None:
     return widths[0]
 
 
-def _learns_times(config: Config) -> bool:
+def _needs_time_table(config: Config) -> bool:
     """Returns whether rescaled timesteps need a table in diffusers, whose sinusoids of t would be others."""
     return config.rescale_timesteps and config.diffusion_steps != 1000
 
 
-def _time_features(config: Config) -> Tensor:
+def _compute_time_features(config: Config) -> Tensor:
     """Returns the sinusoids of every timestep as the network sees it, (T, num_channels)."""
     scale = 1000.0 / config.diffusion_steps if config.rescale_timesteps else 1.0
-    return timestep_features(torch.arange(config.diffusion_steps).float() * scale, config.num_channels)
+    return compute_timestep_features(torch.arange(config.diffusion_steps).float() * scale, config.num_channels)
 
 
 def _pair_layers(config: Config) -> Iterator[tuple[str, str]]:

@@ -50,12 +50,12 @@ class Decoding(Section):
     critic_noise_schedule: Annotated[Literal["fixed", "decay", "increase"], MAY_CHANGE] = "decay"
     """Over the steps: fixed, decay (to 0 at the last), or increase (from 0)."""
 
-    def temperature_at(self, done: float) -> float:
-        """Returns the sample temperature of a step, at the end of which the share `done` of all steps is done."""
+    def compute_temperature(self, done: float) -> float:
+        """Returns the sample temperature of a decoding step, after which the share `done` of all steps is done."""
         return self.sample_temperature * (1 - done if self.sample_temperature_schedule == "decay" else 1)
 
-    def noise_at(self, done: float) -> float:
-        """Returns the critic noise of a step, at the end of which the share `done` of all steps is done."""
+    def compute_noise(self, done: float) -> float:
+        """Returns the critic noise of a decoding step, after which the share `done` of all steps is done."""
         return self.critic_noise * {"fixed": 1.0, "decay": 1 - done, "increase": done}[self.critic_noise_schedule]
 
 
@@ -281,7 +281,7 @@ class Config(SystemConfig, ReadsTexts):
 
     @property
     def samplers(self) -> tuple[str, ...]:
-        """Ways to decode, the usual one last."""
+        """Returns the ways to decode, the usual one last."""
         return SAMPLERS if self.critic else SAMPLERS[:1]
 
     @property
@@ -290,10 +290,10 @@ class Config(SystemConfig, ReadsTexts):
 
     @property
     def num_frames(self) -> int:
-        """Frames of the longest clip."""
+        """Returns the number of frames of the longest clip."""
         return 1 + (self.token_shape[0] - 1) * self.temporal_patch_size
 
-    def latent_frames(self, name: str, frames: int) -> int:
+    def count_latent_frames(self, name: str, frames: int) -> int:
         """Counts the latent frames of `frames` frames. Raises ConfigError if they are too many or do not fit."""
         step, most = self.temporal_patch_size, self.num_frames
         if frames < 1 or (frames - 1) % step:
@@ -308,7 +308,7 @@ class Config(SystemConfig, ReadsTexts):
             )
         return 1 + (frames - 1) // step
 
-    def trunk(self) -> dict[str, Any]:
+    def make_trunk_arguments(self) -> dict[str, Any]:
         """Returns the keyword arguments of Trunk."""
         text = self.text_arguments() if self.reads_texts else None
         same = ("token_shape", "dim", "depth", "heads", "dim_head", "peg", "dropout", "gradient_shrink")

@@ -82,7 +82,7 @@ def _decode_together(
         done = (step + 1) / num_steps
         masked = tokens == mask_token
         uniforms = rng.uniform(key, f"token/{step}", (count,))
-        ids, certainty = predict(tokens.view(shape), uniforms, choices.temperature_at(done))
+        ids, certainty = predict(tokens.view(shape), uniforms, choices.compute_temperature(done))
         tokens = torch.where(masked, ids.flatten(1), tokens)
         if step == num_steps - 1:
             break
@@ -96,7 +96,7 @@ def _decode_together(
             eligible = masked
         else:
             noise = rng.uniform(key, f"critic/{step}", (count,)) - 0.5
-            confidence = -criticize(tokens.view(shape)).flatten(1) + choices.noise_at(done) * noise
+            confidence = -criticize(tokens.view(shape)).flatten(1) + choices.compute_noise(done) * noise
             eligible = free
         tokens = torch.where(mark_lowest(torch.where(eligible, confidence, torch.inf), again), mask_token, tokens)
     return tokens.view(shape)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from dstrain.nn.layers import Embedding, Linear
-from dstrain.nn.sequence import own, whole
+from dstrain.nn.sequence import gather_parts, take_own_part
 from dstrain.systems.phenaki.masking import MEAN_RATIO
 from dstrain.systems.phenaki.transformer import ROWS, Transformer
 from dstrain.systems.phenaki.vocabulary import Vocabulary
@@ -78,7 +78,7 @@ class MaskGit(nn.Module):
             critic = self.to_critic(of_judged)[..., 0].float()
         else:
             states, critic = self.trunk(seen, real, dropped, **text), None
-        places = pending.places()  # (M,)
+        places = pending.read_indices()  # (M,)
         of_masked = self.to_logits(
             states.flatten(0, 3)[places],
             None if uniforms is None else uniforms.flatten()[places],
@@ -89,10 +89,12 @@ class MaskGit(nn.Module):
         filled = tokens.flatten().scatter(0, places, of_masked.ids).view_as(tokens)
 
         # scatter writes each place once, so that no order of summation decides the last bits.
-        def spread(x):
+        def spread_over_tokens(x):
             return x.new_zeros(tokens.numel()).scatter(0, places, x).view(len(tokens), -1).sum(1)
 
-        return Pass(of_masked.total, spread(of_masked.loss), spread(of_masked.hits), filled, critic)
+        return Pass(
+            of_masked.total, spread_over_tokens(of_masked.loss), spread_over_tokens(of_masked.hits), filled, critic
+        )
 
     def predict(
         self,
@@ -136,7 +138,9 @@ class TokenCritic(nn.Module):
     def forward(
         self, tokens: Tensor, real: Tensor | None = None, dropped: Tensor | None = None, **text: Tensor
     ) -> Tensor:
-        """Logits of what critic_labels says: int64 (B, t, h, w) -> float32 (B, t, h, w). Arguments: see Trunk."""
+        """Returns the logits of what critic_labels says: int64 (B, t, h, w) -> float32 (B, t, h, w). Arguments: see
+        Trunk.
+        """
         return self.to_critic(self.trunk(tokens, real, dropped, **text))[..., 0].float()
 
 
@@ -183,12 +187,7 @@ class Trunk(nn.Module):
     def forward(
         self, tokens: Tensor, real: Tensor | None = None, dropped: Tensor | None = None, **text: Tensor
     ) -> Tensor:
-        """States of int64 (B, t, h, w).
-
-        real     bool (B, t), False for latent frames of padding, which no token sees; None: all are real.
-        dropped  bool (B,), True where the null text replaces the text; None: nowhere.
-        text     words int64 (B, L); or text_encodings (B, L, E) and text_mask bool (B, L).
-        """
+        """Returns the states of tokens int64 (B, t, h, w)."""
         x = self.token_emb(tokens)
         for axis, (table, side) in enumerate(zip(self.positions, tokens.shape[1:])):
             place = table(torch.arange(side, device=tokens.device))  # (side, dim)
@@ -197,7 +196,7 @@ class Trunk(nn.Module):
             x = x * self.gradient_shrink + x.detach() * (1 - self.gradient_shrink)
         context, context_mask = (None, None) if self.text is None else self.text(dropped, **text)
         seen = None if real is None else real[:, :, None, None].expand(tokens.shape)
-        return whole(self.transformer(own(x, ROWS), None, seen, context, context_mask), ROWS)
+        return gather_parts(self.transformer(take_own_part(x, ROWS), None, seen, context, context_mask), ROWS)
 
 
 class Text(nn.Module):
@@ -241,8 +240,8 @@ class Text(nn.Module):
 class Pending:
     """The indices where a mask is true. Their number is copied to the host while the device works on.
 
-    The copy starts in the constructor and is read in `places`, after the trunk has been launched. So the host waits for
-    what was launched before the trunk, and never for the trunk itself.
+    The copy starts in the constructor and is read in `read_indices`, after the trunk has been launched. So the host
+    waits for what was launched before the trunk, and never for the trunk itself.
     """
 
     def __init__(self, mask: Tensor) -> None:
@@ -255,8 +254,10 @@ class Pending:
             self.event = torch.cuda.Event()
             self.event.record()
 
-    def places(self) -> Tensor:
-        """Returns int64 (M,), ascending. On the meta device, which knows shapes alone, M is the usual number."""
+    def read_indices(self) -> Tensor:
+        """Returns the indices, int64 (M,), ascending. On the meta device, which knows shapes alone, M is the usual
+        number.
+        """
         if self.event is not None:
             self.event.synchronize()
         size = round(MEAN_RATIO * self.mask.numel()) if self.mask.is_meta else int(self.total)

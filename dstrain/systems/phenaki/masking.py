@@ -42,9 +42,8 @@ def draw_mask(u: Tensor, noise: Tensor, real: Tensor) -> Tensor:
 
 
 def find_cut(shares: tuple[float, ...], step: int) -> int | None:
-    """Returns the latent frame after which a step's clips are cut, frame f in shares[f] of the steps; None: not cut.
-
-    Multiples of the golden ratio spread their fractions evenly over [0, 1), so every stretch of steps has the shares.
+    """Returns the latent frame after which a step's clips are cut, frame f in a share shares[f] of the steps; None: not
+    cut.
     """
     place = step * _GOLDEN % 1.0
     for frame, end in enumerate(accumulate(shares)):

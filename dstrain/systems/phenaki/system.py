@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from dstrain import rng
 from dstrain.encoders.reader import NAMES, Reader, draw_texts, select_texts
-from dstrain.nn.pixels import to_uint8
+from dstrain.nn.pixels import convert_to_uint8
 from dstrain.recipe import ConfigError
 from dstrain.systems.base import Batch, Example, Nets, Request, System, Terms
 from dstrain.systems.codec import Codec
@@ -45,7 +45,7 @@ class PhenakiSystem(System):
         self.texts = Reader(config)
 
     def networks(self) -> dict[str, nn.Module]:
-        config, trunk = self.config, self.config.trunk()
+        config, trunk = self.config, self.config.make_trunk_arguments()
         networks: dict[str, nn.Module] = {
             "maskgit": MaskGit(
                 config.codebook_size,
@@ -74,7 +74,7 @@ class PhenakiSystem(System):
             example["tokens"] = batch["tokens"]
         elif "video" in batch or "image" in batch:  # an image is a clip of one frame
             video = (batch["video"] if "video" in batch else batch["image"][:, None]).float() / 127.5 - 1
-            example["tokens"] = self.tokenizer(video.device).encode(video, frames)["tokens"]
+            example["tokens"] = self.get_tokenizer(video.device).encode(video, frames)["tokens"]
         else:
             raise ConfigError(
                 "data: phenaki learns from videos or their tokens, and the data give neither: name a "
@@ -91,9 +91,11 @@ class PhenakiSystem(System):
         return example | self.texts.of_batch(batch)
 
     def accepts(self, source: Any) -> None:
-        """Encodes the first clip: its shape, its text, the tokenizer, and the text encoder where one is needed."""
+        """Encodes the first clip, to check its shape, its text, the tokenizer, and the text encoder where one is
+        needed.
+        """
         if self.config.tokenizer is not None:
-            self.tokenizer()
+            self.get_tokenizer()
         if self.takes_texts and source.uncaptioned:
             raise ConfigError(
                 f"{source.uncaptioned}: no captions are there, and the model reads texts: give X.txt "
@@ -110,7 +112,7 @@ class PhenakiSystem(System):
     def fingerprint(self, source: Any) -> str:
         return source.compute_fingerprint() + self.texts.fingerprint()
 
-    def tokenizer(self, device: torch.device | None = None) -> Codec:
+    def get_tokenizer(self, device: torch.device | None = None) -> Codec:
         """Loads the frozen tokenizer at the first call: cached tokens need none. `device` None leaves it in place."""
         if self._tokenizer is None:
             if problem := self.cannot_draw():
@@ -140,13 +142,13 @@ class PhenakiSystem(System):
 
     def learn(self, nets: Nets, example: Example) -> Terms:
         """Computes the cross-entropy at masked tokens, the text dropped at times; the self critic's loss beside it."""
-        self._begin(example)
-        passed, terms = self._masked_pass(nets, example, self._dropped(example))
+        self._cut_clips(example)
+        passed, terms = self._run_masked(nets, example, self._draw_dropped(example))
         loss = passed.total
         if self.config.critic == "token":
             example["filled"] = passed.filled
         if passed.critic is not None:
-            judged, weight = self._judged(passed.critic, example), self.config.critic_loss_weight
+            judged, weight = self._judge_logits(passed.critic, example), self.config.critic_loss_weight
             loss = loss + weight * judged["loss"].mean()
             terms["loss"] = terms["loss"] + weight * judged["loss"]
             terms |= {f"critic_{name}": value for name, value in judged.items()}
@@ -155,12 +157,12 @@ class PhenakiSystem(System):
 
     def judge(self, nets: Nets, example: Example) -> Terms:
         """Computes the critic's cross-entropy: MaskGit has filled the masked tokens in its turn, or does here."""
-        self._begin(example)
-        dropped = self._dropped(example)
+        self._cut_clips(example)
+        dropped = self._draw_dropped(example)
         if "filled" not in example:  # where the critic alone learns
             with torch.no_grad():
-                example["filled"] = self._masked_pass(nets, example, dropped)[0].filled
-        terms = self._judged(self._criticism(nets["critic"], example, dropped), example)
+                example["filled"] = self._run_masked(nets, example, dropped)[0].filled
+        terms = self._judge_logits(self._run_critic(nets["critic"], example, dropped), example)
         loss = terms.pop("loss")
         return {name: term.detach() for name, term in terms.items()} | {"loss": loss.mean(), "loss_each": loss.detach()}
 
@@ -170,25 +172,27 @@ class PhenakiSystem(System):
         alone.
         """
         example = dict(example)
-        passed, terms = self._masked_pass(nets, example, None)
+        passed, terms = self._run_masked(nets, example, None)
         if self.config.critic is None or self.config.train == "maskgit":  # no ids were drawn for a critic
             return terms
         logits = passed.critic
         if "critic" in self.parts:
             example["filled"] = passed.filled
-            logits = self._criticism(nets["critic"], example, None)
-        judged = self._judged(logits, example)
+            logits = self._run_critic(nets["critic"], example, None)
+        judged = self._judge_logits(logits, example)
         if self.config.train == "critic":
             terms["loss"] = judged["loss"]
         return terms | {f"critic_{name}": value for name, value in judged.items()}
 
-    def _dropped(self, example: Example) -> Tensor | None:
-        """Draws whose text is dropped: bool (B,); None: nobody's."""
+    def _draw_dropped(self, example: Example) -> Tensor | None:
+        """Draws for which samples the text is dropped: bool (B,); None: for none."""
         return rng.uniform(example["key"], "drop") < self.config.cond_drop_prob if self.config.has_null else None
 
-    def _masked_pass(self, nets: Nets, example: Example, dropped: Tensor | None) -> tuple[Pass, Terms]:
-        """Runs MaskGit on keyed masks: its pass and terms (B,). A self critic leaves `filled` in the example."""
-        masked, total = self._masked(example), self._total(example)
+    def _run_masked(self, nets: Nets, example: Example, dropped: Tensor | None) -> tuple[Pass, Terms]:
+        """Runs MaskGit on tokens masked by the samples' keys; returns its pass and terms (B,). A self critic leaves
+        `filled` in the example.
+        """
+        masked, total = self._mark_masked(example), self._count_maskable(example)
         weights = 1 / (masking.MEAN_RATIO * total)  # (B,)
         conditions = {"real": example.get("real"), "dropped": dropped} | select_texts(example)
         drawn: dict[str, Any] = {}
@@ -210,57 +214,61 @@ class PhenakiSystem(System):
             "quartile": (4 * count // total).clamp(max=3),
         }
 
-    def _masked(self, example: Example) -> Tensor:
+    def _mark_masked(self, example: Example) -> Tensor:
         """Returns which tokens are hidden, bool (B, t, h, w): a function of the key, remembered in the example."""
         if "masked" not in example:
             key, shape = example["key"], example["tokens"].shape
             noise, ratio = rng.uniform(key, "mask", (shape[1:].numel(),)), rng.uniform(key, "mask_ratio")
-            asked = self._asked(example)[:, :, None, None].expand(shape)
+            asked = self._mark_maskable(example)[:, :, None, None].expand(shape)
             example["masked"] = masking.draw_mask(ratio, noise, asked.flatten(1)).view(shape)
         return example["masked"]
 
-    def _begin(self, example: Example) -> None:
-        """Cuts the clips where this step's are cut, once an example. Shorter ones end where they end."""
+    def _cut_clips(self, example: Example) -> None:
+        """Cuts the clips after the latent frame that this step has drawn, once an example. Shorter ones end where they
+        end.
+        """
         if self._cut is None or "asked" in example:
             return
-        kept, real = slice(self._cut + 1), self._real(example)[:, : self._cut + 1]
+        kept, real = slice(self._cut + 1), self._mark_real_frames(example)[:, : self._cut + 1]
         last = real.sum(1, keepdim=True) - 1  # (B, 1)
         example["asked"] = torch.arange(real.shape[1], device=real.device) == last
         example |= {name: example[name][:, kept] for name in ("tokens", "real") if name in example}
 
-    def _total(self, example: Example) -> Tensor:
+    def _count_maskable(self, example: Example) -> Tensor:
         """Counts the tokens that may be masked, int64 (B,)."""
-        return self._asked(example).sum(1) * (self.config.token_shape[1] * self.config.token_shape[2])
+        return self._mark_maskable(example).sum(1) * (self.config.token_shape[1] * self.config.token_shape[2])
 
-    def _asked(self, example: Example) -> Tensor:
+    def _mark_maskable(self, example: Example) -> Tensor:
         """Marks the latent frames that may be masked, bool (B, t): of cut clips the last, else the real ones."""
-        return example["asked"] if "asked" in example else self._real(example)
+        return example["asked"] if "asked" in example else self._mark_real_frames(example)
 
-    def _real(self, example: Example) -> Tensor:
+    def _mark_real_frames(self, example: Example) -> Tensor:
         """Marks the latent frames that are no padding, bool (B, t)."""
         return example.get("real", torch.ones_like(example["tokens"][:, :, 0, 0], dtype=torch.bool))
 
-    def _criticism(self, critic: Any, example: Example, dropped: Tensor | None) -> Tensor:
+    def _run_critic(self, critic: Any, example: Example, dropped: Tensor | None) -> Tensor:
         return critic(example["filled"], example.get("real"), dropped, **select_texts(example))
 
-    def _judged(self, logits: Tensor, example: Example) -> Terms:
-        """Judges the critic's logits (B, t, h, w): loss, accuracy, the share of masked tokens with a wrong id, (B,)."""
-        masked, total = self._masked(example), self._total(example)
+    def _judge_logits(self, logits: Tensor, example: Example) -> Terms:
+        """Returns loss, accuracy, and the share of masked tokens with a wrong id, (B,), of the critic's logits (B, t,
+        h, w).
+        """
+        masked, total = self._mark_masked(example), self._count_maskable(example)
         replaced = example["filled"] != example["tokens"]
         count = masked.flatten(1).sum(1)
         if self.config.critic_labels == "masked":
-            true, judged = masked, self._asked(example)[:, :, None, None].expand_as(masked)
+            true, judged = masked, self._mark_maskable(example)[:, :, None, None].expand_as(masked)
             number, scale = total, total
         else:
             true, judged, number, scale = replaced, masked, count, masking.MEAN_RATIO * total
 
-        def over(x):
+        def average_over(x):
             return torch.where(judged, x, 0.0).flatten(1).sum(1)
 
         each = F.binary_cross_entropy_with_logits(logits, true.to(logits.dtype), reduction="none")
         return {
-            "loss": over(each) / scale,
-            "accuracy": over(((logits > 0) == true).to(logits.dtype)) / number,
+            "loss": average_over(each) / scale,
+            "accuracy": average_over(((logits > 0) == true).to(logits.dtype)) / number,
             "replaced": (replaced & masked).flatten(1).sum(1) / count,
         }
 
@@ -278,18 +286,18 @@ class PhenakiSystem(System):
                 "guidance_scale: this model has no null text, since it is unconditional or its "
                 "cond_drop_prob is 0; sample with guidance_scale 1"
             )
-        latent = config.latent_frames("num_frames", request.num_frames or self.num_frames)
-        tokenizer, prime = self.tokenizer(device), request.conditions.get("prime")
+        latent = config.count_latent_frames("num_frames", request.num_frames or self.num_frames)
+        tokenizer, prime = self.get_tokenizer(device), request.conditions.get("prime")
         shape = (len(request.seeds), latent, *config.token_shape[1:])
         tokens = torch.zeros(shape, dtype=torch.int64, device=device)
         known = torch.zeros(shape, dtype=torch.bool, device=device)
         if prime is not None:
-            first = config.latent_frames("prime", prime.shape[1])
+            first = config.count_latent_frames("prime", prime.shape[1])
             if first >= latent:
                 raise ConfigError(f"prime: {prime.shape[1]} frames are as many as are asked for, or more; give fewer")
             tokens[:, :first] = tokenizer.encode(prime.float() / 127.5 - 1)["tokens"]
             known[:, :first] = True
-        video = to_uint8(tokenizer.decode(self.draw_tokens(nets, tokens, known, request)))
+        video = convert_to_uint8(tokenizer.decode(self.draw_tokens(nets, tokens, known, request)))
         return video if prime is None else torch.cat((prime, video[:, prime.shape[1] :]), dim=1)
 
     def draw_tokens(self, nets: Nets, tokens: Tensor, known: Tensor, request: Request) -> Tensor:
@@ -352,8 +360,8 @@ class PhenakiSystem(System):
     def conditions_from(self, images: Tensor) -> dict[str, Tensor]:
         """Returns prime: videos uint8 (N, K, C, H, W) to go on from; pictures (N, C, H, W) are videos of one frame."""
         video = images if images.ndim == 5 else images[:, None]
-        self.config.latent_frames("prime", video.shape[1])
-        self.tokenizer().require_shape(tuple(video.shape[2:]))
+        self.config.count_latent_frames("prime", video.shape[1])
+        self.get_tokenizer().require_shape(tuple(video.shape[2:]))
         return {"prime": video}
 
     def decays(self, name: str, weight: Tensor) -> bool:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from dstrain.nn.attention import attend
 from dstrain.nn.layers import Linear, make_dropout
 from dstrain.nn.quantize import widen_precision
-from dstrain.nn.sequence import from_channels, own, to_channels
+from dstrain.nn.sequence import exchange_channels_for_parts, exchange_parts_for_channels, take_own_part
 from dstrain.recipe import ConfigError
 
 _HIDDEN = -10000.0  # added to scores of hidden tokens: its exp is 0, float16 can hold it
@@ -108,22 +108,22 @@ class TransformerBlock(nn.Module):
         mask          bool (B, t, h, w), True where other tokens see a token.
         context       (B, M, E) for cross-attention, context_mask bool (B, M), True where it is seen.
         """
-        own_mask = None if mask is None else own(mask, ROWS)
+        own_mask = None if mask is None else take_own_part(mask, ROWS)
         if self.peg is not None:  # hidden tokens are 0, as the padding around the clip
             x = x + self.peg(x if own_mask is None else x.masked_fill(~own_mask[..., None], 0.0))
-        shape, flat = x.shape, self._sequences(x)
+        shape, flat = x.shape, self._reshape_to_sequences(x)
         if self.over == "time":  # places are apart, and each rank has all frames of its own
             mask, runs = own_mask, 0
         else:
             runs = shape[1] if self.over == "all" else 1  # each frame is shared
-        seen = None if mask is None else self._sequences(mask)
-        x = self._grid(flat + self.attention(flat, None, seen, bias, self.causal, runs), shape)
+        seen = None if mask is None else self._reshape_to_sequences(mask)
+        x = self._reshape_to_grid(flat + self.attention(flat, None, seen, bias, self.causal, runs), shape)
         if self.cross is not None:
             tokens = x.flatten(1, 3)  # (B, t h w, dim)
             x = x + self.cross(tokens, context, context_mask).view(shape)
         return x + self.feed_forward(x)
 
-    def _sequences(self, x: Tensor) -> Tensor:
+    def _reshape_to_sequences(self, x: Tensor) -> Tensor:
         """Reshapes (B, t, h, w, ...) -> (sequences, N, ...)."""
         if self.over == "all":
             return x.flatten(1, 3)
@@ -131,7 +131,7 @@ class TransformerBlock(nn.Module):
             return x.flatten(2, 3).flatten(0, 1)  # (B t, h w, ...)
         return x.movedim(1, 3).flatten(0, 2)  # (B h w, t, ...)
 
-    def _grid(self, flat: Tensor, shape: torch.Size) -> Tensor:
+    def _reshape_to_grid(self, flat: Tensor, shape: torch.Size) -> Tensor:
         if self.over != "time":
             return flat.view(shape)
         batch, t, h, w, dim = shape
@@ -173,11 +173,11 @@ class Attention(nn.Module):
         x = self.norm(x)
         source = x if self.context_norm is None else self.context_norm(context.to(x.dtype))
 
-        def split(y):
+        def split_heads(y):
             return y.unflatten(-1, (self.heads, -1)).transpose(1, 2)  # (B, heads, N, d)
 
         key, value = self.to_kv(source).chunk(2, dim=-1)
-        query, key, value = self.q_norm(split(self.to_q(x))), self.k_norm(split(key)), split(value)
+        query, key, value = self.q_norm(split_heads(self.to_q(x))), self.k_norm(split_heads(key)), split_heads(value)
         added = _sum_biases(bias, mask, causal, query, key.shape[2])
         dropout = self.dropout if self.dropout and self.training else 0.0  # a graph of 0 asks for no mode
         out = attend(query, key, value, added, dropout, causal and added is None, _SCALE, shared)
@@ -247,10 +247,12 @@ class PositionEncoder3d(nn.Conv3d):
         self.before = 2 if causal else 1
 
     def forward(self, x: Tensor) -> Tensor:
-        x = to_channels(x, ROWS)  # a rank that shares rows encodes all of them, of a part of the channels
+        x = exchange_parts_for_channels(
+            x, ROWS
+        )  # a rank that shares rows encodes all of them, of a part of the channels
         x = F.pad(x.movedim(-1, 1), (1, 1, 1, 1, self.before, 2 - self.before))  # (B, dim, t, h, w)
-        x = F.conv3d(x, own(self.weight, 0), own(self.bias, 0), groups=x.shape[1])
-        return from_channels(x.movedim(1, -1), ROWS)
+        x = F.conv3d(x, take_own_part(self.weight, 0), take_own_part(self.bias, 0), groups=x.shape[1])
+        return exchange_channels_for_parts(x.movedim(1, -1), ROWS)
 
 
 class PositionBias(nn.Module):

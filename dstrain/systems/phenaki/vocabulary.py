@@ -81,7 +81,7 @@ class Vocabulary(Linear):
 
 
 def _pad_rows(rows: Tensor | None) -> Tensor | None:
-    """Pads with rows of zeros, whose weight in the loss is 0: (M, ...) -> (M', ...)."""
+    """Adds rows of zeros, whose weight in the loss is 0: (M, ...) -> (M', ...)."""
     if rows is None:
         return None
     step = min(_ROW_MULTIPLE, 1 << max(len(rows).bit_length() - 4, 0))  # an eighth more at most

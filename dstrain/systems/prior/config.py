@@ -213,10 +213,10 @@ class Config(SystemConfig):
             model = {**model, "text_encoder": text_encoder}
         return super().with_encoders(model, tokenizer=tokenizer)
 
-    def network_arguments(self) -> dict[str, Any]:
+    def make_network_arguments(self) -> dict[str, Any]:
         """Returns the keyword arguments of PriorTransformer, or of LucidrainsPrior."""
         if self.lucidrains is not None:
-            return self._lucidrains_arguments()
+            return self._make_lucidrains_arguments()
         fields = {
             "image_embed_dim",
             "max_text_len",
@@ -235,7 +235,7 @@ class Config(SystemConfig):
             "text_encodings_dim": self.text_encodings_dim or self.image_embed_dim,
         }
 
-    def _lucidrains_arguments(self) -> dict[str, Any]:
+    def _make_lucidrains_arguments(self) -> dict[str, Any]:
         own = self.lucidrains
         fields = {"ff_mult", "norm_out", "final_proj", "normformer", "rotary_emb", "cosine_similarity"}
         return {

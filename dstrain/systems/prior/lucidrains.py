@@ -317,7 +317,7 @@ class TimestepMLP(nn.Module):
 
 
 def rotate_pairs(x: Tensor) -> Tensor:
-    """Turns the first channels of (..., N, d) by rotary positions (Su et al. 2021), in pairs; float32 angles."""
+    """Rotates the first channels of (..., N, d) in pairs by rotary positions (Su et al. 2021), with float32 angles."""
     count, width = x.shape[-2], min(_ROTATED, x.shape[-1])
     rates = 10000.0 ** -(torch.arange(0, width, 2, device=x.device).float() / width)
     angles = torch.arange(count, device=x.device).float()[:, None] * rates  # (N, width / 2)

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dstrain.nn.attention import attend
-from dstrain.nn.layers import Linear, make_dropout, name_layers, timestep_features
+from dstrain.nn.layers import Linear, chain_named_layers, compute_timestep_features, make_dropout
 
 EXTRA_TOKENS = 4  # text embed, timestep, noisy image embed, learned query
 _HIDDEN = -10000.0  # added to the scores of tokens that a token may not see
@@ -69,7 +69,7 @@ class PriorTransformer(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Positions, query and null texts only: all other weights belong to submodules."""
+        """Sets positions, query and null texts only: all other weights belong to submodules."""
         for table in (self.positional_embedding, self.prd_embedding, self.null_text_embed, self.null_text_encodings):
             if table is not None:
                 nn.init.normal_(table, std=0.02)
@@ -109,12 +109,12 @@ class PriorTransformer(nn.Module):
         tokens = tokens + self.positional_embedding  # (B, N, W)
         if self.norm_in is not None:
             tokens = self.norm_in(tokens)
-        mask = self._mask(text_mask, tokens)
+        mask = self._make_mask(text_mask, tokens)
         for block in self.transformer_blocks:
             tokens = block(tokens, mask)
         return self.proj_to_clip_embeddings(self.norm_out(tokens)[:, -1])  # (B, D)
 
-    def _mask(self, text_mask: Tensor | None, tokens: Tensor) -> Tensor | None:
+    def _make_mask(self, text_mask: Tensor | None, tokens: Tensor) -> Tensor | None:
         """Returns what is added to the scores: 0 where a token sees another, (B, 1, N, N)."""
         if text_mask is None:
             return None
@@ -132,9 +132,9 @@ class PriorBlock(nn.Module):
         self.norm1 = nn.LayerNorm(width)
         self.attn1 = Attention(width, heads, dropout)
         self.norm3 = nn.LayerNorm(width)
-        self.ff = name_layers(
+        self.ff = chain_named_layers(
             net=nn.Sequential(
-                name_layers(proj=Linear(width, 4 * width), gelu=nn.GELU()),
+                chain_named_layers(proj=Linear(width, 4 * width), gelu=nn.GELU()),
                 make_dropout(dropout),
                 Linear(4 * width, width),
             )
@@ -157,10 +157,10 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, mask: Tensor | None) -> Tensor:
         batch, count, width = x.shape
 
-        def split(y):
+        def split_heads(y):
             return y.view(batch, count, self.heads, width // self.heads).transpose(1, 2)
 
-        x = attend(split(self.to_q(x)), split(self.to_k(x)), split(self.to_v(x)), mask)
+        x = attend(split_heads(self.to_q(x)), split_heads(self.to_k(x)), split_heads(self.to_v(x)), mask)
         return self.to_out(x.transpose(1, 2).reshape(batch, count, width))
 
 
@@ -173,5 +173,5 @@ class TimestepEmbedding(nn.Module):
         self.linear_1, self.linear_2 = Linear(width, width), Linear(width, width)
 
     def forward(self, t: Tensor) -> Tensor:
-        features = timestep_features(t, self.width).to(self.linear_1.weight.dtype)
+        features = compute_timestep_features(t, self.width).to(self.linear_1.weight.dtype)
         return self.linear_2(F.silu(self.linear_1(features)))

@@ -95,7 +95,7 @@ class PriorPipeline(DiffusionPipeline):
             for value in (null_text_embed, null_text_encodings)
         ]
         x = randn_tensor((len(conditions[0]), self.prior.config.embedding_dim), generator, device, dtype)
-        x = self._rescaled(x) if options.init_image_embed_l2norm else x
+        x = self._rescale(x) if options.init_image_embed_l2norm else x
         self.scheduler.set_timesteps(num_inference_steps)
         times = self.scheduler.timesteps
         for t, following in self.progress_bar(list(zip(times, [*times[1:], None]))):
@@ -103,10 +103,10 @@ class PriorPipeline(DiffusionPipeline):
             if guidance_scale != 1:
                 without = self.prior(x, t, *null, torch.ones_like(conditions[2])).predicted_image_embedding
                 out = without + guidance_scale * (out - without)
-            out = self._clamped(out, x, t) if options.sampling_clamp_l2norm else out
+            out = self._clamp_prediction(out, x, t) if options.sampling_clamp_l2norm else out
             respaced = {"prev_timestep": following} if isinstance(self.scheduler, UnCLIPScheduler) else {}
             x = self.scheduler.step(out, t, x, generator=generator, **respaced).prev_sample
-        x = self._rescaled(x) if options.sampling_final_clamp_l2norm else x
+        x = self._rescale(x) if options.sampling_final_clamp_l2norm else x
         drawn = self.prior.post_process_latents(x).unflatten(0, (count, len(text)))  # (count, B, D)
         self.maybe_free_model_hooks()
         if count == 1:
@@ -114,15 +114,15 @@ class PriorPipeline(DiffusionPipeline):
         nearest = F.cosine_similarity(drawn, text[None], dim=2).argmax(dim=0)
         return drawn[nearest, torch.arange(len(text), device=device)]
 
-    def _rescaled(self, x):
-        """Brings x to the length of the data: that of a unit vector times the scale."""
+    def _rescale(self, x):
+        """Rescales x to the length of the data: that of a unit vector times the scale."""
         return F.normalize(x, dim=-1) / self.prior.clip_std
 
-    def _clamped(self, out, x, t):
+    def _clamp_prediction(self, out, x, t):
         """Returns a prediction whose x_start has the length of the data."""
         kind, signal = self.scheduler.config.prediction_type, self.scheduler.alphas_cumprod[t].sqrt().to(x.device)
         noise = (1 - signal**2).sqrt()
-        x_start = self._rescaled(
+        x_start = self._rescale(
             {"sample": out, "epsilon": (x - noise * out) / signal, "v_prediction": signal * x - noise * out}[kind]
         )
         eps = (x - signal * x_start) / noise

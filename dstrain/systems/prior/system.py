@@ -58,7 +58,7 @@ class PriorSystem(System):
 
     def networks(self) -> dict[str, nn.Module]:
         kind = PriorTransformer if self.config.lucidrains is None else LucidrainsPrior
-        return {"denoiser": kind(**self.config.network_arguments())}
+        return {"denoiser": kind(**self.config.make_network_arguments())}
 
     @torch.no_grad()
     def encode(self, batch: Batch) -> Example:
@@ -69,15 +69,17 @@ class PriorSystem(System):
         """
         inputs = ("image_embed", "caption", "other_text_embed", "other_caption", *TEXT)
         example = {name: values for name, values in batch.items() if name not in inputs}
-        image = self._of_width(batch["image_embed"].float(), self.config.image_embed_dim, "image_embed_dim")
+        image = self._require_width(batch["image_embed"].float(), self.config.image_embed_dim, "image_embed_dim")
         image = F.normalize(image, dim=1) if self.config.normalize_embeds else image
-        mean, std = self._statistics(image)
+        mean, std = self._copy_statistics(image)
         example["x_start"] = (image - mean) / std
-        example |= self._texts({name: batch[name] for name in (*TEXT, "caption") if name in batch}, image.device)
-        if "other_text_embed" in batch and not self._missing(batch):
-            example["other_text_embed"] = self._text_embed(batch["other_text_embed"])
+        example |= self._read_texts({name: batch[name] for name in (*TEXT, "caption") if name in batch}, image.device)
+        if "other_text_embed" in batch and not self._find_missing(batch):
+            example["other_text_embed"] = self._prepare_text_embed(batch["other_text_embed"])
         elif "other_caption" in batch:
-            example["other_text_embed"] = self._texts({"caption": batch["other_caption"]}, image.device)["text_embed"]
+            example["other_text_embed"] = self._read_texts({"caption": batch["other_caption"]}, image.device)[
+                "text_embed"
+            ]
         return example
 
     def accepts(self, source: Any) -> None:
@@ -89,29 +91,29 @@ class PriorSystem(System):
         result = source.compute_fingerprint()
         if self.config.image_embed_stats is not None:
             result += f" image_embed_stats={hash_network({}, {'mean': self.mean, 'std': self.std})}"
-        if self._missing(source.read_first()):
-            result += f" text_encoder={self.text_encoder(torch.device('cpu')).fingerprint()}"
+        if self._find_missing(source.read_first()):
+            result += f" text_encoder={self.get_text_encoder(torch.device('cpu')).fingerprint()}"
         return result
 
-    def _missing(self, names: Container[str]) -> str | None:
+    def _find_missing(self, names: Container[str]) -> str | None:
         """Returns the first input that has to be encoded from captions; None where all are cached."""
         needed = ("text_embed", "text_encodings") if self.config.text_tokens else ("text_embed",)
         return next((name for name in needed if name not in names), None)
 
-    def _texts(self, texts: dict[str, Tensor], device: torch.device | None = None) -> dict[str, Tensor]:
+    def _read_texts(self, texts: dict[str, Tensor], device: torch.device | None = None) -> dict[str, Tensor]:
         """Returns the network's text inputs, from cached ones or from captions, which are encoded on the device."""
         tokens = self.config.text_tokens
-        if missing := self._missing(texts):
+        if missing := self._find_missing(texts):
             if "caption" not in texts:
                 raise ConfigError(
                     f"data: there is neither {missing} nor a caption to each image_embed: cache text "
                     "embeddings, give captions, or (for text_encodings) set model.max_text_len=0"
                 )
-            texts = self.text_encoder(device).encode(unpack_captions(texts["caption"]))
-        inputs = {"text_embed": self._text_embed(texts["text_embed"])}
+            texts = self.get_text_encoder(device).encode(unpack_captions(texts["caption"]))
+        inputs = {"text_embed": self._prepare_text_embed(texts["text_embed"])}
         if tokens:
             width = self.config.text_encodings_dim or self.config.image_embed_dim
-            encodings = self._of_width(texts["text_encodings"].float(), width, "text_encodings_dim")
+            encodings = self._require_width(texts["text_encodings"].float(), width, "text_encodings_dim")
             short = tokens - encodings.shape[1]
             if short < 0:
                 raise ConfigError(
@@ -123,12 +125,12 @@ class PriorSystem(System):
             inputs["text_mask"] = F.pad(mask, (0, short))  # (B, L)
         return inputs
 
-    def _text_embed(self, embed: Tensor) -> Tensor:
+    def _prepare_text_embed(self, embed: Tensor) -> Tensor:
         width = self.config.text_embed_dim or self.config.image_embed_dim
-        embed = self._of_width(embed.float(), width, "text_embed_dim")
+        embed = self._require_width(embed.float(), width, "text_embed_dim")
         return F.normalize(embed, dim=1) if self.config.normalize_embeds else embed
 
-    def _of_width(self, values: Tensor, width: int, field: str) -> Tensor:
+    def _require_width(self, values: Tensor, width: int, field: str) -> Tensor:
         if values.shape[-1] != width:
             raise ConfigError(
                 f"data: {field.removesuffix('_dim')} is {values.shape[-1]} wide in the data and {width} "
@@ -136,7 +138,7 @@ class PriorSystem(System):
             )
         return values
 
-    def text_encoder(self, device: torch.device) -> TextEncoder:
+    def get_text_encoder(self, device: torch.device) -> TextEncoder:
         """Loads the frozen encoder at the first caption: cached embeddings need none."""
         if self._encoder is None:
             self._encoder = load_text_encoder(self.config.text_encoder, self.config.text_tokens or None)
@@ -144,30 +146,30 @@ class PriorSystem(System):
 
     def denoise(self, nets: Nets, example: Example) -> Terms:
         """Computes the training loss: one timestep and one noise for each sample, its text dropped now and then."""
-        terms = self._losses(nets, example, self.config.text_cond_drop_prob)
+        terms = self._compute_losses(nets, example, self.config.text_cond_drop_prob)
         return {**terms, "loss": terms["loss"].mean(), "loss_each": terms["loss"].detach()}
 
     @torch.no_grad()
     def evaluate(self, nets: Nets, example: Example) -> Terms:
         """Computes the training loss with every text in place and the similarities of `evaluate_steps`, values (B,)."""
-        terms = self._losses(nets, example, drop_prob=0.0)
-        return terms | self._similarities(nets, example, self.config.evaluate_steps)
+        terms = self._compute_losses(nets, example, drop_prob=0.0)
+        return terms | self._measure_similarities(nets, example, self.config.evaluate_steps)
 
     @torch.no_grad()
     def measure(self, nets: Nets, example: Example, num_steps: int | None = None, progress: Progress = iter) -> Terms:
         """Measures loss and similarities after chains of num_steps; None takes evaluate_steps, or 64 where it is ()."""
         steps = self.config.evaluate_steps or (min(MEASURED_STEPS, self.config.timesteps),)
-        terms = self._losses(nets, example, drop_prob=0.0)
+        terms = self._compute_losses(nets, example, drop_prob=0.0)
         terms.pop("quartile")
-        return terms | self._similarities(nets, example, steps if num_steps is None else (num_steps,), progress)
+        return terms | self._measure_similarities(nets, example, steps if num_steps is None else (num_steps,), progress)
 
-    def _losses(self, nets: Nets, example: Example, drop_prob: float) -> Terms:
+    def _compute_losses(self, nets: Nets, example: Example, drop_prob: float) -> Terms:
         x_start, key = example["x_start"], example["key"]
         noise = rng.normal(key, "noise", self.shape)  # (B, D)
         t, _ = self.timesteps.sample(rng.uniform(key, "timestep"))
         x_t = self.diffusion.q_sample(x_start, t, noise)
         image_dropped = rng.uniform(key, "drop_image") < (self.config.image_drop_prob if drop_prob else 0.0)
-        inputs = self.network_inputs(example, rng.uniform(key, "drop") < drop_prob, image_dropped)
+        inputs = self.make_network_inputs(example, rng.uniform(key, "drop") < drop_prob, image_dropped)
         if self.config.self_cond:
             # Every rank makes both calls, whichever of its samples use the first one's result.
             with torch.no_grad():
@@ -176,13 +178,13 @@ class PriorSystem(System):
             inputs["self_cond"] = torch.where(shown[:, None], self.diffusion.predict_x_start(first, x_t, t), 0.0)
         prediction = cast_output(nets["denoiser"](x_t, t, **inputs))
         if self.config.training_clamp_l2norm:
-            prediction = self._rescaled(prediction)
+            prediction = self._rescale(prediction)
         target = self.diffusion.make_target(x_start, x_t, t, noise)
         losses = {"l2": F.mse_loss, "l1": F.l1_loss, "huber": F.smooth_l1_loss}
         loss = losses[self.config.loss](prediction, target, reduction="none").mean(dim=1)  # (B,)
         return {"loss": loss, "quartile": 4 * t // self.config.timesteps}
 
-    def network_inputs(
+    def make_network_inputs(
         self, conditions: dict[str, Tensor], dropped: Tensor, image_dropped: Tensor | None = None
     ) -> dict[str, Tensor]:
         """Returns the network's keyword arguments. Only a model with a null drops; image_dropped None: as the text."""
@@ -192,16 +194,16 @@ class PriorSystem(System):
         image_too = {"image_dropped": dropped if image_dropped is None else image_dropped}
         return inputs | (image_too if self.config.image_drop_prob else {})
 
-    def _rescaled(self, x: Tensor) -> Tensor:
-        """Brings x (..., D) to the length of the data: that of a unit vector times the scale."""
-        return F.normalize(x, dim=-1) / self._statistics(x)[1]
+    def _rescale(self, x: Tensor) -> Tensor:
+        """Rescales x (..., D) to the length of the data: that of a unit vector times the scale."""
+        return F.normalize(x, dim=-1) / self._copy_statistics(x)[1]
 
-    def _embedding(self, x: Tensor) -> Tensor:
+    def _convert_to_embedding(self, x: Tensor) -> Tensor:
         """Turns x_start (..., D) of the chain into an embedding of the data's scale."""
-        mean, std = self._statistics(x)
+        mean, std = self._copy_statistics(x)
         return x * std + mean
 
-    def _statistics(self, like: Tensor) -> tuple[Tensor, Tensor]:
+    def _copy_statistics(self, like: Tensor) -> tuple[Tensor, Tensor]:
         """Returns mean and deviation on a device, copied once: a copy in each step would wait for the device."""
         if like.device not in self._placed:
             self._placed[like.device] = self.mean.to(like.device), self.std.to(like.device)
@@ -216,7 +218,7 @@ class PriorSystem(System):
         """
         if "text_embed" not in request.conditions:
             raise ConfigError("prompts: a prior draws for texts; give them with --prompts FILE, one on each line")
-        conditions = self._texts({name: request.conditions[name] for name in TEXT if name in request.conditions})
+        conditions = self._read_texts({name: request.conditions[name] for name in TEXT if name in request.conditions})
         keys, count = rng.keys_of_seeds(request.seeds), self.config.num_candidates
         drawn = self._draw(nets, conditions, keys, request, count)  # (count, N, D)
         if count == 1:
@@ -236,27 +238,27 @@ class PriorSystem(System):
         """Draws `count` candidates for each key, all in one chain: (count, N, D)."""
         prefixes = ["", *(f"candidate/{j}/" for j in range(1, count))]
 
-        def normal(name):
+        def draw_normal(name):
             return torch.cat([rng.normal(keys, prefix + name, self.shape) for prefix in prefixes])
 
         repeated = {name: value.repeat(count, *[1] * (value.ndim - 1)) for name, value in conditions.items()}
-        network = self._chained(nets, repeated, request)
-        x = normal("start")  # (count * N, D)
+        network = self._make_chain_network(nets, repeated, request)
+        x = draw_normal("start")  # (count * N, D)
         if self.config.init_image_embed_l2norm:
-            x = self._rescaled(x)
-        sampler, noise = self.sampler(request.sampler), lambda i: normal(f"noise/{i}")
+            x = self._rescale(x)
+        sampler, noise = self.sampler(request.sampler), lambda i: draw_normal(f"noise/{i}")
         spacing = request.spacing or ("linspace" if sampler == "ddim" else None)
         timesteps = samplers.choose_timesteps(self.diffusion, sampler, request.num_steps, spacing)
         x = samplers.sample_chain(self.diffusion, network, x, noise, sampler, timesteps, request.eta, progress=progress)
         if self.config.sampling_final_clamp_l2norm:
-            x = self._rescaled(x)
-        return self._embedding(x).view(count, len(keys), -1)
+            x = self._rescale(x)
+        return self._convert_to_embedding(x).view(count, len(keys), -1)
 
     def check_sampling(self, samples: Samples) -> None:
         super().check_sampling(samples)
         choose_eta(self.sampler(samples.sampler, "samples.sampler"), samples.eta)
 
-    def _chained(self, nets: Nets, conditions: dict[str, Tensor], request: Request) -> Network:
+    def _make_chain_network(self, nets: Nets, conditions: dict[str, Tensor], request: Request) -> Network:
         """Returns the guided network of one chain. With self_cond it remembers the last x_start for its next call."""
         scale, active = (
             request.guidance_scale,
@@ -268,7 +270,7 @@ class PriorSystem(System):
                 "with guidance_scale 1, or train with text_cond_drop_prob above 0"
             )
         none = torch.zeros_like(conditions["text_embed"][:, 0], dtype=torch.bool)
-        inputs, null = self.network_inputs(conditions, none), self.network_inputs(conditions, ~none)
+        inputs, null = self.make_network_inputs(conditions, none), self.make_network_inputs(conditions, ~none)
         last: list[Tensor] = []
 
         def network(x_t: Tensor, t: Tensor) -> Tensor:
@@ -280,38 +282,40 @@ class PriorSystem(System):
             )
             x_start = self.diffusion.predict_x_start(out, x_t, t)  # both t and these tables are the whole chain's
             if self.config.sampling_clamp_l2norm:
-                x_start = self._rescaled(x_start)
+                x_start = self._rescale(x_start)
                 out = self.diffusion.make_target(x_start, x_t, t, self.diffusion.predict_eps(x_start, x_t, t))
             last[:] = [x_start]
             return out
 
         return network
 
-    def _similarities(self, nets: Nets, example: Example, steps: tuple[int, ...], progress: Progress = iter) -> Terms:
+    def _measure_similarities(
+        self, nets: Nets, example: Example, steps: tuple[int, ...], progress: Progress = iter
+    ) -> Terms:
         """Returns cosines (B,) of DDIM's embeddings (one candidate, no guidance) with image, text and another pair's
         text.
         """
         if not steps:
             return {}
-        image = self._embedding(example["x_start"])
+        image = self._convert_to_embedding(example["x_start"])
         text, other = example["text_embed"], example.get("other_text_embed")
         comparable = text.shape[1] == image.shape[1]
 
-        def cosine(a, b):
+        def compute_cosine(a, b):
             return F.cosine_similarity(a, b, dim=1)
 
-        terms = {"similarity/text_image": cosine(text, image)} if comparable else {}
+        terms = {"similarity/text_image": compute_cosine(text, image)} if comparable else {}
         for count in steps:
             request = Request(example["key"], num_steps=count)
             drawn = self._draw(
                 nets, {name: example[name] for name in TEXT if name in example}, example["key"], request, 1, progress
             )[0]
-            cosines = {"image": cosine(drawn, image)}
+            cosines = {"image": compute_cosine(drawn, image)}
             if comparable:
-                cosines["text"] = cosine(drawn, text)
+                cosines["text"] = compute_cosine(drawn, text)
                 cosines["above_baseline"] = cosines["text"] - terms["similarity/text_image"]
                 if other is not None:
-                    cosines["other_text"] = cosine(drawn, other)
+                    cosines["other_text"] = compute_cosine(drawn, other)
             terms |= {f"similarity/{count}/{name}": value for name, value in cosines.items()}
         return terms
 
@@ -323,19 +327,21 @@ class PriorSystem(System):
     def conditions_from_texts(self, texts: list[str]) -> dict[str, Tensor]:
         """Returns the frozen encoder's outputs, on the CPU, or those of the built-in captions, from the package."""
         if (embeds := self._read_built_in(texts)) is not None:
-            return self._texts({"text_embed": embeds})
-        encoder = self.text_encoder(torch.device("cpu"))
-        return encode_distinct(texts, lambda some: self._texts(encoder.encode(some)))
+            return self._read_texts({"text_embed": embeds})
+        encoder = self.get_text_encoder(torch.device("cpu"))
+        return encode_distinct(texts, lambda some: self._read_texts(encoder.encode(some)))
 
     def describe_cut(self, texts: list[str], what: str) -> str:
         return (
             ""
             if self._read_built_in(texts) is not None
-            else self.text_encoder(torch.device("cpu")).describe_cut(texts, what)
+            else self.get_text_encoder(torch.device("cpu")).describe_cut(texts, what)
         )
 
     def adapt(self, part: str, state: dict[str, Tensor]) -> Fitted:
-        """Statistics must be the recipe's, and null texts may be missing, see weights.py."""
+        """Fits a state dict whose null texts may be missing, and whose statistics must be the recipe's, see
+        weights.py.
+        """
         return weights.adapt_weights(state, self.on_meta(part), self.config, self.mean, self.std)
 
     def from_diffusers(self, state: dict[str, Tensor], diffusers_config: Mapping[str, Any]) -> Fitted:

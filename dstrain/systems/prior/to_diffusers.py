@@ -26,7 +26,7 @@ from dstrain import rng
 from dstrain.diffusion import samplers
 from dstrain.diffusion.published import PREDICTIONS
 from dstrain.distributed import group
-from dstrain.nn.measures import relative_error
+from dstrain.nn.measures import measure_relative_error
 from dstrain.systems.base import Example, Request
 from dstrain.systems.prior.config import Config
 from dstrain.systems.prior.network import EXTRA_TOKENS
@@ -121,9 +121,9 @@ def measure_errors(
     exported = PriorTransformer.from_pretrained(folder / "prior", low_cpu_mem_usage=False).to(device).eval()
     t = torch.linspace(0, system.config.timesteps - 1, count, device=device).long()
     x_t = system.diffusion.q_sample(example["x_start"], t, rng.normal(example["key"], "noise", system.shape))
-    inputs = system.network_inputs(example, torch.zeros(count, dtype=torch.bool, device=device))
+    inputs = system.make_network_inputs(example, torch.zeros(count, dtype=torch.bool, device=device))
     texts = (inputs["text_embed"], inputs.get("text_encodings"), inputs["text_mask"])
-    results = {"with text": relative_error(exported(x_t, t, *texts)[0], nets["denoiser"](x_t, t, **inputs))}
+    results = {"with text": measure_relative_error(exported(x_t, t, *texts)[0], nets["denoiser"](x_t, t, **inputs))}
     if "dropped" in inputs:
         null = {
             name: value.to(device).expand(count, *[-1] * (value.ndim - 1))
@@ -131,7 +131,7 @@ def measure_errors(
         }
         texts = (null["null_text_embed"], null.get("null_text_encodings"), torch.ones_like(inputs["text_mask"]))
         truth = nets["denoiser"](x_t, t, **inputs | {"dropped": ~inputs["dropped"]})
-        results["without text"] = relative_error(exported(x_t, t, *texts)[0], truth)
+        results["without text"] = measure_relative_error(exported(x_t, t, *texts)[0], truth)
     return results
 
 
@@ -140,25 +140,25 @@ def draw_expected(system: PriorSystem, nets: Mapping[str, nn.Module]) -> Tensor:
     """Draws what the card's code draws, by the trained network and our ancestral sampler: float32 (B, D)."""
     config, device, generator = system.config, group.device(), torch.Generator().manual_seed(0)
 
-    def normal(*shape):
+    def draw_normal(*shape):
         return torch.randn(shape, generator=generator).to(device)
 
-    texts = {"text_embed": normal(2, config.text_embed_dim or config.image_embed_dim)}
+    texts = {"text_embed": draw_normal(2, config.text_embed_dim or config.image_embed_dim)}
     if tokens := config.max_text_len:
-        texts["text_encodings"] = normal(2, tokens, config.image_embed_dim)
+        texts["text_encodings"] = draw_normal(2, tokens, config.image_embed_dim)
         texts["text_mask"] = torch.arange(tokens, device=device) < torch.tensor([[tokens], [1]], device=device)
-    conditions, count = system._texts(texts), config.num_candidates
+    conditions, count = system._read_texts(texts), config.num_candidates
     repeated = {name: value.repeat(count, *[1] * (value.ndim - 1)) for name, value in conditions.items()}
     scale = _SCALE if config.text_cond_drop_prob else 1.0
-    network = system._chained(nets, repeated, Request(torch.arange(2), guidance_scale=scale))
+    network = system._make_chain_network(nets, repeated, Request(torch.arange(2), guidance_scale=scale))
 
-    def noise(*_):
-        return normal(2 * count, *system.shape)
+    def draw_noise(*_):
+        return draw_normal(2 * count, *system.shape)
 
-    x = system._rescaled(noise()) if config.init_image_embed_l2norm else noise()
-    x = samplers.sample_ancestral(system.diffusion.respace(str(_count_steps(system))), network, x, noise)
-    x = system._rescaled(x) if config.sampling_final_clamp_l2norm else x
-    candidates = system._embedding(x).view(count, 2, -1)
+    x = system._rescale(draw_noise()) if config.init_image_embed_l2norm else draw_noise()
+    x = samplers.sample_ancestral(system.diffusion.respace(str(_count_steps(system))), network, x, draw_noise)
+    x = system._rescale(x) if config.sampling_final_clamp_l2norm else x
+    candidates = system._convert_to_embedding(x).view(count, 2, -1)
     nearest = F.cosine_similarity(candidates, conditions["text_embed"][None], dim=2).argmax(dim=0) if count > 1 else 0
     return candidates[nearest, torch.arange(2, device=device)]
 

@@ -88,7 +88,7 @@ def adapt_weights(
             "weights: the file is a prior of DALLE2-pytorch: write model.lucidrains={} and the sizes of "
             "its config, with what differs from the original's defaults (docs/systems/prior.md)"
         )
-    shapes = fitting.shapes_of(network)
+    shapes = fitting.list_shapes(network)
     state, notes = dict(state), []
     of_file = [state.pop(name, None) for name in ("clip_mean", "clip_std")]
     if of_file[1] is not None and bool(of_file[1].any()):
@@ -111,7 +111,9 @@ def adapt_weights(
                 f"{name}: absent in the file, begins at 0"
                 + ("; guide samples only after training with dropped texts" if name.startswith("null") else "")
             )
-    fitting.require_fit(state, shapes, sorted(shapes.keys() | state.keys(), key=fitting.natural_order), _REMEDIES)
+    fitting.require_fit(
+        state, shapes, sorted(shapes.keys() | state.keys(), key=fitting.make_natural_sort_key), _REMEDIES
+    )
     return state, sorted(notes)
 
 
@@ -121,7 +123,7 @@ def _adapt_lucidrains(state: dict[str, Tensor], network: nn.Module, config: Conf
     The schedule comes from the recipe, and must be the file's. Null inputs that a file lacks start at 0.
     Raises ConfigError for the first difference, with both sides and the remedy.
     """
-    shapes, notes = fitting.shapes_of(network), []
+    shapes, notes = fitting.list_shapes(network), []
     if is_original := any(name.startswith("net.") for name in state):
         _require_schedule(state.get("noise_scheduler.betas"), config)
         notes = fitting.note_unused(name for name in state if not name.startswith(("net.", "noise_scheduler.")))
@@ -157,7 +159,7 @@ def _adapt_lucidrains(state: dict[str, Tensor], network: nn.Module, config: Conf
                 f"{name}: absent in the file, begins at 0; guide samples only after training with dropped texts"
             )
     fitting.require_fit(
-        state, shapes, sorted(shapes.keys() | state.keys(), key=fitting.natural_order), _LUCIDRAINS_REMEDIES
+        state, shapes, sorted(shapes.keys() | state.keys(), key=fitting.make_natural_sort_key), _LUCIDRAINS_REMEDIES
     )
     return state, sorted(notes)
 

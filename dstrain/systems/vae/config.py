@@ -5,7 +5,7 @@ from typing import Any, Literal
 from pydantic import Field, PositiveInt, model_validator
 
 from dstrain.nn.finite_scalar import require_levels
-from dstrain.nn.picture_loss import Discriminator, Perceptual, missing_weights, require_pictures
+from dstrain.nn.picture_loss import Discriminator, Perceptual, describe_missing_weights, require_pictures
 from dstrain.nn.quantize import SAMPLINGS
 from dstrain.recipe import ConfigError, Run, Section
 from dstrain.systems.base import SystemConfig
@@ -29,7 +29,7 @@ class Temperature(Section):
     """legacy: every 100 steps the current temperature is multiplied by exp(-rate * step)."""
 
     @model_validator(mode="after")
-    def _falls(self) -> "Temperature":
+    def _check_order(self) -> "Temperature":
         if self.schedule != "constant" and self.minimum > self.start:
             raise ConfigError(
                 f"minimum {self.minimum:g} is above start {self.start:g}: temperatures only fall; raise "
@@ -77,7 +77,7 @@ class Discrete(Section):
     """An adversary that judges patches, with an optimizer of its own; None: there is none."""
 
     @model_validator(mode="after")
-    def _fits(self) -> "Discrete":
+    def _check_choices(self) -> "Discrete":
         if (self.levels is not None) != (self.quantizer == "fsq"):
             raise ConfigError(
                 f"levels belong to quantizer fsq, quantizer is {self.quantizer}: give both, such as "
@@ -120,7 +120,7 @@ class KL(Section):
     """An adversary that judges patches, with an optimizer of its own; None: there is none."""
 
     @model_validator(mode="after")
-    def _fits(self) -> "KL":
+    def _check_choices(self) -> "KL":
         if not self.block_out_channels:
             raise ConfigError("block_out_channels is empty: give a width for each resolution, such as [128, 256]")
         if any(width % self.norm_num_groups for width in self.block_out_channels):
@@ -195,7 +195,7 @@ class Config(SystemConfig):
 
     def conflicts(self, run: Run) -> list[str]:
         problems = self.unequal(run, image_size="image_size", channels="channels")
-        problems += missing_weights(self.kind.perceptual, f"model.{self.kind_name}.perceptual")
+        problems += describe_missing_weights(self.kind.perceptual, f"model.{self.kind_name}.perceptual")
         if self.discrete and self.discrete.kl_form == "legacy" and self.discrete.kl_weight and not run.batch.micro:
             problems.append(
                 "model.discrete.kl_form=legacy sums over a micro-batch, whose size then decides what is "

@@ -16,7 +16,7 @@ from dstrain.nn.finite_scalar import FiniteScalar
 from dstrain.nn.lookup_free import CosineQuantizer
 from dstrain.nn.quantize import Codebook, relax_tokens, widen_precision
 from dstrain.recipe import ConfigError
-from dstrain.systems.vae.losses import from_logit_laplace
+from dstrain.systems.vae.losses import decode_logit_laplace
 
 Normalization = tuple[tuple[float, ...], tuple[float, ...]]
 
@@ -66,7 +66,7 @@ class DiscreteVAE(nn.Module):
         if image_size % 2**num_layers:
             raise ConfigError(f"image_size: {image_size} is no multiple of 2 ** num_layers, {2**num_layers}")
         self.sampling, self.logit_laplace, self.num_tokens = sampling, logit_laplace, num_tokens
-        self.normalize = Normalize(*(normalization or default_normalization(channels)))
+        self.normalize = Normalize(*(normalization or choose_normalization(channels)))
         self.quantizer: FiniteScalar | CosineQuantizer | None = None
         if quantizer == "gumbel":
             self.codebook = Codebook(num_tokens, codebook_dim)
@@ -90,37 +90,39 @@ class DiscreteVAE(nn.Module):
         )
 
     def forward(self, x: Tensor, noise: Tensor | None = None, temperature: Tensor | None = None) -> Relaxed | Rounded:
-        """Images in [0, 1]; for relaxed tokens Gumbel noise (B, K, h, w) and temperatures (B,)."""
+        """Reconstructs images in [0, 1]; takes for relaxed tokens Gumbel noise (B, K, h, w) and temperatures (B,)."""
         if self.quantizer is None:
-            logits = widen_precision(self._encoded(x))  # (B, K, h, w)
+            logits = widen_precision(self._encode_features(x))  # (B, K, h, w)
             tokens = relax_tokens(logits, noise, temperature, self.sampling)
             return Relaxed(widen_precision(self.decoder(self.codebook(tokens))), logits)
-        vectors = self._encoded(x).movedim(1, -1)  # (B, h, w, D)
+        vectors = self._encode_features(x).movedim(1, -1)  # (B, h, w, D)
         coded = self.quantizer(vectors, vectors.new_ones(vectors.shape[:-1], dtype=torch.float32))
         return Rounded(
-            widen_precision(self.decoder(channels_first(coded.x))), coded.tokens, coded.commitment, coded.codebook
+            widen_precision(self.decoder(move_channels_first(coded.x))), coded.tokens, coded.commitment, coded.codebook
         )
 
     def encode(self, x: Tensor) -> Tensor:
         """Returns the tokens (gumbel: the likeliest) of images in [0, 1]: (B, C, H, W) -> int64 (B, h, w)."""
         if self.quantizer is None:
-            return widen_precision(self._encoded(x)).argmax(1)
-        return self.quantizer.encode(self._encoded(x).movedim(1, -1))
+            return widen_precision(self._encode_features(x)).argmax(1)
+        return self.quantizer.encode(self._encode_features(x).movedim(1, -1))
 
     def decode(self, tokens: Tensor) -> Tensor:
         """Decodes tokens to images in [0, 1]: int64 (B, h, w) -> (B, C, H, W)."""
-        vectors = self.codebook(tokens) if self.quantizer is None else channels_first(self.quantizer.decode(tokens))
-        return self.pixels(widen_precision(self.decoder(vectors))).clamp(0, 1)
+        vectors = (
+            self.codebook(tokens) if self.quantizer is None else move_channels_first(self.quantizer.decode(tokens))
+        )
+        return self.convert_to_pixels(widen_precision(self.decoder(vectors))).clamp(0, 1)
 
-    def pixels(self, out: Tensor) -> Tensor:
+    def convert_to_pixels(self, out: Tensor) -> Tensor:
         """Returns the decoder's output as images, about in [0, 1]: (B, C or 2C, H, W) -> (B, C, H, W)."""
-        return from_logit_laplace(out) if self.logit_laplace else self.normalize.undo(out)
+        return decode_logit_laplace(out) if self.logit_laplace else self.normalize.denormalize(out)
 
-    def _encoded(self, x: Tensor) -> Tensor:
+    def _encode_features(self, x: Tensor) -> Tensor:
         return self.encoder(self.normalize(x).to(self.decoder[-1].weight.dtype))
 
 
-def channels_first(vectors: Tensor) -> Tensor:
+def move_channels_first(vectors: Tensor) -> Tensor:
     """Moves channels to the front: (B, h, w, D) -> (B, D, h, w)."""
     return vectors.movedim(-1, 1).contiguous()
 
@@ -142,17 +144,19 @@ class Normalize(nn.Module):
                     buffer[channel].fill_(value)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.do(x)
+        return self.normalize(x)
 
-    def do(self, x: Tensor) -> Tensor:
-        """Normalizes for a loss: at ZeRO-3 a call of the module itself belongs into the network's pass."""
+    def normalize(self, x: Tensor) -> Tensor:
+        """Normalizes outside of the network's pass, for a loss: at ZeRO-3 the module itself may be called within the
+        pass alone.
+        """
         return (x - self.means) / self.stds
 
-    def undo(self, x: Tensor) -> Tensor:
+    def denormalize(self, x: Tensor) -> Tensor:
         return x * self.stds + self.means
 
 
-def default_normalization(channels: int) -> Normalization:
+def choose_normalization(channels: int) -> Normalization:
     """Returns the usual means and deviations by channel: colours go to [-1, 1], alpha stays in [0, 1]."""
     return ((0.5,) * 3 + (0.0,))[:channels], ((0.5,) * 3 + (1.0,))[:channels]
 

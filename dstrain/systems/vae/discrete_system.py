@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dstrain.nn.measures import codebook_usage, count_tokens, measure_likeness
-from dstrain.nn.quantize import draw_gumbel, kl_to_uniform
+from dstrain.nn.measures import count_tokens, measure_codebook_usage, measure_likeness
+from dstrain.nn.quantize import compute_kl_to_uniform, draw_gumbel
 from dstrain.systems.base import Example, Nets, Terms
 from dstrain.systems.vae import losses
 from dstrain.systems.vae.config import Config
-from dstrain.systems.vae.discrete import DiscreteVAE, Down, Relaxed, ResBlock, Rounded, Up, default_normalization
-from dstrain.systems.vae.schedules import final_temperature, temperature_at, weight_at
+from dstrain.systems.vae.discrete import DiscreteVAE, Down, Relaxed, ResBlock, Rounded, Up, choose_normalization
+from dstrain.systems.vae.schedules import compute_temperature, compute_weight, find_final_temperature
 from dstrain.systems.vae.system import AutoencoderSystem
 
 
@@ -38,7 +38,7 @@ class DiscreteSystem(AutoencoderSystem):
         self.codebook_size = self.discrete.num_tokens
         self.latent_shape = (self.codebook_size, self.side, self.side)
 
-    def autoencoder(self) -> nn.Module:
+    def build_autoencoder(self) -> nn.Module:
         discrete = self.discrete
         return DiscreteVAE(
             self.config.image_size,
@@ -55,10 +55,12 @@ class DiscreteSystem(AutoencoderSystem):
             normalization=discrete.normalization,
         )
 
-    def passed(self, nets: Nets, example: Example) -> tuple[Tensor, Terms, Tensor]:
-        """Returns the decoder's output, by one relaxed sample or by tokens; what the code costs, see `_coding`."""
-        passed = self._pass(nets, example)
-        terms, coding = self._coding(passed, example)
+    def run_pass(self, nets: Nets, example: Example) -> tuple[Tensor, Terms, Tensor]:
+        """Runs the network; returns the decoder's output, by a relaxed sample or by tokens, and what the code costs,
+        see `_compute_code_terms`.
+        """
+        passed = self._run_network(nets, example)
+        terms, coding = self._compute_code_terms(passed, example)
         if self.relaxed and self.discrete.kl_form == "legacy":  # nats of the whole micro-batch, in a mean of samples
             coding = len(coding) * coding
         return passed.out, terms, coding
@@ -68,52 +70,58 @@ class DiscreteSystem(AutoencoderSystem):
         """Returns terms at the final temperature and weight; psnr and ssim by the likeliest tokens; their
         usage (B, K).
         """
-        passed = self._pass(nets, example)
-        terms, coding = self._coding(passed, example)
-        terms |= self.distance(nets, passed.out, example)
-        tokens, loss = self._tokens(passed), self.picture_loss.total(terms) + coding
+        passed = self._run_network(nets, example)
+        terms, coding = self._compute_code_terms(passed, example)
+        terms |= self.compute_distance(nets, passed.out, example)
+        tokens, loss = self._choose_tokens(passed), self.picture_loss.sum_terms(terms) + coding
         usage = count_tokens(tokens, self.codebook_size)
         return (
             terms | {"loss": loss} | measure_likeness(self.decode(nets, tokens), example["x_start"]) | {"usage": usage}
         )
 
     def digest(self, means: dict[str, Tensor]) -> dict[str, float]:
-        """Returns perplexity of the codebook over all samples, and dead_tokens, the fraction that none of them used."""
-        return dict(zip(("perplexity", "dead_tokens"), codebook_usage(means["usage"])))
+        """Returns the perplexity of the codebook over all samples, and dead_tokens, the fraction that none of them
+        used.
+        """
+        return dict(zip(("perplexity", "dead_tokens"), measure_codebook_usage(means["usage"])))
 
-    def reconstructions(self, nets: Nets, example: Example) -> list[Tensor]:
-        """Reconstructs by a relaxed sample at the final temperature (gumbel), and by the (likeliest) tokens."""
-        passed = self._pass(nets, example)
-        relaxed = [self.picture(nets, passed.out).clamp(-1, 1)] if self.relaxed else []
-        return [*relaxed, self.decode(nets, self._tokens(passed))]
+    def reconstruct(self, nets: Nets, example: Example) -> list[Tensor]:
+        """Returns reconstructions by a relaxed sample at the final temperature (gumbel), and by the
+        (likeliest) tokens.
+        """
+        passed = self._run_network(nets, example)
+        relaxed = [self.convert_to_picture(nets, passed.out).clamp(-1, 1)] if self.relaxed else []
+        return [*relaxed, self.decode(nets, self._choose_tokens(passed))]
 
-    def _pass(self, nets: Nets, example: Example) -> Relaxed | Rounded:
+    def _run_network(self, nets: Nets, example: Example) -> Relaxed | Rounded:
         x = (example["x_start"] + 1) / 2
         if not self.relaxed:
             return nets["autoencoder"](x)
         noise = draw_gumbel(example["key"], "gumbel", self.latent_shape)
-        return nets["autoencoder"](x, noise, self._schedules(example)[0])
+        return nets["autoencoder"](x, noise, self._compute_schedules(example)[0])
 
-    def _schedules(self, example: Example) -> tuple[Tensor, Tensor]:
-        """Returns temperature and weight of the KL, (B,): by step, for held-out data the ends of both schedules."""
+    def _compute_schedules(self, example: Example) -> tuple[Tensor, Tensor]:
+        """Returns the temperature and the weight of the KL, (B,): by step, for held-out data the ends of both
+        schedules.
+        """
         discrete = self.discrete
         if "step" in example:
             return (
-                temperature_at(discrete.temperature, example["step"]),
-                weight_at(discrete.kl_weight, discrete.kl_warmup, example["step"]),
+                compute_temperature(discrete.temperature, example["step"]),
+                compute_weight(discrete.kl_weight, discrete.kl_warmup, example["step"]),
             )
         return tuple(
             torch.full_like(example["x_start"][:, 0, 0, 0], value)
-            for value in (final_temperature(discrete.temperature), discrete.kl_weight)
+            for value in (find_final_temperature(discrete.temperature), discrete.kl_weight)
         )
 
-    def _coding(self, passed: Relaxed | Rounded, example: Example) -> tuple[Terms, Tensor]:
-        """Terms of the tokens and their weighted sum, (B,): gumbel: kl, the divergence from uniform in nats a sample;
-        cosine: the distances between vectors and entries; fsq: none.
+    def _compute_code_terms(self, passed: Relaxed | Rounded, example: Example) -> tuple[Terms, Tensor]:
+        """Returns the terms of the tokens and their weighted sum, (B,): gumbel: kl, the divergence from uniform in nats
+        a sample; cosine: the distances between vectors and entries; fsq: none.
         """
         if self.relaxed:
-            temperature, weight = self._schedules(example)
-            kl = kl_to_uniform(passed.logits)
+            temperature, weight = self._compute_schedules(example)
+            kl = compute_kl_to_uniform(passed.logits)
             unit = 1 if self.discrete.kl_form == "legacy" else self.values  # legacy weighs undivided nats
             return {"kl": kl, "kl_weight": weight, "temperature": temperature}, weight * kl / unit
         terms = (
@@ -121,24 +129,26 @@ class DiscreteSystem(AutoencoderSystem):
         )
         return terms, self.discrete.commitment_weight * passed.commitment + passed.codebook
 
-    def _tokens(self, passed: Relaxed | Rounded) -> Tensor:
+    def _choose_tokens(self, passed: Relaxed | Rounded) -> Tensor:
         return passed.logits.argmax(1) if self.relaxed else passed.tokens
 
-    def distance(self, nets: Nets, out: Tensor, example: Example) -> Terms:
+    def compute_distance(self, nets: Nets, out: Tensor, example: Example) -> Terms:
         x, kind = (example["x_start"] + 1) / 2, self.discrete.reconstruction
         recon = (
-            losses.logit_laplace(out, x)
+            losses.compute_logit_laplace_loss(out, x)
             if kind == "logit_laplace"
-            else losses.mean_error(kind, out, nets["autoencoder"].normalize.do(x))
+            else losses.compute_mean_error(kind, out, nets["autoencoder"].normalize.normalize(x))
         )
         if not self.picture_loss.perceives:
             return {"recon": recon}
-        return {"recon": recon} | self.picture_loss.perceptual(self.picture(nets, out), example["x_start"])
+        return {"recon": recon} | self.picture_loss.compute_perceptual(
+            self.convert_to_picture(nets, out), example["x_start"]
+        )
 
-    def picture(self, nets: Nets, out: Tensor) -> Tensor:
-        return 2 * nets["autoencoder"].pixels(out) - 1
+    def convert_to_picture(self, nets: Nets, out: Tensor) -> Tensor:
+        return 2 * nets["autoencoder"].convert_to_pixels(out) - 1
 
-    def last_layer(self, nets: Nets) -> nn.Conv2d:
+    def find_last_layer(self, nets: Nets) -> nn.Conv2d:
         return nets["autoencoder"].decoder[-1]
 
     @torch.no_grad()
@@ -155,7 +165,7 @@ class DiscreteSystem(AutoencoderSystem):
         names = ("num_tokens", "codebook_dim", "num_layers", "num_resnet_blocks", "hidden_dim")
         architecture = {name: getattr(self.discrete, name) for name in names} | {
             "channels": self.config.channels,
-            "normalization": self.discrete.normalization or default_normalization(self.config.channels),
+            "normalization": self.discrete.normalization or choose_normalization(self.config.channels),
         }
         if not self.relaxed:
             architecture |= {"quantizer": self.discrete.quantizer, "levels": list(self.discrete.levels or ())}

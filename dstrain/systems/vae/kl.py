@@ -56,7 +56,7 @@ class KLAutoencoder(nn.Module):
         self.quant_conv, self.post_quant_conv = whole.quant_conv, whole.post_quant_conv
 
     def forward(self, x: Tensor, noise: Tensor) -> Pass:
-        """Takes (B, C, H, W), and standard normal noise (B, c, h, w)."""
+        """Reconstructs images (B, C, H, W), with standard normal noise (B, c, h, w) for the posterior's sample."""
         mean, log_variance = self.encode(x)
         return Pass(self.decode(mean + torch.exp(0.5 * log_variance) * noise), mean, log_variance)
 

@@ -38,7 +38,7 @@ class KLSystem(AutoencoderSystem):
         self.kl = config.kl
         self.latent_shape = (self.kl.latent_channels, self.side, self.side)
 
-    def autoencoder(self) -> nn.Module:
+    def build_autoencoder(self) -> nn.Module:
         config = self.kl
         return KLAutoencoder(
             self.config.channels,
@@ -50,16 +50,16 @@ class KLSystem(AutoencoderSystem):
             config.mid_block_add_attention,
         )
 
-    def passed(self, nets: Nets, example: Example) -> tuple[Tensor, Terms, Tensor]:
-        """Returns the picture, the divergence (kl, in nats a sample) and its weighted value."""
-        passed = self._pass(nets, example)
+    def run_pass(self, nets: Nets, example: Example) -> tuple[Tensor, Terms, Tensor]:
+        """Runs the network; returns the picture, the divergence (kl, in nats a sample) and its weighted value."""
+        passed = self._run_network(nets, example)
         kl = _kl_to_normal(passed)
-        return passed.picture, {"kl": kl}, self._weighted(kl)
+        return passed.picture, {"kl": kl}, self._weight_kl(kl)
 
-    def picture(self, nets: Nets, out: Tensor) -> Tensor:
+    def convert_to_picture(self, nets: Nets, out: Tensor) -> Tensor:
         return out
 
-    def last_layer(self, nets: Nets) -> nn.Conv2d:
+    def find_last_layer(self, nets: Nets) -> nn.Conv2d:
         return nets["autoencoder"].decoder.conv_out
 
     @torch.no_grad()
@@ -67,31 +67,33 @@ class KLSystem(AutoencoderSystem):
         """Returns terms without the adversary; psnr and ssim of the reconstruction; moments of posterior samples by
         channel.
         """
-        passed = self._pass(nets, example)
-        terms = {"kl": _kl_to_normal(passed)} | self.distance(nets, passed.picture, example)
-        loss = self.picture_loss.total(terms) + self._weighted(terms["kl"])
+        passed = self._run_network(nets, example)
+        terms = {"kl": _kl_to_normal(passed)} | self.compute_distance(nets, passed.picture, example)
+        loss = self.picture_loss.sum_terms(terms) + self._weight_kl(terms["kl"])
         return terms | {"loss": loss} | measure_likeness(passed.picture, example["x_start"]) | _average_moments(passed)
 
     def digest(self, means: dict[str, Tensor]) -> dict[str, float]:
         """Returns latent_std over all samples and channels, and scaling_factor, 1 / latent_std, which gives unit
         variance.
         """
-        std = latent_std(means)
+        std = compute_latent_std(means)
         return {"latent_std": std, "scaling_factor": 1 / std}
 
-    def reconstructions(self, nets: Nets, example: Example) -> list[Tensor]:
-        """Reconstructs by a sample of the posterior, and by its mean."""
-        passed = self._pass(nets, example)
+    def reconstruct(self, nets: Nets, example: Example) -> list[Tensor]:
+        """Returns reconstructions by a sample of the posterior, and by its mean."""
+        passed = self._run_network(nets, example)
         return [passed.picture, nets["autoencoder"].decode(passed.mean)]
 
-    def _pass(self, nets: Nets, example: Example) -> Pass:
+    def _run_network(self, nets: Nets, example: Example) -> Pass:
         return nets["autoencoder"](example["x_start"], rng.normal(example["key"], "latent", self.latent_shape))
 
-    def distance(self, nets: Nets, out: Tensor, example: Example) -> Terms:
+    def compute_distance(self, nets: Nets, out: Tensor, example: Example) -> Terms:
         x = example["x_start"]
-        return {"recon": losses.mean_error(self.kl.reconstruction, out, x)} | self.picture_loss.perceptual(out, x)
+        return {
+            "recon": losses.compute_mean_error(self.kl.reconstruction, out, x)
+        } | self.picture_loss.compute_perceptual(out, x)
 
-    def _weighted(self, kl: Tensor) -> Tensor:
+    def _weight_kl(self, kl: Tensor) -> Tensor:
         return self.kl.kl_weight * kl / self.values
 
     @torch.no_grad()
@@ -105,18 +107,20 @@ class KLSystem(AutoencoderSystem):
         return nets["autoencoder"].decode(codes).clamp(-1, 1)
 
     def identity(self, nets: Nets) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """Returns what AutoencoderKL with these weights has, so that an exported one is the same first stage."""
+        """Returns the config and weights that AutoencoderKL with these weights has, so that an exported one is the same
+        first stage.
+        """
         return identify_autoencoder(nets["autoencoder"])
 
     def require_expressible(self) -> None:
-        """Passes: AutoencoderKL takes every choice of model.kl."""
+        """Raises nothing: AutoencoderKL can express every choice of model.kl."""
 
     def blocks(self) -> tuple[type[nn.Module], ...]:
         return kl.find_blocks()
 
 
-def latent_std(means: dict[str, Tensor]) -> float:
-    """Computes the deviation over all places and channels from the means over data of `_average_moments`, (c,) each."""
+def compute_latent_std(means: dict[str, Tensor]) -> float:
+    """Returns the deviation over all places and channels, from the means over data of `_average_moments`, (c,) each."""
     variance = means["latent_square"].double().mean() - means["latent_mean"].double().mean().square()
     return variance.sqrt().item()
 

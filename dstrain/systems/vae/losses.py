@@ -17,12 +17,12 @@ EPS = 0.1
 LEAST_LOG_SCALE = -6.0
 
 
-def mean_error(kind: Literal["l1", "mse", "smooth_l1"], picture: Tensor, truth: Tensor) -> Tensor:
-    """Returns the error of one kind: two (B, C, H, W) -> (B,)."""
+def compute_mean_error(kind: Literal["l1", "mse", "smooth_l1"], picture: Tensor, truth: Tensor) -> Tensor:
+    """Returns the mean error of a kind (mse, smooth_l1) by sample: two (B, C, H, W) -> (B,)."""
     return _ERRORS[kind](picture, truth, reduction="none").flatten(1).mean(1)
 
 
-def logit_laplace(out: Tensor, truth: Tensor) -> Tensor:
+def compute_logit_laplace_loss(out: Tensor, truth: Tensor) -> Tensor:
     """Returns the negative log density, nats a value: means and log scales (B, 2C, H, W), pixels in [0, 1] (B, C, H, W)
     -> (B,).
     """
@@ -33,6 +33,8 @@ def logit_laplace(out: Tensor, truth: Tensor) -> Tensor:
     return nats.flatten(1).mean(1)
 
 
-def from_logit_laplace(out: Tensor) -> Tensor:
-    """Returns the medians as pixels, within [0, 1] up to an eighth: (B, 2C, H, W) -> (B, C, H, W)."""
+def decode_logit_laplace(out: Tensor) -> Tensor:
+    """Returns the medians of logit-Laplace distributions as pixels, within [0, 1] up to an eighth: (B, 2C, H, W) -> (B,
+    C, H, W).
+    """
     return (out.chunk(2, dim=1)[0].sigmoid() - EPS) / (1 - 2 * EPS)

@@ -10,7 +10,7 @@ from dstrain.systems.vae.config import Temperature
 _INTERVAL = 100  # steps between two updates of the legacy temperature
 
 
-def temperature_at(schedule: Temperature, step: Tensor) -> Tensor:
+def compute_temperature(schedule: Temperature, step: Tensor) -> Tensor:
     """Returns the temperature at each optimizer step: int64 (B,) -> float32 (B,).
 
     legacy has a closed form. Each update, at steps 0, 100, ..., 100 n, multiplies by exp(-rate * step), so that the
@@ -30,14 +30,14 @@ def temperature_at(schedule: Temperature, step: Tensor) -> Tensor:
     return value.float()
 
 
-def final_temperature(schedule: Temperature) -> float:
+def find_final_temperature(schedule: Temperature) -> float:
     """Returns the temperature at the end of the schedule. Held-out data always use it, so that figures of all steps
     compare.
     """
     return schedule.start if schedule.schedule == "constant" else schedule.minimum
 
 
-def weight_at(weight: float, warmup: int, step: Tensor) -> Tensor:
+def compute_weight(weight: float, warmup: int, step: Tensor) -> Tensor:
     """Returns a weight that grows linearly from 0 at step 0 to its value at step `warmup`: int64 (B,) ->
     float32 (B,).
     """

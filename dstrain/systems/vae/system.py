@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from dstrain import rng
-from dstrain.nn.adversarial import gradient_of_picture, record_inputs
+from dstrain.nn.adversarial import compute_picture_gradient, record_inputs
 from dstrain.nn.fitting import Fitted, Remedies
-from dstrain.nn.picture_loss import LastLayer, PictureLoss, descend_by
-from dstrain.nn.pixels import require_shape, to_uint8
+from dstrain.nn.picture_loss import LastLayer, PictureLoss, make_loss_with_gradient
+from dstrain.nn.pixels import convert_to_uint8, require_shape
 from dstrain.recipe import ConfigError
 from dstrain.systems.base import Batch, Example, Nets, System, Terms
 from dstrain.systems.vae import weights
@@ -39,60 +39,62 @@ class AutoencoderSystem(System):
     def __init__(self, config: Config) -> None:
         self.config = config
         self.picture_loss = PictureLoss(config.kind.perceptual, config.kind.discriminator)
-        self.parts = self.picture_loss.parts("autoencoder", self.learn)
+        self.parts = self.picture_loss.list_parts("autoencoder", self.learn)
         self.values = config.channels * config.image_size**2  # of an image
         self.side = config.image_size // config.factor  # of the latents or tokens
 
     def networks(self) -> dict[str, nn.Module]:
-        return {"autoencoder": self.autoencoder()} | self.picture_loss.networks(self.config.channels)
+        return {"autoencoder": self.build_autoencoder()} | self.picture_loss.build_networks(self.config.channels)
 
     @abstractmethod
-    def autoencoder(self) -> nn.Module:
-        """Returns the network of this kind."""
+    def build_autoencoder(self) -> nn.Module:
+        """Builds the network of this kind of autoencoder."""
 
     def frozen(self) -> tuple[nn.Module, ...]:
-        return self.picture_loss.frozen()
+        return self.picture_loss.list_frozen()
 
     def turns(self, step: int) -> tuple[str, ...]:
-        return self.picture_loss.turns("autoencoder", step)
+        return self.picture_loss.list_turns("autoencoder", step)
 
     def learn(self, nets: Nets, example: Example) -> Terms:
         """Computes reconstruction and what its code costs; from the discriminator's start on its critique, too."""
-        discriminator, last = self.config.kind.discriminator, self.last_layer(nets)
+        discriminator, last = self.config.kind.discriminator, self.find_last_layer(nets)
         by_last_layer = self.picture_loss.adversarial and discriminator.balance == "last_layer"
         with record_inputs(last) if by_last_layer else nullcontext([]) as entered:
-            out, terms, coding = self.passed(nets, example)
+            out, terms, coding = self.run_pass(nets, example)
         if not self.picture_loss.adversarial:
-            terms |= self.distance(nets, out, example)
-            loss = (self.picture_loss.total(terms) + coding).mean()
+            terms |= self.compute_distance(nets, out, example)
+            loss = (self.picture_loss.sum_terms(terms) + coding).mean()
         else:
             leaf = out.detach().requires_grad_()
-            terms |= self.distance(nets, leaf, example)
-            of_distance = gradient_of_picture(self.picture_loss.total(terms), leaf)
+            terms |= self.compute_distance(nets, leaf, example)
+            of_distance = compute_picture_gradient(self.picture_loss.sum_terms(terms), leaf)
             layer = LastLayer(entered[0], last.kernel_size[0]) if by_last_layer else None
-            critique, of_critique = self.picture_loss.critique(
-                nets, example, self.picture(nets, leaf), example["x_start"], of_distance, leaf, layer
+            critique, of_critique = self.picture_loss.compute_critique(
+                nets, example, self.convert_to_picture(nets, leaf), example["x_start"], of_distance, leaf, layer
             )
             terms |= critique
-            value = self.picture_loss.total(terms) + terms["critique_weight"] * terms["critique"] + coding
+            value = self.picture_loss.sum_terms(terms) + terms["critique_weight"] * terms["critique"] + coding
             pull = (out * (of_distance + of_critique)).flatten(1).sum(1) + coding
-            loss = descend_by(value, pull)
+            loss = make_loss_with_gradient(value, pull)
         return {name: term.detach() for name, term in terms.items()} | {"loss": loss}
 
     @abstractmethod
-    def passed(self, nets: Nets, example: Example) -> tuple[Tensor, Terms, Tensor]:
-        """Makes one pass: the decoder's output (B, ...), terms of the code (B,) and what they add to the loss, (B,)."""
+    def run_pass(self, nets: Nets, example: Example) -> tuple[Tensor, Terms, Tensor]:
+        """Runs the network; returns the decoder's output (B, ...), terms of the code (B,) and what they add to the
+        loss, (B,).
+        """
 
     @abstractmethod
-    def distance(self, nets: Nets, out: Tensor, example: Example) -> Terms:
+    def compute_distance(self, nets: Nets, out: Tensor, example: Example) -> Terms:
         """Returns the terms recon and, where it counts, perceptual, (B,), of the decoder's output."""
 
     @abstractmethod
-    def picture(self, nets: Nets, out: Tensor) -> Tensor:
+    def convert_to_picture(self, nets: Nets, out: Tensor) -> Tensor:
         """Returns the decoder's output as pictures (B, C, H, W), about in [-1, 1]."""
 
     @abstractmethod
-    def last_layer(self, nets: Nets) -> nn.Conv2d:
+    def find_last_layer(self, nets: Nets) -> nn.Conv2d:
         """Returns the layer that makes the decoder's output."""
 
     @torch.no_grad()
@@ -103,12 +105,12 @@ class AutoencoderSystem(System):
 
     def pictures(self, nets: Nets, example: Example) -> dict[str, Tensor]:
         """Returns reconstruction: each original and, to the right of it, its reconstructions."""
-        shown = torch.cat([example["x_start"], *self.reconstructions(nets, example)], dim=3)  # (B, C, H, n W)
-        return {"reconstruction": to_uint8(shown)}
+        shown = torch.cat([example["x_start"], *self.reconstruct(nets, example)], dim=3)  # (B, C, H, n W)
+        return {"reconstruction": convert_to_uint8(shown)}
 
     @abstractmethod
-    def reconstructions(self, nets: Nets, example: Example) -> list[Tensor]:
-        """Returns what is shown beside the original, float (B, C, H, W) in [-1, 1] each."""
+    def reconstruct(self, nets: Nets, example: Example) -> list[Tensor]:
+        """Returns the reconstructions that are shown beside the original, float (B, C, H, W) in [-1, 1] each."""
 
     def adapt(self, part: str, state: dict[str, Tensor]) -> Fitted:
         """Fits files of the original trainers, see weights.py."""

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from dstrain.distributed import group
 from dstrain.encoders.autoencoder import Autoencoder, encode_posterior, hash_network
-from dstrain.nn.measures import relative_error
+from dstrain.nn.measures import measure_relative_error
 from dstrain.recipe import ConfigError
 from dstrain.systems.base import Example
 from dstrain.systems.vae.kl_system import KLSystem
@@ -87,9 +87,9 @@ def measure_errors(system: KLSystem, nets: Mapping[str, nn.Module], folder: Path
     mean, std = encode_posterior(read.vae, example["x_start"])
     decoded = read.vae.decode(codes["latent_mean"]).sample
     return {
-        "mean": relative_error(mean, codes["latent_mean"]),
-        "std": relative_error(std, codes["latent_std"]),
-        "decoded": relative_error(decoded, nets["autoencoder"].decode(codes["latent_mean"])),
+        "mean": measure_relative_error(mean, codes["latent_mean"]),
+        "std": measure_relative_error(std, codes["latent_std"]),
+        "decoded": measure_relative_error(decoded, nets["autoencoder"].decode(codes["latent_mean"])),
     }
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from dstrain.nn.fitting import Remedies, require_fit, shapes_of
+from dstrain.nn.fitting import Remedies, list_shapes, require_fit
 from dstrain.recipe import ConfigError
 
 _CLASS = "AutoencoderKL"
@@ -24,7 +24,7 @@ def adapt_weights(
 
     Raises ConfigError for the first difference that cannot be bridged, with both shapes, or for placeholder weights.
     """
-    shapes, notes = shapes_of(network), []
+    shapes, notes = list_shapes(network), []
     inner = {name.removeprefix(_PART): tensor for name, tensor in state.items() if name.startswith(_PART)}
     if inner and not shapes.keys() & state.keys():
         notes.append(f"{len(inner)} weights of the part {_PART} were taken, {len(state) - len(inner)} others left out")

@@ -120,7 +120,7 @@ def _list_changed(run: Run, remarks: list[str]) -> list[tuple[str, Any, Any]]:
 
     model = {}
     try:
-        fields = systems.config_class(run.system).model_fields.items()
+        fields = systems.find_config_class(run.system).model_fields.items()
         model = {
             field.alias or name: field.get_default(call_default_factory=True)
             for name, field in fields

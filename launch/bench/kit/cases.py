@@ -18,7 +18,7 @@ from typing import Any
 
 from dstrain.encoders.precision import Precision
 from dstrain.recipe import Section
-from dstrain.systems import config_class
+from dstrain.systems import find_config_class
 from kit import correct, floors, jobs, precisions, speed
 from kit.kit import Case
 
@@ -139,7 +139,7 @@ def choices(key: str) -> list[str]:
     section: Any = jobs.published("DiT-XL/2", dry=False)
     *within, name = key.split(".")
     for inner in within:
-        section = config_class(section.system)(**section.model) if inner == "model" else getattr(section, inner)
+        section = find_config_class(section.system)(**section.model) if inner == "model" else getattr(section, inner)
     if not isinstance(section, Section) or name not in type(section).model_fields:
         return []
     shipped = getattr(section, name)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from dstrain.distributed import group
-from dstrain.distributed.progress import phases
+from dstrain.distributed.progress import get_phases
 from dstrain.engine.settings import read_precision
 from dstrain.engine.start import start_group
 from dstrain.planning.synthetic import Repeated
@@ -70,7 +70,7 @@ def compare(jobs: Iterable[tuple[Run, dict[str, Any]]]) -> list[Figures]:
 
 def one(run: Run, settings: dict[str, Any]) -> tuple[dict[str, Times], dict[str, Times], Figures]:
     """Times of a step by side; those of an average and of a copy; rates, and the share of the matrix products' rate."""
-    phases().at("timing steps")
+    get_phases().enter_phase("timing steps")
     device, dtype = group.device(), DTYPES[read_precision(settings)]
     system = system_of(run)
     batches = Repeated(system, settings["train_micro_batch_size_per_gpu"], settings["gradient_accumulation_steps"])

@@ -41,7 +41,7 @@ _HELD = tuple(
 )
 
 # What reads a value late, by an event recorded after its copy to the host: that awaits no work launched afterwards.
-_LATE = ("dstrain.engine.updates.AsyncHostCopy.read", "dstrain.systems.phenaki.maskgit.Pending.places")
+_LATE = ("dstrain.engine.updates.AsyncHostCopy.read", "dstrain.systems.phenaki.maskgit.Pending.read_indices")
 
 
 class Trial:
@@ -62,7 +62,7 @@ class Trial:
         values = {f"system/{name}": value.clone() for name, value in self.system.state_dict().items()}
         return values | {
             f"{part}/{kind}/{fragment.name}": value.clone()
-            for part, entries in self.saves._entries().items()
+            for part, entries in self.saves._list_entries().items()
             for kind, fragment, value in entries
         }
 
@@ -106,7 +106,7 @@ def _check_stage(
     if group.device().type == "cuda":
         record.row(f"{name}: page-locked copies", all(buffer.is_pinned() for buffer in buffers.values()), at_least=1)
     losses += trial.steps(HALF, 2 * HALF)
-    trial.saves.saver.wait()
+    trial.saves.saver.wait_for_save()
     record.row(f"{name}: loss of {2 * HALF} steps, from plain torch in fp32", apart(losses, reference), at_most=most)
     ended = trial.state()
 
@@ -180,7 +180,7 @@ class _Averages:
     def after(self, trial: Trial, number: int) -> Losses:
         """The losses of one step, after which the averages follow."""
         losses = trial.trained.step(number)
-        applied, ema = trial.trained.engines.applied(), trial.trained.run.ema
+        applied, ema = trial.trained.engines.list_applied(), trial.trained.run.ema
         for part, by_decay in self.shadows.items():
             for decay, shadow in by_decay.items() if applied.get(part) else ():
                 keep = ema.decay_at(decay, number)

@@ -56,7 +56,7 @@ def stall(record: Record, stage: int) -> None:
     with tempfile.TemporaryDirectory(prefix="dstrain-kit-") as folder:
         lines: list[str] = []
         saves = Checkpoints(Path(folder), trained.engines, trained.ema, trained.system, Save(), lines.append)
-        values = [value for entries in saves._entries().values() for _, _, value in entries]
+        values = [value for entries in saves._list_entries().values() for _, _, value in entries]
         size = 4 * sum(value.numel() for value in values)
         target = torch.empty(max(value.numel() for value in values), pin_memory=group.device().type == "cuda")
         copy = min(
@@ -67,7 +67,7 @@ def stall(record: Record, stage: int) -> None:
         for number in (1, 2):  # the first makes the buffers
             waits.append(measured(partial(saves.save, number), group.device())[0])
             began = time.perf_counter()
-            saves.saver.wait()
+            saves.saver.wait_for_save()
             written = waits[-1] + time.perf_counter() - began
     record.detail("log", lines)
     record.row("checkpoint", size / 1e9, "GB")

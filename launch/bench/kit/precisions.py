@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from dstrain import rng, systems
 from dstrain.distributed import group
 from dstrain.encoders.autoencoder import Autoencoder, encode_posterior
-from dstrain.encoders.precision import Precision, choose_dtype, compute_in, find_problem
+from dstrain.encoders.precision import Precision, choose_dtype, find_precision_problem, use_precision
 from dstrain.engine.initial import build_networks
 from dstrain.engine.start import start_group
 from dstrain.planning.synthetic import Repeated
@@ -41,7 +41,7 @@ def gradients(record: Record, system: str, most: float) -> None:
     states, batch = _weights(systems.build(run.system, run.model), run), next(_batches(run, 8))
     exact = _gradients(run, states, batch, torch.float64, torch.device("cpu"))
     for precision in _possible(record):
-        with compute_in(precision):
+        with use_precision(precision):
             ours = _gradients(run, states, batch, choose_dtype(precision), group.device())
         for part, gradient in exact.items():
             record.row(
@@ -70,7 +70,7 @@ def draw(record: Record, num: int = 64, steps: int = 20) -> None:
     exact = output(place_networks(system, states.items(), torch.float64, device))
     for precision in _possible(record):
         nets = place_networks(system, states.items(), choose_dtype(precision), device)
-        with compute_in(precision):
+        with use_precision(precision):
             record.row(
                 f"{precision}: one prediction, from float64",
                 distance(output(nets), exact),
@@ -100,8 +100,8 @@ def encode(record: Record, num: int = 64) -> None:
         del exactly
         for precision in _possible(record):
             own = stage()
-            own.encode_in(precision)
-            with compute_in(precision):
+            own.set_encode_precision(precision)
+            with use_precision(precision):
                 mean, _ = encode_posterior(own.vae, few)
             record.row(
                 f"{precision}: mean of the latents, from float64",
@@ -114,7 +114,7 @@ def encode(record: Record, num: int = 64) -> None:
 
 def online(record: Record, precision: Precision) -> None:
     """DiT-XL/2 as it trains where every step encodes its images. FLOPs are those of the denoiser alone."""
-    if reason := find_problem(precision, "model.first_stage.precision"):
+    if reason := find_precision_problem(precision, "model.first_stage.precision"):
         return record.left_out(reason)
     with tempfile.TemporaryDirectory(prefix="dstrain-kit-") as folder:
         _save_first_stage(folder, record.dry)
@@ -151,7 +151,7 @@ def _save_first_stage(folder: str, dry: bool) -> None:
 
 def _possible(record: Record) -> Iterator[Precision]:
     for precision in typing.get_args(Precision):
-        if reason := find_problem(precision, "--precision"):
+        if reason := find_precision_problem(precision, "--precision"):
             record.left_out(reason)
         else:
             yield precision

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from dstrain.distributed import group
-from dstrain.engine.blocks import is_compiled
+from dstrain.engine.blocks import should_compile
 from dstrain.engine.initial import build_networks
 from dstrain.engine.settings import read_precision
 from dstrain.planning.synthetic import Repeated
@@ -62,7 +62,7 @@ def _network(run: Run, system: System) -> tuple[str, nn.Module]:
 
 def _compile(run: Run, system: System, network: nn.Module) -> None:
     for module in network.modules():
-        if is_compiled(run.compile) and isinstance(module, system.blocks()):
+        if should_compile(run.compile) and isinstance(module, system.blocks()):
             module.compile()
 
 

@@ -28,7 +28,7 @@ from launch.bench import latents as bench_latents
 from tests.support import first_stage, pictures
 from tests.support.launch import ROOT, environment
 
-DIT = systems.config_class("dit")
+DIT = systems.find_config_class("dit")
 
 FEW_FILES = """
 import resource, sys

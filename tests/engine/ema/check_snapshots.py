@@ -65,13 +65,13 @@ class Trial:
             x, y = batch(step)
             mine = rows(0, GLOBAL // group.world())
             for part in PARTS if step % 2 else PARTS[:1]:
-                with self.engines.turn(part) as nets:
+                with self.engines.select_part(part) as nets:
                     self.engines.learn(part, (nets[part](x[mine]) - y[mine]).square().mean())
-            self.ema.update(step, self.engines.applied())
+            self.ema.update(step, self.engines.list_applied())
             self.track(PARTS if step % 2 else PARTS[:1])
             if step + 1 == save:
                 self.saves.save(save)
-            self.saves.averages.take(step + 1, last=False, wait=step + 1 == last)
+            self.saves.averages.take_snapshot(step + 1, last=False, wait=step + 1 == last)
         self.saves.close()
 
     def track(self, parts: tuple[str, ...]) -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from dstrain.checkpoint import validate
-from dstrain.checkpoint.fragments import Fragment, Shards, shard_name, write_shard
+from dstrain.checkpoint.fragments import Fragment, Shards, name_shard, write_shard
 from dstrain.checkpoint.manifest import NAME, hash_files
 from dstrain.disk.sealed import render_sealed
 from dstrain.engine.ema import combine
@@ -47,7 +47,7 @@ def snapshot(
                     for number, (start, end) in enumerate(itertools.pairwise(edges))
                     if number % 2 == rank
                 ]
-        write_shard(path / shard_name("net", rank, 2), entries, {"part": "net"}, dtype)
+        write_shard(path / name_shard("net", rank, 2), entries, {"part": "net"}, dtype)
     counters = {
         "updates": updates,
         "skipped": 0,
@@ -79,7 +79,7 @@ def test_what_ranks_write(tmp_path, monkeypatch, synced, world):
     """
     truth, made = [snapshot(tmp_path, step, step) for step in (10, 20, 30)], (0.07, 0.1)
     part = combined(tmp_path)
-    assert part.tensors() == list(SHAPES.items())
+    assert part.list_tensors() == list(SHAPES.items())
     assert part.nbytes == 4 * sum(math.prod(shape) for shape in SHAPES.values())
     for chunk in (4, 1 << 18):
         monkeypatch.setattr(combine, "CHUNK", chunk)
@@ -87,7 +87,7 @@ def test_what_ranks_write(tmp_path, monkeypatch, synced, world):
         for folder in folders:
             folder.mkdir()
         for rank in range(world):
-            paths = [folder / shard_name("net", rank, world) for folder in folders]
+            paths = [folder / name_shard("net", rank, world) for folder in folders]
             entries = part.write(paths, made, rank, world)
             assert entries == [hash_files(path.parent, [path.name])[path.name] for path in paths]
             assert synced.pop(paths[0].name) == entries[-1]["size"]
@@ -96,7 +96,7 @@ def test_what_ranks_write(tmp_path, monkeypatch, synced, world):
         expected = mixed(solution / solution.sum(), [named for kinds in truth for named in kinds.values()])
         kind, pieces = f"ema.{width!r}", (Shards(tmp_path / f"{width} {chunk}", "net") for chunk in (4, 1 << 18))
         with next(pieces) as small, next(pieces) as large:
-            assert small.kinds() == large.kinds() == [kind] and small.metadata == {"part": "net"}
+            assert small.list_kinds() == large.list_kinds() == [kind] and small.metadata == {"part": "net"}
             for name, values in expected.items():
                 read = large.read(kind, name, shape=SHAPES[name])
                 assert torch.equal(small.read(kind, name, shape=SHAPES[name]), read)
@@ -105,7 +105,7 @@ def test_what_ranks_write(tmp_path, monkeypatch, synced, world):
                 assert [0, *(end for _, end in ends)] == [*(start for start, _ in ends), values.numel()]
                 counts = [end - start for start, end in ends]
                 assert len(counts) == (world if values.numel() >= world else 1) and max(counts) - min(counts) <= 1
-                assert len(counts) > 1 or small.pieces[kind][name][0][1].path.name == shard_name("net", 0, world)
+                assert len(counts) > 1 or small.pieces[kind][name][0][1].path.name == name_shard("net", 0, world)
 
 
 def test_half_precision(tmp_path):
@@ -118,7 +118,7 @@ def test_half_precision(tmp_path):
         [{name: values.bfloat16() for name, values in named.items()} for kinds in truth for named in kinds.values()],
     )
     shares = {"block.weight": range(3, 30), "last": range(8)}
-    chunks = [torch.from_numpy(chunk[0]).double() for chunk in part.values([part.solve(0.07)], shares)]
+    chunks = [torch.from_numpy(chunk[0]).double() for chunk in part.combine_values([part.solve(0.07)], shares)]
     for (name, share), values in zip(shares.items(), chunks, strict=True):
         assert torch.allclose(values, expected[name].flatten()[share.start : share.stop], rtol=0, atol=1e-5)
 
@@ -131,9 +131,9 @@ def test_before_the_part_learns(tmp_path):
     truth = snapshot(tmp_path, 20, 0)
     part = combined(tmp_path)
     for width in (0.001, 0.05, 0.2):
-        assert part.makes(width)
-        shares = {name: range(math.prod(shape)) for name, shape in part.tensors()}
-        chunks = part.values([part.solve(width)], shares)
+        assert part.can_make(width)
+        shares = {name: range(math.prod(shape)) for name, shape in part.list_tensors()}
+        chunks = part.combine_values([part.solve(width)], shares)
         for name, chunk in zip(shares, chunks, strict=True):
             assert np.array_equal(chunk[0], truth[0.05][name].flatten().numpy())
         assert part.solve(width) == Solution([1.0, 0.0], 0.0)
@@ -141,9 +141,9 @@ def test_before_the_part_learns(tmp_path):
     part = combined(tmp_path)
     coefficients = part.solve(0.1).coefficients
     assert coefficients == pytest.approx([0, 1], abs=1e-9)
-    (chunk,) = part.values([Solution(coefficients, 0.0)], {"bias": range(3)})
+    (chunk,) = part.combine_values([Solution(coefficients, 0.0)], {"bias": range(3)})
     assert np.allclose(chunk[0], later[0.1]["bias"].numpy(), atol=1e-6)
-    assert not part.makes(0.001)
+    assert not part.can_make(0.001)
 
 
 def test_the_widths_that_are_made(tmp_path, monkeypatch):
@@ -159,21 +159,21 @@ def test_the_widths_that_are_made(tmp_path, monkeypatch):
         r"net: the nearest misses its profile by (\d+)%",
     ) as error:
         part.solve(0.25)
-    assert not part.makes(0.25)
+    assert not part.can_make(0.25)
     percent, low, high = re.search(r"by (\d+)%. They make those from ([\d.]+) to ([\d.]+);", str(error.value)).groups()
-    misfit = part._solution(0.25).misfit
+    misfit = part._find_solution(0.25).misfit
     assert abs(int(percent) / 100 - misfit) <= 0.005
     usual = [round(0.005 * number, 3) for number in range(1, 58)]
-    assert [float(low), float(high)] == [next(filter(part.makes, order)) for order in (usual, usual[::-1])]
-    misfits = {width: part._solution(width).misfit for width in usual}
+    assert [float(low), float(high)] == [next(filter(part.can_make, order)) for order in (usual, usual[::-1])]
+    misfits = {width: part._find_solution(width).misfit for width in usual}
     assert any(0.1 < other < 0.2 for other in misfits.values()) and any(
         0.05 < other <= 0.1 for other in misfits.values()
     )
-    assert {width for width, other in misfits.items() if other <= 0.1} == set(filter(part.makes, usual))
+    assert {width for width, other in misfits.items() if other <= 0.1} == set(filter(part.can_make, usual))
     monkeypatch.setattr(combine, "MISFIT", misfit)
-    assert part.makes(0.25) and part.solve(0.25).misfit == misfit
+    assert part.can_make(0.25) and part.solve(0.25).misfit == misfit
     monkeypatch.setattr(combine, "MISFIT", misfit * (1 - 1e-12))
-    assert not part.makes(0.25)
+    assert not part.can_make(0.25)
     for step in (30, 40):
         snapshot(tmp_path / "odd", step, step, widths=(0.1234,))
     monkeypatch.setattr(combine, "MISFIT", 1e-6)
@@ -185,7 +185,7 @@ def test_the_ends_of_the_widths(tmp_path, monkeypatch):
     """Oracle: by hand: multiples of 0.005 up to the widest, 0.288, where snapshots would make all of them."""
     snapshot(tmp_path, 10, 10)
     part = combined(tmp_path)
-    monkeypatch.setattr(part, "_solution", lambda width: Solution([], float(width < 0.005)))
+    monkeypatch.setattr(part, "_find_solution", lambda width: Solution([], float(width < 0.005)))
     with pytest.raises(ConfigError, match="They make those from 0.005 to 0.285;"):
         part.solve(0.001)
 
@@ -207,5 +207,5 @@ def test_snapshots_at_one_time(tmp_path):
     part = combined(tmp_path)
     solution = published_solution([(time, width) for time in (8, 16) for width in WIDTHS], 16, 0.07)
     expected = mixed(solution / solution.sum(), [*first.values(), *last.values()])
-    (chunk,) = part.values([part.solve(0.07)], {"block.weight": range(35)})
+    (chunk,) = part.combine_values([part.solve(0.07)], {"block.weight": range(35)})
     assert torch.allclose(torch.from_numpy(chunk[0]).double(), expected["block.weight"].flatten(), rtol=0, atol=1e-5)

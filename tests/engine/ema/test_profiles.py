@@ -69,7 +69,7 @@ def test_a_sum_of_one():
     """Oracle: the sum; the misfit of the divided coefficients by numeric integration."""
     averages = [Average(time, width) for time in (15, 30, 45, 60) for width in (0.05, 0.10)]
     plain = solve_coefficients(averages, Average(60, 0.2))
-    solution = plain.normalised()
+    solution = plain.normalise()
     assert abs(sum(plain.coefficients) - 1) > 0.01 and sum(solution.coefficients) == pytest.approx(1, abs=1e-12)
     assert solution.coefficients == pytest.approx(np.array(plain.coefficients) / sum(plain.coefficients), rel=1e-9)
     s = (np.arange(200_000) + 0.5) * 60 / 200_000

@@ -24,7 +24,7 @@ class Flats:
             flat.copy_(torch.arange(len(flat)) + 10.0 * number + step**2)
 
     @contextmanager
-    def showing(self, values: list[torch.Tensor]):
+    def show_flats(self, values: list[torch.Tensor]):
         self.shown = values
         yield
         self.shown = []
@@ -33,7 +33,7 @@ class Flats:
 def test_a_part_without_averages_goes_on():
     """Oracle: by hand: what keeps no averages by width lacks none of them in a checkpoint; another part does."""
     shadow = EmaShadow({"one": Flats(3), "plain": Flats(2)}, Ema(profiles=(0.05, 0.1), snapshots=5), ("one",))
-    assert shadow.take_up("plain", None, 7) is True and shadow.take_up("one", None, 7) is False
+    assert shadow.resume_averages("plain", None, 7) is True and shadow.resume_averages("one", None, 7) is False
 
 
 @pytest.mark.parametrize("warmup", [False, True])
@@ -105,8 +105,8 @@ def test_profiles():
             for number, flat in enumerate(shadow.flats[part][width]):
                 sums = [sum(share * flats[number][i] for share, flats in zip(shares, seen)) for i in range(len(flat))]
                 assert flat.tolist() == pytest.approx(sums, rel=1e-5)
-        assert shadow.counters(part) == {"averages": {"widths": [0.05, 0.2], "began": 0, "updates": len(seen)}}
-    assert EmaShadow(masters, Ema(), ("one",)).counters("one") == {}
+        assert shadow.list_counters(part) == {"averages": {"widths": [0.05, 0.2], "began": 0, "updates": len(seen)}}
+    assert EmaShadow(masters, Ema(), ("one",)).list_counters("one") == {}
 
 
 def test_an_average_goes_on_or_begins_anew():
@@ -129,17 +129,17 @@ def test_an_average_goes_on_or_begins_anew():
 
     whole = make(0.05, 0.2)
     train(whole, first=0)
-    saved = whole.counters("one")["averages"] | {"began": 3}
+    saved = whole.list_counters("one")["averages"] | {"began": 3}
     for widths, goes_on in (((0.05, 0.2), True), ((0.2,), True), ((0.2, 0.1), False), ((0.1,), False)):
         again, before = make(*widths), values(whole, 0.2)
         for name in again.flats["one"]:
             for flat, kept in zip(again.flats["one"][name], whole.flats["one"].get(name, masters["one"].flats)):
                 flat.copy_(kept + (0 if name in whole.flats["one"] else 1))
         decayed = values(again, 0.9)
-        assert again.take_up("one", saved, 17) is goes_on
-        assert values(again, 0.9) == decayed and again.counters("two")["averages"]["updates"] == 0
+        assert again.resume_averages("one", saved, 17) is goes_on
+        assert values(again, 0.9) == decayed and again.list_counters("two")["averages"]["updates"] == 0
         counted = {"widths": list(widths), "began": 3 if goes_on else 17, "updates": STEPS if goes_on else 0}
-        assert again.counters("one") == {"averages": counted}
+        assert again.list_counters("one") == {"averages": counted}
         if goes_on:
             assert values(again, 0.2) == before
         else:
@@ -147,12 +147,12 @@ def test_an_average_goes_on_or_begins_anew():
     followed = make(0.2)
     for flat, kept in zip(followed.flats["one"][0.2], whole.flats["one"][0.2]):
         flat.copy_(kept)
-    followed.take_up("one", saved, 17)
+    followed.resume_averages("one", saved, 17)
     train(whole, followed, first=STEPS)
     assert values(followed, 0.2) == values(whole, 0.2)
     masters["one"].step(40)
     whole.reset()
-    assert whole.counters("one") == {"averages": {"widths": [0.05, 0.2], "began": 0, "updates": 0}}
+    assert whole.list_counters("one") == {"averages": {"widths": [0.05, 0.2], "began": 0, "updates": 0}}
     assert values(whole, 0.05) == values(whole, 0.9) == [flat.tolist() for flat in masters["one"].flats]
 
 
@@ -166,9 +166,9 @@ def test_reset_and_what_is_shown():
     for flats in shadow.flats["one"].values():
         assert flats[0].tolist() == [9.0, 10.0, 11.0]
     for decay, chosen in ((None, 0.9), (0.9, 0.9), (0.5, 0.5)):
-        with shadow.swapped(decay):
+        with shadow.use_averages(decay):
             assert masters["one"].shown is shadow.flats["one"][chosen] and masters["two"].shown == []
-    with pytest.raises(ConfigError, match="no EMA of decay or width 0.7; .* has 0.9, 0.5"), shadow.swapped(0.7):
+    with pytest.raises(ConfigError, match="no EMA of decay or width 0.7; .* has 0.9, 0.5"), shadow.use_averages(0.7):
         pass
-    with EmaShadow(masters, Ema(decays=()), ("one",)).swapped():
+    with EmaShadow(masters, Ema(decays=()), ("one",)).use_averages():
         assert masters["one"].shown == []

@@ -64,8 +64,11 @@ def test_few_snapshots(trained):
     truth = torch.load(run / "truth.pt")
     for part in PARTS:
         combined = Combined(list_usable_snapshots(run, None)[4::5], part)
-        solution, shares = combined.solve(WIDE), {name: range(math.prod(shape)) for name, shape in combined.tensors()}
-        chunks = zip(shares, combined.values([solution], shares), strict=True)
+        solution, shares = (
+            combined.solve(WIDE),
+            {name: range(math.prod(shape)) for name, shape in combined.list_tensors()},
+        )
+        chunks = zip(shares, combined.combine_values([solution], shares), strict=True)
         values = flat({name: torch.from_numpy(chunk[0]) for name, chunk in chunks})
         direct, weights = truth["direct"][part, WIDE], truth["weights"][part]
         error = (values - direct).norm() / (direct - weights).norm()
@@ -79,8 +82,8 @@ def test_ranks_share_the_work(trained):
         path = run / "reconstructed" / repr(width) / f"step_{HALF:08d}"
         for part in PARTS:
             combined = Combined(list_usable_snapshots(run, HALF), part)
-            shares = {name: range(math.prod(shape)) for name, shape in combined.tensors()}
-            whole = [torch.from_numpy(chunk[0]) for chunk in combined.values([combined.solve(width)], shares)]
+            shares = {name: range(math.prod(shape)) for name, shape in combined.list_tensors()}
+            whole = [torch.from_numpy(chunk[0]) for chunk in combined.combine_values([combined.solve(width)], shares)]
             state = read_weights(path, part, f"ema.{width!r}")
             assert all(torch.equal(state[name].flatten(), values) for name, values in zip(shares, whole, strict=True))
             sizes = [
@@ -93,8 +96,8 @@ def test_bytes_of_a_snapshot(trained):
     """Oracle: arithmetic: 4 bytes for each weight and width on all ranks together, and headers; none of the moments."""
     path = trained / "fp32-3" / "averages" / f"step_{HALF:08d}"
     with Shards(path, "a") as shards:
-        assert shards.kinds() == [f"ema.{width!r}" for width in WIDTHS]
-        weights = sum(math.prod(shards.shape(name)) for name in shards.names("ema.0.05"))
+        assert shards.list_kinds() == [f"ema.{width!r}" for width in WIDTHS]
+        weights = sum(math.prod(shards.find_shape(name)) for name in shards.list_names("ema.0.05"))
     sizes = [entry["size"] for name, entry in read_manifest(path)["files"].items() if name.startswith("a-")]
     assert len(sizes) == 2 and 0 < sum(sizes) - 4 * weights * len(WIDTHS) < 2 * 3000
 
@@ -162,7 +165,7 @@ def test_profiles_that_begin_later(tmp_path):
     late = Trial(tmp_path, 2, "fp32")
     assert late.saves.resume() == 6
     assert sum("of a begin at step 6: widths are shares of the updates since then" in line for line in late.lines) == 1
-    late.saves.averages.take(6, last=True)
+    late.saves.averages.take_snapshot(6, last=True)
     assert not (tmp_path / "averages").exists(), "of no time"
     late.steps(6, 66, save=66)
     [made] = make_averages(ReconstructOptions(tmp_path, (0.075,)))

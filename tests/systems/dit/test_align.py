@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from dstrain import rng
-from dstrain.distributed.progress import phases
+from dstrain.distributed.progress import get_phases
 from dstrain.encoders.image import VisionTower
 from dstrain.planning.step import choose_step
 from dstrain.recipe import ConfigError, Run
@@ -63,7 +63,7 @@ def test_features_are_those_of_transformers(tmp_path: Path, kind: str, sides: tu
         states = model(pixel_values=F.interpolate(pixels, sides, mode="bicubic")).last_hidden_state
     before = {"dinov2": 1, "registers": 4, "dinov3": 4}[kind]
     tower = VisionTower(tmp_path, ("dinov2", "dinov3"))
-    found = tower.read(image, sides, smooth=False)
+    found = tower.read_tokens(image, sides, smooth=False)
     assert found.patches.shape == (3, sides[0] * sides[1] // 4, 12)
     torch.testing.assert_close(found.patches, states[:, before:], rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(found.first, states[:, 0], rtol=1e-5, atol=1e-5)
@@ -253,7 +253,7 @@ def test_alignment_among_routed_blocks(depth: int, target: int, routed: tuple[in
 def test_a_warning_of_few_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     """Oracle: by hand: 16 tokens are said, 1,024 are not."""
     said: list[str] = []
-    monkeypatch.setattr(phases(), "say", lambda *lines: said.extend(lines))
+    monkeypatch.setattr(get_phases(), "print_lines", lambda *lines: said.extend(lines))
     source = SimpleNamespace(read_first=dict)
     build({"routing": {"start": 1}}).accepts(source)
     assert len(said) == 1 and said[0].startswith("warning: model.routing: an image has 16 tokens")

@@ -147,7 +147,7 @@ def test_published_size() -> None:
     """Oracle: the number of weights of diffusers' network of the published size."""
     with torch.device("meta"):
         theirs = PixArtTransformer2DModel(sample_size=32, caption_channels=4096)
-        ours = DiT(**Config(size="PixArt-XL/2", condition="text", text_encodings_dim=4096).network_arguments())
+        ours = DiT(**Config(size="PixArt-XL/2", condition="text", text_encodings_dim=4096).make_network_arguments())
     null = PRESETS["PixArt-XL/2"]["hidden_size"]
     counts = [sum(weight.numel() for weight in network.parameters()) for network in (theirs, ours)]
     assert counts[0] == counts[1] - null

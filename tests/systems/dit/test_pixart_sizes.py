@@ -128,7 +128,7 @@ def test_published_size() -> None:
         first_stage={"path": "-", "factor": 8},
     )
     with torch.device("meta"):
-        ours = DiT(**config.network_arguments())
+        ours = DiT(**config.make_network_arguments())
     counts = [sum(weight.numel() for weight in network.parameters()) for network in (theirs, ours)]
     assert counts[0] == counts[1] and theirs.pos_embed.interpolation_scale == config.interpolation_scale
 

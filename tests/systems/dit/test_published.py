@@ -17,8 +17,8 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from dstrain.commands.import_weights import import_weights
-from dstrain.nn.layers import timestep_features
-from dstrain.nn.positions import rotations, sincos_positions
+from dstrain.nn.layers import compute_timestep_features
+from dstrain.nn.positions import make_rotations, make_sincos_positions
 from dstrain.recipe import ConfigError, Run
 from dstrain.runs.weights import fit_weights
 from dstrain.systems.base import Request
@@ -162,8 +162,8 @@ def test_pixart_blocks() -> None:
     head = FinalLayer(dim, 32, modulation="shared")
     load(head, state, "", {"linear": "proj_out", "adaLN_modulation.table": "scale_shift_table"})
     x = F.conv2d(tensors["in/x"], state["pos_embed.proj.weight"], state["pos_embed.proj.bias"], stride=2)
-    x = x.flatten(2).transpose(1, 2) + sincos_positions(dim, 4, 4)
-    time = chain(state, "adaln_single.emb.timestep_embedder", timestep_features(tensors["in/t"], 256))
+    x = x.flatten(2).transpose(1, 2) + make_sincos_positions(dim, 4, 4)
+    time = chain(state, "adaln_single.emb.timestep_embedder", compute_timestep_features(tensors["in/t"], 256))
     shared = linear(state, "adaln_single.linear")(F.silu(time)).unflatten(-1, (6, -1))
     text = chain(state, "caption_projection", tensors["in/text"], partial(F.gelu, approximate="tanh"))
     for mask, expected in ((tensors["in/mask"].bool()[:, None, None], "out/masked"), (None, "out/unmasked")):
@@ -185,10 +185,12 @@ def test_wan_blocks() -> None:
     load(head, state, "", {"linear": "proj_out", "adaLN_modulation.table": "scale_shift_table"})
     x = F.conv3d(tensors["in/x"], state["patch_embedding.weight"], state["patch_embedding.bias"], stride=(1, 2, 2))
     sides = x.shape[2:]
-    time = chain(state, "condition_embedder.time_embedder", timestep_features(tensors["in/t"], config["freq_dim"]))
+    time = chain(
+        state, "condition_embedder.time_embedder", compute_timestep_features(tensors["in/t"], config["freq_dim"])
+    )
     shared = linear(state, "condition_embedder.time_proj")(F.silu(time)).unflatten(-1, (6, -1))
     text = chain(state, "condition_embedder.text_embedder", tensors["in/text"], partial(F.gelu, approximate="tanh"))
-    tokens, _ = trunk(x.flatten(2).transpose(1, 2), Seen(None, shared, rotations(sides, dim // heads), text))
+    tokens, _ = trunk(x.flatten(2).transpose(1, 2), Seen(None, shared, make_rotations(sides, dim // heads), text))
     out = head(tokens, None, time[:, None]).view(-1, *sides, 1, 2, 2, 4).permute(0, 7, 1, 4, 2, 5, 3, 6)
     assert torch.allclose(out.reshape(tensors["in/x"].shape), tensors["out/velocity"], atol=2e-5)
 
@@ -220,7 +222,7 @@ def test_sd3_blocks() -> None:
     load(head, state, "", {"linear": "proj_out", "adaLN_modulation.1": "norm_out.linear"})
     x = F.conv2d(tensors["in/x"], state["pos_embed.proj.weight"], state["pos_embed.proj.bias"], stride=2)
     table = state["pos_embed.pos_embed"].view(6, 6, dim)[1:5, 1:5].reshape(16, dim)
-    c = chain(state, "time_text_embed.timestep_embedder", timestep_features(tensors["in/t"], 256))
+    c = chain(state, "time_text_embed.timestep_embedder", compute_timestep_features(tensors["in/t"], 256))
     c = c + chain(state, "time_text_embed.text_embedder", tensors["in/pooled"])
     text = linear(state, "context_embedder")(tensors["in/text"])
     tokens, _ = trunk(x.flatten(2).transpose(1, 2) + table, Seen(c, images=16), text)

@@ -6,8 +6,8 @@ from diffusers import DiTTransformer2DModel
 from diffusers.models.embeddings import Timesteps, get_2d_sincos_pos_embed
 
 from dstrain import rng, systems
-from dstrain.engine.blocks import prepare
-from dstrain.nn.positions import sincos_positions
+from dstrain.engine.blocks import prepare_blocks
+from dstrain.nn.positions import make_sincos_positions
 from dstrain.recipe import ConfigError, Samples
 from dstrain.sampling.draw import draw_all
 from dstrain.systems.base import Request
@@ -68,14 +68,14 @@ def test_positions(high, wide, base):
     """Oracle: diffusers' positions of PixArt, whose base_size is the trained grid; at that grid the plain ones, to the
     bit."""
     theirs = torch.as_tensor(get_2d_sincos_pos_embed(64, (high, wide), base_size=base, output_type="pt"))
-    assert torch.allclose(sincos_positions(64, high, wide, base), theirs.float(), atol=2e-6)
-    assert torch.equal(sincos_positions(64, base, base, base), sincos_positions(64, base, base))
+    assert torch.allclose(make_sincos_positions(64, high, wide, base), theirs.float(), atol=2e-6)
+    assert torch.equal(make_sincos_positions(64, base, base, base), make_sincos_positions(64, base, base))
 
 
 def test_another_square_is_that_of_diffusers():
     """Oracle: diffusers' DiTTransformer2DModel of the same weights at a size that it was not made for."""
     net = network(time_freq="diffusers", learn_sigma=True)
-    config = systems.config("dit", TINY | {"time_freq": "diffusers"})
+    config = systems.check_config("dit", TINY | {"time_freq": "diffusers"})
     theirs = DiTTransformer2DModel(**weights.make_arguments(config), num_embeds_ada_norm=10).eval()
     theirs.load_state_dict(weights.rename_to_diffusers(net.state_dict(), 2, 10, True), strict=False)
     x, t, y = torch.randn(2, 1, 12, 12), torch.tensor([3, 400]), torch.tensor([1, 9])
@@ -103,7 +103,7 @@ def test_learns_from_every_shape(objective, recompute):
     ones."""
     system = build(sizes=SHAPES, objective=objective)
     plain, nets = network(1), network(1)
-    prepare(nets, (Block,), recompute)
+    prepare_blocks(nets, (Block,), recompute)
     for wide, high in SHAPES:
         example = system.encode(batch_of(wide, high))
         one = system.loss("denoiser", {"denoiser": nets}, example)["loss"]
@@ -128,7 +128,7 @@ def test_a_graph_for_each_number_of_tokens(monkeypatch):
 
     monkeypatch.setattr(torch, "compile", lambda function, **options: compile_(function, backend=count, **options))
     plain, compiled = network(2), network(2)
-    prepare(compiled, (Block,), compiled=True)
+    prepare_blocks(compiled, (Block,), compiled=True)
     for wide, high in SHAPES * 2:
         x, t, y = torch.randn(2, 1, high, wide), torch.tensor([3, 400]), torch.tensor([1, 9])
         results = [net(x, t, y) for net in (plain, compiled)]

@@ -46,7 +46,7 @@ def test_sizes(size, millions):
     config = Config(size=size, first_stage={"path": "x"})
     assert config.input_size == 32
     with torch.device("meta"):
-        network = DiT(**config.network_arguments())
+        network = DiT(**config.make_network_arguments())
     count = sum(tensor.numel() for tensor in network.state_dict().values()) / 1e6
     assert count == pytest.approx(millions, rel=1e-3)
 

@@ -30,7 +30,7 @@ def test_lists_as_the_original_writes_them():
     config = Config(image_size=32, attention_resolutions="16,8", channel_mult="1,2,2,2")
     assert (config.attention_resolutions, config.channel_mult) == ((16, 8), (1, 2, 2, 2))
     assert Config(image_size=32, attention_resolutions=16).attention_resolutions == (16,)
-    assert Config(image_size=32, attention_resolutions="").network_arguments()["attention_levels"] == []
+    assert Config(image_size=32, attention_resolutions="").make_network_arguments()["attention_levels"] == []
     assert Config(**config.model_dump()) == config
     assert {size: Config(image_size=size, attention_resolutions=8).mults for size in (32, 64, 128, 256)} == {
         32: (1, 2, 2, 2),

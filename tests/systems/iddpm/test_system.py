@@ -8,7 +8,7 @@ import torch
 from dstrain import rng, systems
 from dstrain.diffusion import samplers
 from dstrain.diffusion.timesteps import LossSecondMomentSampler
-from dstrain.nn.pixels import to_uint8
+from dstrain.nn.pixels import convert_to_uint8
 from dstrain.recipe import Samples
 from dstrain.systems.base import Request
 from tests.support.tiny_iddpm import AWARE, LABELS, build, random, warm
@@ -175,7 +175,7 @@ def test_guidance(changes):
             return rng.normal(keys, name, (1, 8, 8))
 
         x = samplers.sample_ancestral(system.diffusion, network, draw("start"), lambda i: draw(f"noise/{i}"), True)
-        return to_uint8(x)
+        return convert_to_uint8(x)
 
     levels = (float(noise[4]), float(noise[11]))
     for scale, interval in ((3.0, None), (3.0, levels), (1.0, None)):
@@ -420,7 +420,7 @@ def test_a_flow():
     with torch.no_grad():
         drawn = start - nets["denoiser"](start, torch.full((3,), 1000.0), seeds)
     found = system.sample(nets, Request(seeds, num_steps=1, sampler="euler"))
-    assert torch.equal(found, to_uint8(drawn))
+    assert torch.equal(found, convert_to_uint8(drawn))
     assert {"bits_per_dim", "loss"} <= system.measure(nets, example, 4).keys()
     with pytest.raises(ValueError, match="spacing=trailing: a flow"):
         system.check_sampling(Samples(spacing="trailing"))

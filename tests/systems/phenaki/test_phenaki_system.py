@@ -336,7 +336,7 @@ def test_the_tokenizer_is_what_was_trained(tokenizer):
     from dstrain.encoders.autoencoder import hash_network
 
     assert loaded.fingerprint == hash_network(*theirs.identity({"tokenizer": net}))
-    assert system.frozen() == (system.tokenizer(),)
+    assert system.frozen() == (system.get_tokenizer(),)
 
 
 def test_samples_go_on_from_given_frames(tokenizer):
@@ -350,7 +350,7 @@ def test_samples_go_on_from_given_frames(tokenizer):
     assert video.shape == (2, 5, 1, 16, 16) and torch.equal(video[:, :3], prime)
     other = system.sample(nets, Request(torch.tensor([7, 8]), conditions, 4, "confidence"))
     assert torch.equal(other[:, :3], prime) and not torch.equal(other[:, 3:], video[:, 3:])
-    tokens = system.tokenizer().encode(prime.float() / 127.5 - 1)["tokens"]
+    tokens = system.get_tokenizer().encode(prime.float() / 127.5 - 1)["tokens"]
     given = torch.zeros(2, 3, 2, 2, dtype=torch.bool)
     given[:, :2] = True
     found = system.draw_tokens(nets, F.pad(tokens, (0, 0, 0, 0, 0, 1)), given, request)
@@ -457,16 +457,16 @@ def test_codes_of_another_model(codes, changes, words):
 def test_another_tokenizer(tokenizer, changes, words):
     """Oracle: a ValueError with both values, where videos are first encoded."""
     with pytest.raises(ValueError, match=words):
-        build(tokenizer={"path": tokenizer}, **changes).tokenizer()
+        build(tokenizer={"path": tokenizer}, **changes).get_tokenizer()
 
 
 def test_a_replaced_tokenizer(tokenizer, tmp_path):
     """Oracle: the fingerprint: another seed's weights in the same place are refused, the same weights are not."""
     own = codec.load_tokenizer(tokenizer).fingerprint
-    build(tokenizer={"path": tokenizer, "fingerprint": own}).tokenizer()
+    build(tokenizer={"path": tokenizer, "fingerprint": own}).get_tokenizer()
     other = str(tokenizers.save(tmp_path, seed=1))
     with pytest.raises(ValueError, match=f"was trained with {own}.*put that one back there"):
-        build(tokenizer={"path": other, "fingerprint": own}).tokenizer()
+        build(tokenizer={"path": other, "fingerprint": own}).get_tokenizer()
 
 
 def test_folders_without_a_tokenizer(tmp_path):

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from dstrain import systems
-from dstrain.nn.measures import psnr, ssim
+from dstrain.nn.measures import compute_psnr, compute_ssim
 from dstrain.nn.perceptual import CHANNELS, Perceptual
 from dstrain.recipe import Run
 from dstrain.systems.phenaki.tokenizer import Config
@@ -109,10 +109,10 @@ def test_patches():
     """Oracle: pixel (y, x) of frame f lies in patch (y // 4, x // 4), and comes back where it was."""
     network = build().networks()["tokenizer"]
     video = torch.arange(2 * 4 * 1 * 8 * 12).view(2, 4, 1, 8, 12).float()
-    patches = network._patches(video, 2)
+    patches = network._cut_patches(video, 2)
     assert patches.shape == (2, 2, 2, 3, 32)
     assert torch.equal(patches[1, 1, 1, 2].view(2, 1, 4, 4), video[1, 2:4, :, 4:8, 8:12])
-    assert torch.equal(network._pixels(patches, 2), video)
+    assert torch.equal(network._join_patches(patches, 2), video)
 
 
 @pytest.mark.parametrize("more", [{}, COSINE, FSQ], ids=["lookup_free", "cosine", "fsq"])
@@ -174,8 +174,8 @@ def test_terms():
         video, truth = passed.video[number, :count], example["x_start"][number, :count]
         torch.testing.assert_close(terms["recon"][number], (video - truth).square().mean())
         video, truth = ((x.clamp(-1, 1) + 1) / 2 for x in (video, truth))
-        torch.testing.assert_close(held_out["psnr"][number], psnr(video, truth).mean())
-        torch.testing.assert_close(held_out["ssim"][number], ssim(video, truth).mean())
+        torch.testing.assert_close(held_out["psnr"][number], compute_psnr(video, truth).mean())
+        torch.testing.assert_close(held_out["ssim"][number], compute_ssim(video, truth).mean())
         tokens = passed.tokens[number, : (count + 1) // 2].flatten()
         torch.testing.assert_close(held_out["usage"][number], tokens.bincount(minlength=32) / len(tokens))
     loss = terms["recon"] + 0.25 * terms["commitment"] + 0.1 * (terms["entropy"] - terms["diversity"])
@@ -214,10 +214,12 @@ def test_the_adversary_weighs_as_the_frame_does():
     system = build(**JUDGED)
     nets, example = nets_of(system), system.encode(batch_of(system))
     passed = nets["tokenizer"](example["x_start"], example["frames"])
-    of_recon = torch.autograd.grad(system._recon(passed.video, example).sum(), passed.video, retain_graph=True)[0]
-    _, descended = system._judged(nets, passed.video, example)
+    of_recon = torch.autograd.grad(system._compute_recon(passed.video, example).sum(), passed.video, retain_graph=True)[
+        0
+    ]
+    _, descended = system._compute_critique(nets, passed.video, example)
     pull = torch.autograd.grad(descended.sum(), passed.video)[0]
-    for number, (count, place) in enumerate(zip((7, 5, 1, 1), system._place(example).tolist())):
+    for number, (count, place) in enumerate(zip((7, 5, 1, 1), system._draw_frame_number(example).tolist())):
         assert place < count
         added = pull[number] - of_recon[number]
         others = [frame for frame in range(7) if frame != place]
@@ -239,7 +241,7 @@ def test_perceptual(tmp_path):
     nets, example = nets_of(system), system.encode(batch_of(system))
     terms = system.loss("tokenizer", nets, example)
     video = nets["tokenizer"](example["x_start"], example["frames"]).video
-    place, each = system._place(example), torch.arange(4)
+    place, each = system._draw_frame_number(example), torch.arange(4)
     expected = Perceptual(tmp_path)(video[each, place], example["x_start"][each, place])
     torch.testing.assert_close(terms["perceptual"], expected.detach(), rtol=1e-4, atol=1e-6)
     judged = build(**JUDGED, perceptual={"path": str(tmp_path), "weight": 0.5})

@@ -64,7 +64,7 @@ def test_the_same_network(changes, ours, masked):
     system = systems.build("prior", SIZE | ours | {"text_cond_drop_prob": 0})
     state = theirs.state_dict()
     del state["clip_mean"], state["clip_std"]
-    network = PriorTransformer(**system.config.network_arguments())
+    network = PriorTransformer(**system.config.make_network_arguments())
     network.load_state_dict(state)
     x, t, embed, encodings, mask = inputs(text_dim=ours.get("text_embed_dim", 12))
     with torch.no_grad():

@@ -83,7 +83,7 @@ def test_sizes(config, millions):
     The first is as wide and deep as the original's example config, which has 101.8 M (one KV head, SwiGLU).
     """
     with torch.device("meta"):
-        network = PriorTransformer(**config.network_arguments())
+        network = PriorTransformer(**config.make_network_arguments())
     width, dim, tokens = config.heads * config.dim_head, 768, config.max_text_len
     block = 12 * width**2 + 13 * width
     around = 2 * (width**2 + width) + 3 * (dim * width + width) + (width * dim + dim) + 2 * width
@@ -269,7 +269,7 @@ def test_best_of_candidates():
     asked = request(system, 6, sampler="ddpm")
     found, text = system.sample(nets, asked), asked.conditions["text_embed"]
     keys = rng.keys_of_seeds(asked.seeds)
-    drawn = system._draw(nets, one._texts(asked.conditions), keys, asked, 5)
+    drawn = system._draw(nets, one._read_texts(asked.conditions), keys, asked, 5)
     cosines = F.cosine_similarity(drawn, text[None], dim=2)
     torch.testing.assert_close(F.cosine_similarity(found, text, dim=1), cosines.max(0).values)
     torch.testing.assert_close(drawn[0], one.sample(nets, asked), rtol=1e-5, atol=1e-5)

@@ -8,9 +8,9 @@ import torch.nn.functional as F
 
 from dstrain import rng, systems
 from dstrain.nn.perceptual import load_distance
-from dstrain.nn.quantize import draw_gumbel, kl_to_uniform
+from dstrain.nn.quantize import compute_kl_to_uniform, draw_gumbel
 from dstrain.systems.vae.discrete import DiscreteVAE
-from dstrain.systems.vae.losses import EPS, LEAST_LOG_SCALE, from_logit_laplace, logit_laplace
+from dstrain.systems.vae.losses import EPS, LEAST_LOG_SCALE, compute_logit_laplace_loss, decode_logit_laplace
 from tests.support.golden import fill
 
 TINY = {"num_tokens": 16, "codebook_dim": 8, "num_layers": 2, "hidden_dim": 8}
@@ -84,16 +84,16 @@ def test_descent_as_in_vqgan(changes):
         terms = system.loss("autoencoder", nets, example)
         ours = torch.autograd.grad(terms["loss"], list(network.parameters()))
         passed = network(x, draw_gumbel(batch["key"], "gumbel", (16, 4, 4)), terms.get("temperature"))
-        picture = 2 * network.pixels(passed.out) - 1
+        picture = 2 * network.convert_to_pixels(passed.out) - 1
         if "reconstruction" in changes:
-            recon = logit_laplace(passed.out, x)
+            recon = compute_logit_laplace_loss(passed.out, x)
         else:
             recon = (passed.out - (2 * x - 1)).square().mean((1, 2, 3))
         total = recon + 0.5 * load_distance("builtin:fashion")(picture, 2 * x - 1)
         loss = total
         if "levels" not in changes:
             loss = loss + (
-                terms["kl_weight"] * kl_to_uniform(passed.logits) / 768
+                terms["kl_weight"] * compute_kl_to_uniform(passed.logits) / 768
                 if "kl_weight" in changes
                 else 0.25 * passed.commitment + passed.codebook
             )
@@ -125,7 +125,7 @@ def test_tokens_of_other_quantizers(changes):
     tokens = system.codes(nets, example)["tokens"]
     assert torch.equal(tokens, passed.tokens) and tokens.shape == (5, 4, 4) and 0 <= tokens.min() <= tokens.max() < 16
     torch.testing.assert_close(
-        system.decode(nets, tokens), (2 * network.pixels(passed.out) - 1).clamp(-1, 1), rtol=1e-5, atol=1e-5
+        system.decode(nets, tokens), (2 * network.convert_to_pixels(passed.out) - 1).clamp(-1, 1), rtol=1e-5, atol=1e-5
     )
     figures = system.evaluate(nets, example)
     torch.testing.assert_close(figures["usage"].mean(0), torch.bincount(tokens.flatten(), minlength=16) / 80)
@@ -183,7 +183,7 @@ def test_logit_laplace_is_a_density():
     y = torch.linspace(0, 1, 200_001, dtype=torch.float64)[1:-1]
     truth = ((y - EPS) / (1 - 2 * EPS))[:, None, None, None]  # beyond [0, 1] at the ends, as a formula
     out = torch.stack((mean, log_scale)).double().view(1, 2, 1, 1).expand(len(y), -1, -1, -1)
-    nats = logit_laplace(out, truth)
+    nats = compute_logit_laplace_loss(out, truth)
     assert float((-nats).exp().mean()) == pytest.approx(1, abs=1e-4)
     laplace = torch.distributions.Laplace(mean.double(), log_scale.double().exp())
     torch.testing.assert_close(-nats, laplace.log_prob(torch.logit(y)) - (y * (1 - y)).log())
@@ -193,9 +193,9 @@ def test_logit_laplace_pixels():
     """Oracle: the inverse of pixels -> logit(0.8 x + 0.1); a scale below the least one changes nothing."""
     x = torch.rand(2, 3, 4, 4, dtype=torch.float64)
     mean = torch.logit(0.8 * x + 0.1)
-    torch.testing.assert_close(from_logit_laplace(torch.cat((mean, mean), 1)), x)
+    torch.testing.assert_close(decode_logit_laplace(torch.cat((mean, mean), 1)), x)
     low = [torch.cat((mean, torch.full_like(mean, value)), 1) for value in (LEAST_LOG_SCALE, -50.0)]
-    torch.testing.assert_close(logit_laplace(low[0], x), logit_laplace(low[1], x))
+    torch.testing.assert_close(compute_logit_laplace_loss(low[0], x), compute_logit_laplace_loss(low[1], x))
 
 
 @pytest.mark.parametrize("channels, reconstruction", [(1, "mse"), (3, "smooth_l1"), (4, "logit_laplace"), (4, "mse")])
@@ -227,7 +227,7 @@ def test_normalization():
     x = torch.rand(2, 1, 16, 16)
     torch.testing.assert_close(network.normalize(x), (x - 0.3) / 0.2)
     out = torch.randn(2, 1, 16, 16)
-    torch.testing.assert_close(network.pixels(out), out * 0.2 + 0.3)
+    torch.testing.assert_close(network.convert_to_pixels(out), out * 0.2 + 0.3)
     assert not any(name.startswith("normalize") for name in network.state_dict())
 
 

@@ -8,7 +8,7 @@ import torch
 from dstrain import rng, systems
 from dstrain.encoders.autoencoder import Autoencoder, encode_posterior, hash_network
 from dstrain.nn.perceptual import CHANNELS, Perceptual
-from dstrain.systems.vae.kl_system import latent_std
+from dstrain.systems.vae.kl_system import compute_latent_std
 from tests.support.golden import fill
 
 TINY = {"block_out_channels": [8, 16], "norm_num_groups": 4, "layers_per_block": 1, "kl_weight": 0.1}
@@ -212,7 +212,7 @@ def test_statistics():
     drawn = mean + (0.5 * log_variance).exp() * torch.randn(400, *mean.shape)
     torch.testing.assert_close(found["latent_mean"], drawn.mean((0, 1, 3, 4)).detach(), rtol=0.01, atol=0.01)
     torch.testing.assert_close(found["latent_square"], drawn.square().mean((0, 1, 3, 4)).detach(), rtol=0.01, atol=0)
-    assert latent_std(found) == pytest.approx(float(drawn.std().detach()), rel=0.005)
+    assert compute_latent_std(found) == pytest.approx(float(drawn.std().detach()), rel=0.005)
     digest = system.digest(found)
     assert digest["scaling_factor"] * digest["latent_std"] == pytest.approx(1)
     assert float((drawn.detach() * digest["scaling_factor"]).std()) == pytest.approx(1, rel=0.005)

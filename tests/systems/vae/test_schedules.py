@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from dstrain.systems.vae.config import Temperature
-from dstrain.systems.vae.schedules import final_temperature, temperature_at, weight_at
+from dstrain.systems.vae.schedules import compute_temperature, compute_weight, find_final_temperature
 
 
 def at(schedule, *steps):
-    return temperature_at(schedule, torch.tensor(steps)).tolist()
+    return compute_temperature(schedule, torch.tensor(steps)).tolist()
 
 
 def test_exponential():
@@ -50,8 +50,8 @@ def test_legacy_reaches_half_early():
 def test_constant():
     """Oracle: the start, also where held-out data are measured."""
     schedule = Temperature(schedule="constant", start=0.9)
-    assert at(schedule, 0, 10**6) == pytest.approx([0.9, 0.9]) and final_temperature(schedule) == 0.9
-    assert final_temperature(Temperature(minimum=0.1)) == 0.1
+    assert at(schedule, 0, 10**6) == pytest.approx([0.9, 0.9]) and find_final_temperature(schedule) == 0.9
+    assert find_final_temperature(Temperature(minimum=0.1)) == 0.1
 
 
 def test_it_only_falls():
@@ -62,5 +62,5 @@ def test_it_only_falls():
 
 def test_weight():
     """Oracle: a line from 0 at step 0; without warm-up the weight."""
-    assert weight_at(6.6, 5000, torch.tensor([0, 2500, 5000, 9999])).tolist() == pytest.approx([0, 3.3, 6.6, 6.6])
-    assert weight_at(6.6, 0, torch.tensor([0, 1])).tolist() == pytest.approx([6.6, 6.6])
+    assert compute_weight(6.6, 5000, torch.tensor([0, 2500, 5000, 9999])).tolist() == pytest.approx([0, 3.3, 6.6, 6.6])
+    assert compute_weight(6.6, 0, torch.tensor([0, 1])).tolist() == pytest.approx([6.6, 6.6])

@@ -5,8 +5,8 @@ from typing import Any, Literal
 from pydantic import Field, PositiveInt, model_validator
 
 from dstrain.nn.finite_scalar import require_levels
-from dstrain.nn.lookup_free import bits_of
-from dstrain.nn.picture_loss import Discriminator, Penalty, Perceptual, missing_weights, require_pictures
+from dstrain.nn.lookup_free import count_bits
+from dstrain.nn.picture_loss import Discriminator, Penalty, Perceptual, describe_missing_weights, require_pictures
 from dstrain.recipe import ConfigError, Run
 from dstrain.systems.base import SystemConfig, list_indivisible
 
@@ -71,9 +71,9 @@ class Config(SystemConfig):
     """An adversary that judges patches of single frames, with an optimizer of its own; None: there is none."""
 
     @model_validator(mode="after")
-    def _fits(self) -> "Config":
+    def _check_choices(self) -> "Config":
         if self.quantizer == "lookup_free":
-            bits_of(self.codebook_size)
+            count_bits(self.codebook_size)
         if (self.quantizer == "fsq") != (self.levels is not None):
             raise ConfigError(
                 "levels belong to quantizer=fsq, which needs them: write levels=[8,5,5,5] and "
@@ -107,7 +107,7 @@ class Config(SystemConfig):
         """Returns channels, height and width of a frame."""
         return self.channels, *self.size
 
-    def network_arguments(self) -> dict[str, Any]:
+    def make_network_arguments(self) -> dict[str, Any]:
         """Returns the arguments of CViViT."""
         names = (
             "dim",
@@ -156,7 +156,9 @@ class Config(SystemConfig):
         ]
 
     def conflicts(self, run: Run) -> list[str]:
-        problems = self.unequal(run, channels="channels") + missing_weights(self.perceptual, "model.perceptual")
+        problems = self.unequal(run, channels="channels") + describe_missing_weights(
+            self.perceptual, "model.perceptual"
+        )
         height = run.data.height or run.data.image_size
         if self.size != (height, run.data.image_size):
             problems.append(

@@ -18,7 +18,7 @@ from dstrain.nn.finite_scalar import FiniteScalar
 from dstrain.nn.layers import Linear
 from dstrain.nn.lookup_free import CosineQuantizer, LookupFree, Quantized
 from dstrain.nn.quantize import widen_precision
-from dstrain.nn.sequence import own, own_again, whole
+from dstrain.nn.sequence import gather_parts, take_own_part, take_own_part_again
 from dstrain.recipe import ConfigError
 from dstrain.systems.phenaki.transformer import ROWS, PositionBias, Transformer, build_alibi
 
@@ -71,21 +71,27 @@ class CViViT(nn.Module):
         self.patch_size, self.temporal_patch_size, self.heads = patch_size, temporal_patch_size, heads
         values = channels * patch_size**2
 
-        def transformer(over: str) -> Transformer:
+        def build_transformer(over: str) -> Transformer:
             depth = spatial_depth if over == "space" else temporal_depth
             return Transformer(dim, depth, heads, dim_head, causal=True, dropout=dropout, over=over)
 
         self.to_patch_emb_first_frame = Linear(values, dim)
         self.to_patch_emb = Linear(temporal_patch_size * values, dim)
         self.spatial_rel_pos_bias = PositionBias(heads, dim)
-        self.enc_spatial_transformer, self.enc_temporal_transformer = transformer("space"), transformer("time")
+        self.enc_spatial_transformer, self.enc_temporal_transformer = (
+            build_transformer("space"),
+            build_transformer("time"),
+        )
         if quantizer == "lookup_free":
             self.vq = LookupFree(dim, codebook_size, inv_temperature)
         elif quantizer == "fsq":
             self.vq = FiniteScalar(dim, levels)
         else:
             self.vq = CosineQuantizer(dim, codebook_size, codebook_dim)
-        self.dec_temporal_transformer, self.dec_spatial_transformer = transformer("time"), transformer("space")
+        self.dec_temporal_transformer, self.dec_spatial_transformer = (
+            build_transformer("time"),
+            build_transformer("space"),
+        )
         self.to_pixels_first_frame, self.to_pixels = Linear(dim, values), Linear(dim, temporal_patch_size * values)
 
     def forward(self, video: Tensor, frames: Tensor) -> Pass:
@@ -112,30 +118,32 @@ class CViViT(nn.Module):
         counted = mark_counted(frames, self.temporal_patch_size, video.shape[1])  # (B, T)
         video = torch.where(counted[:, :, None, None, None], video, 0.0)  # padding may hold NaN
         # For a single frame the second embedding runs on an empty batch, so that its weights have a gradient, 0.
-        first = self.to_patch_emb_first_frame(own(self._patches(video[:, :1], 1), ROWS))
-        later = self.to_patch_emb(own(self._patches(video[:, 1:], self.temporal_patch_size), ROWS))
+        first = self.to_patch_emb_first_frame(take_own_part(self._cut_patches(video[:, :1], 1), ROWS))
+        later = self.to_patch_emb(take_own_part(self._cut_patches(video[:, 1:], self.temporal_patch_size), ROWS))
         x = torch.cat((first, later), dim=1)  # (B, t, h, w, D)
         x = self.enc_spatial_transformer(x, bias)
-        return whole(self.enc_temporal_transformer(x, build_alibi(self.heads, x.shape[1], x)), ROWS)
+        return gather_parts(self.enc_temporal_transformer(x, build_alibi(self.heads, x.shape[1], x)), ROWS)
 
     def _decode(self, x: Tensor, bias: Tensor) -> Tensor:
         """Maps (B, t, h, w, D), the spatial bias -> float32 (B, T, C, H, W)."""
-        x = own_again(x, ROWS)  # the encoder's tokens were gathered for the quantizer, which measures whole clips
+        x = take_own_part_again(
+            x, ROWS
+        )  # the encoder's tokens were gathered for the quantizer, which measures whole clips
         x = self.dec_temporal_transformer(x, build_alibi(self.heads, x.shape[1], x))
         x = self.dec_spatial_transformer(x, bias)
-        first = self._pixels(whole(self.to_pixels_first_frame(x[:, :1]), ROWS), 1)
-        later = self._pixels(whole(self.to_pixels(x[:, 1:]), ROWS), self.temporal_patch_size)
+        first = self._join_patches(gather_parts(self.to_pixels_first_frame(x[:, :1]), ROWS), 1)
+        later = self._join_patches(gather_parts(self.to_pixels(x[:, 1:]), ROWS), self.temporal_patch_size)
         return widen_precision(torch.cat((first, later), dim=1))
 
-    def _patches(self, video: Tensor, length: int) -> Tensor:
+    def _cut_patches(self, video: Tensor, length: int) -> Tensor:
         """Cuts (B, t length, C, H, W) -> (B, t, h, w, length C s s), s = patch_size."""
         (h, w), s = self.grid, self.patch_size
         batch, count, channels = video.shape[:3]
         x = video.reshape(batch, count // length, length, channels, h, s, w, s)
         return x.permute(0, 1, 4, 6, 2, 3, 5, 7).flatten(4)
 
-    def _pixels(self, x: Tensor, length: int) -> Tensor:
-        """Inverts `_patches`."""
+    def _join_patches(self, x: Tensor, length: int) -> Tensor:
+        """Inverts `_cut_patches`."""
         (h, w), s = self.grid, self.patch_size
         batch, count = x.shape[:2]
         channels = x.shape[-1] // (length * s * s)

@@ -14,12 +14,12 @@ import torch
 from torch import Tensor, nn
 
 from dstrain import rng
-from dstrain.nn.adversarial import gradient_of_picture
-from dstrain.nn.fitting import require_fit, shapes_of
-from dstrain.nn.lookup_free import Usage, bits_of
-from dstrain.nn.measures import codebook_usage, count_tokens, measure_likeness
-from dstrain.nn.picture_loss import PictureLoss, descend_by
-from dstrain.nn.pixels import require_shape, to_uint8
+from dstrain.nn.adversarial import compute_picture_gradient
+from dstrain.nn.fitting import list_shapes, require_fit
+from dstrain.nn.lookup_free import Usage, count_bits
+from dstrain.nn.measures import count_tokens, measure_codebook_usage, measure_likeness
+from dstrain.nn.picture_loss import PictureLoss, make_loss_with_gradient
+from dstrain.nn.pixels import convert_to_uint8, require_shape
 from dstrain.recipe import ConfigError
 from dstrain.systems.base import Batch, Example, Nets, System, Terms
 from dstrain.systems.phenaki.tokenizer.config import Config
@@ -52,15 +52,15 @@ class TokenizerSystem(System):
         self.picture_loss = PictureLoss(
             config.perceptual, config.discriminator, config.discriminator and config.discriminator.penalty
         )
-        self.parts = self.picture_loss.parts("tokenizer", self.learn)
+        self.parts = self.picture_loss.list_parts("tokenizer", self.learn)
         self.codebook_size, self.temporal_patch_size = config.codebook_size, config.temporal_patch_size
         self._usage: Usage | None = None  # of codes, what `diversity` is measured to
         if config.quantizer == "lookup_free":
-            self._usage, self.watched = Usage(bits_of(config.codebook_size), config.usage_decay), ("shares",)
+            self._usage, self.watched = Usage(count_bits(config.codebook_size), config.usage_decay), ("shares",)
 
     def networks(self) -> dict[str, nn.Module]:
-        tokenizer = CViViT(**self.config.network_arguments())
-        return {"tokenizer": tokenizer} | self.picture_loss.networks(self.config.channels)
+        tokenizer = CViViT(**self.config.make_network_arguments())
+        return {"tokenizer": tokenizer} | self.picture_loss.build_networks(self.config.channels)
 
     @torch.no_grad()
     def encode(self, batch: Batch) -> Example:
@@ -78,41 +78,43 @@ class TokenizerSystem(System):
         return {"frames": frames} | example | {"x_start": video.float() / 127.5 - 1}
 
     def turns(self, step: int) -> tuple[str, ...]:
-        return self.picture_loss.turns("tokenizer", step)
+        return self.picture_loss.list_turns("tokenizer", step)
 
     def learn(self, nets: Nets, example: Example) -> Terms:
         """Computes the loss of reconstruction and quantizer, from its start on also the discriminator's critique."""
         passed = nets["tokenizer"](example["x_start"], example["frames"])
-        terms, shares = self._of_codes(passed), {}
+        terms, shares = self._select_code_terms(passed), {}
         if self._usage is not None:
-            terms["diversity"] = self._usage.cross_entropy(passed.shares, bits_of(self.codebook_size))
+            terms["diversity"] = self._usage.compute_cross_entropy(passed.shares, count_bits(self.codebook_size))
             shares = {"shares": passed.shares.detach()}
-        coding = self._coding(terms)
+        coding = self._compute_code_loss(terms)
         if not self.picture_loss.adversarial:
-            terms |= self._distances(passed.video, example)
-            loss = (self.picture_loss.total(terms) + coding).mean()
+            terms |= self._compute_distances(passed.video, example)
+            loss = (self.picture_loss.sum_terms(terms) + coding).mean()
         else:
-            judged, pull = self._judged(nets, passed.video, example)
+            judged, pull = self._compute_critique(nets, passed.video, example)
             terms |= judged
-            value = self.picture_loss.total(terms) + terms["critique_weight"] * terms["critique"] + coding
-            loss = descend_by(value, pull + coding)
+            value = self.picture_loss.sum_terms(terms) + terms["critique_weight"] * terms["critique"] + coding
+            loss = make_loss_with_gradient(value, pull + coding)
         return {name: term.detach() for name, term in terms.items()} | {"loss": loss} | shares
 
-    def _judged(self, nets: Nets, made: Tensor, example: Example) -> tuple[Terms, Tensor]:
-        """Returns the terms of a video (B, T, C, H, W), and a loss (B,) with their gradient by the video."""
-        place, x = self._place(example), example["x_start"]
+    def _compute_critique(self, nets: Nets, made: Tensor, example: Example) -> tuple[Terms, Tensor]:
+        """Returns the terms of a video (B, T, C, H, W), and a loss (B,) with their gradient with respect to
+        the video.
+        """
+        place, x = self._draw_frame_number(example), example["x_start"]
         video = made.detach().requires_grad_()
-        terms = {"recon": self._recon(video, example)}
-        of_recon = gradient_of_picture(terms["recon"], video)  # (B, T, C, H, W)
+        terms = {"recon": self._compute_recon(video, example)}
+        of_recon = compute_picture_gradient(terms["recon"], video)  # (B, T, C, H, W)
         frame, truth = _take_frame(made.detach(), place).requires_grad_(), _take_frame(x, place)
         of_frame = torch.zeros_like(frame)
-        if perceived := self.picture_loss.perceptual(frame, truth):
+        if perceived := self.picture_loss.compute_perceptual(frame, truth):
             terms |= perceived
-            of_frame = self.config.perceptual.weight * gradient_of_picture(terms["perceptual"], frame)
+            of_frame = self.config.perceptual.weight * compute_picture_gradient(terms["perceptual"], frame)
         # Balanced as if this frame were the whole clip: in the mean over frames both then have the weight 1 / count.
         count = count_frames(example["frames"], self.temporal_patch_size).view(-1, 1, 1, 1)
         of_mean = count * _take_frame(of_recon, place) + of_frame
-        critique, of_critique = self.picture_loss.critique(nets, example, frame, truth, of_mean)
+        critique, of_critique = self.picture_loss.compute_critique(nets, example, frame, truth, of_mean)
         pull = of_recon.index_put(
             (torch.arange(len(place), device=place.device), place), of_frame + of_critique, accumulate=True
         )
@@ -120,16 +122,16 @@ class TokenizerSystem(System):
 
     def observe(self, seen: Terms) -> None:
         """Updates the running shares of codes with those of one global batch."""
-        self._usage.observe(seen["shares"])
+        self._usage.update_shares(seen["shares"])
 
-    def _of_codes(self, passed: Pass) -> Terms:
+    def _select_code_terms(self, passed: Pass) -> Terms:
         """Returns the quantizer's terms that have a gradient; fsq has none."""
         if self.config.quantizer == "fsq":
             return {}
         other = "codebook" if self._usage is None else "entropy"
         return {"commitment": passed.commitment, other: getattr(passed, other)}
 
-    def _coding(self, terms: Terms) -> Tensor | float:
+    def _compute_code_loss(self, terms: Terms) -> Tensor | float:
         """Returns the quantizer's loss: (B,). Without `diversity`, whose reference moves, steps can be compared."""
         config = self.config
         if config.quantizer == "fsq":
@@ -142,22 +144,22 @@ class TokenizerSystem(System):
             entropy = entropy - config.diversity_gamma * terms["diversity"]
         return commitment + config.entropy_weight * entropy
 
-    def _distances(self, video: Tensor, example: Example) -> Terms:
-        place = self._place(example)
-        return {"recon": self._recon(video, example)} | self.picture_loss.perceptual(
+    def _compute_distances(self, video: Tensor, example: Example) -> Terms:
+        place = self._draw_frame_number(example)
+        return {"recon": self._compute_recon(video, example)} | self.picture_loss.compute_perceptual(
             _take_frame(video, place), _take_frame(example["x_start"], place)
         )
 
-    def _recon(self, video: Tensor, example: Example) -> Tensor:
+    def _compute_recon(self, video: Tensor, example: Example) -> Tensor:
         """Returns the mean square error over real frames: (B,)."""
-        return _average_counted((video - example["x_start"]).square().flatten(2).mean(2), self._counted(example))
+        return _average_counted((video - example["x_start"]).square().flatten(2).mean(2), self._mark_counted(example))
 
-    def _place(self, example: Example) -> Tensor:
+    def _draw_frame_number(self, example: Example) -> Tensor:
         """Draws the number of a random real frame of each clip: int64 (B,)."""
         count = count_frames(example["frames"], self.temporal_patch_size)
         return (rng.uniform(example["key"], "frame") * count).long().minimum(count - 1)
 
-    def _counted(self, example: Example) -> Tensor:
+    def _mark_counted(self, example: Example) -> Tensor:
         """Marks the frames that tokens stand for: bool (B, T)."""
         return mark_counted(example["frames"], self.temporal_patch_size, example["x_start"].shape[1])
 
@@ -167,17 +169,22 @@ class TokenizerSystem(System):
         ids.
         """
         passed: Pass = nets["tokenizer"](example["x_start"], example["frames"])
-        terms = self._of_codes(passed) | self._distances(passed.video, example)
-        counted, tokens = self._counted(example), passed.tokens
+        terms = self._select_code_terms(passed) | self._compute_distances(passed.video, example)
+        counted, tokens = self._mark_counted(example), passed.tokens
         by_frame = measure_likeness(passed.video.flatten(0, 1), example["x_start"].flatten(0, 1))
         by_clip = {name: _average_counted(values.view(counted.shape), counted) for name, values in by_frame.items()}
         real = mark_real(example["frames"], self.temporal_patch_size, tokens.shape[1])  # (B, t)
         usage = count_tokens(tokens, self.codebook_size, real[:, :, None, None].expand_as(tokens))
-        return terms | {"loss": self.picture_loss.total(terms) + self._coding(terms)} | by_clip | {"usage": usage}
+        return (
+            terms
+            | {"loss": self.picture_loss.sum_terms(terms) + self._compute_code_loss(terms)}
+            | by_clip
+            | {"usage": usage}
+        )
 
     def digest(self, means: dict[str, Tensor]) -> dict[str, float]:
         """Returns perplexity of the codebook over all samples, and dead_tokens, the fraction that none of them used."""
-        return dict(zip(("perplexity", "dead_tokens"), codebook_usage(means["usage"])))
+        return dict(zip(("perplexity", "dead_tokens"), measure_codebook_usage(means["usage"])))
 
     @torch.no_grad()
     def pictures(self, nets: Nets, example: Example) -> dict[str, Tensor]:
@@ -189,7 +196,7 @@ class TokenizerSystem(System):
         last = count_frames(frames, self.temporal_patch_size)[:, None] - 1
         place = torch.arange(x.shape[1], device=x.device).minimum(last)  # (B, T)
         pairs = torch.cat((x, nets["tokenizer"](x, frames).video), dim=4)
-        pairs = to_uint8(pairs[torch.arange(len(x), device=x.device)[:, None], place])
+        pairs = convert_to_uint8(pairs[torch.arange(len(x), device=x.device)[:, None], place])
         return {"reconstruction": pairs if x.shape[1] > 1 else pairs[:, 0]}
 
     @torch.no_grad()
@@ -203,7 +210,7 @@ class TokenizerSystem(System):
 
     def identity(self, nets: Nets) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """Returns architecture and all weights; neither how many frames nor how it was trained."""
-        architecture = self.config.network_arguments()
+        architecture = self.config.make_network_arguments()
         left_out = {"dropout", "inv_temperature"}
         left_out |= {
             name
@@ -223,12 +230,12 @@ class TokenizerSystem(System):
                 "weights: the file is of phenaki-pytorch, whose position encoder mixes up frames and "
                 "places; its weights mean nothing in a network that does not: train anew"
             )
-        shapes = shapes_of(self.on_meta(part))
+        shapes = list_shapes(self.on_meta(part))
         require_fit(state, shapes, [*shapes, *(name for name in state if name not in shapes)], _REMEDIES[part])
         return dict(state), []
 
     def frozen(self) -> tuple[nn.Module, ...]:
-        return self.picture_loss.frozen()
+        return self.picture_loss.list_frozen()
 
     def blocks(self) -> tuple[type[nn.Module], ...]:
         return (TransformerBlock,)
