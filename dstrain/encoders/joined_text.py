@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dstrain.distributed.group import to_device
+from dstrain.distributed.group import copy_to_device
 from dstrain.encoders.autoencoder import hash_network
 from dstrain.encoders.frozen import Frozen, explain_loading, read_config, read_json, read_network, read_pretrained
 from dstrain.encoders.text import CONTENT, TextEncoder, describe_cut, set_padding
@@ -120,7 +120,7 @@ def has_t5(path: str) -> bool:
 
 def _make_ids(tokenizer: Any, captions: list[str], count: int, device: torch.device) -> Tensor:
     tokens = tokenizer(captions, padding="max_length", truncation=True, max_length=count, return_tensors="pt")
-    return to_device(tokens["input_ids"], device)
+    return copy_to_device(tokens["input_ids"], device)
 
 
 def _load_network(path: str, folder: str, kind: str) -> torch.nn.Module:

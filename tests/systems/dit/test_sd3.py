@@ -226,7 +226,7 @@ def test_published_sizes(size: str, fields: dict[str, Any]) -> None:
     config = Config(size=size, condition="text", text_encodings_dim=4096, class_dropout_prob=0, image_size=128)
     with torch.device("meta"):
         theirs = SD3Transformer2DModel(**{"pos_embed_max_size": 192} | usual | fields)
-        ours = DiT(**config.network_arguments())
+        ours = DiT(**config.make_network_arguments())
     counts = [sum(weight.numel() for weight in network.parameters()) for network in (theirs, ours)]
     pos_embed = sum(value.numel() for name, value in theirs.named_parameters() if "pos_embed.pos_embed" in name)
     assert counts[0] - pos_embed == counts[1]
