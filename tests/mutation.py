@@ -332,8 +332,8 @@ MISTAKES = [
     (
         "a mask upside down",
         "dstrain/systems/dit/network.py",
-        "order_both(read, patches, 1)",
-        "order_both(~read, patches, 1)",
+        "order_as_gathered(read, patches, 1)",
+        "order_as_gathered(~read, patches, 1)",
         f"{SD3}::test_masked_words_are_not_read",
     ),
     (
