@@ -198,7 +198,7 @@ def test_a_host_is_taken_away_and_given_back(train, hosts, tmp_path):
     """
     folder, recipe = tmp_path / "run", ("--recipe", RECIPE, "--ds_config", ROOT / "ds_configs/zero2_fp32.json")
     words = (f"steps={STEPS}", "batch.global=12", "batch.micro=1", "every.report=1", "every.save=5", "every.sample=0")
-    words += ("faults.timeout_minutes=2", "optimizer.eps=1e-4")  # see test_elastic.py
+    words += ("faults.timeout_minutes=1", "optimizer.eps=1e-4")  # see test_elastic.py
     keep = (*KEEP[:2], "--backoff", "1", "--min-hosts", "2", "--")
     driven = train(f"folder={folder}", *words, before=keep, count=3, run=recipe)
 
