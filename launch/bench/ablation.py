@@ -2,7 +2,8 @@
 
     python launch/bench/ablation.py --out runs/ablation [--rows flow recipe --seeds 0 1 2 --steps 800 --equal cpu]
     python launch/bench/ablation.py --out runs/quality --against "recipe before" --rows "recipe before" --steps 1200
-    python launch/bench/ablation.py --out runs/quality --against "recipe before" --rows "recipe, guidance 5" --steps 1000
+    python launch/bench/ablation.py --out runs/quality --against "recipe before" --rows "recipe, guidance 5" \\
+        --steps 1000
 
 Every row is launch/recipes/dit-small.yaml with the words of ROWS, trained by a process of its own on one thread, and
 scored by `dstrain evaluate` with 1,000 pictures against the training images. All rows take as many steps. After that,
