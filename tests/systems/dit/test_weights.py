@@ -167,7 +167,7 @@ STRAIGHT = {"path": "linear", "prediction": "velocity", "t_min": 0.0, "time_scal
 def test_weights_of_another_target(theirs, changes, expected):
     """Oracle: by hand: a note says what an export's weights were trained to predict, where that is another thing."""
     system = systems.build("dit", TINY | changes)
-    described = {"_class_name": "ClassTransformer", "network": system.config.network_arguments(), "flow": theirs}
+    described = {"_class_name": "ClassTransformer", "network": system.config.make_network_arguments(), "flow": theirs}
     state, notes = system.from_diffusers({"a": torch.ones(1)}, described)
     assert list(state) == ["a"] and len(notes) == (expected is not None)
     assert expected is None or expected in notes[0]
