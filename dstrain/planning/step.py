@@ -141,7 +141,7 @@ def _label_makers(
 
     wrap_method(system, "encode", mark_encoding)
     wrap_method(engines, "learn", lambda: watch.mark_made("working"))
-    wrap_method(engines.host, "send", lambda: watch.mark_made(ON_HOST))
+    wrap_method(engines.host, "send_to_host", lambda: watch.mark_made(ON_HOST))
     system.observe = lambda rows: None  # it would read values
 
     @contextmanager
