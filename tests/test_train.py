@@ -42,8 +42,8 @@ def shown(folder: Path, system: System, **samples) -> list[str]:
     """What `show` leaves in a folder."""
     run = Run(samples={"num": 5, "seed": 3} | samples, track={"wandb": "disabled"})
     tracker = track_run(run, folder, ("net",))
-    engines, ema = SimpleNamespace(modules=system.networks()), SimpleNamespace(swapped=lambda decay: nullcontext())
-    watchdog = SimpleNamespace(at=lambda step, phase: None)
+    engines, ema = SimpleNamespace(modules=system.networks()), SimpleNamespace(use_averages=lambda decay: nullcontext())
+    watchdog = SimpleNamespace(enter_phase=lambda step, phase: None)
     draw_samples(
         SimpleNamespace(
             run=run, system=system, engines=engines, ema=ema, shown=Clips(), micro=2, tracker=tracker, watchdog=watchdog

@@ -49,11 +49,11 @@ class CountingHost(HostMemory):
     def __init__(self) -> None:
         self.nbytes = 0
 
-    def send(self, tensor: Tensor) -> Any:
+    def send_to_host(self, tensor: Tensor) -> Any:
         self.nbytes += tensor.nbytes
         return tensor.shape, tensor.stride(), tensor.dtype
 
-    def fetch(self, sent: Any) -> Tensor:
+    def fetch_from_host(self, sent: Any) -> Tensor:
         shape, stride, dtype = sent
         return torch.empty_strided(shape, stride, dtype=dtype, device="meta")
 

@@ -208,7 +208,7 @@ class Shown:
         self.flats, self.shown = [torch.zeros(1)], 0
 
     @contextmanager
-    def showing(self, values: list[Tensor]) -> Iterator[None]:
+    def show_flats(self, values: list[Tensor]) -> Iterator[None]:
         self.shown = int(values[0])
         yield
         self.shown = 0
