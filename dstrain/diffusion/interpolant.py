@@ -98,7 +98,8 @@ class Interpolant:
     def mix_noise(self, x_start: Tensor, noise: Tensor, t: Tensor) -> Tensor:
         """Returns x_t = alpha x_start + sigma noise at times (B,)."""
         if self.path == "linear":
-            return torch.lerp(x_start, noise, t.to(x_start.dtype).view(-1, *(1,) * (x_start.ndim - 1)))
+            t = t.to(x_start.dtype).view(-1, *(1,) * (x_start.ndim - 1))
+            return torch.lerp(x_start, noise.to(x_start.dtype), t)
         alpha, sigma, _, _ = self.compute_coefficients(t, x_start)
         return alpha * x_start + sigma * noise
 

@@ -38,6 +38,7 @@ from dstrain.encoders.autoencoder import Autoencoder, hash_network
 from dstrain.recipe import ConfigError
 from dstrain.runs import first_stage
 from dstrain.runs.weights import fit_weights
+from dstrain.systems.dit.presets import PRESETS
 from dstrain.systems.iddpm import to_diffusers as unets
 from dstrain.systems.optional import Imports
 from dstrain.systems.vae import to_diffusers
@@ -254,10 +255,11 @@ def test_recipes_that_diffusers_cannot_express(tmp_path, path):
     """Oracle: the recipe's own header: `Export    Not to diffusers` where an export is refused, and nowhere else."""
     run, _ = check_recipe(recipe.load_recipe(path))
     latents = {"first_stage": None}
-    if run.model.get("null_text") == "encoder":  # PixArt's pipeline needs an autoencoder
+    if run.model.get("null_text") == "encoder":  # PixArt's and SD3's pipelines need an autoencoder
+        latent_channels = PRESETS[run.model["size"]].get("in_channels", 4)
         latents = {
             "first_stage": {
-                "path": str(save_autoencoder(tmp_path, channels=3, depth=4, latent_channels=4)),
+                "path": str(save_autoencoder(tmp_path, channels=3, depth=4, latent_channels=latent_channels)),
                 "factor": 8,
             }
         }

@@ -110,7 +110,7 @@ def note_precisions(path):
 
         setattr(owner, name, noted)
 
-    precisions.find_problem = lambda precision, key: None  # tf32 as if this machine had it
+    precisions.find_precision_problem = lambda precision, key: None  # tf32 as if this machine had it
     spy(DiT, "forward", lambda network: network)
     spy(precisions, "encode_posterior", lambda vae: vae.encoder)
     record, found = report.Record(path.with_suffix(".record"), True, path.parent), []
