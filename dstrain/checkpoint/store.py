@@ -153,7 +153,7 @@ class Store:
         """
         scores = {
             step: extra.get("score")
-            for step, extra in self._read_extras().items()
+            for step, extra in self._read_manifest_extras().items()
             if extra.get("metric", "loss") == self.metric
         }
         scored = [
@@ -185,7 +185,8 @@ class Store:
         bad_from: where this is the newest routine one, it and all later ones are bad. Nothing is verified.
         """
         kinds = {
-            step: extra.get("kind", ROUTINE) for step, extra in group.broadcast_from_first(self._read_extras()).items()
+            step: extra.get("kind", ROUTINE)
+            for step, extra in group.broadcast_from_first(self._read_manifest_extras()).items()
         }
         by_kind = [
             [step for step, kind in kinds.items() if kind == wanted and step <= before] for wanted in (ROUTINE, STOP)
@@ -264,7 +265,7 @@ class Store:
         names = [path.name for path in self.folder.iterdir()] if self.folder.is_dir() else []
         return sorted(int(match[1]) for name in names if (match := re.fullmatch(rf"step_(\d{{8,}}){suffix}", name)))
 
-    def _read_extras(self) -> dict[int, dict]:
+    def _read_manifest_extras(self) -> dict[int, dict]:
         """Returns manifest["extra"] of every step that is not known to be damaged, by step, ascending."""
         extras = {}
         for step in self.list_steps():
@@ -298,7 +299,7 @@ class Store:
         best = self.find_best()
         if best:
             self._write_pointer("best", best[0])
-        steps, extras = self.list_steps(), self._read_extras()
+        steps, extras = self.list_steps(), self._read_manifest_extras()
         kinds = {step: extra.get("kind", ROUTINE) for step, extra in extras.items()}
         good = [step for step, kind in kinds.items() if kind != TROUBLE]
         routine = [step for step in good if kinds[step] != STOP]

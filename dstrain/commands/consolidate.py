@@ -149,7 +149,7 @@ def plan_order(order: Order) -> Plan:
             "it out, or choose with --step"
         )
     Hold(checkpoint)
-    return _plan_from_dstrain(order, checkpoint)
+    return _plan_dstrain_checkpoint(order, checkpoint)
 
 
 def _find_checkpoint(source: Path, step: int | None) -> Path | None:
@@ -190,7 +190,7 @@ def _find_steps(store: Path) -> dict[int, Path]:
     }
 
 
-def _plan_from_dstrain(order: Order, checkpoint: Path) -> Plan:
+def _plan_dstrain_checkpoint(order: Order, checkpoint: Path) -> Plan:
     try:
         body = read_manifest(checkpoint)
     except ConfigError as error:

@@ -96,7 +96,7 @@ def _wait_briefly() -> None:
         os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 
-def _find_group() -> ModuleType | None:
+def _find_group_module() -> ModuleType | None:
     """Returns the module distributed.group, where a script has loaded it: it imports torch."""
     return sys.modules.get("dstrain.distributed.group")
 
@@ -129,7 +129,7 @@ def _run_main(main: Callable[[], None], hears: bool) -> None:
         }
         raise SystemExit(next(code[kind] for kind in code if isinstance(error, kind))) from None
     except RuntimeError as error:
-        if (group := _find_group()) and group.explain_lost_ranks(error):
+        if (group := _find_group_module()) and group.explain_lost_ranks(error):
             group.end_process(error)
         raise
 

@@ -69,11 +69,11 @@ def index_data(data: Data, captions: bool = False, check: bool = False) -> dict[
     if images:
         sizes = measure_images(layout, index)
         result |= _count_sizes(sizes)
-        broken = _iterate_unmeasured(layout, index, sizes, read_size)
+        broken = _iterate_unmeasurable(layout, index, sizes, read_size)
     elif data.buckets:
         frames = measure_clips(layout, index)
         result["frames"] = _count_durations(frames, data)
-        broken = _iterate_unmeasured(layout, index, frames, count_sample_frames)
+        broken = _iterate_unmeasurable(layout, index, frames, count_sample_frames)
     if check:
         broken = _iterate_unreadable(data, captions, layout, index)
     named = [list(entry) for _, entry in zip(range(_BROKEN), broken or ())]
@@ -148,7 +148,7 @@ def _count_sizes(sizes: Verified) -> dict[str, Any]:
     }
 
 
-def _iterate_unmeasured(
+def _iterate_unmeasurable(
     layout: Layout, index: Index, table: Verified, measure: Callable[[Layout, Place], Any]
 ) -> Iterator[tuple[str, str]]:
     """Yields (name, reason) of each sample that could not be measured."""

@@ -194,7 +194,7 @@ def _check_data_and_folder(
     from dstrain.data.open import describe_data, find_contents, open_sources
     from dstrain.data.source import describe_cut_captions
     from dstrain.metrics.in_training import check_quality
-    from dstrain.planning.states import describe_states
+    from dstrain.planning.states import describe_memory_of_states
 
     source, held_out = open_sources(run.data, verify=True, run=run.directory)
     if run.save.best is True and held_out is None:
@@ -251,7 +251,7 @@ def _check_data_and_folder(
     can_lose = type(system).require_expressible is not System.require_expressible  # others have no form in diffusers
     notes = tuple(f"note: {line}" for line in lost if begins and can_lose)
     try:
-        return remarks, (f"{describe_states(run, system, resolved, world)}; {describe_free_memory()}", *notes)
+        return remarks, (f"{describe_memory_of_states(run, system, resolved, world)}; {describe_free_memory()}", *notes)
     except (RuntimeError, TypeError, ValueError):  # as probe.py meets them on the meta device
         return remarks, notes
 

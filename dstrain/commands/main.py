@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 # Nothing else is imported here: the first line, and stacks on request, come before other imports.
 from dstrain import __version__
-from dstrain.distributed.environment import open_streams
+from dstrain.distributed.environment import open_closed_standard_streams
 from dstrain.distributed.processes import print_stacks_on_request
 from dstrain.distributed.progress import get_phases, make_greeting
 
@@ -82,7 +82,7 @@ def main() -> None:
 
 def start_verb(name: str) -> None:
     """Runs a verb on the words in sys.argv."""
-    open_streams()
+    open_closed_standard_streams()
     if name == "train":
         print_stacks_on_request()
         if not _BRIEF.intersection(sys.argv):

@@ -54,7 +54,7 @@ def run_verb(options: ReconstructOptions) -> None:
                 num=options.num,
                 batch=options.batch,
             )
-        sweep.require_sweep(options.folder, quality)
+        sweep.require_sweep_possible(options.folder, quality)
     made = make_averages(options)
     if group.rank() == 0:
         print(describe_made(made))

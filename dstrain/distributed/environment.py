@@ -30,7 +30,7 @@ def prepare_process() -> list[str]:
     return problems
 
 
-def open_streams() -> None:
+def open_closed_standard_streams() -> None:
     """Opens closed standard streams on the null device: else the next file that is opened gets the number of stderr,
     and what a library prints is written into it.
     """

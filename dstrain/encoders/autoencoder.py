@@ -98,7 +98,7 @@ class Autoencoder(Frozen):
         """Returns a hash of architecture and weights, see `hash_network`. Ask before `drop_encoder` and
         `set_encode_precision`.
         """
-        return hash_network(*identify_autoencoder(self.vae))
+        return hash_network(*read_autoencoder_identity(self.vae))
 
     def describe_latents(self) -> dict[str, Any]:
         """Returns what decides the latents of an image: scaling_factor, shift and fingerprint."""
@@ -159,7 +159,7 @@ def is_representation_autoencoder(vae: nn.Module) -> bool:
     return type(vae).__name__ == _OF_REPRESENTATIONS
 
 
-def identify_autoencoder(vae: nn.Module) -> tuple[dict[str, Any], dict[str, Tensor]]:
+def read_autoencoder_identity(vae: nn.Module) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Returns what decides an autoencoder's codes: its architecture and its weights by diffusers' names.
 
     Scale and shift of the latents are left out, since they come after the codes and may be measured later; but for an

@@ -80,9 +80,11 @@ class Quality:
     def describe(self, folder: Path) -> None:
         """Describes the reference, on all ranks, or reads what an earlier command has written into the run's folder."""
         get_phases().enter_phase("describing the data for every.metrics")
-        self._data = self._compared.read_statistics(partial(self._describe_images, folder))
+        self._data = self._compared.read_statistics(partial(self._read_or_collect_statistics, folder))
 
-    def _describe_images(self, folder: Path, images: Images, compared: dict[str, Features]) -> dict[str, Statistics]:
+    def _read_or_collect_statistics(
+        self, folder: Path, images: Images, compared: dict[str, Features]
+    ) -> dict[str, Statistics]:
         networks = {network.name: network for network in compared.values()}
         data = self._run.data
         key = json.dumps(

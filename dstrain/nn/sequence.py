@@ -81,7 +81,7 @@ def gather_parts(x: Tensor, axis: int) -> Tensor:
 
 def take_own_part_again(x: Tensor, axis: int) -> Tensor:
     """Returns this rank's part of an axis that `gather_parts` has gathered."""
-    return x if _team is None else _OwnAgain.apply(x, axis)
+    return x if _team is None else _OwnPart.apply(x, axis)
 
 
 def exchange_tokens_for_heads(x: Tensor, runs: int) -> Tensor:
@@ -133,7 +133,7 @@ class _Whole(torch.autograd.Function):
         return take_own_part(gradient, ctx.axis) * _team.size, None
 
 
-class _OwnAgain(torch.autograd.Function):
+class _OwnPart(torch.autograd.Function):
     """Takes the own part; backward: the gradients of all parts, without the factor N that `_Whole` gives them again."""
 
     @staticmethod

@@ -111,7 +111,7 @@ def find_change(estimate: Estimate, case: Case) -> Estimate | None:
 def find_sharing(case: Case) -> Estimate | None:
     """Returns the run with the fewest ranks that share each sample with which it fits, with all that saves memory."""
     for ranks in _list_teams(case)[1:] if case.chip.memory > CONTEXT else ():
-        if fitting := _try_least(case.change(sequence=ranks)):
+        if fitting := _estimate_with_least_memory(case.change(sequence=ranks)):
             return fitting
     return None
 
@@ -123,13 +123,13 @@ def find_more_gpus(case: Case) -> Estimate | None:
     """
     world = 2 * case.layout.world
     while world <= MAX_RANKS and case.run.batch.global_ % world == 0 and case.chip.memory > CONTEXT:
-        if fitting := _try_least(replace(case, layout=replace(case.layout, world=world))):
+        if fitting := _estimate_with_least_memory(replace(case, layout=replace(case.layout, world=world))):
             return fitting
         world *= 2
     return None
 
 
-def _try_least(case: Case) -> Estimate | None:
+def _estimate_with_least_memory(case: Case) -> Estimate | None:
     """Returns the run at stage 3 with micro-batches of one sample and all recomputed, if it fits; on the host, too, if
     it fits so alone.
     """

@@ -11,7 +11,7 @@ from typing import Any
 
 from dstrain.engine.settings import is_optimizer_offloaded, read_offload, read_precision, read_stage
 from dstrain.planning.counts import Collective, Counts, Layout
-from dstrain.planning.states import count_weights, describe_states
+from dstrain.planning.states import count_weights, describe_memory_of_states
 from dstrain.planning.step import choose_step
 from dstrain.recipe import Run
 from dstrain.systems.base import System
@@ -174,7 +174,7 @@ def describe_costs(run: Run, system: System, settings: dict[str, Any], world: in
     except (RuntimeError, TypeError, ValueError):  # Code on the meta device asks for values.
         work = ""
     weights = ", ".join(f"{part} {number / 1e6:,.1f} M" for part, number in numbers.items())
-    kept = describe_states(run, system, settings, world)
+    kept = describe_memory_of_states(run, system, settings, world)
     return f"weights: {weights}{work}\n{kept}; `dstrain plan` counts all that a step takes"
 
 

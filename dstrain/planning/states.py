@@ -59,7 +59,7 @@ def count_states(run: Run, system: System, settings: dict[str, Any], world: int)
     return {kind: math.ceil(size) for kind, size in sizes.items() if size}
 
 
-def describe_states(run: Run, system: System, settings: dict[str, Any], world: int) -> str:
+def describe_memory_of_states(run: Run, system: System, settings: dict[str, Any], world: int) -> str:
     """Describes in a line what a rank keeps, by kind, and which kinds lie in the host's memory."""
     sizes = count_states(run, system, settings, world)
     offloaded = {

@@ -180,7 +180,7 @@ def _describe_settings(samples: Samples, system: System, class_name: str) -> str
 def _hide_paths(run: Run) -> Run:
     """Returns the recipe without the paths of the run's machine: folders are left out, of files the names stay."""
     data = {key: _strip_paths(value) for key, value in run.data}
-    data |= {key: data[key] and _name_last(data[key]) for key in ("path", "held_out_path")}
+    data |= {key: data[key] and _keep_last_path_part(data[key]) for key in ("path", "held_out_path")}
     return run.model_copy(
         update={
             "folder": None,
@@ -196,10 +196,14 @@ def _strip_paths(value: Any) -> Any:
         return {key: _strip_paths(inner) for key, inner in value.items()}
     if isinstance(value, (list, tuple)):
         return type(value)(_strip_paths(inner) for inner in value)
-    return _name_last(value) if isinstance(value, (str, Path)) and Path(value).expanduser().is_absolute() else value
+    return (
+        _keep_last_path_part(value)
+        if isinstance(value, (str, Path)) and Path(value).expanduser().is_absolute()
+        else value
+    )
 
 
-def _name_last(path: Any) -> Any:
+def _keep_last_path_part(path: Any) -> Any:
     return type(path)(Path(path).name) if Path(path).name else path
 
 

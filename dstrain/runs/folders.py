@@ -429,7 +429,7 @@ def set_run_aside(folder: Path) -> None:
     stays. Raises OSError if it cannot be moved.
     """
     if old := [folder / name for name in OF_RUN if os.path.lexists(folder / name)]:
-        earlier = _make_earlier_folder(folder)
+        earlier = _make_folder_for_earlier_run(folder)
         for path in old:
             if path.is_symlink():  # a relative one would name another place from there
                 (earlier / path.name).symlink_to(os.path.realpath(path))
@@ -450,11 +450,11 @@ def set_newer_aside(folder: Path, step: int) -> None:
         return
     _require_unread(newer)
     with report_disk_errors(folder):
-        earlier = _make_earlier_folder(folder)
+        earlier = _make_folder_for_earlier_run(folder)
         if (folder / "metrics.jsonl").is_file():
             shutil.copyfile(folder / "metrics.jsonl", earlier / "metrics.jsonl")
         if (folder / "checkpoints").is_symlink():  # on another disk, where they stay
-            (earlier / "checkpoints").symlink_to(_make_earlier_folder((folder / "checkpoints").resolve()))
+            (earlier / "checkpoints").symlink_to(_make_folder_for_earlier_run((folder / "checkpoints").resolve()))
         for path in sorted(newer, key=lambda path: int(path.name[5:].partition(".")[0]), reverse=True):
             (target := earlier / path.relative_to(folder)).parent.mkdir(parents=True, exist_ok=True)
             path.rename(target)
@@ -468,7 +468,7 @@ def _require_unread(paths: Iterable[Path]) -> None:
             raise ConfigError(f"{path} is being read by another command: wait for its end, and give this one again")
 
 
-def _make_earlier_folder(folder: Path) -> Path:
+def _make_folder_for_earlier_run(folder: Path) -> Path:
     number = 1 + sum(1 for _ in folder.glob("earlier_*"))
     while (folder / f"earlier_{number}").exists():
         number += 1

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from dstrain.commands.options.arguments import read_lines
+from dstrain.commands.options.arguments import read_nonempty_lines
 from dstrain.commands.options.pack import PackOptions
 from dstrain.commands.pack import pack_data
 from dstrain.data.decode.clips import Cut
@@ -134,7 +134,7 @@ def test_lines_of_a_text(tmp_path):
         assert split_lines(f"a cat{mark}on a mat\n") == (f"a cat{mark}on a mat",)
     for content in (b"\xef\xbb\xbfa\r\nb\n", "\ufeffa\nb".encode("utf-16-le"), "\ufeffa\nb".encode("utf-16-be")):
         (tmp_path / "x.txt").write_bytes(content)
-        assert parse_sidecar("x.txt", content) == read_lines(str(tmp_path / "x.txt")) == ("a", "b")
+        assert parse_sidecar("x.txt", content) == read_nonempty_lines(str(tmp_path / "x.txt")) == ("a", "b")
     assert parse_sidecar("x.json", b'\xef\xbb\xbf{"caption": ["\xef\xbb\xbfa\\nb", null, 3, " "]}') == ("a\nb",)
     assert [split_lines(decode_text(content)) for content in (b"", b"\xef\xbb\xbf", b" \r\n")] == [()] * 3
     with pytest.raises(ValueError):

@@ -96,8 +96,8 @@ def test_closed_streams(tmp_path, closed):
     """Oracle: the numbers of closed streams belong to no file that the command opens."""
     program = """
 import os, sys
-from dstrain.distributed.environment import open_streams
-open_streams()
+from dstrain.distributed.environment import open_closed_standard_streams
+open_closed_standard_streams()
 sys.stdout.write("x"); sys.stderr.write("y")
 assert open(sys.argv[1], "w").fileno() > 2 and not sys.stdin.read()
 """

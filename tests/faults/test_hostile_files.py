@@ -326,7 +326,7 @@ def cases() -> dict[str, tuple[str, object, Callable[[Path], object]]]:
         for name, content in JSONS.items()
     }
     table |= {
-        f"prompts: {name}": ("p.txt", content, lambda path: arguments.read_lines(str(path)))
+        f"prompts: {name}": ("p.txt", content, lambda path: arguments.read_nonempty_lines(str(path)))
         for name, content in LINES.items()
     }
     table |= {
@@ -353,7 +353,7 @@ def cases() -> dict[str, tuple[str, object, Callable[[Path], object]]]:
         table |= {
             f"{kind} as weights": ("w/a.safetensors", make, weights.read_state),
             f"{kind} as a pickle": ("w/a.pt", make, weights.read_state),
-            f"{kind} as prompts": ("p.txt", make, lambda path: arguments.read_lines(str(path))),
+            f"{kind} as prompts": ("p.txt", make, lambda path: arguments.read_nonempty_lines(str(path))),
             f"{kind} as a list": ("t/l.csv", make, first_listed),
             f"{kind} as captions": ("c.csv", make, read_captions),
             f"{kind} as run.yaml": ("r/run.yaml", make, lambda path: trained.read_recipe(path.parent)),

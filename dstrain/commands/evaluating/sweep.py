@@ -29,7 +29,7 @@ from dstrain.sampling.draw import score_batches
 from dstrain.tracking import figures
 
 
-def require_sweep(folder: Path, options: EvaluateOptions | None) -> None:
+def require_sweep_possible(folder: Path, options: EvaluateOptions | None) -> None:
     """Checks, before any average is made, that it can be measured; options None: by its held-out loss.
 
     Raises ConfigError if the run holds no samples out, or as `sweep_metric`.
@@ -78,7 +78,7 @@ def sweep_metric(options: EvaluateOptions, widths: Sequence[float]) -> tuple[Pat
 
     Raises ConfigError as `measure_quality`, and for a metric of several figures.
     """
-    require_sweep(options.run_folder, options)
+    require_sweep_possible(options.run_folder, options)
     (metric,) = options.metrics or ("",)
     results = [measure_quality(replace(options, ema=width))[1] for width in widths]
     facts = {name: results[0][name] for name in ("run", "step", "split", "samples", "reference", "sampling")}

@@ -156,15 +156,15 @@ def choose_from(*known: str) -> Callable[[str], tuple[str, ...]]:
     return parse_words
 
 
-def read_lines(text: str) -> tuple[str, ...]:
+def read_nonempty_lines(path: str) -> tuple[str, ...]:
     """Reads the lines of a text file that are not empty."""
     try:
-        lines = split_lines(read_text(Path(text)))
+        lines = split_lines(read_text(Path(path)))
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or error
-        raise argparse.ArgumentTypeError(f"{text} cannot be read as a text file: {reason}") from None
+        raise argparse.ArgumentTypeError(f"{path} cannot be read as a text file: {reason}") from None
     if not lines:
-        raise argparse.ArgumentTypeError(f"{text} holds no line of text")
+        raise argparse.ArgumentTypeError(f"{path} holds no line of text")
     return lines
 
 

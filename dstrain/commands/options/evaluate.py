@@ -5,7 +5,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
-from dstrain.commands.options.arguments import parse_count, parse_labels, parse_positive, read_lines, split_words
+from dstrain.commands.options.arguments import (
+    parse_count,
+    parse_labels,
+    parse_positive,
+    read_nonempty_lines,
+    split_words,
+)
 from dstrain.commands.options.command import argument, option
 from dstrain.commands.options.shared import PRECISIONS, Precision, Sampling, Weights
 from dstrain.recipe import ConfigError
@@ -123,7 +129,7 @@ class EvaluateOptions(Weights, Sampling):
         None, "classes, repeated, such as 3,5,5", parse_labels, metavar="N,N,...", heading=_DRAWN
     )
     prompts: tuple[str, ...] | None = option(
-        None, "texts, one a line, repeated", read_lines, metavar="FILE", heading=_DRAWN
+        None, "texts, one a line, repeated", read_nonempty_lines, metavar="FILE", heading=_DRAWN
     )
     seed: int | None = option(None, "picture i is a function of S + i (0)", parse_count, metavar="S", heading=_DRAWN)
     prime_frames: int | None = option(

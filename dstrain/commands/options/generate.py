@@ -10,7 +10,7 @@ from dstrain.commands.options.arguments import (
     parse_labels,
     parse_positive,
     parse_size,
-    read_lines,
+    read_nonempty_lines,
 )
 from dstrain.commands.options.command import argument, option
 from dstrain.commands.options.shared import GUIDANCE, PRECISIONS, Precision, Sampling, Weights
@@ -45,7 +45,7 @@ class GenerateOptions(Weights, Sampling):
         None, "classes, repeated to as many, such as 3,5,5 (every class in turn)", parse_labels, metavar="N,N,..."
     )
     prompts: tuple[str, ...] | None = option(
-        None, "texts, one a line, repeated to as many, for a run that takes them", read_lines, metavar="FILE"
+        None, "texts, one a line, repeated to as many, for a run that takes them", read_nonempty_lines, metavar="FILE"
     )
     negative_prompt: str | None = option(
         None,
@@ -113,7 +113,7 @@ class GenerateOptions(Weights, Sampling):
     scenes: tuple[str, ...] | None = option(
         None,
         "texts, one a line: one long clip for each sample, scene after scene",
-        read_lines,
+        read_nonempty_lines,
         metavar="FILE",
         heading=_VIDEOS,
     )

@@ -91,7 +91,7 @@ class Latents(Source):
                 raise ConfigError(f"{path} is missing; {_REMEDY}")
             if path.stat().st_size != size:
                 raise ConfigError(f"{path} has {path.stat().st_size} bytes instead of {size}; {_REMEDY}")
-        self.members = None if self.split == "all" or not self.held_out else self._open_members()
+        self.members = None if self.split == "all" or not self.held_out else self._find_split_members()
         self.noun = (
             f"cached {'clips' if 'num_frames' in self.encoding else 'images'} "
             f"({self.encoding['kind']} {' x '.join(map(str, self.encoding['shape']))}"
@@ -101,7 +101,7 @@ class Latents(Source):
         self._open: dict[int, Arrays] = {}
         self._layouts: dict[tuple[int, int], Layout] = {}  # of shards with so many rows, and bytes of a caption
 
-    def _open_members(self) -> Members:
+    def _find_split_members(self) -> Members:
         members = Members(self.encoding["number"], self.held_out, self.split)
         if not len(members):
             raise ConfigError(

@@ -232,7 +232,7 @@ def _decode_pixels(frame: Any, cut: Cut) -> Tensor:
     transparent = any(component.is_alpha for component in frame.format.components)
     image = Image.fromarray(frame.to_ndarray(format="rgba" if transparent else "rgb24"))
     matrix = frame.side_data.get("DISPLAYMATRIX") if cut.upright else None
-    turns = None if matrix is None else _find_turns(np.frombuffer(matrix, np.int32))
+    turns = None if matrix is None else _find_transpositions(np.frombuffer(matrix, np.int32))
     if turns is not None:
         for turn in turns:
             image = image.transpose(turn)
@@ -241,13 +241,13 @@ def _decode_pixels(frame: Any, cut: Cut) -> Tensor:
     return _crop_frame(image, cut)
 
 
-def _find_turns(matrix: np.ndarray) -> list[Image.Transpose] | None:
+def _find_transpositions(display_matrix: np.ndarray) -> list[Image.Transpose] | None:
     """Finds the transpositions that a display matrix int32 (9,) stands for; returns None if it does more than turn and
     mirror.
 
-    It puts the pixel (x, y) to (a x + c y, b x + d y), with a, b, c, d = matrix[[0, 1, 3, 4]].
+    It puts the pixel (x, y) to (a x + c y, b x + d y), with a, b, c, d = display_matrix[[0, 1, 3, 4]].
     """
-    a, b, c, d = np.sign(matrix[[0, 1, 3, 4]]).tolist()
+    a, b, c, d = np.sign(display_matrix[[0, 1, 3, 4]]).tolist()
     if (a and d and not (b or c)) or (b and c and not (a or d)):
         across, down = (a, d) if a else (c, b)
         turns = [] if a else [Image.Transpose.TRANSPOSE]

@@ -130,7 +130,7 @@ class Fields(SystemConfig, ReadsTexts):
         end = self.network_shape()["depth"] - 1 if self.routing.end is None else self.routing.end
         return self.routing.start, end
 
-    def latent_scale(self) -> tuple[autoencoder.Values, autoencoder.Values]:
+    def latent_scale_and_shift(self) -> tuple[autoencoder.Values, autoencoder.Values]:
         """Returns what latents are multiplied by, after what is subtracted: a number, or one for each channel."""
         if self.latents.normalize == "channels":
             return [1 / value for value in self.latents.std], self.latents.mean

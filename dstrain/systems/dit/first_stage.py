@@ -102,7 +102,7 @@ def load_first_stage(
     section: FirstStage, codes: Codes | None, in_channels: int, image_size: int, scale: tuple[Values, Values]
 ) -> Autoencoder:
     """Returns the autoencoder, without its encoder where a cache holds its latents. Raises ConfigError if it is not
-    the one that the recipe, the run or the cache names. scale: see Config.latent_scale.
+    the one that the recipe, the run or the cache names. scale: see Config.latent_scale_and_shift.
     """
     path = section.path
     autoencoder = Autoencoder(path, *scale)

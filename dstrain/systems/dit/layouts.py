@@ -54,7 +54,7 @@ class Layout(NamedTuple):
     swapped: tuple[str, ...] = ()
     """Our names of layers that give scale and shift there, and shift and scale here; {last} is the last block."""
 
-    def require_fields(self, name: str, config: Any) -> None:
+    def require_trained_as(self, name: str, config: Any) -> None:
         """Raises ConfigError if what a model's section learns is not what this layout's networks were trained for."""
         prediction = "x" if self.predicts_x else "velocity"
         fields = ("objective", "flow"), ("flow.time_scale", self.time_scale), ("flow.prediction", prediction)

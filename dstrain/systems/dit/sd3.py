@@ -75,7 +75,7 @@ def rename_from_diffusers(
 
     Raises ConfigError for a field that differs from the recipe's, or that this network does not know.
     """
-    LAYOUTS["sd3"].require_fields("sd3", config)
+    LAYOUTS["sd3"].require_trained_as("sd3", config)
     expected = make_arguments(config)
     if unknown := sorted(name for name in diffusers_config if name not in expected and not name.startswith("_")):
         raise ConfigError(

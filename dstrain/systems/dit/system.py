@@ -56,7 +56,7 @@ class DiTSystem(System):
         self.first_stage = None
         if config.first_stage:
             self.first_stage = load_first_stage(
-                config.first_stage, config.codes, config.in_channels, config.image_size, config.latent_scale()
+                config.first_stage, config.codes, config.in_channels, config.image_size, config.latent_scale_and_shift()
             )
         self.alignment = Alignment(config.align) if config.align else None
         self.generates = config.codes is None or self.first_stage is not None
@@ -85,7 +85,7 @@ class DiTSystem(System):
             example["image"] = batch["image"]
         if "latent_mean" in batch:
             moments = batch["latent_mean"], batch["latent_std"], batch["key"]
-            stage, scale = self.first_stage, self.config.latent_scale()
+            stage, scale = self.first_stage, self.config.latent_scale_and_shift()
             example["x_start"] = stage.draw_latents(*moments) if stage else draw_latents(*moments, *scale)
         elif self.config.codes:
             raise ConfigError(
@@ -380,7 +380,7 @@ class DiTSystem(System):
         layout = self.config.layout or recognise_layout(state)
         if layout is None:
             return state, []
-        LAYOUTS[layout].require_fields(layout, self.config)
+        LAYOUTS[layout].require_trained_as(layout, self.config)
         network = self.on_meta(part)
         heads = [network.head_dim, network.final_layer.head_dim] if self.config.wide else [network.head_dim]
         translated = translate(

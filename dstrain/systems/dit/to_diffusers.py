@@ -417,7 +417,7 @@ def _load_first_stage(config: Config) -> nn.Module | None:
     """Reads the first stage again, with the scale of the run, since the system may have dropped its encoder."""
     if config.first_stage is None:
         return None
-    stage = Autoencoder(config.first_stage.path, *config.latent_scale())
+    stage = Autoencoder(config.first_stage.path, *config.latent_scale_and_shift())
     if stage.of_representations:
         raise ConfigError(
             "first_stage: diffusers has no pipeline that decodes by an AutoencoderRAE; take --format safetensors"

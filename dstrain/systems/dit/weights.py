@@ -207,7 +207,7 @@ def rename_from_pixart(
 
     Raises ConfigError for a field that differs from the recipe's.
     """
-    LAYOUTS["pixart"].require_fields("pixart", config)
+    LAYOUTS["pixart"].require_trained_as("pixart", config)
     _require_same(diffusers_config, PIXART_CLASSES, pixart_arguments(config))
     size, scale = diffusers_config["sample_size"], diffusers_config.get("interpolation_scale")
     if scale is None:

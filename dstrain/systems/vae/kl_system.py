@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from dstrain import rng
-from dstrain.encoders.autoencoder import identify_autoencoder
+from dstrain.encoders.autoencoder import read_autoencoder_identity
 from dstrain.nn.measures import measure_likeness
 from dstrain.systems.base import Example, Nets, Terms
 from dstrain.systems.vae import kl, losses
@@ -110,7 +110,7 @@ class KLSystem(AutoencoderSystem):
         """Returns the config and weights that AutoencoderKL with these weights has, so that an exported one is the same
         first stage.
         """
-        return identify_autoencoder(nets["autoencoder"])
+        return read_autoencoder_identity(nets["autoencoder"])
 
     def require_expressible(self) -> None:
         """Raises nothing: AutoencoderKL can express every choice of model.kl."""
