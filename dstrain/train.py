@@ -198,8 +198,8 @@ def measure_step(training: Training, done: int, saved: bool, held: tuple[bool, .
 
 
 def end_without_data(training: Training, done: int) -> None:
-    """Raises ConfigError or NotRead on all ranks if some rank has no samples for the next step; `done` steps are
-    saved.
+    """Raises, on all ranks, the ConfigError or NotRead of a rank that has no samples for the next step. Call it after
+    step `done` is saved.
     """
     for problem in filter(None, group.gather_objects(training.batches.problem)):
         training.tracker.note(f"stopped at step {done}, which is saved, since samples cannot be read: {problem}")

@@ -57,8 +57,8 @@ def collect_rows(entries: Iterable[tuple[str, Fragment, Any]], written: dict[str
 def write_indices(
     folder: Path, own: dict[str, Rows], shapes: Callable[[str], dict[str, tuple[int, ...]]]
 ) -> dict[str, dict[str, Any]]:
-    """Writes the indices of all parts, by rank 0 from every rank's own rows: {name: {size, hash}}; {} on the other
-    ranks.
+    """Writes the indices of all parts, on rank 0, from the rows of all ranks; returns {name: {size, hash}} there, {} on
+    the others.
     """
     gathered = group.gather_on_first_rank(own)
     if gathered is None:
@@ -70,7 +70,7 @@ def write_indices(
 
 
 def write_index(folder: Path, part: str, by_rank: Sequence[Rows], shapes: dict[str, tuple[int, ...]]) -> dict[str, Any]:
-    """Writes the index of the shards that the ranks have written, synced to the disk; its {size, hash}."""
+    """Writes the index of the shards that the ranks have written, synced to the disk; returns its {size, hash}."""
     table = np.concatenate([own.table for own in by_rank])
     table[:, 3] = np.repeat(np.arange(len(by_rank)), [len(own.table) for own in by_rank])
     table = np.ascontiguousarray(table[np.lexsort((table[:, 1], table[:, 0]))].T)  # (5, N)

@@ -153,7 +153,9 @@ def _collect_problems(problems: list[str]) -> Iterator[None]:
 
 
 def _list_path_problems(run: Run) -> list[str]:
-    """Returns what is wrong with the paths of a recipe."""
+    """Returns the faults of a recipe's paths (data, init_from, folder), and of a missing tensorboard, a line each; []
+    if none.
+    """
     from dstrain.data.paths import find_path_problems
 
     problems = find_path_problems(run.data)

@@ -51,7 +51,8 @@ def make_case(
     network: float | None,
     efficiency: float = EFFICIENCY,
 ) -> Case:
-    """Makes the case to plan for. `network` is in Gbit/s of a GPU, None for the chip's own; `efficiency` of its rate.
+    """Makes the case to plan for. network: Gbit/s for each GPU, None: the chip's own. efficiency: share of the chip's
+    peak rate that is reached.
 
     Raises ConfigError if the chip is unknown, or the JSON or the recipe does not suit so many ranks.
     """

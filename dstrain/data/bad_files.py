@@ -121,7 +121,7 @@ def count_listed(folder: Path) -> int:
 
 
 def _read_blocks(file: BinaryIO) -> Iterator[bytes]:
-    """Yields the whole lines of a list, from where the file stands."""
+    """Yields the rest of a file in blocks of whole lines; an unfinished last line is left out."""
     rest = b""
     while new := file.read(_BLOCK):
         whole, line_break, rest = (rest + new).rpartition(b"\n")

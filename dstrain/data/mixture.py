@@ -150,7 +150,10 @@ class Mixture(Source):
     def read_batch(
         self, index: Tensor, mirrored: Tensor | None = None, chance: Tensor | None = None
     ) -> tuple[dict[str, Tensor], Bad]:
-        """Reads as Source. A sample that cannot be read is replaced by one of the same source."""
+        """Reads the samples at `index` int64 (b,) as Source does, each from its source, with the mixture's labels.
+        Returns the batch, and (name, reason) of those that could not be read: each is replaced by one of the same
+        source.
+        """
         parts, rows, bad = [], [], []
         for source, here, places in self._group_by_source(index):
             part, unreadable = self.sources[source].read_batch(

@@ -396,7 +396,7 @@ def open_builtin(data: Data, split: str) -> Source | None:
 
 
 def find_origin(data: Data) -> str:
-    """Returns data.path, or of cached codes the path of what they were encoded from."""
+    """Returns data.path; of cached codes the path that they were encoded from; "a mixture" of several sources."""
     return recognise(data).find_origin()
 
 

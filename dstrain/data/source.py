@@ -171,8 +171,8 @@ class Source(ABC):
         return read_items(self, [0])[0][0]
 
     def prefetch(self, index: Tensor, mirrored: Tensor | None = None, chance: Tensor | None = None) -> None:
-        """Begins to read samples that `read_batch` will be asked for soon, with the same arguments. Does not wait for
-        them.
+        """Does nothing; a source that can read ahead begins here to read the samples that `read_batch` will be asked
+        for with the same arguments, and does not wait.
         """
 
     def read_batch(

@@ -101,7 +101,7 @@ class Autoencoder(Frozen):
         return hash_network(*read_autoencoder_identity(self.vae))
 
     def describe_latents(self) -> dict[str, Any]:
-        """Returns what decides the latents of an image: scaling_factor, shift and fingerprint."""
+        """Returns scaling_factor, shift and fingerprint, on which the latents of an image depend."""
         return {"scaling_factor": self.scaling_factor, "shift": self.shift, "fingerprint": self.fingerprint()}
 
     def read_channel_moments(self) -> tuple[list[float], list[float]] | None:

@@ -62,7 +62,9 @@ def explain_loading(kind: str, key: str, path: str, content: str, remedy: str = 
 
 
 def read_pretrained(loader: Any, path: str, **options: Any) -> Any:
-    """Returns what a class of transformers reads from a folder or hub name."""
+    """Reads a network, tokenizer or config by from_pretrained of transformers' class `loader`, from a folder or by a
+    hub name; runs no code that comes with it.
+    """
     from transformers import dynamic_module_utils
 
     # A class that is not told trust_remote_code would ask, and run code for a "y". At 0 seconds it does not ask.

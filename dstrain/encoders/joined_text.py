@@ -82,7 +82,10 @@ class JoinedTextEncoder(TextEncoder):
 
     @torch.no_grad()
     def encode(self, captions: list[str]) -> dict[str, Tensor]:
-        """Returns what TextEncoder does; text_embed is the pooled vector, and text_mask is true everywhere."""
+        """Returns text_embed (N, D), the pooled vectors of both CLIP encoders side by side; text_encodings (N, L, E),
+        one token of these, then CLIP's and T5's tokens, filled up with zeros to width E; text_mask bool (N, L), True
+        everywhere.
+        """
         device, states, pooled = next(self.clips.parameters()).device, [], []
         for clip, tokenizer in zip(self.clips, self.tokenizers):
             out = clip(_make_ids(tokenizer, captions, CLIP_TOKENS, device), output_hidden_states=True)

@@ -105,7 +105,9 @@ class ReadsTexts(Section):
 
 
 def complete_texts(model: dict[str, Any], codes: Any) -> dict[str, Any]:
-    """Returns what the index of a cache says of text encodings, for a section that does not hash words."""
+    """Returns the section's fields on text encodings by the index of a cache; {} if the cache has none, or the section
+    sets text_encodings_dim to null and so hashes words.
+    """
     if not codes.text or model.get("text_encodings_dim", "absent") is None:
         return {}
     return {
@@ -226,7 +228,9 @@ class Reader:
         return self.of_batch(select_texts(self._loaded().to(device).encode(texts)))
 
     def fingerprint(self) -> str:
-        """Returns what is added to the data's fingerprint: the encoder of captions, if it reads them; else ""."""
+        """Returns " text_encoder=HASH", which is added to the data's fingerprint, if an encoder reads the captions;
+        else "".
+        """
         reads = self.config.text_encodings_dim is not None and not self._cached and self.config.reads_texts
         return f" text_encoder={self._loaded().fingerprint()}" if reads else ""
 
@@ -263,7 +267,7 @@ def split_words(text: str) -> list[str]:
 
 
 def hash_words(texts: list[str], num_words: int, max_text_len: int) -> Tensor:
-    """Ids of hashed words, int64 (N, max_text_len); later words are left out."""
+    """Returns the ids of hashed words, int64 (N, max_text_len), filled up with 0; later words are left out."""
     rows = []
     for text in texts:
         words = split_words(text)[:max_text_len]

@@ -128,7 +128,7 @@ def describe_cut(lengths: Iterable[int], longest: int, what: str, unit: str = "t
 
 
 def unpack_captions(packed: Tensor) -> list[str]:
-    """Captions as batches hold them, UTF-8 padded with zeros, as strings: uint8 (N, bytes) -> N strings."""
+    """Decodes captions as batches hold them, UTF-8 padded with zeros: uint8 (N, bytes) -> N strings."""
     return [bytes(row).rstrip(b"\0").decode("utf-8", "replace") for row in packed.cpu().numpy()]
 
 

@@ -219,7 +219,7 @@ class Checkpoints:
             yield f"ema.{decay!r}", flats
 
     def _list_entries(self) -> Entries:
-        """Returns what this rank writes of each part: live values."""
+        """Lists (kind, fragment, values) that this rank writes of each part; the values are live, not copied."""
         return {
             part: [
                 (kind, fragment, view)

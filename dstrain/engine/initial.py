@@ -322,7 +322,9 @@ class _OneByOne(nn.Module):
 
 
 def _pack_weights(weights: Weights, options: dict[str, Any]) -> Iterator[nn.Parameter]:
-    """Yields the weights, one after another in one tensor that has room for DeepSpeed's padding."""
+    """Yields a new parameter without values (torch.empty) for each weight; all lie one after another in one tensor with
+    room for DeepSpeed's padding.
+    """
     counts = [weight.numel() for weight in weights]
     flat = torch.empty(sum(counts) + _PADDING * group.world(), **options)
     for weight, values in zip(weights, flat[: sum(counts)].split(counts)):

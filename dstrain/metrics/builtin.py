@@ -74,8 +74,9 @@ class Builtin(Features):
     def count_shown(
         self, images: Tensor, logits: Tensor, labels: Tensor | None, captions: list[str] | None
     ) -> Tensor | None:
-        """Counts as Features does. Clips, and images without labels, count by their captions: right ones, all, right
-        items, and right motions or shades.
+        """Counts images that show what their labels ask for; clips, and unlabelled images with captions, by captions:
+        float64 (4, classes) of right ones, all, right items, right motions or shades. Without captions as
+        Features.count_shown.
         """
         clips = images.ndim == 5
         if captions is None or (labels is not None and not clips):

@@ -106,7 +106,9 @@ def measure_step(
 def measure_states(
     run: Run, settings: dict[str, Any], system: System, kind: type[Engines]
 ) -> tuple[dict[str, int], Engines, EmaShadow]:
-    """Builds engines and averages without a step, and measures by kind the bytes that have an owner."""
+    """Builds engines (of class `kind`) and averages, runs no step, and returns the bytes of weights, optimizer states,
+    averages and gradients by name, the engines and the averages.
+    """
     with Watch() as watch:
         engines = build_engines(run, settings, system, kind=kind)
         ema = EmaShadow(engines.masters, run.ema, system.averaged)

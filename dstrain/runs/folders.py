@@ -149,8 +149,8 @@ def _explain_link(path: Path) -> ConfigError:
 
 
 def prepare_start(run: Run, fingerprint: str, resume: Resume) -> None:
-    """Checks the start under the lock, before anything is written; moves an earlier run aside if asked to; and gives
-    the folder its identity.
+    """Checks that a run may start in its folder, which this process has locked; then moves an earlier run aside if
+    `resume` asks for it, and gives the folder its identity.
     """
     check_start(run, fingerprint, resume)
     folder, checkpoints = run.directory, run.directory / "checkpoints"

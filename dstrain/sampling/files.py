@@ -63,7 +63,9 @@ class Pictures:
         self.videos = False
 
     def add(self, numbers: Tensor, samples: Tensor) -> None:
-        """Adds the next samples, in order."""
+        """Saves the next samples under their numbers, each rank its share, unless `about.files` is false; rank 0 also
+        adds them to the grid and the album. Call it in order, on all ranks.
+        """
         if samples.ndim == 5 and samples.shape[1] == 1:
             samples = samples[:, 0]
         self.videos = samples.ndim == 5

@@ -151,8 +151,8 @@ class FirstStage:
         raise ConfigError(f"a {type(self).__name__} decodes nothing that others draw")
 
     def identity(self, nets: Nets) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """Returns what decides the `codes`: a config, as JSON, and weights by name. Their hash tells first stages
-        apart.
+        """Returns the config, as JSON, and the weights by name, on which the `codes` depend. Their hash tells first
+        stages apart. Raises ConfigError if the system has no codes.
         """
         raise ConfigError(f"a {type(self).__name__} encodes nothing that others learn from")
 

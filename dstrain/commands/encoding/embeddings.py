@@ -202,7 +202,9 @@ def _embed_batch(options: EncodeOptions, encoders: Encoders, items: Sequence[dic
 
 
 def _write_shard(out: Path, number: int, parts: list[dict[str, Any]], bad: list[tuple[str, str]]) -> dict[str, Any]:
-    """Writes the files of one shard, and last the note that they are whole."""
+    """Writes the files of one shard, and last the note that they are whole; returns the note: hashes of the files, and
+    the unreadable pairs.
+    """
     note: dict[str, Any] = {"files": {}, "unreadable": bad}
     with explain_write_errors(f"--out {out}", SAME_COMMAND):
         for name in parts[0]:

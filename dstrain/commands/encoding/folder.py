@@ -55,7 +55,10 @@ def claim_folder(
 
 
 def _lock_shards(file: IO[str], numbers: range) -> bool:
-    """Locks a byte of the file for each of the numbers, until it is closed; False: another process holds some."""
+    """Locks a byte of the file for each of the numbers until the file is closed; waits up to a minute.
+
+    Returns False if another process still holds some; True, without a lock, where the file system has no locks.
+    """
     end = time.monotonic() + _PATIENCE
     while True:
         try:  # not flock, which locks no parts of a file

@@ -116,9 +116,7 @@ def parse_guide(text: str) -> tuple[Path, float | str | None, int | None]:
 
 
 def parse_window(text: str) -> tuple[int, int, int]:
-    """Parses steps and ranks, as 10:13 or 10:13:8: (A, B, N) with A < B and N above 0, which is 1 where
-    it is left out.
-    """
+    """Parses A:B or A:B:N, the steps after A up to B on every Nth rank, into (A, B, N); N is 1 if left out."""
     words = text.split(":")
     if len(words) not in (2, 3) or not all(word.isdigit() for word in words):
         raise argparse.ArgumentTypeError(

@@ -83,7 +83,7 @@ class Command:
 
 
 def list_specs(command: type[Command]) -> list[tuple[Field, Spec]]:
-    """Returns the fields that are options, those of one heading together, keyword-only ones last."""
+    """Returns (field, spec) of each option, grouped by heading; keyword-only ones last in their group."""
     found = [(entry, entry.metadata[_SPEC]) for entry in fields(command) if _SPEC in entry.metadata]
     found.sort(key=lambda pair: bool(pair[0].kw_only))
     headings = list(dict.fromkeys(spec.heading for _, spec in found))

@@ -293,7 +293,7 @@ def _copy_rows(opened: dict[int, np.ndarray], shards: np.ndarray, rows: np.ndarr
 
 
 def _list_extras(encoding: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Returns what a sample has in a shard beside its codes and label: name -> shape."""
+    """Returns the shape of each array that a sample has in a shard beside its codes and label, by name."""
     shapes: dict[str, tuple[int, ...]] = {"frames": ()} if "num_frames" in encoding else {}
     several = (encoding["num_captions"],) if "num_captions" in encoding else ()
     if several:

@@ -205,8 +205,8 @@ def halve_image(image: Image.Image, width: float, height: float) -> Image.Image:
 
 
 def _resize_columns(image: Image.Image, wide: int, high: int, y: int, height: int) -> Image.Image:
-    """Makes the first pass of a resize: scales the columns to `wide`, in the rows that the second pass reads for y .. y
-    + height of `high`. The other rows are blank.
+    """Resizes an image to `wide` columns, at its own height: the first pass of a resize to `high` rows. Fills only the
+    rows that rows y .. y + height of the result need; the others are blank.
     """
     full, ratio = image.height, image.height / high
     reach = 2 * max(ratio, 1.0) + 2  # BICUBIC reaches 2 pixels of the coarser side; 2 to spare

@@ -94,8 +94,8 @@ class Layout(ABC):
 
     @abstractmethod
     def list_parts(self) -> list[str]:
-        """Returns what is listed one after the other and need not be listed again after an interruption: folders,
-        shards.
+        """Lists the names of folders or shards, which are listed one after the other and need not be listed again after
+        an interruption.
         """
 
     @abstractmethod
@@ -175,7 +175,7 @@ class Layout(ABC):
 
     @property
     def left_out(self) -> dict[str, int]:
-        """Returns how much was left out when the samples were listed, by the reason."""
+        """Returns how many files or samples were left out when they were listed, by reason."""
         return self.notes.get("left_out", {})
 
     def list_advice(self) -> str:

@@ -101,7 +101,9 @@ def _is_label(kind: pa.DataType) -> bool:
 
 
 def _name_kind(kind: pa.DataType) -> str:
-    """Returns what a column of labels or captions holds, however wide its numbers and offsets are."""
+    """Returns "texts", "numbers" or "lists", by the type of a column of labels or captions, whatever its width and
+    offsets.
+    """
     if pa.types.is_dictionary(kind):
         kind = kind.value_type
     if _is_string(kind):

@@ -155,7 +155,9 @@ def read_labels(root: Path, key: str) -> dict[str, int] | None:
 
 
 def parse_labels(content: Any, root: str | Path, key: str) -> dict[str, int] | None:
-    """Returns what a parsed dataset.json says, as `read_labels` does."""
+    """Returns the label of each name in the parsed content of a dataset.json; None if it is of another kind. Raises
+    ConfigError if labels are no whole numbers, or a file is named twice.
+    """
     if not isinstance(content, dict) or "labels" not in content:
         return None
     rows = content["labels"] or []

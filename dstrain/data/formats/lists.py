@@ -172,7 +172,9 @@ class TableList(Layout):
         return label
 
     def _label_without_column(self, path: str, at: str) -> str | int | None:
-        """Returns the label of a row of a table that has no column of labels."""
+        """Returns the label that the file name's prefix says, with data.labels=prefix; else None. For tables without a
+        column of labels.
+        """
         return self.names.read_prefix(path, at) if self.request.labels == "prefix" else None
 
     def _find_base(self, table: Table, columns: dict[str, list[str]]) -> str:

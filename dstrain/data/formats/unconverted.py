@@ -50,9 +50,10 @@ _ENTRIES = 100  # of a folder that may be val/ are looked at
 
 
 def refuse_unconverted(root: str, files: Files, request: Request, forms: Iterable[tuple[str, str]]) -> None:
-    """Checks that data, whose forms and their places are given, are read as they lie.
+    """Raises ConfigError, with the command that converts them, if data must be converted first, or ImageNet's
+    validation images must be listed first.
 
-    Raises ConfigError with the command that converts them if they are not.
+    forms: (form, place) of each kind of data found under `root`.
     """
     for noun, place in forms:
         if kind := CONVERTED.get(noun):

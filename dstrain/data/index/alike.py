@@ -75,7 +75,9 @@ def _compare_views(
 
 
 def _find_view(root: str) -> tuple[Any, ...]:
-    """Returns what tells views apart: the machine, and the file or folder at a path."""
+    """Returns the key of one view of the data: the host's name with the device and inode at a path, or with the path
+    where nothing stands there, such as a pattern.
+    """
     try:
         status = os.stat(root)
         return socket.gethostname(), status.st_dev, status.st_ino

@@ -163,15 +163,17 @@ class Alignment:
         return self.active or self.section.kind == "repa"
 
     def frozen(self) -> tuple[nn.Module, ...]:
-        """Returns the encoder; () where its folder is absent: a finished run draws without."""
+        """Returns (encoder,) for kind=repa if its folder is there; else (): a finished run draws without."""
         if self.section.kind != "repa" or self.section.path is None or not Path(self.section.path).is_dir():
             return ()
         return (self._encoder(),)
 
     def loss(self, found: Mapping[str, Any], example: Example, grid: tuple[int, int], keep: Tensor | None) -> Tensor:
-        """Returns how far each sample's tokens are from their targets, float32 (B,); of what DiT has `found`.
+        """Returns the distance of each sample's tokens from their targets, float32 (B,): mean squared, or minus the
+        cosine.
 
-        grid: rows and columns of the image's tokens. keep: those that pass routed blocks, None: all.
+        found: what the DiT has noted in its pass. grid: rows and columns of the image's tokens. keep: the tokens that
+        pass routed blocks, None: all.
         """
         if self.section.kind == "layersync":
             drawn, towards = found["drawn"], found["towards"]

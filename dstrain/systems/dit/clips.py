@@ -118,7 +118,9 @@ class Given(Condition):
         return {"given": _mark_given(x_start, torch.where(share < self.video.given_share, count, 0))}
 
     def choose(self, request: Request) -> Arguments:
-        """Returns what `begin_clips` has set; zeros for a request without given frames."""
+        """Returns {"given": the given frames and their mark, (B, C + 1, T, H, W)}, as `begin_clips` has set them; zeros
+        for a request without given frames.
+        """
         if "given" in request.conditions:
             return {"given": request.conditions["given"]}
         channels, *sides = self.find_shape(request.size, request.num_frames)

@@ -186,7 +186,9 @@ class TextTokens(nn.Module):
         self.null = Embedding(1, dim) if learns_null else None
 
     def forward(self, text: Tensor, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Takes ids int64 (B, L), or states (B, L, E), and bool (B, L), True where a token is read; None: all are."""
+        """Embeds ids int64 (B, L), or states (B, L, E), as tokens (B, L, D); returns them and bool mask (B, L), True
+        where read (mask None: all). With a null text, one more token stands in front.
+        """
         if text.ndim == 2:
             tokens = self.words(text) + self.places(torch.arange(text.shape[1], device=text.device))
         else:
@@ -215,7 +217,7 @@ class Condition:
         """Raises ConfigError for a batch, or a request's conditions, that it cannot be read of."""
 
     def prepare(self, batch: Batch) -> Example:
-        """Returns what an example holds of it beside the batch's own tensors."""
+        """Returns this condition's tensors that an example holds beside the batch's own, by name; {} by default."""
         return {}
 
     def read(self, example: Example) -> Arguments:
@@ -239,7 +241,9 @@ class Condition:
         return {}
 
     def draw(self, key: Tensor, size: Shape) -> dict[str, Tensor]:
-        """Returns what a synthetic batch of images of a width and height holds."""
+        """Draws this condition's tensors, by name, for a synthetic batch with keys int64 (B,); size: (width, height) of
+        its images.
+        """
         raise NotImplementedError
 
 

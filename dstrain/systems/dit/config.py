@@ -345,7 +345,9 @@ class Config(Fields):
         }
 
     def list_conditions(self, texts: Reader) -> tuple[Condition, ...]:
-        """Returns what the network is told."""
+        """Returns the network's conditions: text or label first, then image embedding, sizes and given frames, as
+        configured.
+        """
         told: list[Condition] = [Text(texts) if self.reads_texts else Label(self.num_classes)]
         if self.embedding_dim:
             told.append(ImageEmbedding(self.embedding_dim))
@@ -356,7 +358,9 @@ class Config(Fields):
         return tuple(told)
 
     def make_process(self) -> Process:
-        """Returns what is learned between data and noise."""
+        """Returns the process between data and noise whose reverse the network learns: `flow`'s, or the chain of
+        `diffusion`.
+        """
         if self.objective == "flow":
             return self.flow.make_process(self.shape())
         section = self.diffusion
@@ -370,7 +374,9 @@ class Config(Fields):
         return ChainProcess(diffusion, section.schedule, clip=self.models_pixels)
 
     def guide_fields(self) -> dict[str, Any]:
-        """Returns what a guide must share: the data, and noise of the same kind."""
+        """Returns the fields, by name, that a guide's section must have alike: those of the data, and of noise of the
+        same kind.
+        """
         names = (
             "image_size",
             "size_conditions",

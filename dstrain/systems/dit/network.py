@@ -298,7 +298,7 @@ class DiT(nn.Module):
         return self._rotations[key]
 
     def unpatchify(self, x: Tensor, grid: tuple[int, ...]) -> Tensor:
-        """Tokens to an image, (B, N, p*p*C) -> (B, C, H, W); to a clip, (B, N, f*p*p*C) -> (B, C, T, H, W)."""
+        """Joins tokens to an image, (B, N, p*p*C) -> (B, C, H, W); to a clip, (B, N, f*p*p*C) -> (B, C, T, H, W)."""
         p, frames, (*times, high, wide) = self.patch_size, max(self.patch_frames, 1), grid
         x = x.view(len(x), *(times or [1]), high, wide, frames, p, p, self.out_channels)
         x = x.permute(0, 7, 1, 4, 2, 5, 3, 6)  # (B, C, t, f, h, p, w, p)

@@ -191,8 +191,8 @@ class DiTSystem(System):
         return told
 
     def conditions(self, num: int, labels: tuple[int, ...] | None = None) -> dict[str, Tensor]:
-        """Returns what System says; of a model of texts, inputs of `num` empty texts. Raises ConfigError for labels
-        there, or without a null text.
+        """Returns conditions for `num` samples, (num, ...) each: of a model of texts empty texts, of others as System.
+        Raises ConfigError for labels with texts, or if a model of texts has no null text.
         """
         if not self.takes_texts:
             return super().conditions(num, labels)
@@ -232,7 +232,9 @@ class DiTSystem(System):
         return next(filter(None, found), None) or super().conditions_from(images)
 
     def accepts(self, source: Any) -> None:
-        """Raises ConfigError for embeddings or texts of another width, or none. Says where routing does not pay."""
+        """Raises ConfigError if the source lacks the embeddings, texts or features that the model reads, or has
+        embeddings or texts of another width; warns where routing saves nothing.
+        """
         if self.config.align:
             require_features(self.config.align, source.read_first())
         if self.config.routing:
@@ -310,7 +312,7 @@ class DiTSystem(System):
             )
 
     def read_request(self, request: Request) -> tuple[Arguments, Arguments]:
-        """Returns what the network is told for the samples of a request, and what guidance leads away from."""
+        """Returns the network's arguments for the samples of a request, and those that guidance leads away from."""
         told: Arguments = {}
         for condition in self.told:
             told |= condition.choose(request)
@@ -412,7 +414,9 @@ class DiTSystem(System):
         self.process.make_scheduler_arguments(velocities=not self.config.block.joint)
 
     def decays(self, name: str, weight: Tensor) -> bool:
-        """Returns what System says, but no learned token decays, nor the places of words, nor a table of shifts."""
+        """Returns whether weight decay applies to a parameter: as System, but not to learned tokens, places of words
+        and tables of shifts.
+        """
         tokens = ("_tokens.tokens", "_tokens.places.weight", "_tokens.null.weight", "adaLN_modulation.table")
         return super().decays(name, weight) and not name.endswith(tokens)
 
@@ -425,8 +429,8 @@ class DiTSystem(System):
         return (*first_stage, *encoder, *(self.alignment.frozen() if self.alignment else ()))
 
     def synthetic(self, batch_size: int) -> Batch:
-        """Labels, keys and pixels; latents where the model reads cached ones, or where its input cannot be pixels. Of
-        several sizes it is the largest.
+        """Returns a batch of random keys, conditions and pixels; of latents where the model reads cached ones, or where
+        its input cannot be pixels. Of several sizes it is the largest.
         """
         square = self.config.image_size, (self.config.video and self.config.video.height) or self.config.image_size
         wide, high = max(self.config.sizes or (square,), key=math.prod)

@@ -296,7 +296,9 @@ def _predict(system: DiTSystem, nets: Mapping[str, nn.Module]) -> Callable[..., 
 
 
 def _predict_as_exported(system: DiTSystem, nets: Mapping[str, nn.Module]) -> Callable[..., Tensor]:
-    """Returns what `_predict` does, with the velocities of a flow's predictions."""
+    """Returns the trained network as the exported one predicts: guided as by `_predict`; of a flow its predictions are
+    converted to velocities.
+    """
     network, process = _predict(system, nets), system.process
     if system.config.objective != "flow":
         return network

@@ -311,7 +311,9 @@ def require_same_network(diffusers_config: Mapping[str, Any], config: Config) ->
 
 
 def compare_targets(diffusers_config: Mapping[str, Any], config: Config) -> list[str]:
-    """Returns a note if an export of ours was trained for other predictions than the recipe's model learns."""
+    """Returns [a note] if diffusers_config says that dstrain trained these weights for other predictions than the
+    recipe's; else [].
+    """
     learned = {"objective": "diffusion"}
     if theirs := diffusers_config.get("flow"):
         learned = {"objective": "flow"} | {f"flow.{name}": theirs.get(name) for name in _TARGETS}

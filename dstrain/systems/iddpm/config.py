@@ -275,7 +275,9 @@ class Config(SystemConfig):
         }
 
     def make_process(self) -> Process:
-        """Returns what is learned between data and noise."""
+        """Returns the process between data and noise whose reverse the network learns: `flow`'s, or a chain of
+        diffusion_steps.
+        """
         if self.objective == "flow":
             return self.flow.make_process(self.find_shape())
         betas = schedule.make_betas(self.noise_schedule, self.diffusion_steps)

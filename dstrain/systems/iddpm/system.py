@@ -214,7 +214,7 @@ class IDDPMSystem(System):
             raise ConfigError(f"low_res: {shape} where the request's seeds and small_size need {expected}")
 
     def adapt(self, part: str, state: dict[str, Tensor]) -> Fitted:
-        """Fits the label table, too, see weights.py."""
+        """Returns the state dict with a label table that fits the network, and notes on it, see weights.py."""
         return weights.adapt_weights(state, self.on_meta(part), self.config)
 
     def from_diffusers(self, state: dict[str, Tensor], diffusers_config: Mapping[str, Any]) -> Fitted:

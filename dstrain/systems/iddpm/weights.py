@@ -280,7 +280,10 @@ def _list_attending_channels(config: Config) -> list[int]:
 
 
 def _find_head_width(config: Config) -> int | None:
-    """Returns diffusers' one width of a head for all levels; the recipe has one number of heads for all levels."""
+    """Returns the width of an attention head, which diffusers has once for all levels; None for a single head.
+
+    Raises ConfigError if the levels have heads of different width, or the ways up and down different numbers of heads.
+    """
     widths = sorted({channels // config.num_heads for channels in _list_attending_channels(config)})
     if config.attention_resolutions and config.heads_upsample != config.num_heads:
         raise ConfigError(

@@ -203,7 +203,9 @@ class Config(SystemConfig, ReadsTexts):
 
     @classmethod
     def completed(cls, model: dict[str, Any], run: Run) -> dict[str, Any]:
-        """Fills in the fields that the section leaves out, from the tokenizer and the cache."""
+        """Returns the section with the fields it leaves out, from the tokenizer and the cache; `codes` is always taken
+        from the cache. Raises ConfigError if there are neither tokens, tokenizer nor token_shape.
+        """
         stage, codes, frames = model.get("tokenizer"), run.data.codes, run.data.num_frames or 1
         cached = codes is not None and codes.kind == "tokens"
         if not stage and not cached and not model.get("token_shape"):

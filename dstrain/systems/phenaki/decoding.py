@@ -73,7 +73,9 @@ def _decode_together(
     choices: Decoding,
     criticize: Criticize | None,
 ) -> Tensor:
-    """Decodes all tokens at once, see decode_tokens."""
+    """Decodes the tokens that are not `known`, of all frames together, in `num_steps` rounds that draw all masked
+    tokens and mask the least certain again.
+    """
     shape, count = tokens.shape, tokens[0].numel()
     free = ~known.flatten(1)  # (B, N)
     num_free = free.sum(1)  # (B,)

@@ -345,7 +345,9 @@ class PriorSystem(System):
         return weights.adapt_weights(state, self.on_meta(part), self.config, self.mean, self.std)
 
     def from_diffusers(self, state: dict[str, Tensor], diffusers_config: Mapping[str, Any]) -> Fitted:
-        """Returns the state dict itself: its names are the same in diffusers."""
+        """Returns the state dict unchanged, without notes: diffusers has the same names. Raises ConfigError if the
+        configs differ.
+        """
         weights.require_same(diffusers_config, self.config)
         return state, []
 

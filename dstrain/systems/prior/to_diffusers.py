@@ -137,7 +137,9 @@ def measure_errors(
 
 @torch.no_grad()
 def draw_expected(system: PriorSystem, nets: Mapping[str, nn.Module]) -> Tensor:
-    """Draws what the card's code draws, by the trained network and our ancestral sampler: float32 (B, D)."""
+    """Draws the two embeddings, float32 (2, D), that the example code of the exported model card should draw, by our
+    network and sampler from the same noise.
+    """
     config, device, generator = system.config, group.device(), torch.Generator().manual_seed(0)
 
     def draw_normal(*shape):

@@ -118,10 +118,11 @@ def adapt_weights(
 
 
 def _adapt_lucidrains(state: dict[str, Tensor], network: nn.Module, config: Config) -> fitting.Fitted:
-    """Returns a state dict of DALLE2-pytorch's DiffusionPrior, or of its network, as LucidrainsPrior takes it.
+    """Converts a state dict of DALLE2-pytorch's DiffusionPrior, or of its network, for LucidrainsPrior; returns it with
+    notes on what was left out or added.
 
-    The schedule comes from the recipe, and must be the file's. Null inputs that a file lacks start at 0.
-    Raises ConfigError for the first difference, with both sides and the remedy.
+    The schedule comes from the recipe, and must be the file's. Null inputs that a file lacks start at 0. Raises
+    ConfigError for the first difference, with both sides and the remedy.
     """
     shapes, notes = fitting.list_shapes(network), []
     if is_original := any(name.startswith("net.") for name in state):

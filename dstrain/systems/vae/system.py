@@ -113,11 +113,15 @@ class AutoencoderSystem(System):
         """Returns the reconstructions that are shown beside the original, float (B, C, H, W) in [-1, 1] each."""
 
     def adapt(self, part: str, state: dict[str, Tensor]) -> Fitted:
-        """Fits files of the original trainers, see weights.py."""
+        """Converts a state dict, of an original trainer, too, to the part's names and shapes; returns it with notes,
+        see weights.py.
+        """
         return weights.adapt_weights(state, self.on_meta(part), self.remedies[part])
 
     def from_diffusers(self, state: dict[str, Tensor], diffusers_config: Mapping[str, Any]) -> Fitted:
-        """Returns the state dict itself: its names are the same in diffusers."""
+        """Returns the state dict unchanged, without notes: diffusers has the same names. Raises ConfigError if the
+        configs differ.
+        """
         weights.require_same(diffusers_config, getattr(self.on_meta("autoencoder"), "config", {}))
         return state, []
 

@@ -201,7 +201,7 @@ class TokenizerSystem(System):
 
     @torch.no_grad()
     def codes(self, nets: Nets, example: Example) -> dict[str, Tensor]:
-        """Returns tokens int64 (B, t, h, w); those of frames that are not real mean nothing."""
+        """Encodes an example: {"tokens": int64 (B, t, h, w)}; ignore the tokens of padding frames."""
         return {"tokens": nets["tokenizer"].encode_tokens(example["x_start"], example["frames"])}
 
     @torch.no_grad()
@@ -221,7 +221,7 @@ class TokenizerSystem(System):
         return architecture | {"image_size": list(self.config.size)}, nets["tokenizer"].state_dict()
 
     def adapt(self, part: str, state: dict[str, Tensor]) -> tuple[dict[str, Tensor], list[str]]:
-        """Returns the state dict itself: its names and shapes do not depend on image_size or num_frames.
+        """Returns a copy of the state dict, and no notes: names and shapes do not depend on image_size or num_frames.
 
         Raises ConfigError for a file of phenaki-pytorch, or names the first name or shape that is not the network's.
         """
