@@ -40,9 +40,9 @@ def describe_machine(system: Path | None = None) -> dict[str, Any]:
 
 
 def read_commit(file: Path = Path(__file__).parents[1] / "__init__.py") -> dict[str, Any]:
-    """Returns the `commit` of the checkout that holds a file, and whether its package (of another file than __init__.py
-    the file alone), or launch/ or ds_configs/ beside it, is `dirty`: has changed or untracked files. Returns {} if git
-    does not track the file or cannot be run.
+    """Returns the `commit` of the checkout that holds a file, and whether it is `dirty`: the file's package (of another
+    file than __init__.py the file alone), or a folder `launch` or `ds_configs` beside it, has changed or untracked
+    files. Returns {} if git does not track the file or cannot be run.
     """
     code = file.parent if file.name == "__init__.py" else file
 

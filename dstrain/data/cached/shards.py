@@ -199,7 +199,7 @@ def map_shard(path: Path, size: int, layouts: dict[Any, Layout], kind: tuple[int
 
 
 def read_ahead(array: np.ndarray, rows: np.ndarray) -> None:
-    """Makes the kernel begin to read some rows of an array of `map_arrays`, all at once and beside what runs on here.
+    """Makes the kernel begin to read some rows of an array of `map_shard`, all at once and beside what runs on here.
 
     Whoever takes rows that are not in memory waits for the disk row after row. Rows that are there cost a microsecond.
     """

@@ -118,8 +118,8 @@ class Given(Condition):
         return {"given": _mark_given(x_start, torch.where(share < self.video.given_share, count, 0))}
 
     def choose(self, request: Request) -> Arguments:
-        """Returns {"given": the given frames and their mark, (B, C + 1, T, H, W)}, as `begin_clips` has set them; zeros
-        for a request without given frames.
+        """Returns {"given": the given frames and their marks, (B, C + 1, T, H, W)}, as DiTSystem.sample has put them
+        into the request; zeros for a request without given frames.
         """
         if "given" in request.conditions:
             return {"given": request.conditions["given"]}

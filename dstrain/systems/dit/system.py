@@ -283,7 +283,9 @@ class DiTSystem(System):
         return drawn if prime is None else torch.cat((prime, drawn[:, prime.shape[1] :]), dim=1)
 
     def _give_frames(self, request: Request, prime: Tensor, shape: tuple[int, ...]) -> Request:
-        """Returns the request with what the network reads of its first frames."""
+        """Returns the request with the condition "given": its first frames `prime`, encoded and marked, (B, C + 1, T,
+        H, W).
+        """
         (condition,) = (condition for condition in self.told if isinstance(condition, Given))
         given = condition.extend(self._encode_clips(prime, rng.keys_of_seeds(request.seeds)), shape)
         return replace(request, conditions={**request.conditions, "given": given})
