@@ -355,7 +355,7 @@ def test_recipes_that_do_not_fit(stage):
     write(folder / "larger", stage=Latents(folder / "x").encoding["first_stage"], image_size=32)
     given = f"model.first_stage.path={path}"
     for more, message in (
-        ([], "every.sample=450: pictures need the autoencoder.*model.first_stage.path"),
+        ([], "every.sample=400: pictures need the autoencoder.*model.first_stage.path"),
         ([f"model.first_stage.path={other}"], f"{other} is the autoencoder .* the latents in data.path are of"),
         ([f"model.first_stage.path={coarse}"], "first_stage.factor: 4 in the recipe, 8 in autoencoder"),
         ([given, "model.first_stage.factor=8"], "set image_size to .*, or first_stage.factor to 4"),

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import tarfile
+import threading
 import time
 import zipfile
 from pathlib import Path
@@ -55,7 +56,12 @@ def web(tmp_path):
 def waits(monkeypatch):
     """The seconds that were waited for a store, without waiting."""
     seconds: list[float] = []
-    monkeypatch.setattr(storage.time, "sleep", seconds.append)
+    test, sleep = threading.current_thread(), time.sleep  # threads of earlier tests sleep on
+
+    def note(pause: float) -> None:
+        (seconds.append if threading.current_thread() is test else sleep)(pause)
+
+    monkeypatch.setattr(storage.time, "sleep", note)
     return seconds
 
 
