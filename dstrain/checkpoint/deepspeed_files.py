@@ -369,7 +369,7 @@ def _collect_universal(
     for name, shape in itertools.chain.from_iterable(group.items() for group in shapes):
         if name not in masters:
             raise ConfigError(f"{folder} lacks zero/{name}/fp32.pt: copy it here, or run ds_to_universal once more")
-        tensor = masters[name]["param"] if isinstance(masters[name], dict) else masters[name]
+        tensor = masters[name].get("param") if isinstance(masters[name], dict) else masters[name]
         if not isinstance(tensor, Stored):
             raise ConfigError(f"{folder}/zero/{name}/fp32.pt holds no tensor: run ds_to_universal once more")
         if tensor.shape != tuple(shape) and tensor.strides is None:

@@ -19,7 +19,7 @@ from dstrain.distributed import exit_codes
 from dstrain.distributed.processes import list_descendants
 from dstrain.recipe import ConfigError, Run, load_recipe
 from dstrain.runs import folders
-from dstrain.runs.hostfile import find_missing, leave_out_hosts, read_hosts
+from dstrain.runs.hostfile import find_missing, leave_out_hosts, read_hosts, require_hosts
 
 FRUITLESS = 4  # starts in a row that save no step, after which it gives up
 _LONGEST = 300.0  # seconds between two starts
@@ -32,7 +32,7 @@ def run_verb(options: KeepOptions) -> None:
     """Keeps the training command running. Raises SystemExit with the exit code of its last start."""
     job = options.training
     if options.min_hosts:
-        read_hosts(options.words)
+        require_hosts(options.words, options.min_hosts)
     raise SystemExit(keep_running(options, load_recipe(find_recipe(job.recipe), job.overrides)))
 
 

@@ -355,15 +355,21 @@ def list_refusals(settings: dict[str, Any]) -> Iterator[str]:
             if key not in sections
         }
     )
+    if wrong := [*_list_misplaced_values(settings)]:  # DeepSpeed's parser would stop at the first, in Python's words
+        yield from wrong
+        return
     # Accumulation and total follow from the world size, which DeepSpeed takes from a process group not yet started.
     rest.pop("train_batch_size", None)
     try:
         DeepSpeedConfig(rest)
     except ValidationError as error:
-        yield from (
-            f'"{".".join(map(str, item["loc"]))}" in a section ({error.title}): {item["msg"]}'
-            for item in error.errors()
-        )
+        for item in error.errors():
+            leaf = ".".join(map(str, item["loc"]))
+            key = next((key for key in _list_keys(settings, "") if key.endswith(f".{leaf}")), leaf)
+            if item["type"] == "extra_forbidden":
+                yield f'"{key}" is no key of DeepSpeed{suggest_key(key, list_decisions())}'
+            else:
+                yield f'"{key}" is {json.dumps(item["input"], default=str)[:60]}: {item["msg"]}'
     except Exception as error:  # it raises asserts, AttributeErrors and its own
         yield f"DeepSpeed refuses these settings: {error}"
     else:
@@ -383,9 +389,6 @@ def list_refusals(settings: dict[str, Any]) -> Iterator[str]:
         )
     for name, model in sections.items():
         block = settings.get(name, {})
-        if not isinstance(block, dict):
-            yield f'"{name}" is {json.dumps(block)}: write a section, for example {{"{name}": {{...}}}}'
-            continue
         known = [f"{name}.{field.alias or key}" for key, field in model.model_fields.items()]
         try:
             model(strict=True, **block)
@@ -403,6 +406,20 @@ def list_refusals(settings: dict[str, Any]) -> Iterator[str]:
                     yield f'"{key}" is {json.dumps(item["input"], default=str)[:60]}: {item["msg"]}'
         except AssertionError as error:
             yield f'"{name}": {error}'
+
+
+def _list_misplaced_values(settings: dict[str, Any]) -> Iterator[str]:
+    """Yields the keys that hold a value where DeepSpeed reads a section, with the remedy."""
+    words = [key.split(".") for key in SUPPORTED]
+    for key in dict.fromkeys(".".join(parts[:count]) for parts in words for count in range(1, len(parts))):
+        value = _read_value(settings, key)
+        if value is not None and not isinstance(value, dict):
+            yield f'"{key}" is {json.dumps(value)[:60]}: write a section, {{...}}, or remove it'
+
+
+def name_key(problem: str) -> str:
+    """Returns the key that a problem names first, in quotation marks; "" if it names none."""
+    return problem.partition('"')[2].partition('"')[0]
 
 
 def _drop_auto_entries(value: Any) -> Any:

@@ -16,11 +16,13 @@ from pathlib import Path
 from typing import Any
 
 from dstrain.disk import small
-from dstrain.engine.schema import list_idle_keys, list_refusals, list_unsupported, list_untried_keys
+from dstrain.engine.schema import list_idle_keys, list_refusals, list_unsupported, list_untried_keys, name_key
 from dstrain.recipe import BatchSize, ConfigError, Faults, Optimizer, list_divisors, suggest_files
 
 # Values of ONEDNN_MAX_CPU_ISA within which products of bf16 are emulated, whatever the CPU has.
 _EMULATING = ("SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX2_VNNI_2", "AVX512_CORE", "AVX512_CORE_VNNI")
+
+_LOG_LEVELS = ("debug", "info", "warning", "error", "critical")  # of DeepSpeed
 
 Settings = dict[str, Any]
 
@@ -71,8 +73,9 @@ def resolve_settings(
     problems += _decide_auto(settings, device_type, before)
     for key, value in _DEFAULTS.items():
         settings.setdefault(key, value)
-    problems += list_refusals(settings)
     problems += _check_sizes(settings)
+    named = {name_key(problem) for problem in problems}  # our own words come first, and each key is named once
+    problems += (refusal for refusal in list_refusals(settings) if name_key(refusal) not in named)
     if not problems:  # the types are right from here on
         problems += list_untried_keys(settings)
         problems += [*_check_combinations(settings, optimizer, faults, world, device_type), *_decide_sums(settings)]
@@ -344,6 +347,12 @@ def _check_sizes(settings: Settings) -> Iterator[str]:
     timers = settings.get("timers", {})
     if not isinstance(timers, dict) or not isinstance(timers.get("throughput", {}), dict):
         yield '"timers" is no object with objects in it: write {"throughput": {"enabled": true}}, or remove it'
+    if (level := settings.get("log_level")) is not None and level not in _LOG_LEVELS:
+        yield f'"log_level" is {json.dumps(level)[:60]}: write one of {", ".join(_LOG_LEVELS)}'
+    profiler = settings.get("flops_profiler")
+    step = profiler.get("profile_step") if isinstance(profiler, dict) else None
+    if isinstance(step, (int, float)) and step < 1:
+        yield f'"flops_profiler.profile_step" is {json.dumps(step)}: steps count from 1; write 1 or more'
     if isinstance(printed := settings["steps_per_print"], (int, float)) and printed < 1:
         yield '"steps_per_print" is below 1: remove it, dstrain reports'
 

@@ -30,6 +30,14 @@ def read_hosts(command: Sequence[str]) -> list[str]:
     return [line.split()[0] for line in lines if line.strip() and not line.lstrip().startswith("#")]
 
 
+def require_hosts(command: Sequence[str], least: int) -> None:
+    """Raises ConfigError if a command's hostfile names fewer hosts than `least`, which would be waited for for ever."""
+    if len(hosts := read_hosts(command)) < least:
+        raise ConfigError(
+            f"--min-hosts {least}: the hostfile names {len(hosts)} hosts; write more into it, or give a smaller number"
+        )
+
+
 def find_missing(hosts: Sequence[str]) -> list[str]:
     """Returns the hosts that ssh does not reach without a password, in their order. All are asked at once."""
     with ThreadPoolExecutor(max(len(hosts), 1)) as threads:

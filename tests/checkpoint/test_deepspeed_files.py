@@ -140,8 +140,9 @@ def test_universal(saved, tmp_path, case):
     run = tmp_path / "run"
     torch.save(Code(run), file)
     refused("norm.weight/fp32.pt holds more than a tensor and plain values")
-    torch.save({"param": "text"}, file)
-    refused("zero/norm.weight/fp32.pt holds no tensor")
+    for content in ({"param": "text"}, {"weight": torch.ones(6)}):
+        torch.save(content, file)
+        refused("zero/norm.weight/fp32.pt holds no tensor")
     torch.save({"param": torch.ones(5)}, file)
     refused("norm.weight .6,. takes 24 bytes, not 20")
     file.write_bytes(whole[:-300])

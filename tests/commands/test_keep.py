@@ -212,9 +212,12 @@ def test_hosts_that_answer(keep, tmp_path):
     first, second = (tmp_path / "launched").read_text().splitlines()
     assert first.startswith("--exclude=b --force_multi --hostfile ") and second.startswith("--hostfile ")
     assert "no answer from b: starting without them" in (tmp_path / "log").read_text()
-    for command, message in (
-        ((sys.executable,), "names no hostfile"),
-        ((*before, "--exclude=b"), "leave --exclude out"),
+    (tmp_path / "none").write_text("# nobody yet\n")
+    for least, command, message in (
+        (1, (sys.executable,), "names no hostfile"),
+        (1, (*before, "--exclude=b"), "leave --exclude out"),
+        (3, before, "--min-hosts 3: the hostfile names 2 hosts"),
+        (1, ("deepspeed", "--hostfile", str(tmp_path / "none")), "--min-hosts 1: the hostfile names 0 hosts"),
     ):
-        refused = keep(["30 0"], options=("--min-hosts", "1"), before=command, PATH=path)
+        refused = keep(["30 0"], options=("--min-hosts", str(least)), before=command, PATH=path)
         assert refused.wait(60) == 2 and message in (tmp_path / "log").read_text()

@@ -29,6 +29,16 @@ _SD3 = {
     "SD3.5-large": (2432, 38, 192, {"qk_norm": "rms"}),
 }
 
+_PIXART = {
+    "patch_size": 2,
+    "hidden_size": 1152,
+    "depth": 28,
+    "num_heads": 16,
+    "block": {"modulation": "shared"},
+    "cross_attention": True,
+    "text_projection": "mlp",
+}
+
 PRESETS: dict[str, dict[str, Any]] = {
     **{
         f"{name}-{letter}/{patch}": {"patch_size": patch, "hidden_size": width, "depth": depth, "num_heads": heads}
@@ -62,26 +72,8 @@ PRESETS: dict[str, dict[str, Any]] = {
         for letter, (width, depth, heads, bottleneck, joins) in _JIT.items()
         for patch in (16, 32)
     },
-    "PixArt-XL/2": {
-        "patch_size": 2,
-        "hidden_size": 1152,
-        "depth": 28,
-        "num_heads": 16,
-        "block": {"modulation": "shared"},
-        "cross_attention": True,
-        "text_projection": "mlp",
-    },
-    "PixArt-XL/2-1024": {
-        "patch_size": 2,
-        "hidden_size": 1152,
-        "depth": 28,
-        "num_heads": 16,
-        "block": {"modulation": "shared"},
-        "cross_attention": True,
-        "text_projection": "mlp",
-        "size_embedding": "pixart",
-        "interpolation_scale": 2,
-    },
+    "PixArt-XL/2": _PIXART,
+    "PixArt-XL/2-1024": {**_PIXART, "size_embedding": "pixart", "interpolation_scale": 2},
     **{
         name: {
             "patch_size": 2,
