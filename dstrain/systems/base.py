@@ -105,7 +105,7 @@ class SystemConfig(Section):
         return []
 
     def conflicts_among(self, ranks: int) -> list[str]:
-        """Lists why so many ranks (parallel.sequence) cannot share the tokens of a sample, as `conflicts` does.
+        """Lists why `ranks` ranks (parallel.sequence) cannot share the tokens of a sample, as `conflicts` does.
 
         A system whose networks share them, see nn/sequence.py, returns list_indivisible.
         """
@@ -130,10 +130,10 @@ class SystemConfig(Section):
     def with_encoders(
         cls, model: dict[str, Any], text_encoder: str | None = None, tokenizer: str | None = None
     ) -> dict[str, Any]:
-        """Returns the section with another folder or hub name of its frozen networks, as generate --text-encoder,
-        --tokenizer.
+        """Returns the section with other folders or hub names of its frozen networks, those of generate --text-encoder
+        and --tokenizer.
 
-        Raises ConfigError if the model has no use for it.
+        Raises ConfigError if the model has no use for one.
         """
         if text_encoder is not None:
             raise ConfigError("--text-encoder: the model takes no texts; leave it out")
@@ -152,7 +152,9 @@ class SystemConfig(Section):
 
 
 def list_indivisible(ranks: int, counts: Mapping[str, int]) -> list[str]:
-    """Lists, for conflicts_among, what does not divide by the ranks that share it, of counts by what is counted."""
+    """Lists, for conflicts_among, a problem for each of the `counts` (by what is counted) that `ranks`
+    does not divide.
+    """
     fits = list_divisors(math.gcd(*counts.values()))
     return [
         f"parallel.sequence={ranks} does not divide the {count} {what}: what works is {fits}"
@@ -185,7 +187,9 @@ class System(Figures, Stateful, Prompted, Sampling, Videos, FirstStage, Imports,
         raise ConfigError(f"a {type(self).__name__} draws no samples")
 
     def encode(self, batch: Batch) -> Example:
-        """Prepares what a loss reads of a batch: images to [-1, 1]. No gradient."""
+        """Returns the example, what a loss reads of a batch: by default x_start, the images in [-1, 1], and the other
+        inputs. Runs without gradient.
+        """
         example = {name: tensor for name, tensor in batch.items() if name != "image"}
         example["x_start"] = batch["image"].float() / 127.5 - 1
         return example
@@ -240,7 +244,9 @@ class System(Figures, Stateful, Prompted, Sampling, Videos, FirstStage, Imports,
             )
 
     def accepts(self, source: Any) -> None:
-        """Checks a data source before anything is trained. Raises ConfigError if its samples do not fit the model."""
+        """Checks a data source before anything is trained. Raises ConfigError if its samples do not fit the model; by
+        default accepts all.
+        """
 
     def fingerprint(self, source: Any) -> str:
         """Returns a hash of the training data, by which a resumed run notices a change: the source's own, then hashes
@@ -280,7 +286,9 @@ class System(Figures, Stateful, Prompted, Sampling, Videos, FirstStage, Imports,
 
 
 def require_names(name: str, system: System) -> None:
-    """Raises ConfigError if an attribute of the system `name` that should list names is something else."""
+    """Raises ConfigError if an attribute of the system `name` that should be a tuple of names, or the dict of its
+    parts, is something else.
+    """
     for member in ("averaged", "samplers", "sampling", "watched"):
         names = getattr(system, member, None)
         if not isinstance(names, (tuple, list)) or not all(isinstance(item, str) for item in names):

@@ -148,7 +148,7 @@ class Codec(Frozen):
 
 
 def require_codes(system: System, run: Run, path: str | Path, key: str) -> None:
-    """Raises ConfigError if the system of a run has no codes."""
+    """Raises ConfigError if the system of a run is no first stage, whose codes others learn from."""
     if not system.encodes:
         raise ConfigError(
             f"{key}: {path} is of the system {run.system}, which encodes nothing that others learn from; "

@@ -74,7 +74,9 @@ class Prompted:
         raise ConfigError(f"a {type(self).__name__} is led away from no text")
 
     def describe_cut(self, texts: list[str], what: str) -> str:
-        """Says how much of texts (`what`: prompts, captions) is cut, since the model does not read it; "" if none."""
+        """Returns a line that says how much of `texts` (`what`: prompts, captions) is cut because the model does not
+        read it; "" if nothing is.
+        """
         return ""
 
     @property
@@ -104,7 +106,7 @@ class Sampling:
     # that are carried to noise, and drawn again from it
 
     def check_sampling(self, samples: Samples) -> None:
-        """Raises ConfigError for the choices that this system does not read, or that do not go with its sampler."""
+        """Raises ConfigError for choices that this system does not read, or that do not go with its sampler."""
         usual, kind, problems = Samples(), type(self).__name__, []
         if samples.size is not None and not self.takes_sizes:
             problems.append(
@@ -175,13 +177,15 @@ class Imports:
         return networks
 
     def rename_published(self, part: str, state: dict[str, Tensor]) -> tuple[dict[str, Tensor], list[str]]:
-        """Returns weights of a file that dstrain has not written as `adapt` takes them, and what to know of them."""
+        """Returns weights of a file that dstrain has not written, renamed as `adapt` takes them, and notes for the
+        user.
+        """
         return state, []
 
     def adapt(self, part: str, state: dict[str, Tensor]) -> tuple[dict[str, Tensor], list[str]]:
-        """Fits a state dict from elsewhere to the part's network, and says what was changed.
+        """Returns weights from elsewhere fitted to the part's network, and notes on what was changed.
 
-        Raises ConfigError for the first difference that cannot be bridged, both shapes, and the remedy.
+        Raises ConfigError for the first difference that cannot be bridged, with both shapes and the remedy.
         """
         expected = self.on_meta(part).state_dict()
         for name in [*expected, *state]:
@@ -198,7 +202,8 @@ class Imports:
     def from_diffusers(
         self, state: dict[str, Tensor], diffusers_config: Mapping[str, Any]
     ) -> tuple[dict[str, Tensor], list[str]]:
-        """Returns weights of the first part under diffusers' names as `adapt` takes them, and what to know of them.
+        """Returns weights of the first part under diffusers' names, renamed as `adapt` takes them, and notes for the
+        user.
 
         Raises ConfigError for another class, or a field that differs from the recipe's.
         """

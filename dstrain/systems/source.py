@@ -29,7 +29,9 @@ class _Gathered:
         self._modules: dict[str, tuple[str, dict[str, ast.stmt]]] = {}
 
     def add(self, module: str, name: str) -> None:
-        """Adds what a module calls by this name, and all that it needs; nothing for a name of Python or of a local."""
+        """Adds the definition that a module knows by this name, and before it all that it needs; nothing for a builtin
+        or a local name.
+        """
         source, statements = self._read_module(module)
         statement = statements.get(name)
         if isinstance(statement, ast.ImportFrom) and str(statement.module).startswith(_PACKAGE):
@@ -68,7 +70,7 @@ class _Gathered:
 
 
 def _list_names(statement: ast.stmt) -> list[str]:
-    """Returns the names that a statement binds."""
+    """Returns the names that a statement at a module's top binds, by import, definition or assignment; else []."""
     if isinstance(statement, ast.Import | ast.ImportFrom):
         return [entry.asname or entry.name for entry in statement.names]
     if isinstance(statement, ast.ClassDef | ast.FunctionDef):

@@ -68,8 +68,10 @@ class Align(Section):
 
     @classmethod
     def completed(cls, section: dict[str, Any]) -> dict[str, Any]:
-        """Returns the section with the width and the fingerprint of the encoder in its folder. Raises ConfigError if
-        they are not those that it names.
+        """Returns the section with the width and the fingerprint of the encoder in its folder; unchanged for another
+        kind or without the folder.
+
+        Raises ConfigError if the section names another width or fingerprint.
         """
         path = section.get("path")
         if section.get("kind") != "repa" or not isinstance(path, str) or not Path(path).is_dir():
@@ -84,7 +86,9 @@ class Align(Section):
         return {**section, **facts}
 
     def list_problems(self, latents: bool, channels: int) -> list[str]:
-        """Lists why it cannot be trained with data that are cached `latents`, or images of so many channels."""
+        """Lists why a model with this alignment cannot learn from the data: cached `latents`, or images of so many
+        channels. Returns [] if it can.
+        """
         if self.kind != "repa":
             return []
         if latents:
@@ -102,7 +106,7 @@ class Align(Section):
         return []
 
     def make_network_arguments(self) -> dict[str, Any]:
-        """Returns the argument `align` of DiT."""
+        """Returns the value of DiT's argument `align`."""
         if self.kind == "layersync":
             return {"depth": self.depth, "target": self.target}
         return {"depth": self.depth, "widths": [self.width], "hidden": self.hidden}
@@ -118,10 +122,10 @@ class Routing(Section):
 
 
 def check_taps(align: Align | None, routed: tuple[int, int] | None, internal: int | None, depth: int) -> None:
-    """Checks that what is aligned and routed names blocks of a network of `depth` blocks.
+    """Checks that alignment, routing and the second head name blocks of a network of `depth` blocks.
 
     routed: the first and the last block that tokens may pass by; internal: the block of the second head. None: none.
-    Raises ConfigError for a block that there is not, and for a second head that would see a part of the tokens.
+    Raises ConfigError for a block that the network lacks, and for a second head that would see a part of the tokens.
     """
     if align:
         names = ("depth", "target") if align.kind == "layersync" else ("depth",)
@@ -151,7 +155,9 @@ class Alignment:
         self._tower: VisionTower | None = None
 
     def begin(self, step: int) -> None:
-        """Remembers whether the step aligns: here the host knows it, and reading example["step"] would wait."""
+        """Sets `active`, whether this step aligns. The host knows it here; reading example["step"] would wait for the
+        GPU.
+        """
         self.active = self.is_due(step)
 
     def is_due(self, step: int) -> bool:
@@ -159,7 +165,9 @@ class Alignment:
 
     @property
     def wanted(self) -> bool:
-        """Returns whether the network's extras are needed: projectors take part in every step, as all weights do."""
+        """Returns whether the network's extras are needed: in steps that align, and for kind=repa in all, since its
+        projectors take part in every step.
+        """
         return self.active or self.section.kind == "repa"
 
     def frozen(self) -> tuple[nn.Module, ...]:
@@ -170,7 +178,7 @@ class Alignment:
 
     def loss(self, found: Mapping[str, Any], example: Example, grid: tuple[int, int], keep: Tensor | None) -> Tensor:
         """Returns the distance of each sample's tokens from their targets, float32 (B,): mean squared, or minus the
-        cosine.
+        cosine; 0 for kind=repa in a step that does not align.
 
         found: what the DiT has noted in its pass. grid: rows and columns of the image's tokens. keep: the tokens that
         pass routed blocks, None: all.
@@ -218,7 +226,9 @@ def require_features(section: Align, sample: Mapping[str, Any]) -> None:
 
 
 def warn_of_few_tokens(count: int) -> None:
-    """Says where an image has too few tokens for routing to pay: at 256 pixels PRX's FID rose from 18.2 to 21.6."""
+    """Prints a warning if an image has too few tokens (`count`) for routing to pay: at 256 pixels PRX's FID rose from
+    18.2 to 21.6.
+    """
     if count < _FEW:
         get_phases().print_lines(
             f"warning: model.routing: an image has {count:,} tokens, and routing pays from about {_FEW:,} on; "
@@ -227,8 +237,8 @@ def warn_of_few_tokens(count: int) -> None:
 
 
 def match_projectors(state: dict[str, Tensor], shapes: Shapes) -> list[str]:
-    """Makes a file's projectors those that the network has: removes them where the network has none, and initializes
-    those that the file lacks, with the same values on every rank. Returns notes for the user.
+    """Changes a file's projectors, in place, to those that the network has: removes them if the network has none, and
+    initializes those that the file lacks, with the same values on every rank. Returns notes for the user.
     """
     given, needed = ([name for name in names if name.startswith("projectors.")] for names in (state, shapes))
     if given and not needed:
@@ -246,7 +256,9 @@ def match_projectors(state: dict[str, Tensor], shapes: Shapes) -> list[str]:
 
 
 def guide_internally(network: Callable[..., Any], scale: float) -> Callable[..., Tensor]:
-    """Returns the network whose second head is led away from: base + scale (whole - base), in one forward pass."""
+    """Returns a function that predicts base + scale (out - base), which leads away from the second head's prediction
+    `base`, in one forward pass. Returns `network` itself for scale 1.
+    """
     if scale == 1:
         return network
 

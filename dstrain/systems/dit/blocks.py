@@ -65,7 +65,7 @@ class Block(nn.Module):
         self.adaLN_modulation = MODULATIONS[modulation](dim, vectors)
 
     def forward(self, x: Tensor, *seen: Tensor | int | None) -> Tensor:
-        """Takes tokens (B, N, D) and the fields of `Seen`, in order."""
+        """Maps tokens (B, N, D) to tokens (B, N, D). seen: the fields of `Seen`, in order."""
         c, shared, rotation, text, mask, _ = Seen(*seen)
         shift_msa, scale_msa, gate_msa, shift_mlp, scale_mlp, gate_mlp = self.adaLN_modulation(c, shared)
         own = mask if text is None else None
@@ -99,7 +99,9 @@ class JointBlock(nn.Module):
             self.attn2 = Attention(dim, num_heads, qk_norm)
 
     def forward(self, x: Tensor, *seen: Tensor | int | None) -> Tensor:
-        """Takes tokens (B, N, D) and the fields of `Seen`, in order."""
+        """Maps tokens (B, N, D), the image's and behind them the text's, to tokens (B, N, D). seen: the fields of
+        `Seen`, in order.
+        """
         c, _, _, _, mask, images = Seen(*seen)
         image, words = x[:, :images], x[:, images:]
         shift_msa, scale_msa, gate_msa, shift_mlp, scale_mlp, gate_mlp, *again = self.image.adaLN_modulation(c)

@@ -49,13 +49,17 @@ class TimestepEmbedder(nn.Module):
         self.mlp = nn.Sequential(Linear(features, dim, init="normal"), nn.SiLU(), Linear(dim, dim, init="normal"))
 
     def reset_parameters(self) -> None:
-        """Sets the frequencies of fourier: the weights belong to submodules."""
+        """Sets the frequencies `W` of time_freq=fourier, from a fixed seed; does nothing without them. All weights
+        belong to submodules.
+        """
         if hasattr(self, "W"):
             with torch.no_grad():
                 self.W.copy_(torch.from_numpy(np.random.default_rng(0).standard_normal(TIME_FEATURES)))
 
     def _apply(self, change: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """Keeps the frequencies in float32 where a network is cast to halves: their phases are large."""
+        """Applies `change` to all tensors, as nn.Module does, but keeps the frequencies in float32 when a network is
+        cast to bfloat16 or float16: their phases are large.
+        """
         frequencies = getattr(self, "W", None)
         super()._apply(change, recurse)
         if frequencies is not None and self.W.dtype in (torch.bfloat16, torch.float16):
@@ -214,7 +218,9 @@ class Condition:
     argument: ClassVar[str]
 
     def check(self, batch: Mapping[str, Tensor]) -> None:
-        """Raises ConfigError for a batch, or a request's conditions, that it cannot be read of."""
+        """Raises ConfigError if a batch, or a request's conditions, lacks this condition or holds it in another form.
+        By default checks nothing.
+        """
 
     def prepare(self, batch: Batch) -> Example:
         """Returns this condition's tensors that an example holds beside the batch's own, by name; {} by default."""
@@ -229,15 +235,21 @@ class Condition:
         return {self.argument: request.conditions[self.name]}
 
     def make_null(self, told: Arguments) -> Arguments:
-        """Returns those of the arguments that differ where a condition is dropped; by default it never is."""
+        """Returns new values for those of the arguments `told` that change when this condition is dropped; {} by
+        default: it is never dropped.
+        """
         return {}
 
     def avoid(self, request: Request, told: Arguments) -> Arguments:
-        """Returns the arguments that guidance leads away from, as `make_null`."""
+        """Returns new values for those of the arguments `told` that guidance leads away from; by default those of
+        `make_null`.
+        """
         return self.make_null(told)
 
     def begin(self, images: Tensor) -> dict[str, Tensor]:
-        """Returns the request's conditions of what samples begin from; {} where they do not begin from this."""
+        """Returns the conditions of a request whose samples begin from `images` (pictures, clips or embeddings); {} if
+        this condition takes none.
+        """
         return {}
 
     def draw(self, key: Tensor, size: Shape) -> dict[str, Tensor]:
@@ -374,7 +386,9 @@ class Text(Condition):
         return {name: value.to(told[name].device) for name, value in negative.items()}
 
     def _fill_empty(self, told: Arguments) -> Arguments:
-        """Gives the encoder's empty text to samples of which no token is read; a learned one the network reads."""
+        """Returns the arguments with the encoder's empty text for samples of which no token is read. Returns them
+        unchanged if the network learns its null text or has none.
+        """
         config = self.reader.config
         if config.learns_null or not config.has_null:
             return told

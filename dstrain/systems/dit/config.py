@@ -28,7 +28,9 @@ class Config(Fields):
     @model_validator(mode="before")
     @classmethod
     def _fill_in_preset(cls, model: Any) -> Any:
-        """Takes a preset's choices where the section is silent; of its shape, see network_shape."""
+        """Returns the section with a preset's choices for the fields it leaves out, but for those of its shape, see
+        network_shape.
+        """
         size = model.get("size") if isinstance(model, dict) else None
         preset = PRESETS.get(size, {}) if isinstance(size, str) else {}
         for name, value in preset.items():
@@ -108,7 +110,9 @@ class Config(Fields):
             raise ConfigError("internal: a second head is trained for flows alone; set objective=flow, or leave it out")
 
     def _check_joint(self, shape: dict[str, int]) -> None:
-        """Checks that joint blocks are asked for what they have, and that positions have room in their square."""
+        """Checks that joint blocks go with the other choices, and that sines_within has places for the patches of all
+        sizes.
+        """
         block = self.block
         if block.dual > (shape["depth"] if block.joint else 0):
             raise ConfigError(f"block.dual: there are no {block.dual} joint blocks; set block.joint, and depth")
@@ -134,7 +138,9 @@ class Config(Fields):
                 )
 
     def _check_texts(self) -> None:
-        """Checks that what is said of texts is read, and fits the texts that the data hold."""
+        """Checks that the fields of texts agree with each other and with cached texts; without condition=text, that
+        none is set.
+        """
         if not self.reads_texts:
             names = "text_encoder", "text_encodings_dim", "cross_attention", "text_pooled_dim"
             given = [name for name in names if getattr(self, name)]

@@ -131,7 +131,9 @@ class Fields(SystemConfig, ReadsTexts):
         return self.routing.start, end
 
     def latent_scale_and_shift(self) -> tuple[autoencoder.Values, autoencoder.Values]:
-        """Returns what latents are multiplied by, after what is subtracted: a number, or one for each channel."""
+        """Returns (scale, shift): the network's input is (latents - shift) * scale. Each is a number, or a list of one
+        for each channel.
+        """
         if self.latents.normalize == "channels":
             return [1 / value for value in self.latents.std], self.latents.mean
         if self.first_stage is not None:

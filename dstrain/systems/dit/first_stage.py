@@ -75,7 +75,9 @@ class Latents(Section):
 
     @classmethod
     def completed(cls, section: dict[str, Any], codes: RunCodes | None, stage: Autoencoder | None) -> dict[str, Any]:
-        """Returns the section with the moments that are measured, where it names none."""
+        """Returns the section with the mean and std of each channel, from the cache or else from the autoencoder's
+        config, if normalize=channels names neither; else unchanged.
+        """
         if section.get("normalize") != "channels" or section.get("mean") or section.get("std"):
             return section
         moments = (codes.channel_mean, codes.channel_std) if codes else None
@@ -84,7 +86,9 @@ class Latents(Section):
         return section | dict(zip(("mean", "std"), moments or ()))
 
     def check(self, channels: int) -> None:
-        """Raises ConfigError if channels are asked for and their moments are not known, or not of each channel."""
+        """Raises ConfigError if normalize=channels lacks the mean and std of each channel, or normalize=scale
+        has them.
+        """
         if self.normalize == "scale" and (self.mean or self.std):
             raise ConfigError("latents.mean, latents.std: they are read by latents.normalize=channels alone")
         if self.normalize == "channels" and not (self.mean and self.std):

@@ -216,7 +216,9 @@ LAYOUTS = {
 
 
 def recognise_layout(names: Mapping[str, Tensor]) -> str | None:
-    """Returns the layout whose marks are among the names of a file's weights; None: no layout's are."""
+    """Returns the layout whose marks are among the names of a file's weights; None if it is no layout's, or SiT's,
+    which has no mark of its own.
+    """
     for name, layout in LAYOUTS.items():
         for prefix in (layout.prefix, ""):
             if name != "sit" and all(prefix + mark in names for mark in layout.marks):
@@ -316,7 +318,7 @@ def reverse_time(state: dict[str, Tensor], negate: bool) -> None:
 
 
 def _find_reason(key: str, reasons: Sequence[tuple[str, str]]) -> str | None:
-    """Returns the reason of the first pattern that the name of a weight matches."""
+    """Returns the reason of the first pattern that the name of a weight matches, else None."""
     return next((reason for pattern, reason in reasons if re.fullmatch(pattern, key)), None)
 
 

@@ -188,8 +188,10 @@ class DiT(nn.Module):
         keep: Tensor | None = None,
         given: Tensor | None = None,
     ) -> Tensor | dict[str, Any]:
-        """Predicts, (B, C or 2C, H, W), of clips (B, C or 2C, T, H, W).
+        """Returns the prediction for noised inputs x (B, C, H, W), of clips (B, C, T, H, W), at times t (B,): (B, C or
+        2C, ...).
 
+        y             int64 (B,), labels; None: no labels.
         size, embed   int64 (B, 6), see SizeEmbedder, and (B, E), see ImageEmbedder; None: no such conditions.
         text, mask    see TextTokens; None: no texts.
         extras        returns a dict instead: out; base, of the second head; projected, (B, N, width) each; drawn and
@@ -270,8 +272,8 @@ class DiT(nn.Module):
         return (1 + (x.shape[2] - 1) // self.patch_frames, *sides) if self.patch_frames else sides
 
     def positions(self, grid: tuple[int, ...]) -> Tensor:
-        """Returns the positions of the square grid, or float32 (1, N, D) of another one over the same range. Those of
-        time add to them.
+        """Returns the positions of a grid of patches, (1, N, D): the table of the square grid, or sines of another grid
+        over the same range. For clips the positions in time are added.
         """
         *times, high, wide = grid
         positions = self.pos_embed
@@ -290,7 +292,9 @@ class DiT(nn.Module):
         return make_sincos_positions(self.pos_embed.shape[-1], high, wide, base, within)
 
     def rotation(self, grid: tuple[int, ...], head_dim: int, after: int, device: torch.device) -> Tensor:
-        """Returns the rotations of a grid, its sides over the range of the square one, and of tokens after it."""
+        """Returns the rotations of the tokens of a grid, its sides over the range of the square one, and of `after`
+        tokens behind them, see make_rotations. Computes them once.
+        """
         key = grid, head_dim, after
         if key not in self._rotations:
             bases = (None,) * (len(grid) - 2) + (self.grid, self.grid)

@@ -89,7 +89,8 @@ def rename_from_diffusers(
 
 
 def cut_positions(state: dict[str, Tensor], notes: list[str], network: DiT) -> fitting.Fitted:
-    """Returns a state dict whose positions, of a larger square in the file, are those of the network's own patches.
+    """Returns the state dict with its positions, in the file those of a larger square, cut to the network's own
+    patches; and the notes.
 
     Raises ConfigError if the square is not the one of sines_within.
     """

@@ -73,8 +73,9 @@ class DiTSystem(System):
 
     @torch.no_grad()
     def encode(self, batch: Batch) -> Example:
-        """Sets x_start: latents drawn from cached moments or by the first stage; without either pixels in [-1, 1].
-        Of clips see encode_clips.
+        """Returns the example of a batch: x_start, the conditions' tensors, and the other inputs unchanged. x_start is
+        latents drawn from cached moments or by the first stage; without either pixels in [-1, 1]. Of clips see
+        encode_clips.
         """
         inputs = ("image", "video", "frames", "latent_mean", "latent_std", "caption", *NAMES)
         example = {name: tensor for name, tensor in batch.items() if name not in inputs}
@@ -247,7 +248,9 @@ class DiTSystem(System):
                 condition.prepare(batch)
 
     def pictures(self, nets: Nets, example: Example) -> dict[str, Tensor]:
-        """Returns `data`, the images of the embeddings that samples are drawn from."""
+        """Returns {"data": images of the example, uint8 (B, C, H, W)} for a model that draws from image embeddings;
+        else {}.
+        """
         if not self.config.embedding_dim or self.cannot_draw():
             return {}
         return {"data": self._decode(example["x_start"])}
@@ -303,7 +306,9 @@ class DiTSystem(System):
         self.process.check_spacing(samples.spacing)
 
     def require_guide(self, other: System) -> None:
-        """Refuses a guide of other data or noise; its width, depth and variances may differ."""
+        """Raises ConfigError for a guide that was trained on other data or noise; its width, depth and variances may
+        differ.
+        """
         if not isinstance(other, DiTSystem):
             raise ConfigError(f"it is a {type(other).__name__}, which guides no DiT: name a run of system dit")
         own, others = self.config.guide_fields(), other.config.guide_fields()
@@ -352,8 +357,9 @@ class DiTSystem(System):
         return None
 
     def adapt(self, part: str, state: dict[str, Tensor]) -> Fitted:
-        """Fits weights whose positions and class table may differ, see weights.py. A null text that a file lacks is
-        what the network makes of the encoder's state of an empty text, where that is one token, as T5's is (PixArt).
+        """Returns weights fitted to the network, and notes: positions and class table may differ, see weights.py. A
+        null text that a file lacks is what the network makes of the encoder's state of an empty text, if that is one
+        token, as T5's is (PixArt).
         """
         left = []
         if self.config.null_text == "encoder" and weights.NULL_TEXT in state:
@@ -377,7 +383,8 @@ class DiTSystem(System):
         return values, notes + left
 
     def rename_published(self, part: str, state: dict[str, Tensor]) -> Fitted:
-        """Gives weights of a published layout our names, time and direction, see layouts.py.
+        """Returns weights of a published layout under our names, in our time and direction, see layouts.py, and notes;
+        weights of no such layout unchanged.
 
         Raises ConfigError if the objective is not the one that they were trained for.
         """

@@ -168,7 +168,8 @@ def save_export(
     statistics: Callable[[], dict[str, Any]] = dict,
     classes: Callable[[], Sequence[str]] = tuple,
 ) -> None:
-    """Writes the folder. `classes`: the names of the labels in order, if known; `statistics` is for autoencoders.
+    """Writes the model into `folder` for diffusers' from_pretrained. `classes`: the names of the labels in order, if
+    known; `statistics` is for autoencoders.
 
     Raises ConfigError for a field of the model that diffusers' classes cannot express.
     """
@@ -290,14 +291,14 @@ def draw_expected(system: DiTSystem, nets: Mapping[str, nn.Module]) -> Tensor:
 
 
 def _predict(system: DiTSystem, nets: Mapping[str, nn.Module]) -> Callable[..., Tensor]:
-    """Returns the trained network, guided by its second head where it has one."""
+    """Returns the trained network as a function; if it has a second head, guided by it."""
     internal = system.config.internal
     return guide_internally(nets["denoiser"], internal.scale) if internal else nets["denoiser"]
 
 
 def _predict_as_exported(system: DiTSystem, nets: Mapping[str, nn.Module]) -> Callable[..., Tensor]:
-    """Returns the trained network as the exported one predicts: guided as by `_predict`; of a flow its predictions are
-    converted to velocities.
+    """Returns a function that predicts by the trained network what the exported one does: guided as by
+    `_make_predictor`, and as velocities for a flow.
     """
     network, process = _predict(system, nets), system.process
     if system.config.objective != "flow":
@@ -329,7 +330,7 @@ def _describe_scale(config: Config) -> str:
 
 
 def _is_stock(system: DiTSystem) -> bool:
-    """Returns whether diffusers' own DiTPipeline draws from it."""
+    """Returns whether a pipeline of diffusers itself draws from the export, rather than our ClassPipeline."""
     config = system.config
     if config.reads_texts:
         return True
@@ -416,7 +417,11 @@ def _build_scheduler(system: DiTSystem) -> Any:
 
 
 def _load_first_stage(config: Config) -> nn.Module | None:
-    """Reads the first stage again, with the scale of the run, since the system may have dropped its encoder."""
+    """Loads the first stage again, with the scale of the run, since the system may have dropped its encoder; None
+    without one.
+
+    Raises ConfigError if its folder now holds another autoencoder, or one that diffusers has no pipeline for.
+    """
     if config.first_stage is None:
         return None
     stage = Autoencoder(config.first_stage.path, *config.latent_scale_and_shift())

@@ -62,7 +62,9 @@ class Trunk(nn.ModuleList):
 
 
 def _cut_mask(mask: Tensor, x: Tensor, keep: Tensor | None) -> Tensor:
-    """Returns a mask (B, 1, 1, N + K) for the tokens x that routing has left; all that pass by are read anyway."""
+    """Returns the end of a mask (B, 1, 1, N + K) that fits the tokens x that routing has left. Only image tokens pass
+    by, which the mask all shows; `keep` None: the whole mask.
+    """
     return mask if keep is None else mask[..., mask.shape[-1] - x.shape[1] :]
 
 

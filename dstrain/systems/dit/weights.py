@@ -144,7 +144,9 @@ def adapt_weights(state: dict[str, Tensor], network: nn.Module) -> fitting.Fitte
 
 
 def _interpolate_positions(positions: Tensor, count: int, notes: list[str]) -> Tensor:
-    """Interpolates positions to (1, count, D) from another square grid; of no square they stay."""
+    """Returns positions (1, count, D), interpolated from another square grid, and adds a note. Positions of the same
+    grid, or of no square, are returned unchanged.
+    """
     old, new = round(positions.shape[1] ** 0.5), round(count**0.5)
     if old == new or old * old != positions.shape[1]:
         return positions
@@ -238,7 +240,9 @@ def project_states(states: Tensor, values: Mapping[str, Tensor]) -> Tensor:
 
 
 def pixart_arguments(config: Config) -> dict[str, Any]:
-    """Returns what `make_arguments` does, for a PixArtTransformer2DModel, but for sizes and positions."""
+    """Returns the keyword arguments of the same network as diffusers' PixArtTransformer2DModel, but for those of sizes
+    and positions.
+    """
     return make_arguments(config) | {
         "norm_type": "ada_norm_single",
         "caption_channels": config.text_encodings_dim,

@@ -95,7 +95,9 @@ class Config(SystemConfig):
     @field_validator("attention_resolutions", "channel_mult", mode="before")
     @classmethod
     def _split_flags(cls, value: Any) -> Any:
-        """Splits the original's flags, "16,8"; one number is a list of one."""
+        """Converts the original's flags to a tuple: "16,8" is split, one number is a tuple of one; other values are
+        returned unchanged.
+        """
         if isinstance(value, str):
             return tuple(part.strip() for part in value.split(",") if part.strip())
         return (value,) if isinstance(value, int) else value
@@ -103,7 +105,7 @@ class Config(SystemConfig):
     @field_validator("timestep_respacing", mode="before")
     @classmethod
     def _join_sections(cls, value: Any) -> Any:
-        """Joins sections, which may be a list, as the original writes them; leaves one number as it is."""
+        """Converts a list of sections to the original's text, "10,15,20"; returns one number as it is."""
         return ",".join(map(str, value)) if isinstance(value, (list, tuple)) else value
 
     @model_validator(mode="after")
@@ -181,7 +183,9 @@ class Config(SystemConfig):
 
     @classmethod
     def completed(cls, model: dict[str, Any], run: Run) -> dict[str, Any]:
-        """Returns the section with what the data say where it is silent: size and channels."""
+        """Returns the section; the image size and channels that it leaves out are taken from the data, and `sizes`
+        always.
+        """
         return {"image_size": run.data.image_size, "in_channels": run.data.channels, **model, "sizes": run.data.buckets}
 
     def conflicts(self, run: Run) -> list[str]:

@@ -59,7 +59,9 @@ class IDDPMSystem(System):
 
     @torch.no_grad()
     def encode(self, batch: Batch) -> Example:
-        """Sets x_start in [-1, 1], and for super-resolution low_res (B, C, small, small), its means over squares."""
+        """Returns the batch with x_start (B, C, H, W) in [-1, 1] in place of the image, and for super-resolution
+        low_res (B, C, small, small), its means over squares. Raises ConfigError for another shape or an unknown label.
+        """
         example = super().encode(batch)
         if tuple(example["x_start"].shape[1:]) not in self.shapes:
             require_shape(example["x_start"], self.shape, "in_channels")
@@ -103,7 +105,9 @@ class IDDPMSystem(System):
         return self.process.draw_losses(self.bind_conditions(nets, example), example, t)
 
     def bind_conditions(self, nets: Nets, conditions: dict[str, Tensor]) -> Network:
-        """Returns the denoiser with its conditions filled in; conditions that it does not take are ignored."""
+        """Returns a function of x_t and t that calls the denoiser with these conditions; those that it does not take
+        are ignored.
+        """
         arguments = self._make_arguments(conditions)
         return lambda x_t, t: nets["denoiser"](x_t, t, **arguments)
 
@@ -113,7 +117,11 @@ class IDDPMSystem(System):
         return arguments | ({"y": _require_label(conditions)} if self.config.class_cond else {})
 
     def bind_guided(self, nets: Nets, conditions: dict[str, Tensor], request: Request) -> Network:
-        """Returns the denoiser with its conditions filled in, guided away from the null label as the request asks."""
+        """Returns a function of x_t and t that calls the denoiser with these conditions, guided away from the null
+        label as the request asks.
+
+        Raises ConfigError for guidance of a model without a null label.
+        """
         if request.guidance_scale != 1 and not self.config.has_null:
             raise ConfigError(
                 "guidance_scale: this model has no null label; sample with guidance_scale 1, or train "
@@ -194,7 +202,9 @@ class IDDPMSystem(System):
         return {"low_res": pixels}
 
     def pictures(self, nets: Nets, example: Example) -> dict[str, Tensor]:
-        """Returns low_res: the small pictures that samples begin from, each pixel as a square, uint8 (N, C, H, W)."""
+        """Returns {"low_res": the small pictures that samples begin from, each pixel as a square, uint8 (N, C, H, W)}
+        for super-resolution; else {}.
+        """
         if not self.starts_from_data:
             return {}
         return {"low_res": convert_to_uint8(F.interpolate(example["low_res"], self.config.image_size, mode="nearest"))}
@@ -221,7 +231,9 @@ class IDDPMSystem(System):
         return weights.rename_from_diffusers(state, diffusers_config, self.config)
 
     def require_expressible(self) -> None:
-        """Checks the network and the chain."""
+        """Raises ConfigError if diffusers' classes cannot express the network or the chain, or if the objective is a
+        flow.
+        """
         weights.make_arguments(self.config)
         self.process.make_scheduler_arguments()
         if self.diffusion is None:

@@ -87,7 +87,8 @@ def save_export(
     statistics: Callable[[], dict[str, Any]] = dict,
     classes: Callable[[], Sequence[str]] = tuple,
 ) -> None:
-    """Writes the folder. `classes`: the names of the labels in order, if known; `statistics` is for autoencoders.
+    """Writes the model into `folder` for diffusers' from_pretrained. `classes`: the names of the labels in order, if
+    known; `statistics` is for autoencoders.
 
     Raises ConfigError for a flag of the model that diffusers' classes cannot express.
     """

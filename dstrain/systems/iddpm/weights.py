@@ -65,14 +65,14 @@ _HIDDEN = (
 
 
 def adapt_weights(state: dict[str, Tensor], network: nn.Module, config: Config) -> fitting.Fitted:
-    """Fits a state dict to `network` (only its names and shapes are read: meta tensors do), and says what to know of
-    it.
+    """Returns a state dict that fits `network` (only its names and shapes are read, so it may be on the meta device),
+    and notes for the user.
 
     A label table that lacks only the null row gets one, one that has only this row beside the labels loses it, and one
     with another number of rows is replaced by new rows, normal(1) as at initialization. A file does not say whether its
     last row is a null row: the notes say for what it was taken. They also list the flags that no file shows, as the
-    recipe has them: a wrong one gives wrong pictures and no error.
-    Raises ConfigError for the first other difference, with both shapes and the flags that decide them.
+    recipe has them: a wrong one gives wrong pictures and no error. Raises ConfigError for the first other difference,
+    with both shapes and the flags that decide them.
     """
     shapes = fitting.list_shapes(network)
     state = dict(state)
@@ -187,7 +187,7 @@ def make_arguments(config: Config) -> dict[str, Any]:
 
 
 def rename_to_diffusers(state: Mapping[str, Tensor], config: Config) -> dict[str, Tensor]:
-    """Returns the state dict of a UNet2DModel with `make_arguments`."""
+    """Returns the weights under the names of a UNet2DModel that is made with `make_arguments`."""
     renamed = {
         f"{diffusers_name}.{kind}": state[f"{name}.{kind}"]
         for name, diffusers_name in _pair_layers(config)

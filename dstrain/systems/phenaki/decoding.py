@@ -43,10 +43,12 @@ def decode_tokens(
     choices: Decoding = Decoding(),
     criticize: Criticize | None = None,
 ) -> Tensor:
-    """Draws the tokens int64 (B, t, h, w) that are not `known`; no mask token is left.
+    """Draws the tokens that are not `known` in `num_steps` rounds, and returns all tokens, int64 (B, t, h, w), none of
+    them the mask token. With choices.order other than "all" it draws frame by frame, each in so many rounds.
 
-    known  bool (B, t, h, w): tokens that stay (frames to continue), or do not matter (padding).
-    key    int64 (B,).
+    predict    draws an id for each masked token, see `Predict`; criticize scores tokens, None: the certainty does.
+    known      bool (B, t, h, w): tokens that stay (frames to continue), or do not matter (padding).
+    key        int64 (B,).
     Raises ConfigError if there is less than one step.
     """
     if num_steps < 1:

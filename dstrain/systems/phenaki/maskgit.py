@@ -62,7 +62,8 @@ class MaskGit(nn.Module):
         judged: Tensor | None = None,
         **text: Tensor,
     ) -> Pass:
-        """Computes the loss on true tokens int64 (B, t, h, w), of which `masked`, bool (B, t, h, w), are hidden.
+        """Returns the loss on true tokens int64 (B, t, h, w), of which `masked`, bool (B, t, h, w), are hidden, see
+        Pass.
 
         weights   (B,), of a sample's masked tokens in the total.
         uniforms  (B, N), with which masked tokens are drawn at `temperature`; None leaves the true ones in `filled`.
@@ -105,7 +106,8 @@ class MaskGit(nn.Module):
         temperature: float,
         guidance_scale: float = 1.0,
     ) -> tuple[Tensor, Tensor]:
-        """Draws ids for the mask tokens: int64 (B, t, h, w) -> ids, their log-probabilities float32 (0 elsewhere).
+        """Draws ids for the mask tokens of int64 (B, t, h, w). Returns the tokens with these ids, and their
+        log-probabilities, float32 (B, t, h, w), 0 at other tokens.
 
         With a guidance_scale s other than 1 the logits are null + s (text - null), from one pass over both. The head is
         linear, so states are mixed instead of logits.
@@ -123,7 +125,9 @@ class MaskGit(nn.Module):
         return tokens.flatten().scatter(0, places, ids).view_as(tokens), spread.view(tokens.shape)
 
     def criticize(self, tokens: Tensor, real: Tensor | None, text: dict[str, Tensor]) -> Tensor:
-        """Returns the self critic's logits of what critic_labels says: int64 (B, t, h, w) -> float32 (B, t, h, w)."""
+        """Returns the self critic's logits, float32 (B, t, h, w), for tokens int64 (B, t, h, w); critic_labels says of
+        what.
+        """
         return self.to_critic(self.trunk(tokens, real, None, **text))[..., 0].float()
 
 
@@ -138,8 +142,8 @@ class TokenCritic(nn.Module):
     def forward(
         self, tokens: Tensor, real: Tensor | None = None, dropped: Tensor | None = None, **text: Tensor
     ) -> Tensor:
-        """Returns the logits of what critic_labels says: int64 (B, t, h, w) -> float32 (B, t, h, w). Arguments: see
-        Trunk.
+        """Returns the critic's logits, float32 (B, t, h, w), for tokens int64 (B, t, h, w); critic_labels says of what.
+        Other arguments: see Trunk.
         """
         return self.to_critic(self.trunk(tokens, real, dropped, **text))[..., 0].float()
 
@@ -187,7 +191,12 @@ class Trunk(nn.Module):
     def forward(
         self, tokens: Tensor, real: Tensor | None = None, dropped: Tensor | None = None, **text: Tensor
     ) -> Tensor:
-        """Returns the states of tokens int64 (B, t, h, w)."""
+        """Returns the states (B, t, h, w, dim) of tokens int64 (B, t, h, w).
+
+        real     bool (B, t), the latent frames without padding; None: all.
+        dropped  bool (B,), samples without their text.
+        text     the arguments of Text.
+        """
         x = self.token_emb(tokens)
         for axis, (table, side) in enumerate(zip(self.positions, tokens.shape[1:])):
             place = table(torch.arange(side, device=tokens.device))  # (side, dim)

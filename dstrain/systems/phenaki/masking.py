@@ -42,8 +42,8 @@ def draw_mask(u: Tensor, noise: Tensor, real: Tensor) -> Tensor:
 
 
 def find_cut(shares: tuple[float, ...], step: int) -> int | None:
-    """Returns the latent frame after which a step's clips are cut, frame f in a share shares[f] of the steps; None: not
-    cut.
+    """Returns the number of the last latent frame that a step's clips keep: frame f in a share shares[f] of all steps.
+    Returns None in the other steps, which keep whole clips.
     """
     place = step * _GOLDEN % 1.0
     for frame, end in enumerate(accumulate(shares)):

@@ -91,8 +91,8 @@ class PhenakiSystem(System):
         return example | self.texts.of_batch(batch)
 
     def accepts(self, source: Any) -> None:
-        """Encodes the first clip, to check its shape, its text, the tokenizer, and the text encoder where one is
-        needed.
+        """Encodes the first clip of the source. Raises ConfigError if its shape, tokens or texts do not fit, or a
+        tokenizer or text encoder that it needs does not.
         """
         if self.config.tokenizer is not None:
             self.get_tokenizer()
@@ -113,7 +113,9 @@ class PhenakiSystem(System):
         return source.compute_fingerprint() + self.texts.fingerprint()
 
     def get_tokenizer(self, device: torch.device | None = None) -> Codec:
-        """Loads the frozen tokenizer at the first call: cached tokens need none. `device` None leaves it in place."""
+        """Returns the frozen tokenizer, which the first call loads: cached tokens need none. Moves it to `device`, if
+        given. Raises ConfigError if none is named, or it does not fit the model.
+        """
         if self._tokenizer is None:
             if problem := self.cannot_draw():
                 raise ConfigError(problem)
@@ -130,7 +132,9 @@ class PhenakiSystem(System):
         return None
 
     def turns(self, step: int) -> tuple[str, ...]:
-        """Returns both parts, or the one that model.train names."""
+        """Returns the names of both parts, or of the one that model.train names. Also decides where this step's clips
+        are cut.
+        """
         # Remembered here, where the host knows the step: the shapes of a step depend on it.
         self._cut = masking.find_cut(self.config.beginnings, step)
         return tuple(self.parts) if self.config.train == "both" else (self.config.train,)
@@ -156,7 +160,9 @@ class PhenakiSystem(System):
         return terms | {"loss": loss, "loss_each": terms["loss"]}
 
     def judge(self, nets: Nets, example: Example) -> Terms:
-        """Computes the critic's cross-entropy: MaskGit has filled the masked tokens in its turn, or does here."""
+        """Computes the critic's cross-entropy on the example's tokens, whose masked ones MaskGit has filled in its
+        turn; else fills them here.
+        """
         self._cut_clips(example)
         dropped = self._draw_dropped(example)
         if "filled" not in example:  # where the critic alone learns
@@ -168,8 +174,8 @@ class PhenakiSystem(System):
 
     @torch.no_grad()
     def evaluate(self, nets: Nets, example: Example) -> Terms:
-        """Returns terms (B,) with no text dropped, also those of a critic that learns; `loss` is its own if it learns
-        alone.
+        """Returns terms (B,) with no text dropped, those of the critic among them if it learns; `loss` is the critic's
+        if it learns alone.
         """
         example = dict(example)
         passed, terms = self._run_masked(nets, example, None)
@@ -224,8 +230,8 @@ class PhenakiSystem(System):
         return example["masked"]
 
     def _cut_clips(self, example: Example) -> None:
-        """Cuts the clips after the latent frame that this step has drawn, once an example. Shorter ones end where they
-        end.
+        """Cuts the example's clips, in place, after the latent frame that `turns` has chosen for this step, and marks
+        each clip's last real frame as "asked". Does nothing without a cut, or for an example that is cut.
         """
         if self._cut is None or "asked" in example:
             return
@@ -250,8 +256,8 @@ class PhenakiSystem(System):
         return critic(example["filled"], example.get("real"), dropped, **select_texts(example))
 
     def _judge_logits(self, logits: Tensor, example: Example) -> Terms:
-        """Returns loss, accuracy, and the share of masked tokens with a wrong id, (B,), of the critic's logits (B, t,
-        h, w).
+        """Returns the critic's loss, accuracy, and the share of masked tokens with a wrong id, (B,) each, from its
+        logits (B, t, h, w).
         """
         masked, total = self._mark_masked(example), self._count_maskable(example)
         replaced = example["filled"] != example["tokens"]

@@ -63,7 +63,9 @@ class Transformer(nn.Module):
         context: Tensor | None = None,
         context_mask: Tensor | None = None,
     ) -> Tensor:
-        """Runs the blocks, see TransformerBlock, but for the bias, (heads, N, N)."""
+        """Runs the blocks and a norm: (B, t, h, w, dim) -> (B, t, h, w, dim). bias: (heads, N, N); for the others see
+        TransformerBlock.
+        """
         bias = None if bias is None else bias[None]
         for layer in self.layers:
             x = layer(x, bias, mask, context, context_mask)

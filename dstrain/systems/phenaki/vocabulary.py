@@ -49,7 +49,7 @@ class Vocabulary(Linear):
         targets: Tensor | None = None,
         weights: Tensor | None = None,
     ) -> TokenLoss | tuple[Tensor, Tensor]:
-        """Maps x (M, dim) -> TokenLoss; without targets: drawn ids and their log-probabilities, (M,) both.
+        """Maps x (M, dim) to a TokenLoss; without targets to drawn ids int64 (M,) and their log-probabilities (M,).
 
         uniforms  (M,) in [0, 1): an id is drawn from softmax(logits / temperature) by the inverse of its distribution,
                   which takes one random number a row, the Gumbel trick V; temperature 0 takes the likeliest id.
@@ -89,7 +89,9 @@ def _pad_rows(rows: Tensor | None) -> Tensor | None:
 
 
 def _chunk_logits(x: Tensor, weight: Tensor, bias: Tensor, size: int) -> Iterator[tuple[slice, Tensor]]:
-    """Computes the logits (C, V) of each chunk of rows, in the precision of the layer."""
+    """Yields (slice of rows, their logits (C, V) in the precision of the layer, widened) for each chunk of
+    `size` rows.
+    """
     for first in range(0, len(x), size):
         rows = slice(first, first + size)
         yield rows, widen_precision(torch.addmm(bias, x[rows], weight.t()))

@@ -171,7 +171,7 @@ class Config(SystemConfig):
 
     @property
     def text_tokens(self) -> int:
-        """Counts the text encodings that are read."""
+        """Returns the number of text encodings that the network reads of each sample; 0 if it reads none."""
         reads = self.lucidrains is None or self.lucidrains.condition_on_text_encodings
         return self.max_text_len if reads else 0
 

@@ -100,9 +100,11 @@ class LucidrainsPrior(nn.Module):
         self_cond: Tensor | None = None,
         image_dropped: Tensor | None = None,
     ) -> Tensor:
-        """Maps (B, D), (B,), (B, D), (B, L, D), bool (B, L), bool (B,), (B, D), bool (B,) -> (B, D).
+        """Returns the prediction (B, D) for x (B, D), t (B,), text_embed (B, D), text_encodings (B, L, D), and
+        self_cond (B, D), the previous prediction.
 
-        text_mask  False where an encoding is padding, which a learned one replaces. None: where an encoding is zeros.
+        text_mask  bool (B, L), False where an encoding is padding, which a learned one replaces; None: where it is 0.
+        dropped    bool (B,), True where null inputs replace the text; image_dropped: where one replaces x.
         """
         dtype = self.learned_query.dtype
         x, text_embed = x.to(dtype), text_embed.to(dtype)

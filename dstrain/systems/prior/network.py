@@ -84,11 +84,12 @@ class PriorTransformer(nn.Module):
         dropped: Tensor | None = None,
         self_cond: Tensor | None = None,
     ) -> Tensor:
-        """Maps (B, D), (B,), (B, T), (B, L, E), bool (B, L), bool (B,), (B, D) -> (B, D).
+        """Returns the prediction (B, D) for x (B, D), t (B,), text_embed (B, T), text_encodings (B, L, E), and
+        self_cond (B, D), the previous prediction.
 
-        text_mask  False where an encoding is padding, which no token sees. None: nothing is hidden, and attention is
-                   not causal either, as in the published network. PriorSystem always gives a mask.
-        dropped    True where the null text replaces the text.
+        text_mask  bool (B, L), False where an encoding is padding, which no token sees. None: nothing is hidden, and
+                   attention is not causal either, as in the published network. PriorSystem always gives a mask.
+        dropped    bool (B,), True where the null text replaces the text.
         """
         dtype = self.proj_in.weight.dtype
         if dropped is not None:
@@ -115,7 +116,9 @@ class PriorTransformer(nn.Module):
         return self.proj_to_clip_embeddings(self.norm_out(tokens)[:, -1])  # (B, D)
 
     def _make_mask(self, text_mask: Tensor | None, tokens: Tensor) -> Tensor | None:
-        """Returns what is added to the scores: 0 where a token sees another, (B, 1, N, N)."""
+        """Returns what is added to the scores, (B, 1, N, N): 0 where a token sees another, else a large negative
+        number. Returns None without `text_mask`.
+        """
         if text_mask is None:
             return None
         count = tokens.shape[1]

@@ -46,7 +46,7 @@ class PriorPipeline(DiffusionPipeline):
         )
 
     def save_config(self, save_directory, **kwargs):
-        """Saves model_index.json, this file, where diffusers finds the class, and the null text."""
+        """Saves model_index.json; beside it the null text, and this file, where diffusers finds the class."""
         (Path(save_directory) / "prior").mkdir(parents=True, exist_ok=True)
         (Path(save_directory) / "pipeline.py").write_text(self._source, encoding="utf-8")
         if self.null_text:

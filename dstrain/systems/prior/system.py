@@ -87,7 +87,9 @@ class PriorSystem(System):
         self.encode({name: values[None] for name, values in source.read_first().items()})
 
     def fingerprint(self, source: Any) -> str:
-        """Returns the source's, then the statistics of image embeddings, and the encoder if captions are not cached."""
+        """Returns the source's hash, followed by those of the statistics of image embeddings, if given, and of the text
+        encoder, if captions are not cached.
+        """
         result = source.compute_fingerprint()
         if self.config.image_embed_stats is not None:
             result += f" image_embed_stats={hash_network({}, {'mean': self.mean, 'std': self.std})}"
@@ -151,7 +153,9 @@ class PriorSystem(System):
 
     @torch.no_grad()
     def evaluate(self, nets: Nets, example: Example) -> Terms:
-        """Computes the training loss with every text in place and the similarities of `evaluate_steps`, values (B,)."""
+        """Computes the training loss with every text in place, and the similarities after chains of `evaluate_steps`:
+        values (B,).
+        """
         terms = self._compute_losses(nets, example, drop_prob=0.0)
         return terms | self._measure_similarities(nets, example, self.config.evaluate_steps)
 
@@ -187,7 +191,9 @@ class PriorSystem(System):
     def make_network_inputs(
         self, conditions: dict[str, Tensor], dropped: Tensor, image_dropped: Tensor | None = None
     ) -> dict[str, Tensor]:
-        """Returns the network's keyword arguments. Only a model with a null drops; image_dropped None: as the text."""
+        """Returns the network's keyword arguments for these conditions. `dropped` bool (B,) is used only by a model
+        with a null text; image_dropped None: as the text.
+        """
         inputs = {name: conditions[name] for name in TEXT if name in conditions}
         inputs.setdefault("text_mask", dropped.new_ones(len(dropped), 0))  # attention is causal only with a mask
         inputs |= {"dropped": dropped} if self.config.text_cond_drop_prob else {}
@@ -259,7 +265,11 @@ class PriorSystem(System):
         choose_eta(self.sampler(samples.sampler, "samples.sampler"), samples.eta)
 
     def _make_chain_network(self, nets: Nets, conditions: dict[str, Tensor], request: Request) -> Network:
-        """Returns the guided network of one chain. With self_cond it remembers the last x_start for its next call."""
+        """Returns a function of x_t and t that predicts, guided as the request asks, in one chain. With self_cond it
+        remembers the last x_start for its next call.
+
+        Raises ConfigError for guidance without a null text.
+        """
         scale, active = (
             request.guidance_scale,
             samplers.limit_guidance(request.guidance_interval, self.diffusion.compute_noise_ratio),
@@ -292,8 +302,8 @@ class PriorSystem(System):
     def _measure_similarities(
         self, nets: Nets, example: Example, steps: tuple[int, ...], progress: Progress = iter
     ) -> Terms:
-        """Returns cosines (B,) of DDIM's embeddings (one candidate, no guidance) with image, text and another pair's
-        text.
+        """Returns cosines (B,) of embeddings drawn by DDIM in each number of `steps` (one candidate, no guidance) with
+        the image, the text and another pair's text; {} without steps.
         """
         if not steps:
             return {}
@@ -325,7 +335,9 @@ class PriorSystem(System):
         return emoji.read_text_embeds(texts) if built_in else None
 
     def conditions_from_texts(self, texts: list[str]) -> dict[str, Tensor]:
-        """Returns the frozen encoder's outputs, on the CPU, or those of the built-in captions, from the package."""
+        """Returns the text encoder's outputs, on the CPU, (N, ...) each; those of built-in captions are read from the
+        package.
+        """
         if (embeds := self._read_built_in(texts)) is not None:
             return self._read_texts({"text_embed": embeds})
         encoder = self.get_text_encoder(torch.device("cpu"))
@@ -339,8 +351,8 @@ class PriorSystem(System):
         )
 
     def adapt(self, part: str, state: dict[str, Tensor]) -> Fitted:
-        """Fits a state dict whose null texts may be missing, and whose statistics must be the recipe's, see
-        weights.py.
+        """Returns weights fitted to the network, and notes: null texts may be missing, and statistics must be the
+        recipe's, see weights.py.
         """
         return weights.adapt_weights(state, self.on_meta(part), self.config, self.mean, self.std)
 

@@ -89,7 +89,7 @@ def save_export(
     statistics: Callable[[], dict[str, Any]] = dict,
     classes: Callable[[], Sequence[str]] = tuple,
 ) -> None:
-    """Writes the folder; `statistics` and `classes` are for other systems.
+    """Writes the model into `folder` for diffusers' from_pretrained; `statistics` and `classes` are for other systems.
 
     Raises ConfigError if diffusers' network cannot express a field of the model.
     """

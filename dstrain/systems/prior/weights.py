@@ -36,7 +36,8 @@ _LUCIDRAINS_REMEDIES = (
 
 
 def read_statistics(config: Config) -> tuple[Tensor, Tensor]:
-    """Reads mean and standard deviation float32 (D,) by which embeddings are normalized; a scale is 1 / deviation.
+    """Reads mean and standard deviation, float32 (D,) each, by which embeddings are normalized. Without
+    image_embed_stats the mean is 0 and the deviation 1 / image_embed_scale.
 
     Raises ConfigError if image_embed_stats cannot be read, or is of another width.
     """
@@ -69,11 +70,11 @@ def read_statistics(config: Config) -> tuple[Tensor, Tensor]:
 def adapt_weights(
     state: dict[str, Tensor], network: nn.Module, config: Config, mean: Tensor, std: Tensor
 ) -> fitting.Fitted:
-    """Returns a state dict that fits `network`, of which names and shapes are read, and what was changed.
+    """Returns a state dict that fits `network`, of which only names and shapes are read, and notes on what was changed.
 
     clip_mean and clip_std come from the recipe, not from the file; both must agree with `mean` and `std` (D,). Null
-    texts and the layer of the previous prediction, which published files lack, start at 0.
-    Raises ConfigError for the first other difference, with both sides and the remedy.
+    texts and the layer of the previous prediction, which published files lack, start at 0. Raises ConfigError for the
+    first other difference, with both sides and the remedy.
     """
     is_lucidrains = any("causal_transformer." in name for name in state)
     if config.lucidrains is not None:

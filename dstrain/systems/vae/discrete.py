@@ -90,7 +90,9 @@ class DiscreteVAE(nn.Module):
         )
 
     def forward(self, x: Tensor, noise: Tensor | None = None, temperature: Tensor | None = None) -> Relaxed | Rounded:
-        """Reconstructs images in [0, 1]; takes for relaxed tokens Gumbel noise (B, K, h, w) and temperatures (B,)."""
+        """Reconstructs images (B, C, H, W) in [0, 1]. Relaxed tokens (gumbel) take noise (B, K, h, w) and temperatures
+        (B,), and return Relaxed; other quantizers take neither and return Rounded.
+        """
         if self.quantizer is None:
             logits = widen_precision(self._encode_features(x))  # (B, K, h, w)
             tokens = relax_tokens(logits, noise, temperature, self.sampling)
@@ -147,8 +149,8 @@ class Normalize(nn.Module):
         return self.normalize(x)
 
     def normalize(self, x: Tensor) -> Tensor:
-        """Normalizes outside of the network's pass, for a loss: at ZeRO-3 the module itself may be called within the
-        pass alone.
+        """Returns (x - mean) / std by channel. At ZeRO-3 a loss calls this, since the module itself may be called
+        within the network's pass alone.
         """
         return (x - self.means) / self.stds
 
@@ -157,7 +159,7 @@ class Normalize(nn.Module):
 
 
 def choose_normalization(channels: int) -> Normalization:
-    """Returns the usual means and deviations by channel: colours go to [-1, 1], alpha stays in [0, 1]."""
+    """Returns the usual (means, stds) by channel: colours go to [-1, 1], alpha stays in [0, 1]."""
     return ((0.5,) * 3 + (0.0,))[:channels], ((0.5,) * 3 + (1.0,))[:channels]
 
 

@@ -56,8 +56,8 @@ class DiscreteSystem(AutoencoderSystem):
         )
 
     def run_pass(self, nets: Nets, example: Example) -> tuple[Tensor, Terms, Tensor]:
-        """Runs the network; returns the decoder's output, by a relaxed sample or by tokens, and what the code costs,
-        see `_compute_code_terms`.
+        """Runs the network. Returns the decoder's output, by a relaxed sample or by tokens, the terms of the code, and
+        what they add to the loss, (B,), see `_compute_code_terms`.
         """
         passed = self._run_network(nets, example)
         terms, coding = self._compute_code_terms(passed, example)
@@ -67,8 +67,8 @@ class DiscreteSystem(AutoencoderSystem):
 
     @torch.no_grad()
     def evaluate(self, nets: Nets, example: Example) -> Terms:
-        """Returns terms at the final temperature and weight; psnr and ssim by the likeliest tokens; their
-        usage (B, K).
+        """Returns terms (B,) at the final temperature and weight; psnr and ssim by the likeliest tokens; usage (B, K),
+        the shares of these tokens.
         """
         passed = self._run_network(nets, example)
         terms, coding = self._compute_code_terms(passed, example)
@@ -86,8 +86,8 @@ class DiscreteSystem(AutoencoderSystem):
         return dict(zip(("perplexity", "dead_tokens"), measure_codebook_usage(means["usage"])))
 
     def reconstruct(self, nets: Nets, example: Example) -> list[Tensor]:
-        """Returns reconstructions by a relaxed sample at the final temperature (gumbel), and by the
-        (likeliest) tokens.
+        """Returns the reconstruction by a relaxed sample at the final temperature, for gumbel alone, and that by the
+        (likeliest) tokens, (B, C, H, W) each.
         """
         passed = self._run_network(nets, example)
         relaxed = [self.convert_to_picture(nets, passed.out).clamp(-1, 1)] if self.relaxed else []
@@ -101,8 +101,8 @@ class DiscreteSystem(AutoencoderSystem):
         return nets["autoencoder"](x, noise, self._compute_schedules(example)[0])
 
     def _compute_schedules(self, example: Example) -> tuple[Tensor, Tensor]:
-        """Returns the temperature and the weight of the KL, (B,): by step, for held-out data the ends of both
-        schedules.
+        """Returns the temperature and the weight of the KL, (B,) each: those of the example's step; for held-out data,
+        which have none, the last ones of both schedules.
         """
         discrete = self.discrete
         if "step" in example:
@@ -153,7 +153,7 @@ class DiscreteSystem(AutoencoderSystem):
 
     @torch.no_grad()
     def codes(self, nets: Nets, example: Example) -> dict[str, Tensor]:
-        """Returns the likeliest tokens, int64 (B, h, w)."""
+        """Returns {"tokens": the likeliest tokens, int64 (B, h, w)}."""
         return {"tokens": nets["autoencoder"].encode((example["x_start"] + 1) / 2)}
 
     @torch.no_grad()

@@ -77,7 +77,7 @@ class KLAutoencoder(nn.Module):
 
 
 def find_blocks() -> tuple[type[nn.Module], ...]:
-    """Returns the network's repeated units: one for each resolution."""
+    """Returns the classes of the network's repeated units, of which there is one for each resolution."""
     from diffusers.models.unets.unet_2d_blocks import DownEncoderBlock2D, UpDecoderBlock2D
 
     return DownEncoderBlock2D, UpDecoderBlock2D

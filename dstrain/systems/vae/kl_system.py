@@ -64,8 +64,8 @@ class KLSystem(AutoencoderSystem):
 
     @torch.no_grad()
     def evaluate(self, nets: Nets, example: Example) -> Terms:
-        """Returns terms without the adversary; psnr and ssim of the reconstruction; moments of posterior samples by
-        channel.
+        """Returns terms (B,) without the discriminator's; psnr and ssim of the reconstruction; moments of posterior
+        samples by channel.
         """
         passed = self._run_network(nets, example)
         terms = {"kl": _kl_to_normal(passed)} | self.compute_distance(nets, passed.picture, example)
@@ -73,8 +73,8 @@ class KLSystem(AutoencoderSystem):
         return terms | {"loss": loss} | measure_likeness(passed.picture, example["x_start"]) | _average_moments(passed)
 
     def digest(self, means: dict[str, Tensor]) -> dict[str, float]:
-        """Returns latent_std over all samples and channels, and scaling_factor, 1 / latent_std, which gives unit
-        variance.
+        """Returns latent_std, the deviation over all samples and channels, and scaling_factor, 1 / latent_std, which
+        gives latents unit variance.
         """
         std = compute_latent_std(means)
         return {"latent_std": std, "scaling_factor": 1 / std}
@@ -98,7 +98,7 @@ class KLSystem(AutoencoderSystem):
 
     @torch.no_grad()
     def codes(self, nets: Nets, example: Example) -> dict[str, Tensor]:
-        """Returns latent_mean and latent_std of the posterior, float32 (B, c, h, w) each."""
+        """Returns {"latent_mean", "latent_std"} of the posterior, float32 (B, c, h, w) each."""
         mean, log_variance = nets["autoencoder"].encode(example["x_start"])
         return {"latent_mean": mean, "latent_std": torch.exp(0.5 * log_variance)}
 
@@ -132,8 +132,8 @@ def _kl_to_normal(passed: Pass) -> Tensor:
 
 
 def _average_moments(passed: Pass) -> Terms:
-    """Returns means over places of posterior samples: latent_mean and latent_square, (B, c) each; exact rather than
-    drawn.
+    """Returns latent_mean and latent_square, (B, c) each: the expected mean over places of a posterior sample and of
+    its square, computed from the moments, not from draws.
     """
     square = passed.mean.square() + passed.log_variance.exp()
     return {"latent_mean": passed.mean.mean((2, 3)), "latent_square": square.mean((2, 3))}

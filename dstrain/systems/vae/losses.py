@@ -18,7 +18,7 @@ LEAST_LOG_SCALE = -6.0
 
 
 def compute_mean_error(kind: Literal["l1", "mse", "smooth_l1"], picture: Tensor, truth: Tensor) -> Tensor:
-    """Returns the mean error of a kind (mse, smooth_l1) by sample: two (B, C, H, W) -> (B,)."""
+    """Returns the mean error by sample, of kind l1, mse or smooth_l1: two (B, C, H, W) -> (B,)."""
     return _ERRORS[kind](picture, truth, reduction="none").flatten(1).mean(1)
 
 

@@ -31,8 +31,8 @@ def compute_temperature(schedule: Temperature, step: Tensor) -> Tensor:
 
 
 def find_final_temperature(schedule: Temperature) -> float:
-    """Returns the temperature at the end of the schedule. Held-out data always use it, so that figures of all steps
-    compare.
+    """Returns the lowest temperature of the schedule; of a constant one its start. Held-out data always use it, so that
+    figures of all steps compare.
     """
     return schedule.start if schedule.schedule == "constant" else schedule.minimum
 

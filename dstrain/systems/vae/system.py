@@ -57,7 +57,9 @@ class AutoencoderSystem(System):
         return self.picture_loss.list_turns("autoencoder", step)
 
     def learn(self, nets: Nets, example: Example) -> Terms:
-        """Computes reconstruction and what its code costs; from the discriminator's start on its critique, too."""
+        """Computes the loss of the reconstruction and of its code; from the discriminator's start on also its
+        critique.
+        """
         discriminator, last = self.config.kind.discriminator, self.find_last_layer(nets)
         by_last_layer = self.picture_loss.adversarial and discriminator.balance == "last_layer"
         with record_inputs(last) if by_last_layer else nullcontext([]) as entered:
@@ -87,7 +89,7 @@ class AutoencoderSystem(System):
 
     @abstractmethod
     def compute_distance(self, nets: Nets, out: Tensor, example: Example) -> Terms:
-        """Returns the terms recon and, where it counts, perceptual, (B,), of the decoder's output."""
+        """Returns the terms of the decoder's output, (B,) each: recon and, if its weight is not 0, perceptual."""
 
     @abstractmethod
     def convert_to_picture(self, nets: Nets, out: Tensor) -> Tensor:
@@ -99,12 +101,16 @@ class AutoencoderSystem(System):
 
     @torch.no_grad()
     def encode(self, batch: Batch) -> Example:
-        """Sets x_start in [-1, 1]. Raises ConfigError for images of another shape than the model's."""
+        """Returns the batch with x_start (B, C, H, W) in [-1, 1] in place of the image. Raises ConfigError for images
+        of another shape than the model's.
+        """
         require_shape(batch["image"], self.config.shape, "channels")
         return super().encode(batch)
 
     def pictures(self, nets: Nets, example: Example) -> dict[str, Tensor]:
-        """Returns reconstruction: each original and, to the right of it, its reconstructions."""
+        """Returns {"reconstruction": uint8 (B, C, H, n W)}, each original and, to the right of it, its
+        reconstructions.
+        """
         shown = torch.cat([example["x_start"], *self.reconstruct(nets, example)], dim=3)  # (B, C, H, n W)
         return {"reconstruction": convert_to_uint8(shown)}
 
@@ -129,7 +135,7 @@ class AutoencoderSystem(System):
         raise ConfigError("diffusers has a class for model.kl alone, not for a discrete VAE: take --format safetensors")
 
     def synthetic(self, batch_size: int) -> Batch:
-        """Returns random pixels with keys, of step 0."""
+        """Returns a batch of random pixels, with the keys of step 0."""
         positions = torch.arange(batch_size)
         key = rng.keys(0, 0, positions)
         image = rng.integers(key, "image", 256, self.config.shape).to(torch.uint8)

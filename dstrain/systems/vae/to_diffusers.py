@@ -60,7 +60,9 @@ def save_export(
     statistics: Callable[[], dict[str, Any]],
     classes: Callable[[], Sequence[str]] = tuple,
 ) -> None:
-    """Writes config.json and weights. `statistics` gives scaling_factor, 1 / std of latents; `classes` are unused."""
+    """Writes config.json and weights of an AutoencoderKL into `folder`. `statistics` gives scaling_factor, 1 / std of
+    latents; `classes` are unused.
+    """
     from diffusers import AutoencoderKL
 
     system.require_expressible()

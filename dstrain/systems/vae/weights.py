@@ -20,7 +20,7 @@ _NEW_NAMES = {"query": "to_q", "key": "to_k", "value": "to_v", "proj_attn": "to_
 def adapt_weights(
     state: dict[str, Tensor], network: nn.Module, remedies: Remedies
 ) -> tuple[dict[str, Tensor], list[str]]:
-    """Fits a state dict to `network`, which may be on the meta device, and says what was changed.
+    """Returns a state dict that fits `network`, which may be on the meta device, and notes on what was changed.
 
     Raises ConfigError for the first difference that cannot be bridged, with both shapes, or for placeholder weights.
     """

@@ -130,7 +130,7 @@ class Config(SystemConfig):
 
     @classmethod
     def completed(cls, model: dict[str, Any], run: Run) -> dict[str, Any]:
-        """Fills in the fields that the section leaves out, from the data."""
+        """Returns the section; the fields that it leaves out are taken from the data."""
         width, height = run.data.image_size, run.data.height or run.data.image_size
         return {
             "image_size": width if height == width else [height, width],

@@ -95,7 +95,9 @@ class CViViT(nn.Module):
         self.to_pixels_first_frame, self.to_pixels = Linear(dim, values), Linear(dim, temporal_patch_size * values)
 
     def forward(self, video: Tensor, frames: Tensor) -> Pass:
-        """Encodes and decodes (B, T, C, H, W), of which `frames` int64 (B,) are real."""
+        """Encodes and decodes clips (B, T, C, H, W), of which `frames` int64 (B,) are real. Returns the pictures with
+        the quantizer's terms, see Pass.
+        """
         bias = self.spatial_rel_pos_bias(*self.grid)  # (heads, hw, hw)
         x = self._encode(video, frames, bias)
         real = mark_real(frames, self.temporal_patch_size, x.shape[1])[:, :, None, None]

@@ -81,7 +81,7 @@ class TokenizerSystem(System):
         return self.picture_loss.list_turns("tokenizer", step)
 
     def learn(self, nets: Nets, example: Example) -> Terms:
-        """Computes the loss of reconstruction and quantizer, from its start on also the discriminator's critique."""
+        """Computes the loss of reconstruction and quantizer; from the discriminator's start on also its critique."""
         passed = nets["tokenizer"](example["x_start"], example["frames"])
         terms, shares = self._select_code_terms(passed), {}
         if self._usage is not None:
@@ -99,8 +99,8 @@ class TokenizerSystem(System):
         return {name: term.detach() for name, term in terms.items()} | {"loss": loss} | shares
 
     def _compute_critique(self, nets: Nets, made: Tensor, example: Example) -> tuple[Terms, Tensor]:
-        """Returns the terms of a video (B, T, C, H, W), and a loss (B,) with their gradient with respect to
-        the video.
+        """Returns the terms of reconstructed clips (B, T, C, H, W), and a loss (B,) whose gradient with respect to the
+        clips is that of the whole loss.
         """
         place, x = self._draw_frame_number(example), example["x_start"]
         video = made.detach().requires_grad_()
@@ -165,8 +165,8 @@ class TokenizerSystem(System):
 
     @torch.no_grad()
     def evaluate(self, nets: Nets, example: Example) -> Terms:
-        """Returns terms without adversary and diversity; psnr and ssim, means over real frames; usage (B, K), shares of
-        ids.
+        """Returns terms without those of discriminator and diversity; psnr and ssim, means over real frames; usage (B,
+        K), shares of ids.
         """
         passed: Pass = nets["tokenizer"](example["x_start"], example["frames"])
         terms = self._select_code_terms(passed) | self._compute_distances(passed.video, example)
@@ -188,7 +188,8 @@ class TokenizerSystem(System):
 
     @torch.no_grad()
     def pictures(self, nets: Nets, example: Example) -> dict[str, Tensor]:
-        """Returns reconstruction: original and reconstruction side by side, (B, T, C, H, 2W), of frames (B, C, H, 2W).
+        """Returns {"reconstruction": uint8}: original and reconstruction side by side, (B, T, C, H, 2W), or (B, C, H,
+        2W) of single frames.
 
         After its last real frame a clip stands still.
         """
@@ -209,7 +210,7 @@ class TokenizerSystem(System):
         return nets["tokenizer"].decode_tokens(codes)
 
     def identity(self, nets: Nets) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """Returns architecture and all weights; neither how many frames nor how it was trained."""
+        """Returns the architecture and all weights; neither the number of frames nor how it was trained."""
         architecture = self.config.make_network_arguments()
         left_out = {"dropout", "inv_temperature"}
         left_out |= {
