@@ -33,6 +33,7 @@ RULES = {
     "systems": ("systems.base", "recipe"),
     "systems.types": (),
     "systems.source": (),
+    "systems.beginnings": ("recipe",),
     "systems.optional": ("systems.types", "recipe"),
     "systems.base": ("systems.types", "systems.optional", "recipe"),
     "systems.codec": (*GROUND, "encoders", "systems", "systems.base"),
@@ -76,7 +77,16 @@ RULES = {
         "train",
     ),  # counts its step
 }
-A_SYSTEM = (*GROUND, "nn", "diffusion", "encoders", "systems.base", "systems.codec", "systems.source")
+A_SYSTEM = (
+    *GROUND,
+    "nn",
+    "diffusion",
+    "encoders",
+    "systems.base",
+    "systems.codec",
+    "systems.source",
+    "systems.beginnings",
+)
 A_VERB = (*(room for room in RULES if room != "commands"), "train", "__version__")
 OF_COMMANDS = ("commands.options", "commands.job")  # beside its own
 VERBS = (

@@ -15,6 +15,7 @@ from dstrain.encoders.autoencoder import Autoencoder
 from dstrain.recipe import ConfigError, Run, Section
 from dstrain.recipe.shapes import Shape
 from dstrain.systems.base import Example, Request
+from dstrain.systems.beginnings import find_cut, require_shares
 from dstrain.systems.dit.conditions import Arguments, Condition
 
 PRIME = "prime"  # given frames in a request's conditions, uint8 (N, K, C, H, W)
@@ -33,6 +34,10 @@ class Video(Section):
     given_share: float = Field(0.5, gt=0, le=1)
     """Share of training clips whose first frames are given, 1, 1 + patch_frames, ... or `given` of them. The others
     have none, so that clips can be drawn from texts alone."""
+    beginnings: tuple[float, ...] = ()
+    """Shares of the steps whose clips end with the first, the second, ... patch of frames (clips of 9 frames have 5 of
+    patch_frames 2). Such steps cost less, and the first share is of images, from which a model learns how things look
+    (trainers of videos mix images in for that). The other steps see whole clips."""
 
     @model_validator(mode="after")
     def _check(self) -> "Video":
@@ -41,7 +46,17 @@ class Video(Section):
             self.require_frames("video.given", self.given)
         if self.given >= self.frames:
             raise ConfigError(f"video.given: {self.given} frames leave none of {self.frames} to draw; give fewer")
+        require_shares("video.beginnings", self.beginnings, self.count_patches(self.frames))
         return self
+
+    def count_patches(self, frames: int) -> int:
+        """Counts the patches along the time of a clip of so many frames."""
+        return 1 + (frames - 1) // self.patch_frames
+
+    def find_end(self, step: int) -> int:
+        """Returns how many frames of its clips a step sees."""
+        cut = find_cut(self.beginnings, step)
+        return self.frames if cut is None else 1 + cut * self.patch_frames
 
     def require_frames(self, name: str, frames: int) -> None:
         """Raises ConfigError if so many frames are too many, or patches do not divide them."""
@@ -110,10 +125,14 @@ class Given(Condition):
         self.video, self.find_shape = video, find_shape
 
     def read(self, example: Example) -> Arguments:
-        """Draws from the samples' keys how many frames of each clip are given: none, 1, 1 + patch_frames, ..."""
+        """Draws from the samples' keys how many frames of each clip are given: none, 1, 1 + patch_frames, ...; never
+        all of them.
+        """
         x_start, key, step = example["x_start"], example["key"], self.video.patch_frames
-        most = min(self.video.given, x_start.shape[2])
-        count = 1 + step * rng.integers(key, "given", 1 + (most - 1) // step)
+        choices = self.video.count_patches(min(self.video.given, x_start.shape[2] - step))
+        if choices < 1:  # an image, or a clip that a step has cut to one
+            return {"given": _mark_given(x_start, torch.zeros_like(key))}
+        count = 1 + step * rng.integers(key, "given", choices)
         share = rng.uniform(key, "given_share")
         return {"given": _mark_given(x_start, torch.where(share < self.video.given_share, count, 0))}
 

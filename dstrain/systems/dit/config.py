@@ -286,6 +286,8 @@ class Config(Fields):
         for size in (None, *(self.sizes or ())):
             what = "an image" if size is None else f"{size[0]} x {size[1]} pixels"
             counts[f"tokens of {what if self.video is None else 'a clip'}"] = self.count_tokens(self.shape(size))
+        if self.video and self.video.beginnings:
+            counts["tokens of a first frame, with model.video.beginnings"] = self.count_tokens(self.shape(frames=1))
         joining, what = self.tokens.time + self.tokens.label, "condition tokens of model.tokens"
         if self.reads_texts and not self.cross_attention:
             joining += self.max_text_len - bool(self.text_pooled_dim) + self.learns_null

@@ -189,7 +189,7 @@ class Fields(SystemConfig, ReadsTexts):
     def count_tokens(self, shape: tuple[int, ...]) -> int:
         """Counts the patches of an input (C, h, w) or (C, T, h, w)."""
         count = shape[-2] * shape[-1] // self.network_shape()["patch_size"] ** 2
-        return count if self.video is None else count * (1 + (shape[1] - 1) // self.video.patch_frames)
+        return count if self.video is None else count * self.video.count_patches(shape[1])
 
     @property
     def models_pixels(self) -> bool:

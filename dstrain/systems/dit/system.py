@@ -66,6 +66,7 @@ class DiTSystem(System):
         if config.video:
             self.num_frames, self.temporal_patch_size = config.video.frames, config.video.patch_frames
             self.inverts = False
+        self._end: int | None = None  # of this step's clips, in frames
 
     def networks(self) -> dict[str, nn.Module]:
         network = DiT(**self.config.make_network_arguments())
@@ -112,6 +113,8 @@ class DiTSystem(System):
 
     def denoise(self, nets: Nets, example: Example) -> Terms:
         """Computes the training loss: a timestep and a noise for each sample, its conditions dropped at times."""
+        if self._end is not None:
+            example["x_start"] = example["x_start"][:, :, : self._end]
         terms = self._losses(nets, example, learns=True)
         return {**terms, "loss": terms["loss"].mean(), "loss_each": terms["loss"].detach()}
 
@@ -139,12 +142,16 @@ class DiTSystem(System):
         return self.evaluate(nets, example)
 
     def turns(self, step: int) -> tuple[str, ...]:
+        # Remembered here, where the host knows the step: the shapes of a step depend on it.
+        if self.config.video:
+            self._end = self.config.video.find_end(step)
         if self.alignment:
             self.alignment.begin(step)
         return super().turns(step)
 
     def workload(self, step: int) -> tuple[int, ...]:
-        return 1, int(self.alignment is not None and self.alignment.is_due(step))
+        frames = self.config.video.find_end(step) if self.config.video else 1
+        return 1, frames, int(self.alignment is not None and self.alignment.is_due(step))
 
     def _losses(self, nets: Nets, example: Example, learns: bool = False) -> Terms:
         """Returns the terms of a timestep and a noise, (B,) each; `learns`: with what training alone adds."""

@@ -8,6 +8,7 @@ from dstrain.encoders.frozen import is_here
 from dstrain.encoders.reader import ReadsTexts, complete_texts, replace_encoder
 from dstrain.recipe import MAY_CHANGE, ConfigError, Run, Section, mark_filled_in, mark_fixed
 from dstrain.systems.base import SystemConfig, list_indivisible
+from dstrain.systems.beginnings import require_shares
 from dstrain.systems.phenaki import codec
 
 SAMPLERS = ("confidence", "critic")
@@ -124,16 +125,7 @@ class Config(SystemConfig, ReadsTexts):
     def _check(self) -> "Config":
         if min(self.token_shape) < 1:
             raise ConfigError(f"token_shape {list(self.token_shape)}: latent frames, height and width are 1 at least")
-        if len(self.beginnings) > self.token_shape[0]:
-            raise ConfigError(
-                f"beginnings {list(self.beginnings)}: clips have {self.token_shape[0]} latent frames; "
-                "give as many shares at most, or none: model.beginnings=[]"
-            )
-        if min(self.beginnings, default=0) < 0 or sum(self.beginnings) > 1 + 1e-9:
-            raise ConfigError(
-                f"beginnings {list(self.beginnings)}: shares of the steps are 0 at least, and 1 together "
-                "at most; write for example [0.5, 0.2, 0.1], and whole clips are the rest"
-            )
+        require_shares("beginnings", self.beginnings, self.token_shape[0])
         self.require_width()
         if self.unconditional and (self.text_encoder or self.text_encodings_dim):
             raise ConfigError(

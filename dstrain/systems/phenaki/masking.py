@@ -5,13 +5,11 @@ is drawn, in decoding it is the share of steps done. The mean of r over u is 2 /
 """
 
 import math
-from itertools import accumulate
 
 import torch
 from torch import Tensor
 
 MEAN_RATIO = 2 / math.pi
-_GOLDEN = 0.6180339887498949  # (sqrt(5) - 1) / 2
 
 
 def compute_ratio(u: Tensor) -> Tensor:
@@ -39,14 +37,3 @@ def draw_mask(u: Tensor, noise: Tensor, real: Tensor) -> Tensor:
     real  bool (B, N): padding is never masked.
     """
     return mark_lowest(torch.where(real, noise, 2.0), count_masked(u, real.sum(1)))
-
-
-def find_cut(shares: tuple[float, ...], step: int) -> int | None:
-    """Returns the number of the last latent frame that a step's clips keep: frame f in a share shares[f] of all steps.
-    Returns None in the other steps, which keep whole clips.
-    """
-    place = step * _GOLDEN % 1.0
-    for frame, end in enumerate(accumulate(shares)):
-        if place < end:
-            return frame
-    return None

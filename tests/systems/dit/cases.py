@@ -111,7 +111,7 @@ VIDEO = MODERN | {
 }
 CASES += [
     VIDEO | {"tokens": {"joins": 1}, "routing": {"ratio": 0.5, "start": 1, "end": 1}},
-    TINY | {"image_size": 4, "video": {"frames": 3, "height": 6}, "class_dropout_prob": 0.5},
+    TINY | {"image_size": 4, "video": {"frames": 3, "height": 6, "beginnings": [0.5]}, "class_dropout_prob": 0.5},
 ]
 
 
