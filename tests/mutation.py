@@ -276,7 +276,7 @@ MISTAKES = [
     (
         "texts never dropped",
         "dstrain/systems/dit/conditions.py",
-        'return self._fill_empty({"text": told["text"], "mask": torch.zeros_like(told["mask"])})',
+        'return self._fill_empty_texts({"text": told["text"], "mask": torch.zeros_like(told["mask"])})',
         "return {}",
         f"{TEXTS}::test_texts_are_dropped_by_key",
     ),

@@ -18,7 +18,7 @@ from pydantic import ValidationError
 
 from dstrain.recipe import ConfigError, list_problems
 from dstrain.recipe.trust import OPTION, is_trusted
-from dstrain.systems.base import Kind, System, SystemConfig, require_names
+from dstrain.systems.base import Kind, System, SystemConfig, require_valid_attributes
 
 _GROUP = "dstrain.systems"
 
@@ -48,7 +48,7 @@ def build(name: str, model: dict[str, Any]) -> System:
     system = import_package(name).build(section)
     if not isinstance(system, System):
         raise ConfigError(f"system: build() of {name} returns a {type(system).__name__}: return a System")
-    require_names(name, system)
+    require_valid_attributes(name, system)
     system.num_labels = section.num_labels
     return system
 

@@ -285,7 +285,7 @@ class System(Figures, Stateful, Prompted, Sampling, Videos, FirstStage, Imports,
         return name
 
 
-def require_names(name: str, system: System) -> None:
+def require_valid_attributes(name: str, system: System) -> None:
     """Raises ConfigError if an attribute of the system `name` that should be a tuple of names, or the dict of its
     parts, is something else.
     """

@@ -40,7 +40,7 @@ class _Gathered:
             entry = next(entry for entry in statement.names if name in (entry.asname, entry.name))
             alone = ast.Import([entry]) if isinstance(statement, ast.Import) else None
             self.imports.add(ast.unparse(alone or ast.ImportFrom(statement.module, [entry], 0)))
-        elif statement is not None and self._is_new(module, name):
+        elif statement is not None and self._note_new(module, name):
             for node in ast.walk(statement):
                 if isinstance(node, ast.Name) and node.id != name:
                     self.add(module, node.id)
@@ -49,10 +49,10 @@ class _Gathered:
     def _add_definition(self, module: str, name: str) -> None:
         if module not in self.replaced:
             self.add(module, name)
-        elif self._is_new(module, module):
+        elif self._note_new(module, module):
             self.definitions.append(self.replaced[module])
 
-    def _is_new(self, module: str, name: str) -> bool:
+    def _note_new(self, module: str, name: str) -> bool:
         """Returns whether a name is added for the first time, and notes it."""
         if name not in self._owners:
             self._owners[name] = module
@@ -64,12 +64,12 @@ class _Gathered:
         """Returns a module's source, and by each name the statement at its top that binds it."""
         if module not in self._modules:
             source = inspect.getsource(importlib.import_module(module))
-            bound = {name: found for found in ast.parse(source).body for name in _list_names(found)}
+            bound = {name: found for found in ast.parse(source).body for name in _list_bound_names(found)}
             self._modules[module] = source, bound
         return self._modules[module]
 
 
-def _list_names(statement: ast.stmt) -> list[str]:
+def _list_bound_names(statement: ast.stmt) -> list[str]:
     """Returns the names that a statement at a module's top binds, by import, definition or assignment; else []."""
     if isinstance(statement, ast.Import | ast.ImportFrom):
         return [entry.asname or entry.name for entry in statement.names]

@@ -409,7 +409,7 @@ def main(folder: Path) -> None:
     prepare_environment()
     import deepspeed.checkpoint.ds_to_universal  # noqa: F401  once, for all the forks
 
-    kl.find_blocks()
+    kl.list_block_classes()
     preload()
     for stage in range(4):
         zero = {"stage": stage}

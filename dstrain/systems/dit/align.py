@@ -164,7 +164,7 @@ class Alignment:
         return not self.section.until or step < self.section.until
 
     @property
-    def wanted(self) -> bool:
+    def needs_extras(self) -> bool:
         """Returns whether the network's extras are needed: in steps that align, and for kind=repa in all, since its
         projectors take part in every step.
         """
@@ -174,7 +174,7 @@ class Alignment:
         """Returns (encoder,) for kind=repa if its folder is there; else (): a finished run draws without."""
         if self.section.kind != "repa" or self.section.path is None or not Path(self.section.path).is_dir():
             return ()
-        return (self._encoder(),)
+        return (self._load_encoder(),)
 
     def loss(self, found: Mapping[str, Any], example: Example, grid: tuple[int, int], keep: Tensor | None) -> Tensor:
         """Returns the distance of each sample's tokens from their targets, float32 (B,): mean squared, or minus the
@@ -204,7 +204,7 @@ class Alignment:
         """Returns the targets, float32 (B, N, width): those of the example, or what the encoder sees in its images."""
         if "features" in example:
             return example["features"]
-        tower, image = self._encoder(), example["image"]
+        tower, image = self._load_encoder(), example["image"]
         if tower.mean.device != image.device:  # also where a recipe's shapes are checked on meta
             tower.to(image.device)
         image = image.expand(-1, 3, -1, -1)
@@ -212,7 +212,7 @@ class Alignment:
             # As REPA resamples, so that a patch of the encoder is one of the network.
             return tower.read_tokens(image, [side * tower.patch_size for side in grid], smooth=False).patches.float()
 
-    def _encoder(self) -> VisionTower:
+    def _load_encoder(self) -> VisionTower:
         if self._tower is None:
             self._tower = VisionTower(Path(self.section.path), KINDS, _KEY)
             self._tower.set_precision(self.section.precision)

@@ -301,12 +301,12 @@ class Sizes(Condition):
         return {"size": example["size"]}
 
     def choose(self, request: Request) -> Arguments:
-        return {"size": self._repeat(request.size or (self.image_size, self.image_size), request.seeds)}
+        return {"size": self._make_uncut_sizes(request.size or (self.image_size, self.image_size), request.seeds)}
 
     def draw(self, key: Tensor, size: Shape) -> dict[str, Tensor]:
-        return {"size": self._repeat(size, key)}
+        return {"size": self._make_uncut_sizes(size, key)}
 
-    def _repeat(self, size: Shape, like: Tensor) -> Tensor:
+    def _make_uncut_sizes(self, size: Shape, like: Tensor) -> Tensor:
         wide, high = size
         return torch.tensor([high, wide, 0, 0, high, wide], device=like.device).repeat(len(like), 1)
 
@@ -356,7 +356,7 @@ class Text(Condition):
         self.reader = reader
 
     def prepare(self, batch: Batch) -> Example:
-        example = self._fill_empty(_as_arguments(self.reader.of_batch(batch)))
+        example = self._fill_empty_texts(_as_arguments(self.reader.of_batch(batch)))
         # A model without a null text waits for the device here; others have something to read in any case.
         if not self.reader.config.has_null and not example["text"].is_meta and not example["mask"].any(1).all():
             raise ConfigError(
@@ -370,11 +370,11 @@ class Text(Condition):
 
     def choose(self, request: Request) -> Arguments:
         inputs = select_texts(request.conditions) or self.reader.of_nothing(len(request.seeds))
-        told = self._fill_empty(_as_arguments(self.reader.of_batch({**inputs, "key": request.seeds})))
+        told = self._fill_empty_texts(_as_arguments(self.reader.of_batch({**inputs, "key": request.seeds})))
         return {name: value.to(request.seeds.device) for name, value in told.items()}
 
     def make_null(self, told: Arguments) -> Arguments:
-        return self._fill_empty({"text": told["text"], "mask": torch.zeros_like(told["mask"])})
+        return self._fill_empty_texts({"text": told["text"], "mask": torch.zeros_like(told["mask"])})
 
     def avoid(self, request: Request, told: Arguments) -> Arguments:
         """Returns the negative prompts, which a request holds under the names of prompts with `negative_` before."""
@@ -382,10 +382,10 @@ class Text(Condition):
         if not inputs:
             return self.make_null(told)
         negative = _as_arguments({name.removeprefix(NEGATIVE): value for name, value in inputs.items()})
-        negative = self._fill_empty(negative)
+        negative = self._fill_empty_texts(negative)
         return {name: value.to(told[name].device) for name, value in negative.items()}
 
-    def _fill_empty(self, told: Arguments) -> Arguments:
+    def _fill_empty_texts(self, told: Arguments) -> Arguments:
         """Returns the arguments with the encoder's empty text for samples of which no token is read. Returns them
         unchanged if the network learns its null text or has none.
         """

@@ -105,7 +105,12 @@ class Config(Fields):
                 raise ConfigError(f"{name}: {width} must be a multiple of its {heads} heads")
         if self.internal and self.internal.depth >= shape["depth"]:
             raise ConfigError(f"internal.depth: {self.internal.depth} is not below depth {shape['depth']}")
-        check_taps(self.align, self.routing and self.routed(), self.internal and self.internal.depth, shape["depth"])
+        check_taps(
+            self.align,
+            self.routing and self.find_routed_blocks(),
+            self.internal and self.internal.depth,
+            shape["depth"],
+        )
         if self.internal and self.objective != "flow":
             raise ConfigError("internal: a second head is trained for flows alone; set objective=flow, or leave it out")
 
@@ -347,7 +352,7 @@ class Config(Fields):
             "text": self.text_arguments() | {"projection": self.text_projection} if self.reads_texts else None,
             "base_depth": self.internal.depth if self.internal else 0,
             "align": self.align.make_network_arguments() if self.align else None,
-            "routed": self.routed(),
+            "routed": self.find_routed_blocks(),
             "patch_frames": self.video.patch_frames if self.video else 0,
             "given": bool(self.video and self.video.given),
         }
@@ -381,7 +386,7 @@ class Config(Fields):
         )
         return ChainProcess(diffusion, section.schedule, clip=self.models_pixels)
 
-    def guide_fields(self) -> dict[str, Any]:
+    def list_guide_fields(self) -> dict[str, Any]:
         """Returns the fields, by name, that a guide's section must have alike: those of the data, and of noise of the
         same kind.
         """

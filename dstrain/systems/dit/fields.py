@@ -123,7 +123,7 @@ class Fields(SystemConfig, ReadsTexts):
     codes: Annotated[Codes | None, mark_fixed("give the data.path of the earlier latents")] = None
     """Latents that data.path holds ready, filled in from its index; the first stage then only decodes."""
 
-    def routed(self) -> tuple[int, int]:
+    def find_routed_blocks(self) -> tuple[int, int]:
         """Returns the first and the last block that tokens may pass by; (0, 0): none."""
         if self.routing is None:
             return 0, 0

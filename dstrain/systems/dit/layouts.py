@@ -226,7 +226,7 @@ def recognise_layout(names: Mapping[str, Tensor]) -> str | None:
     return None
 
 
-def translate(
+def translate_from_layout(
     state: Mapping[str, Tensor], name: str, depth: int, grid: int, head_dims: Sequence[int] = (), scale: int = 1
 ) -> tuple[dict[str, Tensor], list[str]]:
     """Returns a published state dict under our names, in our time and direction, and notes on what was left out.
@@ -250,7 +250,7 @@ def translate(
             translated[re.sub(pattern, ours, key)] = torch.cat(parts)
     for key, value in unread.items():
         if match := re.fullmatch(_TABLES, key):
-            _require_table(key, value, match[2], grid, head_dims)
+            _require_same_rotations(key, value, match[2], grid, head_dims)
             notes.append(f"{key}: computed here, and equal to the file's")
             continue
         if reason := _find_reason(key, layout.refused):
@@ -260,7 +260,7 @@ def translate(
             if left[reason] == 1:
                 notes.append(f"{key}: left out: {reason}")
             continue
-        translated[_our_name(key, layout, depth)] = value
+        translated[_find_our_name(key, layout, depth)] = value
     _swap_halves(translated, layout, depth)
     notes += [f"{count} weights are left out: {reason}" for reason, count in left.items() if count > 1]
     if "x_embedder.wide.weight" in translated:
@@ -277,7 +277,9 @@ def translate(
     return translated, notes
 
 
-def translate_back(state: Mapping[str, Tensor], name: str, theirs: Sequence[str], depth: int = 0) -> dict[str, Tensor]:
+def translate_to_layout(
+    state: Mapping[str, Tensor], name: str, theirs: Sequence[str], depth: int = 0
+) -> dict[str, Tensor]:
     """Returns our weights of `depth` blocks under a published layout's names, of which `theirs` are all that its
     network has.
     """
@@ -288,7 +290,7 @@ def translate_back(state: Mapping[str, Tensor], name: str, theirs: Sequence[str]
             parts = state[re.sub(pattern, ours, key)].chunk(len(letters))
             for letter, part in zip(letters, parts, strict=True):
                 found[key.replace(f".{letters[0]}.", f".{letter}.")] = part.clone()
-    return {key: found[key] if key in found else state[_our_name(key, layout, 0)].clone() for key in theirs}
+    return {key: found[key] if key in found else state[_find_our_name(key, layout, 0)].clone() for key in theirs}
 
 
 def _swap_halves(state: dict[str, Tensor], layout: Layout, depth: int) -> None:
@@ -322,7 +324,7 @@ def _find_reason(key: str, reasons: Sequence[tuple[str, str]]) -> str | None:
     return next((reason for pattern, reason in reasons if re.fullmatch(pattern, key)), None)
 
 
-def _our_name(key: str, layout: Layout, depth: int) -> str:
+def _find_our_name(key: str, layout: Layout, depth: int) -> str:
     if layout is LAYOUTS["rae"] and (match := re.fullmatch(r"blocks\.(\d+)\.(.*)", key)) and int(match[1]) >= depth:
         return f"final_layer.blocks.{int(match[1]) - depth}.{match[2]}"
     for pattern, ours in layout.renamed:
@@ -331,7 +333,7 @@ def _our_name(key: str, layout: Layout, depth: int) -> str:
     return key
 
 
-def _require_table(key: str, table: Tensor, kind: str, grid: int, head_dims: Sequence[int]) -> None:
+def _require_same_rotations(key: str, table: Tensor, kind: str, grid: int, head_dims: Sequence[int]) -> None:
     """Raises ConfigError if a file's table of rotations is not the one that is computed here."""
     if table.shape[-1] not in head_dims:
         raise ConfigError(

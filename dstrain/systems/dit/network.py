@@ -203,14 +203,14 @@ class DiT(nn.Module):
         grid = self.count_patches(x)
         x = self.x_embedder(image)  # (B, N, D)
         if self.sines:
-            x = x + self.positions(grid).to(x)
+            x = x + self.find_positions(grid).to(x)
         time = self.t_embedder(t)  # (B, D)
         if text is not None and hasattr(self, "p_embedder"):
             time = time + self.p_embedder(text, mask)
             text, mask = text[:, 1:], None if mask is None else mask[:, 1:]
         label = self.y_embedder(y) if y is not None and hasattr(self, "y_embedder") else None
         words, read = (None, None) if text is None else self.text_tokens(text, mask)
-        tokens = self._condition_tokens(time, label, None if self.cross_attention else words)
+        tokens = self._make_condition_tokens(time, label, None if self.cross_attention else words)
         c = time if label is None else time + label  # (B, D)
         if size is not None:
             c = c + self.s_embedder(size)
@@ -223,7 +223,7 @@ class DiT(nn.Module):
         if hasattr(self, "t_block"):
             seen = seen._replace(shared=self.t_block(c).unflatten(-1, (6, -1)))
         if self.rope:
-            rotation = self.rotation(grid, self.head_dim, count, x.device)
+            rotation = self.find_rotation(grid, self.head_dim, count, x.device)
             seen = seen._replace(rotation=take_own_parts(rotation, patches, 2))
         if read is not None and self.cross_attention:
             seen = seen._replace(text=words, mask=read[:, None, None])
@@ -236,7 +236,7 @@ class DiT(nn.Module):
         taps = {self.base_depth, self.align_depth, self.align_target} if extras else ()
         x, tapped = self.blocks(x, seen, tokens, taps, keep)
         if self.wide:
-            rotation = self.rotation(grid, self.final_layer.head_dim, 0, x.device) if self.rope else None
+            rotation = self.find_rotation(grid, self.final_layer.head_dim, 0, x.device) if self.rope else None
             out = self.final_layer(image, F.silu(time[:, None] + x), rotation)
         else:
             out = self.final_layer(x, c, c[:, None])
@@ -255,7 +255,7 @@ class DiT(nn.Module):
             found["towards"] = gather_parts(tapped[self.align_target].detach(), 1)
         return found
 
-    def _condition_tokens(self, time: Tensor, label: Tensor | None, words: Tensor | None) -> Tensor | None:
+    def _make_condition_tokens(self, time: Tensor, label: Tensor | None, words: Tensor | None) -> Tensor | None:
         """Returns the condition tokens, (B, K, D): of the time, the label and the text. None where there are none."""
         parts = []
         if hasattr(self, "t_tokens"):
@@ -271,7 +271,7 @@ class DiT(nn.Module):
         sides = tuple(side // self.patch_size for side in x.shape[-2:])
         return (1 + (x.shape[2] - 1) // self.patch_frames, *sides) if self.patch_frames else sides
 
-    def positions(self, grid: tuple[int, ...]) -> Tensor:
+    def find_positions(self, grid: tuple[int, ...]) -> Tensor:
         """Returns the positions of a grid of patches, (1, N, D): the table of the square grid, or sines of another grid
         over the same range. For clips the positions in time are added.
         """
@@ -291,7 +291,7 @@ class DiT(nn.Module):
         within, base = self.sines_within or (None, self.range)
         return make_sincos_positions(self.pos_embed.shape[-1], high, wide, base, within)
 
-    def rotation(self, grid: tuple[int, ...], head_dim: int, after: int, device: torch.device) -> Tensor:
+    def find_rotation(self, grid: tuple[int, ...], head_dim: int, after: int, device: torch.device) -> Tensor:
         """Returns the rotations of the tokens of a grid, its sides over the range of the square one, and of `after`
         tokens behind them, see make_rotations. Computes them once.
         """

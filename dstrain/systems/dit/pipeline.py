@@ -83,7 +83,9 @@ class ClassPipeline(DiffusionPipeline):
         ).parameters and scheduler.config.variance_type.startswith("learned")
         low, high = guidance_interval or (0, float("inf"))
         for t in self.progress_bar(scheduler.timesteps):
-            out = self._guided(x, t.to(device), y, guidance_scale if low <= self._compute_noise_ratio(t) <= high else 1)
+            out = self._predict_guided(
+                x, t.to(device), y, guidance_scale if low <= self._compute_noise_ratio(t) <= high else 1
+            )
             x = scheduler.step(out if learned else out[:, : shape[1]], t, x, **options).prev_sample
         if self.vae is not None and output_type != "latent":
             config = self.vae.config
@@ -107,7 +109,7 @@ class ClassPipeline(DiffusionPipeline):
         share = float(t) / self.scheduler.config.num_train_timesteps
         return share / (1 - share) if share < 1 else float("inf")
 
-    def _guided(self, x, t, y, scale):
+    def _predict_guided(self, x, t, y, scale):
         """Returns the prediction and, behind its channels, the variances of the half with labels."""
         if scale == 1:
             return self.transformer(x, t.expand(len(x)), y).sample

@@ -12,7 +12,7 @@ from dstrain.encoders.joined_text import JoinedTextEncoder
 from dstrain.nn import fitting
 from dstrain.recipe import ConfigError
 from dstrain.systems.dit.config import Config
-from dstrain.systems.dit.layouts import LAYOUTS, translate, translate_back
+from dstrain.systems.dit.layouts import LAYOUTS, translate_from_layout, translate_to_layout
 from dstrain.systems.dit.network import DiT
 from dstrain.systems.dit.presets import PRESETS
 
@@ -85,7 +85,7 @@ def rename_from_diffusers(
     # diffusers leaves out what older files do not have.
     found = {"qk_norm": None, "dual_attention_layers": (), **diffusers_config}
     fitting.require_config(found, (CLASS,), "dit", expected, _FIELDS)
-    return cut_positions(*translate(state, "sd3", len(network.blocks), network.grid), network)
+    return cut_positions(*translate_from_layout(state, "sd3", len(network.blocks), network.grid), network)
 
 
 def cut_positions(state: dict[str, Tensor], notes: list[str], network: DiT) -> fitting.Fitted:
@@ -175,7 +175,7 @@ def _build_transformer(config: Config, network: DiT) -> nn.Module:
     table, top = network.compute_sines(most, most).view(most, most, -1), (most - grid) // 2
     table[top : top + grid, top : top + grid] = state[_POSITIONS].view(grid, grid, -1)
     state[_POSITIONS] = table.flatten(0, 1)[None]
-    state = translate_back(state, "sd3", list(transformer.state_dict()), len(network.blocks))
+    state = translate_to_layout(state, "sd3", list(transformer.state_dict()), len(network.blocks))
     transformer.load_state_dict(state, assign=True)
     return transformer
 

@@ -31,7 +31,7 @@ from dstrain.systems.dit.clips import PRIME, Given, decode_clips, encode_clips
 from dstrain.systems.dit.conditions import NEGATIVE, Arguments
 from dstrain.systems.dit.config import Config
 from dstrain.systems.dit.first_stage import load_first_stage
-from dstrain.systems.dit.layouts import LAYOUTS, recognise_layout, translate
+from dstrain.systems.dit.layouts import LAYOUTS, recognise_layout, translate_from_layout
 from dstrain.systems.dit.network import DiT
 from dstrain.systems.dit.trunk import choose_tokens
 
@@ -80,7 +80,7 @@ class DiTSystem(System):
         """
         inputs = ("image", "video", "frames", "latent_mean", "latent_std", "caption", *NAMES)
         example = {name: tensor for name, tensor in batch.items() if name not in inputs}
-        self._check(batch)
+        self._check_conditions(batch)
         for condition in self.told:
             example |= condition.prepare(batch)
         if self.alignment and self.alignment.section.path and "image" in batch:
@@ -115,13 +115,13 @@ class DiTSystem(System):
         """Computes the training loss: a timestep and a noise for each sample, its conditions dropped at times."""
         if self._end is not None:
             example["x_start"] = example["x_start"][:, :, : self._end]
-        terms = self._losses(nets, example, learns=True)
+        terms = self._compute_losses(nets, example, learns=True)
         return {**terms, "loss": terms["loss"].mean(), "loss_each": terms["loss"].detach()}
 
     @torch.no_grad()
     def evaluate(self, nets: Nets, example: Example) -> Terms:
         """Computes the training loss with every label in place, one value a sample (B,)."""
-        return self._losses(nets, example)
+        return self._compute_losses(nets, example)
 
     @torch.no_grad()
     def measure(self, nets: Nets, example: Example, num_steps: int | None = None, progress: Progress = iter) -> Terms:
@@ -153,12 +153,12 @@ class DiTSystem(System):
         frames = self.config.video.find_end(step) if self.config.video else 1
         return 1, frames, int(self.alignment is not None and self.alignment.is_due(step))
 
-    def _losses(self, nets: Nets, example: Example, learns: bool = False) -> Terms:
+    def _compute_losses(self, nets: Nets, example: Example, learns: bool = False) -> Terms:
         """Returns the terms of a timestep and a noise, (B,) each; `learns`: with what training alone adds."""
         x_start, key = example["x_start"], example["key"]
         patch = self.config.network_shape()["patch_size"]
         grid = x_start.shape[-2] // patch, x_start.shape[-1] // patch
-        alignment = self.alignment if learns and self.alignment and self.alignment.wanted else None
+        alignment = self.alignment if learns and self.alignment and self.alignment.needs_extras else None
         options: dict[str, Any] = {"extras": True} if self.config.internal or alignment else {}
         if learns and self.config.routing:
             count = self.config.count_tokens(tuple(x_start.shape[1:]))
@@ -182,7 +182,7 @@ class DiTSystem(System):
             terms |= {"loss": terms["loss"] + alignment.weight * align, "align": align.detach()}
         return terms
 
-    def _check(self, batch: Mapping[str, Tensor]) -> None:
+    def _check_conditions(self, batch: Mapping[str, Tensor]) -> None:
         for condition in self.told:
             condition.check(batch)
 
@@ -248,7 +248,9 @@ class DiTSystem(System):
         if self.config.routing:
             warn_of_few_tokens(self.config.count_tokens(self.shape))
         if self.takes_embeddings:
-            self._check({name: value[None] for name, value in source.read_first().items() if name == "image_embed"})
+            self._check_conditions(
+                {name: value[None] for name, value in source.read_first().items() if name == "image_embed"}
+            )
         if self.takes_texts:
             batch = {name: torch.as_tensor(value)[None] for name, value in source.read_first().items()}
             for condition in self.told:
@@ -279,7 +281,7 @@ class DiTSystem(System):
         shape, prime = self.config.shape(request.size, request.num_frames), request.conditions.get(PRIME)
         if prime is not None:
             request = self._give_frames(request, prime, shape)
-        keys, network = rng.keys_of_seeds(request.seeds), self._guided(nets, request)
+        keys, network = rng.keys_of_seeds(request.seeds), self._make_guided_network(nets, request)
 
         def noise(i):
             return rng.normal(keys, f"noise/{i}", shape)
@@ -318,7 +320,7 @@ class DiTSystem(System):
         """
         if not isinstance(other, DiTSystem):
             raise ConfigError(f"it is a {type(other).__name__}, which guides no DiT: name a run of system dit")
-        own, others = self.config.guide_fields(), other.config.guide_fields()
+        own, others = self.config.list_guide_fields(), other.config.list_guide_fields()
         if different := sorted(name for name in own | others if own.get(name) != others.get(name)):
             raise ConfigError(
                 f"model.{different[0]} differs, and a guide learns the same from noise of the same kind: "
@@ -335,14 +337,14 @@ class DiTSystem(System):
             null |= condition.avoid(request, told)
         return told, null
 
-    def _guided(self, nets: Nets, request: Request) -> Network:
+    def _make_guided_network(self, nets: Nets, request: Request) -> Network:
         guide, internal = nets.get("guide"), self.config.internal
         if request.guidance_scale != 1 and not self.config.class_dropout_prob and guide is None:
             raise ConfigError(
                 "guidance_scale: this model has no null label, since class_dropout_prob is 0; sample "
                 "with guidance_scale 1, or train with class_dropout_prob above 0"
             )
-        self._check(request.conditions)
+        self._check_conditions(request.conditions)
         told, null = self.read_request(request)
         return samplers.guide_network(
             guide_internally(nets["denoiser"], internal.scale) if internal else nets["denoiser"],
@@ -401,7 +403,7 @@ class DiTSystem(System):
         LAYOUTS[layout].require_trained_as(layout, self.config)
         network = self.on_meta(part)
         heads = [network.head_dim, network.final_layer.head_dim] if self.config.wide else [network.head_dim]
-        translated = translate(
+        translated = translate_from_layout(
             state,
             layout,
             len(network.blocks),
@@ -415,7 +417,7 @@ class DiTSystem(System):
     def from_diffusers(self, state: dict[str, Tensor], diffusers_config: Mapping[str, Any]) -> Fitted:
         if diffusers_config.get("_class_name") == "ClassTransformer":  # an export of ours, see to_diffusers.py
             weights.require_same_network(diffusers_config, self.config)
-            return state, weights.compare_targets(diffusers_config, self.config)
+            return state, weights.note_other_targets(diffusers_config, self.config)
         if diffusers_config.get("_class_name") == sd3.CLASS:
             return sd3.rename_from_diffusers(state, diffusers_config, self.config, self.on_meta("denoiser"))
         if diffusers_config.get("norm_type") == "ada_norm_single":

@@ -37,7 +37,7 @@ from dstrain.systems.base import Example, Request
 from dstrain.systems.dit import sd3, weights
 from dstrain.systems.dit.align import guide_internally
 from dstrain.systems.dit.config import Config
-from dstrain.systems.dit.layouts import translate_back
+from dstrain.systems.dit.layouts import translate_to_layout
 from dstrain.systems.dit.network import DiT
 from dstrain.systems.dit.system import DiTSystem
 from dstrain.systems.source import gather_source
@@ -130,7 +130,7 @@ def describe_export(system: DiTSystem) -> tuple[str, str, str]:
     latents = config.codes is not None and system.first_stage is None
     if latents:
         notes.append(
-            f"images are latents {_describe_scale(config)}, of the autoencoder "
+            f"images are latents {_describe_latent_scale(config)}, of the autoencoder "
             f"{config.codes.first_stage}, which decodes them"
         )
     of_folder = "pipeline.py" if reason is None else "pipeline.py and transformer/*.py"
@@ -154,7 +154,7 @@ def describe_export(system: DiTSystem) -> tuple[str, str, str]:
         kind, code = "DiTPipeline", _STOCK
     code += _DRAW.format(
         labels=_PROMPTS if config.reads_texts else _choose_labels(system),
-        scale=_choose_scale(system),
+        scale=_choose_guidance_scale(system),
         steps=system.process.card_steps,
         more=more,
     )
@@ -188,9 +188,9 @@ def save_export(
     scheduler, vae = _build_scheduler(system), _load_first_stage(config)
     folder.mkdir(parents=True, exist_ok=True)
     if weights.find_inexpressible(config) is None:
-        transformer = _build_stock(system, network)
+        transformer = _build_stock_transformer(system, network)
     else:
-        transformer = _build_own(system, network, folder / "transformer")
+        transformer = _build_own_transformer(system, network, folder / "transformer")
     if _is_stock(system):
         DiTPipeline(transformer, vae, scheduler).save_pretrained(folder)
     else:
@@ -205,12 +205,12 @@ def _save_pixart(system: DiTSystem, network: DiT, folder: Path) -> None:
     _require_own_positions(network)
     with torch.device("meta"):
         transformer = PixArtTransformer2DModel(
-            **weights.pixart_arguments(system.config),
+            **weights.make_pixart_arguments(system.config),
             interpolation_scale=system.config.interpolation_scale,
             use_additional_conditions=system.config.size_conditions,
         )
-    state = _read_floats(network)
-    transformer.load_state_dict(translate_back(state, "pixart", list(transformer.state_dict())), assign=True)
+    state = _copy_weights_in_float32(network)
+    transformer.load_state_dict(translate_to_layout(state, "pixart", list(transformer.state_dict())), assign=True)
     text_encoder, tokenizer = load_t5(system.config.text_encoder)
     vae, scheduler = _load_first_stage(system.config), _build_scheduler(system)
     folder.mkdir(parents=True, exist_ok=True)
@@ -229,14 +229,14 @@ def measure_errors(
     config, key = system.config, example["key"][:_COUNT]
     device = key.device
     if config.reads_texts:
-        return _measure_texts(system, nets, folder, example)
+        return _measure_errors_with_texts(system, nets, folder, example)
     own = list((folder / "transformer").glob("network_*.py"))
     kind = _import_class(own[0]) if own else DiTTransformer2DModel
     exported = kind.from_pretrained(folder / "transformer", low_cpu_mem_usage=False).to(device).eval()
     null = exported.config.num_embeds_ada_norm  # in the trained network it is num_classes
     t = system.process.spread_times(len(key), device)
     x, y = rng.normal(key, "start", system.shape), rng.integers(key, "label", config.num_classes)
-    network = _predict_as_exported(system, nets)
+    network = _make_exported_predictor(system, nets)
     results = {"with label": measure_relative_error(exported(x, t, y).sample, network(x, t, y=y))}
     if config.class_dropout_prob:
         truth = network(x, t, y=torch.full_like(y, config.num_classes))
@@ -244,7 +244,7 @@ def measure_errors(
     return results
 
 
-def _measure_texts(
+def _measure_errors_with_texts(
     system: DiTSystem, nets: Mapping[str, nn.Module], folder: Path, example: Example
 ) -> dict[str, float]:
     import diffusers
@@ -283,24 +283,26 @@ def draw_expected(system: DiTSystem, nets: Mapping[str, nn.Module]) -> Tensor:
     channels = None if _is_stock(system) else config.guidance_channels
     prompts = system.conditions_from_texts(_PROMPTS) if config.reads_texts else {}
     told, null = system.read_request(Request(seeds, prompts))
-    network = samplers.guide_network(_predict(system, nets), told, null, _choose_scale(system), channels)
+    network = samplers.guide_network(
+        _make_predictor(system, nets), told, null, _choose_guidance_scale(system), channels
+    )
     x = system.process.draw_as_diffusers(network, noise)
     if system.cannot_draw():  # latents that no autoencoder decodes
         return x
     return convert_to_uint8(system.first_stage.decode(x) if system.first_stage else x)
 
 
-def _predict(system: DiTSystem, nets: Mapping[str, nn.Module]) -> Callable[..., Tensor]:
+def _make_predictor(system: DiTSystem, nets: Mapping[str, nn.Module]) -> Callable[..., Tensor]:
     """Returns the trained network as a function; if it has a second head, guided by it."""
     internal = system.config.internal
     return guide_internally(nets["denoiser"], internal.scale) if internal else nets["denoiser"]
 
 
-def _predict_as_exported(system: DiTSystem, nets: Mapping[str, nn.Module]) -> Callable[..., Tensor]:
+def _make_exported_predictor(system: DiTSystem, nets: Mapping[str, nn.Module]) -> Callable[..., Tensor]:
     """Returns a function that predicts by the trained network what the exported one does: guided as by
     `_make_predictor`, and as velocities for a flow.
     """
-    network, process = _predict(system, nets), system.process
+    network, process = _make_predictor(system, nets), system.process
     if system.config.objective != "flow":
         return network
 
@@ -316,11 +318,11 @@ def _choose_labels(system: DiTSystem) -> list[int]:
     return list(range(len(_PROMPTS) if system.config.reads_texts else min(2, system.config.num_classes)))
 
 
-def _choose_scale(system: DiTSystem) -> float:
+def _choose_guidance_scale(system: DiTSystem) -> float:
     return _SCALE if system.config.class_dropout_prob else 1.0
 
 
-def _describe_scale(config: Config) -> str:
+def _describe_latent_scale(config: Config) -> str:
     if config.latents.normalize == "channels":
         means, deviations = (
             [float(f"{value:g}") for value in values] for values in (config.latents.mean, config.latents.std)
@@ -354,7 +356,7 @@ def _require_own_positions(network: DiT) -> None:
         )
 
 
-def _build_stock(system: DiTSystem, network: DiT) -> nn.Module:
+def _build_stock_transformer(system: DiTSystem, network: DiT) -> nn.Module:
     """Returns the network as diffusers' own class. Raises ConfigError for positions that it does not compute."""
     from diffusers import DiTTransformer2DModel
 
@@ -362,7 +364,7 @@ def _build_stock(system: DiTSystem, network: DiT) -> nn.Module:
     _require_own_positions(network)
     rows = _NULL if _is_stock(system) else config.num_classes
     state = weights.rename_to_diffusers(
-        _read_floats(network), len(network.blocks), rows, bool(config.class_dropout_prob)
+        _copy_weights_in_float32(network), len(network.blocks), rows, bool(config.class_dropout_prob)
     )
     with torch.device("meta"):
         transformer = DiTTransformer2DModel(**weights.make_arguments(config), num_embeds_ada_norm=rows)
@@ -370,7 +372,7 @@ def _build_stock(system: DiTSystem, network: DiT) -> nn.Module:
     return transformer
 
 
-def _build_own(system: DiTSystem, network: DiT, folder: Path) -> nn.Module:
+def _build_own_transformer(system: DiTSystem, network: DiT, folder: Path) -> nn.Module:
     """Returns the network as the class whose source it writes into the folder. The file's name is that of its content,
     since Python imports a name once, and networks of several releases may be read by one process.
     """
@@ -392,12 +394,14 @@ def _build_own(system: DiTSystem, network: DiT, folder: Path) -> nn.Module:
         internal_scale=config.internal.scale if config.internal else 1.0,
         flow=flow,
     )
-    state = {name: value for name, value in _read_floats(network).items() if not name.startswith("projectors.")}
+    state = {
+        name: value for name, value in _copy_weights_in_float32(network).items() if not name.startswith("projectors.")
+    }
     transformer.load_state_dict(state)
     return transformer
 
 
-def _read_floats(network: DiT) -> dict[str, Tensor]:
+def _copy_weights_in_float32(network: DiT) -> dict[str, Tensor]:
     return {name: value.float().cpu() for name, value in network.state_dict().items()}
 
 

@@ -17,7 +17,7 @@ from dstrain.recipe import ConfigError
 from dstrain.systems.dit.align import match_projectors
 from dstrain.systems.dit.choices import BlockChoices
 from dstrain.systems.dit.config import Config
-from dstrain.systems.dit.layouts import LAYOUTS, translate
+from dstrain.systems.dit.layouts import LAYOUTS, translate_from_layout
 from dstrain.systems.dit.presets import PRESETS
 
 _CLASSES = "y_embedder.embedding_table.weight"
@@ -181,7 +181,7 @@ def rename_from_diffusers(
     Raises ConfigError for another class, a field that differs from the recipe's, missing weights, or blocks whose
     embedders differ, since this network has one embedder for all blocks.
     """
-    _require_same(diffusers_config, CLASSES, make_arguments(config))
+    _require_same_config(diffusers_config, CLASSES, make_arguments(config))
     depth, unused, renamed = diffusers_config["num_layers"], dict(state), {}
     for name, diffusers_names in _pair_names(depth):
         missing = [other for other in diffusers_names if other not in unused]
@@ -210,7 +210,7 @@ def rename_from_pixart(
     Raises ConfigError for a field that differs from the recipe's.
     """
     LAYOUTS["pixart"].require_trained_as("pixart", config)
-    _require_same(diffusers_config, PIXART_CLASSES, pixart_arguments(config))
+    _require_same_config(diffusers_config, PIXART_CLASSES, make_pixart_arguments(config))
     size, scale = diffusers_config["sample_size"], diffusers_config.get("interpolation_scale")
     if scale is None:
         scale = max(size // 64, 1)  # as diffusers fills it in
@@ -228,7 +228,7 @@ def rename_from_pixart(
             "data.size_conditions=true and model.size_embedding=pixart"
         )
     depth, grid = diffusers_config["num_layers"], size // diffusers_config["patch_size"]
-    return translate(state, "pixart", depth, grid, scale=config.interpolation_scale)
+    return translate_from_layout(state, "pixart", depth, grid, scale=config.interpolation_scale)
 
 
 def project_states(states: Tensor, values: Mapping[str, Tensor]) -> Tensor:
@@ -239,7 +239,7 @@ def project_states(states: Tensor, values: Mapping[str, Tensor]) -> Tensor:
     return F.linear(F.gelu(F.linear(states, *first), approximate="tanh"), *last)
 
 
-def pixart_arguments(config: Config) -> dict[str, Any]:
+def make_pixart_arguments(config: Config) -> dict[str, Any]:
     """Returns the keyword arguments of the same network as diffusers' PixArtTransformer2DModel, but for those of sizes
     and positions.
     """
@@ -292,7 +292,7 @@ def _cut_padding(table: Tensor, config: Config, notes: list[str]) -> Tensor:
     return table[:count]
 
 
-def _require_same(diffusers_config: Mapping[str, Any], classes: Sequence[str], expected: dict[str, Any]) -> None:
+def _require_same_config(diffusers_config: Mapping[str, Any], classes: Sequence[str], expected: dict[str, Any]) -> None:
     expected, size = dict(expected), diffusers_config.get("sample_size")
     del expected["norm_eps"]  # 1e-5 in folders that were converted from weights trained with 1e-6
     del expected["sample_size"]  # `adapt_weights` interpolates positions to another resolution
@@ -314,7 +314,7 @@ def require_same_network(diffusers_config: Mapping[str, Any], config: Config) ->
             )
 
 
-def compare_targets(diffusers_config: Mapping[str, Any], config: Config) -> list[str]:
+def note_other_targets(diffusers_config: Mapping[str, Any], config: Config) -> list[str]:
     """Returns [a note] if diffusers_config says that dstrain trained these weights for other predictions than the
     recipe's; else [].
     """
@@ -361,14 +361,14 @@ def require_expressible(config: Config) -> None:
     if config.video is not None:
         raise ConfigError("video: the pipeline of an export draws images alone; take --format safetensors")
     if config.reads_texts:
-        _require_pixart(config)
+        _require_expressible_by_pixart(config)
         return
     for name in ("embedding_dim", "size_conditions"):
         if getattr(config, name) != type(config).model_fields[name].default:
             raise ConfigError(f"{name}: the pipeline of an export takes labels alone; take --format safetensors")
 
 
-def _require_pixart(config: Config) -> None:
+def _require_expressible_by_pixart(config: Config) -> None:
     """Raises ConfigError for a field of a model of texts that diffusers' PixArtTransformer2DModel cannot express."""
     preset, fields = PRESETS["PixArt-XL/2"], type(config).model_fields
     for name in (*_PIXART_FIELDS, "block"):

@@ -66,7 +66,7 @@ class IDDPMSystem(System):
         if tuple(example["x_start"].shape[1:]) not in self.shapes:
             require_shape(example["x_start"], self.shape, "in_channels")
         if self.starts_from_data:
-            example["low_res"] = self._shrink(example["x_start"])
+            example["low_res"] = self._shrink_to_low_res(example["x_start"])
         if self.config.class_cond and "label" in example and example["label"].device.type == "cpu":
             self.require_labels(example["label"].tolist())  # reading them on an accelerator would wait for it
         return example
@@ -77,7 +77,7 @@ class IDDPMSystem(System):
         """
         if self.config.has_null:
             dropped = rng.uniform(example["key"], "drop") < self.config.class_dropout_prob
-            example = example | {"label": torch.where(dropped, self.config.num_classes, _require_label(example))}
+            example = example | {"label": torch.where(dropped, self.config.num_classes, _get_label(example))}
         seen = {}
         if self.watched:
             t, weight = self.timesteps.sample(rng.uniform(example["key"], "timestep"))
@@ -114,7 +114,7 @@ class IDDPMSystem(System):
     def _make_arguments(self, conditions: dict[str, Tensor]) -> dict[str, Tensor]:
         """Returns the network's arguments beside x_t and t, under its names."""
         arguments = {"low_res": conditions["low_res"]} if self.starts_from_data else {}
-        return arguments | ({"y": _require_label(conditions)} if self.config.class_cond else {})
+        return arguments | ({"y": _get_label(conditions)} if self.config.class_cond else {})
 
     def bind_guided(self, nets: Nets, conditions: dict[str, Tensor], request: Request) -> Network:
         """Returns a function of x_t and t that calls the denoiser with these conditions, guided away from the null
@@ -193,7 +193,7 @@ class IDDPMSystem(System):
         small = (self.config.in_channels, self.config.small_size, self.config.small_size)
         shape, pixels = tuple(images.shape[1:]), images.float() / 127.5 - 1
         if shape == self.shape:
-            return {"low_res": self._shrink(pixels)}
+            return {"low_res": self._shrink_to_low_res(pixels)}
         if shape != small:
             raise ConfigError(
                 f"low_res: pictures (channels, height, width) are {shape}; this upsampler takes {small} "
@@ -209,7 +209,7 @@ class IDDPMSystem(System):
             return {}
         return {"low_res": convert_to_uint8(F.interpolate(example["low_res"], self.config.image_size, mode="nearest"))}
 
-    def _shrink(self, pixels: Tensor) -> Tensor:
+    def _shrink_to_low_res(self, pixels: Tensor) -> Tensor:
         return F.interpolate(pixels, self.config.small_size, mode="area")
 
     def _check_low_res(self, conditions: dict[str, Tensor], count: int) -> None:
@@ -259,7 +259,7 @@ class IDDPMSystem(System):
         self.timesteps.load_state_dict(state)
 
 
-def _require_label(conditions: dict[str, Tensor]) -> Tensor:
+def _get_label(conditions: dict[str, Tensor]) -> Tensor:
     if "label" not in conditions:
         raise ConfigError("label: the data hold none, and class_cond is set; give labels, or class_cond=false")
     return conditions["label"]

@@ -76,9 +76,9 @@ def adapt_weights(state: dict[str, Tensor], network: nn.Module, config: Config) 
     """
     shapes = fitting.list_shapes(network)
     state = dict(state)
-    notes = _fit_null(state, config) if config.class_cond and _LABELS in state else []
+    notes = _fit_null_row(state, config) if config.class_cond and _LABELS in state else []
     notes += fitting.refill_table(state, shapes, _LABELS, std=1.0)
-    fitting.require_fit(state, shapes, sorted(shapes.keys() | state.keys(), key=_sort_key), _REMEDIES)
+    fitting.require_fit(state, shapes, sorted(shapes.keys() | state.keys(), key=_make_sort_key), _REMEDIES)
     hidden = [f"{flag}={getattr(config, flag)}" for flag in _HIDDEN]
     hidden += [
         f"{name}={value}"
@@ -89,7 +89,7 @@ def adapt_weights(state: dict[str, Tensor], network: nn.Module, config: Config) 
     return state, notes
 
 
-def _fit_null(state: dict[str, Tensor], config: Config) -> list[str]:
+def _fit_null_row(state: dict[str, Tensor], config: Config) -> list[str]:
     """Adds a null row to the label table, or removes it; returns the note on what the file's rows were taken for."""
     table, count = state[_LABELS], config.num_classes
     if config.has_null and len(table) == count:
@@ -107,7 +107,7 @@ def _fit_null(state: dict[str, Tensor], config: Config) -> list[str]:
     ]
 
 
-def _sort_key(name: str) -> tuple[int, ...]:
+def _make_sort_key(name: str) -> tuple[int, ...]:
     """Returns a key that sorts names in the order of the network."""
     return tuple(
         int(word) if word.isdigit() else _ORDER.index(word) if word in _ORDER else len(_ORDER)
@@ -215,7 +215,7 @@ def rename_from_diffusers(
     Raises ConfigError for another class, a field that differs from the recipe's, or timesteps. Missing weights are
     reported by `adapt_weights`.
     """
-    _require_same(diffusers_config, config)
+    _require_same_config(diffusers_config, config)
     state, renamed = dict(state), {}
     expected = _compute_time_features(config)
     times = state.pop(_TIMES, expected)
@@ -238,7 +238,7 @@ def rename_from_diffusers(
     return renamed, fitting.note_unused(state)
 
 
-def _require_same(diffusers_config: Mapping[str, Any], config: Config) -> None:
+def _require_same_config(diffusers_config: Mapping[str, Any], config: Config) -> None:
     expected = make_arguments(config) | {
         "class_embed_type": None,
         "add_attention": True,

@@ -17,7 +17,7 @@ def load_tokenizer(path: str) -> Codec:
     return codec
 
 
-def require_fit(codec: Codec, config: Any) -> None:
+def require_fitting_tokenizer(codec: Codec, config: Any) -> None:
     """Raises ConfigError if a model's config asks for another tokenizer than this one."""
     path, expected = codec.path, config.tokenizer.fingerprint
     if expected not in (None, codec.fingerprint):

@@ -55,7 +55,7 @@ class Decoding(Section):
         """Returns the sample temperature of a decoding step, after which the share `done` of all steps is done."""
         return self.sample_temperature * (1 - done if self.sample_temperature_schedule == "decay" else 1)
 
-    def compute_noise(self, done: float) -> float:
+    def compute_critic_noise(self, done: float) -> float:
         """Returns the critic noise of a decoding step, after which the share `done` of all steps is done."""
         return self.critic_noise * {"fixed": 1.0, "decay": 1 - done, "increase": done}[self.critic_noise_schedule]
 

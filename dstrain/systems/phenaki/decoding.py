@@ -24,7 +24,7 @@ from dstrain import rng
 from dstrain.nn.quantize import draw_gumbel
 from dstrain.recipe import ConfigError
 from dstrain.systems.phenaki.config import Decoding
-from dstrain.systems.phenaki.masking import compute_ratio, mark_lowest
+from dstrain.systems.phenaki.masking import compute_masked_share, mark_lowest
 
 # Tokens int64 (B, t, h, w) with mask tokens, uniforms (B, N) and a temperature -> ids in place of the mask tokens, and
 # the logarithm of each one's probability, (B, t, h, w) both.
@@ -90,7 +90,7 @@ def _decode_together(
         tokens = torch.where(masked, ids.flatten(1), tokens)
         if step == num_steps - 1:
             break
-        share = compute_ratio(torch.full_like(num_free, done, dtype=torch.float64))
+        share = compute_masked_share(torch.full_like(num_free, done, dtype=torch.float64))
         again = torch.minimum((num_free * share).floor().long().clamp(min=1), num_free)
         if criticize is None:
             confidence = certainty.flatten(1) + choices.confidence_temperature * (1 - done) * draw_gumbel(
@@ -100,7 +100,7 @@ def _decode_together(
             eligible = masked
         else:
             noise = rng.uniform(key, f"critic/{step}", (count,)) - 0.5
-            confidence = -criticize(tokens.view(shape)).flatten(1) + choices.compute_noise(done) * noise
+            confidence = -criticize(tokens.view(shape)).flatten(1) + choices.compute_critic_noise(done) * noise
             eligible = free
         tokens = torch.where(mark_lowest(torch.where(eligible, confidence, torch.inf), again), mask_token, tokens)
     return tokens.view(shape)

@@ -12,14 +12,14 @@ from torch import Tensor
 MEAN_RATIO = 2 / math.pi
 
 
-def compute_ratio(u: Tensor) -> Tensor:
+def compute_masked_share(u: Tensor) -> Tensor:
     """Computes cos(pi/2 u), float64, (B,) -> (B,): 1 at u = 0, 0 at u = 1."""
     return torch.cos(u.double() * (math.pi / 2))
 
 
 def count_masked(u: Tensor, real: Tensor) -> Tensor:
     """Returns how many of `real` int64 (B,) tokens are masked in training: max(1, round(real * r)), int64 (B,)."""
-    return (real * compute_ratio(u)).round().long().clamp(min=1)
+    return (real * compute_masked_share(u)).round().long().clamp(min=1)
 
 
 def mark_lowest(scores: Tensor, count: Tensor) -> Tensor:

@@ -28,7 +28,7 @@ from dstrain.systems.phenaki import codec, masking
 from dstrain.systems.phenaki.config import Config
 from dstrain.systems.phenaki.decoding import decode_tokens
 from dstrain.systems.phenaki.maskgit import MaskGit, Pass, TokenCritic
-from dstrain.systems.phenaki.tokenizer.network import mark_real
+from dstrain.systems.phenaki.tokenizer.network import mark_whole_latent_frames
 from dstrain.systems.phenaki.transformer import TransformerBlock
 
 
@@ -88,7 +88,7 @@ class PhenakiSystem(System):
                 f"{self.config.token_shape}; leave model.token_shape out, or encode other clips"
             )
         if frames is not None:
-            example["real"] = mark_real(frames, self.temporal_patch_size, shape[0])
+            example["real"] = mark_whole_latent_frames(frames, self.temporal_patch_size, shape[0])
         return example | self.texts.of_batch(batch)
 
     def accepts(self, source: Any) -> None:
@@ -121,7 +121,7 @@ class PhenakiSystem(System):
             if problem := self.cannot_draw():
                 raise ConfigError(problem)
             self._tokenizer = codec.load_tokenizer(self.config.tokenizer.path)
-            codec.require_fit(self._tokenizer, self.config)
+            codec.require_fitting_tokenizer(self._tokenizer, self.config)
         return self._tokenizer if device is None else self._tokenizer.to(device)
 
     def cannot_draw(self) -> str | None:
@@ -148,12 +148,12 @@ class PhenakiSystem(System):
     def learn(self, nets: Nets, example: Example) -> Terms:
         """Computes the cross-entropy at masked tokens, the text dropped at times; the self critic's loss beside it."""
         self._cut_clips(example)
-        passed, terms = self._run_masked(nets, example, self._draw_dropped(example))
+        passed, terms = self._run_maskgit(nets, example, self._draw_dropped(example))
         loss = passed.total
         if self.config.critic == "token":
             example["filled"] = passed.filled
         if passed.critic is not None:
-            judged, weight = self._judge_logits(passed.critic, example), self.config.critic_loss_weight
+            judged, weight = self._compute_critic_terms(passed.critic, example), self.config.critic_loss_weight
             loss = loss + weight * judged["loss"].mean()
             terms["loss"] = terms["loss"] + weight * judged["loss"]
             terms |= {f"critic_{name}": value for name, value in judged.items()}
@@ -168,8 +168,8 @@ class PhenakiSystem(System):
         dropped = self._draw_dropped(example)
         if "filled" not in example:  # where the critic alone learns
             with torch.no_grad():
-                example["filled"] = self._run_masked(nets, example, dropped)[0].filled
-        terms = self._judge_logits(self._run_critic(nets["critic"], example, dropped), example)
+                example["filled"] = self._run_maskgit(nets, example, dropped)[0].filled
+        terms = self._compute_critic_terms(self._run_critic(nets["critic"], example, dropped), example)
         loss = terms.pop("loss")
         return {name: term.detach() for name, term in terms.items()} | {"loss": loss.mean(), "loss_each": loss.detach()}
 
@@ -179,14 +179,14 @@ class PhenakiSystem(System):
         if it learns alone.
         """
         example = dict(example)
-        passed, terms = self._run_masked(nets, example, None)
+        passed, terms = self._run_maskgit(nets, example, None)
         if self.config.critic is None or self.config.train == "maskgit":  # no ids were drawn for a critic
             return terms
         logits = passed.critic
         if "critic" in self.parts:
             example["filled"] = passed.filled
             logits = self._run_critic(nets["critic"], example, None)
-        judged = self._judge_logits(logits, example)
+        judged = self._compute_critic_terms(logits, example)
         if self.config.train == "critic":
             terms["loss"] = judged["loss"]
         return terms | {f"critic_{name}": value for name, value in judged.items()}
@@ -195,7 +195,7 @@ class PhenakiSystem(System):
         """Draws for which samples the text is dropped: bool (B,); None: for none."""
         return rng.uniform(example["key"], "drop") < self.config.cond_drop_prob if self.config.has_null else None
 
-    def _run_masked(self, nets: Nets, example: Example, dropped: Tensor | None) -> tuple[Pass, Terms]:
+    def _run_maskgit(self, nets: Nets, example: Example, dropped: Tensor | None) -> tuple[Pass, Terms]:
         """Runs MaskGit on tokens masked by the samples' keys; returns its pass and terms (B,). A self critic leaves
         `filled` in the example.
         """
@@ -256,7 +256,7 @@ class PhenakiSystem(System):
     def _run_critic(self, critic: Any, example: Example, dropped: Tensor | None) -> Tensor:
         return critic(example["filled"], example.get("real"), dropped, **select_texts(example))
 
-    def _judge_logits(self, logits: Tensor, example: Example) -> Terms:
+    def _compute_critic_terms(self, logits: Tensor, example: Example) -> Terms:
         """Returns the critic's loss, accuracy, and the share of masked tokens with a wrong id, (B,) each, from its
         logits (B, t, h, w).
         """

@@ -73,11 +73,13 @@ class PriorSystem(System):
         image = F.normalize(image, dim=1) if self.config.normalize_embeds else image
         mean, std = self._copy_statistics(image)
         example["x_start"] = (image - mean) / std
-        example |= self._read_texts({name: batch[name] for name in (*TEXT, "caption") if name in batch}, image.device)
-        if "other_text_embed" in batch and not self._find_missing(batch):
+        example |= self._prepare_texts(
+            {name: batch[name] for name in (*TEXT, "caption") if name in batch}, image.device
+        )
+        if "other_text_embed" in batch and not self._find_missing_input(batch):
             example["other_text_embed"] = self._prepare_text_embed(batch["other_text_embed"])
         elif "other_caption" in batch:
-            example["other_text_embed"] = self._read_texts({"caption": batch["other_caption"]}, image.device)[
+            example["other_text_embed"] = self._prepare_texts({"caption": batch["other_caption"]}, image.device)[
                 "text_embed"
             ]
         return example
@@ -93,19 +95,19 @@ class PriorSystem(System):
         result = source.compute_fingerprint()
         if self.config.image_embed_stats is not None:
             result += f" image_embed_stats={hash_network({}, {'mean': self.mean, 'std': self.std})}"
-        if self._find_missing(source.read_first()):
+        if self._find_missing_input(source.read_first()):
             result += f" text_encoder={self.get_text_encoder(torch.device('cpu')).fingerprint()}"
         return result
 
-    def _find_missing(self, names: Container[str]) -> str | None:
+    def _find_missing_input(self, names: Container[str]) -> str | None:
         """Returns the first input that has to be encoded from captions; None where all are cached."""
         needed = ("text_embed", "text_encodings") if self.config.text_tokens else ("text_embed",)
         return next((name for name in needed if name not in names), None)
 
-    def _read_texts(self, texts: dict[str, Tensor], device: torch.device | None = None) -> dict[str, Tensor]:
+    def _prepare_texts(self, texts: dict[str, Tensor], device: torch.device | None = None) -> dict[str, Tensor]:
         """Returns the network's text inputs, from cached ones or from captions, which are encoded on the device."""
         tokens = self.config.text_tokens
-        if missing := self._find_missing(texts):
+        if missing := self._find_missing_input(texts):
             if "caption" not in texts:
                 raise ConfigError(
                     f"data: there is neither {missing} nor a caption to each image_embed: cache text "
@@ -224,15 +226,17 @@ class PriorSystem(System):
         """
         if "text_embed" not in request.conditions:
             raise ConfigError("prompts: a prior draws for texts; give them with --prompts FILE, one on each line")
-        conditions = self._read_texts({name: request.conditions[name] for name in TEXT if name in request.conditions})
+        conditions = self._prepare_texts(
+            {name: request.conditions[name] for name in TEXT if name in request.conditions}
+        )
         keys, count = rng.keys_of_seeds(request.seeds), self.config.num_candidates
-        drawn = self._draw(nets, conditions, keys, request, count)  # (count, N, D)
+        drawn = self._draw_candidates(nets, conditions, keys, request, count)  # (count, N, D)
         if count == 1:
             return drawn[0]
         nearest = F.cosine_similarity(drawn, conditions["text_embed"][None], dim=2).argmax(dim=0)
         return drawn[nearest, torch.arange(len(keys), device=nearest.device)]
 
-    def _draw(
+    def _draw_candidates(
         self,
         nets: Nets,
         conditions: dict[str, Tensor],
@@ -317,7 +321,7 @@ class PriorSystem(System):
         terms = {"similarity/text_image": compute_cosine(text, image)} if comparable else {}
         for count in steps:
             request = Request(example["key"], num_steps=count)
-            drawn = self._draw(
+            drawn = self._draw_candidates(
                 nets, {name: example[name] for name in TEXT if name in example}, example["key"], request, 1, progress
             )[0]
             cosines = {"image": compute_cosine(drawn, image)}
@@ -329,7 +333,7 @@ class PriorSystem(System):
             terms |= {f"similarity/{count}/{name}": value for name, value in cosines.items()}
         return terms
 
-    def _read_built_in(self, texts: list[str]) -> Tensor | None:
+    def _read_built_in_embeds(self, texts: list[str]) -> Tensor | None:
         """Returns the package's text embeddings of built-in captions; None where the encoder is needed."""
         built_in = self.config.text_encoder == emoji.TEXT_ENCODER and not self.config.max_text_len
         return emoji.read_text_embeds(texts) if built_in else None
@@ -338,15 +342,15 @@ class PriorSystem(System):
         """Returns the text encoder's outputs, on the CPU, (N, ...) each; those of built-in captions are read from the
         package.
         """
-        if (embeds := self._read_built_in(texts)) is not None:
-            return self._read_texts({"text_embed": embeds})
+        if (embeds := self._read_built_in_embeds(texts)) is not None:
+            return self._prepare_texts({"text_embed": embeds})
         encoder = self.get_text_encoder(torch.device("cpu"))
-        return encode_distinct(texts, lambda some: self._read_texts(encoder.encode(some)))
+        return encode_distinct(texts, lambda some: self._prepare_texts(encoder.encode(some)))
 
     def describe_cut(self, texts: list[str], what: str) -> str:
         return (
             ""
-            if self._read_built_in(texts) is not None
+            if self._read_built_in_embeds(texts) is not None
             else self.get_text_encoder(torch.device("cpu")).describe_cut(texts, what)
         )
 
@@ -360,7 +364,7 @@ class PriorSystem(System):
         """Returns the state dict unchanged, without notes: diffusers has the same names. Raises ConfigError if the
         configs differ.
         """
-        weights.require_same(diffusers_config, self.config)
+        weights.require_same_config(diffusers_config, self.config)
         return state, []
 
     def require_expressible(self) -> None:

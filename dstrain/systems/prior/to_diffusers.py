@@ -74,11 +74,11 @@ def describe_export(system: PriorSystem) -> tuple[str, str, str]:
         code += _TOKENS.format(tokens=config.max_text_len, width=width)
         texts += ["text_encodings", "text_mask"]
     texts += ["**null", f"guidance_scale={_SCALE}"] * has_null
-    code += _DRAW.format(texts="".join(f"{text}, " for text in texts), steps=_count_steps(system), width=width)
+    code += _DRAW.format(texts="".join(f"{text}, " for text in texts), steps=_choose_num_steps(system), width=width)
     return "PriorTransformer", "" if has_null else "trained without dropped texts: draw with guidance_scale=1", code
 
 
-def _count_steps(system: PriorSystem) -> int:
+def _choose_num_steps(system: PriorSystem) -> int:
     return min(_STEPS, system.config.timesteps)
 
 
@@ -102,7 +102,7 @@ def save_export(
     state = {name: value.detach().float().cpu().contiguous() for name, value in nets["denoiser"].state_dict().items()}
     null = {name: state.pop(name) for name in list(state) if name.startswith("null_text_")}
     state |= {"clip_mean": system.mean[None], "clip_std": system.std[None]}
-    network = PriorTransformer(**_list_arguments(config))
+    network = PriorTransformer(**_make_network_arguments(config))
     network.load_state_dict(state)
     options = {name: getattr(config, name) for name in _OPTIONS}
     pipeline = PriorPipeline(network, _build_scheduler(system), **options)
@@ -149,7 +149,7 @@ def draw_expected(system: PriorSystem, nets: Mapping[str, nn.Module]) -> Tensor:
     if tokens := config.max_text_len:
         texts["text_encodings"] = draw_normal(2, tokens, config.image_embed_dim)
         texts["text_mask"] = torch.arange(tokens, device=device) < torch.tensor([[tokens], [1]], device=device)
-    conditions, count = system._read_texts(texts), config.num_candidates
+    conditions, count = system._prepare_texts(texts), config.num_candidates
     repeated = {name: value.repeat(count, *[1] * (value.ndim - 1)) for name, value in conditions.items()}
     scale = _SCALE if config.text_cond_drop_prob else 1.0
     network = system._make_chain_network(nets, repeated, Request(torch.arange(2), guidance_scale=scale))
@@ -158,14 +158,14 @@ def draw_expected(system: PriorSystem, nets: Mapping[str, nn.Module]) -> Tensor:
         return draw_normal(2 * count, *system.shape)
 
     x = system._rescale(draw_noise()) if config.init_image_embed_l2norm else draw_noise()
-    x = samplers.sample_ancestral(system.diffusion.respace(str(_count_steps(system))), network, x, draw_noise)
+    x = samplers.sample_ancestral(system.diffusion.respace(str(_choose_num_steps(system))), network, x, draw_noise)
     x = system._rescale(x) if config.sampling_final_clamp_l2norm else x
     candidates = system._convert_to_embedding(x).view(count, 2, -1)
     nearest = F.cosine_similarity(candidates, conditions["text_embed"][None], dim=2).argmax(dim=0) if count > 1 else 0
     return candidates[nearest, torch.arange(2, device=device)]
 
 
-def _list_arguments(config: Config) -> dict[str, Any]:
+def _make_network_arguments(config: Config) -> dict[str, Any]:
     return {
         "num_attention_heads": config.heads,
         "attention_head_dim": config.dim_head,

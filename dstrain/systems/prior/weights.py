@@ -127,7 +127,7 @@ def _adapt_lucidrains(state: dict[str, Tensor], network: nn.Module, config: Conf
     """
     shapes, notes = fitting.list_shapes(network), []
     if is_original := any(name.startswith("net.") for name in state):
-        _require_schedule(state.get("noise_scheduler.betas"), config)
+        _require_same_betas(state.get("noise_scheduler.betas"), config)
         notes = fitting.note_unused(name for name in state if not name.startswith(("net.", "noise_scheduler.")))
         state = {name.removeprefix("net."): values for name, values in state.items() if name.startswith("net.")}
     rotary = [name for name in state if name.endswith("rotary_emb.freqs")]
@@ -166,7 +166,7 @@ def _adapt_lucidrains(state: dict[str, Tensor], network: nn.Module, config: Conf
     return state, sorted(notes)
 
 
-def _require_schedule(betas: Tensor | None, config: Config) -> None:
+def _require_same_betas(betas: Tensor | None, config: Config) -> None:
     expected = torch.as_tensor(schedule.make_betas(config.beta_schedule, config.timesteps)).float()
     if betas is not None and (betas.shape != expected.shape or not torch.allclose(betas.float(), expected, rtol=1e-3)):
         ends = f", from {float(betas.flatten()[0]):.3g} to {float(betas.flatten()[-1]):.3g}," if betas.numel() else ""
@@ -177,7 +177,7 @@ def _require_schedule(betas: Tensor | None, config: Config) -> None:
         )
 
 
-def require_same(diffusers_config: Mapping[str, Any], config: Config) -> None:
+def require_same_config(diffusers_config: Mapping[str, Any], config: Config) -> None:
     """Raises ConfigError if a config.json of diffusers differs from the recipe where weights do not show it."""
     if config.lucidrains is not None:
         raise ConfigError("weights: the folder is of diffusers' PriorTransformer; leave model.lucidrains out")

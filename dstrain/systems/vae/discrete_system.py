@@ -14,7 +14,7 @@ from dstrain.systems.base import Example, Nets, Terms
 from dstrain.systems.vae import losses
 from dstrain.systems.vae.config import Config
 from dstrain.systems.vae.discrete import DiscreteVAE, Down, Relaxed, ResBlock, Rounded, Up, choose_normalization
-from dstrain.systems.vae.schedules import compute_temperature, compute_weight, find_final_temperature
+from dstrain.systems.vae.schedules import compute_kl_weight, compute_temperature, find_final_temperature
 from dstrain.systems.vae.system import AutoencoderSystem
 
 
@@ -108,7 +108,7 @@ class DiscreteSystem(AutoencoderSystem):
         if "step" in example:
             return (
                 compute_temperature(discrete.temperature, example["step"]),
-                compute_weight(discrete.kl_weight, discrete.kl_warmup, example["step"]),
+                compute_kl_weight(discrete.kl_weight, discrete.kl_warmup, example["step"]),
             )
         return tuple(
             torch.full_like(example["x_start"][:, 0, 0, 0], value)

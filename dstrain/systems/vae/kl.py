@@ -76,7 +76,7 @@ class KLAutoencoder(nn.Module):
         return self.decoder(latents).float()
 
 
-def find_blocks() -> tuple[type[nn.Module], ...]:
+def list_block_classes() -> tuple[type[nn.Module], ...]:
     """Returns the classes of the network's repeated units, of which there is one for each resolution."""
     from diffusers.models.unets.unet_2d_blocks import DownEncoderBlock2D, UpDecoderBlock2D
 

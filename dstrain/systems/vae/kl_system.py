@@ -53,7 +53,7 @@ class KLSystem(AutoencoderSystem):
     def run_pass(self, nets: Nets, example: Example) -> tuple[Tensor, Terms, Tensor]:
         """Runs the network; returns the picture, the divergence (kl, in nats a sample) and its weighted value."""
         passed = self._run_network(nets, example)
-        kl = _kl_to_normal(passed)
+        kl = _compute_kl_to_normal(passed)
         return passed.picture, {"kl": kl}, self._weight_kl(kl)
 
     def convert_to_picture(self, nets: Nets, out: Tensor) -> Tensor:
@@ -68,7 +68,7 @@ class KLSystem(AutoencoderSystem):
         samples by channel.
         """
         passed = self._run_network(nets, example)
-        terms = {"kl": _kl_to_normal(passed)} | self.compute_distance(nets, passed.picture, example)
+        terms = {"kl": _compute_kl_to_normal(passed)} | self.compute_distance(nets, passed.picture, example)
         loss = self.picture_loss.sum_terms(terms) + self._weight_kl(terms["kl"])
         return terms | {"loss": loss} | measure_likeness(passed.picture, example["x_start"]) | _average_moments(passed)
 
@@ -116,7 +116,7 @@ class KLSystem(AutoencoderSystem):
         """Raises nothing: AutoencoderKL can express every choice of model.kl."""
 
     def blocks(self) -> tuple[type[nn.Module], ...]:
-        return kl.find_blocks()
+        return kl.list_block_classes()
 
 
 def compute_latent_std(means: dict[str, Tensor]) -> float:
@@ -125,7 +125,7 @@ def compute_latent_std(means: dict[str, Tensor]) -> float:
     return variance.sqrt().item()
 
 
-def _kl_to_normal(passed: Pass) -> Tensor:
+def _compute_kl_to_normal(passed: Pass) -> Tensor:
     """Returns the KL of the posterior from the standard normal, in nats, summed over the latents: (B,)."""
     mean, log_variance = passed.mean, passed.log_variance
     return 0.5 * (mean.square() + log_variance.exp() - 1 - log_variance).flatten(1).sum(1)

@@ -37,7 +37,7 @@ def find_final_temperature(schedule: Temperature) -> float:
     return schedule.start if schedule.schedule == "constant" else schedule.minimum
 
 
-def compute_weight(weight: float, warmup: int, step: Tensor) -> Tensor:
+def compute_kl_weight(weight: float, warmup: int, step: Tensor) -> Tensor:
     """Returns a weight that grows linearly from 0 at step 0 to its value at step `warmup`: int64 (B,) ->
     float32 (B,).
     """

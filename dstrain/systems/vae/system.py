@@ -128,7 +128,7 @@ class AutoencoderSystem(System):
         """Returns the state dict unchanged, without notes: diffusers has the same names. Raises ConfigError if the
         configs differ.
         """
-        weights.require_same(diffusers_config, getattr(self.on_meta("autoencoder"), "config", {}))
+        weights.require_same_config(diffusers_config, getattr(self.on_meta("autoencoder"), "config", {}))
         return state, []
 
     def require_expressible(self) -> None:

@@ -45,10 +45,10 @@ with torch.no_grad():
 
 
 def describe_export(system: AutoencoderSystem) -> tuple[str, str, str]:
-    return "AutoencoderKL", "", _CODE.format(shape=", ".join(map(str, _choose_shape(system))))
+    return "AutoencoderKL", "", _CODE.format(shape=", ".join(map(str, _choose_image_shape(system))))
 
 
-def _choose_shape(system: AutoencoderSystem) -> tuple[int, ...]:
+def _choose_image_shape(system: AutoencoderSystem) -> tuple[int, ...]:
     config = system.config
     return 2, config.channels, config.image_size, config.image_size
 
@@ -99,7 +99,7 @@ def measure_errors(system: KLSystem, nets: Mapping[str, nn.Module], folder: Path
 def draw_expected(system: KLSystem, nets: Mapping[str, nn.Module]) -> Tensor:
     """Draws what the code of `describe_export` leaves in `images`, by the trained network: float32 (B, C, H, W)."""
     generator, device = torch.Generator().manual_seed(0), group.device()
-    images = (torch.rand(_choose_shape(system), generator=generator) * 2 - 1).to(device)
+    images = (torch.rand(_choose_image_shape(system), generator=generator) * 2 - 1).to(device)
     codes = system.codes(nets, {"x_start": images})
     noise = torch.randn(codes["latent_mean"].shape, generator=generator).to(device)
     latents = codes["latent_mean"] + codes["latent_std"] * noise

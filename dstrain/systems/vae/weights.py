@@ -56,7 +56,7 @@ def adapt_weights(
     return state, notes
 
 
-def require_same(diffusers_config: Mapping[str, Any], network_config: Mapping[str, Any]) -> None:
+def require_same_config(diffusers_config: Mapping[str, Any], network_config: Mapping[str, Any]) -> None:
     """Raises ConfigError if a config.json of diffusers differs from the network's in a field that no shape of a weight
     shows.
 

@@ -52,7 +52,7 @@ def captions(*texts: str) -> torch.Tensor:
 def draw(system: DiTSystem, nets: dict[str, DiT], scale: float, conditions: dict[str, torch.Tensor]) -> torch.Tensor:
     """Samples before they are rounded to levels, so that little differences show."""
     request = Request(torch.arange(2), conditions, 2, guidance_scale=scale)
-    network = system._guided(nets, request)
+    network = system._make_guided_network(nets, request)
     x = rng.normal(rng.keys_of_seeds(request.seeds), "start", system.shape)
     return network(x, torch.full((2,), 0.7))
 

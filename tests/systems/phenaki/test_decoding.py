@@ -160,7 +160,7 @@ def test_a_critic_masks_what_it_doubts():
 def test_schedules_of_critic_noise(schedule, expected):
     """Oracle: widths written out."""
     choices = Decoding(critic_noise=2.0, critic_noise_schedule=schedule)
-    assert [choices.compute_noise(done) for done in (0.25, 0.5, 0.75, 1.0)] == pytest.approx(expected)
+    assert [choices.compute_critic_noise(done) for done in (0.25, 0.5, 0.75, 1.0)] == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("critic", [None, lambda x: torch.zeros(x.shape)])

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from dstrain.systems.vae.config import Temperature
-from dstrain.systems.vae.schedules import compute_temperature, compute_weight, find_final_temperature
+from dstrain.systems.vae.schedules import compute_kl_weight, compute_temperature, find_final_temperature
 
 
 def at(schedule, *steps):
@@ -62,5 +62,7 @@ def test_it_only_falls():
 
 def test_weight():
     """Oracle: a line from 0 at step 0; without warm-up the weight."""
-    assert compute_weight(6.6, 5000, torch.tensor([0, 2500, 5000, 9999])).tolist() == pytest.approx([0, 3.3, 6.6, 6.6])
-    assert compute_weight(6.6, 0, torch.tensor([0, 1])).tolist() == pytest.approx([6.6, 6.6])
+    assert compute_kl_weight(6.6, 5000, torch.tensor([0, 2500, 5000, 9999])).tolist() == pytest.approx(
+        [0, 3.3, 6.6, 6.6]
+    )
+    assert compute_kl_weight(6.6, 0, torch.tensor([0, 1])).tolist() == pytest.approx([6.6, 6.6])

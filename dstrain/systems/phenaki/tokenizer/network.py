@@ -100,7 +100,7 @@ class CViViT(nn.Module):
         """
         bias = self.spatial_rel_pos_bias(*self.grid)  # (heads, hw, hw)
         x = self._encode(video, frames, bias)
-        real = mark_real(frames, self.temporal_patch_size, x.shape[1])[:, :, None, None]
+        real = mark_whole_latent_frames(frames, self.temporal_patch_size, x.shape[1])[:, :, None, None]
         quantized: Quantized = self.vq(x, real.expand(x.shape[:-1]).float())
         return Pass(self._decode(quantized.x, bias), *quantized[1:])
 
@@ -117,7 +117,7 @@ class CViViT(nn.Module):
     def _encode(self, video: Tensor, frames: Tensor, bias: Tensor) -> Tensor:
         """Maps (B, T, C, H, W), (B,), the spatial bias -> (B, t, h, w, D)."""
         video = video.to(self.to_patch_emb.weight.dtype)
-        counted = mark_counted(frames, self.temporal_patch_size, video.shape[1])  # (B, T)
+        counted = mark_frames_with_tokens(frames, self.temporal_patch_size, video.shape[1])  # (B, T)
         video = torch.where(counted[:, :, None, None, None], video, 0.0)  # padding may hold NaN
         # For a single frame the second embedding runs on an empty batch, so that its weights have a gradient, 0.
         first = self.to_patch_emb_first_frame(take_own_part(self._cut_patches(video[:, :1], 1), ROWS))
@@ -153,16 +153,16 @@ class CViViT(nn.Module):
         return x.permute(0, 1, 4, 5, 2, 6, 3, 7).reshape(batch, count * length, channels, h * s, w * s)
 
 
-def mark_real(frames: Tensor, temporal_patch_size: int, count: int) -> Tensor:
+def mark_whole_latent_frames(frames: Tensor, temporal_patch_size: int, count: int) -> Tensor:
     """Marks which of `count` latent frames are whole, without padding: int64 (B,) -> bool (B, count)."""
     return torch.arange(count, device=frames.device) < 1 + (frames[:, None] - 1) // temporal_patch_size
 
 
-def count_frames(frames: Tensor, temporal_patch_size: int) -> Tensor:
+def count_frames_with_tokens(frames: Tensor, temporal_patch_size: int) -> Tensor:
     """Counts the frames that lie in whole latent frames; the rest is padding: int64 (B,) -> (B,)."""
     return 1 + temporal_patch_size * ((frames - 1) // temporal_patch_size)
 
 
-def mark_counted(frames: Tensor, temporal_patch_size: int, total: int) -> Tensor:
+def mark_frames_with_tokens(frames: Tensor, temporal_patch_size: int, total: int) -> Tensor:
     """Marks which of `total` frames lie in whole latent frames: int64 (B,) -> bool (B, total)."""
-    return torch.arange(total, device=frames.device) < count_frames(frames, temporal_patch_size)[:, None]
+    return torch.arange(total, device=frames.device) < count_frames_with_tokens(frames, temporal_patch_size)[:, None]

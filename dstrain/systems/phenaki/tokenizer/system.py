@@ -23,7 +23,13 @@ from dstrain.nn.pixels import convert_to_uint8, require_shape
 from dstrain.recipe import ConfigError
 from dstrain.systems.base import Batch, Example, Nets, System, Terms
 from dstrain.systems.phenaki.tokenizer.config import Config
-from dstrain.systems.phenaki.tokenizer.network import CViViT, Pass, count_frames, mark_counted, mark_real
+from dstrain.systems.phenaki.tokenizer.network import (
+    CViViT,
+    Pass,
+    count_frames_with_tokens,
+    mark_frames_with_tokens,
+    mark_whole_latent_frames,
+)
 from dstrain.systems.phenaki.transformer import TransformerBlock
 
 _REMEDIES = {
@@ -112,7 +118,7 @@ class TokenizerSystem(System):
             terms |= perceived
             of_frame = self.config.perceptual.weight * compute_picture_gradient(terms["perceptual"], frame)
         # Balanced as if this frame were the whole clip: in the mean over frames both then have the weight 1 / count.
-        count = count_frames(example["frames"], self.temporal_patch_size).view(-1, 1, 1, 1)
+        count = count_frames_with_tokens(example["frames"], self.temporal_patch_size).view(-1, 1, 1, 1)
         of_mean = count * _take_frame(of_recon, place) + of_frame
         critique, of_critique = self.picture_loss.compute_critique(nets, example, frame, truth, of_mean)
         pull = of_recon.index_put(
@@ -152,16 +158,18 @@ class TokenizerSystem(System):
 
     def _compute_recon(self, video: Tensor, example: Example) -> Tensor:
         """Returns the mean square error over real frames: (B,)."""
-        return _average_counted((video - example["x_start"]).square().flatten(2).mean(2), self._mark_counted(example))
+        return _average_counted(
+            (video - example["x_start"]).square().flatten(2).mean(2), self._mark_frames_with_tokens(example)
+        )
 
     def _draw_frame_number(self, example: Example) -> Tensor:
         """Draws the number of a random real frame of each clip: int64 (B,)."""
-        count = count_frames(example["frames"], self.temporal_patch_size)
+        count = count_frames_with_tokens(example["frames"], self.temporal_patch_size)
         return (rng.uniform(example["key"], "frame") * count).long().minimum(count - 1)
 
-    def _mark_counted(self, example: Example) -> Tensor:
+    def _mark_frames_with_tokens(self, example: Example) -> Tensor:
         """Marks the frames that tokens stand for: bool (B, T)."""
-        return mark_counted(example["frames"], self.temporal_patch_size, example["x_start"].shape[1])
+        return mark_frames_with_tokens(example["frames"], self.temporal_patch_size, example["x_start"].shape[1])
 
     @torch.no_grad()
     def evaluate(self, nets: Nets, example: Example) -> Terms:
@@ -170,10 +178,10 @@ class TokenizerSystem(System):
         """
         passed: Pass = nets["tokenizer"](example["x_start"], example["frames"])
         terms = self._select_code_terms(passed) | self._compute_distances(passed.video, example)
-        counted, tokens = self._mark_counted(example), passed.tokens
+        counted, tokens = self._mark_frames_with_tokens(example), passed.tokens
         by_frame = measure_likeness(passed.video.flatten(0, 1), example["x_start"].flatten(0, 1))
         by_clip = {name: _average_counted(values.view(counted.shape), counted) for name, values in by_frame.items()}
-        real = mark_real(example["frames"], self.temporal_patch_size, tokens.shape[1])  # (B, t)
+        real = mark_whole_latent_frames(example["frames"], self.temporal_patch_size, tokens.shape[1])  # (B, t)
         usage = count_tokens(tokens, self.codebook_size, real[:, :, None, None].expand_as(tokens))
         return (
             terms
@@ -194,7 +202,7 @@ class TokenizerSystem(System):
         After its last real frame a clip stands still.
         """
         x, frames = example["x_start"], example["frames"]
-        last = count_frames(frames, self.temporal_patch_size)[:, None] - 1
+        last = count_frames_with_tokens(frames, self.temporal_patch_size)[:, None] - 1
         place = torch.arange(x.shape[1], device=x.device).minimum(last)  # (B, T)
         pairs = torch.cat((x, nets["tokenizer"](x, frames).video), dim=4)
         pairs = convert_to_uint8(pairs[torch.arange(len(x), device=x.device)[:, None], place])
