@@ -169,7 +169,7 @@ def _find_conflict(out: Path, encoding: dict[str, Any], names: dict[str, str]) -
     """Returns why the files in the folder are of another encoding, else None. names: what messages call the keys of an
     encoding.
     """
-    if (earlier := shards.read_earlier(out)) is not None:
+    if (earlier := shards.read_earlier_encoding(out)) is not None:
 
         def describe_value(key: str, value: Any, names: dict[str, str]) -> Any:
             return f"{names[key]} ({value})" if key in names else value
@@ -207,12 +207,12 @@ def _find_whole(out: Path, encoding: dict[str, Any], number: int) -> dict[str, A
     if not path.exists():
         return None
     try:
-        facts = shards.check_shard(path)
+        facts = shards.read_checked_facts(path)
         if not _is_shard(facts, encoding, number):
             raise ConfigError(f"{path} is of another encoding")
         if facts["cut"]:
             raise ConfigError(f"{path} has captions that an older dstrain cut")
-        return shards.record_shard(path, facts)
+        return shards.make_shard_record(path, facts)
     except ConfigError as error:
         print(f"{error}; it is made anew", flush=True)
         path.unlink()
@@ -296,14 +296,19 @@ def _write_shard(
 ) -> dict[str, Any]:
     """Writes one shard, whole or not at all; returns its record."""
     codes = arrays["tokens" if encoding["kind"] == "tokens" else "moments"]
-    facts = {"encoding": shards.hash_encoding(encoding), "number": number, "sums": shards.sum_codes(codes), "bad": bad}
+    facts = {
+        "encoding": shards.hash_encoding(encoding),
+        "number": number,
+        "sums": shards.summarize_codes(codes),
+        "bad": bad,
+    }
     if "caption" in arrays:
         facts["caption_bytes"] = arrays["caption"].shape[-1]
     path = out / shards.name_shard(number)
     with explain_write_errors(path, SAME_COMMAND):
         data = shards.pack_shard(arrays, facts)
         atomic.write_file(path, data)
-    return shards.record_shard(path, shards.read_facts(data))
+    return shards.make_shard_record(path, shards.read_facts(data))
 
 
 def _require_readable(bad: Mapping[str, str], options: EncodeOptions, total: int) -> None:
@@ -346,7 +351,7 @@ def _read_others(
         path = options.out / shards.name_shard(number)
         facts = None if number in records else shards.read_header_facts(path)
         if facts is not None and _is_shard(facts, encoding, number):
-            others[number] = shards.record_shard(path, facts)
+            others[number] = shards.make_shard_record(path, facts)
     return others
 
 

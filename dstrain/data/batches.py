@@ -114,7 +114,9 @@ class Batches(AbstractContextManager):
         return {f"samples/{name}": count for name, count in source.count_drawn(seed, steps * global_batch).items()}
 
     def extend(self, steps: int) -> None:
-        """Sets a new last step; readers restart at the next call of `read_step`."""
+        """Sets the number of steps, so that a run can go on beyond the last one; readers restart at the next call of
+        `read_step`.
+        """
         self._steps, self._next = steps, -1
 
     def close(self) -> None:
@@ -160,12 +162,13 @@ class Batches(AbstractContextManager):
         self._batches = _copy_ahead(host, self.device) if self.device.type == "cuda" else host
 
     def _read_step_ahead(self, reader: Iterator, semaphores: list) -> Iterator[Batch]:
-        """Yields batches on the host, without the workers' reports, each when the same one of the next step is read.
+        """Yields host batches, without the workers' reports of bad files. Before each it has read the batches of a
+        further step, or only one more batch where a step is larger than _AHEAD bytes.
 
         Ends after the last one, or where `problem` says why the next one is missing.
         """
         ahead: deque[Batch] = deque()
-        fetched, batch, size = self._fetch(reader, semaphores), {}, 0  # size: bytes of a batch
+        fetched, batch, size = self._fetch_batches(reader, semaphores), {}, 0  # size: bytes of a batch
         while True:
             while batch is not None and len(ahead) <= (self.accumulation if len(ahead) * size < _AHEAD else 1):
                 if (batch := next(fetched, None)) is not None:
@@ -175,7 +178,10 @@ class Batches(AbstractContextManager):
                 return
             yield ahead.popleft()
 
-    def _fetch(self, reader: Iterator, semaphores: list) -> Iterator[Batch]:
+    def _fetch_batches(self, reader: Iterator, semaphores: list) -> Iterator[Batch]:
+        """Yields batches from the workers, and lists their bad files. Ends after the last one, or at an error, which it
+        stores as `problem`.
+        """
         for count in itertools.count(1):
             start = time.perf_counter()
             try:

@@ -220,8 +220,8 @@ class Mixture(Source):
         return source, index - int(self._ends[source]) + self.sizes[source]
 
     def _group_by_source(self, index: Tensor) -> list[tuple[int, Tensor, Tensor]]:
-        """Yields for each source that has some of the indices (b,): its number, their places in (b,), and their indices
-        in it.
+        """Returns, for each source that has some of the indices (b,): its number, their places in (b,), and their
+        indices in it.
         """
         sources = torch.bucketize(index, self._ends, right=True)
         rows = [(source, torch.nonzero(sources == source)[:, 0]) for source in sources.unique().tolist()]
@@ -261,8 +261,9 @@ def open_mixture(data: Data, opened: Callable[[Data], tuple[Source, Source | Non
     return Mixture(sources, names, weights, classes), Mixture(*zip(*held), None, classes) if held else None
 
 
-def add_codes(data: Data, parts: Sequence[Data]) -> Data:
-    """Returns the section of a mixture with the `codes` of its parts, which are completed.
+def join_codes(data: Data, parts: Sequence[Data]) -> Data:
+    """Returns the section of a mixture with `codes` joined from those of its `parts`, which are complete; with None if
+    these have none.
 
     The latents' scaling factor is 1 / the standard deviation of the mixture. Raises ConfigError if the parts were not
     encoded alike.

@@ -23,11 +23,11 @@ from dstrain.data.decode.crops import Crop
 from dstrain.data.decode.pixels import SUFFIXES
 from dstrain.data.files.local import LocalFiles
 from dstrain.data.formats.base import Layout, Request, peek_files
-from dstrain.data.formats.imagenet import split_root
+from dstrain.data.formats.imagenet import find_split_paths
 from dstrain.data.index.alike import require_same_source
 from dstrain.data.index.build import find_cache_folder, open_index, run_on_first
 from dstrain.data.index.index import Index
-from dstrain.data.mixture import add_codes, open_mixture
+from dstrain.data.mixture import join_codes, open_mixture
 from dstrain.data.overlap import find_overlaps
 from dstrain.data.source import Source
 from dstrain.data.sources.buckets import Sized, sort_by_duration
@@ -83,17 +83,19 @@ class Kind(ABC):
             "images have train and held_out"
         )
 
-    def list_samples(self, captions: bool) -> tuple[Layout, Index]:
+    def open_samples_index(self, captions: bool) -> tuple[Layout, Index]:
         """Opens the index of the samples, which is kept on the disk; as `open_section_index`."""
         data = self.data
         request = make_request(data, captions=captions)
         if data.num_frames is not None:
             request = make_request(data, CLIPS, noun="clips", captions=True, captions_file=data.captions)
-        path, _ = split_root(data.path, data.held_out, data.held_out_path, whole=True)
+        path, _ = find_split_paths(data.path, data.held_out, data.held_out_path, whole=True)
         return open_index(path, request, data.index or find_cache_folder())
 
     def find_origin(self) -> str:
-        """Returns the path of the data, or of what they were encoded from."""
+        """Returns the path of the data; of codes the path that they were encoded from; "a mixture" of several
+        sources.
+        """
         return self.data.path
 
     def refuse_labels(self, mixed: bool) -> None:
@@ -131,7 +133,7 @@ class MixedData(Kind):
                     f"data.mixture: {part.path} holds {CONTENTS[own][0]}, {data.path} {CONTENTS[contents[0]][0]}: "
                     f"{remedy}"
                 )
-        return add_codes(data, parts)
+        return join_codes(data, parts)
 
     def open(self, verify: bool, run: Path | None, mixed: bool) -> Split:
         return open_mixture(self.data, lambda part: open_sources(part, verify, run, mixed=True))
@@ -191,7 +193,7 @@ class BuiltinData(Kind):
     def open_split(self, split: str) -> Source | None:
         return PairsData(self.data).open_split(split) if self.data.path == BUILTIN else super().open_split(split)
 
-    def list_samples(self, captions: bool) -> tuple[Layout, Index]:
+    def open_samples_index(self, captions: bool) -> tuple[Layout, Index]:
         raise ConfigError(
             f"data.path={self.data.path} is in the package, and neither listed nor packed: name data of your own"
         )
@@ -223,7 +225,7 @@ class CodesData(Kind):
 
     def name_contents(self) -> str:
         encoding = read_index(Path(self.data.path))["encoding"]
-        return _name_codes(encoding["kind"], encoding["shape"])
+        return _name_code_contents(encoding["kind"], encoding["shape"])
 
     def complete_section(self) -> Data:
         return complete_codes(self.data)
@@ -248,7 +250,7 @@ class ClipsData(Kind):
         return "clips"
 
     def open(self, verify: bool, run: Path | None, mixed: bool) -> Split:
-        data = _split_paths(self.data)
+        data = _complete_split_paths(self.data)
         if data.num_frames is None:
             raise _explain_missing_frames(data)
         cut = Cut(data.num_frames, data.height or data.image_size, data.image_size, data.channels, data.frame_stride)
@@ -283,7 +285,7 @@ class ImagesData(Kind):
         return "images"
 
     def open(self, verify: bool, run: Path | None, mixed: bool) -> Split:
-        data = _split_paths(self.data)
+        data = _complete_split_paths(self.data)
         if ClipsData.recognises(data):  # a root with train/ and val/ shows only now what is in them
             raise _explain_missing_frames(data)
         return _open_images(data, run, mixed, holds_out=bool(data.held_out or data.held_out_path))
@@ -292,22 +294,26 @@ class ImagesData(Kind):
 KINDS: tuple[type[Kind], ...] = (MixedData, BuiltinData, PairsData, CodesData, ClipsData, ImagesData)
 
 
-def recognise(data: Data) -> Kind:
+def recognise_kind(data: Data) -> Kind:
     """Returns the kind of the data that a section names, decided by their path; on any rank alone."""
     return next(kind(data) for kind in KINDS if kind.recognises(data))
 
 
 def find_contents(data: Data) -> str:
     """Returns what a system can learn from the (completed) data: a key of CONTENTS."""
-    return recognise(data).name_contents() if data.codes is None else _name_codes(data.codes.kind, data.codes.shape)
+    return (
+        recognise_kind(data).name_contents()
+        if data.codes is None
+        else _name_code_contents(data.codes.kind, data.codes.shape)
+    )
 
 
 def complete_data(data: Data) -> Data:
-    """Returns the section with what the index of a cache says in `codes`; None there for images and videos.
+    """Returns the section with `codes` filled in from the index of a cache; None there for images and videos.
 
     Raises ConfigError if the index is damaged, or the section says otherwise: sizes, channels, frames, flip.
     """
-    kind = recognise(data)
+    kind = recognise_kind(data)
     if data.embeddings is not None and kind.name_contents() != "images":
         raise ConfigError(
             f"data.embeddings={data.embeddings} goes with images, and data.path={data.path} holds "
@@ -354,7 +360,7 @@ def open_sources(data: Data, verify: bool = False, run: Path | None = None, mixe
     """
     if not mixed and (data.mixture or data.held_out_path) and (problems := run_on_first(lambda: find_overlaps(data))):
         raise ConfigError(*problems)
-    kind = recognise(data)
+    kind = recognise_kind(data)
     kind.refuse_labels(mixed)
     if not data.mixture:
         get_phases().enter_phase(f"listing {data.path}")
@@ -371,7 +377,7 @@ def open_split(data: Data, split: str) -> Source | None:
 
     Raises ConfigError as `open_pairs`, and for data that have no such splits.
     """
-    return recognise(data).open_split(split)
+    return recognise_kind(data).open_split(split)
 
 
 def open_section_index(data: Data, captions: bool = False) -> tuple[Layout, Index]:
@@ -380,7 +386,7 @@ def open_section_index(data: Data, captions: bool = False) -> tuple[Layout, Inde
     captions: of images, too; clips always have theirs.
     Raises ConfigError as `open_index`.
     """
-    return recognise(data).list_samples(captions)
+    return recognise_kind(data).open_samples_index(captions)
 
 
 def open_builtin(data: Data, split: str) -> Source | None:
@@ -397,7 +403,7 @@ def open_builtin(data: Data, split: str) -> Source | None:
 
 def find_origin(data: Data) -> str:
     """Returns data.path; of cached codes the path that they were encoded from; "a mixture" of several sources."""
-    return recognise(data).find_origin()
+    return recognise_kind(data).find_origin()
 
 
 def describe_data(data: Data, source: Source, held_out: Source | None, folder: Path | None = None) -> list[str]:
@@ -460,15 +466,15 @@ def _wrap_images(data: Data, source: Source) -> Source:
     return Sized(source, data.buckets, data.max_upscale)
 
 
-def _split_paths(data: Data) -> Data:
+def _complete_split_paths(data: Data) -> Data:
     """Returns the section with data.path and data.held_out_path of data that hold some out themselves."""
     path, held_out_path = run_on_first(
-        lambda: split_root(data.path, data.held_out, data.held_out_path, cache=data.cache)
+        lambda: find_split_paths(data.path, data.held_out, data.held_out_path, cache=data.cache)
     )
     return data.model_copy(update={"path": path, "held_out_path": held_out_path})
 
 
-def _name_codes(kind: str, shape: Sequence[int]) -> str:
+def _name_code_contents(kind: str, shape: Sequence[int]) -> str:
     if kind == "latents":
         return "latents"
     return "clip_tokens" if len(shape) == 3 else "image_tokens"

@@ -6,14 +6,15 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
-from dstrain.data.files.local import LocalFiles, find_base
+from dstrain.data.files.local import LocalFiles, find_pattern_folder
 from dstrain.data.files.remote import is_address, open_files
-from dstrain.data.formats.imagenet import open_tables, split_root
+from dstrain.data.formats.imagenet import find_split_paths, open_layout_with_splits
 from dstrain.recipe import Cache, Data
 
 
 def find_overlaps(data: Data) -> list[str]:
-    """Returns what is wrong with paths that share files, of all sources of a mixture.
+    """Returns a message for each pair of paths that share files and must not: of one source, or of two sources of a
+    mixture.
 
     Raises ConfigError for data whose files cannot be told.
     """
@@ -41,16 +42,16 @@ def _is_trained_on(data: Data, path: str) -> bool:
     """Returns whether files at a path are among those that data.path trains on."""
     if not _have_common_paths(_list_named_paths(data.path), _list_named_paths(path)):
         return False
-    train, _ = split_root(data.path, 1.0, None, cache=data.cache)
+    train, _ = find_split_paths(data.path, 1.0, None, cache=data.cache)
     return _have_common_paths(_list_read_paths(str(train), data.cache), _list_read_paths(path, data.cache))
 
 
 def _list_read_paths(path: str, cache: Cache) -> set[str]:
     """Returns the real paths at a path, of tables only those of the split that is read."""
-    if not os.path.exists(path) and find_base(path) is None:
+    if not os.path.exists(path) and find_pattern_folder(path) is None:
         return _list_named_paths(path)
     files = open_files(path, cache)
-    tables = open_tables(path, files)
+    tables = open_layout_with_splits(path, files)
     return (
         _list_named_paths(path)
         if tables is None
@@ -60,7 +61,7 @@ def _list_read_paths(path: str, cache: Cache) -> set[str]:
 
 def _list_named_paths(path: str) -> set[str]:
     """Returns the real path of a file or folder, and of a pattern those of its files."""
-    if is_address(path) or find_base(path) is None or os.path.exists(path):
+    if is_address(path) or find_pattern_folder(path) is None or os.path.exists(path):
         return {os.path.realpath(path)}
     files = LocalFiles(path)
     with suppress(OSError):  # A folder that is not there is told when it is listed.

@@ -2,19 +2,21 @@
 
 import os
 
-from dstrain.data.formats import describe_address, is_elsewhere
+from dstrain.data.formats import describe_unread_address, is_elsewhere
 from dstrain.data.open import BUILTINS, BuiltinData
 from dstrain.recipe import Data
 
 
 def find_path_problems(data: Data) -> list[str]:
-    """Returns what is wrong with the paths of the data, of all sources of a mixture."""
+    """Returns a message for each path that does not exist or names no data, and for each held_out of built-in data, of
+    all sources of a mixture.
+    """
     parts = data.list_sources() or (data,)
     sections = [f"data.mixture[{number}]" for number in range(len(parts))] if data.mixture else ["data"]
     problems = []
     for section, part in zip(sections, parts):
         for key, path in ((f"{section}.path", part.path), (f"{section}.held_out_path", part.held_out_path)):
-            if path is not None and (problem := _find_problem(key, path)):
+            if path is not None and (problem := _find_path_problem(key, path)):
                 problems.append(problem)
     for part in parts:
         if part.held_out and BuiltinData.recognises(part):
@@ -22,13 +24,16 @@ def find_path_problems(data: Data) -> list[str]:
     return problems
 
 
-def _find_problem(key: str, path: str) -> str | None:
+def _find_path_problem(key: str, path: str) -> str | None:
     if BuiltinData.recognises(Data(path=path)):
         return None if path in BUILTINS else f"{key}={path}: the built-in data sets are {', '.join(BUILTINS)}"
     if is_elsewhere(path):  # whether it is there shows when it is listed
         return None
     if not os.path.exists(path):
-        return describe_address(key, path) or f"{key}={path} does not exist: give a folder of data, or builtin:fashion"
+        return (
+            describe_unread_address(key, path)
+            or f"{key}={path} does not exist: give a folder of data, or builtin:fashion"
+        )
     if not os.path.isdir(path) and not os.path.isfile(path):
         return f"{key}={path} is a pipe or a device: give a folder of data, or builtin:fashion"
     try:

@@ -178,8 +178,8 @@ class Source(ABC):
     def read_batch(
         self, index: Tensor, mirrored: Tensor | None = None, chance: Tensor | None = None
     ) -> tuple[dict[str, Tensor], Bad]:
-        """Reads the samples at `index` int64 (b,) as a batch; returns those, too, that could not be read and were
-        replaced.
+        """Reads the samples at `index` int64 (b,). Returns a batch, and (name, reason) of each that could not be read
+        and was replaced.
 
         mirrored: bool (b,), the samples whose left and right sides change places. chance: float32 (b,) or (b,
         chance_count), see `read`.
@@ -197,8 +197,8 @@ class Source(ABC):
 
 
 def read_items(source: Source, indices: list[int], chances: list[Chance] | None = None) -> tuple[list[Item], Bad]:
-    """Reads the items at `indices`; returns them, with substitutes for unreadable ones, and each unreadable one that
-    was met.
+    """Reads the items at `indices`. Returns them, with a substitute for each that cannot be read, and (name, reason) of
+    all that could not.
 
     chances: of each item, see Source.read. Raises ConfigError if 1000 samples in a row cannot be read.
     """
@@ -243,7 +243,7 @@ def join_batches(batches: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
 
 
 def sample_captions(source: Source, most: int = _SAMPLED) -> list[str]:
-    """Returns the captions of at most so many samples, evenly spaced."""
+    """Returns the captions of `most` samples at most, evenly spaced; [] for a source without captions."""
     texts: list[str] = []
     for index in (
         np.linspace(0, len(source) - 1, min(most, len(source))).astype(int).tolist() if source.captioned else ()
@@ -254,7 +254,9 @@ def sample_captions(source: Source, most: int = _SAMPLED) -> list[str]:
 
 
 def describe_cut_captions(source: Source, reader: Any) -> list[str]:
-    """Says how much of the captions a system or a text encoder does not read; [] if it reads all that are looked at."""
+    """Returns [a line that says how much of the captions the reader, a system or a text encoder, does not read]; [] if
+    it reads all that are looked at.
+    """
     texts = sample_captions(source)
     line = (
         reader.describe_cut(texts, "captions" if len(source) <= _SAMPLED else "captions of a sample") if texts else ""

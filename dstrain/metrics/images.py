@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dstrain.data.decode.pixels import SUFFIXES, decode_sample, find_samples, to_tensor
+from dstrain.data.decode.pixels import SUFFIXES, decode_sample, find_samples_file, to_tensor
 from dstrain.data.files.listing import walk_files
 from dstrain.data.files.local import is_hidden_path
 from dstrain.data.files.zipped import list_members
@@ -84,7 +84,7 @@ def open_set(path: Path, option: str, upright: bool = True) -> Images:
 
     Raises ConfigError with `option` if there are no images, or a single one.
     """
-    path = find_samples(path.expanduser())
+    path = find_samples_file(path.expanduser())
     images = _open_images(path, option, upright)
     if len(images) < 2:
         raise ConfigError(

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from dstrain import rng
 from dstrain.data.decode.clips import PICTURES, VIDEOS, Cut, read_clip
-from dstrain.data.decode.pixels import find_samples, read_samples
+from dstrain.data.decode.pixels import find_samples_file, read_samples
 from dstrain.data.files.listing import walk_files
 from dstrain.recipe import ConfigError, Data, reword_errors
 from dstrain.systems.base import Request, System
@@ -102,7 +102,7 @@ def read_prime(path: Path, data: Data, unit: int, primed: int, exactly: bool) ->
     Clips and pictures are scaled and cropped to the run's size, as its data are. Raises ConfigError, which names the
     file, if one cannot be read, is too short, or is an .npz of another size.
     """
-    path = find_samples(path)
+    path = find_samples_file(path)
     clips = (
         _read_npz(path, data)
         if path.suffix == ".npz"

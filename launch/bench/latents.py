@@ -158,13 +158,13 @@ def write(root: Path, options: argparse.Namespace) -> None:
         facts = {
             "encoding": shards.hash_encoding(encoding),
             "number": number,
-            "sums": shards.sum_codes(codes),
+            "sums": shards.summarize_codes(codes),
             "bad": [],
         }
         path.write_bytes(
             shards.pack_shard({"moments": codes, "label": index.numpy() % 10, "source": index.numpy()}, facts)
         )
-        records.append(shards.record_shard(path, shards.check_shard(path)))
+        records.append(shards.make_shard_record(path, shards.read_checked_facts(path)))
     body = shards.make_index_body(encoding, [str(i) for i in range(10)], records, {})
     (root / "shards" / shards.INDEX).write_bytes(render_sealed(body))
 

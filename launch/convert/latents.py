@@ -408,7 +408,7 @@ def _describe_encoding(options: ConvertOptions, source: Foreign) -> dict[str, An
 
 def _prepare_folder(options: ConvertOptions, encoding: dict[str, Any]) -> str | None:
     """Writes encoding.json; returns what is wrong with the folder, else None."""
-    out, earlier = options.out, shards.read_earlier(options.out)
+    out, earlier = options.out, shards.read_earlier_encoding(options.out)
     if earlier is not None:
         old = earlier["encoding"]
         changes = [
@@ -437,9 +437,9 @@ def _write_shard(options: ConvertOptions, source: Foreign, encoding: dict[str, A
     number = rows.start // options.shard_size
     path = options.out / shards.name_shard(number)
     try:
-        facts = shards.check_shard(path)
+        facts = shards.read_checked_facts(path)
         if facts["encoding"] == shards.hash_encoding(encoding) and facts["number"] == number:
-            return shards.record_shard(path, facts)
+            return shards.make_shard_record(path, facts)
     except ConfigError:
         pass  # it is missing, or damaged
 
@@ -462,10 +462,10 @@ def _write_shard(options: ConvertOptions, source: Foreign, encoding: dict[str, A
     facts = {
         "encoding": shards.hash_encoding(encoding),
         "number": number,
-        "sums": shards.sum_codes(moments),
+        "sums": shards.summarize_codes(moments),
         "bad": sorted(set(bad)),
     }
     data = shards.pack_shard(arrays, facts)
     with explain_write_errors(path, SAME_COMMAND):
         atomic.write_file(path, data)
-    return shards.record_shard(path, shards.read_facts(data))
+    return shards.make_shard_record(path, shards.read_facts(data))

@@ -343,7 +343,9 @@ def test_several_crops(tmp_path, vae):
     crop, expected = Crop("random_resized"), []
     for i, path in enumerate(sorted(root.glob("*/*.png"))):
         for j in range(3):
-            numbers = rng.uniform(rng.keys_of_seeds(torch.tensor([3 * i + j])), "crop", (crop.numbers + 1,))[0].tolist()
+            numbers = rng.uniform(rng.keys_of_seeds(torch.tensor([3 * i + j])), "crop", (crop.num_randoms + 1,))[
+                0
+            ].tolist()
             cut = np.asarray(crop(Image.open(path).convert("L"), 16, 16, numbers[:-1]).image, np.float32)
             pixels = torch.from_numpy(cut)[None, None] / 127.5 - 1
             expected.append([network.encode(x).latent_dist.mean[0] for x in (pixels, pixels.flip(-1))])

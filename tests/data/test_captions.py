@@ -86,7 +86,7 @@ def test_captions_of_a_cache(tmp_path, several):
         arrays["caption"] = arrays["caption"][..., :512]
         old = {name: facts[name] for name in ("encoding", "number", "sums", "bad")}
         path.write_bytes(shards.pack_shard(arrays, old))
-        records.append(shards.record_shard(path, shards.read_facts(path.read_bytes())))
+        records.append(shards.make_shard_record(path, shards.read_facts(path.read_bytes())))
     body = shards.make_index_body(index["encoding"], index["classes"], records, index["versions"])
     (options.out / "index.json").write_bytes(render_sealed({k: v for k, v in body.items() if k != "whole_captions"}))
     cache = Latents(options.out)

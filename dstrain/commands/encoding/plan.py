@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from dstrain.commands.options.encode import EncodeOptions
-from dstrain.data.cached.shards import read_earlier
+from dstrain.data.cached.shards import read_earlier_encoding
 from dstrain.data.decode.crops import Crop
 from dstrain.data.decode.pixels import SUFFIXES
 from dstrain.data.formats.base import Request
@@ -70,7 +70,7 @@ def _is_upright(options: EncodeOptions, stage: FirstStage) -> bool:
     """Returns whether pictures are turned as their files say: as the run does, and what is there already."""
     earlier = None
     with suppress(OSError):  # told when the folder is made ready
-        earlier = run_on_first(lambda: read_earlier(options.out))
+        earlier = run_on_first(lambda: read_earlier_encoding(options.out))
     older = earlier is not None and "upright" not in earlier["encoding"]
     return options.upright and not older and (stage.data is None or stage.data.upright)
 

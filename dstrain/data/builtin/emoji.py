@@ -52,7 +52,7 @@ class Emoji(Source):
         return {"image": to_tensor(image), "label": 0}
 
     def list_captions(self) -> list[str]:
-        """Returns the name of each picture."""
+        """Returns the caption of each picture, in the order of the samples."""
         names = [*read_builtin_captions()]
         return [names[row] for row in self.rows]
 

@@ -8,7 +8,9 @@ from dstrain.recipe import Codes, ConfigError, Data
 
 
 def complete_codes(data: Data) -> Data:
-    """Returns the section with what the index of its cache says in `codes`. Raises ConfigError as `complete_data`."""
+    """Returns the data section with `codes` filled in from the index of its cache. Raises ConfigError as
+    `complete_data`.
+    """
     if data.buckets or data.size_conditions or data.crop != "center":
         content = "images" if data.num_frames is None else "clips"
         raise ConfigError(
@@ -59,7 +61,9 @@ def _require_flips(data: Data, encoding: dict[str, Any]) -> None:
 
 
 def open_codes(data: Data, verify: bool) -> tuple[Latents, Latents | None]:
-    """Opens both sources of a section. Raises ConfigError as `Latents`, and if they are not of one kind."""
+    """Opens the codes to train on and the held-out ones, None without any; `verify`: compares their hashes, too. Raises
+    ConfigError as `Latents`, and if they are not of one kind.
+    """
     if data.held_out_path is not None:
         train, unseen = _open_both(data)
     else:

@@ -155,9 +155,9 @@ class Stored:
         """Hashes the files and their ends, and all rows, or in larger tables 256 rows."""
         digest, rows = blake2b(digest_size=8), blake2b(digest_size=8)
         for part in (*self.tables.values(), *([self.captions] if self.captions else [])):
-            part.add_to(digest)
+            part.hash_ends_into(digest)
         for table in self.tables.values():
-            table.add_rows(rows, None if self.size <= _SCANNED else _COMPARED)
+            table.hash_rows_into(rows, None if self.size <= _SCANNED else _COMPARED)
         return f"shards={digest.hexdigest()} rows={rows.hexdigest()}"
 
 

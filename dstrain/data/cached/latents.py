@@ -29,11 +29,11 @@ from dstrain.data.cached.shards import (
     CAPTION_BYTES,
     Arrays,
     Layout,
-    check_shard,
     is_cache,
     map_shard,
     name_shard,
     read_ahead,
+    read_checked_facts,
     read_index,
 )
 from dstrain.data.index.held_out import Members
@@ -72,7 +72,7 @@ class Latents(Source):
         self.index = {name: entry for name, entry in index.items() if name not in ("shards", "bad_files")}
         self.encoding: dict[str, Any] = index["encoding"]
         self.classes = tuple(index["classes"])
-        self.extras = _list_extras(self.encoding)  # shapes of what an item has beside its codes
+        self.extras = _find_extra_shapes(self.encoding)  # shapes of what an item has beside its codes
         self.crops, self.num_captions = self.encoding.get("crops", 1), self.encoding.get("num_captions", 1)
         self.captioned = "caption" in self.extras
         if max(self.crops, self.num_captions) > 1:  # a number for the crop, and one for the caption
@@ -147,7 +147,7 @@ class Latents(Source):
                 _copy_rows({shard: arrays[name] for shard, arrays in opened.items()}, shards, places)
             )
 
-        codes = gather("codes", codes_rows).view(len(index), *_shape_codes(self.encoding))
+        codes = gather("codes", codes_rows).view(len(index), *_find_codes_shape(self.encoding))
         rest = {name: gather(name, rows) for name in ("label", *self.extras) if name not in _TEXTS}
         if self.captioned:
             texts = self._choose_text_rows(rows, chance, rest.pop("captions", None))
@@ -229,7 +229,7 @@ class Latents(Source):
         wide = self.wide.get(number, CAPTION_BYTES)
         arrays = map_shard(path, int(self.sizes[number]), self._layouts, (rows, wide))
         codes = "tokens" if encoding["kind"] == "tokens" else "moments"
-        shapes = {codes: (self.crops * encoding["flips"], *_shape_codes(encoding)), "label": (), **self.extras}
+        shapes = {codes: (self.crops * encoding["flips"], *_find_codes_shape(encoding)), "label": (), **self.extras}
         if self.captioned:
             shapes["caption"] = (*shapes["caption"][:-1], wide)
         for name, shape in shapes.items():
@@ -256,7 +256,7 @@ class Latents(Source):
             if left < 0:
                 return
             try:
-                check_shard(self.path / shards[number]["name"], shards[number])
+                read_checked_facts(self.path / shards[number]["name"], shards[number])
             except ConfigError as error:
                 raise ConfigError(f"{error}; {_REMEDY}") from None
 
@@ -292,7 +292,7 @@ def _copy_rows(opened: dict[int, np.ndarray], shards: np.ndarray, rows: np.ndarr
     return copy
 
 
-def _list_extras(encoding: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+def _find_extra_shapes(encoding: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     """Returns the shape of each array that a sample has in a shard beside its codes and label, by name."""
     shapes: dict[str, tuple[int, ...]] = {"frames": ()} if "num_frames" in encoding else {}
     several = (encoding["num_captions"],) if "num_captions" in encoding else ()
@@ -306,7 +306,7 @@ def _list_extras(encoding: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def _shape_codes(encoding: dict[str, Any]) -> tuple[int, ...]:
+def _find_codes_shape(encoding: dict[str, Any]) -> tuple[int, ...]:
     """Returns the shape of one image's codes, with mean and deviation, or the mean alone where a sample of it was
     encoded.
     """

@@ -113,15 +113,15 @@ class Table(Rows):
                     f"data.path: {name}[{fault[0]}] {fault[1]}: remove that row from every folder, or embed it again"
                 )
 
-    def add_to(self, digest: Any) -> None:
-        """Adds to a hash the names, lengths and shapes, and of each file the first and the last row."""
+    def hash_ends_into(self, digest: Any) -> None:
+        """Adds to a hash the names, lengths and shapes of the files, and the first and the last row of each."""
         for number, name in enumerate(self.names):
             last = int(self.ends[number]) - 1
             ends = b"".join(np.array(self[row]).tobytes() for row in (last + 1 - self.lengths[number], last))
             digest.update(f"{name} {self.lengths[number]} {self.shape} {zlib.crc32(ends)}\n".encode())
 
-    def add_rows(self, digest: Any, count: int | None) -> None:
-        """Adds to a hash all values, or those of `count` evenly spaced rows; none of data inside the package."""
+    def hash_rows_into(self, digest: Any, count: int | None) -> None:
+        """Adds to a hash all values, or those of `count` evenly spaced rows; nothing for data inside the package."""
         if self.root is None:
             return
         if count is None:
@@ -157,8 +157,8 @@ def map_array(root: Path, name: str) -> np.ndarray:
 
 
 def read_embeddings(path: Path) -> Tensor:
-    """Reads float32 (N, D) from a .npy file. Raises ConfigError if it holds others, no rows, or some that cannot be
-    used.
+    """Reads float32 (N, D) from a .npy file. Raises ConfigError if it holds other values, no rows, or a row that cannot
+    be used.
     """
     array = map_array(path.parent, path.name)
     if array.ndim != 2 or array.dtype not in (np.float16, np.float32, np.float64):
@@ -222,8 +222,10 @@ class Captions(Rows):
             raise BadSample(self.name_row(row), "has no caption")
         return pack_caption(text)
 
-    def add_to(self, digest: Any) -> None:
-        """Adds to a hash names, rows, sizes, and the first and last bytes: the last hold the places of all pages."""
+    def hash_ends_into(self, digest: Any) -> None:
+        """Adds to a hash the names, rows and sizes of the files, and their first and last bytes: the last hold the
+        places of all pages.
+        """
         for name, length in zip(self.names, self.lengths):
             with open(self.root / name, "rb") as file:
                 head = file.read(_ENDS)

@@ -122,9 +122,9 @@ def _count_labels(labels: np.ndarray) -> list[tuple[int, int]]:
     return list(zip(values.tolist(), counts.tolist()))
 
 
-def check_shard(path: Path, entry: dict[str, Any] | None = None) -> dict[str, Any]:
-    """Reads the facts of a file, whose hash must be that of an index's `entry`. Raises ConfigError, which names the
-    file.
+def read_checked_facts(path: Path, entry: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Returns the facts of a shard after checking all of its bytes; with an index's `entry` also that its hash is the
+    one there. Raises ConfigError, which names the file.
     """
     try:
         facts = read_facts(path.read_bytes())
@@ -142,7 +142,7 @@ def find_encoding(path: Path) -> str | None:
     return (read_header_facts(path) or {}).get("encoding")
 
 
-def record_shard(path: Path, facts: dict[str, Any]) -> dict[str, Any]:
+def make_shard_record(path: Path, facts: dict[str, Any]) -> dict[str, Any]:
     """Returns the record of a shard: what an index, and the statistics in it, need to know of it."""
     return {
         "name": path.name,
@@ -199,7 +199,7 @@ def map_shard(path: Path, size: int, layouts: dict[Any, Layout], kind: tuple[int
 
 
 def read_ahead(array: np.ndarray, rows: np.ndarray) -> None:
-    """Makes the kernel begin to read some rows of an array of `map_shard`, all at once and beside what runs on here.
+    """Asks the kernel to read some rows of an array of `map_shard`, all at once, and does not wait.
 
     Whoever takes rows that are not in memory waits for the disk row after row. Rows that are there cost a microsecond.
     """
@@ -232,8 +232,10 @@ def _read_header(file: BinaryIO) -> dict[str, Any]:
     return json.loads(text)
 
 
-def sum_codes(codes: np.ndarray) -> dict[str, Any]:
-    """Sums one shard's means of the latents and their second moments by channel, or finds the largest token id."""
+def summarize_codes(codes: np.ndarray) -> dict[str, Any]:
+    """Returns one shard's sums by channel of the latents' means, `first`, and of their second moments, `second`; of
+    tokens the `largest` id.
+    """
     if codes.dtype == np.int32:
         return {"largest": int(codes.max())}
     mean = codes[:, :, 0].astype(np.float64)  # (n, flips, C, h, w)
@@ -245,8 +247,8 @@ def sum_codes(codes: np.ndarray) -> dict[str, Any]:
 def compute_statistics(shards: list[dict[str, list[float]]], count: int) -> dict[str, Any]:
     """Returns mean and standard deviation of posterior samples, over all and by channel, and scaling_factor = 1 / std.
 
-    shards: the `sum_codes` of each. count: values of one channel in all shards. The sums are exact, so they do not
-    depend on the order of adding. scaling_factor is over all channels, as Rombach et al. 2022 (appendix G) scale
+    shards: the `summarize_codes` of each. count: values of one channel in all shards. The sums are exact, so they do
+    not depend on the order of adding. scaling_factor is over all channels, as Rombach et al. 2022 (appendix G) scale
     latents.
     """
     first = [math.fsum(values) for values in zip(*(shard["first"] for shard in shards))]
@@ -323,9 +325,9 @@ def is_cache(folder: Path) -> bool:
     return find_encoding(folder / name_shard(0)) is not None
 
 
-def read_earlier(folder: Path) -> dict[str, Any] | None:
-    """Returns the content of encoding.json, or if that cannot be read the index's encoding; None if neither can be
-    read.
+def read_earlier_encoding(folder: Path) -> dict[str, Any] | None:
+    """Returns the content of encoding.json; if that cannot be read, the index's encoding; None if neither
+    can be read.
     """
     try:
         content = json.loads((folder / ENCODING).read_text(encoding="utf-8"))

@@ -63,7 +63,7 @@ class Cut:
     upright: bool = True  # as data.upright
 
     def count_available(self, count: int) -> int:
-        """Counts the frames that a clip may have which is cut out of `count` frames."""
+        """Returns how many frames a clip can have that is cut, at this stride, out of `count` frames."""
         return -(-count // self.stride)
 
     def choose_window(self, count: int, chance: float | None = None) -> range:
@@ -196,7 +196,7 @@ def _decode_frames(path: Path | bytes, first: int, listing: Listing) -> Iterator
         with _open_container(path) as (container, stream):
             container.seek(time + listing.delay, stream=stream)
             packets = container.demux(stream)
-            head, leading = _read_head(packets)
+            head, leading = _read_leading_packets(packets)
             place = places.get(getattr(head[0], listing.timestamp)) if head else None
             if place is None or place + leading > first:
                 continue
@@ -214,7 +214,7 @@ def _decode_frames(path: Path | bytes, first: int, listing: Listing) -> Iterator
         yield from enumerate(container.decode(stream))
 
 
-def _read_head(packets: Iterator[Any]) -> tuple[list[Any], int]:
+def _read_leading_packets(packets: Iterator[Any]) -> tuple[list[Any], int]:
     """Returns the packets from a keyframe to the first that is not leading, and how many are leading; ([], 0): no
     keyframe.
     """

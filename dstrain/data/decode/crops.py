@@ -49,7 +49,7 @@ class Crop:
         return cls(data.crop, data.crop_scale, data.crop_ratio)
 
     @property
-    def numbers(self) -> int:
+    def num_randoms(self) -> int:
         """Returns how many random numbers in [0, 1) a crop takes."""
         return _NUMBERS.get(self.kind, 0)
 

@@ -231,7 +231,7 @@ def read_pictures(path: Path, channels: int) -> Tensor:
 
     Raises ConfigError if there are no such pictures, or they have several sizes.
     """
-    path = find_samples(path)
+    path = find_samples_file(path)
     if path.is_dir():
         files = [path / name for name in sorted(walk_files(path, "", SUFFIXES))]
         if not files:
@@ -253,7 +253,7 @@ def read_pictures(path: Path, channels: int) -> Tensor:
     return pictures.expand(-1, channels, -1, -1)
 
 
-def find_samples(path: Path) -> Path:
+def find_samples_file(path: Path) -> Path:
     """Returns the .npz of samples in a folder that `dstrain generate` wrote (it holds a grid, too); else the path
     itself. Raises ConfigError if it holds several.
     """

@@ -56,7 +56,7 @@ class ArrowFile:
         footer = self._bytes[-10:-6].to_pybytes() if self._start else b""  # its size stands before the last magic
         rest = int.from_bytes(footer, "little") + 10 if self._start else 0
         if at + len(_END) + rest != self._bytes.size:
-            raise _describe_joined(self.where, at)
+            raise _explain_joined_files(self.where, at)
 
     def read_cell(self, at: int, row: int, column: str) -> Any:
         """Returns a value of the record batch that begins at the byte `at`."""
@@ -140,7 +140,7 @@ class ParquetFile:
         end = max(ends, default=0)
         rest = self.files.read_stat(self.name).size - end - self._metadata.serialized_size - 8
         if b"PAR1PAR1" in self.files.read_span(self.name, end, min(rest, _LARGEST_FOOTER)):
-            raise _describe_joined(self.where, end)
+            raise _explain_joined_files(self.where, end)
 
     def is_compressed(self, column: str) -> bool:
         """Returns whether the values of a column are compressed in the first row group."""
@@ -211,7 +211,7 @@ def _report_damage(where: str, kind: str) -> Iterator[None]:
         ) from None
 
 
-def _describe_joined(where: str, at: int) -> ConfigError:
+def _explain_joined_files(where: str, at: int) -> ConfigError:
     return ConfigError(
         f"{where} goes on behind its end at byte {at:,}: several files were joined as they are, and only one of them "
         "would be read: keep each as a file of its own"

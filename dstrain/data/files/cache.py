@@ -72,7 +72,7 @@ class DiskCache:
     def _add_entry(self, key: str, size: int, fill: Callable[[Path], None]) -> None:
         temporary = self.folder / f"{key}.{uuid.uuid4().hex}{_TEMPORARY}"
         try:
-            self._take_room(temporary, size)
+            self._reserve_room(temporary, size)
             fill(temporary)
             with open(temporary, "rb") as file:
                 os.fsync(file.fileno())  # Else a power failure could leave an entry of zeros.
@@ -80,7 +80,7 @@ class DiskCache:
         finally:
             temporary.unlink(missing_ok=True)
 
-    def _take_room(self, temporary: Path, size: int) -> None:
+    def _reserve_room(self, temporary: Path, size: int) -> None:
         """Reserves `size` bytes in the ledger, and makes the temporary file that takes them, so that a process which
         counts anew sees it.
         """

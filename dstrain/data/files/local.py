@@ -95,7 +95,7 @@ class LocalFiles(Files):
         self.single = os.path.basename(path) if os.path.isfile(path) else None
         self.listed: list[str] = [self.single] if self.single else []
         self.root = os.path.dirname(path) if self.single else path
-        base = find_base(path)
+        base = find_pattern_folder(path)
         if base is not None and not os.path.exists(path):
             self.root, self.pattern = base, find_pattern(path)
             self.listed = [name[len(base) :].lstrip("/") for name in expand_braces(path)] if "{" in path else []
@@ -150,7 +150,7 @@ def require_present(data: str, files: Files) -> None:
         )
 
 
-def find_base(path: str) -> str | None:
+def find_pattern_folder(path: str) -> str | None:
     """Returns the last folder before the first brace or star, of x/{00..99}.tar or x/train-*.parquet, else None."""
     place = re.search(r"[{*]", path)
     return path[: place.start()].rpartition("/")[0] if place else None

@@ -24,8 +24,8 @@ from dstrain.data.files.local import (
     LocalFiles,
     Stat,
     expand_braces,
-    find_base,
     find_pattern,
+    find_pattern_folder,
     is_hidden,
     list_children,
     select_names,
@@ -119,7 +119,9 @@ class RemoteFiles(Files):
         self._stats: dict[str, Stat] = {}
         self._folders = {""}
         self._queue: queue.Queue | None = None  # of what is read ahead
-        self.root, self._addresses = _take_apart(root)  # the latter by name; {}: those of a folder, which lists them
+        self.root, self._addresses = _split_addresses(
+            root
+        )  # the latter by name; {}: those of a folder, which lists them
         self.pattern = None if self._addresses else find_pattern(root)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -141,7 +143,7 @@ class RemoteFiles(Files):
             if is_folder:
                 self._folders.add(known)
             elif entry.get("size") is not None:
-                self._stats[known] = _read_stat(entry)
+                self._stats[known] = _parse_stat(entry)
         return sorted(names) if self.pattern is None else select_names(sorted(names), self.pattern)
 
     def read_stat(self, name: str) -> Stat:
@@ -150,7 +152,7 @@ class RemoteFiles(Files):
         if name not in self._stats:
             address = self._find_address(name)
             entry = self._store.ask(address, lambda: self._store.open_file_system().info(address))
-            self._stats[name] = _read_stat(entry, address)
+            self._stats[name] = _parse_stat(entry, address)
         return self._stats[name]
 
     def open(self, name: str) -> BinaryIO:
@@ -181,7 +183,7 @@ class RemoteFiles(Files):
         if self._queue is None:
             self._queue = queue.Queue(_AHEAD)
             for _ in range(_THREADS):  # They are daemons: the end of a process does not wait for them.
-                threading.Thread(target=_read_ahead, args=(self._queue,), daemon=True).start()
+                threading.Thread(target=_read_queued, args=(self._queue,), daemon=True).start()
         with contextlib.suppress(queue.Full):
             for place in places:
                 self._queue.put_nowait((read, place))
@@ -250,7 +252,7 @@ class Store:
             except (ConfigError, NotRead):
                 raise
             except Exception as error:
-                raise _translate(error, address, NotRead if reading else ConfigError) from None
+                raise _translate_error(error, address, NotRead if reading else ConfigError) from None
 
         try:
             return retry(ask_once, tries)
@@ -282,16 +284,16 @@ class Store:
         return self._fs
 
 
-def _read_ahead(tasks: queue.Queue) -> None:
+def _read_queued(tasks: queue.Queue) -> None:
     while True:
         read, place = tasks.get()
         with contextlib.suppress(Exception):  # The error shows when the sample is needed.
             read(place)
 
 
-def _take_apart(root: str) -> tuple[str, dict[str, str]]:
+def _split_addresses(root: str) -> tuple[str, dict[str, str]]:
     """Returns the folder that all addresses have in common, and the address of each name in it: {} for a folder."""
-    base = find_base(root)
+    base = find_pattern_folder(root)
     addresses = expand_braces(root) if "{" in root else _SEVERAL.split(root)
     if len(addresses) == 1 and (base is not None or not _strip_query(root).lower().endswith(_FILES)):
         return (base or root).rstrip("/"), {}
@@ -301,7 +303,7 @@ def _take_apart(root: str) -> tuple[str, dict[str, str]]:
     return base, {path[len(base) :].lstrip("/"): address for path, address in zip(paths, addresses)}
 
 
-def _read_stat(entry: dict[str, Any], address: str = "") -> Stat:
+def _parse_stat(entry: dict[str, Any], address: str = "") -> Stat:
     if entry["type"] == "directory":
         return Stat(0, "")
     if entry.get("size") is None:
@@ -316,7 +318,7 @@ def _strip_query(address: str) -> str:
     return address.partition("?")[0] if address.startswith("http") else address
 
 
-def _translate(error: Exception, address: str, refused: type[Exception]) -> Exception:
+def _translate_error(error: Exception, address: str, refused: type[Exception]) -> Exception:
     """Translates a library's error: to ConfigError or `refused`, which a user mends, or to EIO, which is tried again;
     returns others as they are.
     """

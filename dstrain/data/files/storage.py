@@ -41,8 +41,8 @@ _TRIES = 4
 
 
 def retry(read: Callable[[], Any], tries: int = _TRIES) -> Any:
-    """Calls `read` and returns its result; calls it up to four times, over 6 s, while the storage fails or memory is
-    short.
+    """Calls `read` and returns its result. Calls it again, `tries` times in all, while the storage fails or memory is
+    short; by default four times, over 6 s.
     """
     for attempt in range(tries):
         try:

@@ -4,7 +4,7 @@ import os
 import re
 from pathlib import Path
 
-from dstrain.data.files.local import Files, find_base
+from dstrain.data.files.local import Files, find_pattern_folder
 from dstrain.data.files.remote import SCHEMES, is_address, open_files
 from dstrain.data.files.tables import TABLES
 from dstrain.data.formats.base import Layout, Request
@@ -40,11 +40,13 @@ LAYOUTS: tuple[type[Layout], ...] = (
 
 def is_elsewhere(path: str) -> bool:
     """Returns whether a path is no file or folder of this machine, but an address, a name of the hub, or a pattern."""
-    return is_address(path) or path.startswith(HUB) or (find_base(path) is not None and not Path(path).exists())
+    return (
+        is_address(path) or path.startswith(HUB) or (find_pattern_folder(path) is not None and not Path(path).exists())
+    )
 
 
-def describe_address(key: str, path: str) -> str | None:
-    """Describes what is wrong with an address of a kind that is not read; returns None for any other path."""
+def describe_unread_address(key: str, path: str) -> str | None:
+    """Describes why data at an address of another kind than ours are not read; returns None for any other path."""
     return (
         f"{key}={path}: an address begins with {'://, '.join(SCHEMES)}://: put the data there, or on a disk"
         if re.match(r"\w+://", path) and not is_elsewhere(path)
@@ -56,7 +58,7 @@ def open_data_files(path: str, request: Request) -> Files:
     """Opens access to the files at a path. Raises ConfigError if nothing is there."""
     if not (is_elsewhere(path) or Path(path).exists()):
         raise ConfigError(
-            describe_address(request.key, path)
+            describe_unread_address(request.key, path)
             or f"{request.key}={path}: does not exist; give a folder of {request.noun}, or builtin:fashion"
         )
     if os.path.exists(path) and (kind := describe_special_file(path)) not in (None, "a folder"):

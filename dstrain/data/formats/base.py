@@ -127,7 +127,7 @@ class Layout(ABC):
             else self.class_list.find_number(own, at)
         )
 
-    def find_held_out(self) -> str | None:
+    def find_held_out_path(self) -> str | None:
         """Returns the path of the samples that these data hold out by themselves, such as those of a split `test`; None
         if there are none.
         """
@@ -149,36 +149,38 @@ class Layout(ABC):
             if column not in used:
                 self.notes["folds"] = column
 
-    def count_left_out(self, reason: str, count: int = 1) -> None:
-        """Adds to the number of samples that are left out for a reason: a suffix such as .tif, or words. The start of a
+    def note_left_out(self, reason: str, count: int = 1) -> None:
+        """Adds `count` to the samples that are left out for a reason: a suffix such as .tif, or words. The start of a
         command says it.
         """
         counts = self.notes.setdefault("left_out", {})
         counts[reason] = counts.get(reason, 0) + count
 
-    def count_other_files(self, counts: Mapping[str, int]) -> None:
-        """Counts files that may hold samples, and are of types that are not read, by their suffixes in `counts`."""
+    def note_other_files(self, counts: Mapping[str, int]) -> None:
+        """Notes files that may hold samples, and are of types that are not read, as left out. counts: of files, by
+        suffix.
+        """
         for suffix in sorted(counts):
             if (
                 suffix in VIDEOS + _OTHER_VIDEOS + PICTURES + CONTAINERS + _LISTS
                 and suffix not in self.request.suffixes
             ):
-                self.count_left_out(suffix, counts[suffix])
+                self.note_left_out(suffix, counts[suffix])
         for key, reason in ((BEHIND, BEHIND), ("", "files without a suffix")):
             if counts.get(key):
-                self.count_left_out(reason, counts[key])
+                self.note_left_out(reason, counts[key])
 
-    def count_files_beside(self) -> None:
-        """Counts pictures and videos of other types that lie beside files that hold the samples."""
+    def note_files_beside(self) -> None:
+        """Notes pictures and videos of other types that lie beside files that hold the samples, as left out."""
         suffixes = Counter(os.path.splitext(name)[1].lower() for name in peek_files(self.files))
-        self.count_other_files({suffix: suffixes[suffix] for suffix in suffixes if suffix not in CONTAINERS + _LISTS})
+        self.note_other_files({suffix: suffixes[suffix] for suffix in suffixes if suffix not in CONTAINERS + _LISTS})
 
     @property
     def left_out(self) -> dict[str, int]:
         """Returns how many files or samples were left out when they were listed, by reason."""
         return self.notes.get("left_out", {})
 
-    def list_advice(self) -> str:
+    def describe_advice(self) -> str:
         """Describes, for the start of a command, what is left out of these data, or is slow, and how to mend it."""
         remarks = [_describe_left_out(self.left_out)]
         if "folds" in self.notes:
@@ -193,13 +195,13 @@ class Layout(ABC):
         """Yields names of files that are there, whatever they are; they tell what data without samples hold."""
         return iter(())
 
-    def list_watched(self) -> list[str]:
+    def list_watched_files(self) -> list[str]:
         """Returns files and folders whose size and time of change show, in a moment, whether the data are still the
         same.
         """
         return self.list_parts()
 
-    def require_whole(self) -> None:
+    def check_after_listing(self) -> None:
         """Raises ConfigError for faults that show only after all samples were listed, such as an empty class."""
 
 

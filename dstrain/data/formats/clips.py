@@ -56,7 +56,9 @@ class Clips(Folders):
             yield Sample(sample.place, sample.label, (self._captions[sample.place.name],))
 
     def _note_beside(self, names: list[str]) -> None:
-        """Raises ConfigError if some clips have their .txt, and others have none."""
+        """Notes whether clips have their captions beside them, in .txt files. Raises ConfigError if some have, and
+        others have not.
+        """
         beside, first = _have_texts_beside(self.root, names), self.notes.setdefault("first", names[0])
         if self.notes.setdefault("beside", beside) != beside:
             raise ConfigError(
@@ -64,7 +66,7 @@ class Clips(Folders):
                 "have theirs: write it, or remove the clip; clips have captions all or none"
             )
 
-    def require_whole(self) -> None:
+    def check_after_listing(self) -> None:
         captions, number = self._captions or {}, self.notes.get("captioned", 0)
         if len(captions) > number:
             superfluous = sorted(name for name in captions if not os.path.lexists(os.path.join(self.root, name)))

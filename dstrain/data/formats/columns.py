@@ -50,7 +50,7 @@ def choose_columns(schema: pa.Schema, request: Request, where: str) -> Columns:
         raise ConfigError(
             f"{where} has {found} among {', '.join(schema.names)}: name one, data.columns={{image: NAME}}"
         )
-    label = _choose_label(schema, chosen, request, where)
+    label = _choose_label_column(schema, chosen, request, where)
     names = _read_features(schema).get(label, {}).get("names") if label else None
     classes = tuple(map(str, names)) if isinstance(names, list) else ()
     captions = tuple(chosen.get("caption", ()))
@@ -63,7 +63,9 @@ def choose_columns(schema: pa.Schema, request: Request, where: str) -> Columns:
 
 
 def find_image_columns(schema: pa.Schema, request: Request) -> list[str]:
-    """Returns the columns that may be meant: one, if all is well."""
+    """Returns the columns that may hold the images, or clips: those that data.columns names, else those known by type
+    or name. There is one, if all is well.
+    """
     if chosen := request.columns.get("image"):
         return [name for name in ([chosen] if isinstance(chosen, str) else chosen) if name in schema.names]
     fitting = [field.name for field in schema if can_hold_bytes(field.type)]
@@ -74,7 +76,7 @@ def find_image_columns(schema: pa.Schema, request: Request) -> list[str]:
     return named[:1] or [name for name in fitting if pa.types.is_struct(schema.field(name).type)]
 
 
-def _choose_label(schema: pa.Schema, chosen: dict[str, list[str]], request: Request, where: str) -> str | None:
+def _choose_label_column(schema: pa.Schema, chosen: dict[str, list[str]], request: Request, where: str) -> str | None:
     """Returns the column of labels; None: there is none, or none is wanted.
 
     Raises ConfigError if the column holds something else.

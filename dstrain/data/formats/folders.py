@@ -13,7 +13,7 @@ from typing import Any
 from dstrain.data.files.listing import SAMPLES, join_few, list_class_folders, report_listing_errors, walk_files
 from dstrain.data.files.local import Files, LocalFiles
 from dstrain.data.formats.base import Layout, Place, Request, Sample
-from dstrain.data.formats.labels import LABELS, number_classes, read_labels
+from dstrain.data.formats.labels import LABELS, name_classes_by_number, read_labels
 from dstrain.data.formats.lists import refuse_inner_metadata
 from dstrain.data.formats.no_samples import explain_no_samples
 from dstrain.data.formats.splits import refuse_splits
@@ -100,7 +100,7 @@ class Folders(Layout):
     def _read_labels(self) -> None:
         self._by_name = read_labels(Path(self.root), self.request.key)
         if self._by_name:
-            self.classes = self.class_list.classes or number_classes(self._by_name)
+            self.classes = self.class_list.classes or name_classes_by_number(self._by_name)
 
     def _refuse_class_list(self) -> None:
         if self.request.class_list is not None:
@@ -128,13 +128,13 @@ class Folders(Layout):
                 "classes"
             )
         if absent := len(by_name) - len(names) if by_name else 0:
-            self.count_left_out(f"that {LABELS} names and that are not there", absent)
+            self.note_left_out(f"that {LABELS} names and that are not there", absent)
 
     def _list_below(self, folder: str, *more: str) -> list[str]:
         """Returns the samples below a folder, and files that end in one of `more`."""
         root, suffixes, others, tables = Path(self.root), self.request.suffixes + more, Counter(), []
         names = sorted(walk_files(root, folder, suffixes, self._deeper, others=others, tables=tables))
-        self.count_other_files(others)
+        self.note_other_files(others)
         refuse_inner_metadata(self.root, self.files, self.request, tables)
         return names
 
@@ -144,7 +144,7 @@ class Folders(Layout):
     def read(self, place: Place) -> Path:
         return Path(self.root, place.name)
 
-    def list_watched(self) -> list[str]:
+    def list_watched_files(self) -> list[str]:
         names = [".", *self.classes, *self._deeper] if self._by_name is None else [".", LABELS, *self._deeper]
         return [name for name in dict.fromkeys(names) if os.path.lexists(os.path.join(self.root, name))]
 

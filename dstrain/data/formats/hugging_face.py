@@ -24,7 +24,7 @@ from dstrain.data.files.listing import join_few, report_listing_errors, walk_fil
 from dstrain.data.files.local import Files, LocalFiles
 from dstrain.data.files.tables import match_names
 from dstrain.data.formats.base import Layout, Place, Request, Sample, peek_files
-from dstrain.data.formats.shards import count_missing_shards
+from dstrain.data.formats.shards import note_missing_shards
 from dstrain.data.formats.splits import SPLIT_COLUMNS, SPLITS, name_split
 from dstrain.disk.small import parse_json
 from dstrain.disk.texts import list_captions
@@ -54,28 +54,28 @@ class Tables(Layout):
     @cached_property
     def columns(self) -> Any:
         """Returns the columns of the first file, a `columns.Columns`."""
-        return self._choose_columns(self._list_chosen()[0])
+        return self._choose_columns(self._list_chosen_files()[0])
 
     def list_parts(self) -> list[str]:
         self.classes = self.class_list.classes or self.columns.classes
-        return self._list_chosen()
+        return self._list_chosen_files()
 
-    def list_watched(self) -> list[str]:
+    def list_watched_files(self) -> list[str]:
         parts = self.list_parts()
         return [*sorted({"", *(part.rpartition("/")[0] for part in parts)}), *parts]
 
-    def find_held_out(self) -> str | None:
+    def find_held_out_path(self) -> str | None:
         splits = self._splits
         name = next((name for name in _UNSEEN if name in splits), None) if "train" in splits else None
-        return None if name is None else self._make_path(name, splits[name])
+        return None if name is None else self._make_split_path(name, splits[name])
 
-    def list_advice(self) -> str:
-        chosen, remarks = self._list_chosen(), [super().list_advice()]
+    def describe_advice(self) -> str:
+        chosen, remarks = self._list_chosen_files(), [super().describe_advice()]
         if others := [f"{name} {len(files)}" for name, files in self._splits.items() if files != chosen]:
             remarks.append(f"files of other splits are not among them, {', '.join(others)}")
         return "; ".join(filter(None, remarks))
 
-    def _list_chosen(self) -> list[str]:
+    def _list_chosen_files(self) -> list[str]:
         """Returns the files of the split that is read: train, or the only one."""
         splits = self._splits
         chosen = splits.get("train") or (next(iter(splits.values())) if len(splits) == 1 else None)
@@ -112,7 +112,7 @@ class Tables(Layout):
 
         return bool(find_image_columns(self._open(part).schema, self.request))
 
-    def _make_path(self, split: str, names: list[str]) -> str:
+    def _make_split_path(self, split: str, names: list[str]) -> str:
         """Returns what data.path would be for a split alone: a file, a folder, a pattern, or the list of its files."""
         folder, _, common = os.path.commonprefix(names).rpartition("/")  # noqa: RUF071 (letters of names are meant)
         start = f"{folder}/" if folder else ""
@@ -131,27 +131,27 @@ class Tables(Layout):
 
         return choose_columns(self._open(part).schema, self.request, self._name_part(part))
 
-    def _open_alike(self, part: str) -> tuple[Any, list[int | str]]:
+    def _open_matching(self, part: str) -> tuple[Any, list[int | str]]:
         """Opens a file; returns it, and the names that its numbers of a ClassLabel have in the first file, or in
         data.class_list.
 
         Raises ConfigError if its columns or the names of its labels are not those of the first.
         """
-        if part == self._list_chosen()[0]:
-            self.count_files_beside()
-            count_missing_shards(self, self._list_chosen())
+        if part == self._list_chosen_files()[0]:
+            self.note_files_beside()
+            note_missing_shards(self, self._list_chosen_files())
         first, own = self.columns, self._choose_columns(part)
         if own._replace(classes=first.classes) != first:
             raise ConfigError(
-                f"{self._name_part(part)} has {own.describe()}, and {self._list_chosen()[0]} {first.describe()}: write "
-                "it anew with the same columns, or take it away"
+                f"{self._name_part(part)} has {own.describe()}, and {self._list_chosen_files()[0]} {first.describe()}: "
+                "write it anew with the same columns, or take it away"
             )
         names, unknown = own.classes, [name for name in own.classes if name not in set(first.classes)]
         if unknown or bool(names) != bool(first.classes) or (names != first.classes and len(set(names)) < len(names)):
             raise ConfigError(
                 f"{self._name_part(part)} names its labels {join_few(names) or 'not at all'}, and "
-                f"{self._list_chosen()[0]} {join_few(first.classes) or 'not at all'}, so that its numbers may mean "
-                "others: write it anew with the same ClassLabel, or take it away"
+                f"{self._list_chosen_files()[0]} {join_few(first.classes) or 'not at all'}, so that its numbers may "
+                "mean others: write it anew with the same ClassLabel, or take it away"
             )
         if self.class_list.classes:
             return self._open(part), list(names)
@@ -163,7 +163,7 @@ class Tables(Layout):
         return f"{self.request.key}={self.root}: {part}"
 
     def _make_sample(self, place: Place, row: dict[str, Any], names: list[int | str]) -> Sample:
-        """Returns a sample with its label and captions. names: see `_open_alike`."""
+        """Returns a sample with its label and captions. names: see `_open_matching`."""
         columns, captions, at = self.columns, [], f"{self.request.key}={self.root}: {place.name}"
         label = None if columns.label is None else self._read_label(row[columns.label], names, at)
         if self.request.labels != "auto":
@@ -190,7 +190,7 @@ class Tables(Layout):
 
     def _read_image(self, value: Any) -> bytes | Path:
         """Returns the bytes of an image, or where the table names a file instead, its path."""
-        content = _find_encoded(value)
+        content = _find_encoded_image(value)
         if content is not None:
             return content
         path = value.get("path") if isinstance(value, dict) else None
@@ -219,7 +219,7 @@ class ArrowTables(Tables):
     def iterate_samples(self, part: str) -> Iterator[Sample]:
         from dstrain.data.files.arrow import list_rows
 
-        file, names = self._open_alike(part)
+        file, names = self._open_matching(part)
         columns = self._list_columns(file.schema.names)
         for at, batch in file.iterate_batches():
             for row, values in enumerate(list_rows(batch.select(columns))):
@@ -251,11 +251,11 @@ class ArrowTables(Tables):
                 )
         return {split: splits[name] for split, name in named.items()}
 
-    def _make_path(self, split: str, names: list[str]) -> str:
+    def _make_split_path(self, split: str, names: list[str]) -> str:
         folder = names[0].rpartition("/")[0]
         if ("state.json", False) in self.files.list_names(folder):
             return f"{self.root}/{folder}"
-        return super()._make_path(split, names)
+        return super()._make_split_path(split, names)
 
     def _list_saved_files(self, folder: str) -> list[str]:
         """Lists the Arrow files that save_to_disk has written into a folder."""
@@ -296,19 +296,21 @@ class HubTables(ArrowTables):
 
     def __init__(self, root: str, files: Files, request: Request) -> None:
         super().__init__(root, files, request)
-        self._load()
+        self._find_or_download()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         if not os.path.isdir(self.files.root):  # This is another machine.
-            self._load()
+            self._find_or_download()
 
     @classmethod
     def recognises(cls, root: str, files: Files, request: Request) -> bool:
         return root.startswith(HUB)
 
-    def _load(self) -> None:
-        """Finds the Arrow files of each split, and downloads them where they are not in the cache yet."""
+    def _find_or_download(self) -> None:
+        """Finds the Arrow files of each split, and downloads them where they are not in the cache yet. Raises
+        ConfigError if it cannot.
+        """
         name, _, split = self.root.removeprefix(HUB).partition(":")
         where = f"{self.request.key}={self.root}"
         if split and not _WHOLE_SPLITS.fullmatch(split):  # `datasets` marks rows of files, which are read whole here.
@@ -343,7 +345,7 @@ class HubTables(ArrowTables):
         splits = {name: [os.path.relpath(path, root) for path in paths] for name, paths in self._by_split.items()}
         return self._name_splits(splits, ":")
 
-    def _make_path(self, split: str, names: list[str]) -> str:
+    def _make_split_path(self, split: str, names: list[str]) -> str:
         return f"{self.root}:{next(name for name in self._by_split if SPLITS.get(name.lower()) == split)}"
 
 
@@ -369,8 +371,8 @@ class ParquetTables(Tables):
         is_file = root.lower().endswith(cls.suffix) and "path" not in request.columns
         return is_file and any(can_hold_bytes(field.type) for field in schemas[0])
 
-    def list_advice(self) -> str:
-        remarks, file = [super().list_advice()], self._open(self.list_parts()[0])
+    def describe_advice(self) -> str:
+        remarks, file = [super().describe_advice()], self._open(self.list_parts()[0])
         size = file.count_bytes(0, [self.columns.image])
         if size >= _HUGE and file.is_compressed(self.columns.image):
             remarks.append(
@@ -380,14 +382,14 @@ class ParquetTables(Tables):
         return "; ".join(filter(None, remarks))
 
     def iterate_samples(self, part: str) -> Iterator[Sample]:
-        (file, names), image, count = self._open_alike(part), self.columns.image, 0
+        (file, names), image, count = self._open_matching(part), self.columns.image, 0
         file.require_one()
         columns = self._list_columns(file.schema.names)
         for group in range(file.num_groups):
             chunk = file.read_plain(group, image)
             for row, values in enumerate(file.iterate_rows(group, [*columns, *([image] if chunk else [])])):
                 offset, size = group * _ROW + row, -1
-                content = _find_encoded(values[image]) if chunk else None
+                content = _find_encoded_image(values[image]) if chunk else None
                 if content is not None:
                     at = chunk.find_next(content)
                     if at is None:
@@ -405,7 +407,7 @@ class ParquetTables(Tables):
             return self.files.read_span(part, place.offset, place.size)
         group, row = divmod(place.offset, _ROW)
         with _UNPACKING:
-            column = _unpack_group(self.files, part, self._name_part(part), group, self.columns.image)
+            column = _read_group_column(self.files, part, self._name_part(part), group, self.columns.image)
             if row >= len(column):
                 raise ConfigError("is not in the file any more")
             return self._read_image(read_value(column, row))
@@ -428,7 +430,7 @@ def find_files(files: Files, *suffixes: str, folder: str = "") -> Iterator[str]:
             yield path
 
 
-def _find_encoded(value: Any) -> bytes | None:
+def _find_encoded_image(value: Any) -> bytes | None:
     """Returns the encoded image of a cell; None: it is not in the table."""
     return value.get("bytes") if isinstance(value, dict) else value
 
@@ -447,7 +449,7 @@ def _open_parquet(files: Files, part: str, where: str) -> Any:
 
 
 @lru_cache(1)
-def _unpack_group(files: Files, part: str, where: str, group: int, column: str) -> Any:
+def _read_group_column(files: Files, part: str, where: str, group: int, column: str) -> Any:
     """Returns a column of a row group; the last one is kept for the samples beside the one that was asked for."""
     import pyarrow
 

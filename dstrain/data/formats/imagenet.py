@@ -20,7 +20,7 @@ from dstrain.data.formats.base import Layout, Request
 from dstrain.data.formats.hugging_face import ArrowTables, HubTables, ParquetTables
 from dstrain.data.formats.labels import SYNSET, read_class_list
 from dstrain.data.formats.packed import find_packed_splits
-from dstrain.data.formats.splits import is_split
+from dstrain.data.formats.splits import is_split_name
 from dstrain.data.formats.unconverted import is_flat_validation
 from dstrain.recipe import Cache, ConfigError
 
@@ -30,7 +30,7 @@ _TITLES = "LOC_synset_mapping.txt"
 _FOLDERS_ABOVE = 5  # the data, in which such a file is looked for
 
 
-def split_root(
+def find_split_paths(
     path: str | Path, held_out: float, held_out_path: str | Path | None, whole: bool = False, cache: Cache | None = None
 ) -> tuple[str | Path, str | Path | None]:
     """Returns data.path and data.held_out_path; of a root with train/ and val/ these two, unless others are held out.
@@ -38,13 +38,13 @@ def split_root(
     The same holds for data whose form has a held-out split, such as Hugging Face's.
     Raises ConfigError if the `whole` of a root is asked for, since held-out samples would count among the others.
     """
-    splits = _find_splits(path)
+    splits = _find_split_folders(path)
     if splits is None:
         files = open_files(path, cache)
         require_present(f"data.path={path}", files)
         splits = find_packed_splits(str(path), files)
     if splits is None:
-        return path, held_out_path or (None if held_out or whole else _find_held_out(str(path), files))
+        return path, held_out_path or (None if held_out or whole else _find_held_out_path(str(path), files))
     if whole:
         raise ConfigError(
             f"data.path={path}: {os.path.basename(splits[0])} and {os.path.basename(splits[1])} in it are splits, "
@@ -53,20 +53,20 @@ def split_root(
     return splits[0], held_out_path or (None if held_out else splits[1])
 
 
-def open_tables(path: str, files: Files) -> Layout | None:
+def open_layout_with_splits(path: str, files: Files) -> Layout | None:
     """Returns data of a form that may hold some out by itself; None of any other."""
     request = Request(SUFFIXES)
     kind = next((kind for kind in _WITH_HELD_OUT if kind.recognises(path, files, request)), None)
     return None if kind is None else kind(path, files, request)
 
 
-def _find_held_out(path: str, files: Files) -> str | None:
+def _find_held_out_path(path: str, files: Files) -> str | None:
     """Returns the path of the samples that a form of data holds out; None if there are none."""
-    tables = open_tables(path, files)
-    return None if tables is None else tables.find_held_out()
+    tables = open_layout_with_splits(path, files)
+    return None if tables is None else tables.find_held_out_path()
 
 
-def _find_splits(path: str | Path) -> tuple[str, str] | None:
+def _find_split_folders(path: str | Path) -> tuple[str, str] | None:
     """Returns train/ and val/ of a root that holds both, with the same classes. Returns None for any other data."""
     with report_listing_errors(path):
         for tree in _TREES if os.path.isdir(path) else ():
@@ -88,7 +88,7 @@ def _find_splits_in(root: Path) -> tuple[str, str] | None:
     else:
         table = root / f"{val[0]}.csv"
         held_out, same = table if table.is_file() else root / val[0], of_imagenet and is_flat_validation(root / val[0])
-    if len(classes) > 1 and same and (of_imagenet or all(map(is_split, folders))):
+    if len(classes) > 1 and same and (of_imagenet or all(map(is_split_name, folders))):
         return str(root / train[0]), str(held_out)
     return None
 

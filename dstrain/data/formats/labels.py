@@ -179,7 +179,7 @@ def parse_labels(content: Any, root: str | Path, key: str) -> dict[str, int] | N
     return labels
 
 
-def number_classes(labels: dict[str, int]) -> tuple[str, ...]:
+def name_classes_by_number(labels: dict[str, int]) -> tuple[str, ...]:
     """Returns the classes of a dataset.json, which are called by their numbers."""
     return tuple(map(str, range(max(labels.values()) + 1)))
 

@@ -77,7 +77,7 @@ class TableList(Layout):
         table = self._open()
         return [f"{table.name}:{group}" for group in range(table.count_groups())]
 
-    def list_watched(self) -> list[str]:
+    def list_watched_files(self) -> list[str]:
         return [self._open().name]
 
     def iterate_samples(self, part: str) -> Iterator[Sample]:
@@ -216,7 +216,7 @@ class Metadata(TableList):
                 f"{request.key}={root} has {' and '.join(table.name for table in tables)}: which of them "
                 "counts? Keep one"
             )
-        counts = any(_find_wanted(table, request) for table in tables)
+        counts = any(_list_wanted_columns(table, request) for table in tables)
         if counts and request.labels == "auto" and read_labels(Path(root), request.key) is not None:
             raise ConfigError(f"{request.key}={root} has {LABELS} and {tables[0].name}: which of them counts? Keep one")
         return counts
@@ -236,8 +236,8 @@ class Metadata(TableList):
         with report_listing_errors(self.root, self.request.key):
             files = walk_files(Path(self.root), "", self.request.suffixes, others=others)
             if unnamed := sum(name not in named for name in files):
-                self.count_left_out(f"{self.request.noun} without a row in {table.name}", unnamed)
-        self.count_other_files(others)
+                self.note_left_out(f"{self.request.noun} without a row in {table.name}", unnamed)
+        self.note_other_files(others)
 
     def _open(self) -> Table:
         return _find_metadata(self.root, self.files, self.request)[0]
@@ -338,7 +338,7 @@ def refuse_inner_metadata(root: str, files: Files, request: Request, names: list
     """Checks tables in folders below. Raises ConfigError if one says what is wanted of the files beside it."""
     for folder in sorted({os.path.dirname(name) for name in names} - {""}):
         tables = _find_metadata(root, files, request, folder) if request.captions_file is None else []
-        said = [(table.name, words) for table in tables if (words := _find_wanted(table, request))]
+        said = [(table.name, words) for table in tables if (words := _list_wanted_columns(table, request))]
         if request.labels == "auto" and read_labels(Path(root, folder), request.key):
             said.append((os.path.join(folder, LABELS), ["labels"]))
         for name, words in said:
@@ -349,7 +349,7 @@ def refuse_inner_metadata(root: str, files: Files, request: Request, names: list
             )
 
 
-def _find_wanted(table: Table, request: Request) -> list[str]:
+def _list_wanted_columns(table: Table, request: Request) -> list[str]:
     """Returns which of labels and captions are both wanted and in a table."""
     wanted = ["label"] * (request.labels == "auto") + ["caption"] * request.captions
     return [f"{kind}s" for kind in wanted if _find_columns(kind, table, request)]

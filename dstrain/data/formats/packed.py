@@ -123,7 +123,7 @@ class ShardWriter:
         self._file.write((_HEADER - 8).to_bytes(8, "little") + text.ljust(_HEADER - 8))
 
 
-def list_packed(files: Files, name: str) -> Iterator[Packed]:
+def iterate_packed(files: Files, name: str) -> Iterator[Packed]:
     """Yields the samples of a shard, without their bytes. Raises ConfigError if it is damaged."""
     try:
         columns = _read_columns(files, name)
@@ -256,7 +256,7 @@ class PackedFiles(Layout):
     def iterate_samples(self, part: str) -> Iterator[Sample]:
         number = int(part.removeprefix("files_").partition(".")[0])
         try:
-            for packed in list_packed(self.files, part):
+            for packed in iterate_packed(self.files, part):
                 yield Sample(
                     Place(packed.name, number, packed.offset, packed.size),
                     None if self.request.labels == "none" else packed.label,
@@ -271,5 +271,5 @@ class PackedFiles(Layout):
             raise ConfigError(f"{problem}; at most {_MAX_FILE_BYTES} are read")
         return self.files.read_span(name_shard(place.file), place.offset, place.size)
 
-    def list_watched(self) -> list[str]:
+    def list_watched_files(self) -> list[str]:
         return [INDEX, *self.list_parts()]

@@ -34,9 +34,9 @@ def _find_two_sets(names: Iterable[str]) -> tuple[str, str] | None:
     return None
 
 
-def count_missing_shards(layout: Layout, names: Iterable[str]) -> None:
-    """Counts the shards that are missing among those that a user has named. Raises ConfigError if a folder lacks some,
-    or holds two sets of the same name.
+def note_missing_shards(layout: Layout, names: Iterable[str]) -> None:
+    """Notes shards that are missing among those that a user has named one by one, as left out. Raises ConfigError if a
+    folder lacks some, or holds two sets of the same name.
     """
     names = list(names)
     root, gaps = layout.root, find_gaps(names)
@@ -53,4 +53,4 @@ def count_missing_shards(layout: Layout, names: Iterable[str]) -> None:
             f"write {layout.request.key}='{root.rstrip('/')}/{name}' for these alone"
         )
     for name, (own, total) in gaps.items():
-        layout.count_left_out(f"shards of {name}", total - own)
+        layout.note_left_out(f"shards of {name}", total - own)

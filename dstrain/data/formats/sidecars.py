@@ -87,7 +87,7 @@ class Beside(Folders):
             if self._by_name is not None:
                 own = self._by_name.get(name)
             if not captions:
-                self.count_left_out(UNCAPTIONED)
+                self.note_left_out(UNCAPTIONED)
             else:
                 yield Sample(Place(name), self.convert_label(own, name), captions)
 
@@ -105,7 +105,7 @@ class Beside(Folders):
                 return captions or _UNREADABLE
         return ()
 
-    def list_watched(self) -> list[str]:
+    def list_watched_files(self) -> list[str]:
         return [".", *([LABELS] if self._by_name else []), *self._deeper, *self._texts]
 
     def __getstate__(self) -> dict[str, Any]:

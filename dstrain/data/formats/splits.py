@@ -61,7 +61,7 @@ def name_split_value(value: Any) -> str:
     return text if text in ("true", "false") else name_split(text)
 
 
-def is_split(name: str) -> bool:
+def is_split_name(name: str) -> bool:
     """Returns whether a folder has the name of a split: train, val2017, training_set, held_out, seg_test, trainA."""
     split, others = _split_off_word(name)
     return bool(split) and all(word in _BESIDE or word.isdigit() or _read_word(word) for word in others)
@@ -72,7 +72,7 @@ def find_splits(folders: Iterable[str]) -> list[str]:
     by_rest: dict[tuple[str, ...], list[str]] = defaultdict(list)
     for name in sorted(name for name in folders if _split_off_word(name)[0]):
         by_rest[_split_off_word(name)[1]].append(name)
-    splits = sorted(name for names in by_rest.values() for name in names if is_split(name))
+    splits = sorted(name for names in by_rest.values() for name in names if is_split_name(name))
     if len(splits) > 1:
         return splits
     several = (names for names in by_rest.values() if len({_split_off_word(name)[0] for name in names}) > 1)
@@ -99,10 +99,10 @@ def refuse_split_names(names: Iterable[str], where: str) -> None:
 def refuse_splits(root: Path, key: str) -> None:
     """Checks the folders in a folder. Raises ConfigError if they, or those in one of them, are splits of the data."""
     folders = list_class_folders(root)
-    splits = find_splits(folders) or [name for name in folders if len(folders) == 1 and is_split(name)]
+    splits = find_splits(folders) or [name for name in folders if len(folders) == 1 and is_split_name(name)]
     if not splits:  # one train may be a class among others
         _refuse_splits_within(root, folders, key)
-    elif not any(map(is_split, splits)) and len(splits) > 2:
+    elif not any(map(is_split_name, splits)) and len(splits) > 2:
         raise ConfigError(
             f"{key}={root}: {join_few(splits)} are splits of several classes: turn them round, as train/cat and "
             f"test/cat, and write {key}={root}/train"

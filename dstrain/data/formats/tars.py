@@ -20,8 +20,8 @@ from dstrain.data.files.local import Files, is_hidden_path
 from dstrain.data.files.remote import Missing
 from dstrain.data.formats.base import UNCAPTIONED, Layout, Place, Request, Sample, peek_names
 from dstrain.data.formats.hugging_face import find_files
-from dstrain.data.formats.shards import count_missing_shards
-from dstrain.data.formats.splits import is_split, name_split, refuse_split_names
+from dstrain.data.formats.shards import note_missing_shards
+from dstrain.data.formats.splits import is_split_name, name_split, refuse_split_names
 from dstrain.disk import small
 from dstrain.disk.texts import LONGEST_TEXT, clean_text, decode_text, find_captions, split_lines
 from dstrain.recipe import ConfigError, NotRead
@@ -92,18 +92,18 @@ class Tars(Layout):
                 f"{self.request.key}='{self.root}/train-*.tar', or all by '{self.root}/*.tar'"
             )
 
-    def list_watched(self) -> list[str]:
+    def list_watched_files(self) -> list[str]:
         return ["", *self.list_parts()]
 
     def iterate_samples(self, part: str) -> Iterator[Sample]:
         if part == self._first:
-            self.count_files_beside()
-            count_missing_shards(self, self.list_parts())
-        members = self._iterate_members(part)
+            self.note_files_beside()
+            note_missing_shards(self, self.list_parts())
+        members = self._group_members(part)
         folders = {f"{key.rpartition('/')[0]}/" for key in members}
         refuse_split_names(folders, f"{self.request.key}={self.root}: {part}")
         if not (self.files.pattern or _is_file_list(self.root)):  # Else their user has chosen them.
-            self._named |= {folder for folder in folders if is_split(folder.split("/")[-2])}
+            self._named |= {folder for folder in folders if is_split_name(folder.split("/")[-2])}
             refuse_split_names(self._named, f"{self.request.key}={self.root}")
         labelled = any(_find_label(sample) is not None for sample in members.values())
         for key in sorted(members):
@@ -116,7 +116,7 @@ class Tars(Layout):
                         "with one dot"
                     )
                 if "other" not in sample and not sample.keys().isdisjoint(_TEXTS):
-                    self.count_left_out(f"keys with a text or label and without one of the {self.request.noun}")
+                    self.note_left_out(f"keys with a text or label and without one of the {self.request.noun}")
                 continue
             own = _find_label(sample)
             if labelled and "damaged" in sample and own is None:
@@ -127,7 +127,7 @@ class Tars(Layout):
                 )
             captions = sample.get("txt") or sample.get("captions") or ()
             if self.request.captions and not captions and self.request.noun != "clips":
-                self.count_left_out(UNCAPTIONED)
+                self.note_left_out(UNCAPTIONED)
                 continue
             name = f"{part}/{key}"
             if self.request.labels == "auto":
@@ -139,7 +139,7 @@ class Tars(Layout):
     def iterate_files(self) -> Iterator[str]:
         for part in self.list_parts():
             with self.files.open(part) as file:
-                yield from (f"{part}/{member.name}" for member in _list_headers(file) if member.isreg())
+                yield from (f"{part}/{member.name}" for member in _iterate_headers(file) if member.isreg())
 
     def read(self, place: Place) -> bytes:
         if place.size > MAX_BYTES:
@@ -147,15 +147,15 @@ class Tars(Layout):
         end = place.name.lower().index(".tar/") + len(".tar")
         return self.files.read_span(place.name[:end], place.offset, place.size)
 
-    def _iterate_members(self, part: str) -> dict[str, dict[str, Any]]:
-        """Yields for each key the place of its sample, and what its texts say. Raises ConfigError if it is no tar file,
-        or a damaged one.
+    def _group_members(self, part: str) -> dict[str, dict[str, Any]]:
+        """Returns, by key, the place of each sample and what its texts say. Raises ConfigError if it is no tar file, or
+        a damaged one.
         """
         members: dict[str, dict[str, Any]] = {}
         others, suffixes = Counter(), self.request.suffixes
         try:
             with self.files.open(part) as file:
-                for member in _list_headers(file):
+                for member in _iterate_headers(file):
                     folder, _, name = member.name.rpartition("/")
                     stem, _, suffix = name.partition(".")
                     suffix = suffix.lower()
@@ -163,7 +163,7 @@ class Tars(Layout):
                         continue
                     if not member.isreg() or member.issparse():
                         if f".{suffix}" in suffixes:
-                            self.count_left_out(
+                            self.note_left_out(
                                 "links" if member.issym() or member.islnk() else "sparse or special files"
                             )
                         continue
@@ -184,7 +184,7 @@ class Tars(Layout):
                 f"{self.request.key}={self.root}: {part} is no readable tar file ({error}); make it "
                 "anew, or take it away"
             ) from None
-        self.count_other_files(others)
+        self.note_other_files(others)
         return members
 
     def _add_place(self, sample: dict[str, Any], suffix: str, member: tarfile.TarInfo) -> None:
@@ -199,7 +199,7 @@ class Tars(Layout):
         if "place" not in sample or rank < sample["rank"]:
             sample |= {"place": (member.offset_data, member.size), "rank": rank}
         elif not is_clip:
-            self.count_left_out(f"further {self.request.noun} of a key")
+            self.note_left_out(f"further {self.request.noun} of a key")
 
     def _add_text(self, sample: dict[str, Any], kind: str, file: BinaryIO, member: tarfile.TarInfo) -> None:
         """Adds what a text member says, which follows its header, so that it costs little to read now."""
@@ -247,7 +247,7 @@ class _Headers:
         return self._file.read(size)
 
 
-def _list_headers(file: BinaryIO) -> Iterator[tarfile.TarInfo]:
+def _iterate_headers(file: BinaryIO) -> Iterator[tarfile.TarInfo]:
     """Yields the headers of all members; behind the zeros that end a tar file, another one may begin.
 
     Raises TarError if a header leads backwards, or no block of zeros is at the end.
@@ -266,10 +266,10 @@ def _list_headers(file: BinaryIO) -> Iterator[tarfile.TarInfo]:
             file.seek(archive.offset)
         if file.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):  # which tarfile takes for an end
             raise tarfile.ReadError("it is cut off: no block of zeros ends it")
-        start = _find_more(file)
+        start = _find_next_block(file)
 
 
-def _find_more(file: BinaryIO) -> int | None:
+def _find_next_block(file: BinaryIO) -> int | None:
     """Returns the place of the next block that is not all zeros; None if there is none."""
     while content := file.read(_MOST_HEADER):
         if rest := content.lstrip(b"\0"):

@@ -16,7 +16,7 @@ from dstrain.data.files.local import Files, is_hidden_path
 from dstrain.data.files.remote import Missing
 from dstrain.data.files.zipped import Members, list_members, read_member
 from dstrain.data.formats.base import Layout, Place, Request, Sample, peek_names
-from dstrain.data.formats.labels import LABELS, MAX_LABELS_BYTES, number_classes, parse_labels
+from dstrain.data.formats.labels import LABELS, MAX_LABELS_BYTES, name_classes_by_number, parse_labels
 from dstrain.data.formats.splits import refuse_split_names
 from dstrain.data.formats.tars import MAX_BYTES
 from dstrain.disk import small
@@ -67,9 +67,9 @@ class Zips(Layout):
                     "pack it anew"
                 )
             if absent := len(labels) - len(set(names)) if labels else 0:
-                self.count_left_out(f"that {LABELS} names and that are not there", absent)
+                self.note_left_out(f"that {LABELS} names and that are not there", absent)
             if labels:
-                self.classes = number_classes(labels)
+                self.classes = name_classes_by_number(labels)
             by_name, order = labels.get, sorted(range(len(names)), key=names.__getitem__)
         self.classes = self.class_list.classes or (self.classes if self.request.labels == "auto" else ())
         for place in order:
@@ -101,7 +101,7 @@ class Zips(Layout):
                 if not is_sample and not is_table:
                     stem, suffix = os.path.splitext(name)
                     if folders[-1] in METADATA:
-                        self.count_left_out(f"{folders[-1]}, which is read beside unpacked files alone,")
+                        self.note_left_out(f"{folders[-1]}, which is read beside unpacked files alone,")
                     else:
                         others[suffix.lower()] += 1
                     if self.request.captions and suffix.lower() in (".txt", ".json"):
@@ -110,7 +110,7 @@ class Zips(Layout):
                 is_link = stat.S_ISLNK(member.external_attr >> 16)
                 if is_link or ".." in folders or "" in folders:
                     if is_sample:
-                        self.count_left_out("links" if is_link else "whose names lead outside")
+                        self.note_left_out("links" if is_link else "whose names lead outside")
                     continue
                 if member.flag_bits & 1:
                     raise ConfigError(f"its member {name[:100]} is encrypted")
@@ -125,10 +125,10 @@ class Zips(Layout):
                 if self.request.captions:
                     stems.add(os.path.splitext(name)[0])
         if captions := sum(stem in stems for stem in texts):
-            self.count_left_out(
+            self.note_left_out(
                 "captions in X.txt or X.json, which are read beside unpacked files and in tars alone,", captions
             )
-        self.count_other_files(others)
+        self.note_other_files(others)
         if top is None:  # which is refused in the end
             return members, None, ""
         top = next(
@@ -142,7 +142,7 @@ class Zips(Layout):
         labels = None
         for table in tables:
             if table.orig_filename != top + LABELS:
-                self.count_left_out(f"{LABELS} in a folder within")
+                self.note_left_out(f"{LABELS} in a folder within")
             else:
                 size, packed = table.file_size, table.compress_size
                 if size > MAX_LABELS_BYTES:

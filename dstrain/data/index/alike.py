@@ -132,10 +132,10 @@ def _find_difference(layout: Layout, index: Index, expected: dict[str, Any], fou
         return f"{len(found['parts']):,} files such as {found['parts'][:1]}, not {len(expected['parts']):,}"
     if not index.single or found["watched"] == expected["watched"]:
         return None
-    return next(_compare_samples(layout, index), None)
+    return next(_iterate_differences(layout, index), None)
 
 
-def _compare_samples(layout: Layout, index: Index) -> Iterator[str]:
+def _iterate_differences(layout: Layout, index: Index) -> Iterator[str]:
     """Lists the data on this machine, and yields how they differ from the index."""
     own = recognise_layout(layout.root, open_data_files(layout.root, layout.request), layout.request)
     row = 0

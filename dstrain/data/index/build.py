@@ -55,7 +55,7 @@ def open_index(
     kept: data.index, where the index is written whatever its size. run: folder of the run that the command is about.
     Raises ConfigError if there are no such data, and as the layout does.
     """
-    layout, index = run_on_first(lambda: _find_or_list(str(path), request, kept, run))
+    layout, index = run_on_first(lambda: _find_or_make_index(str(path), request, kept, run))
     missing = None
     try:
         len(index)
@@ -67,7 +67,7 @@ def open_index(
             "FOLDER, a folder that all machines share"
         )
     if group.world() > 1:
-        watched = group.broadcast_from_first(_list_watched(layout, index) if group.rank() == 0 else None)
+        watched = group.broadcast_from_first(_list_watched_names(layout, index) if group.rank() == 0 else None)
         require_same_data(layout, index, lambda: _read_stats(layout, watched))
     return layout, index
 
@@ -103,7 +103,7 @@ def run_on_first(make: Callable[[], _T]) -> _T:
     return value
 
 
-def _find_or_list(path: str, request: Request, kept: str | Path | None, run: Path | None) -> tuple[Layout, Index]:
+def _find_or_make_index(path: str, request: Request, kept: str | Path | None, run: Path | None) -> tuple[Layout, Index]:
     files, key = open_data_files(path, request), _hash_request(path, request)
     folders = [Path(kept) / key] if kept is not None else [folder / key for folder in _list_usual_folders(run)]
     if kept is not None and not files.far and Path(path).resolve() in (place := Path(kept).resolve(), *place.parents):
@@ -116,7 +116,7 @@ def _find_or_list(path: str, request: Request, kept: str | Path | None, run: Pat
             return found
     require_present(f"{request.key}={path}", files)
     layout, folder = recognise_layout(path, files, request), folders[0]
-    if kept is None and not request.measured and not _name_building(folder).exists():
+    if kept is None and not request.measured and not _name_building_folder(folder).exists():
         index = _list_in_memory(layout)
         if index is not None:
             return layout, index
@@ -144,7 +144,7 @@ def _list_usual_folders(run: Path | None) -> list[Path]:
     return folders if os.access(existing, os.W_OK) else folders[::-1]
 
 
-def _name_building(folder: Path) -> Path:
+def _name_building_folder(folder: Path) -> Path:
     return folder.with_name(f"{folder.name}.building")
 
 
@@ -209,19 +209,19 @@ def _read_stats(layout: Layout, names: list[str]) -> list[list[int | str]]:
     return list(map_in_threads(read_stat, names))
 
 
-def _choose_watched(layout: Layout) -> list[str]:
+def _choose_watched_names(layout: Layout) -> list[str]:
     """Returns the names to watch, evenly spaced where there are many."""
-    request, names = layout.request, layout.list_watched()
+    request, names = layout.request, layout.list_watched_files()
     if len(names) > _WATCHED:
         names = [names[place] for place in np.linspace(0, len(names) - 1, _WATCHED).astype(int).tolist()]
     lists = zip(_OF_REQUEST, (request.captions_file, request.class_list))
     return [*names, *(f"{key}{path}" for key, path in lists if path is not None)]
 
 
-def _list_watched(layout: Layout, index: Index) -> list[str]:
+def _list_watched_names(layout: Layout, index: Index) -> list[str]:
     """Returns the names that an index has watched since it was made."""
     watched = None if index.folder is None else read_sealed(index.folder / WATCHED)
-    return _choose_watched(layout) if watched is None else watched["names"]
+    return _choose_watched_names(layout) if watched is None else watched["names"]
 
 
 def _list_in_memory(layout: Layout) -> Index | None:
@@ -233,14 +233,14 @@ def _list_in_memory(layout: Layout) -> Index | None:
             columns.add(sample, layout)
             if columns.number > _SMALL:
                 return None
-    layout.require_whole()
-    return columns.finish(layout)
+    layout.check_after_listing()
+    return columns.make_index(layout)
 
 
 def _list_on_disk(layout: Layout, folder: Path) -> Index:
     layout.notes.clear()  # They may be those of a listing in memory.
-    building, parts = _name_building(folder), layout.list_parts()
-    watch_list = _choose_watched(layout)
+    building, parts = _name_building_folder(folder), layout.list_parts()
+    watch_list = _choose_watched_names(layout)
     _wait_for_clock(stats := _read_stats(layout, watch_list))
     plan = {
         "version": VERSION,
@@ -257,10 +257,10 @@ def _list_on_disk(layout: Layout, folder: Path) -> Index:
         lines.append_lines(journal, json.dumps(plan) + "\n")
         columns, done = Columns(building, classes=layout.classes), 0
     _add_parts(layout, columns, parts, done, journal)
-    layout.require_whole()
-    more = [name for name in _choose_watched(layout) if name not in set(watch_list)]  # folders met while listing
+    layout.check_after_listing()
+    more = [name for name in _choose_watched_names(layout) if name not in set(watch_list)]  # folders met while listing
     get_phases().enter_phase(f"writing the index of {layout.root}")
-    columns.finish(layout)
+    columns.make_index(layout)
     atomic.write_file(
         building / WATCHED,
         sealed.render_sealed({"names": watch_list + more, "stats": stats + _read_stats(layout, more)}),

@@ -15,7 +15,7 @@ from dstrain.data.files.listing import join_few
 from dstrain.data.formats.base import Layout, Sample
 from dstrain.data.formats.no_samples import explain_no_samples
 from dstrain.data.index.index import CHUNK, COLUMNS, HEADER, VERSION, Index, hash_columns, hash_name
-from dstrain.data.index.verified import write_sums
+from dstrain.data.index.verified import write_checksums_beside
 from dstrain.disk import atomic, sealed
 from dstrain.disk.texts import parse_whole_number
 from dstrain.recipe import ConfigError, explain_write_errors
@@ -143,7 +143,7 @@ class Columns:
             "most": self.most,
         }
 
-    def finish(self, layout: Layout) -> Index:
+    def make_index(self, layout: Layout) -> Index:
         """Makes the index of the rows that were added; its columns are on the disk if there is a folder. Raises
         ConfigError if there are no samples, or labels that are unknown.
         """
@@ -184,7 +184,7 @@ class Columns:
         if (folder / _RENUMBERED).exists():
             os.replace(folder / _RENUMBERED, folder / "label.bin")
         for name, column in columns.items():
-            write_sums(folder / f"{name}.bin", column)
+            write_checksums_beside(folder / f"{name}.bin", column)
         atomic.write_file(folder / HEADER, sealed.render_sealed(header))
         return Index(header, columns, folder)
 
@@ -205,7 +205,7 @@ class Columns:
                 places = {name: place for place, name in enumerate(classes)}
             else:
                 places = dict(zip(names, numbers))
-                classes = _name_numbers(places, where)
+                classes = _name_numbered_classes(places, where)
             if unknown := [name for name in names if name not in places]:
                 raise ConfigError(
                     f"{where}: the labels {join_few(unknown)} are not among the {len(classes)} classes "
@@ -213,7 +213,7 @@ class Columns:
                 )
             if list(map(places.get, names)) != list(range(len(names))):
                 self._renumber(columns, np.array([places[name] for name in names], np.int32))
-        _require_names(classes, where)
+        _require_distinct_classes(classes, where)
         counts = np.zeros(len(classes), np.int64)
         for start in range(0, self.number, CHUNK):
             stop = min(start + CHUNK, self.number)
@@ -241,7 +241,7 @@ class Columns:
         self.sizes["label"] = columns["label"].nbytes
 
 
-def _require_names(classes: Sequence[str], where: str) -> None:
+def _require_distinct_classes(classes: Sequence[str], where: str) -> None:
     """Raises ConfigError if two classes differ in white space, in how Unicode composes letters, or in the case of a
     truth value alone, or if one is no line of text, which lists, reports and exports could not name.
     """
@@ -256,7 +256,7 @@ def _require_names(classes: Sequence[str], where: str) -> None:
             raise ConfigError(f"{where}: the classes {other!a} and {name!a} look alike: call both the same")
 
 
-def _name_numbers(places: dict[str, int], where: str) -> tuple[str, ...]:
+def _name_numbered_classes(places: dict[str, int], where: str) -> tuple[str, ...]:
     """Returns the classes 0, 1, 2 ... of labels that are all numbers. Raises ConfigError if one is out of range."""
     wrong = next((name for name, number in places.items() if not 0 <= number < _MOST_CLASSES), None)
     if wrong is not None:

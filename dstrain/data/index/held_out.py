@@ -19,7 +19,7 @@ class Members:
 
     def __init__(self, number: int, held_out: float, split: str) -> None:
         self.number, self.held_out, self.split = number, held_out, split
-        self.ends = _count_members(number, held_out, split)
+        self.ends = _count_members_by_block(number, held_out, split)
 
     def __len__(self) -> int:
         return int(self.ends[-1]) if len(self.ends) else 0
@@ -42,7 +42,7 @@ def _are_held_out(numbers: np.ndarray, share: float) -> np.ndarray:
     return (rng.uniform(rng.keys_of_seeds(torch.from_numpy(numbers)), "held_out") < share).numpy()
 
 
-def _count_members(number: int, share: float, split: str) -> np.ndarray:
+def _count_members_by_block(number: int, share: float, split: str) -> np.ndarray:
     """Returns the members up to the end of each block, int64 (blocks,)."""
     if (number, share) not in _HELD_ENDS:
         counts = [

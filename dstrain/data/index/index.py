@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from dstrain.data.formats.base import Place
-from dstrain.data.index.verified import Verified, map_file, write_sums
+from dstrain.data.index.verified import Verified, map_file, write_checksums_beside
 from dstrain.disk import atomic, sealed
 from dstrain.distributed.progress import get_phases
 from dstrain.recipe import ConfigError
@@ -108,7 +108,7 @@ class Index:
         ends = ends if start else np.concatenate((np.zeros(1, np.uint64), ends))
         return self._columns["names"][int(ends[0]) : int(ends[-1])], ends - ends[0]
 
-    def hash_names(self, start: int, stop: int) -> np.ndarray:
+    def read_name_hashes(self, start: int, stop: int) -> np.ndarray:
         return self._columns["name_hash"][start:stop]
 
     def read_place(self, index: int) -> Place:
@@ -145,8 +145,8 @@ class Index:
         splits = self._open_splits(held_out)
         if splits is None:
             raise ConfigError(
-                f"{self._name_splits(held_out)} is not to be seen from here, damaged, or of other data: remove it, "
-                "or write data.index=FOLDER, a folder that all machines share"
+                f"{self._find_splits_folder(held_out)} is not to be seen from here, damaged, or of other data: remove "
+                "it, or write data.index=FOLDER, a folder that all machines share"
             )
         return splits[split]
 
@@ -160,7 +160,7 @@ class Index:
 
         Other processes may have mapped the old files: they are replaced, never written to.
         """
-        folder, header = self._name_splits(held_out), {"index": self._make_identity()}
+        folder, header = self._find_splits_folder(held_out), {"index": self._make_identity()}
         folder.mkdir(exist_ok=True)
         names = {split: blake2b(digest_size=8) for split in SPLITS}
         with ExitStack() as stack:
@@ -173,14 +173,14 @@ class Index:
         for split, digest in names.items():
             path = folder / f"{split}.bin"
             members = np.frombuffer(map_file(path), _choose_row_type(self))
-            write_sums(path, members)
+            write_checksums_beside(path, members)
             own = _describe_split(self, members, digest)
             header[split] = {"number": own.number, "counts": own.counts, "names": own.names}
         atomic.write_file(folder / HEADER, sealed.render_sealed(header))
 
     def _open_splits(self, held_out: float) -> dict[str, Split] | None:
         """Opens both splits on the disk; returns None if they are missing, damaged, or of another index."""
-        folder, dtype = self._name_splits(held_out), np.dtype(_choose_row_type(self))
+        folder, dtype = self._find_splits_folder(held_out), np.dtype(_choose_row_type(self))
         header = read_sealed(folder / HEADER)
         if header is None or header.get("index") != self._make_identity():
             return None
@@ -193,7 +193,7 @@ class Index:
             splits[split] = Split(members=rows, **header[split])
         return splits
 
-    def _name_splits(self, held_out: float) -> Path:
+    def _find_splits_folder(self, held_out: float) -> Path:
         return self.folder / f"held_out-{held_out!r}"
 
     def _read_text(self, blob: str, ends: str, index: int) -> bytes:
@@ -261,7 +261,7 @@ def _divide_rows(index: Index, held_out: float) -> Iterator[dict[str, tuple[np.n
     bound = np.uint64(math.ceil(held_out * 2.0**64))  # below 2 ** 64, since the share is below 1
     for start in range(0, len(index), CHUNK):
         get_phases().enter_phase(f"holding out {held_out:g} of the samples: {start:,} of {len(index):,}")
-        unseen = index.hash_names(start, start + CHUNK) < bound
+        unseen = index.read_name_hashes(start, start + CHUNK) < bound
         rows = np.arange(start, start + len(unseen), dtype=dtype)
         text, ends = index.read_name_block(start, start + len(unseen))
         yield {

@@ -44,7 +44,7 @@ class Indexed(Source):
         self.split, self._held_out = split, held_out
         self.prefetches = layout.files.far
         self.path = Path(layout.root)
-        self.where, self.check = f"{layout.request.key}={layout.root}", _name_check(layout)
+        self.where, self.check = f"{layout.request.key}={layout.root}", _make_check_command(layout)
         self.classes, self._renumbered = index.classes, None
         if classes and index.classes:
             if unknown := [name for name in index.classes if name not in set(classes)]:
@@ -91,7 +91,7 @@ class Indexed(Source):
         self.layout.prefetch(self.index.read_place(self.find_row(sample)) for sample in index.tolist())
 
     def describe(self) -> str:
-        remarks = filter(None, (super().describe(), _describe_alike(self.classes), self.layout.list_advice()))
+        remarks = filter(None, (super().describe(), _describe_alike(self.classes), self.layout.describe_advice()))
         return "; ".join(remarks)
 
     def count_by_class(self) -> np.ndarray | None:
@@ -104,10 +104,10 @@ class Indexed(Source):
     def compute_fingerprint(self) -> str:
         count = self._count_files()
         files = range(count) if count <= _ASKED else np.linspace(0, count - 1, _ASKED).astype(int)
-        return f"{self._summarize()} {self._measure_files(files)}"
+        return f"{self._summarize()} {self._summarize_files(files)}"
 
     def compute_full_fingerprint(self) -> str:
-        return f"{self._summarize()} {self._measure_files(range(self._count_files()))}"
+        return f"{self._summarize()} {self._summarize_files(range(self._count_files()))}"
 
     @abstractmethod
     def _summarize(self) -> str:
@@ -149,7 +149,7 @@ class Indexed(Source):
             some = numbers[start : start + CHUNK]
             yield [self.name_sample(int(number)) if self.index.single else parts[number] for number in some]
 
-    def _measure_files(self, numbers: Sequence[int]) -> str:
+    def _summarize_files(self, numbers: Sequence[int]) -> str:
         """Returns the bytes of these files together, and a hash of the size of each (-1 where it is unknown) and of
         `_hash_texts`.
 
@@ -168,7 +168,7 @@ class Indexed(Source):
         return self.index.rest.encode()
 
 
-def _name_check(layout: Layout) -> str:
+def _make_check_command(layout: Layout) -> str:
     """Returns the command that lists what cannot be read, for a shell."""
     request, words = layout.request, ["dstrain", "index", layout.root]
     entries = {

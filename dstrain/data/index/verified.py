@@ -23,7 +23,7 @@ CHECKED = 1 << 29  # bytes that are read at each start, at most: 0.4 s from memo
 _BLOCK = 1 << 12  # bytes
 
 
-def write_sums(path: Path, values: Any) -> None:
+def write_checksums_beside(path: Path, values: Any) -> None:
     """Writes the checksums of the column `path`, COLUMN.bin, beside it. values: an array, or bytes."""
     view = memoryview(values).cast("B") if len(values) else b""
     sums = (zlib.crc32(view[start : start + _BLOCK]) for start in range(0, len(view), _BLOCK))

@@ -21,7 +21,7 @@ from dstrain.data.bucket_order import BucketOrder, choose_buckets, compute_upsca
 from dstrain.data.index.build import make_once
 from dstrain.data.index.index import CHUNK, HEADER, read_sealed
 from dstrain.data.index.source import Indexed
-from dstrain.data.index.verified import Verified, open_shared, open_whole, write_sums
+from dstrain.data.index.verified import Verified, open_shared, open_whole, write_checksums_beside
 from dstrain.data.source import Chance, Item, Source
 from dstrain.data.sources.images import Images
 from dstrain.data.sources.sizes import measure_clips, measure_images
@@ -189,7 +189,7 @@ def sort_by_duration(source: Videos | Mixed, durations: tuple[int, ...]) -> Time
 
 
 def _read_header(folder: Path, dtype: str) -> dict[str, Any] | None:
-    """Returns what stands in the folder; None if it is not there, or altered."""
+    """Reads the header of a folder of buckets; returns None if it, or the column of members, is missing or altered."""
     header = read_sealed(folder / HEADER)
     return header if header and open_whole(folder / _MEMBERS, dtype, _count_bytes(header, dtype)) else None
 
@@ -206,19 +206,21 @@ def _write_buckets(source: Bucketed, table: Verified, folder: Path) -> None:
         shutil.rmtree(path, ignore_errors=True)
     building.mkdir(parents=True)
     buckets = np.memmap(building / "by_sample.bin", np.uint16, "w+", shape=(len(source.whole),))
-    header = _choose_buckets(buckets, source, table)
+    header = _fill_buckets(buckets, source, table)
     number = _count_bytes(header, source.dtype) // np.dtype(source.dtype).itemsize
     members = np.memmap(building / _MEMBERS, source.dtype, "w+", shape=(number,))
     _sort_by_bucket(members, buckets, len(source.shapes))
     members.flush()
-    write_sums(building / _MEMBERS, members)
+    write_checksums_beside(building / _MEMBERS, members)
     (building / "by_sample.bin").unlink()
     atomic.write_file(building / HEADER, sealed.render_sealed(header))
     atomic.publish_folder(building, folder)
 
 
-def _choose_buckets(buckets: np.ndarray, source: Bucketed, table: Verified) -> dict[str, Any]:
-    """Writes the bucket of each sample, uint16, and counts them."""
+def _fill_buckets(buckets: np.ndarray, source: Bucketed, table: Verified) -> dict[str, Any]:
+    """Fills `buckets` with the bucket of each sample, uint16, _OUT for those left out; returns the header with their
+    `counts`.
+    """
     counts, header, members = np.zeros(len(source.shapes), np.int64), {}, source.whole.chosen.members
     for start in range(0, len(buckets), CHUNK):
         rows = slice(start, min(start + CHUNK, len(buckets)))

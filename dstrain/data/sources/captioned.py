@@ -74,12 +74,12 @@ def hash_texts(root: Path, files: Iterable[list[str]]) -> bytes:
     """Hashes the texts beside files; `files` yields lists of their names."""
     texts = blake2b()
     for names in files:
-        add_captions(texts, root, names)
+        hash_captions_into(texts, root, names)
     return texts.digest()
 
 
-def add_captions(digest: Any, root: Path, names: list[str]) -> None:
-    """Adds to a hash the text beside each file: X.txt of X.png, none where that cannot be read."""
+def hash_captions_into(digest: Any, root: Path, names: list[str]) -> None:
+    """Adds to a hash the text beside each file: X.txt of X.png, an empty one if it cannot be read."""
 
     def open_text(name: str) -> bytes:
         try:

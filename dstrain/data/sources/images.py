@@ -20,7 +20,7 @@ from dstrain.data.decode.crops import Crop
 from dstrain.data.decode.pixels import SUFFIXES, decode_sample, to_tensor
 from dstrain.data.files.storage import retry
 from dstrain.data.formats.base import Layout, Place, Request
-from dstrain.data.formats.imagenet import split_root
+from dstrain.data.formats.imagenet import find_split_paths
 from dstrain.data.index.build import open_index, run_on_first
 from dstrain.data.index.index import Index
 from dstrain.data.index.source import Indexed
@@ -50,7 +50,7 @@ def open_images(
     fraction of the data that is held out; the built-in data have their own. held_out_path: other data, with the same
     classes, that are the held-out split instead. draft: fast JPEG decoding at reduced size, with other pixels. request:
     None for images without captions. index, run: see `open_index`. crop: how they become squares. sizes: items say the
-    size of the image. ConfigError: a path.
+    size of the image. Raises ConfigError if there are no such images, or an argument is out of its range.
     """
     if channels not in (1, 3, 4):
         raise ConfigError(f"channels is 1, 3 or 4, not {channels}")
@@ -72,7 +72,7 @@ def open_images(
     request = request or Request(SUFFIXES)
     if not builtin:
         path, held_out_path = run_on_first(
-            lambda: split_root(path, held_out, held_out_path, split == "all", request.cache)
+            lambda: find_split_paths(path, held_out, held_out_path, split == "all", request.cache)
         )
     if held_out_path is None and split == "held_out" and held_out == 0:
         raise ConfigError("no images are held out: set data.held_out (a fraction) or data.held_out_path")
@@ -114,8 +114,8 @@ class Images(Indexed):
         self.image_size, self.channels, self.draft, self.crop, self.sizes = image_size, channels, draft, crop, sizes
         self.captioned = captions and index.most_captions > 0
         self.chance_name = "caption" if self.captioned and index.most_captions > 1 else None
-        if crop.numbers:  # the last number is the caption's
-            self.chance_name, self.chance_count = "crop", crop.numbers + 1
+        if crop.num_randoms:  # the last number is the caption's
+            self.chance_name, self.chance_count = "crop", crop.num_randoms + 1
 
     def __getitem__(self, index: int) -> Item:
         return self.read(index)

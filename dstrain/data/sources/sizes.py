@@ -20,7 +20,7 @@ from dstrain.data.files.storage import retry
 from dstrain.data.formats.base import Layout, Place
 from dstrain.data.index.build import make_once
 from dstrain.data.index.index import CHUNK, Index
-from dstrain.data.index.verified import Verified, map_file, open_shared, open_whole, write_sums
+from dstrain.data.index.verified import Verified, map_file, open_shared, open_whole, write_checksums_beside
 from dstrain.data.source import BadSample, report_bad_sample
 from dstrain.data.sources.images import read_encoded
 from dstrain.distributed.progress import get_phases
@@ -100,7 +100,7 @@ def _write_measures(
                 part, np.array(list(map_in_threads(find_known, range(start, stop))), np.int32), start * dtype.itemsize
             )
             bar.update(stop - start)
-    write_sums(path, map_file(part))
+    write_checksums_beside(path, map_file(part))
     os.replace(part, path)
 
 

@@ -30,7 +30,7 @@ from dstrain.data.index.build import open_index
 from dstrain.data.index.index import Index
 from dstrain.data.index.source import Indexed
 from dstrain.data.source import Item, Source, report_bad_sample
-from dstrain.data.sources.captioned import add_captions
+from dstrain.data.sources.captioned import hash_captions_into
 from dstrain.disk.texts import read_text, split_lines
 from dstrain.recipe import ConfigError
 
@@ -183,7 +183,7 @@ class Videos(Indexed):
             end += len(text)
             texts.update(end.to_bytes(8, "little"))
         for names in self._iterate_files(numbers) if self.captions_from == "beside" else ():
-            add_captions(texts, self.path, names)
+            hash_captions_into(texts, self.path, names)
         return texts.digest()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -242,22 +242,22 @@ class Mixed(Source):
         if index < len(self.videos):
             item = self.videos.read(index, chance)
         else:
-            item = self.images.read(self._read_image(index, chance or 0.0), frames=self.frames)
+            item = self.images.read(self._choose_image(index, chance or 0.0), frames=self.frames)
         return {name: value for name, value in item.items() if name not in self.dropped}
 
     def read_captions(self, index: int) -> tuple[str, ...]:
         if index < len(self.videos):
             return self.videos.read_captions(index)
-        return self.images.read_captions(self._read_image(index, 0.0))
+        return self.images.read_captions(self._choose_image(index, 0.0))
 
-    def _read_image(self, index: int, chance: float) -> int:
+    def _choose_image(self, index: int, chance: float) -> int:
         return (index - len(self.videos) + int(chance * len(self.images))) % len(self.images)
 
     def name_sample(self, index: int) -> str:
         return (
             self.videos.name_sample(index)
             if index < len(self.videos)
-            else self.images.name_sample(self._read_image(index, 0.0))
+            else self.images.name_sample(self._choose_image(index, 0.0))
         )
 
     def compute_fingerprint(self) -> str:

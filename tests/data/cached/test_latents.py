@@ -89,10 +89,15 @@ def write(
         path.write_bytes(
             shards.pack_shard(
                 {"moments" if kind == "latents" else "tokens": codes, "label": label, "source": np.arange(rows)},
-                {"encoding": shards.hash_encoding(encoding), "number": k, "bad": [], "sums": shards.sum_codes(codes)},
+                {
+                    "encoding": shards.hash_encoding(encoding),
+                    "number": k,
+                    "bad": [],
+                    "sums": shards.summarize_codes(codes),
+                },
             )
         )
-        records.append(shards.record_shard(path, shards.check_shard(path)))
+        records.append(shards.make_shard_record(path, shards.read_checked_facts(path)))
         every.append(codes)
     (folder / shards.INDEX).write_bytes(render_sealed(shards.make_index_body(encoding, list(classes), records, {})))
     return np.concatenate(every)

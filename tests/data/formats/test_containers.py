@@ -93,7 +93,7 @@ def test_webdataset(tmp_path, plain):
     for _ in (0, 1):  # as when a large index moves to a disk
         layout.notes.clear()
         assert sum(1 for part in layout.list_parts() for _ in layout.iterate_samples(part)) == len(whole)
-        assert layout.list_watched() and layout.left_out == {UNCAPTIONED: 5}
+        assert layout.list_watched_files() and layout.left_out == {UNCAPTIONED: 5}
     (tmp_path / "shards" / "out-00002.tar").rename(tmp_path / "LAST.TAR")
     assert len(last := open_images(tmp_path / "LAST.TAR", 16)) == len(files) - 10 and last[0]
 

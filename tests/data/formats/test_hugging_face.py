@@ -145,7 +145,9 @@ def test_images_that_are_stored_as_they_are_are_read_by_their_bytes(tmp_path, pl
             if by_bytes:
                 file = (root / sample.place.name.rpartition("/")[0]).read_bytes()
                 assert file[sample.place.offset : sample.place.offset + sample.place.size] == image["bytes"]
-        assert layout.list_advice() == "files of other splits are not among them, test 1"  # row groups are small here
+        assert (
+            layout.describe_advice() == "files of other splits are not among them, test 1"
+        )  # row groups are small here
 
 
 def test_splits(tmp_path, plain):
@@ -157,7 +159,7 @@ def test_splits(tmp_path, plain):
     (root / "dataset_dict.json").write_text(json.dumps({"splits": ["train", "test", "validation"]}))
     same(open_images(root, 16), plain)
     layout = recognise_layout(str(root), LocalFiles(root), Request(SUFFIXES))
-    assert layout.find_held_out() == f"{root}/validation"
+    assert layout.find_held_out_path() == f"{root}/validation"
     train, unseen = open_sources(Data(path=str(root), image_size=16))
     same(train, plain)
     assert len(unseen) == 5 and unseen.classes == train.classes
@@ -165,7 +167,7 @@ def test_splits(tmp_path, plain):
     assert len(train) + len(unseen) == 21
     parquet = as_parquet()(tmp_path / "p", content)
     layout = recognise_layout(str(parquet), LocalFiles(parquet), Request(SUFFIXES))
-    assert layout.find_held_out() == f"{parquet}/test-00000-of-00001.parquet"
+    assert layout.find_held_out_path() == f"{parquet}/test-00000-of-00001.parquet"
     assert len(open_sources(Data(path=str(parquet), image_size=16))[1]) == 2
     same(open_images(f"{parquet}/train-*.parquet", 16), plain)
     (root / "dataset_dict.json").write_text(json.dumps({"splits": ["test", "validation"]}))

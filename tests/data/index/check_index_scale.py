@@ -63,8 +63,8 @@ def make_index(root: Path, number: int, kept: Path) -> None:
             hashed.write(np.resize(hashes, count).tobytes())
             numbers.write(np.resize(labels, count).tobytes())
     state = {"number": number, "sizes": sizes, "kinds": ["int", False], "classes": [], "most": 0}
-    Columns(building, state=state).finish(layout)
-    watched = layout.list_watched()
+    Columns(building, state=state).make_index(layout)
+    watched = layout.list_watched_files()
     atomic.write_file(
         building / WATCHED, sealed.render_sealed({"names": watched, "stats": _read_stats(layout, watched)})
     )

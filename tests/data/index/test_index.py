@@ -29,7 +29,7 @@ from dstrain.data.formats.base import Layout, Place, Request, Sample
 from dstrain.data.formats.folders import Folders
 from dstrain.data.index.build import make_once, open_index
 from dstrain.data.index.index import Index
-from dstrain.data.index.verified import Verified, write_sums
+from dstrain.data.index.verified import Verified, write_checksums_beside
 from dstrain.data.source import stack_texts
 from dstrain.data.sources import sizes
 from dstrain.data.sources.images import Images, open_images
@@ -234,7 +234,7 @@ def test_verified_columns(tmp_path, dtype):
     values, path = content if dtype is None else np.frombuffer(content, dtype), tmp_path / "a.bin"
     width = len(content) // len(values)
     path.write_bytes(content)
-    write_sums(path, values)
+    write_checksums_beside(path, values)
     column = Verified(path, dtype, len(content))
     assert len(column) == len(values) and column.is_whole()
     assert column[5] == values[5] and column[len(values) - 1] == values[-1] and not len(column[7:7])
