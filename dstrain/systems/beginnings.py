@@ -7,7 +7,7 @@ from dstrain.recipe import ConfigError
 _GOLDEN = 0.6180339887498949  # (sqrt(5) - 1) / 2: its multiples modulo 1 fill [0, 1) evenly
 
 
-def find_cut(shares: tuple[float, ...], step: int) -> int | None:
+def find_last_kept_frame(shares: tuple[float, ...], step: int) -> int | None:
     """Returns the number of the last latent frame that a step's clips keep: frame f in a share shares[f] of all steps.
     Returns None in the other steps, which keep whole clips.
     """

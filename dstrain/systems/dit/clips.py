@@ -15,7 +15,7 @@ from dstrain.encoders.autoencoder import Autoencoder
 from dstrain.recipe import ConfigError, Run, Section
 from dstrain.recipe.shapes import Shape
 from dstrain.systems.base import Example, Request
-from dstrain.systems.beginnings import find_cut, require_shares
+from dstrain.systems.beginnings import find_last_kept_frame, require_shares
 from dstrain.systems.dit.conditions import Arguments, Condition
 
 PRIME = "prime"  # given frames in a request's conditions, uint8 (N, K, C, H, W)
@@ -55,7 +55,7 @@ class Video(Section):
 
     def find_end(self, step: int) -> int:
         """Returns how many frames of its clips a step sees."""
-        cut = find_cut(self.beginnings, step)
+        cut = find_last_kept_frame(self.beginnings, step)
         return self.frames if cut is None else 1 + cut * self.patch_frames
 
     def require_frames(self, name: str, frames: int) -> None:

@@ -22,7 +22,7 @@ from dstrain.encoders.reader import NAMES, Reader, draw_texts, select_texts
 from dstrain.nn.pixels import convert_to_uint8
 from dstrain.recipe import ConfigError
 from dstrain.systems.base import Batch, Example, Nets, Request, System, Terms
-from dstrain.systems.beginnings import find_cut
+from dstrain.systems.beginnings import find_last_kept_frame
 from dstrain.systems.codec import Codec
 from dstrain.systems.phenaki import codec, masking
 from dstrain.systems.phenaki.config import Config
@@ -137,11 +137,11 @@ class PhenakiSystem(System):
         are cut.
         """
         # Remembered here, where the host knows the step: the shapes of a step depend on it.
-        self._cut = find_cut(self.config.beginnings, step)
+        self._cut = find_last_kept_frame(self.config.beginnings, step)
         return tuple(self.parts) if self.config.train == "both" else (self.config.train,)
 
     def workload(self, step: int) -> tuple[int, ...]:
-        cut, longest = find_cut(self.config.beginnings, step), self.config.token_shape[0]
+        cut, longest = find_last_kept_frame(self.config.beginnings, step), self.config.token_shape[0]
         frames, masked = (longest, longest) if cut is None else (cut + 1, 1)
         return len(self.parts) if self.config.train == "both" else 1, frames, masked
 
