@@ -99,7 +99,7 @@ def test_what_cannot_be_shown_is_refused(samples, model, message):
     system = type("Changed", (counting.Counting,), model)(counting.Config())
     run = Run(system="counting", samples=samples, every={"sample": model.get("every", 100)})
     with nullcontext() if message is None else pytest.raises(ConfigError, match=re.escape(message)):
-        job._require_samples(run, system)
+        job._require_drawable_samples(run, system)
 
 
 def test_the_last_line(tmp_path):

@@ -87,7 +87,8 @@ def run_verb(order: Order) -> None:
 
 
 def consolidate_weights(order: Order, bar: Callable[[int], Update] | None = None) -> Plan:
-    """Writes order.out, whole or not at all. `bar` takes the number of bytes to do and returns an Update.
+    """Writes order.out, whole or not at all; returns the plan that was carried out. `bar` takes the number of bytes to
+    do and returns an Update.
 
     Raises ConfigError if the source is missing, damaged or cannot be merged; or if `out` exists already or does not fit
     on the disk.
@@ -100,7 +101,7 @@ def consolidate_weights(order: Order, bar: Callable[[int], Update] | None = None
     update = bar(plan.to_verify + plan.nbytes) if bar else lambda _: None
     try:
         with atomic.replace_folder(order.out) as folder:
-            _write(order, plan, folder, update)
+            _write_plan(order, plan, folder, update)
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             raise ConfigError(
@@ -111,7 +112,7 @@ def consolidate_weights(order: Order, bar: Callable[[int], Update] | None = None
     return plan
 
 
-def _write(order: Order, plan: Plan, out: Path, update: Update) -> None:
+def _write_plan(order: Order, plan: Plan, out: Path, update: Update) -> None:
     free = shutil.disk_usage(out).free
     if free < plan.nbytes:
         raise OSError(errno.ENOSPC, f"{plan.nbytes / 1e9:.3g} GB are needed, {free / 1e9:.3g} GB free")
@@ -142,7 +143,7 @@ def plan_order(order: Order) -> Plan:
                 f"{source} holds no checkpoint: neither a run's (run.yaml, checkpoints/) nor DeepSpeed's "
                 "(*_model_states.pt)"
             )
-        return _plan_from_deepspeed(order, folder)
+        return _plan_deepspeed_checkpoint(order, folder)
     if order.tag is not None:
         raise ConfigError(
             f"--tag {order.tag} names one of DeepSpeed's checkpoints, and {source} is dstrain's: leave "
@@ -159,7 +160,7 @@ def _find_checkpoint(source: Path, step: int | None) -> Path | None:
         if step not in (None, int(match[1]) if match else None):
             raise ConfigError(f"--step {step}: {source} is one checkpoint, of another step; name the run's folder")
         return source
-    steps = _find_steps(source / "checkpoints") or _find_steps(source)
+    steps = _find_checkpoints_by_step(source / "checkpoints") or _find_checkpoints_by_step(source)
     if not steps and (source / "run.yaml").exists():
         raise ConfigError(f"{source} holds no checkpoint yet: train first")
     if not steps:
@@ -175,12 +176,12 @@ def _find_reconstructed(order: Order) -> Path | None:
         width = float((order.weights or "").partition(":")[2])
     except ValueError:
         return None
-    steps = _find_steps(order.source / "checkpoints")
+    steps = _find_checkpoints_by_step(order.source / "checkpoints")
     own = steps.get(max(steps, default=0) if order.step is None else order.step)
     return layout.find_reconstructed(order.source, width, order.step, own)
 
 
-def _find_steps(store: Path) -> dict[int, Path]:
+def _find_checkpoints_by_step(store: Path) -> dict[int, Path]:
     """Finds checkpoints by step, ascending, without DeepSpeed's, whose tags may have such names, too."""
     paths = sorted(store.iterdir()) if store.is_dir() else []
     return {
@@ -289,7 +290,7 @@ def _parse_beside(path: Path | None, parse: Callable[[str], Any]) -> Any:
         raise ConfigError(f"{path} is damaged ({' '.join(reason.split())}): restore it, or move it away") from None
 
 
-def _plan_from_deepspeed(order: Order, folder: Path) -> Plan:
+def _plan_deepspeed_checkpoint(order: Order, folder: Path) -> Plan:
     for option, value, reason in (("--part", order.part, "one network"), ("--step", order.step, "tags: give --tag")):
         if value is not None:
             raise ConfigError(f"{option} {value}: {folder} is DeepSpeed's own checkpoint, which knows {reason}")

@@ -114,7 +114,7 @@ def write_splits(out: Path, splits: dict[str, Pictures], of: str) -> dict[str, i
 
 
 def _prepare_folder(out: Path, folder: Path, of: str) -> None:
-    """Makes a folder that holds nothing but what an interrupted conversion has left."""
+    """Makes the folder. Raises ConfigError if it holds anything but what an interrupted conversion has left."""
     with explain_write_errors(f"--out {out}", "name a folder that can be written"):
         folder.mkdir(parents=True, exist_ok=True)
         known = {INDEX, PACKING, TRAIN, HELD_OUT}

@@ -68,12 +68,12 @@ def run_verb(options: EncodeOptions) -> None:
         )
     else:
         index = encode_data(options)
-        text = "" if index is None else _summarize(options.out, index)
+        text = "" if index is None else _summarize_index(options.out, index)
     if text and group.rank() == 0:
         print(text)
 
 
-def _summarize(out: Path, index: dict[str, Any]) -> str:
+def _summarize_index(out: Path, index: dict[str, Any]) -> str:
     encoding, found = index["encoding"], index["statistics"]
     text = (
         f"{encoding['number']} samples in {out}: {encoding['kind']} {encoding['dtype']} {encoding['shape']} x "
@@ -106,7 +106,7 @@ def encode_data(options: EncodeOptions) -> dict[str, Any] | None:
         print(f"data: {path}: {plan.source.describe()}", flush=True)
         if plan.texts is not None:
             get_phases().print_lines(*describe_cut_captions(plan.source, plan.texts))
-    numbers = _list_own(encoding, options.part)
+    numbers = _list_own_shards(encoding, options.part)
 
     def prepare():
         return _prepare_folder(options, plan.stage, encoding, numbers)
@@ -119,13 +119,13 @@ def encode_data(options: EncodeOptions) -> dict[str, Any] | None:
         encoder = Encoder(plan.stage, plan.texts, encoding)
         records = complete_shards(
             numbers,
-            lambda number: _find_whole(options.out, encoding, number),
+            lambda number: _find_whole_shard(options.out, encoding, number),
             lambda missing: _make_shards(options, encoder, plan.source, numbers, missing),
         )
         return _write_index(options, plan.source, encoding, records)
 
 
-def _list_own(encoding: dict[str, Any], part: tuple[int, int] | None) -> range:
+def _list_own_shards(encoding: dict[str, Any], part: tuple[int, int] | None) -> range:
     """Returns the numbers of the shards of a part; None: of all."""
     count = -(-encoding["number"] // encoding["shard_size"])
     place, parts = part or (1, 1)
@@ -201,14 +201,14 @@ def _count_row_bytes(encoding: dict[str, Any]) -> int:
     return numbers * np.dtype(encoding["dtype"]).itemsize + 32 + several * texts
 
 
-def _find_whole(out: Path, encoding: dict[str, Any], number: int) -> dict[str, Any] | None:
+def _find_whole_shard(out: Path, encoding: dict[str, Any], number: int) -> dict[str, Any] | None:
     """Returns the record of a shard that is there and whole; removes any other shard, and returns None."""
     path = out / shards.name_shard(number)
     if not path.exists():
         return None
     try:
         facts = shards.read_checked_facts(path)
-        if not _is_shard(facts, encoding, number):
+        if not _is_expected_shard(facts, encoding, number):
             raise ConfigError(f"{path} is of another encoding")
         if facts["cut"]:
             raise ConfigError(f"{path} has captions that an older dstrain cut")
@@ -219,7 +219,7 @@ def _find_whole(out: Path, encoding: dict[str, Any], number: int) -> dict[str, A
         return None
 
 
-def _is_shard(facts: dict[str, Any], encoding: dict[str, Any], number: int) -> bool:
+def _is_expected_shard(facts: dict[str, Any], encoding: dict[str, Any], number: int) -> bool:
     return facts["encoding"] == shards.hash_encoding(encoding) and facts["number"] == number
 
 
@@ -252,7 +252,8 @@ def _make_shards(
 def _read_samples(
     source: Source, rows: Iterable[int], encoding: dict[str, Any], ahead: int
 ) -> Iterator[tuple[Item, Bad]]:
-    """Yields the samples at some rows, and which could not be read before each, by threads; decoders let them run.
+    """Yields (sample, bad) of each row, read by threads: a sample with its crops and captions, and what could not be
+    read before it.
 
     Raises ConfigError for a sample without a caption, where captions are encoded, or where others have one.
     """
@@ -281,7 +282,9 @@ def _read_samples(
 
 
 def _read_crops(source: Source, index: int, encoding: dict[str, Any]) -> tuple[list[Item], Bad]:
-    """Reads a sample in each of its crops, which belong to its number; and names those that could not be read."""
+    """Reads a sample in each of its crops, which belong to its number. Returns the items, and (name, reason) of those
+    that could not be read.
+    """
     if "crops" not in encoding:
         return read_items(source, [index])
     keys = rng.keys_of_seeds(index * encoding["crops"] + torch.arange(encoding["crops"]))
@@ -321,7 +324,9 @@ def _write_index(
 ) -> dict[str, Any] | None:
     """Writes the index, the last file, on rank 0; returns its body, None where shards of other parts are missing."""
     if options.part is not None:
-        records |= group.broadcast_from_first(_read_others(options, encoding, records) if group.rank() == 0 else None)
+        records |= group.broadcast_from_first(
+            _read_other_parts(options, encoding, records) if group.rank() == 0 else None
+        )
         if missing := _list_missing_parts(options.part, encoding, records):
             if group.rank() == 0:
                 print(
@@ -342,15 +347,15 @@ def _write_index(
     return index
 
 
-def _read_others(
+def _read_other_parts(
     options: EncodeOptions, encoding: dict[str, Any], records: dict[int, dict[str, Any]]
 ) -> dict[int, dict[str, Any]]:
     """Reads records of the shards that other parts have written; the maker of each has proved it whole."""
     others = {}
-    for number in _list_own(encoding, None):
+    for number in _list_own_shards(encoding, None):
         path = options.out / shards.name_shard(number)
         facts = None if number in records else shards.read_header_facts(path)
-        if facts is not None and _is_shard(facts, encoding, number):
+        if facts is not None and _is_expected_shard(facts, encoding, number):
             others[number] = shards.make_shard_record(path, facts)
     return others
 
@@ -362,5 +367,5 @@ def _list_missing_parts(
     return [
         f"{place}/{part[1]}"
         for place in range(1, part[1] + 1)
-        if not all(number in records for number in _list_own(encoding, (place, part[1])))
+        if not all(number in records for number in _list_own_shards(encoding, (place, part[1])))
     ]

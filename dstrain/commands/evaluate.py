@@ -108,7 +108,7 @@ def evaluate_run(options: EvaluateOptions) -> tuple[Path, dict[str, Any]]:
         "trained_with": manifest["versions"],
         **describe_command(options, begun),
     }
-    path = out / f"{_name_result(options, result)}.json"
+    path = out / f"{_name_result_file(options, result)}.json"
     publish_result(path, result, figures.format_table(result), figures.plot_evaluation)
     return path, result
 
@@ -124,11 +124,12 @@ def measure_source(
     num_steps: int | None = None,
     show: bool = False,
 ) -> dict[str, Any]:
-    """Averages over all samples of a source, on all ranks together, which make equally many calls of the networks.
+    """Averages System.measure over all samples of a source, on all ranks together, which make equally many calls of the
+    networks.
 
-    figures and standard_errors {name: mean}, curves {name: [mean of each column]}, timesteps (of the columns, or None),
-    quarters {name: [mean in each quarter of the timesteps]} and nonfinite_samples. What is not finite becomes None.
-    At most `batch` samples of one rank at a time; `show` draws a progress bar, on a terminal.
+    Returns figures and standard_errors {name: mean}, curves {name: [mean of each column]}, timesteps (of the columns,
+    or None), quarters {name: [mean in each quarter of the timesteps]} and nonfinite_samples. What is not finite becomes
+    None. At most `batch` samples of one rank at a time; `show` draws a progress bar, on a terminal.
     """
     rounds = -(-len(source) // (batch * group.world()))
     batch = -(-len(source) // (rounds * group.world()))  # as little filling as can be
@@ -137,26 +138,26 @@ def measure_source(
         batches = iterate_held_out(source, batch, group.rank(), group.world(), group.device(), seed)
         for done, samples in enumerate(batches, 1):
             valid = samples.pop("valid")
-            terms = system.measure(networks, system.encode(samples), num_steps, _show_steps(bar, rounds))
+            terms = system.measure(networks, system.encode(samples), num_steps, _make_progress(bar, rounds))
             require_scores(system, terms, len(valid))
             means.add_terms(terms, valid)
             bar.update(bar.total * done // rounds - bar.n)  # a system may have shown no steps of its own
     result = means.average_ranks()
     for name, value in system.digest(result["curves"]).items():  # it has no standard error, being no mean
         result["figures"][name], result["standard_errors"][name] = value, None
-    return _make_plain(result)
+    return _convert_to_json(result)
 
 
-def _make_plain(value: Any) -> Any:
+def _convert_to_json(value: Any) -> Any:
     """Returns figures as JSON has them: tensors become lists, and what is not finite None, since JSON knows no NaN."""
     if isinstance(value, dict):
-        return {key: _make_plain(inner) for key, inner in value.items()}
+        return {key: _convert_to_json(inner) for key, inner in value.items()}
     if isinstance(value, Tensor):
-        return [_make_plain(inner) for inner in value.tolist()]
+        return [_convert_to_json(inner) for inner in value.tolist()]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _show_steps(bar: Bar, rounds: int) -> Any:
+def _make_progress(bar: Bar, rounds: int) -> Any:
     """Makes a System's Progress, which moves the bar: every batch takes the same steps, so the bar knows its end from
     the first one on.
     """
@@ -256,12 +257,14 @@ def _open_other_data(path: str, split: str | None, run: Run, classes: int) -> So
             f"data that would name them are no longer at {data.path}: put them back"
         )
     if isinstance(source, Images):
-        _require_fit(path, source, run)
+        _require_suitable_images(path, source, run)
     return source
 
 
-def _require_fit(path: str, source: Images, run: Run) -> None:
-    """Refuses images that would be enlarged, or lose their colours: bits of those are no likelihood of these data."""
+def _require_suitable_images(path: str, source: Images, run: Run) -> None:
+    """Raises ConfigError for images that would be enlarged, or would lose their colours: their bits would be no
+    likelihood of these data.
+    """
     sides, grey = [], []
     for index in range(0, len(source), -(-len(source) // _NUM_CHECKED)):
         try:
@@ -282,7 +285,7 @@ def _require_fit(path: str, source: Images, run: Run) -> None:
         raise ConfigError(f"--data {path} holds colour images (3 channels), data.channels is 1: name grey images")
 
 
-def _name_result(options: EvaluateOptions, result: dict[str, Any]) -> str:
+def _name_result_file(options: EvaluateOptions, result: dict[str, Any]) -> str:
     """Names the file of a result by what was asked: other options write another file, the same ones
     replace their own.
     """

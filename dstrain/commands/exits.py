@@ -27,7 +27,7 @@ def run_main(main: Callable[[], None], speaks: bool = True) -> None:
     rank that has lost the others ends at once. speaks: wherever it is silent for long, a line on stderr says what it is
     at, see distributed/progress.py.
     """
-    _wait_briefly()
+    _shorten_busy_waits()
     began = _has_exchanged()
     try:
         if problems := prepare_process():
@@ -74,7 +74,7 @@ def _quit_python(code: int) -> NoReturn:
 
 @contextmanager
 def _hear_stops() -> Iterator[None]:
-    """Ends the command, inside, as soon as it hears of a stop, until training defers that."""
+    """Ends what runs inside, by raising Stopped, as soon as a stop is requested, until training defers that."""
     stops = get_stops()
     try:
         yield
@@ -88,9 +88,10 @@ def _hear_stops() -> Iterator[None]:
         stops.restore_handlers()
 
 
-def _wait_briefly() -> None:
-    """Lets OpenMP's threads, which wait busily for their next work, soon fall asleep: beside other work on the cores a
-    training is several times faster so, and as fast on idle ones. libgomp reads it when torch is loaded.
+def _shorten_busy_waits() -> None:
+    """Sets GOMP_SPINCOUNT, so that OpenMP's threads, which wait busily for their next work, fall asleep soon: beside
+    other work on the cores a training is several times faster so, and as fast on idle ones. libgomp reads it when torch
+    is loaded.
     """
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", "1000")

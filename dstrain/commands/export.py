@@ -65,7 +65,9 @@ def run_verb(options: ExportOptions) -> None:
 
 
 def export_run(options: ExportOptions) -> Exported:
-    """Writes options.out, whole or not at all. Raises ConfigError if it cannot be expressed, or does not agree."""
+    """Writes options.out, whole or not at all; returns what was written. Raises ConfigError if it cannot be expressed,
+    or does not agree with the trained network.
+    """
     if group.read_place().world > 1:
         raise ConfigError("an export takes one process: dstrain export ...")
     if options.statistics and options.format != "diffusers":
@@ -128,7 +130,9 @@ def export_run(options: ExportOptions) -> Exported:
 
 
 def _compute_in_float32() -> AbstractContextManager[None]:
-    """Computes in whole float32 on both sides: on a GPU convolutions would round to TF32, each by its algorithm."""
+    """Returns a context in which convolutions compute in whole float32: on a GPU they would round to TF32, each by its
+    algorithm.
+    """
     return torch.backends.cudnn.flags(enabled=True, allow_tf32=False)
 
 
@@ -206,7 +210,7 @@ def _export_to_diffusers(
         )
         return scale
 
-    writer.save_export(system, nets, out, measure, lambda: _read_classes(run))
+    writer.save_export(system, nets, out, measure, lambda: _read_class_names(run))
     synthetic = {name: tensor.to(group.device()) for name, tensor in system.synthetic(_PROBE).items()}
     with _compute_in_float32():
         errors = writer.measure_errors(system, nets, out, system.encode(synthetic))
@@ -214,7 +218,7 @@ def _export_to_diffusers(
     return Exported(name, errors, scale, note)
 
 
-def _read_classes(run: Run) -> tuple[str, ...]:
+def _read_class_names(run: Run) -> tuple[str, ...]:
     """Reads the names of the labels, if the run's data are still there and say so."""
     try:
         classes = tuple(open_sources(run.data, run=run.directory)[0].classes)
@@ -237,7 +241,7 @@ def _read_statistics(path: Path, run: Path, system: System, nets: dict[str, nn.M
 
 @torch.no_grad()
 def _measure_statistics(num: int, run: Run, system: System, nets: dict[str, nn.Module]) -> dict[str, Any]:
-    """Measures the posteriors of `num` training samples."""
+    """Returns the statistics of latents, measured on the posteriors of `num` training samples."""
     shards, count = [], 0
     for example in _encode_samples(num, run, system):
         codes = system.codes(nets, example)

@@ -64,8 +64,8 @@ def generate_samples(options: GenerateOptions) -> Path:
     first, *then = (_open_run(options.folder, options), *map(_open_run, options.then))
     _, run, system = first
     sampler = system.sampler(*((run.samples.sampler,) if options.sampler is None else (options.sampler, "--sampler")))
-    clip = _choose_length(options, run, system)
-    images = _read_beginning(options, first, then, clip)
+    clip = _choose_clip_length(options, run, system)
+    images = _read_start(options, first, then, clip)
     dtype = choose_dtype(options.precision)
     guide = options.guide and load_guide(options.guide, system, _choose_guidance_scale(options, run), dtype)
     runs = [
@@ -161,7 +161,7 @@ def _load_run(
     return ReadyRun(folder, run, system, trained.load_networks(system, checkpoint, kinds, dtype))
 
 
-def _choose_length(options: GenerateOptions, run: Run, system: System) -> Length | None:
+def _choose_clip_length(options: GenerateOptions, run: Run, system: System) -> Length | None:
     """Returns how long clips are, None of pictures.
 
     Raises ConfigError for options of videos where none are drawn, or that do not fit.
@@ -195,9 +195,9 @@ def _choose_length(options: GenerateOptions, run: Run, system: System) -> Length
     return clip
 
 
-def _read_beginning(options: GenerateOptions, first: Opened, then: list[Opened], clip: Length | None) -> Tensor | None:
-    """Returns what the first run begins from, if anything: pictures uint8 (N, C, h, w), frames (N, K, C, H, W), or
-    embeddings float32 (N, D).
+def _read_start(options: GenerateOptions, first: Opened, then: list[Opened], clip: Length | None) -> Tensor | None:
+    """Reads what the first run begins from: pictures uint8 (N, C, h, w), frames (N, K, C, H, W), or embeddings float32
+    (N, D). Returns None if it begins from noise.
 
     Raises ConfigError if the runs cannot be chained.
     """

@@ -58,13 +58,13 @@ def import_weights(weights: Path, recipe_run: Run, out: Path) -> list[str]:
     with make_folder(out) as folder:
         store = Store(folder / "checkpoints")
         size = sum(4 * value.numel() for state in values.values() for value in state.values())
-        if not store.save(0, lambda path: _write(path, system, values), {"imported": weights.name}, size):
+        if not store.save(0, lambda path: _write_checkpoint(path, system, values), {"imported": weights.name}, size):
             raise ConfigError(f"--out {out} was not written: {store.error}")
         (folder / "run.yaml").write_text(recipe.dump_run(run), encoding="utf-8")
     return [note for _, notes in loaded.values() for note in notes]
 
 
-def _write(folder: Path, system: System, values: Mapping[str, Mapping[str, Tensor]]) -> None:
+def _write_checkpoint(folder: Path, system: System, values: Mapping[str, Mapping[str, Tensor]]) -> None:
     """Writes the files of a checkpoint of one rank. Raises ConfigError if some values are not finite."""
     networks = system.networks_on_meta()
     buffers: dict[str, Tensor] = {}

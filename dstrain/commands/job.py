@@ -68,7 +68,8 @@ def prepare_job(options: JobOptions, world: int | None = None, device_type: str 
 
 
 def load_recipe(path: Path, overrides: Sequence[str], note: Callable[[str], None] | None = None) -> Run:
-    """Returns the Run of a recipe, checked but for its data, which need not be here. Raises ConfigError.
+    """Returns the Run of a recipe, checked but for its data, which need not be here. Raises ConfigError with every
+    problem.
 
     note    is called with what a run leaves out whose frozen networks need not be here either
     """
@@ -211,7 +212,7 @@ def _check_data_and_folder(
             "would belie those that say left or right: write data.flip=false"
         )
     system.accepts(source)
-    _require_samples(run, system)
+    _require_drawable_samples(run, system)
     cut = system.describe_cut([*run.samples.prompts], "samples.prompts") if run.samples.prompts else ""
     config = systems.check_config(run.system, run.model)
     require_classes(
@@ -283,7 +284,7 @@ def _check_profile(run: Run, options: JobOptions) -> None:
         raise ConfigError(f"--profile: step {options.profile[1]} lies beyond steps={run.steps}: name steps up to that")
 
 
-def _require_samples(run: Run, system: System) -> None:
+def _require_drawable_samples(run: Run, system: System) -> None:
     """Raises ConfigError if the grids of training cannot be drawn as the recipe says. A text encoder is tried here."""
     samples, draws = run.samples, system.generates or not run.every.sample
     problems: list[str] = []

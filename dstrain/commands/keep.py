@@ -47,7 +47,7 @@ class _Supervisor:
         self._signal: int | None = None  # that was passed on: no restart after it
         self._process: subprocess.Popen | None = None
         self._new = not (self._folder / "run.yaml").exists()
-        self._before = self._read_traces()
+        self._before = self._read_folder_traces()
         self._unwritten: list[str] = []  # lines for restarts.log, until the folder is a run's
 
     def keep_running(self) -> int:
@@ -81,7 +81,7 @@ class _Supervisor:
                 self._write_line(f"{end}; no further restart: {why}")
                 break
             pause = min(self._options.backoff * 2**fruitless, _LONGEST)
-            words = self._make_restart()
+            words = self._make_restart_command()
             self._write_line(
                 f"{end}; restart {restart + 1} of {self._options.max_restarts} in {pause:g} s: {shlex.join(words)}"
             )
@@ -121,7 +121,7 @@ class _Supervisor:
             if self._signal:  # it came while the command was being started
                 self._forward_signal(self._signal, None)
             code = self._process.wait()
-            self._end_the_rest()
+            self._end_leftover_ranks()
             if (self._folder / "run.yaml").exists():
                 folders.lock_folder(self._folder).close()  # rank 0 may run on another machine
             noted = exit_codes.read_exit_codes(file.name)
@@ -133,7 +133,7 @@ class _Supervisor:
         )
         return next((number for number in exit_codes.DELIBERATE if number in noted), code) if vague else code
 
-    def _end_the_rest(self) -> None:
+    def _end_leftover_ranks(self) -> None:
         """Waits for the ranks that a launcher has left behind: they save and end by themselves, or are killed."""
         end = time.monotonic() + 60 * self._run.faults.timeout_minutes
         while rest := list_descendants(os.getpid()):
@@ -157,19 +157,19 @@ class _Supervisor:
             code == exit_codes.DONE and saved >= self._run.steps
         )
 
-    def _make_restart(self) -> list[str]:
+    def _make_restart_command(self) -> list[str]:
         """Returns the command for a restart: without the options that hold for a single start, once this one has obeyed
         them.
         """
         words = list(self._options.words)
-        if self._new or self._read_traces() != self._before:
+        if self._new or self._read_folder_traces() != self._before:
             for option, values in _ONCE.items():
                 words = [word for word in words if not word.startswith(f"{option}=")]
                 while option in words:
                     del words[words.index(option) : words.index(option) + 1 + values]
         return words
 
-    def _read_traces(self) -> tuple[set[str], int]:
+    def _read_folder_traces(self) -> tuple[set[str], int]:
         """Returns what changes in the folder when --from-scratch or --step moves files aside, or a step is saved."""
         return {path.name for path in self._folder.glob("earlier_*")}, folders.read_last_saved(self._folder)
 
@@ -212,7 +212,9 @@ def _convert_exit_code(code: int) -> int:
 
 
 def _describe_exit(code: int) -> str:
-    """Says how a command ended. A rank killed by signal N is 256 - N of deepspeed, 128 + N of shells; 255 is ssh's."""
+    """Describes how a command ended. A rank killed by signal N is 256 - N of deepspeed, 128 + N of shells; 255 is
+    ssh's.
+    """
     names = {number.value: number.name for number in signal.Signals}
     if code < 0:
         return f"the launcher was killed by {names.get(-code, -code)}"

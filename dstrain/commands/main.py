@@ -124,7 +124,7 @@ def _run_verb(verb: Verb) -> None:
 
 
 def silence_libraries() -> None:
-    """Keeps what other packages say of kernels that nothing here calls from among a verb's lines."""
+    """Silences warnings of other packages about kernels that nothing here calls."""
     import logging
 
     # diffusers imports bitsandbytes, which looks for kernels of 4 bits.

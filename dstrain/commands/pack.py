@@ -117,7 +117,7 @@ def pack_data(options: PackOptions) -> dict[str, Any]:
         earlier = run_on_first(lambda: _read_records(options.out))
         records = complete_shards(
             range(count),
-            lambda number: _find_whole(options.out, plan["format"], number, earlier),
+            lambda number: _find_whole_shard(options.out, plan["format"], number, earlier),
             lambda missing: _make_shards(options, plan, files, missing),
         )
         return _write_index(options, plan, index, records)
@@ -193,7 +193,7 @@ def _read_records(out: Path) -> dict[int, dict[str, Any]]:
     return {}
 
 
-def _find_whole(out: Path, kind: str, number: int, earlier: dict[int, dict[str, Any]]) -> dict[str, Any] | None:
+def _find_whole_shard(out: Path, kind: str, number: int, earlier: dict[int, dict[str, Any]]) -> dict[str, Any] | None:
     """Returns the record of a shard that is there and has its hash; removes any other shard, and returns None."""
     path, record = _name_shard(out, kind, number), _name_record(out, number)
     known = earlier.get(number) or (sealed.parse_sealed(record.read_bytes()) if record.is_file() else None)

@@ -36,7 +36,7 @@ def run_verb(options: PlanOptions) -> None:
     asked = make_case(
         run, ds_config, options.world, options.gpus_per_node, options.gpu, options.network, options.efficiency
     )
-    text, fits = (describe_ways if options.search else describe_plan)(asked, options.json)
+    text, fits = (describe_choices if options.search else describe_plan)(asked, options.json)
     print(text)
     if not fits:
         raise SystemExit(_DOES_NOT_FIT)
@@ -81,7 +81,9 @@ def make_case(
 
 
 def describe_plan(case: Case, json: bool = False) -> tuple[str, bool]:
-    """Describes the costs of a run, and says whether it fits; where it does not, by which smallest change it does."""
+    """Returns the costs of a run as text, and whether it fits; if not, the text names the smallest change by which it
+    does.
+    """
     estimate = case.estimate_costs()
     change = None if estimate.fits else find_change(estimate, case) or find_sharing(case) or find_more_gpus(case)
     if json:
@@ -92,15 +94,16 @@ def describe_plan(case: Case, json: bool = False) -> tuple[str, bool]:
         *_describe_device(estimate),
         *_describe_step(estimate),
         *_describe_whole(estimate),
-        *_judge_fit(estimate),
+        *_describe_fit(estimate),
     ]
     if not estimate.fits:
         lines += _describe_advice(estimate, change)
     return "\n".join(lines), estimate.fits
 
 
-def describe_ways(case: Case, json: bool = False) -> tuple[str, bool]:
-    """Describes what fits of stage x micro-batch x recomputation, the fastest first, and says whether any does.
+def describe_choices(case: Case, json: bool = False) -> tuple[str, bool]:
+    """Returns a table of the combinations of stage, micro-batch and recomputation that fit, the fastest first, and
+    whether any does.
 
     Each row is also printed on stderr as soon as it is counted, since all of them may take an hour.
     """
@@ -199,7 +202,7 @@ def _describe_step(estimate: Estimate) -> list[str]:
 
 
 def _warn_of_launches(estimate: Estimate) -> list[str]:
-    """Warns of a time that is too short to be true."""
+    """Returns [a warning] if the time of a step is too short to be true; else []."""
     if estimate.time is None or estimate.time.total >= LAUNCHES:
         return []
     return [
@@ -221,7 +224,7 @@ def _describe_whole(estimate: Estimate) -> list[str]:
     ]
 
 
-def _judge_fit(estimate: Estimate) -> list[str]:
+def _describe_fit(estimate: Estimate) -> list[str]:
     return ["", f"{'it fits' if estimate.fits else 'IT DOES NOT FIT'}: {describe_memory(estimate)}"]
 
 

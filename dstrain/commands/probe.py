@@ -156,7 +156,7 @@ def _try_parts(
     if learning.type == "meta":
         for network in networks.values():
             network.to(half or torch.float32)
-            _remember_shapes(network)
+            _cache_output_shapes(network)
     for network in system.frozen():
         network.to(encoding)
     tables = tuple(
@@ -213,7 +213,7 @@ def _try_parts(
     return remarks
 
 
-def _remember_shapes(network: nn.Module) -> None:
+def _cache_output_shapes(network: nn.Module) -> None:
     """Lets a network on the meta device compute once without gradient for inputs of the same shapes, since it costs
     half a second where it is deep.
     """
@@ -309,7 +309,9 @@ def _limit_calls(networks: Nets) -> Iterator[None]:
 
 @contextmanager
 def _explain_casts(place: str, half: torch.dtype | None) -> Iterator[None]:
-    """Says what to do about inputs in float32 that meet weights in half precision. Raises ConfigError."""
+    """Turns the error of inputs in float32 that meet weights in half precision into a ConfigError that
+    says what to do.
+    """
     try:
         yield
     except RuntimeError as error:

@@ -184,7 +184,7 @@ def test_search(case):
     ]
     assert len(estimates) == len(counted) == len(every) == 24
     assert [estimate.time.total for estimate in estimates] == sorted(estimate.time.total for estimate in every)
-    text, some = plan.describe_ways(fast)
+    text, some = plan.describe_choices(fast)
     lines = text.splitlines()
     assert some and len(lines) == 2 + plan._ROWS + 2 and "no step is that short" in lines[-1]
     assert int(lines[2].split()[1]) == estimates[0].micro_batch
@@ -198,7 +198,7 @@ def test_search(case):
     assert all(estimate.run.parallel.sequence == 2 and estimate.fits for estimate in shared)
     assert kinds.isdisjoint((stage_of(each.settings), each.list_choices()["model.recompute"]) for each in shared)
     assert any(not estimate.fits for estimate in counted)
-    assert not plan.describe_ways(on(fast, sizes[0] - 1))[1]
+    assert not plan.describe_choices(on(fast, sizes[0] - 1))[1]
 
 
 def test_the_table(case):

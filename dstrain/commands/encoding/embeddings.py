@@ -75,12 +75,12 @@ def embed_pairs(options: EncodeOptions) -> dict[str, Any]:
     if group.rank() == 0:
         print(f"data: {options.data}: {source.describe()}", flush=True)
         get_phases().print_lines(*describe_cut_captions(source, encoders.text))
-    plan = _make_plan(options, encoders, source) | ({"upright": True} if upright else {})
+    plan = _list_byte_settings(options, encoders, source) | ({"upright": True} if upright else {})
     count = -(-plan["pairs"] // options.shard_size)
     with claim_folder(options.out, "embeds", lambda: _prepare_folder(options, plan)):
         notes = complete_shards(
             range(count),
-            lambda number: _read_whole(options.out, number),
+            lambda number: _read_whole_note(options.out, number),
             lambda missing: _make_shards(options, encoders, source, missing),
         )
         bad = dict(entry for note in notes.values() for entry in note["unreadable"])
@@ -91,8 +91,8 @@ def embed_pairs(options: EncodeOptions) -> dict[str, Any]:
     return plan
 
 
-def _make_plan(options: EncodeOptions, encoders: Encoders, source: Source) -> dict[str, Any]:
-    """Returns the plan: everything that the bytes depend on."""
+def _list_byte_settings(options: EncodeOptions, encoders: Encoders, source: Source) -> dict[str, Any]:
+    """Returns the settings and fingerprints on which the bytes of the folder depend."""
     image, text = encoders.image, encoders.text
     weights = image.state_dict() | dict(image.named_buffers())
     return {
@@ -137,7 +137,7 @@ def _prepare_folder(options: EncodeOptions, plan: dict[str, Any]) -> str | None:
     return None
 
 
-def _read_whole(out: Path, number: int) -> dict[str, Any] | None:
+def _read_whole_note(out: Path, number: int) -> dict[str, Any] | None:
     """Reads the note of a shard; returns None unless all its files have the hashes in it, so that it is whole."""
     try:
         note = json.loads(_name_note(out, number).read_text(encoding="utf-8"))

@@ -92,7 +92,7 @@ def measure_quality(options: EvaluateOptions) -> tuple[Path | None, dict[str, An
         "kept": kept,
         **describe_command(options, begun),
     }
-    path = out and out / f"{_name_result(options, result)}.json"
+    path = out and out / f"{_name_result_file(options, result)}.json"
     publish_result(path, result, format_report(result))
     return path, result
 
@@ -100,7 +100,8 @@ def measure_quality(options: EvaluateOptions) -> tuple[Path | None, dict[str, An
 def require_measurable(options: EvaluateOptions) -> None:
     """Checks options without drawing.
 
-    Raises ConfigError if a network or the reference is absent, or does not serve the metrics, or one image is drawn.
+    Raises ConfigError if a network or the reference is absent or does not serve the metrics, or if too few images are
+    asked for.
     """
     _require_enough(options)
     networks = table.choose_networks(options.metrics or (), options.features)
@@ -249,7 +250,7 @@ def keep_finite(value: float | None) -> float | None:
     return None if value is None or not math.isfinite(value) else value
 
 
-def _name_result(options: EvaluateOptions, result: dict[str, Any]) -> str:
+def _name_result_file(options: EvaluateOptions, result: dict[str, Any]) -> str:
     """Names the file of a result by what was asked: other options write another file, the same ones
     replace their own.
     """

@@ -126,13 +126,13 @@ class Stories(Drawn):
                 numbers = begin + group.rank() * size + torch.arange(size)
                 real, seeds = numbers < self.num, (options.seed or 0) + numbers % self.num
                 items, motions = make_stories(seeds)
-                clips = self._draw_told(request, seeds, items[:, None] + motions * (len(texts) // len(MOTIONS)))
+                clips = self._draw_stories(request, seeds, items[:, None] + motions * (len(texts) // len(MOTIONS)))
                 if real.any():
                     sums += sum_scenes(network, clips[real], ends, items[real], motions[real])
                 bar.update(min(size * group.world(), self.num - begin))
         return group.sum_over_ranks(sums)
 
-    def _draw_told(self, request: Request, seeds: torch.Tensor, texts: torch.Tensor) -> torch.Tensor:
+    def _draw_stories(self, request: Request, seeds: torch.Tensor, texts: torch.Tensor) -> torch.Tensor:
         """Draws clips uint8 (n, T, C, H, W) of the texts by number, int64 (n, scenes), on this rank's device."""
         seeds = seeds.to(group.device())
         first, *later = [

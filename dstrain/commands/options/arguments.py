@@ -142,14 +142,14 @@ def parse_labels(text: str) -> tuple[int, ...]:
     return tuple(parse_count(word.strip()) for word in text.split(","))
 
 
-def choose_from(*known: str) -> Callable[[str], tuple[str, ...]]:
-    """Returns a parser of some of the known words, as gif,mp4."""
+def make_words_parser(*known: str) -> Callable[[str], tuple[str, ...]]:
+    """Returns a parser of words between commas, such as gif,mp4, that accepts the `known` ones alone."""
 
     def parse_words(text: str) -> tuple[str, ...]:
-        parse_words = tuple(dict.fromkeys(word.strip() for word in text.split(",")))
-        if not set(parse_words) <= set(known):
+        words = tuple(dict.fromkeys(word.strip() for word in text.split(",")))
+        if not set(words) <= set(known):
             raise argparse.ArgumentTypeError(f"{text!r} is not of {', '.join(known)}")
-        return parse_words
+        return words
 
     return parse_words
 

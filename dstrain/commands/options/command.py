@@ -113,7 +113,7 @@ def parse_options(command: type[C], argv: Sequence[str]) -> C:
     return options
 
 
-def _refuse_nothing(kind: Callable[[str], Any]) -> Callable[[str], Any]:
+def _make_nonempty_parser(kind: Callable[[str], Any]) -> Callable[[str], Any]:
     """Returns a parser that refuses an empty word, of which Path would make the current folder."""
 
     def parse_word(text: str) -> Any:
@@ -131,12 +131,12 @@ def _add_options(parser: Parser, found: list[tuple[Field, Spec]]) -> None:
     for entry, spec in found:
         kinds: dict[str, Any] = {"default": None if entry.default is MISSING else entry.default}
         if spec.positional:
-            parser.add_argument(entry.name, nargs=spec.positional, type=_refuse_nothing(spec.kind), **kinds)
+            parser.add_argument(entry.name, nargs=spec.positional, type=_make_nonempty_parser(spec.kind), **kinds)
             continue
         if isinstance(entry.default, bool):
             kinds["action"] = "store_false" if entry.default else "store_true"
         else:
-            kinds |= {"type": _refuse_nothing(spec.kind), "choices": spec.choices or None}
+            kinds |= {"type": _make_nonempty_parser(spec.kind), "choices": spec.choices or None}
         if spec.again:
             kinds |= {"action": "append", "default": []}
         name = _name_option(entry, spec)

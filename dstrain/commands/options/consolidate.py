@@ -13,14 +13,14 @@ DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 
 
 def parse_weights_kind(text: str) -> str:
-    """Returns which weights: raw, ema or ema:DECAY."""
+    """Checks that a text is raw, ema or ema:DECAY, and returns it."""
     if not re.fullmatch(r"raw|ema(:.+)?", text):
         raise argparse.ArgumentTypeError(f"{text!r} is neither ema, ema:DECAY nor raw")
     return text
 
 
 def parse_part_name(text: str) -> str | None:
-    """Returns a part's name; None for `all`."""
+    """Returns the name of a part; None for `all`."""
     return None if text == "all" else text
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from dstrain.commands.options.arguments import (
-    choose_from,
+    make_words_parser,
     parse_count,
     parse_labels,
     parse_positive,
@@ -132,6 +132,11 @@ class GenerateOptions(Weights, Sampling):
         heading=_VIDEOS,
     )
     formats: tuple[str, ...] | None = option(
-        None, "of the files: gif,mp4 (both)", choose_from("gif", "mp4"), name="format", metavar="NAMES", heading=_VIDEOS
+        None,
+        "of the files: gif,mp4 (both)",
+        make_words_parser("gif", "mp4"),
+        name="format",
+        metavar="NAMES",
+        heading=_VIDEOS,
     )
     fps: int = option(10, "frames a second", parse_positive, metavar="N", heading=_VIDEOS)
