@@ -46,8 +46,8 @@ class Checkpoint(NamedTuple):
 
 
 def find_tag_folder(path: Path, tag: str | None = None) -> Path | None:
-    """Returns the folder of one tag: `path` itself, or below it the one named, in `latest`, or alone. None: no
-    checkpoint.
+    """Returns the folder of one tag: `path` itself, or below it the named one, the one that `latest` names, or the only
+    one. Returns None if there is no checkpoint.
 
     Raises ConfigError if there is no such tag, or several to choose from.
     """
@@ -74,7 +74,7 @@ def read_checkpoint(folder: Path, trusted: bool, dtype: str) -> Checkpoint:
 
     Raises ConfigError if it is not whole, of a kind that cannot be merged, or asks for classes without `trusted`.
     """
-    optimizers, models = _sort_by_rank(folder)
+    optimizers, models = _find_files_by_rank(folder)
     masters = {path.parent.name: path for path in sorted(folder.glob("zero/*/fp32.pt"))} if is_universal(folder) else {}
     paths = (*models.values(), *optimizers.values(), *masters.values())
     contents = {path: torch_files.load_torch_file(path) for path in paths}
@@ -124,8 +124,10 @@ def is_universal(folder: Path) -> bool:
     return (folder / "zero").is_dir() and not list(folder.glob("*optim_states.pt")) and bool(list_files(folder))
 
 
-def _sort_by_rank(folder: Path) -> tuple[dict[int, Path], dict[int, Path]]:
-    """Returns optimizer files and model files by data-parallel rank."""
+def _find_files_by_rank(folder: Path) -> tuple[dict[int, Path], dict[int, Path]]:
+    """Returns the optimizer files and the model files, each by data-parallel rank. Raises ConfigError for files of
+    other kinds of parallelism.
+    """
     optimizers: dict[int, Path] = {}
     models: dict[int, Path] = {}
     parallel = []
@@ -160,7 +162,9 @@ def _sort_by_rank(folder: Path) -> tuple[dict[int, Path], dict[int, Path]]:
 def _merge_weights(
     folder: Path, models: Mapping[int, Any], states: Mapping[int, Any], masters: Mapping[str, Any] | None, dtype: str
 ) -> Checkpoint:
-    """Merges the weights of all ranks. masters: those of a universal folder, by name."""
+    """Returns the weights of all ranks, merged. masters: those of a universal folder, by name; None: those in the
+    ranks' files.
+    """
     first = models[0]
     module, buffers = first["module"], set(first["buffer_names"])
     if not isinstance(module, dict) or first.get("mp_world_size") not in (None, 0, 1):
@@ -171,11 +175,11 @@ def _merge_weights(
         )
     sharded = any("fp32_flat_groups" in state for state in states.values())
     if masters is None:
-        trained = _collect_trained(folder, first, states, sharded)
+        trained = _collect_trained_weights(folder, first, states, sharded)
     else:
         sharded = _has_stage3_files(folder, models)
         trained = dict(_collect_universal(folder, first["param_shapes"], masters))
-    weights = dict(_collect_frozen(folder, models, sharded)) | trained
+    weights = dict(_collect_frozen_weights(folder, models, sharded)) | trained
     shared = dict(first.get("shared_params") or {})
     names_by_place = (
         {}
@@ -258,7 +262,7 @@ class _Line:
             raise TypeError("partitions that are not flat, or of several types")
 
     def cut_elements(self, start: int, numel: int) -> Iterator[Span]:
-        """Yields elements start .. start + numel. Raises IndexError if there are fewer."""
+        """Yields spans of the bytes of elements start .. start + numel. Raises IndexError if there are fewer."""
         size, done, end = SIZES[self.dtype], 0, start + numel
         if not 0 <= start <= end <= self.numel:
             raise IndexError(f"elements {start} .. {end} of {self.numel}")
@@ -270,7 +274,7 @@ class _Line:
             done += flat.numel
 
 
-def _collect_trained(
+def _collect_trained_weights(
     folder: Path, first: Mapping[str, Any], states: Mapping[int, Any], sharded: bool
 ) -> dict[str, Stored]:
     """Returns the fp32 masters; at stage 0 the network's own weights, unless it computes in 16 bits. `first`: rank 0's
@@ -322,7 +326,7 @@ def _collect_stage12(
             else:  # before DeepSpeed 0.8
                 spans = list(whole.cut_elements(offset, math.prod(shape)))
             offset += math.prod(shape) + gap
-            yield name, _require_fit(folder, name, Stored(whole.dtype, shape, tuple(spans)))
+            yield name, _require_whole_tensor(folder, name, Stored(whole.dtype, shape, tuple(spans)))
 
 
 def _collect_stage3(
@@ -342,7 +346,7 @@ def _collect_stage3(
             for span in line.cut_elements(offset, max(0, min(share, numel - rank * share)))
         ]
         offset += share
-        yield name, _require_fit(folder, name, Stored(lines[0].dtype, shape, tuple(spans)))
+        yield name, _require_whole_tensor(folder, name, Stored(lines[0].dtype, shape, tuple(spans)))
     if any(line.numel != offset for line in lines):
         raise ConfigError(
             f"{folder}: its partitions hold {[line.numel for line in lines]} elements, the weights need "
@@ -351,8 +355,8 @@ def _collect_stage3(
 
 
 def _has_stage3_files(folder: Path, models: Mapping[int, Any]) -> bool:
-    """Returns whether a universal folder is of stage 3, with a model file for each rank. Raises ConfigError if one is
-    missing.
+    """Returns whether a universal folder has a model file for each rank, as stage 3 writes them. Raises ConfigError if
+    one of these is missing.
     """
     if (folder / "mp_rank_00_model_states.pt").exists():
         return False
@@ -374,21 +378,21 @@ def _collect_universal(
             raise ConfigError(f"{folder}/zero/{name}/fp32.pt holds no tensor: run ds_to_universal once more")
         if tensor.shape != tuple(shape) and tensor.strides is None:
             tensor = tensor._replace(shape=tuple(shape))
-        yield name, _require_fit(folder, name, tensor)
+        yield name, _require_whole_tensor(folder, name, tensor)
 
 
-def _collect_frozen(folder: Path, models: Mapping[int, Any], sharded: bool) -> Iterator[tuple[str, Stored]]:
+def _collect_frozen_weights(folder: Path, models: Mapping[int, Any], sharded: bool) -> Iterator[tuple[str, Stored]]:
     for name, shape in (models[0].get("frozen_param_shapes") or {}).items():
         shares = [models[rank]["frozen_param_fragments"][name] for rank in range(len(models) if sharded else 1)]
         if sharded:
             line = _Line(shares)
             spans = tuple(line.cut_elements(0, math.prod(shape)))
-            yield name, _require_fit(folder, name, Stored(line.dtype, tuple(shape), spans))
+            yield name, _require_whole_tensor(folder, name, Stored(line.dtype, tuple(shape), spans))
         else:
             yield name, shares[0]
 
 
-def _require_fit(folder: Path, name: str, tensor: Stored) -> Stored:
+def _require_whole_tensor(folder: Path, name: str, tensor: Stored) -> Stored:
     actual, expected = sum(span.nbytes for span in tensor.spans), tensor.numel * SIZES[tensor.dtype]
     if actual != expected:
         raise ConfigError(

@@ -42,8 +42,8 @@ class Rows(NamedTuple):
 
 
 def collect_rows(entries: Iterable[tuple[str, Fragment, Any]], written: dict[str, Any]) -> Rows:
-    """Returns the index's rows of a shard, from the entries that fragments.write_shard has written and what it
-    returned.
+    """Returns the index's rows of a shard, from the (kind, fragment, ...) entries that fragments.write_shard has
+    written, and what it returned.
     """
     fragments = [(kind, fragment) for kind, fragment, *_ in entries if fragment.numel]
     place = written["size"] - SIZES["F32"] * sum(fragment.numel for _, fragment in fragments)  # behind the header
@@ -57,8 +57,8 @@ def collect_rows(entries: Iterable[tuple[str, Fragment, Any]], written: dict[str
 def write_indices(
     folder: Path, own: dict[str, Rows], shapes: Callable[[str], dict[str, tuple[int, ...]]]
 ) -> dict[str, dict[str, Any]]:
-    """Writes the indices of all parts, on rank 0, from the rows of all ranks; returns {name: {size, hash}} there, {} on
-    the others.
+    """Writes the indices of all parts, on rank 0, from the rows of all ranks. Returns {name: {size, hash}} on rank 0,
+    {} on the others.
     """
     gathered = group.gather_on_first_rank(own)
     if gathered is None:

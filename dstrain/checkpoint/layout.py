@@ -80,7 +80,9 @@ class Places(ABC):
 
     @abstractmethod
     def _find_fragments(self, kind: str, name: str, start: int, end: int) -> list[tuple[int, Span]]:
-        """Returns (first element, bytes) of fragments in order, of at least those that overlap start .. end."""
+        """Returns (first element, span of its bytes) of each fragment, in order: at least of those that overlap start
+        .. end.
+        """
 
     def list_decays(self) -> list[float]:
         """Returns the decays of the averages, in the order of the recipe."""
@@ -205,7 +207,7 @@ def find_reconstructed(folder: Path, width: float, step: int | None, checkpoint:
     """Returns the folder in which `dstrain reconstruct` has put a run's average of `width` at `step` (None: the
     newest).
 
-    None: there is none, or `checkpoint`, the run's own of that step, holds this average itself.
+    Returns None if there is none, or if `checkpoint`, the run's own of that step, holds this average itself.
     """
     paths = (folder / RECONSTRUCTED / repr(width)).glob("step_*")
     made = {int(path.name[5:]): path for path in paths if path.name[5:].isdigit()}
@@ -220,7 +222,7 @@ def list_averages(checkpoint: Path) -> set[float]:
     return {number for match in shards for number in Index(checkpoint, match[1], [match[0]]).list_decays()}
 
 
-def list_buffers(checkpoint: Path, part: str) -> Iterator[Entry]:
+def iterate_buffers(checkpoint: Path, part: str) -> Iterator[Entry]:
     """Yields the buffers of a part, which all ranks hold alike; floating ones in float32 at least, as networks keep
     them.
     """

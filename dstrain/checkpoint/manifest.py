@@ -131,7 +131,7 @@ class Digest:
                 self._whole.update(self._jobs.popleft().result())
 
     def make_entry(self) -> dict[str, Any]:
-        """Returns {size, hash} for a manifest; to be called once, when all is written."""
+        """Returns {size, hash} for a manifest. Call it once, when all is written."""
         if self.size % _BLOCK_BYTES or not self.size:
             self._end_block()
         while self._jobs:

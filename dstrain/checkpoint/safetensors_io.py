@@ -140,8 +140,8 @@ def split_entries(entries: list[Entry], shard_size: int) -> list[list[Entry]]:
 def write_model(
     folder: Path, entries: list[Entry], shard_size: int, metadata: dict[str, str], progress: Callable[[int], Any]
 ) -> dict[Path, dict[str, Any]]:
-    """Writes tensors in Hugging Face's layout, model.safetensors or numbered files with an index, and returns size and
-    hash of each file.
+    """Writes tensors in Hugging Face's layout: model.safetensors, or numbered files with an index. Returns {path:
+    {size, hash}} of each file.
     """
     files = split_entries(entries, shard_size)
     names = [f"model-{number:05d}-of-{len(files):05d}.safetensors" for number in range(1, len(files) + 1)]
@@ -217,7 +217,9 @@ class Files:
 
 
 def convert_entry(entry: Entry, files: Files, chunk: memoryview) -> Iterator[memoryview]:
-    """Yields the bytes of a tensor in row-major order and in the entry's type; a piece is valid until the next one."""
+    """Yields the bytes of a tensor in row-major order and in the entry's type; the next piece overwrites the one
+    before.
+    """
     source = entry.source
     for span in source.spans:
         buffer = chunk if source.strides is None else memoryview(bytearray(span.nbytes))

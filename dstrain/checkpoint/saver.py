@@ -138,7 +138,7 @@ class Saver:
             self.newest, self._failures = pending.step, 0
 
     def note_score(self, step: int, score: float) -> None:
-        """Adds its score to a step that is saved, or about to be."""
+        """Sets the score of a step that is saved, or about to be."""
         self.wait_for_save()
         self.store.note_score(step, score)
 
@@ -170,7 +170,9 @@ class Saver:
         return group.broadcast_from_first(_is_finite(score) and all(score < earlier for earlier in scores))
 
     def close(self) -> None:
-        """Waits for a pending save when an error ends the run, but not when the user interrupts it a second time."""
+        """Waits for a pending save and reports it, also if an error ends the run, but not if the user has interrupted
+        it a second time.
+        """
         if self._pending is not None and not isinstance(sys.exc_info()[1], KeyboardInterrupt):
             self._pending.ended.wait()
             self.report_ended_save()
@@ -249,8 +251,8 @@ class HostCopies:
         return None
 
     def take_copies(self, entries: dict[str, list[Entry]]) -> dict[str, list[Entry]]:
-        """Copies the values of entries, by part, into buffers that the next call overwrites, and returns the entries
-        with them.
+        """Copies the values of entries, by part, into buffers that the next call overwrites; returns the entries with
+        the copies.
         """
         copies: dict[str, list[Entry]] = {}
         for part, live in entries.items():

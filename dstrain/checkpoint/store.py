@@ -84,10 +84,10 @@ class Store:
         return self.commit(step, extra, failed, hashed)
 
     def begin(self, step: int, need_bytes: int = 0) -> Path | None:
-        """Makes the empty folder to write `step` into; `need_bytes` is what this rank will write.
+        """Makes the empty folder to write `step` into, and returns it; `need_bytes` is what this rank will write.
 
-        None: there is nothing to do (`error` is None: the step exists and verifies, as after a resume without a new
-        step), or it cannot be done (`error` says why, such as no space).
+        Returns None if there is nothing to do (`error` is None: the step exists and verifies, as after a resume without
+        a new step), or if it cannot be done (`error` says why, such as no space).
         """
         self.error = None
         if self.find_fault(step) is None:
@@ -112,15 +112,16 @@ class Store:
     def commit(
         self, step: int, extra: dict | None = None, failed: str | None = None, hashed: Hashes | None = None
     ) -> bool:
-        """Seals what the ranks have written since `begin`. True when the checkpoint is whole. `hashed`: see `save`.
+        """Seals what the ranks have written since `begin`; returns whether the checkpoint is whole. `hashed`: see
+        `save`.
 
         `failed`: why this rank's writing went wrong. The attempt is then thrown away on all ranks, as after any fault
         here; older checkpoints stay as they are. `extra`: a small value of rank 0 for manifest(path)["extra"]. The
         checkpoint with the lowest extra["score"] of extra["metric"] (absent: loss) is the best one. extra["kind"] is
         ROUTINE, as where it is absent: made by the recipe's own clock; STOP: made because the run was stopped there, so
         that it deletes no routine one; or TROUBLE: made while steps were not applied, so that it deletes nothing good
-        and goes when a newer one is whole. extra["stays"] are steps to keep as well.
-        extra["run"] is the identity of the run in the folder above, if this process has claimed it.
+        and goes when a newer one is whole. extra["stays"] are steps to keep as well. extra["run"] is the identity of
+        the run in the folder above, if this process has claimed it.
         """
         tmp = self._make_path(step, f".{self._mark}.tmp")
         self.error = find_first_failure(group.gather_objects(failed))
@@ -147,7 +148,8 @@ class Store:
         return True
 
     def find_best(self) -> tuple[int, float] | None:
-        """Returns the step of the lowest finite extra["score"], the first of several equal ones, and that score.
+        """Returns the step of the lowest finite extra["score"], the first of several equal ones, and that score; None
+        if no step has one.
 
         Scores of another metric do not count: a run may go on with another save.best.
         """
@@ -168,7 +170,7 @@ class Store:
         self.note_extra(step, score=score, metric=self.metric)
 
     def note_extra(self, step: int, **entries: Any) -> None:
-        """Adds entries to manifest["extra"] of a step; does nothing if the step is not there."""
+        """Adds entries to manifest["extra"] of a step, on rank 0; does nothing if the step is not there."""
 
         def write() -> None:
             body = read_manifest(self._make_path(step))
@@ -198,8 +200,8 @@ class Store:
     def find_newest(
         self, report: Callable[[str], None] = print, among: list[int] | None = None
     ) -> tuple[int, Path] | None:
-        """Returns the newest step whose every file verifies, and its folder; None if there is none. `among`: only of
-        these.
+        """Returns the newest step whose every file verifies, and its folder; None if there is none. among: the steps to
+        look at, None: all.
 
         Damaged ones are passed over; `report` gets a line on each, on rank 0.
         """
@@ -214,11 +216,11 @@ class Store:
 
     def list_steps(self) -> list[int]:
         """Lists the steps that have a folder, ascending, whether they verify or not."""
-        return self._list_named("")
+        return self._list_steps_with_suffix("")
 
     def list_put_aside(self) -> list[int]:
         """Lists the steps that `set_aside` has renamed, ascending."""
-        return self._list_named(_ASIDE)
+        return self._list_steps_with_suffix(_ASIDE)
 
     def set_aside(self, after: int) -> None:
         """Renames all steps after `after`, so that resuming ignores them. The newest goes first: a crash then leaves an
@@ -261,7 +263,7 @@ class Store:
         more = f" and {len(problems) - 3} more" if len(problems) > 3 else ""
         return ", ".join(problems[:3]) + more or self._run_on_first(lambda: self._check(path))
 
-    def _list_named(self, suffix: str) -> list[int]:
+    def _list_steps_with_suffix(self, suffix: str) -> list[int]:
         names = [path.name for path in self.folder.iterdir()] if self.folder.is_dir() else []
         return sorted(int(match[1]) for name in names if (match := re.fullmatch(rf"step_(\d{{8,}}){suffix}", name)))
 
@@ -356,7 +358,7 @@ def hash_all_files(folder: Path, hashed: Hashes, finish: Callable[[Path], Hashes
         return {}, failed
     more = {}
     try:
-        own = [name for name in rest if _choose_rank(name) == group.rank() % group.world()]
+        own = [name for name in rest if _choose_hashing_rank(name) == group.rank() % group.world()]
         more = hash_files(folder, [name for name in own if (folder / name).is_file()], sync=True)
     except Exception as error:
         fault = describe_error(error)
@@ -367,8 +369,8 @@ def hash_all_files(folder: Path, hashed: Hashes, finish: Callable[[Path], Hashes
 def _merge_hashes(
     folder: Path, gathered: list[tuple[Hashes, list[str], str | None]] | None, expected: list[str] | None = None
 ) -> tuple[Hashes, list[str], str | None]:
-    """Merges the hashes of all ranks: returns them on rank 0, and on all ranks the files that none has hashed, and what
-    is wrong.
+    """Merges the hashes of all ranks. Returns them on rank 0 ({} on the others), and on all ranks the files that none
+    has hashed, and what is wrong, None for nothing.
 
     All of the `expected` ones must be hashed; None: those in the folder, by one rank or later.
     """
@@ -404,7 +406,7 @@ def _list_files(folder: Path) -> list[str]:
     return [path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()]
 
 
-def _choose_rank(name: str) -> int:
+def _choose_hashing_rank(name: str) -> int:
     """Returns the rank that hashes a file: the writer in its name, else any, the same on all ranks."""
     writer = _WRITTEN_BY.fullmatch(name)
     return (int(writer[1]) if writer else zlib.crc32(name.encode())) % group.world()

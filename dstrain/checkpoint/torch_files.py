@@ -108,7 +108,7 @@ class Content(NamedTuple):
 
 
 def is_altered(span: Span, crc: int) -> bool:
-    """Returns whether a storage's bytes do not match their CRC-32; never if torch wrote no sums, which leaves 0."""
+    """Returns whether a storage's bytes do not match their CRC-32; False if torch wrote no sums, which leaves 0."""
     actual, left = 0, span.nbytes
     with open(span.path, "rb") as file:
         file.seek(span.offset)

@@ -74,9 +74,9 @@ def read_counters(path: Path) -> dict[str, dict[str, Any]]:
     return values
 
 
-def read_divergence(path: Path) -> State:
-    """Returns the state of the run's course (engine/recovery.py) in a checkpoint. Earlier versions wrote none, and kept
-    the number of skipped steps by part.
+def read_course(path: Path) -> State:
+    """Returns the state of the run's course (engine/recovery.py) in a checkpoint. Earlier versions wrote none: for
+    theirs, the number of skipped steps is the largest of the parts' own.
     """
     skipped = max((part["skipped"] for part in read_counters(path).values()), default=0)
     return parse_state(read_manifest(path)["extra"].get("course", {"skipped": skipped}))
@@ -94,7 +94,7 @@ def check_checkpoint(path: Path) -> None:
 
     Every file that it would read is listed, so verified; any program can seal any manifest.
     """
-    read_divergence(path)
+    read_course(path)
     body, parts = read_manifest(path), list(read_counters(path))
     required = {COMMON, *(name_shard(part, rank, body["world"]) for part in parts for rank in range(body["world"]))}
     present = [*path.glob("*.safetensors"), *(file for part in parts for file in (path / "deepspeed" / part).glob("*"))]
@@ -103,7 +103,7 @@ def check_checkpoint(path: Path) -> None:
         raise ConfigError(f"{unlisted[0]} is not in {NAME}")
 
 
-def select_prefix(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
+def select_by_prefix(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
     return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
 
 

@@ -219,7 +219,7 @@ def _plan_dstrain_checkpoint(order: Order, checkpoint: Path) -> Plan:
         else:
             used |= set(fragments.files)
             entries = [Entry(name, tensor, DTYPES[order.dtype]) for name, tensor in fragments.list_tensors(kind)]
-            plan.parts[part] = entries + list(layout.list_buffers(checkpoint, part))
+            plan.parts[part] = entries + list(layout.iterate_buffers(checkpoint, part))
         plan.weights[part] = "raw" if kind == "master" else kind.replace("ema.", "ema:", 1)
     plan.to_verify = sum(files[name]["size"] for name in used)
 

@@ -196,7 +196,7 @@ def _check_data_and_folder(
     from dstrain.data.formats.labels import require_classes
     from dstrain.data.open import describe_data, find_contents, open_sources
     from dstrain.data.source import describe_cut_captions
-    from dstrain.metrics.in_training import check_quality
+    from dstrain.metrics.in_training import build_quality
     from dstrain.planning.states import describe_memory_of_states
 
     source, held_out = open_sources(run.data, verify=True, run=run.directory)
@@ -225,7 +225,7 @@ def _check_data_and_folder(
         own=not (run.data.mixture or run.data.held_out_path),
     )
     require_holdable(run.system, system)
-    check_quality(run, system, source, held_out)  # asks for a label of each class
+    build_quality(run, system, source, held_out)  # asks for a label of each class
     remarks = describe_data(run.data, source, held_out, run.directory) + _check_initial_weights(run, system, options)
     remarks += [cut] if cut else []
     if held_out is not None and run.every.evaluate and run.every.evaluate_samples > len(held_out):

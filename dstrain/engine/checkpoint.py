@@ -131,7 +131,7 @@ class Checkpoints:
         """
         try:
             self.load(path)
-            return validate.read_divergence(path)
+            return validate.read_course(path)
         except (OSError, SafetensorError) as error:
             raise NotRead(
                 f"{path} cannot be read, though it verified just now ({error}): its storage fails. All saved "
@@ -299,7 +299,7 @@ class Checkpoints:
         for part in self._engines:
             self._load_part(part, path, common, counters[part])
         try:
-            self._system.load_state_dict(validate.select_prefix(common, "system/"))
+            self._system.load_state_dict(validate.select_by_prefix(common, "system/"))
         except ConfigError as error:  # only after --allow-change: the recipe is compared before
             if group.rank() == 0:
                 self.saver.report(f"the system's own state begins anew: {error}")
@@ -341,7 +341,7 @@ class Checkpoints:
             for kind, name, codes in masters.list_coded_moments():
                 if not anew and shards.has_tensor(kind, name):
                     restore_bytes_from_floats(codes, shards.read(kind, name))
-        buffers = validate.select_prefix(common, f"buffer/{part}/")
+        buffers = validate.select_by_prefix(common, f"buffer/{part}/")
         for name, buffer in _list_saved_buffers(engine.module):
             if name in buffers:
                 saved = {name: tuple(buffers[name].shape)}
@@ -396,7 +396,7 @@ def read_weights(path: Path, part: str, kind: str = "master", at_once: bool = Tr
                 for name, k in shards.list_whole(kind).items()
             }
         )
-    return weights | validate.select_prefix(load_file(path / COMMON), f"buffer/{part}/")
+    return weights | validate.select_by_prefix(load_file(path / COMMON), f"buffer/{part}/")
 
 
 def read_ema_decays(path: Path, part: str) -> list[float]:

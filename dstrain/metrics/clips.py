@@ -83,15 +83,16 @@ def _find_middle(profile: Tensor) -> Tensor:
 
 
 def make_stories(seeds: Tensor) -> tuple[Tensor, Tensor]:
-    """Makes the stories of seeds int64 (N,): the item (N,), where items come in turn, and the motions (N, SCENES), all
-    different; int64 both.
+    """Makes the stories of seeds int64 (N,). Returns the item of each, (N,), items in turn, and the motions of its
+    scenes, (N, SCENES), all different; int64 both.
     """
     items = seeds % (len(list_captions()) // len(MOTIONS))
     return items, rng.uniform(rng.keys_of_seeds(seeds), "motions", (len(MOTIONS),)).argsort(1)[:, :SCENES]
 
 
 def sum_scenes(network: Features, videos: Tensor, ends: list[int], items: Tensor, asked: Tensor) -> Tensor:
-    """Sums over stories, float64 (6, S), from which `figures` makes shares; sums of several ranks may be added.
+    """Returns sums over stories, float64 (6, S), of which `score_scenes` makes the scores; sums of several ranks may be
+    added.
 
     videos uint8 (N, T, C, H, W); ends: the frame behind each scene; items (N,) and motions `asked` (N, S), int64.
     """

@@ -47,7 +47,7 @@ _TOWERS = {
 }
 
 
-def require_kind(words: str) -> None:
+def require_known_kind(words: str) -> None:
     """Raises ConfigError if KIND:PATH names no known kind; nothing is opened."""
     if words not in BUILT_IN and words.partition(":")[0] not in SOURCES:
         known = (*BUILT_IN, *(f"{name}:PATH" for name in SOURCES))
@@ -59,7 +59,7 @@ def open_features(words: str, device: torch.device | None = None) -> Features:
 
     Raises ConfigError if the kind is unknown, the path is absent, or the file holds another network.
     """
-    require_kind(words)
+    require_known_kind(words)
     kind, _, path = words.partition(":")
     device = device or group.device()
     if words in BUILT_IN:

@@ -64,7 +64,7 @@ class Begun(Images):
         return self._length
 
     def iterate_batches(self, size: int) -> Iterator[Batch]:
-        """Yields the batches once, at the size with which the set was begun."""
+        """Yields the batches, once, at the size with which the set was opened."""
         assert size == self._size
         if self.first is not None:
             yield self.first
@@ -72,7 +72,7 @@ class Begun(Images):
 
 
 def _deal_numbers(count: int, size: int) -> Iterator[range]:
-    """Yields this rank's numbers below `count`."""
+    """Yields ranges of at most `size` numbers below `count`: this rank's share."""
     for begin in range(group.rank() * size, count, size * group.world()):
         yield range(begin, min(begin + size, count))
 

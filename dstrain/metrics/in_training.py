@@ -77,14 +77,19 @@ class Quality:
                 "samples.metrics: accuracy needs labels or captions, and this model is told none: leave it out"
             )
 
-    def describe(self, folder: Path) -> None:
-        """Describes the reference, on all ranks, or reads what an earlier command has written into the run's folder."""
+    def prepare_reference(self, folder: Path) -> None:
+        """Sets the statistics of the reference, on all ranks: collects them, or reads those that an earlier command has
+        written into the run's folder.
+        """
         get_phases().enter_phase("describing the data for every.metrics")
         self._data = self._compared.read_statistics(partial(self._read_or_collect_statistics, folder))
 
     def _read_or_collect_statistics(
         self, folder: Path, images: Images, compared: dict[str, Features]
     ) -> dict[str, Statistics]:
+        """Returns the statistics of the reference by network: from the run's folder if they are of these images and
+        networks, else collected, and written there.
+        """
         networks = {network.name: network for network in compared.values()}
         data = self._run.data
         key = json.dumps(
@@ -114,7 +119,8 @@ class Quality:
         return {name: _place_statistics(values) for name, values in statistics.items()}
 
     def measure(self, nets: Nets, micro: int) -> dict[str, float]:
-        """Measures what the networks draw, at most `micro` pictures of a rank at a time; leaves out figures by class.
+        """Returns the figures of what the networks draw, at most `micro` pictures of a rank at a time; those by class
+        are left out.
 
         On all ranks together, and the same on all of them.
         """
@@ -188,7 +194,7 @@ def _place_statistics(statistics: Statistics) -> Statistics:
     return statistics
 
 
-def check_quality(run: Run, system: System, train: Source, unseen: Source | None) -> Quality | None:
+def build_quality(run: Run, system: System, train: Source, unseen: Source | None) -> Quality | None:
     """Returns the metrics of every.metrics, checked; None if the run measures none. Raises ConfigError as Quality.
 
     Names are checked even where nothing is measured: a run may go on with every.metrics.
@@ -222,7 +228,7 @@ def open_quality(run: Run, system: System, train: Source, unseen: Source | None)
 
     Raises ConfigError as Quality.
     """
-    quality = check_quality(run, system, train, unseen)
+    quality = build_quality(run, system, train, unseen)
     if quality is not None:
-        quality.describe(run.directory)
+        quality.prepare_reference(run.directory)
     return quality

@@ -208,7 +208,7 @@ class InceptionFeatures(Features):
         self.spatial = InceptionSpatial(self)
 
     def prepare(self, images: Tensor) -> Tensor:
-        """Converts images uint8 (N, C, h, w) to the input of the network."""
+        """Returns images uint8 (N, C, h, w) as the network's input, float32 (N, 3, 299, 299) in about [-1, 1]."""
         images = make_rgb(images).to(self._network.fc.weight.device).float()
         return self._resize(images) / self._middle - 1
 

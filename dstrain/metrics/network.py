@@ -43,10 +43,11 @@ class Features(ABC):
     def count_shown(
         self, images: Tensor, logits: Tensor, labels: Tensor | None, captions: list[str] | None
     ) -> Tensor | None:
-        """Counts images that show what was asked for by labels (n,) or captions: float64 (2, classes), right ones, and
-        all.
+        """Counts, by class, the images that show what labels (n,) or captions ask for: float64 (2, classes), right
+        ones, and all.
 
-        More rows are images that show a part of what was asked for, as named in `parts`. None: nothing was asked for.
+        More rows count images that show a part of what was asked for, as named in `parts`. Returns None if nothing was
+        asked for. Raises ConfigError for a label that is no class.
         """
         if labels is None:
             return None

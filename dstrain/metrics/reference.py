@@ -77,7 +77,7 @@ def _select_statistics(
     if mean is None and kept is None:
         return None
     mean, covariance, kept = (
-        _check_array(rows, f"--reference {path}: {prefix}{key}", axes)
+        _get_checked_array(rows, f"--reference {path}: {prefix}{key}", axes)
         for rows, key, axes in (
             (mean, f"mu{end}", "D"),
             (covariance, f"sigma{end}", "DD"),
@@ -111,7 +111,7 @@ def _select_statistics(
     )
 
 
-def _check_array(rows: Any, name: str, axes: str) -> np.ndarray | None:
+def _get_checked_array(rows: Any, name: str, axes: str) -> np.ndarray | None:
     """Returns numbers after checking that they are finite and have these axes, of which those of one letter are equally
     long.
 

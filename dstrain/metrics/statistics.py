@@ -81,8 +81,8 @@ class Collector:
             self._add_sum("retrieved", self._is_nearest(features, captions).double().sum())
 
     def _is_nearest(self, features: Tensor, captions: list[str]) -> Tensor:
-        """Returns whether each caption, bool (n,), is nearer to its image than all other candidates, of which the last
-        makes room for one that is none of them.
+        """Returns, for each caption, bool (n,), whether it is nearer to its image than all other candidates. The last
+        candidate makes room for a caption that is none of them.
         """
         if not self._texts:
             self._texts.append(F.normalize(self.network.embed_texts([*self.candidates]), dim=1))  # (K, D)
@@ -97,8 +97,8 @@ class Collector:
         self._sums[name] = values if name not in self._sums else self._sums[name].add_(values)
 
     def _add_moments(self, at_least: int) -> None:
-        """Adds the waiting features to the sums once there are `at_least` so many: a product of few rows costs
-        as much.
+        """Adds the waiting features to the sums once there are `at_least` so many, since a product of few rows costs as
+        much as one of many.
         """
         if sum(map(len, self._waiting)) >= at_least:
             rows, self._waiting = torch.cat(self._waiting).double(), []
@@ -113,7 +113,9 @@ class Collector:
         self._rows.append(features[chosen.to(features.device)])
 
     def _add_scores(self, split: Tensor, logits: Tensor) -> None:
-        """Adds to `split` int64 (n,), the part of an Inception Score that each sample belongs to."""
+        """Adds the sums of an Inception Score; `split` int64 (n,): the part of the score that each sample
+        belongs to.
+        """
         logs = logits.log_softmax(1)
         zeros, split = torch.zeros(_SPLITS, dtype=logs.dtype, device=logs.device), split.to(logs.device)
         self._add_sum("p", logs.new_zeros(_SPLITS, logs.shape[1]).index_add_(0, split, logs.exp()))

@@ -8,7 +8,7 @@ from typing import Any
 from dstrain.distributed import group
 from dstrain.distributed.progress import get_phases
 from dstrain.metrics import distances
-from dstrain.metrics.features import BUILT_IN, SOURCES, open_features, require_kind
+from dstrain.metrics.features import BUILT_IN, SOURCES, open_features, require_known_kind
 from dstrain.metrics.images import Batch, Begun, Images
 from dstrain.metrics.network import Features
 from dstrain.metrics.reference import INCEPTIONS
@@ -97,7 +97,7 @@ def require_known(metrics: Sequence[str], paths: Sequence[str]) -> None:
             f"--metrics {','.join(unknown)}: known are {', '.join(METRICS)}; dstrain evaluate takes scenes, too, alone"
         )
     for words in paths:
-        require_kind(words)
+        require_known_kind(words)
 
 
 def choose_networks(metrics: Sequence[str], paths: Sequence[str]) -> dict[str, Features]:
@@ -175,9 +175,9 @@ def collect_statistics(
     return {name: collector.merge_ranks() for name, collector in collectors.items()}
 
 
-def begin_set(images: Images, networks: dict[str, Features], size: int, keep: int = KEPT) -> Images:
-    """Checks that a set suits the metrics, takes its first batch, and returns it for `collect_statistics` with the same
-    arguments; on all ranks together. What shows without images, which may have to be drawn, is checked before.
+def prepare_set(images: Images, networks: dict[str, Features], size: int, keep: int = KEPT) -> Images:
+    """Checks that a set suits the metrics and reads its first batch; returns a set for `collect_statistics` with the
+    same arguments, on all ranks together. Faults that show without images are raised before any is drawn.
 
     Raises ConfigError as `collect_statistics` with this batch, or if there are too few images for pr and dc.
     """
@@ -185,7 +185,7 @@ def begin_set(images: Images, networks: dict[str, Features], size: int, keep: in
     require_neighbours(networks, min(len(images), keep))
     if images.clips is not None:
         for metric, network in networks.items():
-            _require_kind(network, images.clips)
+            _require_images_or_clips(network, images.clips)
             if images.clips and images.captions and "right" in METRICS[metric].needs:
                 network.require_captions(images.captions)
     begun, by_name = Begun(images, size), {network.name: network for network in networks.values()}
@@ -196,7 +196,9 @@ def begin_set(images: Images, networks: dict[str, Features], size: int, keep: in
 
 
 def require_neighbours(metrics: Iterable[str], count: int, of: str = "") -> None:
-    """Raises ConfigError if pr and dc find no neighbours among `count` images, in the set `of`."""
+    """Raises ConfigError if pr or dc would find too few neighbours among `count` images. of: words behind the number in
+    the message.
+    """
     by_neighbours = [name for name in metrics if name in ("pr", "dc")]
     if by_neighbours and count <= distances.NEIGHBOURS:
         raise ConfigError(
@@ -222,7 +224,7 @@ def _list_needs(networks: dict[str, Features], compared: bool = False) -> dict[s
 
 def _require_suitable(batch: Batch, network: Features, needs: set[str]) -> None:
     """Raises ConfigError, before much is computed, if a network takes no such images, or texts or labels are absent."""
-    _require_kind(network, batch.images.ndim == 5)
+    _require_images_or_clips(network, batch.images.ndim == 5)
     shown = batch.captions if batch.labels is None else batch.labels  # captions of built-in data name the item
     for need, metric, kind, values in (
         ("text_score", "clip_score", "captions", batch.captions),
@@ -233,7 +235,7 @@ def _require_suitable(batch: Batch, network: Features, needs: set[str]) -> None:
             raise ConfigError(f"--metrics {metric} needs {kind}, and these images have none: leave it out")
 
 
-def _require_kind(network: Features, clips: bool) -> None:
+def _require_images_or_clips(network: Features, clips: bool) -> None:
     """Raises ConfigError if the network takes images and these are clips, or the other way round."""
     if network.videos not in (None, clips):
         kinds = ("clips", "images") if network.videos else ("images", "clips")
@@ -263,7 +265,9 @@ def name_needs(metrics: Sequence[str]) -> set[str]:
 def compute_figures(
     networks: dict[str, Features], drawn: dict[str, Statistics], reference: dict[str, Statistics]
 ) -> Figures:
-    """Computes the figures of all metrics in `networks`, from statistics by name of their network; on all ranks."""
+    """Returns the figures (value, deviation or None) of all metrics in `networks`, from statistics by name of their
+    network; on all ranks.
+    """
     values: Figures = {}
     for name, network in networks.items():
         values |= METRICS[name].figures(name, network, drawn[network.name], reference.get(network.name))

@@ -16,8 +16,8 @@ from dstrain.checkpoint.layout import (
     Fragment,
     Index,
     find_reconstructed,
+    iterate_buffers,
     list_averages,
-    list_buffers,
     make_damage_error,
     name_shard,
 )
@@ -123,7 +123,7 @@ def test_types_of_buffers(tmp_path, kind, name):
     """Oracle: the contract: floating buffers are written in float32 at least, others as they are; of one part alone."""
     named = {"buffer/net/a": torch.ones(3, dtype=kind), "buffer/other/a": torch.ones(3), "system/a": torch.ones(3)}
     (tmp_path / "common.safetensors").write_bytes(save(named))
-    (entry,) = list_buffers(tmp_path, "net")
+    (entry,) = iterate_buffers(tmp_path, "net")
     assert (entry.name, entry.dtype, entry.source.numel) == ("a", name, 3)
 
 

@@ -65,7 +65,7 @@ def test_counters(folder, counters):
     """Oracle: the step before, and one line that names the file; in order it is the step itself."""
     assert newest(folder) == (9, [])
     assert validate.read_counters(folder / "step_00000009") == FINE
-    assert validate.read_divergence(folder / "step_00000009").skipped == 1
+    assert validate.read_course(folder / "step_00000009").skipped == 1
     seal(folder / "step_00000009", counters)
     step, lines = newest(folder)
     assert step == 7 and len(lines) == 1 and "step_00000009" in lines[0]
@@ -121,7 +121,7 @@ def test_small_tensors_and_counters(tmp_path):
     loaded = load_file(tmp_path / "common.safetensors")
     assert loaded.keys() == tensors.keys() and all(torch.equal(loaded[name], tensors[name]) for name in tensors)
     assert validate.read_counters(tmp_path) == FINE
-    within = validate.select_prefix(loaded, "buffer/net/")
+    within = validate.select_by_prefix(loaded, "buffer/net/")
     assert list(within) == ["scale"] and torch.equal(within["scale"], tensors["buffer/net/scale"])
 
 

@@ -16,7 +16,7 @@ from dstrain.distributed.watchdog import Watchdog
 from dstrain.engine.ema.shadow import EmaShadow
 from dstrain.metrics import table
 from dstrain.metrics.features import open_features
-from dstrain.metrics.in_training import check_quality, open_quality
+from dstrain.metrics.in_training import build_quality, open_quality
 from dstrain.recipe import ConfigError, Run
 from dstrain.systems.base import Batch, Nets, Request, System
 from tests.support import counting, gloo
@@ -113,7 +113,7 @@ def test_features_of_the_data_are_kept(tmp_path, monkeypatch):
 )
 def test_the_lowest_score_is_the_best(tmp_path, best, figures, score):
     """Oracle: by hand: a distance counts as it is, an accuracy as its negative; the held-out loss is no metric."""
-    quality = check_quality(run_in(tmp_path, save={"best": best}), Copies(), Fashion(28, 1), None)
+    quality = build_quality(run_in(tmp_path, save={"best": best}), Copies(), Fashion(28, 1), None)
     assert quality.score(figures) == score
 
 
@@ -156,7 +156,7 @@ def test_what_cannot_be_measured_is_refused(tmp_path, system, sections, message)
     run = run.model_copy(update={"data": run.data.model_copy(update=sections.get("data", {}))})
     instance = system(counting.Config()) if system is counting.Counting else system()
     with pytest.raises(ConfigError) as caught:
-        check_quality(run, instance, Fashion(28, 1), None)
+        build_quality(run, instance, Fashion(28, 1), None)
     assert message in str(caught.value)
 
 
@@ -179,7 +179,7 @@ def test_metrics_by_default(tmp_path, system, data, steps, metrics):
     """Oracle: by hand: what the built-in data and the model allow, where the recipe names none; nothing elsewhere."""
     run = run_in(tmp_path, samples={"metrics": None}, every={"metrics": steps})
     run = run.model_copy(update={"data": run.data.model_copy(update={"path": data})})
-    quality = check_quality(run, system(), Fashion(28, 1), None)
+    quality = build_quality(run, system(), Fashion(28, 1), None)
     assert quality is None if metrics is None else set(quality.metrics) == metrics
 
 
@@ -198,7 +198,7 @@ def test_the_best_by_a_metric_of_the_default(tmp_path, system, best, message):
     """Oracle: by hand: what is measured where the recipe names no metrics may be chosen by, and nothing else."""
     run = run_in(tmp_path, samples={"metrics": None}, save={"best": best})
     with nullcontext() if message is None else pytest.raises(ConfigError, match=message):
-        assert best in check_quality(run, system(), Fashion(28, 1), None).metrics
+        assert best in build_quality(run, system(), Fashion(28, 1), None).metrics
 
 
 class Shown:

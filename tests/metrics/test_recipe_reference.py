@@ -13,7 +13,7 @@ from dstrain.commands.evaluating.quality import write_reference
 from dstrain.commands.options.evaluate import EvaluateOptions
 from dstrain.data.builtin.fashion import Fashion
 from dstrain.metrics import table
-from dstrain.metrics.in_training import check_quality, open_quality
+from dstrain.metrics.in_training import build_quality, open_quality
 from dstrain.recipe import ConfigError, Run
 from dstrain.recipe.run import Codes
 from dstrain.systems.base import Nets, Request
@@ -191,14 +191,14 @@ def test_what_is_refused_at_the_start(tmp_path, words, kind, monkeypatch):
         monkeypatch.setattr(table, "open_features", lambda words: type("Clip", (), {"name": "clip", "fingerprint": ""}))
         run = run.model_copy(update={"samples": run.samples.model_copy(update={"features": ("clip:x",)})})
     with pytest.raises(ConfigError) as caught:
-        check_quality(run, Painter(), Fashion(32, 3), None)
+        build_quality(run, Painter(), Fashion(32, 3), None)
     assert message.format(place=place) in str(caught.value) and "--reference " not in str(caught.value)
 
 
 def test_metrics_where_a_reference_is_all_that_is_named(tmp_path, words):
     """Oracle: the guide: fid of pictures."""
     run = run_on_codes(tmp_path / "run", words, arrays(tmp_path / "a.npz", noise(9)), metrics=None)
-    assert check_quality(run, Painter(), Fashion(32, 3), None).metrics == ("fid",)
+    assert build_quality(run, Painter(), Fashion(32, 3), None).metrics == ("fid",)
 
 
 def test_a_reference_that_changes_or_cannot_be_read_is_said(tmp_path, words, capsys):

@@ -64,7 +64,7 @@ def measure_quality(options: EvaluateOptions) -> tuple[Path | None, dict[str, An
         images, facts = _open_measured(options, run)
         compared = _open_reference(options, run, networks)
         with use_precision(options.precision), reword_errors(options=OPTIONS):
-            images = table.begin_set(images, networks, options.batch, options.kept or KEPT)
+            images = table.prepare_set(images, networks, options.batch, options.kept or KEPT)
         known, place = compared.read_statistics(partial(_collect_statistics, options, compared=True)), compared.place
         with use_precision(options.precision):
             measured = _collect_statistics(options, images, networks)
