@@ -86,7 +86,7 @@ def train(run: Run, settings: dict[str, Any], resume: Resume = Resume()) -> int:
             if stops.patience is not None and stops.is_requested():
                 raise Stopped from error  # another rank has left at once, too
             watchdog.handle_lost_ranks(error)
-            training.tracker.note_failure(group.report_fatal_error(error), page=isinstance(error, FloatingPointError))
+            training.tracker.note_failure(group.explain_fatal_error(error), page=isinstance(error, FloatingPointError))
             raise
         finally:
             training.close()
@@ -119,13 +119,13 @@ def run_steps(training: Training) -> tuple[int, bool]:
             left = True
             break
         training.stops.defer_to_main_thread(None)
-        training.ema.update(done, engines.list_applied())
+        training.ema.update(done, engines.collect_applied_flags())
         done += 1
         throughput.count_step(done, losses)
         tracker.move_progress_bar(done)
         training.saves.report_ended_save()  # reports saves that have ended meanwhile
         stop = ballot.await_outcome()  # everyone together
-        if trouble := course.find_trouble(done, engines.list_applied().values(), losses, done == run.steps):
+        if trouble := course.find_trouble(done, engines.collect_applied_flags().values(), losses, done == run.steps):
             done, stop = go_back(training, done, trouble), False  # raises where there is no way back
             continue
         last = stop or done == run.steps

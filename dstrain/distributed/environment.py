@@ -22,7 +22,7 @@ _DEBUG_LEVELS = ("OFF", "INFO", "DETAIL")
 
 
 def prepare_process() -> list[str]:
-    """Mends the environment of this process where it can, and returns what is wrong with the rest of it."""
+    """Mends the environment of this process; returns a message for each fault in it that only a user can mend."""
     problems = [*_check_launch_variables(), *_check_temporary_folder(), *_check_debug_level()]
     if not problems:
         _replace_home()
@@ -94,7 +94,7 @@ def _check_launch_variables() -> Iterator[str]:
 
 
 def _check_address(host: str) -> Iterator[str]:
-    """Checks that the host of rank 0 has an address: torch would ask for it again and again."""
+    """Yields a problem if the host of rank 0 has no address, since torch would ask for it again and again."""
     fault: Exception | None = None
     for patience in (1, 4, 0):  # seconds: a name server may be slow when hundreds of ranks ask at once
         try:
@@ -107,7 +107,7 @@ def _check_address(host: str) -> Iterator[str]:
 
 
 def _check_hosts(place: Place) -> Iterator[str]:
-    """Checks that ranks on several machines know the first one: mpirun tells them of no address."""
+    """Yields a problem if ranks on several machines do not know the first one: mpirun tells them of no address."""
     by_mpirun = any(os.environ.get(name) for name in _MPI_SIZES)
     if by_mpirun and place.local_world < place.world and "MASTER_ADDR" not in os.environ:
         yield (
@@ -118,7 +118,7 @@ def _check_hosts(place: Place) -> Iterator[str]:
 
 
 def _check_interfaces() -> Iterator[str]:
-    """Checks the network interfaces that gloo shall use."""
+    """Yields a problem for each network interface that gloo shall use and that this machine lacks."""
     there = [name for _, name in socket.if_nameindex()]
     for name in filter(None, os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")):
         if name not in there:
@@ -147,7 +147,9 @@ def _replace_home() -> None:
 
 
 def _shorten_socket_paths() -> Iterator[str]:
-    """Has multiprocessing make its sockets in a short folder: a socket's path has 107 letters at most."""
+    """Makes multiprocessing put its sockets into a short folder, since a socket's path has 107 letters at most. Yields
+    a problem if there is none.
+    """
     own = tempfile.gettempdir()
     if len(os.fsencode(own)) <= _LONGEST:
         return

@@ -131,8 +131,8 @@ def explain_lost_ranks(error: BaseException) -> str | None:
     )
 
 
-def report_fatal_error(error: BaseException, seconds: float = 60.0) -> str:
-    """Returns the line that a rank logs when an error ends it, and if other ranks are lost, limits its end to
+def explain_fatal_error(error: BaseException, seconds: float = 60.0) -> str:
+    """Returns the line that a rank logs when an error ends it. If other ranks are lost, also ends this process after
     `seconds`.
 
     Without other ranks its teardown may wait for ever: for a thread that exchanges data with them, or for a file system

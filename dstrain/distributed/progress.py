@@ -100,7 +100,7 @@ class Phases(AbstractContextManager):
         """Prints lines about silence by `write` from now on, which keeps a progress bar whole."""
         self._print = write
 
-    def _is_word_due(self, now: float) -> bool:
+    def _is_line_due(self, now: float) -> bool:
         """Returns whether no line was printed for so long that one is due."""
         since = max(self._phase[1], self._heard) if self._settled else self._heard
         return now - since >= self._quiet
@@ -108,7 +108,7 @@ class Phases(AbstractContextManager):
     def _watch_silence(self, left: threading.Event) -> None:
         while not left.wait(_TICK):
             now = time.monotonic()
-            if not self._is_word_due(now) or is_debugged(self._main):
+            if not self._is_line_due(now) or is_debugged(self._main):
                 continue
             phase, since = self._phase
             lasts = now - since
@@ -121,7 +121,7 @@ class Phases(AbstractContextManager):
 
 
 def make_greeting() -> str:
-    """Returns the first line: what has begun, and where."""
+    """Returns the first line that a command prints: which rank of which launch has begun, and where."""
     own = read_place()
     return (
         f"dstrain {__version__}: rank {own.rank} of {own.world}, process {os.getpid()} on {socket.gethostname()}, "

@@ -155,7 +155,7 @@ class Watchdog(AbstractContextManager):
 
         began: when this rank became overdue.
         """
-        me = self._describe_stand()
+        me = self._make_stand()
         heard = {rank: stand for rank, (stand, when) in dict(self._heard).items() if when > max(began, now - _SILENT)}
         if suspended:
             return [
@@ -172,7 +172,7 @@ class Watchdog(AbstractContextManager):
             [me, *heard.values()]
         ), set(silent)
 
-    def _describe_stand(self, beat: int = 0) -> Stand:
+    def _make_stand(self, beat: int = 0) -> Stand:
         phase, step, _ = self._now
         where, waits = find_current_line(self._main)
         seconds = round(time.monotonic() - self._find_last_progress(), 1)
@@ -189,7 +189,7 @@ class Watchdog(AbstractContextManager):
         try:
             while not self._closed.wait(pause):
                 beat += 1
-                store.set(f"{_KEY}/{group.rank()}", json.dumps(asdict(self._describe_stand(beat))))
+                store.set(f"{_KEY}/{group.rank()}", json.dumps(asdict(self._make_stand(beat))))
                 if not (self._overdue or beat == 2):
                     continue
                 asked = others if self._overdue else others[: min(group.rank(), 1)]
@@ -220,8 +220,8 @@ class Watchdog(AbstractContextManager):
         return f"rank {rank} on {socket.gethostname()} (process {pid[0]})" if pid else f"rank {rank}"
 
     def _end_run(self, reasons: list[str], at_fault: set[int]) -> None:
-        """Writes what is known, ends ranks at fault here, and then this one. Each part has some seconds, since disks
-        may hang.
+        """Writes stacks and reasons, ends the ranks at fault on this machine, and then this process. Each part has some
+        seconds, since disks may hang.
         """
         self._ending.acquire()  # the watch and the main thread may both come here
         self._signal_ranks(at_fault - self._list_suspended(), signal.SIGUSR2)  # they write their stacks on stderr
@@ -233,7 +233,7 @@ class Watchdog(AbstractContextManager):
 
     def _report_hang(self, reasons: list[str]) -> None:
         phase, step, _ = self._now
-        me = self._describe_stand()
+        me = self._make_stand()
         text = (
             f"rank {me.rank} on {me.host} has been in {phase} {step} for {me.seconds:.0f} s, and the run ends: "
             f"{'; '.join(reasons)}. Stacks are in {self._folder / 'stacks'}. All saved is whole; the same command "
@@ -245,7 +245,7 @@ class Watchdog(AbstractContextManager):
 
     def _write_stacks(self) -> None:
         """Writes the stacks of all threads; on stderr where the folder is not a run's yet."""
-        me = self._describe_stand()
+        me = self._make_stand()
         if not (self._folder / "run.yaml").exists():
             faulthandler.dump_traceback(2, all_threads=True)
             return

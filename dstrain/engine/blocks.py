@@ -89,7 +89,9 @@ def should_compile(choice: str) -> bool:
 
 
 def run_block(module: nn.Module, recompute: str, *inputs: Any, **named: Any) -> Any:
-    """Runs the forward pass of a block. What is computed again draws the same dropout masks."""
+    """Runs the forward pass of a block, with recomputation as `recompute` says; a repeated pass draws the same dropout
+    masks.
+    """
     plain = partial(type(module).forward, module)
     if recompute == "none" or not torch.is_grad_enabled():
         return plain(*inputs, **named)

@@ -125,7 +125,7 @@ class Checkpoints:
         self._adopt_checkpoint(*newest)
         return step
 
-    def _load_whole(self, path: Path) -> State:
+    def _load_verified(self, path: Path) -> State:
         """Loads a checkpoint that has just been verified; returns the state of the run's course. Raises NotRead if its
         storage fails now.
         """
@@ -139,7 +139,7 @@ class Checkpoints:
             ) from error
 
     def _adopt_checkpoint(self, step: int, path: Path) -> None:
-        self.course.state = self._load_whole(path)
+        self.course.state = self._load_verified(path)
         self.saver.newest = step
         self.averages.set_aside(step)
 
@@ -164,7 +164,7 @@ class Checkpoints:
             reason = "The checkpoints are DeepSpeed's own files, which only --trust-pickle reads"
         else:
             step, path = newest
-            course.note_rollback(done, step, self._load_whole(path).model_dump())
+            course.note_rollback(done, step, self._load_verified(path).model_dump())
             self.store.set_aside(step)
             self.averages.set_aside(step)
             self.saver.newest = step

@@ -144,7 +144,9 @@ class Engines(Mapping[str, Any]):
         return {name: find_full_shape(weight) for name, weight in self[part].module.named_parameters()}
 
     def count_weights(self, frozen: Iterable[nn.Module]) -> dict[str, int]:
-        """Counts how many weights each part trains, and below `frozen` how many are not trained, of all networks."""
+        """Returns how many weights each part trains, and as "frozen", if there are any, how many are not trained, of
+        the parts and of the networks `frozen`.
+        """
         counts = dict.fromkeys(self, 0)
         still = sum(find_full_shape(weight).numel() for network in frozen for weight in network.parameters())
         for part, network in self.modules.items():
@@ -196,7 +198,7 @@ class Engines(Mapping[str, Any]):
         self._engines[part].backward(loss)
         self.masters[part].step()
 
-    def list_applied(self) -> dict[str, Flag]:
+    def collect_applied_flags(self) -> dict[str, Flag]:
         """Returns, for each part that had a turn in this step, whether its weights changed. A part without a turn is
         absent.
         """

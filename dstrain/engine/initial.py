@@ -76,8 +76,8 @@ def build_networks(
 ) -> dict[str, tuple[nn.Module, Values]]:
     """Builds fresh networks by part, each with the values that its parameters and buffers start from.
 
-    Where modules draw their own weights, parameters are on the meta device if they can. Else they
-    hold their values, and `note` gets the reason why constructors decide. Call on all ranks. RuntimeError on all ranks:
+    Where modules draw their own weights, parameters are on the meta device if they can be. Else they hold their values,
+    and `note` gets the reason why constructors decide. Call on all ranks. Raises RuntimeError on all ranks if
     constructors leave other weights on some rank than on rank 0.
     """
     reason = find_constructed_weights(networks)

@@ -62,7 +62,7 @@ class Masters(Updates):
         self._groups: list[int] = []  # the parameter group of each flat
         self.frozen = list(self._find_frozen())  # weights that do not learn, in the precision of the network
         self.replicated = self.stage == 0
-        {0: self._find_stage0, 1: self._find_stage12, 2: self._find_stage12, 3: self._find_stage3}[self.stage]()
+        {0: self._locate_stage0, 1: self._locate_stage12, 2: self._locate_stage12, 3: self._locate_stage3}[self.stage]()
         if isinstance(self._get_inner_optimizer(), Muon):
             self._get_inner_optimizer().place_matrices(
                 [self._find_stepped_tensor(number) for number in range(len(self.flats))], self._list_layouts()
@@ -71,7 +71,8 @@ class Masters(Updates):
         # In fp32 the masters may be the compute weights: `show_flats` of other values then needs a copy of them.
         self._aliased = any(flat.data_ptr() in compute for flat in self.flats)
 
-    def _find_stage0(self) -> None:
+    def _locate_stage0(self) -> None:
+        """Sets where the masters of stage 0 lie, whole on each rank."""
         groups = getattr(self._zero, "fp32_groups", None)
         if groups is None:
             pairs = [[(p, p.data) for p in params["params"]] for params in self._zero.param_groups]
@@ -85,22 +86,26 @@ class Masters(Updates):
             whole = Fragment(self._names[id(weight)], tuple(weight.shape), 0, weight.numel())
             self.fragments.append((whole, number, 0))
 
-    def _find_stage12(self) -> None:
+    def _locate_stage12(self) -> None:
+        """Sets where this rank's masters of stages 1 and 2 lie."""
         self.flats = list(self._zero.single_partition_of_fp32_groups)
         self._groups = list(range(len(self.flats)))
-        self._find_shared()
+        self._set_own_fragments()
 
-    def _find_stage3(self) -> None:
+    def _locate_stage3(self) -> None:
+        """Sets where this rank's masters of stage 3 lie."""
         self.flats = list(self._zero.fp32_partitioned_groups_flat)
         self._groups = [self._zero.sub_group_to_group_id[number] for number in range(len(self.flats))]
-        self._find_shared()
+        self._set_own_fragments()
 
-    def _find_shared(self) -> None:
+    def _set_own_fragments(self) -> None:
         rank = dist.get_rank(self._zero.dp_process_group)
         self.fragments = [fragment for _, fragment in self._cut_fragments(range(rank, rank + 1))]
 
     def _cut_fragments(self, ranks: range) -> Iterator[tuple[int, tuple[Fragment, int, int]]]:
-        """Yields each of these ranks with one of its fragments after the other, as in `fragments`, by arithmetic."""
+        """Yields (rank, one of its fragments, as in `fragments`) for all fragments of each of these ranks, by
+        arithmetic.
+        """
         zero = self._zero
         runs = []  # weights that are cut together, the number of their flat, where they begin in it, a rank's share
         if self.stage == 3:
@@ -235,7 +240,7 @@ class Masters(Updates):
             )
 
     def reset_optimizer_state(self) -> None:
-        """Drops the optimizer's state; DeepSpeed's stage 0 has taken a step on zero gradients to make it."""
+        """Drops the optimizer's state: to make it, DeepSpeed's stage 0 has taken a step on zero gradients."""
         self._get_inner_optimizer().state.clear()
 
     def list_optimizer_state(self) -> list[dict[str, Any]]:

@@ -196,7 +196,7 @@ class Lion(torch.optim.Optimizer):
             for weight in group["params"]:
                 if weight.grad is None:
                     continue
-                gradient, applied = _check_gradient(self, weight.grad)
+                gradient, applied = _unscale_gradient(self, weight.grad)
                 state = get_state(self, weight, group["moments"])
                 average = state["exp_avg"]
                 update = average.lerp(gradient, 1 - beta1).sign_()
@@ -205,9 +205,9 @@ class Lion(torch.optim.Optimizer):
                 state["step"] += applied
 
 
-def _check_gradient(optimizer: torch.optim.Optimizer, gradient: Tensor) -> tuple[Tensor, Tensor | float]:
-    """Returns the gradient, scaled and clipped as a fused AdamW does it, and 1, or 0 where nothing may change: a tensor
-    where only the device knows.
+def _unscale_gradient(optimizer: torch.optim.Optimizer, gradient: Tensor) -> tuple[Tensor, Tensor | float]:
+    """Returns the gradient, divided by the loss scale, and 1; 0 and 0 if the step must change nothing: tensors where
+    only the device knows.
     """
     found_inf, scale = getattr(optimizer, "found_inf", None), getattr(optimizer, "grad_scale", None)
     if scale is not None:
@@ -260,9 +260,10 @@ class Muon(torch.optim.AdamW):
         self._matrices: dict[Tensor, list[Matrix]] | None = None
 
     def place_matrices(self, flats: Sequence[Tensor], layouts: Mapping[int, Sequence[tuple[Any, int, int]]]) -> None:
-        """Takes where the matrices lie: by rank, each fragment, the number of its flat and its offset in it.
+        """Remembers where the matrices lie, and which rank makes the update of each orthogonal. layouts: by rank, each
+        fragment, the number of its flat and its offset in it.
 
-        Before that, the matrices stay as they are: DeepSpeed takes a step on zero gradients when it starts.
+        Before this is called, the matrices stay as they are: DeepSpeed takes a step on zero gradients when it starts.
         """
         self._matrices = {flat: [] for flat in flats}
         load = [0] * ranks.world()
@@ -294,7 +295,7 @@ class Muon(torch.optim.AdamW):
 
     def _step_matrices(self, flat: Tensor, group: Group) -> None:
         matrices, lr = self._matrices[flat], group["lr"]
-        gradient, applied = _check_gradient(self, flat.grad)
+        gradient, applied = _unscale_gradient(self, flat.grad)
         state = get_state(self, flat, group["moments"])
         momentum = state["momentum"].lerp_(gradient, (1 - group["momentum"]) * applied)
         update = gradient.lerp(momentum, group["momentum"]).bfloat16().view(-1)  # Nesterov's

@@ -97,7 +97,7 @@ def _is_worth_logging(record: logging.LogRecord) -> bool:
 
 
 def remember_device(index: int) -> None:
-    """Makes DeepSpeed look up the current stream of this rank's GPU alone: it asks some thousand times a step, and to
+    """Makes DeepSpeed look up the current stream on GPU `index` alone. It does so some thousand times a step, and to
     find the current device takes as long as to find its stream.
     """
     import deepspeed
@@ -355,6 +355,8 @@ def skip_reduction(zero: Any) -> None:
 
 
 def leave_loss_scale(zero: Any) -> None:
-    """Leaves a dynamic loss scale to updates.py, and skipped steps to recovery.py."""
+    """Keeps DeepSpeed from changing a dynamic loss scale, which updates.py does, and from raising at skipped steps,
+    which recovery.py counts.
+    """
     zero.loss_scaler.raise_error_at_min_scale = False
     zero._update_scale = lambda overflow: None

@@ -251,7 +251,7 @@ def decide_key(key: str) -> Decision | None:
 
 
 def list_decisions() -> dict[str, Decision]:
-    """Returns the decisions by key."""
+    """Returns the decision on each key that dstrain knows."""
     return {
         key: Decision(verdict, words)
         for verdict, tables in _TABLES.items()

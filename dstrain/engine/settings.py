@@ -296,7 +296,9 @@ def _compare_scale(fp16: Settings, faults: Faults) -> Iterator[str]:
 
 
 def _decide_sums(settings: Settings) -> Iterator[str]:
-    """Decides that gradients of 16 bits are summed in fp32 where a step has several micro-batches."""
+    """Sets that gradients of 16 bits are summed in fp32 if a step has several micro-batches; yields the data types that
+    go with no such sum.
+    """
     data_types, own = settings.get("data_types", {}), read_precision(settings)
     if (weights := data_types.get("param_dtype", own)) != own:
         yield (

@@ -150,7 +150,8 @@ def open_store() -> torch.distributed.Store:
     """Opens the store of rank 0, in which its host and launch stand. A launcher that starts several ranks on a host is
     the parent of them all, so a rank of that host with another parent is of another launch, and has come by the port.
 
-    Rank 0 may open it before it lists data for long: the others wait there as long as it says that work goes on.
+    Rank 0 may open it before it lists data for long: the others wait there as long as it says that work goes on. Raises
+    ConfigError if another launch has the port.
     """
     place = _write_rank_variables()
     try:

@@ -52,9 +52,9 @@ class WideSums:
         weights.
         """
         self._engine, engine.wide_sums = engine, self
-        replace_reduction(engine, self._hand_over)
+        replace_reduction(engine, self._hand_over_sums)
 
-    def _hand_over(self) -> None:
+    def _hand_over_sums(self) -> None:
         """Moves the sums of weights without a part in the last micro-batch into their gradients."""
         if self._engine.is_gradient_accumulation_boundary():
             for weight in list(self._sums):
@@ -154,7 +154,7 @@ class Updates:
             leave_loss_scale(self._zero)  # `count_last_step` changes it
 
     def step(self) -> None:
-        """Takes the optimizer's step after a backward pass, on the last micro-batch; none where a gradient is not
+        """Takes the optimizer's step after the backward pass of the last micro-batch; skips it if a gradient is not
         finite.
         """
         if self._sum_into_masters:
@@ -225,9 +225,7 @@ class Updates:
 
     @cached_property
     def _one_rank(self) -> bool:
-        """Returns whether one rank is alone, so that nothing is reduced, nor rounded as if it were sent in another
-        type.
-        """
+        """Returns whether ZeRO has a single rank, so that gradients are neither reduced nor rounded to another type."""
         zero = self._zero
         return (
             0 < self.stage < 3
@@ -377,7 +375,7 @@ class Updates:
 
     @property
     def scaler_state(self) -> dict[str, float]:
-        """Returns what a checkpoint keeps of a dynamic loss scale and its history; nothing of a fixed one, which is a
+        """Returns what a checkpoint keeps of a dynamic loss scale and its history; {} for a fixed one, which is a
         setting.
         """
         self.count_last_step()

@@ -104,7 +104,7 @@ def find_change(estimate: Estimate, case: Case) -> Estimate | None:
         ways = [{name: changes[name] for name in names} for names in itertools.combinations(changes, size)]
         fitting = [tried for way in ways for tried in _find_fitting(case, way)]
         if fitting:
-            return min(fitting, key=_rank_by_cost)
+            return min(fitting, key=_make_cost_key)
     return None
 
 
@@ -170,11 +170,11 @@ def _find_first(try_: Callable[[dict[str, int]], Estimate | None], sizes: list[d
 
 
 def search_choices(case: Case, report: Callable[[Estimate], None]) -> list[Estimate]:
-    """Counts stage x micro-batch x recomputation, and returns what fits, the fastest first. Where one sample does not
-    fit, more ranks share it.
+    """Counts stage x micro-batch x recomputation, and returns what fits, the fastest first. If one sample does not fit,
+    more ranks share it.
 
-    Where the chip's rates are unknown, what computes and exchanges least comes first. `report` gets each as it is
-    counted, those that do not fit as well.
+    If the chip's rates are unknown, what computes and exchanges least comes first. `report` gets each as it is counted,
+    those that do not fit as well.
     """
     fitting: list[Estimate] = []
     if case.chip.memory <= CONTEXT:
@@ -185,7 +185,7 @@ def search_choices(case: Case, report: Callable[[Estimate], None]) -> list[Estim
             if found := _search_sizes(case.change(stage=stage, recompute=choice, sequence=ranks), report):
                 fitting += found
                 break
-    return sorted(fitting, key=_rank_by_cost)
+    return sorted(fitting, key=_make_cost_key)
 
 
 def _search_sizes(case: Case, report: Callable[[Estimate], None]) -> list[Estimate]:
@@ -225,7 +225,7 @@ def _try_case(case: Case) -> Estimate | None:
         return None
 
 
-def _rank_by_cost(estimate: Estimate) -> tuple[float, ...]:
+def _make_cost_key(estimate: Estimate) -> tuple[float, ...]:
     """Returns a key to sort estimates by, the cheapest first."""
     if estimate.time is None:
         exchanged = sum(call.bytes for call in estimate.counts.collectives)

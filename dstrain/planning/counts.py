@@ -53,6 +53,6 @@ class Counts:
     moved: int = 0
 
     @property
-    def learned(self) -> int:
+    def trained_weights(self) -> int:
         """Counts the weights that learn, of all parts."""
         return sum(number for part, number in self.weights.items() if not part.startswith("frozen/"))

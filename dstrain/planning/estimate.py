@@ -80,7 +80,7 @@ class Estimate:
         sent = sum(_time_collective(call, self.layout, self.chip) for call in self.counts.collectives)
         if is_optimizer_offloaded(self.settings):  # gradients go to the host, and weights come back
             width = 4 if read_precision(self.settings) == "fp32" else 2
-            owned = self.counts.learned / (self.layout.world if read_stage(self.settings) else 1)
+            owned = self.counts.trained_weights / (self.layout.world if read_stage(self.settings) else 1)
             sent += 2 * width * owned / self.chip.host_link
         sent += 2 * self.counts.moved / self.chip.host_link
         return StepTime((self.counts.flops + self.counts.recomputed) / rate, sent)
@@ -146,7 +146,7 @@ def _time_collective(call: Collective, layout: Layout, chip: Chip) -> float:
 
 
 def describe_memory(estimate: Estimate) -> str:
-    """Describes how much of a GPU's memory would be taken, and of the host's where that is too much."""
+    """Describes how much of a GPU's memory would be taken, and how much of the host's if that is too much."""
     chip, total = estimate.chip, estimate.needed + estimate.reserve
     text = f"{total / 1e9:.2f} GB of the {chip.memory / 1e9:.1f} GB of a GPU"
     if chip.host is not None and estimate.host > _HOST * chip.host:

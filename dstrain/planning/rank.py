@@ -60,7 +60,7 @@ def count_as_rank_0(run: Run, settings: dict[str, Any], layout: Layout, device: 
 def measure_as_rank_0(
     run: Run, settings: dict[str, Any], system: System, world: int, device: str
 ) -> tuple[Measured, int]:
-    """Measures a step of rank 0 of `world`, and the bytes that it writes into a checkpoint's fragments."""
+    """Returns a measured step of rank 0 of `world`, and the bytes that it writes into a checkpoint's fragments."""
     accumulation = settings["gradient_accumulation_steps"]
     if accumulation > _MICRO_BATCHES:
         fewer = {**settings, "gradient_accumulation_steps": _MICRO_BATCHES}
@@ -82,7 +82,7 @@ def measure_as_rank_0(
 
 
 def _add_micro_batches(measured: Measured, more: int) -> Measured:
-    """Adds `more` micro-batches to a step, each like the last but one. Peaks stay."""
+    """Returns a step with `more` micro-batches, each like the last but one. Peaks stay."""
     before, after = measured.begun[-2:]
     known = {(each.operation, each.ranks): each for each in before.collectives}
     middle = {(each.operation, each.ranks): each for each in after.collectives}

@@ -16,7 +16,9 @@ _EIGHT_BITS = 1 + 4 / 256  # Bytes of a moment: its code of one byte, and a scal
 
 
 def count_weights(run: Run, system: System) -> tuple[dict[str, int], int]:
-    """Counts weights by part, and the bytes of a checkpoint without the headers of its files."""
+    """Counts weights by part, frozen ones apart; returns these numbers, and the bytes of a checkpoint without the
+    headers of its files.
+    """
     numbers, size = {}, sum(value.nbytes for value in system.state_dict().values())
     for part, network in _build_chosen(run, system).items():
         for count, moments, averages in _count_learned(run, system, part, network):

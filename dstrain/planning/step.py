@@ -62,7 +62,9 @@ class Measured:
 def measure_step(
     run: Run, settings: dict[str, Any], system: System, kind: type[Engines] = Engines
 ) -> tuple[Measured, Engines, EmaShadow]:
-    """Builds engines and averages, takes a few steps, and measures the last one."""
+    """Builds engines (of class `kind`) and averages, and takes a few steps; returns the measures of the last one, the
+    engines and the averages.
+    """
     with Watch() as watch:
         with watch.mark_made("buckets"):  # what is made here and has no other owner
             engines = build_engines(run, settings, system, kind=kind)
@@ -81,14 +83,14 @@ def measure_step(
         for number in range(last - _WARM[read_stage(settings)], last + 1):
             _label_states(watch, engines, ema)
             begun.clear()
-            begin = watch.now
+            begin = watch.num_events
             with watch.mark_made("activations"):
                 take_step(max(0, number), run, system, engines, batches, NoTracker())
-            updates.append(watch.now)
+            updates.append(watch.num_events)
             with watch.mark_made("working"):
-                ema.update(max(0, number), engines.list_applied())
-            updates.append(watch.now)
-        moments = [begin, *updates, watch.now]
+                ema.update(max(0, number), engines.collect_applied_flags())
+            updates.append(watch.num_events)
+        moments = [begin, *updates, watch.num_events]
         spans = list(itertools.pairwise(moments))  # passes, update, passes, ..., averages, nothing
         result = Measured(
             dict(watch.sum_alive(begin)),
@@ -150,9 +152,9 @@ def _label_makers(
     def mark_updating() -> Iterator[None]:
         watch.mark(list_gradients(engines.masters), "gradients", MADE_IN_A_STEP)
         watch.mark(list_secondary_weights(engines.masters), "secondary")
-        updates.append(watch.now)
+        updates.append(watch.num_events)
         yield
-        updates.append(watch.now)
+        updates.append(watch.num_events)
 
     for masters in engines.masters.values():
         wrap_method(masters, "step", mark_updating)
@@ -183,8 +185,8 @@ def _label_states(watch: Watch, engines: Engines, ema: EmaShadow) -> None:
 
 
 def choose_step(run: Run, system: System) -> int:
-    """Chooses a late step that costs as much as any, and in which as many terms are due; the first step where what it
-    does has ended by then.
+    """Returns a late step that costs as much as any, and in which as many terms are due; the first step if it costs
+    more than all late ones.
     """
     late = range(run.steps - 1, max(run.steps - 1 - _LATE, -1), -1)
     return max((*late, 0), key=lambda step: (system.workload(step), step % _EVERY == 0))

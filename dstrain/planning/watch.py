@@ -128,7 +128,7 @@ class Watch(TorchDispatchMode):
         return +totals
 
     @property
-    def now(self) -> int:
+    def num_events(self) -> int:
         """Returns the number of events so far."""
         return len(self._events)
 

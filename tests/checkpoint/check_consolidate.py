@@ -108,7 +108,7 @@ def dstrains(folder: Path, stage: int, precision: str) -> dict:
         mine = rows(0, GLOBAL // group.world())
         with engines.select_part("tiny") as nets:
             engines.learn("tiny", (nets["tiny"](x[mine]) - y[mine]).square().mean())
-        ema.update(step, engines.list_applied())
+        ema.update(step, engines.collect_applied_flags())
         full = gathered(masters, masters.flats)
         for decay, shadow in naive.items():
             for name, value in shadow.items():

@@ -67,7 +67,7 @@ class Trial:
             with self.engines.select_part("tiny") as nets:
                 loss = (nets["tiny"](x[mine]) - y[mine]).square().mean()
                 self.engines.learn("tiny", loss)
-            self.ema.update(step, self.engines.list_applied())
+            self.ema.update(step, self.engines.collect_applied_flags())
             self.history.values += step
             losses.append((group.sum_over_ranks(loss.detach()) / group.world()).item())
         return losses

@@ -91,8 +91,8 @@ def gathered(masters, flats) -> dict[str, torch.Tensor]:
 
 
 def applied(engines) -> dict[str, bool]:
-    """engines.list_applied(), read off the device."""
-    return {part: bool(flag) for part, flag in engines.list_applied().items()}
+    """engines.collect_applied_flags(), read off the device."""
+    return {part: bool(flag) for part, flag in engines.collect_applied_flags().items()}
 
 
 def furthest(a: dict, b: dict) -> float:
@@ -130,8 +130,8 @@ def measure(stage: int, precision: str, micro: int, expected: dict, norm: float)
                 loss = (nets["tiny"](x[mine]) - y[mine]).square().mean()
                 engines.learn("tiny", loss)
             last = micro_step + 1 == GLOBAL // (micro * group.world())
-            applied.append(bool(engines.list_applied()["tiny"]) == last)
-        shadow.update(step, engines.list_applied())
+            applied.append(bool(engines.collect_applied_flags()["tiny"]) == last)
+        shadow.update(step, engines.collect_applied_flags())
         live = gathered(masters, masters.flats)
         for decay, weights in naive.items():
             for name, weight in weights.items():
@@ -181,9 +181,9 @@ def measure(stage: int, precision: str, micro: int, expected: dict, norm: float)
             loss = nets["tiny"](x[rows(micro_step, micro)]).sum()
             engines.learn("tiny", loss * (torch.inf if group.rank() == 0 else 1.0))
     shadows = [flat.clone() for flat in shadow.flats["tiny"][0.5]]
-    shadow.update(STEPS, engines.list_applied())
+    shadow.update(STEPS, engines.collect_applied_flags())
     figures["skipped"] = {
-        "said": not engines.list_applied()["tiny"],
+        "said": not engines.collect_applied_flags()["tiny"],
         "updates": masters.updates,
         "weights": all(bool((a == b).all()) for a, b in zip(flats, masters.flats)),
         "ema": all(bool((a == b).all()) for a, b in zip(shadows, shadow.flats["tiny"][0.5])),

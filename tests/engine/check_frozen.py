@@ -127,7 +127,7 @@ class Trial:
             mine = rows(0, GLOBAL // group.world())
             with self.engines.select_part("tiny") as nets:
                 self.engines.learn("tiny", (nets["tiny"](x[mine]) - y[mine]).square().mean())
-            self.ema.update(step, self.engines.list_applied())
+            self.ema.update(step, self.engines.collect_applied_flags())
 
     def weights(self) -> dict[str, torch.Tensor]:
         """Masters and frozen weights, whole."""

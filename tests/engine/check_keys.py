@@ -121,7 +121,7 @@ def train(stage: int, folder: str, **keys: Any) -> dict[str, torch.Tensor]:
                 loss = (nets["tiny"](x[row : row + micro]) - y[row : row + micro]).square().mean()
                 engines.learn("tiny", loss)
             figures.append(loss.item())
-        shadow.update(step, engines.list_applied())
+        shadow.update(step, engines.collect_applied_flags())
         figures += [engines.collect_figures()["grad_norm"], engines.collect_figures()["param_norm"]]
     masters = engines.masters["tiny"]
     return {

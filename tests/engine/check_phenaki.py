@@ -90,8 +90,8 @@ class Trial:
         tracker = SimpleNamespace(add_terms=lambda part, terms: None)
         for step in range(first, last):
             take_step(step, self.run, self.system, self.engines, self.batches, tracker)
-            self.ema.update(step, self.engines.list_applied())
-            assert all(self.engines.list_applied().values())
+            self.ema.update(step, self.engines.collect_applied_flags())
+            assert all(self.engines.collect_applied_flags().values())
             if self.saves and step + 1 == SAVED:
                 self.saves.save(step + 1, last=True)
 

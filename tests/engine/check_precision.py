@@ -177,12 +177,12 @@ class Trial:
                             part,
                             loss_of(nets[part], x[row : row + MICRO], y[row : row + MICRO], part, step, group.rank()),
                         )
-            self.ema.update(step, self.engines.list_applied())
+            self.ema.update(step, self.engines.collect_applied_flags())
             figures = self.engines.collect_figures()
             reports.append(
                 {
                     part: {
-                        "applied": bool(self.engines.list_applied()[part]),
+                        "applied": bool(self.engines.collect_applied_flags()[part]),
                         "scale": figures[f"{part}/loss_scale"],
                         "norm": figures[f"{part}/grad_norm"],
                     }

@@ -90,10 +90,10 @@ def steps(trial: Trial, first: int, last: int, broken: int | None = None) -> lis
             step, trial.run, trial.system, trial.engines, trial.batches, Nobody(), trial.saves.course.shift
         )
         trial.system.loss = loss
-        trial.ema.update(step, trial.engines.list_applied())
+        trial.ema.update(step, trial.engines.collect_applied_flags())
         results.append(
             (
-                all(trial.engines.list_applied().values()),
+                all(trial.engines.collect_applied_flags().values()),
                 {part: [value.item() for value in each] for part, each in losses.items()},
             )
         )

@@ -123,8 +123,8 @@ def measure(folder: Path, case: str, recipe: str, *overrides: str | int) -> dict
 
     def step(number: int) -> None:
         losses = take_step(number, run, system, engines, batches, NoTracker())
-        ema.update(number, engines.list_applied())
-        assert course.find_trouble(number + 1, engines.list_applied().values(), losses) is None
+        ema.update(number, engines.collect_applied_flags())
+        assert course.find_trouble(number + 1, engines.collect_applied_flags().values(), losses) is None
 
     for number in range(WARM):
         step(number)
@@ -132,7 +132,7 @@ def measure(folder: Path, case: str, recipe: str, *overrides: str | int) -> dict
     with HostReads() as host, Calls() as calls:
         step(WARM)
     with Calls() as averaging:
-        ema.update(WARM, engines.list_applied())
+        ema.update(WARM, engines.collect_applied_flags())
     sizes = [shape.numel() for part in engines for shape in engines.list_shapes(part).values()]
     return calls.report() | {
         "update": update["calls"] + averaging.report()["calls"],

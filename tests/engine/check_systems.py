@@ -176,7 +176,7 @@ class Trial:
                 return losses.setdefault(part, []).append(terms["loss"].double())
 
             take_step(step, self.run, self.system, self.engines, self.batches, SimpleNamespace(add_terms=add))
-            self.ema.update(step, self.engines.list_applied())
+            self.ema.update(step, self.engines.collect_applied_flags())
             means = {
                 part: (group.sum_over_ranks(sum(found)) / len(found) / group.world()).item()
                 for part, found in losses.items()

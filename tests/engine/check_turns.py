@@ -82,8 +82,8 @@ class Trial:
         tracker = SimpleNamespace(add_terms=lambda part, terms: self.seen.append((part, terms["loss"])))
         for step in range(first, last):
             take_step(step, self.run, self.system, self.engines, self.batches, tracker)
-            self.ema.update(step, self.engines.list_applied())
-            self.applied.append(self.engines.list_applied())
+            self.ema.update(step, self.engines.collect_applied_flags())
+            self.applied.append(self.engines.collect_applied_flags())
             if self.saves and step + 1 in SAVED:
                 self.saves.save(step + 1, last=True)
 

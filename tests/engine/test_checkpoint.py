@@ -92,7 +92,7 @@ class Trial:
             self.engines.set_lr(LR)
             for part in self.engines:
                 step(self.engines, part, seed=number)
-            self.ema.update(number, self.engines.list_applied())
+            self.ema.update(number, self.engines.collect_applied_flags())
             self.system.values += 1
             for network in self.engines.modules.values():
                 network.scale.table += 1

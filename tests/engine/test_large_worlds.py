@@ -93,7 +93,7 @@ def count(
             batches = Repeated(system, config["train_micro_batch_size_per_gpu"], config["gradient_accumulation_steps"])
             for number in range(steps):
                 take_step(choose_step(run, system) - number, run, system, engines, batches, NoTracker())
-                ema.update(number, engines.list_applied())
+                ema.update(number, engines.collect_applied_flags())
             owned = sum(fragment.numel for fragment, *_ in engines.masters["denoiser"].fragments)
         profile.disable()
         found[world] = {**counted.number, "owned": owned, "calls": count_own_calls(profile)}

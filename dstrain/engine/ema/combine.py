@@ -36,8 +36,8 @@ class Snapshot(NamedTuple):
 
 
 def group_snapshots(paths: Sequence[Path]) -> list[Snapshot]:
-    """Returns whole snapshots, ascending, of averages that began where the last one's did: no others can be combined
-    with it.
+    """Returns, ascending, the whole snapshots of averages that began where those of the last one did: no others can be
+    combined with it.
 
     Raises ConfigError if one is no snapshot of averages.
     """
@@ -109,7 +109,7 @@ class Combined:
         return self._sources[-1][0]
 
     def list_tensors(self) -> list[tuple[str, tuple[int, ...]]]:
-        """Yields names and shapes, in the order of saving."""
+        """Returns (name, shape) of the tensors of an average, in the order of saving."""
         fragments = self._fragments[self._last.path]
         return [
             (name, fragments.find_shape(name)) for name in fragments.list_names(f"ema.{self._sources[-1][1].width!r}")
@@ -121,8 +121,8 @@ class Combined:
         return sum(4 * math.prod(shape) for _, shape in self.list_tensors())
 
     def combine_values(self, solutions: Sequence[Solution], shares: dict[str, range]) -> Iterator[np.ndarray]:
-        """Yields averages in chunks (W, n) float32 of the elements in `shares` by tensor, in their order; W for as many
-        solutions.
+        """Yields averages, one for each of W solutions, in chunks float32 (W, n) of the elements in `shares` by tensor,
+        in their order.
         """
         coefficients = np.array([solution.coefficients for solution in solutions])  # (W, sources)
         with Files() as files:

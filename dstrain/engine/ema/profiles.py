@@ -67,10 +67,10 @@ def solve_coefficients(averages: Sequence[Average], target: Average) -> Solution
 
 
 def _compute_inner_products(t: np.ndarray, g: np.ndarray, u: np.ndarray, h: np.ndarray) -> np.ndarray:
-    """Returns the inner products (N, M) of profiles of times t (N,), exponents g (N,) with those of times u (M,),
-    exponents h (M,).
+    """Returns the inner products (N, M) of the profiles of times t (N,) and exponents g (N,) with those of times u (M,)
+    and exponents h (M,).
 
-    The integral of both to the earlier time; by logarithms, since powers of times overflow.
+    An inner product is the integral of both up to the earlier time; by logarithms, since powers of times overflow.
     """
     t, g = t[:, None], g[:, None]
     powers = (g + h + 1) * np.log(np.minimum(t, u)) - (g + 1) * np.log(t) - (h + 1) * np.log(u)

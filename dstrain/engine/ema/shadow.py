@@ -50,9 +50,9 @@ class EmaShadow:
 
     @torch.no_grad()
     def update(self, step: int, applied: Mapping[str, Flag]) -> None:
-        """Updates the averages with the weights that optimizer step `step` made, of the parts where it was applied.
+        """Updates the averages of the parts in `applied` with the weights that optimizer step `step` made.
 
-        Whether it was stays on the device: where it was not, the new weights and their time count nothing.
+        Whether a step was applied stays on the device: if it was not, the weights count nothing and add no time.
         """
         for part, shadows in self.flats.items():
             if part not in applied:

@@ -47,9 +47,10 @@ class Averages:
         self._masters, self._shadow, self._common = masters, shadow, common
 
     def take_snapshot(self, step: int, last: bool = False, wait: bool = False) -> None:
-        """Writes the averages of `step`, where the recipe asks for them or it is the run's `last`.
+        """Writes the averages of `step` if the recipe asks for them then, or it is the run's `last`.
 
-        Not where they begin: they are of no time yet. `wait`: before this returns. Raises NotSaved as Saver.save.
+        Writes none at the step where they began, and none twice. wait: writes before this returns. Raises NotSaved as
+        Saver.save.
         """
         every = self._ema.snapshots
         if not every or step == self._shadow.began or not (last or step % every == 0):

@@ -68,7 +68,9 @@ def list_kept_tensors(masters: Mapping[str, Masters], ema: EmaShadow) -> Iterato
 
 
 def list_tensor_makers(masters: Masters) -> Iterator[tuple[Any, str, str]]:
-    """Yields owner, name and kind of methods that make tensors of one kind: whole weights, buckets for gradients."""
+    """Yields (owner, method's name, kind) of methods that make tensors of one kind: whole weights, buckets for
+    gradients.
+    """
     zero = masters.engine.optimizer
     if hasattr(zero, "parameter_offload"):
         yield zero.parameter_offload.get_param_coordinator(), "fetch_sub_module", "gathered"

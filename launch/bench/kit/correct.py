@@ -180,7 +180,7 @@ class _Averages:
     def after(self, trial: Trial, number: int) -> Losses:
         """The losses of one step, after which the averages follow."""
         losses = trial.trained.step(number)
-        applied, ema = trial.trained.engines.list_applied(), trial.trained.run.ema
+        applied, ema = trial.trained.engines.collect_applied_flags(), trial.trained.run.ema
         for part, by_decay in self.shadows.items():
             for decay, shadow in by_decay.items() if applied.get(part) else ():
                 keep = ema.decay_at(decay, number)

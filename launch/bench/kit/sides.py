@@ -39,7 +39,7 @@ class Dstrain:
     def step(self, number: int) -> Losses:
         """The losses of each network, one a micro-batch."""
         losses = take_step(number, self.run, self.system, self.engines, self.batches, NoTracker())
-        self.ema.update(number, self.engines.list_applied())
+        self.ema.update(number, self.engines.collect_applied_flags())
         return losses
 
 

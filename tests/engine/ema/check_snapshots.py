@@ -67,7 +67,7 @@ class Trial:
             for part in PARTS if step % 2 else PARTS[:1]:
                 with self.engines.select_part(part) as nets:
                     self.engines.learn(part, (nets[part](x[mine]) - y[mine]).square().mean())
-            self.ema.update(step, self.engines.list_applied())
+            self.ema.update(step, self.engines.collect_applied_flags())
             self.track(PARTS if step % 2 else PARTS[:1])
             if step + 1 == save:
                 self.saves.save(save)
