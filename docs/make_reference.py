@@ -46,7 +46,7 @@ DEEPSPEED = """# DeepSpeed's JSON
 
 What dstrain does with each key of the file that `--ds_config` names. The recipe owns batch and optimizer; this file
 owns stage, precision, offload and buckets. A key that is not here is refused, also one that a newer DeepSpeed has
-added. `dstrain train --dry-run` names all faults of a file at once.
+added. A null is as if the key were left out. `dstrain train --dry-run` names the faults of a file at once.
 """
 VERDICTS = {
     "supported": "Keys that take effect\n\nEach was trained with, against the same steps without it. *Stage 3*: at a "

@@ -130,6 +130,7 @@ TESTS = {
         "tests/engine/planning/test_fake_ranks.py",
         "tests/planning/test_costs.py",
     ],
+    "dstrain/engine/parser.py": ["tests/engine/test_settings.py"],
     "dstrain/engine/schema.py": ["tests/engine/test_settings.py"],
     "dstrain/engine/settings.py": ["tests/engine/test_settings.py", "tests/engine/test_settings_borders.py"],
     "dstrain/checkpoint/safetensors_io.py": [

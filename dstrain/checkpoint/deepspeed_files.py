@@ -53,9 +53,9 @@ def find_tag_folder(path: Path, tag: str | None = None) -> Path | None:
     """
     if not path.is_dir():
         return None
-    if tag is None and list_files(path):
+    if tag is None and _is_tag(path):
         return path
-    tags = sorted(child.name for child in path.iterdir() if child.is_dir() and list_files(child))
+    tags = sorted(child.name for child in path.iterdir() if child.is_dir() and _is_tag(child))
     if not tags:
         return None
     source = "--tag"
@@ -120,8 +120,14 @@ def list_files(folder: Path) -> list[str]:
 
 
 def is_universal(folder: Path) -> bool:
-    """Returns whether a tag's folder was written by DeepSpeed's ds_to_universal."""
-    return (folder / "zero").is_dir() and not list(folder.glob("*optim_states.pt")) and bool(list_files(folder))
+    """Returns whether a tag's folder was written by DeepSpeed's ds_to_universal, also where a part of it is missing."""
+    if not (folder / "zero").is_dir() or list(folder.glob("*optim_states.pt")):
+        return False
+    return bool(list_files(folder)) or any(folder.glob("zero/*/fp32.pt"))
+
+
+def _is_tag(folder: Path) -> bool:
+    return bool(list_files(folder)) or is_universal(folder)
 
 
 def _find_files_by_rank(folder: Path) -> tuple[dict[int, Path], dict[int, Path]]:
@@ -151,10 +157,11 @@ def _find_files_by_rank(folder: Path) -> tuple[dict[int, Path], dict[int, Path]]
             "the network's own rules put together: see DeepSpeed's ds_to_universal.py"
         )
     if 0 not in models:
-        example = next((path.name for path in optimizers.values()), "")
+        example = next((f"; it holds {path.name}" for path in optimizers.values()), "")
+        origin = "the folder that ds_to_universal has read" if is_universal(folder) else "where it was written"
         raise ConfigError(
-            f"{folder} lacks mp_rank_00_model_states.pt (stage 3: "
-            "zero_pp_rank_0_mp_rank_00_model_states.pt)" + (f"; it holds {example}" if example else "")
+            f"{folder} lacks mp_rank_00_model_states.pt (stage 3: zero_pp_rank_0_mp_rank_00_model_states.pt and those "
+            f"of the other ranks){example}: copy it from {origin}"
         )
     return optimizers, models
 

@@ -14,7 +14,8 @@ recorded. Without gradients the batch may have any size: then a kind has a graph
 longer ones, and evaluation, the last short batch and a batch doubled by guidance share it.
 """
 
-from collections.abc import Callable, Iterator
+import difflib
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from types import FunctionType
 from typing import Any
@@ -26,6 +27,8 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 from dstrain.engine.masters import find_full_shape
 from dstrain.engine.patches import replace_zero_linear
+from dstrain.engine.settings import read_stage
+from dstrain.recipe import ConfigError
 
 # What recompute=attention keeps: products with weights, which are most of the work and few of the bytes. The products
 # within attention that some of torch's implementations make are batched ones (bmm), and not kept.
@@ -70,6 +73,34 @@ def prepare_blocks(
             module.forward = partial(host.forward, partial(type(module).forward, module))
         elif keeps != "none":
             module.forward = partial(run_block, module, keeps)
+
+
+def require_leaf_modules(networks: Mapping[str, nn.Module], settings: dict[str, Any]) -> None:
+    """Raises ConfigError if a word of leaf_module in DeepSpeed's JSON fits no module of the networks, by part.
+
+    DeepSpeed would only warn. At stages below 3 nothing is gathered.
+    """
+    chosen = settings.get("zero_optimization", {}).get("leaf_module")
+    if not chosen or read_stage(settings) < 3:
+        return
+    names, classes = [], []
+    for network in networks.values():
+        for name, module in network.named_modules():
+            kind = type(module)
+            names += [name] if name else []
+            classes += [kind.__name__, f"{kind.__module__}.{kind.__qualname__}"]
+    for key, words in chosen.items():
+        known = classes if key == "classes" else names
+        for word in [words] if isinstance(words, str) else words or [""]:
+            fits = word in known
+            if key == "name_suffixes":
+                fits = any(name.endswith(word) for name in names)
+            if not word or not fits:
+                near = difflib.get_close_matches(word, known, 1, 0.0)[0]
+                raise ConfigError(
+                    f'--ds_config: "zero_optimization.leaf_module.{key}" is "{word}", which fits no module of '
+                    f"{', '.join(networks)}; the nearest is {near}: write what there is, or remove it"
+                )
 
 
 def _ensure_input_gradient(_: nn.Module, inputs: tuple) -> tuple:

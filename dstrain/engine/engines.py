@@ -14,7 +14,13 @@ from torch import Tensor, nn
 
 from dstrain.distributed.group import world
 from dstrain.distributed.progress import get_phases
-from dstrain.engine.blocks import HostMemory, make_channels_last, prepare_blocks, should_compile
+from dstrain.engine.blocks import (
+    HostMemory,
+    make_channels_last,
+    prepare_blocks,
+    require_leaf_modules,
+    should_compile,
+)
 from dstrain.engine.initial import Networks, Values, allocate_weights, build_networks, release_memory
 from dstrain.engine.masters import Masters
 from dstrain.engine.optimizers import Decays, build_optimizer, choose_weights, find_full_shape, group_weights
@@ -59,7 +65,9 @@ class Engines(Mapping[str, Any]):
         if compiled and blocks:
             self.notes.append("note: torch.compile compiles blocks as the first step meets them, for minutes perhaps")
         built = self._build_networks(networks, seed)
-        choose_weights({part: network for part, (network, _) in built.items()}, train_only, optimizer)
+        bare = {part: network for part, (network, _) in built.items()}
+        choose_weights(bare, train_only, optimizer)
+        require_leaf_modules(bare, settings)
         self._initial = {part: values for part, (_, values) in built.items()}
         for part, (network, values) in built.items():
             if channels_last:

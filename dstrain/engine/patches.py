@@ -7,7 +7,7 @@ another, and where another file changes DeepSpeed. These files read DeepSpeed's 
     masters.py        where the fp32 weights lie, and how they get into the weights that a network computes with
     updates.py        what an engine's step, and the end of its backward pass, work on; it counts steps as engines do
     initial.py        what zero.Init asks of a module
-    schema.py         the classes that parse its settings
+    parser.py         the classes that parse its settings
     planning/         its buffers; there torch says without looking whether there is a GPU
 
 Other files only call an engine's `backward`, `step`, `is_gradient_accumulation_boundary`, `save_checkpoint` and

@@ -1,6 +1,5 @@
-"""Which keys and values DeepSpeed itself takes, read from the installed release, and what dstrain does with each.
+"""What dstrain does with each key of DeepSpeed's JSON; parser.py says what the installed release takes.
 
-DeepSpeed ignores unknown top-level keys silently, and its parser stops at the first fault; here all are named at once.
 Every key has its place in one of the tables below: tests/engine/test_keys.py walks all that the installed release
 knows, and docs/make_reference.py makes a page of them.
 """
@@ -9,7 +8,6 @@ import json
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from dstrain.engine import prepare_environment
 from dstrain.recipe import suggest_key
 
 # Keys that take effect, and what they do. Some hold for one value alone: settings.py checks them.
@@ -265,23 +263,26 @@ def list_unsupported(settings: dict[str, Any]) -> Iterator[str]:
     for key, reason in UNSUPPORTED.items():
         if key in settings:
             yield f'dstrain does not support "{key}": {reason}; remove it'
+    zero = settings.get("zero_optimization")
+    given = {f"zero_optimization.{name}" for name in zero} if isinstance(zero, dict) else set()
     for key, reason in (UNSUPPORTED_WITHIN | REMOVED).items():
-        value = _read_value(settings, key)
-        if value is not None and (value is not False or key in REMOVED):  # an empty section is one, too
+        value = read_value(settings, key)
+        # An empty section is one, too; and DeepSpeed stops at what it has removed with any value, null included.
+        if (value is not None and value is not False) or (key in REMOVED and key in given):
             yield f'dstrain does not support "{key}": {reason}; remove it'
     for key, reason in NO_EFFECT.items():
-        value, device = _read_value(settings, key), _read_value(settings, f"{key.rpartition('.')[0]}.device")
+        value, device = read_value(settings, key), read_value(settings, f"{key.rpartition('.')[0]}.device")
         if reason is _NVME and device == "nvme":
             continue  # the device itself is refused
         if value not in (None, [], "auto", key in _ON_ANYWAY):
-            yield f'"{key}" is {json.dumps(value)[:60]}, which changes nothing: {reason}; remove it'
+            yield f'"{key}" is {quote(value)}, which changes nothing: {reason}; remove it'
 
 
 def list_idle_keys(settings: dict[str, Any], stage: int) -> Iterator[str]:
     """Yields remarks on keys that many files have and that change nothing, at this stage or at all."""
     if settings.get("log_level") not in ("info", "debug"):  # there DeepSpeed prints what it is asked for
         for key, reason in REMARKED.items():
-            if _read_value(settings, key) not in (None, False):
+            if read_value(settings, key) not in (None, False):
                 yield f'"{key}" changes nothing: {reason}'
     higher = [key for key in STAGE_3 if key in settings.get("zero_optimization", {})]
     if higher and stage < 3:
@@ -290,7 +291,7 @@ def list_idle_keys(settings: dict[str, Any], stage: int) -> Iterator[str]:
 
 def list_untried_keys(settings: dict[str, Any]) -> Iterator[str]:
     """Yields keys that the installed DeepSpeed takes and that dstrain does not know: those of a newer release."""
-    for key in _list_keys(settings, ""):
+    for key in list_keys(settings):
         if decide_key(key) is None:
             yield (
                 f'"{key}" is a key that dstrain does not know, and that was never tried with it'
@@ -298,132 +299,27 @@ def list_untried_keys(settings: dict[str, Any]) -> Iterator[str]:
             )
 
 
-def _list_keys(section: dict[str, Any], prefix: str) -> Iterator[str]:
+def list_keys(section: dict[str, Any], prefix: str = "") -> Iterator[str]:
+    """Yields the keys of all values within a section, with `prefix` before each."""
     for name, value in section.items():
         if isinstance(value, dict):
-            yield from _list_keys(value, f"{prefix}{name}.")
+            yield from list_keys(value, f"{prefix}{name}.")
         else:
             yield prefix + name
 
 
-def _read_value(settings: Any, key: str) -> Any:
+def quote(value: Any) -> str:
+    """Returns a value as JSON, cut where it is long."""
+    return json.dumps(value, default=str)[:60]
+
+
+def read_value(settings: Any, key: str) -> Any:
+    """Returns the value of a key such as "zero_optimization.stage"; None where it is not written."""
     for name in key.split("."):
         settings = settings.get(name) if isinstance(settings, dict) else None
     return settings
 
 
-class _Asked(dict):
-    """A dict that notes which keys DeepSpeed asks it for: these are the legal ones in the installed release."""
-
-    def __init__(self, values: dict[str, Any]):
-        super().__init__(values)
-        self.asked: set[str] = set()
-
-    def __contains__(self, key: object) -> bool:
-        self.asked.add(str(key))
-        return super().__contains__(key)
-
-    def __getitem__(self, key: str) -> Any:
-        self.asked.add(key)
-        return super().__getitem__(key)
-
-    def get(self, key: str, default: Any = None) -> Any:
-        self.asked.add(key)
-        return super().get(key, default)
-
-    def keys(self) -> Any:
-        return self
-
-    def __copy__(self) -> "_Asked":
-        return self
-
-
-def list_refusals(settings: dict[str, Any]) -> Iterator[str]:
-    """Yields the faults that DeepSpeed's own parser finds, and top-level keys that it never asks for."""
-    settings = {key: _drop_auto_entries(value) for key, value in settings.items() if key not in UNSUPPORTED}
-    prepare_environment()
-    from deepspeed.runtime.config import DeepSpeedConfig
-    from deepspeed.runtime.precision_config import DeepSpeedBF16Config, DeepSpeedFP16Config
-    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
-    from pydantic import ValidationError
-
-    sections = {"zero_optimization": DeepSpeedZeroConfig, "bf16": DeepSpeedBF16Config, "fp16": DeepSpeedFP16Config}
-    rest = _Asked(
-        {
-            key: _Asked(value) if isinstance(value, dict) else value
-            for key, value in settings.items()
-            if key not in sections
-        }
-    )
-    if wrong := [*_list_misplaced_values(settings)]:  # DeepSpeed's parser would stop at the first, in Python's words
-        yield from wrong
-        return
-    # Accumulation and total follow from the world size, which DeepSpeed takes from a process group not yet started.
-    rest.pop("train_batch_size", None)
-    try:
-        DeepSpeedConfig(rest)
-    except ValidationError as error:
-        for item in error.errors():
-            leaf = ".".join(map(str, item["loc"]))
-            key = next((key for key in _list_keys(settings, "") if key.endswith(f".{leaf}")), leaf)
-            if item["type"] == "extra_forbidden":
-                yield f'"{key}" is no key of DeepSpeed{suggest_key(key, list_decisions())}'
-            else:
-                yield f'"{key}" is {json.dumps(item["input"], default=str)[:60]}: {item["msg"]}'
-    except Exception as error:  # it raises asserts, AttributeErrors and its own
-        yield f"DeepSpeed refuses these settings: {error}"
-    else:
-        known = rest.asked | set(sections)
-        yield from (
-            f'"{key}" is no key of DeepSpeed, which would ignore it silently{suggest_key(key, known)}'
-            for key in settings
-            if key not in known and key != "train_batch_size"
-        )
-        yield from (
-            f'"{name}.{key}" is no key of DeepSpeed, which would ignore it silently'
-            f"{suggest_key(f'{name}.{key}', [f'{name}.{each}' for each in section.asked])}"
-            for name, section in rest.items()
-            if isinstance(section, _Asked) and section.asked
-            for key in section
-            if key not in section.asked
-        )
-    for name, model in sections.items():
-        block = settings.get(name, {})
-        known = [f"{name}.{field.alias or key}" for key, field in model.model_fields.items()]
-        try:
-            model(strict=True, **block)
-        except ValidationError as error:
-            for item in error.errors():
-                key = ".".join([name, *map(str, item["loc"])])
-                if key in REMOVED:
-                    continue  # list_unsupported names it
-                if item["type"] == "extra_forbidden":
-                    yield f'"{key}" is no key of DeepSpeed{suggest_key(key, known)}'
-                elif item["type"] == "enum":  # DeepSpeed's stages have an alias, named twice
-                    members = dict.fromkeys(item["ctx"]["expected"].replace(" or ", ", ").split(", "))
-                    yield f'"{key}" is {json.dumps(item["input"], default=str)[:60]}: write one of {", ".join(members)}'
-                else:
-                    yield f'"{key}" is {json.dumps(item["input"], default=str)[:60]}: {item["msg"]}'
-        except AssertionError as error:
-            yield f'"{name}": {error}'
-
-
-def _list_misplaced_values(settings: dict[str, Any]) -> Iterator[str]:
-    """Yields the keys that hold a value where DeepSpeed reads a section, with the remedy."""
-    words = [key.split(".") for key in SUPPORTED]
-    for key in dict.fromkeys(".".join(parts[:count]) for parts in words for count in range(1, len(parts))):
-        value = _read_value(settings, key)
-        if value is not None and not isinstance(value, dict):
-            yield f'"{key}" is {json.dumps(value)[:60]}: write a section, {{...}}, or remove it'
-
-
 def name_key(problem: str) -> str:
     """Returns the key that a problem names first, in quotation marks; "" if it names none."""
     return problem.partition('"')[2].partition('"')[0]
-
-
-def _drop_auto_entries(value: Any) -> Any:
-    """Returns a section without its "auto" entries: these are named elsewhere."""
-    if not isinstance(value, dict):
-        return value
-    return {key: _drop_auto_entries(inner) for key, inner in value.items() if inner != "auto"}

@@ -16,13 +16,12 @@ from pathlib import Path
 from typing import Any
 
 from dstrain.disk import small
-from dstrain.engine.schema import list_idle_keys, list_refusals, list_unsupported, list_untried_keys, name_key
+from dstrain.engine.parser import drop_nulls, list_refusals
+from dstrain.engine.schema import list_idle_keys, list_unsupported, list_untried_keys, name_key
 from dstrain.recipe import BatchSize, ConfigError, Faults, Optimizer, list_divisors, suggest_files
 
 # Values of ONEDNN_MAX_CPU_ISA within which products of bf16 are emulated, whatever the CPU has.
 _EMULATING = ("SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX2_VNNI_2", "AVX512_CORE", "AVX512_CORE_VNNI")
-
-_LOG_LEVELS = ("debug", "info", "warning", "error", "critical")  # of DeepSpeed
 
 Settings = dict[str, Any]
 
@@ -68,6 +67,7 @@ def resolve_settings(
     if "bfloat16" in settings and "bf16" not in settings:
         settings["bf16"] = settings.pop("bfloat16")
     problems = list(list_unsupported(settings))
+    drop_nulls(settings)
     problems += _compare_optimizer(settings.pop("optimizer", {}), optimizer)
     problems += _fill_in_recipe_values(settings, batch, optimizer, world, sequence)
     problems += _decide_auto(settings, device_type, before)
@@ -346,17 +346,6 @@ def _check_sizes(settings: Settings) -> Iterator[str]:
                 f'"zero_optimization.{key}" is {json.dumps(value)[:40]}: it is a number of elements, write '
                 f"{min(_AUTO_ZERO.get(key, 10**9), most)}, say"
             )
-    timers = settings.get("timers", {})
-    if not isinstance(timers, dict) or not isinstance(timers.get("throughput", {}), dict):
-        yield '"timers" is no object with objects in it: write {"throughput": {"enabled": true}}, or remove it'
-    if (level := settings.get("log_level")) is not None and level not in _LOG_LEVELS:
-        yield f'"log_level" is {json.dumps(level)[:60]}: write one of {", ".join(_LOG_LEVELS)}'
-    profiler = settings.get("flops_profiler")
-    step = profiler.get("profile_step") if isinstance(profiler, dict) else None
-    if isinstance(step, (int, float)) and step < 1:
-        yield f'"flops_profiler.profile_step" is {json.dumps(step)}: steps count from 1; write 1 or more'
-    if isinstance(printed := settings["steps_per_print"], (int, float)) and printed < 1:
-        yield '"steps_per_print" is below 1: remove it, dstrain reports'
 
 
 def _check_combinations(
@@ -364,9 +353,6 @@ def _check_combinations(
 ) -> Iterator[str]:
     """Yields settings that do not go together, in DeepSpeed or with dstrain's own promises."""
     zero = settings.get("zero_optimization", {})
-    for name in ("bf16", "fp16"):
-        if not isinstance(settings.get(name, {}).get("enabled", False), bool):
-            yield f'"{name}.enabled" is {json.dumps(settings[name]["enabled"])}: write true or false'
     enabled = [name for name in ("bf16", "fp16") if settings.get(name, {}).get("enabled")]
     if len(enabled) == 2:
         yield '"bf16.enabled" and "fp16.enabled" are both true: keep one (bf16 needs no loss scale)'
@@ -412,10 +398,10 @@ def _check_combinations(
     if (zero.get("offload_optimizer") or {}).get("ratio", 1.0) < 1:
         yield 'dstrain does not support "zero_optimization.offload_optimizer.ratio" below 1: remove it'
     local = zero.get("zero_hpz_partition_size", 1)
-    if local > 1 and world % min(local, world):
+    if local < 1 or world % local:
         yield (
             f'"zero_optimization.zero_hpz_partition_size" is {local}, the ranks are {world}: write the number '
-            f"of GPUs of a machine, one of {list_divisors(world)}"
+            f"of GPUs of a machine, one of {list_divisors(world)}, or remove it"
         )
     if local > 1 and (is_optimizer_offloaded(settings) or read_offload(settings, "offload_param") != "none"):
         yield (

@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import nn
 
+from dstrain.engine.blocks import require_leaf_modules
 from dstrain.engine.optimizers import choose_weights, group_weights
 from dstrain.engine.planning.memory_kinds import OFFLOADED
 from dstrain.engine.settings import is_optimizer_offloaded, read_offload, read_precision, read_stage
@@ -39,14 +40,17 @@ def count_weights(run: Run, system: System) -> tuple[dict[str, int], int]:
 def count_states(run: Run, system: System, settings: dict[str, Any], world: int) -> dict[str, int]:
     """Counts the bytes that a rank keeps, by the kinds of memory_kinds.py; of gradients, their sums.
 
-    Each of `world` equal shares takes them. DeepSpeed keeps as much to the byte, but for padding and buffers.
+    Each of `world` equal shares takes them. DeepSpeed keeps as much to the byte, but for padding and buffers. Raises
+    ConfigError if the recipe or DeepSpeed's JSON names weights or modules that the networks lack.
     """
     level, wide = read_stage(settings), read_precision(settings) == "fp32"
     width, share = 4 if wide else 2, world if level else 1
     summed = 4 if settings.get("data_types", {}).get("grad_accum_dtype") == "fp32" else width
     moment = _EIGHT_BITS if run.optimizer.name == "adamw8bit" else 4
     sizes = dict.fromkeys(("weights", "masters", "moments", "gradients", "average", "staging"), 0.0)
-    for part, network in _build_chosen(run, system).items():
+    networks = _build_chosen(run, system)
+    require_leaf_modules(networks, settings)
+    for part, network in networks.items():
         sizes["weights"] += width * _count_frozen(network) / (world if level == 3 else 1)
         for count, moments, averages in _count_learned(run, system, part, network):
             sizes["weights"] += width * count / (world if level == 3 else 1)

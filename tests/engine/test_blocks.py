@@ -8,19 +8,22 @@ from functools import partial
 import pytest
 import torch
 from deepspeed.runtime.zero import linear
+from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 from deepspeed.runtime.zero.linear import LinearFunctionForZeroStage3
+from deepspeed.utils.z3_leaf_module import apply_zero_leaf_module_config
 from torch import nn
 from torch._dynamo.utils import counters
 from torch.fx import GraphModule
 
 from dstrain.engine import blocks
-from dstrain.engine.blocks import describe_structure, prepare_blocks
+from dstrain.engine.blocks import describe_structure, prepare_blocks, require_leaf_modules
 from dstrain.recipe import ConfigError
 from dstrain.systems.dit.blocks import Block
 from dstrain.systems.dit.network import DiT
 from dstrain.systems.iddpm.network import AttentionBlock, ResBlock, UNet
 from tests.engine import check_blocks
 from tests.support import counting
+from tests.support.tiny import Tiny
 
 # System, index of its CASES, stage, model.recompute, entries of the recipe. Every system, stage and choice occurs.
 CASES = [
@@ -306,3 +309,33 @@ def test_a_compiled_block_looks_for_no_weight(monkeypatch):
         return weight * (2 if linear.is_zero_param(weight) else 1)
 
     assert doubled_if_away(away) == 1
+
+
+@pytest.mark.parametrize(
+    "key, words, nearest",
+    [
+        ("names", [], ""),
+        ("names", ["first", "hiden.1"], "hidden.1"),
+        ("names", [""], ""),
+        ("name_suffixes", ["den.2"], "hidden"),
+        ("classes", "Scales", "Scale"),
+        ("classes", [], ""),
+    ],
+)
+def test_leaves_that_are_not_there(key, words, nearest):
+    """Oracle: by hand: names of Tiny's modules; DeepSpeed only warns of others. Nothing is gathered below stage 3."""
+    config = {"zero_optimization": {"stage": 3, "leaf_module": {key: words}}}
+    with pytest.raises(ConfigError, match=f'leaf_module.{key}" is .* fits no module of tiny; the nearest is {nearest}'):
+        require_leaf_modules({"tiny": Tiny()}, config)
+    require_leaf_modules({"tiny": Tiny()}, {"zero_optimization": {**config["zero_optimization"], "stage": 2}})
+
+
+def test_leaves_that_are_there():
+    """Oracle: DeepSpeed's own search, which marks as many modules as by hand."""
+    words = {"names": ["hidden.0"], "name_suffixes": "n.1", "classes": ["Scale", "tests.support.tiny.Scale"]}
+    config = {"zero_optimization": {"stage": 3, "leaf_module": words}}
+    network = Tiny()
+    require_leaf_modules({"tiny": network, "other": nn.Linear(1, 1)}, config)
+    assert (
+        len(apply_zero_leaf_module_config(network, DeepSpeedZeroConfig(**config["zero_optimization"]).leaf_module)) == 3
+    )

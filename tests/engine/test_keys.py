@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from pydantic import BaseModel, ValidationError
 
-from dstrain.engine import prepare_environment, schema, settings
+from dstrain.engine import parser, prepare_environment, schema, settings
 from dstrain.recipe import ConfigError, Run
 from tests.engine import check_keys
 from tests.support.engines import resolve
@@ -55,7 +55,7 @@ def ask(content: dict[str, Any]) -> tuple[set[str], Exception | None]:
     """What DeepSpeed's parser asks for in a JSON, and how it ends."""
     from deepspeed.runtime.config import DeepSpeedConfig
 
-    asked = schema._Asked({"train_micro_batch_size_per_gpu": 1, **content})
+    asked = parser._Asked({"train_micro_batch_size_per_gpu": 1, **content})
     try:
         DeepSpeedConfig(asked)
     except Exception as error:  # a section where a number is due
@@ -77,7 +77,7 @@ def installed_keys() -> set[str]:
     top |= config._REMOVED_TOP_LEVEL_CONFIG_KEYS.keys()
     keys = {f"zero_optimization.{key}" for key in config._REMOVED_ZERO_CONFIG_KEYS}
     for key in top:
-        section = schema._Asked({"no_word": 1})
+        section = parser._Asked({"no_word": 1})
         error = ask({key: section})[1]
         within = {f"{key}.{name}" for name in section.asked}
         if isinstance(error, ValidationError) and error.title in models:
@@ -137,7 +137,9 @@ def test_every_other_key_is_refused_or_remarked():
             if "offload" not in key and "data_type" not in key and "ops" not in key:  # these take no false
                 assert resolve(check_keys.settings_of(2, **{key: not value}), Run(), 1, "cuda"), key
         elif verdict == "remarked":
-            config = resolve(check_keys.settings_of(3, **{key: True}), Run(), 1, "cuda")
+            config = resolve(
+                check_keys.settings_of(3, **{key: 1 if key == "steps_per_print" else True}), Run(), 1, "cuda"
+            )
             assert settings.list_remarks(config, "cuda") == [f'"{key}" changes nothing: {words}'], key
             assert settings.list_remarks({**config, "log_level": "info"}, "cuda") == []
     with pytest.raises(ConfigError, match='"bfloat16" is .*: bf16 stands beside it and counts'):

@@ -41,12 +41,14 @@ def test_a_shipped_file_is_what_its_name_says(path):
     from deepspeed.runtime.config import DeepSpeedConfig
 
     given_ = json.loads(path.read_text())
-    run = recipe.load_recipe(None, ["batch.global=48", "optimizer.clip=0.5"])
-    resolved = resolve(given_, run, 1, "cuda")
+    world = given_["zero_optimization"].get("zero_hpz_partition_size", 1)
+    run = recipe.load_recipe(None, [f"batch.global={48 * world}", "optimizer.clip=0.5"])
+    resolved = resolve(given_, run, world, "cuda")
     found = settings.read_stage(resolved), settings.read_precision(resolved), settings.is_optimizer_offloaded(resolved)
     assert found == NAMED[path.stem]
     assert "auto" not in json.dumps(resolved)
-    parsed = DeepSpeedConfig(dict(resolved))
+    assert resolved["train_batch_size"] == 48 * world
+    parsed = DeepSpeedConfig({**resolved, "train_batch_size": 48})  # of the one rank that there is
     assert (parsed.train_batch_size, parsed.train_micro_batch_size_per_gpu, parsed.gradient_accumulation_steps) == (
         48,
         48,
@@ -54,7 +56,7 @@ def test_a_shipped_file_is_what_its_name_says(path):
     )
     assert (parsed.gradient_clipping, parsed.zero_optimization_stage) == (0.5, found[0])
     assert (parsed.bfloat16_config.enabled, parsed.float16_config.enabled) == (found[1] == "bf16", found[1] == "fp16")
-    assert resolve(resolved, run, 1, "cuda") == resolved  # what is saved reads back
+    assert resolve(resolved, run, world, "cuda") == resolved  # what is saved reads back
 
 
 def test_files_hold_mechanism_only():
@@ -212,12 +214,17 @@ def test_a_run_that_goes_on_keeps_its_precision(native, monkeypatch):
         ({"zero_optimization": {"stage": 7}}, ("zero_optimization.stage", "7")),
         (
             {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "disk"}}},
-            ("offload_optimizer.device", "nvme"),
+            ("offload_optimizer.device\" is \"disk\": write one of 'none', 'cpu'",),
         ),
         ({"zero_optimization": True}, ("write a section",)),
+        ({"zero_optimization": {"stage": 3, "zeropp_loco_param": None}}, ("zeropp_loco_param", "has removed it")),
+        ({"elasticity": None}, ('"elasticity"', "has removed it")),
         ({"zero_optimization": {"stage": 2, "offload_optimizer": True}}, ("offload_optimizer", "write a section")),
         ({"flops_profiler": 5}, ('"flops_profiler" is 5', "write a section")),
-        ({"flops_profiler": {"enabled": True, "profile_step": -1}}, ("flops_profiler.profile_step", "write 1 or more")),
+        (
+            {"flops_profiler": {"enabled": True, "profile_step": -1}},
+            ("flops_profiler.profile_step", "write a whole number from 1 on"),
+        ),
         ({"comms_logger": {"enable": True}}, ("comms_logger.enable", "comms_logger.enabled?")),
         ({"timers": {"throughput": {"enable": True}}}, ("timers.throughput.enable", "timers.throughput.enabled?")),
         ({"log_level": "loud"}, ('"log_level" is "loud"', "warning")),
@@ -264,7 +271,43 @@ def test_a_run_that_goes_on_keeps_its_precision(native, monkeypatch):
         ({"gradient_predivide_factor": 2.0}, ("gradient_predivide_factor", "remove it")),
         ({"data_types": {"param_dtype": "bf16"}}, ("data_types.param_dtype", "fp32")),
         ({"comms_logger": {"enabled": True, "bunk": 1}}, ("bunk",)),
-        ({"timers": 3}, ('"timers" is no object with objects in it', "remove it")),
+        ({"timers": 3}, ('"timers" is 3: write a section', "remove it")),
+        (
+            {"zero_optimization": {"overlap_comm": "yes"}},
+            ('overlap_comm" is "yes": write true or false',),
+        ),
+        ({"zero_optimization": {"stage": 2, "overlap_comm": 1}}, ('overlap_comm" is 1: write true or false',)),
+        (
+            {"zero_optimization": {"stage": 3, "zero_hpz_partition_size": "8"}},
+            ('size" is "8": write a number',),
+        ),
+        ({"zero_optimization": {"stage": 2, "reduce_bucket_size": "500"}}, ('bucket_size" is "500": write a number',)),
+        ({"fp16": {"enabled": False, "loss_scale": True}}, ('"fp16.loss_scale" is true: ',)),
+        (
+            {"fp16": {"enabled": False, "loss_scale": -1}},
+            ('loss_scale" is -1: fp16.loss_scale must be', "correct it"),
+        ),
+        (
+            {"zero_optimization": {"compute_grad_norm": False}},
+            ('"zero_optimization": compute_grad_norm=false is',),
+        ),
+        (
+            {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu", "pin_memory": "no"}}},
+            ('offload_optimizer.pin_memory" is "no": write true or false',),
+        ),
+        ({"zero_optimization": {"leaf_module": {"name": []}}}, ('leaf_module.name" is no key', "correct or remove it")),
+        ({"wall_clock_breakdown": "yes"}, ('"wall_clock_breakdown" is "yes": write true or false',)),
+        ({"timers": {"throughput": {"enabled": "no"}}}, ('timers.throughput.enabled" is "no": write true or false',)),
+        ({"flops_profiler": {"enabled": 1}}, ('"flops_profiler.enabled" is 1: write true or false',)),
+        ({"flops_profiler": {"enabled": True, "module_depth": "all"}}, ("module_depth", "a whole number from -1 on")),
+        ({"flops_profiler": {"enabled": True, "top_modules": 1.5}}, ("top_modules", "a whole number from 1 on")),
+        (
+            {"flops_profiler": {"recompute_fwd_factor": "x"}},
+            ('recompute_fwd_factor" is "x": write a number from 0',),
+        ),
+        ({"steps_per_print": "ten"}, ('"steps_per_print" is "ten": write a whole number from 1 on',)),
+        ({"communication_data_type": "int8"}, ('"communication_data_type" is "int8": write one of fp32, bf16, fp16',)),
+        ({"zero_optimisation": None}, ("zero_optimization?",)),
     ],
     ids=lambda value: json.dumps(value)[:60] if isinstance(value, dict) else "",
 )
@@ -272,6 +315,38 @@ def test_a_wrong_file_is_refused(content, parts):
     """Oracle: DeepSpeed's behaviour in shared/deepspeed.md, which accepts, ignores or trips over each of these."""
     text = faults(content)
     assert all(part in text for part in parts), text
+    assert "'nvme'" not in text  # no remedy: it is refused, too
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        {"zero_optimization": None, "bf16": None, "fp16": None, "optimizer": None, "bfloat16": None},
+        {"gradient_clipping": None, "train_batch_size": None, "steps_per_print": None, "log_level": None},
+        {
+            "flops_profiler": None,
+            "timers": None,
+            "data_types": None,
+            "comms_logger": None,
+            "wall_clock_breakdown": None,
+        },
+        {"timers": {"throughput": None}, "communication_data_type": None, "zero_allow_untested_optimizer": None},
+        {"zero_optimization": {"reduce_bucket_size": None, "overlap_comm": None, "zenflow": None}},
+        {"zero_optimization": {"offload_optimizer": None, "leaf_module": None, "zero_hpz_partition_size": None}},
+        {"zero_optimization": {"offload_param": {"device": None, "nvme_path": None}, "leaf_module": {"names": None}}},
+    ],
+    ids=lambda value: json.dumps(value)[:60],
+)
+def test_a_null_chooses_nothing(content):
+    """Oracle: the same settings without these keys, which is what files that other programs write mean by them."""
+    run = recipe.load_recipe(None, ())
+
+    def drop(value):
+        if not isinstance(value, dict):
+            return value
+        return {key: drop(inner) for key, inner in value.items() if inner is not None}
+
+    assert resolve(content, run, 1, "cpu") == resolve(drop(content), run, 1, "cpu")
 
 
 def test_all_faults_of_a_file_are_named_at_once():
@@ -293,7 +368,11 @@ def test_secondary_partition_divides_the_ranks():
     """Oracle: deepspeed/utils/groups.py, _ensure_divisibility."""
     zero = {"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 4}}
     assert "1, 2, 3, 6" in faults(zero, "batch.global=60", world=6, device="cuda")
-    assert resolve(zero, Run(), 8, "cuda") and resolve(zero, Run(), 2, "cuda")
+    assert resolve(zero, Run(), 8, "cuda") and resolve(zero, Run(), 4, "cuda")
+    for local, world in ((4, 2), (8, 4), (0, 1), (0, 4)):  # DeepSpeed would take the ranks there are, or divide by zero
+        zero["zero_optimization"]["zero_hpz_partition_size"] = local
+        said = faults(zero, "batch.global=8", world=world, device="cuda")
+        assert f'"zero_optimization.zero_hpz_partition_size" is {local}, the ranks are {world}: write' in said
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import json
 import pathlib
+import shutil
 import sys
 
 import pytest
@@ -79,6 +80,9 @@ def test_there_and_back(folders, system, tmp_path, stage):
     assert notes[0].startswith(f"{part}: {len(expected)} tensors loaded, 0 replaced, 0 left")
     with pytest.raises(ValueError, match="merge them with `dstrain consolidate"):
         fit_weights((at / "native").resolve(), system)
+    part = shutil.copytree(at / "universal", tmp_path / "part", ignore=shutil.ignore_patterns("*_model_states.pt"))
+    with pytest.raises(ValueError, match="part lacks mp_rank_00_model_states.pt .*: copy it from the folder"):
+        fit_weights(part, system)
     words = train(tmp_path / "next", 2, *WORDS, f"init_from={at / 'universal'}")
     assert f"{len(expected)} tensors loaded" in finish(words)
 

@@ -1,0 +1,212 @@
+"""Which keys and values of a JSON the installed DeepSpeed takes.
+
+DeepSpeed ignores unknown top-level keys silently, and its parser stops at the first fault; here all are named at once.
+"""
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from dstrain.engine import prepare_environment
+from dstrain.engine.schema import (
+    REMOVED,
+    SUPPORTED,
+    UNSUPPORTED,
+    decide_key,
+    list_decisions,
+    list_keys,
+    quote,
+    read_value,
+)
+from dstrain.recipe import suggest_key
+
+# Values that DeepSpeed takes as they are: it would read them as others, or fail on them in a step.
+_TRUTHS = (
+    "wall_clock_breakdown",
+    "memory_breakdown",
+    "dump_state",
+    "flops_profiler.enabled",
+    "flops_profiler.detailed",
+    "timers.throughput.enabled",
+    "timers.throughput.synchronized",
+)
+_COUNTS = {  # the least one
+    "steps_per_print": 1,
+    "flops_profiler.profile_step": 1,
+    "flops_profiler.top_modules": 1,
+    "flops_profiler.module_depth": -1,
+}
+_WORDS = {
+    "log_level": ("debug", "info", "warning", "error", "critical"),
+    "communication_data_type": ("fp32", "bf16", "fp16"),
+}
+_CORRECT = "correct it, or remove it for its default"
+
+
+def drop_nulls(settings: dict[str, Any], prefix: str = "") -> None:
+    """Drops the keys that are null, which choose nothing. A stage and keys that dstrain does not know stay, and are
+    refused.
+    """
+    for name, value in list(settings.items()):
+        key = f"{prefix}{name}"
+        if isinstance(value, dict):
+            drop_nulls(value, f"{key}.")
+        elif value is None and key != "zero_optimization.stage" and _is_known(key):
+            del settings[name]
+
+
+def _is_known(key: str) -> bool:
+    """Returns whether dstrain knows a key, of a value or of a section."""
+    return decide_key(key) is not None or any(each.startswith(f"{key}.") for each in list_decisions())
+
+
+class _Asked(dict):
+    """A dict that notes which keys DeepSpeed asks it for: these are the legal ones in the installed release."""
+
+    def __init__(self, values: dict[str, Any]):
+        super().__init__(values)
+        self.asked: set[str] = set()
+
+    def __contains__(self, key: object) -> bool:
+        self.asked.add(str(key))
+        return super().__contains__(key)
+
+    def __getitem__(self, key: str) -> Any:
+        self.asked.add(key)
+        return super().__getitem__(key)
+
+    def get(self, key: str, default: Any = None) -> Any:
+        self.asked.add(key)
+        return super().get(key, default)
+
+    def keys(self) -> Any:
+        return self
+
+    def __copy__(self) -> "_Asked":
+        return self
+
+
+def list_refusals(settings: dict[str, Any]) -> Iterator[str]:
+    """Yields the faults that DeepSpeed's own parser finds, and top-level keys that it never asks for."""
+    settings = {key: _drop_auto_entries(value) for key, value in settings.items() if key not in UNSUPPORTED}
+    prepare_environment()
+    from deepspeed.runtime.config import DeepSpeedConfig
+    from deepspeed.runtime.precision_config import DeepSpeedBF16Config, DeepSpeedFP16Config
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+    from pydantic import ValidationError
+
+    sections = {"zero_optimization": DeepSpeedZeroConfig, "bf16": DeepSpeedBF16Config, "fp16": DeepSpeedFP16Config}
+    rest = _Asked(
+        {
+            key: _Asked(value) if isinstance(value, dict) else value
+            for key, value in settings.items()
+            if key not in sections
+        }
+    )
+    wrong = [*_list_misplaced_values(settings), *_list_wrong_values(settings)]
+    if wrong:  # DeepSpeed's parser would stop at the first, in Python's words
+        yield from wrong
+        return
+    # Accumulation and total follow from the world size, which DeepSpeed takes from a process group not yet started.
+    rest.pop("train_batch_size", None)
+    try:
+        DeepSpeedConfig(rest)
+    except ValidationError as error:
+        for item in error.errors():
+            leaf = ".".join(map(str, item["loc"]))
+            key = next((key for key in list_keys(settings) if key.endswith(f".{leaf}")), leaf)
+            yield _describe_fault(key, item, list_decisions())
+    except Exception as error:  # it raises asserts, AttributeErrors and its own
+        yield f"DeepSpeed refuses these settings: {error}"
+    else:
+        known = rest.asked | set(sections)
+        yield from (
+            f'"{key}" is no key of DeepSpeed, which would ignore it silently{suggest_key(key, known)}: correct or '
+            "remove it"
+            for key in settings
+            if key not in known and key != "train_batch_size"
+        )
+        yield from (
+            f'"{name}.{key}" is no key of DeepSpeed, which would ignore it silently'
+            f"{suggest_key(f'{name}.{key}', [f'{name}.{each}' for each in section.asked])}: correct or remove it"
+            for name, section in rest.items()
+            if isinstance(section, _Asked) and section.asked
+            for key in section
+            if key not in section.asked
+        )
+    for name, model in sections.items():
+        block = settings.get(name, {})
+        known = [f"{name}.{field.alias or key}" for key, field in model.model_fields.items()]
+        try:
+            parsed = model(strict=True, **block)
+        except ValidationError as error:
+            for item in error.errors():
+                key = ".".join([name, *map(str, item["loc"])])
+                if key not in REMOVED:  # list_unsupported names these
+                    yield _describe_fault(key, item, [*known, *list_decisions()])
+        except AssertionError as error:
+            yield f'"{name}": {error}'
+        else:
+            yield from _list_converted(name, block, parsed)
+
+
+def _describe_fault(key: str, item: dict[str, Any], known: Iterable[str]) -> str:
+    """Describes a fault that one of DeepSpeed's models finds, with the remedy. known: keys to suggest."""
+    if item["type"] == "extra_forbidden":
+        return f'"{key}" is no key of DeepSpeed{suggest_key(key, known)}: correct or remove it'
+    if item["type"] == "enum":  # DeepSpeed's stages have an alias, named twice
+        members = dict.fromkeys(item["ctx"]["expected"].replace(" or ", ", ").split(", "))
+        members.pop("'nvme'", None)  # settings.py refuses it
+        return f'"{key}" is {quote(item["input"])}: write one of {", ".join(members)}'
+    value = f" is {quote(item['input'])}" if item["loc"] else ""  # else the whole section
+    return f'"{key}"{value}: {item["msg"].removeprefix("Value error, ")}; {_CORRECT}'
+
+
+def _list_converted(section: str, block: dict[str, Any], parsed: Any) -> Iterator[str]:
+    """Yields values that a model of DeepSpeed has read as of another type: "yes" as true, "8" or true as a number. Of
+    them dstrain would understand something else than DeepSpeed.
+    """
+    names = {field.alias or name: name for name, field in type(parsed).model_fields.items()}
+    for key, value in block.items():
+        read = getattr(parsed, names.get(key, key), None)  # those that it has replaced are gone
+        if isinstance(value, dict):
+            yield from _list_converted(f"{section}.{key}", value, read)
+        elif isinstance(read, bool) and not isinstance(value, bool):
+            yield f'"{section}.{key}" is {quote(value)}: write true or false'
+        elif isinstance(read, (int, float)) and isinstance(value, (bool, str)) and not isinstance(read, bool):
+            yield f'"{section}.{key}" is {quote(value)}: write a number, without quotation marks'
+
+
+def _list_misplaced_values(settings: dict[str, Any]) -> Iterator[str]:
+    """Yields the keys that hold a value where DeepSpeed reads a section, with the remedy."""
+    words = [key.split(".") for key in SUPPORTED]
+    for key in dict.fromkeys(".".join(parts[:count]) for parts in words for count in range(1, len(parts))):
+        value = read_value(settings, key)
+        if value is not None and not isinstance(value, dict):
+            yield f'"{key}" is {quote(value)}: write a section, {{...}}, or remove it'
+
+
+def _list_wrong_values(settings: dict[str, Any]) -> Iterator[str]:
+    """Yields values that DeepSpeed does not check itself, and that are of a wrong type or beyond their bounds."""
+    for key in _TRUTHS:
+        value = read_value(settings, key)
+        if value not in (None, "auto") and not isinstance(value, bool):
+            yield f'"{key}" is {quote(value)}: write true or false'
+    for key, least in _COUNTS.items():
+        value = read_value(settings, key)
+        if value not in (None, "auto") and (type(value) is not int or value < least):
+            yield f'"{key}" is {quote(value)}: write a whole number from {least} on'
+    key = "flops_profiler.recompute_fwd_factor"
+    value = read_value(settings, key)
+    if value not in (None, "auto") and (type(value) not in (int, float) or value < 0):
+        yield f'"{key}" is {quote(value)}: write a number from 0 on'
+    for key, words in _WORDS.items():
+        value = read_value(settings, key)
+        if value not in (None, "auto", *words):
+            yield f'"{key}" is {quote(value)}: write one of {", ".join(words)}'
+
+
+def _drop_auto_entries(value: Any) -> Any:
+    """Returns a section without its "auto" entries: these are named elsewhere."""
+    if not isinstance(value, dict):
+        return value
+    return {key: _drop_auto_entries(inner) for key, inner in value.items() if inner != "auto"}
