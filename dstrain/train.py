@@ -1,4 +1,4 @@
-"""Training: set_up, run_steps, take_step, record_step, go_back, finish_run. Here alone learning meets sharding."""
+"""Training: set_up, run_steps, take_step, save_and_measure_step, finish_run. Here alone learning meets sharding."""
 
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -101,7 +101,7 @@ def run_steps(training: Training) -> tuple[int, bool]:
     run, every, done, stop = training.run, training.run.every, training.first, False
     engines, tracker, course, throughput = training.engines, training.tracker, training.course, training.throughput
     training.stops.defer_to_main_thread(_FIRST_STEP)  # so far all is saved, and so it is until the first step has ended
-    left = catch_up(training, done)
+    left = measure_resumed_step(training, done)
     while done < run.steps and not (stop or left):
         training.watchdog.enter_phase(done + 1)
         ballot = group.Ballot(lambda: wants_stop(training))
@@ -113,7 +113,7 @@ def run_steps(training: Training) -> tuple[int, bool]:
         except Stopped:  # before the step has changed anything
             training.saver.wait_for_save()
             if done != training.saver.newest:
-                record_step(training, done, stop=True)
+                save_and_measure_step(training, done, stop=True)
             else:
                 training.saves.note_course(done)
             left = True
@@ -139,7 +139,7 @@ def run_steps(training: Training) -> tuple[int, bool]:
             for interval in (every.save, every.sample, every.evaluate, every.metrics, run.ema.snapshots)
         ):
             with throughput.exclude_time():
-                left = record_step(training, done, stop)
+                left = save_and_measure_step(training, done, stop)
     if stop or left:
         training.stops.remove_stop_file()
         end_without_data(training, done)
@@ -152,9 +152,9 @@ def wants_stop(training: Training) -> bool:
     return lost or training.stops.is_requested() or training.batches.problem is not None
 
 
-def record_step(training: Training, done: int, stop: bool) -> bool:
-    """Does what is due after a step: saves first, since drawing and evaluating may fail, or be left for a stop. Returns
-    whether they were. Raises NotSaved if the folder is gone.
+def save_and_measure_step(training: Training, done: int, stop: bool) -> bool:
+    """Saves what is due after a step, the checkpoint and the averages, and then, unless `stop`, draws and measures what
+    is due. Returns whether a stop has cut the drawing and measuring short. Raises NotSaved if the folder is gone.
     """
     run, every, last = training.run, training.run.every, stop or done == training.run.steps
     hosts.require_own_folder(run.directory)
@@ -171,10 +171,10 @@ def record_step(training: Training, done: int, stop: bool) -> bool:
 
 
 def measure_step(training: Training, done: int, saved: bool, held: tuple[bool, ...] = (False, False, False)) -> bool:
-    """Draws and measures what is due of a step, but for what the run's folder holds of pictures, held-out figures and
-    metrics. Returns whether no stop has cut that short.
+    """Draws and measures what is due of a step. Returns False if a stop has cut that short.
 
-    The score of save.best goes to the step's checkpoint; a step that is not `saved`, and the best, is saved with it.
+    `held`: which of pictures, held-out figures and metrics the run's folder holds already; these are left out. The
+    score of save.best goes to the step's checkpoint; a step that is not `saved`, and the best, is saved with it.
     """
     every, last = training.run.every, done == training.run.steps
     tasks: tuple[tuple[Callable[[Training, int], float | None], int, Any], ...] = (
@@ -206,9 +206,9 @@ def end_without_data(training: Training, done: int) -> None:
         raise problem
 
 
-def catch_up(training: Training, done: int) -> bool:
-    """Draws and measures what was due at the step that a run goes on from, where it ended before that. Returns whether
-    a stop has cut that short.
+def measure_resumed_step(training: Training, done: int) -> bool:
+    """Draws and measures what was due at the step that a run goes on from, and what its folder does not hold yet.
+    Returns whether a stop has cut that short.
     """
     held = training.tracker.has_written(done)
     training.saves.averages.take_snapshot(done, done == training.run.steps, wait=True)
@@ -242,7 +242,7 @@ def take_step(
     It learns from the batch of `step + shift`, with the noise and dropout of that one; all else follows `step`. `vote`
     is called on the last micro-batch, when `batches` know whether the next step has samples.
     """
-    engines.set_lr(run.optimizer.lr_at(step, run.steps))
+    engines.set_lr(run.optimizer.compute_lr(step, run.steps))
     sequence, watched = run.parallel.sequence, []
     losses: dict[str, list[Tensor]] = {}
     for micro, batch in enumerate(batches.read_step(step + shift)):  # batch["key"]: randomness belongs to a sample
@@ -446,31 +446,32 @@ def draw_samples(training: Training, done: int) -> None:
     training.watchdog.enter_phase(done, "samples of step")
     with training.ema.use_averages(training.run.samples.ema):
         shown = draw_grids(training.run, training.system, training.engines.modules, training.shown, training.micro)
-        for images, name, columns, captions in [*shown]:  # all or none are written: catch_up tells by one of them
+        for images, name, columns, captions in [*shown]:  # all or none: measure_resumed_step tells by one of them
             training.tracker.save_samples(done, images, name, columns, captions)
 
 
 def evaluate_loss(training: Training, done: int) -> float | None:
-    """Reports held-out means from the EMA that samples are drawn from and, as raw/..., from the training weights, and
-    the EMA's curves, whose axis is not the timestep, such as the use of each token. Returns the loss for save.best.
+    """Reports held-out means: from the EMA that samples are drawn from and, as raw/..., from the training weights. Also
+    reports the EMA's curves, whose axis is not the timestep, such as the use of each token. Returns the loss for
+    save.best, or None if that is not the score.
     """
     training.watchdog.enter_phase(done, "evaluation of step")
     run, source = training.run, Spread(training.held_out, training.run.every.evaluate_samples or None)
 
-    def means(curves: dict[str, list[float]]) -> dict[str, float]:
+    def compute_means(curves: dict[str, list[float]]) -> dict[str, float]:
         batches = iterate_held_out(source, training.micro, group.rank(), group.world(), group.device(), run.seed)
         return score_batches(training.system, training.engines.modules, batches, curves)
 
-    raw = {f"raw/{name}": value for name, value in means({}).items()}
+    raw = {f"raw/{name}": value for name, value in compute_means({}).items()}
     curves: dict[str, list[float]] = {}
     with training.ema.use_averages(run.samples.ema):
-        scores = means(curves) | raw
+        scores = compute_means(curves) | raw
     training.tracker.report_scores(done, scores, curves)
     return scores["loss"] if run.save.best is True else None
 
 
 def measure_quality(training: Training, done: int) -> float | None:
-    """Reports samples.metrics of every EMA. Returns the score for save.best, the lower the better, of the one that
+    """Reports samples.metrics of every EMA. Returns the score for save.best, the lower the better, of the EMA that
     samples are drawn from.
     """
     training.watchdog.enter_phase(done, "metrics of step")
@@ -485,4 +486,7 @@ def measure_quality(training: Training, done: int) -> float | None:
 
 
 def is_due(interval: int, done: int, last: bool = False) -> bool:
+    """Returns whether something is due at step `done`: every `interval` steps, or at the `last` one; interval 0 is
+    never.
+    """
     return interval > 0 and (done % interval == 0 or last)

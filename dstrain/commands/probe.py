@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 from dstrain import rng
 from dstrain.data.batches import Batches, place_batch
 from dstrain.recipe import ConfigError, Run, reword_errors
-from dstrain.sampling.draw import require_samples, require_scores, set_eval_mode
+from dstrain.sampling.draw import require_valid_samples, require_valid_scores, set_eval_mode
 from dstrain.sampling.grids import make_grid_request
 from dstrain.systems.base import Batch, Example, Nets, System
 
@@ -250,7 +250,7 @@ def _try_evaluation(run: Run, system: System, networks: Nets, example: Example) 
     place = f"{run.system}: evaluate"
     with _explain_errors(place, {}, example["key"].device):
         terms = system.evaluate(networks, example)
-    require_scores(system, terms, _SAMPLES)
+    require_valid_scores(system, terms, _SAMPLES)
     if run.save.best is True and "loss" not in terms:
         raise ConfigError(
             f'{place} returns no "loss" (it returns {", ".join(terms)}), by which save.best=true chooses: return it, '
@@ -277,7 +277,7 @@ def _try_drawing(run: Run, system: System, networks: Nets, data: Batch, example:
             num_steps=min(_SAMPLES, request.num_steps),
         )
         with _explain_errors(f"{run.system}: sample", {}, device), suppress(_Enough), _limit_calls(networks):
-            require_samples(system, system.sample(networks, few), len(few.seeds))
+            require_valid_samples(system, system.sample(networks, few), len(few.seeds))
     if system.starts_from_data:
         with _explain_errors(f"{run.system}: pictures", {}, device):
             pictures = system.pictures(networks, example)

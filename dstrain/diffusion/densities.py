@@ -29,6 +29,7 @@ def draw_logit_normal(uniforms: Tensor, mean: float, std: float, highest: float 
 
 
 def draw_uniform(uniforms: Tensor, mean: float, std: float, highest: float = 1.0) -> Tensor:
+    """Returns times distributed evenly over [0, `highest`); mean and std have no effect."""
     return uniforms * highest if highest < 1 else uniforms
 
 

@@ -253,8 +253,8 @@ class FlowMatching:
         return [self.interpolant.convert_prediction(out, x, t, wanted) for wanted in ("velocity", "eps")]
 
     def compute_score_rate(self, t: float) -> float:
-        """Returns the SDE's coefficient over sigma at time t; times eps it is minus the product of coefficient and
-        score.
+        """Returns w / sigma at time t, w being the SDE's coefficient: w times the score is minus this rate
+        times eps.
         """
         alpha, sigma, alpha_slope, sigma_slope = PATHS[self.interpolant.path](torch.tensor(t, dtype=torch.float64))
         if self.coefficient == "sbdm":

@@ -63,7 +63,9 @@ class Denoiser(Protocol):
 def solve_dpmpp(
     denoise: Denoiser, levels: Sequence[Level], x: Tensor, noise: Noise, eta: float = 0.0, progress: Progress = iter
 ) -> Tensor:
-    """Solves by DPM-Solver++(2M), of second order; eta 1 is its SDE (the midpoint form). One call a step."""
+    """Returns x_start from noise x at levels[0] by DPM-Solver++(2M), of second order; eta 1 is its SDE (the midpoint
+    form). One call a step.
+    """
     earlier, h_earlier = None, math.inf
     for i in progress(range(len(levels) - 1)):
         here, there = levels[i], levels[i + 1]
@@ -82,8 +84,8 @@ def solve_dpmpp(
 def solve_unipc(
     denoise: Denoiser, levels: Sequence[Level], x: Tensor, noise: Noise, eta: float = 0.0, progress: Progress = iter
 ) -> Tensor:
-    """Solves by UniPC-2: a predictor of second order, 2M, corrected to third order by the next step's call. One call a
-    step.
+    """Returns x_start from noise x at levels[0] by UniPC-2: a predictor of second order, 2M, corrected to third order
+    by the next step's call. One call a step.
     """
     known: list[tuple[float, Tensor]] = []  # lambda and x_start of the last two levels, the newer one last
     x_before = x
@@ -127,8 +129,9 @@ def _compute_gain(here: Level, there: Level) -> float:
 def solve_heun(
     denoise: Denoiser, levels: Sequence[Level], x: Tensor, noise: Noise, eta: float = 0.0, progress: Progress = iter
 ) -> Tensor:
-    """Solves by Heun's method in s, of second order: two calls a step. The last step takes one call; so does a first
-    step from far above EDM's range, which is of first order since s changes too much there.
+    """Returns x_start from noise x at levels[0] by Heun's method in s, of second order: two calls a step. The last step
+    takes one call; so does a first step from far above EDM's range, which is of first order since s changes too much
+    there.
 
     eta above 0 is EDM's stochastic sampler: within CHURN_RANGE noise is added before a step, which begins at the higher
     level then, the nearest that the network knows.

@@ -16,7 +16,8 @@ from dstrain.disk import owner
 
 @contextmanager
 def replace_file(path: str | os.PathLike, make: bool = True) -> Iterator[Path]:
-    """Yields a temporary path to write to, then renames it to `path` in one step; after an error it removes it.
+    """Yields a temporary path to write to, then renames it to `path`, so that readers see the old file or the whole new
+    one; after an error it removes the temporary one.
 
     `make`: creates the folder of `path`, too. A link at `path` is replaced. Of several processes that write it the last
     one wins, with the whole file. Raises TakenAway if this process has lost its claim on the folder.
@@ -40,7 +41,7 @@ def replace_file(path: str | os.PathLike, make: bool = True) -> Iterator[Path]:
 
 
 def write_file(path: str | os.PathLike, content: str | bytes, make: bool = True) -> None:
-    """Writes a file in one step, text as UTF-8: readers see the old content or the new one. `make`: creates its folder,
+    """Writes a file atomically, text as UTF-8: readers see the old content or the new one. `make`: creates its folder,
     too.
     """
     with replace_file(path, make) as temporary:
@@ -49,7 +50,8 @@ def write_file(path: str | os.PathLike, content: str | bytes, make: bool = True)
 
 @contextmanager
 def replace_folder(folder: str | os.PathLike) -> Iterator[Path]:
-    """Yields a temporary folder to fill, then renames it to `folder` in one step; after an error it removes it.
+    """Yields a temporary folder to fill, then renames it to `folder`, which readers see whole or not at all; after an
+    error it removes the temporary one.
 
     First removes temporary folders of the same name whose processes have died.
     """

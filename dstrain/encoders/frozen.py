@@ -26,8 +26,10 @@ class Frozen(nn.Module):
         return super().train(False)
 
 
-def is_here(path: Any) -> bool:
-    """Returns whether what a recipe names, if anything, is on this machine: a folder, or a name in the hub's cache."""
+def is_available_here(path: Any) -> bool:
+    """Returns whether the network that a recipe names by `path` is on this machine, as a folder or in the hub's cache.
+    Returns True if it names none.
+    """
     if not isinstance(path, str) or Path(path).is_dir():
         return True
     from huggingface_hub import try_to_load_from_cache

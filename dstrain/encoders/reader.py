@@ -178,8 +178,8 @@ class Reader:
         return {name: value[rows] for name, value in inputs.items()}
 
     def of_prompts(self, texts: list[str]) -> TextInputs:
-        """Returns `of_texts`, where no token of an empty text is read: it is the null text. Raises ConfigError for an
-        empty one where there is no null text.
+        """Returns `of_texts`, in which no token of an empty text is read, since it stands for the null text. Raises
+        ConfigError for an empty one if there is no null text.
         """
         empty = torch.tensor([not text.strip() for text in texts])
         if empty.any() and not self.config.has_null:
@@ -225,21 +225,21 @@ class Reader:
     def _read(self, texts: list[str], device: torch.device) -> TextInputs:
         if self.config.text_encodings_dim is None:
             return {"words": hash_words(texts, self.config.num_words, self.config.max_text_len)}
-        return self.of_batch(select_texts(self._loaded().to(device).encode(texts)))
+        return self.of_batch(select_texts(self._get_encoder().to(device).encode(texts)))
 
     def fingerprint(self) -> str:
         """Returns " text_encoder=HASH", which is added to the data's fingerprint, if an encoder reads the captions;
         else "".
         """
         reads = self.config.text_encodings_dim is not None and not self._cached and self.config.reads_texts
-        return f" text_encoder={self._loaded().fingerprint()}" if reads else ""
+        return f" text_encoder={self._get_encoder().fingerprint()}" if reads else ""
 
     def describe_cut(self, texts: list[str], what: str) -> str:
-        """Says how much of the texts the model cannot read; "" if it reads all."""
+        """Returns a line that says how much of the texts the model cannot read; "" if it reads all."""
         if not self.config.reads_texts:
             return ""
         if self.config.text_encodings_dim is not None:
-            return self._loaded().describe_cut(texts, what)
+            return self._get_encoder().describe_cut(texts, what)
         return describe_cut(map(len, map(split_words, texts)), self.config.max_text_len, what, "words")
 
     @property
@@ -247,8 +247,8 @@ class Reader:
         """Tells whether the data hold text encodings."""
         return self.config.cached_text is not None
 
-    def _loaded(self) -> TextEncoder:
-        """Loads the encoder at the first caption: cached encodings need none."""
+    def _get_encoder(self) -> TextEncoder:
+        """Returns the encoder, which the first call loads: cached encodings need none."""
         config = self.config
         if self.encoder is None:
             expected = config.text_encoder_fingerprint
@@ -276,8 +276,10 @@ def hash_words(texts: list[str], num_words: int, max_text_len: int) -> Tensor:
     return torch.tensor(rows, dtype=torch.int64).view(len(texts), max_text_len)
 
 
-def draw_texts(config: ReadsTexts, key: Tensor) -> dict[str, Tensor]:
-    """Draws what a synthetic batch holds of texts: encodings as a cache has them, or captions."""
+def draw_synthetic_texts(config: ReadsTexts, key: Tensor) -> dict[str, Tensor]:
+    """Draws the texts of a synthetic batch, by keys (B,): encodings as a cache has them, or captions; {} for a model
+    without texts.
+    """
     longest = config.max_text_len
     if not config.reads_texts:
         return {}

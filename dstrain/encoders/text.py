@@ -59,7 +59,9 @@ class TextEncoder(Frozen):
         return [len(ids) for ids in self.tokenizer(captions, verbose=False)["input_ids"]]
 
     def describe_cut(self, captions: list[str], what: str) -> str:
-        """Says how much of the captions is cut, see the function; "" if nothing is."""
+        """Returns a line that says how much of the captions is cut, as the function `describe_cut`; "" if
+        nothing is.
+        """
         return describe_cut(self.count_tokens(captions), self.max_length, what)
 
     @torch.no_grad()
@@ -91,7 +93,9 @@ def load_text_encoder(
     expected: str | None = None,
     open_encoder: Callable[[str, int | None], TextEncoder] = TextEncoder,
 ) -> TextEncoder:
-    """Loads the encoder that model.text_encoder names. Raises ConfigError if there is none, or another one."""
+    """Loads the encoder that model.text_encoder names, `path`. Raises ConfigError if it names none, or if `expected` is
+    the fingerprint of another one.
+    """
     if path is None:
         raise ConfigError(
             "model.text_encoder: texts are to be encoded and none is named; give the folder or hub name of the encoder "
@@ -116,7 +120,9 @@ def encode_distinct(texts: list[str], encode: Callable[[list[str]], dict[str, Te
 
 
 def describe_cut(lengths: Iterable[int], longest: int, what: str, unit: str = "tokens") -> str:
-    """Says how many texts (`what`: prompts, captions) of these lengths are cut after `longest` units; "" if none is."""
+    """Returns a line that says how many texts (`what`: prompts, captions) of these lengths are cut after `longest`
+    units; "" if none is.
+    """
     lengths = list(lengths)
     cut = [length - longest for length in lengths if length > longest]
     if not cut:

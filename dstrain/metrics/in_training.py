@@ -28,7 +28,7 @@ from dstrain.metrics.network import Features
 from dstrain.metrics.statistics import KEPT, Statistics
 from dstrain.recipe import ConfigError, Run, reword_errors
 from dstrain.sampling.draw import draw_own_share
-from dstrain.sampling.requests import list_built_in_texts, make_request, request_all_classes
+from dstrain.sampling.requests import choose_all_classes, list_built_in_texts, make_request
 from dstrain.systems.base import Nets, Request, System
 
 _BATCH = 100  # pictures of the data that are described at once
@@ -70,7 +70,7 @@ class Quality:
             with reword_errors(options=_OPTIONS):
                 self._compared = open_recipe_reference(samples.reference, data, compared, KEPT)
         self._request, self._captions = make_request(
-            request_all_classes(samples, data, system), system, samples.metrics_samples, samples.seed
+            choose_all_classes(samples, data, system), system, samples.metrics_samples, samples.seed
         )
         if "accuracy" in metrics and self._captions is None and "label" not in self._request.conditions:
             raise ConfigError(

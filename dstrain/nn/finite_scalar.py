@@ -33,7 +33,7 @@ class FiniteScalar(nn.Module):
         self.project_in, self.project_out = Linear(dim, len(levels)), Linear(len(levels), dim)
 
     def forward(self, x: Tensor, weight: Tensor) -> Quantized:
-        """Quantizes (B, ..., dim); `weight` is unused, as there are no terms: (B, ...)."""
+        """Quantizes vectors (B, ..., dim), see Quantized. All terms are 0 (B,); `weight` is unused."""
         z = bound_levels(widen_precision(self.project_in(x)), self.levels)  # (B, ..., d)
         rounded = z + (z.round() - z).detach()
         nothing = z.new_zeros(len(x))

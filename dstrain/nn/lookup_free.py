@@ -141,7 +141,9 @@ class Usage:
         self.q = torch.cat([torch.full((1 << size,), 0.5**size) for size in split_bits(bits)])  # uniform at first
 
     def update_shares(self, shares: Tensor) -> None:
-        """Moves q towards the mean over one step's samples, (N, codes), in the order of the global batch."""
+        """Moves `q` towards the mean of `shares` (N, codes), those of the samples of one step in the order of the
+        global batch. Leaves it if the mean is not finite.
+        """
         mean = shares.double().mean(0).float()  # a NaN would stay in q forever
         self.q = torch.where(
             mean.isfinite().all(), torch.lerp(mean, self.q.to(mean.device), self.decay), self.q.to(mean.device)

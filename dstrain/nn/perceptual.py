@@ -36,7 +36,7 @@ class Distance(nn.Module):
     heads: nn.ParameterList
 
     def train(self, mode: bool = True) -> "Distance":
-        """Stays in evaluation mode, whatever the networks around it do."""
+        """Ignores `mode`: the network stays in evaluation mode, whatever the networks around it do."""
         return super().train(False)
 
     def forward(self, picture: Tensor, truth: Tensor) -> Tensor:

@@ -104,8 +104,10 @@ class PictureLoss:
         self.adversarial, self._penalized = discriminator is not None, penalty is not None
         self.network: Distance | None = None  # loaded where it is first needed
 
-    def list_parts(self, part: str, learn: Loss) -> dict[str, Loss]:
-        """Returns the losses by part: the first stage's own, and that of `discriminator` where there is one."""
+    def list_part_losses(self, part: str, learn: Loss) -> dict[str, Loss]:
+        """Returns the loss of each part: `learn` for the first stage, `part`, and that of `discriminator` if there is
+        one.
+        """
         return {part: learn} | ({"discriminator": self.compute_discriminator_loss} if self.discriminator else {})
 
     def build_networks(self, channels: int) -> dict[str, nn.Module]:
@@ -119,8 +121,8 @@ class PictureLoss:
         }
 
     def list_turns(self, part: str, step: int) -> tuple[str, ...]:
-        """Returns the parts that learn at `step`: the first stage, and from its start on the discriminator. Before that
-        no critique is learned from.
+        """Returns the parts that learn at `step`: the first stage, and from its start on the discriminator. Also sets
+        whether the first stage learns from its critique in this step.
         """
         # Remembered here, where the host knows the step: reading example["step"] would wait for the device.
         self.adversarial = self.discriminator is not None and step >= self.discriminator.start

@@ -132,8 +132,10 @@ class Attention(nn.Module):
     def forward(
         self, x: Tensor, context: Tensor | None = None, rotation: Tensor | None = None, mask: Tensor | None = None
     ) -> Tensor:
-        """Takes context (B, M, context_dim), rotation (1, 2, N, d), see positions.py, and mask bool (B, 1, 1, M), True
-        where a token is read. Ranks may share the tokens (sequence.py), but not a context.
+        """Returns what the tokens x (B, N, dim) read of the context, or of themselves: (B, N, dim).
+
+        context (B, M, context_dim), rotation (1, 2, N, d), see positions.py, and mask bool (B, 1, 1, M), True where a
+        token is read. Ranks may share the tokens (sequence.py), but not a context.
         """
         shared = 1 if context is None else 0
         return self.proj(join_heads(attend(*self.project_heads(x, context, rotation), mask, shared=shared)))

@@ -1,6 +1,6 @@
 """What determines a run: its schema, its file, and what may be wrong in it or change when the run goes on."""
 
-from dstrain.recipe.changes import describe_refused_changes, list_differences, list_refused_changes, require_known_keys
+from dstrain.recipe.changes import list_differences, list_refused_changes, make_refusal, require_known_keys
 from dstrain.recipe.errors import (
     ConfigError,
     NotRead,
@@ -53,7 +53,6 @@ __all__ = [
     "Track",
     "advise_writing",
     "check_model",
-    "describe_refused_changes",
     "dump_run",
     "explain_write_errors",
     "fits_pattern",
@@ -65,6 +64,7 @@ __all__ = [
     "list_refused_changes",
     "list_replaced",
     "load_recipe",
+    "make_refusal",
     "mark_filled_in",
     "mark_fixed",
     "require_known_keys",

@@ -56,7 +56,7 @@ def _fill_in_defaults(model: dict[str, Any], system: type[BaseModel]) -> dict[st
     return fill_in(model, defaults)
 
 
-def describe_refused_changes(changes: Iterable[Change], folder: Path, system: type[BaseModel]) -> ConfigError:
+def make_refusal(changes: Iterable[Change], folder: Path, system: type[BaseModel]) -> ConfigError:
     """Returns the error for changes that a resumed run may not have: each key, its values and the remedy."""
     lines = []
     for key, old, new in changes:

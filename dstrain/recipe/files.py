@@ -25,8 +25,8 @@ _LARGEST, _DEEPEST = 20_000, 32  # entries and levels of a recipe, far above any
 
 
 def load_recipe(recipe: Path | None, overrides: Iterable[str] = ()) -> Run:
-    """Reads a recipe file, or the schema's defaults if it is None, applies `key=value` overrides, and
-    returns the Run.
+    """Reads a recipe file, or the schema's defaults if it is None, applies `key=value` overrides, and returns the Run.
+    Raises ConfigError with every problem found.
     """
     values = _read_recipe(recipe) if recipe is not None else {}
     if recipe is not None and lies_in_run_or_export(recipe) and isinstance(values.get("data"), dict):

@@ -244,7 +244,7 @@ class Optimizer(Section):
         """Returns the factor of the learning rate of a weight of a part."""
         return next((rate for pattern, rate in self.rates.items() if fits_pattern(pattern, part, name)), 1.0)
 
-    def lr_at(self, step: int, steps: int) -> float:
+    def compute_lr(self, step: int, steps: int) -> float:
         """Returns the learning rate of the update after `step` updates, in a run of `steps`."""
         if step < self.warmup:
             return self.lr * (step + 1) / self.warmup
@@ -294,7 +294,7 @@ class Ema(Section):
         )
         return self
 
-    def decay_at(self, decay: float, step: int) -> float:
+    def compute_decay(self, decay: float, step: int) -> float:
         """Returns the effective decay of the update after `step` updates."""
         return min(decay, (1 + step) / (10 + step)) if self.warmup else decay
 

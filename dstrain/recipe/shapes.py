@@ -31,7 +31,7 @@ class BucketRule(Section):
     step: Annotated[int, Field(gt=0, le=4096)] = 16  # all sides are multiples of it
     ratio: Annotated[float, Field(ge=1, le=16)] = 2.0  # of the longer side to the shorter one, at most
 
-    def shapes(self) -> tuple[tuple[int, int], ...]:
+    def list_shapes(self) -> tuple[tuple[int, int], ...]:
         """Lists for each short side the longest long side that `pixels` and `ratio` allow, the widest shape first."""
         square = int(self.pixels**0.5) // self.step * self.step
         shapes = set()
@@ -48,7 +48,7 @@ def _parse_buckets(value: Any) -> Any:
     if not isinstance(value, dict):
         return value
     try:
-        shapes = BucketRule.model_validate(value).shapes()
+        shapes = BucketRule.model_validate(value).list_shapes()
     except ValidationError as error:
         fault = error.errors()[0]
         reason = f"{'.'.join(map(str, fault['loc']))}: {fault['msg']}"
@@ -81,7 +81,9 @@ class Shaping(Section):
 
     @property
     def durations(self) -> tuple[int, ...]:
-        """Returns the numbers of frames of the buckets of clips."""
+        """Returns the durations of the buckets of clips, in frames; () where the buckets are of images, or there are
+        none.
+        """
         return tuple(bucket[0] for bucket in self.buckets or () if len(bucket) == 1)
 
     def list_clip_checks(self, num_frames: int | None) -> tuple[tuple[Any, str], ...]:

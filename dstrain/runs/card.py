@@ -41,7 +41,7 @@ numpy.save(sys.argv[2], drawn)
 
 
 def draw_example(folder: Path, title: str, code: str) -> np.ndarray:
-    """Runs the card's code on the folder, whose name is yet to be `title`, in a process without dstrain.
+    """Runs the card's code on the folder, which is to be called `title`, in a process without dstrain.
 
     Returns what it draws: float32 (N, ...), or pictures as uint8 (N, H, W) or (N, H, W, 3).
     """
@@ -178,7 +178,9 @@ def _describe_settings(samples: Samples, system: System, class_name: str) -> str
 
 
 def _hide_paths(run: Run) -> Run:
-    """Returns the recipe without the paths of the run's machine: folders are left out, of files the names stay."""
+    """Returns the recipe without the paths of the run's machine: `folder` and `init_from` are left out, of other paths
+    the last part stays.
+    """
     data = {key: _strip_paths(value) for key, value in run.data}
     data |= {key: data[key] and _keep_last_path_part(data[key]) for key in ("path", "held_out_path")}
     return run.model_copy(

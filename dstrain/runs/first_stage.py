@@ -131,7 +131,7 @@ class Encoder:
         arrays = {"tokens" if tokens else "moments": codes}
         if self.texts is not None:
             arrays |= self._encode_texts(batch["caption"][rows])
-        arrays = {name: self._convert_stored(name, array[:count]) for name, array in arrays.items()}
+        arrays = {name: self._convert_for_storage(name, array[:count]) for name, array in arrays.items()}
         inputs = ("image", "video")
         return arrays | {name: values.numpy() for name, values in batch.items() if name not in inputs}
 
@@ -157,7 +157,7 @@ class Encoder:
         }
         return arrays if captions.ndim == 3 else {name: array[:, 0] for name, array in arrays.items()}
 
-    def _convert_stored(self, name: str, array: np.ndarray) -> np.ndarray:
+    def _convert_for_storage(self, name: str, array: np.ndarray) -> np.ndarray:
         """Converts an array to the dtype in which shards hold it."""
         if array.dtype.kind != "f":
             return array.astype(np.int32) if name == "tokens" else array

@@ -32,11 +32,11 @@ from dstrain.distributed.progress import get_phases
 from dstrain.recipe import (
     ConfigError,
     Run,
-    describe_refused_changes,
     dump_run,
     explain_write_errors,
     list_refused_changes,
     load_recipe,
+    make_refusal,
     require_known_keys,
     reword_errors,
 )
@@ -107,7 +107,7 @@ def check_start(run: Run, fingerprint: str, resume: Resume) -> None:
     if resume.allow_change or not read_last_saved(folder):  # without a saved step, no run would be changed
         return
     if changes := list_refused_changes(read_recipe(folder), run, system := find_config_class(run.system)):
-        raise describe_refused_changes(changes, folder / "run.yaml", system)
+        raise make_refusal(changes, folder / "run.yaml", system)
     if not (earlier := small.read_line(folder / "data.txt")):
         raise ConfigError(
             f"{folder / 'data.txt'} is gone or damaged, and it says on which data the run was trained: "

@@ -21,7 +21,9 @@ _NEWEST = 10  # checkpoints that are looked at: a run goes on from one of them
 
 
 def require_own_checkpoints(folder: Path, step: int | None) -> None:
-    """Raises ConfigError if another run has written a checkpoint that a run may go on from; `step` is asked for."""
+    """Raises ConfigError if another run has written a checkpoint from which this run may go on: one of the newest, or
+    that of `step`.
+    """
     own = owner.read_identity(folder)
     if own is None:
         return
@@ -85,8 +87,8 @@ def _read_ancestors(folder: Path) -> list[str]:
 
 
 def _read_writers(folder: Path, step: int | None) -> dict[int, str]:
-    """Returns the identity of the run that has written each of the newest checkpoints, and that of `step`; earlier
-    versions wrote none.
+    """Returns, by step, the identity of the run that has written each of the newest checkpoints, and that of `step`.
+    Checkpoints of earlier versions, which wrote none, are left out.
     """
     writers: dict[int, str] = {}
     steps = Store(folder / "checkpoints").list_steps()

@@ -33,11 +33,11 @@ def read_recipe(folder: Path) -> Run:
 
 
 def find_checkpoint(folder: Path, step: int | None = None, ema: float | None = None) -> Path:
-    """Returns the run's checkpoint of a step, None for the newest whole one.
+    """Returns the folder of the run's checkpoint of a step, None for the newest whole one. If this lacks the average
+    `ema`, and dstrain reconstruct has made that one, returns the folder of what it made.
 
-    Where it does not hold the average `ema`, and dstrain reconstruct has made that one, the folder of this. It is held:
-    a training run does not remove it before this process ends, or calls `owner.release_holds`. So facts
-    may be read of it at any time. Raises ConfigError if it is absent or damaged.
+    The folder is held: a training run does not remove it before this process ends or calls `owner.release_holds`.
+    Raises ConfigError if it is absent or damaged.
     """
     steps = [folder / "checkpoints" / f"step_{step:08d}"] if step is not None else []
     with hold_while_choosing(steps or (folder / "checkpoints").glob("step_*[0-9]")) as keep:
@@ -85,7 +85,7 @@ def require_writable(folder: Path, option: str = "--out") -> None:
 def choose_kinds(
     system: System, checkpoint: Path, ema: float | None = None, raw: bool = False, every: bool = False
 ) -> dict[str, str]:
-    """Chooses which weights to take of each part: master or ema.DECAY; `ema` None takes the first average there is.
+    """Returns which weights to take of each part: master or ema.DECAY; `ema` None takes the first average there is.
 
     Parts without averages, such as a discriminator, are left out unless `every`, which takes those that the folder
     holds: what dstrain reconstruct makes lacks them. Raises ConfigError if there is no such average.
@@ -108,7 +108,9 @@ def load_networks(
 def place_networks(
     system: System, states: Iterable[tuple[str, dict[str, Tensor]]], dtype: torch.dtype, device: torch.device
 ) -> dict[str, nn.Module]:
-    """Builds the system's networks with the weights of `states`, pairs of a part and its state dict."""
+    """Returns networks of the system with the weights of `states`, pairs of a part and its state dict, in eval mode on
+    a device.
+    """
     fresh, loaded = system.networks(), {}
     for part, state in states:
         loaded[part] = network = fresh[part]

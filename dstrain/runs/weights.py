@@ -65,7 +65,7 @@ def fit_weights(path: Path, system: System, parts: Iterable[str] | None = None) 
     elif files := _find_consolidated(path, first, others):
         require_unaltered(files.values(), together=True)
         adapted = {part: _adapt_part(system, part, read_state(file), file) for part, file in files.items()}
-    elif config_file := _read_diffusers_config(path, system):
+    elif config_file := _find_diffusers_config(path, system):
         config = read_json(config_file)
         state, notes = system.from_diffusers(read_state(config_file.parent), config)
         adapted = {first: _adapt_part(system, first, state, f"{config_file.parent} ({config['_class_name']})")}
@@ -160,7 +160,7 @@ def _read_universal_folder(folder: Path) -> dict[str, Tensor]:
 def _adapt_part(
     system: System, part: str, state: dict[str, Tensor], origin: object
 ) -> tuple[dict[str, Tensor], list[str]]:
-    """Adapts a part's weights as its system does; returns them, and notes, the first of which counts those unchanged.
+    """Returns a part's weights as its system adapts them, and notes, the first of which counts those unchanged.
     Adapters that the file lacks begin anew. Raises ConfigError for those that the network lacks, or that have another
     shape.
     """
@@ -176,19 +176,19 @@ def _adapt_part(
     if not given and adapters:
         values = {name: value for name, value in values.items() if name not in adapters}
         notes = [*notes, f"{len(adapters)} tensors of adapters begin anew"]
-    before, after = ({_locate_tensor(tensor) for tensor in tensors.values()} for tensors in (state, values))
-    loaded = sum(_locate_tensor(tensor) in before for tensor in values.values())
-    left = sum(_locate_tensor(tensor) not in after for name, tensor in state.items() if name not in values)
+    before, after = ({_make_tensor_identity(tensor) for tensor in tensors.values()} for tensors in (state, values))
+    loaded = sum(_make_tensor_identity(tensor) in before for tensor in values.values())
+    left = sum(_make_tensor_identity(tensor) not in after for name, tensor in state.items() if name not in values)
     counts = f"{loaded} tensors loaded, {len(values) - loaded} replaced, {left} left"
     return values, [f"{part}: {counts}, from {origin}", *notes]
 
 
-def _locate_tensor(tensor: Tensor) -> int:
+def _make_tensor_identity(tensor: Tensor) -> int:
     """Returns a number that is equal for tensors that share their values."""
     return id(tensor) if isinstance(tensor, StoredWeight) else tensor.data_ptr()
 
 
-def _read_diffusers_config(path: Path, system: System) -> Path | None:
+def _find_diffusers_config(path: Path, system: System) -> Path | None:
     """Finds config.json of a network of diffusers, in `path` or in a pipeline there; None: there is none.
 
     Raises ConfigError if `path` is a folder of diffusers without the network that this system takes.
@@ -245,14 +245,16 @@ def hold_while_choosing(candidates: Iterable[Path]) -> Iterator[Callable[[Path],
 
 
 def require_whole(checkpoint: Path) -> Path:
-    """Returns the folder of one checkpoint. Raises ConfigError if a file of it does not match its hash."""
+    """Returns `checkpoint`, the folder of one. Raises ConfigError if a file in it does not match its hash."""
     if fault := Store(checkpoint.parent, check=check_checkpoint).find_fault(int(checkpoint.name.removeprefix("step_"))):
         raise ConfigError(f"checkpoint {checkpoint} is damaged ({fault}): take another step")
     return checkpoint
 
 
 def choose_kind(path: Path, part: str, ema: float | None = None) -> str:
-    """Chooses the kind of weights to take from a checkpoint: the EMA asked for, else its first, else the weights."""
+    """Returns the kind of weights to take from a checkpoint: ema.DECAY of the average asked for, else of the first one,
+    else master. Raises ConfigError if there is no such average.
+    """
     decays = read_ema_decays(path, part)
     if ema is not None and ema not in decays:
         raise ConfigError(

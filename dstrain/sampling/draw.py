@@ -69,11 +69,11 @@ def draw_own_share(
         own = replace(request, seeds=request.seeds[index].to(device), conditions=conditions)
         with set_eval_mode(nets):
             images = system.sample(nets, own)
-        require_samples(system, images, len(index))
+        require_valid_samples(system, images, len(index))
         yield numbers, images
 
 
-def require_samples(system: System, images: Any, count: int) -> None:
+def require_valid_samples(system: System, images: Any, count: int) -> None:
     """Raises ConfigError if `sample` has not returned what the contract says for `count` seeds."""
     width = system.draws_embeddings
     found = f"{images.dtype} {tuple(images.shape)}" if torch.is_tensor(images) else f"a {type(images).__name__}"
@@ -91,7 +91,7 @@ def require_samples(system: System, images: Any, count: int) -> None:
         )
 
 
-def require_scores(system: System, terms: Any, count: int) -> None:
+def require_valid_scores(system: System, terms: Any, count: int) -> None:
     """Raises ConfigError if `evaluate` has not returned what the contract says for `count` samples."""
     place = f"system: evaluate of a {type(system).__name__}"
     if not isinstance(terms, dict) or not terms:
@@ -112,7 +112,7 @@ def draw_all(system: System, nets: Nets, request: Request, chunk: int, device: t
     return torch.cat([images for _, images in draw_rounds(system, nets, request, chunk, device)])
 
 
-def draw_on_first(system: System, nets: Nets, request: Request, chunk: int) -> Tensor | None:
+def draw_all_on_first_rank(system: System, nets: Nets, request: Request, chunk: int) -> Tensor | None:
     """Draws as `draw_all`, on the host of rank 0 alone; None on the others. No rank's GPU holds more than its own
     samples.
     """
@@ -130,7 +130,7 @@ def count_shares(total: int, round: int, chunk: int) -> list[int]:
 
 
 @torch.no_grad()
-def draw_pictures_on_first(system: System, nets: Nets, batch: Batch, chunk: int) -> dict[str, Tensor | None]:
+def draw_pictures_on_first_rank(system: System, nets: Nets, batch: Batch, chunk: int) -> dict[str, Tensor | None]:
     """Draws the system's pictures of a batch that all ranks hold: uint8 (N, ...) each, on the host of rank 0; None
     elsewhere.
     """
@@ -230,7 +230,7 @@ def score_batches(
         valid = batch.pop("valid")
         with set_eval_mode(nets):
             terms = system.evaluate(nets, system.encode(batch))
-        require_scores(system, terms, len(valid))
+        require_valid_scores(system, terms, len(valid))
         means.add_terms({name: values for name, values in terms.items() if name != "quartile"}, valid)
     result = means.average_ranks()
     if curves is not None:

@@ -90,7 +90,7 @@ class Pictures:
             {"gif": save_gif, "mp4": save_mp4}[kind](f"{stem}.{kind}", frames, self.about.fps)
 
     def close(self) -> None:
-        """Writes what belongs to all of them; the .npz comes last."""
+        """Writes, on rank 0, the files about all samples: the grid, the prompts, and last the .npz."""
         if group.rank() != 0:
             return
         about, first = self.about, torch.cat(self.first)[: _CLIPS_IN_GRID if self.videos else _IN_GRID]

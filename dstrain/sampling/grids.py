@@ -8,13 +8,15 @@ from dstrain.data.batches import iterate_held_out
 from dstrain.data.source import Source
 from dstrain.distributed import group
 from dstrain.recipe import Run, Samples
-from dstrain.sampling.draw import count_class_columns, draw_on_first, draw_pictures_on_first
+from dstrain.sampling.draw import count_class_columns, draw_all_on_first_rank, draw_pictures_on_first_rank
 from dstrain.sampling.requests import make_request, require_rows
 from dstrain.systems.base import Batch, Nets, Request, System
 
 
 def make_grid_request(samples: Samples, system: System, data: Batch) -> tuple[Request, list[str] | None]:
-    """Makes the request of a grid: of samples that begin from `data`, where there are any, with the labels of these."""
+    """Makes the request of a grid, and the caption of each sample or None. If `data` is not empty, the samples begin
+    from it, and have its labels.
+    """
     request, captions = make_request(samples, system, len(data["key"]) if data else samples.num, samples.seed)
     if data:
         own = {name: data[name] for name in request.conditions}
@@ -41,9 +43,9 @@ def draw_grids(
         data = next(iterate_held_out(source, min(samples.num, len(source)), seed=run.seed))
     if system.generates:
         request, captions = make_grid_request(samples, system, data)
-        images = draw_on_first(system, nets, request, chunk)
+        images = draw_all_on_first_rank(system, nets, request, chunk)
         columns = count_class_columns(request)
         yield images, "samples", columns, captions
     if data:
-        for name, images in draw_pictures_on_first(system, nets, data, chunk).items():
+        for name, images in draw_pictures_on_first_rank(system, nets, data, chunk).items():
             yield images, name, columns, None

@@ -29,7 +29,8 @@ def make_request(
     images: Tensor | None = None,
     **choices: Any,
 ) -> tuple[Request, list[str] | None]:
-    """Makes a request for `num` samples, sample i a function of seed + i, and the texts that they are of, one a sample.
+    """Returns a request for `num` samples, sample i a function of seed + i, and the text of each; None if they have no
+    texts.
 
     labels and prompts are repeated to `num`. images: uint8 (N, C, H, W), or frames (N, K, C, H, W), that samples begin
     from, repeated, too. choices: other fields of `samples`, such as sampler and num_steps. None takes the choice of the
@@ -80,7 +81,9 @@ def make_request(
 
 
 def choose_conditions(system: System, num: int, labels: tuple[int, ...] | None) -> dict[str, Tensor]:
-    """Returns the system's conditions for `num` samples, once the labels are checked; None: a choice of its own."""
+    """Returns the system's conditions for `num` samples, after a check of the labels; labels None: the system chooses
+    them.
+    """
     if labels and system.num_labels is not None:  # A system that says no number may still know its labels.
         system.require_labels(labels)
     conditions = system.conditions(num, labels)
@@ -100,7 +103,7 @@ def require_rows(system: System, conditions: dict[str, Tensor], num: int) -> Non
 
 
 def list_built_in_texts(data: Data, system: System) -> tuple[str, ...]:
-    """Lists every caption of the built-in data that a system reads; none of other data."""
+    """Lists every caption of the built-in data that a system reads; () for other data."""
     name = find_origin(data)
     if system.takes_texts and name == MOVING:
         return tuple(built_in_captions())
@@ -109,7 +112,7 @@ def list_built_in_texts(data: Data, system: System) -> tuple[str, ...]:
     return ()
 
 
-def request_all_classes(samples: Samples, data: Data, system: System) -> Samples:
+def choose_all_classes(samples: Samples, data: Data, system: System) -> Samples:
     """Returns the samples section with a set that metrics compare with the data: every class in turn, whatever labels
     the grids show, and every caption of the built-in data; of other texts the recipe's prompts. Pictures are squares,
     as the data's.

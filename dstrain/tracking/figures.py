@@ -63,8 +63,8 @@ def format_table(result: dict[str, Any]) -> str:
 
 
 def plot_evaluation(path: str | os.PathLike, result: dict[str, Any]) -> None:
-    """Writes a PNG of an evaluation in one step: its curves by timestep and its similarities, or if it has neither, the
-    means by quarter of the timesteps.
+    """Writes a PNG of an evaluation, whole or not at all: its curves by timestep and its similarities, or if it has
+    neither, the means by quarter of the timesteps.
     """
     panels = [_draw_bound, _draw_cumulative] if "vb" in result["curves"] else []
     others = set(result["curves"]) - {"vb"}
@@ -74,7 +74,7 @@ def plot_evaluation(path: str | os.PathLike, result: dict[str, Any]) -> None:
 
 
 def plot_columns(path: str | os.PathLike, headline: str, curves: dict[str, list[float]]) -> None:
-    """Writes a PNG of curves that are not by timestep, such as the use of each token, in one step."""
+    """Writes a PNG of curves that are not by timestep, such as the use of each token, whole or not at all."""
     _draw_panels(path, headline, [_draw_columns], {"curves": curves})
 
 

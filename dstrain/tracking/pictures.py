@@ -114,7 +114,7 @@ def choose_columns(num: int) -> int:
 
 
 def save_png(path: str | os.PathLike, pixels: np.ndarray) -> None:
-    """Writes uint8 (H, W, 1 or 3) as a PNG in one step; creates its folder."""
+    """Writes uint8 (H, W, 1 or 3) as a PNG, whole or not at all; creates its folder."""
     grey = pixels.shape[2] == 1
     with replace_file(path) as file:
         Image.fromarray(pixels[:, :, 0] if grey else pixels).save(file, format="PNG")

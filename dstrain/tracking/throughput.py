@@ -90,7 +90,7 @@ class Throughput:
         seconds = max(time.perf_counter() - self._begun - self._paused, 1e-9)
         steps = done - self._done
         figures = {
-            "lr": self._optimizer.lr_at(done - 1, self._steps),
+            "lr": self._optimizer.compute_lr(done - 1, self._steps),
             "images_seen": done * self._batch,
             "samples_per_second": steps * self._batch / seconds,
             "step_seconds": seconds / max(steps, 1),

@@ -122,7 +122,7 @@ def measure(stage: int, precision: str, micro: int, expected: dict, norm: float)
     held_x = batch(100)[0]
     swaps, applied = [], []
     for step in range(STEPS):
-        engines.set_lr(run.optimizer.lr_at(step, STEPS))
+        engines.set_lr(run.optimizer.compute_lr(step, STEPS))
         x, y = batch(step)
         for micro_step in range(GLOBAL // (micro * group.world())):
             mine = rows(micro_step, micro)

@@ -122,7 +122,7 @@ class Trial:
 
     def steps(self, first: int, last: int) -> None:
         for step in range(first, last):
-            self.engines.set_lr(self.run.optimizer.lr_at(step, last))
+            self.engines.set_lr(self.run.optimizer.compute_lr(step, last))
             x, y = batch(step)
             mine = rows(0, GLOBAL // group.world())
             with self.engines.select_part("tiny") as nets:

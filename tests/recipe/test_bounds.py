@@ -372,5 +372,5 @@ def test_what_may_change_by_its_mark():
     assert keys({"never": None}, {"never": 1}) == ["model.never"]
     assert keys({"plain": 0}, {"plain": 1}) == ["model.plain"]
     for name, remedy in (("once", "give the old one"), ("never", "begin anew"), ("plain", "write model.plain=1")):
-        error = recipe.describe_refused_changes([(f"model.{name}", 1, 2)], Path("runs/x"), Marked)
+        error = recipe.make_refusal([(f"model.{name}", 1, 2)], Path("runs/x"), Marked)
         assert f"model.{name} was 1 in runs/x and is now 2: {remedy}" in str(error)

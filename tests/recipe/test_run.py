@@ -342,7 +342,7 @@ def test_differences_and_what_a_resumed_run_may_change():
     for key, value in fixed.items():
         assert keys(f"{key}={value}") == ([key], [key])
     text = str(
-        recipe.describe_refused_changes(
+        recipe.make_refusal(
             recipe.list_refused_changes(old, recipe.load_recipe(None, ["seed=1"]), DIT), Path("runs/x"), DIT
         )
     )
@@ -351,13 +351,16 @@ def test_differences_and_what_a_resumed_run_may_change():
 
 @pytest.mark.parametrize("schedule", ["cosine", "linear"])
 def test_an_open_horizon_may_not_move(schedule):
-    """Oracle: Optimizer.lr_at: a change is refused if it changes the learning rate of a past step."""
+    """Oracle: Optimizer.compute_lr: a change is refused if it changes the learning rate of a past step."""
 
     def run(*overrides):
         return recipe.load_recipe(None, [f"optimizer.schedule={schedule}", *overrides])
 
     def changes_the_past(old, new):
-        return any(old.optimizer.lr_at(step, old.steps) != new.optimizer.lr_at(step, new.steps) for step in range(500))
+        return any(
+            old.optimizer.compute_lr(step, old.steps) != new.optimizer.compute_lr(step, new.steps)
+            for step in range(500)
+        )
 
     for old, new in (
         (run("steps=500"), run("steps=900")),
@@ -367,9 +370,7 @@ def test_an_open_horizon_may_not_move(schedule):
     ):
         assert bool(recipe.list_refused_changes(old, new, DIT)) == changes_the_past(old, new)
     text = str(
-        recipe.describe_refused_changes(
-            recipe.list_refused_changes(run("steps=500"), run("steps=900"), DIT), Path("runs/x"), DIT
-        )
+        recipe.make_refusal(recipe.list_refused_changes(run("steps=500"), run("steps=900"), DIT), Path("runs/x"), DIT)
     )
     assert "optimizer.decay_steps=500" in text and "--allow-change" in text
 

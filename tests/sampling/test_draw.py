@@ -13,8 +13,8 @@ from dstrain.data.batches import iterate_held_out
 from dstrain.sampling.draw import (
     count_class_columns,
     draw_all,
-    draw_on_first,
-    draw_pictures_on_first,
+    draw_all_on_first_rank,
+    draw_pictures_on_first_rank,
     draw_rounds,
     score_batches,
     set_eval_mode,
@@ -102,8 +102,8 @@ def together(rank: int) -> dict:
         },
         "uneven": score_batches(system, nets, uneven(rank)),
         "draws": {},
-        "pictures": {size: draw_pictures_on_first(system, nets, system.synthetic(size), 3) for size in SIZES},
-        "on first": {sizes: draw_on_first(system, nets, request(sizes[0]), sizes[1]) for sizes in REQUESTS},
+        "pictures": {size: draw_pictures_on_first_rank(system, nets, system.synthetic(size), 3) for size in SIZES},
+        "on first": {sizes: draw_all_on_first_rank(system, nets, request(sizes[0]), sizes[1]) for sizes in REQUESTS},
     }
     for num, chunk in REQUESTS:
         system.calls = 0
@@ -295,7 +295,7 @@ def test_pictures_of_two_ranks(two, size):
     """Oracle: 3 i for sample i, on rank 0 alone, whatever was filled up to make equal calls; and in one process."""
     assert two[0]["pictures"][size]["tripled"].flatten().tolist() == [3 * i for i in range(size)]
     assert two[1]["pictures"][size] == {"tripled": None}
-    alone = draw_pictures_on_first(Sums(), Sums().networks(), Sums().synthetic(size), 3)["tripled"]
+    alone = draw_pictures_on_first_rank(Sums(), Sums().networks(), Sums().synthetic(size), 3)["tripled"]
     assert torch.equal(alone, two[0]["pictures"][size]["tripled"])
 
 

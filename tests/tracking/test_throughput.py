@@ -120,7 +120,7 @@ def test_no_time_at_all(hands):
 
 
 def test_the_rate_is_the_one_of_the_last_step(hands):
-    """Oracle: Optimizer.lr_at of the step that was taken last: lr * 3 / 10 after three of ten warm-up steps."""
+    """Oracle: Optimizer.compute_lr of the step that was taken last: lr * 3 / 10 after three of ten warm-up steps."""
     made = throughput(hands)
     assert made.compute_figures(3)["lr"] == pytest.approx(0.15)
     assert made.compute_figures(100)["lr"] == 0.5

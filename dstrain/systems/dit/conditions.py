@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dstrain import rng
-from dstrain.encoders.reader import Reader, TextInputs, draw_texts, select_texts
+from dstrain.encoders.reader import Reader, TextInputs, draw_synthetic_texts, select_texts
 from dstrain.nn.layers import Embedding, Linear, compute_timestep_features
 from dstrain.nn.tokens import RMSNorm
 from dstrain.recipe import ConfigError
@@ -401,7 +401,7 @@ class Text(Condition):
         }
 
     def draw(self, key: Tensor, size: Shape) -> dict[str, Tensor]:
-        return draw_texts(self.reader.config, key)
+        return draw_synthetic_texts(self.reader.config, key)
 
 
 def _as_arguments(inputs: TextInputs) -> Arguments:

@@ -9,7 +9,7 @@ from dstrain.diffusion.gaussian import GaussianDiffusion
 from dstrain.diffusion.process import ChainProcess, Process
 from dstrain.diffusion.schedule import make_betas
 from dstrain.encoders import autoencoder
-from dstrain.encoders.frozen import is_here
+from dstrain.encoders.frozen import is_available_here
 from dstrain.encoders.precision import find_precision_problem
 from dstrain.encoders.reader import Reader, ReadsTexts, complete_texts, replace_encoder
 from dstrain.nn.lora import list_lora_conflicts
@@ -221,8 +221,8 @@ class Config(Fields):
     def without_files(cls, run: Run) -> tuple[Run, str]:
         stage, align = run.model.get("first_stage"), run.model.get("align")
         path = stage.get("path") if isinstance(stage, dict) else None
-        here = is_here(path) or run.data.buckets
-        if run.model.get("null_text") == "encoder" and not is_here(run.model.get("text_encoder")):
+        here = is_available_here(path) or run.data.buckets
+        if run.model.get("null_text") == "encoder" and not is_available_here(run.model.get("text_encoder")):
             run = run.model_copy(update={"model": {**run.model, "null_text": "learned"}})  # as long as an empty text
         if isinstance(align, dict) and align.get("path") and not (here and Path(align["path"]).is_dir()):
             # What learns stays: the features come with the samples.

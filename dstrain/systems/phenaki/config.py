@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from dstrain.encoders.frozen import is_here
+from dstrain.encoders.frozen import is_available_here
 from dstrain.encoders.reader import ReadsTexts, complete_texts, replace_encoder
 from dstrain.recipe import MAY_CHANGE, ConfigError, Run, Section, mark_filled_in, mark_fixed
 from dstrain.systems.base import SystemConfig, list_indivisible
@@ -180,10 +180,10 @@ class Config(SystemConfig, ReadsTexts):
     def without_files(cls, run: Run) -> tuple[Run, str]:
         stage, encoder, every, absent = run.model.get("tokenizer"), run.model.get("text_encoder"), run.every, {}
         path = stage.get("path") if isinstance(stage, dict) else None
-        if not is_here(path) and run.model.get("token_shape"):
+        if not is_available_here(path) and run.model.get("token_shape"):
             absent["tokenizer"] = f"model.tokenizer.path={path}"
             every = run.every.model_copy(update={"sample": 0})  # Nothing decodes what would be drawn.
-        if not is_here(encoder) and run.model.get("text_encodings_dim"):
+        if not is_available_here(encoder) and run.model.get("text_encodings_dim"):
             absent["text_encoder"] = f"model.text_encoder={encoder}"
         if not absent:
             return run, ""

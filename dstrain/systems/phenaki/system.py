@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dstrain import rng
-from dstrain.encoders.reader import NAMES, Reader, draw_texts, select_texts
+from dstrain.encoders.reader import NAMES, Reader, draw_synthetic_texts, select_texts
 from dstrain.nn.pixels import convert_to_uint8
 from dstrain.recipe import ConfigError
 from dstrain.systems.base import Batch, Example, Nets, Request, System, Terms
@@ -394,7 +394,7 @@ class PhenakiSystem(System):
             "tokens": rng.integers(key, "tokens", config.codebook_size, config.token_shape),
             "frames": 1 + rng.integers(key, "frames", self.num_frames),
         }
-        return batch | draw_texts(config, key)
+        return batch | draw_synthetic_texts(config, key)
 
 
 def build(config: Config) -> PhenakiSystem:

@@ -39,7 +39,7 @@ class AutoencoderSystem(System):
     def __init__(self, config: Config) -> None:
         self.config = config
         self.picture_loss = PictureLoss(config.kind.perceptual, config.kind.discriminator)
-        self.parts = self.picture_loss.list_parts("autoencoder", self.learn)
+        self.parts = self.picture_loss.list_part_losses("autoencoder", self.learn)
         self.values = config.channels * config.image_size**2  # of an image
         self.side = config.image_size // config.factor  # of the latents or tokens
 

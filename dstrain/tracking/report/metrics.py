@@ -116,7 +116,7 @@ def _read_entries(path: Path, tail: int | None = None) -> Iterator[dict[str, Any
 
 
 def _flatten_numbers(entry: dict[str, Any]) -> Iterator[tuple[str, float]]:
-    """Returns an entry's numbers by name, NaN for null; those of inner sections, such as timing, under
+    """Yields (name, number) of an entry, NaN for null; those of inner sections, such as timing, under
     their own names.
     """
     for name, value in entry.items():

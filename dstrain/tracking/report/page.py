@@ -31,7 +31,7 @@ _COLORS = ("#1f4e9c", "#c2571a", "#3a7d44", "#7b4aa0", "#b0343c", "#2b8a9e", "#8
 
 
 def write_report(folders: Sequence[Path], out: Path) -> Path:
-    """Writes the report of one run, or of several side by side, to `out` in one step.
+    """Writes the report of one run, or of several side by side, to `out`, whole or not at all; returns its path.
 
     Raises ConfigError if a folder is not a run's, plotly is not installed, or `out` cannot be written.
     """
@@ -101,7 +101,9 @@ def _read_plotly() -> str:
 
 
 def _describe_run(record: Record, place: int) -> dict[str, Any]:
-    """Returns what the page's script needs of a run: samples of a step, hours by step, and marks on the time axis."""
+    """Returns what the page's script needs of a run: label and colour, hours by step, samples of a step, and marks on
+    the time axis.
+    """
     clock = None
     if record.hours is not None:
         rows = pictures.select_steps(range(len(record.hours)), _PER_CURVE)

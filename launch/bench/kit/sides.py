@@ -64,7 +64,7 @@ class _Network:
     @torch.no_grad()
     def update(self, number: int, run: Run) -> None:
         for param_group in self.optimizer.param_groups:
-            param_group["lr"] = run.optimizer.lr_at(number, run.steps)
+            param_group["lr"] = run.optimizer.compute_lr(number, run.steps)
         wide = self.masters is not self.weights
         for master, weight in zip(self.masters, self.weights) if wide else ():
             master.grad, weight.grad = None if weight.grad is None else weight.grad.float(), None
@@ -76,7 +76,7 @@ class _Network:
         if wide:
             torch._foreach_copy_([weight.data for weight in self.weights], masters)
         for decay, shadow in zip(run.ema.decays, self.shadows):
-            torch._foreach_lerp_(shadow, masters, 1 - run.ema.decay_at(decay, number))
+            torch._foreach_lerp_(shadow, masters, 1 - run.ema.compute_decay(decay, number))
 
 
 class Plain:

@@ -58,7 +58,7 @@ class TokenizerSystem(System):
         self.picture_loss = PictureLoss(
             config.perceptual, config.discriminator, config.discriminator and config.discriminator.penalty
         )
-        self.parts = self.picture_loss.list_parts("tokenizer", self.learn)
+        self.parts = self.picture_loss.list_part_losses("tokenizer", self.learn)
         self.codebook_size, self.temporal_patch_size = config.codebook_size, config.temporal_patch_size
         self._usage: Usage | None = None  # of codes, what `diversity` is measured to
         if config.quantizer == "lookup_free":
