@@ -228,6 +228,7 @@ def _open_other_data(path: str, split: str | None, run: Run, classes: int) -> So
                         "images": None,
                         "held_out_path": None,
                         "captions": None,
+                        "leave_out": (),
                     }
                 )
             )[0]

@@ -130,6 +130,8 @@ class Mixture(Source):
         self.light = all(source.light for source in sources)
         self.prefetches = any(source.prefetches for source in sources)
         self.captioned = all(source.captioned for source in sources)
+        counts = np.sum([[count for _, count in source.left_out] for source in sources], axis=0, dtype=np.int64)
+        self.left_out = tuple(zip((pattern for pattern, _ in sources[0].left_out), counts.tolist()))
         self.uncaptioned = next((source.uncaptioned for source in sources if source.uncaptioned), None)
         chooses = next((source for source in sources if source.chance_name), sources[0])  # all that do choose alike
         self.chance_name, self.chance_count = chooses.chance_name, chooses.chance_count

@@ -27,6 +27,7 @@ from dstrain.data.formats.imagenet import find_split_paths
 from dstrain.data.index.alike import require_same_source
 from dstrain.data.index.build import find_cache_folder, open_index, run_on_first
 from dstrain.data.index.index import Index
+from dstrain.data.left_out import require_left_out
 from dstrain.data.mixture import join_codes, open_mixture
 from dstrain.data.overlap import find_overlaps
 from dstrain.data.source import Source
@@ -188,7 +189,7 @@ class BuiltinData(Kind):
                 f"data.flip=true: captions of {MOVING} say left and right, which a mirrored clip would "
                 "belie: write data.flip=false"
             )
-        return open_builtin(data, "train"), open_builtin(data, "held_out")
+        return open_builtin(data, "train", data.leave_out), open_builtin(data, "held_out", data.leave_out)
 
     def open_split(self, split: str) -> Source | None:
         return PairsData(self.data).open_split(split) if self.data.path == BUILTIN else super().open_split(split)
@@ -262,6 +263,7 @@ class ClipsData(Kind):
             "request": make_request(data, CLIPS, noun="clips", captions=True, mixed=mixed, measured=bucketed),
             "index": data.index,
             "run": run,
+            "leave_out": data.leave_out,
         }
         train = open_videos(data.path, cut, split="train", images=data.images, image_share=data.image_share, **common)
         unseen = None
@@ -365,6 +367,7 @@ def open_sources(data: Data, verify: bool = False, run: Path | None = None, mixe
     if not data.mixture:
         get_phases().enter_phase(f"listing {data.path}")
     split = kind.open(verify, run, mixed)
+    require_left_out(data, split, mixed)
     if isinstance(kind, PairsData | CodesData) or data.embeddings is not None:
         for source in split:
             if source is not None and not data.path.startswith("builtin:"):  # those are the package's own
@@ -389,15 +392,16 @@ def open_section_index(data: Data, captions: bool = False) -> tuple[Layout, Inde
     return recognise_kind(data).open_samples_index(captions)
 
 
-def open_builtin(data: Data, split: str) -> Source | None:
+def open_builtin(data: Data, split: str, leave_out: tuple[str, ...] = ()) -> Source | None:
     """Opens a split of the built-in images or clips that `data` name or were encoded from; returns None for all other
-    data.
+    data. leave_out: patterns of captions whose clips are none of these.
     """
     origin = find_origin(data)
     if origin == FASHION_PATH:
         return Fashion(data.image_size, data.channels, split)
     if origin == MOVING:
-        return MovingFashion(data.num_frames, data.height or data.image_size, data.image_size, data.channels, split)
+        height = data.height or data.image_size
+        return MovingFashion(data.num_frames, height, data.image_size, data.channels, split, leave_out)
     return None
 
 
@@ -435,7 +439,8 @@ def make_request(data: Data, suffixes: tuple[str, ...] = SUFFIXES, **more: Any) 
 
 
 def _open_images(data: Data, run: Path | None, mixed: bool, holds_out: bool) -> Split:
-    captions, bucketed = data.captioned or data.embeddings is not None, data.buckets is not None
+    captions = data.captioned or data.embeddings is not None or bool(data.leave_out)
+    bucketed = data.buckets is not None
     common = {
         "channels": data.channels,
         "held_out": data.held_out,
@@ -446,6 +451,7 @@ def _open_images(data: Data, run: Path | None, mixed: bool, holds_out: bool) -> 
         "run": run,
         "crop": Crop.from_section(data),
         "sizes": data.size_conditions,
+        "leave_out": data.leave_out,
     }
     train = _wrap_images(data, open_images(data.path, data.image_size, split="train", **common))
     if not holds_out:

@@ -78,6 +78,7 @@ class Source(ABC):
     uncaptioned: str | None = None  # for a message: the setting whose files lack captions, as data.path=FOLDER
     chance_name: str | None = None  # the random number that `read` takes, by its name in dstrain.rng; None: none
     chance_count: int = 0  # above 0, `read` takes a list of so many such numbers
+    left_out: tuple[tuple[str, int], ...] = ()  # each pattern of data.leave_out, and how many samples it has fitted
     batched: bool = False  # `read_batch` is faster than item by item
     prefetches: bool = False  # `prefetch` begins to read what lies on a disk
 
@@ -108,7 +109,10 @@ class Source(ABC):
         """Describes the data for the start of a command: how many samples of what, in which classes, and their
         captions.
         """
-        return f"{len(self):,} {self.noun}, {self._describe_classes()}, {self._describe_captions()}"
+        words = f"{len(self):,} {self.noun}, {self._describe_classes()}, {self._describe_captions()}"
+        if not self.left_out:
+            return words
+        return f"{words}, left out: {', '.join(f'{pattern} {count:,}' for pattern, count in self.left_out)}"
 
     def count_drawn(self, seed: int, positions: int) -> dict[str, int]:
         """Counts how many of the first `positions` of the stream come from each source of a mixture, by its name; {}

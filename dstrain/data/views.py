@@ -13,7 +13,7 @@ class View(Source):
         self.whole = whole
         self.classes, self.light, self.batched, self.noun = whole.classes, whole.light, whole.batched, whole.noun
         self.captioned, self.uncaptioned = whole.captioned, whole.uncaptioned
-        self.where, self.check = whole.where, whole.check
+        self.where, self.check, self.left_out = whole.where, whole.check, whole.left_out
 
     def map_index(self, index: int | Tensor) -> int | Tensor:
         """Returns the index in `whole` of a sample of the view: of an int, or of each in int64 (b,)."""

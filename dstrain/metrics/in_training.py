@@ -27,6 +27,7 @@ from dstrain.metrics.images import Batch, Images, Sourced
 from dstrain.metrics.network import Features
 from dstrain.metrics.statistics import KEPT, Statistics
 from dstrain.recipe import ConfigError, Run, reword_errors
+from dstrain.recipe.patterns import fits_caption
 from dstrain.sampling.draw import draw_own_share
 from dstrain.sampling.requests import choose_all_classes, list_built_in_texts, make_request
 from dstrain.systems.base import Nets, Request, System
@@ -75,6 +76,12 @@ class Quality:
         if "accuracy" in metrics and self._captions is None and "label" not in self._request.conditions:
             raise ConfigError(
                 "samples.metrics: accuracy needs labels or captions, and this model is told none: leave it out"
+            )
+        counted_apart = [any(fits_caption(data.leave_out, caption)) for caption in dict.fromkeys(self._captions or ())]
+        if counted_apart and all(counted_apart) and {"accuracy", "clip_score"} & {*metrics}:
+            raise ConfigError(
+                "samples.prompts: data.leave_out names all of them, and what these metrics tell of pictures is of the "
+                "others: add one of the others"
             )
 
     def prepare_reference(self, folder: Path) -> None:
@@ -126,9 +133,8 @@ class Quality:
         """
         drawn = _Drawn(self, nets)
         chunk = min(micro, -(-len(drawn) // group.world()))
-        values = table.compute_figures(
-            self._networks, table.collect_statistics(drawn, self._networks, chunk), self._data
-        )
+        measured = table.collect_statistics(drawn, self._networks, chunk, left_out=self._run.data.leave_out)
+        values = table.compute_figures(self._networks, measured, self._data)
         return {name: value for name, (value, _) in values.items() if "/" not in name}
 
     def score(self, figures: dict[str, float]) -> float | None:

@@ -13,11 +13,13 @@ from torch.nn import functional as F
 
 from dstrain.distributed import group
 from dstrain.metrics.network import Features
+from dstrain.recipe.patterns import fits_caption
 
 KEPT = 10_000  # features of a set that KID, precision and recall compare
 _ROWS = 512  # features that enter the moments at a time
 _SPLITS = 10  # of an Inception Score
 _SEED = 2020  # of its shuffle, torch-fidelity's
+_APART = "left out: "  # before the names of sums over images that are counted apart
 
 
 @dataclass
@@ -33,6 +35,7 @@ class Statistics:
     right: Tensor | None = None  # float64 (2 or more, classes), see Features.showing
     text_score: float | None = None  # 100 times the mean cosine with the captions, at least 0
     retrieved: tuple[float, int] | None = None  # share of images whose caption is the nearest of so many
+    left_out: "Statistics | None" = None  # `right` and `text_score` of images whose captions data.leave_out names
 
 
 @dataclass
@@ -47,6 +50,7 @@ class Collector:
     texts: bool = False  # compare images with their captions
     right: bool = False  # count those that show their label
     candidates: Sequence[str] = ()  # captions, among which each image's own is looked for
+    left_out: Sequence[str] = ()  # patterns of captions whose images are counted apart, of `texts` and `right`
     _slots: list[Tensor] = field(default_factory=list)
     _rows: list[Tensor] = field(default_factory=list)
     _waiting: list[Tensor] = field(default_factory=list)  # features that the moments do not hold yet
@@ -73,12 +77,42 @@ class Collector:
         self._keep_features(numbers, features)
         if self.scores:
             self._add_scores(torch.from_numpy(self._split[numbers.numpy()]), logits.double())
-        if self.right and (right := self.network.count_shown(images, logits, labels, captions)) is not None:
-            self._add_sum("right", right)
-        if self.texts and captions is not None:
-            self._add_sum("text", F.cosine_similarity(features, self.network.embed_texts(captions)).double().sum())
+        if captions is None or not self.left_out:
+            self._add_shown("", images, features, logits, labels, captions)
+        else:
+            apart = np.array([any(fits_caption(self.left_out, caption)) for caption in captions])
+            for prefix, rows in (("", ~apart), (_APART, apart)):
+                own = torch.from_numpy(rows.nonzero()[0])
+                here = own.to(features.device)
+                if len(own):
+                    self._add_shown(
+                        prefix,
+                        images[own.to(images.device)],
+                        features[here],
+                        None if logits is None else logits[here],
+                        None if labels is None else labels[own.to(labels.device)],
+                        [captions[place] for place in own.tolist()],
+                    )
         if self.candidates:
             self._add_sum("retrieved", self._is_nearest(features, captions).double().sum())
+
+    def _add_shown(
+        self,
+        prefix: str,
+        images: Tensor,
+        features: Tensor,
+        logits: Tensor | None,
+        labels: Tensor | None,
+        captions: list[str] | None,
+    ) -> None:
+        """Adds how many images show their labels or captions, and their cosines with captions, to the sums of a
+        prefix.
+        """
+        if self.right and (right := self.network.count_shown(images, logits, labels, captions)) is not None:
+            self._add_sum(f"{prefix}right", right)
+        if self.texts and captions is not None:
+            cosines = F.cosine_similarity(features, self.network.embed_texts(captions)).double()
+            self._add_sum(f"{prefix}text", torch.stack((cosines.sum(), torch.ones_like(cosines).sum())))
 
     def _is_nearest(self, features: Tensor, captions: list[str]) -> Tensor:
         """Returns, for each caption, bool (n,), whether it is nearer to its image than all other candidates. The last
@@ -137,12 +171,15 @@ class Collector:
             result.kept = group.gather_rows(torch.cat(self._rows))[slots.argsort()]
         if "p" in sums:
             result.scores = (sums["p"], sums["p log p"], sums["p count"])
-        if "right" in sums:
-            result.right = sums["right"].cpu()
+        result.left_out = Statistics() if any(name.startswith(_APART) for name in sums) else None
+        for prefix, of in (("", result), (_APART, result.left_out)):
+            if f"{prefix}right" in sums:
+                of.right = sums[f"{prefix}right"].cpu()
+            if f"{prefix}text" in sums:
+                total, number = sums[f"{prefix}text"].tolist()
+                of.text_score = max(100 * total / number, 0.0)
         if "retrieved" in sums:
             result.retrieved = sums["retrieved"].item() / count, len(self.candidates)
-        if "text" in sums:
-            result.text_score = max(100 * sums["text"].item() / count, 0.0)
         return result
 
     def _fill_missing(self) -> None:

@@ -50,7 +50,7 @@ def _score_inception(name: str, network: Features, drawn: Statistics, reference:
 
 
 def _score_texts(name: str, network: Features, drawn: Statistics, reference: None) -> Figures:
-    return {name: (drawn.text_score, None)}
+    return {} if drawn.text_score is None else {name: (drawn.text_score, None)}
 
 
 def _score_retrieval(name: str, network: Features, drawn: Statistics, reference: None) -> Figures:
@@ -59,6 +59,8 @@ def _score_retrieval(name: str, network: Features, drawn: Statistics, reference:
 
 
 def _score_accuracy(name: str, network: Features, drawn: Statistics, reference: None) -> Figures:
+    if drawn.right is None:
+        return {}
     right, number, *parts = drawn.right
     shares = {
         f"{name}/{label}": (share.item(), None)
@@ -85,6 +87,7 @@ METRICS = {
     "fd": Metric(("builtin",), _MOMENTS, _score_frechet),
     "accuracy": Metric(("builtin",), ("right",), _score_accuracy, compares=False),
 }
+_APART = ("accuracy", "clip_score")  # tell pictures of captions that data.leave_out names apart
 # Of the metrics with one figure, those of which the lowest is the best, and the highest.
 LOWER, HIGHER = ("fd", "fid", "sfid", "kid", "fd_dinov2", "fd_clip", "fvd"), ("accuracy", "clip_score", "retrieval")
 
@@ -133,11 +136,13 @@ def collect_statistics(
     keep: int = KEPT,
     compared: bool = False,
     progress: Callable[[int], Any] = lambda number: None,
+    left_out: Sequence[str] = (),
 ) -> dict[str, Statistics]:
     """Collects what the metrics in `networks` need of a set, by name of the network; on all ranks together.
 
     size: images of one rank at a time; keep: features for kid, pr and dc; compared: the set is the reference, of which
-    scores are not needed; progress: called with the number of images that this rank has done.
+    scores are not needed; progress: called with the number of images that this rank has done; left_out: patterns of
+    captions whose images accuracy and clip_score count apart.
     Raises ConfigError if captions or labels are needed and the set has none, or there are fewer than two images.
     """
     require_enough(len(images))
@@ -154,6 +159,7 @@ def collect_statistics(
             "text_score" in of,
             "right" in of,
             candidates if "retrieved" in of else (),
+            left_out,
         )
         for name, of in needs.items()
     }
@@ -266,9 +272,12 @@ def compute_figures(
     networks: dict[str, Features], drawn: dict[str, Statistics], reference: dict[str, Statistics]
 ) -> Figures:
     """Returns the figures (value, deviation or None) of all metrics in `networks`, from statistics by name of their
-    network; on all ranks.
+    network; on all ranks. Those of captions that data.leave_out names are called accuracy_left_out and the like.
     """
     values: Figures = {}
     for name, network in networks.items():
-        values |= METRICS[name].figures(name, network, drawn[network.name], reference.get(network.name))
+        own, metric = drawn[network.name], METRICS[name]
+        values |= metric.figures(name, network, own, reference.get(network.name))
+        if own.left_out is not None and name in _APART:
+            values |= metric.figures(f"{name}_left_out", network, own.left_out, None)
     return values

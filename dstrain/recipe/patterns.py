@@ -1,4 +1,4 @@
-"""Patterns of weights' names, as train_only and optimizer.rates have them."""
+"""Patterns of weights' names, as train_only and optimizer.rates have them, and of captions, as data.leave_out has."""
 
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
@@ -12,6 +12,12 @@ Pattern = Annotated[str, Field(min_length=1, max_length=500)]
 def fits_pattern(pattern: str, part: str, name: str) -> bool:
     """Tells whether a pattern of the shell fits a weight's name in the state dict, or PART/NAME. * takes dots, too."""
     return fnmatchcase(name, pattern) or fnmatchcase(f"{part}/{name}", pattern)
+
+
+def fits_caption(patterns: Sequence[str], caption: str) -> list[bool]:
+    """Tells which patterns of the shell fit a whole caption. Capitals and small letters are the same."""
+    text = caption.casefold()
+    return [fnmatchcase(text, pattern.casefold()) for pattern in patterns]
 
 
 def is_adapter(name: str) -> bool:

@@ -73,6 +73,8 @@ class Data(Mixture, Shaping):
     flip: Annotated[bool, FIXED] = True  # horizontal flips, drawn for each sample and step
     held_out: Annotated[Fraction, FIXED] = 0.0  # share of a folder kept for evaluation; the built-in set has its own
     held_out_path: str | None = None  # a folder for evaluation instead of a share
+    # Patterns of captions whose samples are neither trained on nor held out: ["*dark sandal*", "a light bag"]
+    leave_out: Annotated[tuple[Pattern, ...], FIXED] = ()
     upright: Annotated[bool, FIXED] = True  # pictures and clips are turned and mirrored as their files say (EXIF,
     # display matrix); false: as runs of earlier versions, which only turn videos
     draft: Annotated[bool, FIXED] = False  # decode large JPEGs at reduced scale: faster, not the exact ADM pixels
@@ -155,12 +157,8 @@ class Data(Mixture, Shaping):
         if self.mixture is None:
             return []
         if not self.mixture:
-            return [
-                (
-                    True,
-                    "data.mixture=[]: name its sources, [{path: A, weight: 3}, {path: B, weight: 1}], or leave it out",
-                )
-            ]
+            remedy = "name its sources, [{path: A, weight: 3}, {path: B, weight: 1}], or leave it out"
+            return [(True, f"data.mixture=[]: {remedy}")]
         paths = [os.path.normpath(source.path) for source in self.mixture]
         weighted = [source.path for source in self.mixture if source.weight is not None]
         both = [source.path for source in self.mixture if source.held_out and source.held_out_path]

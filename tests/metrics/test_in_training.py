@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from dstrain import train
-from dstrain.data.builtin.fashion import Fashion
+from dstrain.data.builtin.fashion import Fashion, find_shades, list_captions
 from dstrain.distributed.watchdog import Watchdog
 from dstrain.engine.ema.shadow import EmaShadow
 from dstrain.metrics import table
@@ -19,7 +20,7 @@ from dstrain.metrics.features import open_features
 from dstrain.metrics.in_training import build_quality, open_quality
 from dstrain.recipe import ConfigError, Run
 from dstrain.systems.base import Batch, Nets, Request, System
-from tests.support import counting, gloo
+from tests.support import counting, gloo, towers
 
 NUM = 130
 
@@ -80,6 +81,59 @@ def test_figures_on_one_rank_and_two(tmp_path):
         assert figures == pytest.approx({"fd": distance, "accuracy": shown}, rel=1e-6)
         assert calls == expected_calls and files == alone[0][2] and len(files) == 1
     assert two[0] == two[1]
+
+
+class Told(Copies):
+    """Draws the same images, told by texts."""
+
+    takes_texts = True
+
+    def conditions_from_texts(self, texts: list[str]) -> dict[str, Tensor]:
+        return {"text": torch.zeros(len(texts), 1)}
+
+
+def told_of(folder: str, samples: dict[str, Any] | None = None, **data: Any) -> Run:
+    run = run_in(Path(folder), samples=samples or {})
+    return run.model_copy(update={"data": run.data.model_copy(update={"captioned": True, **data})})
+
+
+def told(rank: int, folder: str, patterns: tuple[str, ...]) -> dict[str, float]:
+    run = told_of(folder, leave_out=patterns)
+    return open_quality(run, Told(), Fashion(28, 1), None).measure({}, 16)
+
+
+def test_captions_left_out_are_counted_apart(tmp_path):
+    """Oracle: the classifier's items and the pixels' shades of the images that stand at the captions, which come in
+    turn; on one rank and on two. Prompts that are all left out are refused.
+    """
+    asked = [*list_captions().items()]
+    images = Fashion(28, 1).images[3 : 3 + NUM]
+    items, shades = open_features("builtin")(images[:, None])[1].argmax(1).tolist(), find_shades(images).tolist()
+    expected = {"": [], "_left_out": []}
+    for number in range(NUM):
+        caption, (item, shade) = asked[number % len(asked)]
+        apart = caption == "a dark trouser" or caption.startswith("a light s")
+        parts = items[number] == item, shades[number] == shade
+        expected["_left_out" if apart else ""].append((all(parts), *parts))
+    means = {f"accuracy{name}": np.mean(rows, axis=0).tolist() for name, rows in expected.items()}
+    folder, patterns = str(tmp_path / "run"), ("A dark trouser", "*light s*")
+    first = told(0, folder, patterns)
+    for figures in (first, *gloo.run(tmp_path, told, folder, patterns)):
+        for name, values in means.items():
+            found = [figures[key] for key in (name, f"{name}_item", f"{name}_shade")]
+            assert found == pytest.approx(values, abs=1e-9)
+    assert len(expected["_left_out"]) == 25 and len(first) == 7
+    whole = told(0, folder, ())
+    assert whole["fd"] == first["fd"] and len(whole) == 4
+    assert whole["accuracy"] == pytest.approx(np.mean([row[0] for rows in expected.values() for row in rows]))
+    run = told_of(folder, {"prompts": ["a red hat"], "metrics": ["clip_score"]}, leave_out=("*hat",), path=".")
+    run = run.model_copy(
+        update={"samples": run.samples.model_copy(update={"features": (f"clip:{tmp_path / 'clip'}",)})}
+    )
+    towers.clip(tmp_path / "clip")
+    towers.preprocessing(tmp_path / "clip")
+    with pytest.raises(ConfigError, match="samples.prompts: data.leave_out names all of them"):
+        build_quality(run, Told(), Fashion(28, 1), None)
 
 
 def test_features_of_the_data_are_kept(tmp_path, monkeypatch):

@@ -196,6 +196,13 @@ def test_towers(tmp_path):
     assert table.compute_figures(networks, statistics, statistics)["clip_score"][0] == pytest.approx(
         max(100 * cosine, 0)
     )
+    apart = table.collect_statistics(images.open_set(path, "--images"), networks, 2, left_out=("*MOON",))
+    figures = table.compute_figures(networks, apart, statistics)
+    for name, row in (("clip_score", 0), ("clip_score_left_out", 1)):
+        cosine = torch.cosine_similarity(clip(batch)[0], clip.embed_texts(captions))[row].item()
+        assert figures[name][0] == pytest.approx(max(100 * cosine, 0), abs=1e-5)
+    alone = table.collect_statistics(images.open_set(path, "--images"), networks, 2, left_out=("*a*", "the *"))
+    assert {*table.compute_figures(networks, alone, statistics)} == {"clip_score_left_out", "fd_clip"}
     with pytest.raises(ConfigError, match="clip_score needs captions"):
         table.collect_statistics(images.open_set(arrays(tmp_path / "d.npz", batch), "--images"), networks, 2)
 

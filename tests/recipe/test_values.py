@@ -47,6 +47,7 @@ DEFAULTS = {
     "data.flip": True,
     "data.held_out": 0.0,
     "data.held_out_path": None,
+    "data.leave_out": (),
     "data.upright": True,
     "data.draft": False,
     "data.max_bad_fraction": 0.01,

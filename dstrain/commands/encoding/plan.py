@@ -214,6 +214,7 @@ def _open_clips(options: EncodeOptions, run_data: Data, path: str, share: float,
         "codes": None,
         "buckets": None,
         "upright": options.upright,
+        "leave_out": (),
     }  # codes have one shape: shorter clips are filled up
     if options.data is not None:
         changes |= {"images": None, "captions": None}

@@ -7,6 +7,7 @@ import hashlib
 import json
 import math
 import time
+from collections.abc import Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -67,7 +68,7 @@ def measure_quality(options: EvaluateOptions) -> tuple[Path | None, dict[str, An
             images = table.prepare_set(images, networks, options.batch, options.kept or KEPT)
         known, place = compared.read_statistics(partial(_collect_statistics, options, compared=True)), compared.place
         with use_precision(options.precision):
-            measured = _collect_statistics(options, images, networks)
+            measured = _collect_statistics(options, images, networks, left_out=run.data.leave_out if run else ())
         values = table.compute_figures(networks, measured, known)
         for name, network in networks.items():
             rows = [side[network.name].kept for side in (measured, known) if network.name in side]
@@ -231,7 +232,11 @@ def _open_reference(options: EvaluateOptions, run: Run | None, networks: dict[st
 
 
 def _collect_statistics(
-    options: EvaluateOptions, images: Images, networks: dict[str, Features], compared: bool = False
+    options: EvaluateOptions,
+    images: Images,
+    networks: dict[str, Features],
+    compared: bool = False,
+    left_out: Sequence[str] = (),
 ) -> dict[str, Statistics]:
     share = f"{len(images)} {'of the reference' if compared else 'images'}"
     with Bar("taking features", total=len(images), unit="image", desc=share) as bar:
@@ -242,6 +247,7 @@ def _collect_statistics(
             options.kept or KEPT,
             compared,
             lambda number: bar.update(min(number * group.world(), bar.total - bar.n)),
+            left_out,
         )
 
 

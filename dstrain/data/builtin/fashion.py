@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 from dstrain.data.cached.rows import pack_caption
 from dstrain.data.decode.pixels import crop_center, to_tensor
+from dstrain.data.left_out import find_left_out
 from dstrain.data.source import Item, Source
 
 FASHION_PATH = "builtin:fashion"
@@ -48,13 +49,15 @@ class Fashion(Source):
     """2,000 training and 500 held-out images of Fashion-MNIST, 28 x 28 grey, inside the package.
 
     image_size 28 gives them as they are, 32 with a border of zeros; any other size resizes those 32 x 32. captioned:
-    with captions such as "a dark trouser", by the mean of an item's pixels.
+    with captions such as "a dark trouser", by the mean of an item's pixels. leave_out: patterns of captions whose
+    images are none of these; goes with captioned.
     """
 
     image_size: int = 32
     channels: int = 1
     split: str = "train"
     captioned: bool = False
+    leave_out: tuple[str, ...] = ()
     noun = "images"
     classes = FASHION
     light = True
@@ -65,6 +68,11 @@ class Fashion(Source):
         self.labels = np.concatenate([_unpack_split(split)[1] for split in splits])
         images = torch.frombuffer(bytearray(pixels), dtype=torch.uint8).view(-1, 28, 28)
         self.shades = find_shades(images) if self.captioned else None
+        if self.leave_out:
+            fits = find_left_out([[self._name_caption(index)] for index in range(len(images))], self.leave_out)
+            self.left_out = tuple(zip(self.leave_out, fits.sum(1).tolist()))
+            kept = ~fits.any(0)
+            images, self.shades, self.labels = images[kept], self.shades[kept], self.labels[kept]
         self.images = images if self.image_size == 28 else F.pad(images, (2, 2, 2, 2))  # (N, 32, 32)
 
     def __len__(self) -> int:
@@ -78,8 +86,11 @@ class Fashion(Source):
             image = torch.stack((image, image, image, torch.full_like(image, 255)))
         item: Item = {"image": image.expand(self.channels, -1, -1), "label": int(self.labels[index])}
         if self.shades is not None:
-            item["caption"] = pack_caption(f"a {SHADES[self.shades[index]]} {FASHION[self.labels[index]]}")
+            item["caption"] = pack_caption(self._name_caption(index))
         return item
+
+    def _name_caption(self, index: int) -> str:
+        return f"a {SHADES[self.shades[index]]} {FASHION[self.labels[index]]}"
 
     def name_sample(self, index: int) -> str:
         return f"{FASHION_PATH}/{self.split}/{index}"

@@ -6,6 +6,7 @@ a bouncing item covers 1.2 to 2.2 of it along each axis, so that it turns at lea
 """
 
 from dataclasses import dataclass
+from hashlib import blake2b
 
 import numpy as np
 import torch
@@ -15,6 +16,7 @@ from torch.nn import functional as F
 from dstrain import rng
 from dstrain.data.builtin.fashion import FASHION, Fashion
 from dstrain.data.cached.rows import pack_caption
+from dstrain.data.left_out import find_left_out
 from dstrain.data.order import Order
 from dstrain.data.source import Item, Source
 from dstrain.recipe import ConfigError
@@ -35,7 +37,8 @@ class MovingFashion(Source):
     """Every item in every motion, in a fixed shuffled order: 10,000 clips to train on, 2,500 of the held-out items.
 
     num_frames, height, width: of the clips. Items are squares of two thirds of the shorter side; smaller ones would
-    leave most of a clip black. split: "train" or "held_out".
+    leave most of a clip black. split: "train" or "held_out". leave_out: patterns of captions whose clips are none of
+    these.
     """
 
     num_frames: int
@@ -43,6 +46,7 @@ class MovingFashion(Source):
     width: int = 32
     channels: int = 1
     split: str = "train"
+    leave_out: tuple[str, ...] = ()
     noun = "clips"
     classes = FASHION
     captioned = True
@@ -53,10 +57,15 @@ class MovingFashion(Source):
         if side < 5:
             raise ConfigError(f"data.image_size={self.width} leaves items of {side} pixels: give at least 8, better 24")
         self.items = Fashion(side, 1, self.split)
-        self.permutation = Order(len(self)).index_at(np.arange(len(self))).astype(np.int32)
+        number = len(self.items) * len(MOTIONS)
+        self.permutation = Order(number).index_at(np.arange(number)).astype(np.int32)
+        if self.leave_out:
+            fits = find_left_out([[self.caption_clip(index)] for index in range(number)], self.leave_out)
+            self.left_out = tuple(zip(self.leave_out, fits.sum(1).tolist()))
+            self.permutation = self.permutation[~fits.any(0)]
 
     def __len__(self) -> int:
-        return len(self.items) * len(MOTIONS)
+        return len(self.permutation)
 
     def __getitem__(self, index: int) -> Item:
         item = self.items[self._find_item_and_motion(index)[0]]
@@ -108,10 +117,13 @@ class MovingFashion(Source):
         return f"{MOVING}/{self.split}/{index}"
 
     def count_by_class(self) -> np.ndarray:
-        return self.items.count_by_class() * len(MOTIONS)
+        return np.bincount(self.items.labels[self.permutation // len(MOTIONS)], minlength=len(FASHION))
 
     def compute_fingerprint(self) -> str:
-        return f"{MOVING} {_VERSION} n={len(self)} of {self.items.compute_fingerprint()}"
+        left_out = (
+            f" left out={blake2b(self.permutation.tobytes(), digest_size=8).hexdigest()}" if self.leave_out else ""
+        )
+        return f"{MOVING} {_VERSION} n={len(self)} of {self.items.compute_fingerprint()}{left_out}"
 
 
 def make_caption(name: str, motion: str) -> str:

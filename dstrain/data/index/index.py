@@ -5,6 +5,8 @@
     FOLDER/COLUMN.bin       a value a sample, see COLUMNS; a column whose values are all the default is left out
     FOLDER/COLUMN.sums      checksums, by which all that is read of a column is verified (verified.py)
     FOLDER/held_out-0.02/   the samples of each split, made when they are first asked for
+    FOLDER/held_out-0.02-left_out-HASH/
+                            the same without the samples of data.leave_out, whose patterns HASH stands for
 
 An index of few samples is kept in memory instead, in arrays of the same names. index_build.py makes both.
 """
@@ -12,7 +14,7 @@ An index of few samples is kept in memory instead, in arrays of the same names. 
 import itertools
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from hashlib import blake2b
 from pathlib import Path
@@ -22,6 +24,7 @@ import numpy as np
 
 from dstrain.data.formats.base import Place
 from dstrain.data.index.verified import Verified, map_file, write_checksums_beside
+from dstrain.data.left_out import find_left_out
 from dstrain.disk import atomic, sealed
 from dstrain.distributed.progress import get_phases
 from dstrain.recipe import ConfigError
@@ -50,6 +53,7 @@ class Split(NamedTuple):
     members: np.ndarray | Verified | None
     counts: list[int]
     names: str  # a hash of names and labels
+    left_out: Sequence[int] = ()  # samples of the whole index that each pattern of data.leave_out fits
 
 
 class Index:
@@ -104,8 +108,7 @@ class Index:
 
     def read_name_block(self, start: int, stop: int) -> tuple[bytes, np.ndarray]:
         """Returns the names of some samples joined to one text, and where each ends, behind a 0."""
-        ends = self._columns["name_ends"][max(start - 1, 0) : stop]
-        ends = ends if start else np.concatenate((np.zeros(1, np.uint64), ends))
+        ends = self._read_ends("name_ends", start, stop)
         return self._columns["names"][int(ends[0]) : int(ends[-1])], ends - ends[0]
 
     def read_name_hashes(self, start: int, stop: int) -> np.ndarray:
@@ -130,44 +133,56 @@ class Index:
         numbers = range(int(ends[index - 1]) if index else 0, int(ends[index]))
         return tuple(self._read_text("captions", "caption_ends", number).decode("utf-8") for number in numbers)
 
-    def open_split(self, split: str, held_out: float) -> Split:
+    def read_caption_block(self, start: int, stop: int) -> list[list[str]]:
+        """Returns the captions of each of some samples; for an index that has some."""
+        numbers = self._read_ends("captions_ends", start, stop).astype(np.int64)
+        ends = self._read_ends("caption_ends", *numbers[[0, -1]].tolist()).astype(np.int64)
+        text = bytes(self._columns["captions"][int(ends[0]) : int(ends[-1])])
+        captions = [text[begin:end].decode("utf-8") for begin, end in itertools.pairwise((ends - ends[0]).tolist())]
+        return [captions[begin:end] for begin, end in itertools.pairwise((numbers - numbers[0]).tolist())]
+
+    def open_split(self, split: str, held_out: float, leave_out: Sequence[str] = ()) -> Split:
         """Opens the split "train", "held_out" or "all". A name is held out by its hash, so that no other name moves it.
 
-        For an index on a disk `write_splits` has to be called before. Raises ConfigError if the index has no such
-        split.
+        leave_out: patterns of captions whose samples are in no split; "all" then goes without held_out. For an index on
+        a disk `write_splits` has to be called before. Raises ConfigError if the index has no such split.
         """
-        if split == "all" or not held_out:
+        if not leave_out and (split == "all" or not held_out):
             return Split(len(self), None, self.header["counts"], self.header["names"])
+        split = "train" if split == "all" else split
         if self.folder is None:
-            parts = [part[split] for part in _divide_rows(self, held_out)]
-            names = blake2b(b"".join(text for _, text in parts), digest_size=8)
-            return _describe_split(self, np.concatenate([rows for rows, _ in parts]), names)
-        splits = self._open_splits(held_out)
+            chunks = list(_divide_rows(self, held_out, leave_out))
+            names = blake2b(b"".join(parts[split][1] for parts, _ in chunks), digest_size=8)
+            rows = np.concatenate([parts[split][0] for parts, _ in chunks])
+            return _describe_split(self, rows, names)._replace(left_out=sum(fits for _, fits in chunks).tolist())
+        splits = self._open_splits(held_out, leave_out)
         if splits is None:
             raise ConfigError(
-                f"{self._find_splits_folder(held_out)} is not to be seen from here, damaged, or of other data: remove "
-                "it, or write data.index=FOLDER, a folder that all machines share"
+                f"{self._find_splits_folder(held_out, leave_out)} is not to be seen from here, damaged, or of other "
+                "data: remove it, or write data.index=FOLDER, a folder that all machines share"
             )
         return splits[split]
 
-    def has_splits(self, held_out: float) -> bool:
+    def has_splits(self, held_out: float, leave_out: Sequence[str] = ()) -> bool:
         """Returns whether the splits stand on the disk as they were written."""
-        splits = self._open_splits(held_out) if held_out else {}
+        splits = self._open_splits(held_out, leave_out) if held_out or leave_out else {}
         return splits is not None and all(own.members.is_whole() for own in splits.values())
 
-    def write_splits(self, held_out: float) -> None:
+    def write_splits(self, held_out: float, leave_out: Sequence[str] = ()) -> None:
         """Writes both splits beside an index on a disk, a chunk at a time.
 
         Other processes may have mapped the old files: they are replaced, never written to.
         """
-        folder, header = self._find_splits_folder(held_out), {"index": self._make_identity()}
+        folder, header = self._find_splits_folder(held_out, leave_out), {"index": self._make_identity()}
+        left_out = np.zeros(len(leave_out), np.int64)
         folder.mkdir(exist_ok=True)
         names = {split: blake2b(digest_size=8) for split in SPLITS}
         with ExitStack() as stack:
             paths = {split: stack.enter_context(atomic.replace_file(folder / f"{split}.bin")) for split in names}
             files = {split: stack.enter_context(open(path, "wb")) for split, path in paths.items()}
-            for part in _divide_rows(self, held_out):
-                for split, (rows, text) in part.items():
+            for parts, fits in _divide_rows(self, held_out, leave_out):
+                left_out += fits
+                for split, (rows, text) in parts.items():
                     files[split].write(rows.tobytes())
                     names[split].update(text)
         for split, digest in names.items():
@@ -176,11 +191,13 @@ class Index:
             write_checksums_beside(path, members)
             own = _describe_split(self, members, digest)
             header[split] = {"number": own.number, "counts": own.counts, "names": own.names}
+            if leave_out:
+                header[split]["left_out"] = left_out.tolist()
         atomic.write_file(folder / HEADER, sealed.render_sealed(header))
 
-    def _open_splits(self, held_out: float) -> dict[str, Split] | None:
+    def _open_splits(self, held_out: float, leave_out: Sequence[str]) -> dict[str, Split] | None:
         """Opens both splits on the disk; returns None if they are missing, damaged, or of another index."""
-        folder, dtype = self._find_splits_folder(held_out), np.dtype(_choose_row_type(self))
+        folder, dtype = self._find_splits_folder(held_out, leave_out), np.dtype(_choose_row_type(self))
         header = read_sealed(folder / HEADER)
         if header is None or header.get("index") != self._make_identity():
             return None
@@ -193,8 +210,17 @@ class Index:
             splits[split] = Split(members=rows, **header[split])
         return splits
 
-    def _find_splits_folder(self, held_out: float) -> Path:
-        return self.folder / f"held_out-{held_out!r}"
+    def _find_splits_folder(self, held_out: float, leave_out: Sequence[str]) -> Path:
+        folder = self.folder / f"held_out-{held_out!r}"
+        if not leave_out:
+            return folder
+        digest = blake2b("\0".join(leave_out).encode(), digest_size=8).hexdigest()
+        return folder.with_name(f"{folder.name}-left_out-{digest}")
+
+    def _read_ends(self, name: str, start: int, stop: int) -> np.ndarray:
+        """Returns where the entries start .. stop - 1 of a column end, behind where the first of them begins."""
+        ends = self._columns[name][max(start - 1, 0) : stop]
+        return ends if start else np.concatenate((np.zeros(1, np.uint64), ends))
 
     def _read_text(self, blob: str, ends: str, index: int) -> bytes:
         column = self._columns[ends]
@@ -255,19 +281,28 @@ def _choose_row_type(index: Index) -> type[np.unsignedinteger]:
     return np.uint32 if len(index) < 1 << 32 else np.uint64
 
 
-def _divide_rows(index: Index, held_out: float) -> Iterator[dict[str, tuple[np.ndarray, bytes]]]:
-    """Yields the rows of each split and their names, of a chunk of the index after the other."""
+def _divide_rows(
+    index: Index, held_out: float, leave_out: Sequence[str]
+) -> Iterator[tuple[dict[str, tuple[np.ndarray, bytes]], np.ndarray]]:
+    """Yields the rows of each split and their names, and how many samples each pattern of `leave_out` fits, int64
+    (patterns,), of a chunk of the index after the other.
+    """
+    action = f"holding out {held_out:g} of the samples" + ", and data.leave_out" * bool(leave_out)
     dtype = _choose_row_type(index)
     bound = np.uint64(math.ceil(held_out * 2.0**64))  # below 2 ** 64, since the share is below 1
     for start in range(0, len(index), CHUNK):
-        get_phases().enter_phase(f"holding out {held_out:g} of the samples: {start:,} of {len(index):,}")
+        get_phases().enter_phase(f"{action}: {start:,} of {len(index):,}")
         unseen = index.read_name_hashes(start, start + CHUNK) < bound
-        rows = np.arange(start, start + len(unseen), dtype=dtype)
-        text, ends = index.read_name_block(start, start + len(unseen))
-        yield {
-            "train": (rows[~unseen], _join_names(text, ends, ~unseen)),
-            "held_out": (rows[unseen], _join_names(text, ends, unseen)),
-        }
+        stop = start + len(unseen)
+        fits = find_left_out(index.read_caption_block(start, stop), leave_out) if leave_out else np.zeros((0, 1), bool)
+        kept = ~fits.any(0)
+        rows = np.arange(start, stop, dtype=dtype)
+        text, ends = index.read_name_block(start, stop)
+        own = {"train": kept & ~unseen, "held_out": kept & unseen}
+        yield (
+            {split: (rows[members], _join_names(text, ends, members)) for split, members in own.items()},
+            fits.sum(1),
+        )
 
 
 def _join_names(text: bytes, ends: np.ndarray, own: np.ndarray) -> bytes:

@@ -27,8 +27,9 @@ class Indexed(Source):
     """Samples of a split of an index; made on all ranks together.
 
     split: "train", "held_out" or "all". held_out: fraction that is held out. classes: names that the data's must be
-    among, whose places the labels then are; empty for those of the data. key: in messages. ConfigError: unknown
-    classes, a split without samples.
+    among, whose places the labels then are; empty for those of the data. key: in messages. leave_out: patterns of
+    captions whose samples are none of these. ConfigError: unknown classes, no captions to leave out, a split without
+    samples.
     """
 
     def __init__(
@@ -39,6 +40,7 @@ class Indexed(Source):
         held_out: float = 0.0,
         classes: tuple[str, ...] = (),
         key: str = "data.path",
+        leave_out: tuple[str, ...] = (),
     ) -> None:
         self.layout, self.index = layout, index
         self.split, self._held_out = split, held_out
@@ -56,9 +58,19 @@ class Indexed(Source):
             self.classes = classes
             if classes != index.classes:
                 self._renumbered = np.array([places[name] for name in index.classes], np.int32)
+        if leave_out and not index.most_captions:
+            remedy = "give them a file of captions, data.captions" if self.noun == "clips" else "add captions"
+            raise ConfigError(f"data.leave_out: no captions are listed of {key}={self.path}: {remedy}, or leave it out")
+        splits = held_out, leave_out
         if index.folder is not None:
-            make_once(index, lambda: index.has_splits(held_out), lambda: index.write_splits(held_out))
-        self.chosen = index.open_split(split, held_out)
+            make_once(index, lambda: index.has_splits(*splits), lambda: index.write_splits(*splits))
+        self.chosen = index.open_split(split, *splits)
+        self.left_out = tuple(zip(leave_out, self.chosen.left_out))
+        if not self.chosen.number and leave_out:
+            raise ConfigError(
+                f"data.leave_out fits all captions of {key}={self.path}, or all of its {split} split: give patterns "
+                "that fit fewer"
+            )
         if not self.chosen.number:
             raise ConfigError(
                 f"{key}={self.path}: data.held_out={held_out} leaves no {self.noun.removesuffix('s')} of "

@@ -42,6 +42,7 @@ def open_images(
     run: Path | None = None,
     crop: Crop = Crop(),
     sizes: bool = False,
+    leave_out: tuple[str, ...] = (),
 ) -> "Fashion | Emoji | Images":
     """Opens a source of square images, on all ranks together.
 
@@ -50,7 +51,8 @@ def open_images(
     fraction of the data that is held out; the built-in data have their own. held_out_path: other data, with the same
     classes, that are the held-out split instead. draft: fast JPEG decoding at reduced size, with other pixels. request:
     None for images without captions. index, run: see `open_index`. crop: how they become squares. sizes: items say the
-    size of the image. Raises ConfigError if there are no such images, or an argument is out of its range.
+    size of the image. leave_out: patterns of captions whose images are none of these, for a request with captions.
+    Raises ConfigError if there are no such images, or an argument is out of its range.
     """
     if channels not in (1, 3, 4):
         raise ConfigError(f"channels is 1, 3 or 4, not {channels}")
@@ -68,7 +70,8 @@ def open_images(
     if builtin and (held_out_path is None or split == "train"):
         if path == EMOJI:
             return Emoji(image_size, channels, split)
-        return Fashion(image_size, channels, split, captioned=request is not None and request.captions)
+        captioned = request is not None and request.captions
+        return Fashion(image_size, channels, split, captioned=captioned, leave_out=leave_out)
     request = request or Request(SUFFIXES)
     if not builtin:
         path, held_out_path = run_on_first(
@@ -79,7 +82,14 @@ def open_images(
     if held_out_path is not None and held_out and not builtin:
         raise ConfigError("data.held_out and data.held_out_path exclude each other: keep one")
     images = partial(
-        Images, image_size=image_size, channels=channels, draft=draft, captions=request.captions, crop=crop, sizes=sizes
+        Images,
+        image_size=image_size,
+        channels=channels,
+        draft=draft,
+        captions=request.captions,
+        crop=crop,
+        sizes=sizes,
+        leave_out=leave_out,
     )
     if held_out_path is None:
         return images(*open_index(path, request, index, run), split=split, held_out=held_out)

@@ -53,25 +53,28 @@ def open_videos(
     request: Request | None = None,
     index: str | Path | None = None,
     run: Path | None = None,
+    leave_out: tuple[str, ...] = (),
 ) -> "Videos | Mixed":
     """Opens clips in a form of formats/, on all ranks together.
 
     split: "train" or "held_out". held_out: fraction of the data that is held out. held_out_path: other data that are
     the held-out split instead, with their own captions file of the same name. captions: a captions file. images: images
     that are image_share of the training samples. request: None for clips and their captions. index, run: see
-    `open_index`. ConfigError names the path and the remedy.
+    `open_index`. leave_out: patterns of captions whose clips, and images, are none of these. ConfigError names the path
+    and the remedy.
     """
     request = request or Request(CLIPS, "clips", captions=True)
     request = replace(request, captions_file=None if captions is None else str(captions))
     opened = partial(open_index, kept=index, run=run)
     if held_out_path is None:
-        source = Videos(*opened(path, request), cut, split=split, held_out=held_out)
+        source = Videos(*opened(path, request), cut, split=split, held_out=held_out, leave_out=leave_out)
     else:
-        source = Videos(*opened(path, request), cut)
+        source = Videos(*opened(path, request), cut, leave_out=leave_out)
         if split == "held_out":
             own = None if captions is None else str(Path(held_out_path) / Path(captions).name)
             other = replace(request, captions_file=own, key="data.held_out_path")
-            unseen = Videos(*opened(held_out_path, other), cut, classes=source.classes, key=other.key)
+            layout, index = opened(held_out_path, other)
+            unseen = Videos(layout, index, cut, classes=source.classes, key=other.key, leave_out=leave_out)
             if source.captioned and not unseen.captioned:
                 raise ConfigError(
                     f"data.held_out_path={held_out_path} has no captions and data.path={path} has: write "
@@ -82,7 +85,9 @@ def open_videos(
         return source
     cut = Cut(cut.num_frames, cut.height, cut.width, cut.channels, still=True)
     of_images = replace(request, suffixes=SUFFIXES, captions_file=None, key="data.images")
-    stills = Videos(*opened(images, of_images), cut, classes=source.classes, key=of_images.key)
+    layout, index = opened(images, of_images)
+    unseen = leave_out if index.most_captions else ()  # Images without captions show no text.
+    stills = Videos(layout, index, cut, classes=source.classes, key=of_images.key, leave_out=unseen)
     stills.noun = "images"
     return Mixed(source, stills, image_share)
 
@@ -210,6 +215,7 @@ class Mixed(Source):
         self.classes = self.videos.classes if self.images.labelled else ()
         self.captioned = self.videos.captioned and self.images.captioned
         self.uncaptioned = self.videos.uncaptioned or self.images.uncaptioned
+        self.left_out = self.videos.left_out
         self.where = f"{self.videos.where} or {self.images.where}"
         self.dropped = {*([] if self.captioned else ["caption"]), *([] if self.classes else ["label"])}
 

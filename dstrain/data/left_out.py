@@ -1,0 +1,39 @@
+"""Samples that training does not see, by patterns of their captions: data.leave_out."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from dstrain.data.source import Source, sample_captions
+from dstrain.recipe import ConfigError, Data
+from dstrain.recipe.patterns import fits_caption
+
+
+def find_left_out(captions: Sequence[Sequence[str]], patterns: Sequence[str]) -> np.ndarray:
+    """Returns which patterns of data.leave_out fit a caption of each sample: bool (patterns, samples)."""
+    fits = np.zeros((len(patterns), len(captions)), bool)
+    for place, texts in enumerate(captions):
+        for text in texts:
+            fits[:, place] |= fits_caption(patterns, text)
+    return fits
+
+
+def require_left_out(data: Data, split: tuple[Source, Source | None], mixed: bool) -> None:
+    """Raises ConfigError if data.leave_out is of data whose captions are not listed, or its patterns fit none or all of
+    them. split: the opened sources, the held-out one last. mixed: the data are one source of a mixture, another of
+    which a pattern may fit.
+    """
+    source, place = split[0], "data.mixture" if data.mixture else data.path
+    if data.leave_out and not source.left_out:
+        raise ConfigError(
+            f"data.leave_out: {data.path} has no captions that are listed: leave it out, or leave the samples out "
+            "before they are encoded"
+        )
+    if data.leave_out and not all(len(part) for part in split if part is not None):
+        raise ConfigError(f"data.leave_out fits all captions of {place}: give patterns that fit fewer")
+    for pattern, count in () if mixed else source.left_out:
+        if not count:
+            raise ConfigError(
+                f"data.leave_out: {pattern!r} fits no caption of {place}, such as {sample_captions(source, 1)[0]!r}: a "
+                "pattern fits a whole caption, and * stands for any text"
+            )
