@@ -11,7 +11,7 @@ __all__ = ["TrainedRun", "__version__", "load"]
 
 
 def __getattr__(name: str) -> Any:
-    """The names of a notebook, imported when they are asked for: `import dstrain` alone stays without torch."""
+    """Imports the names of `dstrain.notebook` when they are asked for: `import dstrain` alone stays without torch."""
     if name in __all__:
         return getattr(importlib.import_module("dstrain.notebook"), name)
     raise AttributeError(f"module 'dstrain' has no attribute {name!r}")

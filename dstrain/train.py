@@ -304,7 +304,7 @@ def set_up(run: Run, settings: dict[str, Any], resume: Resume, watchdog: Watchdo
         system,
         run.save,
         say,
-        lambda step: folders.note_saved(folder, step),
+        lambda step: folders.note_saved_step(folder, step),
         course,
         resume.trust_pickle,
     )

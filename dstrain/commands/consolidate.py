@@ -135,7 +135,7 @@ def plan_order(order: Order) -> Plan:
     source = order.source
     if not source.is_dir():
         raise ConfigError(f"{source} is not a folder: name a run's, a checkpoint's, or one of DeepSpeed's")
-    checkpoint = _find_reconstructed(order) or _find_checkpoint(source, order.step)
+    checkpoint = _find_reconstructed_folder(order) or _find_checkpoint(source, order.step)
     if checkpoint is None:
         folder = deepspeed_files.find_tag_folder(source, order.tag)
         if folder is None:
@@ -170,8 +170,10 @@ def _find_checkpoint(source: Path, step: int | None) -> Path | None:
     return steps[max(steps) if step is None else step]
 
 
-def _find_reconstructed(order: Order) -> Path | None:
-    """Finds what `dstrain reconstruct` has made of the run, if that is asked for and no checkpoint holds it."""
+def _find_reconstructed_folder(order: Order) -> Path | None:
+    """Returns the folder in which `dstrain reconstruct` has left the average that is asked for; None if none is asked
+    for, or a checkpoint holds it.
+    """
     try:
         width = float((order.weights or "").partition(":")[2])
     except ValueError:

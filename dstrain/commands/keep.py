@@ -30,7 +30,7 @@ _SUBREAPER = 36  # prctl: orphans below this process become its children
 
 def run_verb(options: KeepOptions) -> None:
     """Keeps the training command running. Raises SystemExit with the exit code of its last start."""
-    job = options.training
+    job = options.training_options
     if options.min_hosts:
         require_hosts(options.words, options.min_hosts)
     raise SystemExit(keep_running(options, load_recipe(find_recipe(job.recipe), job.overrides)))

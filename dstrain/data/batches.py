@@ -76,7 +76,7 @@ class Batches(AbstractContextManager):
         self.accumulation = global_batch // (micro_batch * world)  # micro-steps of one optimizer step
         self.wait_seconds = 0.0  # host time spent waiting for samples
         self.problem: ConfigError | NotRead | None = None  # why there are no samples for the next step
-        self.num_workers = _choose_workers(num_workers, source)
+        self.num_workers = _choose_worker_count(num_workers, source)
         self._stream = _Stream(source, source.make_order(global_batch, seed), global_batch, seed, flip)
         self._layout = (global_batch, micro_batch, rank, world)
         self._steps = steps
@@ -341,7 +341,7 @@ def _require_sizes(global_batch: int, micro_batch: int, rank: int, world: int) -
         )
 
 
-def _choose_workers(num_workers: int | None, source: Source) -> int:
+def _choose_worker_count(num_workers: int | None, source: Source) -> int:
     """Returns the number of workers. None: none for data in memory, else the cores of this rank, at most 8."""
     if num_workers is not None:
         return num_workers

@@ -130,7 +130,9 @@ def make_greeting() -> str:
 
 
 def _write_to_stderr(text: str) -> None:
-    """Writes without the lock of sys.stderr, which a process that is forked at this moment would inherit."""
+    """Writes a line to stderr without the lock of sys.stderr, which a process that is forked at this moment would
+    inherit.
+    """
     with suppress(OSError):
         os.write(2, f"{text}\n".encode("ascii", "backslashreplace"))
 

@@ -37,7 +37,7 @@ from dstrain.engine.ema.shadow import EmaShadow
 from dstrain.engine.engines import Engines
 from dstrain.engine.optimizers import CODES, restore_bytes_from_floats
 from dstrain.engine.patches import defer_errors, make_universal_info
-from dstrain.engine.recovery import Divergence, State, advise_user, check_weights
+from dstrain.engine.recovery import Divergence, State, advise_user, require_finite_weights
 from dstrain.recipe import ConfigError, NotRead, Save
 
 
@@ -180,7 +180,7 @@ class Checkpoints:
         Raises FloatingPointError if weights are not finite, NotSaved after three failures in a row or one of the `last`
         save.
         """
-        check_weights(self._engines.masters, step, self.store)
+        require_finite_weights(self._engines.masters, step, self.store)
         self.averages.saver.wait_for_save()
         common, course = self._collect_common(), self.course.state
         # What the run went back to stays: weights that are finite and destroyed can follow it, and look as good.

@@ -240,7 +240,7 @@ class Masters(Updates):
             )
 
     def reset_optimizer_state(self) -> None:
-        """Drops the optimizer's state: to make it, DeepSpeed's stage 0 has taken a step on zero gradients."""
+        """Empties the optimizer's state, which DeepSpeed's stage 0 has made by a step on zero gradients."""
         self._get_inner_optimizer().state.clear()
 
     def list_optimizer_state(self) -> list[dict[str, Any]]:

@@ -25,8 +25,8 @@ Values that are not finite (NaN, infinity):
                 scale falls as well. No setting switches this off.
     The run     counts such steps as `skipped` in its reports, and across resumes.
     A save      that is due while steps are skipped is left out. One that is made then because the run is stopped is
-                marked, and pushes out no good one (store.py). `check_weights` refuses a save of weights that are not
-                finite, with FloatingPointError. Such weights come from an update that overflows, or damaged memory.
+                marked, and pushes out no good one (store.py). `require_finite_weights` refuses a save of weights that
+                are not finite, with FloatingPointError. Such weights come from an update that overflows, or bad memory.
     Reports     leave values that are not finite out of the means of losses and count them as `nonfinite`
                 (tracking/meter.py). One sample's NaN in a term that is only reported stops nothing.
     Evaluation  leaves nothing out: a held-out mean is NaN if one sample is. It is written as null, beside the number
@@ -154,7 +154,7 @@ def advise_user(store: Store) -> str:
     )
 
 
-def check_weights(masters: Mapping[str, Masters], step: int, store: Store) -> None:
+def require_finite_weights(masters: Mapping[str, Masters], step: int, store: Store) -> None:
     """Raises FloatingPointError on every rank if an fp32 weight on any rank is not finite. `store` holds the
     checkpoints.
 

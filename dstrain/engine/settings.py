@@ -266,7 +266,7 @@ def _compare_values(key: str, value: Any, recipe_key: str, own: Any) -> Iterator
 
 
 def _decide_auto(settings: Settings, device_type: str, before: Settings | None) -> Iterator[str]:
-    """Decides the "auto" of bf16 and of bucket sizes, and names every other one."""
+    """Replaces the "auto" of bf16 and of bucket sizes by values. Yields a problem for each other "auto"."""
     if isinstance(settings.get("bf16"), dict) and settings["bf16"].get("enabled") == "auto":
         settings["bf16"]["enabled"] = (
             read_precision(before) == "bf16" if before else device_type == "cuda" or can_multiply_bf16()

@@ -91,7 +91,9 @@ class CosineQuantizer(nn.Module):
         self.codebook = UnitCodebook(codebook_size, codebook_dim)
 
     def forward(self, x: Tensor, weight: Tensor) -> Quantized:
-        """Quantizes (B, ..., dim), with the weight of each token in the terms, (B, ...)."""
+        """Quantizes x (B, ..., dim). Returns the quantized vectors, the tokens and the loss terms, in which each token
+        has its `weight` (B, ...).
+        """
         z = F.normalize(widen_precision(self.project_in(x)), dim=-1)  # (B, ..., D)
         tokens, code = self.codebook(z)
         through = z + (code - z).detach()

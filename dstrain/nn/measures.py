@@ -57,7 +57,7 @@ def measure_likeness(picture: Tensor, truth: Tensor) -> dict[str, Tensor]:
     return {"psnr": compute_psnr(picture, truth), "ssim": compute_ssim(picture, truth)}
 
 
-def count_tokens(tokens: Tensor, num_tokens: int, counted: Tensor | None = None) -> Tensor:
+def measure_token_shares(tokens: Tensor, num_tokens: int, counted: Tensor | None = None) -> Tensor:
     """Returns the share of each token in each sample: int64 (B, ...) -> float32 (B, num_tokens), rows that sum to 1.
 
     The mean of rows over samples is the histogram of all samples, however they were batched. `counted`: not padding.

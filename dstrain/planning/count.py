@@ -46,7 +46,7 @@ def run_in_worker(work: Callable[..., T], *arguments: Any) -> T:
     """Calls a function in the process that counts. Ctrl-C ends that process, too, since a count may take minutes."""
     worker = _start_worker()
     try:
-        return worker.submit(_call_portably, list_trusted(), work, *arguments).result()
+        return worker.submit(_call_with_portable_errors, list_trusted(), work, *arguments).result()
     except KeyboardInterrupt:
         for process in worker._processes.values():  # public as kill_workers() from Python 3.14 on
             process.kill()
@@ -54,8 +54,10 @@ def run_in_worker(work: Callable[..., T], *arguments: Any) -> T:
         raise
 
 
-def _call_portably(trusted: list[str], work: Callable[..., T], *arguments: Any) -> T:
-    """Calls a function, with the parent's trust; an error that cannot be sent becomes a RuntimeError with its text."""
+def _call_with_portable_errors(trusted: list[str], work: Callable[..., T], *arguments: Any) -> T:
+    """Calls a function in a worker, where the `trusted` packages may be systems; an error that cannot be pickled
+    becomes a RuntimeError with its text.
+    """
     for name in trusted:
         trust_system(name)
     try:

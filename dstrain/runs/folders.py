@@ -98,7 +98,7 @@ def check_start(run: Run, fingerprint: str, resume: Resume) -> None:
                 "with --from-scratch, which moves the rest aside"
             )
         return
-    if lost := _describe_lost(folder):
+    if lost := _describe_lost_checkpoints(folder):
         raise ConfigError(
             f"{folder} {lost}: put back what is gone, or begin anew with --from-scratch, which moves the rest aside"
         )
@@ -138,10 +138,10 @@ def require_no_links(folder: Path) -> None:
             continue
         target = path.resolve()
         if path.name != "checkpoints" or (target.parent != folder.resolve() and (target.parent / "run.yaml").exists()):
-            raise _explain_link(path)
+            raise _make_link_error(path)
 
 
-def _explain_link(path: Path) -> ConfigError:
+def _make_link_error(path: Path) -> ConfigError:
     return ConfigError(
         f"{path.parent}: {path.name} is a link to {path.resolve()}, and nothing is written through a link: put what it "
         "names in its place, or remove it"
@@ -170,7 +170,7 @@ def prepare_start(run: Run, fingerprint: str, resume: Resume) -> None:
             owner.identify_folder(checkpoints, folder)
 
 
-def _describe_lost(folder: Path) -> str | None:
+def _describe_lost_checkpoints(folder: Path) -> str | None:
     """Describes the files which show that a run has been trained further here than its checkpoints say; None: there are
     none.
     """
@@ -326,7 +326,7 @@ def _take_lock(folder: Path) -> IO[str]:
     with report_disk_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
         if (folder / ".lock").is_symlink():
-            raise _explain_link(folder / ".lock")
+            raise _make_link_error(folder / ".lock")
         # Without waiting for the reader of a pipe, and through no link.
         return open(
             folder / ".lock",
@@ -355,7 +355,7 @@ def write_run(run: Run, settings: dict[str, Any], fingerprint: str) -> None:
     with report_disk_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
         if _read_saved_file(folder) is None:
-            note_saved(folder, read_last_saved(folder))
+            note_saved_step(folder, read_last_saved(folder))
         for name, text in (
             ("run.yaml", dump_run(run)),
             ("data.txt", fingerprint + "\n"),
@@ -420,7 +420,8 @@ def read_earlier_settings(folder: Path) -> dict[str, Any]:
     return settings if isinstance(settings, dict) else {}
 
 
-def note_saved(folder: Path, step: int) -> None:
+def note_saved_step(folder: Path, step: int) -> None:
+    """Writes the newest saved step into the file `saved` of a run's folder."""
     atomic.write_file(folder / "saved", f"{step}\n", make=False)  # a run's folder that was taken away stays so
 
 
@@ -458,7 +459,7 @@ def set_newer_aside(folder: Path, step: int) -> None:
         for path in sorted(newer, key=lambda path: int(path.name[5:].partition(".")[0]), reverse=True):
             (target := earlier / path.relative_to(folder)).parent.mkdir(parents=True, exist_ok=True)
             path.rename(target)
-        note_saved(folder, step)
+        note_saved_step(folder, step)
 
 
 def _require_unread(paths: Iterable[Path]) -> None:

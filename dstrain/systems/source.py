@@ -44,7 +44,7 @@ class _Gathered:
             for node in ast.walk(statement):
                 if isinstance(node, ast.Name) and node.id != name:
                     self.add(module, node.id)
-            self.definitions.append(_cut_source(source, statement))
+            self.definitions.append(_read_statement(source, statement))
 
     def _add_definition(self, module: str, name: str) -> None:
         if module not in self.replaced:
@@ -81,7 +81,7 @@ def _list_bound_names(statement: ast.stmt) -> list[str]:
     return []
 
 
-def _cut_source(source: str, statement: ast.stmt) -> str:
+def _read_statement(source: str, statement: ast.stmt) -> str:
     """Returns the lines of a statement, its decorators included."""
     first = min([statement.lineno, *(line.lineno for line in getattr(statement, "decorator_list", []))])
     return "\n".join(source.splitlines()[first - 1 : statement.end_lineno])

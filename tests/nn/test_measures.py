@@ -5,7 +5,13 @@ import math
 import pytest
 import torch
 
-from dstrain.nn.measures import compute_psnr, compute_ssim, count_tokens, measure_codebook_usage, measure_relative_error
+from dstrain.nn.measures import (
+    compute_psnr,
+    compute_ssim,
+    measure_codebook_usage,
+    measure_relative_error,
+    measure_token_shares,
+)
 
 
 def test_relative_error():
@@ -68,17 +74,17 @@ def test_histogram():
     """Oracle: torch.bincount of each sample."""
     tokens = torch.randint(0, 9, (4, 5, 5))
     expected = torch.stack([torch.bincount(row.flatten(), minlength=9) / 25 for row in tokens])
-    torch.testing.assert_close(count_tokens(tokens, 9), expected)
+    torch.testing.assert_close(measure_token_shares(tokens, 9), expected)
     counted = torch.zeros(4, 5, 5, dtype=torch.bool)
     counted[:, :2] = True
-    torch.testing.assert_close(count_tokens(tokens, 9, counted), count_tokens(tokens[:, :2], 9))
+    torch.testing.assert_close(measure_token_shares(tokens, 9, counted), measure_token_shares(tokens[:, :2], 9))
 
 
 def test_usage_does_not_depend_on_the_batch():
     """Oracle: the histogram of all tokens at once."""
     tokens = torch.randint(0, 6, (8, 4, 4))
     whole = torch.bincount(tokens.flatten(), minlength=6) / tokens.numel()
-    torch.testing.assert_close(count_tokens(tokens, 6).mean(0), whole)
+    torch.testing.assert_close(measure_token_shares(tokens, 6).mean(0), whole)
 
 
 @pytest.mark.parametrize(

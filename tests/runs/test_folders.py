@@ -53,7 +53,7 @@ def begun(tmp_path) -> Path:
     folder = tmp_path / "runs" / "a"
     prepare(run(folder))
     (folder / "checkpoints" / "step_00000100").mkdir(parents=True)
-    folders.note_saved(folder, 100)
+    folders.note_saved_step(folder, 100)
     return folder
 
 
@@ -109,7 +109,7 @@ def test_from_scratch_moves_what_is_a_runs_alone(begun):
     for name in strangers:
         (begun / name).parent.mkdir(parents=True, exist_ok=True)
         (begun / name).write_text(name)
-    folders.note_saved(begun, 3)
+    folders.note_saved_step(begun, 3)
     folders.set_run_aside(begun)
     assert {*strangers, "earlier_1/run.yaml", "earlier_1/saved"} <= contents(begun).keys()
     assert not (begun / "run.yaml").exists()
@@ -348,7 +348,7 @@ def test_nothing_trained_is_nothing_to_change(tmp_path):
 @pytest.mark.parametrize("left", [(), ("newest",), ("step_00000500.tmp",), ("step_00000500.gone.tmp",)])
 def test_saved_without_checkpoints(begun, left):
     """Oracle: `saved` says 500: what is left in checkpoints/ is no checkpoint, so a resume would begin at step 0."""
-    folders.note_saved(begun, 500)
+    folders.note_saved_step(begun, 500)
     assert folders.read_last_saved(begun) == 500
     (begun / "checkpoints" / "step_00000100").rmdir()
     for name in left:
@@ -458,7 +458,7 @@ def test_from_scratch_loses_nothing(begun):
     (begun / "earlier_7" / "run.yaml").write_text("old")
     kept: dict[str, bytes] = {"earlier_7/run.yaml": b"old"}
     for number in range(1, 4):
-        folders.note_saved(begun, number)
+        folders.note_saved_step(begun, number)
         before = {name: text for name, text in contents(begun).items() if not name.startswith("earlier_")}
         prepare(run(begun, f"seed={number}"), from_scratch=True)
         now = contents(begun)
@@ -613,7 +613,7 @@ def test_state_reaches_the_disk(tmp_path, events):
     for new in (True, False):
         events.clear()
         prepare(run(tmp_path / "a"))
-        folders.note_saved(tmp_path / "a", 3)
+        folders.note_saved_step(tmp_path / "a", 3)
         names = [name for kind, name in events if kind == "rename"]
         assert names == [*["saved"] * new, "run.yaml", "data.txt", "ds_config.json", "saved"]
         names = names[new:]  # the first `saved`, of no step, is replaced by the second

@@ -144,7 +144,9 @@ class EncodeOptions(Weights):
 
     @property
     def makes_pairs(self) -> bool:
-        """Returns whether embedding pairs are asked for: texts without a first stage are one of two towers."""
+        """Returns whether embedding pairs are asked for: by an image encoder, by --text-encodings, or by options of
+        texts without a first stage or run.
+        """
         alone = not (self.run or self.first_stage)
         return bool(self.image_encoder or self.text_encodings or (alone and (self.text_encoder or self.max_text_len)))
 

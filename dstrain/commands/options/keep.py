@@ -36,8 +36,10 @@ class KeepOptions(Command):
     restart_on_stop: bool = option(False, "also after exit code 75: stopped and saved")
 
     @property
-    def training(self) -> TrainOptions:
-        """Returns the options of the training command. Raises ConfigError if there is none, or it ends at once."""
+    def training_options(self) -> TrainOptions:
+        """Returns the options of the training command that is kept running. Raises ConfigError if there is none, or it
+        ends at once.
+        """
         options = parse_options(TrainOptions, find_training_words(self.words))
         if options.dry_run or options.print_config:
             raise ConfigError("--dry-run and --print-config end at once: give them without `dstrain keep`")

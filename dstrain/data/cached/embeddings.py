@@ -64,7 +64,9 @@ def open_pairs(path: str | Path, splits: tuple[float, ...], split: str, world: i
 
 
 def open_all_pairs(path: str | Path) -> "Stored":
-    """Opens all pairs of a path. Raises ConfigError as `open_pairs`."""
+    """Opens the pairs (text embedding, image embedding) of all splits in a folder. Raises ConfigError as
+    `open_pairs`.
+    """
     return open_builtin_pairs() if str(path) == BUILTIN else _open_folder(Path(path))
 
 

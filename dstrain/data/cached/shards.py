@@ -154,10 +154,11 @@ def make_shard_record(path: Path, facts: dict[str, Any]) -> dict[str, Any]:
 def join_arrays(parts: list[Arrays]) -> Arrays:
     """Joins the arrays of a shard's batches; captions become as wide as the longest, or CAPTION_BYTES."""
     wide = max(CAPTION_BYTES, *(part["caption"].shape[-1] for part in parts if "caption" in part), 0)
-    return {name: np.concatenate([_widen(part[name], name, wide) for part in parts]) for name in parts[0]}
+    return {name: np.concatenate([_pad_captions(part[name], name, wide) for part in parts]) for name in parts[0]}
 
 
-def _widen(array: np.ndarray, name: str, wide: int) -> np.ndarray:
+def _pad_captions(array: np.ndarray, name: str, wide: int) -> np.ndarray:
+    """Pads captions with zero bytes to `wide` bytes; returns other arrays as they are."""
     missing = wide - array.shape[-1] if name == "caption" else 0
     return np.pad(array, [*[(0, 0)] * (array.ndim - 1), (0, missing)]) if missing else array
 

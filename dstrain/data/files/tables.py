@@ -125,7 +125,7 @@ class _Csv(Table):
             last = reader.line_num if reader.fieldnames else 0
             for row in reader:
                 if reader.line_num > last + 1:
-                    self._require_closed(row, last + 1)
+                    self._require_closed_quotes(row, last + 1)
                 last = reader.line_num
                 if any(row.get(None, ())):  # The reader puts fields beyond the first line's columns there.
                     raise ConfigError(
@@ -138,7 +138,7 @@ class _Csv(Table):
                 f"{self.where}, line {reader.line_num}: {error}: is a quotation mark left open?"
             ) from None
 
-    def _require_closed(self, row: dict[str, Any], line: int) -> None:
+    def _require_closed_quotes(self, row: dict[str, Any], line: int) -> None:
         """Checks a row of several lines. Raises ConfigError if a text holds a line that is a row of another file."""
         texts = [text for text in row.values() if isinstance(text, str)]
         suffixes = {match[0] for text in texts if "\n" not in text and (match := _SUFFIX.search(text))}

@@ -275,7 +275,9 @@ def _list_on_disk(layout: Layout, folder: Path) -> Index:
 
 
 def _add_parts(layout: Layout, columns: Columns, parts: list[str], done: int, journal: Path) -> None:
-    """Adds the samples of the parts from `done` on; what the journal says stands on the disk, whatever ends this."""
+    """Adds the samples of the parts from number `done` on to the columns. After each write a line of the journal says
+    what is on the disk, so that an interrupted listing can go on there.
+    """
     state: dict[str, Any] | None = None
     synced, noun = time.monotonic(), layout.request.noun
 

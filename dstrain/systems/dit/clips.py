@@ -136,7 +136,7 @@ class Given(Condition):
         share = rng.uniform(key, "given_share")
         return {"given": _mark_given(x_start, torch.where(share < self.video.given_share, count, 0))}
 
-    def choose(self, request: Request) -> Arguments:
+    def read_request(self, request: Request) -> Arguments:
         """Returns {"given": the given frames and their marks, (B, C + 1, T, H, W)}, as DiTSystem.sample has put them
         into the request; zeros for a request without given frames.
         """
@@ -145,7 +145,7 @@ class Given(Condition):
         channels, *sides = self.find_shape(request.size, request.num_frames)
         return {"given": torch.zeros(len(request.seeds), channels + 1, *sides, device=request.seeds.device)}
 
-    def begin(self, images: Tensor) -> dict[str, Tensor]:
+    def make_start(self, images: Tensor) -> dict[str, Tensor]:
         clips = images if images.ndim == 5 else images[:, None]
         count = clips.shape[1]
         self.video.require_frames(PRIME, count)

@@ -230,7 +230,7 @@ class Condition:
         """Returns the network's arguments. Raises ConfigError if the data do not hold it."""
         return {self.argument: example[self.name]}
 
-    def choose(self, request: Request) -> Arguments:
+    def read_request(self, request: Request) -> Arguments:
         """Returns the network's arguments for the samples of a request."""
         return {self.argument: request.conditions[self.name]}
 
@@ -240,13 +240,13 @@ class Condition:
         """
         return {}
 
-    def avoid(self, request: Request, told: Arguments) -> Arguments:
+    def read_negative(self, request: Request, told: Arguments) -> Arguments:
         """Returns new values for those of the arguments `told` that guidance leads away from; by default those of
         `make_null`.
         """
         return self.make_null(told)
 
-    def begin(self, images: Tensor) -> dict[str, Tensor]:
+    def make_start(self, images: Tensor) -> dict[str, Tensor]:
         """Returns the conditions of a request whose samples begin from `images` (pictures, clips or embeddings); {} if
         this condition takes none.
         """
@@ -277,7 +277,7 @@ class Label(Condition):
             "set num_classes to 1 for an unconditional model"
         )
 
-    def choose(self, request: Request) -> Arguments:
+    def read_request(self, request: Request) -> Arguments:
         return {"y": request.conditions.get("label", request.seeds % self.num_classes)}
 
     def make_null(self, told: Arguments) -> Arguments:
@@ -300,7 +300,7 @@ class Sizes(Condition):
             raise ConfigError("size_conditions: the data say no sizes; write data.size_conditions=false")
         return {"size": example["size"]}
 
-    def choose(self, request: Request) -> Arguments:
+    def read_request(self, request: Request) -> Arguments:
         return {"size": self._make_uncut_sizes(request.size or (self.image_size, self.image_size), request.seeds)}
 
     def draw(self, key: Tensor, size: Shape) -> dict[str, Tensor]:
@@ -336,7 +336,7 @@ class ImageEmbedding(Condition):
     def make_null(self, told: Arguments) -> Arguments:
         return {"embed": torch.zeros_like(told["embed"])}
 
-    def begin(self, images: Tensor) -> dict[str, Tensor]:
+    def make_start(self, images: Tensor) -> dict[str, Tensor]:
         if images.ndim != 2:
             raise ConfigError("image_embed: this model begins from image embeddings, not from pictures")
         conditions = {"image_embed": images.float()}
@@ -368,7 +368,7 @@ class Text(Condition):
     def read(self, example: Example) -> Arguments:
         return {"text": example["text"], "mask": example["text_mask"]}
 
-    def choose(self, request: Request) -> Arguments:
+    def read_request(self, request: Request) -> Arguments:
         inputs = select_texts(request.conditions) or self.reader.of_nothing(len(request.seeds))
         told = self._fill_empty_texts(_as_arguments(self.reader.of_batch({**inputs, "key": request.seeds})))
         return {name: value.to(request.seeds.device) for name, value in told.items()}
@@ -376,7 +376,7 @@ class Text(Condition):
     def make_null(self, told: Arguments) -> Arguments:
         return self._fill_empty_texts({"text": told["text"], "mask": torch.zeros_like(told["mask"])})
 
-    def avoid(self, request: Request, told: Arguments) -> Arguments:
+    def read_negative(self, request: Request, told: Arguments) -> Arguments:
         """Returns the negative prompts, which a request holds under the names of prompts with `negative_` before."""
         inputs = {name: value for name, value in request.conditions.items() if name.startswith(NEGATIVE)}
         if not inputs:

@@ -236,7 +236,7 @@ class DiTSystem(System):
         """Returns image_embed float32 (N, E), the embeddings that samples of a model with embedding_dim begin from; or
         prime, the first frames of clips, uint8 (N, K, C, H, W).
         """
-        found = [condition.begin(images) for condition in self.told]
+        found = [condition.make_start(images) for condition in self.told]
         return next(filter(None, found), None) or super().conditions_from(images)
 
     def accepts(self, source: Any) -> None:
@@ -331,10 +331,10 @@ class DiTSystem(System):
         """Returns the network's arguments for the samples of a request, and those that guidance leads away from."""
         told: Arguments = {}
         for condition in self.told:
-            told |= condition.choose(request)
+            told |= condition.read_request(request)
         null = dict(told)
         for condition in self.told:
-            null |= condition.avoid(request, told)
+            null |= condition.read_negative(request, told)
         return told, null
 
     def _make_guided_network(self, nets: Nets, request: Request) -> Network:

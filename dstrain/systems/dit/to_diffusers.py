@@ -277,7 +277,9 @@ def _measure_errors_with_texts(
 
 @torch.no_grad()
 def draw_expected(system: DiTSystem, nets: Mapping[str, nn.Module]) -> Tensor:
-    """Draws what the card's code draws, by the trained network and our samplers: uint8 (B, C, H, W), or latents."""
+    """Returns what the model card's code should draw, drawn by the trained network and our samplers: images, uint8 (B,
+    C, H, W), or latents.
+    """
     config, seeds = system.config, torch.arange(len(_choose_labels(system)), device=group.device())
     noise = torch.randn(len(seeds), *system.shape, generator=torch.Generator().manual_seed(0)).to(seeds.device)
     channels = None if _is_stock(system) else config.guidance_channels

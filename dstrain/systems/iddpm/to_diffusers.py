@@ -147,7 +147,9 @@ def measure_errors(
 
 @torch.no_grad()
 def draw_expected(system: IDDPMSystem, nets: Mapping[str, nn.Module]) -> Tensor:
-    """Draws what the card's code draws, by the trained network and our ancestral sampler: uint8 (B, C, H, W)."""
+    """Returns the images that the model card's code should draw, drawn by the trained network and our ancestral
+    sampler: uint8 (B, C, H, W).
+    """
     generator, device, conditions = torch.Generator().manual_seed(0), group.device(), {}
     labels, steps = _choose_labels(system), choose_even_steps(system.config.diffusion_steps)
     if system.starts_from_data:

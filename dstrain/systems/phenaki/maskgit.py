@@ -125,8 +125,8 @@ class MaskGit(nn.Module):
         return tokens.flatten().scatter(0, places, ids).view_as(tokens), spread.view(tokens.shape)
 
     def criticize(self, tokens: Tensor, real: Tensor | None, text: dict[str, Tensor]) -> Tensor:
-        """Returns the self critic's logits, float32 (B, t, h, w), for tokens int64 (B, t, h, w); critic_labels says of
-        what.
+        """Returns the self critic's logits, float32 (B, t, h, w), for tokens int64 (B, t, h, w): of a token being
+        masked, or wrongly filled, as critic_labels says.
         """
         return self.to_critic(self.trunk(tokens, real, None, **text))[..., 0].float()
 

@@ -184,7 +184,7 @@ class PriorSystem(System):
             inputs["self_cond"] = torch.where(shown[:, None], self.diffusion.predict_x_start(first, x_t, t), 0.0)
         prediction = cast_output(nets["denoiser"](x_t, t, **inputs))
         if self.config.training_clamp_l2norm:
-            prediction = self._rescale(prediction)
+            prediction = self._rescale_to_data(prediction)
         target = self.diffusion.make_target(x_start, x_t, t, noise)
         losses = {"l2": F.mse_loss, "l1": F.l1_loss, "huber": F.smooth_l1_loss}
         loss = losses[self.config.loss](prediction, target, reduction="none").mean(dim=1)  # (B,)
@@ -202,7 +202,7 @@ class PriorSystem(System):
         image_too = {"image_dropped": dropped if image_dropped is None else image_dropped}
         return inputs | (image_too if self.config.image_drop_prob else {})
 
-    def _rescale(self, x: Tensor) -> Tensor:
+    def _rescale_to_data(self, x: Tensor) -> Tensor:
         """Rescales x (..., D) to the length of the data: that of a unit vector times the scale."""
         return F.normalize(x, dim=-1) / self._copy_statistics(x)[1]
 
@@ -255,13 +255,13 @@ class PriorSystem(System):
         network = self._make_chain_network(nets, repeated, request)
         x = draw_normal("start")  # (count * N, D)
         if self.config.init_image_embed_l2norm:
-            x = self._rescale(x)
+            x = self._rescale_to_data(x)
         sampler, noise = self.sampler(request.sampler), lambda i: draw_normal(f"noise/{i}")
         spacing = request.spacing or ("linspace" if sampler == "ddim" else None)
         timesteps = samplers.choose_timesteps(self.diffusion, sampler, request.num_steps, spacing)
         x = samplers.sample_chain(self.diffusion, network, x, noise, sampler, timesteps, request.eta, progress=progress)
         if self.config.sampling_final_clamp_l2norm:
-            x = self._rescale(x)
+            x = self._rescale_to_data(x)
         return self._convert_to_embedding(x).view(count, len(keys), -1)
 
     def check_sampling(self, samples: Samples) -> None:
@@ -296,7 +296,7 @@ class PriorSystem(System):
             )
             x_start = self.diffusion.predict_x_start(out, x_t, t)  # both t and these tables are the whole chain's
             if self.config.sampling_clamp_l2norm:
-                x_start = self._rescale(x_start)
+                x_start = self._rescale_to_data(x_start)
                 out = self.diffusion.make_target(x_start, x_t, t, self.diffusion.predict_eps(x_start, x_t, t))
             last[:] = [x_start]
             return out

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dstrain.nn.measures import count_tokens, measure_codebook_usage, measure_likeness
+from dstrain.nn.measures import measure_codebook_usage, measure_likeness, measure_token_shares
 from dstrain.nn.quantize import compute_kl_to_uniform, draw_gumbel
 from dstrain.systems.base import Example, Nets, Terms
 from dstrain.systems.vae import losses
@@ -74,7 +74,7 @@ class DiscreteSystem(AutoencoderSystem):
         terms, coding = self._compute_code_terms(passed, example)
         terms |= self.compute_distance(nets, passed.out, example)
         tokens, loss = self._choose_tokens(passed), self.picture_loss.sum_terms(terms) + coding
-        usage = count_tokens(tokens, self.codebook_size)
+        usage = measure_token_shares(tokens, self.codebook_size)
         return (
             terms | {"loss": loss} | measure_likeness(self.decode(nets, tokens), example["x_start"]) | {"usage": usage}
         )

@@ -97,7 +97,9 @@ def measure_errors(system: KLSystem, nets: Mapping[str, nn.Module], folder: Path
 
 @torch.no_grad()
 def draw_expected(system: KLSystem, nets: Mapping[str, nn.Module]) -> Tensor:
-    """Draws what the code of `describe_export` leaves in `images`, by the trained network: float32 (B, C, H, W)."""
+    """Returns the `images` that the code of `describe_export` should give, computed by the trained network: float32 (B,
+    C, H, W).
+    """
     generator, device = torch.Generator().manual_seed(0), group.device()
     images = (torch.rand(_choose_image_shape(system), generator=generator) * 2 - 1).to(device)
     codes = system.codes(nets, {"x_start": images})

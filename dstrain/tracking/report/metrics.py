@@ -53,7 +53,7 @@ def read_columns(path: Path) -> Metrics:
         row, step = len(steps), entry.pop("step")
         flat = dict(_flatten_numbers(entry))
         steps.append(step)
-        times.append(_check_time(flat.pop("time", np.nan)))
+        times.append(_replace_invalid_time(flat.pop("time", np.nan)))
         for name, value in flat.items():
             if name not in rows:
                 if len(rows) == _MOST_NAMES:
@@ -82,7 +82,7 @@ def read_newest(path: Path) -> tuple[dict[str, float], float | None]:
     for entry in _read_entries(path, _TAIL):
         if entry is not None:
             latest |= dict(_flatten_numbers(entry)) | {"step": entry["step"]}
-    when = _check_time(latest.pop("time", np.nan))
+    when = _replace_invalid_time(latest.pop("time", np.nan))
     return latest, when if when == when else None
 
 
@@ -91,7 +91,8 @@ def is_time(value: Any) -> bool:
     return type(value) in (int, float) and 0 <= value < _LATEST
 
 
-def _check_time(value: float) -> float:
+def _replace_invalid_time(value: float) -> float:
+    """Returns a time, or NaN for a value that is none."""
     return value if is_time(value) else np.nan
 
 

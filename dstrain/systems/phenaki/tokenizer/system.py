@@ -17,7 +17,7 @@ from dstrain import rng
 from dstrain.nn.adversarial import compute_picture_gradient
 from dstrain.nn.fitting import list_shapes, require_fit
 from dstrain.nn.lookup_free import Usage, count_bits
-from dstrain.nn.measures import count_tokens, measure_codebook_usage, measure_likeness
+from dstrain.nn.measures import measure_codebook_usage, measure_likeness, measure_token_shares
 from dstrain.nn.picture_loss import PictureLoss, make_loss_with_gradient
 from dstrain.nn.pixels import convert_to_uint8, require_shape
 from dstrain.recipe import ConfigError
@@ -182,7 +182,7 @@ class TokenizerSystem(System):
         by_frame = measure_likeness(passed.video.flatten(0, 1), example["x_start"].flatten(0, 1))
         by_clip = {name: _average_counted(values.view(counted.shape), counted) for name, values in by_frame.items()}
         real = mark_whole_latent_frames(example["frames"], self.temporal_patch_size, tokens.shape[1])  # (B, t)
-        usage = count_tokens(tokens, self.codebook_size, real[:, :, None, None].expand_as(tokens))
+        usage = measure_token_shares(tokens, self.codebook_size, real[:, :, None, None].expand_as(tokens))
         return (
             terms
             | {"loss": self.picture_loss.sum_terms(terms) + self._compute_code_loss(terms)}
