@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from dstrain.disk import small
+from dstrain.distributed.launcher import read_place
 from dstrain.engine.parser import drop_nulls, list_refusals
-from dstrain.engine.schema import list_idle_keys, list_unsupported, list_untried_keys, name_key
+from dstrain.engine.schema import list_idle_keys, list_unsupported, list_untried_keys, name_key, quote
 from dstrain.recipe import BatchSize, ConfigError, Faults, Optimizer, list_divisors, suggest_files
 
 # Values of ONEDNN_MAX_CPU_ISA within which products of bf16 are emulated, whatever the CPU has.
@@ -395,6 +396,7 @@ def _check_combinations(
         )
     if (factor := settings.get("gradient_predivide_factor", 1.0)) != 1:
         yield f'"gradient_predivide_factor" is {factor}, and DeepSpeed knows 1 alone with ZeRO: remove it'
+    yield from _check_profile(settings.get("flops_profiler", {}))
     if (zero.get("offload_optimizer") or {}).get("ratio", 1.0) < 1:
         yield 'dstrain does not support "zero_optimization.offload_optimizer.ratio" below 1: remove it'
     local = zero.get("zero_hpz_partition_size", 1)
@@ -414,6 +416,16 @@ def _check_combinations(
                 yield f'"zero_optimization.{key}" belongs to stage 3, "stage" is {read_stage(settings)}: remove it'
             elif device_type == "cpu" and "quantized" in key:
                 yield f'"zero_optimization.{key}" needs a GPU: take ds_configs/zero3.json here'
+
+
+def _check_profile(profiler: Settings) -> Iterator[str]:
+    """Yields why DeepSpeed, which writes its profile amid training, could not write it on rank 0."""
+    path = profiler.get("output_file")
+    if not profiler.get("enabled") or not path or read_place().rank:
+        return
+    above = next((folder for folder in Path(str(path)).absolute().parents if folder.exists()), Path("/"))
+    if not isinstance(path, str) or Path(path).is_dir() or not above.is_dir() or not os.access(above, os.W_OK):
+        yield f'"flops_profiler.output_file" is {quote(path)}, which cannot be written: name a file, or remove it'
 
 
 def can_multiply_bf16() -> bool:

@@ -23,6 +23,15 @@ from dstrain.distributed.presence import get_presence
 from dstrain.distributed.watchdog import Watchdog
 folder, fault, at_fault = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
 get_presence().announce_process()
+class Noted:  # the ranks' store, which notes what the watchdog asks it for, and whether its rank is overdue then
+    def __init__(self, store):
+        self.store, self.set, self.multi_get = store, store.set, store.multi_get
+    def check(self, keys):
+        with open(folder / f"asked{group.rank()}", "a") as file:
+            print(int(watchdog._overdue), *(key.rpartition("/")[2] for key in keys), file=file)
+        return self.store.check(keys)
+opened = group.open_store
+group.open_store = lambda: Noted(opened())
 def hang():
     time.sleep(600)
 with Watchdog(folder, 20, float(sys.argv[4]), 600) as watchdog:
@@ -106,7 +115,9 @@ def test_a_suspended_rank_is_named_and_ended(ranks, tmp_path, at_fault):
 
 
 def test_a_rank_that_does_not_come_is_named(ranks, tmp_path):
-    """Oracle: the rank that sleeps in a step while the others wait in their exchange, and dstrain's line that waits."""
+    """Oracle: the rank that sleeps in a step while the others wait in their exchange, and dstrain's line that waits.
+    Ranks ask where the others stand only when they are overdue; before, once, for rank 0 alone.
+    """
     processes = ranks(3, "sleep", 1, 4)
     codes, outputs = ends(processes, tmp_path)
     assert codes == [4, 4, 4], outputs
@@ -116,6 +127,12 @@ def test_a_rank_that_does_not_come_is_named(ranks, tmp_path):
     )
     assert any(re.search(name, output) for output in outputs), outputs
     assert "hang" in (tmp_path / "stacks" / "step_00000040_rank_1.txt").read_text()
+    for rank in (0, 1, 2):
+        lines = [line.split() for line in (tmp_path / f"asked{rank}").read_text().splitlines()]
+        others = [str(other) for other in range(3) if other != rank]
+        early = [words for late, *words in lines if late == "0"]
+        assert early in ([["0"][:rank]], [["0"], ["0"]]), lines  # twice where rank 0 had not spoken yet
+        assert next(words for late, *words in lines if late == "1") == others, lines
 
 
 def test_a_frozen_rank_is_named_and_ended(ranks, tmp_path):

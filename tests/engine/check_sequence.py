@@ -10,7 +10,11 @@ from torch import Tensor
 
 from dstrain import rng, systems
 from dstrain.distributed import group
+from dstrain.nn.pixels import convert_to_uint8
 from dstrain.recipe import Run
+from dstrain.runs import trained
+from dstrain.sampling.draw import draw_all
+from dstrain.sampling.requests import make_request
 from dstrain.systems.base import System
 from dstrain.train import build_engines, take_step
 from tests.support.engines import resolve
@@ -106,25 +110,58 @@ class Losses:
 
 
 def train(name: str, stage: int, sequence: int, recompute: str = "none", compiled: bool = False) -> dict[str, Any]:
-    """Trains a system: the losses of all steps, the norms of their gradients, and the bytes that went to the host."""
+    """Trains a system: the losses of all steps, the norms of their gradients, the bytes that went to the host, and how
+    many samples it observed after each step.
+    """
     run = recipe(name, sequence, recompute, compiled)
     zero = {"stage": stage, "sub_group_size": 3000, "stage3_param_persistence_threshold": 100}
     settings = resolve({"zero_optimization": zero}, run, group.world(), "cpu")
     system = systems.build(run.system, run.model)
     engines, batches, losses = build_engines(run, settings, system), Samples(system, sequence), Losses()
-    told: dict[str, Any] = {"losses": [], "norms": [], "sent": 0}
-    send = engines.host.send_to_host
+    told: dict[str, Any] = {"losses": [], "norms": [], "sent": 0, "observed": []}
+    send, observe = engines.host.send_to_host, system.observe
 
     def count(tensor: Tensor) -> tuple[torch.device, Tensor]:
         told["sent"] += tensor.nbytes
         return send(tensor)
 
-    engines.host.send_to_host = count
+    def count_rows(terms: dict[str, Tensor]) -> None:
+        told["observed"] += {len(values) for values in terms.values()}
+        observe(terms)
+
+    engines.host.send_to_host, system.observe = count, count_rows
     for step in range(STEPS):
         take_step(step, run, system, engines, batches, losses)
         told["losses"].append(losses.take())
         told["norms"].append([masters.grad_norm for _, masters in sorted(engines.masters.items())])
     return told
+
+
+def draw(folders: Iterable[Path], out: Path) -> None:
+    """Draws 8 samples of the newest checkpoint of each run, two in a call, and writes them as they are before they are
+    rounded to pixels: (runs, 8, C, H, W).
+    """
+    drawn = []
+    for folder in folders:
+        run = trained.read_recipe(folder)
+        system = systems.build(run.system, run.model)
+        checkpoint = trained.find_checkpoint(folder)
+        assert checkpoint.name == f"step_{STEPS:08d}"
+        kinds = trained.choose_kinds(system, checkpoint, run.samples.ema, False)
+        networks = trained.load_networks(system, checkpoint, kinds, torch.float32)
+        request, _ = make_request(run.samples, system, 8)
+        sample, own = system.process.sample, []
+
+        def keep(*words: Any, sample: Any = sample, own: list[Tensor] = own) -> Tensor:
+            own.append(sample(*words))
+            return own[-1]
+
+        system.process.sample = keep
+        pictures = draw_all(system, networks, request, 2)
+        drawn.append(torch.cat([group.gather_rows(part) for part in own]))
+        assert torch.equal(convert_to_uint8(drawn[-1]), pictures)
+    if group.rank() == 0:
+        torch.save(torch.stack(drawn), out)
 
 
 def work(cases: Iterable[tuple[Any, ...]], out: Path) -> None:

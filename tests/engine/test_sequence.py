@@ -4,6 +4,7 @@ import json
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
 from dstrain.engine.checkpoint import read_weights
@@ -41,7 +42,9 @@ def of_one_rank(on_ranks, tmp_path_factory):
     ],
 )
 def test_shared_systems_learn_the_same(of_one_rank, on_ranks, tmp_path, world, sequence, cases):
-    """Oracle: one rank at stage 1: 20 losses of every part to 1e-6, the norms of their gradients to 5e-6."""
+    """Oracle: one rank at stage 1: 20 losses of every part to 1e-6, the norms of their gradients to 5e-6; and a system
+    observes each sample of a step once, however many ranks share it.
+    """
     words = [(name, stage, sequence, *more) for name, stage, *more in cases]
     on_ranks(world, check_sequence.work, words, tmp_path / "figures.json")
     for case, found in zip(cases, json.loads((tmp_path / "figures.json").read_text()), strict=True):
@@ -49,6 +52,8 @@ def test_shared_systems_learn_the_same(of_one_rank, on_ranks, tmp_path, world, s
             own, wanted = np.array(found[name]), np.array(of_one_rank[case[0]][name])
             assert len(set(wanted[:, 0])) == check_sequence.STEPS
             assert (np.abs(own - wanted) / wanted).max() < bound, (case, name)
+        rows = [GLOBAL] * check_sequence.STEPS if case[0] == "phenaki.tokenizer" else []
+        assert found["observed"] == of_one_rank[case[0]]["observed"] == rows, case
 
 
 def test_inputs_that_wait_on_the_host_are_shared_ones(on_ranks, tmp_path):
@@ -74,21 +79,36 @@ def alone(tmp_path_factory):
     return folder
 
 
-def test_goes_on_with_other_ranks_to_a_sample(alone, tmp_path):
-    """Oracle: the run on one rank: losses of all 20 steps and the EMA to 1e-6, though 2 ranks share each sample at
-    stage 2 up to step 7, 2 of 4 at stage 3 up to step 14, and one rank at stage 1 goes on; and the pictures.
+@pytest.fixture(scope="module")
+def moved(tmp_path_factory):
+    """The folder of a run whose samples are shared by 2 ranks at stage 2 up to step 7, by 2 of 4 at stage 3 up to step
+    14, and by none, on one rank at stage 1, to its end.
     """
-    folder = tmp_path / "run"
+    folder = tmp_path_factory.mktemp("moved") / "run"
     for steps, stage, ranks, sequence in ((7, 2, 2, 2), (14, 3, 4, 2), (STEPS, 1, 1, 1)):
         said = finish(train(folder, stage, *MODERN, f"steps={steps}", f"parallel.sequence={sequence}", num=ranks))
         assert f"{8 * sequence // ranks} on {'a rank' if sequence == 1 else '2 ranks'} at a time" in said
-    wanted, found = metrics(alone), metrics(folder)
+    return folder
+
+
+def test_goes_on_with_other_ranks_to_a_sample(alone, moved):
+    """Oracle: the run on one rank: losses of all 20 steps and the EMA to 1e-6; and the pictures."""
+    wanted, found = metrics(alone), metrics(moved)
     assert [line["step"] for line in found if "loss" in line] == [*range(1, STEPS + 1)]
     for name, bound in (("loss", 1e-6), ("base", 1e-6), ("grad_norm", 5e-6), ("param_norm", 1e-7)):
         pairs = [(a[name], b[name]) for a, b in zip(found, wanted, strict=True) if name in b]
         assert len(pairs) == STEPS and max(abs(a - b) / b for a, b in pairs) < bound, name
-    of = [read_weights(run / "checkpoints" / f"step_{STEPS:08d}", "denoiser", "ema.0.9") for run in (folder, alone)]
+    of = [read_weights(run / "checkpoints" / f"step_{STEPS:08d}", "denoiser", "ema.0.9") for run in (moved, alone)]
     assert of[0].keys() == of[1].keys()
     assert max((a - of[1][name]).abs().max().item() for name, a in of[0].items()) < 1e-6
-    (own, other) = (np.asarray(Image.open(next((run / "samples").glob("*20*.png")))) for run in (folder, alone))
+    (own, other) = (np.asarray(Image.open(next((run / "samples").glob("*20*.png")))) for run in (moved, alone))
     assert np.abs(own.astype(int) - other).max() <= 1
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_samples_of_a_run_that_moved(alone, moved, on_ranks, tmp_path, world):
+    """Oracle: the run on one rank: 8 samples of step 20 before they are rounded to pixels, to 1e-4, on any ranks."""
+    on_ranks(world, check_sequence.draw, (moved, alone), tmp_path / "drawn.pt")
+    found, expected = torch.load(tmp_path / "drawn.pt", weights_only=True)
+    assert found.shape == (8, 1, 32, 32) and found.std() > 0.1
+    assert (found - expected).abs().max() < 1e-4

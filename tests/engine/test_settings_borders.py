@@ -261,3 +261,22 @@ def test_block_of_the_json():
     for kind, name in (("AdamW", "lion"), ("Lion", "adamw")):
         with pytest.raises(ConfigError, match="optimizer.type"):
             resolved({"optimizer": {"type": kind}}, f"optimizer.name={name}")
+
+
+def test_where_a_profile_goes(tmp_path, monkeypatch):
+    """Oracle: open() for writing, by hand: a file's name is no folder's, and there are no files below a file. Another
+    rank than 0 writes nothing.
+    """
+    (tmp_path / "file").touch()
+    for path, fits in (("new/profile.txt", True), ("file", True), ("", False), ("file/profile.txt", False)):
+        config = {"flops_profiler": {"enabled": True, "output_file": f"{tmp_path}/{path}"}}
+        if fits:
+            assert resolved(config)
+        else:
+            assert '"flops_profiler.output_file" is ' in faults(config)
+            assert resolved({"flops_profiler": {**config["flops_profiler"], "enabled": False}})
+            with monkeypatch.context() as patch:
+                patch.setenv("RANK", "1")
+                patch.setenv("WORLD_SIZE", "2")
+                assert resolved(config)
+    assert "which cannot be written" in faults({"flops_profiler": {"enabled": True, "output_file": 3}})
