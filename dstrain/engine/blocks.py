@@ -103,6 +103,31 @@ def require_leaf_modules(networks: Mapping[str, nn.Module], settings: dict[str, 
                 )
 
 
+def prepare_leaf_modules(network: nn.Module, settings: dict[str, Any]) -> None:
+    """Gives an input with a gradient to each module that leaf_module names in DeepSpeed's JSON, at stage 3; call it
+    before deepspeed.initialize.
+    """
+    chosen = settings.get("zero_optimization", {}).get("leaf_module")
+    if not chosen or read_stage(settings) < 3:
+        return
+    from deepspeed.runtime.zero.leaf_module_config import DeepSpeedZeroLeafModuleConfig
+    from deepspeed.utils.z3_leaf_module import apply_zero_leaf_module_config
+
+    for module in apply_zero_leaf_module_config(network, DeepSpeedZeroLeafModuleConfig(**chosen)):
+        module.register_forward_pre_hook(_require_input_gradient)
+
+
+def _require_input_gradient(module: nn.Module, inputs: tuple) -> tuple:
+    """Returns a module's inputs, of which one has a gradient. Raises ConfigError if none can have one."""
+    inputs = _ensure_input_gradient(module, inputs)
+    if torch.is_grad_enabled() and not any(isinstance(value, Tensor) and value.requires_grad for value in inputs):
+        raise ConfigError(
+            f'--ds_config: "zero_optimization.leaf_module" names a {type(module).__name__}, which takes whole numbers '
+            "alone, and whose weights DeepSpeed would release before its backward pass: leave it out"
+        )
+    return inputs
+
+
 def _ensure_input_gradient(_: nn.Module, inputs: tuple) -> tuple:
     """Returns a block's inputs, of which one has a gradient. Without one DeepSpeed releases a leaf's weights before its
     backward pass.

@@ -18,6 +18,7 @@ from dstrain.engine.blocks import (
     HostMemory,
     make_channels_last,
     prepare_blocks,
+    prepare_leaf_modules,
     require_leaf_modules,
     should_compile,
 )
@@ -73,6 +74,7 @@ class Engines(Mapping[str, Any]):
             if channels_last:
                 make_channels_last(network)
             prepare_blocks(network, blocks, recompute, compiled, scattered=read_stage(settings) == 3, host=self.host)
+            prepare_leaf_modules(network, settings)
             self._engines[part] = self._initialize_engine(part, network, optimizer, decays, blocks)
             self.masters[part] = Masters(self._engines[part])
             self.masters[part].reset_optimizer_state()

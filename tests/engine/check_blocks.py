@@ -18,8 +18,10 @@ from dstrain.distributed import group
 from dstrain.engine.blocks import Graphs, HostMemory
 from dstrain.engine.engines import Engines
 from dstrain.engine.start import start_group
+from dstrain.recipe import ConfigError
 from dstrain.sampling.draw import set_eval_mode
 from dstrain.systems.base import System
+from tests.engine import check_sequence
 from tests.engine.check_engines import gathered
 from tests.support.cases import CASES, modules, request
 from tests.support.engines import engines_for, resolve
@@ -206,3 +208,19 @@ def scattered(path: Path) -> None:
     figures["first"] = (first("attention") - first("none")).abs().max().item()
     if group.rank() == 0:
         path.write_text(json.dumps(figures))
+
+
+def lead(out: Path) -> None:
+    """Trains a DiT at stage 3 without leaves and with some whose inputs have no gradient: losses and norms by leaf, or
+    what is said.
+    """
+    found = {}
+    for names in ([], ["x_embedder"], ["blocks.0.attn", "final_layer"], ["t_embedder"]):
+        more = {"leaf_module": {"names": names}} if names else {}
+        try:
+            told = check_sequence.train("dit", 3, 1, stage3_param_persistence_threshold=0, **more)
+            found[",".join(names)] = [told["losses"], told["norms"]]
+        except ConfigError as error:
+            found[",".join(names)] = str(error)
+    if group.rank() == 0:
+        out.write_text(json.dumps(found))

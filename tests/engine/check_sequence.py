@@ -109,12 +109,14 @@ class Losses:
         return (group.sum_over_ranks(means) / group.world()).tolist()
 
 
-def train(name: str, stage: int, sequence: int, recompute: str = "none", compiled: bool = False) -> dict[str, Any]:
+def train(
+    name: str, stage: int, sequence: int, recompute: str = "none", compiled: bool = False, **more: Any
+) -> dict[str, Any]:
     """Trains a system: the losses of all steps, the norms of their gradients, the bytes that went to the host, and how
-    many samples it observed after each step.
+    many samples it observed after each step. more: words of zero_optimization.
     """
     run = recipe(name, sequence, recompute, compiled)
-    zero = {"stage": stage, "sub_group_size": 3000, "stage3_param_persistence_threshold": 100}
+    zero = {"stage": stage, "sub_group_size": 3000, "stage3_param_persistence_threshold": 100, **more}
     settings = resolve({"zero_optimization": zero}, run, group.world(), "cpu")
     system = systems.build(run.system, run.model)
     engines, batches, losses = build_engines(run, settings, system), Samples(system, sequence), Losses()

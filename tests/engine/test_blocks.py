@@ -339,3 +339,13 @@ def test_leaves_that_are_there():
     assert (
         len(apply_zero_leaf_module_config(network, DeepSpeedZeroConfig(**config["zero_optimization"]).leaf_module)) == 3
     )
+
+
+def test_leaves_whose_inputs_have_no_gradient(on_ranks, tmp_path):
+    """Oracle: the same 20 steps on two ranks without leaves, to the bit: DeepSpeed releases the weights of such a leaf
+    before its backward pass, which then fails. A leaf that takes whole numbers alone cannot be helped, and is refused.
+    """
+    on_ranks(2, check_blocks.lead, tmp_path / "found.json")
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert found["x_embedder"] == found["blocks.0.attn,final_layer"] == found[""]
+    assert "names a TimestepEmbedder, which takes whole numbers alone" in found["t_embedder"]
