@@ -20,6 +20,9 @@ from dstrain.nn.layers import Linear, Pointwise, make_dropout
 from dstrain.recipe import ConfigError, Run, Section
 from dstrain.recipe.patterns import Pattern, is_adapter
 
+# The attention of all networks here, and of a DiT the MLPs of its blocks.
+ATTENTION = ("*.attn.*", "*.attn2.*", "*.cross.*", "*blocks.*.mlp.*", "*.qkv", "*.proj_out")
+
 
 class Lora(Section):
     """Adapters that learn in the place of the network, whose weights init_from gives and which are frozen."""
@@ -28,9 +31,9 @@ class Lora(Section):
     """Inner width of an adapter."""
     alpha: float = Field(16.0, gt=0)
     """An adapter's output is multiplied by this / rank."""
-    targets: tuple[Pattern, ...] | None = None
-    """Patterns of the layers' names, such as blocks.*.attn.*; * takes dots, too. None: the attention, and of a DiT the
-    MLPs."""
+    targets: tuple[Pattern, ...] | None = ATTENTION
+    """Patterns of the layers' names, such as blocks.*.attn.*; * takes dots, too. By default the attention, and of a DiT
+    the MLPs of blocks. None: as runs that were begun before took them, with the MLP of a DiT's timesteps."""
     dropout: float = Field(0.0, ge=0, lt=1)
     """Share of an adapter's inputs that is dropped in training."""
 
@@ -68,7 +71,7 @@ def add_adapters(network: nn.Module, lora: Lora | None, usual: Sequence[str]) ->
     chosen: dict[str, nn.Module] = {}
     for pattern in lora.targets or usual:
         found = {name: module for name, module in layers.items() if fnmatchcase(name, pattern)}
-        if lora.targets and not found:
+        if lora.targets not in (None, ATTENTION) and not found:
             raise ConfigError(
                 f"model.lora.targets: {pattern} fits no linear layer or convolution, such as {', '.join(layers)[:300]}"
             )

@@ -8,7 +8,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from dstrain import systems
-from dstrain.nn.lora import Lora, add_adapters, describe_for_peft, merge_adapters
+from dstrain.nn.lora import ATTENTION, Lora, add_adapters, describe_for_peft, merge_adapters
 from dstrain.nn.measures import measure_relative_error
 from dstrain.recipe import ConfigError
 from dstrain.runs.weights import fit_weights
@@ -16,10 +16,12 @@ from tests.systems.dit.cases import TINY
 from tests.systems.iddpm.cases import UNET
 
 CASES = {
-    "dit": ("dit", TINY, None),
+    "dit": ("dit", TINY, ATTENTION),
+    "dit as before": ("dit", TINY, None),
     "dit everywhere": ("dit", TINY, ["*"]),
     "linear layers": ("dit", TINY, ["blocks.*", "t_embedder.*", "final_layer.*"]),
-    "unet": ("iddpm", UNET, None),
+    "unet": ("iddpm", UNET, ATTENTION),
+    "unet as before": ("iddpm", UNET, None),
     "unet everywhere": ("iddpm", UNET, ["*"]),
 }
 
@@ -34,6 +36,20 @@ def trained(case):
     for weight in network.parameters():
         nn.init.normal_(weight, std=0.1)
     return system, network, Lora(**lora)
+
+
+def test_usual_layers():
+    """Oracle: by hand: the layers of the attention and of the blocks' MLPs, and no others. null, which runs that were
+    begun before have, takes the MLP of the timesteps, too, whose adapters their checkpoints hold.
+    """
+
+    def adapted(**lora):
+        network = systems.build("dit", TINY | {"lora": {"rank": 2, **lora}}).networks()["denoiser"]
+        return {name.partition(".lora_A.")[0] for name in network.state_dict() if ".lora_A." in name}
+
+    of_blocks = {f"blocks.{i}.{name}" for i in (0, 1) for name in ("attn.qkv", "attn.proj", "mlp.fc1", "mlp.fc2")}
+    assert adapted() == of_blocks
+    assert adapted(targets=None) == of_blocks | {"t_embedder.mlp.0", "t_embedder.mlp.2"}
 
 
 @torch.no_grad()

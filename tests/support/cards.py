@@ -1,4 +1,4 @@
-"""The code of an export's card, run in this process: whole exports run it in one of their own, which takes seconds."""
+"""The code of an export's card, run in this process, or in one of its own without dstrain, which takes seconds."""
 
 from pathlib import Path
 
@@ -6,6 +6,7 @@ import numpy as np
 import torch
 
 from dstrain.commands.export import _measure_difference
+from dstrain.runs import card
 
 
 def difference(writer, system, nets, folder: Path) -> float:
@@ -16,3 +17,12 @@ def difference(writer, system, nets, folder: Path) -> float:
     drawn = names["images"] if "images" in names else names["image_embeds"]
     drawn = drawn.numpy() if torch.is_tensor(drawn) else np.stack([np.asarray(image) for image in drawn])
     return _measure_difference(drawn, writer.draw_expected(system, nets))
+
+
+def draw_stock(writer, system, nets, folder: Path) -> tuple[torch.Tensor, torch.Tensor]:
+    """Runs the card's example of an export in a process without dstrain. Returns what it drew and what the trained
+    networks draw of the same, float32 (N, C, H, W) in levels of 255.
+    """
+    code = writer.describe_export(system)[2]
+    drawn = torch.from_numpy(card.draw_example(folder, folder.name, code)).movedim(-1, 1).float()
+    return drawn, writer.draw_expected(system, nets).float()

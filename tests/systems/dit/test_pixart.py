@@ -14,7 +14,6 @@ from torch import Tensor
 from dstrain import rng
 from dstrain.encoders.text import TextEncoder
 from dstrain.recipe import ConfigError
-from dstrain.runs import card
 from dstrain.runs.weights import fit_weights
 from dstrain.systems.base import Request
 from dstrain.systems.dit import to_diffusers
@@ -23,6 +22,7 @@ from dstrain.systems.dit.network import DiT
 from dstrain.systems.dit.presets import PRESETS
 from dstrain.systems.dit.system import DiTSystem
 from tests.support import first_stage, towers
+from tests.support.cards import draw_stock
 from tests.systems.dit.test_published import read
 
 MODEL: dict[str, Any] = {
@@ -271,10 +271,9 @@ def test_stock_pipeline_draws_from_an_export(tmp_path: Path, share: float) -> No
     state, _, _ = read("pixart")
     written = PixArtTransformer2DModel.from_pretrained(out / "transformer").state_dict()
     assert written.keys() == state.keys() and all(torch.equal(written[name], state[name]) for name in state)
-    name, note, code = to_diffusers.describe_export(system)
+    name, note, _ = to_diffusers.describe_export(system)
     assert "DiTTransformer2DModel" not in note  # diffusers' own class of PixArt holds it
-    drawn = torch.from_numpy(card.draw_example(out, "out", code)).movedim(-1, 1).float()
-    expected = to_diffusers.draw_expected(system, nets).float()
+    drawn, expected = draw_stock(to_diffusers, system, nets, out)
     assert name == "PixArtAlphaPipeline" and (drawn - expected).abs().max() <= 2
     assert (expected[0] - expected[1]).abs().max() > 20  # of two prompts and noises
     with torch.no_grad():

@@ -10,12 +10,12 @@ from diffusers import PixArtTransformer2DModel
 from safetensors.torch import save_file
 from torch import Tensor
 
-from dstrain.runs import card
 from dstrain.runs.weights import fit_weights
 from dstrain.systems.base import Request
 from dstrain.systems.dit import to_diffusers
 from dstrain.systems.dit.config import Config
 from dstrain.systems.dit.network import DiT
+from tests.support.cards import draw_stock
 from tests.systems.dit.test_pixart import build, build_told, rename_as_authors
 
 TOLD: dict[str, Any] = {"hidden_size": 24, "size_conditions": True, "size_embedding": "pixart"}
@@ -155,9 +155,7 @@ def test_stock_pipeline_draws_from_an_export(tmp_path: Path) -> None:
     assert written.keys() == state.keys() and all(torch.equal(written[name], state[name]) for name in state)
     config = json.loads((out / "transformer/config.json").read_text())
     assert config["use_additional_conditions"] is True and config["interpolation_scale"] == 2
-    _, _, code = to_diffusers.describe_export(system)
-    drawn = torch.from_numpy(card.draw_example(out, "out", code)).movedim(-1, 1).float()
-    expected = to_diffusers.draw_expected(system, nets).float()
+    drawn, expected = draw_stock(to_diffusers, system, nets, out)
     assert (drawn - expected).abs().max() <= 2
     told, null = system.read_request(Request(torch.arange(1), size=(256, 128)))
     assert told["size"].tolist() == null["size"].tolist() == [[128, 256, 0, 0, 128, 256]]

@@ -14,7 +14,6 @@ from torch import Tensor
 from dstrain import rng
 from dstrain.encoders.joined_text import JoinedTextEncoder
 from dstrain.recipe import ConfigError
-from dstrain.runs import card
 from dstrain.runs.weights import fit_weights
 from dstrain.systems.base import Request
 from dstrain.systems.dit import to_diffusers
@@ -22,6 +21,7 @@ from dstrain.systems.dit.config import Config
 from dstrain.systems.dit.network import DiT
 from dstrain.systems.dit.system import DiTSystem
 from tests.support import first_stage, towers
+from tests.support.cards import draw_stock
 from tests.systems.dit.test_published import read
 
 MODEL: dict[str, Any] = {
@@ -373,10 +373,8 @@ def test_stock_pipeline_draws_from_an_export(tmp_path: Path, has_t5: bool) -> No
         assert torch.equal(written[name], value) or (
             name == "pos_embed.pos_embed" and torch.allclose(written[name], value)
         )
-    kind, _, code = to_diffusers.describe_export(system)
-    drawn = torch.from_numpy(card.draw_example(out, "out", code)).movedim(-1, 1).float()
-    expected = to_diffusers.draw_expected(system, nets).float()
-    assert kind == "StableDiffusion3Pipeline" and (drawn - expected).abs().max() <= 2
+    drawn, expected = draw_stock(to_diffusers, system, nets, out)
+    assert to_diffusers.describe_export(system)[0] == "StableDiffusion3Pipeline" and (drawn - expected).abs().max() <= 2
     assert (expected[0] - expected[1]).abs().max() > 20  # of two prompts and noises
     with torch.no_grad():
         nets["denoiser"].blocks[1].text.attn.qkv.bias[-1] += 1  # of values
