@@ -311,7 +311,7 @@ def set_up(run: Run, settings: dict[str, Any], resume: Resume, watchdog: Watchdo
     first = load_weights(run, engines, ema, saves, system, resume.step)
     if resume.allow_change:
         course.forget_rollbacks()
-    if first < (earlier := folders.read_last_saved(folder)):
+    if first < (earlier := folders.read_last_saved_step(folder)):
         say(f"step {earlier} was saved here, and step {first} is the newest whole checkpoint")
     elif first == 0 and (folder / "metrics.jsonl").exists():
         say("an earlier command ended before it saved anything: training begins at step 1 again")
@@ -345,7 +345,7 @@ def set_up(run: Run, settings: dict[str, Any], resume: Resume, watchdog: Watchdo
         resumed_step=first,
         settings=settings,
         weights=weights,
-        system=systems.find_outside(run.system),
+        system=systems.find_outside_file(run.system),
     )
     saves.saver.report = tracker.note
     throughput = Throughput(

@@ -203,7 +203,7 @@ class Fragments(Index):
                 raise make_damage_error(self.folder, str(error)) from None
 
 
-def find_reconstructed(folder: Path, width: float, step: int | None, checkpoint: Path | None) -> Path | None:
+def find_reconstructed_folder(folder: Path, width: float, step: int | None, checkpoint: Path | None) -> Path | None:
     """Returns the folder in which `dstrain reconstruct` has put a run's average of `width` at `step` (None: the
     newest).
 

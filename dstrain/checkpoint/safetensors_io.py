@@ -227,11 +227,11 @@ def convert_entry(entry: Entry, files: Files, chunk: memoryview) -> Iterator[mem
             piece = buffer[: span.nbytes - start]
             files.read(Span(span.path, span.offset + start, len(piece)), piece)
             if source.strides is not None:
-                piece = _gather_strided(source, piece)
+                piece = _gather_strided_tensor(source, piece)
             yield piece if source.dtype == entry.dtype else _cast_floats(piece, source.dtype, entry)
 
 
-def _gather_strided(source: Stored, raw: memoryview) -> memoryview:
+def _gather_strided_tensor(source: Stored, raw: memoryview) -> memoryview:
     import numpy as np
 
     size = SIZES[source.dtype]

@@ -7,7 +7,7 @@
     FOLDER/best                 likewise a hint: the step of the lowest score of one metric in its manifest
 
 The manifest is written last and synced, and then the folder is renamed. A step that verifies is never written again.
-Every method but list_steps() and list_put_aside() is called on all ranks and has the same outcome on all of them,
+Every method but list_steps() and list_steps_put_aside() is called on all ranks and has the same outcome on all of them,
 whatever fails on any one; all ranks share the folder. What the files hold is known to `check` alone.
 
 A rank hashes its own files and sends one list to rank 0, which writes the manifest: a folder holds files of every rank,
@@ -144,7 +144,7 @@ class Store:
         self.damaged.discard(step)
         # The step is saved, whatever fails from here on.
         self._run_on_first(lambda: self._write_pointer("newest", step))
-        self._run_on_first(self._delete_outdated)
+        self._run_on_first(self._delete_outdated_steps)
         return True
 
     def find_best(self) -> tuple[int, float] | None:
@@ -176,7 +176,7 @@ class Store:
             body = read_manifest(self._make_path(step))
             body["extra"] |= entries
             atomic.write_file(self._make_path(step) / NAME, render_sealed(body), make=False)
-            self._delete_outdated()
+            self._delete_outdated_steps()
 
         self._run_on_first(write)
 
@@ -218,7 +218,7 @@ class Store:
         """Lists the steps that have a folder, ascending, whether they verify or not."""
         return self._list_steps_with_suffix("")
 
-    def list_put_aside(self) -> list[int]:
+    def list_steps_put_aside(self) -> list[int]:
         """Lists the steps that `set_aside` has renamed, ascending."""
         return self._list_steps_with_suffix(_ASIDE)
 
@@ -293,7 +293,7 @@ class Store:
     def _write_pointer(self, pointer: str, step: int) -> None:
         atomic.write_file(self.folder / pointer, f"{self._make_path(step).name}\n", make=False)
 
-    def _delete_outdated(self) -> None:
+    def _delete_outdated_steps(self) -> None:
         """Deletes steps that need not stay. A damaged one, or one of trouble, stays only until a newer one is whole;
         any stays while it is read.
         """
@@ -310,7 +310,7 @@ class Store:
         newest = max(kinds, default=0)
         keep.update(extras.get(newest, {}).get("stays", ()))
         outdated = [(step, "") for step in steps if step not in keep and step < newest]
-        for step, suffix in outdated + [(step, _ASIDE) for step in self.list_put_aside() if step <= newest]:
+        for step, suffix in outdated + [(step, _ASIDE) for step in self.list_steps_put_aside() if step <= newest]:
             path, gone = self._make_path(step, suffix), self._make_path(step, f"{suffix}.gone.tmp")
             if owner.is_held(path):
                 continue

@@ -41,7 +41,7 @@ class Pictures:
 
 
 def run_verb(options: ConvertOptions) -> None:
-    """Converts, and says what was written."""
+    """Converts the data as the options say, and prints what was written."""
     print(convert_data(options))
 
 

@@ -26,9 +26,9 @@ from dstrain.encoders.precision import choose_dtype, require_precision, use_prec
 from dstrain.recipe import ConfigError, Run, explain_write_errors, reword_errors
 from dstrain.runs import hosts, trained
 from dstrain.runs.folders import claim_output
-from dstrain.runs.trained import load_guide, require_outside
+from dstrain.runs.trained import load_guide, require_outside_run_folders
 from dstrain.sampling.draw import count_class_columns, draw_all, draw_rounds
-from dstrain.sampling.files import FORMATS, About, Embeddings, Pictures, choose_folder, require_unused
+from dstrain.sampling.files import FORMATS, About, Embeddings, Pictures, choose_folder, require_unused_folder
 from dstrain.sampling.requests import OPTIONS, choose_conditions, make_request
 from dstrain.sampling.scenes import Length, assign_frames, choose_length, draw_scenes, read_prime
 from dstrain.systems.base import CHOICES, Request, System
@@ -60,7 +60,7 @@ def generate_samples(options: GenerateOptions) -> Path:
     """
     require_precision(options.precision)
     if options.out is not None:
-        require_outside(options.out)
+        require_outside_run_folders(options.out)
     first, *then = (_open_run(options.folder, options), *map(_open_run, options.then))
     _, run, system = first
     sampler = system.sampler(*((run.samples.sampler,) if options.sampler is None else (options.sampler, "--sampler")))
@@ -106,7 +106,7 @@ def _write_samples(
         with reword_errors(options=OPTIONS):
             first = next(rounds)  # before the folder is made: this may be refused
         claims.enter_context(claim_output(out, f"--out {out}", "generate"))
-        hosts.run_on_first(lambda: require_unused(out))  # another command may have ended there meanwhile
+        hosts.run_on_first(lambda: require_unused_folder(out))  # another command may have ended there meanwhile
         about = About(
             options.num,
             options.seed,

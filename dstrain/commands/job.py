@@ -114,7 +114,7 @@ def check_recipe(run: Run, overrides: Sequence[str] = ()) -> tuple[Run, list[str
         config = systems.check_config(run.system, run.model)
         captioned = config.reads_texts and find_contents(run.data) == "images"
         run = run.model_copy(update={"data": run.data.model_copy(update={"captioned": captioned})})
-        problems += recipe.list_replaced("data", given, run.data.model_dump(include={*given}), overrides)
+        problems += recipe.list_replaced_entries("data", given, run.data.model_dump(include={*given}), overrides)
         fields = {"size_conditions": "size_conditions", "embeddings": "embedding_dim"}
         if not run.data.durations:
             fields["buckets"] = "sizes"
@@ -162,7 +162,7 @@ def _list_path_problems(run: Run) -> list[str]:
     problems = find_path_problems(run.data)
     if run.track.tensorboard and importlib.util.find_spec("tensorboard") is None:
         problems.append("track.tensorboard=true needs a package: `pip install tensorboard`, or leave it out")
-    if run.init_from is not None and not run.init_from.exists() and not folders.read_last_saved(run.directory):
+    if run.init_from is not None and not run.init_from.exists() and not folders.read_last_saved_step(run.directory):
         problems.append(f"init_from={run.init_from} does not exist: give a weights file or the folder of a run")
     problem = _find_folder_problem(run.directory)
     return problems + ([f"folder={format_value(run.directory)}: {problem}"] if problem else [])
@@ -250,7 +250,7 @@ def _check_data_and_folder(
         from dstrain.planning.estimate import describe_costs
 
         return [*remarks, describe_costs(run, system, resolved, world)], ()
-    begins = options.from_scratch or not folders.read_last_saved(run.directory)
+    begins = options.from_scratch or not folders.read_last_saved_step(run.directory)
     can_lose = type(system).require_expressible is not System.require_expressible  # others have no form in diffusers
     notes = tuple(f"note: {line}" for line in lost if begins and can_lose)
     try:
@@ -262,13 +262,15 @@ def _check_data_and_folder(
 def _check_step(run: Run, options: JobOptions) -> None:
     """Raises ConfigError if --step names no checkpoint of the folder, or the run would go on beyond its end."""
     if not options.from_scratch:
-        folders.require_steps(run, folders.read_last_saved(run.directory) if options.step is None else options.step)
+        folders.require_steps(
+            run, folders.read_last_saved_step(run.directory) if options.step is None else options.step
+        )
     if options.step is None:
         return
     if options.from_scratch:
         raise ConfigError(f"--step {options.step} and --from-scratch: give one of the two")
     store = Store(run.directory / "checkpoints")
-    steps = sorted({*store.list_steps(), *store.list_put_aside()})
+    steps = sorted({*store.list_steps(), *store.list_steps_put_aside()})
     if options.step not in steps:
         raise ConfigError(
             f"--step {options.step}: {run.directory} holds no checkpoint of that step; it holds "
@@ -319,7 +321,7 @@ def _check_initial_weights(run: Run, system: System, options: JobOptions) -> lis
     """Returns what `init_from` would load, where the run begins by it. Raises ConfigError if the weights do not fit."""
     from dstrain.runs.weights import fit_weights
 
-    if run.init_from is None or options.from_scratch or folders.read_last_saved(run.directory):
+    if run.init_from is None or options.from_scratch or folders.read_last_saved_step(run.directory):
         return []
     changes = [change for _, changed in fit_weights(run.init_from, system).values() for change in changed]
     return [f"init_from: {change}" for change in changes] if options.dry_run else []

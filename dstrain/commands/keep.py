@@ -59,10 +59,10 @@ class _Supervisor:
             ctypes.CDLL(None).prctl(_SUBREAPER, 1, 0, 0, 0)
         fruitless, words = 0, list(self._options.words)
         for restart in range(self._options.max_restarts + 1):
-            saved = folders.read_last_saved(self._folder)
+            saved = folders.read_last_saved_step(self._folder)
             code = self._run_command(self._choose_hosts(words))
             self._append_to_log()
-            now = folders.read_last_saved(self._folder)
+            now = folders.read_last_saved_step(self._folder)
             fruitless = 0 if now > saved else fruitless + 1
             if self._is_final(code, now):
                 return _convert_exit_code(code)
@@ -129,7 +129,7 @@ class _Supervisor:
             return exit_codes.STOPPED
         # torchrun turns every code into 1, as does deepspeed after a signal; and into 0 where its own child was killed.
         vague = code == exit_codes.BUG or (
-            code == exit_codes.DONE and folders.read_last_saved(self._folder) < self._run.steps
+            code == exit_codes.DONE and folders.read_last_saved_step(self._folder) < self._run.steps
         )
         return next((number for number in exit_codes.DELIBERATE if number in noted), code) if vague else code
 
@@ -171,7 +171,7 @@ class _Supervisor:
 
     def _read_folder_traces(self) -> tuple[set[str], int]:
         """Returns what changes in the folder when --from-scratch or --step moves files aside, or a step is saved."""
-        return {path.name for path in self._folder.glob("earlier_*")}, folders.read_last_saved(self._folder)
+        return {path.name for path in self._folder.glob("earlier_*")}, folders.read_last_saved_step(self._folder)
 
     def _forward_signal(self, number: int, frame: FrameType | None) -> None:
         """Passes a signal on to the command's process group.

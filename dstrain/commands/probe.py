@@ -194,7 +194,7 @@ def _try_parts(
                 remarks.append(f"{place}: the first one is {terms['loss'].item()}")
     if missing := [name for name in system.watched if name not in seen]:
         raise ConfigError(f"{run.system}: no loss returns {', '.join(missing)}, which `watched` names: return them")
-    _try_state(run.system, system)
+    _try_saving_state(run.system, system)
     held = {name: values for name, values in batch.items() if name != "step"}  # as held-out data come
     with torch.no_grad(), set_eval_mode(networks), suppress(_NotChecked, _Enough):
         with _explain_errors(f"{run.system}: encode of held-out data", _list_ids(held), encoding):
@@ -236,7 +236,7 @@ def _cache_output_shapes(network: nn.Module) -> None:
     network.forward = compute_once  # type: ignore[method-assign]
 
 
-def _try_state(name: str, system: System) -> None:
+def _try_saving_state(name: str, system: System) -> None:
     """Takes a system's own state and gives it back, as a save and a resume do. Raises ConfigError if that fails."""
     state = system.state_dict()
     if not isinstance(state, dict) or not all(map(torch.is_tensor, state.values())):

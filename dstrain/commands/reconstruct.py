@@ -57,7 +57,7 @@ def run_verb(options: ReconstructOptions) -> None:
         sweep.require_sweep_possible(options.folder, quality)
     made = make_averages(options)
     if group.rank() == 0:
-        print(describe_made(made))
+        print(describe_made_averages(made))
     if not options.sweep:
         return
     step, widths = int(made[0].path.name.removeprefix("step_")), [one.width for one in made]
@@ -84,7 +84,7 @@ def make_averages(options: ReconstructOptions) -> list[Made]:
         if any(not _is_made(store, step, origin) for store in stores.values()):
             with claim_output(folder, str(folder), "reconstruct"):
                 missing = {width: store for width, store in stores.items() if not _is_made(store, step, origin)}
-                _remove_outdated(missing.values(), step)
+                _remove_outdated_averages(missing.values(), step)
                 _write_average(
                     snapshots[-1], parts, missing, {width: {**origin, "misfit": misfits[width]} for width in missing}
                 )
@@ -134,7 +134,7 @@ def _is_made(store: Store, step: int, origin: dict[str, Any]) -> bool:
     return made and origin.items() <= read_manifest(_name_folder(store, step))["extra"].items()
 
 
-def _remove_outdated(stores: Iterable[Store], step: int) -> None:
+def _remove_outdated_averages(stores: Iterable[Store], step: int) -> None:
     """Removes averages of this step that were made of other snapshots. Raises ConfigError if one is being read."""
     paths = [path for path in (_name_folder(store, step) for store in stores) if path.is_dir()]
     if read := group.broadcast_from_first([path for path in paths if is_held(path)]):
@@ -177,7 +177,7 @@ def _name_folder(store: Store, step: int) -> Path:
     return store.folder / f"step_{step:08d}"
 
 
-def describe_made(made: Sequence[Made]) -> str:
+def describe_made_averages(made: Sequence[Made]) -> str:
     """Describes the averages that were made, in lines that are printed in the end."""
     return "\n".join(
         f"--ema {one.width}: {one.path}" + (f"; its profile is met to {one.misfit:.1%}" if one.misfit > 5e-4 else "")

@@ -107,7 +107,7 @@ class BadFiles:
             warnings.warn(f"{self.path} cannot be written ({error.strerror}); unreadable: {line.strip()}", stacklevel=2)
 
 
-def count_listed(folder: Path) -> int:
+def count_listed_files(folder: Path) -> int:
     """Counts the files in the list of a run's folder; 0 if there is none."""
     path, names = folder / "bad_files.txt", Names()
     try:

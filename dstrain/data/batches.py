@@ -152,7 +152,7 @@ class Batches(AbstractContextManager):
                 reader = iter(loader)
             except (OSError, RuntimeError) as error:
                 self._failed = error  # Its frames hold the half-made reader, whose destructor would fail.
-                raise workers.explain_error(error, self.num_workers) from None
+                raise workers.explain_worker_error(error, self.num_workers) from None
         # The workers must end at exit before torch and multiprocessing wait for them, since they ignore SIGTERM. atexit
         # runs backwards, so this hook comes first; weakref's own hook may stand anywhere in that order.
         self._release = weakref.finalize(self, workers.end_workers, reader)
@@ -195,7 +195,7 @@ class Batches(AbstractContextManager):
                 self.problem = kind(text.splitlines()[-1].rpartition(f"{kind.__name__}: ")[2])
                 return
             except RuntimeError as error:
-                self.problem = workers.explain_error(error, self.num_workers)
+                self.problem = workers.explain_worker_error(error, self.num_workers)
                 return
             if count == self.num_workers:  # workers deliver in turn, so all of them run by now
                 workers.unlink_semaphores(semaphores)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from dstrain.data.bad_files import count_listed
+from dstrain.data.bad_files import count_listed_files
 from dstrain.data.builtin.emoji import EMOJI
 from dstrain.data.builtin.fashion import FASHION_PATH, Fashion
 from dstrain.data.builtin.moving import MOVING, MovingFashion
@@ -415,7 +415,7 @@ def describe_data(data: Data, source: Source, held_out: Source | None, folder: P
 
     folder: of the run, whose list of unreadable files counts.
     """
-    bad = count_listed(folder) if folder is not None else 0
+    bad = count_listed_files(folder) if folder is not None else 0
     known = f"; {bad:,} unreadable files are listed in {folder / 'bad_files.txt'}" if bad else ""
     place = f"{data.held_out_path}: " if data.held_out_path else ""
     unseen = f"{place}{held_out.describe()}" if held_out is not None else "nothing"

@@ -80,7 +80,7 @@ def unlink_semaphores(unlinkers: list[Callable[[], None]]) -> None:
         unlinkers.pop()()
 
 
-def explain_error(error: OSError | RuntimeError, count: int) -> ConfigError | NotRead:
+def explain_worker_error(error: OSError | RuntimeError, count: int) -> ConfigError | NotRead:
     """Explains an error of torch's about `count` workers, whose traceback tells nothing. Raises any other
     error again.
     """

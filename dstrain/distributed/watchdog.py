@@ -110,11 +110,11 @@ class Watchdog(AbstractContextManager):
         if self._closed.is_set() or not (text := group.explain_lost_ranks(error)):
             return
         if self._overdue:
-            self._end_run([text], self._list_suspended())
+            self._end_run([text], self._list_suspended_ranks())
         self._closed.set()
         if "timed out" in str(error).lower() or "timeout" in str(error).lower():
             self._run_within(5, self._write_stacks)
-        self._signal_ranks(self._list_suspended(), signal.SIGKILL)
+        self._signal_ranks(self._list_suspended_ranks(), signal.SIGKILL)
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: Any) -> None:
         if error is not None:
@@ -144,7 +144,7 @@ class Watchdog(AbstractContextManager):
             overdue = now - self._find_last_progress() > self._choose_limit(self._now[0])
             began = began if self._overdue and overdue else now  # when it became overdue
             self._overdue = overdue
-            suspended = self._list_suspended() if overdue else set()
+            suspended = self._list_suspended_ranks() if overdue else set()
             reasons, at_fault = self._find_faults(now, began, suspended & before) if overdue else ([], set())
             before = suspended
             if reasons and not self._closed.is_set():
@@ -205,7 +205,7 @@ class Watchdog(AbstractContextManager):
         except RuntimeError:  # the store has ended, and with it the run
             pass
 
-    def _list_suspended(self) -> set[int]:
+    def _list_suspended_ranks(self) -> set[int]:
         """Lists the ranks of this machine that are suspended."""
         return {
             rank
@@ -224,7 +224,7 @@ class Watchdog(AbstractContextManager):
         seconds, since disks may hang.
         """
         self._ending.acquire()  # the watch and the main thread may both come here
-        self._signal_ranks(at_fault - self._list_suspended(), signal.SIGUSR2)  # they write their stacks on stderr
+        self._signal_ranks(at_fault - self._list_suspended_ranks(), signal.SIGUSR2)  # they write their stacks on stderr
         self._run_within(5, self._write_stacks)
         self._run_within(5, self._report_hang, reasons)
         time.sleep(2)  # the others find and write the same

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from dstrain import rng
 from dstrain.distributed.group import copy_to_device
-from dstrain.encoders.frozen import Frozen, explain_loading, refuse_quantized, require_weights
+from dstrain.encoders.frozen import Frozen, explain_loading, refuse_quantized_weights, require_weights
 from dstrain.encoders.precision import Precision, cast_weights, choose_precision, use_precision
 from dstrain.recipe import ConfigError
 
@@ -201,7 +201,7 @@ def _load_autoencoder(path: str) -> nn.Module:
             folder = folder / "vae"
         local = folder.is_dir()
         config = diffusers.AutoencoderKL.load_config(str(folder), local_files_only=local)
-        refuse_quantized(config)
+        refuse_quantized_weights(config)
         name = _OF_REPRESENTATIONS if config.get("_class_name") == _OF_REPRESENTATIONS else "AutoencoderKL"
         if not hasattr(diffusers, name):
             raise ConfigError(

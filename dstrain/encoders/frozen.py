@@ -84,7 +84,7 @@ def read_config(path: str, folder: str = "") -> Any:
     for part in (config, *(getattr(config, name, None) for name in ("text_config", "vision_config"))):
         if getattr(part, "_attn_implementation", None) not in _ATTENTION:
             raise ValueError(f"config.json asks for the kernel {part._attn_implementation}; leave it out there")
-        refuse_quantized(vars(part) if part is not None else {})
+        refuse_quantized_weights(vars(part) if part is not None else {})
     return config
 
 
@@ -102,7 +102,7 @@ def read_network(loader: Any, path: str, config: Any, **options: Any) -> nn.Modu
     return network
 
 
-def refuse_quantized(config: Mapping[str, Any]) -> None:
+def refuse_quantized_weights(config: Mapping[str, Any]) -> None:
     """Raises ValueError for a config whose weights another library would have to read."""
     if config.get("quantization_config") is not None:
         raise ValueError("config.json has a quantization_config, and quantized weights are not read")

@@ -113,7 +113,7 @@ class Checkpoints:
         return self.saver.newest
 
     def _resume_from(self, step: int) -> int:
-        steps, aside = group.broadcast_from_first((self.store.list_steps(), self.store.list_put_aside()))
+        steps, aside = group.broadcast_from_first((self.store.list_steps(), self.store.list_steps_put_aside()))
         if step not in steps:
             if step not in aside:
                 listed = ", ".join(map(str, sorted({*steps, *aside}))) or "none"

@@ -65,7 +65,7 @@ class Masters(Updates):
         {0: self._locate_stage0, 1: self._locate_stage12, 2: self._locate_stage12, 3: self._locate_stage3}[self.stage]()
         if isinstance(self._get_inner_optimizer(), Muon):
             self._get_inner_optimizer().place_matrices(
-                [self._find_stepped_tensor(number) for number in range(len(self.flats))], self._list_layouts()
+                [self._find_stepped_tensor(number) for number in range(len(self.flats))], self._list_fragments_by_rank()
             )
         compute = {weight.data_ptr() for weight in self._list_compute_flats()}
         # In fp32 the masters may be the compute weights: `show_flats` of other values then needs a copy of them.
@@ -145,7 +145,7 @@ class Masters(Updates):
         """Returns the names of the weights of which this rank holds some elements."""
         return {fragment.name for fragment, *_ in (*self.fragments, *self.frozen)}
 
-    def _list_layouts(self) -> dict[int, Sequence[tuple[Fragment, int, int]]]:
+    def _list_fragments_by_rank(self) -> dict[int, Sequence[tuple[Fragment, int, int]]]:
         """Returns the fragments by rank; if all ranks have the same, those of this one."""
         if self.replicated:
             return {group.rank(): self.fragments}

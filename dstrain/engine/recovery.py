@@ -142,7 +142,7 @@ def _average_losses(losses: Mapping[str, Sequence[Tensor]]) -> dict[str, AsyncHo
 
 def advise_user(store: Store) -> str:
     """Returns advice on training that has diverged, by the checkpoints that there are; call on rank 0 at least."""
-    steps, aside = store.list_steps(), store.list_put_aside()
+    steps, aside = store.list_steps(), store.list_steps_put_aside()
     change = "Lower optimizer.lr, set optimizer.clip, or use bf16 in place of fp16"
     if not steps and not aside:
         return f"{store.folder} holds no checkpoint. {change}, and begin anew with --from-scratch"

@@ -43,7 +43,7 @@ class Compared:
         return statistics
 
 
-def open_compared(path: Path, networks: dict[str, Features], kept: int, upright: bool = True) -> Compared:
+def open_reference(path: Path, networks: dict[str, Features], kept: int, upright: bool = True) -> Compared:
     """Opens the reference at a path, a file of statistics or a set of images, for the metrics in `networks`.
 
     upright: as data.upright, of images.
@@ -73,7 +73,7 @@ def open_compared(path: Path, networks: dict[str, Features], kept: int, upright:
 
 
 def open_recipe_reference(place: str, data: Data, networks: dict[str, Features], kept: int) -> Compared:
-    """Opens samples.reference of a run on `data`: a file as `open_compared`, or images in any form of data.path.
+    """Opens samples.reference of a run on `data`: a file as `open_reference`, or images in any form of data.path.
 
     The latter are cropped and resized as in training, so that what a model draws may equal them.
     Raises ConfigError if they cannot be read, or do not suffice for the metrics in `networks`.
@@ -83,7 +83,7 @@ def open_recipe_reference(place: str, data: Data, networks: dict[str, Features],
         raise ConfigError(f"{key}: none of samples.metrics compares with it: leave it out")
     if path.endswith((*reference.SUFFIXES, ".zip")) and (os.path.isfile(path) or not os.path.exists(path)):
         with reword_errors(options={"--reference ": "samples.reference="}):
-            return open_compared(Path(path), networks, kept, data.upright)
+            return open_reference(Path(path), networks, kept, data.upright)
     names = ("image_size", "height", "num_frames", "channels", "draft", "upright")
     shape = {name: getattr(data, name) for name in names}
     section = Data(path=path, flip=False, frame_stride=data.frame_stride, index=data.index, cache=data.cache, **shape)

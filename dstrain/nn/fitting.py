@@ -63,7 +63,7 @@ def refill_table(state: dict[str, Tensor], shapes: Shapes, name: str, std: float
     ]
 
 
-def note_unused(names: Iterable[str]) -> list[str]:
+def note_unused_weights(names: Iterable[str]) -> list[str]:
     """Returns a note on weights of a folder that the network has no place for, [] where there are none."""
     names = sorted(names)
     if not names:

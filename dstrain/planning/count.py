@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 
 from dstrain.planning.counts import Counts, Layout
 from dstrain.recipe import Run
-from dstrain.recipe.trust import list_trusted, trust_system
+from dstrain.recipe.trust import list_trusted_packages, trust_system
 
 T = TypeVar("T")
 
@@ -46,7 +46,7 @@ def run_in_worker(work: Callable[..., T], *arguments: Any) -> T:
     """Calls a function in the process that counts. Ctrl-C ends that process, too, since a count may take minutes."""
     worker = _start_worker()
     try:
-        return worker.submit(_call_with_portable_errors, list_trusted(), work, *arguments).result()
+        return worker.submit(_call_with_portable_errors, list_trusted_packages(), work, *arguments).result()
     except KeyboardInterrupt:
         for process in worker._processes.values():  # public as kill_workers() from Python 3.14 on
             process.kill()

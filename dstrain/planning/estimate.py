@@ -158,7 +158,7 @@ def describe_memory(estimate: Estimate) -> str:
 
 
 def list_changes(before: Estimate, after: Estimate) -> dict[str, Any]:
-    """Returns the choices that differ, with their values after; and the number of GPUs, where that differs."""
+    """Returns what `after` chooses otherwise than `before`, by name; and the number of GPUs, where that differs."""
     choices = before.list_choices()
     more = {"world": after.layout.world} if after.layout.world != before.layout.world else {}
     return more | {name: value for name, value in after.list_choices().items() if value != choices[name]}

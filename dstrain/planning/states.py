@@ -21,14 +21,14 @@ def count_weights(run: Run, system: System) -> tuple[dict[str, int], int]:
     headers of its files.
     """
     numbers, size = {}, sum(value.nbytes for value in system.state_dict().values())
-    for part, network in _build_chosen(run, system).items():
-        for count, moments, averages in _count_learned(run, system, part, network):
+    for part, network in _build_and_freeze_networks(run, system).items():
+        for count, moments, averages in _count_group_sizes(run, system, part, network):
             numbers[part] = numbers.get(part, 0) + count
             size += 4 * count * (1 + moments + averages)
             size += round(_EIGHT_BITS * count * moments) if run.optimizer.name == "adamw8bit" else 0  # the codes, too
         trained = {name for name, _ in network.named_parameters()}
         size += sum(value.nbytes for name, value in network.state_dict().items() if name not in trained)
-        if frozen := _count_frozen(network):
+        if frozen := _count_frozen_weights(network):
             numbers[f"frozen/{part}"] = frozen
             size += 4 * frozen
     for number, network in enumerate(system.frozen()):
@@ -48,11 +48,11 @@ def count_states(run: Run, system: System, settings: dict[str, Any], world: int)
     summed = 4 if settings.get("data_types", {}).get("grad_accum_dtype") == "fp32" else width
     moment = _EIGHT_BITS if run.optimizer.name == "adamw8bit" else 4
     sizes = dict.fromkeys(("weights", "masters", "moments", "gradients", "average", "staging"), 0.0)
-    networks = _build_chosen(run, system)
+    networks = _build_and_freeze_networks(run, system)
     require_leaf_modules(networks, settings)
     for part, network in networks.items():
-        sizes["weights"] += width * _count_frozen(network) / (world if level == 3 else 1)
-        for count, moments, averages in _count_learned(run, system, part, network):
+        sizes["weights"] += width * _count_frozen_weights(network) / (world if level == 3 else 1)
+        for count, moments, averages in _count_group_sizes(run, system, part, network):
             sizes["weights"] += width * count / (world if level == 3 else 1)
             sizes["masters"] += (
                 0 if wide and not level else 4 * count / share
@@ -77,18 +77,18 @@ def describe_memory_of_states(run: Run, system: System, settings: dict[str, Any]
     return f"memory: {rank} {sum(sizes.values()) / 1e9:.3g} GB: {kinds}; activations and buckets come on top"
 
 
-def _build_chosen(run: Run, system: System) -> dict[str, nn.Module]:
+def _build_and_freeze_networks(run: Run, system: System) -> dict[str, nn.Module]:
     """Builds the networks without values, in which what the recipe freezes is frozen."""
     networks = system.networks_on_meta()
     choose_weights(networks, run.train_only, run.optimizer)
     return networks
 
 
-def _count_frozen(network: nn.Module) -> int:
+def _count_frozen_weights(network: nn.Module) -> int:
     return sum(weight.numel() for weight in network.parameters() if not weight.requires_grad)
 
 
-def _count_learned(run: Run, system: System, part: str, network: nn.Module) -> Iterator[tuple[int, int, int]]:
+def _count_group_sizes(run: Run, system: System, part: str, network: nn.Module) -> Iterator[tuple[int, int, int]]:
     """Yields for each group of a part's optimizer its number of weights, and of moments and averages of each."""
     for members in group_weights(network, run.optimizer, system.decays, system.blocks(), part):
         yield (

@@ -10,7 +10,7 @@ from dstrain.recipe.errors import (
     require_replaceable,
     reword_errors,
 )
-from dstrain.recipe.files import check_model, dump_run, list_replaced, load_recipe
+from dstrain.recipe.files import check_model, dump_run, list_replaced_entries, load_recipe
 from dstrain.recipe.patterns import fits_pattern, is_learned
 from dstrain.recipe.problems import format_value, list_divisors, list_problems, suggest_files, suggest_key
 from dstrain.recipe.run import (
@@ -62,7 +62,7 @@ __all__ = [
     "list_divisors",
     "list_problems",
     "list_refused_changes",
-    "list_replaced",
+    "list_replaced_entries",
     "load_recipe",
     "make_refusal",
     "mark_filled_in",

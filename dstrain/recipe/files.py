@@ -56,7 +56,7 @@ def check_model(run: Run, config_class: Any, typed: Iterable[str] = ()) -> Run:
     typed: overrides of the command line. Raises ConfigError for those that are replaced, too.
     """
     completed = config_class.completed(run.model, run)
-    if replaced := list_replaced("model", run.model, completed, typed):
+    if replaced := list_replaced_entries("model", run.model, completed, typed):
         raise ConfigError(*replaced)
     try:
         model = config_class.model_validate(completed)
@@ -65,7 +65,9 @@ def check_model(run: Run, config_class: Any, typed: Iterable[str] = ()) -> Run:
     return run.model_copy(update={"model": convert_to_plain_values(model)})
 
 
-def list_replaced(section: str, given: dict[str, Any], completed: dict[str, Any], typed: Iterable[str]) -> list[str]:
+def list_replaced_entries(
+    section: str, given: dict[str, Any], completed: dict[str, Any], typed: Iterable[str]
+) -> list[str]:
     """Lists the entries of a section that overrides give and that are filled in all the same, a line each.
 
     Those of a file are replaced in silence: a run has written them down, maybe of other data.

@@ -15,7 +15,7 @@ def trust_system(name: str) -> None:
     _trusted.add(name)
 
 
-def list_trusted() -> list[str]:
+def list_trusted_packages() -> list[str]:
     """Lists the packages that the user trusts as systems, to pass them on to another process."""
     return sorted(_trusted)
 

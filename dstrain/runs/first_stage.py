@@ -16,7 +16,7 @@ from dstrain.encoders.precision import Precision, cast_weights
 from dstrain.encoders.text import TextEncoder, unpack_captions
 from dstrain.recipe import ConfigError, Data, reword_errors
 from dstrain.runs import trained
-from dstrain.runs.weights import require_unaltered
+from dstrain.runs.weights import require_unaltered_files
 from dstrain.systems.base import Batch
 from dstrain.systems.codec import Codec, require_codes
 
@@ -50,7 +50,7 @@ def open_run(
                 f"{folder} is an export and holds weights of one kind: leave out --ema, --raw and "
                 "--checkpoint, or name the run itself"
             )
-        require_unaltered([folder])
+        require_unaltered_files([folder])
         codec = Codec.load(folder, _RUN)
     else:
         codec = _open_checkpoint(folder, ema, raw, step)

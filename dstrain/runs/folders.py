@@ -104,7 +104,7 @@ def check_start(run: Run, fingerprint: str, resume: Resume) -> None:
         )
     if not resume.allow_change:
         require_own_checkpoints(folder, resume.step)
-    if resume.allow_change or not read_last_saved(folder):  # without a saved step, no run would be changed
+    if resume.allow_change or not read_last_saved_step(folder):  # without a saved step, no run would be changed
         return
     if changes := list_refused_changes(read_recipe(folder), run, system := find_config_class(run.system)):
         raise make_refusal(changes, folder / "run.yaml", system)
@@ -341,7 +341,7 @@ def report_disk_errors(folder: Path) -> AbstractContextManager[None]:
     return explain_write_errors(f"folder={folder}", "make room there, or name another folder=")
 
 
-def remove_unused(folder: Path) -> None:
+def remove_unused_folder(folder: Path) -> None:
     """Removes a folder that holds nothing but the lock and the lease; on rank 0 only."""
     if all(path.name.startswith((".lock", ".lease-")) for path in folder.iterdir()):
         shutil.rmtree(folder)
@@ -355,7 +355,7 @@ def write_run(run: Run, settings: dict[str, Any], fingerprint: str) -> None:
     with report_disk_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
         if _read_saved_file(folder) is None:
-            note_saved_step(folder, read_last_saved(folder))
+            note_saved_step(folder, read_last_saved_step(folder))
         for name, text in (
             ("run.yaml", dump_run(run)),
             ("data.txt", fingerprint + "\n"),
@@ -394,7 +394,7 @@ def require_steps(run: Run, step: int) -> None:
         )
 
 
-def read_last_saved(folder: Path) -> int:
+def read_last_saved_step(folder: Path) -> int:
     """Returns the step that was saved last; 0: none was."""
     return max(_read_saved_file(folder) or 0, *_list_steps(folder), 0)
 
@@ -414,7 +414,7 @@ def _list_steps(folder: Path) -> list[int]:
 def read_earlier_settings(folder: Path) -> dict[str, Any]:
     """Reads the DeepSpeed config that a run with something saved was resolved to; {}: there is none to go on with."""
     try:
-        settings = small.read_json(folder / "ds_config.json") if read_last_saved(folder) else {}
+        settings = small.read_json(folder / "ds_config.json") if read_last_saved_step(folder) else {}
     except (OSError, ValueError):
         return {}
     return settings if isinstance(settings, dict) else {}

@@ -64,7 +64,7 @@ def check_hosts(run: Run, settings: dict[str, Any], patience: float = 20.0) -> N
     if group.rank() == 0:
         probe.unlink()
         if problems:
-            folders.remove_unused(folder)
+            folders.remove_unused_folder(folder)
     _end_all(problems)
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from dstrain import systems
-from dstrain.checkpoint.layout import find_reconstructed
+from dstrain.checkpoint.layout import find_reconstructed_folder
 from dstrain.checkpoint.store import Store
 from dstrain.checkpoint.validate import check_checkpoint
 from dstrain.distributed import group
@@ -48,14 +48,14 @@ def _choose_checkpoint(folder: Path, step: int | None, ema: float | None) -> Pat
     store = Store(folder / "checkpoints", check=check_checkpoint)
     if step is not None:
         own = store.folder / f"step_{step:08d}" if step in store.list_steps() else None
-        if ema is not None and (made := find_reconstructed(folder, ema, step, own)):
+        if ema is not None and (made := find_reconstructed_folder(folder, ema, step, own)):
             return require_whole(made)
         if own is None:
             steps = ", ".join(map(str, store.list_steps())) or "none"
             raise ConfigError(f"--checkpoint {step}: {folder} holds no checkpoint of that step; it holds {steps}")
         return require_whole(own)
     newest = store.find_newest()
-    if ema is not None and (made := find_reconstructed(folder, ema, None, newest and newest[1])):
+    if ema is not None and (made := find_reconstructed_folder(folder, ema, None, newest and newest[1])):
         if newest and newest[1].name != made.name and group.rank() == 0:
             print(
                 f"note: --ema {ema} is of {made.name}; dstrain reconstruct has made none of {newest[1].name}",
@@ -142,7 +142,7 @@ def load_guide(guide: Guide, system: System, scale: float, dtype: torch.dtype) -
         return load_networks(other, checkpoint, kinds, dtype)["denoiser"]
 
 
-def require_outside(out: Path) -> None:
+def require_outside_run_folders(out: Path) -> None:
     """Raises ConfigError for a folder among those that a run writes itself, which --from-scratch moves aside."""
     path = out.resolve()
     for inner in (path, *path.parents):

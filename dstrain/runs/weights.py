@@ -62,8 +62,8 @@ def fit_weights(path: Path, system: System, parts: Iterable[str] | None = None) 
     notes: list[str] = []
     if (path / "manifest.json").exists() and list(path.glob("*-of-*.safetensors")):
         adapted, notes = _read_checkpoint(path, system, first, others)
-    elif files := _find_consolidated(path, first, others):
-        require_unaltered(files.values(), together=True)
+    elif files := _find_consolidated_parts(path, first, others):
+        require_unaltered_files(files.values(), together=True)
         adapted = {part: _adapt_part(system, part, read_state(file), file) for part, file in files.items()}
     elif config_file := _find_diffusers_config(path, system):
         config = read_json(config_file)
@@ -77,7 +77,7 @@ def fit_weights(path: Path, system: System, parts: Iterable[str] | None = None) 
                 f"init_from={path} holds DeepSpeed's own files: merge them with "
                 f"`dstrain consolidate {path} --trust-pickle --out DIR`, and name DIR"
             )
-        require_unaltered([path], together=True)
+        require_unaltered_files([path], together=True)
         state = read_state(path)
         if not (path.parent / CONSOLIDATED).exists():
             state, notes = system.rename_published(first, state)
@@ -112,7 +112,7 @@ def _read_checkpoint(path: Path, system: System, first: str, others: list[str]) 
     return adapted, notes
 
 
-def _find_consolidated(path: Path, first: str, others: list[str]) -> dict[str, Path]:
+def _find_consolidated_parts(path: Path, first: str, others: list[str]) -> dict[str, Path]:
     """Finds the parts in a folder that dstrain consolidate or dstrain export wrote; {}: it is none of theirs."""
     if (path / first / "model.safetensors").exists() or (path / first / _INDEX).exists():
         return {part: path / part for part in (first, *others) if part == first or (path / part).is_dir()}
@@ -120,7 +120,7 @@ def _find_consolidated(path: Path, first: str, others: list[str]) -> dict[str, P
     return {part: file for part, file in files.items() if file.exists()} if files[first].exists() else {}
 
 
-def require_unaltered(paths: Iterable[Path], together: bool = False) -> None:
+def require_unaltered_files(paths: Iterable[Path], together: bool = False) -> None:
     """Checks files in `paths`, folders or files of a consolidated folder. Raises ConfigError if bytes were altered.
 
     `together`: called on all ranks, each of which reads its share.

@@ -151,11 +151,11 @@ def choose_folder(out: Path | None, parent: Path) -> Path:
     existing = next(path for path in (out.absolute(), *out.absolute().parents) if path.exists())
     if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
         raise ConfigError(f"--out {out} cannot be made below {existing}: name a folder that can be written")
-    require_unused(out)
+    require_unused_folder(out)
     return out
 
 
-def require_unused(out: Path) -> None:
+def require_unused_folder(out: Path) -> None:
     """Raises ConfigError if a folder holds samples already."""
     if _is_used(out):
         raise ConfigError(f"--out {out} holds samples already: name another folder, or empty it")

@@ -112,7 +112,7 @@ def import_package(name: str) -> ModuleType:
     return module
 
 
-def find_outside(name: str) -> Path | None:
+def find_outside_file(name: str) -> Path | None:
     """Returns the file of a system that is not one of dstrain's; None for dstrain's own."""
     file = Path(import_package(name).__file__ or "")
     return None if Path(__file__).parent in file.parents else file

@@ -15,7 +15,7 @@ from dstrain.checkpoint.layout import (
     RECONSTRUCTED,
     Fragment,
     Index,
-    find_reconstructed,
+    find_reconstructed_folder,
     iterate_buffers,
     list_averages,
     make_damage_error,
@@ -146,20 +146,20 @@ def test_averages_made_afterwards(tmp_path):
         (tmp_path / RECONSTRUCTED / "0.1" / name).mkdir(parents=True)
 
     def at(step, width=0.1):
-        return find_reconstructed(tmp_path, width, step, None)
+        return find_reconstructed_folder(tmp_path, width, step, None)
 
     assert [at(None).name, at(9).name] == ["step_00000010", "step_00000009"]
     assert at(8) is None and at(None, 0.2) is None
     own = tmp_path / "own"
     own.mkdir()
-    assert list_averages(own) == set() and find_reconstructed(tmp_path, 0.1, None, own).name == "step_00000010"
+    assert list_averages(own) == set() and find_reconstructed_folder(tmp_path, 0.1, None, own).name == "step_00000010"
     for part, rank, kinds in (
         ("a", 0, ("master", "ema.0.9")),
         ("a", 1, ("ema.0.9", "ema.0.3")),
         ("b-c", 0, ("ema.0.1",)),
     ):
         write_shard(own / name_shard(part, rank, 2), [piece(0, 12, kind=kind) for kind in kinds])
-    assert list_averages(own) == {0.9, 0.3, 0.1} and find_reconstructed(tmp_path, 0.1, None, own) is None
+    assert list_averages(own) == {0.9, 0.3, 0.1} and find_reconstructed_folder(tmp_path, 0.1, None, own) is None
 
 
 def test_kinds_and_names(tmp_path):

@@ -433,11 +433,11 @@ def test_killed_while_checkpoints_are_put_aside(tmp_path):
         os.waitpid(in_child(put_aside), 0)
         assert (
             store.list_steps() == [5, 10, 15, 20][: 4 - renames]
-            and store.list_put_aside() == [5, 10, 15, 20][4 - renames :]
+            and store.list_steps_put_aside() == [5, 10, 15, 20][4 - renames :]
         )
         assert store.find_newest(pytest.fail)[0] == store.list_steps()[-1]
     save(store, 10)  # reached anew: what was put aside up to it goes
-    assert store.list_steps() == [5, 10] and store.list_put_aside() == [15, 20] and whole(store, 10)
+    assert store.list_steps() == [5, 10] and store.list_steps_put_aside() == [15, 20] and whole(store, 10)
     store.take_back(20)
     assert store.find_newest(pytest.fail)[0] == 20 and whole(store, 20)
 
@@ -498,7 +498,7 @@ def test_a_step_is_put_aside_again(tmp_path):
     (tmp_path / "step_00000010.aside" / "of the first time").touch()
     save(store, 10)
     store.set_aside(5)
-    assert store.list_steps() == [5] and store.list_put_aside() == [10]
+    assert store.list_steps() == [5] and store.list_steps_put_aside() == [10]
     assert not (tmp_path / "step_00000010.aside" / "of the first time").exists()
 
 

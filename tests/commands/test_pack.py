@@ -21,7 +21,7 @@ from dstrain.data.decode.pixels import SUFFIXES
 from dstrain.data.files.local import LocalFiles
 from dstrain.data.formats import recognise_layout
 from dstrain.data.formats.base import Request
-from dstrain.data.formats.packed import PackedFiles, ShardWriter, iterate_packed, name_shard
+from dstrain.data.formats.packed import PackedFiles, ShardWriter, iterate_packed_samples, name_shard
 from dstrain.data.source import BadSample
 from dstrain.data.sources.images import open_images
 from dstrain.data.sources.videos import open_videos
@@ -158,7 +158,7 @@ def test_a_shard_holds_what_was_added(tmp_path_factory, samples, labelled, capti
         for name, content, label, captions in samples:
             writer.add(name, content, label if labelled else None, captions if captioned else ())
         writer.close()
-    content, load = path.read_bytes(), list(iterate_packed(LocalFiles(path.parent), path.name))
+    content, load = path.read_bytes(), list(iterate_packed_samples(LocalFiles(path.parent), path.name))
     assert [(one.name, content[one.offset : one.offset + one.size], one.label, one.captions) for one in load] == [
         (name, bytes, label if labelled else None, captions if captioned else ())
         for name, bytes, label, captions in samples

@@ -185,7 +185,7 @@ def test_the_way_back(run):
     assert trial.saves.go_back(7, trouble) == 4 and same(trial.state(), states[4])
     assert trial.course.shift == 3 and trial.course.rollbacks == 1 and trial.saves.saver.newest == 4
     assert trial.saves.go_back(6, "once more") == 3 and same(trial.state(), states[3])
-    assert trial.saves.store.list_steps() == [1, 2, 3] and trial.saves.store.list_put_aside() == [4]
+    assert trial.saves.store.list_steps() == [1, 2, 3] and trial.saves.store.list_steps_put_aside() == [4]
     assert trial.saves.saver.newest == 3
     assert trial.course.state.rollbacks == [(7, 4), (6, 3)] and trial.course.shift == 6
     assert trial.saves.go_back(4, "again") == 2 and trial.course.shift == 8
@@ -201,7 +201,7 @@ def test_the_way_back(run):
         trial.saves.go_back(2, "nothing left")
     other = Trial(folder)
     assert other.saves.resume(3) == 3 and same(other.state(), states[3])
-    assert other.saves.store.list_steps() == [1, 3] and other.saves.store.list_put_aside() == [2, 4]
+    assert other.saves.store.list_steps() == [1, 3] and other.saves.store.list_steps_put_aside() == [2, 4]
     with pytest.raises(ConfigError, match="it holds 1, 2, 3, 4"):
         other.saves.resume(9)
 

@@ -205,7 +205,7 @@ def compare(out: Path) -> None:
         engines = engines_for(lambda: {"tiny": Tiny()}, run, config, decays)
         masters = engines.masters["tiny"]
         said = group.gather_objects(masters.fragments)
-        figures[stage] = masters._list_layouts() == dict(enumerate(said))
+        figures[stage] = masters._list_fragments_by_rank() == dict(enumerate(said))
         if stage < 3:
             mapped = [
                 (weight._hp_mapping.lp_fragment_address, weight._hp_mapping.hp_fragment_address)

@@ -112,7 +112,9 @@ def test_killed_and_stopped_in_trouble(tmp_path, name):
     assert Store(folder / "checkpoints").list_steps() == [5, 10, 14] and course(folder, 14)["in_a_row"] == 2
     assert read_manifest(folder / "checkpoints" / "step_00000014")["extra"]["kind"] == "trouble"
     killed("model.kill_after=14", code=247)  # behind the second and third way back
-    assert Store(folder / "checkpoints").list_steps() == [10] and Store(folder / "checkpoints").list_put_aside() == [15]
+    assert Store(folder / "checkpoints").list_steps() == [10] and Store(
+        folder / "checkpoints"
+    ).list_steps_put_aside() == [15]
     killed("model.stop_after=1", code=75)  # from step 10: a stop where all is well
     assert Store(folder / "checkpoints").list_steps() == [10, 13]
     killed("model.stop_after=42", "model.kill_after=0", code=75)  # long behind the last way back, from 29 to 25

@@ -37,7 +37,7 @@ from dstrain.data.decode.pixels import SUFFIXES
 from dstrain.data.formats.base import Request
 from dstrain.data.formats.clips import read_captions
 from dstrain.data.source import BadSample
-from dstrain.data.sources.captioned import open_captioned
+from dstrain.data.sources.captioned import open_captioned_source
 from dstrain.data.sources.images import open_images
 from dstrain.data.sources.videos import open_videos
 from dstrain.disk.sealed import render_sealed
@@ -130,7 +130,9 @@ def first_image(path: Path) -> object:
 
 
 def first_captioned(path: Path) -> object:
-    return len(open_captioned(path.parent, 16)), open_captioned(path.parent, 16).read_first()["image"].shape
+    return len(open_captioned_source(path.parent, 16)), open_captioned_source(path.parent, 16).read_first()[
+        "image"
+    ].shape
 
 
 def first_listed(path: Path) -> object:
@@ -335,7 +337,7 @@ def cases() -> dict[str, tuple[str, object, Callable[[Path], object]]]:
         for suffix in (".txt", ".csv", ".jsonl")
     }
     table |= {
-        f"saved: {name}": ("r/saved", content, lambda path: folders.read_last_saved(path.parent))
+        f"saved: {name}": ("r/saved", content, lambda path: folders.read_last_saved_step(path.parent))
         for name, content in LINES.items()
     }
     table |= {
@@ -357,7 +359,7 @@ def cases() -> dict[str, tuple[str, object, Callable[[Path], object]]]:
             f"{kind} as a list": ("t/l.csv", make, first_listed),
             f"{kind} as captions": ("c.csv", make, read_captions),
             f"{kind} as run.yaml": ("r/run.yaml", make, lambda path: trained.read_recipe(path.parent)),
-            f"{kind} as saved": ("r/saved", make, lambda path: folders.read_last_saved(path.parent)),
+            f"{kind} as saved": ("r/saved", make, lambda path: folders.read_last_saved_step(path.parent)),
             f"{kind} as settings": ("r/ds_config.json", make, lambda path: folders.read_earlier_settings(path.parent)),
         }
     return table

@@ -69,7 +69,7 @@ def test_a_fresh_folder(tmp_path):
     assert json.loads((wanted.directory / "ds_config.json").read_text()) == {"train_batch_size": 64}
     assert set(contents(wanted.directory)) == {"run.yaml", "ds_config.json", "data.txt", "saved"}
     check(wanted)
-    assert folders.read_last_saved(wanted.directory) == 0
+    assert folders.read_last_saved_step(wanted.directory) == 0
 
 
 def test_a_file_where_the_folder_should_be(tmp_path):
@@ -256,7 +256,7 @@ def test_later_steps_on_another_disk_stay_there(linked, tmp_path, monkeypatch):
     folders.set_newer_aside(linked, 50)
     assert [path.name for path in (tmp_path / "disk" / "a" / "earlier_1").iterdir()] == ["step_00000100"]
     assert (linked / "earlier_1" / "checkpoints" / "step_00000100").is_dir()
-    assert folders.read_last_saved(linked) == 50
+    assert folders.read_last_saved_step(linked) == 50
 
 
 def test_a_copy_has_its_own_run_of_wandb(begun):
@@ -349,7 +349,7 @@ def test_nothing_trained_is_nothing_to_change(tmp_path):
 def test_saved_without_checkpoints(begun, left):
     """Oracle: `saved` says 500: what is left in checkpoints/ is no checkpoint, so a resume would begin at step 0."""
     folders.note_saved_step(begun, 500)
-    assert folders.read_last_saved(begun) == 500
+    assert folders.read_last_saved_step(begun) == 500
     (begun / "checkpoints" / "step_00000100").rmdir()
     for name in left:
         (begun / "checkpoints" / name).mkdir()
@@ -368,7 +368,7 @@ GARBAGE = ["", "12\n34", "\0" * 4, "half", "-5", "1e3", "9" * 5000, "\u0664"]
 def test_a_damaged_saved_beside_checkpoints(begun, text):
     """Oracle: the checkpoint's own name: what may not change is asked of it, and the file is written anew."""
     (begun / "saved").write_text(text)
-    assert folders.read_last_saved(begun) == 100
+    assert folders.read_last_saved_step(begun) == 100
     check(run(begun))
     assert "seed was" in refusal(run(begun, "seed=7"))
     prepare(run(begun))
@@ -463,7 +463,7 @@ def test_from_scratch_loses_nothing(begun):
         prepare(run(begun, f"seed={number}"), from_scratch=True)
         now = contents(begun)
         fresh = {name for name in now if name not in kept and not name.startswith("earlier_")}
-        assert fresh == {"run.yaml", "ds_config.json", "data.txt", "saved"} and folders.read_last_saved(begun) == 0
+        assert fresh == {"run.yaml", "ds_config.json", "data.txt", "saved"} and folders.read_last_saved_step(begun) == 0
         moved = {
             name.partition("/")[2]: text
             for name, text in now.items()
@@ -576,7 +576,7 @@ def test_a_claim_waits_for_one_who_takes_the_folder_away(tmp_path):
     waiting = threading.Thread(target=lambda: got.append(folders.lock_folder(folder, patience=30)))
     waiting.start()
     time.sleep(0.2)
-    folders.remove_unused(folder)
+    folders.remove_unused_folder(folder)
     assert not folder.exists()
     held.close()
     waiting.join()
@@ -589,7 +589,7 @@ def test_only_an_empty_folder_is_let_go(tmp_path):
     """Oracle: its files: with anything beside the claim it stays as it is."""
     with folders.lock_folder(tmp_path / "run"):
         (tmp_path / "run" / "run.yaml").touch()
-        folders.remove_unused(tmp_path / "run")
+        folders.remove_unused_folder(tmp_path / "run")
     assert {path.name for path in (tmp_path / "run").iterdir()} == {".lock", "run.yaml"}
 
 

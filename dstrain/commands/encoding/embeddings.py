@@ -33,7 +33,7 @@ from dstrain.data.cached.embeddings import PLAN, read_plan
 from dstrain.data.cached.rows import FOLDERS
 from dstrain.data.index.build import run_on_first
 from dstrain.data.source import Source, describe_cut_captions, read_items, stack_texts
-from dstrain.data.sources.captioned import open_captioned
+from dstrain.data.sources.captioned import open_captioned_source
 from dstrain.disk import atomic
 from dstrain.distributed import group
 from dstrain.distributed.progress import Bar, get_phases
@@ -71,7 +71,7 @@ def embed_pairs(options: EncodeOptions) -> dict[str, Any]:
         )
     earlier = run_on_first(lambda: read_plan(options.out / PLAN))
     upright = options.upright and (earlier is None or earlier.get("upright", False))
-    source = open_captioned(options.data, encoders.image.image_size, upright)
+    source = open_captioned_source(options.data, encoders.image.image_size, upright)
     if group.rank() == 0:
         print(f"data: {options.data}: {source.describe()}", flush=True)
         get_phases().print_lines(*describe_cut_captions(source, encoders.text))

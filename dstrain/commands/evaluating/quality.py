@@ -25,7 +25,7 @@ from dstrain.distributed import group
 from dstrain.distributed.progress import Bar
 from dstrain.encoders.precision import choose_dtype, require_precision, use_precision
 from dstrain.metrics import clips, reference, table
-from dstrain.metrics.compared import Compared, open_compared, open_recipe_reference
+from dstrain.metrics.compared import Compared, open_recipe_reference, open_reference
 from dstrain.metrics.features import open_features
 from dstrain.metrics.images import Images, Sourced, open_set
 from dstrain.metrics.network import Features
@@ -55,14 +55,14 @@ def measure_quality(options: EvaluateOptions) -> tuple[Path | None, dict[str, An
     place, kept = None, {}
     if options.metrics == ("scenes",):
         networks = {"scenes": open_features("builtin")}
-        images, facts = _open_measured(options, run)
+        images, facts = _open_measured_data(options, run)
         assert isinstance(images, Stories)
         with use_precision(options.precision), reword_errors(options=OPTIONS):
             values = clips.score_scenes(images.sum_stories(networks["scenes"]))
     else:
         _require_enough(options)
         networks = table.choose_networks(options.metrics or (), options.features)
-        images, facts = _open_measured(options, run)
+        images, facts = _open_measured_data(options, run)
         compared = _open_reference(options, run, networks)
         with use_precision(options.precision), reword_errors(options=OPTIONS):
             images = table.prepare_set(images, networks, options.batch, options.kept or KEPT)
@@ -142,7 +142,7 @@ def write_reference(options: EvaluateOptions) -> str:
     return f"statistics of {len(images):,} images in {path}: {', '.join(statistics)}"
 
 
-def _open_measured(options: EvaluateOptions, run: Run | None) -> tuple[Images, dict[str, Any]]:
+def _open_measured_data(options: EvaluateOptions, run: Run | None) -> tuple[Images, dict[str, Any]]:
     """Opens the images that are measured; returns them, and the entries of the result that describe them."""
     if run is None:
         assert options.images is not None
@@ -223,7 +223,7 @@ def _open_reference(options: EvaluateOptions, run: Run | None, networks: dict[st
     if not any(table.METRICS[name].compares for name in networks):
         return Compared()
     if path is not None:
-        return open_compared(path, networks, options.kept or KEPT, run is None or run.data.upright)
+        return open_reference(path, networks, options.kept or KEPT, run is None or run.data.upright)
     if run is not None and options.split is None and run.samples.reference is not None:
         return open_recipe_reference(run.samples.reference, run.data, networks, options.kept or KEPT)
     if run is None:

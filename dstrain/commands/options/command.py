@@ -158,10 +158,10 @@ def _parse_words(parser: Parser, words: list[str], overrides: bool) -> dict[str,
     dashed = [word for word in unknown if word.startswith("-")]
     if not dashed:
         raise ConfigError(f"unrecognized arguments: {' '.join(unknown)}; --help shows what there is")
-    raise ConfigError(*(_explain_unknown(word, parser, overrides) for word in dashed))
+    raise ConfigError(*(_explain_unknown_word(word, parser, overrides) for word in dashed))
 
 
-def _explain_unknown(word: str, parser: argparse.ArgumentParser, overrides: bool) -> str:
+def _explain_unknown_word(word: str, parser: argparse.ArgumentParser, overrides: bool) -> str:
     known = parser._option_string_actions
     name, equals, value = word.lstrip("-").partition("=")
     if overrides and equals and f"--{name}" not in known:

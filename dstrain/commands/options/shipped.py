@@ -20,15 +20,15 @@ def find_shipped_folder(suffix: str) -> Path:
 
 def find_recipe(path: Path) -> Path:
     """Returns the recipe that --recipe names."""
-    return find_shipped(path, ".yaml", "--recipe")
+    return find_shipped_file(path, ".yaml", "--recipe")
 
 
 def find_ds_config(path: Path) -> Path:
     """Returns the DeepSpeed JSON that --ds_config names."""
-    return find_shipped(path, ".json", "--ds_config")
+    return find_shipped_file(path, ".json", "--ds_config")
 
 
-def find_shipped(path: Path, suffix: str, option: str) -> Path:
+def find_shipped_file(path: Path, suffix: str, option: str) -> Path:
     """Returns the file that an option names: one that is there, else one that is shipped, with or without its suffix.
 
     In a clone, paths below its root are found from any folder. Raises ConfigError if there is no such file.

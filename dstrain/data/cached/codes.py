@@ -65,7 +65,7 @@ def open_codes(data: Data, verify: bool) -> tuple[Latents, Latents | None]:
     ConfigError as `Latents`, and if they are not of one kind.
     """
     if data.held_out_path is not None:
-        train, unseen = _open_both(data)
+        train, unseen = _open_train_and_held_out(data)
     else:
         train = Latents(data.path, "train", data.held_out)
         unseen = Latents(data.path, "held_out", data.held_out) if data.held_out else None
@@ -75,7 +75,7 @@ def open_codes(data: Data, verify: bool) -> tuple[Latents, Latents | None]:
     return train, unseen
 
 
-def _open_both(data: Data) -> tuple[Latents, Latents]:
+def _open_train_and_held_out(data: Data) -> tuple[Latents, Latents]:
     """Opens data.path and data.held_out_path. Raises ConfigError if they were not encoded alike."""
     if not is_encoded(data.held_out_path):
         raise ConfigError(

@@ -124,7 +124,7 @@ def count_frames(file: Path | bytes) -> int:
         if not _is_picture(file):
             return list_frames(file).count
         with open_image(file if isinstance(file, Path) else io.BytesIO(file), _FORMATS) as image:
-            return getattr(image, "n_frames", 1) - _count_skipped(image)
+            return getattr(image, "n_frames", 1) - _count_skipped_frames(image)
 
     return retry(count)
 
@@ -258,7 +258,7 @@ def _find_transpositions(display_matrix: np.ndarray) -> list[Image.Transpose] | 
 
 def _read_pictures(file: Path | bytes, cut: Cut, chance: float | None) -> tuple[list[Tensor], Listing]:
     with open_image(file if isinstance(file, Path) else io.BytesIO(file), _FORMATS) as image:
-        skipped = _count_skipped(image)
+        skipped = _count_skipped_frames(image)
         count, frames = getattr(image, "n_frames", 1) - skipped, []
         for number in cut.choose_window(count, chance):
             image.seek(number + skipped)
@@ -267,7 +267,7 @@ def _read_pictures(file: Path | bytes, cut: Cut, chance: float | None) -> tuple[
     return frames, Listing(count)
 
 
-def _count_skipped(image: Image.Image) -> int:
+def _count_skipped_frames(image: Image.Image) -> int:
     """Counts the pictures before the first frame: 1 in an animated PNG that shows one to viewers which
     cannot play it.
     """

@@ -16,7 +16,7 @@ from dstrain.data.formats.lists import Metadata, PathList, TableList, WebVid
 from dstrain.data.formats.packed import PackedFiles
 from dstrain.data.formats.sidecars import Beside
 from dstrain.data.formats.tars import Tars
-from dstrain.data.formats.unconverted import refuse_unconverted
+from dstrain.data.formats.unconverted import refuse_unconverted_data
 from dstrain.data.formats.zips import Zips
 from dstrain.disk.small import describe_special_file
 from dstrain.recipe import ConfigError
@@ -70,7 +70,7 @@ def recognise_layout(path: str, files: Files, request: Request) -> Layout:
     """Returns the layout of the data at a path. Raises ConfigError if they have none of the forms above."""
     forms = find_forms(files, request)
     refuse_several(path, files, request, forms)
-    refuse_unconverted(path, files, request, forms)
+    refuse_unconverted_data(path, files, request, forms)
     for layout in LAYOUTS:
         if layout.recognises(path, files, request):
             unread = [key for key in request.columns if key not in layout.columns_read]

@@ -223,10 +223,10 @@ class Metadata(TableList):
 
     def iterate_samples(self, part: str) -> Iterator[Sample]:
         if part == self.list_parts()[0] and isinstance(self.files, LocalFiles):
-            self._count_unnamed()
+            self._count_unnamed_files()
         yield from super().iterate_samples(part)
 
-    def _count_unnamed(self) -> None:
+    def _count_unnamed_files(self) -> None:
         """Counts the files in the folder that have no row."""
         table, named, others = self._open(), Names(), Counter()
         columns = self._choose_columns(table)["path"]

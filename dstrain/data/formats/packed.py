@@ -123,7 +123,7 @@ class ShardWriter:
         self._file.write((_HEADER - 8).to_bytes(8, "little") + text.ljust(_HEADER - 8))
 
 
-def iterate_packed(files: Files, name: str) -> Iterator[Packed]:
+def iterate_packed_samples(files: Files, name: str) -> Iterator[Packed]:
     """Yields the samples of a shard, without their bytes. Raises ConfigError if it is damaged."""
     try:
         columns = _read_columns(files, name)
@@ -256,7 +256,7 @@ class PackedFiles(Layout):
     def iterate_samples(self, part: str) -> Iterator[Sample]:
         number = int(part.removeprefix("files_").partition(".")[0])
         try:
-            for packed in iterate_packed(self.files, part):
+            for packed in iterate_packed_samples(self.files, part):
                 yield Sample(
                     Place(packed.name, number, packed.offset, packed.size),
                     None if self.request.labels == "none" else packed.label,

@@ -49,7 +49,7 @@ _FOLDERS_ABOVE = 5  # in which the file with the labels of val/ is looked for
 _ENTRIES = 100  # of a folder that may be val/ are looked at
 
 
-def refuse_unconverted(root: str, files: Files, request: Request, forms: Iterable[tuple[str, str]]) -> None:
+def refuse_unconverted_data(root: str, files: Files, request: Request, forms: Iterable[tuple[str, str]]) -> None:
     """Raises ConfigError, with the command that converts them, if data must be converted first, or ImageNet's
     validation images must be listed first.
 

@@ -93,7 +93,7 @@ def _observe(layout: Layout, index: Index, stats: list[Any]) -> dict[str, Any]:
     names = [index.read_name(number) if index.single else parts[number] for number in numbers]
     read = set(names[:: -(-len(names) // _READ)])
     files = map_in_threads(
-        lambda name: (count_bytes(layout, name), _hash_ends(layout, name) if name in read else ""), names
+        lambda name: (count_bytes(layout, name), _hash_file_ends(layout, name) if name in read else ""), names
     )
     return {"watched": stats, "files": dict(zip(names, files)), "parts": parts}
 
@@ -108,7 +108,7 @@ def count_bytes(layout: Layout, name: str) -> int:
         return -1
 
 
-def _hash_ends(layout: Layout, name: str) -> str:
+def _hash_file_ends(layout: Layout, name: str) -> str:
     try:
         path: Path = layout.files.fetch_local(name)
         with open(path, "rb") as file:

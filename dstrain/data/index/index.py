@@ -312,7 +312,9 @@ def _join_names(text: bytes, ends: np.ndarray, own: np.ndarray) -> bytes:
 
 
 def _describe_split(index: Index, members: np.ndarray, names: Any) -> Split:
-    """Returns the split of these rows. names: a hash of their names so far."""
+    """Returns the Split that consists of the rows `members`. `names`: a hash of their names, into which their labels
+    go, too.
+    """
     counts = np.zeros(len(index.classes), np.int64)
     for start in range(0, len(members), CHUNK):
         labels = index.read_labels(members[start : start + CHUNK])

@@ -86,7 +86,7 @@ class Verified:
             self._seen[block] = 1
 
     def __reduce__(self) -> tuple:
-        return open_shared, (self._path, self._dtype, len(self._view))
+        return open_shared_index, (self._path, self._dtype, len(self._view))
 
 
 def open_whole(path: Path, dtype: Any, size: int) -> Verified | None:
@@ -98,7 +98,7 @@ def open_whole(path: Path, dtype: Any, size: int) -> Verified | None:
     return column if column.is_whole() else None
 
 
-def open_shared(path: Path, dtype: Any, size: int) -> Verified:
+def open_shared_index(path: Path, dtype: Any, size: int) -> Verified:
     """Opens a column that this or another process has just found whole.
 
     Raises ConfigError if it is not to be seen from here.

@@ -21,7 +21,7 @@ from dstrain.data.bucket_order import BucketOrder, choose_buckets, compute_upsca
 from dstrain.data.index.build import make_once
 from dstrain.data.index.index import CHUNK, HEADER, read_sealed
 from dstrain.data.index.source import Indexed
-from dstrain.data.index.verified import Verified, open_shared, open_whole, write_checksums_beside
+from dstrain.data.index.verified import Verified, open_shared_index, open_whole, write_checksums_beside
 from dstrain.data.source import Chance, Item, Source
 from dstrain.data.sources.images import Images
 from dstrain.data.sources.sizes import measure_clips, measure_images
@@ -54,7 +54,7 @@ class Bucketed(Remade):
         self.dtype = "uint32" if len(whole) < 1 << 32 else "uint64"  # of places in the source
         make_once(whole.index, lambda: _read_header(folder, self.dtype), lambda: _write_buckets(self, table, folder))
         self.header = group.broadcast_from_first(_read_header(folder, self.dtype) if group.rank() == 0 else None)
-        self.members = open_shared(folder / _MEMBERS, self.dtype, _count_bytes(self.header, self.dtype))
+        self.members = open_shared_index(folder / _MEMBERS, self.dtype, _count_bytes(self.header, self.dtype))
         self.counts = tuple(self.header["counts"])
         self.ends = tuple(np.cumsum(self.counts).tolist())
 

@@ -22,7 +22,7 @@ from dstrain.recipe import ConfigError, reword_errors
 _NONE = " holds no image with a caption of its name beside it (X.png and X.txt), nor tar shards;"
 
 
-def open_captioned(path: str | Path, image_size: int, upright: bool = True) -> "Captioned":
+def open_captioned_source(path: str | Path, image_size: int, upright: bool = True) -> "Captioned":
     """Opens data in a form of formats/ that has captions, on all ranks together. upright: as data.upright.
     Raises ConfigError if there is no pair.
     """

@@ -20,7 +20,7 @@ from dstrain.data.files.storage import retry
 from dstrain.data.formats.base import Layout, Place
 from dstrain.data.index.build import make_once
 from dstrain.data.index.index import CHUNK, Index
-from dstrain.data.index.verified import Verified, map_file, open_shared, open_whole, write_checksums_beside
+from dstrain.data.index.verified import Verified, map_file, open_shared_index, open_whole, write_checksums_beside
 from dstrain.data.source import BadSample, report_bad_sample
 from dstrain.data.sources.images import read_encoded
 from dstrain.distributed.progress import get_phases
@@ -69,7 +69,7 @@ def _open_measures(
     path, dtype = index.folder / f"{name}.bin", np.dtype((np.int32, (width,)))
     found = partial(open_whole, path, dtype, len(index) * dtype.itemsize)
     make_once(index, found, lambda: _write_measures(path, layout, index, dtype, measure, chunk))
-    return open_shared(path, dtype, len(index) * dtype.itemsize)
+    return open_shared_index(path, dtype, len(index) * dtype.itemsize)
 
 
 def _write_measures(

@@ -14,7 +14,7 @@ import torch
 from dstrain.commands.encoding import embeddings
 from dstrain.commands.options.encode import EncodeOptions
 from dstrain.data.cached.embeddings import open_pairs
-from dstrain.data.sources.captioned import open_captioned
+from dstrain.data.sources.captioned import open_captioned_source
 from dstrain.encoders.image import ImageEncoder
 from dstrain.encoders.text import TextEncoder, unpack_captions
 from dstrain.recipe import ConfigError
@@ -86,7 +86,7 @@ def test_pairs_of_a_folder(tmp_path, tower):
     data = pairs(tmp_path / "data")
     plan = embeddings.embed_pairs(options(tmp_path / "out", data, tower, dtype="float32", text_encodings=True))
     assert (plan["pairs"], plan["complete"], plan["without_caption"]) == (COUNT, True, 1)
-    source, made = open_captioned(data, 16), open_pairs(tmp_path / "out", (1.0, 0.0, 0.0), "train")
+    source, made = open_captioned_source(data, 16), open_pairs(tmp_path / "out", (1.0, 0.0, 0.0), "train")
     image, text = ImageEncoder(tower), TextEncoder(tower)
     for place, row in enumerate(made.rows.tolist()):
         item, found = source[row], made[place]
@@ -105,7 +105,7 @@ def test_tar_shards(tmp_path, tower):
     """Oracle: the folder that the shards were packed from; strangers and links change nothing."""
     data = pairs(tmp_path / "data")
     (data / "alone.png").unlink()
-    source, plain = open_captioned(tars(tmp_path / "tars", data), 16), open_captioned(data, 16)
+    source, plain = open_captioned_source(tars(tmp_path / "tars", data), 16), open_captioned_source(data, 16)
     assert len(source) == len(plain) == COUNT and source.num_uncaptioned == 2
     by_name = {plain.name_sample(i): plain[i] for i in range(COUNT)}
     for i in range(COUNT):
@@ -117,7 +117,7 @@ def test_tar_shards(tmp_path, tower):
     with open(tmp_path / "tars" / "00001.tar", "r+b") as file:
         file.truncate(2000)
     with pytest.raises(ValueError, match="00001.tar is no readable tar file"):
-        open_captioned(tmp_path / "tars", 16)
+        open_captioned_source(tmp_path / "tars", 16)
 
 
 def test_the_same_bytes_on_any_number_of_ranks(tmp_path, tower):
@@ -185,7 +185,7 @@ def test_other_pairs_of_the_same_names(tmp_path, tower):
     said = []
     for text in ("the cat", "the dog"):  # tar members of the same sizes and places
         (data / "part0" / "002.txt").write_text(text)
-        source = open_captioned(tars(tmp_path / text, data), 16)
+        source = open_captioned_source(tars(tmp_path / text, data), 16)
         assert len(pickle.loads(pickle.dumps(source))) == COUNT
         said.append(source.compute_fingerprint())
     assert said[0] != said[1] and said[0].split(" contents=")[0] == said[1].split(" contents=")[0]
@@ -207,7 +207,7 @@ def test_unreadable_pairs(tmp_path, tower):
     assert files(out) == before
     named = {name for note in (out / "done").iterdir() for name, _ in json.loads(note.read_text())["unreadable"]}
     assert named == {"part0/004.png", "part1/003.png"}
-    source, made = open_captioned(data, 16), open_pairs(out, (1.0, 0.0, 0.0), "train").stored
+    source, made = open_captioned_source(data, 16), open_pairs(out, (1.0, 0.0, 0.0), "train").stored
     names = [source.name_sample(i) for i in range(COUNT)]
     bad = names.index("part0/004.png")
     assert torch.equal(made.read(bad)["image_embed"], made.read(bad + 1)["image_embed"])

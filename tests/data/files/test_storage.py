@@ -13,7 +13,7 @@ from dstrain.commands.exits import run_main
 from dstrain.data.cached.latents import is_encoded
 from dstrain.data.files import storage
 from dstrain.data.source import BadSample, report_bad_sample
-from dstrain.data.sources.captioned import open_captioned
+from dstrain.data.sources.captioned import open_captioned_source
 from dstrain.data.sources.images import open_images
 from dstrain.data.sources.videos import open_videos
 from dstrain.recipe import ConfigError, NotRead
@@ -146,7 +146,7 @@ def test_a_pair_in_a_tar_is_tried_again(tmp_path, monkeypatch):
             entry = tarfile.TarInfo(name)
             entry.size = len(content)
             tar.addfile(entry, io.BytesIO(content))
-    source = open_captioned(tmp_path / "a.tar", 16)
+    source = open_captioned_source(tmp_path / "a.tar", 16)
     expected = source[0]
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     monkeypatch.setattr(storage.time, "sleep", lambda _: resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard)))
