@@ -239,7 +239,7 @@ def _list_facts(checkpoint: Path, body: dict, recipe: Path | None) -> dict[str, 
     """Returns the facts of a checkpoint that consolidated.json holds; `body` is the checkpoint's manifest."""
     import yaml
 
-    run = _parse_beside(recipe, yaml.safe_load)
+    run = _parse_optional_file(recipe, yaml.safe_load)
     run = run if isinstance(run, dict) else {}
     return {
         "step": body["step"],
@@ -249,7 +249,7 @@ def _list_facts(checkpoint: Path, body: dict, recipe: Path | None) -> dict[str, 
         "world": body["world"],
         "versions": body["versions"],
         "score": body["extra"].get("score"),
-        "data": _parse_beside(recipe and recipe.with_name("data.txt"), str.strip),
+        "data": _parse_optional_file(recipe and recipe.with_name("data.txt"), str.strip),
         "checkpoint": hashlib.blake2b((checkpoint / NAME).read_bytes(), digest_size=32).hexdigest(),
     }
 
@@ -276,7 +276,7 @@ def _choose_kind(order: Order, checkpoint: Path, part: str, decays: dict[str, li
     return f"ema.{decay!r}" if own else "master"
 
 
-def _parse_beside(path: Path | None, parse: Callable[[str], Any]) -> Any:
+def _parse_optional_file(path: Path | None, parse: Callable[[str], Any]) -> Any:
     """Reads a text file beside the weights; None: there is none. Raises ConfigError if it cannot be read."""
     if path is None or not os.path.lexists(path):
         return None

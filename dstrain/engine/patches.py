@@ -133,7 +133,9 @@ def forget_groups_at_end() -> Iterator[None]:
 
 
 def replace_zero_linear() -> None:
-    """Replaces the forward pass of ZeRO-3's linear layer, and its question for weights that are away."""
+    """Replaces the forward pass of ZeRO-3's linear layer, and the function by which it tells whether weights are
+    partitioned.
+    """
     from deepspeed.runtime.zero import linear
 
     linear.is_zero_param = _may_be_scattered

@@ -57,7 +57,7 @@ def open_reference(path: Path, networks: dict[str, Features], kept: int, upright
     if lacking and not reference.has_images(path):
         by = " and ".join(dict.fromkeys(networks[name].name for name in lacking))
         raise ConfigError(
-            f"--reference {path} holds no {' and no '.join(sorted(table.name_needs(lacking)))} for "
+            f"--reference {path} holds no {' and no '.join(sorted(table.name_needed_inputs(lacking)))} for "
             f"--metrics {','.join(lacking)}, which are taken by {by}: give images, or write it with "
             "--write-reference"
         )

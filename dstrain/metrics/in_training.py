@@ -102,7 +102,7 @@ class Quality:
         key = json.dumps(
             [
                 {name: network.fingerprint for name, network in networks.items()},
-                sorted(table.name_needs(list(compared))),
+                sorted(table.name_needed_inputs(list(compared))),
                 self._compared.identity,
                 [data.image_size, data.height, data.num_frames, data.channels, data.draft, data.upright],
             ]

@@ -262,7 +262,7 @@ def list_insufficient(networks: dict[str, Features], statistics: dict[str, Stati
     ]
 
 
-def name_needs(metrics: Sequence[str]) -> set[str]:
+def name_needed_inputs(metrics: Sequence[str]) -> set[str]:
     """Names the inputs that metrics need of a set, as a message says it."""
     words = {"mean": "mean", "covariance": "covariance", "kept": "features"}
     return {words[need] for name in metrics for need in METRICS[name].needs}

@@ -184,7 +184,7 @@ def read_value(column: pa.Array | pa.ChunkedArray, row: int) -> Any:
 
 
 def list_rows(batch: pa.RecordBatch) -> list[dict[str, Any]]:
-    """Returns the rows of a batch as dictionaries; one without columns has rows, too."""
+    """Returns the rows of a batch as dictionaries, which are empty for a batch without columns."""
     for column in batch.columns:
         column.validate(full=True)
     return batch.to_pylist() if batch.num_columns else [{} for _ in range(batch.num_rows)]

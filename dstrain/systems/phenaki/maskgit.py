@@ -142,8 +142,8 @@ class TokenCritic(nn.Module):
     def forward(
         self, tokens: Tensor, real: Tensor | None = None, dropped: Tensor | None = None, **text: Tensor
     ) -> Tensor:
-        """Returns the critic's logits, float32 (B, t, h, w), for tokens int64 (B, t, h, w); critic_labels says of what.
-        Other arguments: see Trunk.
+        """Returns the critic's logits, float32 (B, t, h, w), for tokens int64 (B, t, h, w): of a token being masked, or
+        wrongly filled, as critic_labels says. Other arguments: see Trunk.
         """
         return self.to_critic(self.trunk(tokens, real, dropped, **text))[..., 0].float()
 
