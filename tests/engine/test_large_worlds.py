@@ -78,7 +78,7 @@ def check_matrices(exponent: float, stage: int, width: int, depth: int, piece: i
     with enter_fake_world(world):
         engines = FakeEngines(networks, config, decays, (nn.Sequential,), optimizer=run.optimizer, seed=0)
         masters = engines.masters["tiny"]
-        layouts, sizes = masters._list_layouts(), [flat.numel() for flat in masters.flats]
+        layouts, sizes = masters._list_fragments_by_rank(), [flat.numel() for flat in masters.flats]
         matrices = [matrix for flat in masters._get_inner_optimizer()._matrices.values() for matrix in flat]
         by_muon = [masters._list_own_kinds(number) == ("momentum",) for number in range(len(sizes))]
         shapes = engines.list_shapes("tiny")
