@@ -228,7 +228,9 @@ GROUPS = {
         ("convert KIND PATH --out SHARDS", ""),
     ],
 }
+LEFT_OUT = "tests/data/test_left_out.py, tests/metrics/test_in_training.py"
 NOT_RUN = {
+    "evaluate runs/t2i-left --metrics fd,accuracy --num-samples 1000": LEFT_OUT,
     "consolidate other/checkpoints --tag global_step1000 --trust-pickle --dtype bfloat16 --out weights": OTHERS,
     "consolidate other/checkpoints --trust-pickle --out weights": OTHERS,
     "convert imagenet-kit /data/imagenet/val --out /data/imagenet/val.csv": "tests/data/formats/test_imagenet.py",
