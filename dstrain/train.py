@@ -426,9 +426,8 @@ def load_weights(
 
 
 def finish_run(training: Training, done: int, left: bool) -> None:
-    """Hands the trained weights to the tracker, reports how the run ended, and leaves the group of ranks.
-
-    `left`: a stop has cut short what follows the last step.
+    """Reports how the run ended, writes the last report, and leaves the group of ranks. Hands the weights to the
+    tracker only if this run has saved its last step and not `left`: a stop has cut short what follows that step.
     """
     run, tracker, saved = training.run, training.tracker, training.saver.newest
     training.watchdog.enter_phase(done, "end at step")

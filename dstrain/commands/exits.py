@@ -89,9 +89,8 @@ def _hear_stops() -> Iterator[None]:
 
 
 def _shorten_busy_waits() -> None:
-    """Sets GOMP_SPINCOUNT, so that OpenMP's threads, which wait busily for their next work, fall asleep soon: beside
-    other work on the cores a training is several times faster so, and as fast on idle ones. libgomp reads it when torch
-    is loaded.
+    """Sets GOMP_SPINCOUNT, unless it or OMP_WAIT_POLICY is set, so that idle OpenMP threads soon sleep: on busy cores
+    training is several times faster so, on idle ones as fast. Call it before torch is imported.
     """
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", "1000")

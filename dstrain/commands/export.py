@@ -137,7 +137,9 @@ def _compute_in_float32() -> AbstractContextManager[None]:
 
 
 def _measure_difference(drawn: np.ndarray, expected: torch.Tensor) -> float:
-    """Returns the largest difference of what the card's code has drawn / the largest magnitude expected (B, ...)."""
+    """Returns the relative error of what the code of an exported model card has drawn: the largest difference from
+    `expected` (B, ...), divided by the largest magnitude in `expected`.
+    """
     found = torch.from_numpy(drawn)
     if expected.dtype == torch.uint8:  # pictures come as they are saved, (B, H, W[, C])
         found = found.view(len(found), *expected.shape[2:], -1).movedim(-1, 1)

@@ -188,9 +188,8 @@ def _find_folder_problem(folder: Path) -> str | None:
 def _check_data_and_folder(
     run: Run, options: JobOptions, resolved: dict[str, Any], world: int
 ) -> tuple[list[str], tuple[str, ...]]:
-    """Checks what shows only when the data are listed, the system is built and the folder's earlier run is read.
-
-    Returns remarks that are worth printing, and lines that a start says. Raises ConfigError for the first problem.
+    """Checks a run against its data, its built system and what its folder holds. Returns (remarks to print now, lines
+    to print when training starts; none with --dry-run or --print-config). Raises ConfigError for the first problem.
     """
     from dstrain.commands.probe import probe_system, require_holdable
     from dstrain.data.formats.labels import require_classes

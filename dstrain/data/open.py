@@ -473,7 +473,9 @@ def _wrap_images(data: Data, source: Source) -> Source:
 
 
 def _complete_split_paths(data: Data) -> Data:
-    """Returns the section with data.path and data.held_out_path of data that hold some out themselves."""
+    """Returns the section with path and held_out_path set to the data's own training and held-out splits, where they
+    have such and the section asks for no other; else unchanged.
+    """
     path, held_out_path = run_on_first(
         lambda: find_split_paths(data.path, data.held_out, data.held_out_path, cache=data.cache)
     )

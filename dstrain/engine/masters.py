@@ -171,8 +171,8 @@ class Masters(Updates):
                 yield fragment, lines[number].narrow(0, offset, fragment.numel)
 
     def list_own_views(self, flats: Sequence[Tensor | None]) -> Iterator[tuple[Fragment, Tensor]]:
-        """Yields entries of `list_views`, each element of the network on one rank only: what this rank writes into a
-        checkpoint.
+        """Yields (fragment, its elements of the flat tensors) for the fragments that this rank writes into a
+        checkpoint; over all ranks each fragment comes once.
         """
         rank, world = group.rank(), group.world()
         for number, view in enumerate(self.list_views(flats)):

@@ -200,8 +200,8 @@ def _find_flat(tensors: Sequence[Tensor]) -> Tensor | None:
 
 
 def make_universal_info() -> dict[str, Any]:
-    """Returns an entry for DeepSpeed's own checkpoints, from which its tool ds_to_universal sees how weights are
-    split.
+    """Returns the entry that DeepSpeed's tool ds_to_universal requires in a checkpoint: the version of its format, and
+    no patterns of weights that are split otherwise than by ZeRO.
     """
     from deepspeed.checkpoint import constants
 

@@ -99,8 +99,8 @@ def _warn_of_shared_store() -> None:
 
 @contextmanager
 def _announce_compiling() -> Iterator[None]:
-    """Announces that DeepSpeed compiles its operator for exchanges on the CPU, which it has to once in an
-    environment.
+    """Prints, before and after the block, that DeepSpeed compiles its operator for exchanges on the CPU; silent on a
+    GPU, or if it is compiled already.
     """
     module = Path(os.environ["TORCH_EXTENSIONS_DIR"]) / _OPERATOR / f"{_OPERATOR}.so"
     if group.device().type != "cpu" or module.exists():

@@ -142,7 +142,9 @@ def _read_weights(file: Path) -> dict[str, Tensor]:
 
 
 def _rename_weights(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Returns our names for torchvision's (features.N), and those of the LPIPS package (net.sliceM.N, linM.model.1)."""
+    """Returns the weights of torchvision's VGG (features.N) or of the LPIPS package (net.sliceM.N, linM.model.1) under
+    our names; heads flattened, other entries dropped.
+    """
     weights = {}
     for name, tensor in state.items():
         if match := re.fullmatch(r"(?:net\.slice\d|features)\.(\d+)\.(weight|bias)", name):

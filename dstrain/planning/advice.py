@@ -151,7 +151,9 @@ def _find_fitting(case: Case, changes: dict[str, list[Any]]) -> Iterator[Estimat
 
 
 def _try_size(case: Case, size: dict[str, int]) -> Estimate | None:
-    """Returns the estimate of a case with another micro-batch."""
+    """Returns the estimate of the case with `size`, {"micro": n} or {}, in place of its own micro-batch; None if it
+    cannot be estimated.
+    """
     return _try_case(case.change(**size))
 
 

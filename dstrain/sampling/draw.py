@@ -92,7 +92,9 @@ def require_valid_samples(system: System, images: Any, count: int) -> None:
 
 
 def require_valid_scores(system: System, terms: Any, count: int) -> None:
-    """Raises ConfigError if `evaluate` has not returned what the contract says for `count` samples."""
+    """Raises ConfigError unless `terms`, which a system's `evaluate` has returned, is a dict of tensors (count,) or
+    (count, K) that is not empty; scalars other than the loss pass.
+    """
     place = f"system: evaluate of a {type(system).__name__}"
     if not isinstance(terms, dict) or not terms:
         raise ConfigError(f"{place} returns {'no terms' if terms == {} else type(terms).__name__}: return a dict")

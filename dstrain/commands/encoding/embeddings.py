@@ -158,7 +158,9 @@ def _hash_bytes(data: bytes) -> str:
 def _make_shards(
     options: EncodeOptions, encoders: Encoders, source: Source, missing: list[int]
 ) -> dict[int, dict[str, Any]]:
-    """Embeds this rank's share of the missing shards; returns the note of each."""
+    """Embeds and writes this rank's share of the missing shards. Returns the note of each by its number: hashes of its
+    files, and its unreadable pairs. Raises ConfigError if too many are unreadable.
+    """
     notes: dict[int, dict[str, Any]] = {}
     all_bad: dict[str, str] = {}
     mine, total = missing[group.rank() :: group.world()], len(source)

@@ -36,10 +36,8 @@ class Snapshot(NamedTuple):
 
 
 def group_snapshots(paths: Sequence[Path]) -> list[Snapshot]:
-    """Returns, ascending, the whole snapshots of averages that began where those of the last one did: no others can be
-    combined with it.
-
-    Raises ConfigError if one is no snapshot of averages.
+    """Returns, in the given order, the snapshots whose parts and whose start of averaging equal those of the last path;
+    others cannot be combined with it. Raises ConfigError if one is no snapshot of averages.
     """
     snapshots = [Snapshot(path, read_manifest(path)["step"], validate.read_counters(path)) for path in paths]
     for snapshot in snapshots:

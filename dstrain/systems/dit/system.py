@@ -447,8 +447,9 @@ class DiTSystem(System):
         return (*first_stage, *encoder, *(self.alignment.frozen() if self.alignment else ()))
 
     def synthetic(self, batch_size: int) -> Batch:
-        """Returns a batch of random keys, conditions and pixels; of latents where the model reads cached ones, or where
-        its input cannot be pixels. Of several sizes it is the largest.
+        """Returns a made-up batch, always the same: keys, random conditions, and pixels, or latents if the model reads
+        cached ones or cannot take pixels. It has the largest of the model's sizes, and features if model.align reads
+        them.
         """
         square = self.config.image_size, (self.config.video and self.config.video.height) or self.config.image_size
         wide, high = max(self.config.sizes or (square,), key=math.prod)

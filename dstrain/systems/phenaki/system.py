@@ -246,7 +246,9 @@ class PhenakiSystem(System):
         return self._mark_maskable(example).sum(1) * (self.config.token_shape[1] * self.config.token_shape[2])
 
     def _mark_maskable(self, example: Example) -> Tensor:
-        """Marks the latent frames that may be masked, bool (B, t): of cut clips the last, else the real ones."""
+        """Returns a mask, bool (B, t), of the latent frames that may be masked: all that are no padding, or only the
+        last real one of each clip that `_cut_clips` has cut.
+        """
         return example["asked"] if "asked" in example else self._mark_real_frames(example)
 
     def _mark_real_frames(self, example: Example) -> Tensor:
@@ -269,13 +271,13 @@ class PhenakiSystem(System):
         else:
             true, judged, number, scale = replaced, masked, count, masking.MEAN_RATIO * total
 
-        def average_over(x):
+        def sum_over_judged(x):
             return torch.where(judged, x, 0.0).flatten(1).sum(1)
 
         each = F.binary_cross_entropy_with_logits(logits, true.to(logits.dtype), reduction="none")
         return {
-            "loss": average_over(each) / scale,
-            "accuracy": average_over(((logits > 0) == true).to(logits.dtype)) / number,
+            "loss": sum_over_judged(each) / scale,
+            "accuracy": sum_over_judged(((logits > 0) == true).to(logits.dtype)) / number,
             "replaced": (replaced & masked).flatten(1).sum(1) / count,
         }
 
