@@ -26,14 +26,15 @@ def require_left_out(data: Data, split: tuple[Source, Source | None], mixed: boo
     source, place = split[0], "data.mixture" if data.mixture else data.path
     if data.leave_out and not source.left_out:
         raise ConfigError(
-            f"data.leave_out: {data.path} has no captions that are listed: leave it out, or leave the samples out "
-            "before they are encoded"
+            f"data.leave_out: {data.path} has no captions that are listed (caches have none, and the built-in emoji): "
+            "remove the entry, or leave the samples out before they are encoded"
         )
     if data.leave_out and not all(len(part) for part in split if part is not None):
         raise ConfigError(f"data.leave_out fits all captions of {place}: give patterns that fit fewer")
     for pattern, count in () if mixed else source.left_out:
         if not count:
+            example = "".join(f", such as {text!r}" for text in sample_captions(source, 1)[:1])
             raise ConfigError(
-                f"data.leave_out: {pattern!r} fits no caption of {place}, such as {sample_captions(source, 1)[0]!r}: a "
-                "pattern fits a whole caption, and * stands for any text"
+                f"data.leave_out: {pattern!r} fits no caption of {place}{example}: a pattern fits a whole caption, and "
+                "* stands for any text"
             )

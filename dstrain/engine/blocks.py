@@ -90,8 +90,13 @@ def require_leaf_modules(networks: Mapping[str, nn.Module], settings: dict[str, 
             names += [name] if name else []
             classes += [kind.__name__, f"{kind.__module__}.{kind.__qualname__}"]
     for key, words in chosen.items():
+        if not words:
+            raise ConfigError(
+                f'--ds_config: "zero_optimization.leaf_module.{key}" is empty, which fits no module of '
+                f"{', '.join(networks)}: write what there is, or remove it"
+            )
         known = classes if key == "classes" else names
-        for word in [words] if isinstance(words, str) else words or [""]:
+        for word in [words] if isinstance(words, str) else words:
             fits = word in known
             if key == "name_suffixes":
                 fits = any(name.endswith(word) for name in names)

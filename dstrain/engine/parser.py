@@ -99,7 +99,7 @@ def list_refusals(settings: dict[str, Any]) -> Iterator[str]:
         {
             key: _Asked(value) if isinstance(value, dict) else value
             for key, value in settings.items()
-            if key not in sections
+            if key not in sections and value != "auto"
         }
     )
     wrong = [*_list_misplaced_values(settings), *_list_wrong_values(settings)]

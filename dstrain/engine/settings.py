@@ -395,7 +395,7 @@ def _check_combinations(
             "which a rank owns no part while the GPU still reads it: write true"
         )
     if (factor := settings.get("gradient_predivide_factor", 1.0)) != 1:
-        yield f'"gradient_predivide_factor" is {factor}, and DeepSpeed knows 1 alone with ZeRO: remove it'
+        yield f'"gradient_predivide_factor" is {quote(factor)}, and DeepSpeed knows 1 alone with ZeRO: remove it'
     yield from _check_profile(settings.get("flops_profiler", {}))
     if (zero.get("offload_optimizer") or {}).get("ratio", 1.0) < 1:
         yield 'dstrain does not support "zero_optimization.offload_optimizer.ratio" below 1: remove it'
@@ -424,7 +424,8 @@ def _check_profile(profiler: Settings) -> Iterator[str]:
     if not profiler.get("enabled") or not path or read_place().rank:
         return
     above = next((folder for folder in Path(str(path)).absolute().parents if folder.exists()), Path("/"))
-    if not isinstance(path, str) or Path(path).is_dir() or not above.is_dir() or not os.access(above, os.W_OK):
+    target = path if Path(str(path)).is_file() else above
+    if not isinstance(path, str) or Path(path).is_dir() or not above.is_dir() or not os.access(target, os.W_OK):
         yield f'"flops_profiler.output_file" is {quote(path)}, which cannot be written: name a file, or remove it'
 
 

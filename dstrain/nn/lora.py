@@ -33,7 +33,7 @@ class Lora(Section):
     """An adapter's output is multiplied by this / rank."""
     targets: tuple[Pattern, ...] | None = ATTENTION
     """Patterns of the layers' names, such as blocks.*.attn.*; * takes dots, too. By default the attention, and of a DiT
-    the MLPs of blocks. None: as runs that were begun before took them, with the MLP of a DiT's timesteps."""
+    the MLPs of blocks. None: as runs that were begun before took them, with the MLPs of a DiT's embedders."""
     dropout: float = Field(0.0, ge=0, lt=1)
     """Share of an adapter's inputs that is dropped in training."""
 

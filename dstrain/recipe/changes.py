@@ -10,7 +10,7 @@ from dstrain.recipe.errors import ConfigError
 from dstrain.recipe.files import convert_to_plain_values
 from dstrain.recipe.problems import OTHER_VERSION, format_value
 from dstrain.recipe.run import Run
-from dstrain.recipe.section import find_resume_rule, knows_key
+from dstrain.recipe.section import find_resume_rule, find_section, knows_key
 
 Change = tuple[str, Any, Any]  # dotted key, old value, new value
 
@@ -42,18 +42,16 @@ def list_refused_changes(old: Run, new: Run, system: type[BaseModel]) -> list[Ch
 
 
 def _fill_in_defaults(model: dict[str, Any], system: type[BaseModel]) -> dict[str, Any]:
-    """Returns the section model with defaults for the keys that an older version of dstrain did not write."""
+    """Returns the section model with defaults for the keys that an older version of dstrain did not write, also those
+    of sections within that are there.
+    """
     defaults = system.model_construct().model_dump(mode="json", warnings=False)
-
-    def fill_in(values: dict[str, Any], missing: dict[str, Any]) -> dict[str, Any]:
-        for key, default in missing.items():
-            if key not in values:
-                values = {**values, key: default}
-            elif isinstance(values[key], dict) and isinstance(default, dict):
-                values = {**values, key: fill_in(values[key], default)}
-        return values
-
-    return fill_in(model, defaults)
+    filled = defaults | model
+    for key, value in model.items():
+        section = find_section(system.model_fields[key]) if key in system.model_fields else None
+        if section is not None and isinstance(value, dict):
+            filled[key] = _fill_in_defaults(value, section)
+    return filled
 
 
 def make_refusal(changes: Iterable[Change], folder: Path, system: type[BaseModel]) -> ConfigError:

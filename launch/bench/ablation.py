@@ -2,7 +2,7 @@
 
     python launch/bench/ablation.py --out runs/ablation [--rows flow recipe --seeds 0 1 2 --steps 800 --equal cpu]
     python launch/bench/ablation.py --out runs/quality --against "recipe before" --rows "recipe before" --steps 1200
-    python launch/bench/ablation.py --out runs/quality --against "recipe before" --rows "recipe, guidance 6" \\
+    python launch/bench/ablation.py --out runs/quality --against "recipe before" --rows "recipe, guidance 7" \\
         --steps 850
 
 Every row is launch/recipes/dit-small.yaml with the words of ROWS, trained by a process of its own on one thread, and
@@ -64,7 +64,7 @@ ROWS = {
     "flow, logit-normal, modern block": (*NORMAL, BLOCK),
     "all": (*NORMAL, BLOCK, LAYERSYNC, INTERNAL),
     "recipe": (),
-    "recipe, guidance 6": ("samples.guidance_scale=6",),
+    "recipe, guidance 7": ("samples.guidance_scale=7", "samples.guidance_interval=[0.05,4]"),
     "recipe before": (*PLAIN, "batch.global=64", "optimizer.lr=3e-3", "samples.guidance_interval=[0.2,5]"),
 }
 """Words by which each row differs from the recipe. The last row is what it was before November 2026."""
@@ -105,7 +105,7 @@ def complete_row(options: argparse.Namespace, row: str, seed: int) -> None:
         # A seed changes no cost, and whatever else the machine does only adds to it: the least is the row's own.
         least: dict[str, float] = {}
         for result in done:
-            if result["equal"] == "images":
+            if result["equal"] == "images" and result["steps"] == options.steps:
                 least[result["row"]] = min(result["cpu_seconds"], least.get(result["row"], float("inf")))
         if row not in least:
             raise SystemExit(f"--equal cpu: {row} was not trained with equal images; leave --equal out first")

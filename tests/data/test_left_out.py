@@ -172,6 +172,19 @@ def test_clips_with_a_file_of_captions(tmp_path):
     section = {"path": str(root), "num_frames": 2, "image_size": 16, "flip": False, "leave_out": ["*red*left"]}
     train, _ = open_sources(Data(captions=str(tmp_path / "captions.tsv"), **section))
     assert names_of(train) == [f"{number}.gif" for number in range(1, 6)]
+    (tmp_path / "stills").mkdir()  # images beside the clips, whose captions count, too
+    for number in range(3):
+        picture(number).save(tmp_path / "stills" / f"{number}.png")
+    mixed = section | {
+        "captions": str(tmp_path / "captions.tsv"),
+        "captioned": True,
+        "images": str(tmp_path / "stills"),
+    }
+    with pytest.raises(ConfigError, match="'a hat' fits no caption of .*: a pattern fits a whole caption"):
+        open_sources(Data(**mixed | {"leave_out": ["a hat"]}))
+    (tmp_path / "stills" / "metadata.csv").write_text("file_name,text\n0.png,a hat\n1.png,a hat\n2.png,a coat\n")
+    train, _ = open_sources(Data(**mixed | {"leave_out": ["a hat", "*red*left"]}))
+    assert train.left_out == (("a hat", 2), ("*red*left", 1))
     with pytest.raises(ConfigError, match="data.leave_out: no captions are listed of data.path=.*data.captions, or"):
         open_sources(Data(**section))
 
@@ -185,11 +198,11 @@ def test_clips_with_a_file_of_captions(tmp_path):
         ({"path": "bare"}, "data.leave_out: no captions are listed of data.path=.*bare: add captions, or leave it out"),
         (
             {"path": "builtin:emoji", "captioned": False},
-            "data.leave_out: builtin:emoji has no captions that are listed: leave it out",
+            r"data.leave_out: builtin:emoji has no captions that are listed \(caches have none, .*emoji\): remove",
         ),
         (
             {"path": "builtin:emoji-pairs"},
-            "data.leave_out: builtin:emoji-pairs has no captions that are listed: leave it",
+            r"data.leave_out: builtin:emoji-pairs has no captions that are listed \(caches",
         ),
     ],
 )

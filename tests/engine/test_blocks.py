@@ -314,12 +314,10 @@ def test_a_compiled_block_looks_for_no_weight(monkeypatch):
 @pytest.mark.parametrize(
     "key, words, nearest",
     [
-        ("names", [], ""),
         ("names", ["first", "hiden.1"], "hidden.1"),
         ("names", [""], ""),
         ("name_suffixes", ["den.2"], "hidden"),
         ("classes", "Scales", "Scale"),
-        ("classes", [], ""),
     ],
 )
 def test_leaves_that_are_not_there(key, words, nearest):
@@ -328,6 +326,14 @@ def test_leaves_that_are_not_there(key, words, nearest):
     with pytest.raises(ConfigError, match=f'leaf_module.{key}" is .* fits no module of tiny; the nearest is {nearest}'):
         require_leaf_modules({"tiny": Tiny()}, config)
     require_leaf_modules({"tiny": Tiny()}, {"zero_optimization": {**config["zero_optimization"], "stage": 2}})
+
+
+@pytest.mark.parametrize("words", [[], ""])
+def test_no_leaves_at_all(words):
+    """Oracle: the message names the key, what it is, and the remedy."""
+    config = {"zero_optimization": {"stage": 3, "leaf_module": {"names": words}}}
+    with pytest.raises(ConfigError, match='leaf_module.names" is empty, which fits no module of tiny: .*remove it'):
+        require_leaf_modules({"tiny": Tiny()}, config)
 
 
 def test_leaves_that_are_there():

@@ -294,6 +294,18 @@ def test_a_recipe_of_another_version(tmp_path):
         recipe.load_recipe(tmp_path / "mine.yaml")
 
 
+def test_runs_of_versions_with_fewer_keys_go_on():
+    """Oracle: no refusal where a key of a section within the model, which an older version did not write, has its
+    default now; the key where it has another value.
+    """
+    words = ["model.video={frames: 9, patch_frames: 2, given: 3}", "model.condition=text", "data.num_frames=9"]
+    old = recipe.load_recipe(None, words)
+    for value, refused in (("[]", []), ("[0.5]", ["model.video.beginnings"])):
+        new = recipe.load_recipe(None, [*words, f"model.video.beginnings={value}"])
+        assert "beginnings" not in old.model["video"]
+        assert [key for key, _, _ in recipe.list_refused_changes(old, new, DIT)] == refused
+
+
 def test_differences_and_what_a_resumed_run_may_change():
     """Oracle: the list in design section 2: entries that determine the numbers are fixed, others are free."""
     old = recipe.load_recipe(None, ["model.depth=2"])

@@ -10,6 +10,7 @@ Items are {"video": uint8 (T, C, H, W), "frames": int, how many of the T are rea
 In training, the sample's key chooses where in a longer video the window begins. Evaluation takes the middle.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -215,7 +216,8 @@ class Mixed(Source):
         self.classes = self.videos.classes if self.images.labelled else ()
         self.captioned = self.videos.captioned and self.images.captioned
         self.uncaptioned = self.videos.uncaptioned or self.images.uncaptioned
-        self.left_out = self.videos.left_out
+        counts = Counter(dict(self.videos.left_out)) + Counter(dict(self.images.left_out))
+        self.left_out = tuple((pattern, counts[pattern]) for pattern, _ in self.videos.left_out)
         self.where = f"{self.videos.where} or {self.images.where}"
         self.dropped = {*([] if self.captioned else ["caption"]), *([] if self.classes else ["label"])}
 
