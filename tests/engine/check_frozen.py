@@ -37,7 +37,7 @@ def frozen_recipe(lora: bool, **optimizer) -> Run:
 
 def adapted() -> Tiny:
     """Tiny with adapters around its linear layers."""
-    return add_adapters(Tiny(), Lora(rank=2, alpha=6.0), ("first", "hidden.*", "last"))
+    return add_adapters(Tiny(), Lora(rank=2, alpha=6.0, targets=("first", "hidden.*", "last")), ())
 
 
 def adapted_reference(muon: bool = False) -> dict[str, torch.Tensor]:
