@@ -31,7 +31,10 @@ class Noted:  # the ranks' store, which notes what the watchdog asks it for, and
             print(int(watchdog._overdue), *(key.rpartition("/")[2] for key in keys), file=file)
         return self.store.check(keys)
 opened = group.open_store
-group.open_store = lambda: Noted(opened())
+def open_noted():
+    store = opened()
+    return None if store is None else Noted(store)  # a rank alone has none
+group.open_store = open_noted
 def hang():
     time.sleep(600)
 with Watchdog(folder, 20, float(sys.argv[4]), 600) as watchdog:
