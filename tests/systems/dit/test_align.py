@@ -125,7 +125,7 @@ def test_until(tmp_path: Path, kind: str) -> None:
     both, example, plain = nets(system), system.encode(system.synthetic(3)), build({})
     expected, found = plain.denoise(both, example)["loss"], {}
     for step in (4, 5, 6, 0, 5):
-        assert system.turns(step) == ("denoiser",) and system.workload(step) == (1, int(step < 5))
+        assert system.turns(step) == ("denoiser",) and system.workload(step) == (1, 1, int(step < 5))
         found[step] = system.denoise(both, example)["loss"]
         assert torch.equal(found[step], expected) == (step >= 5)
     found[5].backward()
