@@ -127,8 +127,8 @@ def _require_input_gradient(module: nn.Module, inputs: tuple) -> tuple:
     inputs = _ensure_input_gradient(module, inputs)
     if torch.is_grad_enabled() and not any(isinstance(value, Tensor) and value.requires_grad for value in inputs):
         raise ConfigError(
-            f'--ds_config: "zero_optimization.leaf_module" names a {type(module).__name__}, which takes whole numbers '
-            "alone, and whose weights DeepSpeed would release before its backward pass: leave it out"
+            f'--ds_config: "zero_optimization.leaf_module" names a {type(module).__name__}, which is given no '
+            "tensor of fractions in its place; DeepSpeed would release its weights before its backward pass: remove it"
         )
     return inputs
 

@@ -157,6 +157,8 @@ def _describe_fault(key: str, item: dict[str, Any], known: Iterable[str]) -> str
         members = dict.fromkeys(item["ctx"]["expected"].replace(" or ", ", ").split(", "))
         members.pop("'nvme'", None)  # settings.py refuses it
         return f'"{key}" is {quote(item["input"])}: write one of {", ".join(members)}'
+    if item["type"] in ("int_parsing", "float_parsing"):
+        return f'"{key}" is {quote(item["input"])}: write a number, without quotation marks'
     value = f" is {quote(item['input'])}" if item["loc"] else ""  # else the whole section
     return f'"{key}"{value}: {item["msg"].removeprefix("Value error, ")}; {_CORRECT}'
 

@@ -182,6 +182,12 @@ def test_clips_with_a_file_of_captions(tmp_path):
     }
     with pytest.raises(ConfigError, match="'a hat' fits no caption of .*: a pattern fits a whole caption"):
         open_sources(Data(**mixed | {"leave_out": ["a hat"]}))
+    for number in range(3):
+        (tmp_path / "stills" / f"{number}.txt").write_text("a hat")
+    with pytest.raises(ConfigError, match="captions of data.images=.* files beside them.*metadata.csv"):
+        open_sources(Data(**mixed))
+    for path in (tmp_path / "stills").glob("*.txt"):
+        path.unlink()
     (tmp_path / "stills" / "metadata.csv").write_text("file_name,text\n0.png,a hat\n1.png,a hat\n2.png,a coat\n")
     train, _ = open_sources(Data(**mixed | {"leave_out": ["a hat", "*red*left"]}))
     assert train.left_out == (("a hat", 2), ("*red*left", 1))

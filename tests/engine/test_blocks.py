@@ -354,4 +354,4 @@ def test_leaves_whose_inputs_have_no_gradient(on_ranks, tmp_path):
     on_ranks(2, check_blocks.lead, tmp_path / "found.json")
     found = json.loads((tmp_path / "found.json").read_text())
     assert found["x_embedder"] == found["blocks.0.attn,final_layer"] == found[""]
-    assert "names a TimestepEmbedder, which takes whole numbers alone" in found["t_embedder"]
+    assert "names a TimestepEmbedder, which is given no tensor of fractions in its place" in found["t_embedder"]

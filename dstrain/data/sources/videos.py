@@ -90,6 +90,11 @@ def open_videos(
     unseen = leave_out if index.most_captions else ()  # Images without captions show no text.
     stills = Videos(layout, index, cut, classes=source.classes, key=of_images.key, leave_out=unseen)
     stills.noun = "images"
+    if leave_out and stills.captions_from == "beside":
+        raise ConfigError(
+            f"data.leave_out: the captions of data.images={images} are files beside them, which are not listed: write "
+            "them into its metadata.csv (file_name,text), or leave one of the entries out"
+        )
     return Mixed(source, stills, image_share)
 
 
