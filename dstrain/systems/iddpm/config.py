@@ -1,4 +1,4 @@
-"""What determines an IDDPM: one line for each field, under the names of the original's flags."""
+"""The `model` section of a recipe for an IDDPM: one documented field for each choice, named as the original's flags."""
 
 from typing import Annotated, Any, Literal
 
@@ -95,8 +95,8 @@ class Config(SystemConfig):
     @field_validator("attention_resolutions", "channel_mult", mode="before")
     @classmethod
     def _split_flags(cls, value: Any) -> Any:
-        """Converts the original's flags to a tuple: "16,8" is split, one number is a tuple of one; other values are
-        returned unchanged.
+        """Converts a flag of the original to a tuple: "16,8" to its parts as texts, an integer to a tuple of one.
+        Returns any other value unchanged.
         """
         if isinstance(value, str):
             return tuple(part.strip() for part in value.split(",") if part.strip())
@@ -105,7 +105,9 @@ class Config(SystemConfig):
     @field_validator("timestep_respacing", mode="before")
     @classmethod
     def _join_sections(cls, value: Any) -> Any:
-        """Converts a list of sections to the original's text, "10,15,20"; returns one number as it is."""
+        """Converts a list or tuple of section counts to the original's text, such as "10,15,20". Returns any other
+        value unchanged.
+        """
         return ",".join(map(str, value)) if isinstance(value, (list, tuple)) else value
 
     @model_validator(mode="after")
@@ -183,8 +185,8 @@ class Config(SystemConfig):
 
     @classmethod
     def completed(cls, model: dict[str, Any], run: Run) -> dict[str, Any]:
-        """Returns the section; the image size and channels that it leaves out are taken from the data, and `sizes`
-        always.
+        """Returns the section with image_size and in_channels of the data where it leaves them out, and with `sizes`,
+        which is always data.buckets.
         """
         return {"image_size": run.data.image_size, "in_channels": run.data.channels, **model, "sizes": run.data.buckets}
 
@@ -213,8 +215,8 @@ class Config(SystemConfig):
         return problems
 
     def find_shape(self, size: Shape | None = None) -> tuple[int, int, int]:
-        """Returns the shape of images (C, H, W) of a width and height; None: squares of image_size. Raises ConfigError
-        if levels do not divide it.
+        """Returns the shape (C, H, W) of images whose (width, height) in pixels is `size`; None means squares of
+        image_size. Raises ConfigError if a side is no multiple of 2 ** (levels - 1).
         """
         wide, high = size or (self.image_size, self.image_size)
         unit = 2 ** (len(self.mults) - 1)
@@ -228,7 +230,8 @@ class Config(SystemConfig):
 
     @property
     def has_null(self) -> bool:
-        """Returns whether the label table has a null row, number num_classes, that guidance leads away from."""
+        """Returns whether the label table has a null row, number num_classes, which stands for "no label" in guidance.
+        """
         return self.class_cond and self.class_dropout_prob > 0
 
     @property
@@ -237,7 +240,7 @@ class Config(SystemConfig):
 
     @property
     def sides(self) -> tuple[int, ...]:
-        """Returns the side of each level."""
+        """Returns the side in pixels of each level's feature maps, at image_size, the largest first."""
         return tuple(self.image_size // 2**level for level in range(len(self.mults)))
 
     @property
@@ -245,7 +248,9 @@ class Config(SystemConfig):
         return self.num_heads if self.num_heads_upsample == -1 else self.num_heads_upsample
 
     def count_respaced_steps(self) -> int:
-        """Counts the timesteps that timestep_respacing keeps."""
+        """Returns the number of timesteps that timestep_respacing keeps. Raises ValueError if it does not fit
+        diffusion_steps.
+        """
         return len(schedule.space_timesteps(self.diffusion_steps, self.timestep_respacing))
 
     def make_network_arguments(self) -> dict[str, Any]:
@@ -268,7 +273,7 @@ class Config(SystemConfig):
         }
 
     def make_diffusion_arguments(self) -> dict[str, Any]:
-        """Returns the keyword arguments of GaussianDiffusion, but for the betas."""
+        """Returns the keyword arguments of GaussianDiffusion, without the betas."""
         loss = "rescaled_kl" if self.use_kl else "rescaled_mse" if self.rescale_learned_sigmas else "mse"
         variance = "learned_range" if self.learn_sigma else "fixed_small" if self.sigma_small else "fixed_large"
         return {
@@ -279,8 +284,8 @@ class Config(SystemConfig):
         }
 
     def make_process(self) -> Process:
-        """Returns the process between data and noise whose reverse the network learns: `flow`'s, or a chain of
-        diffusion_steps.
+        """Returns the process between data and noise whose reverse the network learns: that of `flow` if objective is
+        flow, else a chain of diffusion_steps timesteps.
         """
         if self.objective == "flow":
             return self.flow.make_process(self.find_shape())
@@ -290,7 +295,9 @@ class Config(SystemConfig):
 
 
 def _propose_mults(image_size: int) -> list[int]:
-    """Proposes a channel_mult for any size: halved while even and above 8, at most as often as 256 is."""
+    """Returns a channel_mult to propose in error messages: 1 for the first level, then 2 for each level. The side is
+    halved while it is even and above 8, five times at most.
+    """
     levels = 1
     while levels < 6 and image_size % 2**levels == 0 and image_size // 2 ** (levels - 1) > 8:
         levels += 1

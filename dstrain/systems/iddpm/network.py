@@ -1,9 +1,9 @@
 """The UNet of Nichol & Dhariwal 2021 ("Improved Denoising Diffusion Probabilistic Models"), also for super-resolution.
 
-Notation: B samples of C channels; a level is one resolution, a stage is what runs between two skip connections; emb is
-the condition (timestep + label), (B, E) with E = 4 num_channels.
-State-dict names are the published ones, so that their files load unchanged. Weights start as published: torch's own
-defaults, but zero for the last layer of every residual branch and of the network.
+Notation: B samples of C channels. A level is all layers at one resolution; a Stage is what runs between two skip
+connections. emb is the sum of the embeddings of timestep and label, (B, E) with E = 4 num_channels. State-dict names
+are the published ones, so that published files load unchanged. Initial weights are the published ones, too: torch's
+defaults, but zeros in the last layer of every residual branch and of the network.
 """
 
 from collections.abc import Sequence
@@ -15,13 +15,14 @@ from torch import Tensor, nn
 from dstrain.nn.attention import attend
 from dstrain.nn.layers import Pointwise, chain_named_layers, compute_timestep_features, make_dropout
 
-GROUPS = 32  # of every normalization
+GROUPS = 32  # groups of every normalization
 
 
 class UNet(nn.Module):
-    """Noised images, timesteps and labels to a prediction (and, with learn_sigma, variance values).
+    """Predicts noise, or another target of the objective, from noisy images, timesteps and labels; with learn_sigma
+    also variances.
 
-    in_channels         channels of what is denoised; twice as many come out with learn_sigma.
+    in_channels         channels of the noisy images and of the prediction; learn_sigma doubles those of the output.
     num_channels        channels of the first level; level i has num_channels * channel_mult[i].
     num_res_blocks      residual blocks of a level on the way down; one more on the way up.
     channel_mult        one factor for each level; every level but the last halves the side.
@@ -30,8 +31,8 @@ class UNet(nn.Module):
     num_heads_upsample  attention heads on the way up; None for the same number.
     dropout             share of values dropped before the last layer of a residual block.
     num_classes         rows of the label table, a null label included; None is unconditional.
-    use_scale_shift_norm  the condition scales and shifts normalized values; False adds it before the normalization.
-    seen_channels       channels of the input, where it has others beside those that are denoised.
+    use_scale_shift_norm  emb scales and shifts normalized values; False adds emb before the normalization.
+    seen_channels       channels of the input, if it has more than the noisy images; None means in_channels.
     """
 
     def __init__(
@@ -116,7 +117,7 @@ class UNet(nn.Module):
 
 
 class SuperResUNet(UNet):
-    """A UNet that also sees the small picture, stretched to the large one's size, as further channels."""
+    """A UNet with the small picture as further input channels, stretched bilinearly to the size of the noisy image."""
 
     def __init__(self, in_channels: int = 3, *arguments, **options) -> None:
         super().__init__(in_channels, *arguments, seen_channels=2 * in_channels, **options)
@@ -127,7 +128,7 @@ class SuperResUNet(UNet):
 
 
 class Stage(nn.Sequential):
-    """Layers one after the other; residual blocks also get the condition."""
+    """Runs its layers one after the other, and gives emb to each ResBlock among them."""
 
     def forward(self, x: Tensor, emb: Tensor) -> Tensor:
         for layer in self:
@@ -136,7 +137,7 @@ class Stage(nn.Sequential):
 
 
 class ResBlock(nn.Module):
-    """Two convolutions with the condition between them, beside a shortcut."""
+    """Two convolutions, with a shortcut around both; emb enters at the normalization between them."""
 
     def __init__(self, channels: int, out_channels: int, embed: int, dropout: float, use_scale_shift_norm: bool):
         super().__init__()
@@ -168,10 +169,11 @@ class ResBlock(nn.Module):
 
 
 class AttentionBlock(nn.Module):
-    """Self-attention over all places of a picture, beside a shortcut.
+    """Self-attention among all pixels of a feature map, with a shortcut: (B, C, H, W) -> (B, C, H, W).
 
-    The rows of `qkv` are ordered as published: query, key and value of the first head, then of the second. The original
-    divides query and key by the fourth root of a head's width d, which is the 1 / sqrt(d) of torch's attention.
+    The rows of `qkv` are ordered as published: query, key and value of the first head, then those of the second. The
+    original divides both query and key by the fourth root of a head's width d; torch's attention divides their product
+    by sqrt(d), which is the same.
     """
 
     def __init__(self, channels: int, num_heads: int) -> None:
@@ -193,7 +195,7 @@ class AttentionBlock(nn.Module):
 
 
 class StartsAtZero:
-    """A layer whose weight and bias start at zero."""
+    """A mixin for layers: `reset_parameters` sets weight and bias to zero."""
 
     def reset_parameters(self) -> None:
         nn.init.zeros_(self.weight)

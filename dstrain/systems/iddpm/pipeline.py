@@ -1,10 +1,11 @@
-"""Draws from a UNet, by labels or from small pictures. It comes with an export of dstrain; diffusers is all it needs.
+"""Draws pictures with a UNet, for labels or from small pictures. An export contains this file, which imports diffusers
+but not dstrain.
 
     pipeline = DiffusionPipeline.from_pretrained(FOLDER, trust_remote_code=True)
     pipeline(class_labels=[3, 5], generator=torch.Generator().manual_seed(0)).images
 
-The scheduler is DDPMScheduler, with learned variances where there are some.
-DDIMScheduler.from_config(pipeline.scheduler.config, timestep_spacing="leading") draws without noise.
+The scheduler is a DDPMScheduler, which uses the UNet's variances if it has learned them. To sample without noise, take
+DDIMScheduler.from_config(pipeline.scheduler.config, timestep_spacing="leading").
 """
 
 import inspect
@@ -20,9 +21,11 @@ from diffusers.utils.torch_utils import randn_tensor
 
 
 class ConditionalUNetPipeline(DiffusionPipeline):
-    """enlarges: the unet's input is x and beside it the small picture, stretched. id2label: names of the labels.
+    """A pipeline of a UNet2DModel that takes labels, small pictures, or both.
 
-    has_null: the last row of the unet's label table is "no label", which guidance leads away from.
+    enlarges   whether the UNet's input is x and, as further channels, the small picture stretched to the size of x.
+    id2label   {"0": name of label 0, ...}; None: unknown.
+    has_null   whether the last row of the UNet's label table means "no label", which guidance needs.
     """
 
     def __init__(self, unet, scheduler, enlarges=False, id2label=None, has_null=False):
@@ -32,13 +35,16 @@ class ConditionalUNetPipeline(DiffusionPipeline):
         self.register_to_config(enlarges=enlarges, id2label=id2label, has_null=has_null)
 
     def save_config(self, save_directory, **kwargs):
-        """Saves model_index.json and this file, where diffusers finds the class: for save_pretrained, push_to_hub."""
+        """Saves model_index.json and, beside it, this file as pipeline.py. save_pretrained and push_to_hub call this.
+        """
         Path(save_directory).mkdir(parents=True, exist_ok=True)
         (Path(save_directory) / "pipeline.py").write_text(self._source, encoding="utf-8")
         super().save_config(save_directory, **kwargs)
 
     def to_json_string(self):
-        """Returns the index with the class by its file, as from_pretrained asks for."""
+        """Returns the text of model_index.json, in which the class is ["pipeline", name]: so from_pretrained finds it
+        in pipeline.py.
+        """
         index = json.loads(super().to_json_string()) | {"_class_name": ["pipeline", type(self).__name__]}
         return json.dumps(index, indent=2) + "\n"
 
@@ -54,12 +60,13 @@ class ConditionalUNetPipeline(DiffusionPipeline):
         guidance_scale=1.0,
         guidance_interval=None,
     ):
-        """Draws a picture for each label and each small picture, low_res (B, C, h, w) in [-1, 1], where the unet takes
-        them.
+        """Draws one picture for each label in `class_labels` and each small picture in `low_res`, (B, C, h, w) in [-1,
+        1], if the UNet takes them.
 
-        latents: the noise to begin from, (B, C, H, W), instead of the generator's. output_type: pil, np or pt.
+        latents: the noise to begin from, (B, C, H, W); None draws it with the generator. output_type: pil, np or pt.
         guidance_interval: (LOW, HIGH), the noise levels sigma / alpha between which predictions are guided; None: all.
-        ValueError: labels are missing, or no such label; guidance of a unet without a null label; HIGH before LOW.
+        Raises ValueError if labels are missing or out of range, for guidance of a UNet without a null label, and if LOW
+        is above HIGH.
         """
         config, device, scheduler = self.unet.config, self._execution_device, self.scheduler
         y = None if class_labels is None else torch.as_tensor(class_labels, device=device).reshape(-1)
@@ -76,7 +83,7 @@ class ConditionalUNetPipeline(DiffusionPipeline):
         shape = (count, channels, config.sample_size, config.sample_size)
         x = randn_tensor(shape, generator, device, self.unet.dtype) if latents is None else latents.to(device)
         scheduler.set_timesteps(num_inference_steps)
-        # dstrain's chain follows the clipped x_start, its noise included.
+        # As in dstrain's chain, eps is computed anew from the clipped x_start.
         options = {"use_clipped_model_output": True, "generator": generator}
         options = {
             name: value for name, value in options.items() if name in inspect.signature(scheduler.step).parameters
@@ -97,12 +104,15 @@ class ConditionalUNetPipeline(DiffusionPipeline):
         return ImagePipelineOutput(images=images)
 
     def _compute_noise_ratio(self, t):
-        """Returns sigma / alpha at a timestep."""
+        """Returns sigma / alpha, the noise level of timestep t; infinity where alpha is 0."""
         kept = float(self.scheduler.alphas_cumprod[int(t)])
         return (1 / kept - 1) ** 0.5 if kept else float("inf")
 
     def _predict_guided(self, x, t, y, stretched, scale):
-        """Returns the prediction and, behind its channels, the variances of the half with labels."""
+        """Returns the UNet's output with guidance: without label + scale * (with label - without label). Channels
+        behind those of x are learned variances, and are taken from the prediction with label. Scale 1 calls the UNet
+        once, without guidance.
+        """
         seen = x if stretched is None else torch.cat((x, stretched), dim=1)
         if scale == 1:
             return self.unet(seen, t, class_labels=y).sample

@@ -1,7 +1,8 @@
-"""Improved diffusion as a system: one part, `denoiser`, a UNet on pixels, from noise alone or from a small picture.
+"""Improved diffusion as a system: one part, `denoiser`, a UNet on pixels, which draws from noise or enlarges small
+pictures.
 
-All randomness is drawn from the samples' keys by name: timestep, noise, drop (of the label); in generation start and
-noise/0, noise/1, ... in the order of the chain.
+All randomness is drawn from the samples' keys, each kind under a name of its own: timestep, noise, drop (of the label).
+Generation draws start, then noise/0, noise/1, ... in the order of the chain.
 
 Source: Nichol & Dhariwal 2021 (arXiv:2102.09672).
 """
@@ -30,7 +31,7 @@ from dstrain.systems.iddpm.network import AttentionBlock, ResBlock, SuperResUNet
 
 
 class IDDPMSystem(System):
-    """Nichol & Dhariwal 2021. `config` says what each choice means."""
+    """The IDDPM of Nichol & Dhariwal 2021, with the choices in `config`."""
 
     in_pipeline = "unet"
     sampling, inverts = CHOICES, True
@@ -59,8 +60,9 @@ class IDDPMSystem(System):
 
     @torch.no_grad()
     def encode(self, batch: Batch) -> Example:
-        """Returns the batch with x_start (B, C, H, W) in [-1, 1] in place of the image, and for super-resolution
-        low_res (B, C, small, small), its means over squares. Raises ConfigError for another shape or an unknown label.
+        """Returns the batch with x_start (B, C, H, W) in [-1, 1] in place of the image. Super-resolution adds low_res
+        (B, C, small, small), the means of x_start over squares of pixels. Raises ConfigError for images of another
+        shape than the model's, and for unknown labels if they are on the CPU.
         """
         example = super().encode(batch)
         if tuple(example["x_start"].shape[1:]) not in self.shapes:
@@ -72,8 +74,9 @@ class IDDPMSystem(System):
         return example
 
     def denoise(self, nets: Nets, example: Example) -> Terms:
-        """Computes the training loss: one timestep and one noise for each sample, its label dropped now and then; terms
-        have the weight of the drawn t.
+        """Computes the training loss at one random time of each sample, with noise drawn from its key; labels are
+        dropped with probability class_dropout_prob. With the sampler loss-second-moment the terms, except `quartile`,
+        are multiplied by the weight of the drawn timestep.
         """
         if self.config.has_null:
             dropped = rng.uniform(example["key"], "drop") < self.config.class_dropout_prob
@@ -90,14 +93,17 @@ class IDDPMSystem(System):
         return terms | {"loss": loss.mean(), "loss_each": loss.detach()} | seen
 
     def observe(self, terms: Terms) -> None:
-        """Updates the timestep sampler with unweighted losses. Those that are not finite are marked as padding, -1."""
+        """Adds the unweighted losses of a step to the history of the timestep sampler. A loss that is not finite gets
+        timestep -1, which the sampler ignores.
+        """
         losses = terms["loss_seen"]
         self.timesteps.observe(torch.where(losses.isfinite(), terms["timestep"], -1), losses)
 
     @torch.no_grad()
     def evaluate(self, nets: Nets, example: Example) -> Terms:
-        """Computes the unweighted loss at the process's own times with every label in place, one value a sample (B,):
-        independent of the sampler's history.
+        """Computes the loss of each sample, (B,), at a random time, with every label in place. Times are drawn
+        uniformly (for a flow from its density), and not by the training's timestep sampler: so losses of different
+        steps can be compared.
         """
         return self._compute_losses(nets, example)
 
@@ -105,22 +111,24 @@ class IDDPMSystem(System):
         return self.process.draw_losses(self.bind_conditions(nets, example), example, t)
 
     def bind_conditions(self, nets: Nets, conditions: dict[str, Tensor]) -> Network:
-        """Returns a function of x_t and t that calls the denoiser with these conditions; those that it does not take
-        are ignored.
+        """Returns a function of x_t and t that calls the denoiser with these conditions. Conditions that the network
+        does not take are ignored.
         """
         arguments = self._make_arguments(conditions)
         return lambda x_t, t: nets["denoiser"](x_t, t, **arguments)
 
     def _make_arguments(self, conditions: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Returns the network's arguments beside x_t and t, under its names."""
+        """Returns the network's keyword arguments: low_res for super-resolution, y (the labels) with class_cond. Raises
+        ConfigError if labels are missing.
+        """
         arguments = {"low_res": conditions["low_res"]} if self.starts_from_data else {}
         return arguments | ({"y": _get_label(conditions)} if self.config.class_cond else {})
 
     def bind_guided(self, nets: Nets, conditions: dict[str, Tensor], request: Request) -> Network:
-        """Returns a function of x_t and t that calls the denoiser with these conditions, guided away from the null
-        label as the request asks.
+        """Returns a function of x_t and t that calls the denoiser with these conditions, and guides its output away
+        from the null label as the request says.
 
-        Raises ConfigError for guidance of a model without a null label.
+        Raises ConfigError if the request asks for guidance and the model has no null label.
         """
         if request.guidance_scale != 1 and not self.config.has_null:
             raise ConfigError(
@@ -140,10 +148,9 @@ class IDDPMSystem(System):
 
     @torch.no_grad()
     def measure(self, nets: Nets, example: Example, num_steps: int | None = None, progress: Progress = iter) -> Terms:
-        """Measures bits/dim over `num_steps` timesteps, see diffusion/bound.py; None: those of timestep_respacing, by
-        default all.
-
-        For super-resolution they are conditioned on the small picture.
+        """Measures bits/dim of each sample, for super-resolution given its small picture. `num_steps` is the number of
+        timesteps, or of network calls for a flow. None takes the whole process; of a chain with timestep_respacing, the
+        timesteps that it keeps. A flow's terms also have the loss of `evaluate`.
         """
         network = self.bind_conditions(nets, example)
         terms = self.process.measure_bits(network, example["x_start"], example["key"], num_steps, progress)
@@ -153,11 +160,13 @@ class IDDPMSystem(System):
 
     @torch.no_grad()
     def sample(self, nets: Nets, request: Request) -> Tensor:
-        """Draws uint8 images (N, C, H, W). Without labels in the request, seed s draws class s modulo num_classes.
+        """Draws uint8 images (N, C, H, W), one for each seed. If the request has no labels, seed s draws class s modulo
+        num_classes.
 
-        Samplers: those of the process. Super-resolution needs conditions["low_res"] (see conditions_from).
-        Raises ConfigError if it is missing, for another sampler, more steps than the chain has, labels that are no
-        class, or guidance of a model without a null label.
+        Super-resolution needs conditions["low_res"], see `conditions_from`. With conditions["invert"], images of the
+        request's size, each sample begins from the noise to which its image is carried. Raises ConfigError if low_res
+        is missing or has another shape, for a sampler that the process does not have, more steps than the chain has,
+        unknown labels, and guidance of a model without a null label.
         """
         sampler, steps = self.sampler(request.sampler), (request.num_steps, request.spacing, request.eta)
         conditions = dict(request.conditions)
@@ -185,8 +194,9 @@ class IDDPMSystem(System):
         self.process.check_spacing(samples.spacing)
 
     def conditions_from(self, images: Tensor) -> dict[str, Tensor]:
-        """Returns low_res float32 (N, C, small, small) of uint8 (N, C, H, W): small pictures as they are, large ones
-        shrunk.
+        """Returns {"low_res": float32 (N, C, small, small) in [-1, 1]} of uint8 pictures (N, C, H, W). Pictures of
+        small_size are kept, those of image_size are shrunk to it. Raises ConfigError for other shapes, and for a model
+        that is not for super-resolution.
         """
         if not self.starts_from_data:
             return super().conditions_from(images)
@@ -202,8 +212,8 @@ class IDDPMSystem(System):
         return {"low_res": pixels}
 
     def pictures(self, nets: Nets, example: Example) -> dict[str, Tensor]:
-        """Returns {"low_res": the small pictures that samples begin from, each pixel as a square, uint8 (N, C, H, W)}
-        for super-resolution; else {}.
+        """Returns {"low_res": uint8 (N, C, H, W)} for super-resolution: the small pictures from which samples begin,
+        each of their pixels enlarged to a square. Returns {} for other models.
         """
         if not self.starts_from_data:
             return {}
@@ -224,15 +234,17 @@ class IDDPMSystem(System):
             raise ConfigError(f"low_res: {shape} where the request's seeds and small_size need {expected}")
 
     def adapt(self, part: str, state: dict[str, Tensor]) -> Fitted:
-        """Returns the state dict with a label table that fits the network, and notes on it, see weights.py."""
+        """Returns the state dict with its label table fitted to the network, and notes for the user, see
+        weights.adapt_weights.
+        """
         return weights.adapt_weights(state, self.on_meta(part), self.config)
 
     def from_diffusers(self, state: dict[str, Tensor], diffusers_config: Mapping[str, Any]) -> Fitted:
         return weights.rename_from_diffusers(state, diffusers_config, self.config)
 
     def require_expressible(self) -> None:
-        """Raises ConfigError if diffusers' classes cannot express the network or the chain, or if the objective is a
-        flow.
+        """Raises ConfigError if the objective is a flow, or if diffusers' classes cannot express the network or the
+        chain.
         """
         weights.make_arguments(self.config)
         self.process.make_scheduler_arguments()
@@ -243,8 +255,8 @@ class IDDPMSystem(System):
         return (ResBlock, AttentionBlock)
 
     def synthetic(self, batch_size: int) -> Batch:
-        """Returns random pixels, of the largest size where there are several, labels where there are classes,
-        and keys.
+        """Returns a batch of random pixels with keys, and with labels if the model takes them. Of several sizes it
+        takes the largest.
         """
         batch = {"key": rng.keys(0, 0, torch.arange(batch_size))}
         if self.config.class_cond:

@@ -1,13 +1,14 @@
-"""A trained IDDPM as a folder for diffusers: a pipeline that draws. See dstrain/commands/export.py.
+"""Exports a trained IDDPM as a folder that diffusers loads and draws from. See dstrain/commands/export.py.
 
     unet/              UNet2DModel; weights.py refuses what it cannot express. A super-resolution UNet has twice
-                       the input channels: x, and beside it the small picture stretched to x's size
-    scheduler/         DDPMScheduler, learned variances included; DDIMScheduler.from_config takes it, too
-    model_index.json   of a DDPMPipeline; it gives neither labels nor small pictures, then it is of
-    pipeline.py        ConditionalUNetPipeline, beside this file
+                       the input channels: x, then the small picture stretched to x's size
+    scheduler/         DDPMScheduler, learned variances included; DDIMScheduler.from_config accepts it
+    model_index.json   names DDPMPipeline; for a model with labels or small pictures, which DDPMPipeline does not
+                       take, it names ConditionalUNetPipeline
+    pipeline.py        the code of ConditionalUNetPipeline, only for such a model
 
-With rescale_timesteps the network sees other timesteps than those of the chain. Then UNet2DModel looks up their
-sinusoids in a table (time_embedding_type "learned").
+With rescale_timesteps and other than 1000 diffusion_steps the network sees other timesteps than those of the chain.
+Then UNet2DModel looks up their sinusoids in a table (time_embedding_type "learned").
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -28,10 +29,11 @@ from dstrain.systems.base import Example, Request
 from dstrain.systems.iddpm import weights
 from dstrain.systems.iddpm.system import IDDPMSystem
 
-# Relative; other shapes of convolutions and attention round otherwise. Two of a picture's 255 levels.
+# The largest relative errors: convolutions and attention of other shapes round differently. "code" allows two of 255
+# levels.
 TOLERATED = {"prediction": 1e-4, "without label": 1e-4, "code": 2.5 / 255}
-_COUNT, _DRAWN = 4, 2  # samples compared in one prediction, and drawn by the card's code
-_SCALE = 2.0  # guidance of the card's code, where there is a null label
+_COUNT, _DRAWN = 4, 2  # samples in `measure_errors`; samples that the code of `describe_export` draws
+_SCALE = 2.0  # guidance_scale in that code, if the model has a null label
 _STOCK = """\
 import torch
 from diffusers import DDPMPipeline
@@ -56,7 +58,9 @@ images[0].save("0.png")
 
 
 def describe_export(system: IDDPMSystem) -> tuple[str, str, str]:
-    """Returns the class in diffusers, notes for its user, and Python code that draws from OUT."""
+    """Returns the name of the class in diffusers, notes for users ("" if none), and Python code that draws from the
+    folder OUT.
+    """
     config, inputs, notes = system.config, [], []
     if system.starts_from_data:
         inputs.append("low_res=low_res")
@@ -87,10 +91,10 @@ def save_export(
     statistics: Callable[[], dict[str, Any]] = dict,
     classes: Callable[[], Sequence[str]] = tuple,
 ) -> None:
-    """Writes the model into `folder` for diffusers' from_pretrained. `classes`: the names of the labels in order, if
-    known; `statistics` is for autoencoders.
+    """Writes the model into `folder`, where diffusers' from_pretrained loads it. `classes` returns the names of the
+    labels in order, () if they are unknown; `statistics` is not used here.
 
-    Raises ConfigError for a flag of the model that diffusers' classes cannot express.
+    Raises ConfigError if diffusers' classes cannot express the model.
     """
     from diffusers import DDPMPipeline, UNet2DModel
 
@@ -117,8 +121,8 @@ def save_export(
 def measure_errors(
     system: IDDPMSystem, nets: Mapping[str, nn.Module], folder: Path, example: Example
 ) -> dict[str, float]:
-    """Measures relative errors of predictions, and of those without label if it learned them, at timesteps over the
-    whole chain.
+    """Returns the largest relative error of the exported UNet's predictions at timesteps over the whole chain, at most
+    four samples: "prediction", and "without label" for a model with a null label.
     """
     from diffusers import UNet2DModel
 
@@ -147,8 +151,8 @@ def measure_errors(
 
 @torch.no_grad()
 def draw_expected(system: IDDPMSystem, nets: Mapping[str, nn.Module]) -> Tensor:
-    """Returns the images that the model card's code should draw, drawn by the trained network and our ancestral
-    sampler: uint8 (B, C, H, W).
+    """Returns the images that the code of `describe_export` should draw, uint8 (B, C, H, W), drawn by the trained
+    network and our ancestral sampler from the same noise.
     """
     generator, device, conditions = torch.Generator().manual_seed(0), group.device(), {}
     labels, steps = _choose_labels(system), choose_even_steps(system.config.diffusion_steps)
@@ -174,7 +178,7 @@ def _choose_labels(system: IDDPMSystem) -> list[int]:
 
 
 def _choose_small_shape(system: IDDPMSystem) -> tuple[int, ...]:
-    """Returns the shape of the card's small pictures."""
+    """Returns the shape (N, C, h, w) of the small pictures in the code of `describe_export`."""
     return _DRAWN, system.config.in_channels, system.config.small_size, system.config.small_size
 
 

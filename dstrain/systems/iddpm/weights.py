@@ -1,7 +1,8 @@
-"""Fits published weights to a UNet, whose flags leave few traces in a file; diffusers' names, in both directions.
+"""Fits published weights to a UNet, and renames weights to and from diffusers' names.
 
-Published files have the names of network.py. diffusers' UNet2DModel has the same layers in other lists. Its attention
-has three maps with rows ordered by head; here one map holds query, key and value of the first head, then of the second.
+Published files have the names of network.py, but few flags can be read from them. diffusers' UNet2DModel has the same
+layers in other lists. Its attention has three linear layers, whose rows are ordered by head; here one layer, qkv, holds
+query, key and value of the first head, then those of the second.
 """
 
 from collections.abc import Iterator, Mapping
@@ -18,7 +19,7 @@ from dstrain.systems.iddpm.network import GROUPS
 
 _LABELS = "label_emb.weight"
 
-# What decides a weight's shape or presence: pattern of its name -> the recipe's fields; the first match counts.
+# Pattern of a weight's name -> fields of the recipe that decide its shape or presence; the first match counts.
 _REMEDIES = (
     (r"^time_embed", "num_channels"),
     (r"^label_emb", "class_cond (and num_channels)"),
@@ -65,14 +66,14 @@ _HIDDEN = (
 
 
 def adapt_weights(state: dict[str, Tensor], network: nn.Module, config: Config) -> fitting.Fitted:
-    """Returns a state dict that fits `network` (only its names and shapes are read, so it may be on the meta device),
-    and notes for the user.
+    """Returns a copy of the state dict that fits `network`, and notes for the user. Of the network only names and
+    shapes are read, so it may be on the meta device.
 
-    A label table that lacks only the null row gets one, one that has only this row beside the labels loses it, and one
-    with another number of rows is replaced by new rows, normal(1) as at initialization. A file does not say whether its
-    last row is a null row: the notes say for what it was taken. They also list the flags that no file shows, as the
-    recipe has them: a wrong one gives wrong pictures and no error. Raises ConfigError for the first other difference,
-    with both shapes and the flags that decide them.
+    A label table is made to fit: a missing null row is added, a surplus one is removed, and a table of any other number
+    of rows is replaced by new rows, normal(1). The notes say whether the file's last row was taken for a null row,
+    which no file tells, and list the flags that no file tells: if the recipe has one of them wrong, pictures are wrong
+    and no error is raised. Raises ConfigError for the first difference that remains, with both shapes and the flags
+    that decide them.
     """
     shapes = fitting.list_shapes(network)
     state = dict(state)
@@ -90,7 +91,10 @@ def adapt_weights(state: dict[str, Tensor], network: nn.Module, config: Config) 
 
 
 def _fit_null_row(state: dict[str, Tensor], config: Config) -> list[str]:
-    """Adds a null row to the label table, or removes it; returns the note on what the file's rows were taken for."""
+    """Adds a null row, the mean of the labels' rows, to the label table in `state` if the model has one and the file
+    does not; removes it in the opposite case. Returns a note on what the rows were taken for; [] if the table has
+    num_classes rows and needs no null row, or has another number of rows.
+    """
     table, count = state[_LABELS], config.num_classes
     if config.has_null and len(table) == count:
         state[_LABELS] = torch.cat((table, table.float().mean(dim=0, keepdim=True).to(table.dtype)))
@@ -108,7 +112,7 @@ def _fit_null_row(state: dict[str, Tensor], config: Config) -> list[str]:
 
 
 def _make_sort_key(name: str) -> tuple[int, ...]:
-    """Returns a key that sorts names in the order of the network."""
+    """Returns a sort key by which names of weights come in the order of the network, from input to output."""
     return tuple(
         int(word) if word.isdigit() else _ORDER.index(word) if word in _ORDER else len(_ORDER)
         for word in name.split(".")
@@ -151,8 +155,8 @@ _FIELDS = {
 
 
 def make_arguments(config: Config) -> dict[str, Any]:
-    """Returns the keyword arguments of the same network in diffusers. Raises ConfigError for a flag that UNet2DModel
-    cannot express.
+    """Returns the keyword arguments with which diffusers' UNet2DModel is the network of this config. Raises ConfigError
+    if UNet2DModel cannot express one of the flags.
     """
     if config.mults[0] != 1:
         raise ConfigError(
@@ -187,7 +191,7 @@ def make_arguments(config: Config) -> dict[str, Any]:
 
 
 def rename_to_diffusers(state: Mapping[str, Tensor], config: Config) -> dict[str, Tensor]:
-    """Returns the weights under the names of a UNet2DModel that is made with `make_arguments`."""
+    """Returns a copy of our weights under the names of a UNet2DModel that is made with `make_arguments`."""
     renamed = {
         f"{diffusers_name}.{kind}": state[f"{name}.{kind}"]
         for name, diffusers_name in _pair_layers(config)
@@ -210,10 +214,11 @@ def rename_to_diffusers(state: Mapping[str, Tensor], config: Config) -> dict[str
 def rename_from_diffusers(
     state: Mapping[str, Tensor], diffusers_config: Mapping[str, Any], config: Config
 ) -> fitting.Fitted:
-    """Returns a UNet2DModel's weights under our names, for `adapt_weights`. diffusers_config: its config.json.
+    """Returns a UNet2DModel's weights under our names, as `adapt_weights` takes them, and a note on unused ones.
+    diffusers_config is the content of its config.json.
 
-    Raises ConfigError for another class, a field that differs from the recipe's, or timesteps. Missing weights are
-    reported by `adapt_weights`.
+    Raises ConfigError if the class, a field or the table of timesteps is not that of the recipe. A weight that the file
+    lacks is left out here, and reported by `adapt_weights`.
     """
     _require_same_config(diffusers_config, config)
     state, renamed = dict(state), {}
@@ -247,8 +252,8 @@ def _require_same_config(diffusers_config: Mapping[str, Any], config: Config) ->
         "upsample_type": "conv",
         "time_embedding_dim": None,
     }
-    del expected["sample_size"], expected["dropout"]  # decide no output
-    loaded = {**expected, **diffusers_config}  # an older diffusers lacks fields, and had no choice there
+    del expected["sample_size"], expected["dropout"]  # they change no output
+    loaded = {**expected, **diffusers_config}  # an older diffusers did not write some fields, and had only these values
     if loaded["attn_norm_num_groups"] is None and not config.use_scale_shift_norm:
         loaded["attn_norm_num_groups"] = loaded["norm_num_groups"]
     if expected["num_class_embeds"] is not None and loaded["num_class_embeds"] is not None:
@@ -264,14 +269,14 @@ def _require_same_config(diffusers_config: Mapping[str, Any], config: Config) ->
 
 
 def _count_heads(config: Config, width: int | None) -> list[int]:
-    """Returns the heads of each level with attention and of the middle, from diffusers' width of a head; None is one
-    head.
+    """Returns the number of heads of each level with attention, then that of the middle, if a head has `width`
+    channels, as attention_head_dim in diffusers; None means one head.
     """
     return [1 if width is None else channels // width for channels in _list_attending_channels(config)]
 
 
 def _list_attending_channels(config: Config) -> list[int]:
-    """Returns the channels of the levels with attention and of the middle."""
+    """Returns the numbers of channels of each level with attention, then that of the middle."""
     return [
         factor * config.num_channels
         for factor, side in zip(config.mults, config.sides)
@@ -280,9 +285,9 @@ def _list_attending_channels(config: Config) -> list[int]:
 
 
 def _find_head_width(config: Config) -> int | None:
-    """Returns the width of an attention head, which diffusers has once for all levels; None for a single head.
+    """Returns the width of an attention head, in diffusers one number for all levels; None if there is one head.
 
-    Raises ConfigError if the levels have heads of different width, or the ways up and down different numbers of heads.
+    Raises ConfigError if heads differ in width between levels, or their number differs between the ways down and up.
     """
     widths = sorted({channels // config.num_heads for channels in _list_attending_channels(config)})
     if config.attention_resolutions and config.heads_upsample != config.num_heads:
@@ -302,19 +307,21 @@ def _find_head_width(config: Config) -> int | None:
 
 
 def _needs_time_table(config: Config) -> bool:
-    """Returns whether rescaled timesteps need a table in diffusers, whose sinusoids of t would be others."""
+    """Returns whether the timesteps that the network sees are not 0, 1, 2, ...: then the diffusers model needs a table
+    of their sinusoids.
+    """
     return config.rescale_timesteps and config.diffusion_steps != 1000
 
 
 def _compute_time_features(config: Config) -> Tensor:
-    """Returns the sinusoids of every timestep as the network sees it, (T, num_channels)."""
+    """Returns the sinusoids of all timesteps as the network sees them, float32 (T, num_channels)."""
     scale = 1000.0 / config.diffusion_steps if config.rescale_timesteps else 1.0
     return compute_timestep_features(torch.arange(config.diffusion_steps).float() * scale, config.num_channels)
 
 
 def _pair_layers(config: Config) -> Iterator[tuple[str, str]]:
-    """Yields the names of the layers but for qkv, here and in diffusers. A network may lack some, such as
-    skip_connection.
+    """Yields (our name, diffusers' name) of each layer except the qkv of attentions. Some names may not exist in a
+    network, such as skip_connection.
     """
     yield from _ENDS.items()
     for name, diffusers_name, kind in _pair_blocks(config):
@@ -326,14 +333,16 @@ def _pair_layers(config: Config) -> Iterator[tuple[str, str]]:
 
 
 def _pair_attentions(config: Config) -> Iterator[tuple[str, str, int]]:
-    """Yields the names of the attentions, here and in diffusers, and their heads."""
+    """Yields (our name, diffusers' name, number of heads) of each attention."""
     for name, diffusers_name, kind in _pair_blocks(config):
         if kind == "attention":
             yield name, diffusers_name, config.heads_upsample if name.startswith("output") else config.num_heads
 
 
 def _pair_blocks(config: Config) -> Iterator[tuple[str, str, str]]:
-    """Yields every block in the order of the network: its name here, its name in diffusers, and its kind."""
+    """Yields (our name, diffusers' name, kind) of each block in the order of the network. The kind is "residual",
+    "attention" or "change of size".
+    """
     attends, last = [side in config.attention_resolutions for side in config.sides], len(config.mults) - 1
     number = 0
     for level, attention in enumerate(attends):
