@@ -230,8 +230,7 @@ class Config(SystemConfig):
 
     @property
     def has_null(self) -> bool:
-        """Returns whether the label table has a null row, number num_classes, which stands for "no label" in guidance.
-        """
+        """Returns whether the label table has a null row, number num_classes, which means "no label" in guidance."""
         return self.class_cond and self.class_dropout_prob > 0
 
     @property

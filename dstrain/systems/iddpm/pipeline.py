@@ -35,8 +35,7 @@ class ConditionalUNetPipeline(DiffusionPipeline):
         self.register_to_config(enlarges=enlarges, id2label=id2label, has_null=has_null)
 
     def save_config(self, save_directory, **kwargs):
-        """Saves model_index.json and, beside it, this file as pipeline.py. save_pretrained and push_to_hub call this.
-        """
+        """Saves model_index.json and, beside it, this file as pipeline.py; save_pretrained and push_to_hub call it."""
         Path(save_directory).mkdir(parents=True, exist_ok=True)
         (Path(save_directory) / "pipeline.py").write_text(self._source, encoding="utf-8")
         super().save_config(save_directory, **kwargs)

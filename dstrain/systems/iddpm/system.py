@@ -149,8 +149,8 @@ class IDDPMSystem(System):
     @torch.no_grad()
     def measure(self, nets: Nets, example: Example, num_steps: int | None = None, progress: Progress = iter) -> Terms:
         """Measures bits/dim of each sample, for super-resolution given its small picture. `num_steps` is the number of
-        timesteps, or of network calls for a flow. None takes the whole process; of a chain with timestep_respacing, the
-        timesteps that it keeps. A flow's terms also have the loss of `evaluate`.
+        timesteps of a chain, or of network calls for a flow. None takes all timesteps of a chain, or those that
+        timestep_respacing keeps, and 100 calls for a flow. A flow's terms also have the loss of `evaluate`.
         """
         network = self.bind_conditions(nets, example)
         terms = self.process.measure_bits(network, example["x_start"], example["key"], num_steps, progress)
