@@ -1,7 +1,8 @@
-"""The systems by name. A system is imported when it is asked for, so that one never needs the libraries of another.
+"""Finds and builds systems by name. A system's package is imported only when it is needed, so that one system never
+needs the libraries of another.
 
-A name is that of a folder beside this file with a system.py (`dit`, `phenaki.tokenizer`), of an entry point of the
-group `dstrain.systems`, or of a package that can be imported (`my_lab.edm`), if the user has named it himself
+A name is one of three: a folder beside this file with a system.py (`dit`, `phenaki.tokenizer`); an entry point of the
+group `dstrain.systems`; or a package that can be imported (`my_lab.edm`), if the user himself has named it
 (recipe/trust.py). base.py says what such a package holds.
 """
 
@@ -24,14 +25,18 @@ _GROUP = "dstrain.systems"
 
 
 def list_names() -> list[str]:
-    """Returns the names of dstrain's systems and of those of installed packages."""
+    """Returns, in alphabetical order, the names of dstrain's own systems and of those that installed packages register
+    as entry points.
+    """
     root = Path(__file__).parent
     own = [".".join(path.parent.relative_to(root).parts) for path in root.rglob("system.py")]
     return sorted({*own, *_list_entry_points()})
 
 
 def list_learners(kind: str) -> list[str]:
-    """Returns the names of dstrain's systems that learn from a kind of data."""
+    """Returns the names of dstrain's own systems that can learn from a kind of data, such as "images" (see
+    types.Kind).
+    """
     return [
         name
         for name in list_names()
@@ -40,9 +45,10 @@ def list_learners(kind: str) -> list[str]:
 
 
 def build(name: str, model: dict[str, Any]) -> System:
-    """Builds the system `name` of a model section.
+    """Builds the system `name` from the model section of a recipe.
 
-    Raises ConfigError if the name or a field is unknown, or a value out of range.
+    Raises ConfigError if the name or a field is unknown, if a value is out of range, or if the package's build()
+    returns something else than a System.
     """
     section = check_config(name, model)
     system = import_package(name).build(section)
@@ -54,7 +60,11 @@ def build(name: str, model: dict[str, Any]) -> System:
 
 
 def check_config(name: str, model: dict[str, Any]) -> SystemConfig:
-    """Returns the checked model section of a system. Raises ConfigError as `build`."""
+    """Returns the model section of a recipe as the system's Config: checked, with defaults for the fields that it
+    leaves out.
+
+    Raises ConfigError if the name or a field is unknown, or a value is out of range.
+    """
     schema = find_config_class(name)
     try:
         return schema.model_validate(model)
@@ -63,7 +73,9 @@ def check_config(name: str, model: dict[str, Any]) -> SystemConfig:
 
 
 def find_config_class(name: str) -> type[SystemConfig]:
-    """Returns the schema of a system's model section: its fields, defaults and their meaning."""
+    """Returns the Config class of a system: the fields of its model section, with their defaults and descriptions.
+    Raises ConfigError if `import_package` does.
+    """
     return import_package(name).Config
 
 
@@ -74,7 +86,9 @@ def _list_entry_points() -> dict[str, importlib.metadata.EntryPoint]:
 def import_package(name: str) -> ModuleType:
     """Imports the package of a system and returns it.
 
-    Raises ConfigError if there is none, it holds no system, or it is from outside and its user has not named it.
+    Raises ConfigError if there is no such package, if it lacks Config or build, if Config.learns_from is no tuple of
+    known kinds of data, or if it is neither dstrain's nor an entry point and the user has not named it
+    (recipe/trust.py).
     """
     if not all(word.isidentifier() for word in name.replace("-", "_").split(".")) or len(name) > 200:
         raise ConfigError(f"system: {name[:200]!r} is no name of a package: write letters, digits and dots")
@@ -113,7 +127,7 @@ def import_package(name: str) -> ModuleType:
 
 
 def find_outside_file(name: str) -> Path | None:
-    """Returns the file of a system that is not one of dstrain's; None for dstrain's own."""
+    """Returns the path of the file of a system that another package holds; None for one of dstrain's own."""
     file = Path(import_package(name).__file__ or "")
     return None if Path(__file__).parent in file.parents else file
 
@@ -124,7 +138,9 @@ def _suggest_name(name: str) -> str:
 
 
 def _can_be_imported(name: str) -> bool:
-    """Returns whether there is such a package; a fault while it is imported is raised as its own bug."""
+    """Returns whether Python finds a package of this name. An error within a parent package that is imported for this,
+    such as a library that it lacks, is raised as it is.
+    """
     try:
         return importlib.util.find_spec(name) is not None
     except ModuleNotFoundError as error:

@@ -61,7 +61,8 @@ __all__ = [
 class SystemConfig(Section):
     """The `model` section of a recipe. The docstring below a field is its description.
 
-    A field may not change when a run goes on, unless it is marked Annotated[..., MAY_CHANGE], see recipe/section.py.
+    A resumed run must keep the value of a field, unless the field is marked Annotated[..., MAY_CHANGE], see
+    recipe/section.py.
     """
 
     learns_from: ClassVar[tuple[Kind, ...]] = ("images",)  # which data the system takes
@@ -77,37 +78,47 @@ class SystemConfig(Section):
 
     @classmethod
     def completed(cls, model: dict[str, Any], run: Run) -> dict[str, Any]:
-        """Returns the section with values from the rest of the recipe, such as the image size, for the fields that it
-        leaves out.
+        """Returns the section with values from the rest of the recipe, such as the image size, for fields that it
+        leaves out. By default returns it unchanged.
 
-        `run.data.codes` holds what the index of a cache says. What is added is written into the run's folder.
+        `run.data.codes` describes the cache that the data are read from, None if it is none. The completed section is
+        what a run saves in its folder.
         """
         return model
 
     @classmethod
     def recorded(cls, model: dict[str, Any]) -> dict[str, Any]:
-        """Returns the section of a saved run.yaml with defaults for fields that older versions did not write."""
+        """Returns the section of a saved run.yaml with defaults for fields that older versions did not write; by
+        default unchanged.
+        """
         return model
 
     @classmethod
     def without_files(cls, run: Run) -> tuple[Run, str]:
-        """Returns, for a plan, a run that trains the same networks where the files of frozen ones are not here, and a
-        line about what it leaves out, "" where it is the run itself.
+        """Returns a run that trains the same networks but does without the files of frozen networks that are missing on
+        this machine, and a line about what it leaves out, or "". For `dstrain plan`. By default returns the run itself
+        and "".
         """
         return run, ""
 
     def conflicts(self, run: Run) -> list[str]:
-        """Lists the problems between this section and the rest of the recipe, a line each, with keys and remedy."""
+        """Returns the problems between this section and the rest of the recipe, one message each, with the keys and the
+        remedy; [] if there are none.
+        """
         return []
 
     def conflicts_at(self, stage: int) -> list[str]:
-        """Lists the problems of this section with a ZeRO stage, 0 to 3, as `conflicts` does."""
+        """Returns the problems of this section with a ZeRO stage, 0 to 3, as messages like those of `conflicts`; [] by
+        default.
+        """
         return []
 
     def conflicts_among(self, ranks: int) -> list[str]:
-        """Lists why `ranks` ranks (parallel.sequence) cannot share the tokens of a sample, as `conflicts` does.
+        """Returns the reasons why `ranks` ranks (parallel.sequence) cannot share the tokens of a sample, as messages
+        like those of `conflicts`; [] if they can.
 
-        A system whose networks share them, see nn/sequence.py, returns list_indivisible.
+        By default no ranks can. A system whose networks share tokens (nn/sequence.py) returns what list_indivisible
+        returns.
         """
         return [
             f"parallel.sequence={ranks}: {self.unshared}, and the systems that share tokens are dit, phenaki and "
@@ -116,24 +127,24 @@ class SystemConfig(Section):
 
     @property
     def num_labels(self) -> int | None:
-        """Returns the number of classes that samples are conditioned on; None where labels say nothing. Training is
-        refused where the data have another number; 1 needs no classes.
+        """Returns the number of classes that samples are conditioned on; None if the model reads no labels. Training is
+        refused if the data have another number of classes. With 1 class the data need no labels.
         """
         return None
 
     @property
     def reads_texts(self) -> bool:
-        """Returns whether samples are conditioned on texts: images are then read with their captions."""
+        """Returns whether samples are conditioned on texts. If so, images are read with their captions."""
         return False
 
     @classmethod
     def with_encoders(
         cls, model: dict[str, Any], text_encoder: str | None = None, tokenizer: str | None = None
     ) -> dict[str, Any]:
-        """Returns the section with other folders or hub names of its frozen networks, those of generate --text-encoder
-        and --tokenizer.
+        """Returns the section with other folders or hub names for its frozen networks: the values of `dstrain generate`
+        --text-encoder and --tokenizer, None where the option is absent.
 
-        Raises ConfigError if the model has no use for one.
+        Raises ConfigError for an option that the model has no use for.
         """
         if text_encoder is not None:
             raise ConfigError("--text-encoder: the model takes no texts; leave it out")
@@ -142,7 +153,9 @@ class SystemConfig(Section):
         return model
 
     def unequal(self, run: Run, **fields: str) -> list[str]:
-        """Lists each pair KEY=FIELD of a data.KEY and a field of this section that differ, for `conflicts`."""
+        """Returns a message for `conflicts` for each keyword argument KEY="FIELD" whose data.KEY and
+        model.FIELD differ.
+        """
         pairs = ((key, getattr(run.data, key), field, getattr(self, field)) for key, field in fields.items())
         return [
             f"data.{key}={of_data} and model.{field}={of_model} differ: make both equal"
@@ -152,8 +165,8 @@ class SystemConfig(Section):
 
 
 def list_indivisible(ranks: int, counts: Mapping[str, int]) -> list[str]:
-    """Lists, for conflicts_among, a problem for each of the `counts` (by what is counted) that `ranks`
-    does not divide.
+    """Returns a message for `conflicts_among` for each entry of `counts` (what is counted -> how many) that is no
+    multiple of `ranks`; [] if all are.
     """
     fits = list_divisors(math.gcd(*counts.values()))
     return [
@@ -164,7 +177,7 @@ def list_indivisible(ranks: int, counts: Mapping[str, int]) -> list[str]:
 
 
 class System(Figures, Stateful, Prompted, Sampling, Videos, FirstStage, Imports, ABC):
-    """One generative model. What stands here every system meets; what it may add stands in optional.py."""
+    """One generative model. The members below are those of every system; optional.py has the optional ones."""
 
     parts: dict[str, Loss]  # trained networks and their losses, in update order
     averaged: tuple[str, ...]  # parts that have an EMA
@@ -174,8 +187,8 @@ class System(Figures, Stateful, Prompted, Sampling, Videos, FirstStage, Imports,
 
     @abstractmethod
     def networks(self) -> dict[str, nn.Module]:
-        """Builds fresh networks, keys as `parts`; may be called with all tensors, or the parameters alone, on the meta
-        device.
+        """Builds the networks with new weights, under the names of `parts`. The caller may have set the meta device for
+        all tensors, or for the parameters alone.
         """
 
     @abstractmethod
@@ -183,12 +196,14 @@ class System(Figures, Stateful, Prompted, Sampling, Videos, FirstStage, Imports,
         """Returns a batch of the right shapes and random content, for benchmarks, exports and tests."""
 
     def sample(self, nets: Nets, request: Request) -> Tensor:
-        """Draws uint8 images (N, C, H, W) or videos (N, T, C, H, W), or float32 embeddings (N, D), from the seeds."""
+        """Draws a sample for each seed of the request: uint8 images (N, C, H, W) or videos (N, T, C, H, W), or float32
+        embeddings (N, D). Raises ConfigError by default.
+        """
         raise ConfigError(f"a {type(self).__name__} draws no samples")
 
     def encode(self, batch: Batch) -> Example:
-        """Returns the example, what a loss reads of a batch: by default x_start, the images in [-1, 1], and the other
-        inputs. Runs without gradient.
+        """Returns an example, which is what the losses read, made from a batch: by default x_start, the images in
+        [-1, 1], and the batch's other tensors unchanged. No gradient flows through it.
         """
         example = {name: tensor for name, tensor in batch.items() if name != "image"}
         example["x_start"] = batch["image"].float() / 127.5 - 1
@@ -198,9 +213,11 @@ class System(Figures, Stateful, Prompted, Sampling, Videos, FirstStage, Imports,
         return self.parts[part](nets, example)
 
     def evaluate(self, nets: Nets, example: Example) -> Terms:
-        """Returns terms on held-out data, `loss` among them, one value a sample (B,) each; by default those of the
-        first part's loss, whose loss_each is then `loss`. Curves (B, K) are averaged, too, and go to `digest`. Held-out
-        data have no `step`.
+        """Returns terms on held-out data, (B,) each, with `loss` among them. By default these are the terms by sample
+        of the first part's loss, its loss_each under the name `loss`.
+
+        Curves (B, K) are allowed, too: they are averaged over all held-out samples and passed to `digest`. Held-out
+        examples have no `step`. Raises ConfigError if the first part's loss returns no loss_each.
         """
         terms = self.loss(next(iter(self.parts)), nets, example)
         if "loss_each" not in terms:
@@ -217,14 +234,16 @@ class System(Figures, Stateful, Prompted, Sampling, Videos, FirstStage, Imports,
         return tuple(self.parts)
 
     def workload(self, step: int) -> tuple[int, ...]:
-        """Returns a measure of the operations of `step`, larger for more; steps of equal workload and turns take
-        equally many.
+        """Returns numbers that rank steps by their operations, compared as a tuple: larger for more. Steps whose
+        workload and turns are equal must need equally many operations.
         """
         return (len(self.turns(step)),)
 
     def conditions(self, num: int, labels: tuple[int, ...] | None = None) -> dict[str, Tensor]:
-        """Returns conditions for `num` samples, (num, ...) each. By default label int64 (num,), where there are
-        classes: the labels in turn, None for every class. Raises ConfigError as `require_labels`.
+        """Returns conditions by name for `num` samples, (num, ...) each. By default {"label": int64 (num,)}, which goes
+        through `labels` again and again, or through all classes if it is None; {} if the model has no classes.
+
+        Raises ConfigError for labels that `require_labels` refuses.
         """
         self.require_labels(labels or ())
         if self.num_labels is None:
@@ -233,7 +252,9 @@ class System(Figures, Stateful, Prompted, Sampling, Videos, FirstStage, Imports,
         return {"label": classes.repeat(-(-num // len(classes)))[:num]}
 
     def require_labels(self, labels: Iterable[int]) -> None:
-        """Raises ConfigError for labels that are no class, and for any labels where there are no classes."""
+        """Raises ConfigError if a label is not the number of a class, or if there are labels and the model has
+        no classes.
+        """
         unknown = sorted(label for label in set(labels) if not 0 <= label < (self.num_labels or 0))
         if unknown and self.num_labels is None:
             raise ConfigError(f"labels: a {type(self).__name__} of this model section knows no classes; leave them out")
@@ -244,23 +265,27 @@ class System(Figures, Stateful, Prompted, Sampling, Videos, FirstStage, Imports,
             )
 
     def accepts(self, source: Any) -> None:
-        """Checks a data source before anything is trained. Raises ConfigError if its samples do not fit the model; by
+        """Checks a data source before the training starts. Raises ConfigError if its samples do not fit the model; by
         default accepts all.
         """
 
     def fingerprint(self, source: Any) -> str:
-        """Returns a hash of the training data, by which a resumed run notices a change: the source's own, then hashes
-        of what the recipe names without fixing it, such as the encoder of captions that are not cached.
+        """Returns a text by which a resumed run notices that its training data have changed: by default the source's
+        own hash. A system adds hashes of other things that samples depend on and the recipe only names, such as the
+        encoder of captions that are not cached.
         """
         return source.compute_fingerprint()
 
     def decays(self, name: str, weight: Tensor) -> bool:
-        """Returns whether weight decay applies to a parameter: matrices and filters, not biases and gains."""
+        """Returns whether weight decay applies to a parameter: by default to those of two or more axes
+        (matrices, filters), not to biases and gains.
+        """
         return weight.ndim >= 2
 
     def blocks(self) -> tuple[type[nn.Module], ...]:
-        """Returns the repeated units of the networks, which are compiled and recomputed one by one. Each takes first
-        what the unit before it gives: model.recompute=offload keeps that in the host's memory.
+        """Returns the classes of the networks' repeated blocks, which are compiled and recomputed one by one. The first
+        argument of each must be the output of the block before it: model.recompute=offload keeps it in the host's
+        memory.
         """
         return ()
 
@@ -269,12 +294,12 @@ class System(Figures, Stateful, Prompted, Sampling, Videos, FirstStage, Imports,
         return ()
 
     def cannot_draw(self) -> str | None:
-        """Returns why `sample` cannot be called, with the remedy, or None if it can."""
+        """Returns the reason why `sample` cannot be called, with the remedy; None if it can be called."""
         return None if type(self).sample is not System.sample else f"a {type(self).__name__} draws no samples"
 
     def sampler(self, name: str | None, key: str = "sampler") -> str:
-        """Returns the sampler of that name, None for the usual one. Raises ConfigError, which names the `key`, if there
-        is none.
+        """Returns `name` if it is one of `samplers`, and the default one, the last, for None; "" if there is no choice.
+        Raises ConfigError, which begins with `key`, for any other name.
         """
         if name is None:
             return self.samplers[-1] if self.samplers else ""
@@ -286,8 +311,8 @@ class System(Figures, Stateful, Prompted, Sampling, Videos, FirstStage, Imports,
 
 
 def require_valid_attributes(name: str, system: System) -> None:
-    """Raises ConfigError if an attribute of the system `name` that should be a tuple of names, or the dict of its
-    parts, is something else.
+    """Raises ConfigError if averaged, samplers, sampling or watched of the system `name` is no tuple or list of names,
+    or `parts` is no dict or is empty.
     """
     for member in ("averaged", "samplers", "sampling", "watched"):
         names = getattr(system, member, None)

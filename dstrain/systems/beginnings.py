@@ -1,4 +1,6 @@
-"""Steps of training that see only the first frames of their clips, by shares, since such steps cost less."""
+"""Short steps of training, which see only the first frames of their clips and so cost less: the shares of such
+steps.
+"""
 
 from itertools import accumulate
 
@@ -8,8 +10,8 @@ _GOLDEN = 0.6180339887498949  # (sqrt(5) - 1) / 2: its multiples modulo 1 fill [
 
 
 def find_last_kept_frame(shares: tuple[float, ...], step: int) -> int | None:
-    """Returns the number of the last latent frame that a step's clips keep: frame f in a share shares[f] of all steps.
-    Returns None in the other steps, which keep whole clips.
+    """Returns the last latent frame, counted from 0, that the clips of a step keep: frame f in a share shares[f] of all
+    steps, spread evenly. Returns None for the other steps, which keep whole clips.
     """
     place = step * _GOLDEN % 1.0
     for frame, end in enumerate(accumulate(shares)):
@@ -19,8 +21,8 @@ def find_last_kept_frame(shares: tuple[float, ...], step: int) -> int | None:
 
 
 def require_shares(key: str, shares: tuple[float, ...], latent_frames: int) -> None:
-    """Raises ConfigError, which names the model's key, for more shares than the clips have latent frames, for negative
-    ones, and for more than 1 together.
+    """Raises ConfigError if there are more shares than latent frames, if one is negative, or if their sum exceeds 1.
+    `key` is the model's key of the shares, for the message.
     """
     if len(shares) > latent_frames:
         raise ConfigError(

@@ -19,7 +19,7 @@ from dstrain.systems.base import System
 
 
 class Codec(Frozen):
-    """Images or videos in [-1, 1] to codes and back, in float32 and without gradient.
+    """Encodes images or videos in [-1, 1] to codes, and decodes codes, in float32 and without gradient.
 
     network  the trained network of the system's first part, the only one that is kept.
     run      the recipe that it was trained with.
@@ -59,9 +59,11 @@ class Codec(Frozen):
 
     @classmethod
     def load(cls, path: str | Path, key: str = "model.first_stage.path") -> "Codec":
-        """Loads a folder that dstrain export RUN --format safetensors or dstrain consolidate has written.
+        """Loads the first stage from a folder that `dstrain export RUN --format safetensors` or `dstrain consolidate`
+        has written.
 
-        Raises ConfigError if the folder is absent, holds something else or damaged weights, or encodes nothing.
+        Raises ConfigError if the folder is absent, if it holds something else or damaged weights, or if its system is
+        no first stage.
         """
         folder = Path(path)
         _require_export(folder, key)
@@ -87,11 +89,13 @@ class Codec(Frozen):
 
     @torch.no_grad()
     def encode(self, pixels: Tensor, frames: Tensor | None = None) -> dict[str, Tensor]:
-        """Encodes as System.codes: tokens int64, or latent_mean and latent_std float32, (B, *codes_shape) each.
+        """Returns the codes of pixels by name: tokens int64, or latent_mean and latent_std float32, (B, *codes_shape)
+        each.
 
         pixels: images (B, C, H, W) or videos (B, T, C, H, W), float in [-1, 1]. frames: how many frames of each video
         are real, int64 (B,), None for all; tokens of the others mean nothing. Raises ConfigError for pixels of another
-        shape.
+        height, width or number of channels, for a number of frames that does not fit, and for videos if it encodes
+        images.
         """
         self.require_shape(tuple(pixels.shape[-3:]))
         if pixels.ndim == 5 and not self.of_videos:
@@ -138,7 +142,7 @@ class Codec(Frozen):
         return self._system.decode(self._nets, codes)
 
     def require_shape(self, shape: tuple[int, ...]) -> None:
-        """Raises ConfigError if images or frames are not (channels, height, width) as this first stage's are."""
+        """Raises ConfigError if the (channels, height, width) of images or frames is not that of this first stage."""
         if shape != self.shape:
             raise ConfigError(
                 f"data: images or frames are {shape} (channels, height, width), the first stage at "
@@ -148,7 +152,9 @@ class Codec(Frozen):
 
 
 def require_codes(system: System, run: Run, path: str | Path, key: str) -> None:
-    """Raises ConfigError if the system of a run is no first stage, whose codes others learn from."""
+    """Raises ConfigError if the system of a run is no first stage, that is, has no codes for other systems to
+    learn from.
+    """
     if not system.encodes:
         raise ConfigError(
             f"{key}: {path} is of the system {run.system}, which encodes nothing that others learn from; "
@@ -157,7 +163,9 @@ def require_codes(system: System, run: Run, path: str | Path, key: str) -> None:
 
 
 def _require_export(folder: Path, key: str) -> None:
-    """Raises ConfigError if the folder does not exist, or has no recipe beside its weights."""
+    """Raises ConfigError if the folder does not exist or holds no recipe.yaml. The message says what it holds
+    instead.
+    """
     if (folder / "recipe.yaml").is_file():
         return
     problem = f"{folder} holds no recipe.yaml"

@@ -1,4 +1,4 @@
-"""What a system may add to the members that every system has, in groups. All have defaults, which System inherits."""
+"""Members that a system may add to those that every system has, in groups. System inherits a default for each."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -13,34 +13,40 @@ CHOICES = ("spacing", "eta", "guidance_rescale", "guidance_interval")  # fields 
 
 
 class Figures:
-    """Figures beyond the held-out loss, and pictures beside the samples."""
+    """Further measures on held-out data, and further pictures in training."""
 
     def measure(self, nets: Nets, example: Example, num_steps: int | None = None, progress: Progress = iter) -> Terms:
-        """Measures what dstrain evaluate averages over held-out samples: values (B,), curves (B, K) such as bits by
-        timestep.
+        """Returns the terms that `dstrain evaluate` averages over held-out samples: values (B,), or curves (B, K) such
+        as bits by timestep. By default those of `evaluate`.
 
-        `num_steps` shortens a chain, None takes the whole. By default the terms of `evaluate`.
+        num_steps: how many steps of a chain to take; None takes them all. progress: shows the progress of such a chain.
         """
         return self.evaluate(nets, example)
 
     def digest(self, means: dict[str, Tensor]) -> dict[str, float]:
-        """Returns figures of the means (K,) of `evaluate`'s curves over all held-out samples, such as codebook
-        usage.
+        """Returns figures by name, such as the codebook usage, computed from `means`: the curves (K,) that `evaluate`
+        returns, each averaged over all held-out samples. {} by default.
         """
         return {}
 
     def pictures(self, nets: Nets, example: Example) -> dict[str, Tensor]:
-        """Returns pictures beside the samples, such as reconstructions: uint8 (B, C, H, W) or (B, T, C, H, W) each."""
+        """Returns pictures to show beside the samples, such as reconstructions, by name: uint8 (B, C, H, W) or
+        (B, T, C, H, W). {} by default.
+        """
         return {}
 
 
 class Stateful:
-    """Small state that is no weight, such as a history of losses by timestep. It is saved, and equal on all ranks."""
+    """Small state beside the weights, such as a history of losses by timestep. It is saved in checkpoints, and must be
+    equal on all ranks.
+    """
 
     watched: tuple[str, ...] = ()  # terms by sample that `observe` sees after a step, and no report
 
     def observe(self, terms: Terms) -> None:
-        """Learns from the `watched` terms of a step, (N, ...) each, of all ranks, in the order of the global batch."""
+        """Updates the state after a step from its `watched` terms, (N, ...) each: those of all ranks, in the order of
+        the global batch. By default does nothing.
+        """
 
     def state_dict(self) -> dict[str, Tensor]:
         return {}
@@ -64,18 +70,20 @@ class Prompted:
         return type(self).conditions_from_texts is not Prompted.conditions_from_texts
 
     def conditions_from_texts(self, texts: list[str]) -> dict[str, Tensor]:
-        """Returns the conditions of each text, (N, ...). Raises ConfigError if the system takes no texts."""
+        """Returns the conditions for N texts by name, (N, ...) each. Raises ConfigError if the system takes no
+        texts.
+        """
         raise ConfigError(f"a {type(self).__name__} takes no texts")
 
     def conditions_to_avoid(self, text: str, num: int) -> dict[str, Tensor]:
-        """Returns the conditions of a negative prompt, from which guidance leads `num` samples away, (num,
-        ...) each.
+        """Returns the conditions of a negative prompt by name, (num, ...) each. Guidance leads `num` samples away from
+        it. Raises ConfigError by default.
         """
         raise ConfigError(f"a {type(self).__name__} is led away from no text")
 
     def describe_cut(self, texts: list[str], what: str) -> str:
-        """Returns a line that says how much of `texts` (`what`: prompts, captions) is cut because the model does not
-        read it; "" if nothing is.
+        """Returns a line that says how much of the texts is cut off since the model does not read so many tokens; "" if
+        nothing is. what: what the line calls the texts, such as prompts or captions.
         """
         return ""
 
@@ -85,7 +93,7 @@ class Prompted:
         return type(self).conditions_from is not Prompted.conditions_from
 
     def conditions_from(self, images: Tensor) -> dict[str, Tensor]:
-        """Returns the conditions of given pictures, uint8 (N, C, H, W), from which samples begin.
+        """Returns the conditions, by name, of samples that begin from given pictures, uint8 (N, C, H, W).
 
         A system of videos takes their first frames, (N, K, C, H, W) with K = 1 + m * temporal_patch_size. A system of
         embeddings takes float32 (N, takes_embeddings).
@@ -96,8 +104,8 @@ class Prompted:
 
 
 class Sampling:
-    """Choices of Samples and Request beyond sampler, num_steps and guidance_scale, and other ways
-    to begin or to guide.
+    """Ways to draw samples, beyond sampler, num_steps and guidance_scale: further choices of Samples and Request, other
+    sizes, inversion, and guidance by another network.
     """
 
     sampling: tuple[str, ...] = ()  # the names of those that `sample` reads, see CHOICES
@@ -106,7 +114,9 @@ class Sampling:
     # that are carried to noise, and drawn again from it
 
     def check_sampling(self, samples: Samples) -> None:
-        """Raises ConfigError for choices that this system does not read, or that do not go with its sampler."""
+        """Raises ConfigError if a recipe's samples section sets a choice that this system does not read, or that does
+        not go with its sampler.
+        """
         usual, kind, problems = Samples(), type(self).__name__, []
         if samples.size is not None and not self.takes_sizes:
             problems.append(
@@ -121,8 +131,8 @@ class Sampling:
             raise ConfigError(*problems)
 
     def require_guide(self, other: Any) -> None:
-        """Raises ConfigError if the networks of the system `other`, as `guide` in `nets`, cannot guide this one's
-        samples.
+        """Raises ConfigError if the network of the system `other`, which `sample` would find in `nets` as `guide`,
+        cannot guide this system's samples. By default no system can.
         """
         raise ConfigError(f"a {type(self).__name__} is guided by no other run; leave it out")
 
@@ -135,41 +145,44 @@ class Videos:
 
 
 class FirstStage:
-    """A first stage: dstrain encode caches its codes, other systems learn from them, and decode what they draw."""
+    """A first stage: `dstrain encode` caches its codes, other systems learn to draw such codes, and it decodes what
+    they draw.
+    """
 
     encodes: bool = False  # whether it has `codes`
     codebook_size: int | None = None  # number of ids that `codes` may give; None: latents
 
     def codes(self, nets: Nets, example: Example) -> dict[str, Tensor]:
-        """Returns the codes of images, before any noise: latent_mean and latent_std float32 (B, C, h, w), or tokens
-        int64 (B, h, w); of videos (B, T, C, H, W), of which example["frames"] (B,) are real, tokens (B, t, h, w).
+        """Returns the codes of example["x_start"] by name, without any noise. For images (B, C, H, W): latent_mean and
+        latent_std, float32 (B, C, h, w), or tokens, int64 (B, h, w). For videos (B, T, C, H, W): tokens, int64
+        (B, t, h, w); of each video the first example["frames"] (B,) frames are real.
         """
         raise ConfigError(f"a {type(self).__name__} encodes nothing that others learn from")
 
     def decode(self, nets: Nets, codes: Tensor) -> Tensor:
-        """Returns the pixels of `codes`, float32 in [-1, 1]: of tokens, or of latents that are a mean or a draw from
-        the posterior. Images (B, C, H, W); of tokens (B, t, h, w) videos (B, T, C, H, W).
+        """Decodes codes to pixels, float32 in [-1, 1]. Tokens (B, h, w), or latents (B, C, h, w), which are a mean or a
+        draw from the posterior, become images (B, C, H, W). Tokens (B, t, h, w) become videos (B, T, C, H, W).
         """
         raise ConfigError(f"a {type(self).__name__} decodes nothing that others draw")
 
     def identity(self, nets: Nets) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """Returns the config, as JSON, and the weights by name, on which the `codes` depend. Their hash tells first
-        stages apart. Raises ConfigError if the system has no codes.
+        """Returns what the `codes` depend on, from whose hash first stages are told apart: the config, of values that
+        JSON can hold, and the weights by name. Raises ConfigError if the system has no codes.
         """
         raise ConfigError(f"a {type(self).__name__} encodes nothing that others learn from")
 
 
 class Imports:
-    """Weights that were trained elsewhere, or go there."""
+    """Weights of elsewhere that a system starts from, and its export for diffusers."""
 
     in_pipeline: str = ""  # where a pipeline of diffusers keeps what `from_diffusers` takes
 
     def on_meta(self, part: str) -> nn.Module:
-        """Returns a part's network without values, for its names and shapes."""
+        """Builds the network of a part on the meta device: it has names and shapes, but no values."""
         return self.networks_on_meta()[part]
 
     def networks_on_meta(self) -> dict[str, nn.Module]:
-        """Builds the networks without values, for their names, shapes and operations."""
+        """Builds all networks on the meta device, by part: they have names, shapes and operations, but no values."""
         with torch.device("meta"):
             networks = self.networks()
         for network in networks.values():
@@ -177,13 +190,14 @@ class Imports:
         return networks
 
     def rename_published(self, part: str, state: dict[str, Tensor]) -> tuple[dict[str, Tensor], list[str]]:
-        """Returns weights of a file that dstrain has not written, renamed as `adapt` takes them, and notes for the
-        user.
+        """Returns the weights of a file that dstrain has not written under the names that `adapt` takes, and notes for
+        the user. By default returns them unchanged, without notes.
         """
         return state, []
 
     def adapt(self, part: str, state: dict[str, Tensor]) -> tuple[dict[str, Tensor], list[str]]:
-        """Returns weights from elsewhere fitted to the part's network, and notes on what was changed.
+        """Returns weights from elsewhere fitted to the part's network, and notes on what was changed. By default
+        changes nothing.
 
         Raises ConfigError for the first difference that cannot be bridged, with both shapes and the remedy.
         """
@@ -202,10 +216,10 @@ class Imports:
     def from_diffusers(
         self, state: dict[str, Tensor], diffusers_config: Mapping[str, Any]
     ) -> tuple[dict[str, Tensor], list[str]]:
-        """Returns weights of the first part under diffusers' names, renamed as `adapt` takes them, and notes for the
-        user.
+        """Returns weights that diffusers has saved of the first part's network under the names that `adapt` takes, and
+        notes for the user. diffusers_config: their config.json.
 
-        Raises ConfigError for another class, or a field that differs from the recipe's.
+        Raises ConfigError if they are of another class, or a field differs from the recipe's.
         """
         raise ConfigError(
             f"weights: config.json is of class {diffusers_config.get('_class_name')} of diffusers, which "
@@ -213,5 +227,7 @@ class Imports:
         )
 
     def require_expressible(self) -> None:
-        """Raises ConfigError if dstrain export cannot write such a model for diffusers, whatever its weights are."""
+        """Raises ConfigError if `dstrain export` cannot write this model for diffusers, whatever its weights. By
+        default it cannot.
+        """
         raise ConfigError(f"a {type(self).__name__} has no form in diffusers: take --format safetensors")

@@ -1,4 +1,6 @@
-"""One file with the source of a class and of all that it uses here, for exports that run without this package."""
+"""Gathers the source of a class, with all that it uses of this package, into one file: for exports that run without
+dstrain.
+"""
 
 import ast
 import importlib
@@ -9,9 +11,10 @@ _PACKAGE = "dstrain."
 
 
 def gather_source(root: type, replaced: Mapping[str, str]) -> str:
-    """Returns the source of a class, and before it that of the classes, functions and constants that it needs.
+    """Returns Python source with a class, and before it the imports and the classes, functions and constants that it
+    needs.
 
-    replaced: by the name of a module, the definitions that stand for all of it.
+    replaced: by the name of a module, source that takes the place of all definitions from this module.
     """
     gathered = _Gathered(replaced)
     gathered.add(root.__module__, root.__name__)
@@ -19,7 +22,9 @@ def gather_source(root: type, replaced: Mapping[str, str]) -> str:
 
 
 class _Gathered:
-    """imports: lines. definitions: sources, each behind those that it names."""
+    """Collects the lines of imports (`imports`), and the sources of definitions (`definitions`), each after those that
+    it uses.
+    """
 
     def __init__(self, replaced: Mapping[str, str]) -> None:
         self.replaced = replaced
@@ -29,8 +34,8 @@ class _Gathered:
         self._modules: dict[str, tuple[str, dict[str, ast.stmt]]] = {}
 
     def add(self, module: str, name: str) -> None:
-        """Adds the definition that a module knows by this name, and before it all that it needs; nothing for a builtin
-        or a local name.
+        """Adds what `name` means in a module: the line of an import, or a definition after all that it needs. Adds
+        nothing if this was done before, or the name is that of a builtin or a local variable.
         """
         source, statements = self._read_module(module)
         statement = statements.get(name)
@@ -53,7 +58,9 @@ class _Gathered:
             self.definitions.append(self.replaced[module])
 
     def _note_new(self, module: str, name: str) -> bool:
-        """Returns whether a name is added for the first time, and notes it."""
+        """Remembers that `name` of this module is added. Returns False if it was added before. Fails by an assertion if
+        it was added from another module.
+        """
         if name not in self._owners:
             self._owners[name] = module
             return True
@@ -61,7 +68,7 @@ class _Gathered:
         return False
 
     def _read_module(self, module: str) -> tuple[str, dict[str, ast.stmt]]:
-        """Returns a module's source, and by each name the statement at its top that binds it."""
+        """Returns the source of a module, and its top-level statements by the names that they bind."""
         if module not in self._modules:
             source = inspect.getsource(importlib.import_module(module))
             bound = {name: found for found in ast.parse(source).body for name in _list_bound_names(found)}
@@ -70,7 +77,9 @@ class _Gathered:
 
 
 def _list_bound_names(statement: ast.stmt) -> list[str]:
-    """Returns the names that a statement at a module's top binds, by import, definition or assignment; else []."""
+    """Returns the names that a top-level statement binds by import, definition or assignment; [] for other
+    statements.
+    """
     if isinstance(statement, ast.Import | ast.ImportFrom):
         return [entry.asname or entry.name for entry in statement.names]
     if isinstance(statement, ast.ClassDef | ast.FunctionDef):
@@ -82,6 +91,6 @@ def _list_bound_names(statement: ast.stmt) -> list[str]:
 
 
 def _read_statement(source: str, statement: ast.stmt) -> str:
-    """Returns the lines of a statement, its decorators included."""
+    """Returns the source lines of a statement, with those of its decorators."""
     first = min([statement.lineno, *(line.lineno for line in getattr(statement, "decorator_list", []))])
     return "\n".join(source.splitlines()[first - 1 : statement.end_lineno])

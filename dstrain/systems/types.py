@@ -1,4 +1,4 @@
-"""The values that pass between a system and what calls it. B samples, N samples of a request."""
+"""Types of the values that a system and its callers exchange. B samples of a batch, N samples of a request."""
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
