@@ -1,4 +1,4 @@
-"""What determines a run: its schema, its file, and what may be wrong in it or change when the run goes on."""
+"""The recipe of a run: its schema, how it is read and written, what is wrong in it, and what may change on resume."""
 
 from dstrain.recipe.changes import list_differences, list_refused_changes, make_refusal, require_known_keys
 from dstrain.recipe.errors import (

@@ -1,4 +1,4 @@
-"""What differs between two Runs, and which differences would make a resumed run another one."""
+"""Compares two Runs key by key, and finds the changes that a resumed run refuses."""
 
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -16,8 +16,8 @@ Change = tuple[str, Any, Any]  # dotted key, old value, new value
 
 
 def list_differences(old: Run, new: Run) -> list[Change]:
-    """Lists (key, old value, new value) of each dotted key whose value differs; None where one side does not have the
-    key.
+    """Lists (dotted key, old value, new value) for each key whose value differs between two Runs. A value is None if
+    its Run does not have the key.
     """
     before, after = _flatten_run(old), _flatten_run(new)
     keys = [*before, *(key for key in after if key not in before)]
@@ -25,7 +25,10 @@ def list_differences(old: Run, new: Run) -> list[Change]:
 
 
 def list_refused_changes(old: Run, new: Run, system: type[BaseModel]) -> list[Change]:
-    """Lists the changes that a resumed run may not have. `system` is the Config class of the section model."""
+    """Lists the changes from `old` to `new` that a resumed run may not have, as `list_differences` does. `system` is
+    the Config class of the section `model`; keys that an older version did not write count as its defaults. A change of
+    `steps` is refused as optimizer.decay_steps if it would bend the learning rate's schedule.
+    """
 
     def is_allowed(key: str, before: Any) -> bool:
         rule = find_resume_rule(key, Run, system)
@@ -34,7 +37,7 @@ def list_refused_changes(old: Run, new: Run, system: type[BaseModel]) -> list[Ch
     before, after = (run.model_copy(update={"model": _fill_in_defaults(run.model, system)}) for run in (old, new))
     changes = [change for change in list_differences(before, after) if not is_allowed(*change[:2])]
     if "constant" not in (old.optimizer.schedule, new.optimizer.schedule):
-        # An open horizon follows `steps`: a longer run would bend the learning rate of the part already trained.
+        # Without decay_steps the schedule ends at `steps`: more steps would have changed all learning rates so far.
         horizon, other = (run.optimizer.decay_steps or run.steps for run in (old, new))
         if horizon != other:
             changes.append(("optimizer.decay_steps", horizon, other))
@@ -42,8 +45,8 @@ def list_refused_changes(old: Run, new: Run, system: type[BaseModel]) -> list[Ch
 
 
 def _fill_in_defaults(model: dict[str, Any], system: type[BaseModel]) -> dict[str, Any]:
-    """Returns the section model with defaults for the keys that an older version of dstrain did not write, also those
-    of sections within that are there.
+    """Returns a copy of the section `model` with defaults for keys that an older version of dstrain did not write, also
+    in those of its sections that are given.
     """
     defaults = system.model_construct().model_dump(mode="json", warnings=False)
     filled = defaults | model
@@ -55,7 +58,9 @@ def _fill_in_defaults(model: dict[str, Any], system: type[BaseModel]) -> dict[st
 
 
 def make_refusal(changes: Iterable[Change], folder: Path, system: type[BaseModel]) -> ConfigError:
-    """Returns the error for changes that a resumed run may not have: each key, its values and the remedy."""
+    """Returns a ConfigError about changes that a resumed run may not have: for each key its old and new value, and the
+    remedies. `folder` is that of the run; `system` is the Config class of the section `model`.
+    """
     lines = []
     for key, old, new in changes:
         remedy = find_resume_rule(key, Run, system).remedy or f"write {key}={format_value(old)} to keep it"
@@ -69,14 +74,18 @@ def make_refusal(changes: Iterable[Change], folder: Path, system: type[BaseModel
 
 
 def require_known_keys(run: Run, system: type[BaseModel]) -> None:
-    """Raises ConfigError if the saved recipe of a run has keys that its system does not have."""
+    """Raises ConfigError if the saved recipe of a run has keys that the schema or the Config class `system` does not
+    have.
+    """
     unknown = [key for key in _flatten_run(run) if not knows_key(key, Run, system)]
     if unknown:
         raise ConfigError(*(f"{key}: there is no such key; {OTHER_VERSION}" for key in unknown))
 
 
 def _flatten_run(run: Run) -> dict[str, Any]:
-    """Returns every value of a Run by its dotted key."""
+    """Returns all values of a Run as {dotted key: value}. Entries of a list of sections have keys such as
+    data.mixture[0].path.
+    """
 
     def list_values(values: dict[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
         for name, value in values.items():

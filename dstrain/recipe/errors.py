@@ -1,4 +1,4 @@
-"""Errors that are made for users."""
+"""Exceptions whose messages users see, and functions that raise or reword them."""
 
 import errno
 from collections.abc import Callable, Iterator, Mapping
@@ -7,9 +7,10 @@ from pathlib import Path
 
 
 class ConfigError(ValueError):
-    """What a user can mend: in a recipe, an override, a DeepSpeed JSON, a path, a file. Each problem is one line.
+    """An error that a user can mend: in a recipe, an override, a DeepSpeed JSON, a path, a file. Each problem is one
+    line; problems that are given twice are shown once.
 
-    A command shows it without traceback and ends with exit code 2.
+    A command shows the lines without traceback and ends with exit code 2.
     """
 
     def __init__(self, *problems: str):
@@ -18,17 +19,17 @@ class ConfigError(ValueError):
 
 
 class NotSaved(OSError):
-    """The run ends because its checkpoints cannot be written."""
+    """Ends a run whose checkpoints cannot be written."""
 
 
 class NotRead(OSError):
-    """The command ends because the storage under its data or checkpoints fails, so that no file is at fault."""
+    """Ends a command whose data or checkpoints cannot be read because the storage fails: no file is at fault."""
 
 
 @contextmanager
 def reword_errors(prefix: str = "", options: Mapping[str, str] | None = None) -> Iterator[None]:
-    """Rewords a ConfigError raised within: puts `prefix` before each line, and options of a command in
-    place of keys.
+    """Rewords a ConfigError that its block raises: puts `prefix` before each line, and replaces each key of `options`
+    in the text by its value, the option of a command.
     """
     try:
         yield
@@ -41,12 +42,12 @@ def reword_errors(prefix: str = "", options: Mapping[str, str] | None = None) ->
 
 @contextmanager
 def explain_write_errors(path: object, remedy: str) -> Iterator[None]:
-    """Turns an OSError raised within into a ConfigError that says that `path` cannot be written, why, and
-    the remedy.
+    """Turns an OSError that its block raises into a ConfigError, which says that `path` cannot be written, why, and the
+    `remedy`. NotRead is passed on unchanged.
     """
     try:
         yield
-    except NotRead:  # of what is read meanwhile, with a remedy of its own
+    except NotRead:  # it is about files that the block reads, and has a remedy of its own
         raise
     except IsADirectoryError as error:
         raise ConfigError(
@@ -59,19 +60,21 @@ def explain_write_errors(path: object, remedy: str) -> Iterator[None]:
 
 
 def advise_writing(error: OSError, remedy: str) -> str:
-    """Returns the remedy; where permission is missing it says to allow writing instead of to make room."""
+    """Returns the remedy for an OSError of writing. If permission is missing, "make room" in it becomes "allow
+    writing".
+    """
     forbidden = error.errno in (errno.EACCES, errno.EPERM, errno.EROFS)
     return remedy.replace("make room", "allow writing") if forbidden else remedy
 
 
 def require_replaceable(path: Path, named: str, is_own: Callable[[Path], bool]) -> None:
-    """Raises ConfigError if `path` holds something that may not be overwritten: neither empty, nor, by `is_own`, a file
-    that the command itself has written.
+    """Raises ConfigError if `path` exists and may not be overwritten. Only an empty file, or one for which `is_own`
+    returns True (a command has written it), may be. `named` is the option that gives the path, for the message.
     """
     try:
         if not path.exists() or (path.is_file() and (path.stat().st_size == 0 or is_own(path))):
             return
-    except (OSError, ValueError):  # what cannot be read is not known
+    except (OSError, ValueError):  # a file that cannot be read may be anybody's
         pass
     raise ConfigError(
         f"{named} {path} is there, and is no file that this command has written: name another file, or remove that one"

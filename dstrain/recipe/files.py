@@ -1,8 +1,8 @@
-"""Recipes as files: YAML and `key=value` overrides to a checked Run, and back.
+"""Reads a recipe from a YAML file and `key=value` overrides as a checked Run, and writes a Run as YAML.
 
 All problems are collected and raised together as one ConfigError. Overrides are YAML values under dotted keys
-(`optimizer.betas=[0.9,0.95]`). The model section is any mapping here; `check_model` gives it to the system's
-Config.
+(`optimizer.betas=[0.9,0.95]`). `load_recipe` accepts any mapping as the section `model`; `check_model` checks it by the
+Config class of the system.
 """
 
 import math
@@ -25,12 +25,12 @@ _LARGEST, _DEEPEST = 20_000, 32  # entries and levels of a recipe, far above any
 
 
 def load_recipe(recipe: Path | None, overrides: Iterable[str] = ()) -> Run:
-    """Reads a recipe file, or the schema's defaults if it is None, applies `key=value` overrides, and returns the Run.
-    Raises ConfigError with every problem found.
+    """Reads a recipe file, applies `key=value` overrides to it, and returns the Run. If `recipe` is None, the schema's
+    defaults take the place of the file. Raises ConfigError with every problem that was found.
     """
     values = _read_recipe(recipe) if recipe is not None else {}
     if recipe is not None and lies_in_run_or_export(recipe) and isinstance(values.get("data"), dict):
-        values["data"].setdefault("upright", False)  # earlier versions did not write it down
+        values["data"].setdefault("upright", False)  # earlier versions did not write this key
     overridden, problems = _apply_overrides(values, overrides)
     problems += _move_init_from(values, overridden)
     # `optimizer:` with nothing below it is an empty section.
@@ -51,9 +51,11 @@ def load_recipe(recipe: Path | None, overrides: Iterable[str] = ()) -> Run:
 
 
 def check_model(run: Run, config_class: Any, typed: Iterable[str] = ()) -> Run:
-    """Returns the Run with its model section completed and checked by the system's Config, all defaults in it.
+    """Returns the Run with its section `model` completed from the rest of the recipe, checked by the system's Config,
+    and with all defaults written out.
 
-    typed: overrides of the command line. Raises ConfigError for those that are replaced, too.
+    typed: the overrides of the command line. Raises ConfigError for a wrong section, and for an override whose value is
+    filled in from the data.
     """
     completed = config_class.completed(run.model, run)
     if replaced := list_replaced_entries("model", run.model, completed, typed):
@@ -68,9 +70,10 @@ def check_model(run: Run, config_class: Any, typed: Iterable[str] = ()) -> Run:
 def list_replaced_entries(
     section: str, given: dict[str, Any], completed: dict[str, Any], typed: Iterable[str]
 ) -> list[str]:
-    """Lists the entries of a section that overrides give and that are filled in all the same, a line each.
+    """Lists a problem, one line each, for the entries of a section that an override in `typed` gives, and whose value
+    `completed` has replaced by one from the data.
 
-    Those of a file are replaced in silence: a run has written them down, maybe of other data.
+    An entry that only the file gives is replaced without a message: a run has written it, maybe for other data.
     """
     keys = [override.partition("=")[0].strip().split(".") for override in typed]
     names = {key[1] for key in keys if key[0] == section and len(key) > 1}
@@ -86,20 +89,22 @@ def list_replaced_entries(
 
 
 def _is_kept(given: Any, completed: Any) -> bool:
-    """Returns whether a value is still there; entries may have been added to a section, or filled in for null."""
+    """Returns whether completing a section has kept a given value. Entries that were added to a section, or filled in
+    for null, count as kept.
+    """
     if isinstance(given, dict) and isinstance(completed, dict):
         return all(value is None or _is_kept(value, completed.get(name)) for name, value in given.items())
     return bool(given == completed)
 
 
 def dump_run(run: Run) -> str:
-    """Returns a Run as YAML, which `load_recipe` reads back to an equal Run."""
+    """Returns a Run as YAML text. `load_recipe` reads it back as an equal Run."""
     return yaml.dump(convert_to_plain_values(run), Dumper=_Dumper, sort_keys=False, width=100)
 
 
 def convert_to_plain_values(value: Any) -> Any:
-    """Converts a model to dicts, lists and scalars that YAML can write. Pydantic's own JSON mode would turn inf to
-    null.
+    """Converts a pydantic model, also within dicts, lists and tuples, to dicts, lists and scalars that YAML can write.
+    Paths become texts. inf stays, which pydantic's JSON mode would turn into null.
     """
     if isinstance(value, BaseModel):
         value = value.model_dump(by_alias=True)
@@ -132,7 +137,9 @@ def _read_recipe(recipe: Path) -> dict[str, Any]:
 
 
 def _apply_overrides(values: dict[str, Any], overrides: Iterable[str]) -> tuple[set[str], list[str]]:
-    """Puts the overrides into `values`; returns the keys that they set, and the problems found."""
+    """Sets the values of `key=value` overrides in the nested dict `values`, in place. Returns the keys that were set,
+    and a line for each override that is wrong.
+    """
     overridden: set[str] = set()
     problems: list[str] = []
     for override in overrides:
@@ -159,7 +166,7 @@ def _apply_overrides(values: dict[str, Any], overrides: Iterable[str]) -> tuple[
             problems.append(f"{shown}: {error.problem}")
         except yaml.YAMLError:
             remedy = f"quote it, for example {format_value(key)}='\"...\"'"
-            if re.search("[\ud800-\udfff]", text):  # as Python has such bytes of an argument
+            if re.search("[\ud800-\udfff]", text):  # Python's surrogates for bytes of an argument that are no UTF-8
                 remedy = "it holds bytes that are no UTF-8: rename the file or folder, or name a link to it"
             problems.append(f"{shown} cannot be read as a value: {remedy}")
         except TypeError as error:
@@ -168,7 +175,9 @@ def _apply_overrides(values: dict[str, Any], overrides: Iterable[str]) -> tuple[
 
 
 def _set_key(values: dict[str, Any], key: str, value: Any) -> None:
-    """Sets the value of a dotted key in nested sections."""
+    """Sets the value of a dotted key in a nested dict, in place, and makes the sections on the way. Raises TypeError if
+    one of them is a value and not a section.
+    """
     *sections, leaf = key.split(".")
     for depth, name in enumerate(sections):
         inner = values.get(name)
@@ -182,7 +191,9 @@ def _set_key(values: dict[str, Any], key: str, value: Any) -> None:
 
 
 def _move_init_from(values: dict[str, Any], overridden: set[str]) -> list[str]:
-    """Moves the key model.init_from, a synonym, to init_from."""
+    """Moves the key model.init_from, a synonym, to init_from, in place. If both are given, the one that the command
+    line alone gives wins. Returns a problem, in a list, if they differ otherwise.
+    """
     model = values.get("model")
     if not isinstance(model, dict) or "init_from" not in model:
         return []
@@ -196,7 +207,7 @@ def _move_init_from(values: dict[str, Any], overridden: set[str]) -> list[str]:
 
 
 def _parse_yaml(text: str) -> Any:
-    """Parses a YAML text. Raises YAMLError."""
+    """Parses a YAML text as _Loader reads it. Raises YAMLError if it cannot be parsed."""
     try:
         return yaml.load(text, _Loader)
     except ValueError as error:  # a number of thousands of digits
@@ -204,14 +215,15 @@ def _parse_yaml(text: str) -> Any:
 
 
 class _Unspaced(yaml.constructor.ConstructorError):
-    """Reports {label:name}, which YAML takes for a key without a value."""
+    """The error for a key such as {label:name}: without a space, YAML reads it as a key without a value."""
 
 
 class _Loader(yaml.SafeLoader):
-    """Reads YAML 1.2's plain scalars (3e-4 is a number, off is a string, no dates); refuses repeated keys, tags, large
-    texts.
+    """Reads YAML with the scalars of YAML 1.2: 3e-4 is a number, off is a text, there are no dates. Raises YAMLError
+    for repeated keys, keys that are no texts, tags, and texts that are too large or too deeply nested.
 
-    An alias counts as often as it is used: a few lines of aliases of aliases would unfold to more than memory holds.
+    What an alias stands for counts towards the size each time that it is used, since a few lines of nested aliases can
+    stand for more than memory holds.
     """
 
     yaml_implicit_resolvers: ClassVar[dict[str, Any]] = {}
@@ -240,7 +252,7 @@ class _Loader(yaml.SafeLoader):
             if isinstance(node, yaml.SequenceNode)
             else []
         )
-        if isinstance(event, yaml.AliasEvent):  # without a size within what it names: it has no end
+        if isinstance(event, yaml.AliasEvent):  # to a node around it, which has no size yet: endless
             size = self._sizes.get(node, math.inf)
         else:
             size = self._sizes[node] = 1 + sum(map(self._sizes.__getitem__, inner))
@@ -259,7 +271,7 @@ class _Loader(yaml.SafeLoader):
                     None, None, f"the key {key!r} is no text: put it into quotes", key_node.start_mark
                 )
             name, colon, value = key.partition(":")
-            empty = value_node.value == "" and value_node.tag.endswith(":null")  # not as '' is
+            empty = value_node.value == "" and value_node.tag.endswith(":null")  # '' has no such tag
             if node.flow_style and colon and key_node.style is None and empty:
                 problem = f"{{{key}}} lacks a space after the colon: write {{{name}: {value}}}"
                 raise _Unspaced(None, None, problem, key_node.start_mark)
@@ -272,7 +284,7 @@ class _Loader(yaml.SafeLoader):
 
 
 class _Dumper(yaml.SafeDumper):
-    """Quotes the texts that _Loader would read as something other than text."""
+    """Writes YAML, and quotes each text that _Loader would read as a number, a bool or null."""
 
     yaml_implicit_resolvers: ClassVar[dict[str, Any]] = {}
 

@@ -1,4 +1,6 @@
-"""The entries of the section data that name several sources instead of one: dstrain/data/mixture.py mixes them."""
+"""The entries of the section `data` that name several sources instead of one. dstrain/data/mixture.py mixes the
+sources.
+"""
 
 from typing import Annotated, Any, Literal
 
@@ -10,7 +12,7 @@ _Weight = Annotated[float, Field(gt=0, le=1e9)]
 
 
 class MixtureSource(Section):
-    """One source of data.mixture; what it leaves out is as the section data says."""
+    """One source of data.mixture. An entry that it does not give has the value of the section `data`."""
 
     path: str  # as data.path
     # Share of the samples; None: the number of samples.
@@ -26,10 +28,10 @@ class MixtureSource(Section):
 
 
 class Mixture(Section):
-    """What the section data inherits.
+    """The entries about several sources, which Data inherits.
 
-    Weights may not change when a run goes on. With --allow-change it goes on as if the new weights had held from its
-    first step: the place of each source in its own epochs is the one that they give.
+    A resumed run refuses other weights. With --allow-change it takes them, and each source goes on at that place of its
+    epochs which it would have if the new weights had held from the first step.
     """
 
     # Several sources, drawn by their weights (all or none has one; none: by the numbers of their samples), instead of

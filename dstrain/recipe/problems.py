@@ -1,4 +1,4 @@
-"""What is wrong with a recipe, in lines that name the key, what is wrong, and what to write instead."""
+"""Explains what is wrong with a recipe, in lines that name the key, the fault, and what to write instead."""
 
 import difflib
 import math
@@ -12,7 +12,7 @@ from pydantic import BaseModel, ValidationError
 from dstrain.recipe.section import iterate_fields
 from dstrain.recipe.trust import lies_in_run_or_export
 
-# What other trainers call our keys; names that are close in spelling are found without this table.
+# Names that other trainers use -> our keys. Names that are similar in spelling are found without this table.
 _SYNONYMS = {
     "learning_rate": "optimizer.lr",
     "wd": "optimizer.weight_decay",
@@ -53,9 +53,11 @@ def list_problems(
     overridden: Iterable[str] = (),
     recipe: Path | None = None,
 ) -> list[str]:
-    """Converts pydantic's errors to lines that name key, value, expectation and origin.
+    """Converts pydantic's errors to lines that name the key, its value, what it should be, and in brackets where it was
+    given.
 
-    `overridden`: the keys that the command line sets; all others come from the file `recipe`.
+    schema: the class that was validated; its keys are those of the recipe behind `prefix`. overridden: the keys that
+    the command line sets. All others come from the file `recipe`; None leaves their origin out.
     """
     known = [key for key, _ in iterate_fields(schema, prefix)]
     lines: list[str] = []
@@ -73,19 +75,21 @@ def list_problems(
     return [line.removeprefix(_NAMES_ITS_KEY) for line in lines]
 
 
-_MANY_CHOICES, _NEAR_CHOICES = 12, 8  # of more names than the first, as many as the second are listed
-_NAMES_ITS_KEY = "\0"  # before a message that a validator of the Run has written whole
+_MANY_CHOICES, _NEAR_CHOICES = 12, 8  # if there are more names than the first, the second says how many are listed
+_NAMES_ITS_KEY = "\0"  # stands before a message that names its key itself, since a validator of the Run has written it
 
 
 OTHER_VERSION = "another version of dstrain or of the system has written it: take that one, see events.jsonl beside it"
 
 
-# What pydantic puts behind a key where no entry stands: the one of several types that it has tried, or a wrong name.
+# The words that pydantic adds to the location of an error for each type that it has tried: they are no keys.
 _TRIED = re.compile(r"bool|int|float|str|\[key\]|(constrained|function|lax|literal|list|tuple|dict|nullable)\W.*")
 
 
 def _merge_choices(items: Iterable[Any]) -> list[Any]:
-    """Returns pydantic's errors, those of a value that may have several types as one."""
+    """Returns pydantic's errors with those of one value merged into one: pydantic reports an error for each type that a
+    value may have.
+    """
     merged: list[Any] = []
     for item in items:
         whole = item["loc"]
@@ -106,7 +110,7 @@ def _merge_choices(items: Iterable[Any]) -> list[Any]:
 
 
 def _is_key_or_entry(key: str, section: str) -> bool:
-    """Returns whether a dotted key is `section` or one of its entries."""
+    """Returns whether a dotted key is `section` itself or lies below it."""
     return key == section or key.startswith((f"{section}.", f"{section}["))
 
 
@@ -118,7 +122,9 @@ def _join_location(location: Iterable[Any], prefix: str) -> str:
 
 
 def _describe_problem(item: Any, key: str, prefix: str, known: list[str]) -> list[str]:
-    """Returns one of pydantic's errors in dstrain's words."""
+    """Returns the lines that describe one of pydantic's errors, about the dotted `key`. `known` are all keys of the
+    schema, for suggestions.
+    """
     value = format_value(item["input"])
     match item["type"]:
         case "extra_forbidden":
@@ -155,9 +161,10 @@ def _describe_problem(item: Any, key: str, prefix: str, known: list[str]) -> lis
 
 
 def suggest_key(key: str, known: Iterable[str]) -> str:
-    """Returns ' (did you mean ...?)' for an unknown dotted key if a `known` one is similar, else "".
+    """Returns " (did you mean ...?)" with at most three of the `known` keys that are similar to an unknown dotted key,
+    else "".
 
-    Only the last word is compared: a long section's name would make all of its entries look alike.
+    Spelling is compared by the last word alone: a long section's name would make all of its entries look alike.
     """
     known = list(known)
     section, _, leaf = key.lower().replace("-", "_").rpartition(".")
@@ -182,14 +189,16 @@ def _normalize_word(word: str) -> str:
 
 
 def _shares_words(one: str, other: str) -> bool:
-    """Returns whether all words of `one` are words of the other, as of patch and patch_size, or it begins
-    with those.
+    """Returns whether all words of `one`, divided by _, are words of `other`, such as patch of patch_size, or whether
+    `one` begins with `other` and _.
     """
     return set(one.split("_")) <= set(other.split("_")) or one.startswith(f"{other}_")
 
 
 def suggest_files(path: Path, pattern: str) -> str:
-    """Returns a line of files that a missing path may have meant: those of its folder, the most similar one first."""
+    """Returns the end of a message about a missing file: the most similar file of its folder, if one is similar, and
+    the names of up to twelve files there that match `pattern`.
+    """
     names = sorted(file.name for file in path.parent.glob(pattern)) if path.parent.is_dir() else []
     close = difflib.get_close_matches(path.name, names, 1)
     meant = f" (did you mean {path.parent / close[0]}?)" if close else ""
@@ -198,14 +207,18 @@ def suggest_files(path: Path, pattern: str) -> str:
 
 
 def list_divisors(number: int) -> str:
-    """Lists the divisors of a number as text, for messages about batch sizes that would work."""
+    """Returns the divisors of a number as text, "1, 2, 4", for messages about batch sizes. Of more than 16 it gives the
+    first eight and the last seven.
+    """
     small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
     all_of_them = sorted({*small, *(number // d for d in small)})
     return ", ".join(map(str, all_of_them if len(all_of_them) <= 16 else [*all_of_them[:8], "...", *all_of_them[-7:]]))
 
 
 def format_value(value: Any) -> str:
-    """Formats a value as it would be written in an override."""
+    """Returns a value as it is written in an override, such as null for None. A text of more than 60 characters is cut
+    and ends with "...".
+    """
     if isinstance(value, str):
         value = value.replace("\0", "\\0")
     named = {None: "null", "": "''", True: "true", False: "false"}

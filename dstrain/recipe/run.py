@@ -1,9 +1,9 @@
-"""Run: everything that determines a run, as one checked value.
+"""The schema of a recipe: Run holds everything that determines a run, as one checked value.
 
 A recipe is a YAML file of these sections; `key=value` overrides change single entries (`batch.global=256`). The recipe
-owns what is learned and how (batch, learning rate, betas, decay, clip, steps); the JSON in ds_configs/ owns how it is
-sharded (stage, precision, offload, buckets). The merge of both stands in dstrain/engine/settings.py. What may change
-when a run goes on is marked on the field, see section.py.
+decides what is learned and how (batch, learning rate, betas, clip, steps); the JSON in ds_configs/ decides how it is
+sharded (stage, precision, offload). dstrain/engine/settings.py merges both. The mark on a field says whether its value
+may change when a run resumes, see section.py.
 """
 
 import math
@@ -24,7 +24,7 @@ WIDEST = 0.288  # relative width of an average by a power of time: all steps cou
 
 
 def _raise_if_any(*checks: tuple[Any, str]) -> None:
-    """Raises one ValueError with the messages of all (is wrong, message) checks that are wrong, one a line."""
+    """Raises ValueError with the messages, a line each, of all checks (is wrong, message) that are wrong, if any is."""
     if messages := [message for wrong, message in checks if wrong]:
         raise ValueError("\n".join(messages))
 
@@ -132,7 +132,9 @@ class Data(Mixture, Shaping):
         return self
 
     def list_sources(self) -> tuple[Self, ...]:
-        """Returns the section of each source by itself; () without a mixture."""
+        """Returns a section `data` for each source of data.mixture, with this section's values where the source gives
+        none; () without a mixture. held_out is 0 for a built-in source, and with held_out_path, unless given.
+        """
         return tuple(
             self.model_copy(
                 update={
@@ -153,7 +155,7 @@ class Data(Mixture, Shaping):
         )
 
     def list_mixture_checks(self) -> list[tuple[Any, str]]:
-        """Lists checks of data.mixture as (is wrong, message)."""
+        """Lists the checks of data.mixture, for `_raise_if_any`: (whether it is wrong, message) each."""
         if self.mixture is None:
             return []
         if not self.mixture:
@@ -239,11 +241,11 @@ class Optimizer(Section):
         return self
 
     def find_rate(self, part: str, name: str) -> float:
-        """Returns the factor of the learning rate of a weight of a part."""
+        """Returns the factor of a weight's learning rate: that of the first pattern of `rates` that fits, else 1."""
         return next((rate for pattern, rate in self.rates.items() if fits_pattern(pattern, part, name)), 1.0)
 
     def compute_lr(self, step: int, steps: int) -> float:
-        """Returns the learning rate of the update after `step` updates, in a run of `steps`."""
+        """Returns the learning rate of the next update after `step` updates, in a run of `steps` updates."""
         if step < self.warmup:
             return self.lr * (step + 1) / self.warmup
         if self.schedule == "constant":
@@ -265,7 +267,7 @@ class Ema(Section):
 
     @property
     def names(self) -> tuple[float, ...]:
-        """Returns the names of the averages for --ema: a decay or, up to WIDEST, a relative width."""
+        """Returns the numbers by which --ema chooses an average: the decays, then the relative widths, up to WIDEST."""
         return (*self.decays, *self.profiles)
 
     @model_validator(mode="after")
@@ -293,7 +295,7 @@ class Ema(Section):
         return self
 
     def compute_decay(self, decay: float, step: int) -> float:
-        """Returns the effective decay of the update after `step` updates."""
+        """Returns the decay of the update after `step` updates: `decay`, or less in the warm-up."""
         return min(decay, (1 + step) / (10 + step)) if self.warmup else decay
 
 

@@ -1,10 +1,11 @@
-"""What all sections of a recipe have in common: how values are checked, and what may change when a run goes on.
+"""What all sections of a recipe have in common: how values are checked, and how fields say whether they may change.
 
-What may change is written on the field. The entries of a section inherit what is written on the section:
+A mark in a field's annotation says whether its value may change when a run resumes. The entries of a section inherit
+the mark of the section:
 
     optimizer: Annotated[Optimizer, FIXED] = Optimizer()
     recompute: Annotated[bool, MAY_CHANGE] = False
-    codes: Annotated[Codes | None, fixed("give the data.path of the earlier latents")] = None
+    codes: Annotated[Codes | None, mark_fixed("give the data.path of the earlier latents")] = None
 """
 
 import math
@@ -24,8 +25,8 @@ Count = Annotated[int, Field(ge=0)]
 
 
 def expand_path(path: str) -> str:
-    """Returns a path that Linux takes, with the home folder for ~. Raises PydanticCustomError if it is empty or too
-    long.
+    """Returns the path with the home folder in place of ~. Raises PydanticCustomError if the path is empty, or too long
+    for Linux.
     """
     if not path:  # pathlib takes it for the present folder
         raise PydanticCustomError("no_path", "it is empty: name a path, or leave it out")
@@ -36,7 +37,9 @@ def expand_path(path: str) -> str:
 
 
 def _check_recompute(value: Any) -> Any:
-    """Returns a valid value of Recompute; converts true and false, its former values, to all and none."""
+    """Returns a value of the field recompute; true and false, its former values, become "all" and "none". Raises
+    PydanticCustomError for any other value.
+    """
     value = {True: "all", False: "none"}[value] if isinstance(value, bool) else value
     if value in ("none", "attention", "all", "offload") or (isinstance(value, int) and value > 0):
         return value
@@ -50,20 +53,24 @@ Recompute = Annotated[bool | int | str, BeforeValidator(_check_recompute)]
 
 @dataclass(frozen=True)
 class Resume:
-    """What may become of a field when a run goes on."""
+    """The mark of a field that says whether its value may change when a run resumes."""
 
-    may_change: bool  # else it would be another run
-    may_be_filled_in: bool = False  # null may become a value: an older dstrain did not write it down
-    remedy: str = ""  # what to do where it has changed; "": write the earlier value
+    may_change: bool  # whether a resumed run may have another value
+    may_be_filled_in: bool = False  # null may become a value, which an older dstrain did not write
+    remedy: str = ""  # what users should do if it has changed; "": write the earlier value
 
 
 def mark_fixed(remedy: str = "") -> Resume:
-    """Returns the mark of a field that may not change when a run resumes. `remedy`: what to do if it has."""
+    """Returns the mark of a field whose value may not change when a run resumes. `remedy` tells users what to do if it
+    has changed.
+    """
     return Resume(may_change=False, remedy=remedy)
 
 
 def mark_filled_in(remedy: str = "") -> Resume:
-    """Returns the mark of a field that may not change when a run resumes, except from null to a value."""
+    """Returns the mark of a field whose value may not change when a run resumes, except from null to a value. `remedy`
+    tells users what to do if it has changed.
+    """
     return Resume(may_change=False, may_be_filled_in=True, remedy=remedy)
 
 
@@ -99,19 +106,19 @@ class Section(BaseModel):
 
 
 def list_types(annotation: Any) -> list[Any]:
-    """Lists all plain types within an annotation such as `int | None`."""
+    """Lists the types of which an annotation consists: [int, NoneType] of `int | None`."""
     inner = typing.get_args(annotation)
     return [plain for part in inner for plain in list_types(part)] if inner else [annotation]
 
 
 def find_section(field: FieldInfo) -> type[BaseModel] | None:
-    """Returns the Section class of a field, or None if the field holds a value."""
+    """Returns the class of the section that a field holds, or None if it holds a plain value."""
     kinds = list_types(field.annotation)
     return next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)), None)
 
 
 def iterate_fields(schema: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
-    """Yields (dotted key, field) of all entries of a schema, including those of its sections."""
+    """Yields (dotted key, field) for each field of a schema. Behind a section come the fields within it."""
     for name, field in schema.model_fields.items():
         key = f"{prefix}.{field.alias or name}" if prefix else field.alias or name
         yield key, field
@@ -120,13 +127,15 @@ def iterate_fields(schema: type[BaseModel], prefix: str = "") -> Iterator[tuple[
 
 
 def knows_key(key: str, schema: type[BaseModel], system: type[BaseModel]) -> bool:
-    """Returns whether a dotted key is an entry of a Run or of its section model, or lies below one of their values."""
+    """Returns whether a dotted key is one of the schema, or lies below a plain value of it. Keys below `model` are
+    those of the Config class `system`.
+    """
     return all(field is not None for field in _resolve_key(key, schema, system))
 
 
 def find_resume_rule(key: str, schema: type[BaseModel], system: type[BaseModel]) -> Resume:
-    """Returns the Resume mark of a dotted key's field, or of the section around it. `system`: the Config class of
-    `model`.
+    """Returns the Resume mark of a dotted key: that of its field, else of the nearest section around it; MAY_CHANGE if
+    there is none. `system` is the Config class of the section `model`.
     """
     rule = MAY_CHANGE
     for field in _resolve_key(key, schema, system):
@@ -135,7 +144,9 @@ def find_resume_rule(key: str, schema: type[BaseModel], system: type[BaseModel])
 
 
 def _resolve_key(key: str, schema: type[BaseModel] | None, system: type[BaseModel]) -> Iterator[FieldInfo | None]:
-    """Yields the fields along a dotted key, the outermost section first; None at the end if the schema lacks a word."""
+    """Yields the fields that the words of a dotted key name, from the outermost section on. It ends with None at a word
+    that the schema does not have, and without it below a plain value.
+    """
     for depth, name in enumerate(key.split(".")):
         if schema is None:  # below a value
             return

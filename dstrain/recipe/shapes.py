@@ -1,4 +1,4 @@
-"""The entries of a recipe's section `data` that say which shapes images get, and how they are cropped to them."""
+"""The entries of a recipe's section `data` about the shapes of images, and about how images are cropped to them."""
 
 from typing import Annotated, Any, Literal
 
@@ -16,7 +16,9 @@ Aspect = Annotated[float, Field(gt=0, le=1000)]
 
 
 def require_multiples(sizes: tuple[Shape, ...] | None, unit: int, words: str) -> None:
-    """Raises ConfigError if a side of model.sizes is not a multiple of `unit`; `words` explain the unit."""
+    """Raises ConfigError if a width or height in `sizes` (model.sizes, from data.buckets) is no multiple of `unit`
+    pixels. `words` say in the message what the unit is.
+    """
     if unfit := [f"{wide} x {high}" for wide, high in sizes or () if wide % unit or high % unit]:
         raise ConfigError(
             f"sizes: the sides of {', '.join(unfit[:5])} in data.buckets are no multiples of {unit}, "
@@ -25,14 +27,16 @@ def require_multiples(sizes: tuple[Shape, ...] | None, unit: int, words: str) ->
 
 
 class BucketRule(Section):
-    """Shapes of about the same area."""
+    """A rule that makes shapes of about the same area, in place of a list of them."""
 
     pixels: Annotated[int, Field(gt=0, le=2**32)]  # area that none exceeds
     step: Annotated[int, Field(gt=0, le=4096)] = 16  # all sides are multiples of it
     ratio: Annotated[float, Field(ge=1, le=16)] = 2.0  # of the longer side to the shorter one, at most
 
     def list_shapes(self) -> tuple[tuple[int, int], ...]:
-        """Lists for each short side the longest long side that `pixels` and `ratio` allow, the widest shape first."""
+        """Returns the shapes (width, height) of the rule, the widest first. For each short side it has the longest
+        other side that `pixels` allows, if `ratio` allows it, in both orientations.
+        """
         square = int(self.pixels**0.5) // self.step * self.step
         shapes = set()
         for short in range(self.step, square + 1, self.step):
@@ -63,7 +67,9 @@ def _parse_buckets(value: Any) -> Any:
 
 
 class Shaping(Section):
-    """What an image becomes before a model meets it. docs/guides/buckets.md explains the entries."""
+    """The entries of the section `data` about shapes and crops, which Data inherits. docs/guides/buckets.md explains
+    them.
+    """
 
     # Shapes as [[256, 256], [320, 192]], width and height, or a rule that makes them, {pixels: 65536, step: 16, ratio:
     # 2}: a batch has one shape, and an image the nearest one. None: squares of image_size. Of clips numbers of frames,
@@ -81,14 +87,12 @@ class Shaping(Section):
 
     @property
     def durations(self) -> tuple[int, ...]:
-        """Returns the durations of the buckets of clips, in frames; () where the buckets are of images, or there are
-        none.
-        """
+        """Returns the numbers of frames in data.buckets of clips; () for buckets of images, or without buckets."""
         return tuple(bucket[0] for bucket in self.buckets or () if len(bucket) == 1)
 
     def list_clip_checks(self, num_frames: int | None) -> tuple[tuple[Any, str], ...]:
-        """Lists checks as (is wrong, message): entries for images that are given with clips, and the other way
-        round.
+        """Lists checks (whether it is wrong, message) for entries of images that are given with clips, and for numbers
+        of frames that are given with images. `num_frames` is data.num_frames, None for images.
         """
         durations, of_clips = list(self.durations), num_frames is not None
         longest = max(durations, default=0)

@@ -1,7 +1,8 @@
-"""Packages from outside that may be imported as systems: those that the user of this process has named himself.
+"""Packages outside dstrain that may be imported as systems: only those that the user of this process has named himself.
 
-A recipe, an override or an option is the user's word. What a run's folder or an export says is not: such folders are
-sent around, and a name in them would run any module that lies in the working directory.
+A name in a recipe, an override or an option comes from the user. A name in a run's folder or an export may come from
+somebody else, since such folders are sent around: importing it would run any module of that name in the working
+directory.
 """
 
 from pathlib import Path
@@ -11,22 +12,24 @@ _trusted: set[str] = set()
 
 
 def trust_system(name: str) -> None:
-    """Lets this process import the package `name` as a system."""
+    """Allows this process to import the package `name` as a system."""
     _trusted.add(name)
 
 
 def list_trusted_packages() -> list[str]:
-    """Lists the packages that the user trusts as systems, to pass them on to another process."""
+    """Returns the names of the packages that the user trusts, sorted, such as for a process that this one starts."""
     return sorted(_trusted)
 
 
 def is_trusted(name: str) -> bool:
-    """Returns whether the user trusts this package as a system."""
+    """Returns whether `trust_system` was called with this name."""
     return name in _trusted
 
 
 def lies_in_run_or_export(recipe: Path) -> bool:
-    """Returns whether a recipe lies in a run's folder or in an export, which others may have written."""
+    """Returns whether a recipe file lies in a run's folder or an export, which others may have written: it is named
+    run.yaml, or it is recipe.yaml beside consolidated.json or weights in safetensors.
+    """
     if recipe.name == "run.yaml":
         return True
     beside = ("consolidated.json", "*.safetensors", "*/*.safetensors")
