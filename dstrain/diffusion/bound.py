@@ -20,17 +20,17 @@ def measure_bound(
     num_steps: int | None = None,
     progress: Progress = iter,
 ) -> dict[str, Tensor]:
-    """Returns the terms of System.measure for pixels x_start (B, C, H, W) in [-1, 1]; noise is drawn from `key` int64
-    (B,).
+    """Computes the variational bound of pixels x_start (B, C, H, W) in [-1, 1] and returns its terms, in the form of
+    System.measure. Noise is drawn from the samples' keys `key`, int64 (B,).
 
     total, prior      (B,) in bits per dimension; total = prior + the sum of vb.
     vb                (B, K) in bits per dimension, the bound's term of each timestep.
-    mse, x_start_mse  (B, K), of eps and of x_start.
+    mse, x_start_mse  (B, K), squared errors of eps and of x_start.
     timestep          int64 (B, K), ascending: the timestep of the original chain that a column belongs to.
 
-    K is num_steps, or the length of the chain if that is None. The network is called K times. Draw i of the noise,
-    counted from the last timestep down, is the stream bound/{i}. Raises ConfigError if num_steps is above the chain's
-    length.
+    K is num_steps, or the length of the chain if that is None; the network is called K times. Draw i of the noise is
+    the random stream bound/{i}, where i = 0 belongs to the last timestep. Raises ConfigError if num_steps is below 1 or
+    above the chain's length.
     """
     whole = num_steps in (None, diffusion.num_timesteps)
     chain = diffusion if whole else diffusion.respace(schedule.make_even_spec(diffusion.num_timesteps, num_steps))

@@ -1,7 +1,7 @@
-"""How training times of a flow are distributed: each by the inverse of its distribution at a uniform number.
+"""Distributions of a flow's training times. Each maps uniform numbers to times, by the inverse of its distribution.
 
-t in [0, 1], 1 is noise (the direction of Stable Diffusion 3). A time is a function of its sample's own number, so that
-it does not depend on ranks or batches. Sources: Esser et al. 2024 (SD3), section 3.1 (logit-normal, mode, cosmap);
+t in [0, 1], 1 is noise (the direction of Stable Diffusion 3). A time is a function of its sample's own uniform number,
+so it does not depend on ranks or batches. Sources: Esser et al. 2024 (SD3), section 3.1 (logit-normal, mode, cosmap);
 Zheng et al. 2025 (RAE; truncation, shift by dimension).
 """
 
@@ -18,9 +18,10 @@ REFERENCE_VALUES = 4096  # of a latent whose shift by dimension is 1 (RAE, after
 
 
 def draw_logit_normal(uniforms: Tensor, mean: float, std: float, highest: float = 1.0) -> Tensor:
-    """Returns times sigmoid(mean + std normal), truncated at `highest`.
+    """Returns times (B,) from uniform numbers (B,) in [0, 1): sigmoid(mean + std * n) for standard normal n, truncated
+    at `highest`.
 
-    On a straight path EDM's sigma, noise over signal, is then exp(mean + std normal).
+    On a straight path EDM's sigma, noise over signal, is then exp(mean + std * n).
     """
     if highest < 1:
         share = torch.special.ndtr(torch.tensor((math.log(highest / (1 - highest)) - mean) / std).double())
@@ -29,18 +30,22 @@ def draw_logit_normal(uniforms: Tensor, mean: float, std: float, highest: float 
 
 
 def draw_uniform(uniforms: Tensor, mean: float, std: float, highest: float = 1.0) -> Tensor:
-    """Returns times distributed evenly over [0, `highest`); mean and std have no effect."""
+    """Returns times (B,) spread evenly over [0, `highest`), from uniform numbers (B,). mean and std have no effect."""
     return uniforms * highest if highest < 1 else uniforms
 
 
 def draw_mode(uniforms: Tensor, mean: float, std: float, highest: float = 1.0) -> Tensor:
-    """Returns times by SD3's density with heavy tails: 1 - u - std (cos^2(pi u / 2) - 1 + u) at u = 1 - `uniforms`."""
+    """Returns times (B,) of SD3's mode density, which has heavy tails, from uniform numbers (B,): 1 - u - std *
+    (cos^2(pi u / 2) - 1 + u), where u = 1 - `uniforms`. `mean` and `highest` have no effect.
+    """
     u = 1 - uniforms
     return 1 - u - std * (torch.cos(math.pi / 2 * u).square() - 1 + u)
 
 
 def draw_cosmap(uniforms: Tensor, mean: float, std: float, highest: float = 1.0) -> Tensor:
-    """Returns SD3's times under which log(signal / noise) is distributed as under the cosine schedule."""
+    """Returns times (B,) of SD3's cosmap density from uniform numbers (B,), truncated at `highest`. Under it log(signal
+    / noise) is distributed as under the cosine schedule. `mean` and `std` have no effect.
+    """
     share = 2 / math.pi * math.atan2(highest, 1 - highest)  # of times at most `highest`
     return 1 - 1 / (torch.tan(math.pi / 2 * share * uniforms) + 1)
 
@@ -54,12 +59,13 @@ DENSITIES: dict[str, Callable[..., Tensor]] = {
 
 
 def stratify_uniforms(uniforms: Tensor, position: Tensor, step: Tensor | None, strata: int) -> Tensor:
-    """Maps uniform numbers (B,) into `strata` equal parts of [0, 1), so that of `strata` samples in a row each part has
-    one.
+    """Moves each uniform number (B,) into one of `strata` equal parts of [0, 1), and returns them. Of any `strata`
+    samples in a row, each part gets one.
 
-    Which part is a sample's follows from its place `position` in the global batch and from the `step`, int64 (B,) each,
-    so that a place meets all parts in turn; neighbours lie about a golden section apart, so that a micro-batch has some
-    of all, too. Where in the part it lies is its own uniform number. Source: Kingma et al. 2021 (VDM), appendix I.
+    The part depends on the sample's `position` in the global batch and on the `step`, int64 (B,) each, so that a
+    position gets other parts in other steps; step None: on the position alone. Neighbours lie about a golden section
+    apart, so that a micro-batch, too, is spread over [0, 1). Within its part, a sample lies where its own uniform
+    number puts it. Source: Kingma et al. 2021 (VDM), appendix I.
     """
     stride = round(strata * (math.sqrt(5) - 1) / 2)
     while math.gcd(stride, strata) > 1:

@@ -32,21 +32,22 @@ _BEGIN = 0.999  # where a path without data at its end begins with the coefficie
 
 
 class FlowMatching:
-    """One distribution of training times, one interpolant, and one grid of sampling times.
+    """Trains and samples a flow, with one distribution of training times, one interpolant and one grid of sampling
+    times.
 
-    density                 of training times, see densities.py.
-    logit_mean, logit_std   its mean and deviation; std None means uniform times.
+    density                 distribution of training times, see densities.py.
+    logit_mean, logit_std   its mean and standard deviation; std None means uniform times.
     t_max                   the largest training time, before the shift.
-    shift                   times t become shift t / (1 + (shift - 1) t): above 1 more noise. 1 is none.
-    t_last                  the last of sampling times, before the shift (RAE: 0.001).
+    shift                   times t become shift t / (1 + (shift - 1) t): above 1 more noise; 1 changes nothing.
+    t_last                  the last sampling time, before the shift (RAE: 0.001).
     time_scale              the network sees t * time_scale, so that its sinusoids vary as those of diffusion do.
-    noise_scale             deviation of the noise (JiT: 2 at 512 pixels).
+    noise_scale             standard deviation of the noise (JiT: 2 at 512 pixels).
     coefficient             of the SDE's noise (SiT's forms): constant 1, sigma, sbdm (by which the path is a
                             diffusion), linear t, decreasing and increasing-decreasing along the way from noise to data.
-    last                    the SDE's last step: euler (the ODE's), mean (no noise), tweedie (what x_start is predicted
-                            to be) or none (as the others).
-    last_size               its length, before the shift; 0: as the others'.
-    choices                 of the Interpolant.
+    last                    the SDE's last step: euler (the ODE's), mean (without noise), tweedie (returns the predicted
+                            x_start) or none (no different from the other steps).
+    last_size               time at which the last step begins, before the shift; 0: times are spaced evenly.
+    choices                 further keyword arguments of Interpolant: path, prediction, loss, t_min and cosine.
     """
 
     def __init__(
@@ -73,15 +74,17 @@ class FlowMatching:
         self.interpolant = Interpolant(**choices)
 
     def draw_times(self, uniforms: Tensor) -> Tensor:
-        """Returns training times by the inverse of their distribution: uniforms (B,) in [0, 1) -> (B,) in [0, 1]."""
+        """Maps uniform numbers (B,) in [0, 1) to training times (B,) in [0, 1], by the inverse of the times'
+        distribution, and shifts them.
+        """
         return self._shift_times(DENSITIES[self.density](uniforms, self.logit_mean, self.logit_std, self.t_max))
 
     def _shift_times(self, t: Tensor) -> Tensor:
-        return (self.shift * t / (1 + (self.shift - 1) * t)).clamp(max=1)  # in float32 it may be above
+        return (self.shift * t / (1 + (self.shift - 1) * t)).clamp(max=1)  # rounding may put it above 1
 
     def call_network(self, network: Network, x_t: Tensor, t: Tensor) -> Tensor:
-        """Returns the network's prediction without channels beyond those of x_t, such as the variances of a diffusion
-        network.
+        """Calls the network at x_t and t * time_scale, and returns its prediction, float32 (float64 stays) of x_t's
+        shape. Further channels of the output, such as a diffusion network's variances, are left out.
         """
         return cast_output(network(x_t, t * self.time_scale))[:, : x_t.shape[1]]
 
@@ -90,7 +93,9 @@ class FlowMatching:
         return self.interpolant.convert_prediction(self.call_network(network, x_t, t), x_t, t, "velocity")
 
     def training_losses(self, network: Network, x_start: Tensor, t: Tensor, noise: Tensor) -> dict[str, Tensor]:
-        """Returns per-sample terms (B,): loss (with gradient) and mse, its detached value."""
+        """Returns per-sample terms (B,): loss, which is Interpolant.compute_losses, with gradient; and mse, the same
+        without. `noise` has deviation 1, and is multiplied by noise_scale here.
+        """
         noise = self.scale_noise(noise)
         out = self.call_network(network, self.interpolant.mix_noise(x_start, noise, t), t)
         mse = self.interpolant.compute_losses(out, x_start, noise, t)
@@ -101,7 +106,9 @@ class FlowMatching:
         return noise if self.noise_scale == 1 else noise * self.noise_scale
 
     def compute_noise_ratio(self, x_t: Tensor, scaled: Tensor) -> Tensor:
-        """Returns sigma / alpha (B, 1, ...) at the network's times (B,); x_t gives the number of axes."""
+        """Returns the noise ratio sigma / alpha at times `scaled` (B,), which are t * time_scale, as the network sees
+        them. Its shape is (B, 1, ...), with as many axes as x_t.
+        """
         if self.interpolant.path == "linear":
             return (scaled / (self.time_scale - scaled)).view(-1, *(1,) * (x_t.ndim - 1))
         alpha, sigma, _, _ = self.interpolant.compute_coefficients(scaled / self.time_scale, x_t)
@@ -110,11 +117,14 @@ class FlowMatching:
     def make_time_grid(
         self, num_steps: int, like: Tensor, spacing: str | None = None, first: float = 1.0, last_size: float = 0.0
     ) -> Tensor:
-        """Returns sampling times from 1 to 0, (num_steps + 1,): evenly spaced (None, linspace) and shifted, or by
-        karras.
+        """Returns the times of `num_steps` sampling steps, from noise to data: (num_steps + 1,), with dtype and device
+        of `like`.
 
+        spacing     None or linspace: evenly spaced from `first` to t_last, then shifted. karras: `first`, then EDM's
+                    spacing of the noise ratio sigma / alpha, then 0; t_last and the shift have no effect.
         first       the first time, before the shift.
-        last_size   length of the last step, before the shift; 0: as the others'. Of even times alone.
+        last_size   time at which the last step begins, before the shift; 0: times are spaced evenly. Without effect for
+                    karras.
         """
         if spacing == "karras":  # pure noise, then ever denser in t / (1 - t)
             noises = make_levels_after_first(num_steps, _LOWEST, LARGEST_NOISE)
@@ -136,8 +146,11 @@ class FlowMatching:
         eta: float | None = None,
         progress: Progress = iter,
     ) -> Tensor:
-        """Returns x_start from noise x by the named sampler, with at most `num_calls` calls of the network (heun takes
-        2 a step).
+        """Returns x_start from noise x of deviation 1 by the named sampler, one of SAMPLERS, in as many steps as
+        `num_calls` calls of the network allow, and at least one. heun takes two calls a step.
+
+        `spacing` is that of `make_time_grid`. `eta` scales the noise of the samplers that draw some; None takes their
+        usual amount. Raises ConfigError for an eta where the sampler has none to choose.
         """
         x, eta = self.scale_noise(x), choose_eta(sampler, eta)
 
@@ -168,8 +181,8 @@ class FlowMatching:
         spacing: str | None = None,
         eta: float | None = None,
     ) -> Tensor:
-        """Returns the noise that `sample` with these arguments maps to about x_start. Raises ConfigError if the sampler
-        is not one of the plain ODE.
+        """Returns the noise that `sample` with these arguments maps to about x_start. Raises ConfigError unless the
+        sampler is euler or heun, and if an eta is given.
         """
         choose_eta(sampler, eta)
         if sampler not in ("euler", "heun"):
@@ -182,8 +195,11 @@ class FlowMatching:
     def integrate_ode(
         self, network: Network, x: Tensor, grid: Tensor, method: str, progress: Progress = iter
     ) -> Tensor:
-        """Integrates the ODE from x along times `grid` (n + 1,), in either direction, by euler (n calls) or heun (2 n
-        calls).
+        """Integrates the ODE along the times `grid` (n + 1,), ascending or descending, from x at the first of them, and
+        returns x at the last.
+
+        method  euler, with n calls of the network; or heun, with 2 n. Where the network does not predict velocities,
+                heun makes a step to or from the data (t = 0) as euler does.
         """
         times = grid.tolist()
         for step in progress(range(len(grid) - 1)):
@@ -213,11 +229,16 @@ class FlowMatching:
         progress: Progress = iter,
         method: str = "sde",
     ) -> Tensor:
-        """Returns x_start from noise x by Euler-Maruyama (sde, one call a step) or Heun's method after the noise
-        (sde-heun, two); eta 0 is the ODE's method.
+        """Integrates the SDE along the times `grid` (n + 1,), descending, from noise x at the first of them, and
+        returns x at the last:
 
-        dx = (velocity - w / 2 score) dt + sqrt(w) dW backwards in t, with w = eta times the coefficient, so that w
-        score = -eta eps for the usual one, sigma. What the last step does is a choice, see `last`.
+            dx = (velocity - w / 2 score) dt + sqrt(w) dW, backwards in t, where w is eta times the coefficient
+
+        method  sde: Euler-Maruyama, one call of the network a step; sde-heun: Heun's method after the noise has been
+                added, two calls a step.
+
+        With the usual coefficient, sigma, w times the score is -eta eps. With eta 0 it is the ODE. The last step is
+        made as the flow's `last` says.
         """
         times = grid.tolist()
         for step in progress(range(len(times) - 1)):
@@ -253,8 +274,8 @@ class FlowMatching:
         return [self.interpolant.convert_prediction(out, x, t, wanted) for wanted in ("velocity", "eps")]
 
     def compute_score_rate(self, t: float) -> float:
-        """Returns w / sigma at time t, w being the SDE's coefficient: w times the score is minus this rate
-        times eps.
+        """Returns w / sigma at time t, where w is the SDE's coefficient without eta. Since score = -eps / sigma, w
+        times the score is minus this rate times eps.
         """
         alpha, sigma, alpha_slope, sigma_slope = PATHS[self.interpolant.path](torch.tensor(t, dtype=torch.float64))
         if self.coefficient == "sbdm":
@@ -270,7 +291,7 @@ class FlowMatching:
 
 
 def check_spacing(spacing: str | None) -> None:
-    """Raises ConfigError if a flow has no spacing of times of that name."""
+    """Raises ConfigError if `spacing` is neither None nor one of SPACINGS, those that a flow has."""
     if spacing not in (None, *SPACINGS):
         raise ConfigError(
             f"spacing={spacing}: a flow's times are spaced by {' or '.join(SPACINGS)}, which begin with "

@@ -38,8 +38,8 @@ def measure_likelihood(
     bits_per_dim, prior_bits   (B,): bits_per_dim = prior_bits - the integral of divergence over t.
     divergence, timestep       (B, K): div v in each of the K steps from data to noise, and 1000 t in its middle, int64.
 
-    num_calls  of the network, each with one backward through it, in steps of Heun's method, two calls each; None: 100.
-    key        int64 (B,): streams dequantize and probe.
+    num_calls  calls of the network, each followed by one backward pass; Heun's method makes two a step. None: 100.
+    key        int64 (B,), from whose streams dequantize and probe the noise within a level and the probe are drawn.
     """
     shape = tuple(x_start.shape[1:])
     x = x_start + _LEVEL * (rng.uniform(key, "dequantize", shape) - 0.5).to(x_start)

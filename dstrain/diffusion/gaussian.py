@@ -40,7 +40,7 @@ LOSSES = ("mse", "rescaled_mse", "kl", "rescaled_kl")
 
 
 class GaussianDiffusion:
-    """One chain and one convention of what the network predicts.
+    """A chain of discrete-time diffusion, with one convention of what the network predicts.
 
     betas             (T,) of this chain; see schedule.make_betas and schedule.respace_betas.
     prediction        what the first half of the network's channels is: eps | x_start | v | previous_x.
@@ -104,7 +104,9 @@ class GaussianDiffusion:
         return self.select_timesteps(schedule.space_timesteps(self.num_timesteps, spec))
 
     def select_timesteps(self, timesteps: Sequence[int]) -> "GaussianDiffusion":
-        """Returns the chain over `timesteps` of this one, ascending."""
+        """Returns the chain that visits only `timesteps` of this one, ascending indices in [0, T), with the same
+        marginals there.
+        """
         return GaussianDiffusion(
             schedule.respace_betas(self.tables["betas"], timesteps),
             prediction=self.prediction,
@@ -117,7 +119,11 @@ class GaussianDiffusion:
         )
 
     def call_network(self, network: Network, x_t: Tensor, t: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Returns (prediction, variance values or None) of the network, float32, each of x_t's shape."""
+        """Calls the network at x_t and timesteps t (B,). Returns its prediction and its variance values, float32
+        (float64 stays) of x_t's shape each; the values are None if the variance is fixed.
+
+        Raises ConfigError if the variance is learned and the output has not twice the channels of x_t.
+        """
         out = cast_output(network(x_t, self.scale_timesteps(t)))
         if not self.learns_variance:
             return out, None
@@ -147,7 +153,9 @@ class GaussianDiffusion:
         return (signal * x_start).addcmul_(sigma, noise)
 
     def q_posterior(self, x_start: Tensor, x_t: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns mean and log variance (clipped at t = 0) of q(x_{t-1} | x_t, x_start). Equation 7 of DDPM."""
+        """Returns mean and log variance of q(x_{t-1} | x_t, x_start), Equation 7 of DDPM. At t = 0, where the variance
+        is 0, the log variance is that of t = 1.
+        """
         first, second, log_variance = self._gather_columns(
             t, x_t, "posterior_mean_coef1", "posterior_mean_coef2", "posterior_log_variance_clipped"
         )
@@ -194,13 +202,15 @@ class GaussianDiffusion:
         return of_x_t * x_t - of_prediction * prediction
 
     def predict_eps(self, x_start: Tensor, x_t: Tensor, t: Tensor) -> Tensor:
-        """Returns the eps that leads from x_start to x_t; also defined if x_t is pure noise."""
+        """Returns the eps that leads from x_start to x_t. It is defined at every timestep, also where x_t is noise
+        alone.
+        """
         signal, sigma = self._gather_columns(t, x_t, "sqrt_alphas_cumprod", "sqrt_one_minus_alphas_cumprod")
         return (x_t - signal * x_start) / sigma
 
     def compute_noise_ratio(self, x_t: Tensor, t: Tensor) -> Tensor:
-        """Returns sigma / alpha (B, 1, ...) at times (B,) as the network sees them; for whole chains, not respaced
-        ones.
+        """Returns the noise ratio sigma / alpha at times t (B,) as the network sees them: (B, 1, ...), with as many
+        axes as x_t. It is right for a whole chain, and wrong for a respaced one.
         """
         if self.rescale_timesteps:
             t = (t * (self.original_steps / 1000)).round().long()
@@ -215,10 +225,11 @@ class GaussianDiffusion:
         return self._gather_columns(t, x_t, "fixed_log_variance")[0]
 
     def training_losses(self, network: Network, x_start: Tensor, t: Tensor, noise: Tensor) -> dict[str, Tensor]:
-        """Returns per-sample terms (B,): loss (with gradient), mse, and vb in bits where the bound is computed.
+        """Returns per-sample terms (B,): loss (with gradient), mse, and, if the loss or a learned variance needs it,
+        vb, the bound's term at t in bits per dimension.
 
-        In every convention the error of the predicted mean is gain_t (prediction - target). So one squared error
-        serves mse and bound alike. The predicted x_start is not formed: in float32 its difference would cancel.
+        In every convention the error of the predicted mean is gain_t (prediction - target). So one squared error serves
+        mse and bound alike. The predicted x_start is not formed: in float32 its difference would cancel.
         """
         x_t = self.q_sample(x_start, t, noise)
         prediction, values = self.call_network(network, x_t, t)
@@ -292,7 +303,8 @@ class GaussianDiffusion:
     def compute_bits_per_dim(
         self, network: Network, x_start: Tensor, noise: Noise, clip_denoised: bool = True, progress: Progress = iter
     ) -> dict[str, Tensor]:
-        """Returns the whole variational bound: total, prior (B,) in bits/dim; vb (bits), mse, x_start_mse (B, T).
+        """Returns the terms of the variational bound: total and prior (B,), and vb (B, T) by timestep, in bits per
+        dimension; mse and x_start_mse (B, T), the squared errors of eps and of x_start.
 
         The chain is walked from its last timestep down: column 0 and noise(0) belong to the last timestep. The network
         is called T times.
@@ -326,7 +338,7 @@ class GaussianDiffusion:
 
 
 def _compute_tables(betas: Tensor, prediction: str, variance: str) -> dict[str, Tensor]:
-    """Computes all coefficients by name, float64 (T,)."""
+    """Returns all coefficients of a chain with these betas (T,), by name: float64 (T,) each."""
     one = torch.ones(1, dtype=torch.float64)
     alphas_cumprod = torch.cumprod(1 - betas, dim=0)
     previous = torch.cat((one, alphas_cumprod[:-1]))

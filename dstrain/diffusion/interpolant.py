@@ -1,4 +1,4 @@
-"""Between data and noise: a path, what a network predicts on it, and the space in which its loss is measured.
+"""Paths between data and noise: a path, what a network predicts on it, and the space in which its loss is measured.
 
 Notation: t in [0, 1], 0 is data and 1 is noise,
 
@@ -64,10 +64,10 @@ def find_time_of_noise(path: str, noise: float) -> float:
 
 
 class Interpolant:
-    """A path, a prediction and a loss.
+    """Holds a path between data and noise, what the network predicts on it, and the space of its loss.
 
     path         linear, gvp or vp.
-    prediction   velocity, x, eps or score: what the network gives.
+    prediction   velocity, x, eps or score: the network's output.
     loss         the space of squared errors: velocity, x, eps; or likelihood, SiT's weight of a bound. None: the
                  prediction's own, and eps for a score.
     t_min        conversions that divide by sigma or alpha take no t nearer to 0 or 1 than this. 0: any.
@@ -91,7 +91,7 @@ class Interpolant:
         return PATHS[self.path](t.to(like.dtype).view(-1, *(1,) * (like.ndim - 1)))
 
     def compute_level(self, t: float) -> tuple[float, float]:
-        """Returns alpha and sigma at a time, a Python number."""
+        """Returns alpha and sigma at time t, as Python numbers."""
         alpha, sigma, _, _ = PATHS[self.path](torch.tensor(t, dtype=torch.float64))
         return float(alpha), float(sigma)
 
@@ -104,7 +104,7 @@ class Interpolant:
         return alpha * x_start + sigma * noise
 
     def convert_prediction(self, out: Tensor, x_t: Tensor, t: Tensor, wanted: str) -> Tensor:
-        """Converts a network's prediction at times (B,) to velocity, x, eps or score."""
+        """Converts a network's output `out` at x_t and times t (B,) to what is `wanted`: velocity, x, eps or score."""
         if wanted == self.prediction:
             return out
         coefficients = self.compute_coefficients(self._clamp_times(t), out)
@@ -116,7 +116,10 @@ class Interpolant:
         return of_x_t * x_t + of_out * out
 
     def compute_losses(self, out: Tensor, x_start: Tensor, noise: Tensor, t: Tensor) -> Tensor:
-        """Returns the mean squared error (B,) of predictions (B, C, ...) in the space of the loss."""
+        """Returns the loss (B,) of each sample: the mean squared error of the predictions `out` (B, C, ...) in the
+        space `loss`. For likelihood it is multiplied by SiT's weight. If `cosine` is set, it adds that weight times 1 -
+        the cosine over channels.
+        """
         coefficients = self.compute_coefficients(self._clamp_times(t), out)
         alpha, sigma, alpha_slope, sigma_slope = coefficients
         if self.prediction == "velocity":
@@ -137,9 +140,9 @@ class Interpolant:
         return losses
 
     def _clamp_times(self, t: Tensor) -> Tensor:
-        """Clamps times to at least t_min from the ends at which conversions divide by 0: by alpha for a network that
-        gives noise, by sigma for one that gives x, and by sigma for the slope of sigma on the path vp; by both for the
-        weight of a likelihood.
+        """Keeps times at least t_min away from the ends where conversions divide by 0: from 1 if the network predicts
+        eps or a score (they divide by alpha); from 0 if it predicts x (by sigma) or the path is vp (its slope of
+        sigma); from both for the loss likelihood. With t_min 0 returns t as it is.
         """
         likelihood = self.loss == "likelihood"
         low = self.t_min if self.prediction == "x" or self.path == "vp" or likelihood else 0.0
@@ -147,7 +150,9 @@ class Interpolant:
         return t.clamp(low, high) if self.t_min else t
 
     def _compute_weights(self, coefficients: Coefficients, wanted: str) -> tuple[Tensor, Tensor]:
-        """Returns the factors of x_t and of the prediction whose weighted sum is `wanted`."""
+        """Returns two factors, a and b, such that a * x_t + b * prediction is what is `wanted`: velocity, x, eps or
+        score.
+        """
         alpha, sigma, alpha_slope, sigma_slope = coefficients
         zero, one = torch.zeros_like(alpha), torch.ones_like(alpha)
         of_x_and_eps = {

@@ -26,8 +26,8 @@ def compute_normal_kl(
 
 
 def compute_discretized_log_likelihood(x: Tensor, mean: Tensor, log_scale: Tensor) -> Tensor:
-    """Returns the log probability (nats) of x in [-1, 1], one of 256 levels, under a Gaussian; the end levels take the
-    tails.
+    """Returns the log probability (nats, elementwise) of x in [-1, 1], one of 256 levels, under a Gaussian of this mean
+    and log standard deviation. The lowest and the highest level also get the tail beyond them.
 
     DDPM, Equation 13, with the tanh approximation of the normal CDF that published bits/dim were computed with.
     """

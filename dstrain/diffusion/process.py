@@ -1,7 +1,7 @@
-"""What a system learns between data and noise, behind one protocol: a chain of discrete-time diffusion, or a flow.
+"""What a system learns between data and noise, behind one interface: a chain of discrete-time diffusion, or a flow.
 
-A config makes the Process that its recipe asks for. Its system then draws times, computes losses, samples and measures
-without knowing which it is. Times are the process's own: timesteps int64 (B,) of a chain, t in [0, 1] of a flow.
+A config builds the Process that its recipe asks for. Its system then draws times, computes losses, samples and measures
+by the same methods for both. Times are the process's own: timesteps int64 (B,) of a chain, t in [0, 1] of a flow.
 """
 
 import math
@@ -31,8 +31,10 @@ class _Process:
     """Declares what both kinds of process have in common.
 
     samplers     their names, the usual one last.
-    scheduler    the class of diffusers that draws; in `card_steps` steps it draws what `draw_as_diffusers` does.
-    diffusion    the GaussianDiffusion of a chain.
+    scheduler    name of diffusers' scheduler for an exported model.
+    card_steps   steps of the example in an export's model card, in which that scheduler draws as `draw_as_diffusers`
+                 does.
+    diffusion    the GaussianDiffusion of a chain, None for a flow.
     strata       training times of so many samples in a row lie in as many equal parts; 0: each is drawn alone.
     """
 
@@ -43,8 +45,11 @@ class _Process:
     strata: int = 0
 
     def draw_losses(self: "Process", network: Network, example: Mapping[str, Tensor], t: Tensor | None = None) -> Terms:
-        """Returns `compute_losses` at times t (B,) and noise drawn from the samples' keys, streams noise and timestep.
-        t None draws the times, too.
+        """Draws noise, and times if t is None, from the samples' keys (streams noise and timestep), and returns
+        `compute_losses` at times t (B,).
+
+        example  a batch with key and x_start; with position, and perhaps step, the drawn times are stratified by
+                 `strata`.
         """
         key, x_start = example["key"], example["x_start"]
         if t is None:
@@ -60,7 +65,8 @@ class ChainProcess(_Process):
 
     schedule    name of its betas, for `make_scheduler_arguments`.
     clip        whether the predicted x_start is kept in [-1, 1]: for pixels, not for latents.
-    respacing   timesteps of samples and bits where as many are asked for; "" for none, see schedule.space_timesteps.
+    respacing   a subset of timesteps, see schedule.space_timesteps; "" for all. Samples are drawn over it where as many
+                calls are asked for, and bits are measured over it where no number of calls is given.
     """
 
     samplers = samplers.SAMPLERS
@@ -77,14 +83,17 @@ class ChainProcess(_Process):
         return self.uniform.sample(uniforms)[0]
 
     def compute_losses(self, network: Network, x_start: Tensor, t: Tensor, noise: Tensor) -> Terms:
-        """Returns per-sample terms (B,): loss (with gradient), others of the process, and the quartile of the time."""
+        """Returns per-sample terms (B,): loss (with gradient), the other terms of GaussianDiffusion.training_losses,
+        and quartile, the quarter of the timesteps in which t lies, 0 to 3.
+        """
         terms = self.diffusion.training_losses(network, x_start, t, noise)
         return terms | {"quartile": 4 * t // self.diffusion.num_timesteps}
 
     def choose_timesteps(self, sampler: str, num_calls: int, spacing: str | None) -> list[int]:
-        """Returns the timesteps of a sampler with `num_calls` calls of the network, ascending.
+        """Returns the timesteps that a sampler visits with `num_calls` calls of the network, ascending.
 
-        They are those of the recipe's respacing if it keeps so many; else they follow `spacing`, or lie evenly.
+        They are those of the recipe's respacing if no spacing is given and the respacing keeps as many; otherwise those
+        of samplers.choose_timesteps.
         """
         is_respaced = self.respaced is not self.diffusion and spacing is None
         if is_respaced and self.respaced.num_timesteps == count_solver_steps(sampler, num_calls):
@@ -114,44 +123,51 @@ class ChainProcess(_Process):
         spacing: str | None = None,
         eta: float | None = None,
     ) -> Tensor:
-        """Returns the noise that `sample` maps to about x_start. Raises ConfigError for samplers that draw noise."""
+        """Returns the noise that `sample` with these arguments maps to about x_start. Raises ConfigError unless the
+        sampler is ddim without noise (eta None or 0).
+        """
         timesteps = self.choose_timesteps(sampler, num_calls, spacing)
         return samplers.invert_chain(self.diffusion, network, x_start, sampler, timesteps, eta)
 
     def draw_as_diffusers(self, network: Network, x: Tensor) -> Tensor:
-        """Returns x_start from noise x as diffusers' scheduler computes it in `card_steps` steps."""
+        """Returns x_start from noise x as diffusers' DDIMScheduler computes it in `card_steps` steps."""
         return samplers.sample_ddim(
             self.diffusion.respace(f"ddim{self.card_steps}"), network, x, clip_denoised=self.clip
         )
 
     def compute_noise_ratio(self, x_t: Tensor, scaled: Tensor) -> Tensor:
-        """Returns sigma / alpha (B, 1, ...) at times (B,) as the network sees them."""
+        """Returns the noise ratio sigma / alpha at times `scaled` (B,) as the network sees them: (B, 1, ...), with the
+        axes of x_t.
+        """
         return self.diffusion.compute_noise_ratio(x_t, scaled)
 
     def spread_times(self, count: int, device: torch.device) -> Tensor:
-        """Returns `count` times from data to noise as the network sees them."""
+        """Returns `count` evenly spaced times from data to noise, as the network sees them: int64 (count,)."""
         return torch.linspace(0, self.diffusion.num_timesteps - 1, count, device=device).long()
 
     def check_spacing(self, spacing: str | None) -> None:
-        """Raises ConfigError if the spacing is of another process; `choose_timesteps` refuses unknown ones."""
+        """Does nothing: `choose_timesteps` raises ConfigError for an unknown spacing. A flow checks it here."""
 
     def measure_bits(
         self, network: Network, x_start: Tensor, key: Tensor, num_calls: int | None = None, progress: Progress = iter
     ) -> Terms:
-        """Returns the terms of System.measure for pixels in [-1, 1], in bits per dimension."""
+        """Returns the terms of System.measure for pixels in [-1, 1], in bits per dimension. `num_calls` timesteps are
+        visited; None: those of the respacing.
+        """
         chain = self.respaced if num_calls is None else self.diffusion
         return bound.measure_bound(chain, network, x_start, key, num_calls, progress)
 
     def make_scheduler_arguments(self, velocities: bool = False) -> dict[str, Any]:
         """Returns the keyword arguments of diffusers' scheduler. Raises ConfigError for what it cannot express.
 
-        velocities: the exported network gives velocities, whatever the trained one predicts; of flows alone.
+        velocities  whether the exported network gives velocities, whatever the trained one predicts. Only a flow reads
+                    this.
         """
         return make_scheduler_arguments(self.diffusion, self.schedule, self.clip)
 
 
 class FlowProcess(FlowMatching, _Process):
-    """A flow with FlowMatching's arguments. Its methods are those of ChainProcess."""
+    """A flow, built with FlowMatching's arguments. It has the methods of ChainProcess."""
 
     samplers = flow.SAMPLERS
     scheduler = "FlowMatchEulerDiscreteScheduler"
@@ -265,7 +281,7 @@ class Flow(Section):
         return self
 
     def list_batch_conflicts(self, global_batch: int) -> list[str]:
-        """Lists the problem, if any, of `strata` with a global batch of so many samples."""
+        """Returns a message if `strata` does not divide the number of samples in a global batch; else an empty list."""
         if not self.strata or global_batch % self.strata == 0:
             return []
         return [

@@ -1,6 +1,7 @@
-"""A chain as keyword arguments of diffusers' schedulers. The library itself is not imported here.
+"""Makes the keyword arguments of diffusers' schedulers for a chain, without importing diffusers.
 
-Its schedulers compute in float32, from named betas or from a list; gaussian.py in float64: the chain is the same.
+Its schedulers compute in float32, from named betas or from a list, and gaussian.py in float64, but the chain is the
+same.
 """
 
 import json
@@ -15,8 +16,8 @@ PREDICTIONS = {"eps": "epsilon", "x_start": "sample", "v": "v_prediction"}  # ds
 
 
 def make_scheduler_arguments(diffusion: GaussianDiffusion, schedule: str, clip: bool) -> dict[str, Any]:
-    """Returns the arguments that both DDIMScheduler and DDPMScheduler take. `schedule` names the betas; `clip`: clips
-    x_start.
+    """Returns keyword arguments with which diffusers' DDIMScheduler and DDPMScheduler follow this chain. `schedule` is
+    the name of its betas; `clip` says whether the predicted x_start is kept in [-1, 1].
 
     Raises ConfigError for a prediction that these schedulers do not know.
     """
@@ -36,14 +37,14 @@ def make_scheduler_arguments(diffusion: GaussianDiffusion, schedule: str, clip: 
 
 
 def add_to_model_index(folder: Path, **entries: Any) -> None:
-    """Adds entries to a pipeline's model_index.json."""
+    """Adds entries to model_index.json in a pipeline's folder; entries of the same names are replaced."""
     path = folder / "model_index.json"
     index = json.loads(path.read_text(encoding="utf-8")) | entries
     path.write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
 
 def choose_even_steps(count: int, most: int = 20) -> int:
-    """Returns the largest divisor of `count` up to `most`: with so many steps diffusers' DDIM visits the same
-    timesteps.
+    """Returns the largest divisor of `count`, a number of timesteps, that is at most `most`. In so many steps
+    diffusers' DDIM visits the timesteps that ours visits.
     """
     return max(steps for steps in range(1, most + 1) if count % steps == 0)

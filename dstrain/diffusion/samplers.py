@@ -1,4 +1,4 @@
-"""From noise to data over a GaussianDiffusion: ancestral (DDPM), DDIM and its inverse, solvers by name; and guidance.
+"""Samplers over a GaussianDiffusion: ancestral (DDPM), DDIM and its inverse, solvers by name; and guidance.
 
 Notation as in gaussian.py. The i-th draw of noise is `noise(i)`, i = 0, 1, ... in the order of the chain. It is drawn
 at t = 0, too, where it is not used: the number of draws is the number of steps. Every step is one call of the network,
@@ -47,8 +47,8 @@ def sample_ddim(
     clip_denoised: bool = False,
     progress: Progress = iter,
 ) -> Tensor:
-    """Returns x_start from noise x (B, C, ...) by DDIM: eta 0 is deterministic and needs no noise, eta 1 is as noisy as
-    DDPM.
+    """Returns x_start from noise x (B, C, ...) by DDIM. eta 0 is deterministic and needs no `noise`; eta 1 is as noisy
+    as DDPM. Raises ConfigError for an eta above 0 without `noise`.
     """
     if eta and noise is None:
         raise ConfigError("eta: above 0 DDIM draws noise at each step; pass `noise`, or eta 0")
@@ -73,9 +73,9 @@ def choose_timesteps(
 ) -> list[int]:
     """Returns the timesteps that a sampler visits with `num_calls` calls of the network, ascending.
 
-    spacing is one of schedule.SPACINGS. None: for ddim strides from 0 on, where a stride exists, and else evenly, as
-    for ddpm; karras for solvers, which it suits best, but trailing for fewer than schedule.FEW steps. A single step is
-    at the last timestep. Raises ConfigError if the chain has fewer.
+    spacing is one of schedule.SPACINGS. None chooses it by sampler: for solvers karras, but trailing for fewer than
+    schedule.FEW steps; for ddim a constant stride from 0 on, where one exists; else even steps, as for ddpm. A single
+    step is at the last timestep. Raises ConfigError if the chain has fewer timesteps, or the spacing is unknown.
     """
     total, count = diffusion.num_timesteps, count_solver_steps(sampler, num_calls)
     if spacing is None and (sampler in SOLVERS or count == 1):
@@ -96,7 +96,10 @@ def sample_chain(
     clip_denoised: bool = False,
     progress: Progress = iter,
 ) -> Tensor:
-    """Returns x_start from noise x (B, C, ...) by the named sampler over these timesteps of the chain, ascending."""
+    """Returns x_start from noise x (B, C, ...) by the named sampler, which visits these timesteps of the chain
+    (ascending). eta None takes the sampler's usual amount of noise. Raises ConfigError for an eta where the sampler has
+    none to choose.
+    """
     eta = choose_eta(sampler, eta)
     if sampler in CHAINS:
         arguments = {"eta": eta} if sampler == "ddim" else {}
@@ -122,8 +125,8 @@ def invert_chain(
     timesteps: Sequence[int],
     eta: float | None = None,
 ) -> Tensor:
-    """Returns the noise that `sample_chain` with these arguments maps to about x_start. Raises ConfigError for a
-    sampler that draws noise.
+    """Returns the noise that `sample_chain` with these arguments maps to about x_start. Raises ConfigError unless the
+    sampler is ddim without noise (eta None or 0).
     """
     if sampler != "ddim" or eta:
         raise ConfigError(
@@ -190,9 +193,8 @@ def guide_network(
     guide: Callable[..., Tensor] | None = None,
     active: Callable[[Tensor, Tensor], Tensor] | None = None,
 ) -> Network:
-    """Returns a network with guidance away from something weaker: weaker + scale * (conditional - weaker).
-
-    Classifier-free guidance, where weaker is the network without conditions, is one call of twice the batch.
+    """Returns a network with guidance, whose output is weaker + scale * (conditional - weaker). In classifier-free
+    guidance `weaker` is the network without conditions; both are then one call of twice the batch.
 
     conditions  keyword arguments of the network, (B, ...) each; `null` those without the condition.
     scale       1 means no guidance, and a call of the plain batch.
@@ -235,8 +237,8 @@ def guide_network(
 def limit_guidance(
     interval: tuple[float, float] | None, noise_of: Callable[[Tensor, Tensor], Tensor]
 ) -> Callable[[Tensor, Tensor], Tensor] | None:
-    """Returns the argument `active` of `guide_network` for an interval (low, high) of noise sigma / alpha; None is
-    everywhere.
+    """Returns a function for the argument `active` of `guide_network`, which is true where the noise ratio sigma /
+    alpha lies in `interval` (low, high). Returns None for interval None: guidance then acts everywhere.
 
     noise_of  (x_t, t) -> sigma / alpha (B, 1, ...), t as the network sees it.
     """

@@ -94,7 +94,9 @@ def space_timesteps(num_timesteps: int, spec: str | Sequence[int]) -> list[int]:
 
     spec  "" for all; "250" for 250 of the whole chain, its first and last among them; "10,15,20" (or a list) for as
           many of each of three equal sections; "ddim50" for every (T / 50)-th timestep from 0 on.
-    Raises ConfigError for an unreadable spec, a section with fewer timesteps than are asked of it, no integer stride.
+
+    Raises ConfigError if the spec cannot be read, if a section has fewer timesteps than it asks for, or if no integer
+    stride gives the number of ddimN.
     """
     if isinstance(spec, str):
         if not re.fullmatch(r"(ddim\d+|\d+(,\d+)*)?", spec.replace(" ", "")):
@@ -129,8 +131,8 @@ def _stride_timesteps(num_timesteps: int, count: int) -> list[int]:
 
 
 def make_even_spec(num_timesteps: int, count: int, strided: bool = False) -> str:
-    """Returns the spec of `count` evenly spaced timesteps; `strided`: as ddimN if that exists. Raises ConfigError if
-    the chain has fewer.
+    """Returns the `spec` of `space_timesteps` for `count` evenly spaced timesteps: "ddimN" if `strided` and a constant
+    stride gives so many, else "N". Raises ConfigError if the chain has fewer than `count`, or count is below 1.
     """
     if not 1 <= count <= num_timesteps:
         raise ConfigError(f"num_steps: {count} is not between 1 and the {num_timesteps} timesteps of the chain")
@@ -145,8 +147,8 @@ def space_by_noise(noise: Sequence[float], count: int, spacing: str) -> list[int
     trailing  evenly, the last among them                 karras    the last one, then EDM's levels from
                                                                     LARGEST_NOISE to the noise of t = 0
 
-    A single one is the last, where the noise that samples begin from belongs.
-    Sources: Lin et al. 2023, Table 2; Karras et al. 2022 (EDM), Equation 5. Raises ConfigError if there are fewer.
+    A single timestep is the last one, since samples begin from pure noise. Sources: Lin et al. 2023, Table 2; Karras et
+    al. 2022 (EDM), Equation 5. Raises ConfigError if the spacing is unknown, or the chain has fewer timesteps.
     """
     if spacing not in SPACINGS:
         raise ConfigError(f"spacing={spacing} is none of {', '.join(SPACINGS)}: name one of them")
@@ -168,14 +170,17 @@ def space_by_noise(noise: Sequence[float], count: int, spacing: str) -> list[int
 
 
 def make_karras_levels(count: int, lowest: float, highest: float, rho: float = 7.0) -> list[float]:
-    """Returns `count` noise levels from `highest` to `lowest`, ever denser. EDM, Equation 5."""
+    """Returns `count` noise levels sigma / alpha, descending from `highest` to `lowest` and ever denser. EDM, Equation
+    5.
+    """
     first, last = highest ** (1 / rho), lowest ** (1 / rho)
     return [(first + i / max(count - 1, 1) * (last - first)) ** rho for i in range(count)]
 
 
 def make_levels_after_first(count: int, lowest: float, highest: float) -> list[float]:
-    """Returns the noise levels of `count` steps but the first, which begins with pure noise, by `make_karras_levels`.
-    For few steps it omits the range's ends, which are almost pure noise and almost data.
+    """Returns the count - 1 noise levels, descending, at which all but the first of `count` steps begin; the first
+    begins with pure noise. They are those of `make_karras_levels`. For fewer than FEW steps they lie within the range
+    and leave out its ends, which are almost pure noise and almost data.
     """
     return (
         make_karras_levels(count + 1, lowest, highest)[1:-1]
@@ -185,8 +190,8 @@ def make_levels_after_first(count: int, lowest: float, highest: float) -> list[f
 
 
 def respace_betas(original: Tensor, timesteps: Sequence[int]) -> Tensor:
-    """Returns the betas of the chain that visits only `timesteps`, with the same marginals there: (T,), K of T ->
-    float64 (K,).
+    """Returns the betas of the chain that visits only `timesteps` of the original one and has the same marginals there.
+    The original betas are (T,), the result is float64 (K,) for K timesteps.
     """
     alphas_cumprod = torch.cumprod(1 - original.double(), dim=0)[list(timesteps)]
     previous = torch.cat((torch.ones(1, dtype=torch.float64), alphas_cumprod[:-1]))

@@ -63,8 +63,8 @@ class Denoiser(Protocol):
 def solve_dpmpp(
     denoise: Denoiser, levels: Sequence[Level], x: Tensor, noise: Noise, eta: float = 0.0, progress: Progress = iter
 ) -> Tensor:
-    """Returns x_start from noise x at levels[0] by DPM-Solver++(2M), of second order; eta 1 is its SDE (the midpoint
-    form). One call a step.
+    """Returns x_start from noise x at levels[0] by DPM-Solver++(2M), of second order, with one call of the network a
+    step. eta 1 is its SDE (the midpoint form), eta 0 the ODE.
     """
     earlier, h_earlier = None, math.inf
     for i in progress(range(len(levels) - 1)):
@@ -84,8 +84,8 @@ def solve_dpmpp(
 def solve_unipc(
     denoise: Denoiser, levels: Sequence[Level], x: Tensor, noise: Noise, eta: float = 0.0, progress: Progress = iter
 ) -> Tensor:
-    """Returns x_start from noise x at levels[0] by UniPC-2: a predictor of second order, 2M, corrected to third order
-    by the next step's call. One call a step.
+    """Returns x_start from noise x at levels[0] by UniPC-2, with one call of the network a step: a predictor of second
+    order, 2M, which the call of the next step corrects to third order. `noise` and `eta` have no effect.
     """
     known: list[tuple[float, Tensor]] = []  # lambda and x_start of the last two levels, the newer one last
     x_before = x
@@ -105,8 +105,10 @@ def solve_unipc(
 
 
 def _correct_step(here: Level, there: Level, x: Tensor, known: list[tuple[float, Tensor]], following: Tensor) -> Tensor:
-    """Corrects the step of x from `here` to `there` with the prediction `following` made there. UniPC, Algorithm 1
-    (UniC).
+    """Returns x at level `there`: repeats the step of x from `here`, corrected by `following`, the x_start predicted at
+    `there`. UniPC, Algorithm 1 (UniC).
+
+    known  lambda and x_start of the last one or two levels, of which the newer, `here`, comes last.
     """
     newest, x_start = known[-1]
     h = there.half_log_snr - newest
@@ -129,12 +131,12 @@ def _compute_gain(here: Level, there: Level) -> float:
 def solve_heun(
     denoise: Denoiser, levels: Sequence[Level], x: Tensor, noise: Noise, eta: float = 0.0, progress: Progress = iter
 ) -> Tensor:
-    """Returns x_start from noise x at levels[0] by Heun's method in s, of second order: two calls a step. The last step
-    takes one call; so does a first step from far above EDM's range, which is of first order since s changes too much
-    there.
+    """Returns x_start from noise x at levels[0] by Heun's method in s, of second order, with two calls of the network a
+    step. One call is made in the last step, and in steps from s above twice LARGEST_NOISE, where s changes too much for
+    the second order.
 
-    eta above 0 is EDM's stochastic sampler: within CHURN_RANGE noise is added before a step, which begins at the higher
-    level then, the nearest that the network knows.
+    eta above 0 is EDM's stochastic sampler: within CHURN_RANGE noise is added before a step, which then begins at a
+    higher level, the nearest to the noise wanted that the network knows.
     """
     steps = len(levels) - 1
     gamma = min(eta * CHURN / steps, math.sqrt(2) - 1)
@@ -154,7 +156,7 @@ def solve_heun(
     return x
 
 
-# By name; all take the same arguments. `dpm++sde` and `edm` are their neighbours with eta.
+# Solvers by name; all take the same arguments. `dpm++sde` and `edm` are `dpm++` and `heun` with an eta above 0.
 SOLVERS: dict[str, Callable[..., Tensor]] = {
     "dpm++": solve_dpmpp,
     "dpm++sde": solve_dpmpp,
@@ -162,7 +164,7 @@ SOLVERS: dict[str, Callable[..., Tensor]] = {
     "heun": solve_heun,
     "edm": solve_heun,
 }
-# Samplers whose noise can be scaled, and its usual amount.
+# Samplers whose noise `eta` scales, each with its usual eta.
 ETAS = {"ddim": 0.0, "dpm++sde": 1.0, "edm": 1.0, "sde": 1.0, "sde-heun": 1.0}
 
 

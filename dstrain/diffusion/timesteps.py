@@ -1,4 +1,5 @@
-"""Which timestep a training sample gets, and the weight that leaves the expected loss unchanged.
+"""Samplers of training timesteps. Each gives a sample its timestep, and a weight that keeps the expected loss
+unchanged.
 
 Source: Nichol & Dhariwal 2021, section 3.3 (importance sampling of the variational bound, Equation 18).
 """
@@ -59,7 +60,8 @@ class UniformSampler(TimestepSampler):
 
 
 class LossSecondMomentSampler(TimestepSampler):
-    """p(t) proportional to sqrt(mean of squared losses), over the last `history_per_term` losses at each t.
+    """Draws timesteps with probability p(t) proportional to sqrt(mean of squared losses), over the last
+    `history_per_term` losses at each t.
 
     uniform_prob is the share of uniform sampling mixed in, so that every timestep is drawn now and then. Until every
     timestep has its full history, sampling is uniform.
@@ -109,8 +111,8 @@ class LossSecondMomentSampler(TimestepSampler):
         return t, (self.num_timesteps * p.index_select(0, t)).reciprocal().float()
 
     def _search_timesteps(self, uniforms: np.ndarray) -> np.ndarray:
-        """Searches like searchsorted, with a guide table (Chen & Asau 1974): bucket j of [0, 1) begins in timestep
-        guide[j].
+        """Returns the timestep int64 (B,) in whose share of the cumulative distribution each uniform number lies, as
+        searchsorted does, but by a guide table (Chen & Asau 1974): bucket j of [0, 1) begins in timestep guide[j].
         """
         if 8 * len(uniforms) < self.num_timesteps:  # the table would cost more than it saves
             return self._cumulative.searchsorted(uniforms, side="right")
@@ -152,7 +154,9 @@ class LossSecondMomentSampler(TimestepSampler):
         seen += counts
 
     def _append_losses_on_device(self, t: Tensor, losses: Tensor) -> None:
-        """Appends as `_append_losses` without reading a value, which would wait for the device."""
+        """Appends losses to the history as `_append_losses` does, on the device; the host reads no value, so it need
+        not wait.
+        """
         length, unused = self.history_per_term, self.num_timesteps
         t = torch.where((t >= 0) & losses.isfinite(), t, unused)
         order = torch.argsort(t, stable=True)

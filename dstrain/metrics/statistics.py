@@ -32,7 +32,7 @@ class Statistics:
     kept: Tensor | None = None  # float32 (n, D), evenly spaced over the set
     fingerprint: str | None = None  # of the network; None in files of others
     scores: tuple[Tensor, Tensor, Tensor] | None = None  # arguments of distances.score_inception
-    right: Tensor | None = None  # float64 (2 or more, classes), see Features.showing
+    right: Tensor | None = None  # float64 (2 or more, classes), see Features.count_shown
     text_score: float | None = None  # 100 times the mean cosine with the captions, at least 0
     retrieved: tuple[float, int] | None = None  # share of images whose caption is the nearest of so many
     left_out: "Statistics | None" = None  # `right` and `text_score` of images whose captions data.leave_out names
