@@ -39,14 +39,19 @@ LAYOUTS: tuple[type[Layout], ...] = (
 
 
 def is_elsewhere(path: str) -> bool:
-    """Returns whether a path is no file or folder of this machine, but an address, a name of the hub, or a pattern."""
+    """Returns whether a path is an address, a data set of the Hugging Face hub (hf-dataset:NAME), or a pattern of file
+    names. Returns False for a file or a folder of this machine.
+    """
     return (
         is_address(path) or path.startswith(HUB) or (find_pattern_folder(path) is not None and not Path(path).exists())
     )
 
 
 def describe_unread_address(key: str, path: str) -> str | None:
-    """Describes why data at an address of another kind than ours are not read; returns None for any other path."""
+    """Returns the message for an address of a kind that is not supported, such as ftp://; None for any other path.
+
+    key: the recipe key that holds the path.
+    """
     return (
         f"{key}={path}: an address begins with {'://, '.join(SCHEMES)}://: put the data there, or on a disk"
         if re.match(r"\w+://", path) and not is_elsewhere(path)
@@ -55,7 +60,10 @@ def describe_unread_address(key: str, path: str) -> str | None:
 
 
 def open_data_files(path: str, request: Request) -> Files:
-    """Opens access to the files at a path. Raises ConfigError if nothing is there."""
+    """Returns access to the files at a path, on a disk or at an address.
+
+    Raises ConfigError if the path does not exist, or is neither a file nor a folder, such as a socket.
+    """
     if not (is_elsewhere(path) or Path(path).exists()):
         raise ConfigError(
             describe_unread_address(request.key, path)
@@ -67,7 +75,11 @@ def open_data_files(path: str, request: Request) -> Files:
 
 
 def recognise_layout(path: str, files: Files, request: Request) -> Layout:
-    """Returns the layout of the data at a path. Raises ConfigError if they have none of the forms above."""
+    """Returns the layout of the data at a path: the first of LAYOUTS that recognises them.
+
+    Raises ConfigError if none does, if a folder holds several forms of data, if the data must be converted first, or if
+    data.columns has keys that the layout does not use.
+    """
     forms = find_forms(files, request)
     refuse_several(path, files, request, forms)
     refuse_unconverted_data(path, files, request, forms)

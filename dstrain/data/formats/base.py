@@ -21,8 +21,8 @@ from dstrain.data.formats.labels import ClassList, read_class_list
 from dstrain.data.formats.splits import FOLD_COLUMNS, name_split_value
 from dstrain.recipe import Cache, ConfigError, NotRead
 
-_PEEKED = 4096  # names of a folder by which its form is judged
-_TRIED, _DEEP = 8, 3  # folders of each, and below each other
+_PEEKED = 4096  # so many names of a folder are looked at to recognise its form
+_TRIED, _DEEP = 8, 3  # so many subfolders of each folder are looked into, and so many levels of folders
 VIDEOS = (".mp4", ".m4v", ".mov", ".webm", ".mkv", ".avi")
 _OTHER_VIDEOS = (".mpg", ".mpeg", ".wmv", ".flv", ".3gp", ".ogv", ".mts", ".m2ts")  # of types that are not read
 PICTURES = (  # of types that are not read
@@ -30,12 +30,12 @@ PICTURES = (  # of types that are not read
     *(".pnm", ".tga", ".exr", ".hdr", ".dng", ".cr2", ".nef", ".arw", ".psd", ".svg", ".ico", ".dib", ".jif", ".jfi"),
 )
 CONTAINERS = (".tar", ".tgz", ".zip", ".parquet", ".arrow", ".npz", ".mdb", ".lmdb", ".7z", ".rar")
-_LISTS = (".csv", ".tsv", ".jsonl")  # they may say labels or captions, and are read where they are named
+_LISTS = (".csv", ".tsv", ".jsonl")  # tables that may hold labels or captions, and are read if the user names them
 UNCAPTIONED = "without a caption"  # a reason to leave a sample out
 
 
 class Place(NamedTuple):
-    """Where the bytes of a sample are. What `file`, `offset` and `size` mean is the layout's own affair."""
+    """Says where the bytes of a sample are. Each layout defines what `file`, `offset` and `size` mean for it."""
 
     name: str  # of the sample; of a file below the root: its relative path
     file: int = 0  # number of the file that holds it, mostly a place in `list_parts()`
@@ -54,7 +54,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class Request:
-    """What a command wants from data: which files count, and where labels and captions stand."""
+    """Says what a command wants from data: which files are samples, and where labels and captions stand."""
 
     suffixes: tuple[str, ...]  # of the files that count, in lower case: pictures or clips
     noun: str = "images"  # what a message calls the samples
@@ -67,19 +67,20 @@ class Request:
     cache: Cache = field(default_factory=Cache)  # data.cache, of data at an address
     mixed: bool = False  # one of several sources, which share the entries above
     upright: bool = True  # data.upright: pictures are turned as their files say
-    measured: bool = False  # sizes or frames are asked of all samples, and kept beside the index
+    measured: bool = False  # sizes or frame counts of all samples are needed; the index on a disk keeps them
 
 
 class Layout(ABC):
-    """Data of one form below `root`. ConfigError, from any method but `read`: what is wrong with them, and the remedy.
+    """Lists and reads the data of one form below `root`. A subclass implements one form.
 
-    files: access to the files, local or at an address. classes: names of the classes where the layout knows them before
-    its samples are listed; with labels that are numbers and no names, the classes are numbered. notes: what else is to
-    be known of the listed samples, as JSON; it is kept in the index, and is there again with it.
+    files: access to the files, local or at an address. classes: the names of the classes if the layout knows them
+    before its samples are listed, else (); labels that are numbers then name the classes. notes: what else is to be
+    known of the listed samples, as JSON; the index stores and restores it.
+    Any method but `read` raises ConfigError if something is wrong with the data; the message says what, and the remedy.
     """
 
     kind: ClassVar[str]  # as the table of docs/guides/data.md calls it: "zip with dataset.json"
-    columns_read: ClassVar[tuple[str, ...]] = ()  # keys of data.columns that it heeds
+    columns_read: ClassVar[tuple[str, ...]] = ()  # keys of data.columns that the layout uses
     labels_written: bool = False  # labels are texts as people wrote them: numbers where all of them are, else names
 
     def __init__(self, root: str, files: Files, request: Request) -> None:
@@ -94,29 +95,34 @@ class Layout(ABC):
 
     @abstractmethod
     def list_parts(self) -> list[str]:
-        """Lists the names of folders or shards, which are listed one after the other and need not be listed again after
-        an interruption.
+        """Returns the names of the parts of the data: folders or shards. They are listed one after the other, and a
+        listing that was interrupted does not list the finished parts again.
         """
 
     @abstractmethod
     def iterate_samples(self, part: str) -> Iterator[Sample]:
-        """Yields the samples of a part, in the order that they have for ever."""
+        """Yields the samples of a part. Their order is the same each time, as long as the data are."""
 
     @abstractmethod
     def read(self, place: Place) -> Path | bytes:
-        """Returns a sample as a file, or as the encoded bytes of one.
+        """Returns the path of the file that holds a sample, or the encoded bytes of such a file.
 
-        Any error, but those of storage.py, means that this sample cannot be read, and another takes its place.
+        If it raises an error, this sample counts as unreadable and another takes its place; but if storage.py tells
+        that the storage has failed, the run ends.
         """
 
     @cached_property
     def class_list(self) -> ClassList:
-        """Reads data.class_list."""
+        """Returns the classes of data.class_list, which is read once; an empty list if the recipe names none."""
         return read_class_list(self.request.class_list)
 
     def convert_label(self, own: int | str | None, name: str) -> int | str | None:
-        """Returns a sample's label as data.labels and data.class_list have it; `own` is the label that its form gives
-        it.
+        """Returns the label of a sample under data.labels and data.class_list. Returns None if data.labels=none, or
+        with data.labels=auto if `own` is None.
+
+        own: the label that the layout gives the sample, such as the name of its folder; None without one. name: the
+        sample's name, which begins with its class if data.labels=prefix.
+        Raises ConfigError if the class list does not have the class, or the name does not begin with one.
         """
         if self.request.labels == "none" or (own is None and self.request.labels == "auto"):
             return None
@@ -128,13 +134,16 @@ class Layout(ABC):
         )
 
     def find_held_out_path(self) -> str | None:
-        """Returns the path of the samples that these data hold out by themselves, such as those of a split `test`; None
-        if there are none.
+        """Returns the path of the held-out samples that come with the data, such as those of a split `test`; None if
+        there are none. It is None here: layouts with splits override the method.
         """
 
     def require_one_split(self, column: str, split: Any, at: str) -> None:
-        """Notes the split that a row names. Raises ConfigError if rows are of several splits, such as train
-        and test.
+        """Raises ConfigError if a row of a table names another split, such as test, than the first row with one. Keeps
+        the first split in `notes`.
+
+        column: the name of the column of splits. split: its value in this row. at: says which row it is, for the
+        message.
         """
         first = self.notes.setdefault("split", str(split))
         if name_split_value(split) != name_split_value(first):
@@ -144,21 +153,24 @@ class Layout(ABC):
             )
 
     def note_folds(self, columns: Sequence[str], used: Sequence[str]) -> None:
-        """Notes that a column of a table numbers the folds of a cross-validation: the rows of all folds are read."""
+        """Keeps in `notes` the first column that numbers the folds of a cross-validation, unless it is among `used`.
+        The rows of all folds are read, and `describe_advice` says so.
+        """
         for column in match_names(FOLD_COLUMNS, columns)[:1]:
             if column not in used:
                 self.notes["folds"] = column
 
     def note_left_out(self, reason: str, count: int = 1) -> None:
-        """Adds `count` to the samples that are left out for a reason: a suffix such as .tif, or words. The start of a
-        command says it.
+        """Adds `count` to the number of files or samples that are left out for a reason: a suffix such as .tif, or
+        words. The counts are kept in `notes`, and `describe_advice` prints them.
         """
         counts = self.notes.setdefault("left_out", {})
         counts[reason] = counts.get(reason, 0) + count
 
     def note_other_files(self, counts: Mapping[str, int]) -> None:
-        """Notes files that may hold samples, and are of types that are not read, as left out. counts: of files, by
-        suffix.
+        """Counts as left out the files that may hold samples, but are of types that are not read.
+
+        counts: how many files there are, by suffix; "" for files without one, and BEHIND for names such as x.jpg.1.
         """
         for suffix in sorted(counts):
             if (
@@ -171,7 +183,10 @@ class Layout(ABC):
                 self.note_left_out(reason, counts[key])
 
     def note_files_beside(self) -> None:
-        """Notes pictures and videos of other types that lie beside files that hold the samples, as left out."""
+        """Counts as left out the pictures and videos that are not read because of their types, and the files without a
+        suffix, that lie beside the files that hold the samples, such as tars. Of a large folder only some files are
+        looked at.
+        """
         suffixes = Counter(os.path.splitext(name)[1].lower() for name in peek_files(self.files))
         self.note_other_files({suffix: suffixes[suffix] for suffix in suffixes if suffix not in CONTAINERS + _LISTS})
 
@@ -181,34 +196,41 @@ class Layout(ABC):
         return self.notes.get("left_out", {})
 
     def describe_advice(self) -> str:
-        """Describes, for the start of a command, what is left out of these data, or is slow, and how to mend it."""
+        """Returns what to print about these data when a command starts: what is left out, or slow to read, and the
+        remedy; "" if there is nothing to say.
+        """
         remarks = [_describe_left_out(self.left_out)]
         if "folds" in self.notes:
             remarks.append(f"the column {self.notes['folds']} is no split: rows of all its values are read")
         return "; ".join(filter(None, remarks))
 
     def prefetch(self, places: Iterable[Place]) -> None:
-        """Fetches the bytes of samples that are read soon, if the data are at an address. Does not wait."""
+        """Starts to fetch the bytes of samples that will be read soon, if the data are at an address; returns at once.
+        """
         self.files.prefetch(self.read, places)
 
     def iterate_files(self) -> Iterator[str]:
-        """Yields names of files that are there, whatever they are; they tell what data without samples hold."""
+        """Yields the names of all files in the data, whatever their type. They serve to explain why data have no
+        samples. Yields none here; layouts override it.
+        """
         return iter(())
 
     def list_watched_files(self) -> list[str]:
-        """Returns files and folders whose size and time of change show, in a moment, whether the data are still the
-        same.
+        """Returns the files and folders whose sizes and times of change tell whether the data have changed since they
+        were listed.
         """
         return self.list_parts()
 
     def check_after_listing(self) -> None:
-        """Raises ConfigError for faults that show only after all samples were listed, such as an empty class."""
+        """Raises ConfigError for a fault that shows only after all samples are listed, such as captions of files that
+        are not there. Checks nothing here; layouts override it.
+        """
 
 
 def peek_names(files: Files, folder: str = "") -> list[tuple[str, bool]]:
-    """Lists as `files.list_names()`, but of a large folder some thousand names only.
+    """Returns (name, whether it is a folder) of what a folder holds, sorted; of a folder on a disk at most 4096 names.
 
-    A folder that cannot be listed has none.
+    Returns [] if a folder on a disk cannot be listed.
     """
     if not isinstance(files, LocalFiles) or files.listed or files.pattern:
         return files.list_names(folder)
@@ -222,9 +244,10 @@ def peek_names(files: Files, folder: str = "") -> list[tuple[str, bool]]:
 
 
 def peek_files(files: Files, folder: str = "", above: tuple[str, ...] = ()) -> Iterator[str]:
-    """Yields some files of some folders, files before folders: the data may be anything, and large.
+    """Yields the relative paths of some files: at most 4096 of a folder, and of at most 8 of its subfolders, three
+    levels deep. The files of a folder come before those of its subfolders.
 
-    above: the real paths of the folders down to this one; links back to them are passed over.
+    above: the real paths of the folders from the root down to this one's parent; links back to them are not followed.
     """
     above += (os.path.realpath(os.path.join(files.root, folder)),)
     start, names = f"{folder}/" if folder else "", peek_names(files, folder)
@@ -249,7 +272,7 @@ def _describe_left_out(counts: Mapping[str, int]) -> str:
 
 
 def file_exists(files: Files, name: str) -> bool:
-    """Returns whether a file or a folder is there."""
+    """Returns whether a file or a folder of this name exists. Raises NotRead if the storage cannot be asked."""
     try:
         files.read_stat(name)
         return True

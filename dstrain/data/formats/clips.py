@@ -1,6 +1,7 @@
 """Folders of clips, with their captions: in a captions file, or in X.txt beside X.mp4.
 
-A captions file has lines NAME<TAB>CAPTION, or is a .csv or .jsonl with `file` and `caption`; names as below the folder.
+A captions file has lines NAME<TAB>CAPTION, or is a .csv or .jsonl with `file` and `caption`. A name is the path of a
+clip relative to the folder.
 """
 
 import os
@@ -20,7 +21,9 @@ from dstrain.recipe import ConfigError
 
 
 class Clips(Folders):
-    """As Folders. Captions of a captions file are in the index; those beside the clips, notes["beside"], are not."""
+    """Reads clips in folders, as Folders reads images, and their captions. Those of a captions file go into the index;
+    those in files beside the clips do not, and notes["beside"] says that they are there.
+    """
 
     kind = "folder of clips"
 
@@ -56,8 +59,9 @@ class Clips(Folders):
             yield Sample(sample.place, sample.label, (self._captions[sample.place.name],))
 
     def _note_beside(self, names: list[str]) -> None:
-        """Notes whether clips have their captions beside them, in .txt files. Raises ConfigError if some have, and
-        others have not.
+        """Sets notes["beside"]: whether the clips have their captions beside them, in .txt files.
+
+        Raises ConfigError if only some of these clips have one, or if earlier parts of the data say otherwise.
         """
         beside, first = _have_texts_beside(self.root, names), self.notes.setdefault("first", names[0])
         if self.notes.setdefault("beside", beside) != beside:
@@ -81,8 +85,8 @@ class Clips(Folders):
 
 
 def _require_one_clip_a_name(root: str, names: list[str]) -> None:
-    """Raises ConfigError if two files differ in their suffix alone: X.jpg may be the thumbnail of X.mp4, and both have
-    X.txt.
+    """Raises ConfigError if two names differ only in their suffix: X.jpg may be the thumbnail of X.mp4, and X.txt would
+    be the caption of both.
     """
     stems: dict[str, str] = {}
     for name in names:
@@ -92,7 +96,10 @@ def _require_one_clip_a_name(root: str, names: list[str]) -> None:
 
 
 def _have_texts_beside(root: str, names: list[str]) -> bool:
-    """Returns whether every clip has its X.txt, or none. Raises ConfigError if only some have it."""
+    """Returns True if every clip has its X.txt beside it, False if none has.
+
+    Raises ConfigError if only some have it, or if its name is spelled in another way than the clip's, such as X.TXT.
+    """
     texts_in: dict[str, dict[str, str]] = {}  # by one look at each folder, not one at each file
     without = []
     for name in names:
@@ -115,8 +122,9 @@ def _have_texts_beside(root: str, names: list[str]) -> bool:
 
 
 def read_captions(file: Path) -> dict[str, str]:
-    """Reads file name -> caption, of NAME<TAB>CAPTION lines, .csv or .jsonl.
-    Raises ConfigError, which names the line that is wrong.
+    """Returns the caption of each file that a captions file names: lines NAME<TAB>CAPTION, a .csv or a .jsonl.
+
+    Raises ConfigError, which names the line, if a line lacks the file or the caption, or names a file again.
     """
     where = f"data.captions={file}"
     if file.exists() and not file.is_file():
@@ -136,7 +144,7 @@ def read_captions(file: Path) -> dict[str, str]:
 
 
 def _iterate_rows(file: Path, where: str) -> Iterator[tuple[int, Any, Any]]:
-    """Yields (line number, file name, caption) of each line of a captions file, None for what a line lacks."""
+    """Yields (line number, file name, caption) of each line of a captions file. What a line lacks is None or ""."""
     files = LocalFiles(str(file.parent))
     if file.suffix.lower() in (".csv", ".jsonl"):
         table = open_table(files, file.name, where)

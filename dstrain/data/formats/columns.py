@@ -1,5 +1,5 @@
 """Which columns of a table are images, labels and captions: by data.columns, by the types that `datasets` has written
-beside the schema, or else by their names and Arrow's types.
+into the schema's metadata, or else by their names and Arrow's types.
 """
 
 import json
@@ -26,15 +26,16 @@ class Columns(NamedTuple):
     kinds: tuple[str, ...]  # what the columns hold, in this order
 
     def describe(self) -> str:
-        """Returns what a message calls them."""
+        """Returns, for messages, what the columns hold and their names, such as "images in image, numbers in label"."""
         names = (self.image, *filter(None, [self.label]), *self.captions)
         return ", ".join(f"{kind} in {name}" for name, kind in zip(names, self.kinds))
 
 
 def choose_columns(schema: pa.Schema, request: Request, where: str) -> Columns:
-    """Returns which columns are read; messages call the file `where`.
+    """Returns the columns of images (or clips), labels and captions that are read. where: names the file in messages.
 
-    Raises ConfigError if none or several fit what is wanted, or if data.columns names one that is not there.
+    Raises ConfigError if no column or several may hold the images, if data.columns names a column that is not there, or
+    several for what needs one, or if the labels are neither whole numbers nor names.
     """
     chosen = {key: [names] if isinstance(names, str) else names for key, names in request.columns.items()}
     for key in ("image", "label"):
@@ -63,8 +64,10 @@ def choose_columns(schema: pa.Schema, request: Request, where: str) -> Columns:
 
 
 def find_image_columns(schema: pa.Schema, request: Request) -> list[str]:
-    """Returns the columns that may hold the images, or clips: those that data.columns names, else those known by type
-    or name. There is one, if all is well.
+    """Returns the columns that may hold the images, or the clips if these are asked for; [] if there are none.
+
+    They are those that data.columns names. If it names none, they are the columns with the type Image (Video) of
+    `datasets`; else the first with a known name; else all structs that can hold bytes. The caller expects exactly one.
     """
     if chosen := request.columns.get("image"):
         return [name for name in ([chosen] if isinstance(chosen, str) else chosen) if name in schema.names]
@@ -77,9 +80,10 @@ def find_image_columns(schema: pa.Schema, request: Request) -> list[str]:
 
 
 def _choose_label_column(schema: pa.Schema, chosen: dict[str, list[str]], request: Request, where: str) -> str | None:
-    """Returns the column of labels; None: there is none, or none is wanted.
+    """Returns the column of labels. Returns None if there is none, if data.labels=none, or if the column holds lists or
+    structs, such as boxes, and data.columns does not name it.
 
-    Raises ConfigError if the column holds something else.
+    Raises ConfigError if the column holds anything else than whole numbers, truth values or texts.
     """
     if request.labels == "none":
         return None
@@ -103,8 +107,8 @@ def _is_label(kind: pa.DataType) -> bool:
 
 
 def _name_kind(kind: pa.DataType) -> str:
-    """Returns "texts", "numbers" or "lists", by the type of a column of labels or captions, whatever its width and
-    offsets.
+    """Returns what a column of labels or captions holds by its Arrow type: "texts", "numbers" or "lists". It is the
+    same for int32 and int64, or for texts with 32-bit and 64-bit offsets.
     """
     if pa.types.is_dictionary(kind):
         kind = kind.value_type
@@ -124,13 +128,15 @@ def _is_string(kind: pa.DataType) -> bool:
 
 
 def _find_columns_of_type(schema: pa.Schema, kind: str) -> list[str]:
-    """Returns the columns that have a type of `datasets`, such as ClassLabel."""
+    """Returns the columns to which `datasets` has given this type, such as ClassLabel; [] if there are none."""
     features = _read_features(schema)
     return [name for name in features if features[name].get("_type") == kind and name in schema.names]
 
 
 def _read_features(schema: pa.Schema) -> dict[str, dict[str, Any]]:
-    """Returns the types that `datasets` has written beside the schema: {} where it has not."""
+    """Returns what `datasets` has written about each column's type into the metadata of the schema; {} if it has not,
+    or if it cannot be parsed.
+    """
     try:
         features = json.loads((schema.metadata or {})[b"huggingface"])["info"]["features"]
         return {name: feature for name, feature in features.items() if isinstance(feature, dict)}

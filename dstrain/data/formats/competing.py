@@ -1,9 +1,10 @@
-"""Where forms of data compete: a folder with several of them is refused, since one alone would be read in silence.
+"""Refuses folders that hold several forms of data, since only one form would be read, and no message would say so.
 
     00000.tar beside banner.png; photos.zip beside class folders; data/train.parquet beside assets/teaser.png
     MNIST/raw/ and FashionMNIST/raw/; cifar-10-batches-py/ beside cifar-100-python/; a CIFAR beside pictures
 
-Names decide, of some folders and files. What a large folder holds besides is counted when it is listed (base.py).
+Only the names of some files and folders are looked at, and some tables. What else a large folder holds is counted when
+it is listed (base.py).
 """
 
 import os
@@ -19,12 +20,16 @@ from dstrain.data.formats.unconverted import CIFAR, IDX, LMDB_DATA
 from dstrain.recipe import ConfigError
 
 _TABLES = "parquet files"
-_TRIED = 8  # of them are opened, since lists of files are no form of their own
-Form = tuple[str, str]  # what it is called, and its folder or file below the root; "": it is not alone there
+_TRIED = 8  # so many tables are opened: a table that only lists files is no form of its own
+Form = tuple[str, str]  # (what it is called, its folder or file below the root); "": no path names it alone
 
 
 def refuse_several(root: str, files: Files, request: Request, forms: dict[Form, list[str]]) -> None:
-    """Checks that a folder holds one form of data. Raises ConfigError, which lists them, if there are several."""
+    """Raises ConfigError, which lists them, if a folder holds several forms of data, such as tars and class folders. A
+    file or a pattern is not checked, since it names what is meant.
+
+    forms: as `find_forms` returns them.
+    """
     if files.pattern or not (files.far or os.path.isdir(root)):
         return
     if len(forms) > 1:
@@ -39,7 +44,11 @@ def refuse_several(root: str, files: Files, request: Request, forms: dict[Form, 
 
 
 def find_forms(files: Files, request: Request) -> dict[Form, list[str]]:
-    """Returns the names of some files of each form in a folder."""
+    """Returns the forms of data that a folder holds, each with the names of some of its files.
+
+    Folders of images, of parquet files or of Arrow files count as one form each. Tables that only list files do not
+    count where there is another form.
+    """
     names = list(peek_files(files)) if isinstance(files, LocalFiles) else [name for name, _ in peek_names(files)]
     forms: dict[Form, list[str]] = {}
     for name in names:
@@ -57,7 +66,9 @@ def find_forms(files: Files, request: Request) -> dict[Form, list[str]]:
 
 
 def _name_form(name: str, files: Files, request: Request) -> Form | None:
-    """Returns the form of which a file is a part; None if it is of none, or only belongs to another file."""
+    """Returns the form of data that a file belongs to, by its name. Returns None if the name shows none, as that of a
+    caption or of a list does.
+    """
     folder, _, own = name.rpartition("/")
     if own.lower().endswith(request.suffixes):
         return request.noun, name.partition("/")[0] if folder else ""

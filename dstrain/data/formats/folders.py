@@ -22,7 +22,7 @@ from dstrain.recipe import ConfigError
 
 
 class Folders(Layout):
-    """Every file is a sample, by its relative path. ConfigError: see `list_parts`."""
+    """Reads a folder in which every file with one of the wanted suffixes is a sample, named by its relative path."""
 
     kind = "folder of files"
 
@@ -36,10 +36,11 @@ class Folders(Layout):
         return isinstance(files, LocalFiles) and os.path.isdir(root)
 
     def list_parts(self) -> list[str]:
-        """Returns the class folders, or "" for all files.
+        """Returns the class folders; or [""], which stands for all files, if there are none or a file or data.labels
+        says the labels.
 
-        Raises ConfigError if there are no files, files beside class folders, or class folders that are without files,
-        named as splits or unknown to data.class_list; and if a folder cannot be listed.
+        Raises ConfigError if there are no samples, if samples lie beside class folders, if a class folder is without
+        samples, unknown to data.class_list or named as a split, or if a folder cannot be listed.
         """
         root, request = Path(self.root), self.request
         with report_listing_errors(root, request.key):
@@ -119,7 +120,9 @@ class Folders(Layout):
             yield from (Sample(Place(name), self.convert_label(self._by_name.get(name), name)) for name in names)
 
     def _require_labels(self, names: list[str]) -> None:
-        """Checks a dataset.json, if there is one. Raises ConfigError if it lacks a file that is there."""
+        """Raises ConfigError if a dataset.json gives labels, but none for one of these files. Counts as left out the
+        files that it names and that are not there.
+        """
         by_name = self._by_name or {}
         if missing := [name for name in names if by_name and name not in by_name]:
             raise ConfigError(
@@ -131,7 +134,11 @@ class Folders(Layout):
             self.note_left_out(f"that {LABELS} names and that are not there", absent)
 
     def _list_below(self, folder: str, *more: str) -> list[str]:
-        """Returns the samples below a folder, and files that end in one of `more`."""
+        """Returns the sorted relative paths of the samples below a folder, and of the files that end in one of `more`.
+        Counts other files as left out.
+
+        Raises ConfigError if a table of labels or captions in a folder below the root would be ignored.
+        """
         root, suffixes, others, tables = Path(self.root), self.request.suffixes + more, Counter(), []
         names = sorted(walk_files(root, folder, suffixes, self._deeper, others=others, tables=tables))
         self.note_other_files(others)
@@ -149,5 +156,5 @@ class Folders(Layout):
         return [name for name in dict.fromkeys(names) if os.path.lexists(os.path.join(self.root, name))]
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leaves out what only listing needs."""
+        """Returns the state that is pickled to the workers, without what only listing needs."""
         return self.__dict__ | {"_deeper": [], "_by_name": None}

@@ -5,10 +5,10 @@
     FOLDER/data/train-00000-of-00002.parquet, test-...          as on the hub; also FOLDER/data/train-*.parquet, FILE
     hf-dataset:USER/NAME, hf-dataset:USER/NAME:SPLIT            Arrow files to which `datasets` downloads it
 
-Where there are splits, the data are train, and held out is validation or test. A split is named by a word of a file's
-name, else by the innermost folder that has no other name; all files name one, or none does. pyarrow reads all of them
-and knows the columns by their types: images are bytes, or a struct of bytes and path; labels are ClassLabel, or a
-column `label`. Every file has the first one's columns; numbers of a ClassLabel follow the names.
+If there are splits, train is read, and validation or test is held out. A split is named by a word of a file's name, else
+by the innermost folder that is called as a split; all files name one, or none does. pyarrow reads all of them and knows
+the columns by their types: images are bytes, or a struct of bytes and path; labels are ClassLabel, or a column `label`.
+Every file must have the columns of the first. If files number the names of a ClassLabel differently, the names decide.
 """
 
 import os
@@ -35,25 +35,27 @@ _WHOLE_SPLITS = re.compile(r"\w+([.-]\w+)*(\+\w+([.-]\w+)*)*")
 _TRIED = 8  # tables in which images are looked for, since some may be lists
 _UNSEEN = ("validation", "test", "held_out")
 _MAPPED = 256  # Arrow files that a process keeps open
-_ROW = 1 << 24  # rows of a record batch or row group; above them the place of that
+_ROW = 1 << 24  # an offset is a row, plus _ROW times the place of its record batch or the number of its row group
 _HUGE = 4 << 20  # bytes of a row group above which random order is worth a warning
-_UNPACKING = Lock()  # One row group is held, and not one of each thread.
+_UNPACKING = Lock()  # Only one thread decodes a row group at a time, so that memory holds one.
 
 
 class Tables(Layout):
-    """Files with a column of images; a sample's name is that of its file and its row there."""
+    """Reads files that are tables with a column of images. A sample is named by its file and its number in that."""
 
     suffix: str
     labels_written = True
     columns_read = ("image", "label", "caption")
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leaves out what only listing needs."""
+        """Returns the state that is pickled to the workers, without what only listing needs."""
         return {name: value for name, value in self.__dict__.items() if name != "_splits"}
 
     @cached_property
     def columns(self) -> Any:
-        """Returns the columns of the first file, a `columns.Columns`."""
+        """Returns the columns of the first file that are read, a `columns.Columns`; every other file must have the
+        same.
+        """
         return self._choose_columns(self._list_chosen_files()[0])
 
     def list_parts(self) -> list[str]:
@@ -76,7 +78,9 @@ class Tables(Layout):
         return "; ".join(filter(None, remarks))
 
     def _list_chosen_files(self) -> list[str]:
-        """Returns the files of the split that is read: train, or the only one."""
+        """Returns the files of the split train, or of the only split. Raises ConfigError if several are there, and no
+        train.
+        """
         splits = self._splits
         chosen = splits.get("train") or (next(iter(splits.values())) if len(splits) == 1 else None)
         if chosen is None:
@@ -88,7 +92,8 @@ class Tables(Layout):
 
     @cached_property
     def _splits(self) -> dict[str, list[str]]:
-        """Finds the files of each split by its name; "": of a pattern, or where no file names a split.
+        """Returns the files of each split by its name; all files under "" if a pattern chose them, or if no file names
+        a split.
 
         Raises ConfigError if some files name a split, and others, which have images, do not.
         """
@@ -113,7 +118,9 @@ class Tables(Layout):
         return bool(find_image_columns(self._open(part).schema, self.request))
 
     def _make_split_path(self, split: str, names: list[str]) -> str:
-        """Returns what data.path would be for a split alone: a file, a folder, a pattern, or the list of its files."""
+        """Returns the data.path of one split alone: the file, folder, pattern, or list {A,B} that selects its files
+        `names`.
+        """
         folder, _, common = os.path.commonprefix(names).rpartition("/")  # noqa: RUF071 (letters of names are meant)
         start = f"{folder}/" if folder else ""
         name = f"{common}*{self.suffix}" if len(names) > 1 and common else common
@@ -132,10 +139,12 @@ class Tables(Layout):
         return choose_columns(self._open(part).schema, self.request, self._name_part(part))
 
     def _open_matching(self, part: str) -> tuple[Any, list[int | str]]:
-        """Opens a file; returns it, and the names that its numbers of a ClassLabel have in the first file, or in
-        data.class_list.
+        """Opens a file. Returns it, and for each number of its ClassLabel the class that it means: the number of that
+        name in the first file, or with data.class_list the name; [] without a ClassLabel.
 
-        Raises ConfigError if its columns or the names of its labels are not those of the first.
+        For the first file, also counts as left out what lies beside the files, and missing shards.
+        Raises ConfigError if the file has other columns than the first, or names in its ClassLabel that the first has
+        not.
         """
         if part == self._list_chosen_files()[0]:
             self.note_files_beside()
@@ -163,7 +172,11 @@ class Tables(Layout):
         return f"{self.request.key}={self.root}: {part}"
 
     def _make_sample(self, place: Place, row: dict[str, Any], names: list[int | str]) -> Sample:
-        """Returns a sample with its label and captions. names: see `_open_matching`."""
+        """Returns a sample with its label and captions, from a row of the table.
+
+        names: the class that each number of the ClassLabel means, as `_open_matching` returns it.
+        Raises ConfigError if the label is no class, or the row names another split than rows before it.
+        """
         columns, captions, at = self.columns, [], f"{self.request.key}={self.root}: {place.name}"
         label = None if columns.label is None else self._read_label(row[columns.label], names, at)
         if self.request.labels != "auto":
@@ -177,7 +190,10 @@ class Tables(Layout):
         return Sample(place, label, tuple(captions))
 
     def _read_label(self, value: Any, names: list[int | str], at: str) -> int | str:
-        """Returns the label that a cell says."""
+        """Returns the label in a cell: the class that a number or a name means. names: see `_make_sample`.
+
+        Raises ConfigError if the cell holds no class, such as -1, which stands for labels that are kept secret.
+        """
         label = self.class_list.read_label(value, at) if isinstance(value, str) else None
         if label is None and isinstance(value, int) and 0 <= value < (len(names) or 1 << 31):
             label = self.class_list.find_number(names[value] if names else value, at)
@@ -189,7 +205,10 @@ class Tables(Layout):
         return label
 
     def _read_image(self, value: Any) -> bytes | Path:
-        """Returns the bytes of an image, or where the table names a file instead, its path."""
+        """Returns the encoded bytes of an image; or the path of its file, if the table holds only that.
+
+        Raises ConfigError if the table holds neither, or only a path and is not on a disk of this machine.
+        """
         content = _find_encoded_image(value)
         if content is not None:
             return content
@@ -199,7 +218,9 @@ class Tables(Layout):
         return Path(self.files.root, path)
 
     def _list_columns(self, names: list[str]) -> list[str]:
-        """Returns the columns that are listed of a file with columns of these names; one of splits comes last."""
+        """Returns the columns that listing reads: those of the label, of captions and, last, of splits if there is one.
+        Sets `_split` to the last, or to None. names: all columns of the file.
+        """
         own = [name for name in (self.columns.label, *self.columns.captions) if name]
         self.note_folds(names, own)
         self._split = next((name for name in match_names(SPLIT_COLUMNS, names) if name not in own), None)
@@ -207,7 +228,9 @@ class Tables(Layout):
 
 
 class ArrowTables(Tables):
-    """`offset` is a row in the record batch that begins at a byte: byte / 8 * 2^24 + row."""
+    """Reads Arrow files. The `offset` of a sample is B / 8 * 2^24 + R, for row R of the record batch that begins at
+    byte B.
+    """
 
     kind = "Arrow files, as Dataset.save_to_disk writes"
     suffix = ".arrow"
@@ -239,7 +262,11 @@ class ArrowTables(Tables):
         return {"": self._list_saved_files("")} if "state.json" in names else super()._splits
 
     def _name_splits(self, splits: dict[str, list[str]], mark: str) -> dict[str, list[str]]:
-        """Returns files by the names that splits have here. Raises ConfigError if two of them mean the same."""
+        """Returns the files of each split under the name that is used here, such as "validation" for "val".
+
+        Raises ConfigError if two have the same name here. mark: what stands before a split in data.path, for the
+        message.
+        """
         named: dict[str, str] = {}
         for name in splits:
             other = named.setdefault(SPLITS.get(name.lower(), name), name)
@@ -258,7 +285,7 @@ class ArrowTables(Tables):
         return super()._make_split_path(split, names)
 
     def _list_saved_files(self, folder: str) -> list[str]:
-        """Lists the Arrow files that save_to_disk has written into a folder."""
+        """Returns the Arrow files in a folder that save_to_disk has written, as its state.json lists them."""
         files = self._read_list(f"{folder}state.json", "_data_files")
         return [f"{folder}{os.path.basename(str(file['filename']))}" for file in files]
 
@@ -287,9 +314,9 @@ class ArrowTables(Tables):
 
 
 class HubTables(ArrowTables):
-    """A data set of the hub, in the cache of `datasets`; each machine has its own.
+    """Reads a data set of the Hugging Face hub, which `datasets` downloads into its cache, on each machine by itself.
 
-    Without a network what is in that cache is read.
+    Without a network, a data set that is in that cache already is read.
     """
 
     kind = "hf-dataset:USER/NAME"
@@ -308,8 +335,11 @@ class HubTables(ArrowTables):
         return root.startswith(HUB)
 
     def _find_or_download(self) -> None:
-        """Finds the Arrow files of each split, and downloads them where they are not in the cache yet. Raises
-        ConfigError if it cannot.
+        """Sets `files` and the Arrow files of each split, in the cache of `datasets`; downloads the data set if it is
+        not there.
+
+        Raises ConfigError if only a part of a split is asked for, `datasets` is not installed, or the data cannot be
+        loaded.
         """
         name, _, split = self.root.removeprefix(HUB).partition(":")
         where = f"{self.request.key}={self.root}"
@@ -350,8 +380,8 @@ class HubTables(ArrowTables):
 
 
 class ParquetTables(Tables):
-    """`offset` and `size` are the bytes of an image that is stored as it is; else size is -1 and `offset` a row in a
-    row group: group * 2^24 + row.
+    """Reads parquet files. If the bytes of an image stand unchanged in the file, the `offset` and `size` of the sample
+    are those of the bytes. Else `size` is -1, and `offset` is G * 2^24 + R, for row R of row group G.
     """
 
     kind = "parquet shards of images"
@@ -417,7 +447,9 @@ class ParquetTables(Tables):
 
 
 def find_files(files: Files, *suffixes: str, folder: str = "") -> Iterator[str]:
-    """Yields the files with one of the suffixes at any depth, in the order of their names."""
+    """Yields, sorted by name, the files at any depth below `folder` whose names end in a suffix, in upper or lower
+    case.
+    """
     if isinstance(files, LocalFiles) and not (files.listed or files.pattern):
         names = walk_files(Path(files.root), folder, suffixes)
         yield from sorted(names, key=lambda name: name.replace("/", "\0"))
@@ -431,7 +463,7 @@ def find_files(files: Files, *suffixes: str, folder: str = "") -> Iterator[str]:
 
 
 def _find_encoded_image(value: Any) -> bytes | None:
-    """Returns the encoded image of a cell; None: it is not in the table."""
+    """Returns the encoded bytes of the image in a cell; None if the table does not hold them, but at most a path."""
     return value.get("bytes") if isinstance(value, dict) else value
 
 
@@ -450,7 +482,11 @@ def _open_parquet(files: Files, part: str, where: str) -> Any:
 
 @lru_cache(1)
 def _read_group_column(files: Files, part: str, where: str, group: int, column: str) -> Any:
-    """Returns a column of a row group; the last one is kept for the samples beside the one that was asked for."""
+    """Returns a column of a row group as a ChunkedArray. The last result is cached, since neighbouring samples lie in
+    the same row group.
+
+    Raises ConfigError if the decoded column has more than MAX_GROUP bytes.
+    """
     import pyarrow
 
     from dstrain.data.files.arrow import MAX_GROUP

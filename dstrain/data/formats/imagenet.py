@@ -27,16 +27,20 @@ from dstrain.recipe import Cache, ConfigError
 _WITH_HELD_OUT: tuple[type[Layout], ...] = (HubTables, ArrowTables, ParquetTables)
 _TREES = ("", "ILSVRC/Data/CLS-LOC", "Data/CLS-LOC")
 _TITLES = "LOC_synset_mapping.txt"
-_FOLDERS_ABOVE = 5  # the data, in which such a file is looked for
+_FOLDERS_ABOVE = 5  # so many folders above the data are searched for this file
 
 
 def find_split_paths(
     path: str | Path, held_out: float, held_out_path: str | Path | None, whole: bool = False, cache: Cache | None = None
 ) -> tuple[str | Path, str | Path | None]:
-    """Returns data.path and data.held_out_path; of a root with train/ and val/ these two, unless others are held out.
+    """Returns the path of the training data and the path of the held-out data.
 
-    The same holds for data whose form has a held-out split, such as Hugging Face's.
-    Raises ConfigError if the `whole` of a root is asked for, since held-out samples would count among the others.
+    If `path` holds train/ and val/ with the same classes, or shards in train/ and held_out/, these are the two paths.
+    Otherwise they are `path` itself and, for Hugging Face data, that of their held-out split. If `held_out_path` is
+    given, it replaces the second path. Else the second path is None if the data have none, if a share `held_out` above
+    0 is to be held out, or if the `whole` data are to be read.
+    Raises ConfigError if the `whole` of data with such folders is to be read, since held-out samples would be among
+    them; or if `path` is a pattern that fits no file.
     """
     splits = _find_split_folders(path)
     if splits is None:
@@ -54,14 +58,16 @@ def find_split_paths(
 
 
 def open_layout_with_splits(path: str, files: Files) -> Layout | None:
-    """Returns data of a form that may hold some out by itself; None of any other."""
+    """Returns the layout of Hugging Face data, which may have a held-out split; None for data of any other form."""
     request = Request(SUFFIXES)
     kind = next((kind for kind in _WITH_HELD_OUT if kind.recognises(path, files, request)), None)
     return None if kind is None else kind(path, files, request)
 
 
 def _find_held_out_path(path: str, files: Files) -> str | None:
-    """Returns the path of the samples that a form of data holds out; None if there are none."""
+    """Returns the path of the held-out split of Hugging Face data; None if they have none, or if the data have another
+    form.
+    """
     tables = open_layout_with_splits(path, files)
     return None if tables is None else tables.find_held_out_path()
 
@@ -94,7 +100,11 @@ def _find_splits_in(root: Path) -> tuple[str, str] | None:
 
 
 def read_titles(path: str, class_list: str | None, classes: tuple[str, ...]) -> tuple[str, ...]:
-    """Returns what people call the classes: by data.class_list, or LOC_synset_mapping.txt near the data; else names."""
+    """Returns what people call each of the classes, such as "tench": the titles in the file `class_list`, or if this is
+    None, in a LOC_synset_mapping.txt in or above the data at `path`.
+
+    Returns `classes` themselves if there is no such file, it has no titles, or a class is not in it.
+    """
     file = class_list or next(filter(os.path.isfile, (place / _TITLES for place in _list_parent_folders(path))), None)
     try:
         names = read_class_list(file)

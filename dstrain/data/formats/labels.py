@@ -1,4 +1,4 @@
-"""Where the classes of files stand if not in their folders.
+"""Labels and classes of files that are not given by class folders.
 
 dataset.json     as dataset_tool of StyleGAN and EDM writes it: {"labels": [["00000/img00000000.png", 6], ...]}. Its
                  numbers are the labels, and folders say nothing. With "labels": null the files have no labels
@@ -12,8 +12,8 @@ A line is a class: the name of its folder. If all lines begin with a synset (n01
     n01440764 tench, Tinca tinca              LOC_synset_mapping.txt of ILSVRC
     golden retriever                          any other name is the whole line
 
-A label that is a number means the class with that name. If there is none, it counts the lines from 0, unless all lines
-are numbers.
+A label that is a number means the class with that name. If no class has it, the label counts the lines from 0, unless
+all lines are numbers.
 """
 
 import io
@@ -39,7 +39,10 @@ _SEARCHED_NAMES = 2000  # so many are searched for a prefix
 
 @dataclass(frozen=True)
 class ClassList:
-    """Holds the classes by their labels; empty if no list was named. `where` names the list in messages."""
+    """Holds the classes of data.class_list in the order of their labels; none if the recipe names no list.
+
+    where: names the list in messages. places: the label of each class.
+    """
 
     classes: tuple[str, ...] = ()
     titles: tuple[str, ...] = ()  # what people call them, for pictures and exports; empty where none are given
@@ -53,10 +56,12 @@ class ClassList:
         object.__setattr__(self, "numbers", {parse_whole_number(name): places[name] for name in reversed(places)})
 
     def find_number(self, label: int | str, at: str) -> int | str:
-        """Returns the label of a class that is given by its name or number; without a list, what is given.
+        """Returns the label of the class with this name or number: its place in the list. Without a list returns
+        `label` itself.
 
-        A truth value is true or false where these are classes, else 1 or 0. Raises ConfigError if the list does not
-        have it.
+        True and False mean the classes called true and false, if there are such, else 1 and 0. at: says where the label
+        stands, for messages.
+        Raises ConfigError if the list does not have the class.
         """
         if isinstance(label, bool):
             label = str(label).lower() if str(label).lower() in self.places else int(label)
@@ -74,9 +79,10 @@ class ClassList:
         return place
 
     def read_label(self, value: Any, at: str) -> int | str | None:
-        """Returns the label that a text, or a value of JSON, stands for; without a list as text; None if it is empty.
+        """Returns the label that a text or a value of JSON stands for: a place in the list, or without a list a text;
+        None if it is empty.
 
-        Raises ConfigError if it is neither a whole number nor a name, or the list does not have it.
+        Raises ConfigError if it is neither a whole number nor a name, or if the list does not have the class.
         """
         if isinstance(value, bool) and self.classes:
             return self.find_number(value, at)
@@ -91,10 +97,10 @@ class ClassList:
         return None if text is None else self.find_number(text if number is None else number, at)
 
     def read_prefix(self, name: str, at: str) -> int | str:
-        """Returns the label of the class that stands before the first `_` in a file's name, as ADM reads
+        """Returns the label of the class that a file's name begins with, up to the first `_`, as in ADM's
         CLASS_name.png.
 
-        Raises ConfigError if there is none.
+        Raises ConfigError if the name has no such beginning, or the list does not have the class.
         """
         prefix, underscore, _ = name.rpartition("/")[2].partition("_")
         if not prefix or not underscore:
@@ -106,9 +112,9 @@ class ClassList:
 
 
 def read_class_list(path: str | None) -> ClassList:
-    """Returns the list in a file; an empty one for None.
+    """Returns the classes in a file with one class a line, and their titles; an empty list if the path is None.
 
-    Raises ConfigError if the file cannot be read, is empty, or names a class twice.
+    Raises ConfigError if the file cannot be read, is empty, has an empty line before its end, or names a class twice.
     """
     if path is None:
         return ClassList()
@@ -136,10 +142,10 @@ def read_class_list(path: str | None) -> ClassList:
 
 
 def read_labels(root: Path, key: str) -> dict[str, int] | None:
-    """Returns the label of each name in the folder's dataset.json, empty if it says that there are none.
+    """Returns the label of each file that the dataset.json in a folder names; {} if it says that there are no labels.
 
-    Returns None if there is no such file, or its content is of another kind.
-    Raises ConfigError if it cannot be read, or its labels are no whole numbers.
+    Returns None if there is no dataset.json, or it has no entry "labels".
+    Raises ConfigError if it cannot be read, a label is no whole number, or a file is named twice.
     """
     path = root / LABELS
     if not os.path.lexists(path):
@@ -155,8 +161,10 @@ def read_labels(root: Path, key: str) -> dict[str, int] | None:
 
 
 def parse_labels(content: Any, root: str | Path, key: str) -> dict[str, int] | None:
-    """Returns the label of each name in the parsed content of a dataset.json; None if it is of another kind. Raises
-    ConfigError if labels are no whole numbers, or a file is named twice.
+    """Returns the label of each file that a dataset.json names; {} if it says that there are no labels, None if it has
+    no entry "labels". content: the parsed JSON.
+
+    Raises ConfigError if a label is no whole number from 0 to 1,048,575, or a file is named twice.
     """
     if not isinstance(content, dict) or "labels" not in content:
         return None
@@ -180,7 +188,7 @@ def parse_labels(content: Any, root: str | Path, key: str) -> dict[str, int] | N
 
 
 def name_classes_by_number(labels: dict[str, int]) -> tuple[str, ...]:
-    """Returns the classes of a dataset.json, which are called by their numbers."""
+    """Returns the names of the classes of a dataset.json, which are numbers: "0", "1", ... up to the largest label."""
     return tuple(map(str, range(max(labels.values()) + 1)))
 
 
@@ -193,11 +201,13 @@ def require_classes(
     without: str = "",
     own: bool = False,
 ) -> None:
-    """Checks that data have the classes of a model that learns `number` labels (None: it learns none).
+    """Raises ConfigError if the classes of the data do not suit a model that learns `number` labels. None means that
+    the model learns no labels, and nothing is checked.
 
-    path: names the data in messages. field, without: SystemConfig.num_labels_field and .without_labels. own: the data
-    hold `held_out` out by themselves.
-    Raises ConfigError if they have more, fewer or none.
+    The data must have `number` classes; if it is 1, they may have none. If it is above 1, the held-out data must have
+    classes.
+    path: names the data in messages. field, without: SystemConfig.num_labels_field and .without_labels. own: whether
+    the held-out samples come from the same data.
     """
     classes = len(source.classes)
     if number is None or classes == number:
@@ -230,7 +240,9 @@ def _explain_no_held_out_classes(path: str, source: Source, held_out: Source, ow
 
 
 def _describe_prefixes(source: Source) -> str:
-    """Returns a remark if names begin with what may be classes, as cat_1.png and dog_7.png do."""
+    """Returns a remark for a message if all of some names begin with what may be classes, as cat_1.png and dog_7.png
+    do; else "".
+    """
     names = [
         source.name_sample(index).rpartition("/")[2]
         for index in range(0, len(source), -(-len(source) // _SEARCHED_NAMES))

@@ -1,9 +1,9 @@
-"""Lists of files: a table (.csv, .tsv, .jsonl, .parquet) with a row a sample, or Hugging Face's metadata beside files.
+"""Lists of files: a table (.csv, .tsv, .jsonl, .parquet) with one sample in each row, or Hugging Face's metadata.
 
 Columns are known by their names, or named by data.columns={path: url_local, caption: text, label: category}. Paths are
 relative to the table's folder, or absolute; a list is what its writer says, so paths may lead out of the folder through
 `..` and links. Whatever they lead to is only ever decoded as a picture or a clip. Open-Sora's csv (path, text, ...) is
-such a table; WebVid's csv and lines PATH NUMBER, as UCF-101's trainlist01.txt has them, have classes of their own.
+such a table; WebVid's csv and lines PATH NUMBER, as UCF-101's trainlist01.txt has them, have layouts of their own.
 """
 
 import os
@@ -48,7 +48,7 @@ _CLASSES = "classInd.txt"  # of UCF-101: lines such as 1 ApplyEyeMakeup
 
 
 class TableList(Layout):
-    """A table as `data.path`."""
+    """Reads a table that data.path names, with one sample in each row."""
 
     kind = "csv, tsv, jsonl or parquet list"
     columns_read = ("path", "label", "caption")
@@ -112,9 +112,10 @@ class TableList(Layout):
         return open_table(self.files, os.path.basename(self.root), f"{self.request.key}={self.root}")
 
     def _choose_columns(self, table: Table) -> dict[str, list[str]]:
-        """Returns the columns of the table by what they hold.
+        """Returns the names of the columns that are read, by what they hold: "path", "label" and "caption"; [] if there
+        are none, and for "caption" if captions are not asked for.
 
-        Raises ConfigError if none has paths, or if a named one is not there.
+        Raises ConfigError if no column holds paths, or if data.columns names a column that is not there.
         """
         columns = {kind: _find_columns(kind, table, self.request, self.known) for kind in self.known}
         if not self.request.captions:
@@ -133,7 +134,7 @@ class TableList(Layout):
         return columns
 
     def _explain_columns(self, names: list[str]) -> str:
-        """Returns the remedy for a table none of whose columns is known as that of the files."""
+        """Returns the remedy to print if no column of a table is known to hold file paths. names: its columns."""
         if any(name.lower().endswith(self.request.suffixes) for name in names):
             return "this line is of a file: write a line with the names of the columns, as file_name,label, above it"
         if len(names) == 1 and (mark := next((mark for mark in ";\t|" if mark in names[0]), None)):
@@ -141,14 +142,20 @@ class TableList(Layout):
         return "name it, data.columns={path: NAME}"
 
     def _require_in_first(self, row: dict[str, Any], columns: dict[str, list[str]], at: str) -> None:
-        """Raises ConfigError if a row has a label, or a caption that is wanted, and the first row has none."""
+        """Raises ConfigError if a row has a label, or a caption, that is asked for, and the first row of the table has
+        none.
+        """
         wanted = ["label"] * (self.request.labels == "auto") + ["caption"] * self.request.captions
         for kind in wanted:
             if not columns[kind] and (late := match_names(self.known[kind], list(row))):
                 raise ConfigError(f"{at} has a {late[0]}, and the first has none: write one in each row, or in none")
 
     def _read_path(self, row: dict[str, Any], columns: Sequence[str], at: str) -> str:
-        """Returns the file of a row, as it stands there. Raises ConfigError if there is none, or an address."""
+        """Returns the path of a row's file, without a leading "./".
+
+        Raises ConfigError if there is none, if it is an address, or if it leads out of the folder of a list that is at
+        an address.
+        """
         path = row.get(columns[0])
         if not isinstance(path, str) or not path.strip() or "\0" in path:
             raise ConfigError(f"{at}: no path in the column {columns[0]}: write one, or take the row out")
@@ -172,15 +179,16 @@ class TableList(Layout):
         return label
 
     def _label_without_column(self, path: str, at: str) -> str | int | None:
-        """Returns the label that the file name's prefix says, with data.labels=prefix; else None. For tables without a
-        column of labels.
+        """Returns the label of a row, for tables without a column of labels: with data.labels=prefix the class that the
+        file's name begins with, else None.
         """
         return self.names.read_prefix(path, at) if self.request.labels == "prefix" else None
 
     def _find_base(self, table: Table, columns: dict[str, list[str]]) -> str:
-        """Finds the folder of `bases` that holds the files; returns "", or its name with a slash at the end.
+        """Returns the first of the folders `bases` that holds one of the first 20 files: "", or a relative path with a
+        slash at the end.
 
-        Raises ConfigError if none of the first files is there, or if they are videos and images are asked for.
+        Raises ConfigError if none of these files is there, or if they are videos and images are asked for.
         """
         rows = islice(table.iterate_rows(columns["path"]), _LOOKED)
         paths = [self._read_path(row, columns["path"], f"{table.where}, {table.noun} {line}") for line, row in rows]
@@ -199,9 +207,11 @@ class TableList(Layout):
 
 
 class Metadata(TableList):
-    """A folder with metadata.csv or metadata.jsonl as Hugging Face's `imagefolder` reads it: file_name and more.
+    """Reads a folder with metadata.csv, .tsv, .jsonl or .parquet, as Hugging Face's `imagefolder` reads it: file_name
+    and more.
 
-    It counts where it says what folders do not: labels, or captions that are asked for.
+    This layout is chosen only if the table has labels, or captions that are asked for: the folders themselves say
+    neither.
     """
 
     kind = "metadata.csv, metadata.jsonl or metadata.parquet beside files (Hugging Face)"
@@ -227,7 +237,8 @@ class Metadata(TableList):
         yield from super().iterate_samples(part)
 
     def _count_unnamed_files(self) -> None:
-        """Counts the files in the folder that have no row."""
+        """Counts as left out the files in the folder without a row in the table, and files of types that are not read.
+        """
         table, named, others = self._open(), Names(), Counter()
         columns = self._choose_columns(table)["path"]
         for group in range(table.count_groups()):
@@ -244,7 +255,9 @@ class Metadata(TableList):
 
 
 class WebVid(TableList):
-    """WebVid's csv: videoid, page_dir and the caption `name`; a clip is page_dir/videoid.mp4 in a folder `videos`."""
+    """Reads WebVid's csv: videoid, page_dir and the caption `name`; a clip is page_dir/videoid.mp4 in a folder
+    `videos`.
+    """
 
     kind = "WebVid's csv"
     bases = ("../videos/", "videos/", "", "../")
@@ -264,9 +277,10 @@ class WebVid(TableList):
 
 
 class PathList(TableList):
-    """Lines PATH, or PATH NUMBER with the label. With a classInd.txt beside, numbers and classes are those in it.
+    """Reads a text file with lines PATH, or PATH NUMBER where the number is the label. If classInd.txt lies beside it,
+    numbers count the classes in that from 1.
 
-    Without numbers the folder of a file is its class, as in UCF-101's testlist01.txt.
+    Without numbers, the folder of a file is its class, as in UCF-101's testlist01.txt.
     """
 
     kind = "lines PATH NUMBER, as UCF-101's trainlist01.txt"
@@ -287,7 +301,10 @@ class PathList(TableList):
         return match is not None and match[1].lower().endswith((*request.suffixes, ".avi", ".mp4"))
 
     def _read_class_index(self) -> ClassList:
-        """Returns the classes of classInd.txt in the order of their numbers; empty where there is no such file."""
+        """Returns the classes of classInd.txt in the order of their numbers; an empty list if there is no such file.
+
+        Raises ConfigError if its lines are not 1 CLASS, 2 CLASS, and so on.
+        """
         if not file_exists(self.files, _CLASSES):
             return ClassList()
         where = os.path.join(self.files.root, _CLASSES)
@@ -317,7 +334,9 @@ class PathList(TableList):
 
 
 class _Lines(Table):
-    """Lines PATH or PATH NUMBER as a table; the first line says whether there are numbers."""
+    """Reads lines PATH or PATH NUMBER as a table with the column path and, if the first line has a number, the column
+    label.
+    """
 
     ragged = True
 
@@ -335,7 +354,9 @@ class _Lines(Table):
 
 
 def refuse_inner_metadata(root: str, files: Files, request: Request, names: list[str]) -> None:
-    """Checks tables in folders below. Raises ConfigError if one says what is wanted of the files beside it."""
+    """Raises ConfigError if a folder below the root holds a metadata table or a dataset.json with labels or captions
+    that are asked for, since such files are read in the root alone. names: the relative paths of these files.
+    """
     for folder in sorted({os.path.dirname(name) for name in names} - {""}):
         tables = _find_metadata(root, files, request, folder) if request.captions_file is None else []
         said = [(table.name, words) for table in tables if (words := _list_wanted_columns(table, request))]
@@ -350,13 +371,13 @@ def refuse_inner_metadata(root: str, files: Files, request: Request, names: list
 
 
 def _list_wanted_columns(table: Table, request: Request) -> list[str]:
-    """Returns which of labels and captions are both wanted and in a table."""
+    """Returns what is asked for and what a table has a column for: "labels", "captions", both or neither."""
     wanted = ["label"] * (request.labels == "auto") + ["caption"] * request.captions
     return [f"{kind}s" for kind in wanted if _find_columns(kind, table, request)]
 
 
 def _find_metadata(root: str, files: Files, request: Request, folder: str = "") -> list[Table]:
-    """Returns the tables in a folder that have a column file_name; others are someone else's."""
+    """Returns the metadata tables in a folder that have a column file_name. Others have another purpose."""
     tables = []
     for name in (os.path.join(folder, name) for name in METADATA):
         if file_exists(files, name):
@@ -367,7 +388,9 @@ def _find_metadata(root: str, files: Files, request: Request, folder: str = "") 
 
 
 def _list_captions(value: Any, at: str) -> tuple[str, ...]:
-    """Returns the captions in a value, see `list_captions`. Raises ConfigError if it is no text."""
+    """Returns the captions in a cell, see `list_captions`. Raises ConfigError if it is neither a text nor a list of
+    texts.
+    """
     try:
         return list_captions(value)
     except ValueError as error:
@@ -375,15 +398,17 @@ def _list_captions(value: Any, at: str) -> tuple[str, ...]:
 
 
 def _is_list(root: str, files: Files, suffixes: tuple[str, ...]) -> bool:
-    """Returns whether the data are a single file with one of the suffixes."""
+    """Returns whether `root` is a single file whose name ends in one of the suffixes."""
     name = os.path.basename(root)
     return name.lower().endswith(suffixes) and not os.path.isdir(root) and file_exists(files, name)
 
 
 def _find_columns(kind: str, table: Table, request: Request, known: dict[str, tuple[str, ...]] = COLUMNS) -> list[str]:
-    """Returns the columns that hold the `kind`: named by data.columns, else known by their names.
+    """Returns the columns that hold a kind of content, such as "label": those that data.columns names, else the first
+    with a known name; [] if there is none.
 
-    Captions may have several. Raises ConfigError if a named column is not there.
+    known: the names by which the columns of each kind are known. Raises ConfigError if a column that data.columns names
+    is not there.
     """
     columns, names = table.list_columns(), request.columns.get(kind)
     if names is None:

@@ -1,4 +1,4 @@
-"""Says what data hold instead of samples, and what makes them readable."""
+"""Explains, for data without samples, what they hold instead and how it can be read."""
 
 import re
 import shlex
@@ -11,8 +11,8 @@ from dstrain.data.formats.base import PICTURES, UNCAPTIONED, VIDEOS, Layout
 from dstrain.data.formats.unconverted import has_latents
 from dstrain.recipe import ConfigError
 
-_EXAMINED_FILES = 1000  # by which data are judged
-_FOLDERS_ABOVE = 3  # latents may lie in REPA/vae-sd/00000
+_EXAMINED_FILES = 1000  # so many files decide what the message says
+_FOLDERS_ABOVE = 3  # folders that are searched above a file, since latents may lie in REPA/vae-sd/00000
 _REMEDIES = (  # suffixes of files that are no samples as they lie, and the remedy
     (VIDEOS, "data.num_frames=17 reads clips, for a system that learns from them, such as system=phenaki.tokenizer"),
     (PICTURES, "convert them to PNG or JPEG, as `mogrify -format png FILES` of ImageMagick does"),
@@ -36,7 +36,7 @@ _UNKNOWN = "docs/guides/data.md has all forms that are read, such as a folder of
 
 
 def explain_no_samples(layout: Layout) -> ConfigError:
-    """Returns the error for data without a sample: it says what they hold, and the remedy."""
+    """Returns the error to raise for data without samples. It says what they hold instead, and the remedy."""
     request = layout.request
     noun, where = request.noun, f"{request.key}={layout.root}"
     if uncaptioned := layout.left_out.get(UNCAPTIONED, 0):
@@ -69,7 +69,9 @@ def explain_no_samples(layout: Layout) -> ConfigError:
 
 
 def _describe_latents(root: str, name: str, key: str) -> str:
-    """Returns how latents that others have cached are converted, if one of their files is `name`."""
+    """Returns how to convert the latents of other projects that a file `name` in the data belongs to: the command, or
+    where the docs list the latents that can be converted.
+    """
     place = Path(root)
     if "://" in root:
         place = None  # they are converted from a disk

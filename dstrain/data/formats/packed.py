@@ -1,8 +1,8 @@
-"""Shards of encoded files: the format that `dstrain pack` writes and `PackedFiles` reads by offset.
+"""Writes and reads shards of encoded files, the format of `dstrain pack`; `PackedFiles` reads samples by their offset.
 
     FOLDER/packing.json                written first: what the shards are made of
     FOLDER/files_00000.safetensors     so many samples each, the last one fewer
-    FOLDER/pack.json                   written last, sealed: classes, and number, size and hash of each shard
+    FOLDER/pack.json                   written last, with a hash of itself: classes, and each shard's size and hash
 
 Of data with a test of their own, `dstrain convert` writes two such folders, FOLDER/train/ and FOLDER/held_out/.
 
@@ -57,7 +57,7 @@ _MAX_FILE_BYTES = 1 << 28
 
 
 class Packed(NamedTuple):
-    """Holds what a shard says of a sample."""
+    """Describes one sample of a shard, without its bytes."""
 
     offset: int  # of its bytes in the shard
     size: int  # 0 if it could not be read when it was packed
@@ -72,7 +72,7 @@ def name_shard(number: int) -> str:
 
 
 class ShardWriter:
-    """Writes a shard to an open file: `add` its samples, then `close`."""
+    """Writes one shard to an open file: call `add` for each sample, then `close`."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file, self._size = file, 0
@@ -81,7 +81,9 @@ class ShardWriter:
         file.write(bytes(_HEADER))
 
     def add(self, name: str, content: bytes, label: int | None, captions: tuple[str, ...]) -> None:
-        """Writes the bytes of a sample, and keeps the rest for the columns."""
+        """Writes the encoded bytes of a sample (none if it is unreadable); keeps its name, label and captions in memory
+        until `close`. Either all samples have a label, or none; the same holds for captions.
+        """
         self._file.write(content)
         self._size += len(content)
         self._numbers["ends"].append(self._size)
@@ -98,7 +100,9 @@ class ShardWriter:
         self._numbers[ends].append(len(self._texts[blob]))
 
     def close(self) -> None:
-        """Writes the columns and the header. The shard must have a sample."""
+        """Writes the columns and the header of the shard, which must have at least one sample. Does not close the open
+        file.
+        """
         padding = bytes(-self._size % 8)
         self._file.write(padding)
         columns = {name: values for name, values in self._numbers.items() if values}
@@ -124,7 +128,9 @@ class ShardWriter:
 
 
 def iterate_packed_samples(files: Files, name: str) -> Iterator[Packed]:
-    """Yields the samples of a shard, without their bytes. Raises ConfigError if it is damaged."""
+    """Yields a description of each sample of a shard, without reading its bytes. Raises ConfigError if the shard is
+    damaged.
+    """
     try:
         columns = _read_columns(files, name)
         ends = columns["ends"].tolist()
@@ -151,7 +157,10 @@ def _decode_caption(texts: bytes, ends: np.ndarray, place: int) -> str:
 
 
 def _read_columns(files: Files, name: str) -> dict[str, Any]:
-    """Returns the columns of a shard as arrays, and under "bytes" how many bytes its files have."""
+    """Returns the columns of a shard as arrays, by name; "bytes" is the number of bytes that its samples have together.
+
+    Raises ValueError if the header gives a column an impossible place, or more than 2 GiB.
+    """
     header = small.parse_json(files.read_span(name, 8, _HEADER - 8))
     columns: dict[str, Any] = {"bytes": header["bytes"]["data_offsets"][1]}
     for column in _COLUMNS:
@@ -166,7 +175,7 @@ def _read_columns(files: Files, name: str) -> dict[str, Any]:
 
 
 def hash_file(path: Path) -> str:
-    """Returns a hash of a file's bytes."""
+    """Returns the BLAKE2b hash of a file's content, as 64 hexadecimal digits."""
     digest = blake2b(digest_size=32)
     with open(path, "rb") as file:
         while block := file.read(1 << 20):
@@ -175,9 +184,9 @@ def hash_file(path: Path) -> str:
 
 
 def read_index(files: Files) -> dict[str, Any]:
-    """Reads the content of pack.json.
+    """Returns the content of pack.json.
 
-    Raises ConfigError if there is none yet, it is altered, or of the format of another version.
+    Raises ConfigError if the file is not there yet, is damaged, or has the format of another version.
     """
     try:
         with files.open(INDEX) as file:
@@ -202,7 +211,9 @@ def read_index(files: Files) -> dict[str, Any]:
 
 
 def find_packed_splits(path: str, files: Files) -> tuple[str, str] | None:
-    """Returns train/ and held_out/ of a folder that holds shards of both. Returns None for any other data."""
+    """Returns the paths of train/ and held_out/ in a folder, if both hold shards of `dstrain pack`; None for any other
+    data.
+    """
     top = peek_names(files)
     for name in (TRAIN, HELD_OUT):
         if (name, True) not in top or not file_exists(files, f"{name}/{PACKING}"):
@@ -211,7 +222,9 @@ def find_packed_splits(path: str, files: Files) -> tuple[str, str] | None:
 
 
 class PackedFiles(Layout):
-    """Reads the samples of shards: `file` of a place is the shard's number, `offset` and `size` the bytes in it."""
+    """Reads the samples of shards. For a sample, `file` is the number of its shard; `offset` and `size` are its bytes
+    there.
+    """
 
     kind = "shards of dstrain pack"
 
@@ -222,8 +235,9 @@ class PackedFiles(Layout):
     def list_parts(self) -> list[str]:
         """Returns the names of the shards.
 
-        Raises ConfigError if data are not packed to the end, a shard is missing or has another size, or they hold clips
-        and images are asked for.
+        Raises ConfigError if the data are not packed to the end, a shard is missing or has another size, or if images
+        are asked for and the shards hold clips, or clips and they hold images; also if the recipe gives labels in
+        another way, since the shards keep those with which they were packed.
         """
         where = f"{self.request.key}={self.root}"
         try:

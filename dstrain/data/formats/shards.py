@@ -1,4 +1,4 @@
-"""Shards that are not there: of NAME-00000-of-00005.parquet, .arrow or .tar, whose names say how many there are."""
+"""Finds missing shards of NAME-00000-of-00005.parquet, .arrow or .tar, whose names say how many there should be."""
 
 import os
 import re
@@ -13,7 +13,9 @@ _SHARD = re.compile(r"(.*?)(\d+)-of-(\d+)(\D.*)")
 
 
 def find_gaps(names: Iterable[str]) -> dict[str, tuple[int, int]]:
-    """Returns how many shards are there and should be, by NAME-*-of-00005.parquet, where some are missing."""
+    """Returns, for each set of shards of which some are missing, its pattern, such as NAME-*-of-00005.parquet, with the
+    number of shards that are there and the number that should be there.
+    """
     numbers: dict[tuple[str, str, str], set[int]] = defaultdict(set)
     for match in filter(None, map(_SHARD.fullmatch, names)):
         numbers[match[1], match[3], match[4]].add(int(match[2]))
@@ -25,7 +27,9 @@ def find_gaps(names: Iterable[str]) -> dict[str, tuple[int, int]]:
 
 
 def _find_two_sets(names: Iterable[str]) -> tuple[str, str] | None:
-    """Returns two patterns of shards that differ only in how many there are: two versions of the same data."""
+    """Returns the patterns of two sets of shards whose names differ only in how many there are, as those of two
+    versions of the same data do. Returns None if there are no such sets.
+    """
     seen: dict[tuple[str, str], str] = {}
     for match in filter(None, map(_SHARD.fullmatch, names)):
         pattern = f"{match[1]}*-of-{match[3]}{match[4]}"
@@ -35,8 +39,10 @@ def _find_two_sets(names: Iterable[str]) -> tuple[str, str] | None:
 
 
 def note_missing_shards(layout: Layout, names: Iterable[str]) -> None:
-    """Notes shards that are missing among those that a user has named one by one, as left out. Raises ConfigError if a
-    folder lacks some, or holds two sets of the same name.
+    """Counts missing shards as left out if the user has named files himself: one file, or a pattern.
+
+    Raises ConfigError instead if the data are a folder, and shards are missing or there are two sets of shards of one
+    name.
     """
     names = list(names)
     root, gaps = layout.root, find_gaps(names)

@@ -27,21 +27,21 @@ from dstrain.disk import small
 from dstrain.disk.texts import LONGEST_TEXT, parse_sidecar
 
 _TEXTS = (".txt", ".json")
-_LOOKED = 100  # first images beside which captions are looked for
-_WATCHED = 5000  # files with captions whose changes are noticed
-_UNREADABLE = ("",)  # the sample will count as bad, as one whose caption is empty
+_LOOKED = 100  # so many of the first images are searched for captions beside them
+_WATCHED = 5000  # so many files with captions, at most, are watched for changes
+_UNREADABLE = ("",)  # an empty caption, with which the sample counts as bad
 
 
 def fold_name(name: str) -> str:
-    """Returns the name of a text beside a sample as all spellings of it: its suffix in lower case, its letters composed
-    as Unicode's NFC; a Mac or a camera writes others.
+    """Returns a file name in the one spelling by which names are compared: its suffix in lower case, the rest in
+    Unicode's NFC. A Mac or a camera may spell the same name otherwise.
     """
     stem, suffix = os.path.splitext(name)
     return unicodedata.normalize("NFC", stem) + suffix.lower()
 
 
 class Beside(Folders):
-    """Images with captions beside them; others are left out, and counted."""
+    """Reads images that have captions in files beside them. Images without captions are counted as left out."""
 
     kind = "images with X.txt or X.json"
 
@@ -92,7 +92,11 @@ class Beside(Folders):
                 yield Sample(Place(name), self.convert_label(own, name), captions)
 
     def _read_captions(self, name: str, find_text: Callable[[str], str | None]) -> tuple[str, ...]:
-        """Returns the captions of an image, () where there are none beside it. find_text: gives the file of a text."""
+        """Returns the captions of an image from X.txt, else X.json; () if there are none, ("",) if they are empty or
+        unreadable.
+
+        find_text: returns the name of a text file as it is spelled on the disk, None if there is no such file.
+        """
         stem = os.path.splitext(name)[0]
         for file in filter(None, (find_text(stem + suffix) for suffix in _TEXTS)):
             path = Path(self.root, file)

@@ -1,10 +1,10 @@
-"""Names of splits: of files, which say what is trained on and held out, and of folders, which are no classes.
+"""Recognises splits, such as train and test, by the names of files and folders.
 
     train-00000.parquet, x_test.tar     files of several splits in one folder
     train/ val2017/ training_set/       folders that are splits by all words of their names
     cats_train/ cats_test/              folders whose names are equal without the word of a split
 
-Folders of several splits are refused, in folders, zips and tars alike: all of them would be learned from.
+Data with folders of several splits are refused, in folders, zips and tars alike, since all would be trained on.
 """
 
 import os
@@ -35,26 +35,30 @@ SPLITS = {
     "holdout": "held_out",
     "unlabeled": "unlabeled",
     "unlabelled": "unlabeled",
-}  # words in names
-_ENDS = ("", "set", "data", "images")  # of such words in names of folders: trainset
+}  # words in names, and the split that each means
+_ENDS = ("", "set", "data", "images")  # endings that such a word may have in the name of a folder: trainset
 _HELD_OUT = re.compile(r"(held|hold)[-_ .]out")
 SPLIT_COLUMNS = (  # of a table; the first that is there counts
     *("split", "splits", "data_split", "dataset_split", "is_train", "is_training", "is_training_image", "is_test"),
     *("partition", "subset", "phase", "usage", "set", "data set", "data_set"),
 )
 FOLD_COLUMNS = ("fold", "folds", "kfold", "k_fold", "cv_fold")  # parts for cross-validation, all of which are read
-_BESIDE = {"a", "b", "data", "images", "img", "imgs", "seg", "set"}  # words beside: train_images, testB
+_BESIDE = {"a", "b", "data", "images", "img", "imgs", "seg", "set"}  # words that may stand beside: train_images, testB
 
 
 def name_split(path: str) -> str:
-    """Returns the split that a file belongs to, by a word of its name, else by a folder; "": it names none."""
+    """Returns the split that a file belongs to, a value of SPLITS: by the first such word in its name, else by the
+    innermost folder with such a name; "" if there is none.
+    """
     *folders, name = _HELD_OUT.sub(r"\1out", path.lower()).split("/")
     words = re.split(r"[^a-z]+", name) + folders[::-1]
     return next((SPLITS[word] for word in words if word in SPLITS), "")
 
 
 def name_split_value(value: Any) -> str:
-    """Returns the split that a row says in a column of splits: a word of SPLITS, a number or a truth value; else ""."""
+    """Returns the split that a cell names, for comparison with other cells: a number, "true", "false", or a value of
+    SPLITS; "" if it is none of these.
+    """
     text = str(value).strip().lower()
     if parse_whole_number(text) is not None:
         return str(parse_whole_number(text))
@@ -68,7 +72,11 @@ def is_split_name(name: str) -> bool:
 
 
 def find_splits(folders: Iterable[str]) -> list[str]:
-    """Returns those of the folders in one folder that are splits of the same data; [] if fewer than two are."""
+    """Returns, sorted, the names of folders that are splits of the same data, such as train and val, or cats_train and
+    cats_test; [] if there are fewer than two.
+
+    folders: the names of all folders in one folder.
+    """
     by_rest: dict[tuple[str, ...], list[str]] = defaultdict(list)
     for name in sorted(name for name in folders if _split_off_word(name)[0]):
         by_rest[_split_off_word(name)[1]].append(name)
@@ -80,7 +88,10 @@ def find_splits(folders: Iterable[str]) -> list[str]:
 
 
 def refuse_split_names(names: Iterable[str], where: str) -> None:
-    """Checks names with folders in them, of an archive. Raises ConfigError if a folder holds several splits."""
+    """Raises ConfigError if a folder in an archive holds folders of several splits.
+
+    names: the paths of the members. where: names the archive in the message.
+    """
     inner: dict[str, set[str]] = defaultdict(set)
     for folder in {name.rpartition("/")[0] for name in names}:
         while folder:
@@ -97,7 +108,9 @@ def refuse_split_names(names: Iterable[str], where: str) -> None:
 
 
 def refuse_splits(root: Path, key: str) -> None:
-    """Checks the folders in a folder. Raises ConfigError if they, or those in one of them, are splits of the data."""
+    """Raises ConfigError if folders in `root`, or in one of these, are several splits of the data; also if the only
+    folder in `root` has the name of a split.
+    """
     folders = list_class_folders(root)
     splits = find_splits(folders) or [name for name in folders if len(folders) == 1 and is_split_name(name)]
     if not splits:  # one train may be a class among others
@@ -121,7 +134,7 @@ def _refuse_splits_of(root: Path, splits: Sequence[str], key: str) -> None:
 
 
 def _refuse_splits_within(root: Path, folders: Sequence[str], key: str) -> None:
-    """Checks the folders in class folders. Raises ConfigError if they are splits, which would all be learned from."""
+    """Raises ConfigError if one of the class folders holds several splits, since all of them would be trained on."""
     for name in folders:
         inner = (entry.name for entry in os.scandir(root / name) if "." not in entry.name and is_folder(entry))
         splits = find_splits(inner)  # only these are sorted, since a class may hold a million files
@@ -135,8 +148,8 @@ def _refuse_splits_within(root: Path, folders: Sequence[str], key: str) -> None:
 
 
 def _split_off_word(name: str) -> tuple[str, tuple[str, ...]]:
-    """Splits a folder's name into the split that one of its words says, "" if none does, and its other words and
-    numbers.
+    """Returns the split that the first such word of a folder's name means, and its other words and numbers: ("test",
+    ("seg",)) for "seg_test". The split is "" if no word means one.
     """
     parts = re.sub(r"(?<=[a-z])([A-Z])", r" \1", name).lower()
     words = re.findall(r"[a-z]+|[0-9]+", _HELD_OUT.sub(r"\1out", parts))
@@ -147,5 +160,5 @@ def _split_off_word(name: str) -> tuple[str, tuple[str, ...]]:
 
 
 def _read_word(word: str) -> str:
-    """Returns the split that a word says, "" if it says none."""
+    """Returns the split that a word such as "train" or "trainset" means; "" if it means none."""
     return next(filter(None, (SPLITS.get(word.removesuffix(end)) for end in _ENDS)), "")

@@ -26,8 +26,8 @@ from dstrain.disk import small
 from dstrain.disk.texts import LONGEST_TEXT, clean_text, decode_text, find_captions, split_lines
 from dstrain.recipe import ConfigError, NotRead
 
-MAX_BYTES = 1 << 28  # of a member that is read
-_MOST_HEADER = 1 << 20  # of a long name or of further attributes
+MAX_BYTES = 1 << 28  # a member with more bytes is not read
+_MOST_HEADER = 1 << 20  # bytes that a header, such as a long name or further attributes, may have
 _UNPACK = {
     ".tar.gz": "gunzip {}",
     ".tgz": "gunzip {}",
@@ -41,9 +41,10 @@ _TEXTS = ("cls", "json", "txt")
 
 
 class Tars(Layout):
-    """A sample is a member of a shard; `offset` and `size` are its bytes there, and its name begins with the shard's.
+    """Reads tar shards. A sample is a member of a shard; `offset` and `size` are its bytes there, and its name begins
+    with the shard's.
 
-    Images without captions are left out, where captions are needed, and counted; clips need none.
+    Where captions are needed, images without one are counted as left out; clips need none.
     """
 
     kind = "webdataset tars"
@@ -60,8 +61,10 @@ class Tars(Layout):
         return any(_is_tar(name) for name, inner in peek_names(files) if not inner)
 
     def list_parts(self) -> list[str]:
-        """Returns the shards. Raises ConfigError if a tar file is compressed, in which nothing can be read by its
-        place.
+        """Returns the names of the .tar files.
+
+        Raises ConfigError if one is compressed, since its members cannot be read by their offsets, and the unpacked one
+        is not there; or if a folder holds tar files of several splits.
         """
         several = _is_file_list(self.root)
         top = (name for name, inner in self.files.list_names() if not inner)
@@ -81,7 +84,7 @@ class Tars(Layout):
         return shards
 
     def _refuse_splits(self, shards: list[str]) -> None:
-        """Raises ConfigError if the shards are of several splits, which would all be learned from."""
+        """Raises ConfigError if the names of the shards say several splits, since all of them would be trained on."""
         firsts: dict[str, str] = {}
         for name in shards:
             firsts.setdefault(name_split(name), name)
@@ -148,8 +151,11 @@ class Tars(Layout):
         return self.files.read_span(place.name[:end], place.offset, place.size)
 
     def _group_members(self, part: str) -> dict[str, dict[str, Any]]:
-        """Returns, by key, the place of each sample and what its texts say. Raises ConfigError if it is no tar file, or
-        a damaged one.
+        """Returns, for each key in a shard, what its members say: "place" is the (offset, size) of the sample, "txt"
+        and "captions" its captions, "cls" and "label" its label. "dotted", "damaged" and "other" name members that are
+        not read.
+
+        Counts other members as left out. Raises ConfigError if the shard is no tar file, or is damaged.
         """
         members: dict[str, dict[str, Any]] = {}
         others, suffixes = Counter(), self.request.suffixes
@@ -188,8 +194,10 @@ class Tars(Layout):
         return members
 
     def _add_place(self, sample: dict[str, Any], suffix: str, member: tarfile.TarInfo) -> None:
-        """Adds the place of an image, of which the first of a key counts; of clips the video, and not the picture shown
-        for it.
+        """Puts the (offset, size) of an image or a clip into `sample`, the entries of its key.
+
+        The first image of a key counts, and others are counted as left out. Of clips, a video counts before a picture,
+        which may be its thumbnail. Raises TarError if the key has two members with this suffix.
         """
         if suffix in sample.get("suffixes", ()):
             raise tarfile.TarError(f"it has two members {member.name}")
@@ -202,7 +210,12 @@ class Tars(Layout):
             self.note_left_out(f"further {self.request.noun} of a key")
 
     def _add_text(self, sample: dict[str, Any], kind: str, file: BinaryIO, member: tarfile.TarInfo) -> None:
-        """Adds what a text member says, which follows its header, so that it costs little to read now."""
+        """Puts what a .txt, .cls or .json says into `sample`, the entries of its key, if captions or labels are asked
+        for. An unreadable caption becomes an empty one; another unreadable text is named under "damaged".
+
+        kind: the suffix without its dot. Raises TarError if the key has two such members, or a JSON object has a key
+        twice.
+        """
         wants_captions, wants_labels = self.request.captions, self.request.labels != "none"
         if not {"txt": wants_captions, "cls": wants_labels, "json": wants_captions or wants_labels}[kind]:
             return
@@ -236,7 +249,9 @@ class Tars(Layout):
 
 
 class _Headers:
-    """A file as tarfile reads headers from it: no size in a header is believed that no header has."""
+    """Wraps a file from which tarfile reads headers. Reading more than 1 MiB at once, as a hostile header asks for,
+    raises ReadError.
+    """
 
     def __init__(self, file: BinaryIO) -> None:
         self.seek, self.tell, self._file, self.mode, self.name = file.seek, file.tell, file, "rb", None
@@ -248,9 +263,9 @@ class _Headers:
 
 
 def _iterate_headers(file: BinaryIO) -> Iterator[tarfile.TarInfo]:
-    """Yields the headers of all members; behind the zeros that end a tar file, another one may begin.
+    """Yields the headers of all members of a tar file, or of several that were joined by `cat`.
 
-    Raises TarError if a header leads backwards, or no block of zeros is at the end.
+    Raises TarError if a header is damaged or leads backwards, or if no block of zeros ends the file.
     """
     start: int | None = 0
     last = -1
@@ -270,7 +285,9 @@ def _iterate_headers(file: BinaryIO) -> Iterator[tarfile.TarInfo]:
 
 
 def _find_next_block(file: BinaryIO) -> int | None:
-    """Returns the place of the next block that is not all zeros; None if there is none."""
+    """Returns the offset in bytes of the next 512-byte block with anything but zeros, at or behind the place where the
+    file stands; None if there is none.
+    """
     while content := file.read(_MOST_HEADER):
         if rest := content.lstrip(b"\0"):
             return (file.tell() - len(rest)) // tarfile.BLOCKSIZE * tarfile.BLOCKSIZE
@@ -278,7 +295,9 @@ def _find_next_block(file: BinaryIO) -> int | None:
 
 
 def _is_file_list(root: str) -> bool:
-    """Returns whether a user has named the files one by one: by a pattern, or as addresses with spaces between them."""
+    """Returns whether `root` names the files one by one: by a pattern with braces, or as several addresses with spaces
+    between them.
+    """
     return "{" in root or ("://" in root and " " in root)
 
 
@@ -287,5 +306,5 @@ def _is_tar(name: str) -> bool:
 
 
 def _find_label(sample: dict[str, Any]) -> Any:
-    """Returns what the .cls of a sample says, or without one the .json; None if there is nothing."""
+    """Returns the label that a sample's .cls says, or if it has no .cls its .json; None if neither says one."""
     return sample.get("cls", sample.get("label"))

@@ -1,4 +1,4 @@
-"""Data that are not read as they lie, since `dstrain convert` writes them once as shards: how they are recognised.
+"""Recognises data that are not read directly: `dstrain convert` must convert or list them once. By kind of converter:
 
     cifar10, cifar100   cifar-10-batches-py, cifar-100-python, and the binary version of either
     mnist               idx files: of MNIST, Fashion-MNIST, KMNIST and EMNIST, also as .gz
@@ -7,7 +7,7 @@
     imagenet-kit        ImageNet's validation images in one folder, with their labels in a file beside or above it
     latents             latents that fast-DiT, LightningDiT, EDM2 or REPA have cached
 
-Names and places of files decide; no content is read.
+Only the names and places of files are looked at, and no content is read.
 """
 
 import os
@@ -21,7 +21,7 @@ from dstrain.data.files.local import Files, LocalFiles
 from dstrain.data.formats.base import Request, peek_names
 from dstrain.recipe import ConfigError
 
-# Files of a CIFAR: folder -> (those of training, that of the test, that of the names of the classes).
+# Files of a CIFAR by folder: (training files, test file, file with the names of the classes).
 _TEN = tuple(f"data_batch_{number}" for number in (1, 2, 3, 4, 5))
 CIFAR = {
     "cifar-10-batches-py": (_TEN, "test_batch", "batches.meta"),
@@ -45,15 +45,15 @@ _VALIDATION_LABELS = (
     "ILSVRC2012_validation_ground_truth.txt",
     "imagenet_2012_validation_synset_labels.txt",
 )
-_FOLDERS_ABOVE = 5  # in which the file with the labels of val/ is looked for
-_ENTRIES = 100  # of a folder that may be val/ are looked at
+_FOLDERS_ABOVE = 5  # so many folders above val/ are searched for the file with its labels
+_ENTRIES = 100  # so many entries of a folder are looked at to recognise val/
 
 
 def refuse_unconverted_data(root: str, files: Files, request: Request, forms: Iterable[tuple[str, str]]) -> None:
-    """Raises ConfigError, with the command that converts them, if data must be converted first, or ImageNet's
-    validation images must be listed first.
+    """Raises ConfigError if the data must be converted first, or if they are ImageNet's validation images in one
+    folder, which must be listed first. The message has the command for it.
 
-    forms: (form, place) of each kind of data found under `root`.
+    forms: (what it is called, its folder or file below `root`) of each form of data that was found.
     """
     for noun, place in forms:
         if kind := CONVERTED.get(noun):
@@ -72,7 +72,10 @@ def _explain_refusal(root: str, noun: str, kind: str, path: str, key: str, far: 
 
 
 def describe_conversion(kind: str, path: str, key: str, far: bool = False) -> str:
-    """Returns the remedy: the command that converts the data at a path, and the entry of a recipe that follows it."""
+    """Returns the remedy: the command that converts the data at a path, and the entry for the recipe afterwards.
+
+    kind: a kind of `dstrain convert`. key: the recipe key that names the data. far: whether they are at an address.
+    """
     name = os.path.basename(path.rstrip("/").removesuffix("/raw")) or "data"
     out = f"{kind if kind.startswith('cifar') else os.path.splitext(name)[0]}-shards"
     copied = "copy them to a disk, and " if far else ""
@@ -92,13 +95,18 @@ def _refuse_flat_validation(root: str, request: Request) -> None:
 
 
 def is_npz(files: Files) -> bool:
-    """Returns whether the data are a single .npz file."""
+    """Returns whether the data are a single file whose name ends in .npz."""
     names = peek_names(files)
     return len(names) == 1 and names[0][0].lower().endswith(".npz") and not names[0][1]
 
 
 def find_validation_labels(root: str, files: Files | None = None) -> Path | None:
-    """Returns the nearest file with the labels of ImageNet's validation images, if these lie flat in a folder."""
+    """Returns the file with the labels of ImageNet's validation images that is nearest to `root`: in it, or in one of
+    the five folders above.
+
+    Returns None if there is no such file, if `root` does not hold these images without class folders, or if `files` are
+    not on a disk of this machine.
+    """
     if (files is not None and not isinstance(files, LocalFiles)) or not is_flat_validation(root):
         return None
     path = Path(root).resolve()
@@ -110,7 +118,9 @@ def find_validation_labels(root: str, files: Files | None = None) -> Path | None
 
 
 def is_flat_validation(root: str | Path) -> bool:
-    """Returns whether one of ImageNet's validation images is among the first entries of a folder."""
+    """Returns whether one of the first 100 entries of a folder has the name of an ImageNet validation image; False if
+    the folder cannot be listed.
+    """
     try:
         with os.scandir(root) as entries:
             return any(VALIDATION_IMAGE.fullmatch(entry.name) for entry in islice(entries, _ENTRIES))
@@ -119,14 +129,17 @@ def is_flat_validation(root: str | Path) -> bool:
 
 
 def has_latents(folder: Path) -> bool:
-    """Returns whether a folder is laid out as the latents of fast-DiT, LightningDiT, EDM2 or REPA."""
+    """Returns whether a folder looks like the latents of fast-DiT, LightningDiT, EDM2 or REPA: it holds a dataset.json,
+    .safetensors files, or NAME_features beside NAME_labels.
+    """
     if (folder / "dataset.json").is_file() or next(folder.glob("[!.]*.safetensors"), None) is not None:
         return True
     return find_fast_dit(folder) is not None
 
 
 def find_fast_dit(folder: Path) -> tuple[Path, Path] | None:
-    """Finds the first pair of folders NAME_features and NAME_labels, as fast-DiT writes them; None: there is none."""
+    """Returns the first pair of folders NAME_features and NAME_labels, as fast-DiT writes them; None if there is none.
+    """
     for features in sorted(folder.glob("[!.]*features")):
         labels = features.with_name(f"{features.name.removesuffix('features')}labels")
         if features.is_dir() and labels.is_dir():

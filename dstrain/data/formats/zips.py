@@ -24,7 +24,9 @@ from dstrain.recipe import ConfigError
 
 
 class Zips(Layout):
-    """A sample is a member; `offset` is its local header, `size` its bytes in the zip file."""
+    """Reads the images in a zip file. For a sample, `offset` is the byte at which its local header begins, and `size`
+    is its compressed size.
+    """
 
     kind = "zip"
 
@@ -41,9 +43,10 @@ class Zips(Layout):
         return [self.name]
 
     def iterate_samples(self, part: str) -> Iterator[Sample]:
-        """Yields the members that count.
-        Raises ConfigError if it is no zip file, or a damaged one; for encrypted members, images beside class folders,
-        missing labels.
+        """Yields the members that are samples.
+
+        Raises ConfigError if the file is no zip file or a damaged one, if a member is encrypted or compressed by an
+        unknown method, if images lie beside class folders, or if dataset.json lacks a label.
         """
         try:
             with report_listing_errors(self.root, self.request.key):
@@ -86,8 +89,11 @@ class Zips(Layout):
         return read_member(self.files, self.name, place.offset, place.size, MAX_BYTES)
 
     def _list_members(self, part: str) -> tuple[Members, dict[str, int] | None, str]:
-        """Returns the members that count, the labels of a dataset.json (None: there is none), and the folder around
-        all.
+        """Returns the members that are samples, the labels of dataset.json by name (None if there is no such file), and
+        the folder that holds all of them: "", or its path with a slash at the end.
+
+        Counts other members as left out. Raises ConfigError if a sample is encrypted or compressed by an unknown
+        method, or if the dataset.json cannot be read.
         """
         members, tables, top, others = Members(), [], None, Counter()
         stems, texts = set(), []  # of samples, and of files that may be their captions
@@ -155,8 +161,10 @@ class Zips(Layout):
         return members, labels, top
 
     def _choose_class_rule(self, names: list[str]) -> Any:
-        """Returns a function that finds the class of a name: the first folder in it; None for all if there are no
-        folders.
+        """Returns a function that gives the class of a name: its first folder. It gives None if no name has a folder.
+        Sets `classes` to these folders.
+
+        Raises ConfigError if some names have a folder, and others have none.
         """
         classes = sorted({name.partition("/")[0] for name in names if "/" in name})
         if not classes:
@@ -174,12 +182,14 @@ class Zips(Layout):
 
 
 def _find_common_folder(one: str, other: str) -> str:
-    """Returns the innermost folder that holds two folders; each ends in a slash, but for the root, which is ""."""
+    """Returns the innermost folder that contains two folders. Each ends in a slash, except the root, which is ""."""
     common = os.path.commonpath([one, other])
     return f"{common}/" if common else ""
 
 
 def _list_parent_folders(folder: str) -> Iterator[str]:
-    """Yields the folders that hold a folder, and itself, the root first."""
+    """Yields all folders that contain a folder, from the root "" inwards, and last the folder itself. Each ends in a
+    slash.
+    """
     words = folder.split("/")[:-1]
     return ("".join(f"{word}/" for word in words[:count]) for count in range(len(words) + 1))
