@@ -205,8 +205,7 @@ class Layout(ABC):
         return "; ".join(filter(None, remarks))
 
     def prefetch(self, places: Iterable[Place]) -> None:
-        """Starts to fetch the bytes of samples that will be read soon, if the data are at an address; returns at once.
-        """
+        """Starts to fetch the bytes of samples that will be read soon, if the data are at an address. Does not wait."""
         self.files.prefetch(self.read, places)
 
     def iterate_files(self) -> Iterator[str]:

@@ -5,8 +5,8 @@
     FOLDER/data/train-00000-of-00002.parquet, test-...          as on the hub; also FOLDER/data/train-*.parquet, FILE
     hf-dataset:USER/NAME, hf-dataset:USER/NAME:SPLIT            Arrow files to which `datasets` downloads it
 
-If there are splits, train is read, and validation or test is held out. A split is named by a word of a file's name, else
-by the innermost folder that is called as a split; all files name one, or none does. pyarrow reads all of them and knows
+If there are splits, train is read, and validation or test is held out. A word of a file's name tells its split, else
+the innermost folder that is called as a split; all files name one, or none does. pyarrow reads all of them and knows
 the columns by their types: images are bytes, or a struct of bytes and path; labels are ClassLabel, or a column `label`.
 Every file must have the columns of the first. If files number the names of a ClassLabel differently, the names decide.
 """
@@ -53,9 +53,7 @@ class Tables(Layout):
 
     @cached_property
     def columns(self) -> Any:
-        """Returns the columns of the first file that are read, a `columns.Columns`; every other file must have the
-        same.
-        """
+        """Returns the columns of the first file that are read; every other file must have the same."""
         return self._choose_columns(self._list_chosen_files()[0])
 
     def list_parts(self) -> list[str]:
@@ -78,9 +76,7 @@ class Tables(Layout):
         return "; ".join(filter(None, remarks))
 
     def _list_chosen_files(self) -> list[str]:
-        """Returns the files of the split train, or of the only split. Raises ConfigError if several are there, and no
-        train.
-        """
+        """Returns the files of the split train, or of the only split. Raises ConfigError if there is neither."""
         splits = self._splits
         chosen = splits.get("train") or (next(iter(splits.values())) if len(splits) == 1 else None)
         if chosen is None:
@@ -118,9 +114,7 @@ class Tables(Layout):
         return bool(find_image_columns(self._open(part).schema, self.request))
 
     def _make_split_path(self, split: str, names: list[str]) -> str:
-        """Returns the data.path of one split alone: the file, folder, pattern, or list {A,B} that selects its files
-        `names`.
-        """
+        """Returns the data.path of one split alone: a file, a folder, a pattern, or the list {A,B} of its files."""
         folder, _, common = os.path.commonprefix(names).rpartition("/")  # noqa: RUF071 (letters of names are meant)
         start = f"{folder}/" if folder else ""
         name = f"{common}*{self.suffix}" if len(names) > 1 and common else common
@@ -190,7 +184,7 @@ class Tables(Layout):
         return Sample(place, label, tuple(captions))
 
     def _read_label(self, value: Any, names: list[int | str], at: str) -> int | str:
-        """Returns the label in a cell: the class that a number or a name means. names: see `_make_sample`.
+        """Returns the class that the label in a cell means. names: see `_make_sample`.
 
         Raises ConfigError if the cell holds no class, such as -1, which stands for labels that are kept secret.
         """
@@ -285,7 +279,7 @@ class ArrowTables(Tables):
         return super()._make_split_path(split, names)
 
     def _list_saved_files(self, folder: str) -> list[str]:
-        """Returns the Arrow files in a folder that save_to_disk has written, as its state.json lists them."""
+        """Returns the Arrow files that save_to_disk has written into a folder, as its state.json lists them."""
         files = self._read_list(f"{folder}state.json", "_data_files")
         return [f"{folder}{os.path.basename(str(file['filename']))}" for file in files]
 
@@ -447,9 +441,7 @@ class ParquetTables(Tables):
 
 
 def find_files(files: Files, *suffixes: str, folder: str = "") -> Iterator[str]:
-    """Yields, sorted by name, the files at any depth below `folder` whose names end in a suffix, in upper or lower
-    case.
-    """
+    """Yields the files below `folder`, sorted by name, that end in one of the suffixes, in upper or lower case."""
     if isinstance(files, LocalFiles) and not (files.listed or files.pattern):
         names = walk_files(Path(files.root), folder, suffixes)
         yield from sorted(names, key=lambda name: name.replace("/", "\0"))

@@ -237,8 +237,7 @@ class Metadata(TableList):
         yield from super().iterate_samples(part)
 
     def _count_unnamed_files(self) -> None:
-        """Counts as left out the files in the folder without a row in the table, and files of types that are not read.
-        """
+        """Counts as left out the files that have no row in the table, and files of types that are not read."""
         table, named, others = self._open(), Names(), Counter()
         columns = self._choose_columns(table)["path"]
         for group in range(table.count_groups()):

@@ -138,8 +138,7 @@ def has_latents(folder: Path) -> bool:
 
 
 def find_fast_dit(folder: Path) -> tuple[Path, Path] | None:
-    """Returns the first pair of folders NAME_features and NAME_labels, as fast-DiT writes them; None if there is none.
-    """
+    """Returns the first pair of folders NAME_features and NAME_labels, as fast-DiT writes them, or None."""
     for features in sorted(folder.glob("[!.]*features")):
         labels = features.with_name(f"{features.name.removesuffix('features')}labels")
         if features.is_dir() and labels.is_dir():
