@@ -1,4 +1,4 @@
-"""The trained tokenizer that a token model stands on: a Codec of videos, and whether model and tokenizer fit."""
+"""Loads the trained tokenizer of a token model, a Codec of videos, and checks that the two fit."""
 
 from typing import Any
 
@@ -7,7 +7,9 @@ from dstrain.systems.codec import Codec
 
 
 def load_tokenizer(path: str) -> Codec:
-    """Loads the exported tokenizer in a folder. Raises ConfigError if it makes no tokens of videos."""
+    """Loads the tokenizer that `dstrain export` has written to the folder `path`. Raises ConfigError if it does not
+    make tokens of videos.
+    """
     codec = Codec.load(path, "model.tokenizer.path")
     if codec.kind != "tokens" or not codec.of_videos:
         raise ConfigError(
@@ -18,7 +20,9 @@ def load_tokenizer(path: str) -> Codec:
 
 
 def require_fitting_tokenizer(codec: Codec, config: Any) -> None:
-    """Raises ConfigError if a model's config asks for another tokenizer than this one."""
+    """Raises ConfigError if a token model with this `config` cannot use this tokenizer: its fingerprint, codebook_size,
+    temporal_patch_size or frame size in tokens differs, or the cached tokens in data.path are of another one.
+    """
     path, expected = codec.path, config.tokenizer.fingerprint
     if expected not in (None, codec.fingerprint):
         raise ConfigError(

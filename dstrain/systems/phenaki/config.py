@@ -1,4 +1,4 @@
-"""What determines Phenaki's token models: a documented field for each choice."""
+"""The `model` section of a recipe for Phenaki's token models: a documented field for each choice."""
 
 from typing import Annotated, Any, Literal
 
@@ -35,7 +35,7 @@ class Codes(Section):
 
 
 class Decoding(Section):
-    """How a step of decoding.py draws ids, and which of them it masks again."""
+    """How a decoding step draws ids, and which of them it masks again, see decoding.py."""
 
     order: Annotated[Literal["all", "frames"], MAY_CHANGE] = "all"
     """all: tokens of all latent frames at once; frames: each latent frame in turn, all steps for each, after those
@@ -52,11 +52,15 @@ class Decoding(Section):
     """Over the steps: fixed, decay (to 0 at the last), or increase (from 0)."""
 
     def compute_temperature(self, done: float) -> float:
-        """Returns the sample temperature of a decoding step, after which the share `done` of all steps is done."""
+        """Returns the sample temperature of the decoding step with which the share `done` of all steps is complete,
+        above 0 up to 1.
+        """
         return self.sample_temperature * (1 - done if self.sample_temperature_schedule == "decay" else 1)
 
     def compute_critic_noise(self, done: float) -> float:
-        """Returns the critic noise of a decoding step, after which the share `done` of all steps is done."""
+        """Returns the width of the noise on the critic's logits in the decoding step with which the share `done` of all
+        steps is complete, above 0 up to 1.
+        """
         return self.critic_noise * {"fixed": 1.0, "decay": 1 - done, "increase": done}[self.critic_noise_schedule]
 
 
@@ -150,7 +154,9 @@ class Config(SystemConfig, ReadsTexts):
         return self
 
     def _check_codes(self, codes: Codes) -> None:
-        """Raises ConfigError if the tokens or text encodings in data.path are not those of the model."""
+        """Raises ConfigError if the cached tokens or text encodings in data.path, described by `codes`, do not fit the
+        model.
+        """
         if codes.codebook_size not in (None, self.codebook_size):
             raise ConfigError(
                 f"codebook_size {self.codebook_size}: the tokens in data.path are of a codebook of "
@@ -195,8 +201,9 @@ class Config(SystemConfig, ReadsTexts):
 
     @classmethod
     def completed(cls, model: dict[str, Any], run: Run) -> dict[str, Any]:
-        """Returns the section with the fields it leaves out, from the tokenizer and the cache; `codes` is always taken
-        from the cache. Raises ConfigError if there are neither tokens, tokenizer nor token_shape.
+        """Returns the section with the fields that it leaves out, taken from the tokenizer and the cache; `codes` is
+        always that of the cache, None if there is none. Raises ConfigError if the data hold no tokens and neither a
+        tokenizer nor token_shape is given.
         """
         stage, codes, frames = model.get("tokenizer"), run.data.codes, run.data.num_frames or 1
         cached = codes is not None and codes.kind == "tokens"
@@ -275,7 +282,7 @@ class Config(SystemConfig, ReadsTexts):
 
     @property
     def samplers(self) -> tuple[str, ...]:
-        """Returns the ways to decode, the usual one last."""
+        """Returns the names of the samplers: confidence and, with a critic, then the usual one, critic."""
         return SAMPLERS if self.critic else SAMPLERS[:1]
 
     @property
@@ -284,11 +291,13 @@ class Config(SystemConfig, ReadsTexts):
 
     @property
     def num_frames(self) -> int:
-        """Returns the number of frames of the longest clip."""
+        """Returns the number of frames, not latent ones, of the longest clip."""
         return 1 + (self.token_shape[0] - 1) * self.temporal_patch_size
 
     def count_latent_frames(self, name: str, frames: int) -> int:
-        """Counts the latent frames of `frames` frames. Raises ConfigError if they are too many or do not fit."""
+        """Returns the number of latent frames that stand for `frames` frames. Raises ConfigError, which begins with
+        `name`, if they do not fit the temporal patch, or are more than those of the longest clip.
+        """
         step, most = self.temporal_patch_size, self.num_frames
         if frames < 1 or (frames - 1) % step:
             raise ConfigError(
@@ -303,7 +312,7 @@ class Config(SystemConfig, ReadsTexts):
         return 1 + (frames - 1) // step
 
     def make_trunk_arguments(self) -> dict[str, Any]:
-        """Returns the keyword arguments of Trunk."""
+        """Returns the keyword arguments of maskgit.Trunk, except num_tokens."""
         text = self.text_arguments() if self.reads_texts else None
         same = ("token_shape", "dim", "depth", "heads", "dim_head", "peg", "dropout", "gradient_shrink")
         return {**{name: getattr(self, name) for name in same}, "text": text}

@@ -1,18 +1,19 @@
 """Iterative decoding of masked tokens: MaskGIT (Chang et al. 2022, section 3.2) and Token-Critic (Lezama et al. 2022,
 section 3.2). Known tokens stay as they are.
 
-Notation: B samples of N tokens in the grid (t, h, w), n of them unknown; S steps. Step i = 0 .. S - 1 draws ids for
-all mask tokens. Then it masks the max(1, floor(n cos(pi/2 (i + 1) / S))) tokens of lowest confidence again; the last
-step masks none. Annealed values fall as 1 - (i + 1) / S, and are 0 at the last step.
+Notation: B samples of N tokens in the grid (t, h, w), n of them unknown; S steps. Step i = 0 .. S - 1 draws ids for all
+mask tokens. Then it masks the max(1, floor(n cos(pi/2 (i + 1) / S))) tokens of lowest confidence again; the last step
+masks none. Annealed values fall as 1 - (i + 1) / S, and are 0 at the last step.
 
 Without a critic a token's confidence is the log-probability of its id at temperature 1, plus Gumbel noise times the
 confidence temperature, and a token that is not masked again stays to the end. With a critic it is minus the critic's
-logit, plus uniform noise times the critic noise, and any token may be masked again.
+logit, plus uniform noise times the critic noise, and any unknown token may be masked again.
 
-With order=frames the latent frames are decoded in turn, all steps for each: the clip then ends with it, and what came
-before is known. So few tokens are drawn at once, and a clip's beginning is the clip that is drawn at that length.
+With order=frames the latent frames are decoded in turn, S steps for each. The networks then see the clip up to that
+frame, whose earlier frames are known. So each step draws fewer tokens, and the beginning of a clip is the same whatever
+its length.
 
-All randomness is drawn from the samples' keys by name: token/i, choice/i, critic/i.
+All randomness is drawn from the samples' keys, each kind under a name of its own: token/i, choice/i, critic/i.
 """
 
 from collections.abc import Callable
@@ -26,8 +27,8 @@ from dstrain.recipe import ConfigError
 from dstrain.systems.phenaki.config import Decoding
 from dstrain.systems.phenaki.masking import compute_masked_share, mark_lowest
 
-# Tokens int64 (B, t, h, w) with mask tokens, uniforms (B, N) and a temperature -> ids in place of the mask tokens, and
-# the logarithm of each one's probability, (B, t, h, w) both.
+# Takes tokens int64 (B, t, h, w) with mask tokens, uniforms (B, N) and a temperature. Returns the tokens with ids in
+# place of the mask tokens, and the log-probability of each id, (B, t, h, w) both.
 Predict = Callable[[Tensor, Tensor, float], tuple[Tensor, Tensor]]
 Criticize = Callable[[Tensor], Tensor]  # tokens -> the critic's logits, (B, t, h, w) both
 
@@ -43,13 +44,16 @@ def decode_tokens(
     choices: Decoding = Decoding(),
     criticize: Criticize | None = None,
 ) -> Tensor:
-    """Draws the tokens that are not `known` in `num_steps` rounds, and returns all tokens, int64 (B, t, h, w), none of
-    them the mask token. With choices.order other than "all" it draws frame by frame, each in so many rounds.
+    """Draws the tokens that are not `known` in `num_steps` steps, and returns all tokens, int64 (B, t, h, w), none of
+    them the mask token. With choices.order "frames" it draws frame by frame, each in `num_steps` steps.
 
-    predict    draws an id for each masked token, see `Predict`; criticize scores tokens, None: the certainty does.
-    known      bool (B, t, h, w): tokens that stay (frames to continue), or do not matter (padding).
-    key        int64 (B,).
-    Raises ConfigError if there is less than one step.
+    predict    draws an id for each mask token, see `Predict`.
+    tokens     int64 (B, t, h, w), of which those that are `known` are read.
+    known      bool (B, t, h, w), True for tokens that stay: frames to go on from, and padding.
+    mask_token the id that stands for an unknown token.
+    key        int64 (B,), from which all noise is drawn.
+    criticize  the critic, see `Criticize`; None: the log-probabilities decide which tokens are masked again.
+    Raises ConfigError if num_steps is below 1.
     """
     if num_steps < 1:
         raise ConfigError(f"num_steps: {num_steps} steps decode nothing; take 1 at least, 18 is usual")
@@ -75,8 +79,8 @@ def _decode_together(
     choices: Decoding,
     criticize: Criticize | None,
 ) -> Tensor:
-    """Decodes the tokens that are not `known`, of all frames together, in `num_steps` rounds that draw all masked
-    tokens and mask the least certain again.
+    """Decodes the tokens that are not `known`, of all frames at the same time. Each step but the last draws all masked
+    tokens and masks the least certain ones again; the last one draws all. Arguments as those of `decode_tokens`.
     """
     shape, count = tokens.shape, tokens[0].numel()
     free = ~known.flatten(1)  # (B, N)

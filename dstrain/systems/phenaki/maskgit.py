@@ -1,11 +1,11 @@
 """The networks over video tokens: MaskGIT (Chang et al. 2022) with text, and the token critic (Lezama et al. 2022,
 arXiv:2209.04439), as in Phenaki (Villegas et al. 2022).
 
-Notation: B samples, (t, h, w) the grid of a clip's tokens, N = t h w; V the size of the codebook, and V the id of the
-mask token; M of the B N tokens are masked, a number that only the device knows; L text tokens of width E.
+Notation: B samples, (t, h, w) the grid of a clip's tokens, N = t h w; V the size of the codebook, and also the id of
+the mask token; M the number of masked tokens among all B N, which only the device knows; L text tokens of width E.
 
-All weights belong to submodules, none to a network itself. Under ZeRO-3 a weight is gathered while its own module is
-called, so that methods other than `forward` can be called, too.
+All weights belong to submodules, none to a network itself. ZeRO-3 gathers a weight while its own module is called, so
+that methods other than `forward` can be called, too.
 """
 
 from typing import NamedTuple
@@ -23,7 +23,7 @@ Grid = tuple[int, int, int]
 
 
 class Pass(NamedTuple):
-    """What one pass of MaskGit gives to the loss."""
+    """The outputs of `MaskGit.forward`, for the loss and for a critic."""
 
     total: Tensor  # the weighted sum of `loss`, a scalar, with gradient
     loss: Tensor  # cross-entropy in nats, summed over a sample's masked tokens: (B,)
@@ -33,12 +33,13 @@ class Pass(NamedTuple):
 
 
 class MaskGit(nn.Module):
-    """Predicts masked tokens from the others and a text.
+    """Predicts masked tokens from the other tokens and a text.
 
     codebook_size  V.
-    self_critic    whether there is a head that judges which tokens were drawn.
-    chunk          tokens whose logits are in memory at once, see Vocabulary.
-    trunk          the keyword arguments of Trunk.
+    self_critic    whether a second head judges which tokens were drawn.
+    chunk          number of tokens whose logits are in memory at the same time, see Vocabulary.
+    label_smoothing  share of the target that is spread over all ids.
+    trunk          the keyword arguments of Trunk, except num_tokens.
     """
 
     def __init__(
@@ -62,17 +63,18 @@ class MaskGit(nn.Module):
         judged: Tensor | None = None,
         **text: Tensor,
     ) -> Pass:
-        """Returns the loss on true tokens int64 (B, t, h, w), of which `masked`, bool (B, t, h, w), are hidden, see
-        Pass.
+        """Hides the tokens at `masked`, bool (B, t, h, w), predicts them, and returns the loss against the true
+        `tokens`, int64 (B, t, h, w), see Pass.
 
-        weights   (B,), of a sample's masked tokens in the total.
-        uniforms  (B, N), with which masked tokens are drawn at `temperature`; None leaves the true ones in `filled`.
-        judged    int64 (B, t, h, w): the self critic judges these tokens in the same pass.
+        weights   (B,): the weight in the total of each masked token of a sample.
+        uniforms  (B, N) in [0, 1), by which ids for the masked tokens are drawn at `temperature`. None draws none, and
+                  `filled` has the true ids.
+        judged    int64 (B, t, h, w): tokens that the self critic judges in the same pass; None: it judges nothing.
         real, dropped, text: see Trunk.
         """
         pending = Pending(masked)
         seen = torch.where(masked, self.mask_token, tokens)
-        if judged is not None:  # one pass for both: an engine hooks the outputs of one call
+        if judged is not None:  # in the same call, since an engine hooks the outputs of one call
             states, of_judged = self.trunk(
                 torch.cat((seen, judged)), _repeat_twice(real), _repeat_twice(dropped), **_repeat_text(text)
             ).chunk(2)
@@ -106,8 +108,8 @@ class MaskGit(nn.Module):
         temperature: float,
         guidance_scale: float = 1.0,
     ) -> tuple[Tensor, Tensor]:
-        """Draws ids for the mask tokens of int64 (B, t, h, w). Returns the tokens with these ids, and their
-        log-probabilities, float32 (B, t, h, w), 0 at other tokens.
+        """Draws an id for each mask token in `tokens`, int64 (B, t, h, w), by `uniforms` (B, N) in [0, 1). Returns the
+        tokens with these ids in place, and the ids' log-probabilities, float32 (B, t, h, w), 0 at other tokens.
 
         With a guidance_scale s other than 1 the logits are null + s (text - null), from one pass over both. The head is
         linear, so states are mixed instead of logits.
@@ -125,14 +127,16 @@ class MaskGit(nn.Module):
         return tokens.flatten().scatter(0, places, ids).view_as(tokens), spread.view(tokens.shape)
 
     def criticize(self, tokens: Tensor, real: Tensor | None, text: dict[str, Tensor]) -> Tensor:
-        """Returns the self critic's logits, float32 (B, t, h, w), for tokens int64 (B, t, h, w): of a token being
-        masked, or wrongly filled, as critic_labels says.
+        """Returns the self critic's logits, float32 (B, t, h, w), for tokens int64 (B, t, h, w). They say how likely a
+        token was masked, or has a wrong id: model.critic_labels decides which of the two the critic has learned.
         """
         return self.to_critic(self.trunk(tokens, real, None, **text))[..., 0].float()
 
 
 class TokenCritic(nn.Module):
-    """Judges which tokens were drawn, by a trunk of its own and one logit a token. It sees no mask tokens."""
+    """Judges which tokens of a clip were drawn, with a trunk of its own and one logit for each token. Its input has no
+    mask tokens.
+    """
 
     def __init__(self, codebook_size: int, **trunk) -> None:
         super().__init__()
@@ -142,8 +146,8 @@ class TokenCritic(nn.Module):
     def forward(
         self, tokens: Tensor, real: Tensor | None = None, dropped: Tensor | None = None, **text: Tensor
     ) -> Tensor:
-        """Returns the critic's logits, float32 (B, t, h, w), for tokens int64 (B, t, h, w): of a token being masked, or
-        wrongly filled, as critic_labels says. Other arguments: see Trunk.
+        """Returns the critic's logits, float32 (B, t, h, w), for tokens int64 (B, t, h, w), as `MaskGit.criticize`
+        does. For the other arguments see Trunk.
         """
         return self.to_critic(self.trunk(tokens, real, dropped, **text))[..., 0].float()
 
@@ -157,11 +161,11 @@ def _repeat_text(text: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 class Trunk(nn.Module):
-    """Tokens to states, bidirectional: (B, t, h, w) -> (B, t, h, w, dim).
+    """Maps tokens to states with attention between all of them: int64 (B, t, h, w) -> (B, t, h, w, dim).
 
-    num_tokens        number of ids, with the mask token where there is one.
+    num_tokens        number of ids, with the mask token if there is one.
     token_shape       the longest (t, h, w); clips may be shorter, down to one frame.
-    text              the keyword arguments of Text; None makes it unconditional.
+    text              the keyword arguments of Text, except dim; None makes it unconditional.
     gradient_shrink   share of the gradient that reaches the embeddings (Ding et al. 2021, CogView); 1 is all.
     """
 
@@ -193,9 +197,9 @@ class Trunk(nn.Module):
     ) -> Tensor:
         """Returns the states (B, t, h, w, dim) of tokens int64 (B, t, h, w).
 
-        real     bool (B, t), the latent frames without padding; None: all.
-        dropped  bool (B,), samples without their text.
-        text     the arguments of Text.
+        real     bool (B, t), True for latent frames that are no padding; None: all.
+        dropped  bool (B,), True for samples whose text is replaced by the null text; None: none.
+        text     the other arguments of Text.forward.
         """
         x = self.token_emb(tokens)
         for axis, (table, side) in enumerate(zip(self.positions, tokens.shape[1:])):
@@ -209,10 +213,11 @@ class Trunk(nn.Module):
 
 
 class Text(nn.Module):
-    """Texts as a context of width dim, with a learned null text before them.
+    """Makes a context of width dim from texts, for cross-attention; with learns_null a learned null text stands before
+    it.
 
     num_words, max_text_len  rows of the table of hashed words, and number of positions; or
-    encodings_dim            E, the width of encodings that are projected.
+    encodings_dim            E, the width of text encodings, which are projected to dim.
     learns_null              whether there is a null text, for texts that are dropped or have no words.
     """
 
@@ -232,7 +237,9 @@ class Text(nn.Module):
         text_encodings: Tensor | None = None,
         text_mask: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Returns the context (B, M, dim), and bool (B, M), True where it is seen; M is L, with a null text L + 1."""
+        """Returns the context (B, M, dim), and bool (B, M), True for what attention sees. M is L, or L + 1 with a null
+        text, which is seen only by samples whose text is `dropped` or empty.
+        """
         if self.words is not None:
             context, seen = self.words(words), words != 0
             context = context + self.places(torch.arange(words.shape[1], device=words.device))
@@ -247,7 +254,7 @@ class Text(nn.Module):
 
 
 class Pending:
-    """The indices where a mask is true. Their number is copied to the host while the device works on.
+    """Finds the indices where a mask is True, and copies their number to the host while the device works on.
 
     The copy starts in the constructor and is read in `read_indices`, after the trunk has been launched. So the host
     waits for what was launched before the trunk, and never for the trunk itself.
@@ -264,8 +271,8 @@ class Pending:
             self.event.record()
 
     def read_indices(self) -> Tensor:
-        """Returns the indices, int64 (M,), ascending. On the meta device, which knows shapes alone, M is the usual
-        number.
+        """Returns the indices, int64 (M,), ascending, once the host knows M. On the meta device, which has no values, M
+        is 2 / pi of all tokens.
         """
         if self.event is not None:
             self.event.synchronize()

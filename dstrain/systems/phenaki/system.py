@@ -2,13 +2,15 @@
 
 Parts: `maskgit`, and `critic` where model.critic is token (a self critic is a head of maskgit). Both see the same
 clips: MaskGit's turn draws ids for the masked tokens, and the critic's turn judges the filled clip. With critic_labels
-masked it tells, of all tokens, which were masked; with replaced, of the masked ones, which got a wrong id.
+masked the critic learns which of all tokens were masked; with replaced, which of the masked ones got a wrong id.
 
-Every masked token has the same weight, whichever clip it is of, as in MaskGIT's mean over a batch. A sample's loss must
-not depend on other samples, so its sum is divided by the expected number of masked tokens, 2 / pi of those that may be.
+All masked tokens have the same weight, in whichever clip they are, as in MaskGIT's mean over a batch. Since a sample's
+loss must not depend on other samples, its sum is divided by the expected number of masked tokens: 2 / pi times the
+number of tokens that may be masked.
 
-All randomness is drawn from the samples' keys by name: mask_ratio, mask, drop (of the text), filled (ids for the
-critic); in generation those of decoding.py. Where clips are cut (model.beginnings) follows from the step alone.
+All randomness is drawn from the samples' keys, each kind under a name of its own: mask_ratio, mask, drop (of the text),
+filled (ids for the critic); in generation those of decoding.py. Where model.beginnings cuts clips depends on the step
+alone.
 """
 
 from typing import Any
@@ -33,7 +35,7 @@ from dstrain.systems.phenaki.transformer import TransformerBlock
 
 
 class PhenakiSystem(System):
-    """`config` says what each choice means."""
+    """Phenaki's MaskGit and its critic, with the choices in `config`."""
 
     def __init__(self, config: Config) -> None:
         self.config = config
@@ -64,9 +66,11 @@ class PhenakiSystem(System):
 
     @torch.no_grad()
     def encode(self, batch: Batch) -> Example:
-        """Returns tokens int64 (B, t, h, w), real bool (B, t) where the data hold padding, and the texts' inputs.
+        """Returns the batch with tokens int64 (B, t, h, w) in place of videos or images, real bool (B, t) if the batch
+        has `frames`, and the texts' inputs of the network.
 
-        Raises ConfigError if tokens have another shape, or captions are missing.
+        Raises ConfigError if the batch has neither videos nor tokens, if tokens have another shape than the model's,
+        and if captions that the model reads are missing.
         """
         read = ("video", "image", "tokens", "frames", "caption", "label", "text_embed", *NAMES)
         example = {name: values for name, values in batch.items() if name not in read}
@@ -92,8 +96,8 @@ class PhenakiSystem(System):
         return example | self.texts.of_batch(batch)
 
     def accepts(self, source: Any) -> None:
-        """Encodes the first clip of the source. Raises ConfigError if its shape, tokens or texts do not fit, or a
-        tokenizer or text encoder that it needs does not.
+        """Encodes the first clip of the source as a check. Raises ConfigError if its shape, tokens or texts do not fit
+        the model, or the tokenizer or text encoder that it needs does not.
         """
         if self.config.tokenizer is not None:
             self.get_tokenizer()
@@ -114,8 +118,8 @@ class PhenakiSystem(System):
         return source.compute_fingerprint() + self.texts.fingerprint()
 
     def get_tokenizer(self, device: torch.device | None = None) -> Codec:
-        """Returns the frozen tokenizer, which the first call loads: cached tokens need none. Moves it to `device`, if
-        given. Raises ConfigError if none is named, or it does not fit the model.
+        """Returns the frozen tokenizer, on `device` if one is given. The first call loads it, so that a run with cached
+        tokens does not need it. Raises ConfigError if the recipe names none, or it does not fit the model.
         """
         if self._tokenizer is None:
             if problem := self.cannot_draw():
@@ -133,10 +137,10 @@ class PhenakiSystem(System):
         return None
 
     def turns(self, step: int) -> tuple[str, ...]:
-        """Returns the names of both parts, or of the one that model.train names. Also decides where this step's clips
-        are cut.
+        """Returns the names of both parts, or of the one that model.train names. Also remembers, for the losses of this
+        step, after which latent frame its clips are cut.
         """
-        # Remembered here, where the host knows the step: the shapes of a step depend on it.
+        # The shapes of a step depend on it, and only here does the host know the step.
         self._cut = find_last_kept_frame(self.config.beginnings, step)
         return tuple(self.parts) if self.config.train == "both" else (self.config.train,)
 
@@ -146,7 +150,10 @@ class PhenakiSystem(System):
         return len(self.parts) if self.config.train == "both" else 1, frames, masked
 
     def learn(self, nets: Nets, example: Example) -> Terms:
-        """Computes the cross-entropy at masked tokens, the text dropped at times; the self critic's loss beside it."""
+        """Computes MaskGit's loss, the cross-entropy at masked tokens; texts are dropped with probability
+        cond_drop_prob. A self critic's loss is added. Cuts the clips in `example` as `_cut_clips` does and, for a token
+        critic, stores the filled tokens there.
+        """
         self._cut_clips(example)
         passed, terms = self._run_maskgit(nets, example, self._draw_dropped(example))
         loss = passed.total
@@ -161,8 +168,8 @@ class PhenakiSystem(System):
         return terms | {"loss": loss, "loss_each": terms["loss"]}
 
     def judge(self, nets: Nets, example: Example) -> Terms:
-        """Computes the critic's cross-entropy on the example's tokens, whose masked ones MaskGit has filled in its
-        turn; else fills them here.
+        """Computes the token critic's loss on the example's tokens, whose masked ones MaskGit has filled. If it has had
+        no turn in this step, its ids are drawn here.
         """
         self._cut_clips(example)
         dropped = self._draw_dropped(example)
@@ -175,8 +182,8 @@ class PhenakiSystem(System):
 
     @torch.no_grad()
     def evaluate(self, nets: Nets, example: Example) -> Terms:
-        """Returns terms (B,) with no text dropped, those of the critic among them if it learns; `loss` is the critic's
-        if it learns alone.
+        """Returns MaskGit's terms of each sample, (B,), with all texts in place, and the critic's as critic_... if it
+        learns. `loss` is MaskGit's, or the critic's if the critic learns alone.
         """
         example = dict(example)
         passed, terms = self._run_maskgit(nets, example, None)
@@ -192,12 +199,15 @@ class PhenakiSystem(System):
         return terms | {f"critic_{name}": value for name, value in judged.items()}
 
     def _draw_dropped(self, example: Example) -> Tensor | None:
-        """Draws for which samples the text is dropped: bool (B,); None: for none."""
+        """Draws the samples whose text is dropped, True in bool (B,). Returns None, for no sample, if the model has no
+        null text.
+        """
         return rng.uniform(example["key"], "drop") < self.config.cond_drop_prob if self.config.has_null else None
 
     def _run_maskgit(self, nets: Nets, example: Example, dropped: Tensor | None) -> tuple[Pass, Terms]:
-        """Runs MaskGit on tokens masked by the samples' keys; returns its pass and terms (B,). A self critic leaves
-        `filled` in the example.
+        """Runs MaskGit on clips whose tokens are masked by the samples' keys; `dropped` are the samples without text.
+        Returns its Pass, and its terms of each sample (B,). Stores the filled tokens in the example if there is a self
+        critic.
         """
         masked, total = self._mark_masked(example), self._count_maskable(example)
         weights = 1 / (masking.MEAN_RATIO * total)  # (B,)
@@ -222,7 +232,9 @@ class PhenakiSystem(System):
         }
 
     def _mark_masked(self, example: Example) -> Tensor:
-        """Returns which tokens are hidden, bool (B, t, h, w): a function of the key, remembered in the example."""
+        """Returns bool (B, t, h, w), True for the tokens that are hidden from MaskGit. The first call draws them from
+        the samples' keys and stores them in the example.
+        """
         if "masked" not in example:
             key, shape = example["key"], example["tokens"].shape
             noise, ratio = rng.uniform(key, "mask", (shape[1:].numel(),)), rng.uniform(key, "mask_ratio")
@@ -231,8 +243,9 @@ class PhenakiSystem(System):
         return example["masked"]
 
     def _cut_clips(self, example: Example) -> None:
-        """Cuts the example's clips, in place, after the latent frame that `turns` has chosen for this step, and marks
-        each clip's last real frame as "asked". Does nothing without a cut, or for an example that is cut.
+        """Cuts the clips in the example, in place, after the latent frame that `turns` has chosen for this step, and
+        stores as "asked" which frame is the last real one of each clip. Does nothing if this step keeps whole clips, or
+        they are cut already.
         """
         if self._cut is None or "asked" in example:
             return
@@ -242,25 +255,25 @@ class PhenakiSystem(System):
         example |= {name: example[name][:, kept] for name in ("tokens", "real") if name in example}
 
     def _count_maskable(self, example: Example) -> Tensor:
-        """Counts the tokens that may be masked, int64 (B,)."""
+        """Returns the number of tokens of each clip that may be masked, int64 (B,)."""
         return self._mark_maskable(example).sum(1) * (self.config.token_shape[1] * self.config.token_shape[2])
 
     def _mark_maskable(self, example: Example) -> Tensor:
-        """Returns a mask, bool (B, t), of the latent frames that may be masked: all that are no padding, or only the
-        last real one of each clip that `_cut_clips` has cut.
+        """Returns bool (B, t), True for the latent frames whose tokens may be masked: all without padding or, after
+        `_cut_clips` has cut the clips, only the last one of these.
         """
         return example["asked"] if "asked" in example else self._mark_real_frames(example)
 
     def _mark_real_frames(self, example: Example) -> Tensor:
-        """Marks the latent frames that are no padding, bool (B, t)."""
+        """Returns bool (B, t), True for the latent frames that are no padding."""
         return example.get("real", torch.ones_like(example["tokens"][:, :, 0, 0], dtype=torch.bool))
 
     def _run_critic(self, critic: Any, example: Example, dropped: Tensor | None) -> Tensor:
         return critic(example["filled"], example.get("real"), dropped, **select_texts(example))
 
     def _compute_critic_terms(self, logits: Tensor, example: Example) -> Terms:
-        """Returns the critic's loss, accuracy, and the share of masked tokens with a wrong id, (B,) each, from its
-        logits (B, t, h, w).
+        """Returns the critic's terms, (B,) each, from its logits (B, t, h, w): its loss, its accuracy, and `replaced`,
+        the share of masked tokens that were filled with a wrong id.
         """
         masked, total = self._mark_masked(example), self._count_maskable(example)
         replaced = example["filled"] != example["tokens"]
@@ -283,11 +296,12 @@ class PhenakiSystem(System):
 
     @torch.no_grad()
     def sample(self, nets: Nets, request: Request) -> Tensor:
-        """Draws uint8 videos (N, T, C, H, W), T = request.num_frames or the model's longest.
+        """Draws uint8 videos (N, T, C, H, W), one for each seed. T is request.num_frames, or the frames of the longest
+        clip.
 
-        Conditions: words (N, L), or text_encodings (N, L, E) and text_mask (N, L); none draws without text. `prime`
-        uint8 (N, K, C, H, W) are frames to go on from, with which the result begins. Raises ConfigError if frames are
-        too many or do not fit the temporal patch, for guidance without a null text, or without a tokenizer.
+        Conditions: words (N, L), or text_encodings (N, L, E) and text_mask (N, L); without them the null text is taken.
+        `prime`, uint8 (N, K, C, H, W), are frames to go on from: the video begins with them. Raises ConfigError if the
+        frames are too many or do not fit the temporal patch, for guidance without a null text, and without a tokenizer.
         """
         config, device = self.config, request.seeds.device
         if request.guidance_scale != 1 and not config.has_null:
@@ -310,8 +324,8 @@ class PhenakiSystem(System):
         return video if prime is None else torch.cat((prime, video[:, prime.shape[1] :]), dim=1)
 
     def draw_tokens(self, nets: Nets, tokens: Tensor, known: Tensor, request: Request) -> Tensor:
-        """Draws tokens int64 (N, t, h, w) for a request; those that are `known`, bool (N, t, h, w), stay. See
-        decoding.py.
+        """Draws the tokens of a request's samples, and returns all tokens, int64 (N, t, h, w). Those that are `known`,
+        bool (N, t, h, w), stay. See decoding.py.
         """
         network, real = nets["maskgit"], request.conditions.get("real")
         text = self.texts.of_batch(select_texts(request.conditions) or self.texts.of_nothing(len(tokens)))
@@ -348,7 +362,9 @@ class PhenakiSystem(System):
         )
 
     def conditions(self, num: int, labels: tuple[int, ...] | None = None) -> dict[str, Tensor]:
-        """Returns inputs of `num` empty texts, (num, ...). Raises ConfigError without a null text, or for labels."""
+        """Returns the network's inputs for `num` empty texts, (num, ...) each. Raises ConfigError if `labels` are
+        given, or the model reads texts and has no null text.
+        """
         if labels is not None:
             raise ConfigError(
                 f"labels: {list(labels)} mean nothing to phenaki, which knows no classes; leave them out"
@@ -367,15 +383,17 @@ class PhenakiSystem(System):
         return self.texts.describe_cut(texts, what)
 
     def conditions_from(self, images: Tensor) -> dict[str, Tensor]:
-        """Returns prime: videos uint8 (N, K, C, H, W) to go on from; pictures (N, C, H, W) are videos of one frame."""
+        """Returns {"prime": videos uint8 (N, K, C, H, W)}, the frames from which samples go on. Pictures (N, C, H, W)
+        become videos of one frame. Raises ConfigError if the frames do not fit the model or its tokenizer.
+        """
         video = images if images.ndim == 5 else images[:, None]
         self.config.count_latent_frames("prime", video.shape[1])
         self.get_tokenizer().require_shape(tuple(video.shape[2:]))
         return {"prime": video}
 
     def decays(self, name: str, weight: Tensor) -> bool:
-        """Returns whether weight decay applies: to matrices and filters, not to the embeddings of places and of the
-        null text.
+        """Returns whether weight decay applies to a weight: to matrices and filters, but not to embeddings of positions
+        and of the null text.
         """
         return weight.ndim >= 2 and not any(part in name for part in ("positions.", "places.", "null."))
 
@@ -386,7 +404,7 @@ class PhenakiSystem(System):
         return tuple(network for network in (self._tokenizer, self.texts.encoder) if network is not None)
 
     def synthetic(self, batch_size: int) -> Batch:
-        """Returns random tokens and texts as a cache holds them, of clips of random length."""
+        """Returns a batch of random tokens and texts, as a cache holds them, of clips with random numbers of frames."""
         positions = torch.arange(batch_size)
         key = rng.keys(0, 0, positions)
         config = self.config

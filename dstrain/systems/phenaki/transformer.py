@@ -28,11 +28,11 @@ ROWS = 2  # the axis that ranks share
 
 
 class Transformer(nn.Module):
-    """`depth` blocks and a norm: (B, t, h, w, dim) -> (B, t, h, w, dim).
+    """`depth` blocks and a LayerNorm: (B, t, h, w, dim) -> (B, t, h, w, dim).
 
-    over          the tokens that attend to each other: all; space, those of one latent frame; time, those of one place.
-    causal        no output depends on later latent frames: attention over time and position encoder only look back.
-    context_dim   E, the width of the context of cross-attention; None: there is none.
+    over          which tokens attend to each other: all; space, those of one latent frame; time, those at one place.
+    causal        no output depends on later latent frames: attention over time and position encoders only look back.
+    context_dim   E, the width of the context of cross-attention; None: there is no cross-attention.
     peg           whether each block begins with a position encoder.
     """
 
@@ -63,8 +63,8 @@ class Transformer(nn.Module):
         context: Tensor | None = None,
         context_mask: Tensor | None = None,
     ) -> Tensor:
-        """Runs the blocks and a norm: (B, t, h, w, dim) -> (B, t, h, w, dim). bias: (heads, N, N); for the others see
-        TransformerBlock.
+        """Maps (B, t, h, w, dim) -> (B, t, h, w, dim). `bias` (heads, N, N) is added to the scores of self-attention;
+        for the other arguments see TransformerBlock.
         """
         bias = None if bias is None else bias[None]
         for layer in self.layers:
@@ -73,7 +73,9 @@ class Transformer(nn.Module):
 
 
 class TransformerBlock(nn.Module):
-    """Position encoder, self-attention, cross-attention if there is a context, feed-forward, each with a shortcut."""
+    """A position encoder, self-attention, cross-attention if there is a context, and a feed-forward; each is added to
+    its input.
+    """
 
     def __init__(
         self,
@@ -106,18 +108,19 @@ class TransformerBlock(nn.Module):
     ) -> Tensor:
         """Maps (B, t, h, w, dim) -> (B, t, h, w, dim).
 
-        bias          (1, heads, N, N), added to the scores; `over` decides N.
-        mask          bool (B, t, h, w), True where other tokens see a token.
-        context       (B, M, E) for cross-attention, context_mask bool (B, M), True where it is seen.
+        bias          (1, heads, N, N), added to the scores of self-attention; `over` decides N.
+        mask          bool (B, t, h, w), False for tokens that no other token sees; None: all are seen.
+        context       (B, M, E) for cross-attention.
+        context_mask  bool (B, M), True for the context that is seen.
         """
         own_mask = None if mask is None else take_own_part(mask, ROWS)
-        if self.peg is not None:  # hidden tokens are 0, as the padding around the clip
+        if self.peg is not None:  # hidden tokens become 0, as the padding around the clip is
             x = x + self.peg(x if own_mask is None else x.masked_fill(~own_mask[..., None], 0.0))
         shape, flat = x.shape, self._reshape_to_sequences(x)
-        if self.over == "time":  # places are apart, and each rank has all frames of its own
+        if self.over == "time":  # each rank has all frames of its own rows, so that nothing is exchanged
             mask, runs = own_mask, 0
         else:
-            runs = shape[1] if self.over == "all" else 1  # each frame is shared
+            runs = shape[1] if self.over == "all" else 1  # a sequence is a frame, whose rows ranks share
         seen = None if mask is None else self._reshape_to_sequences(mask)
         x = self._reshape_to_grid(flat + self.attention(flat, None, seen, bias, self.causal, runs), shape)
         if self.cross is not None:
@@ -126,7 +129,9 @@ class TransformerBlock(nn.Module):
         return x + self.feed_forward(x)
 
     def _reshape_to_sequences(self, x: Tensor) -> Tensor:
-        """Reshapes (B, t, h, w, ...) -> (sequences, N, ...)."""
+        """Reshapes (B, t, h, w, ...) -> (sequences, N, ...), so that the tokens that attend to each other are one
+        sequence.
+        """
         if self.over == "all":
             return x.flatten(1, 3)
         if self.over == "space":
@@ -166,10 +171,10 @@ class Attention(nn.Module):
     ) -> Tensor:
         """Maps (B, N, dim) -> (B, N, dim).
 
-        context (B, M, E)         the tokens attended to; None: x itself.
-        mask bool (B, M)          True = seen. A sample that sees no token has the output 0.
+        context (B, M, E)         what is attended to; None: x itself.
+        mask bool (B, M)          True = seen. The output is 0 for a sample that sees nothing.
         bias (1, heads, N, M)     added to the scores.
-        causal                    a token sees itself and those before it (N = M).
+        causal                    a token sees only itself and those before it (N = M).
         shared                    see attend; mask and bias are of all tokens.
         """
         x = self.norm(x)
@@ -181,7 +186,9 @@ class Attention(nn.Module):
         key, value = self.to_kv(source).chunk(2, dim=-1)
         query, key, value = self.q_norm(split_heads(self.to_q(x))), self.k_norm(split_heads(key)), split_heads(value)
         added = _sum_biases(bias, mask, causal, query, key.shape[2])
-        dropout = self.dropout if self.dropout and self.training else 0.0  # a graph of 0 asks for no mode
+        dropout = (
+            self.dropout if self.dropout and self.training else 0.0
+        )  # so a graph with dropout 0 does not depend on the mode
         out = attend(query, key, value, added, dropout, causal and added is None, _SCALE, shared)
         if mask is not None:
             out = out.masked_fill(~mask.any(1)[:, None, None, None], 0.0)
@@ -189,10 +196,13 @@ class Attention(nn.Module):
 
 
 def _sum_biases(bias: Tensor | None, mask: Tensor | None, causal: bool, query: Tensor, count: int) -> Tensor | None:
-    """Sums what is added to the scores, (B or 1, heads or 1, N or 1, M); None without bias and mask."""
+    """Returns the sum of what is added to the scores, (B or 1, heads or 1, N or 1, M): `bias`, and large negative
+    numbers for tokens that `mask` or `causal` hides. Returns None if neither bias nor mask is given, also with
+    `causal`.
+    """
     if bias is None and mask is None:
         return None
-    terms = []  # and no zeros: inductor cannot cut a recomputed block with such a sum
+    terms = []  # it begins without zeros: inductor cannot partition a recomputed block with such a sum
     if mask is not None:
         terms.append((~mask)[:, None, None] * query.new_full((), _HIDDEN))
     if causal:
@@ -203,7 +213,7 @@ def _sum_biases(bias: Tensor | None, mask: Tensor | None, causal: bool, query: T
 
 
 class UnitNorm(nn.Module):
-    """Vectors at unit length, times a learned gain for each entry: (..., dim) -> (..., dim)."""
+    """Scales vectors to unit length, and then each entry by a learned gain: (..., dim) -> (..., dim)."""
 
     def __init__(self, dim: int) -> None:
         super().__init__()
@@ -218,10 +228,10 @@ class UnitNorm(nn.Module):
 
 
 class FeedForward(nn.Module):
-    """A gated feed-forward (GEGLU, Shazeer 2020): (..., dim) -> (..., dim).
+    """A gated feed-forward (GEGLU, Shazeer 2020) after a LayerNorm: (..., dim) -> (..., dim).
 
-    Its hidden width is 2/3 mult * dim, rounded up to a multiple of 8 for the tensor cores. So it has as many weights as
-    a feed-forward without gate of width mult * dim.
+    Its hidden width is 2/3 mult * dim, rounded up to a multiple of 8 for the tensor cores. So it has about as many
+    weights as a feed-forward of width mult * dim without a gate.
     """
 
     def __init__(self, dim: int, mult: float = 4, dropout: float = 0.0) -> None:
@@ -258,10 +268,11 @@ class PositionEncoder3d(nn.Conv3d):
 
 
 class PositionBias(nn.Module):
-    """A learned bias for each head from the distance of two tokens, by an MLP: (heads, N, N) for any grid.
+    """Computes a learned bias for each head and pair of tokens in a grid, (heads, N, N), by an MLP from their distance
+    along each axis.
 
-    Distances along each axis are signed and logarithmic, sign(d) log(1 + |d|), as in Swin v2 (Liu et al. 2021). `axes`
-    is the number of axes of the grid. The MLP runs once for each difference of places, not for each pair of tokens.
+    Distances are signed and logarithmic, sign(d) log(1 + |d|), as in Swin v2 (Liu et al. 2021). `axes` is the number of
+    axes of the grid. The MLP runs once for each distance that occurs, not for each pair of tokens.
     """
 
     def __init__(self, heads: int, dim: int, axes: int = 2) -> None:
@@ -271,7 +282,9 @@ class PositionBias(nn.Module):
         )
 
     def forward(self, *sides: int) -> Tensor:
-        """Returns the biases (heads, N, N), N the product of the sides, tokens in row-major order."""
+        """Returns the biases (heads, N, N) of a grid with these `sides`. N is their product; tokens are in row-major
+        order.
+        """
         like = self.net[0].weight
         distances = [torch.arange(1 - side, side, device=like.device) for side in sides]
         grid = torch.stack(torch.meshgrid(*distances, indexing="ij"), dim=-1).flatten(0, -2)  # (differences, axes)
@@ -280,7 +293,7 @@ class PositionBias(nn.Module):
 
 
 def _index_differences(sides: tuple[int, ...], device: torch.device) -> Tensor:
-    """Returns for each pair of tokens the row of their difference in the table of all differences: int64 (N, N)."""
+    """Returns int64 (N, N): for each pair of tokens the row of the table of all distances that holds theirs."""
     row = torch.zeros((), dtype=torch.int64, device=device)
     places = torch.meshgrid(*(torch.arange(side, device=device) for side in sides), indexing="ij")
     for side, place in zip(sides, places):
@@ -290,7 +303,9 @@ def _index_differences(sides: tuple[int, ...], device: torch.device) -> Tensor:
 
 
 def build_alibi(heads: int, count: int, like: Tensor) -> Tensor:
-    """Builds a bias that falls linearly with distance, steeper by head (Press et al. 2021): (heads, count, count)."""
+    """Returns a bias (heads, count, count) that falls linearly with the distance of two tokens, at a rate of its own
+    for each head (ALiBi, Press et al. 2021).
+    """
     slopes = 2.0 ** (-8.0 / heads * torch.arange(1, heads + 1, device=like.device))
     place = torch.arange(count, device=like.device)
     return (-slopes[:, None, None] * (place[:, None] - place[None]).abs()).to(like.dtype)

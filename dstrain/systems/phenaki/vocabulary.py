@@ -1,14 +1,15 @@
-"""The layer from states to a codebook's logits, of which only some rows are in memory at once.
+"""The layer from states to the logits of a codebook, which holds only some rows of logits in memory at the same time.
 
 A clip has thousands of tokens and a codebook up to 65,536 ids: all logits of a batch would be the largest tensor of the
 whole training step, and their gradient another. Here rows are taken in chunks. Each chunk's part of the gradient is
 computed in the forward pass, while its logits exist; the backward pass only scales it. Nothing is computed twice, and
-only the gradient stays in memory, which the backward pass needs in any case. The benchmark maskgit.py compares.
+only the gradient stays in memory, which the backward pass needs in any case. The benchmark maskgit.py measures time and
+memory.
 
-How many rows there are changes with each batch. They are filled up to one of few numbers, since an allocator that meets
-thousands of sizes keeps memory for all of them: on a CPU, 1.7 GB grew to 5.8 GB in 500 steps.
+The number of rows changes with each batch. Rows are added so that few different numbers occur, since an allocator that
+meets thousands of sizes keeps memory for all of them: on a CPU, 1.7 GB grew to 5.8 GB in 500 steps.
 
-Notation: M rows x of width dim, V ids, chunks of C rows. Logits and what follows are float32 at least.
+Notation: M rows x of width dim, V ids, chunks of C rows. Logits and what is computed from them are float32 at least.
 """
 
 from collections.abc import Iterator
@@ -22,11 +23,11 @@ from torch.autograd.function import once_differentiable
 from dstrain.nn.layers import Linear
 from dstrain.nn.quantize import widen_precision
 
-_ROW_MULTIPLE = 64  # their number is a multiple of it; of fewer below 512
+_ROW_MULTIPLE = 64  # from 512 rows on their number is padded to a multiple of it, below to one of a smaller power of 2
 
 
 class TokenLoss(NamedTuple):
-    """The loss of the rows, and ids drawn for them."""
+    """The loss of M rows, and the ids that were drawn for them."""
 
     total: Tensor  # the weighted sum of `loss`, a scalar, with gradient
     loss: Tensor  # cross-entropy of the targets in nats, (M,), without gradient
@@ -35,7 +36,7 @@ class TokenLoss(NamedTuple):
 
 
 class Vocabulary(Linear):
-    """A linear layer with V outputs, which gives loss and drawn ids in place of logits."""
+    """A linear layer with V outputs that returns losses and drawn ids instead of its logits."""
 
     def __init__(self, dim: int, count: int, chunk: int = 512, label_smoothing: float = 0.0) -> None:
         super().__init__(dim, count, init="normal")
@@ -49,17 +50,19 @@ class Vocabulary(Linear):
         targets: Tensor | None = None,
         weights: Tensor | None = None,
     ) -> TokenLoss | tuple[Tensor, Tensor]:
-        """Maps x (M, dim) to a TokenLoss; without targets to drawn ids int64 (M,) and their log-probabilities (M,).
+        """Returns the TokenLoss of x (M, dim) against `targets`. Without targets it returns drawn ids, int64 (M,), and
+        their log-probabilities at temperature 1, (M,).
 
-        uniforms  (M,) in [0, 1): an id is drawn from softmax(logits / temperature) by the inverse of its distribution,
-                  which takes one random number a row, the Gumbel trick V; temperature 0 takes the likeliest id.
+        uniforms  (M,) in [0, 1): an id is drawn from softmax(logits / temperature) by the inverse of its distribution.
+                  That takes one random number a row, the Gumbel trick V. Temperature 0 takes the likeliest id.
+                  None draws no ids, and needs targets.
         targets   int64 (M,), whose cross-entropy is computed.
-        weights   (M,), of each row in the total.
+        weights   (M,), the weight of each row in the total; needed with targets.
         """
         count = len(x)
         x, uniforms, targets, weights = (_pad_rows(rows) for rows in (x, uniforms, targets, weights))
         if targets is not None:
-            learns = torch.is_grad_enabled()  # always False within a Function
+            learns = torch.is_grad_enabled()  # asked here, since it is always False within a Function
             total, *of_rows = _CrossEntropy.apply(
                 x,
                 self.weight,
@@ -81,16 +84,18 @@ class Vocabulary(Linear):
 
 
 def _pad_rows(rows: Tensor | None) -> Tensor | None:
-    """Adds rows of zeros, whose weight in the loss is 0: (M, ...) -> (M', ...)."""
+    """Adds rows of zeros, at most an eighth of the rows: (M, ...) -> (M', ...). None stays None. The added rows have
+    weight 0 in the loss.
+    """
     if rows is None:
         return None
-    step = min(_ROW_MULTIPLE, 1 << max(len(rows).bit_length() - 4, 0))  # an eighth more at most
+    step = min(_ROW_MULTIPLE, 1 << max(len(rows).bit_length() - 4, 0))  # a power of 2
     return F.pad(rows, (0, 0) * (rows.ndim - 1) + (0, -len(rows) % step))
 
 
 def _chunk_logits(x: Tensor, weight: Tensor, bias: Tensor, size: int) -> Iterator[tuple[slice, Tensor]]:
-    """Yields (slice of rows, their logits (C, V) in the precision of the layer, widened) for each chunk of
-    `size` rows.
+    """Yields for each chunk of `size` rows the slice of these rows, and their logits (C, V), computed in the layer's
+    precision and then widened to float32 at least.
     """
     for first in range(0, len(x), size):
         rows = slice(first, first + size)
@@ -107,7 +112,9 @@ def _draw_ids(logits: Tensor, uniforms: Tensor, temperature: float) -> Tensor:
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """With the smoothed target q = (1 - s) [id = target] + s / V: loss lse(l) - <q, l>, gradient softmax(l) - q."""
+    """Computes the cross-entropy l -> lse(l) - <q, l> with the smoothed target q = (1 - s) [id = target] + s / V, whose
+    gradient is softmax(l) - q.
+    """
 
     @staticmethod
     def forward(ctx, x, weight, bias, targets, weights, uniforms, temperature, smoothing, chunk, learns):
@@ -116,7 +123,7 @@ class _CrossEntropy(torch.autograd.Function):
         # Weights are divided by the largest: products with a mean over thousands of rows would vanish in float16.
         largest = weights.amax() if len(weights) else weights.new_ones(())
         share = (weights / largest).to(loss.dtype)
-        if learns:  # sums over many chunks in float32: bfloat16 would lose small terms
+        if learns:  # these sum over many chunks in float32, since bfloat16 would lose small terms
             to_x, to_bias = torch.empty_like(x), torch.zeros_like(bias, dtype=loss.dtype)
             to_weight = torch.zeros_like(weight, dtype=loss.dtype)
         for rows, logits in _chunk_logits(x, weight, bias, chunk):
