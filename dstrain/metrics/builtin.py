@@ -24,10 +24,11 @@ SIDE = 28  # pixels of an image that the network sees
 
 
 def prepare_images(images: Tensor) -> Tensor:
-    """Turns uint8 (N, C, H, W) into float32 (N, 1, 28, 28) in [0, 1], as the built-in data have them at that size.
+    """Converts uint8 (N, C, H, W) to the classifier's input, float32 (N, 1, 28, 28) in [0, 1]. Colours become luminance
+    (Rec. 601).
 
-    Images of 28 pixels stay as they are. Others are resized to 32, bilinear and antialiased, and their middle 28 are
-    taken: so data.image_size shows the items, with a border. Colours become luminance (Rec. 601).
+    Images of 28 pixels stay as they are. Others are resized to 32, bilinear and antialiased, and cropped to their
+    middle 28, since the built-in data have a border at any size but 28.
     """
     images = make_rgb(images).float() / 255
     images = torch.einsum("nchw,c->nhw", images, images.new_tensor([0.299, 0.587, 0.114]))[:, None]
@@ -74,9 +75,13 @@ class Builtin(Features):
     def count_shown(
         self, images: Tensor, logits: Tensor, labels: Tensor | None, captions: list[str] | None
     ) -> Tensor | None:
-        """Counts images that show what their labels ask for; clips, and unlabelled images with captions, by captions:
-        float64 (4, classes) of right ones, all, right items, right motions or shades. Without captions as
-        Features.count_shown.
+        """Counts, by class, the images that show what was asked for: float64 (4, classes), the numbers of images that
+        are right, of all images, of those with the right item, and of those with the right motion (clips) or shade
+        (images).
+
+        Captions say what was asked for of clips, and of images without labels; otherwise the result is that of
+        Features.count_shown. Sets `parts` to the names of the last two rows. Raises ConfigError for a caption of other
+        data.
         """
         clips = images.ndim == 5
         if captions is None or (labels is not None and not clips):
@@ -94,7 +99,9 @@ class Builtin(Features):
 
 
 class Emoji(Features):
-    """Embeds pictures by the tower, comparably with the captions of the built-in pairs."""
+    """Embeds pictures by the emoji image tower, whose vectors are comparable with those of the built-in pairs'
+    captions.
+    """
 
     name = "emoji"
     size = emoji.DIM

@@ -1,4 +1,4 @@
-"""Reads the built-in clips in closed form: where the item is, and which of the five motions it makes.
+"""Reads the built-in clips without a network: where the item is, and which of the five motions it makes.
 
 The clips (data/builtin/moving.py) show one bright item on black, whose side is two thirds of the canvas's shorter one.
 
@@ -27,7 +27,8 @@ def average_colours(videos: Tensor) -> Tensor:
 
 
 def cut_items(frames: Tensor, side: int = 28) -> Tensor:
-    """Cuts the item out of each frame float32 (N, H, W), as the classifier knows it: float32 (N, 1, side, side).
+    """Cuts the item out of each frame float32 (N, H, W), as the built-in classifier takes it: float32 (N, 1, side,
+    side).
 
     The item's square is as wide as the clips are made, and lies around the middle between its edges. Its inner 28/32
     are taken, the rest being the border that the data have at any size but 28.
@@ -44,11 +45,12 @@ def cut_items(frames: Tensor, side: int = 28) -> Tensor:
 
 
 def find_motions(videos: Tensor) -> Tensor:
-    """Finds the motion of clips float32 (N, T, H, W), T >= 2: its index in MOTIONS, or NO_MOTION, int64 (N,).
+    """Finds the motion of clips float32 (N, T, H, W), T >= 2: its index in MOTIONS, or NO_MOTION if the item hardly
+    moves or a frame is black, int64 (N,).
 
-    From the centre of brightness in each frame. An item bounces whose paths along both axes are of similar length; else
-    it moves along the axis of the larger displacement. All true clips of five frames or more on a square are right; an
-    oblong canvas needs more, since a fast item turns between two frames.
+    The centre of brightness stands for the item. An item bounces if its paths along both axes are of similar length;
+    else it moves along the axis of the larger displacement. All true clips of five frames or more on a square are
+    right; an oblong canvas needs more frames, since a fast item turns between two of them.
     """
     height, width = videos.shape[-2:]
     free = min(height, width) - 2 * min(height, width) // 3
@@ -65,12 +67,14 @@ def find_motions(videos: Tensor) -> Tensor:
 
 
 def _find_centre(profile: Tensor) -> Tensor:
-    """Finds the centre of brightness along the last axis, pixels; NaN of black."""
+    """Returns the centre of brightness along the last axis, in pixels; NaN if all values are 0."""
     return (profile * (torch.arange(profile.shape[-1], device=profile.device) + 0.5)).sum(-1) / profile.sum(-1)
 
 
 def _find_middle(profile: Tensor) -> Tensor:
-    """Finds the middle between the edges of a profile (N, L) of brightness, pixels (N,); of black it is L / 2."""
+    """Returns the middle between the edges of the item, in pixels (N,), from brightness (N, L) along one axis; L / 2 if
+    all values are 0.
+    """
     share = profile.cumsum(1) / profile.sum(1, keepdim=True)  # up to the right edge of a pixel
     share = torch.where(share.isfinite(), share, torch.linspace(0, 1, profile.shape[1], device=profile.device))
     before = torch.cat((torch.zeros_like(share[:, :1]), share[:, :-1]), 1)
@@ -83,18 +87,23 @@ def _find_middle(profile: Tensor) -> Tensor:
 
 
 def make_stories(seeds: Tensor) -> tuple[Tensor, Tensor]:
-    """Makes the stories of seeds int64 (N,). Returns the item of each, (N,), items in turn, and the motions of its
-    scenes, (N, SCENES), all different; int64 both.
+    """Makes one story for each seed, int64 (N,). Returns their items (N,), which go through all items in turn, and the
+    motions of their scenes (N, SCENES), of which no two in a story are equal; int64 both.
     """
     items = seeds % (len(list_captions()) // len(MOTIONS))
     return items, rng.uniform(rng.keys_of_seeds(seeds), "motions", (len(MOTIONS),)).argsort(1)[:, :SCENES]
 
 
 def sum_scenes(network: Features, videos: Tensor, ends: list[int], items: Tensor, asked: Tensor) -> Tensor:
-    """Returns sums over stories, float64 (6, S), of which `score_scenes` makes the scores; sums of several ranks may be
-    added.
+    """Returns, for each of S scenes, sums over stories from which `score_scenes` computes the scores: float64 (6, S).
+    Sums of several ranks may be added.
 
-    videos uint8 (N, T, C, H, W); ends: the frame behind each scene; items (N,) and motions `asked` (N, S), int64.
+    The rows count stories, right items, items equal to that of the first scene and right motions, and add up the change
+    at the seam before the scene and the mean change between frames within it.
+
+    videos        uint8 (N, T, C, H, W).
+    ends          the number of the frame behind each scene.
+    items, asked  the items (N,) and the motions (N, S) that were asked for, int64.
     """
     shades = average_colours(videos)
     jumps = shades.diff(dim=1).abs().mean((2, 3))  # (N, T - 1)
@@ -123,9 +132,12 @@ def sum_scenes(network: Features, videos: Tensor, ends: list[int], items: Tensor
 
 
 def score_scenes(sums: Tensor) -> dict[str, tuple[float, float | None]]:
-    """Computes the scores of all scenes, and of each: the shares of stories whose item is right, is that of the first
-    scene, and moves as told; and the seam, the change from a scene's last frame to the next one's first, over the mean
-    change between frames within scenes. 1 is best of all four.
+    """Computes scores from the sums of `sum_scenes`: (score, None) by name, scenes_NAME the mean over scenes and
+    scenes_NAME/I of scene I. The best value of all four is 1.
+
+    item, kept, motion  shares of stories whose item is right, is that of the first scene, or moves as asked for.
+    seam                change from the last frame of the scene before to the first one, divided by the mean change
+                        between frames within scenes.
     """
     stories, item, kept, motion, seam, within = sums
     values = {

@@ -18,7 +18,7 @@ Collect = Callable[[Images, dict[str, Features]], dict[str, Statistics]]
 
 @dataclass(frozen=True)
 class Compared:
-    """Holds a reference that is opened and not yet read."""
+    """Holds an opened reference: statistics that a file has, and images whose statistics are not computed yet."""
 
     statistics: dict[str, Statistics] = field(default_factory=dict)  # of a file, by name of their network
     images: Images | None = None
@@ -27,8 +27,8 @@ class Compared:
     identity: object = None  # another one where the images may be others
 
     def read_statistics(self, collect: Collect) -> dict[str, Statistics]:
-        """Returns statistics by name of their network: those of the file and, for what it lacks, those that `collect`
-        makes of the images.
+        """Returns the reference's statistics by name of their network: those of the file, completed by those that
+        `collect` computes from the images, if there are any.
         """
         statistics = dict(self.statistics)
         if self.images is None:
@@ -46,7 +46,9 @@ class Compared:
 def open_reference(path: Path, networks: dict[str, Features], kept: int, upright: bool = True) -> Compared:
     """Opens the reference at a path, a file of statistics or a set of images, for the metrics in `networks`.
 
-    upright: as data.upright, of images.
+    kept     the most features of a set that are compared with those of another.
+    upright  of images, as data.upright.
+
     Raises ConfigError if it holds less than the metrics need.
     """
     statistics = {}
@@ -73,10 +75,11 @@ def open_reference(path: Path, networks: dict[str, Features], kept: int, upright
 
 
 def open_recipe_reference(place: str, data: Data, networks: dict[str, Features], kept: int) -> Compared:
-    """Opens samples.reference of a run on `data`: a file as `open_reference`, or images in any form of data.path.
+    """Opens samples.reference, here `place`, of a run on `data`: a file as `open_reference` does, or images in any form
+    that data.path takes.
 
-    The latter are cropped and resized as in training, so that what a model draws may equal them.
-    Raises ConfigError if they cannot be read, or do not suffice for the metrics in `networks`.
+    Images in such a form are cropped and resized as in training, so that what a model draws may equal them. Raises
+    ConfigError if they cannot be read, or do not suffice for the metrics in `networks`.
     """
     key, path = f"samples.reference={place}", os.path.expanduser(place)
     if not networks:

@@ -18,7 +18,8 @@ _SEED = 2020  # of the choices below, torch-fidelity's
 
 
 def measure_frechet(mean: Tensor, covariance: Tensor, other_mean: Tensor, other_covariance: Tensor) -> float:
-    """Measures the squared Frechet distance of two Gaussians (Dowson & Landau 1982), float64 (D,) and (D, D).
+    """Returns the squared Frechet distance of two Gaussians (Dowson & Landau 1982), given by float64 means (D,) and
+    covariances (D, D).
 
     The trace of sqrt(S T) is the sum of the singular values of A^T B, where S = A A^T and T = B B^T. So no eigenvalue
     comes out negative, also where samples are fewer than D.
@@ -29,17 +30,18 @@ def measure_frechet(mean: Tensor, covariance: Tensor, other_mean: Tensor, other_
 
 
 def _factor_covariance(covariance: Tensor) -> Tensor:
-    """Returns A of S = A A^T, (D, r), without the directions in which S is zero to rounding."""
+    """Returns a factor A (D, r) of the covariance S = A A^T, without the directions in which S is zero to rounding."""
     values, vectors = torch.linalg.eigh(covariance)
     real = values > values[-1] * len(values) * torch.finfo(values.dtype).eps
     return vectors[:, real] * values[real].sqrt()
 
 
 def measure_kid(features: Tensor, reference: Tensor, subsets: int = 100, size: int = 1000) -> tuple[float, float]:
-    """Measures the kernel distance of float32 (N, D) and (M, D) (Binkowski et al. 2018): mean, deviation.
+    """Returns the kernel distance of features float32 (N, D) and (M, D) (Binkowski et al. 2018): its mean and its
+    standard deviation over subsets.
 
-    The unbiased estimate with the kernel (x y / D + 1)^3, of subsets of `size` each, or of all where there are fewer.
-    The subsets are torch-fidelity's.
+    It is the unbiased estimate with the kernel (x y / D + 1)^3. Each subset has `size` rows of both sets, or fewer
+    where a set has fewer. The subsets are torch-fidelity's.
     """
     size = min(size, len(features), len(reference))
     random, values = np.random.RandomState(_SEED), torch.zeros(subsets, dtype=torch.float64, device=features.device)
@@ -64,11 +66,15 @@ def _average_kernel(x: Tensor, y: Tensor) -> Tensor:
 def measure_manifold(
     features: Tensor, reference: Tensor, neighbours: int = 3, near: int = NEIGHBOURS
 ) -> dict[str, float]:
-    """Measures precision, recall, density and coverage of float32 (N, D) against (M, D).
+    """Returns precision, recall, density and coverage of features float32 (N, D) against a reference (M, D); NaN for
+    all four if a set has no more than `near` rows.
 
-    precision, recall    share of one set within the balls of the other, whose radius is the distance to the third
-                         neighbour (Kynkaanniemi et al. 2019)
-    density, coverage    with balls of the reference alone and the fifth neighbour (Naeem et al. 2020)
+    precision  share of features within a ball of the reference. The radius of a ball is the distance to the third
+               neighbour in its set (Kynkaanniemi et al. 2019).
+    recall     share of the reference within a ball of the features, of the same kind.
+    density    how many balls of the reference a feature lies in, divided by 5. Here the radius is the distance to the
+               fifth neighbour (Naeem et al. 2020).
+    coverage   share of the reference's balls, of this second kind, in which a feature lies.
     """
     if min(len(features), len(reference)) <= near:
         return dict.fromkeys(("precision", "recall", "density", "coverage"), math.nan)
@@ -102,14 +108,16 @@ def _share_rows(count: int) -> list[slice]:
 
 
 def _square_distances(x: Tensor, y: Tensor) -> Tensor:
-    """Returns squared distances (N, M)."""
+    """Returns the squared distances (N, M) between the rows of x (N, D) and those of y (M, D)."""
     with use_precision("fp32"):
         products = x @ y.T
     return products.mul_(-2).add_(x.square().sum(1)[:, None]).add_(y.square().sum(1)).clamp_(min=0)
 
 
 def _find_radii(features: Tensor, neighbours: tuple[int, ...]) -> Tensor:
-    """Finds the squared distance of each row to its n-th neighbour among the others, (len(neighbours), N)."""
+    """Returns the squared distance of each row to its n-th neighbour among the other rows, for each n in `neighbours`:
+    (len(neighbours), N).
+    """
     radii = torch.zeros(len(neighbours), len(features), device=features.device)
     for rows in _share_rows(len(features)):
         smallest = (
@@ -121,9 +129,11 @@ def _find_radii(features: Tensor, neighbours: tuple[int, ...]) -> Tensor:
 
 
 def score_inception(probabilities: Tensor, entropies: Tensor, counts: Tensor) -> tuple[float, float]:
-    """Returns the Inception Score (Salimans et al. 2016), exp(mean KL to the marginal): mean, deviation over splits.
+    """Returns the Inception Score (Salimans et al. 2016), exp(mean KL to the marginal): its mean and its standard
+    deviation over S splits.
 
-    Sums over the samples of each split, float64: of p (S, K), and of sum p log p (S,); counts (S,).
+    The arguments are sums over the samples of each split, float64: probabilities, of p (S, K); entropies, of sum p log
+    p (S,); counts, of 1 (S,).
     """
     counts = counts.clamp(min=1)
     marginal = probabilities / counts[:, None]

@@ -55,7 +55,7 @@ def require_known_kind(words: str) -> None:
 
 
 def open_features(words: str, device: torch.device | None = None) -> Features:
-    """Opens the network that KIND:PATH names, on a device (None: the rank's).
+    """Opens the network that `words`, KIND:PATH, names, on a device (None: the rank's).
 
     Raises ConfigError if the kind is unknown, the path is absent, or the file holds another network.
     """

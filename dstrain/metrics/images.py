@@ -34,7 +34,7 @@ class Batch:
 
 
 class Images(ABC):
-    """Gives the images of a set, of which each rank takes some."""
+    """Gives the images of a set, dealt to the ranks."""
 
     captions: Sequence[str] | None = None  # of all images, or those that they repeat; None: they are not known
     clips: bool | None = None  # whether they are clips; None: it shows in each
@@ -53,7 +53,7 @@ class Images(ABC):
 
 
 class Begun(Images):
-    """Takes the first batch of a set at once, so that its faults show before a large reference is read."""
+    """Wraps a set and reads its first batch at once, so that its faults show before a large reference is read."""
 
     def __init__(self, images: Images, size: int) -> None:
         self.captions, self._length, self._size = images.captions, len(images), size
@@ -64,7 +64,9 @@ class Begun(Images):
         return self._length
 
     def iterate_batches(self, size: int) -> Iterator[Batch]:
-        """Yields the batches, once, at the size with which the set was opened."""
+        """Yields this rank's images in batches of `size`, which must be that of the constructor. It can be called only
+        once.
+        """
         assert size == self._size
         if self.first is not None:
             yield self.first
@@ -72,17 +74,18 @@ class Begun(Images):
 
 
 def _deal_numbers(count: int, size: int) -> Iterator[range]:
-    """Yields ranges of at most `size` numbers below `count`: this rank's share."""
+    """Yields this rank's share of the numbers below `count`, as ranges of at most `size` numbers."""
     for begin in range(group.rank() * size, count, size * group.world()):
         yield range(begin, min(begin + size, count))
 
 
 def open_set(path: Path, option: str, upright: bool = True) -> Images:
-    """Opens a folder of images (at any depth; of dstrain generate by its .npz), a .zip of them, or an .npz with arr_0.
+    """Opens a set of images: a folder, with images at any depth or the .npz of dstrain generate; a .zip of images; or
+    an .npz with arr_0.
 
     upright: as data.upright.
 
-    Raises ConfigError with `option` if there are no images, or a single one.
+    Raises ConfigError, which begins with `option`, if the path cannot be read or holds fewer than two images.
     """
     path = find_samples_file(path.expanduser())
     images = _open_images(path, option, upright)
@@ -127,7 +130,9 @@ def _report_damage(path: Path, option: str) -> Iterator[None]:
 
 
 class Files(Images):
-    """Reads PNG, JPEG, WebP and BMP by name, each in its own size: nothing is cropped, as other tools read them."""
+    """Reads PNG, JPEG, WebP and BMP of a folder or a .zip, in the order of `names`. Each keeps its own size: nothing is
+    cropped or resized, as in other tools.
+    """
 
     def __init__(self, path: Path, names: list[str], archive: Path | None, option: str, upright: bool) -> None:
         if not names:
@@ -180,7 +185,9 @@ class Arrays(Images):
 
     @contextmanager
     def _open_stream(self) -> Iterator[tuple[BinaryIO, tuple[int, ...]]]:
-        """Yields the pixels as a stream, so that memory does not grow with N, and their shape."""
+        """Opens arr_0 for the block, and yields its pixels as a stream, so that memory does not grow with N, and its
+        shape. Raises ValueError if it is no array of images.
+        """
         with zipfile.ZipFile(self.path) as archive, archive.open("arr_0.npy") as stream:
             version = np.lib.format.read_magic(stream)
             read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
@@ -210,7 +217,7 @@ class Arrays(Images):
 
 
 class Sourced(Images):
-    """Reads images or clips of a data source of ours, as training sees them: cropped and resized."""
+    """Reads images or clips of one of our data sources as training sees them, cropped and resized."""
 
     def __init__(self, source: Source) -> None:
         self.source, self._unreadable = source, {}

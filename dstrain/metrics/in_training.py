@@ -1,8 +1,8 @@
 """Metrics while a run trains (every.metrics): what dstrain evaluate --metrics measures, of fewer pictures.
 
 They are drawn of all classes or captions in turn, with the recipe's sampler, and belong to their seeds: the figures are
-the same on any number of ranks. They are compared with the run's own data, or with samples.reference, which are
-described once: the result is kept in the run's folder.
+the same on any number of ranks. They are compared with the run's own data, or with samples.reference. The statistics of
+these are computed once, and kept in the run's folder.
 """
 
 import hashlib
@@ -37,9 +37,10 @@ _OPTIONS = {"--features ": "samples.features: ", "--metrics ": "samples.metrics:
 
 
 class Quality:
-    """Measures samples.metrics every.metrics steps.
+    """Measures the metrics samples.metrics of what a model draws while it trains.
 
-    Raises ConfigError if what the recipe asks for cannot be measured, with the remedy; nothing is drawn before.
+    The constructor raises ConfigError, with the remedy, if what the recipe asks for cannot be measured; it draws
+    nothing.
     """
 
     def __init__(self, run: Run, metrics: Sequence[str], system: System, train: Source, unseen: Source | None) -> None:
@@ -85,8 +86,8 @@ class Quality:
             )
 
     def prepare_reference(self, folder: Path) -> None:
-        """Sets the statistics of the reference, on all ranks: collects them, or reads those that an earlier command has
-        written into the run's folder.
+        """Prepares the reference's statistics for `measure`, by all ranks together: reads those that an earlier command
+        has written into the run's folder, or computes them.
         """
         get_phases().enter_phase("describing the data for every.metrics")
         self._data = self._compared.read_statistics(partial(self._read_or_collect_statistics, folder))
@@ -94,8 +95,8 @@ class Quality:
     def _read_or_collect_statistics(
         self, folder: Path, images: Images, compared: dict[str, Features]
     ) -> dict[str, Statistics]:
-        """Returns the statistics of the reference by network: from the run's folder if they are of these images and
-        networks, else collected, and written there.
+        """Returns the reference's statistics by name of their network. Reads them from the run's folder, if it has
+        those of these images and networks; else computes them and writes them there.
         """
         networks = {network.name: network for network in compared.values()}
         data = self._run.data
@@ -126,10 +127,8 @@ class Quality:
         return {name: _place_statistics(values) for name, values in statistics.items()}
 
     def measure(self, nets: Nets, micro: int) -> dict[str, float]:
-        """Returns the figures of what the networks draw, at most `micro` pictures of a rank at a time; those by class
-        are left out.
-
-        On all ranks together, and the same on all of them.
+        """Draws pictures with the networks, at most `micro` of a rank at a time, and returns the figures of all metrics
+        by name, without figures of single classes. All ranks call it together and return the same.
         """
         drawn = _Drawn(self, nets)
         chunk = min(micro, -(-len(drawn) // group.world()))
@@ -138,8 +137,8 @@ class Quality:
         return {name: value for name, (value, _) in values.items() if "/" not in name}
 
     def score(self, figures: dict[str, float]) -> float | None:
-        """Returns the figure of save.best as a score, of which the lowest is the best; None if save.best names no
-        metric.
+        """Returns the figure that save.best names, negated where a higher one is better, so that the lowest score is
+        the best. Returns None if save.best names no metric.
         """
         best = self._run.save.best
         if not isinstance(best, str):
@@ -148,7 +147,7 @@ class Quality:
 
 
 class _Drawn(Images):
-    """Draws a set by networks, each rank its own share."""
+    """Gives a set of images that the networks draw, each rank its own share."""
 
     def __init__(self, quality: Quality, nets: Nets) -> None:
         self.quality, self.nets = quality, nets
@@ -165,7 +164,7 @@ class _Drawn(Images):
 def draw_batches(
     system: System, nets: Nets, request: Request, captions: list[str] | None, size: int
 ) -> Iterator[Batch]:
-    """Draws this rank's share of a request; yields at most `size` samples at a time."""
+    """Draws the samples of a request by all ranks together, and yields this rank's share, at most `size` at a time."""
     labels, count = request.conditions.get("label"), len(request.seeds)
     for numbers, images in draw_own_share(system, nets, request, size):
         numbers = numbers[numbers < count]
@@ -179,7 +178,9 @@ def draw_batches(
 
 
 def _open_own_data(run: Run, compared: dict[str, Features], own: Source | None, source: Source | None) -> Compared:
-    """Opens the run's own data as reference. Raises ConfigError if they are no pictures, or none are held out."""
+    """Opens the run's own data as the reference. Raises ConfigError if they hold codes instead of pictures, or if
+    held-out data are asked for and none are held out.
+    """
     data = run.data
     if own is None and source is None:
         raise ConfigError(f"samples.metrics_split=held_out: {data.path} holds nothing out: write train")
@@ -201,9 +202,11 @@ def _place_statistics(statistics: Statistics) -> Statistics:
 
 
 def build_quality(run: Run, system: System, train: Source, unseen: Source | None) -> Quality | None:
-    """Returns the metrics of every.metrics, checked; None if the run measures none. Raises ConfigError as Quality.
+    """Returns the Quality for every.metrics, whose reference is not prepared yet; None if the run measures nothing. If
+    the recipe names no metrics, they follow from its reference or its built-in data.
 
-    Names are checked even where nothing is measured: a run may go on with every.metrics.
+    Raises ConfigError for a metric of an unknown name, also where nothing is measured, since a run may be resumed with
+    every.metrics; if save.best names a metric that is not measured; or as Quality does.
     """
     metrics = run.samples.metrics
     with reword_errors(options=_OPTIONS):
@@ -230,9 +233,10 @@ def build_quality(run: Run, system: System, train: Source, unseen: Source | None
 
 
 def open_quality(run: Run, system: System, train: Source, unseen: Source | None) -> Quality | None:
-    """Returns the metrics of every.metrics, ready to measure; None if the run measures none. On all ranks together.
+    """Returns the Quality for every.metrics, ready to measure; None if the run measures nothing. All ranks call it
+    together.
 
-    Raises ConfigError as Quality.
+    Raises ConfigError as `build_quality` does.
     """
     quality = build_quality(run, system, train, unseen)
     if quality is not None:

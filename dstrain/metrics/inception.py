@@ -55,7 +55,9 @@ def _describe_block_c(width: int) -> Convolutions:
 
 
 def _describe_blocks() -> dict[str, tuple[str, Convolutions]]:
-    """Returns pool and convolutions of each block: mean and max keep the size, halved is the maximum with stride 2."""
+    """Returns the pool and the convolutions of each block, by name. The pools mean and max keep the size; halved is the
+    maximum with stride 2.
+    """
     e = {
         "branch1x1": ("x", 320, 1),
         "branch3x3_1": ("x", 384, 1),
@@ -153,7 +155,7 @@ class Inception(nn.Module):
         self.fc = nn.Linear(width, 1008)
 
     def forward(self, x: Tensor, until: str | None = None) -> Tensor:
-        """Returns features, or what enters the block `until`."""
+        """Returns the features (N, 2048), or the input of the block that `until` names."""
         x = self.Conv2d_2b_3x3(self.Conv2d_2a_3x3(self.Conv2d_1a_3x3(x)))
         x = self.Conv2d_4a_3x3(self.Conv2d_3b_1x1(F.max_pool2d(x, 3, 2)))
         x = F.max_pool2d(x, 3, 2)
@@ -165,7 +167,9 @@ class Inception(nn.Module):
 
 
 def resize_as_tensorflow(images: Tensor) -> Tensor:
-    """Resizes float32 (N, C, h, w) to 299 as TensorFlow 1 does: bilinear, corners together, nothing smoothed."""
+    """Resizes float32 (N, C, h, w) to 299 x 299 as TensorFlow 1 does: bilinear, without smoothing, where pixel i of the
+    result lies at i * size / 299.
+    """
     for axis in (-1, -2):
         size = images.shape[axis]
         place = torch.arange(SIDE, dtype=torch.float32, device=images.device) * (size / SIDE)
@@ -177,12 +181,16 @@ def resize_as_tensorflow(images: Tensor) -> Tensor:
 
 
 def resize_as_pytorch_fid(images: Tensor) -> Tensor:
-    """Resizes float32 (N, C, h, w) to 299 by torch's bilinear: centres of pixels together, nothing smoothed."""
+    """Resizes float32 (N, C, h, w) to 299 x 299 by torch's bilinear interpolation without smoothing (align_corners
+    False).
+    """
     return F.interpolate(images, (SIDE, SIDE), mode="bilinear", align_corners=False)
 
 
 def resize_as_clean_fid(images: Tensor) -> Tensor:
-    """Resizes float32 (N, C, h, w) to 299 by Pillow's bicubic in floats, smoothed where it reduces (Parmar 2022)."""
+    """Resizes float32 (N, C, h, w) to 299 x 299 by Pillow's bicubic in floats, with smoothing where it reduces (Parmar
+    2022).
+    """
     planes = images.flatten(0, 1).cpu().numpy()
     resized = [np.asarray(Image.fromarray(plane).resize((SIDE, SIDE), Image.Resampling.BICUBIC)) for plane in planes]
     values = torch.from_numpy(np.stack(resized)).clamp(0, 255)
@@ -198,7 +206,9 @@ KINDS = {
 
 
 class InceptionFeatures(Features):
-    """Gives features of the last pool; logits of 1008 classes without their bias, as Inception Scores take them."""
+    """Gives the features of the last pool, and logits of 1008 classes without their bias, as Inception Scores take
+    them.
+    """
 
     size = 2048
 
@@ -236,7 +246,9 @@ class InceptionSpatial(Features):
 
 
 def open_inception(kind: str, path: Path, device: torch.device) -> InceptionFeatures:
-    """Opens a file of weights as the features of a kind. Raises ConfigError if it holds none of this network."""
+    """Opens a file of Inception's weights, as features of a kind, one of KINDS. Raises ConfigError if the file holds
+    none of this network.
+    """
     network = Inception()
     try:
         network.load_state_dict(torch.load(path, map_location="cpu", weights_only=True))

@@ -38,16 +38,16 @@ class Features(ABC):
         return None
 
     def require_captions(self, captions: Sequence[str]) -> None:
-        """Raises ConfigError if clips of these captions cannot be scored by `count_shown`."""
+        """Raises ConfigError if `count_shown` does not know these captions of clips. By default it knows all."""
 
     def count_shown(
         self, images: Tensor, logits: Tensor, labels: Tensor | None, captions: list[str] | None
     ) -> Tensor | None:
-        """Counts, by class, the images that show what labels (n,) or captions ask for: float64 (2, classes), right
-        ones, and all.
+        """Counts, by class, the images that show what was asked for by labels (n,) or captions: float64 (2, classes),
+        the numbers of images that are right, and of all images.
 
-        More rows count images that show a part of what was asked for, as named in `parts`. Returns None if nothing was
-        asked for. Raises ConfigError for a label that is no class.
+        A subclass may add rows, named by `parts`, that count images with one part of it right. Returns None if nothing
+        was asked for. Raises ConfigError for a label that is no class.
         """
         if labels is None:
             return None
@@ -63,7 +63,7 @@ class Features(ABC):
 
 
 def sum_by_class(labels: Tensor, classes: int, *rows: Tensor) -> Tensor:
-    """Sums rows of bool (n,) by label: float64 (rows, classes)."""
+    """Sums each of the rows, bool (n,), by the samples' labels (n,): float64 (rows, classes)."""
     sums = torch.zeros(len(rows), classes, dtype=torch.float64, device=labels.device)
     return sums.index_add_(1, labels, torch.stack(rows).double())
 

@@ -27,7 +27,8 @@ _EDM2 = {"fid": INCEPTIONS, "fd_dinov2": ("dinov2",)}
 
 
 def read_reference(path: Path, networks: Iterable[Features], device: torch.device) -> dict[str, Statistics]:
-    """Reads the statistics that a file holds of these networks, by name; none where it holds images alone.
+    """Returns the statistics that a file holds of these networks, by name of the network; a network of which it holds
+    none is left out.
 
     Raises ConfigError if it cannot be read, or its statistics are of other networks.
     """
@@ -112,10 +113,10 @@ def _select_statistics(
 
 
 def _get_checked_array(rows: Any, name: str, axes: str) -> np.ndarray | None:
-    """Returns numbers after checking that they are finite and have these axes, of which those of one letter are equally
-    long.
+    """Returns `rows` as an array, after checking that its numbers are finite and that it has as many axes as `axes` has
+    letters, equally long where all letters are the same. Returns None for None.
 
-    Raises ConfigError, which begins with `name`, if they are not.
+    Raises ConfigError, which begins with `name`, if it fails a check.
     """
     if rows is None:
         return None
@@ -141,7 +142,9 @@ def _make_tensor(array: np.ndarray | None, dtype: torch.dtype, device: torch.dev
 
 
 def _read_npz(path: Path) -> dict[str, Any]:
-    """Reads the arrays of an .npz, but for images."""
+    """Returns the arrays of an .npz by name, without images, labels (arr_...) and prompts. Raises ValueError for other
+    files.
+    """
     if not zipfile.is_zipfile(path):  # numpy would advise to read it unsafely
         raise ValueError("it is no whole .npz")
     with np.load(path, allow_pickle=False) as file:
@@ -149,7 +152,7 @@ def _read_npz(path: Path) -> dict[str, Any]:
 
 
 class _Arrays(pickle.Unpickler):
-    """Reads arrays and dictionaries alone: other pickles may run any code."""
+    """Unpickles arrays and dictionaries alone. Raises UnpicklingError for anything else, which could run code."""
 
     def find_class(self, module: str, name: str) -> Any:
         if name in ("_reconstruct", "ndarray", "dtype", "scalar", "_frombuffer") and module.split(".")[0] == "numpy":
@@ -158,8 +161,8 @@ class _Arrays(pickle.Unpickler):
 
 
 def _read_pickle(path: Path) -> dict[str, Any]:
-    """Reads the statistics of EDM2's {"fid": {"mu": ..., "sigma": ...}, "fd_dinov2": ...}; returns them by the names of
-    our files.
+    """Returns the statistics in EDM2's {"fid": {"mu": ..., "sigma": ...}, "fd_dinov2": ...}, by the names that our
+    files use.
     """
     with open(path, "rb") as file:
         content = _Arrays(file).load()
@@ -180,7 +183,9 @@ def is_written_here(path: Path) -> bool:
 
 
 def write_reference(path: Path, statistics: dict[str, Statistics]) -> None:
-    """Writes statistics by name of their network. Raises ConfigError if the disk does not take it."""
+    """Writes statistics, given by name of their network, into an .npz. Raises ConfigError if it cannot be written, such
+    as on a full disk.
+    """
     arrays = {}
     for name, of_network in statistics.items():
         values = {"mu": of_network.mean, "sigma": of_network.covariance, "kept": of_network.kept}

@@ -1,6 +1,6 @@
 """What is kept of a set of images: mean and covariance of their features, some features, sums for scores.
 
-Nothing here grows with the number of images, but for 8 bytes each where an Inception Score shuffles them.
+Its size does not depend on the number of images, but for 8 bytes each where an Inception Score shuffles them.
 """
 
 from collections.abc import Sequence
@@ -40,7 +40,9 @@ class Statistics:
 
 @dataclass
 class Collector:
-    """Adds batches of one rank up, for one network; `merge_ranks` merges all ranks."""
+    """Collects the statistics of a set for one network from this rank's batches; `merge_ranks` merges those of all
+    ranks.
+    """
 
     network: Features
     total: int  # images of the set on all ranks
@@ -105,8 +107,8 @@ class Collector:
         labels: Tensor | None,
         captions: list[str] | None,
     ) -> None:
-        """Adds how many images show their labels or captions, and their cosines with captions, to the sums of a
-        prefix.
+        """Adds, to the sums whose names begin with `prefix`, the numbers of images that show their labels or captions,
+        and the cosines between images and captions.
         """
         if self.right and (right := self.network.count_shown(images, logits, labels, captions)) is not None:
             self._add_sum(f"{prefix}right", right)
@@ -115,8 +117,8 @@ class Collector:
             self._add_sum(f"{prefix}text", torch.stack((cosines.sum(), torch.ones_like(cosines).sum())))
 
     def _is_nearest(self, features: Tensor, captions: list[str]) -> Tensor:
-        """Returns, for each caption, bool (n,), whether it is nearer to its image than all other candidates. The last
-        candidate makes room for a caption that is none of them.
+        """Returns for each image, bool (n,), whether its own caption is nearer to it than all other candidates. For a
+        caption that is no candidate the last candidate is left out, so that it competes with equally many.
         """
         if not self._texts:
             self._texts.append(F.normalize(self.network.embed_texts([*self.candidates]), dim=1))  # (K, D)
@@ -131,8 +133,8 @@ class Collector:
         self._sums[name] = values if name not in self._sums else self._sums[name].add_(values)
 
     def _add_moments(self, at_least: int) -> None:
-        """Adds the waiting features to the sums once there are `at_least` so many, since a product of few rows costs as
-        much as one of many.
+        """Adds the waiting features to the sums of the moments if there are `at_least` so many. A product of few rows
+        costs as much as one of many.
         """
         if sum(map(len, self._waiting)) >= at_least:
             rows, self._waiting = torch.cat(self._waiting).double(), []
@@ -147,8 +149,8 @@ class Collector:
         self._rows.append(features[chosen.to(features.device)])
 
     def _add_scores(self, split: Tensor, logits: Tensor) -> None:
-        """Adds the sums of an Inception Score; `split` int64 (n,): the part of the score that each sample
-        belongs to.
+        """Adds samples to the sums of an Inception Score. `split`, int64 (n,), is the split to which each sample
+        belongs.
         """
         logs = logits.log_softmax(1)
         zeros, split = torch.zeros(_SPLITS, dtype=logs.dtype, device=logs.device), split.to(logs.device)
@@ -157,7 +159,9 @@ class Collector:
         self._add_sum("p count", zeros.index_add(0, split, torch.ones_like(logs[:, 0])))
 
     def merge_ranks(self) -> Statistics:
-        """Merges what all ranks have added; a rank may have added nothing. Returns the statistics of the set."""
+        """Returns the statistics of the whole set, merged from what all ranks have added. All ranks call it together,
+        also those that have added nothing.
+        """
         self._add_moments(at_least=1)
         self._fill_missing()
         sums = {name: group.sum_over_ranks(self._sums[name]) for name in sorted(self._sums)}
@@ -183,7 +187,7 @@ class Collector:
         return result
 
     def _fill_missing(self) -> None:
-        """Adds zeros for what only other ranks have added, so that all ranks sum the same tensors."""
+        """Adds zeros for the sums that only other ranks have, so that all ranks merge the same tensors."""
         shapes = {}
         for sums in group.gather_objects({name: tuple(values.shape) for name, values in self._sums.items()}):
             shapes |= sums

@@ -22,7 +22,12 @@ _CANDIDATES = 100  # captions among which retrieval looks for an image's own
 
 @dataclass(frozen=True)
 class Metric:
-    """Describes a metric. kinds: networks that serve it, the first that is opened; needs: attributes of Statistics."""
+    """Describes a metric.
+
+    kinds    the networks that it may be taken with, of which the first that is opened serves.
+    needs    the attributes of Statistics that it reads.
+    figures  computes its figures from (name, network, statistics of the drawn set, statistics of the reference).
+    """
 
     kinds: Sequence[str]
     needs: Sequence[str]
@@ -104,7 +109,8 @@ def require_known(metrics: Sequence[str], paths: Sequence[str]) -> None:
 
 
 def choose_networks(metrics: Sequence[str], paths: Sequence[str]) -> dict[str, Features]:
-    """Opens the network of each metric, once each: the first of `paths` (KIND:PATH) that serves, else the built-in.
+    """Opens the networks of the metrics, each once, and returns them by name of the metric. A metric takes the first of
+    `paths` (KIND:PATH) that suits it, else a built-in network.
 
     Raises ConfigError if a metric has no network, if no metric takes a network, or as `require_known` and
     `open_features`.
@@ -138,12 +144,17 @@ def collect_statistics(
     progress: Callable[[int], Any] = lambda number: None,
     left_out: Sequence[str] = (),
 ) -> dict[str, Statistics]:
-    """Collects what the metrics in `networks` need of a set, by name of the network; on all ranks together.
+    """Computes the statistics of a set that the metrics in `networks` need, and returns them by name of the network.
+    All ranks call it together.
 
-    size: images of one rank at a time; keep: features for kid, pr and dc; compared: the set is the reference, of which
-    scores are not needed; progress: called with the number of images that this rank has done; left_out: patterns of
-    captions whose images accuracy and clip_score count apart.
-    Raises ConfigError if captions or labels are needed and the set has none, or there are fewer than two images.
+    size      images of one rank at a time.
+    keep      the most features that are kept, for kid, pr and dc.
+    compared  whether the set is the reference, of which scores are not needed.
+    progress  is called after each batch with the number of its images.
+    left_out  patterns of captions; accuracy and clip_score count the images of such captions apart.
+
+    Prints a note if images could not be read. Raises ConfigError if captions or labels are needed and the set has none,
+    or if there are fewer than two images.
     """
     require_enough(len(images))
     needs = _list_needs(networks, compared)
@@ -182,10 +193,10 @@ def collect_statistics(
 
 
 def prepare_set(images: Images, networks: dict[str, Features], size: int, keep: int = KEPT) -> Images:
-    """Checks that a set suits the metrics and reads its first batch; returns a set for `collect_statistics` with the
-    same arguments, on all ranks together. Faults that show without images are raised before any is drawn.
+    """Checks that a set suits the metrics, reads its first batch, and returns a set for `collect_statistics` with the
+    same arguments. All ranks call it together. Checks that need no images come first, before any is drawn.
 
-    Raises ConfigError as `collect_statistics` with this batch, or if there are too few images for pr and dc.
+    Raises ConfigError as `collect_statistics` does, or if there are too few images for pr and dc.
     """
     require_enough(len(images))
     require_neighbours(networks, min(len(images), keep))
@@ -202,8 +213,8 @@ def prepare_set(images: Images, networks: dict[str, Features], size: int, keep: 
 
 
 def require_neighbours(metrics: Iterable[str], count: int, of: str = "") -> None:
-    """Raises ConfigError if pr or dc would find too few neighbours among `count` images. of: words behind the number in
-    the message.
+    """Raises ConfigError if pr or dc is among the metrics and `count` images are too few for the neighbours that they
+    look for. `of` follows the number in the message.
     """
     by_neighbours = [name for name in metrics if name in ("pr", "dc")]
     if by_neighbours and count <= distances.NEIGHBOURS:
@@ -214,13 +225,15 @@ def require_neighbours(metrics: Iterable[str], count: int, of: str = "") -> None
 
 
 def require_enough(count: int, option: str = "") -> None:
-    """Raises ConfigError, which begins with `option`, if `count` images are too few for a set."""
+    """Raises ConfigError, which begins with `option`, if a set has fewer than two images."""
     if count < 2:
         raise ConfigError(f"{option}metrics compare sets of images: give two or more")
 
 
 def _list_needs(networks: dict[str, Features], compared: bool = False) -> dict[str, set[str]]:
-    """Lists what the metrics need of a set, by name of the network. compared: the set is the reference."""
+    """Returns the attributes of Statistics that the metrics need of a set, by name of their network. compared: the set
+    is the reference, so only metrics that compare need anything.
+    """
     needs: dict[str, set[str]] = {}
     for metric, network in networks.items():
         if METRICS[metric].compares or not compared:
@@ -229,7 +242,9 @@ def _list_needs(networks: dict[str, Features], compared: bool = False) -> dict[s
 
 
 def _require_suitable(batch: Batch, network: Features, needs: set[str]) -> None:
-    """Raises ConfigError, before much is computed, if a network takes no such images, or texts or labels are absent."""
+    """Raises ConfigError if the network does not take such images, or if captions or labels are needed and the batch
+    has none.
+    """
     _require_images_or_clips(network, batch.images.ndim == 5)
     shown = batch.captions if batch.labels is None else batch.labels  # captions of built-in data name the item
     for need, metric, kind, values in (
@@ -253,7 +268,9 @@ def _require_images_or_clips(network: Features, clips: bool) -> None:
 
 
 def list_insufficient(networks: dict[str, Features], statistics: dict[str, Statistics]) -> list[str]:
-    """Lists the metrics that compare with a reference whose statistics do not suffice for them."""
+    """Returns those of the metrics in `networks` that compare with a reference and need statistics of it that
+    `statistics` lacks.
+    """
     return [
         name
         for name, network in networks.items()
@@ -263,7 +280,9 @@ def list_insufficient(networks: dict[str, Features], statistics: dict[str, Stati
 
 
 def name_needed_inputs(metrics: Sequence[str]) -> set[str]:
-    """Names the inputs that metrics need of a set, as a message says it."""
+    """Returns the words for the statistics of a reference that these metrics need: mean, covariance, features. All of
+    them must be metrics that compare with a reference.
+    """
     words = {"mean": "mean", "covariance": "covariance", "kept": "features"}
     return {words[need] for name in metrics for need in METRICS[name].needs}
 
@@ -271,8 +290,10 @@ def name_needed_inputs(metrics: Sequence[str]) -> set[str]:
 def compute_figures(
     networks: dict[str, Features], drawn: dict[str, Statistics], reference: dict[str, Statistics]
 ) -> Figures:
-    """Returns the figures (value, deviation or None) of all metrics in `networks`, from statistics by name of their
-    network; on all ranks. Those of captions that data.leave_out names are called accuracy_left_out and the like.
+    """Returns the figures, (value, deviation or None) by name, of all metrics in `networks`. Statistics of the drawn
+    set and of the reference are given by name of the network. All ranks call it together.
+
+    Figures of images whose captions data.leave_out names are called accuracy_left_out and the like.
     """
     values: Figures = {}
     for name, network in networks.items():

@@ -30,7 +30,9 @@ class Dino(Features):
 
 
 class VideoMae(Dino):
-    """Gives the mean token of VideoMAE; a clip of other than its number of frames is read at evenly spaced ones."""
+    """Gives the mean token of VideoMAE. A clip of another number of frames than its own is read at evenly spaced
+    frames.
+    """
 
     name, videos = "videomae", True
 

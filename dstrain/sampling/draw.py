@@ -1,4 +1,4 @@
-"""Drawing and scoring by all ranks together.
+"""Drawing samples and scoring held-out data, by all ranks together.
 
 Samples are drawn in chunks of a fixed size, dealt to the ranks in turn. So every rank calls the networks equally often,
 which ZeRO-3 needs, and a seed's picture does not depend on the number of ranks.
@@ -20,8 +20,8 @@ from dstrain.systems.base import Batch, Nets, Request, System, Terms
 
 @contextmanager
 def set_eval_mode(nets: Nets) -> Iterator[None]:
-    """Sets the networks to evaluation mode, without dropout, and afterwards to the mode they had. Inside, each call of
-    them ends a piece of work (distributed/pieces.py).
+    """Runs the block with the networks in evaluation mode, without dropout, and afterwards restores the mode of each
+    module. Each call of a network within the block first calls `end_piece` (distributed/pieces.py).
     """
     networks = [net for net in nets.values() if isinstance(net, nn.Module)]
     modes = [(module, module.training) for net in networks for module in net.modules()]
@@ -40,10 +40,10 @@ def set_eval_mode(nets: Nets) -> Iterator[None]:
 def draw_rounds(
     system: System, nets: Nets, request: Request, chunk: int, device: torch.device | None = None
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yields (numbers, images) of each round: which of the request's samples, int64 (n,), and what System.sample makes
-    of them, (n, ...).
+    """Draws all samples of a request by all ranks together, and yields (numbers, images) of each round. The numbers are
+    the samples' places in the request, int64 (n,); the images are what System.sample returns for them, (n, ...).
 
-    All ranks receive all images, on the CPU. `chunk` is the number of samples in one call of the networks.
+    All ranks receive all images, on the CPU. `chunk` is the number of samples in one call of the networks by one rank.
     """
     total, world = len(request.seeds), group.world()
     for round, (_, images) in enumerate(draw_own_share(system, nets, request, chunk, device)):
@@ -56,9 +56,11 @@ def draw_rounds(
 def draw_own_share(
     system: System, nets: Nets, request: Request, chunk: int, device: torch.device | None = None
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Draws as `draw_rounds`, but each rank has the `chunk` samples of its own turn, on its device.
+    """Draws all samples of a request by all ranks together, and yields (numbers, images) of this rank's `chunk` samples
+    of each round. The images stay on its device.
 
-    The last ones may be numbered beyond the request's: they repeat others, so that all ranks call the networks alike.
+    Numbers that are not below the number of samples belong to repetitions of other samples, which keep the calls of the
+    networks equal on all ranks. Raises ConfigError if the system returns no valid samples.
     """
     total, world, device = len(request.seeds), group.world(), device or group.device()
     for begin in range(0, total, chunk * world):
@@ -74,7 +76,9 @@ def draw_own_share(
 
 
 def require_valid_samples(system: System, images: Any, count: int) -> None:
-    """Raises ConfigError if `sample` has not returned what the contract says for `count` seeds."""
+    """Raises ConfigError unless `images`, which a system's `sample` has returned, holds `count` samples: uint8 (count,
+    C, H, W) or (count, T, C, H, W), or floating-point embeddings (count, D) if the system draws embeddings.
+    """
     width = system.draws_embeddings
     found = f"{images.dtype} {tuple(images.shape)}" if torch.is_tensor(images) else f"a {type(images).__name__}"
     if not torch.is_tensor(images) or len(images.shape) == 0 or len(images) != count:
@@ -92,8 +96,8 @@ def require_valid_samples(system: System, images: Any, count: int) -> None:
 
 
 def require_valid_scores(system: System, terms: Any, count: int) -> None:
-    """Raises ConfigError unless `terms`, which a system's `evaluate` has returned, is a dict of tensors (count,) or
-    (count, K) that is not empty; scalars other than the loss pass.
+    """Raises ConfigError unless `terms`, which a system's `evaluate` has returned, is a dict with at least one entry
+    and only tensors (count,) or (count, K). Scalar tensors pass, except as `loss`.
     """
     place = f"system: evaluate of a {type(system).__name__}"
     if not isinstance(terms, dict) or not terms:
@@ -110,13 +114,13 @@ def require_valid_scores(system: System, terms: Any, count: int) -> None:
 
 
 def draw_all(system: System, nets: Nets, request: Request, chunk: int, device: torch.device | None = None) -> Tensor:
-    """Draws all samples of a request at once, (N, ...) on the CPU."""
+    """Draws all samples of a request by all ranks together, and returns them on the CPU of every rank, (N, ...)."""
     return torch.cat([images for _, images in draw_rounds(system, nets, request, chunk, device)])
 
 
 def draw_all_on_first_rank(system: System, nets: Nets, request: Request, chunk: int) -> Tensor | None:
-    """Draws as `draw_all`, on the host of rank 0 alone; None on the others. No rank's GPU holds more than its own
-    samples.
+    """Draws all samples of a request by all ranks together, and returns them on the CPU of rank 0, (N, ...); None on
+    the other ranks. No rank's GPU holds more than its own samples.
     """
     rounds = [
         group.gather_rows_on_first_rank(images, count_shares(len(request.seeds), number, chunk))
@@ -126,15 +130,17 @@ def draw_all_on_first_rank(system: System, nets: Nets, request: Request, chunk: 
 
 
 def count_shares(total: int, round: int, chunk: int) -> list[int]:
-    """Counts the samples of each rank in a round; the rest of its chunk repeats others."""
+    """Returns, for each rank, how many of its `chunk` samples of a round are among the `total`. The others repeat
+    samples.
+    """
     first = round * chunk * group.world()
     return [min(max(total - first - rank * chunk, 0), chunk) for rank in range(group.world())]
 
 
 @torch.no_grad()
 def draw_pictures_on_first_rank(system: System, nets: Nets, batch: Batch, chunk: int) -> dict[str, Tensor | None]:
-    """Draws the system's pictures of a batch that all ranks hold: uint8 (N, ...) each, on the host of rank 0; None
-    elsewhere.
+    """Draws the system's own pictures, see System.pictures, of a batch that all ranks hold, `chunk` samples of a rank
+    at a time. Returns them by name on the CPU of rank 0, uint8 (N, ...) each; None instead of each on the other ranks.
     """
     pictures: dict[str, list[Tensor | None]] = {}
     total, world = len(batch["key"]), group.world()
@@ -150,10 +156,11 @@ def draw_pictures_on_first_rank(system: System, nets: Nets, batch: Batch, chunk:
 
 
 def count_class_columns(request: Request, most: int = 20) -> int | None:
-    """Returns the number of classes, as columns of a grid, where the labels repeat in turn: then each class has a
-    column.
+    """Returns the number of classes if the request's labels go through all classes in the same order again and again. A
+    grid with so many columns then has one column for each class.
 
-    None where they do not repeat so, or there is one class, or more than `most`.
+    Returns None for other labels or none, for a single class, for more classes than `most`, and if no class comes
+    twice.
     """
     labels = request.conditions.get("label")
     count = 0 if labels is None else len(labels.unique())
@@ -164,7 +171,8 @@ def count_class_columns(request: Request, most: int = 20) -> int | None:
 
 @dataclass
 class Means:
-    """Sums over valid samples, by (kind, name) float64 (3, K) on the CPU: of values, their squares and their number.
+    """Averages terms over valid samples and ranks. `sums` holds, by (kind, name), the sums of values and of their
+    squares and the number of values, float64 (3, K) on the CPU.
 
     The kinds are figures, of terms (B,); curves, of terms (B, K); and quarters, of figures by quarter of the timesteps.
     """
@@ -192,8 +200,9 @@ class Means:
         self.sums[kind, name] = self.sums.get((kind, name), 0) + sums
 
     def average_ranks(self) -> dict[str, Any]:
-        """Averages over all ranks, which have all added the same names: figures and standard_errors {name: float},
-        curves {name: (K,)} and quarters {name: (4,)} float64, timesteps and nonfinite_samples.
+        """Returns the means over the samples of all ranks, which must have added terms of the same names: figures and
+        standard_errors {name: float}, curves {name: (K,)} and quarters {name: (4,)} float64, timesteps (of the curves'
+        columns, or None) and nonfinite_samples (their number). All ranks call it together.
         """
         names = list(self.sums)
         flat = torch.cat([*(self.sums[name].flatten() for name in names), torch.tensor([self.nonfinite]).double()])
@@ -220,11 +229,12 @@ class Means:
 def score_batches(
     system: System, nets: Nets, batches: Iterable[Batch], curves: dict[str, list[float]] | None = None
 ) -> dict[str, float]:
-    """Averages the system's evaluation terms over held-out samples, the same for any world size.
+    """Returns the means of the system's evaluation terms over held-out samples, by name, with what System.digest makes
+    of the curves. They are the same for any number of ranks, which call this together.
 
-    A batch's `valid` bool (B,) is False for the repetitions that fill up a rank's last batch. `curves` receives the
-    means of terms (B, K), such as the use of each token. A sample whose term is not finite makes that mean so;
-    `nonfinite_samples` is the number of such samples, unless it is 0.
+    A batch's `valid`, bool (B,), is False for the repetitions that fill up a rank's last batch. The dict `curves`
+    receives the means of terms (B, K), such as the use of each token. A sample whose term is not finite makes that mean
+    so; `nonfinite_samples` is the number of such samples, and is left out if it is 0.
     """
     means = Means()
     for batch in batches:

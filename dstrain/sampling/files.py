@@ -2,7 +2,7 @@
 
 samples/000000.png              pictures; of videos .gif and .mp4. With a caption 000000-a-sneaker-moving-left.gif.
                                 The folder holds nothing else: tools that score a folder take all of it
-grid.png, grid.gif              the first of them; of videos the .png shows frames side by side
+grid.png, grid.gif              the first pictures; of videos the .png shows frames side by side
 samples_NxHxWx3.npz             arr_0, as ADM's evaluator reads it, of videos (N, T, H, W, 3); arr_1, the labels
                                 int64 (N,) of a class-conditional run; prompts, where there were texts
 prompts.txt, captions.jsonl     the texts, and which file of samples/, seed and frames belong to them
@@ -35,7 +35,7 @@ _CLIPS_IN_GRID = 64  # clips
 
 @dataclass(frozen=True)
 class About:
-    """What is written beside the samples."""
+    """Describes all samples of a command, and says which files are written and how."""
 
     num: int
     seed: int = 0
@@ -54,7 +54,9 @@ class About:
 
 
 class Pictures:
-    """uint8 (n, C, H, W) or (n, T, C, H, W); every rank gives all of them."""
+    """Writes pictures uint8 (n, C, H, W) or videos (n, T, C, H, W) into the folder `out`. All ranks call it, each with
+    all samples.
+    """
 
     def __init__(self, out: Path, about: About) -> None:
         self.out, self.about = out, about
@@ -64,7 +66,8 @@ class Pictures:
 
     def add(self, numbers: Tensor, samples: Tensor) -> None:
         """Saves the next samples under their numbers, each rank its share, unless `about.files` is false; rank 0 also
-        adds them to the grid and the album. Call it in order, on all ranks.
+        adds them to the grid and the album. All ranks call it, in the order of the numbers. Videos of one frame are
+        saved as pictures.
         """
         if samples.ndim == 5 and samples.shape[1] == 1:
             samples = samples[:, 0]
@@ -117,17 +120,17 @@ class Pictures:
 
 
 class Embeddings:
-    """float32 (n, D), and the texts that they were drawn for."""
+    """Collects embeddings float32 (n, D), and writes them with the texts that they were drawn for."""
 
     def __init__(self, out: Path, about: About) -> None:
         self.out, self.about, self.rows = out, about, []
 
     def add(self, numbers: Tensor, embeddings: Tensor) -> None:
-        """Adds the next samples, in order."""
+        """Keeps the next embeddings (n, D) for `close`. Their order is that of the calls; `numbers` has no effect."""
         self.rows.append(embeddings)
 
     def close(self) -> None:
-        """Writes all samples."""
+        """Writes, on rank 0, embeddings.npy with all that was added, and prompts.txt if there are texts."""
         if group.rank() == 0:
             with replace_file(self.out / "embeddings.npy") as temporary, open(temporary, "wb") as file:
                 np.save(file, torch.cat(self.rows).float().numpy())
@@ -140,7 +143,8 @@ def _write_prompts(out: Path, texts: Sequence[str]) -> None:
 
 
 def choose_folder(out: Path | None, parent: Path) -> Path:
-    """Chooses the folder to write into: `out`, or the first of PARENT/generated, generated_2, ... that is unused.
+    """Returns the folder to write into: `out`, or for None the first of PARENT/generated, generated_2, ... that holds
+    no samples.
 
     Raises ConfigError if `out` cannot be written, or holds samples already.
     """

@@ -14,8 +14,8 @@ from dstrain.systems.base import Batch, Nets, Request, System
 
 
 def make_grid_request(samples: Samples, system: System, data: Batch) -> tuple[Request, list[str] | None]:
-    """Makes the request of a grid, and the caption of each sample or None. If `data` is not empty, the samples begin
-    from it, and have its labels.
+    """Returns the request for the samples of a grid, and their captions or None. If `data` is not empty, one sample
+    begins from each of its rows and takes its labels.
     """
     request, captions = make_request(samples, system, len(data["key"]) if data else samples.num, samples.seed)
     if data:

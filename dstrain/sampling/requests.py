@@ -1,4 +1,4 @@
-"""What to draw: the recipe's `samples` section, and what whoever asks chooses otherwise."""
+"""Makes requests for samples from the recipe's `samples` section and from choices that replace its fields."""
 
 from collections.abc import Sequence
 from itertools import cycle, islice
@@ -29,12 +29,15 @@ def make_request(
     images: Tensor | None = None,
     **choices: Any,
 ) -> tuple[Request, list[str] | None]:
-    """Returns a request for `num` samples, sample i a function of seed + i, and the text of each; None if they have no
-    texts.
+    """Returns a request for `num` samples, of which sample i is a function of seed + i, and the text of each sample, or
+    None if they have no texts.
 
-    labels and prompts are repeated to `num`. images: uint8 (N, C, H, W), or frames (N, K, C, H, W), that samples begin
-    from, repeated, too. choices: other fields of `samples`, such as sampler and num_steps. None takes the choice of the
-    recipe. Raises ConfigError if the system does not take what is chosen.
+    labels   repeated to `num`; None: those of the section `samples`.
+    prompts  texts, repeated to `num`; None: those of `samples`, but none where labels are given.
+    images   uint8 (N, C, H, W), or frames (N, K, C, H, W), that samples begin from, repeated to `num`.
+    choices  other fields of `samples`, such as sampler and num_steps; None takes that of `samples`.
+
+    Raises ConfigError if the system does not take what is chosen, or choices contradict each other.
     """
     choices = {name: value for name, value in choices.items() if value is not None}
     samples = samples.model_copy(update=choices)
@@ -81,8 +84,8 @@ def make_request(
 
 
 def choose_conditions(system: System, num: int, labels: tuple[int, ...] | None) -> dict[str, Tensor]:
-    """Returns the system's conditions for `num` samples, after a check of the labels; labels None: the system chooses
-    them.
+    """Returns the system's conditions for `num` samples, by name, (num, ...) each. labels None lets the system choose
+    them. Raises ConfigError for labels that the system does not know, or conditions of another number of samples.
     """
     if labels and system.num_labels is not None:  # A system that says no number may still know its labels.
         system.require_labels(labels)
@@ -92,7 +95,7 @@ def choose_conditions(system: System, num: int, labels: tuple[int, ...] | None) 
 
 
 def require_rows(system: System, conditions: dict[str, Tensor], num: int) -> None:
-    """Raises ConfigError if conditions are not those of `num` samples."""
+    """Raises ConfigError unless each of the `conditions` that the system has returned is a tensor (num, ...)."""
     for name, values in conditions.items():
         if not torch.is_tensor(values) or values.shape[:1] != (num,):
             found = tuple(values.shape) if torch.is_tensor(values) else type(values).__name__
@@ -103,7 +106,9 @@ def require_rows(system: System, conditions: dict[str, Tensor], num: int) -> Non
 
 
 def list_built_in_texts(data: Data, system: System) -> tuple[str, ...]:
-    """Lists every caption of the built-in data that a system reads; () for other data."""
+    """Returns all captions of the built-in data, if `data` are those, with captions, and the system reads texts; else
+    ().
+    """
     name = find_origin(data)
     if system.takes_texts and name == MOVING:
         return tuple(built_in_captions())
@@ -113,9 +118,9 @@ def list_built_in_texts(data: Data, system: System) -> tuple[str, ...]:
 
 
 def choose_all_classes(samples: Samples, data: Data, system: System) -> Samples:
-    """Returns the samples section with a set that metrics compare with the data: every class in turn, whatever labels
-    the grids show, and every caption of the built-in data; of other texts the recipe's prompts. Pictures are squares,
-    as the data's.
+    """Returns the samples section for a set that metrics compare with the data. It has all classes in turn, whatever
+    labels the grids show; all captions of the built-in data, or else the recipe's own prompts; and the size of the
+    data's squares.
     """
     prompts = list_built_in_texts(data, system) or samples.prompts
     return samples.model_copy(update={"labels": None, "prompts": prompts, "size": None})

@@ -1,4 +1,4 @@
-"""Videos that go on: from given frames, and scene after scene, each from the last frames of the one before.
+"""Long videos: they go on from given frames, and scene after scene, each from the last frames of the scene before.
 
 Notation: a clip has T frames, of which K are given, K = 1 + m * p with p the system's temporal_patch_size. Villegas et
 al. 2022 (Phenaki, arXiv 2210.02399), section 2.2: the tokens of given frames are kept, those behind them are drawn.
@@ -24,7 +24,7 @@ _LATEST = 1 - 2**-53  # of read_clip's chances: the last window of a file
 
 @dataclass(frozen=True)
 class Length:
-    """Frames of one clip, and how many of them are taken over from what comes before."""
+    """Holds the frames of one clip, and how many of them are given: `primed`, taken from what comes before."""
 
     frames: int
     primed: int
@@ -40,7 +40,8 @@ class Scene:
 
 
 def choose_length(system: System, frames: int | None, primed: int | None, scenes: bool) -> Length:
-    """Chooses the frames of a clip, by default the system's longest, and how many of them are given, by default 1 + p.
+    """Returns the Length of a clip. frames None takes as many as the system's longest clip has. primed None takes 1
+    given frame with scenes; otherwise 1 + p frames, or 1 if a clip has no more than 1 + p.
 
     With scenes 1 given frame is the default: with more, the earlier motion goes on against the text. See
     docs/guides/scenes.md.
@@ -80,11 +81,13 @@ def draw_scenes(
     request: Request,
     draw: Callable[[Request], Tensor],
 ) -> Tensor:
-    """Draws further scenes behind clips uint8 (N, T, C, H, W); returns clips with all of them, (N, T', C, H, W).
+    """Draws further scenes behind clips uint8 (N, T, C, H, W), and returns the clips with all scenes, (N, T', C, H, W).
 
-    scenes: the conditions of each, (N, ...), or (1, ...) for all clips. seeds: int64 (N,), of the first scene; every
-    further scene has seeds of its own, which follow from them. request: steps, sampler and guidance. draw: how N clips
-    are drawn of a request.
+    seeds    int64 (N,), of the first scene; each further scene gets seeds of its own, derived from them.
+    scenes   the conditions of each further scene, (N, ...), or (1, ...) for all clips.
+    primed   the number of last frames from which a scene goes on.
+    request  gives steps, sampler and guidance of all scenes.
+    draw     draws the N clips of a request.
     """
     for texts in scenes:
         seeds = rng.keys_of_seeds(seeds)
@@ -96,11 +99,12 @@ def draw_scenes(
 
 
 def read_prime(path: Path, data: Data, unit: int, primed: int, exactly: bool) -> Tensor:
-    """Reads the last frames of a clip or picture, of all in a folder, or of an .npz of samples: uint8 (N, K, C, H, W).
+    """Reads the frames that clips go on from, uint8 (N, K, C, H, W): the last K frames of a video or picture, of each
+    in a folder, or of each sample in an .npz.
 
-    K is `primed`; where clips are shorter and not `exactly` so many are needed, the most 1 + m * unit that all have.
-    Clips and pictures are scaled and cropped to the run's size, as its data are. Raises ConfigError, which names the
-    file, if one cannot be read, is too short, or is an .npz of another size.
+    K is `primed`. If a clip is shorter, K is the largest 1 + m * unit that all have, but with `exactly` ConfigError is
+    raised. Videos and pictures are scaled and cropped to the run's size, as its data are. Raises ConfigError, which
+    names the file, if one cannot be read, or an .npz has another size.
     """
     path = find_samples_file(path)
     clips = (
