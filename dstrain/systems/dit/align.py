@@ -1,8 +1,8 @@
-"""What draws a DiT's tokens to features while it trains, and spares blocks some of them: none of it at sampling.
+"""Alignment of a DiT's tokens to features, and routing of tokens past blocks. Both act in training alone.
 
-layersync   to the tokens of a deeper block of the same pass, which get no gradient (arXiv 2510.12581)
-repa        through a projector, to the patches that a frozen vision encoder sees in the image (Yu et al. 2024)
-routing     some tokens pass blocks by (TREAD, Krause et al. 2025)
+layersync   tokens are drawn to those of a deeper block of the same pass, which get no gradient (arXiv 2510.12581)
+repa        through a projector, tokens are drawn to the features of a frozen vision encoder (Yu et al. 2024)
+routing     some tokens skip blocks (TREAD, Krause et al. 2025)
 """
 
 from collections.abc import Callable, Mapping
@@ -68,8 +68,8 @@ class Align(Section):
 
     @classmethod
     def completed(cls, section: dict[str, Any]) -> dict[str, Any]:
-        """Returns the section with the width and the fingerprint of the encoder in its folder; unchanged for another
-        kind or without the folder.
+        """Returns the section with the width and the fingerprint of the encoder in its folder. Returns it unchanged for
+        another kind than repa, and if the folder does not exist.
 
         Raises ConfigError if the section names another width or fingerprint.
         """
@@ -86,8 +86,8 @@ class Align(Section):
         return {**section, **facts}
 
     def list_problems(self, latents: bool, channels: int) -> list[str]:
-        """Lists why a model with this alignment cannot learn from the data: cached `latents`, or images of so many
-        channels. Returns [] if it can.
+        """Returns the reasons why a model with this alignment cannot learn from the data; [] if it can. latents: the
+        data are cached latents; channels: those of the images.
         """
         if self.kind != "repa":
             return []
@@ -122,10 +122,11 @@ class Routing(Section):
 
 
 def check_taps(align: Align | None, routed: tuple[int, int] | None, internal: int | None, depth: int) -> None:
-    """Checks that alignment, routing and the second head name blocks of a network of `depth` blocks.
+    """Raises ConfigError if alignment or routing name blocks that a network of `depth` blocks lacks, or if the second
+    head reads the tokens between two routed blocks, where some are missing.
 
-    routed: the first and the last block that tokens may pass by; internal: the block of the second head. None: none.
-    Raises ConfigError for a block that the network lacks, and for a second head that would see a part of the tokens.
+    routed: the first and the last block that tokens may skip; internal: the block that the second head follows. Blocks
+    count from 1; None: there is none.
     """
     if align:
         names = ("depth", "target") if align.kind == "layersync" else ("depth",)
@@ -147,7 +148,7 @@ def check_taps(align: Align | None, routed: tuple[int, int] | None, internal: in
 
 
 class Alignment:
-    """The alignment of a system, and the frozen encoder that it needs, which is loaded where it is first needed."""
+    """Computes the alignment loss of a DiT. Loads the frozen vision encoder of kind=repa when it is first needed."""
 
     def __init__(self, section: Align) -> None:
         self.section, self.active = section, True
@@ -155,8 +156,8 @@ class Alignment:
         self._tower: VisionTower | None = None
 
     def begin(self, step: int) -> None:
-        """Sets `active`, whether this step aligns. The host knows it here; reading example["step"] would wait for the
-        GPU.
+        """Sets `active`: whether this step aligns. It is called where the host knows the step, since reading
+        example["step"] would wait for the GPU.
         """
         self.active = self.is_due(step)
 
@@ -165,23 +166,25 @@ class Alignment:
 
     @property
     def needs_extras(self) -> bool:
-        """Returns whether the network's extras are needed: in steps that align, and for kind=repa in all, since its
-        projectors take part in every step.
+        """Returns whether the loss needs the network's extras (DiT.forward): in steps that align, and for kind=repa in
+        all, since its projectors must take part in every step.
         """
         return self.active or self.section.kind == "repa"
 
     def frozen(self) -> tuple[nn.Module, ...]:
-        """Returns (encoder,) for kind=repa if its folder is there; else (): a finished run draws without."""
+        """Returns (encoder,) for kind=repa if the encoder's folder exists; else (), since a finished run draws
+        without it.
+        """
         if self.section.kind != "repa" or self.section.path is None or not Path(self.section.path).is_dir():
             return ()
         return (self._load_encoder(),)
 
     def loss(self, found: Mapping[str, Any], example: Example, grid: tuple[int, int], keep: Tensor | None) -> Tensor:
         """Returns the distance of each sample's tokens from their targets, float32 (B,): mean squared, or minus the
-        cosine; 0 for kind=repa in a step that does not align.
+        mean cosine; 0 for kind=repa in a step that does not align.
 
-        found: what the DiT has noted in its pass. grid: rows and columns of the image's tokens. keep: the tokens that
-        pass routed blocks, None: all.
+        found: what DiT.forward returns with extras. grid: rows and columns of the image's patches. keep: int64 (B, M),
+        the tokens that go through routed blocks; None: all.
         """
         if self.section.kind == "layersync":
             drawn, towards = found["drawn"], found["towards"]
@@ -201,7 +204,9 @@ class Alignment:
 
     @torch.no_grad()
     def features(self, example: Example, grid: tuple[int, int]) -> Tensor:
-        """Returns the targets, float32 (B, N, width): those of the example, or what the encoder sees in its images."""
+        """Returns the targets of kind=repa, float32 (B, N, width): the example's features, or else what the encoder
+        sees in the example's images.
+        """
         if "features" in example:
             return example["features"]
         tower, image = self._load_encoder(), example["image"]
@@ -220,7 +225,7 @@ class Alignment:
 
 
 def require_features(section: Align, sample: Mapping[str, Any]) -> None:
-    """Raises ConfigError if nothing gives the features of a sample."""
+    """Raises ConfigError for kind=repa if the section names no encoder and the data's `sample` has no features."""
     if section.kind == "repa" and section.path is None and "features" not in sample:
         raise ConfigError(f"{_KEY}: no encoder is named; give the local folder of one, such as DINOv2's")
 
@@ -237,8 +242,8 @@ def warn_of_few_tokens(count: int) -> None:
 
 
 def match_projectors(state: dict[str, Tensor], shapes: Shapes) -> list[str]:
-    """Changes a file's projectors, in place, to those that the network has: removes them if the network has none, and
-    initializes those that the file lacks, with the same values on every rank. Returns notes for the user.
+    """Changes the projectors in a file's state dict to those that the network has: deletes them if it has none, and
+    adds initial values, equal on all ranks, for all if the file has none. Returns notes for the user.
     """
     given, needed = ([name for name in names if name.startswith("projectors.")] for names in (state, shapes))
     if given and not needed:

@@ -16,7 +16,9 @@ from dstrain.nn.tokens import MLPS, MODULATIONS, Attention, build_norm, join_hea
 
 
 class Seen(NamedTuple):
-    """What all blocks of a forward pass see. They take it as single tensors, for which hooks and graphs look."""
+    """The inputs that all blocks of a forward pass share. Blocks take them as separate arguments, since hooks and
+    graphs look for tensors there.
+    """
 
     c: Tensor | None = None
     """The condition, (B, D), or (B, N, D) for each token."""
@@ -33,13 +35,15 @@ class Seen(NamedTuple):
 
 
 class Block(nn.Module):
-    """Attention and MLP, each shifted, scaled and gated by the condition; between them attention to texts, if any.
+    """Attention and an MLP, each shifted, scaled and gated by the condition; between them cross-attention to texts, if
+    any.
 
     norm          layer, layer_affine or rms.
     mlp           gelu or swiglu.
     qk_norm       see nn.tokens.Attention.
     modulation    own, shared or none.
-    text          whether it reads texts, plain (PixArt) or behind a norm (normed: Wan); their last map begins as zero.
+    text          how it reads texts: none; plain (PixArt); or normed, behind a norm (Wan). The last map begins as zero.
+    vectors       how many vectors the modulation computes: 6, or 9 for the image of a dual JointBlock.
     """
 
     def __init__(
@@ -78,7 +82,7 @@ class Block(nn.Module):
 class JointBlock(nn.Module):
     """Patches and texts in one sequence, each with weights of their own, attending to both (MMDiT, Esser et al. 2024).
 
-    last   the texts end here: they are read, and patches alone are returned.
+    last   whether this is the last block, which reads the texts but returns the patches alone.
     dual   the patches attend to themselves once more (Stable Diffusion 3.5 medium).
     """
 
@@ -99,8 +103,8 @@ class JointBlock(nn.Module):
             self.attn2 = Attention(dim, num_heads, qk_norm)
 
     def forward(self, x: Tensor, *seen: Tensor | int | None) -> Tensor:
-        """Maps tokens (B, N, D), the image's and behind them the text's, to tokens (B, N, D). seen: the fields of
-        `Seen`, in order.
+        """Maps tokens (B, N, D), the patches first and the text's behind them, to tokens (B, N, D); if it is the last
+        block, to the patches alone. seen: the fields of `Seen`, in order.
         """
         c, _, _, _, mask, images = Seen(*seen)
         image, words = x[:, :images], x[:, images:]
@@ -127,8 +131,8 @@ class JointBlock(nn.Module):
 
 
 class LastText(nn.Module):
-    """The texts' side of the last joint block: they are only read. Queries, which nobody reads, have weights as in the
-    published files.
+    """The weights for the texts in the last joint block, which reads their keys and values but does not change the
+    texts. It has weights for their queries, too, without use, since the published files have them.
     """
 
     def __init__(self, dim: int, num_heads: int, qk_norm: str) -> None:
@@ -139,7 +143,7 @@ class LastText(nn.Module):
 
 
 class FinalLayer(nn.Module):
-    """Tokens to the values of their patches, (B, N, D) -> (B, N, values); see Block for its choices."""
+    """Maps tokens to the values of their patches, (B, N, D) -> (B, N, values); see Block for its choices."""
 
     def __init__(self, dim: int, values: int, norm: str = "layer", modulation: str = "own") -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Clips in place of images: which frames they have, and the first frames that may be given.
+"""Clips in place of images: the number of their frames, and first frames that may be given.
 
 B samples, T frames of C channels and H x W pixels (or their latents, frame by frame), (B, C, T, H, W) in the network.
 """
@@ -50,16 +50,20 @@ class Video(Section):
         return self
 
     def count_patches(self, frames: int) -> int:
-        """Counts the patches along the time of a clip of so many frames."""
+        """Counts the patches in time of a clip of so many frames. The first frame is a patch of its own."""
         return 1 + (frames - 1) // self.patch_frames
 
     def find_end(self, step: int) -> int:
-        """Returns how many frames of its clips a step sees."""
+        """Returns how many first frames of its clips a training step sees, by the shares of `beginnings`; in the other
+        steps all.
+        """
         cut = find_last_kept_frame(self.beginnings, step)
         return self.frames if cut is None else 1 + cut * self.patch_frames
 
     def require_frames(self, name: str, frames: int) -> None:
-        """Raises ConfigError if so many frames are too many, or patches do not divide them."""
+        """Raises ConfigError if the number of frames is not 1 + a multiple of patch_frames, or is above that of the
+        longest clip. name: the key or option of this number, for the message.
+        """
         step = self.patch_frames
         if frames < 1 or (frames - 1) % step:
             below = 1 + max((frames - 1) // step, 0) * step
@@ -71,9 +75,10 @@ class Video(Section):
             raise ConfigError(f"{name}: {frames} frames, and clips of this model have {self.frames} at most")
 
     def check(self, unit: int, aligned: bool, cached: bool, embedding_dim: int) -> None:
-        """Raises ConfigError if other choices of the model do not go with clips, or patches do not fill their height.
+        """Raises ConfigError if other choices of the model do not go with clips, or if patches do not divide the clips'
+        height.
 
-        unit: pixels of a patch; aligned: to images (REPA); cached: the data are latents.
+        unit: side of a patch in pixels. aligned: kind=repa is set. cached: the data are latents.
         """
         if self.height and self.height % unit:
             raise ConfigError(f"video.height: {self.height} is no multiple of {unit}, patch_size x factor")
@@ -87,13 +92,17 @@ class Video(Section):
 
     @classmethod
     def completed(cls, section: dict[str, Any], run: Run) -> dict[str, Any]:
-        """Returns the section with the frames and the height of the data's clips, where it names none."""
+        """Returns the section with the data's number of frames and height, where the data have these and the section
+        leaves them out.
+        """
         of_data = {"frames": run.data.num_frames, "height": run.data.height}
         return {name: value for name, value in of_data.items() if value is not None} | section
 
 
 def list_clip_problems(video: Video | None, run: Run, image_size: int) -> list[str]:
-    """Lists what in the recipe's data does not fit a model of clips; or of images, where `video` is None."""
+    """Returns the problems of the recipe's data with a model of clips, or with a model of images if `video` is None; []
+    if there are none.
+    """
     data, problems = run.data, []
     if video is None:
         if data.num_frames is not None:
@@ -117,7 +126,9 @@ def list_clip_problems(video: Video | None, run: Run, image_size: int) -> list[s
 
 
 class Given(Condition):
-    """The first frames of a clip and 1 where they stand, zeros elsewhere and for none: (B, C + 1, T, H, W)."""
+    """The first frames of a clip that are given, (B, C + 1, T, H, W): the frames and, as the last channel, 1 where they
+    stand. All else is zero.
+    """
 
     name, argument = PRIME, "given"
 
@@ -125,8 +136,9 @@ class Given(Condition):
         self.video, self.find_shape = video, find_shape
 
     def read(self, example: Example) -> Arguments:
-        """Draws from the samples' keys how many frames of each clip are given: none, 1, 1 + patch_frames, ...; never
-        all of them.
+        """Returns {"given": the first frames of x_start, marked, (B, C + 1, T, H, W)}. Draws from the samples' keys how
+        many are given: in a share given_share of the clips 1, 1 + patch_frames, ... up to `given`, but never all; in
+        the others 0.
         """
         x_start, key, step = example["x_start"], example["key"], self.video.patch_frames
         choices = self.video.count_patches(min(self.video.given, x_start.shape[2] - step))
@@ -137,8 +149,8 @@ class Given(Condition):
         return {"given": _mark_given(x_start, torch.where(share < self.video.given_share, count, 0))}
 
     def read_request(self, request: Request) -> Arguments:
-        """Returns {"given": the given frames and their marks, (B, C + 1, T, H, W)}, as DiTSystem.sample has put them
-        into the request; zeros for a request without given frames.
+        """Returns {"given": the frames that DiTSystem.sample has put into the request, (N, C + 1, T, H, W)}; zeros if
+        it has none.
         """
         if "given" in request.conditions:
             return {"given": request.conditions["given"]}
@@ -160,7 +172,9 @@ class Given(Condition):
         return {}
 
     def extend(self, given: Tensor, shape: tuple[int, ...]) -> Tensor:
-        """Returns the network's argument for given frames (N, C, K, H, W) of clips of a `shape` (C, T, H, W)."""
+        """Returns given frames (N, C, K, H, W), extended by zeros to clips of a `shape` (C, T, H, W) and marked,
+        (N, C + 1, T, H, W). Raises ConfigError if they are not fewer than T, or have another height or width.
+        """
         clips = given.new_zeros(len(given), *shape)
         if given.shape[2] >= shape[1] or given.shape[3:] != clips.shape[3:]:
             raise ConfigError(
@@ -173,15 +187,17 @@ class Given(Condition):
 
 
 def _mark_given(clips: Tensor, count: Tensor) -> Tensor:
-    """Keeps the first `count` (B,) frames of clips (B, C, T, H, W) and marks them: (B, C + 1, T, H, W)."""
+    """Sets all but the first `count` (B,) frames of clips (B, C, T, H, W) to zero, and appends a channel that is 1 in
+    those first frames: (B, C + 1, T, H, W).
+    """
     is_given = torch.arange(clips.shape[2], device=clips.device) < count[:, None]  # (B, T)
     mark = is_given[:, None, :, None, None].to(clips.dtype).expand(-1, 1, -1, *clips.shape[3:])
     return torch.cat((clips * mark, mark), dim=1)
 
 
 def encode_clips(pixels: Tensor, key: Tensor, first_stage: Autoencoder | None) -> Tensor:
-    """Returns what the network learns of clips (B, T, C, H, W) in [-1, 1]: (B, c, T, h, w), the latents of each frame,
-    each with noise of its own; without a first stage the pixels.
+    """Returns x_start of clips (B, T, C, H, W) in [-1, 1]: (B, c, T, h, w), the latents of each frame, each with noise
+    of its own; without a first stage the pixels.
     """
     if first_stage is None:
         return pixels.transpose(1, 2)
@@ -190,6 +206,8 @@ def encode_clips(pixels: Tensor, key: Tensor, first_stage: Autoencoder | None) -
 
 
 def decode_clips(x_start: Tensor, first_stage: Autoencoder | None) -> Tensor:
-    """Inverts `encode_clips`, one clip after the other: (B, c, T, h, w) -> (B, T, C, H, W)."""
+    """Returns the clips (B, T, C, H, W) of x_start (B, c, T, h, w): the inverse of `encode_clips`. Decodes one clip
+    after the other.
+    """
     clips = x_start.transpose(1, 2)
     return clips if first_stage is None else torch.stack([first_stage.decode(clip) for clip in clips])

@@ -1,6 +1,8 @@
-"""What a DiT is told: times, labels, sizes, image embeddings and texts, each as vectors of the width D, or as tokens.
+"""The conditions of a DiT: times, labels, sizes, image embeddings and texts, each embedded as vectors of width D, or as
+tokens.
 
-Modules embed them in the network. A Condition is one of them as the system sees it: in batches and requests.
+The modules here embed conditions in the network. A Condition reads one of them from batches and requests for the
+system.
 
 B samples, D = dim. Weights start as published: normal(0.02), and zero for the last map of a condition that is added to
 a network which was trained without it.
@@ -29,10 +31,10 @@ TIME_FEATURES = 256  # number of sinusoids of a timestep, or of random frequenci
 
 
 class TimestepEmbedder(nn.Module):
-    """(B,) -> (B, D); the sinusoids in float32, since bfloat16 cannot tell timesteps apart.
+    """Embeds times (B,) as (B, D). Computes the sinusoids in float32, since bfloat16 cannot tell timesteps apart.
 
-    time_freq   official; diffusers, whose frequencies are spaced a little wider; or fourier, normal random frequencies
-                that stay as they are, the same in every network that is not loaded.
+    time_freq   official; diffusers, whose frequencies are spaced a little wider; or fourier, random frequencies of a
+                normal distribution, drawn from a fixed seed and never trained.
     """
 
     def __init__(self, dim: int, time_freq: str) -> None:
@@ -49,7 +51,7 @@ class TimestepEmbedder(nn.Module):
         self.mlp = nn.Sequential(Linear(features, dim, init="normal"), nn.SiLU(), Linear(dim, dim, init="normal"))
 
     def reset_parameters(self) -> None:
-        """Sets the frequencies `W` of time_freq=fourier, from a fixed seed; does nothing without them. All weights
+        """Sets the frequencies `W` of time_freq=fourier from a fixed seed. Without them does nothing, since all weights
         belong to submodules.
         """
         if hasattr(self, "W"):
@@ -76,8 +78,9 @@ class TimestepEmbedder(nn.Module):
 
 
 class SizeEmbedder(nn.Module):
-    """The original height and width of an image, the top and left of its crop and the crop's height and width, in
-    pixels, int64 (B, 6) -> (B, D): SDXL's micro-conditioning (Podell et al. 2023). It begins as zero.
+    """Embeds int64 (B, 6) as (B, D): the original height and width of an image, the top and left of its crop, and the
+    crop's height and width, all in pixels. This is SDXL's micro-conditioning (Podell et al. 2023). Its output begins as
+    zero.
     """
 
     def __init__(self, dim: int) -> None:
@@ -91,8 +94,9 @@ class SizeEmbedder(nn.Module):
 
 
 class SidesEmbedder(nn.Module):
-    """The original height and width of an image, and height / width of its crop, of int64 (B, 6) as in SizeEmbedder ->
-    (B, D), a third for each number (PixArt-alpha's network of 1,024 pixels, Chen et al. 2023). It begins as zero.
+    """Embeds three numbers, each in a third of (B, D): the original height and width of an image, and height / width of
+    its crop, read from int64 (B, 6) as in SizeEmbedder (PixArt-alpha's network of 1,024 pixels, Chen et al. 2023). Its
+    output begins as zero.
     """
 
     def __init__(self, dim: int) -> None:
@@ -115,8 +119,8 @@ SIZE_EMBEDDERS = {"sdxl": SizeEmbedder, "pixart": SidesEmbedder}
 
 
 class PooledText(nn.Module):
-    """The vector that stands before a text's states: float (B, L, E) and bool (B, L), whose first row holds its `width`
-    values, to (B, D). Where it is not read it is zeros (SD3).
+    """Embeds the pooled vector of a text as (B, D). The first row of the text, float (B, L, E), begins with the
+    vector's `width` values. The vector is zeros where the first entry of the mask, bool (B, L), is False (SD3).
     """
 
     def __init__(self, width: int, dim: int) -> None:
@@ -132,7 +136,9 @@ class PooledText(nn.Module):
 
 
 class ImageEmbedder(nn.Module):
-    """Image embeddings (B, E), or zeros for none, to (B, D). Only their direction counts. It begins as zero."""
+    """Embeds image embeddings (B, E), zeros for none, as (B, D). Brings each to length sqrt(E) first, so that only its
+    direction counts. Its output begins as zero.
+    """
 
     def __init__(self, embedding_dim: int, dim: int) -> None:
         super().__init__()
@@ -145,7 +151,9 @@ class ImageEmbedder(nn.Module):
 
 
 class LearnedTokens(nn.Module):
-    """`count` learned tokens, to each of which a condition may add: (B, D) -> (B, count, D). Normal(0.02)."""
+    """Returns `count` learned tokens for each sample, with a condition (B, D) added to each: (B, count, D). The tokens
+    begin as normal(0.02).
+    """
 
     def __init__(self, count: int, dim: int) -> None:
         super().__init__()
@@ -160,12 +168,13 @@ class LearnedTokens(nn.Module):
 
 
 class TextTokens(nn.Module):
-    """Texts -> tokens (B, M, D), and bool (B, M), which of them are read.
+    """Embeds texts as tokens (B, M, D), and says by bool (B, M) which of them are read.
 
-    encodings_dim             E, the width of a text encoder's states, which are normed and mapped; or
-    projection                linear; or without a norm: mlp, by two layers (PixArt), or plain, by one (SD3).
-    num_words, max_text_len   rows of the table of hashed words, and number of their places.
-    learns_null               whether a learned token stands before the text's, read where no token of the text is.
+    encodings_dim             E, the width of a text encoder's states; None: texts are ids of hashed words.
+    projection                how states are mapped to D: linear, by one layer behind a norm; or without a norm: mlp, by
+                              two layers (PixArt), or plain, by one (SD3).
+    num_words, max_text_len   of hashed words: the number of ids, and the largest number of words of a text.
+    learns_null               whether a learned token stands in front, which is read where no token of the text is.
     """
 
     def __init__(
@@ -190,8 +199,8 @@ class TextTokens(nn.Module):
         self.null = Embedding(1, dim) if learns_null else None
 
     def forward(self, text: Tensor, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Embeds ids int64 (B, L), or states (B, L, E), as tokens (B, L, D); returns them and bool mask (B, L), True
-        where read (mask None: all). With a null text, one more token stands in front.
+        """Embeds ids int64 (B, L), or states (B, L, E), as tokens (B, L, D); returns them and a mask bool (B, L), True
+        where a token is read (mask None: everywhere). With learns_null both begin with one more token, the null text.
         """
         if text.ndim == 2:
             tokens = self.words(text) + self.places(torch.arange(text.shape[1], device=text.device))
@@ -204,7 +213,7 @@ class TextTokens(nn.Module):
         return torch.cat((null, tokens), dim=1), torch.cat((~read.any(1, keepdim=True), read), dim=1)
 
     def project(self, states: Tensor) -> Tensor:
-        """Maps a text encoder's states to the width: (..., E) -> (..., D)."""
+        """Maps a text encoder's states to the network's width: (..., E) -> (..., D)."""
         if hasattr(self, "fc1"):
             return self.fc2(F.gelu(self.fc1(states.to(self.fc1.weight.dtype)), approximate="tanh"))
         states = states.to(self.proj.weight.dtype)
@@ -212,7 +221,9 @@ class TextTokens(nn.Module):
 
 
 class Condition:
-    """One condition: where it stands in a batch, and the arguments of the network that it becomes, (B, ...) each."""
+    """One condition of the network: reads it from a batch or a request, and returns it as keyword arguments of the
+    network, (B, ...) each. Of the class attributes, `name` is its key in a batch, and `argument` that keyword.
+    """
 
     name: ClassVar[str]
     argument: ClassVar[str]
@@ -223,11 +234,15 @@ class Condition:
         """
 
     def prepare(self, batch: Batch) -> Example:
-        """Returns this condition's tensors that an example holds beside the batch's own, by name; {} by default."""
+        """Returns the tensors, by name, that this condition adds to the example of a batch, such as texts that are
+        encoded now; {} by default.
+        """
         return {}
 
     def read(self, example: Example) -> Arguments:
-        """Returns the network's arguments. Raises ConfigError if the data do not hold it."""
+        """Returns the network's arguments for an example. Conditions that data may lack raise ConfigError if the
+        example lacks them.
+        """
         return {self.argument: example[self.name]}
 
     def read_request(self, request: Request) -> Arguments:
@@ -235,14 +250,14 @@ class Condition:
         return {self.argument: request.conditions[self.name]}
 
     def make_null(self, told: Arguments) -> Arguments:
-        """Returns new values for those of the arguments `told` that change when this condition is dropped; {} by
-        default: it is never dropped.
+        """Returns what replaces the arguments `told` of this condition where it is dropped, such as the label "none";
+        {} by default, for a condition that is never dropped.
         """
         return {}
 
     def read_negative(self, request: Request, told: Arguments) -> Arguments:
-        """Returns new values for those of the arguments `told` that guidance leads away from; by default those of
-        `make_null`.
+        """Returns what replaces the arguments `told` of this condition in the prediction that guidance leads away from;
+        by default what `make_null` returns.
         """
         return self.make_null(told)
 
@@ -253,14 +268,14 @@ class Condition:
         return {}
 
     def draw(self, key: Tensor, size: Shape) -> dict[str, Tensor]:
-        """Draws this condition's tensors, by name, for a synthetic batch with keys int64 (B,); size: (width, height) of
-        its images.
+        """Draws random tensors of this condition, by name, for a synthetic batch with keys int64 (B,). size:
+        (width, height) of its images in pixels.
         """
         raise NotImplementedError
 
 
 class Label(Condition):
-    """int64 (B,): the number of a class, and `num_classes` for none."""
+    """The number of a class, int64 (B,); num_classes stands for no label."""
 
     name, argument = "label", "y"
 
@@ -288,7 +303,9 @@ class Label(Condition):
 
 
 class Sizes(Condition):
-    """int64 (B, 6), see SizeEmbedder; samples are pictures that had their size, and were not cut."""
+    """The original size and the crop of an image, int64 (B, 6), see SizeEmbedder. Samples are drawn as images that had
+    the requested size and were not cropped.
+    """
 
     name, argument = "size", "size"
 
@@ -312,7 +329,7 @@ class Sizes(Condition):
 
 
 class ImageEmbedding(Condition):
-    """(B, width), and zeros for none."""
+    """The embedding of an image, (B, width); zeros stand for none."""
 
     name, argument = "image_embed", "embed"
 
@@ -348,7 +365,9 @@ class ImageEmbedding(Condition):
 
 
 class Text(Condition):
-    """Ids of hashed words int64 (B, L), or encodings (B, L, E), and which are read, bool (B, L); nothing for none."""
+    """A text: ids of hashed words int64 (B, L), or encodings (B, L, E), with a mask bool (B, L), True where a token is
+    read. A text of which no token is read stands for none.
+    """
 
     name, argument = "text", "text"
 
@@ -377,7 +396,9 @@ class Text(Condition):
         return self._fill_empty_texts({"text": told["text"], "mask": torch.zeros_like(told["mask"])})
 
     def read_negative(self, request: Request, told: Arguments) -> Arguments:
-        """Returns the negative prompts, which a request holds under the names of prompts with `negative_` before."""
+        """Returns the negative prompts of a request, whose conditions are named as those of prompts with `negative_` in
+        front. Returns the null text if there are none.
+        """
         inputs = {name: value for name, value in request.conditions.items() if name.startswith(NEGATIVE)}
         if not inputs:
             return self.make_null(told)
@@ -386,8 +407,8 @@ class Text(Condition):
         return {name: value.to(told[name].device) for name, value in negative.items()}
 
     def _fill_empty_texts(self, told: Arguments) -> Arguments:
-        """Returns the arguments with the encoder's empty text for samples of which no token is read. Returns them
-        unchanged if the network learns its null text or has none.
+        """Returns the arguments with the encoder's states of an empty text for each sample of which no token is read.
+        Returns them unchanged if the network learns its null text or has none.
         """
         config = self.reader.config
         if config.learns_null or not config.has_null:

@@ -1,4 +1,6 @@
-"""What determines a DiT: its fields checked among themselves and against the recipe, and the parts made from them."""
+"""The model section of a DiT: checks its fields with each other and with the rest of the recipe, and makes the
+network's arguments, its conditions and its diffusion process from them.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -28,8 +30,8 @@ class Config(Fields):
     @model_validator(mode="before")
     @classmethod
     def _fill_in_preset(cls, model: Any) -> Any:
-        """Returns the section with a preset's choices for the fields it leaves out, but for those of its shape, see
-        network_shape.
+        """Returns the section with the choices of the preset that `size` names, for fields that it leaves out; inner
+        sections are merged. The four fields of SHAPE stay out: network_shape reads them from the preset.
         """
         size = model.get("size") if isinstance(model, dict) else None
         preset = PRESETS.get(size, {}) if isinstance(size, str) else {}
@@ -71,7 +73,9 @@ class Config(Fields):
         return self
 
     def _check_choices(self, shape: dict[str, int]) -> None:
-        """Checks that blocks, tokens and heads fit each other."""
+        """Raises ConfigError if the choices of blocks, condition tokens, heads and alignment do not fit each other.
+        shape: what network_shape returns.
+        """
         if not self.sines and not self.block.rope:
             raise ConfigError("sines: without them and without block.rope no patch has a place; set block.rope=true")
         self._check_texts()
@@ -115,8 +119,8 @@ class Config(Fields):
             raise ConfigError("internal: a second head is trained for flows alone; set objective=flow, or leave it out")
 
     def _check_joint(self, shape: dict[str, int]) -> None:
-        """Checks that joint blocks go with the other choices, and that sines_within has places for the patches of all
-        sizes.
+        """Raises ConfigError if joint blocks do not go with the other choices, or if an image of one of the model's
+        sizes has more patches along a side than the square of sines_within.
         """
         block = self.block
         if block.dual > (shape["depth"] if block.joint else 0):
@@ -143,8 +147,8 @@ class Config(Fields):
                 )
 
     def _check_texts(self) -> None:
-        """Checks that the fields of texts agree with each other and with cached texts; without condition=text, that
-        none is set.
+        """Raises ConfigError if the fields of texts contradict each other or the cached texts, or if one of them is set
+        without condition=text.
         """
         if not self.reads_texts:
             names = "text_encoder", "text_encodings_dim", "cross_attention", "text_pooled_dim"
@@ -179,8 +183,9 @@ class Config(Fields):
 
     @classmethod
     def completed(cls, model: dict[str, Any], run: Run) -> dict[str, Any]:
-        """Returns the section with what the data say where it is silent: size, channels, and the latents that they
-        hold.
+        """Returns the section with fields that it leaves out filled in: size, channels and clips from the data, text
+        encodings and latents from the cache, and what is known of the autoencoder and the vision encoder from their
+        folders. The fields sizes, size_conditions and codes are always replaced by those of the data.
         """
         from_data: dict[str, Any] = {"image_size": run.data.image_size}
         first_stage, index, codes, stage = model.get("first_stage"), run.data.codes, None, None
@@ -319,7 +324,7 @@ class Config(Fields):
         return super().with_encoders(model, text_encoder, tokenizer)
 
     def make_network_arguments(self) -> dict[str, Any]:
-        """Returns the keyword arguments of DiT."""
+        """Returns the keyword arguments with which DiT builds this network."""
         fields = {
             "in_channels",
             "mlp_ratio",
@@ -358,8 +363,8 @@ class Config(Fields):
         }
 
     def list_conditions(self, texts: Reader) -> tuple[Condition, ...]:
-        """Returns the network's conditions: text or label first, then image embedding, sizes and given frames, as
-        configured.
+        """Returns the conditions that the network reads, in this order: text or label, image embedding, sizes, given
+        frames.
         """
         told: list[Condition] = [Text(texts) if self.reads_texts else Label(self.num_classes)]
         if self.embedding_dim:
@@ -371,8 +376,8 @@ class Config(Fields):
         return tuple(told)
 
     def make_process(self) -> Process:
-        """Returns the process between data and noise whose reverse the network learns: `flow`'s, or the chain of
-        `diffusion`.
+        """Returns the process that adds noise to data and whose reverse the network learns: a flow by the section
+        `flow`, or a diffusion chain by the section `diffusion`.
         """
         if self.objective == "flow":
             return self.flow.make_process(self.shape())
@@ -387,8 +392,8 @@ class Config(Fields):
         return ChainProcess(diffusion, section.schedule, clip=self.models_pixels)
 
     def list_guide_fields(self) -> dict[str, Any]:
-        """Returns the fields, by name, that a guide's section must have alike: those of the data, and of noise of the
-        same kind.
+        """Returns those fields, by name, in which this section and that of a guide (another network that guides
+        sampling) must be equal: those that describe the data, the conditions and the noise.
         """
         names = (
             "image_size",

@@ -1,4 +1,4 @@
-"""The fields of a DiT, one line for each, and what follows from them alone: shapes, and what it reads."""
+"""The fields of a DiT's model section, and what follows from them alone, such as the shape of the network's input."""
 
 from typing import Annotated, Literal
 
@@ -124,15 +124,17 @@ class Fields(SystemConfig, ReadsTexts):
     """Latents that data.path holds ready, filled in from its index; the first stage then only decodes."""
 
     def find_routed_blocks(self) -> tuple[int, int]:
-        """Returns the first and the last block that tokens may pass by; (0, 0): none."""
+        """Returns the numbers, counted from 1, of the first and the last block that tokens may skip; (0, 0) without
+        routing.
+        """
         if self.routing is None:
             return 0, 0
         end = self.network_shape()["depth"] - 1 if self.routing.end is None else self.routing.end
         return self.routing.start, end
 
     def latent_scale_and_shift(self) -> tuple[autoencoder.Values, autoencoder.Values]:
-        """Returns (scale, shift): the network's input is (latents - shift) * scale. Each is a number, or a list of one
-        for each channel.
+        """Returns (scale, shift), by which latents become the network's input: (latents - shift) * scale. Each is a
+        number, or a list of one number for each channel.
         """
         if self.latents.normalize == "channels":
             return [1 / value for value in self.latents.std], self.latents.mean
@@ -153,7 +155,9 @@ class Fields(SystemConfig, ReadsTexts):
         return self.has_null and self.null_text == "learned"
 
     def network_shape(self) -> dict[str, int]:
-        """Returns patch_size, hidden_size, depth and num_heads, whichever way they are given."""
+        """Returns patch_size, hidden_size, depth and num_heads by name, from the preset that `size` names, or else from
+        the fields.
+        """
         return (
             self.model_dump(include=set(SHAPE))
             if self.size is None
@@ -162,16 +166,16 @@ class Fields(SystemConfig, ReadsTexts):
 
     @property
     def input_size(self) -> int:
-        """Returns the side of the network's input."""
+        """Returns the side of the network's square input, in latents or pixels."""
         if self.first_stage is None:
             return self.image_size if self.codes is None else self.codes.shape[1]
         return self.image_size // self.first_stage.factor
 
     def shape(self, size: Shape | None = None, frames: int | None = None) -> tuple[int, ...]:
-        """Returns the shape of the network's input, (C, h, w), for images of a width and height; None: squares of
-        image_size. Of clips of so many frames (C, T, h, w); None: the longest.
+        """Returns the shape of the network's input, (C, h, w), for images of `size` = (width, height) pixels; None:
+        image_size squared. For a model of clips returns (C, T, h, w); frames: T, None for the longest clip.
 
-        Raises ConfigError if the patches do not fill it.
+        Raises ConfigError if patches do not divide a side, or if `frames` is too large or does not divide into patches.
         """
         if self.video is not None:
             frames = self.video.frames if frames is None else frames
@@ -187,11 +191,13 @@ class Fields(SystemConfig, ReadsTexts):
         return self.in_channels, *times, high // factor, wide // factor
 
     def count_tokens(self, shape: tuple[int, ...]) -> int:
-        """Counts the patches of an input (C, h, w) or (C, T, h, w)."""
+        """Counts the patches of a network input of shape (C, h, w) or (C, T, h, w)."""
         count = shape[-2] * shape[-1] // self.network_shape()["patch_size"] ** 2
         return count if self.video is None else count * self.video.count_patches(shape[1])
 
     @property
     def models_pixels(self) -> bool:
-        """Returns whether data lie in [-1, 1], so that the predicted x_start may be clipped; latents do not."""
+        """Returns whether the network learns pixels of 1 or 3 channels and not latents. Pixels lie in [-1, 1], so the
+        predicted x_start may be clipped.
+        """
         return not (self.first_stage or self.codes) and self.in_channels in (1, 3)

@@ -1,4 +1,6 @@
-"""The first stage of a DiT: the autoencoder whose latents it learns, and the latents that a cache holds of it."""
+"""The sections of a DiT's first stage, which is the autoencoder of its latents, of cached latents, and of their
+scale.
+"""
 
 from typing import Annotated, Any, Literal
 
@@ -44,8 +46,8 @@ class Codes(Section):
     """Fingerprint of the encoder that made these."""
 
     def check(self, in_channels: int, image_size: int, input_size: int, factor: int, patch: int) -> None:
-        """Raises ConfigError if these latents are not the network's input: of other channels or side, or patches do
-        not divide them.
+        """Raises ConfigError if the cached latents are not the network's input: if they have other channels or another
+        side, or patches do not divide them.
         """
         channels, *sides = self.shape
         if in_channels != channels:
@@ -105,8 +107,10 @@ class Latents(Section):
 def load_first_stage(
     section: FirstStage, codes: Codes | None, in_channels: int, image_size: int, scale: tuple[Values, Values]
 ) -> Autoencoder:
-    """Returns the autoencoder, without its encoder where a cache holds its latents. Raises ConfigError if it is not
-    the one that the recipe, the run or the cache names. scale: see Config.latent_scale_and_shift.
+    """Loads the autoencoder; without its encoder if the latents are cached (`codes`). scale: what
+    Config.latent_scale_and_shift returns.
+
+    Raises ConfigError if the autoencoder is not the one that the recipe, the run or the cache names.
     """
     path = section.path
     autoencoder = Autoencoder(path, *scale)

@@ -1,8 +1,8 @@
-"""The names that published transformers give their weights, and ours: one table a layout.
+"""The names that published transformers give their weights, and ours: one table for each layout.
 
 In a table a pattern of their names stands beside our name. Some networks count time from noise (0) to data (1), ours
-from data to noise: `reverse_time` folds the difference into the first layer of the timestep's embedder, and the sign
-of a velocity into the last layer, so that the network needs no switch. Tables of positions in a file are compared with
+from data to noise: `reverse_time` puts the difference into the first layer of the timestep's embedder, and the sign of
+a velocity into the last layer, so that the network needs no switch. Tables of positions in a file are compared with
 ours and left out.
 """
 
@@ -27,7 +27,9 @@ _NORMS = "queries and keys are normed as in PixArt-sigma's training code, which 
 
 
 class Layout(NamedTuple):
-    """A published layout. Patterns match whole names; a group stands for the same text in ours."""
+    """How the weights of a published network are named, and what it was trained for. Patterns are regular expressions
+    that match a whole name; their groups are filled into our name.
+    """
 
     marks: tuple[str, ...]
     """Names that its files have, by which it is known."""
@@ -55,7 +57,9 @@ class Layout(NamedTuple):
     """Our names of layers that give scale and shift there, and shift and scale here; {last} is the last block."""
 
     def require_trained_as(self, name: str, config: Any) -> None:
-        """Raises ConfigError if what a model's section learns is not what this layout's networks were trained for."""
+        """Raises ConfigError if a field of the model's section (`config`) differs from what the networks of this
+        layout, called `name`, were trained with: objective, prediction, chain or scale of times.
+        """
         prediction = "x" if self.predicts_x else "velocity"
         fields = ("objective", "flow"), ("flow.time_scale", self.time_scale), ("flow.prediction", prediction)
         if self.diffuses:
@@ -216,8 +220,8 @@ LAYOUTS = {
 
 
 def recognise_layout(names: Mapping[str, Tensor]) -> str | None:
-    """Returns the layout whose marks are among the names of a file's weights; None if it is no layout's, or SiT's,
-    which has no mark of its own.
+    """Returns the name of the layout whose marks are all among the names of a file's weights; None if there is none,
+    and for SiT's files, which have no mark of their own.
     """
     for name, layout in LAYOUTS.items():
         for prefix in (layout.prefix, ""):
@@ -229,14 +233,16 @@ def recognise_layout(names: Mapping[str, Tensor]) -> str | None:
 def translate_from_layout(
     state: Mapping[str, Tensor], name: str, depth: int, grid: int, head_dims: Sequence[int] = (), scale: int = 1
 ) -> tuple[dict[str, Tensor], list[str]]:
-    """Returns a published state dict under our names, in our time and direction, and notes on what was left out.
+    """Returns a published state dict under our names, with times in our direction, and notes on what was changed or
+    left out.
 
     depth       number of blocks of the first trunk; a wide head's blocks follow them in RAE's files.
-    grid        patches along a side, whose tables of positions the file's are compared with.
-    head_dims   values of a head, of the trunk and of a wide head; none where nothing is rotated.
-    scale       what places are divided by before their sines are taken.
+    grid        patches along a side, for the positions.
+    head_dims   widths of an attention head, in the trunk and in a wide head; () if the network rotates nothing.
+    scale       what positions are divided by before their sines are taken.
 
-    Raises ConfigError if a table of rotations is another one, or for weights that have no place here.
+    Raises ConfigError if a table of rotations differs from ours, if a part of a joined weight is missing, or for
+    weights that the layout refuses.
     """
     layout, notes, left = LAYOUTS[name], [], Counter()
     unread = {key.removeprefix(layout.prefix).removeprefix("module."): value for key, value in state.items()}
@@ -280,8 +286,8 @@ def translate_from_layout(
 def translate_to_layout(
     state: Mapping[str, Tensor], name: str, theirs: Sequence[str], depth: int = 0
 ) -> dict[str, Tensor]:
-    """Returns our weights of `depth` blocks under a published layout's names, of which `theirs` are all that its
-    network has.
+    """Returns our weights under the names of a published layout. theirs: all names of its network; depth: number of
+    blocks, 0 unless the layout swaps halves.
     """
     layout, found, state = LAYOUTS[name], {}, dict(state)
     _swap_halves(state, layout, depth)
@@ -294,7 +300,9 @@ def translate_to_layout(
 
 
 def _swap_halves(state: dict[str, Tensor], layout: Layout, depth: int) -> None:
-    """Swaps scale and shift in the layers where a layout has them the other way round. Twice, it changes nothing."""
+    """Swaps, in place, scale and shift of the layers in which the layout has them in the other order. Twice, it changes
+    nothing.
+    """
     for layer in layout.swapped:
         for name in (f"{layer.format(last=depth - 1)}.{kind}" for kind in ("weight", "bias")):
             if name in state:
@@ -303,10 +311,11 @@ def _swap_halves(state: dict[str, Tensor], layout: Layout, depth: int) -> None:
 
 
 def reverse_time(state: dict[str, Tensor], negate: bool) -> None:
-    """Changes the weights of a network of time t into those of the same network of 1 - t. Twice, it changes nothing.
+    """Changes, in place, the weights of a network of time t into those of the same network of time 1 - t. Twice, it
+    changes nothing.
 
-    The sinusoids of 1 - t are those of t reflected, a linear map, which goes into the layer that reads them. negate:
-    the head's sign changes, too, as that of a velocity does.
+    The sinusoids of 1 - t are a linear map of those of t, which goes into the layer that reads them. negate: changes
+    the sign of the heads, too, as that of a velocity changes.
     """
     weight = state[f"{_TIME}.weight"]
     frequencies = compute_timestep_frequencies(weight.shape[1]).to(weight.device)
@@ -320,7 +329,9 @@ def reverse_time(state: dict[str, Tensor], negate: bool) -> None:
 
 
 def _find_reason(key: str, reasons: Sequence[tuple[str, str]]) -> str | None:
-    """Returns the reason of the first pattern that the name of a weight matches, else None."""
+    """Returns the reason that belongs to the first pattern that matches the name of a weight; None if no
+    pattern matches.
+    """
     return next((reason for pattern, reason in reasons if re.fullmatch(pattern, key)), None)
 
 
@@ -334,7 +345,9 @@ def _find_our_name(key: str, layout: Layout, depth: int) -> str:
 
 
 def _require_same_rotations(key: str, table: Tensor, kind: str, grid: int, head_dims: Sequence[int]) -> None:
-    """Raises ConfigError if a file's table of rotations is not the one that is computed here."""
+    """Raises ConfigError if a file's table of rotations differs from the one that this network computes, or is of heads
+    of another width.
+    """
     if table.shape[-1] not in head_dims:
         raise ConfigError(
             f"weights: {key} turns heads of {table.shape[-1]} values, and this network's have "

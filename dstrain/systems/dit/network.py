@@ -1,10 +1,10 @@
-"""The diffusion transformer of Peebles & Xie 2022 ("Scalable Diffusion Models with Transformers"), and what has been
-made of it since: patches, positions, conditions, a trunk of blocks, and a head, each by choice.
+"""The diffusion transformer of Peebles & Xie 2022 ("Scalable Diffusion Models with Transformers") and later variants:
+patches, positions, conditions, a trunk of blocks, and a head, each of which can be chosen.
 
 Notation: B samples, N tokens of p x p patches, D = hidden_size; c is the condition (timestep + label), (B, D), to which
-an image embedding adds as in DALL-E 2's decoder (Ramesh et al. 2022, section 2.1).
-State-dict names are the published ones, so that their files load unchanged. Weights start as published: xavier linear
-layers, normal(0.02) embeddings, zero for every modulation and the last layer, so that each block begins as identity.
+an image embedding adds as in DALL-E 2's decoder (Ramesh et al. 2022, section 2.1). State-dict names are the published
+ones, so that their files load unchanged. Weights start as published: xavier linear layers, normal(0.02) embeddings,
+zero for every modulation and the last layer, so that each block begins as identity.
 """
 
 from collections.abc import Mapping
@@ -31,36 +31,37 @@ from dstrain.systems.dit.trunk import Trunk
 
 
 class DiT(nn.Module):
-    """Noised input, timesteps and labels to a prediction (and, with learn_sigma, variance values).
+    """Predicts from noised inputs, times and conditions (and, with learn_sigma, predicts variance values behind the
+    rest).
 
     input_size          height = width of the input, in its own pixels (latents: image size / 8).
     class_dropout_prob  above 0 the label table has one more row, number num_classes: "no label". The caller drops.
     num_classes         0: no labels.
     learn_sigma         twice as many output channels as input channels.
     time_freq           see TimestepEmbedder.
-    size_conditions     the original size of an image and its crop are conditions, too.
-    size_embedding      how they become a vector: sdxl, see SizeEmbedder, or pixart, see SidesEmbedder.
+    size_conditions     whether the original size of an image and its crop are conditions, too.
+    size_embedding      how these become a vector: sdxl, see SizeEmbedder, or pixart, see SidesEmbedder.
     embedding_dim       width of an image embedding that is a condition, too; 0: none.
     block               choices of every block, see Block; `modulation` and `norm` are the head's, too.
-    sines, rope         positions: sines that are added, rotations of queries and keys.
-    interpolation_scale   what places are divided by before their sines are taken.
-    sines_within        number of patches a side, in whose middle the input lies, and the range of their sines (SD3).
-    tokens              numbers of condition tokens: time, label; before which block they join: joins.
+    sines, rope         positions: whether sines are added to tokens; whether queries and keys are rotated.
+    interpolation_scale   what positions are divided by before their sines are taken.
+    sines_within        (patches along a side of a square, in whose middle the input lies, range of its sines) (SD3).
+    tokens              numbers of condition tokens (time, label), and of the blocks that come before them (joins).
     text                the keyword arguments of TextTokens, whose tokens are condition tokens; None: no texts.
     cross_attention     every block reads the text's tokens by cross-attention instead.
-    joint, dual         blocks are JointBlocks, of which the first `dual` are dual.
-    pooled_dim          values of a vector in front of the text's states, which adds to the condition; 0: none.
+    joint, dual         whether blocks are JointBlocks, and how many of these, the first ones, are dual.
+    pooled_dim          length of a vector in front of the text's states, which adds to the condition; 0: none.
     patch_bottleneck    channels between the two maps of a patch (JiT); 0: one map.
     wide                hidden_size, depth and num_heads of RAE's wide head, see WideHead.
-    base_depth          after this block stands a second head, for internal guidance; 0: none.
+    base_depth          a second head, for internal guidance, reads the tokens after this block; 0: none.
     align               depth, widths and hidden of REPA's projectors, see Projector; or depth and target of LayerSync.
-    routed              the blocks that tokens may pass by in training, see Trunk.
+    routed              the first and the last block that tokens may skip in training, see Trunk.
     patch_frames        frames of a patch of clips (B, C, T, H, W), see PatchEmbed; 0: inputs are images.
-    given               the first frames of a clip may be given, as channels beside the noised ones.
+    given               whether first frames of a clip may be given, as channels beside the noised ones.
 
-    Inputs may have other sizes, any multiples of the patch: their positions run over the same range; and clips may have
-    any number of patches in time, whose positions are 0, 1, 2, ... Ranks that share
-    samples (nn/sequence.py) each take a part of the patches and of the condition tokens, but cannot route tokens.
+    Inputs may have other sizes, any multiples of the patch: their positions run over the same range. Clips may have any
+    number of patches in time, whose positions are 0, 1, 2, ... Ranks that share samples (nn/sequence.py) each take a
+    part of the patches and of the condition tokens, but cannot route tokens.
     """
 
     def __init__(
@@ -170,7 +171,7 @@ class DiT(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Sets the table of positions only: all weights belong to submodules."""
+        """Sets the table of positions, and nothing else: all weights belong to submodules."""
         if self.sines:
             with torch.no_grad():
                 self.pos_embed.copy_(self.compute_sines(self.grid, self.grid))
@@ -188,14 +189,14 @@ class DiT(nn.Module):
         keep: Tensor | None = None,
         given: Tensor | None = None,
     ) -> Tensor | dict[str, Any]:
-        """Returns the prediction for noised inputs x (B, C, H, W), of clips (B, C, T, H, W), at times t (B,): (B, C or
-        2C, ...).
+        """Returns the prediction (B, C or 2C, ...) for noised inputs x at times t (B,): images (B, C, H, W) or clips
+        (B, C, T, H, W).
 
         y             int64 (B,), labels; None: no labels.
         size, embed   int64 (B, 6), see SizeEmbedder, and (B, E), see ImageEmbedder; None: no such conditions.
         text, mask    see TextTokens; None: no texts.
-        extras        returns a dict instead: out; base, of the second head; projected, (B, N, width) each; drawn and
-                      towards of LayerSync, (B, N, D), the latter without a gradient.
+        extras        returns a dict instead: out, the prediction; base, that of the second head; projected, by
+                      projector (B, N, width); drawn and towards of LayerSync, (B, N, D), the latter without a gradient.
         keep          int64 (B, M), the patches that go through the `routed` blocks; None: all.
         given         (B, C + 1, T, H, W), the given frames of a clip, and 1 where they stand; 0 elsewhere.
         """
@@ -256,7 +257,9 @@ class DiT(nn.Module):
         return found
 
     def _make_condition_tokens(self, time: Tensor, label: Tensor | None, words: Tensor | None) -> Tensor | None:
-        """Returns the condition tokens, (B, K, D): of the time, the label and the text. None where there are none."""
+        """Returns the condition tokens (B, K, D) of the time, the label and the text, one behind the other; None if
+        there are none.
+        """
         parts = []
         if hasattr(self, "t_tokens"):
             parts.append(self.t_tokens(time))
@@ -267,13 +270,15 @@ class DiT(nn.Module):
         return torch.cat(parts, dim=1) if parts else None
 
     def count_patches(self, x: Tensor) -> tuple[int, ...]:
-        """Counts the patches of inputs along each axis: rows and columns, of clips in time before them."""
+        """Returns the numbers of patches of inputs along each axis: (rows, columns), or (times, rows, columns)
+        for clips.
+        """
         sides = tuple(side // self.patch_size for side in x.shape[-2:])
         return (1 + (x.shape[2] - 1) // self.patch_frames, *sides) if self.patch_frames else sides
 
     def find_positions(self, grid: tuple[int, ...]) -> Tensor:
-        """Returns the positions of a grid of patches, (1, N, D): the table of the square grid, or sines of another grid
-        over the same range. For clips the positions in time are added.
+        """Returns the positions of a grid of patches, (1, N, D): the table if the grid is the network's own square,
+        else sines over the same range, which are computed once. For clips adds the positions in time.
         """
         *times, high, wide = grid
         positions = self.pos_embed
@@ -287,13 +292,15 @@ class DiT(nn.Module):
         return positions
 
     def compute_sines(self, high: int, wide: int) -> Tensor:
-        """Returns the sines of a grid, float32 (N, D): over the range of the square one, or as sines_within says."""
+        """Returns the sines of a grid's positions, float32 (high * wide, D), over the range of the network's own
+        square, or as sines_within says.
+        """
         within, base = self.sines_within or (None, self.range)
         return make_sincos_positions(self.pos_embed.shape[-1], high, wide, base, within)
 
     def find_rotation(self, grid: tuple[int, ...], head_dim: int, after: int, device: torch.device) -> Tensor:
-        """Returns the rotations of the tokens of a grid, its sides over the range of the square one, and of `after`
-        tokens behind them, see make_rotations. Computes them once.
+        """Returns the rotations (see make_rotations) of the tokens of a grid, whose sides run over the range of the
+        network's own square, and of `after` tokens behind them, which are not turned. Computes them once.
         """
         key = grid, head_dim, after
         if key not in self._rotations:
@@ -302,7 +309,9 @@ class DiT(nn.Module):
         return self._rotations[key]
 
     def unpatchify(self, x: Tensor, grid: tuple[int, ...]) -> Tensor:
-        """Joins tokens to an image, (B, N, p*p*C) -> (B, C, H, W); to a clip, (B, N, f*p*p*C) -> (B, C, T, H, W)."""
+        """Joins the values of patches to images, (B, N, p*p*C) -> (B, C, H, W), or to clips, (B, N, f*p*p*C) ->
+        (B, C, T, H, W).
+        """
         p, frames, (*times, high, wide) = self.patch_size, max(self.patch_frames, 1), grid
         x = x.view(len(x), *(times or [1]), high, wide, frames, p, p, self.out_channels)
         x = x.permute(0, 7, 1, 4, 2, 5, 3, 6)  # (B, C, t, f, h, p, w, p)
@@ -311,11 +320,14 @@ class DiT(nn.Module):
 
 
 class PatchEmbed(nn.Module):
-    """(B, C, H, W), or clips (B, C, T, H, W), in any precision -> tokens (B, N, D) in the precision of the weights.
+    """Embeds images (B, C, H, W) or clips (B, C, T, H, W) of any precision as tokens (B, N, D) in the precision of the
+    weights.
 
-    bottleneck   channels between a map of the patches, without bias, and one to the width (JiT, Li & He 2025); 0: one.
-    frames       of a patch of clips, T = 1 + k * frames: the first frame, repeated, is a patch of its own (as the first
-                 latent frame of Wan and Phenaki), so that it may be given alone, and an image is a clip; 0: of images.
+    bottleneck   channels between a map of the patches, without bias, and one to the width (JiT, Li & He 2025); 0: one
+                 map alone.
+    frames       frames of a patch of clips, T = 1 + k * frames; 0: inputs are images. The first frame, repeated, is a
+                 patch of its own (as the first latent frame of Wan and Phenaki), so that it may be given alone, and an
+                 image is a clip.
     """
 
     def __init__(self, in_channels: int, dim: int, patch_size: int, bottleneck: int = 0, frames: int = 0) -> None:
@@ -334,9 +346,8 @@ class PatchEmbed(nn.Module):
 
 
 class WideHead(nn.Module):
-    """A second, wider trunk on the image's own patches, each under the condition of its token (RAE's DDT head).
-
-    Zheng et al. 2025. (B, C, H, W) and conditions (B, N, D) -> (B, N, values).
+    """Maps images (B, C, H, W) and a condition for each patch, (B, N, D), to the values of the patches (B, N, values),
+    by a second and wider trunk over the image's own patches (RAE's DDT head, Zheng et al. 2025).
     """
 
     def __init__(
@@ -368,7 +379,7 @@ class WideHead(nn.Module):
 
 
 class Projector(nn.Sequential):
-    """Tokens to the features of a frozen encoder, (B, N, D) -> (B, N, width): REPA (Yu et al. 2024).
+    """Maps tokens to the features of a frozen encoder, (B, N, D) -> (B, N, width): REPA (Yu et al. 2024).
 
     hidden   width of the two layers between, under SiLU; 0: one linear map (RAEv2).
     """

@@ -1,11 +1,12 @@
-"""Draws from a class-conditional diffusion transformer. It comes with an export of dstrain; diffusers is all it needs.
+"""A pipeline of diffusers that draws from a class-conditional diffusion transformer. It is part of an export by dstrain
+and needs diffusers alone.
 
     pipeline = DiffusionPipeline.from_pretrained(FOLDER, trust_remote_code=True)
     pipeline([3, 5], guidance_scale=4, generator=torch.Generator().manual_seed(0)).images
 
 Over a diffusion the scheduler is DDIMScheduler. DDPMScheduler.from_config(pipeline.scheduler.config,
-variance_type="learned_range", timestep_spacing="linspace") draws with the learned variances, where there are some.
-Over a flow it is FlowMatchEulerDiscreteScheduler.
+variance_type="learned_range", timestep_spacing="linspace") draws with the learned variances, where there are some. Over
+a flow it is FlowMatchEulerDiscreteScheduler.
 """
 
 import inspect
@@ -20,9 +21,11 @@ from diffusers.utils.torch_utils import randn_tensor
 
 
 class ClassPipeline(DiffusionPipeline):
-    """transformer: its label number num_embeds_ada_norm is "no label". vae: decodes; None where pixels are drawn.
+    """A pipeline of diffusers that draws an image for each label.
 
-    id2label: names of the labels. guidance_channels: leading channels that are guided; None: all that are drawn.
+    transformer: predicts; its label number num_embeds_ada_norm stands for no label. vae: decodes latents; None if the
+    transformer draws pixels. id2label: names of the labels. guidance_channels: number of leading channels that are
+    guided; None: all that are drawn.
     """
 
     _optional_components = ["vae"]  # noqa: RUF012 (diffusers' own attribute)
@@ -35,13 +38,17 @@ class ClassPipeline(DiffusionPipeline):
         self.register_to_config(id2label=id2label, guidance_channels=guidance_channels)
 
     def save_config(self, save_directory, **kwargs):
-        """Saves model_index.json and this file, where diffusers finds the class: for save_pretrained, push_to_hub."""
+        """Writes model_index.json into the folder, and this file beside it, where diffusers looks for the class.
+        save_pretrained and push_to_hub call this.
+        """
         Path(save_directory).mkdir(parents=True, exist_ok=True)
         (Path(save_directory) / "pipeline.py").write_text(self._source, encoding="utf-8")
         super().save_config(save_directory, **kwargs)
 
     def to_json_string(self):
-        """Returns the index with the class by its file, as from_pretrained asks for."""
+        """Returns the text of model_index.json, in which this class is named by its file, as from_pretrained
+        needs it.
+        """
         index = json.loads(super().to_json_string()) | {"_class_name": ["pipeline", type(self).__name__]}
         library, name = index["transformer"]
         index["transformer"] = [library.rpartition(".")[2], name]  # where it was read from, else: its module here
@@ -58,10 +65,11 @@ class ClassPipeline(DiffusionPipeline):
         output_type="pil",
         guidance_interval=None,
     ):
-        """Draws a picture for each label. latents: the noise to begin from, (B, C, H, W), instead of the generator's.
+        """Draws an image for each label. latents: the noise to begin from, (B, C, H, W); None: drawn by the generator.
 
         output_type: pil, np, pt, or latent: what the chain ends with, undecoded. guidance_interval: (LOW, HIGH), the
-        noise levels sigma / alpha between which predictions are guided; None: all. ValueError: no such label.
+        noise levels sigma / alpha between which predictions are guided; None: all. Raises ValueError for a label that
+        the transformer does not have.
         """
         config, device, scheduler = self.transformer.config, self._execution_device, self.scheduler
         y = torch.as_tensor(class_labels, device=device).reshape(-1)  # (B,)
@@ -99,7 +107,7 @@ class ClassPipeline(DiffusionPipeline):
         return ImagePipelineOutput(images=images)
 
     def _compute_noise_ratio(self, t):
-        """Returns sigma / alpha at a timestep."""
+        """Returns sigma / alpha at a timestep, infinity where alpha is 0."""
         if hasattr(self.scheduler, "alphas_cumprod"):
             kept = float(self.scheduler.alphas_cumprod[int(t)])
             return (1 / kept - 1) ** 0.5 if kept else float("inf")
@@ -110,7 +118,10 @@ class ClassPipeline(DiffusionPipeline):
         return share / (1 - share) if share < 1 else float("inf")
 
     def _predict_guided(self, x, t, y, scale):
-        """Returns the prediction and, behind its channels, the variances of the half with labels."""
+        """Returns the prediction and, in the channels behind it, the variances: guided in the first guidance_channels,
+        and as predicted with labels in all others. Without guidance (scale 1) calls the transformer for the labels
+        alone.
+        """
         if scale == 1:
             return self.transformer(x, t.expand(len(x)), y).sample
         null = torch.full_like(y, self.transformer.config.num_embeds_ada_norm)

@@ -1,4 +1,4 @@
-"""Stable Diffusion 3 (Esser et al. 2024) as choices of the network: its files in, and a pipeline of diffusers out."""
+"""Stable Diffusion 3 (Esser et al. 2024) as choices of a DiT: reads its files, and exports a pipeline of diffusers."""
 
 import math
 from collections.abc import Mapping
@@ -49,7 +49,7 @@ _CHOICES = (  # of a model that the class can hold
 
 
 def make_arguments(config: Config) -> dict[str, Any]:
-    """Returns the keyword arguments of diffusers' SD3Transformer2DModel."""
+    """Returns the keyword arguments that build the same network as diffusers' SD3Transformer2DModel."""
     shape, (most, base) = config.network_shape(), config.sines_within or (0, 0)
     return {
         "sample_size": base * shape["patch_size"],
@@ -71,9 +71,9 @@ def make_arguments(config: Config) -> dict[str, Any]:
 def rename_from_diffusers(
     state: Mapping[str, Tensor], diffusers_config: Mapping[str, Any], config: Config, network: DiT
 ) -> fitting.Fitted:
-    """Returns a SD3Transformer2DModel's weights under our names, and notes. diffusers_config: its config.json.
+    """Returns the weights of an SD3Transformer2DModel under our names, and notes. diffusers_config: its config.json.
 
-    Raises ConfigError for a field that differs from the recipe's, or that this network does not know.
+    Raises ConfigError for a field that differs from the recipe's, or that is unknown here.
     """
     LAYOUTS["sd3"].require_trained_as("sd3", config)
     expected = make_arguments(config)
@@ -89,8 +89,9 @@ def rename_from_diffusers(
 
 
 def cut_positions(state: dict[str, Tensor], notes: list[str], network: DiT) -> fitting.Fitted:
-    """Returns the state dict with its positions, in the file those of a larger square, cut to the network's own
-    patches; and the notes.
+    """Returns the state dict with the positions of the network's own patches, and the notes with one more. In the file
+    these lie in the middle of a larger square. Returns both unchanged without sines_within, or without positions in the
+    file.
 
     Raises ConfigError if the square is not the one of sines_within.
     """
@@ -143,7 +144,7 @@ def require_expressible(config: Config) -> None:
 
 
 def save_pipeline(config: Config, network: DiT, vae: Any, scheduler: Any, folder: Path) -> None:
-    """Writes a StableDiffusion3Pipeline with the text encoders of the run."""
+    """Writes a StableDiffusion3Pipeline into the folder, with the text encoders that model.text_encoder names."""
     from diffusers import StableDiffusion3Pipeline
 
     texts = JoinedTextEncoder(config.text_encoder, config.max_text_len)
@@ -165,7 +166,9 @@ def save_pipeline(config: Config, network: DiT, vae: Any, scheduler: Any, folder
 
 
 def _build_transformer(config: Config, network: DiT) -> nn.Module:
-    """Returns the network as diffusers' class: with positions of a larger square, in whose middle are the network's."""
+    """Returns the network as an SD3Transformer2DModel, whose positions are of a larger square with the network's own in
+    its middle.
+    """
     from diffusers import SD3Transformer2DModel
 
     with torch.device("meta"):
@@ -181,6 +184,8 @@ def _build_transformer(config: Config, network: DiT) -> nn.Module:
 
 
 def predict_exported(exported: nn.Module, x: Tensor, t: Tensor, text: Tensor, pooled_dim: int) -> Tensor:
-    """Returns what diffusers' class predicts of texts as our network reads them, (B, L, E)."""
+    """Returns the prediction of an SD3Transformer2DModel for texts as our network reads them, (B, L, E), whose first
+    row begins with the `pooled_dim` values of the pooled vector.
+    """
     states, pooled = text[:, 1:].float(), text[:, 0, :pooled_dim].float()
     return exported(x, encoder_hidden_states=states, pooled_projections=pooled, timestep=t).sample

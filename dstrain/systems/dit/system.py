@@ -37,7 +37,7 @@ from dstrain.systems.dit.trunk import choose_tokens
 
 
 class DiTSystem(System):
-    """Peebles & Xie 2022. `config` says what each choice means."""
+    """The system of a diffusion transformer (Peebles & Xie 2022). fields.py describes each choice of `config`."""
 
     in_pipeline = "transformer"
     sampling = CHOICES
@@ -75,8 +75,9 @@ class DiTSystem(System):
     @torch.no_grad()
     def encode(self, batch: Batch) -> Example:
         """Returns the example of a batch: x_start, the conditions' tensors, and the other inputs unchanged. x_start is
-        latents drawn from cached moments or by the first stage; without either pixels in [-1, 1]. Of clips see
-        encode_clips.
+        latents drawn from cached moments or by the first stage; without either, pixels in [-1, 1]. For clips it is what
+        encode_clips returns. Raises ConfigError if the model reads cached latents and the batch has images, or if
+        x_start has not the network's shape.
         """
         inputs = ("image", "video", "frames", "latent_mean", "latent_std", "caption", *NAMES)
         example = {name: tensor for name, tensor in batch.items() if name not in inputs}
@@ -112,7 +113,10 @@ class DiTSystem(System):
         return encode_clips(video.float() / 127.5 - 1, key, self.first_stage)
 
     def denoise(self, nets: Nets, example: Example) -> Terms:
-        """Computes the training loss: a timestep and a noise for each sample, its conditions dropped at times."""
+        """Returns the terms of a training step: `loss`, the mean over samples, loss_each (B,), and those that the
+        process reports. Draws a timestep and a noise for each sample, and drops its conditions with class_dropout_prob.
+        In a step of short clips cuts x_start in the example.
+        """
         if self._end is not None:
             example["x_start"] = example["x_start"][:, :, : self._end]
         terms = self._compute_losses(nets, example, learns=True)
@@ -120,13 +124,16 @@ class DiTSystem(System):
 
     @torch.no_grad()
     def evaluate(self, nets: Nets, example: Example) -> Terms:
-        """Computes the training loss with every label in place, one value a sample (B,)."""
+        """Returns the terms of the training loss, (B,) each, with no condition dropped, no token routed and no
+        alignment.
+        """
         return self._compute_losses(nets, example)
 
     @torch.no_grad()
     def measure(self, nets: Nets, example: Example, num_steps: int | None = None, progress: Progress = iter) -> Terms:
-        """Measures bits/dim with every label in place: of diffusion over 8-bit pixels the whole bound, of a flow over
-        them by its ODE; else the terms of `evaluate`. Raises ConfigError for num_steps of a model of latents.
+        """Returns the bits/dim of a model of 8-bit pixels, with no condition dropped: the whole variational bound of a
+        diffusion, the likelihood of a flow by its ODE. For a model of latents returns the terms of `evaluate`; then
+        raises ConfigError for num_steps.
         """
         if self.config.models_pixels:
             network = partial(nets["denoiser"], **self._read_conditions(example))
@@ -154,7 +161,9 @@ class DiTSystem(System):
         return 1, frames, int(self.alignment is not None and self.alignment.is_due(step))
 
     def _compute_losses(self, nets: Nets, example: Example, learns: bool = False) -> Terms:
-        """Returns the terms of a timestep and a noise, (B,) each; `learns`: with what training alone adds."""
+        """Returns the loss and other terms, (B,) each, at one random timestep and noise for each sample. learns: as in
+        training, with conditions dropped at times, routing and alignment.
+        """
         x_start, key = example["x_start"], example["key"]
         patch = self.config.network_shape()["patch_size"]
         grid = x_start.shape[-2] // patch, x_start.shape[-1] // patch
@@ -187,7 +196,9 @@ class DiTSystem(System):
             condition.check(batch)
 
     def _read_conditions(self, example: Example, drop: bool = False) -> Arguments:
-        """Returns the network's arguments beside x_t and t, (B, ...) each; `drop`: as training drops them at times."""
+        """Returns the network's arguments for the conditions of an example, (B, ...) each. drop: replaces all of a
+        sample's by those of no condition, with probability class_dropout_prob.
+        """
         told: Arguments = {}
         for condition in self.told:
             told |= condition.read(example)
@@ -199,8 +210,9 @@ class DiTSystem(System):
         return told
 
     def conditions(self, num: int, labels: tuple[int, ...] | None = None) -> dict[str, Tensor]:
-        """Returns conditions for `num` samples, (num, ...) each: of a model of texts empty texts, of others as System.
-        Raises ConfigError for labels with texts, or if a model of texts has no null text.
+        """Returns conditions by name for `num` samples, (num, ...) each: empty texts for a model of texts, otherwise
+        what System.conditions returns. Raises ConfigError for labels with texts, or if a model of texts has no null
+        text.
         """
         if not self.takes_texts:
             return super().conditions(num, labels)
@@ -216,8 +228,8 @@ class DiTSystem(System):
         return self.config.reads_texts
 
     def conditions_from_texts(self, texts: list[str]) -> dict[str, Tensor]:
-        """Returns inputs for each text; an empty one is the null text. Raises ConfigError for one without a null text,
-        and for a model that reads none.
+        """Returns the conditions of N texts by name, (N, ...) each; an empty text stands for the null text. Raises
+        ConfigError for an empty text if the model has no null text, and for all texts if the model reads none.
         """
         if not self.takes_texts:
             return super().conditions_from_texts(texts)
@@ -233,8 +245,8 @@ class DiTSystem(System):
         return super().fingerprint(source) + self.texts.fingerprint()
 
     def conditions_from(self, images: Tensor) -> dict[str, Tensor]:
-        """Returns image_embed float32 (N, E), the embeddings that samples of a model with embedding_dim begin from; or
-        prime, the first frames of clips, uint8 (N, K, C, H, W).
+        """Returns the conditions, by name, of samples that begin from embeddings or frames: image_embed float32 (N, E)
+        for a model with embedding_dim; or prime, the first frames of clips, uint8 (N, K, C, H, W).
         """
         found = [condition.make_start(images) for condition in self.told]
         return next(filter(None, found), None) or super().conditions_from(images)
@@ -257,8 +269,8 @@ class DiTSystem(System):
                 condition.prepare(batch)
 
     def pictures(self, nets: Nets, example: Example) -> dict[str, Tensor]:
-        """Returns {"data": images of the example, uint8 (B, C, H, W)} for a model that draws from image embeddings;
-        else {}.
+        """Returns {"data": the example's images, decoded from x_start, uint8 (B, C, H, W)} for a model that draws from
+        image embeddings and can decode; else {}.
         """
         if not self.config.embedding_dim or self.cannot_draw():
             return {}
@@ -269,11 +281,12 @@ class DiTSystem(System):
         """Draws uint8 images (N, C, H, W), or clips (N, T, C, H, W). Without labels in the request, seed s draws class
         s modulo num_classes.
 
-        A model with embedding_dim needs image_embed (N, E) in the request's conditions, see conditions_from; clips
-        begin with the frames that these hold as prime.
-        Samplers: those of diffusion/samplers.py, for flow matching of flow.py. ConfigError: another sampler, more steps
-        than the chain has, guidance of a model that was trained without dropped labels, a sampler that is not inverted,
-        a size that patches do not fill.
+        A model with embedding_dim needs image_embed (N, E) in the request's conditions, see conditions_from. If these
+        hold `prime`, the first frames of clips, the clips begin with them.
+
+        The samplers are those of diffusion/samplers.py, and for a flow those of flow.py. Raises ConfigError for another
+        sampler or one that cannot invert, for more steps than the chain has, for guidance of a model that was trained
+        without dropped conditions, and for a size that patches do not fill.
         """
         if problem := self.cannot_draw():
             raise ConfigError(problem)
@@ -295,8 +308,8 @@ class DiTSystem(System):
         return drawn if prime is None else torch.cat((prime, drawn[:, prime.shape[1] :]), dim=1)
 
     def _give_frames(self, request: Request, prime: Tensor, shape: tuple[int, ...]) -> Request:
-        """Returns the request with the condition "given": its first frames `prime`, encoded and marked, (B, C + 1, T,
-        H, W).
+        """Returns the request with one more condition, "given": the first frames `prime`, encoded, extended to a clip
+        of `shape` and marked, (N, C + 1, T, H, W).
         """
         (condition,) = (condition for condition in self.told if isinstance(condition, Given))
         given = condition.extend(self._encode_clips(prime, rng.keys_of_seeds(request.seeds)), shape)
@@ -315,8 +328,8 @@ class DiTSystem(System):
         self.process.check_spacing(samples.spacing)
 
     def require_guide(self, other: System) -> None:
-        """Raises ConfigError for a guide that was trained on other data or noise; its width, depth and variances may
-        differ.
+        """Raises ConfigError if the guide is no DiT, or was trained on other data, conditions or noise. Its width,
+        depth and variances may differ.
         """
         if not isinstance(other, DiTSystem):
             raise ConfigError(f"it is a {type(other).__name__}, which guides no DiT: name a run of system dit")
@@ -328,7 +341,9 @@ class DiTSystem(System):
             )
 
     def read_request(self, request: Request) -> tuple[Arguments, Arguments]:
-        """Returns the network's arguments for the samples of a request, and those that guidance leads away from."""
+        """Returns the network's arguments for the samples of a request, and the arguments of the prediction that
+        guidance leads away from: of no condition, or of negative prompts.
+        """
         told: Arguments = {}
         for condition in self.told:
             told |= condition.read_request(request)
@@ -366,9 +381,10 @@ class DiTSystem(System):
         return None
 
     def adapt(self, part: str, state: dict[str, Tensor]) -> Fitted:
-        """Returns weights fitted to the network, and notes: positions and class table may differ, see weights.py. A
-        null text that a file lacks is what the network makes of the encoder's state of an empty text, if that is one
-        token, as T5's is (PixArt).
+        """Returns weights fitted to the network, and notes on what was changed, see weights.adapt_weights. Leaves out a
+        null text in the file if null_text=encoder, and computes positions anew if they are of another square and
+        sines_within is set. A learned null text that the file lacks begins as the projected states of the encoder's
+        empty text, if text_projection=mlp and these are one token, as T5's are (PixArt).
         """
         left = []
         if self.config.null_text == "encoder" and weights.NULL_TEXT in state:
@@ -392,10 +408,11 @@ class DiTSystem(System):
         return values, notes + left
 
     def rename_published(self, part: str, state: dict[str, Tensor]) -> Fitted:
-        """Returns weights of a published layout under our names, in our time and direction, see layouts.py, and notes;
-        weights of no such layout unchanged.
+        """Returns weights of a published layout under our names, with times in our direction, and notes, see
+        layouts.py. Returns other weights unchanged.
 
-        Raises ConfigError if the objective is not the one that they were trained for.
+        Raises ConfigError if the layout's networks learned something else than the model's section says, such as
+        another objective.
         """
         layout = self.config.layout or recognise_layout(state)
         if layout is None:
@@ -432,8 +449,8 @@ class DiTSystem(System):
         self.process.make_scheduler_arguments(velocities=not self.config.block.joint)
 
     def decays(self, name: str, weight: Tensor) -> bool:
-        """Returns whether weight decay applies to a parameter: as System, but not to learned tokens, places of words
-        and tables of shifts.
+        """Returns whether weight decay applies to a parameter: to those of System.decays, without learned tokens,
+        positions of words and tables of shifts.
         """
         tokens = ("_tokens.tokens", "_tokens.places.weight", "_tokens.null.weight", "adaLN_modulation.table")
         return super().decays(name, weight) and not name.endswith(tokens)
@@ -447,9 +464,9 @@ class DiTSystem(System):
         return (*first_stage, *encoder, *(self.alignment.frozen() if self.alignment else ()))
 
     def synthetic(self, batch_size: int) -> Batch:
-        """Returns a made-up batch, always the same: keys, random conditions, and pixels, or latents if the model reads
-        cached ones or cannot take pixels. It has the largest of the model's sizes, and features if model.align reads
-        them.
+        """Returns a batch of random content that is always the same: keys, conditions, and images or clips; or latents,
+        if the model reads cached ones or learns them without a first stage. It has the largest of the model's sizes,
+        and has features if model.align reads them from the data.
         """
         square = self.config.image_size, (self.config.video and self.config.video.height) or self.config.image_size
         wide, high = max(self.config.sizes or (square,), key=math.prod)

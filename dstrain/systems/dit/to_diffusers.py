@@ -100,7 +100,9 @@ images[0].save("0.png")
 
 
 def describe_export(system: DiTSystem) -> tuple[str, str, str]:
-    """Returns the class in diffusers, notes for its user, and Python code that draws from OUT."""
+    """Returns the name of the class in diffusers, notes for its user, and Python code that draws from the
+    folder OUT.
+    """
     config, notes = system.config, []
     if config.learn_sigma:
         notes.append(
@@ -168,8 +170,8 @@ def save_export(
     statistics: Callable[[], dict[str, Any]] = dict,
     classes: Callable[[], Sequence[str]] = tuple,
 ) -> None:
-    """Writes the model into `folder` for diffusers' from_pretrained. `classes`: the names of the labels in order, if
-    known; `statistics` is for autoencoders.
+    """Writes the model into `folder` for diffusers' from_pretrained. classes: returns the names of the labels in order,
+    () if they are unknown. statistics: not read here; exports of autoencoders need it.
 
     Raises ConfigError for a field of the model that diffusers' classes cannot express.
     """
@@ -221,8 +223,8 @@ def _save_pixart(system: DiTSystem, network: DiT, folder: Path) -> None:
 def measure_errors(
     system: DiTSystem, nets: Mapping[str, nn.Module], folder: Path, example: Example
 ) -> dict[str, float]:
-    """Measures relative errors of diffusers' network: of predictions with and (if trained) without label or text at
-    timesteps over the whole chain.
+    """Returns the relative errors of the exported network's predictions, as diffusers loads it, against the trained
+    network's: "with label" or "with text", and "without ..." if it was trained so. The timesteps cover the whole chain.
     """
     from diffusers import DiTTransformer2DModel
 
@@ -277,8 +279,8 @@ def _measure_errors_with_texts(
 
 @torch.no_grad()
 def draw_expected(system: DiTSystem, nets: Mapping[str, nn.Module]) -> Tensor:
-    """Returns what the model card's code should draw, drawn by the trained network and our samplers: images, uint8 (B,
-    C, H, W), or latents.
+    """Draws, with the trained network and our samplers, what the code of the model card should draw: images, uint8
+    (B, C, H, W), or latents if no autoencoder decodes them.
     """
     config, seeds = system.config, torch.arange(len(_choose_labels(system)), device=group.device())
     noise = torch.randn(len(seeds), *system.shape, generator=torch.Generator().manual_seed(0)).to(seeds.device)
@@ -295,14 +297,16 @@ def draw_expected(system: DiTSystem, nets: Mapping[str, nn.Module]) -> Tensor:
 
 
 def _make_predictor(system: DiTSystem, nets: Mapping[str, nn.Module]) -> Callable[..., Tensor]:
-    """Returns the trained network as a function; if it has a second head, guided by it."""
+    """Returns the trained network as a function of x, t and conditions, with internal guidance if it has a
+    second head.
+    """
     internal = system.config.internal
     return guide_internally(nets["denoiser"], internal.scale) if internal else nets["denoiser"]
 
 
 def _make_exported_predictor(system: DiTSystem, nets: Mapping[str, nn.Module]) -> Callable[..., Tensor]:
-    """Returns a function that predicts by the trained network what the exported one does: guided as by
-    `_make_predictor`, and as velocities for a flow.
+    """Returns a function that computes with the trained network what the exported one should predict: guided as in
+    `_make_predictor`, and converted to velocities for a flow.
     """
     network, process = _make_predictor(system, nets), system.process
     if system.config.objective != "flow":
@@ -349,7 +353,9 @@ def _is_stock(system: DiTSystem) -> bool:
 
 
 def _require_own_positions(network: DiT) -> None:
-    """Raises ConfigError for positions that diffusers' transformers, which compute their own, do not compute."""
+    """Raises ConfigError if the network's positions differ from those that diffusers' transformers compute, as after an
+    interpolation.
+    """
     computed = make_sincos_positions(network.pos_embed.shape[-1], network.grid, network.grid, network.range)[None]
     if not torch.allclose(network.pos_embed.float().cpu(), computed, rtol=0, atol=1e-6):
         raise ConfigError(
@@ -359,7 +365,9 @@ def _require_own_positions(network: DiT) -> None:
 
 
 def _build_stock_transformer(system: DiTSystem, network: DiT) -> nn.Module:
-    """Returns the network as diffusers' own class. Raises ConfigError for positions that it does not compute."""
+    """Returns the network as a DiTTransformer2DModel. Raises ConfigError if its positions are not those that this class
+    computes.
+    """
     from diffusers import DiTTransformer2DModel
 
     config = system.config
@@ -375,8 +383,9 @@ def _build_stock_transformer(system: DiTSystem, network: DiT) -> nn.Module:
 
 
 def _build_own_transformer(system: DiTSystem, network: DiT, folder: Path) -> nn.Module:
-    """Returns the network as the class whose source it writes into the folder. The file's name is that of its content,
-    since Python imports a name once, and networks of several releases may be read by one process.
+    """Writes the source of ClassTransformer into `folder`, which must not exist, and returns the network as this class.
+    The file is named by a hash of its content: Python imports a name once, and a process may read networks of several
+    releases.
     """
     from dstrain.systems.dit.transformer import ClassTransformer
 
@@ -408,7 +417,7 @@ def _copy_weights_in_float32(network: DiT) -> dict[str, Tensor]:
 
 
 def _import_class(path: Path) -> type[Any]:
-    """Imports the class of a file that this module has written."""
+    """Imports a file that `_build_own_transformer` has written, and returns its ClassTransformer."""
     spec = importlib.util.spec_from_file_location(path.stem, path)
     module = importlib.util.module_from_spec(spec)
     sys.modules[path.stem] = module  # where the class looks for its file
@@ -423,8 +432,8 @@ def _build_scheduler(system: DiTSystem) -> Any:
 
 
 def _load_first_stage(config: Config) -> nn.Module | None:
-    """Loads the first stage again, with the scale of the run, since the system may have dropped its encoder; None
-    without one.
+    """Loads the first stage again, since the system may have dropped its encoder, and sets the scale of the run in its
+    config; None if the model has none.
 
     Raises ConfigError if its folder now holds another autoencoder, or one that diffusers has no pipeline for.
     """

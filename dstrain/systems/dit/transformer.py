@@ -1,4 +1,6 @@
-"""A DiT as a model of diffusers, where diffusers has none. An export holds this class and the network in one file."""
+"""A DiT as a model of diffusers, for networks that no class of diffusers can hold. An export has this class and the
+network's code in one file.
+"""
 
 import sys
 from pathlib import Path
@@ -13,12 +15,12 @@ from dstrain.systems.dit.network import DiT
 
 
 class ClassTransformer(ModelMixin, DiT, ConfigMixin):
-    """The network over square inputs, with labels.
+    """A DiT over square inputs with labels, as a model of diffusers.
 
     network               keyword arguments of DiT.
-    num_embeds_ada_norm   number of labels, and the number of "no label".
+    num_embeds_ada_norm   number of labels, which is also the number that stands for no label.
     sample_size           height = width of the input; in_channels: its channels.
-    internal_scale        above 1 predictions are led away from those of the second head, see Internal.
+    internal_scale        scale of internal guidance, away from the second head's predictions, see Internal; 1: none.
     flow                  path, prediction, t_min and time_scale of a flow, see Interpolant; None: a chain of diffusion.
     """
 
@@ -30,7 +32,9 @@ class ClassTransformer(ModelMixin, DiT, ConfigMixin):
         self._source = Path(sys.modules[type(self).__module__].__file__).read_text(encoding="utf-8")
 
     def forward(self, hidden_states, timestep, class_labels):
-        """Predicts: (B, C, H, W), (B,), int64 (B,) -> sample (B, C or 2C, H, W); a flow's first C are velocities."""
+        """Returns predictions for inputs (B, C, H, W), times (B,) and labels int64 (B,) as the field `sample`,
+        (B, C or 2C, H, W). The first C channels of a flow are velocities.
+        """
         scale = self.config.internal_scale
         found = DiT.forward(self, hidden_states, timestep, class_labels, extras=scale != 1)
         if scale != 1:
@@ -42,7 +46,9 @@ class ClassTransformer(ModelMixin, DiT, ConfigMixin):
         return Transformer2DModelOutput(sample=found)
 
     def save_config(self, save_directory, **kwargs):
-        """Saves config.json and this file, where diffusers finds the class: for save_pretrained, push_to_hub."""
+        """Writes config.json into the folder, and this file beside it, where diffusers looks for the class.
+        save_pretrained and push_to_hub call this.
+        """
         Path(save_directory).mkdir(parents=True, exist_ok=True)
         name = type(self).__module__.rpartition(".")[2]
         (Path(save_directory) / f"{name}.py").write_text(self._source, encoding="utf-8")

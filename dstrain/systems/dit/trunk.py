@@ -1,4 +1,6 @@
-"""A chain of blocks: condition tokens that join and leave it, taps into it, and tokens that pass some blocks by."""
+"""A chain of blocks. Condition tokens can join the image's tokens on the way, outputs of inner blocks can be read
+(taps), and some tokens can skip blocks (routing).
+"""
 
 from collections.abc import Collection, Iterable
 
@@ -10,10 +12,10 @@ from dstrain.systems.dit.blocks import Seen
 
 
 class Trunk(nn.ModuleList):
-    """Blocks in a row. Condition tokens join behind the image's before block number `joins`, and leave after the last:
-    attention does not ask for an order, so that networks which put theirs in front compute the same.
+    """Blocks in a row. Condition tokens are appended to the image's tokens after the first `joins` blocks, and removed
+    after the last. Attention knows no order, so that networks which put theirs in front compute the same.
 
-    routed   the first and the last of the blocks, counted from 1, that a share of the image's tokens may pass by.
+    routed   the first and the last of the blocks, counted from 1, that a share of the image's tokens may skip.
     """
 
     def __init__(self, blocks: Iterable[nn.Module], joins: int = 0, routed: tuple[int, int] = (0, 0)) -> None:
@@ -28,12 +30,14 @@ class Trunk(nn.ModuleList):
         taps: Collection[int] = (),
         keep: Tensor | None = None,
     ) -> tuple[Tensor, dict[int, Tensor]]:
-        """Returns the image's tokens (B, N, D), and those after each of the blocks `taps`, which count from 1.
+        """Returns the image's tokens (B, N, D), and by number, counted from 1, those after each of the blocks `taps`.
 
-        tokens: (B, K, D). seen.rotation is of N + K tokens, and so is seen.mask but for cross-attention; those that are
-        not there yet, or pass by, are cut off.
-        keep: int64 (B, M), which of the image's tokens go through the `routed` blocks; the others join them unchanged
-        after these (TREAD, Krause et al. 2025). None: all. A tap between sees the M alone, (B, M, D).
+        tokens: condition tokens (B, K, D); None: none. seen.rotation is of N + K tokens, and so is seen.mask without
+        cross-attention: each block gets the part for its tokens.
+
+        keep: int64 (B, M), which of the image's tokens go through the `routed` blocks (TREAD, Krause et al. 2025); the
+        others skip these and are put back unchanged after the last of them. None: all go through. A tap between two
+        routed blocks has the M tokens alone, (B, M, D).
         """
         count, whole, tapped, passing = x.shape[1], seen.rotation, {}, x
         rotation, mask = whole, seen.mask if seen.text is None else None
@@ -62,16 +66,16 @@ class Trunk(nn.ModuleList):
 
 
 def _cut_mask(mask: Tensor, x: Tensor, keep: Tensor | None) -> Tensor:
-    """Returns the end of a mask (B, 1, 1, N + K) that fits the tokens x that routing has left. Only image tokens pass
-    by, which the mask all shows; `keep` None: the whole mask.
+    """Returns the last entries of a mask (B, 1, 1, N + K), as many as there are tokens x. Routing takes away image
+    tokens alone, whose entries come first and are all True. Returns the whole mask if `keep` is None.
     """
     return mask if keep is None else mask[..., mask.shape[-1] - x.shape[1] :]
 
 
 def choose_tokens(key: Tensor, count: int, ratio: float) -> Tensor | None:
-    """Draws which of `count` tokens of each sample go through routed blocks: all but int(ratio count) of them.
+    """Draws which of `count` tokens of each sample go through the routed blocks: all but int(ratio * count) of them.
 
-    key int64 (B,) -> int64 (B, M), ascending; None where that is all.
+    Returns, for keys int64 (B,), their numbers int64 (B, M), ascending; None if all tokens go through.
     """
     if not int(ratio * count):
         return None
@@ -90,7 +94,9 @@ def _put_tokens(x: Tensor, keep: Tensor, taken: Tensor) -> Tensor:
 
 
 def _take_rotations(rotation: Tensor | None, keep: Tensor, count: int) -> Tensor | None:
-    """Returns the rotations (B, 2, M + K, d) of the tokens at `keep` of a grid of `count`, and of all K after it."""
+    """Returns the rotations (B, 2, M + K, d) of the `keep` (B, M) among the first `count` tokens, and of all K tokens
+    behind these. Returns None for None.
+    """
     if rotation is None:
         return None
     of_grid = rotation[0, :, keep].transpose(0, 1)  # (B, 2, M, d)

@@ -1,4 +1,5 @@
-"""Fits published weights to a network: other resolutions and numbers of classes; diffusers' names, in both directions.
+"""Fits weights to a network of another resolution or number of classes, and translates diffusers' names from and to
+ours.
 
 Published files have the names of network.py. diffusers' DiTTransformer2DModel splits qkv in three, gives every block a
 copy of the timestep's and the label's embedders, calls the last layer proj_out, and computes positions itself.
@@ -104,12 +105,14 @@ _REMEDIES = (
 
 
 def adapt_weights(state: dict[str, Tensor], network: nn.Module) -> fitting.Fitted:
-    """Fits a state dict to `network` (only its names and shapes are read: meta tensors do), and says what was changed.
+    """Returns a state dict fitted to `network`, of which only names and shapes are read, and notes on what was changed.
 
     Positions are interpolated to another resolution (bicubic, on the square grid). A class table with another number of
     rows is replaced by new rows, normal(0.02); its last row, "no label", is the file's. An embedder of sizes or of
     image embeddings that the file lacks is a new one, whose last layer is zero: the network computes what it did.
-    Projectors of an alignment are left, or begin anew, and so does a null text that the file lacks, normal(0.02).
+    Projectors of an alignment are left out if the network has none, and begin anew if the file has none; a null text
+    that the file lacks begins as normal(0.02).
+
     Raises ConfigError for the first difference beyond these, with both shapes and the remedy.
     """
     shapes = fitting.list_shapes(network)
@@ -144,8 +147,8 @@ def adapt_weights(state: dict[str, Tensor], network: nn.Module) -> fitting.Fitte
 
 
 def _interpolate_positions(positions: Tensor, count: int, notes: list[str]) -> Tensor:
-    """Returns positions (1, count, D), interpolated from another square grid, and adds a note. Positions of the same
-    grid, or of no square, are returned unchanged.
+    """Returns positions (1, count, D), interpolated (bicubic) from another square grid, and appends a note to `notes`.
+    Returns positions of the same grid, or of no square, unchanged.
     """
     old, new = round(positions.shape[1] ** 0.5), round(count**0.5)
     if old == new or old * old != positions.shape[1]:
@@ -157,9 +160,10 @@ def _interpolate_positions(positions: Tensor, count: int, notes: list[str]) -> T
 
 
 def rename_to_diffusers(state: Mapping[str, Tensor], depth: int, rows: int, has_null: bool) -> dict[str, Tensor]:
-    """Returns the state dict of a DiTTransformer2DModel whose label table has `rows` + 1 rows; the last is "no label".
+    """Returns the state dict of a DiTTransformer2DModel whose label table has `rows` + 1 rows, of which the last is "no
+    label". depth: number of blocks; has_null: whether our table has such a row.
 
-    Rows without a class repeat the last one. Where the network has no "no label", they are 0.
+    Rows without a class repeat the last one; if has_null is False, these and the last one are 0.
     """
     table = state[_CLASSES]
     classes, null = (table[:-1], table[-1:]) if has_null else (table, torch.zeros_like(table[:1]))
@@ -207,7 +211,7 @@ def rename_from_pixart(
     """Returns a PixArtTransformer2DModel's weights under our names, for `adapt_weights`, and notes. diffusers_config:
     its config.json.
 
-    Raises ConfigError for a field that differs from the recipe's.
+    Raises ConfigError for another class, or for a field that differs from the recipe's.
     """
     LAYOUTS["pixart"].require_trained_as("pixart", config)
     _require_same_config(diffusers_config, PIXART_CLASSES, make_pixart_arguments(config))
@@ -232,7 +236,9 @@ def rename_from_pixart(
 
 
 def project_states(states: Tensor, values: Mapping[str, Tensor]) -> Tensor:
-    """Returns what text_projection=mlp with these weights makes of a text encoder's states, (N, E) -> (N, D)."""
+    """Maps a text encoder's states to tokens, (N, E) -> (N, D), by the two layers of text_projection=mlp in a
+    state dict.
+    """
     first, last = (
         [values[f"text_tokens.{layer}.{kind}"].float() for kind in ("weight", "bias")] for layer in ("fc1", "fc2")
     )
@@ -240,8 +246,8 @@ def project_states(states: Tensor, values: Mapping[str, Tensor]) -> Tensor:
 
 
 def make_pixart_arguments(config: Config) -> dict[str, Any]:
-    """Returns the keyword arguments of the same network as diffusers' PixArtTransformer2DModel, but for those of sizes
-    and positions.
+    """Returns the keyword arguments that build the same network as diffusers' PixArtTransformer2DModel, except those of
+    sizes and positions.
     """
     return make_arguments(config) | {
         "norm_type": "ada_norm_single",
@@ -251,7 +257,9 @@ def make_pixart_arguments(config: Config) -> dict[str, Any]:
 
 
 def _pair_names(depth: int) -> Iterator[tuple[str, list[str]]]:
-    """Yields our name of each weight, and diffusers': three for qkv, and one in each block for an embedder's."""
+    """Yields our name of each weight with diffusers' names: three for qkv, one in each block for an embedder's,
+    else one.
+    """
     for kind in ("weight", "bias"):
         for name, other in _ENDS.items():
             yield f"{name}.{kind}", [f"{other}.{kind}"]
@@ -269,7 +277,9 @@ def _pair_names(depth: int) -> Iterator[tuple[str, list[str]]]:
 
 
 def _share_copies(copies: dict[str, Tensor]) -> Tensor:
-    """Returns the weight that all blocks hold a copy of. Raises ConfigError if the copies differ."""
+    """Returns the first of the copies of an embedder's weight in diffusers' blocks. Raises ConfigError if
+    another differs.
+    """
     first = next(iter(copies.values()))
     for name, copy in copies.items():
         if not torch.equal(first, copy):
@@ -281,7 +291,10 @@ def _share_copies(copies: dict[str, Tensor]) -> Tensor:
 
 
 def _cut_padding(table: Tensor, config: Config, notes: list[str]) -> Tensor:
-    """Returns the table without the rows that only fill up diffusers' table: all repeat its last row."""
+    """Returns a label table without the rows by which diffusers fills it up: those from num_classes on, if all are
+    equal. Keeps one as "no label" if class_dropout_prob is above 0; else appends a note that it is left out, unless it
+    is 0. Returns a table without such rows unchanged.
+    """
     count = config.num_classes
     if len(table) <= count or not torch.equal(table[count:], table[-1:].expand_as(table[count:])):
         return table
@@ -304,7 +317,9 @@ def _require_same_config(diffusers_config: Mapping[str, Any], classes: Sequence[
 
 
 def require_same_network(diffusers_config: Mapping[str, Any], config: Config) -> None:
-    """Raises ConfigError if an export of ours holds a network that computes otherwise from weights of equal shapes."""
+    """Raises ConfigError if the config.json of an export by dstrain has another number of heads, or another choice that
+    the shapes of weights do not show, than the recipe's model.
+    """
     theirs, ours = {"interpolation_scale": 1, **diffusers_config.get("network", {})}, config.make_network_arguments()
     for name in ("num_heads", "time_freq", "block", "sines", "rope", "tokens", "interpolation_scale"):
         if theirs.get(name) != ours[name]:
@@ -315,8 +330,8 @@ def require_same_network(diffusers_config: Mapping[str, Any], config: Config) ->
 
 
 def note_other_targets(diffusers_config: Mapping[str, Any], config: Config) -> list[str]:
-    """Returns [a note] if diffusers_config says that dstrain trained these weights for other predictions than the
-    recipe's; else [].
+    """Returns a list with one note if, by the config.json of an export by dstrain, the weights were trained for another
+    objective or prediction than the recipe's; else [].
     """
     learned = {"objective": "diffusion"}
     if theirs := diffusers_config.get("flow"):
@@ -335,8 +350,8 @@ def note_other_targets(diffusers_config: Mapping[str, Any], config: Config) -> l
 
 
 def find_inexpressible(config: Config) -> str | None:
-    """Returns what diffusers' DiTTransformer2DModel cannot express of the network, with the field's name; else None.
-    Networks of texts have another class there, see `require_expressible`.
+    """Returns why diffusers' DiTTransformer2DModel cannot hold the network, "FIELD: reason"; None if it can. Returns
+    None for networks of texts, too, which have another class there, see `require_expressible`.
     """
     if config.reads_texts:
         return None
@@ -355,8 +370,8 @@ def find_inexpressible(config: Config) -> str | None:
 
 
 def require_expressible(config: Config) -> None:
-    """Raises ConfigError for a condition that the exports' pipelines do not take, for texts of another model than
-    PixArt, and for clips.
+    """Raises ConfigError if diffusers has no pipeline for the model: for clips, for texts with other choices than
+    PixArt's, and for sizes or image embeddings as conditions beside labels.
     """
     if config.video is not None:
         raise ConfigError("video: the pipeline of an export draws images alone; take --format safetensors")
@@ -398,7 +413,9 @@ def _require_expressible_by_pixart(config: Config) -> None:
 
 
 def make_arguments(config: Config) -> dict[str, Any]:
-    """Returns the keyword arguments of the same network in diffusers, but for the size of its label table."""
+    """Returns the keyword arguments that build the same network as a class of diffusers, except the size of its label
+    table.
+    """
     shape = config.network_shape()
     return {
         "num_attention_heads": shape["num_heads"],
