@@ -19,7 +19,7 @@ _RECENT = 1024  # names that are kept apart from the sorted ones
 
 
 class Names:
-    """A set of names, of which it keeps 8 bytes each: a hash."""
+    """A set of names in little memory: it keeps a hash of 8 bytes of each."""
 
     def __init__(self) -> None:
         self._sorted = np.empty(0, np.uint64)
@@ -48,10 +48,12 @@ class Names:
 
 
 class BadFiles:
-    """Files that could not be read, each listed once in folder/bad_files.txt as path<TAB>reason.
+    """Counts and lists the files that could not be read. folder/bad_files.txt has each once, as path<TAB>reason.
 
     All ranks append to one list and count its lines, so that on a shared file system the limit holds for all of them
-    together. folder None: files are counted by this process alone, and warned of.
+    together. folder None: each process counts its own, and warns of each. max_bad_fraction: fraction of `size` samples
+    that may be unreadable; above 0 it allows at least one. Raises ConfigError if max_bad_fraction is not in [0, 1], or
+    if bad_files.txt exists and is no regular file.
     """
 
     def __init__(self, folder: str | Path | None, size: int, max_fraction: float) -> None:
@@ -66,7 +68,9 @@ class BadFiles:
         self._read = 0  # bytes of the list that this process knows
 
     def add(self, bad: Bad) -> None:
-        """Lists those of the (name, reason) that are new. Raises ConfigError if there are more than the limit."""
+        """Adds to the list those (name, reason) whose name is not in it yet. Raises ConfigError if it then has more
+        names than the limit.
+        """
         lines = [(make_printable(name), make_printable(reason)) for name, reason in bad]
         lines = [(name, reason) for name, reason in lines if name not in self.names]
         if not lines:
@@ -84,7 +88,9 @@ class BadFiles:
             )
 
     def _catch_up(self) -> None:
-        """Reads the whole lines that any rank has added to the list since this was called last."""
+        """Reads the whole lines that any rank has added to the list since the last call; all of it if it was deleted
+        meanwhile.
+        """
         if self.path is None or not self.path.exists():
             return
         with open(self.path, "rb") as file:
@@ -108,7 +114,9 @@ class BadFiles:
 
 
 def count_listed_files(folder: Path) -> int:
-    """Counts the files in the list of a run's folder; 0 if there is none."""
+    """Returns how many different files the bad_files.txt of a run's folder lists; 0 if there is none, or if it cannot
+    be read.
+    """
     path, names = folder / "bad_files.txt", Names()
     try:
         with open(path, "rb") if path.is_file() else nullcontext(io.BytesIO()) as file:
@@ -121,7 +129,7 @@ def count_listed_files(folder: Path) -> int:
 
 
 def _read_blocks(file: BinaryIO) -> Iterator[bytes]:
-    """Yields the rest of a file in blocks of whole lines; an unfinished last line is left out."""
+    """Yields the rest of a file in blocks of whole lines. Leaves out a last line without a line break."""
     rest = b""
     while new := file.read(_BLOCK):
         whole, line_break, rest = (rest + new).rpartition(b"\n")

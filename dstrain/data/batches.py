@@ -1,15 +1,15 @@
 """Which sample goes where: the batches of a rank as a function of the step.
 
     stream position     p = step * global_batch + position,       0 <= position < global_batch
-    sample index        order.index_at(p), where order = source.order(global_batch, seed)
+    sample index        order.index_at(p), where order = source.make_order(global_batch, seed)
     key                 rng.keys(seed, step, position): all randomness of the sample
     layout              position = (micro * world + rank) * micro_batch + i
 
 The global batch of a step is thus the same samples with the same keys at any world size, micro-batch and worker count.
 Micro-step m of all ranks together is one contiguous block of it. Nothing here has a state to save.
 
-Samples that cannot be read are replaced (source.py), listed and limited (bad_files.py). A rank reads a step ahead of
-the one that it takes, so that data that end a run do so between two steps, where all ranks can save.
+Samples that cannot be read are replaced (source.py), listed and limited (bad_files.py). A rank reads one step ahead of
+the one that it takes. So an error in the data ends a run between two steps, where all ranks can save.
 """
 
 import atexit
@@ -39,8 +39,8 @@ Batch = dict[str, Tensor]
 
 _ON_HOST = ("caption", "other_caption")  # packed texts, which the host reads: a copy back would make it wait
 _HELD_OUT_STEP = -1  # of the keys of held-out samples: a step that training never has
-_AHEAD = 1 << 30  # bytes of samples that are read ahead, where a step has more
-_BAD = "bad"  # entry of a worker's batch: what it could not read
+_AHEAD = 1 << 30  # prefetch a whole step, but at most this many bytes of samples
+_BAD = "bad"  # entry of a worker's batch: (name, reason) of the samples that it could not read
 
 
 class Batches(AbstractContextManager):
@@ -49,10 +49,10 @@ class Batches(AbstractContextManager):
     global_batch: samples of one optimizer step over all ranks and micro-steps. micro_batch: samples of one forward pass
     of one rank. num_workers: processes that read ahead; 0 reads in this process, None chooses. folder: where
     bad_files.txt is written; None writes none. max_bad_fraction: fraction of the data that may be unreadable (at least
-    one file is tolerated unless it is 0). flip: half of the samples are mirrored, by their key. steps: read no further
-    than this step; None has no end.
+    one file is tolerated unless it is 0). flip: half of the samples are mirrored, by their key. steps: number of steps;
+    later ones are not read; None: without end.
 
-    ConfigError: global_batch is no multiple of micro_batch * world.
+    Raises ConfigError if global_batch is no multiple of micro_batch * world.
     """
 
     def __init__(
@@ -81,41 +81,42 @@ class Batches(AbstractContextManager):
         self._layout = (global_batch, micro_batch, rank, world)
         self._steps = steps
         self._bad = BadFiles(folder, len(source), max_bad_fraction)
-        self._batches: Iterator[Batch] | None = None  # runs on from step to step
-        self._next = -1  # step that comes next in it; -1: restart
+        self._batches: Iterator[Batch] | None = None  # the batches of this and all later steps
+        self._next = -1  # the step whose batches come next in it; -1: restart
         self._release: weakref.finalize | None = None  # ends the workers that run now
 
     def read_step(self, step: int) -> Iterator[Batch]:
         """Yields the `accumulation` micro-batches of this rank at an optimizer step, on the device (see `place_batch`).
 
         Each holds the entries of the source's items, such as {"image": uint8 (b, C, H, W)}, and int64 (b,) {"label",
-        "key", "position", "step"}. Steps in sequence run on; any other step restarts the workers.
+        "key", "position", "step"}. Any step but the one after the last call's restarts the workers, which takes longer.
 
-        Raises ConfigError or NotRead if they cannot be read. Mostly `problem` says so while the step before is taken.
+        Raises ConfigError or NotRead if the samples cannot be read, which `problem` usually says one step earlier, and
+        ConfigError if `step` is beyond the last one.
         """
         if self._steps is not None and step >= self._steps:
             raise ConfigError(f"step {step} lies beyond the last, {self._steps - 1}")
         if step != self._next:
             self._restart(step)
-        self._next = -1  # left in the middle, the step starts again
+        self._next = -1  # a step that the caller leaves in the middle starts again
         for micro in range(self.accumulation):
             batch = next(self._batches, None)
             if batch is None:
                 raise self.problem
-            if micro == self.accumulation - 1:  # before the yield: the caller may not ask on
+            if micro == self.accumulation - 1:  # before the yield: the caller may not ask for more
                 self._next = step + 1
             yield batch
 
     def count_drawn(self, steps: int) -> dict[str, int]:
-        """Counts the samples of each source of a mixture in the first `steps` global batches, as `samples/NAME`; {}
-        without a mixture.
+        """Returns how many samples of the first `steps` global batches come from each source of a mixture, by
+        `samples/NAME`; {} if the data are no mixture.
         """
         global_batch, seed, source = self._layout[0], self._stream.seed, self._stream.source
         return {f"samples/{name}": count for name, count in source.count_drawn(seed, steps * global_batch).items()}
 
     def extend(self, steps: int) -> None:
-        """Sets the number of steps, so that a run can go on beyond the last one; readers restart at the next call of
-        `read_step`.
+        """Sets the number of steps to `steps`, so that a run can go on beyond its last one. The next `read_step`
+        restarts the workers.
         """
         self._steps, self._next = steps, -1
 
@@ -162,10 +163,10 @@ class Batches(AbstractContextManager):
         self._batches = _copy_ahead(host, self.device) if self.device.type == "cuda" else host
 
     def _read_step_ahead(self, reader: Iterator, semaphores: list) -> Iterator[Batch]:
-        """Yields host batches, without the workers' reports of bad files. Before each it has read the batches of a
-        further step, or only one more batch where a step is larger than _AHEAD bytes.
+        """Yields the batches of `reader` in host memory. Before it yields one, it has read a whole step more, or only
+        one batch more if a step is larger than _AHEAD bytes.
 
-        Ends after the last one, or where `problem` says why the next one is missing.
+        Ends after the last batch, or when reading has failed, which `problem` then explains.
         """
         ahead: deque[Batch] = deque()
         fetched, batch, size = self._fetch_batches(reader, semaphores), {}, 0  # size: bytes of a batch
@@ -179,8 +180,8 @@ class Batches(AbstractContextManager):
             yield ahead.popleft()
 
     def _fetch_batches(self, reader: Iterator, semaphores: list) -> Iterator[Batch]:
-        """Yields batches from the workers, and lists their bad files. Ends after the last one, or at an error, which it
-        stores as `problem`.
+        """Yields the batches of `reader`, and adds their unreadable files to the list of bad files. Once all workers
+        run, it removes their semaphores. Ends after the last batch, or at an error, which it stores in `problem`.
         """
         for count in itertools.count(1):
             start = time.perf_counter()
@@ -214,14 +215,16 @@ def iterate_held_out(
     seed: int = 0,
     limit: int | None = None,
 ) -> Iterator[Batch]:
-    """Yields batches of the first `limit` held-out samples (None: all) in their own order, shared out over the ranks,
-    never mirrored.
+    """Yields batches of the first `limit` held-out samples (None: all) in the order of their indices, divided among the
+    ranks, never mirrored.
 
-    Every rank gets the same number of batches of the same size and, in turn, of the same shape, so that all make the
-    same calls. The last ones of a shape are filled up with repetitions, which `valid` bool (b,) marks False: a mean
-    over the valid ones of all ranks is exact. Other entries are as in Batches.read_step; position is the sample's
-    index, and the key never changes, so that an evaluation meets the same noise each time. Samples and keys do not
+    Every rank gets the same number of batches of the same size and, at each call, of the same shape, so that all call
+    the networks alike. The last batches of a shape are filled up with repetitions, for which `valid` bool (b,) is
+    False: a mean over the valid ones of all ranks is exact. Other entries are as in Batches.read_step; position is the
+    sample's index, and the key never changes, so that each evaluation has the same noise. Samples and keys do not
     depend on the world size.
+
+    Raises ConfigError if `batch` is below 1, or `rank` is none of `world`.
     """
     if batch < 1 or not 0 <= rank < world:
         raise ConfigError(f"held-out batches of {batch} for rank {rank} of {world}: a batch has at least 1 sample")
@@ -241,8 +244,8 @@ def iterate_held_out(
 
 
 def _iterate_rounds(source: Source, count: int, size: int) -> Iterator[tuple[int, int]]:
-    """Yields for each round of `size` among the first `count` samples where it begins, and where the samples of its
-    shape end.
+    """Divides the first `count` samples into rounds of at most `size` samples of one shape. Yields for each round its
+    first index, and the index after the last sample of its shape.
     """
     first = 0
     for end in source.ends:
@@ -253,7 +256,7 @@ def _iterate_rounds(source: Source, count: int, size: int) -> Iterator[tuple[int
 
 
 def place_batch(batch: Batch, device: torch.device | str, non_blocking: bool = False) -> Batch:
-    """Copies a batch to a device; packed texts stay on the host."""
+    """Returns a batch copied to a device, except captions, which stay on the host."""
     return {
         name: tensor if name in _ON_HOST else tensor.to(device, non_blocking=non_blocking)
         for name, tensor in batch.items()
@@ -261,7 +264,7 @@ def place_batch(batch: Batch, device: torch.device | str, non_blocking: bool = F
 
 
 class _Stream:
-    """The data set as a DataLoader sees it: a range of stream positions in, one finished micro-batch out."""
+    """The data set that a DataLoader indexes: a range of stream positions gives one finished micro-batch."""
 
     def __init__(self, source: Source, order: Any, global_batch: int, seed: int, flip: bool) -> None:
         self.source, self.order, self.flip = source, order, flip
@@ -283,7 +286,9 @@ class _Stream:
         return rng.uniform(key, name, (count,) if count else ()) if name else None
 
     def _find_samples(self, stream: range) -> tuple[Tensor, Tensor | None, Tensor, Tensor, int]:
-        """Returns each sample's index, whether it is mirrored, its key, its position (b,) in the step; and the step."""
+        """Returns for the positions of one micro-batch: sample indices int64 (b,), mirrored bool (b,) or None without
+        flips, keys (b,), positions in the step (b,); and the step, an int.
+        """
         step = stream.start // self.global_batch
         positions = torch.arange(stream.start, stream.stop)  # (b,)
         index = self.order.index_at(positions)
@@ -296,7 +301,9 @@ class _Stream:
 def _iterate_positions(
     step: int, steps: int | None, global_batch: int, micro_batch: int, rank: int, world: int
 ) -> Iterator[range]:
-    """Yields the stream positions of each micro-batch of a rank, from a step on; without end, or up to `steps`."""
+    """Yields the range of stream positions of each micro-batch of a rank, from `step` on; before `steps`, or without
+    end if that is None.
+    """
     for number in itertools.count(step) if steps is None else range(step, steps):
         for offset in range(rank * micro_batch, global_batch, world * micro_batch):
             start = number * global_batch + offset
@@ -342,7 +349,9 @@ def _require_sizes(global_batch: int, micro_batch: int, rank: int, world: int) -
 
 
 def _choose_worker_count(num_workers: int | None, source: Source) -> int:
-    """Returns the number of workers. None: none for data in memory, else the cores of this rank, at most 8."""
+    """Returns `num_workers`. If it is None, returns 0 for a source that is cheap to read, else the cores of this rank,
+    1 to 8.
+    """
     if num_workers is not None:
         return num_workers
     if source.light:

@@ -19,13 +19,13 @@ _STRIDE = 0x9E3779B97F4A7C15  # between the seeds of two buckets
 
 @dataclass(frozen=True)
 class BucketOrder:
-    """As `Order`, over samples that are sorted by bucket, so that each global batch lies in one bucket.
+    """The infinite stream of sample indices, as `Order`, but each global batch holds samples of one bucket only.
+    Samples are sorted by bucket.
 
-    counts: samples of each bucket, in the order of the samples. A bucket has a stream of its own, which passes over all
-    of its samples in each of its epochs; its batches are cut from that stream one after the other. In the first e
-    epochs of the data a bucket of n samples gives floor(e n / global_batch) batches: what does not fill a batch goes
-    over into the next epoch, so no sample is dropped, and none has an extra turn. The batches of all buckets in an
-    epoch take their turns in a permutation of that epoch. Nothing is stored; a step costs O(buckets).
+    counts: number of samples in each bucket. A bucket has a stream of its own, which passes over all of its samples in
+    each epoch and is cut into batches. In the first e epochs of the data, a bucket of n samples gives floor(e n /
+    global_batch) batches: samples that do not fill a batch move to the next epoch, so none is dropped or repeated.
+    Within an epoch the batches of all buckets are permuted. Nothing is stored; a step costs O(buckets).
     """
 
     counts: tuple[int, ...]
@@ -41,7 +41,9 @@ class BucketOrder:
         return sum(epochs * count // self.global_batch for count in self.counts)
 
     def find_batch(self, step: int) -> tuple[int, int]:
-        """Returns the bucket of a step, and which of its bucket's batches it is."""
+        """Returns the bucket from which a step takes its batch, and the number of that batch in the bucket's stream,
+        from 0.
+        """
         epoch = self._find_epoch(step)
         first, last = (np.array(self.counts, object) * number // self.global_batch for number in (epoch, epoch + 1))
         ends = np.cumsum(last - first)
@@ -50,10 +52,9 @@ class BucketOrder:
         return bucket, int(last[bucket] - ends[bucket] + turn)
 
     def _find_epoch(self, step: int) -> int:
-        """Returns the last epoch that begins at `step` or before. Rounding down takes less than a step from each
-        bucket.
-        """
+        """Returns the epoch that a step belongs to: the last one that begins at this step or before."""
         total = sum(self.counts)
+        # Rounding down in `count_steps` takes less than one step from each bucket, so the epoch lies between these two.
         low, high = (value * self.global_batch // total for value in (step, step + len(self.counts)))
         high += 1
         while high - low > 1:  # steps(low) <= step < steps(high)
@@ -62,7 +63,7 @@ class BucketOrder:
         return low
 
     def index_at(self, position: Tensor) -> Tensor:
-        """Returns the samples at stream positions >= 0, int64 (b,) each."""
+        """Returns the sample index at each stream position: int64 (b,), all >= 0, to int64 (b,)."""
         index = torch.empty_like(position)
         steps = position // self.global_batch
         for step in steps.unique().tolist():
@@ -77,9 +78,9 @@ class BucketOrder:
 def choose_buckets(sizes: np.ndarray, shapes: tuple[tuple[int, int], ...], max_upscale: float = 1.0) -> np.ndarray:
     """Returns the bucket of each picture: sizes (N, 2) and shapes as (width, height) -> int64 (N,).
 
-    It is the one nearest in log(width / height), the first of several. Where shapes have several resolutions, which are
-    areas of about the same power of two, it is of the highest one that enlarges the picture `max_upscale` times at
-    most, else of the lowest. A size of 0, which is not known, counts as a small square.
+    It is the bucket whose log(width / height) is nearest, the first of equally near ones. Shapes may have several
+    resolutions (areas that round to different powers of two). Then the bucket is taken from the highest resolution that
+    enlarges the picture at most `max_upscale` times, else from the lowest. A side of 0 (unknown) counts as 1 pixel.
     """
     sides, targets = np.maximum(sizes, 1).astype(np.float64), np.array(shapes, np.float64)
     aspects = np.log(sides[:, 0] / sides[:, 1])

@@ -10,7 +10,9 @@ from dstrain.recipe.patterns import fits_caption
 
 
 def find_left_out(captions: Sequence[Sequence[str]], patterns: Sequence[str]) -> np.ndarray:
-    """Returns which patterns of data.leave_out fit a caption of each sample: bool (patterns, samples)."""
+    """Compares the captions of each sample with the patterns of data.leave_out. Returns bool (patterns, samples):
+    whether the pattern fits at least one caption of the sample.
+    """
     fits = np.zeros((len(patterns), len(captions)), bool)
     for place, texts in enumerate(captions):
         for text in texts:
@@ -19,9 +21,11 @@ def find_left_out(captions: Sequence[Sequence[str]], patterns: Sequence[str]) ->
 
 
 def require_left_out(data: Data, split: tuple[Source, Source | None], mixed: bool) -> None:
-    """Raises ConfigError if data.leave_out is of data whose captions are not listed, or its patterns fit none or all of
-    them. split: the opened sources, the held-out one last. mixed: the data are one source of a mixture, another of
-    which a pattern may fit.
+    """Raises ConfigError if data.leave_out cannot be applied: if the captions of the data are not listed, if it leaves
+    a split without samples, or if a pattern fits no caption.
+
+    split: the training source, and the held-out one or None. mixed: the data are one source of a mixture; then a
+    pattern may fit no caption here, since it may fit some in another source.
     """
     source, place = split[0], "data.mixture" if data.mixture else data.path
     if data.leave_out and not source.left_out:

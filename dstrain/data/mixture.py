@@ -1,4 +1,4 @@
-"""Several sources as one: which source each sample comes from, and in which order the samples of each come.
+"""Mixes several sources to one: computes which source each sample comes from, and in which order each source is read.
 
     stream position p     lies in block p // 256, whose 256 positions are shuffled by the seed: p -> slot s
     slot s                belongs to source k, and is the n-th of its slots, where count_k(s) = n
@@ -36,9 +36,10 @@ _MIXED_ALIKE = (*ENCODED_ALIKE, "dtype", "flips")  # of the encodings of caches 
 
 @dataclass(frozen=True)
 class MixtureOrder:
-    """The infinite stream of a mixture: indices into its sources, which stand one after the other.
+    """The infinite stream of sample indices of a mixture, in which its sources stand one after the other.
 
-    sizes: samples of each source. weights: of each, whole numbers as of `to_whole_numbers`. seed: any int.
+    sizes: number of samples of each source. weights: of each source, whole numbers as `to_whole_numbers` returns. seed:
+    any int.
     """
 
     sizes: tuple[int, ...]
@@ -46,7 +47,9 @@ class MixtureOrder:
     seed: int = 0
 
     def index_at(self, position: int | np.ndarray | Tensor) -> int | np.ndarray | Tensor:
-        """Returns as Order the sample at stream position(s) >= 0."""
+        """Returns the sample index at each stream position >= 0: an int for an int, int64 of the same shape for an
+        array or a CPU tensor.
+        """
         if isinstance(position, Tensor):
             return torch.from_numpy(self.index_at(position.numpy()))
         if not isinstance(position, np.ndarray):
@@ -60,21 +63,21 @@ class MixtureOrder:
         return index
 
     def find_places(self, position: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the source of each stream position int64 (...), and its place in the stream of this source."""
+        """Returns the source of each stream position int64 (...), and the position in that source's own stream."""
         slots = position - position % _BLOCK + Order(_BLOCK, _derive_seed(self.seed, -1)).index_at(position)
         before = self._count_dealt(slots)  # (sources, ...)
         sources = (self._count_dealt(slots + 1) - before).argmax(0)
         return sources, np.take_along_axis(before, sources[None], 0)[0]
 
     def count_by_source(self, positions: int) -> list[int]:
-        """Returns how many of the first `positions` of the stream belong to each source."""
+        """Returns how many samples at the first `positions` stream positions come from each source."""
         whole = positions - positions % _BLOCK
         rest, _ = self.find_places(np.arange(whole, positions))
         return (self._count_dealt(np.array(whole)) + np.bincount(rest, minlength=len(self.sizes))).tolist()
 
     def _count_dealt(self, slots: np.ndarray) -> np.ndarray:
-        """Returns count_k of the module's docstring, int64 (sources, ...), for the slots before each of `slots` int64
-        (...).
+        """Returns, for each of `slots` int64 (...), how many of the slots before it belong to each source: count_k of
+        the module's docstring, int64 (sources, ...).
         """
         counts, rest, total = [], slots, sum(self.weights)
         for weight in self.weights:
@@ -84,9 +87,9 @@ class MixtureOrder:
 
 
 def to_whole_numbers(weights: Sequence[float]) -> tuple[int, ...]:
-    """Returns positive weights as whole numbers in the same ratio, as they are written in decimals: 0.3 is 3 / 10.
+    """Returns positive weights as whole numbers in the same ratio. A weight is what its decimals say: 0.3 is 3 / 10.
 
-    Where their sum would exceed 2^30 they are rounded to it, and none becomes 0.
+    If their sum would exceed 2^30, they are scaled down to it and rounded, each to 1 at least.
     """
     exact = [Fraction(str(weight)) for weight in weights]
     common = math.lcm(*(weight.denominator for weight in exact))
@@ -98,15 +101,16 @@ def to_whole_numbers(weights: Sequence[float]) -> tuple[int, ...]:
 
 
 def _derive_seed(seed: int, source: int) -> int:
-    """Returns the seed of a source's own order; of source -1 that of the blocks."""
+    """Returns the seed of the order of the source with this number; for -1 the seed that shuffles the blocks."""
     return int.from_bytes(blake2b(f"{seed} {source}".encode(), digest_size=8).digest(), "little")
 
 
 class Mixture(Source):
-    """The samples of several sources, one source after the other; the stream takes them by their weights.
+    """The samples of several sources as one source: first all of the first source, then all of the next. Training takes
+    them by the weights of the sources.
 
-    names: of the sources, each another one. weights: of each; None takes the numbers of their samples. classes: of the
-    mixture, by `join_classes`. Captions are in the items where all sources have them.
+    names: of the sources, all different. weights: one for each source; None: the numbers of their samples. classes: of
+    the mixture, by `join_classes`. Items have captions only if all sources have them.
     """
 
     batched = True
@@ -133,7 +137,8 @@ class Mixture(Source):
         counts = np.sum([[count for _, count in source.left_out] for source in sources], axis=0, dtype=np.int64)
         self.left_out = tuple(zip((pattern for pattern, _ in sources[0].left_out), counts.tolist()))
         self.uncaptioned = next((source.uncaptioned for source in sources if source.uncaptioned), None)
-        chooses = next((source for source in sources if source.chance_name), sources[0])  # all that do choose alike
+        # All sources that need a random number need the same one.
+        chooses = next((source for source in sources if source.chance_name), sources[0])
         self.chance_name, self.chance_count = chooses.chance_name, chooses.chance_count
 
     def __len__(self) -> int:
@@ -152,8 +157,8 @@ class Mixture(Source):
     def read_batch(
         self, index: Tensor, mirrored: Tensor | None = None, chance: Tensor | None = None
     ) -> tuple[dict[str, Tensor], Bad]:
-        """Reads the samples at `index` int64 (b,) as Source does, each from its source, with the mixture's labels.
-        Returns the batch, and (name, reason) of those that could not be read: each is replaced by one of the same
+        """Reads the samples at `index` int64 (b,) as Source does, each from its source, with the labels of the mixture.
+        Returns the batch, and (name, reason) of each sample that could not be read and was replaced by one of the same
         source.
         """
         parts, rows, bad = [], [], []
@@ -222,16 +227,16 @@ class Mixture(Source):
         return source, index - int(self._ends[source]) + self.sizes[source]
 
     def _group_by_source(self, index: Tensor) -> list[tuple[int, Tensor, Tensor]]:
-        """Returns, for each source that has some of the indices (b,): its number, their places in (b,), and their
-        indices in it.
+        """Groups indices int64 (b,) of the mixture by source. Returns, for each source that holds some: its number,
+        their places in (b,), and their indices within the source.
         """
         sources = torch.bucketize(index, self._ends, right=True)
         rows = [(source, torch.nonzero(sources == source)[:, 0]) for source in sources.unique().tolist()]
         return [(source, here, index[here] - self._ends[source] + self.sizes[source]) for source, here in rows]
 
     def _unify_item(self, source: int, item: dict) -> dict:
-        """Gives an item or a batch of a source the mixture's labels; removes its caption unless all sources have
-        captions.
+        """Returns an item or a batch of a source with the labels of the mixture, and without its caption unless all
+        sources have captions.
         """
         if not self.captioned:
             item = {name: values for name, values in item.items() if name != "caption"}
@@ -245,8 +250,8 @@ def open_mixture(data: Data, opened: Callable[[Data], tuple[Source, Source | Non
     """Opens the training mixture and the held-out one of data.mixture; the latter is None if no source holds anything
     out.
 
-    opened: gives the training source and the held-out one of one source's section. Raises ConfigError as `opened` and
-    `join_classes`.
+    opened: opens the training source and the held-out one, or None, of one source's section. Raises ConfigError as
+    `opened` and `join_classes`, and if held-out data lack the classes that the training data have.
     """
     paths = [source.path for source in data.mixture]
     short = [os.path.basename(os.path.normpath(path)) for path in paths]
@@ -264,10 +269,10 @@ def open_mixture(data: Data, opened: Callable[[Data], tuple[Source, Source | Non
 
 
 def join_codes(data: Data, parts: Sequence[Data]) -> Data:
-    """Returns the section of a mixture with `codes` joined from those of its `parts`, which are complete; with None if
-    these have none.
+    """Returns the section of a mixture with `codes` filled in from those of its sources; None if these have none.
+    parts: their completed sections.
 
-    The latents' scaling factor is 1 / the standard deviation of the mixture. Raises ConfigError if the parts were not
+    The latents' scaling factor is 1 / the standard deviation of the mixture. Raises ConfigError if the sources were not
     encoded alike.
     """
     codes = parts[0].codes
@@ -297,11 +302,11 @@ def join_codes(data: Data, parts: Sequence[Data]) -> Data:
 
 
 def join_classes(sources: Sequence[Source], names: Sequence[str], rule: str) -> tuple[str, ...]:
-    """Returns the classes of a mixture, () if no source has any.
+    """Returns the classes of a mixture; () if no source has any.
 
-    rule: "same": all sources have the same names; "first": those of the first source, and the others have none beside;
-    "union": those of the first source, and behind them what others add. Raises ConfigError if the classes of the
-    sources do not obey the rule.
+    rule: "same": all sources have the same class names; "first": the class names of the first source, which include
+    those of all others; "union": the class names of the first source, then those that the others add. Raises
+    ConfigError if the sources do not obey the rule, or if some have classes and others none.
     """
     first = sources[0].classes
     if without := [name for name, source in zip(names, sources) if bool(source.classes) != bool(first)]:

@@ -1,7 +1,5 @@
-"""The data section of a recipe, opened: what its path holds is decided once, by the first of KINDS that recognises it.
-
-Each kind completes a section from what the data say of themselves, opens its sources, and refuses what a section asks
-of it in vain.
+"""Opens the data that the data section of a recipe names. The first class of KINDS that recognises data.path decides
+which kind of data it is: it fills in `codes`, opens the sources, and refuses entries that have no effect on such data.
 """
 
 import os
@@ -53,9 +51,9 @@ Split = tuple[Source, Source | None]  # the training source and the held-out one
 
 
 class Kind(ABC):
-    """The data of a section of one kind."""
+    """One kind of data: a subclass recognises the sections of its kind, fills them in and opens their sources."""
 
-    labelled_anew = False  # data.labels, data.class_list and data.columns say what the labels and captions are
+    labelled_anew = False  # data.labels, data.class_list and data.columns may give such data other labels and captions
 
     def __init__(self, data: Data) -> None:
         self.data = data
@@ -63,7 +61,9 @@ class Kind(ABC):
     @classmethod
     @abstractmethod
     def recognises(cls, data: Data) -> bool:
-        """Returns whether the section's path is of this kind; the kinds before it in KINDS do not recognise it."""
+        """Returns whether the section names data of this kind; called only if all earlier kinds in KINDS have returned
+        False.
+        """
 
     @abstractmethod
     def name_contents(self) -> str:
@@ -71,21 +71,23 @@ class Kind(ABC):
 
     @abstractmethod
     def open(self, verify: bool, run: Path | None, mixed: bool) -> Split:
-        """Opens both sources; arguments and errors as `open_sources`."""
+        """Opens the training source and the held-out one or None. Arguments and errors are those of `open_sources`."""
 
     def complete_section(self) -> Data:
-        """Returns the section with `codes`. Raises ConfigError as `complete_data`."""
+        """Returns the section with `codes` filled in: None, except for cached codes. Raises ConfigError as
+        `complete_data`.
+        """
         return self.data.model_copy(update={"codes": None})
 
     def open_split(self, split: str) -> Source | None:
-        """Opens a split of data.splits. Raises ConfigError if these data have no such splits."""
+        """Opens one split of data.splits, such as "test". Raises ConfigError unless the data are embedding pairs."""
         raise ConfigError(
             f"data.path={self.data.path} has no split {split}: only embedding pairs are split by data.splits; "
             "images have train and held_out"
         )
 
     def open_samples_index(self, captions: bool) -> tuple[Layout, Index]:
-        """Opens the index of the samples, which is kept on the disk; as `open_section_index`."""
+        """Opens the layout and the index of the samples. Arguments and errors are those of `open_section_index`."""
         data = self.data
         request = make_request(data, captions=captions)
         if data.num_frames is not None:
@@ -94,13 +96,13 @@ class Kind(ABC):
         return open_index(path, request, data.index or find_cache_folder())
 
     def find_origin(self) -> str:
-        """Returns the path of the data; of codes the path that they were encoded from; "a mixture" of several
-        sources.
-        """
+        """Returns data.path; for cached codes the path that they were encoded from; "a mixture" for several sources."""
         return self.data.path
 
     def refuse_labels(self, mixed: bool) -> None:
-        """Raises ConfigError if the section relabels data that have labels and captions of their own."""
+        """Raises ConfigError if the section sets labels, class_list or columns, and the labels of its data are fixed.
+        Passes if `mixed` or with a held_out_path, since these entries may be for the other data.
+        """
         names = [
             f"data.{name}"
             for name in ("labels", "class_list", "columns")
@@ -113,9 +115,9 @@ class Kind(ABC):
 
 
 class MixedData(Kind):
-    """Several sources, by data.mixture."""
+    """Several sources of one kind, listed in data.mixture."""
 
-    labelled_anew = True  # or refused by one of the sources
+    labelled_anew = True  # one of the sources may use these entries
 
     @classmethod
     def recognises(cls, data: Data) -> bool:
@@ -144,7 +146,7 @@ class MixedData(Kind):
 
 
 class BuiltinData(Kind):
-    """What the package holds: images, clips or embedding pairs."""
+    """Data of the package itself, at data.path=builtin:NAME: images, clips or embedding pairs."""
 
     @classmethod
     def recognises(cls, data: Data) -> bool:
@@ -201,7 +203,7 @@ class BuiltinData(Kind):
 
 
 class PairsData(Kind):
-    """Pairs of embeddings, which data.splits splits."""
+    """Pairs of text and image embeddings, divided into splits by data.splits."""
 
     @classmethod
     def recognises(cls, data: Data) -> bool:
@@ -239,7 +241,7 @@ class CodesData(Kind):
 
 
 class ClipsData(Kind):
-    """Videos in a form of formats/, with captions or classes."""
+    """Videos in one of the layouts of data/formats, with captions or classes."""
 
     labelled_anew = True
 
@@ -275,7 +277,7 @@ class ClipsData(Kind):
 
 
 class ImagesData(Kind):
-    """Images in a form of formats/; any other path is taken for such."""
+    """Images in one of the layouts of data/formats. This last kind of KINDS recognises every path."""
 
     labelled_anew = True
 
@@ -288,7 +290,7 @@ class ImagesData(Kind):
 
     def open(self, verify: bool, run: Path | None, mixed: bool) -> Split:
         data = _complete_split_paths(self.data)
-        if ClipsData.recognises(data):  # a root with train/ and val/ shows only now what is in them
+        if ClipsData.recognises(data):  # the paths of train/ and val/ in a root are known only now
             raise _explain_missing_frames(data)
         return _open_images(data, run, mixed, holds_out=bool(data.held_out or data.held_out_path))
 
@@ -297,12 +299,12 @@ KINDS: tuple[type[Kind], ...] = (MixedData, BuiltinData, PairsData, CodesData, C
 
 
 def recognise_kind(data: Data) -> Kind:
-    """Returns the kind of the data that a section names, decided by their path; on any rank alone."""
+    """Returns the kind of the data that a section names, decided by the paths alone, without other ranks."""
     return next(kind(data) for kind in KINDS if kind.recognises(data))
 
 
 def find_contents(data: Data) -> str:
-    """Returns what a system can learn from the (completed) data: a key of CONTENTS."""
+    """Returns what a system can learn from the data of a completed section: a key of CONTENTS."""
     return (
         recognise_kind(data).name_contents()
         if data.codes is None
@@ -311,9 +313,10 @@ def find_contents(data: Data) -> str:
 
 
 def complete_data(data: Data) -> Data:
-    """Returns the section with `codes` filled in from the index of a cache; None there for images and videos.
+    """Returns the section with `codes` filled in: from the index of a cache of codes; None for all other data.
 
-    Raises ConfigError if the index is damaged, or the section says otherwise: sizes, channels, frames, flip.
+    Raises ConfigError if the index is damaged, if sizes, channels, frames or flips differ from those that were encoded,
+    or if data.embeddings goes with data other than one source of images.
     """
     kind = recognise_kind(data)
     if data.embeddings is not None and kind.name_contents() != "images":
@@ -330,10 +333,9 @@ def complete_data(data: Data) -> Data:
 
 
 def require_contents(data: Data, system: str, learns_from: Sequence[str], learners: Callable[[str], list[str]]) -> None:
-    """Checks that a system learns from what the (completed) data hold.
-
-    learners: gives the systems that learn from a key of CONTENTS, for the remedy.
-    Raises ConfigError if it does not.
+    """Raises ConfigError if a system cannot learn from the data of a completed section, or if embedding pairs come with
+    held_out or held_out_path. Passes if data.path does not exist: opening it raises an error of its own. learners:
+    returns the systems that learn from a key of CONTENTS, for the message.
     """
     contents = find_contents(data)
     if contents == "pairs" and (data.held_out or data.held_out_path):
@@ -353,12 +355,11 @@ def require_contents(data: Data, system: str, learns_from: Sequence[str], learne
 
 
 def open_sources(data: Data, verify: bool = False, run: Path | None = None, mixed: bool = False) -> Split:
-    """Opens the training source and the held-out one, None where nothing is held out; on all ranks together.
+    """Opens the training source and the held-out one, None if nothing is held out; call it on all ranks together.
 
-    verify: compare hashes, too. run: folder of the run that the command is about, where the index is kept. mixed: the
-    section is of one source of a mixture.
-    Raises ConfigError as `open_images` and `Latents`, if the held-out codes are not of the kind that is trained on, and
-    if held-out files are trained on, too.
+    verify: also compares hashes of cached codes. run: the command's run, whose folder has the index. mixed: `data` is
+    one source of a mixture. Raises ConfigError if the data cannot be opened (as `open_images` and `Latents`), if
+    entries of the section do not suit them, or if held-out files are trained on, too.
     """
     if not mixed and (data.mixture or data.held_out_path) and (problems := run_on_first(lambda: find_overlaps(data))):
         raise ConfigError(*problems)
@@ -376,25 +377,25 @@ def open_sources(data: Data, verify: bool = False, run: Path | None = None, mixe
 
 
 def open_split(data: Data, split: str) -> Source | None:
-    """Opens the train, validation or test split of embedding pairs; None where data.splits gives it nothing.
+    """Opens the train, validation or test split of embedding pairs; returns None if its share in data.splits is 0.
 
-    Raises ConfigError as `open_pairs`, and for data that have no such splits.
+    Raises ConfigError as `open_pairs`, and if the data are not embedding pairs.
     """
     return recognise_kind(data).open_split(split)
 
 
 def open_section_index(data: Data, captions: bool = False) -> tuple[Layout, Index]:
-    """Opens the form and the index of what a section names, which is kept on the disk.
+    """Opens the layout and the index of the data of a section; an index that is missing is made on the disk.
 
-    captions: of images, too; clips always have theirs.
-    Raises ConfigError as `open_index`.
+    captions: list the captions of images, too; those of clips are always listed. Raises ConfigError as `open_index`,
+    and for built-in data.
     """
     return recognise_kind(data).open_samples_index(captions)
 
 
 def open_builtin(data: Data, split: str, leave_out: tuple[str, ...] = ()) -> Source | None:
-    """Opens a split of the built-in images or clips that `data` name or were encoded from; returns None for all other
-    data. leave_out: patterns of captions whose clips are none of these.
+    """Opens a split of the built-in images or clips, if `data` name them or were encoded from them; else returns None.
+    leave_out: patterns of captions; clips that they fit are left out.
     """
     origin = find_origin(data)
     if origin == FASHION_PATH:
@@ -406,14 +407,14 @@ def open_builtin(data: Data, split: str, leave_out: tuple[str, ...] = ()) -> Sou
 
 
 def find_origin(data: Data) -> str:
-    """Returns data.path; of cached codes the path that they were encoded from; "a mixture" of several sources."""
+    """Returns data.path; for cached codes the path that they were encoded from; "a mixture" for several sources."""
     return recognise_kind(data).find_origin()
 
 
 def describe_data(data: Data, source: Source, held_out: Source | None, folder: Path | None = None) -> list[str]:
-    """Describes what a command has found, a line each: what it trains on and what is held out.
+    """Returns two lines for the start of a command: what it trains on, and what is held out.
 
-    folder: of the run, whose list of unreadable files counts.
+    folder: the run's folder; if it has a bad_files.txt, the first line says how many files that lists.
     """
     bad = count_listed_files(folder) if folder is not None else 0
     known = f"; {bad:,} unreadable files are listed in {folder / 'bad_files.txt'}" if bad else ""
@@ -424,9 +425,7 @@ def describe_data(data: Data, source: Source, held_out: Source | None, folder: P
 
 
 def make_request(data: Data, suffixes: tuple[str, ...] = SUFFIXES, **more: Any) -> Request:
-    """Returns the request to the form of the data that a section makes: which files count, and where labels and
-    captions stand.
-    """
+    """Returns the request by which a layout lists the data of a section. more: further fields of Request."""
     return Request(
         suffixes,
         labels=data.labels,
@@ -460,7 +459,7 @@ def _open_images(data: Data, run: Path | None, mixed: bool, holds_out: bool) -> 
 
 
 def _wrap_images(data: Data, source: Source) -> Source:
-    """Adds the embeddings, or the buckets, that the section asks for."""
+    """Returns the source with the embeddings or buckets that the section names, or as it is if it names neither."""
     if data.embeddings is not None:
         return add_embeddings(source, data.embeddings)
     if data.buckets is None:
@@ -473,8 +472,8 @@ def _wrap_images(data: Data, source: Source) -> Source:
 
 
 def _complete_split_paths(data: Data) -> Data:
-    """Returns the section with path and held_out_path set to the data's own training and held-out splits, where they
-    have such and the section asks for no other; else unchanged.
+    """Returns the section with path and held_out_path set to the splits that the data have of their own; unchanged if
+    they have none, or if the section holds out other samples. Call it on all ranks together.
     """
     path, held_out_path = run_on_first(
         lambda: find_split_paths(data.path, data.held_out, data.held_out_path, cache=data.cache)
@@ -493,7 +492,7 @@ def _explain_missing_frames(data: Data) -> ConfigError:
 
 
 def _has_videos(path: str) -> bool:
-    """Returns whether a folder has videos in it, and no images, as far as a look at some of its files shows."""
+    """Returns whether a folder seems to hold videos and no images, judged by the suffixes of some of its files."""
     if not os.path.isdir(path):
         return False
     suffixes = {os.path.splitext(name)[1].lower() for name in peek_files(LocalFiles(path))}

@@ -1,4 +1,4 @@
-"""Finds held-out data that lie in the data that are trained on: through links, patterns, and folders within folders."""
+"""Finds held-out files that are trained on, too: through links, patterns, and folders within folders."""
 
 import itertools
 import os
@@ -13,10 +13,10 @@ from dstrain.recipe import Cache, Data
 
 
 def find_overlaps(data: Data) -> list[str]:
-    """Returns a message for each pair of paths that share files and must not: of one source, or of two sources of a
-    mixture.
+    """Returns a message for each two paths that share files, of which one is held out and the other trained on, and for
+    each two sources of a mixture that are the same files; [] if there are none.
 
-    Raises ConfigError for data whose files cannot be told.
+    Raises ConfigError if the files that a path stands for cannot be found.
     """
     parts = data.list_sources() or (data,)
     problems = []
@@ -39,7 +39,7 @@ def find_overlaps(data: Data) -> list[str]:
 
 
 def _is_trained_on(data: Data, path: str) -> bool:
-    """Returns whether files at a path are among those that data.path trains on."""
+    """Returns whether `path` shares files with the training split of data.path."""
     if not _have_common_paths(_list_named_paths(data.path), _list_named_paths(path)):
         return False
     train, _ = find_split_paths(data.path, 1.0, None, cache=data.cache)
@@ -47,7 +47,9 @@ def _is_trained_on(data: Data, path: str) -> bool:
 
 
 def _list_read_paths(path: str, cache: Cache) -> set[str]:
-    """Returns the real paths at a path, of tables only those of the split that is read."""
+    """Returns the real paths of what is read at a path: the tables of one split if it holds tables of several splits,
+    else as `_list_named_paths`.
+    """
     if not os.path.exists(path) and find_pattern_folder(path) is None:
         return _list_named_paths(path)
     files = open_files(path, cache)
@@ -60,7 +62,9 @@ def _list_read_paths(path: str, cache: Cache) -> set[str]:
 
 
 def _list_named_paths(path: str) -> set[str]:
-    """Returns the real path of a file or folder, and of a pattern those of its files."""
+    """Returns the real path of a file or folder; for a pattern, the real paths of the files that it fits, or of the
+    pattern itself if its folder cannot be listed.
+    """
     if is_address(path) or find_pattern_folder(path) is None or os.path.exists(path):
         return {os.path.realpath(path)}
     files = LocalFiles(path)
@@ -70,7 +74,7 @@ def _list_named_paths(path: str) -> set[str]:
 
 
 def _have_common_paths(one: set[str], other: set[str]) -> bool:
-    """Returns whether some paths are equal, or lie in each other."""
+    """Returns whether a path of one set is equal to, above or below a path of the other."""
     return not (one.isdisjoint(_list_parent_folders(other)) and other.isdisjoint(_list_parent_folders(one)))
 
 

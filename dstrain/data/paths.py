@@ -8,8 +8,9 @@ from dstrain.recipe import Data
 
 
 def find_path_problems(data: Data) -> list[str]:
-    """Returns a message for each path that does not exist or names no data, and for each held_out of built-in data, of
-    all sources of a mixture.
+    """Checks data.path and data.held_out_path, of a mixture those of every source. Returns a message for each path that
+    does not exist or holds no data, and for each source of built-in data with held_out, since these hold out samples
+    themselves; [] if there are no problems. Addresses are not checked.
     """
     parts = data.list_sources() or (data,)
     sections = [f"data.mixture[{number}]" for number in range(len(parts))] if data.mixture else ["data"]

@@ -1,8 +1,7 @@
 """The type of a data source: samples by index, what is known of them, and how a batch of them is read.
 
-A sample that cannot be read is replaced by the next index, cyclically among those of its shape, that can. The
-substitute is a function of the data and the index alone, so it is the same on any rank, in any worker and at any world
-size.
+A sample that cannot be read is replaced by the next one of its shape that can, cyclically. The substitute is a function
+of the data and the index alone, so it is the same on any rank, in any worker and at any world size.
 """
 
 from abc import ABC, abstractmethod
@@ -27,9 +26,9 @@ Bad = list[tuple[str, str]]  # (name, reason) of samples that cannot be read
 
 _MAX_TRIES = 1000  # substitutes in a row; data with a longer stretch are broken as a whole
 _MIRRORED = ("image", "video")  # entries of a batch that have a left and a right side
-_LEFT = 3  # in the entry "size": see images.py
+_LEFT = 3  # column of the entry "size" with the left side of the crop: see images.py
 _SAMPLED = 1000  # samples whose captions are looked at
-_PACKED = ("caption", "other_caption")  # texts of any length, which a batch fills up with zeros to its longest
+_PACKED = ("caption", "other_caption")  # texts of any length: a batch fills them up with zeros to its longest one
 
 
 class BadSample(Exception):
@@ -42,10 +41,10 @@ class BadSample(Exception):
 
 @contextmanager
 def report_bad_sample(name: str, path: Path) -> Iterator[None]:
-    """Turns whatever error is raised inside into BadSample, where `path` becomes `name`.
+    """Turns any exception that its block raises while it reads a file into BadSample; the reason says `name` instead of
+    `path`. Raises NotRead if the file is not at fault, but the storage or the machine.
 
-    A hostile file may raise anything. The caller of the source bounds how many may. Raises NotRead if not the file has
-    failed, but the storage or the machine.
+    A hostile file may raise anything. The caller limits how many samples may be bad.
     """
     try:
         yield
@@ -63,7 +62,8 @@ def report_bad_sample(name: str, path: Path) -> Iterator[None]:
 
 
 class Source(ABC):
-    """Data as samples 0 .. len - 1. The same index gives the same item each time, but for the window of a clip.
+    """Data as samples 0 .. len - 1. The same index gives the same item each time, except where `read` chooses, such as
+    the window of a clip.
 
     An item is a dict such as {"image": uint8 (C, H, W), "label": int}; all items of a source have the same entries and
     shapes. Each module of this folder says which entries its items have. Sources are pickled for the workers.
@@ -106,8 +106,8 @@ class Source(ABC):
         return self.compute_fingerprint()
 
     def describe(self) -> str:
-        """Describes the data for the start of a command: how many samples of what, in which classes, and their
-        captions.
+        """Returns a line about the data for the start of a command: the number of samples and of classes, whether there
+        are captions, and how many samples data.leave_out has left out.
         """
         words = f"{len(self):,} {self.noun}, {self._describe_classes()}, {self._describe_captions()}"
         if not self.left_out:
@@ -115,14 +115,14 @@ class Source(ABC):
         return f"{words}, left out: {', '.join(f'{pattern} {count:,}' for pattern, count in self.left_out)}"
 
     def count_drawn(self, seed: int, positions: int) -> dict[str, int]:
-        """Counts how many of the first `positions` of the stream come from each source of a mixture, by its name; {}
-        without a mixture.
+        """Returns how many of the first `positions` samples in the order of training come from each source of a
+        mixture, by the source's name; {} if the data are no mixture.
         """
         return {}
 
     def count_by_class(self) -> np.ndarray | None:
-        """Counts the samples of each class, int64 (classes,); None if there are no classes, or counting would take
-        long.
+        """Returns the number of samples of each class, int64 (classes,); None if there are no classes, or if counting
+        would take long.
         """
         return None
 
@@ -146,19 +146,23 @@ class Source(ABC):
 
     @property
     def ends(self) -> tuple[int, ...]:
-        """Returns for each shape the index behind its last sample: samples of one shape stand together."""
+        """Returns the index after the last sample of each shape: samples of one shape have consecutive indices."""
         return (len(self),)
 
     def make_order(self, global_batch: int, seed: int) -> Any:
-        """Returns the order in which training takes the samples: `index_at` of stream positions, see order.py."""
+        """Returns the order in which training takes the samples: an object whose `index_at` maps stream positions to
+        sample indices, such as `Order`.
+        """
         return Order(len(self), seed)
 
     def make_square_view(self) -> "Source":
-        """Returns the same samples, all of one shape."""
+        """Returns a source of the same samples that all have one shape: itself, unless its samples are sorted into
+        buckets.
+        """
         return self
 
     def find_next(self, index: int, count: int) -> int:
-        """Returns the index of the sample `count` further on, cyclically among those of its shape."""
+        """Returns the index `count` places after `index`, cyclically among the samples of its shape."""
         first, last = 0, 0
         for end in self.ends:
             first, last = last, end
@@ -167,7 +171,9 @@ class Source(ABC):
         return first + (index - first + count) % (last - first)
 
     def read(self, index: int, chance: Chance | None = None) -> Item:
-        """Reads a sample; a source with `chance_name` chooses by `chance`, uniform in [0, 1), what it reads of it."""
+        """Reads one sample. A source with `chance_name` chooses by `chance`, uniform in [0, 1), which part or version
+        of the sample it reads; None always reads the same one. Raises BadSample or NotRead as `__getitem__`.
+        """
         return self[index]
 
     def read_first(self) -> Item:
@@ -175,17 +181,17 @@ class Source(ABC):
         return read_items(self, [0])[0][0]
 
     def prefetch(self, index: Tensor, mirrored: Tensor | None = None, chance: Tensor | None = None) -> None:
-        """Does nothing; a source that can read ahead begins here to read the samples that `read_batch` will be asked
-        for with the same arguments, and does not wait.
+        """Does nothing here. A source with `prefetches` begins to read the samples that a later `read_batch` with the
+        same arguments will need, and returns without waiting.
         """
 
     def read_batch(
         self, index: Tensor, mirrored: Tensor | None = None, chance: Tensor | None = None
     ) -> tuple[dict[str, Tensor], Bad]:
-        """Reads the samples at `index` int64 (b,). Returns a batch, and (name, reason) of each that could not be read
-        and was replaced.
+        """Reads the samples at `index` int64 (b,). Returns a batch, and (name, reason) of each sample that could not be
+        read and was replaced. Raises ConfigError as `read_items`.
 
-        mirrored: bool (b,), the samples whose left and right sides change places. chance: float32 (b,) or (b,
+        mirrored: bool (b,), True for samples whose left and right are exchanged. chance: float32 (b,) or (b,
         chance_count), see `read`.
         """
         items, bad = read_items(self, index.tolist(), None if chance is None else chance.tolist())
@@ -204,7 +210,7 @@ def read_items(source: Source, indices: list[int], chances: list[Chance] | None 
     """Reads the items at `indices`. Returns them, with a substitute for each that cannot be read, and (name, reason) of
     all that could not.
 
-    chances: of each item, see Source.read. Raises ConfigError if 1000 samples in a row cannot be read.
+    chances: for each item, see Source.read. Raises ConfigError if 1000 samples in a row cannot be read.
     """
     items, bad = [], []
     tries = min(len(source), _MAX_TRIES)
@@ -226,19 +232,21 @@ def read_items(source: Source, indices: list[int], chances: list[Chance] | None 
 
 
 def collate_items(items: list[Item]) -> dict[str, Tensor]:
-    """Stacks items to a batch; numbers become int64 (b,)."""
+    """Stacks items to a batch: numbers become int64 (b,), and captions are filled up with zeros to the longest."""
     texts = {name: stack_texts([item[name] for item in items]) for name in _PACKED if name in items[0]}
     return default_collate([{name: item[name] for name in item if name not in texts} for item in items]) | texts
 
 
 def stack_texts(texts: Sequence[Tensor]) -> Tensor:
-    """Stacks packed texts uint8 (..., bytes), filled up with zeros to the longest."""
+    """Returns texts, each UTF-8 as uint8 (..., bytes), as one tensor (texts, ..., most bytes), filled up with zeros at
+    the end.
+    """
     width = max(text.shape[-1] for text in texts)
     return torch.stack([F.pad(text, (0, width - text.shape[-1])) for text in texts])
 
 
 def join_batches(batches: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """Joins batches to one, in their order."""
+    """Concatenates batches in their order to one; captions are filled up with zeros to the longest."""
     joined = {}
     for name in batches[0]:
         parts = [batch[name] for batch in batches]
@@ -247,7 +255,9 @@ def join_batches(batches: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
 
 
 def sample_captions(source: Source, most: int = _SAMPLED) -> list[str]:
-    """Returns the captions of `most` samples at most, evenly spaced; [] for a source without captions."""
+    """Returns the captions of at most `most` evenly spaced samples, without those that cannot be read; [] for a source
+    without captions.
+    """
     texts: list[str] = []
     for index in (
         np.linspace(0, len(source) - 1, min(most, len(source))).astype(int).tolist() if source.captioned else ()
@@ -258,8 +268,8 @@ def sample_captions(source: Source, most: int = _SAMPLED) -> list[str]:
 
 
 def describe_cut_captions(source: Source, reader: Any) -> list[str]:
-    """Returns [a line that says how much of the captions the reader, a system or a text encoder, does not read]; [] if
-    it reads all that are looked at.
+    """Looks at the captions of up to 1000 samples. Returns one line that says how many are longer than `reader` (a
+    system or a text encoder) reads; [] if it reads them whole.
     """
     texts = sample_captions(source)
     line = (

@@ -7,7 +7,7 @@ from dstrain.data.source import Bad, BadSample, Item, Source
 
 
 class View(Source):
-    """The samples of `whole`, in its order; subclasses say by `map_index` which sample stands at an index."""
+    """The samples of `whole`, in its order. A subclass overrides `map_index` to choose or order them in another way."""
 
     def __init__(self, whole: Source) -> None:
         self.whole = whole
@@ -16,7 +16,7 @@ class View(Source):
         self.where, self.check, self.left_out = whole.where, whole.check, whole.left_out
 
     def map_index(self, index: int | Tensor) -> int | Tensor:
-        """Returns the index in `whole` of a sample of the view: of an int, or of each in int64 (b,)."""
+        """Returns the index in `whole` of the sample at `index` of the view, an int or int64 (b,)."""
         return index
 
     def __len__(self) -> int:
@@ -46,7 +46,9 @@ class View(Source):
 
 
 class Remade(View):
-    """All samples of `whole`, each read in another way, with the same random number."""
+    """All samples of `whole`, which a subclass reads in another way in `read`; `read` gets the random number that
+    `whole` would.
+    """
 
     def __init__(self, whole: Source) -> None:
         super().__init__(whole)
@@ -63,9 +65,9 @@ class Remade(View):
 
 
 class Spread(View):
-    """`num` samples, evenly spaced, since a folder lists class by class; None takes all.
+    """`num` evenly spaced samples of `whole`, since a folder lists one class after the other; None takes all.
 
-    `unreadable` are the names of those that this rank could not read.
+    `unreadable`: names of the samples that this rank could not read.
     """
 
     def __init__(self, whole: Source, num: int | None = None) -> None:
@@ -99,7 +101,7 @@ class Spread(View):
 
 
 class Shuffled(View):
-    """All samples in the order in which training takes them."""
+    """All samples in the order in which a training with `seed` takes them."""
 
     def __init__(self, whole: Source, seed: int) -> None:
         super().__init__(whole)
@@ -110,9 +112,9 @@ class Shuffled(View):
 
 
 class Windows(View):
-    """`num` windows of every clip, evenly spaced over the places where a window may begin.
+    """`num` windows of every clip, evenly spaced over all places where a window may begin.
 
-    A clip that is no longer than a window gives the same one each time.
+    A clip that is no longer than a window gives the same window each time.
     """
 
     def __init__(self, whole: Source, num: int) -> None:

@@ -32,7 +32,7 @@ _GRACE = 1.0  # seconds
 
 
 def make_context() -> multiprocessing.context.BaseContext:
-    """Returns the start method of the workers: a fork server."""
+    """Returns the multiprocessing context in which workers start: a fork server that has imported torch."""
     forkserver = multiprocessing.get_context("forkserver")
     forkserver.set_forkserver_preload(["torch", "torch.utils.data", "dstrain.data.batches"])
     return forkserver
@@ -40,11 +40,14 @@ def make_context() -> multiprocessing.context.BaseContext:
 
 @contextlib.contextmanager
 def track_semaphores() -> Iterator[list[Callable[[], None]]]:
-    """Encloses the start of workers; the list that it yields holds, afterwards, what `unlink_semaphores` needs.
+    """Protects its block, which starts workers. Yields a list; after the block it holds functions that remove the
+    workers' semaphores, for `unlink_semaphores`. After an exception in the block, kills the workers that it has
+    started.
 
     Signals are blocked meanwhile: server and workers inherit the mask, and so ignore those that a launcher sends to
-    every process that it sees, even before `prepare_worker` runs. Ours are delivered at the end. The main module is
-    hidden: a worker needs nothing of it, and would import the launch script again, and all of deepspeed with it.
+    every process that it sees, even before `prepare_worker` runs. Signals to this process arrive after the block. The
+    main module is hidden: a worker needs nothing of it, and would import the launch script again, and all of deepspeed
+    with it.
     """
     multiprocessing.resource_tracker.ensure_running()  # its start would lift the mask again
     main = sys.modules["__main__"]
@@ -71,7 +74,8 @@ def track_semaphores() -> Iterator[list[Callable[[], None]]]:
 
 
 def unlink_semaphores(unlinkers: list[Callable[[], None]]) -> None:
-    """Removes the workers' semaphores from /dev/shm, once every worker has opened them.
+    """Removes the workers' semaphores from /dev/shm, and empties the list of `track_semaphores`. Call it once every
+    worker has opened them.
 
     multiprocessing does so at exit, or its tracker process does. But a rank is often killed together with all of its
     processes, and then nobody is left to do it.
@@ -81,8 +85,8 @@ def unlink_semaphores(unlinkers: list[Callable[[], None]]) -> None:
 
 
 def explain_worker_error(error: OSError | RuntimeError, count: int) -> ConfigError | NotRead:
-    """Explains an error of torch's about `count` workers, whose traceback tells nothing. Raises any other
-    error again.
+    """Returns the exception that tells a user why `count` workers failed: a ConfigError if /dev/shm is full, NotRead if
+    a worker was killed. Raises `error` again if it is neither.
     """
     text = str(error)
     if "shared memory" in text or getattr(error, "errno", None) == errno.ENOSPC:  # 64 MB in a container of docker
@@ -102,7 +106,7 @@ def explain_worker_error(error: OSError | RuntimeError, count: int) -> ConfigErr
 
 
 def prepare_worker(_worker_id: int) -> None:
-    """Makes a fresh worker ignore signals, use one thread, and end as soon as its rank does."""
+    """Runs first in each new worker: makes it ignore signals, use one thread, and end as soon as its rank ends."""
     for number in _SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     torch.set_num_threads(1)
@@ -114,7 +118,8 @@ def prepare_worker(_worker_id: int) -> None:
 
 
 def end_workers(reader: object) -> None:
-    """Ends the workers of a DataLoader's iterator: asks them for a second, then kills them.
+    """Ends the worker processes of a DataLoader's iterator: tells them to stop, and kills those that still run after 1
+    s. Does nothing if there are none, or if they were ended before.
 
     torch alone would wait five seconds for each worker that is busy with a slow file, then send an ignored signal.
     """
