@@ -21,9 +21,10 @@ _TRAIN = 0.8  # share of the pairs, in their permuted order
 
 @dataclass
 class Emoji(Source):
-    """train: those that data.splits=[0.8,0.1,0.1] of the pairs trains on; held_out: the others; all.
+    """Holds the pictures of the built-in emoji pairs.
 
-    image_size: side of the pictures, 32 as they are, else resized. channels: 1, 3 or 4.
+    split: "train" for those that training on the pairs uses with data.splits=[0.8,0.1,0.1], "held_out" for the others,
+    or "all". image_size: side, 32 as they are, else resized. channels: 1, 3 or 4.
     """
 
     image_size: int = _SIDE
@@ -57,7 +58,7 @@ class Emoji(Source):
         return [names[row] for row in self.rows]
 
     def find_row(self, index: int) -> int:
-        """Returns the number of a sample's pair among all pairs."""
+        """Returns the row of a sample among all built-in pairs."""
         return int(self.rows[index])
 
     def name_sample(self, index: int) -> str:

@@ -20,18 +20,21 @@ FASHION_PATH = "builtin:fashion"
 FASHION = ("t-shirt", "trouser", "pullover", "dress", "coat", "sandal", "shirt", "sneaker", "bag", "ankle boot")
 SHADES = ("dark", "light")
 SPLITS = ("train", "held_out", "all")
-_BACKGROUND, _LIGHT = 25, 150  # levels of 255: up to which a pixel is none of the item's; from which an item is light
+_BACKGROUND, _LIGHT = 25, 150  # of 255: the brightest background, and the mean of an item from which it is light
 
 
 def find_shades(images: torch.Tensor) -> torch.Tensor:
-    """Finds the shade of items on black by the mean of their pixels uint8 (N, H, W): places in SHADES, int64 (N,)."""
+    """Returns the shade of each item, an index into SHADES int64 (N,): light if the mean of its pixels is 150 or more.
+
+    images: uint8 (N, H, W), items on black; pixels up to 25 are background and do not count.
+    """
     pixels = images.flatten(1).double()
     item = pixels > _BACKGROUND
     return ((pixels * item).sum(1) / item.sum(1).clamp(min=1) >= _LIGHT).long()
 
 
 def list_captions() -> dict[str, tuple[int, int]]:
-    """Lists the captions of the built-in images, the classes in turn, with their places in FASHION and in SHADES."""
+    """Returns every caption of the built-in images, first the dark items: (index into FASHION, index into SHADES)."""
     return {
         f"a {shade} {name}": (item, number) for number, shade in enumerate(SHADES) for item, name in enumerate(FASHION)
     }
@@ -39,18 +42,20 @@ def list_captions() -> dict[str, tuple[int, int]]:
 
 @cache
 def _unpack_split(split: str) -> tuple[bytes, np.ndarray]:
-    """Returns the pixels and labels of a split; they are kept, since a command opens it several times."""
+    """Returns the pixels of a split, one image of 28 x 28 bytes after the other, and their labels. The result is
+    cached, since a command opens a split several times.
+    """
     with np.load(Path(__file__).parent / "fashion-mini.npz") as file:
         return lzma.decompress(file[split].tobytes()), file[f"{split}_label"]
 
 
 @dataclass
 class Fashion(Source):
-    """2,000 training and 500 held-out images of Fashion-MNIST, 28 x 28 grey, inside the package.
+    """Holds 2,000 training and 500 held-out images of Fashion-MNIST, 28 x 28 grey, that the package contains.
 
-    image_size 28 gives them as they are, 32 with a border of zeros; any other size resizes those 32 x 32. captioned:
-    with captions such as "a dark trouser", by the mean of an item's pixels. leave_out: patterns of captions whose
-    images are none of these; goes with captioned.
+    image_size: 28 gives the images as they are, 32 adds a border of zeros, any other size resizes those of 32 x 32.
+    captioned: adds captions such as "a dark trouser", by the mean of an item's pixels. leave_out: patterns of captions;
+    images whose caption fits one are left out, which needs `captioned`.
     """
 
     image_size: int = 32

@@ -2,7 +2,8 @@
 
 A sample (see videos.py for what items hold) is a function of its index alone: which item, which of the five motions,
 how fast, from where. A straight motion covers 0.6 to 1 of the free length, which is the canvas without the item's side;
-a bouncing item covers 1.2 to 2.2 of it along each axis, so that it turns at least once. Between pixels it is blended.
+a bouncing item covers 1.2 to 2.2 of it along each axis, so that it turns at least once. An item that is not at whole
+pixels is blended with its background.
 """
 
 from dataclasses import dataclass
@@ -28,17 +29,18 @@ MOTIONS = {
     "moving up": (0, -1),
     "moving down": (0, 1),
     "bouncing": (1, 1),
-}  # direction along x and y, which grows downwards
+}  # direction along x and along y, where y grows downwards
 _VERSION = 1  # of the clips, for the fingerprint
 
 
 @dataclass
 class MovingFashion(Source):
-    """Every item in every motion, in a fixed shuffled order: 10,000 clips to train on, 2,500 of the held-out items.
+    """Holds every item in every motion, in a fixed shuffled order: 10,000 training clips, and 2,500 of the held-out
+    items.
 
-    num_frames, height, width: of the clips. Items are squares of two thirds of the shorter side; smaller ones would
-    leave most of a clip black. split: "train" or "held_out". leave_out: patterns of captions whose clips are none of
-    these.
+    num_frames, height, width: of the clips. Items are squares with two thirds of the shorter side; smaller ones would
+    leave most of a clip black. split: "train" or "held_out". leave_out: patterns of captions; clips whose caption fits
+    one are left out. Raises ConfigError if a side is so short that items have fewer than 5 pixels.
     """
 
     num_frames: int
@@ -79,12 +81,12 @@ class MovingFashion(Source):
         }
 
     def caption_clip(self, index: int) -> str:
-        """Returns the caption of a clip: a sentence on what it shows."""
+        """Returns the caption of a clip, such as "an ankle boot moving left"."""
         number, motion = self._find_item_and_motion(index)
         return make_caption(FASHION[int(self.items.labels[number])], motion)
 
     def _find_item_and_motion(self, index: int) -> tuple[int, str]:
-        """Returns the number of a sample's item, and its motion."""
+        """Returns the number of the item in a sample, and its motion, a key of MOTIONS."""
         if not 0 <= index < len(self):
             raise IndexError(index)
         number, motion = divmod(int(self.permutation[index]), len(MOTIONS))
@@ -131,7 +133,7 @@ def make_caption(name: str, motion: str) -> str:
 
 
 def list_captions() -> dict[str, tuple[int, int]]:
-    """Returns every caption of the built-in clips, the items in turn: (index into FASHION, index into MOTIONS)."""
+    """Returns every caption of the built-in clips, motion by motion: (index into FASHION, index into MOTIONS)."""
     return {
         make_caption(name, motion): (item, number)
         for number, motion in enumerate(MOTIONS)
@@ -140,7 +142,9 @@ def list_captions() -> dict[str, tuple[int, int]]:
 
 
 def _paste_item(item: Tensor, x: Tensor, y: Tensor, height: int, width: int) -> Tensor:
-    """Pastes an item uint8 (S, S) on a black canvas, its corner at x, y float32 (T,) each: uint8 (T, height, width)."""
+    """Returns a video uint8 (T, height, width) of an item uint8 (S, S) on black, whose upper left corner is at x, y
+    float32 (T,) each, in pixels.
+    """
     side, frames = len(item), torch.zeros(len(x), height + 1, width + 1)
     near = F.pad(item.float(), (1, 1, 1, 1))  # (S + 2, S + 2)
     columns, tops = x.long(), y.long()

@@ -1,6 +1,6 @@
 """From a video file to a clip: the frames of one window, cropped as images are.
 
-    window      frames start, start + stride, ..., at most num_frames of them; see Cut.window
+    window      frames start, start + stride, ..., at most num_frames of them; see Cut.choose_window
     clip        uint8 (T, C, H, W) with T = num_frames; behind the last real frame, that frame is repeated
 
 PyAV (FFmpeg) reads mp4, webm, avi, mov and mkv. Pillow reads animated and still pictures; a still one is a clip of one
@@ -52,7 +52,9 @@ _PICTURE_CODECS = ("h264", "hevc", "av1", "vp9", "ffv1", "mjpeg", "rawvideo", "p
 
 @dataclass(frozen=True)
 class Cut:
-    """What is cut out of a file. stride: every so many-th frame is taken; still: only the first frame, repeated."""
+    """Says what is cut out of a file. stride: every stride-th frame is taken. still: only the first frame is taken, and
+    repeated.
+    """
 
     num_frames: int
     height: int  # pixels
@@ -63,13 +65,14 @@ class Cut:
     upright: bool = True  # as data.upright
 
     def count_available(self, count: int) -> int:
-        """Returns how many frames a clip can have that is cut, at this stride, out of `count` frames."""
+        """Returns how many frames at this stride a file of `count` frames has: count / stride, rounded up."""
         return -(-count // self.stride)
 
     def choose_window(self, count: int, chance: float | None = None) -> range:
-        """Chooses the frames to take of `count` >= 1; they are fewer than num_frames where the file is shorter.
+        """Returns the numbers of the frames to take from a file of `count` >= 1 frames: fewer than num_frames if it is
+        too short.
 
-        In a longer file, `chance` in [0, 1) chooses the start uniformly; None takes the middle.
+        chance: in [0, 1), chooses the start in a longer file uniformly; None takes the middle.
         """
         if self.still:
             return range(1)
@@ -81,7 +84,7 @@ class Cut:
 
 
 class Listing(NamedTuple):
-    """How many frames a file has, and at which keyframes decoding may begin."""
+    """Says how many frames a file has, and at which keyframes decoding may begin."""
 
     count: int
     keyframes: tuple[tuple[int, int], ...] = ()  # (place among the packets, time)
@@ -92,12 +95,13 @@ class Listing(NamedTuple):
 def read_clip(
     file: Path | bytes, cut: Cut, chance: float | None = None, listing: Listing | None = None
 ) -> tuple[Tensor, int, Listing]:
-    """Returns a clip uint8 (T, C, H, W), how many of its frames are real, and the listing, which makes the next call
-    cheaper.
+    """Returns a clip uint8 (T, C, H, W), how many of its frames are real, and the listing of the file, with which the
+    next call is cheaper.
 
-    file: a path, or what a video or a picture file holds.
-    Raises whatever FFmpeg or Pillow raise on a broken file; ConfigError for a file without a frame, one that ends
-    early, a damaged frame, and one above the cap.
+    file: the path of a video or a picture, or its encoded bytes. chance: see `Cut.choose_window`. listing: from an
+    earlier call for the same file.
+    Raises ConfigError if the file has no frame, ends early, has a damaged frame, or has too many pixels; also whatever
+    FFmpeg or Pillow raise on a broken file.
     """
 
     def read() -> tuple[list[Tensor], Listing]:
@@ -118,7 +122,7 @@ def _is_picture(file: Path | bytes) -> bool:
 
 
 def count_frames(file: Path | bytes) -> int:
-    """Counts the frames of a video or a picture file. Raises as `read_clip`."""
+    """Returns the number of frames of a video or a picture file. Raises as `read_clip`."""
 
     def count() -> int:
         if not _is_picture(file):
@@ -130,7 +134,11 @@ def count_frames(file: Path | bytes) -> int:
 
 
 def list_frames(path: Path | bytes) -> Listing:
-    """Counts the frames of a video: from its index, else from its packets, else by decoding all of it."""
+    """Returns the number of frames of a video, from its index, else from its packets, else by decoding all of it. Its
+    keyframes are listed only in the first two cases.
+
+    Raises ConfigError if the file has no frame.
+    """
     with _open_container(path) as (container, stream):
         packaged = stream.codec_context.name in _PICTURE_CODECS or stream.codec_context.name == "libdav1d"
         indexed = packaged and "mp4" in container.format.name
@@ -189,7 +197,9 @@ def _decode_window(path: Path | bytes, cut: Cut, window: range, listing: Listing
 
 
 def _decode_frames(path: Path | bytes, first: int, listing: Listing) -> Iterator[tuple[int, Any]]:
-    """Yields (number, frame), beginning at frame `first` or before it."""
+    """Yields (number, frame) from a keyframe at or before frame `first` on; from the first frame of the file if the
+    number of no such keyframe is certain.
+    """
     places = {time: place for place, time in listing.keyframes}
     before = [time for place, time in listing.keyframes if 0 < place <= first]
     for time in before[:-3:-1]:  # two keyframes: with its leading pictures, one may lie behind `first`
@@ -215,8 +225,10 @@ def _decode_frames(path: Path | bytes, first: int, listing: Listing) -> Iterator
 
 
 def _read_leading_packets(packets: Iterator[Any]) -> tuple[list[Any], int]:
-    """Returns the packets from a keyframe to the first that is not leading, and how many are leading; ([], 0): no
-    keyframe.
+    """Returns the packets from a keyframe to the first one that is shown after it, and how many of these are leading,
+    that is, shown before it.
+
+    Returns ([], 0) if the first packet is no keyframe, or a packet has no time.
     """
     head: list[Any] = []
     for packet in packets:
@@ -242,10 +254,10 @@ def _decode_pixels(frame: Any, cut: Cut) -> Tensor:
 
 
 def _find_transpositions(display_matrix: np.ndarray) -> list[Image.Transpose] | None:
-    """Finds the transpositions that a display matrix int32 (9,) stands for; returns None if it does more than turn and
-    mirror.
+    """Returns the transpositions that a display matrix int32 (9,) stands for; None if it does more than turn by
+    quarters and mirror.
 
-    It puts the pixel (x, y) to (a x + c y, b x + d y), with a, b, c, d = display_matrix[[0, 1, 3, 4]].
+    The matrix moves the pixel (x, y) to (a x + c y, b x + d y), with a, b, c, d = display_matrix[[0, 1, 3, 4]].
     """
     a, b, c, d = np.sign(display_matrix[[0, 1, 3, 4]]).tolist()
     if (a and d and not (b or c)) or (b and c and not (a or d)):
@@ -268,8 +280,8 @@ def _read_pictures(file: Path | bytes, cut: Cut, chance: float | None) -> tuple[
 
 
 def _count_skipped_frames(image: Image.Image) -> int:
-    """Counts the pictures before the first frame: 1 in an animated PNG that shows one to viewers which
-    cannot play it.
+    """Returns how many pictures come before the first frame: 1 in an animated PNG with a picture for viewers that
+    cannot play it, else 0.
     """
     return int(getattr(image, "n_frames", 1) > 1 and bool(image.info.get("default_image")))
 

@@ -1,4 +1,4 @@
-"""Crops of images, as data.crop names them. A random one is a function of numbers that belong to the sample's key.
+"""Crops of images, by the kinds of data.crop. A random crop is a function of random numbers of the sample's key.
 
     center          ADM's, see `crop_center`
     random          ADM's random crop (Dhariwal and Nichol 2021): the image is scaled so that the crop keeps a share of
@@ -22,13 +22,15 @@ from PIL import Image
 from dstrain.data.decode.pixels import crop_center, halve_image
 from dstrain.recipe import Data
 
-_TRIES = 10  # of random_resized, then the largest part in the middle
-_NUMBERS = {"random": 3, "random_resized": 2 * _TRIES + 2, "dalle": 5}
+_TRIES = 10  # parts that random_resized draws before it takes the largest part in the middle
+_NUMBERS = {"random": 3, "random_resized": 2 * _TRIES + 2, "dalle": 5}  # random numbers that a crop takes
 _SCALES = {"random": (0.8, 1.0), "random_resized": (0.08, 1.0)}
 
 
 class Cut(NamedTuple):
-    """An image of the target's size, and where it lay in the scaled whole, in pixels from each side."""
+    """Holds a crop, and its distances in pixels from the top, the left and the right of the image, as scaled before the
+    cut.
+    """
 
     image: Image.Image
     top: int
@@ -38,7 +40,9 @@ class Cut(NamedTuple):
 
 @dataclass(frozen=True)
 class Crop:
-    """Cuts an RGB, RGBA or L image to a size. scale, ratio: None as published, see above."""
+    """Crops RGB, RGBA and L images to a size. kind: see above. scale, ratio: of random crops; None for the published
+    ones.
+    """
 
     kind: str = "center"
     scale: tuple[float, float] | None = None
@@ -50,11 +54,15 @@ class Crop:
 
     @property
     def num_randoms(self) -> int:
-        """Returns how many random numbers in [0, 1) a crop takes."""
+        """Returns how many random numbers in [0, 1) a crop takes; 0 if it is not random."""
         return _NUMBERS.get(self.kind, 0)
 
     def __call__(self, image: Image.Image, width: int, height: int, numbers: Sequence[float] | None = None) -> Cut:
-        """Cuts an image. Raises ValueError if it has not the size that `none` asks for."""
+        """Returns a crop of `width` x `height` pixels. numbers: `num_randoms` random numbers in [0, 1); None gives the
+        centre crop.
+
+        Raises ValueError if the kind is `none` and the image does not have this size.
+        """
         if self.kind == "none":
             if image.size != (width, height):
                 raise ValueError(f"{image.width} x {image.height} pixels, and data.crop=none takes {width} x {height}")
@@ -116,14 +124,16 @@ def _crop_dalle(image: Image.Image, width: int, height: int, numbers: Sequence[f
 
 
 def _place_anywhere(image: Image.Image, width: int, height: int, numbers: Sequence[float]) -> Cut:
-    """Cuts a part of this size out of an image; `numbers` in [0, 1) choose its place from the top and from the left."""
+    """Cuts a part of this size out of an image. The first two `numbers` in [0, 1) choose its distance from the top and
+    left.
+    """
     top = int(numbers[0] * (image.height - height + 1))
     left = int(numbers[1] * (image.width - width + 1))
     return Cut(image.crop((left, top, left + width, top + height)), top, left, image.width - width - left)
 
 
 def _scale_part(part: Cut, width: int, height: int, filter_: Image.Resampling = Image.Resampling.BILINEAR) -> Cut:
-    """Scales a part to a size, and its place in the whole alike."""
+    """Returns a crop resized to width x height, with its distances scaled likewise."""
     across, down = width / part.image.width, height / part.image.height
     return Cut(
         part.image.resize((width, height), filter_),

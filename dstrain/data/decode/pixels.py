@@ -31,21 +31,25 @@ FORMATS = ("PNG", "JPEG", "WEBP", "BMP")  # by content; Pillow's other parsers s
 # 512 MiB a worker at Pillow's 4 bytes a pixel: above any camera (a 100 megapixel back fits), and below the 179
 # megapixels at which Pillow refuses by itself.
 PIXEL_CAP = 1 << 27
-_PNG_HEAD, _PNG_TEXTS = 8, (b"eXIf", b"iTXt", b"tEXt", b"zTXt")  # bytes before the first chunk; chunks, also of EXIF
+_PNG_HEAD, _PNG_TEXTS = 8, (b"eXIf", b"iTXt", b"tEXt", b"zTXt")  # bytes before the first chunk; chunks of EXIF, texts
 
 
 def read_image(path: str | Path, image_size: int, channels: int = 3, draft: bool = False) -> Tensor:
-    """Decodes and centre-crops one file: uint8 (channels, image_size, image_size).
+    """Reads and centre-crops one image file: uint8 (channels, image_size, image_size). Reads again if the storage
+    fails.
 
-    draft: lets JPEG decode at 1/2, 1/4 or 1/8 where that is still no smaller than the crop (faster, other pixels).
-    Raises whatever Pillow raises on a broken file, OSError on storage that fails again and again, ConfigError for what
-    is no file, and for a header with more pixels than PIXEL_CAP, before anything is decoded.
+    draft: lets JPEG decode at 1/2, 1/4 or 1/8 of its size, if that is no smaller than the crop: faster, with other
+    pixels.
+    Raises ConfigError if the path is no file, or, before anything is decoded, if its header says more pixels than
+    PIXEL_CAP; OSError if the storage keeps failing; and whatever Pillow raises on a broken file.
     """
     return retry(lambda: decode_image(path, image_size, channels, draft))
 
 
 def decode_image(file: str | Path | BinaryIO, image_size: int, channels: int = 3, draft: bool = False) -> Tensor:
-    """Decodes and crops as `read_image`, without retries; takes an open file, such as a member of an archive, too."""
+    """Decodes and centre-crops an image as `read_image`, without reading again. It may be an open file, such as a
+    member of an archive.
+    """
     return to_tensor(
         crop_center(decode_sample(file, channels, (image_size, image_size) if draft else None), image_size)
     )
@@ -54,8 +58,10 @@ def decode_image(file: str | Path | BinaryIO, image_size: int, channels: int = 3
 def decode_sample(
     file: str | Path | BinaryIO, channels: int, draft: tuple[int, int] | None = None, upright: bool = True
 ) -> Image.Image:
-    """Returns an encoded image as L, RGB or RGBA. draft: the size that a reduced one must cover. upright: it is turned
-    as its EXIF orientation says.
+    """Decodes an image file as L, RGB or RGBA for 1, 3 or 4 channels.
+
+    draft: (width, height) that a JPEG decoded at a reduced size must still cover; None for the full size. upright:
+    turns the image as its EXIF orientation says.
     """
     with open_image(file, FORMATS) as image:
         if draft:
@@ -65,7 +71,7 @@ def decode_sample(
 
 
 def turn_upright(image: Image.Image) -> Image.Image:
-    """Turns and mirrors a picture as its EXIF orientation says; one that says nothing, or nonsense, stays as it is."""
+    """Returns a picture turned and mirrored as its EXIF orientation says; as it is, if that is missing or invalid."""
     try:
         return ImageOps.exif_transpose(image)
     except Exception:  # whatever Pillow's parser of hostile EXIF raises
@@ -73,7 +79,7 @@ def turn_upright(image: Image.Image) -> Image.Image:
 
 
 def read_upright_size(image: Image.Image) -> tuple[int, int]:
-    """Returns the width and height that an opened picture has when it is upright, from all but its pixels."""
+    """Returns the width and height that an opened picture has when it is turned upright. Does not decode its pixels."""
     if isinstance(image, PngImagePlugin.PngImageFile) and "exif" not in image.info:
         _read_late_texts(image)
     try:
@@ -85,7 +91,7 @@ def read_upright_size(image: Image.Image) -> tuple[int, int]:
 
 
 def _read_late_texts(image: PngImagePlugin.PngImageFile) -> None:
-    """Adds what a PNG says of itself behind its pixels, which are passed over, to `image.info`."""
+    """Reads the texts and EXIF that stand behind the pixels of a PNG, and adds them to `image.info`."""
     file, kind, behind = image.fp, b"", False
     png = PngImagePlugin.PngStream(file)
     file.seek(_PNG_HEAD)
@@ -101,8 +107,11 @@ def _read_late_texts(image: PngImagePlugin.PngImageFile) -> None:
 
 @contextmanager
 def open_image(file: str | Path | BinaryIO, formats: Sequence[str]) -> Iterator[Image.Image]:
-    """Opens a Pillow image and reads its header.
-    Raises ConfigError if it is no file, a video, or has more pixels than PIXEL_CAP.
+    """Opens an image with Pillow for the block, and reads its header. formats: names of Pillow's formats that are
+    tried.
+
+    Raises ConfigError if it is no regular file, is a video, or has more pixels than PIXEL_CAP or more than 1 MB of
+    texts; UnidentifiedImageError if Pillow cannot read it.
     """
     if isinstance(file, (str, Path)):
         require_regular(file)
@@ -125,7 +134,9 @@ def open_image(file: str | Path | BinaryIO, formats: Sequence[str]) -> Iterator[
 
 
 def _scale_clear_colour(image: Image.Image) -> None:
-    """Brings the colour that a PNG calls transparent to the depth that Pillow gives the pixels, which it does not."""
+    """Scales the colour that a PNG declares transparent to the 8 bits to which Pillow scales the pixels, in
+    `image.info`.
+    """
     clear, raw = image.info.get("transparency"), image.tile[0].args if image.tile else None
     if isinstance(clear, int) and raw in ("L;2", "L;4"):
         image.info["transparency"] = clear * {"L;2": 85, "L;4": 17}[raw]
@@ -134,7 +145,7 @@ def _scale_clear_colour(image: Image.Image) -> None:
 
 
 def _refuse_video(file: str | Path | BinaryIO) -> None:
-    """Raises ConfigError if it begins as .mp4, .mov, .webm, .mkv and .avi do."""
+    """Raises ConfigError if a file begins as .mp4, .mov, .webm, .mkv and .avi files do."""
     with open(file, "rb") if isinstance(file, (str, Path)) else nullcontext(file) as stream:
         stream.seek(0)
         head = stream.read(12)
@@ -152,7 +163,10 @@ def require_below_cap(width: int, height: int) -> None:
 
 
 def convert_mode(image: Image.Image, channels: int) -> Image.Image:
-    """Converts any Pillow image to RGBA (channels 4), RGB (3) or L (1)."""
+    """Returns a Pillow image as RGBA (channels 4), RGB (3) or L (1).
+
+    Unless there are 4 channels, transparency is laid on white. 16-bit grey is scaled to 8 bits.
+    """
     mode = {1: "L", 3: "RGB", 4: "RGBA"}[channels]
     if image.mode == mode and "transparency" not in image.info:
         return image  # convert() would copy
@@ -168,7 +182,7 @@ def convert_mode(image: Image.Image, channels: int) -> Image.Image:
 
 
 def crop_center(image: Image.Image, width: int, height: int | None = None) -> Image.Image:
-    """Makes the ADM centre crop, bit for bit, of an RGB or L image: to (width, height), or without a height to a
+    """Returns the ADM centre crop, bit for bit, of an RGB, RGBA or L image: width x height, or without a height a
     square.
 
     For a rectangle, an image is halved while both sides are at least twice the target's, then resized to just cover it.
@@ -198,15 +212,15 @@ def crop_center(image: Image.Image, width: int, height: int | None = None) -> Im
 
 
 def halve_image(image: Image.Image, width: float, height: float) -> Image.Image:
-    """Halves the image while both sides are at least twice a target's."""
+    """Returns an image halved as often as needed, until one of its sides is less than twice the target's."""
     while image.width >= 2 * width and image.height >= 2 * height:
         image = image.resize((image.width // 2, image.height // 2), Image.Resampling.BOX)
     return image
 
 
 def _resize_columns(image: Image.Image, wide: int, high: int, y: int, height: int) -> Image.Image:
-    """Resizes an image to `wide` columns, at its own height: the first pass of a resize to `high` rows. Fills only the
-    rows that rows y .. y + height of the result need; the others are blank.
+    """Returns an image resized to `wide` columns, at its own height: the first of two passes of a resize to wide x
+    high. Fills only the rows that the rows y to y + height of the final result depend on; the others are blank.
     """
     full, ratio = image.height, image.height / high
     reach = 2 * max(ratio, 1.0) + 2  # BICUBIC reaches 2 pixels of the coarser side; 2 to spare
@@ -220,16 +234,17 @@ def _resize_columns(image: Image.Image, wide: int, high: int, y: int, height: in
 
 
 def to_tensor(image: Image.Image) -> Tensor:
-    """Copies an image to uint8 (C, H, W); going by bands costs half as much as transposing an array."""
+    """Returns a copy of an image as uint8 (C, H, W). Copying its bands takes half as long as transposing it."""
     bands = image.split()
     pixels = bytearray().join(band.tobytes() for band in bands)
     return torch.frombuffer(pixels, dtype=torch.uint8).view(len(bands), image.height, image.width)
 
 
 def read_pictures(path: Path, channels: int) -> Tensor:
-    """Reads all pictures of a folder by name, or `arr_0` of an .npz of `dstrain generate`: uint8 (N, channels, H, W).
+    """Returns all pictures of a folder, sorted by name and cropped to squares, or those in an .npz of `dstrain
+    generate`: uint8 (N, channels, H, W). channels: 1 or 3.
 
-    Raises ConfigError if there are no such pictures, or they have several sizes.
+    Raises ConfigError if there are no such pictures, one cannot be read, or they have several sizes.
     """
     path = find_samples_file(path)
     if path.is_dir():
@@ -254,8 +269,9 @@ def read_pictures(path: Path, channels: int) -> Tensor:
 
 
 def find_samples_file(path: Path) -> Path:
-    """Returns the .npz of samples in a folder that `dstrain generate` wrote (it holds a grid, too); else the path
-    itself. Raises ConfigError if it holds several.
+    """Returns the samples_*.npz that `dstrain generate` wrote into a folder; `path` itself if it is a file or has none.
+
+    Raises ConfigError if the folder has several.
     """
     files = sorted(path.glob("samples_*.npz")) if path.is_dir() else []
     if len(files) > 1:
@@ -264,7 +280,7 @@ def find_samples_file(path: Path) -> Path:
 
 
 def read_samples(path: Path) -> np.ndarray:
-    """Reads `arr_0` of an .npz as `dstrain generate` writes it. Raises ConfigError if there is none."""
+    """Returns `arr_0` of an .npz as `dstrain generate` writes it. Raises ConfigError if there is none."""
     try:
         with np.load(path, allow_pickle=False) as file:
             return file["arr_0"]

@@ -1,11 +1,11 @@
 """Images and clips by bucket: the samples of a source, sorted by the bucket that each belongs to, and cut to its shape.
 
-Which samples a bucket has is worked out once, by rank 0, from what sizes.py reads. Beside the index it is kept in a
-file that all ranks and workers map, so that none of them holds a list:
+Rank 0 chooses the bucket of each sample once, from what sizes.py measures, and writes the result beside the index. All
+ranks and workers map the file, so that none of them holds a list:
 
     buckets-KEY/index.json      sealed: how many samples each bucket has, and how many are left out or enlarged
     buckets-KEY/members.bin, .sums
-                                the places of the samples in the source, bucket after bucket; in each in their order
+                                numbers of the samples in the source, bucket after bucket; in a bucket they ascend
 """
 
 import shutil
@@ -37,11 +37,12 @@ _OUT = 65535  # uint16, the bucket of samples that are left out
 
 
 class Bucketed(Remade):
-    """The samples of `whole` by bucket. shapes: of the buckets; table: what decides (sizes.py); rule: as shapes, what
-    else the choice depends on. Its `header` says how many samples each bucket has, and what `choose_buckets`
-    has counted.
+    """Holds the samples of `whole` sorted by bucket; each is read in the shape of its bucket. All ranks make it
+    together.
 
-    On all ranks together.
+    shapes: one entry for each bucket. table: a row for each sample of the index, by which its bucket is chosen
+    (sizes.py). rule: what else the choice depends on; other shapes or another rule have files of their own. header: how
+    many samples each bucket has ("counts"), and what `choose_buckets` counts.
     """
 
     ends: tuple[int, ...] = ()  # behind the last sample of each bucket
@@ -60,10 +61,11 @@ class Bucketed(Remade):
 
     @abstractmethod
     def choose_buckets(self, block: np.ndarray, header: dict[str, Any]) -> tuple[np.ndarray, np.ndarray | None]:
-        """Returns the buckets int64 (n,) of samples by their rows of the table, and a mask bool (n,) of those that are
-        left out, or None.
+        """Returns the bucket of each sample, int64 (n,), by its row in the table, and a mask bool (n,) of the samples
+        that are left out; None instead of the mask if none are.
 
-        Counts in `header` what is to be known of them; it is empty before the first block.
+        block: n rows of the table. header: gets the counts that `describe_counts` needs; it is empty before the first
+        block.
         """
 
     def __len__(self) -> int:
@@ -73,7 +75,7 @@ class Bucketed(Remade):
         return int(self.members[int(index)])
 
     def find_shape(self, index: int) -> Any:
-        """Returns the entry of `shapes` that a sample belongs to."""
+        """Returns the shape of the bucket that a sample is in: an entry of `shapes`."""
         return self.shapes[int(np.searchsorted(self.ends, index, side="right"))]
 
     def read(self, index: int, chance: Chance | None = None) -> Item:
@@ -99,18 +101,20 @@ class Bucketed(Remade):
 
     @abstractmethod
     def describe_shape(self, shape: Any) -> str:
-        """Describes an entry of `shapes`, for people."""
+        """Returns an entry of `shapes` in words, such as "320 x 192"."""
 
     @abstractmethod
     def describe_counts(self) -> list[str]:
-        """Describes, for people, the samples that the header has counted."""
+        """Returns remarks for people on the samples that the header has counted, such as those left out; [] if there
+        are none.
+        """
 
 
 class Sized(Bucketed):
-    """Images by width and height. Those that a bucket would enlarge more than `max_upscale` times are left out; None
-    leaves none out.
+    """Sorts images into buckets by width and height. All ranks make it together.
 
-    On all ranks together. ConfigError: no image is left.
+    max_upscale: leaves out images that would have to be enlarged more than so many times; None leaves none out.
+    Raises ConfigError if no image is left.
     """
 
     def __init__(self, whole: Images, shapes: tuple[Shape, ...], max_upscale: float | None = None) -> None:
@@ -145,11 +149,13 @@ class Sized(Bucketed):
 
 
 class Timed(Bucketed):
-    """Clips by how many frames they have: each belongs to the longest bucket that it fills. One that fills none belongs
-    to the shortest, where its last frame is repeated; one that cannot be read is left out.
+    """Sorts clips into buckets by their number of frames: each goes into the longest bucket that it fills. A clip that
+    fills none goes into the shortest, and its last frame is repeated. A clip that cannot be read is left out. All ranks
+    make it together.
 
-    durations: frames of the buckets, which stand from the longest to the shortest, since whoever shows or tries a few
-    samples takes the first. On all ranks together. ConfigError: no clip can be read.
+    durations: how many frames the clips of each bucket have. The longest bucket comes first, since commands that show
+    or try a few samples take the first ones.
+    Raises ConfigError if no clip can be read.
     """
 
     def __init__(self, whole: Videos, durations: tuple[int, ...]) -> None:
@@ -180,8 +186,10 @@ class Timed(Bucketed):
 
 
 def sort_by_duration(source: Videos | Mixed, durations: tuple[int, ...]) -> Timed | Mixed:
-    """Sorts clips into buckets by duration; images that are mixed into them are clips of one frame, in a bucket of
-    their own.
+    """Returns the samples of a source of clips sorted into buckets by duration. If images are mixed into the clips,
+    they become clips of one frame, in a bucket of their own.
+
+    durations: how many frames the clips of each bucket have.
     """
     if isinstance(source, Mixed):
         return source.separate_images(Timed(source.videos, durations))
@@ -189,18 +197,21 @@ def sort_by_duration(source: Videos | Mixed, durations: tuple[int, ...]) -> Time
 
 
 def _read_header(folder: Path, dtype: str) -> dict[str, Any] | None:
-    """Reads the header of a folder of buckets; returns None if it, or the column of members, is missing or altered."""
+    """Returns the header of a folder of buckets; None if the header or members.bin is missing or damaged."""
     header = read_sealed(folder / HEADER)
     return header if header and open_whole(folder / _MEMBERS, dtype, _count_bytes(header, dtype)) else None
 
 
 def _count_bytes(header: dict[str, Any], dtype: str) -> int:
-    """Returns the bytes of members.bin: an empty file cannot be mapped."""
+    """Returns the size of members.bin in bytes: that of at least one entry, since an empty file cannot be mapped."""
     return max(sum(header["counts"]), 1) * np.dtype(dtype).itemsize
 
 
 def _write_buckets(source: Bucketed, table: Verified, folder: Path) -> None:
-    """Writes the samples by bucket into a folder, which is there at once and whole."""
+    """Sorts the samples by bucket and writes the folder with the result. A folder of another name is filled first and
+    then renamed, so that the folder is whole as soon as it is there. Deletes what an interrupted command, or a damaged
+    result, has left.
+    """
     building = folder.with_name(f"{folder.name}.building")
     for path in (building, folder):  # what an interrupted command has left, or damaged files
         shutil.rmtree(path, ignore_errors=True)
@@ -218,8 +229,8 @@ def _write_buckets(source: Bucketed, table: Verified, folder: Path) -> None:
 
 
 def _fill_buckets(buckets: np.ndarray, source: Bucketed, table: Verified) -> dict[str, Any]:
-    """Fills `buckets` with the bucket of each sample, uint16, _OUT for those left out; returns the header with their
-    `counts`.
+    """Fills `buckets` uint16 (N,) with the bucket of each sample, or _OUT if it is left out. Returns the header, whose
+    "counts" are the numbers of samples in the buckets.
     """
     counts, header, members = np.zeros(len(source.shapes), np.int64), {}, source.whole.chosen.members
     for start in range(0, len(buckets), CHUNK):
@@ -231,7 +242,9 @@ def _fill_buckets(buckets: np.ndarray, source: Bucketed, table: Verified) -> dic
 
 
 def _sort_by_bucket(members: np.ndarray, buckets: np.ndarray, count: int) -> None:
-    """Writes the samples of one bucket after the other, each in their order, some at a time."""
+    """Fills `members` with the numbers of the samples, bucket after bucket, ascending in each. count: the number of
+    buckets.
+    """
     end = 0
     for bucket in range(count):
         for start in range(0, len(buckets), CHUNK):

@@ -23,8 +23,9 @@ _NONE = " holds no image with a caption of its name beside it (X.png and X.txt),
 
 
 def open_captioned_source(path: str | Path, image_size: int, upright: bool = True) -> "Captioned":
-    """Opens data in a form of formats/ that has captions, on all ranks together. upright: as data.upright.
-    Raises ConfigError if there is no pair.
+    """Opens pairs of an image and its caption, from data of any form that has captions. All ranks call it together.
+
+    image_size: side of the square images, pixels. upright: as data.upright. Raises ConfigError if there is no pair.
     """
     with reword_errors(options={"data.path=": "--data ", ", or builtin:fashion": "", ": no images in it;": _NONE}):
         layout, index = open_index(path, Request(SUFFIXES, captions=True, upright=upright))
@@ -34,7 +35,9 @@ def open_captioned_source(path: str | Path, image_size: int, upright: bool = Tru
 
 
 class Captioned(Images):
-    """Pairs of an image and its caption; others are counted in `num_uncaptioned` and not read."""
+    """Holds the pairs of an image and its caption. Images without a caption are no samples; `num_uncaptioned` counts
+    them.
+    """
 
     noun = "captioned images"
 
@@ -50,11 +53,11 @@ class Captioned(Images):
         return f"{len(self):,} {self.noun}, and {self.num_uncaptioned:,} images without a caption, which are left out"
 
     def compute_fingerprint(self) -> str:
-        """Returns the fingerprint over all files, since all will be read."""
+        """Returns the fingerprint over all files, not over some of them: `dstrain encode` reads them all anyway."""
         return self.compute_full_fingerprint()
 
     def fingerprint_names(self) -> str:
-        """Returns the beginning of the fingerprint: number of pairs, and a hash of their names."""
+        """Returns the beginning of the fingerprint: the number of pairs and a hash of their names."""
         return self._summarize()
 
     def _summarize(self) -> str:
@@ -64,14 +67,19 @@ class Captioned(Images):
         return f"captioned n={len(self)} names={digest.hexdigest()}"
 
     def _hash_texts(self, numbers: range) -> bytes:
-        """Hashes the captions that stand in files beside the images, as they are now."""
+        """Returns a hash of the captions that stand in files beside the images, as these files are now.
+
+        Captions that stand elsewhere are hashed as in any source.
+        """
         if not isinstance(self.layout, Beside):
             return super()._hash_texts(numbers)
         return hash_texts(self.path, self._iterate_files(numbers))
 
 
 def hash_texts(root: Path, files: Iterable[list[str]]) -> bytes:
-    """Hashes the texts beside files; `files` yields lists of their names."""
+    """Returns a hash of the texts beside files, X.txt of X.png. files: yields lists of the files' names, relative to
+    `root`.
+    """
     texts = blake2b()
     for names in files:
         hash_captions_into(texts, root, names)
@@ -79,7 +87,7 @@ def hash_texts(root: Path, files: Iterable[list[str]]) -> bytes:
 
 
 def hash_captions_into(digest: Any, root: Path, names: list[str]) -> None:
-    """Adds to a hash the text beside each file: X.txt of X.png, an empty one if it cannot be read."""
+    """Adds to a hash the text beside each file, X.txt of X.png; a text that cannot be read counts as empty."""
 
     def open_text(name: str) -> bytes:
         try:

@@ -1,7 +1,7 @@
 """Images with the embeddings that dstrain encode --image-encoder has made of them: what a decoder learns from.
 
-Row n of the pairs is of image n of the same data, listed with their captions. The folder of the pairs says which data
-that were, by their number and a hash of their names: others are refused.
+Row n of the embeddings belongs to image n of the same data, listed with their captions. The folder of the embeddings
+says how many images they were made of, with a hash of their names. Other images are refused.
 """
 
 from torch import Tensor
@@ -16,7 +16,7 @@ from dstrain.recipe import ConfigError, reword_errors
 
 
 class Embedded(Remade):
-    """The items of `whole` and image_embed float32 (D,), as it is on the disk. Captions are left out."""
+    """Adds image_embed float32 (D,), as it is stored, to the items of `whole`, and leaves out their captions."""
 
     def __init__(self, whole: Emoji | Images, stored: Stored) -> None:
         super().__init__(whole)
@@ -42,8 +42,9 @@ class Embedded(Remade):
 
 
 def add_embeddings(images: Source, path: str) -> Embedded:
-    """Joins the images with the embeddings of data.embeddings=PATH.
-    Raises ConfigError if these are of other images.
+    """Returns a source of the images with their embeddings. path: of data.embeddings.
+
+    Raises ConfigError if the embeddings are of other images, or do not say of which.
     """
     with reword_errors(options={"data.path=": "data.embeddings="}):
         stored = open_all_pairs(path)

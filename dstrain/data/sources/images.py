@@ -2,7 +2,8 @@
 
 Items are {"image": uint8 (C, H, W), "label": int, index into `classes`} and, where captions are asked for, {"caption":
 UTF-8 as uint8 (bytes,)}; where sizes are asked for {"size": int64 (6,), the height and width of the image, the
-top and left of the crop in the scaled image, the height and width of the crop} and {"right": int}, what lies beyond it.
+top and left of the crop in the scaled image, the height and width of the crop}, and {"right": int, the pixels of the
+scaled image to the right of the crop}.
 """
 
 import io
@@ -44,14 +45,14 @@ def open_images(
     sizes: bool = False,
     leave_out: tuple[str, ...] = (),
 ) -> "Fashion | Emoji | Images":
-    """Opens a source of square images, on all ranks together.
+    """Opens a source of images of one size, on all ranks together.
 
     path: "builtin:fashion", "builtin:emoji", or data in a form of formats/. image_size: side of the square, pixels.
     channels: 1 (grey), 3 (RGB, transparency laid on white) or 4 (RGBA). split: "train", "held_out" or "all". held_out:
     fraction of the data that is held out; the built-in data have their own. held_out_path: other data, with the same
     classes, that are the held-out split instead. draft: fast JPEG decoding at reduced size, with other pixels. request:
-    None for images without captions. index, run: see `open_index`. crop: how they become squares. sizes: items say the
-    size of the image. leave_out: patterns of captions whose images are none of these, for a request with captions.
+    None for images without captions. index, run: see `open_index`. crop: how an image becomes a square. sizes: items
+    say the size of the image. leave_out: patterns of captions; images with a caption that fits one are left out.
     Raises ConfigError if there are no such images, or an argument is out of its range.
     """
     if channels not in (1, 3, 4):
@@ -101,9 +102,10 @@ def open_images(
 
 
 class Images(Indexed):
-    """The images of a layout, by its index; arguments as `Indexed` and `open_images`.
+    """Reads the images of a layout, as its index lists them; arguments as `Indexed` and `open_images`.
 
-    captions: items have a caption. Where a sample has several, `read` takes one by `chance`, without it the first.
+    captions: items have a caption. If a sample has several, `read` takes one by `chance`, and the first if that is
+    None.
     """
 
     noun = "images"
@@ -131,7 +133,11 @@ class Images(Indexed):
         return self.read(index)
 
     def read(self, index: int, chance: Chance | None = None, shape: tuple[int, int] | None = None) -> Item:
-        """Reads a sample. shape: width and height; None: a square of image_size."""
+        """Reads a sample. Raises BadSample if it cannot be read.
+
+        chance: chooses the crop, where it is random, and the caption, see `chance_count`; None takes the centre crop
+        and the first caption. shape: (width, height), pixels; None for a square of image_size.
+        """
         row = self.find_row(index)
         place = self.index.read_place(row)
         *numbers, choice = chance if isinstance(chance, list) else [chance or 0.0]
@@ -164,6 +170,6 @@ class Images(Indexed):
 
 
 def read_encoded(layout: Layout, place: Place) -> Path | BinaryIO:
-    """Returns a sample as its layout reads it, but bytes as an open file."""
+    """Returns a sample for a decoder: the path of its file, or an open file with its encoded bytes."""
     content = layout.read(place)
     return io.BytesIO(content) if isinstance(content, bytes) else content

@@ -1,8 +1,8 @@
-"""What decides on the bucket of each sample of an index: the size of an image, or how many frames a clip has.
+"""Measures what decides the bucket of each sample of an index: the size of an image, or the number of frames of a clip.
 
-It is read once, by several threads of one rank, from the headers of the files; the frames of some clips are counted by
-reading them whole. It is kept beside the index, with checksums: upright_sizes.bin, or sizes.bin where pictures are not
-turned, int32 (N, 2), and frames.bin, int32 (N, 1). An interruption loses some seconds of it.
+Several threads of one rank read the headers of the files, once; the frames of some clips are counted by reading them
+whole. The measures are kept beside the index, with checksums: upright_sizes.bin, or sizes.bin if pictures are not
+turned upright, int32 (N, 2), and frames.bin, int32 (N, 1). An interruption loses some seconds of work.
 """
 
 import os
@@ -25,25 +25,32 @@ from dstrain.data.source import BadSample, report_bad_sample
 from dstrain.data.sources.images import read_encoded
 from dstrain.distributed.progress import get_phases
 
-_CLIPS = 1024  # files between two writes, where each may take long
+_CLIPS = 1024  # clips between two writes; fewer than images, since a clip may take long
 
 
 def measure_images(layout: Layout, index: Index) -> Verified:
-    """Returns int32 (N, 2): width and height of each image of the index, 0 if it cannot be read; on all ranks together.
+    """Returns int32 (N, 2): width and height of each image of the index, (0, 0) if it cannot be read. All ranks call it
+    together.
 
-    The index stands on a disk. Raises NotRead if the storage fails.
+    The index must be on a disk. Raises NotRead if the storage fails.
     """
     name = "upright_sizes" if layout.request.upright else "sizes"
     return _open_measures(layout, index, name, 2, lambda place: read_size(layout, place), CHUNK)
 
 
 def measure_clips(layout: Layout, index: Index) -> Verified:
-    """Returns int32 (N, 1): how many frames each clip of the index has, 0 if it cannot be read; as `measure_images`."""
+    """Returns int32 (N, 1): how many frames each clip of the index has, 0 if it cannot be read; see `measure_images`.
+
+    The index must be on a disk. Raises NotRead if the storage fails.
+    """
     return _open_measures(layout, index, "frames", 1, lambda place: (count_sample_frames(layout, place),), _CLIPS)
 
 
 def read_size(layout: Layout, place: Place) -> tuple[int, int]:
-    """Reads width and height of an image from its header. Raises BadSample if it has none."""
+    """Returns the width and height of an image, in pixels, from its header: turned upright unless data.upright=false.
+
+    Raises BadSample if the header cannot be read.
+    """
 
     def read() -> tuple[int, int]:
         with open_image(read_encoded(layout, place), FORMATS) as image:
@@ -54,7 +61,7 @@ def read_size(layout: Layout, place: Place) -> tuple[int, int]:
 
 
 def count_sample_frames(layout: Layout, place: Place) -> int:
-    """Counts the frames of a clip. Raises BadSample if it cannot be read."""
+    """Returns the number of frames of a clip. Raises BadSample if it cannot be read."""
     with report_bad_sample(place.name, Path(layout.root, place.name)):
         return count_frames(layout.read(place))
 
@@ -62,9 +69,11 @@ def count_sample_frames(layout: Layout, place: Place) -> int:
 def _open_measures(
     layout: Layout, index: Index, name: str, width: int, measure: Callable[[Place], tuple[int, ...]], chunk: int
 ) -> Verified:
-    """Returns int32 (N, width): the measure of each sample, 0 if it cannot be read; on all ranks together.
+    """Returns int32 (N, width), the measures of each sample, mapped from a file beside the index. If the file is not
+    there, measures all samples first, while other commands wait. All ranks call it together.
 
-    One command at a time writes it. Raises ConfigError if it cannot be written there.
+    name: of the file. width: numbers for each sample. measure: gives them; zeros stand where it raises BadSample.
+    chunk: samples between two writes. Raises ConfigError if the file cannot be written.
     """
     path, dtype = index.folder / f"{name}.bin", np.dtype((np.int32, (width,)))
     found = partial(open_whole, path, dtype, len(index) * dtype.itemsize)
@@ -75,7 +84,9 @@ def _open_measures(
 def _write_measures(
     path: Path, layout: Layout, index: Index, dtype: np.dtype, measure: Callable[[Place], tuple[int, ...]], chunk: int
 ) -> None:
-    """Measures `chunk` samples at a time; goes on where an interrupted command was."""
+    """Measures all samples and writes the result to `path`, with checksums. Appends `chunk` samples at a time to a file
+    PATH.part, where the next command resumes after an interruption.
+    """
 
     def find_known(row: int) -> tuple[int, ...]:
         try:
@@ -105,7 +116,7 @@ def _write_measures(
 
 
 def _append_rows(path: Path, block: np.ndarray, offset: int) -> None:
-    """Writes rows behind those that are whole, and cuts off what a crash has left behind them."""
+    """Writes rows at `offset`, in bytes, after deleting what a crash may have left from there on."""
     with open(path, "r+b" if path.exists() else "wb") as file:
         file.truncate(offset)
         file.seek(offset)

@@ -36,8 +36,8 @@ from dstrain.disk.texts import read_text, split_lines
 from dstrain.recipe import ConfigError
 
 CLIPS = (*VIDEOS, *PICTURES)
-_STILL = (".jpg", ".jpeg", ".bmp", ".png")  # which are animated never, or hardly ever
-_ASKED = 100  # names that are looked at
+_STILL = (".jpg", ".jpeg", ".bmp", ".png")  # suffixes of pictures that are never, or hardly ever, animated
+_ASKED = 100  # so many names are looked at to tell whether all clips are still pictures
 _MAX_LISTINGS = 1 << 15  # kept by a process: some 100 bytes a clip, and 100 a keyframe
 
 
@@ -58,11 +58,12 @@ def open_videos(
 ) -> "Videos | Mixed":
     """Opens clips in a form of formats/, on all ranks together.
 
-    split: "train" or "held_out". held_out: fraction of the data that is held out. held_out_path: other data that are
-    the held-out split instead, with their own captions file of the same name. captions: a captions file. images: images
-    that are image_share of the training samples. request: None for clips and their captions. index, run: see
-    `open_index`. leave_out: patterns of captions whose clips, and images, are none of these. ConfigError names the path
-    and the remedy.
+    cut: what is cut out of each file. split: "train" or "held_out". held_out: fraction of the data that is held out.
+    held_out_path: other data that are the held-out split instead, with their own captions file of the same name.
+    captions: a captions file. images: images that are image_share of the training samples. request: None for clips and
+    their captions. index, run: see `open_index`. leave_out: patterns of captions; clips and images with a caption that
+    fits one are left out.
+    Raises ConfigError if there are no such clips, or the captions or classes of the parts do not go together.
     """
     request = request or Request(CLIPS, "clips", captions=True)
     request = replace(request, captions_file=None if captions is None else str(captions))
@@ -99,7 +100,7 @@ def open_videos(
 
 
 class Videos(Indexed):
-    """The clips of a layout, by its index; arguments as `Indexed` and `open_videos`."""
+    """Reads the clips of a layout, as its index lists them; arguments as `Indexed` and `open_videos`."""
 
     noun = "clips"
     chance_name = "clip"
@@ -120,9 +121,10 @@ class Videos(Indexed):
         return self.read(index)
 
     def read(self, index: int, chance: float | None = None, frames: int | None = None) -> Item:
-        """Reads a sample; `chance` chooses the window, None takes the middle one. frames: of the clip, None for those
-        of `cut`.
-        Raises BadSample if it cannot be read.
+        """Reads a sample. Raises BadSample if it cannot be read.
+
+        chance: in [0, 1), chooses where the window begins in a longer file; None takes the middle. frames: how many
+        frames the clip has; None for those of `cut`.
         """
         row, cut = self.find_row(index), replace(self.cut, num_frames=frames or self.cut.num_frames)
         place = self.index.read_place(row)
@@ -165,7 +167,9 @@ class Videos(Indexed):
         )
 
     def _iterate_captions(self) -> Iterable[bytes]:
-        """Yields the captions of a captions file, one after the other."""
+        """Yields the captions of a captions file as UTF-8, in the order of the samples; nothing for captions from
+        elsewhere.
+        """
         if not isinstance(self.layout, Clips) or not self.index.most_captions:
             return ()
         return (
@@ -203,11 +207,12 @@ class Videos(Indexed):
 
 @dataclass
 class Mixed(Source):
-    """Videos, then as many slots for images as make them `share` of an epoch; the key chooses which image fills a slot.
+    """Joins videos with images: first all videos, then as many slots as make images `share` of the samples of an epoch.
+    The random number of a sample chooses which image fills its slot; without one, each slot has an image of its own.
 
-    Every video is thus met once in an epoch, and the images in turn by chance; without a key a slot has its own image.
-    Captions and labels are in the items where both have them. frames: of a clip that an image becomes; with a number of
-    their own, the images are the last bucket of the videos.
+    So every video is met once in an epoch, and images are met by chance. Captions and labels are in the items only if
+    both the videos and the images have them. frames: of the clip that an image becomes; None for as many as a video
+    has. With a number, the images are the last bucket.
     """
 
     videos: Source
@@ -230,8 +235,9 @@ class Mixed(Source):
         return len(self.videos) + self.slots
 
     def separate_images(self, videos: Source) -> "Mixed":
-        """Returns the same samples with `videos`, the same ones by bucket, and the images in a bucket of their own, of
-        one frame each.
+        """Returns the same samples with the images as the last bucket, each a clip of one frame.
+
+        videos: the same videos, sorted into buckets.
         """
         return replace(self, videos=videos, frames=1)
 
@@ -251,7 +257,10 @@ class Mixed(Source):
         return self.read(index)
 
     def read(self, index: int, chance: float | None = None) -> Item:
-        """Reads as Videos.read. Neighbouring slots have different images, so another replaces a broken one."""
+        """Reads a video, or the image that `chance` chooses for a slot. See Videos.read.
+
+        Neighbouring slots have different images, so that another image takes the place of one that cannot be read.
+        """
         if index < len(self.videos):
             item = self.videos.read(index, chance)
         else:
