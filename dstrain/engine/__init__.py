@@ -11,9 +11,11 @@ from dstrain.recipe import ConfigError
 
 
 def prepare_environment() -> None:
-    """Sets the environment that DeepSpeed reads when it is imported; what the user has set stays where it can work.
+    """Sets the environment variables that DeepSpeed and torch read when DeepSpeed is imported: DS_ACCELERATOR, the
+    folders of compiled extensions and of Triton's cache, and PATH, to which the folder of this Python is added.
+    Values that the user has set stay, but for folders that cannot be written.
 
-    Raises ConfigError if DS_ACCELERATOR names what torch does not see here.
+    Raises ConfigError if DS_ACCELERATOR is set to another device than torch finds here, cuda or cpu.
     """
     import torch
 
@@ -39,8 +41,8 @@ def prepare_environment() -> None:
 
 
 def _ensure_writable(variable: str, default: str) -> None:
-    """Sets a variable of the environment to a folder: the user's or the default, or where that cannot be written, one
-    below the folder for temporary files.
+    """Sets an environment variable to a folder that can be written: its present value, or `default` if it is not set.
+    If that folder cannot be written or is no absolute path, to a private one below the folder for temporary files.
     """
     folder = Path(os.path.expanduser(os.environ.get(variable) or default))
     usable = folder.is_absolute() and can_write(folder)

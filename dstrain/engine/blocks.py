@@ -43,13 +43,16 @@ def prepare_blocks(
     scattered: bool = False,
     host: "HostMemory | None" = None,
 ) -> None:
-    """Replaces the forward pass of a network's blocks by the one that a recipe asks for; call it before
-    deepspeed.initialize.
+    """Replaces the forward method of each repeated block of a network by one that recomputes and compiles as the recipe
+    asks. Call it before deepspeed.initialize.
 
-    recompute   model.recompute: none, attention, all, offload, or a number k: every k-th block as with all.
-    compiled    by torch.compile; as it is otherwise.
-    scattered   whether the weights will be (ZeRO-3).
-    host        what takes the inputs of blocks with offload.
+    blocks      classes of the repeated blocks
+    recompute   model.recompute: none, attention, all, offload, or a number k: all for every k-th block, none for the
+                others
+    compiled    whether torch.compile compiles the blocks
+    scattered   whether ZeRO-3 will partition the weights; if so, blocks that are compiled or have recompute=attention
+                become leaf modules
+    host        keeps the first inputs of blocks with recompute=offload; None: a new HostMemory
     """
     host = host or HostMemory()
     repeated = [module for module in network.modules() if isinstance(module, blocks)]
@@ -76,9 +79,8 @@ def prepare_blocks(
 
 
 def require_leaf_modules(networks: Mapping[str, nn.Module], settings: dict[str, Any]) -> None:
-    """Raises ConfigError if a word of leaf_module in DeepSpeed's JSON fits no module of the networks, by part.
-
-    DeepSpeed would only warn. At stages below 3 nothing is gathered.
+    """Raises ConfigError if, at stage 3, a class, name or suffix in zero_optimization.leaf_module of DeepSpeed's JSON
+    fits no module of the networks (by part), or one of these lists is empty. DeepSpeed would only warn.
     """
     chosen = settings.get("zero_optimization", {}).get("leaf_module")
     if not chosen or read_stage(settings) < 3:
@@ -109,8 +111,8 @@ def require_leaf_modules(networks: Mapping[str, nn.Module], settings: dict[str, 
 
 
 def prepare_leaf_modules(network: nn.Module, settings: dict[str, Any]) -> None:
-    """Gives an input with a gradient to each module that leaf_module names in DeepSpeed's JSON, at stage 3; call it
-    before deepspeed.initialize.
+    """Marks, at stage 3, the modules that zero_optimization.leaf_module of DeepSpeed's JSON names as leaf modules. Adds
+    a hook to each of them by which one of its inputs requires a gradient. Call it before deepspeed.initialize.
     """
     chosen = settings.get("zero_optimization", {}).get("leaf_module")
     if not chosen or read_stage(settings) < 3:
@@ -123,7 +125,9 @@ def prepare_leaf_modules(network: nn.Module, settings: dict[str, Any]) -> None:
 
 
 def _require_input_gradient(module: nn.Module, inputs: tuple) -> tuple:
-    """Returns a module's inputs, of which one has a gradient. Raises ConfigError if none can have one."""
+    """Returns a module's inputs as `_ensure_input_gradient` does. Raises ConfigError if gradients are recorded and none
+    of the inputs can require one.
+    """
     inputs = _ensure_input_gradient(module, inputs)
     if torch.is_grad_enabled() and not any(isinstance(value, Tensor) and value.requires_grad for value in inputs):
         raise ConfigError(
@@ -134,8 +138,9 @@ def _require_input_gradient(module: nn.Module, inputs: tuple) -> tuple:
 
 
 def _ensure_input_gradient(_: nn.Module, inputs: tuple) -> tuple:
-    """Returns a block's inputs, of which one has a gradient. Without one DeepSpeed releases a leaf's weights before its
-    backward pass.
+    """Returns a block's inputs. If gradients are recorded and no input requires one, the first floating-point tensor is
+    replaced by a view that does: without one DeepSpeed would release a leaf module's weights before its backward
+    pass.
     """
     tensors = [value for value in inputs if isinstance(value, Tensor)]
     if not torch.is_grad_enabled() or any(tensor.requires_grad for tensor in tensors):
@@ -145,13 +150,15 @@ def _ensure_input_gradient(_: nn.Module, inputs: tuple) -> tuple:
 
 
 def should_compile(choice: str) -> bool:
-    """Returns whether a recipe's compile=auto, on or off asks for compiled blocks on this machine."""
+    """Returns whether blocks are compiled on this machine: with compile=on always, with auto if there is a GPU, with
+    off never.
+    """
     return choice == "on" or (choice == "auto" and torch.cuda.is_available())
 
 
 def run_block(module: nn.Module, recompute: str, *inputs: Any, **named: Any) -> Any:
-    """Runs the forward pass of a block, with recomputation as `recompute` says; a repeated pass draws the same dropout
-    masks.
+    """Returns the output of a block's own forward method. If gradients are recorded, the backward pass computes it
+    again as `recompute` says (none, attention or all), with the same dropout masks.
     """
     plain = partial(type(module).forward, module)
     if recompute == "none" or not torch.is_grad_enabled():
@@ -166,11 +173,14 @@ def _make_product_context() -> tuple[Any, Any]:
 
 
 class HostMemory:
-    """What model.recompute=offload keeps, and model.recompute=all has on the GPU: the first input of each block."""
+    """Runs blocks so that the first input of each waits for the backward pass in the host's memory
+    (model.recompute=offload).
+    """
 
     def forward(self, plain: Callable, *inputs: Any, **named: Any) -> Any:
-        """Runs the forward pass of a block, which its backward pass computes again. Its first input waits for that in
-        the host's memory. What it shares with other blocks stays where it is.
+        """Returns the output of `plain`, the forward pass of a block, which the backward pass computes again. Until
+        then the first input is kept in the host's memory. The other inputs, which blocks share, stay on their
+        device.
         """
         if not torch.is_grad_enabled():
             return plain(*inputs, **named)
@@ -180,18 +190,22 @@ class HostMemory:
             return checkpoint(lambda *first: plain(*first, *others, **named), *inputs[:1], use_reentrant=False)
 
     def send_to_host(self, tensor: Tensor) -> tuple[torch.device, Tensor]:
-        """Returns a tensor's device, and its copy in the host's memory. A GPU copies it in its own time."""
+        """Returns a tensor's device and a copy of the tensor in the host's memory. Does not wait until a GPU has copied
+        it.
+        """
         return tensor.device, _copy_to(torch.device("cpu"), tensor)
 
     def fetch_from_host(self, sent: tuple[torch.device, Tensor]) -> Tensor:
-        """Returns the copy of what `send_to_host` has sent, on its device."""
+        """Returns a copy, on its former device, of a tensor for which `send_to_host` returned `sent`."""
         return _copy_to(*sent)
 
 
 @torch.no_grad()
 def _copy_to(device: torch.device, tensor: Tensor) -> Tensor:
-    """Copies a tensor, strides and all: torch.autograd.graph.save_on_cpu would make NCHW of NHWC, and other kernels
-    would compute the block again than have computed it.
+    """Returns a copy of a tensor on a device, with the same strides; a meta tensor, which has no values, is returned
+    itself.
+
+    torch.autograd.graph.save_on_cpu would turn NHWC into NCHW, so that other kernels would compute the block again.
     """
     if tensor.is_meta:  # It has no values that could go anywhere.
         return tensor
@@ -200,13 +214,17 @@ def _copy_to(device: torch.device, tensor: Tensor) -> Tensor:
 
 
 class Graphs:
-    """The compiled forward passes of a network's blocks, by kind."""
+    """Compiles the forward passes of a network's blocks: one graph for all calls of one kind (see above)."""
 
     def __init__(self) -> None:
         self._by_kind: dict[tuple, Callable] = {}
 
     def forward(self, module: nn.Module, recompute: str, built: tuple, *inputs: Any, **named: Any) -> Any:
-        """Runs a block as `run_block` does, by the graph of its kind; `built` is the structure of the module."""
+        """Returns what `run_block` returns, by the compiled graph of the call's kind, which the first such call
+        compiles.
+
+        built   the structure of the module, as `describe_structure` returns it
+        """
         tensors = [value for value in (*inputs, *named.values()) if isinstance(value, Tensor) and value.ndim]
         records = torch.is_grad_enabled()
         kind = (built, recompute, records, *(tensor.shape if records else tensor.shape[1:] for tensor in tensors))
@@ -226,8 +244,9 @@ def _copy_function(function: FunctionType) -> FunctionType:
 
 
 def describe_structure(block: nn.Module) -> tuple:
-    """Returns what blocks that share a graph have in common: classes, shapes of weights, and settings, those of inner
-    modules too.
+    """Returns a hashable description of a block, equal for blocks that can share a compiled graph: of each module in it
+    the class, the attributes that are numbers, strings or None (without `training`), and the names and shapes of its
+    weights.
     """
 
     def list_entries() -> Iterator[tuple]:
@@ -244,10 +263,10 @@ def describe_structure(block: nn.Module) -> tuple:
 
 
 def make_channels_last(network: nn.Module) -> None:
-    """Adds a hook by which a network receives its images, inputs (B, C, H, W), as NHWC. The layers that follow keep the
-    layout.
+    """Adds a hook by which a network gets its inputs of four dimensions, images (B, C, H, W), in torch's memory format
+    channels_last (NHWC). The layers that follow keep it.
 
-    The weights keep theirs: they lie in ZeRO's flat buffers, which know one layout only.
+    The weights stay as they are: they lie in ZeRO's flat buffers, which know one layout only.
     """
     network.register_forward_pre_hook(
         lambda _, inputs: tuple(_to_channels_last(x) if torch.is_tensor(x) and x.ndim == 4 else x for x in inputs)

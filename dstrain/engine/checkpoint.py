@@ -42,7 +42,7 @@ from dstrain.recipe import ConfigError, NotRead, Save
 
 
 class Stateful(Protocol):
-    """Small state beside the weights: a System, as far as a checkpoint sees it."""
+    """The methods by which a checkpoint saves and loads the small state that a System has beside its weights."""
 
     def state_dict(self) -> dict[str, Tensor]: ...
 
@@ -50,7 +50,12 @@ class Stateful(Protocol):
 
 
 class Checkpoints:
-    """The checkpoints in `folder` of these engines, averages and small state; every method on all ranks together."""
+    """Saves and loads the checkpoints of a run in `folder`: engines, averages and the system's small state. All ranks
+    call each method together.
+
+    report   is called with each line for the user
+    saved    is called on rank 0 with each step whose checkpoint is whole
+    """
 
     def __init__(
         self,
@@ -81,20 +86,24 @@ class Checkpoints:
         )
 
     def report_ended_save(self) -> None:
-        """Reports what has been written since the last call; cheap enough for every step."""
+        """Reports, on rank 0, saves of checkpoints and snapshots that have ended since the last call. It waits for
+        nothing, so that it can be called at each step.
+        """
         self.saver.report_ended_save()
         self.averages.saver.report_ended_save()
 
     def close(self) -> None:
-        """Waits for what is being written, see Saver.close."""
+        """Waits for pending saves of checkpoints and snapshots and reports them, see Saver.close."""
         self.saver.close()
         self.averages.saver.close()
 
     def resume(self, step: int | None = None) -> int:
-        """Loads the newest checkpoint that verifies, or that of `step`; returns its step, 0 if there is no checkpoint.
+        """Loads the newest checkpoint whose files verify, or with `step` that of this step, and puts snapshots of later
+        steps aside. Returns the step of the loaded checkpoint; 0 if `step` is None and the folder holds no
+        checkpoint.
 
-        Raises ConfigError if none of the folder's checkpoints verifies, there is none of `step`, or it does not fit
-        these networks, or is DeepSpeed's own and not trusted.
+        Raises ConfigError if no checkpoint verifies, there is none of `step`, it does not fit these networks, or it
+        holds DeepSpeed's own files and is not trusted. Raises NotRead if its storage fails after it was verified.
         """
         get_phases().enter_phase("reading the newest checkpoint")
         if step is not None:
@@ -126,8 +135,8 @@ class Checkpoints:
         return step
 
     def _load_verified(self, path: Path) -> State:
-        """Loads a checkpoint that has just been verified; returns the state of the run's course. Raises NotRead if its
-        storage fails now.
+        """Loads a checkpoint whose files have just been verified; returns its record of skipped steps and rollbacks.
+        Raises NotRead if its storage fails now.
         """
         try:
             self.load(path)
@@ -144,9 +153,11 @@ class Checkpoints:
         self.averages.set_aside(step)
 
     def go_back(self, done: int, trouble: str) -> int:
-        """Goes from trouble after `done` steps back to the newest good checkpoint before it; returns its step.
+        """Loads the newest good checkpoint from before the trouble that was seen after `done` steps; returns its step.
+        Checkpoints and snapshots of later steps are put aside.
 
-        Newer ones are put aside. Raises FloatingPointError if there is none, or if the run has gone back often enough.
+        Raises FloatingPointError, which begins with the message `trouble`, if no such checkpoint is left, it holds
+        DeepSpeed's own files and is not trusted, or the run has gone back faults.max_rollbacks times.
         """
         course = self.course
         self.saver.wait_for_save()
@@ -172,10 +183,13 @@ class Checkpoints:
         raise FloatingPointError(f"{trouble}. {reason}. {advise_user(self.store)}")
 
     def save(self, step: int, last: bool = False, score: float | None = None, routine: bool = True) -> None:
-        """Saves `step`, atomically: beside training, or before this returns if it is the run's `last`.
+        """Saves a checkpoint of `step`: beside training where save.asynchronous allows it, else, and if it is the
+        `last` save of the run, before this returns. A save that fails is reported, older checkpoints stay whole, and
+        training goes on.
 
-        A save that fails is reported, and training goes on. The save of the lowest score is kept longest. `routine`:
-        the recipe asks for it at this step, so that the run would save it whether it is stopped or not.
+        score     the lowest one marks the best checkpoint, which is kept longest; None: not measured
+        routine   True if the recipe asks for a checkpoint at this step, False if the run only saves because it is
+                  stopped
 
         Raises FloatingPointError if weights are not finite, NotSaved after three failures in a row or one of the `last`
         save.
@@ -202,13 +216,15 @@ class Checkpoints:
         )
 
     def note_course(self, step: int) -> None:
-        """Adds the run's rollbacks to the newest checkpoint, if the run went back to it and stops there."""
+        """Writes the rollbacks of the run, if there were any, into the manifest of the checkpoint of `step`: call it
+        where the run stops at the very checkpoint to which it went back.
+        """
         if self.course.rollbacks:
             self.store.note_extra(step, course=self.course.state.model_dump())
 
     def _list_kinds(self, part: str, native: bool) -> Iterator[tuple[str, list[Tensor]]]:
-        """Yields each kind of fp32 value kept as fragments, in the masters' layout; `native`: without master and
-        moments.
+        """Yields (kind, its flats) for each kind of fp32 value of a part that a checkpoint keeps as fragments: master,
+        moments and averages. `native`: averages alone, since DeepSpeed's own files hold the others.
         """
         masters = self._engines.masters[part]
         if not native:
@@ -219,7 +235,9 @@ class Checkpoints:
             yield f"ema.{decay!r}", flats
 
     def _list_entries(self) -> Entries:
-        """Lists (kind, fragment, values) that this rank writes of each part; the values are live, not copied."""
+        """Returns by part the (kind, fragment, values) that this rank writes. Most values are views of live memory, so
+        that they change as training goes on.
+        """
         return {
             part: [
                 (kind, fragment, view)
@@ -232,7 +250,9 @@ class Checkpoints:
         }
 
     def _write_files(self, folder: Path, entries: Entries, common: validate.Common) -> Hashes:
-        """Writes this rank's files into `folder`; returns the hashes of the shards."""
+        """Writes this rank's files of a checkpoint into `folder`; returns {name: {size, hash}} of its shards. Keeps
+        what `_write_indices` needs of them.
+        """
         if self._native:
             with defer_errors(self._engines.values()):
                 for part, engine in self._engines.items():
@@ -250,7 +270,7 @@ class Checkpoints:
         return write_indices(folder, self._rows, self._engines.list_shapes)
 
     def _estimate_bytes(self) -> int:
-        """Returns an upper bound of the bytes that this rank will write."""
+        """Returns an upper bound of the bytes that this rank will write into a checkpoint."""
         copies = {part: len(list(self._list_kinds(part, self._native))) + 4 * self._native for part in self._engines}
         entry = 40  # bytes in the index
         total = 1 << 20
@@ -260,9 +280,8 @@ class Checkpoints:
         return total
 
     def _collect_common(self, parts: Collection[str] | None = None) -> validate.Common:
-        """Returns the small state of some parts (None: of all): tensors on the host, and each part's counters.
-
-        They are copies, since training may go on.
+        """Returns the content of common.safetensors for `parts` (None: all): the system's state and the parts' buffers,
+        by name, as copies on the host, since training may go on; and the counters of each part.
         """
         tensors = {f"system/{name}": tensor for name, tensor in self._system.state_dict().items()}
         counters: dict[str, Any] = {}
@@ -281,9 +300,10 @@ class Checkpoints:
         return {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}, counters
 
     def load(self, path: Path) -> None:
-        """Reads a checkpoint of any world size and stage into these engines; they may have trained meanwhile.
+        """Loads a checkpoint into the engines, averages and system, over whatever they hold. It may come from any world
+        size and stage, but from the present ones alone if it holds DeepSpeed's own files.
 
-        Raises ConfigError if it does not fit, or is not trusted.
+        Raises ConfigError if it does not fit, or holds DeepSpeed's own files and is not trusted.
         """
         if (path / "deepspeed").is_dir() and not self._trust_pickle:
             raise ConfigError(
@@ -360,7 +380,9 @@ class Checkpoints:
         masters.publish_masters()
 
     def _load_native(self, part: str, path: Path, stage: int) -> None:
-        """Reads DeepSpeed's own files, which validate.py and the store have verified before the unpickling."""
+        """Loads masters and moments of a part from DeepSpeed's own files, which are unpickled: they have been verified
+        before. Raises ConfigError if they were written at another stage or world size, or are missing.
+        """
         world, own_stage = read_manifest(path)["world"], self._engines.masters[part].stage
         if (stage, world) != (own_stage, group.world()):
             raise ConfigError(
@@ -374,11 +396,12 @@ class Checkpoints:
 
 
 def read_weights(path: Path, part: str, kind: str = "master", at_once: bool = True) -> dict[str, Tensor]:
-    """Returns full float32 weights and buffers of one part by state-dict name, from a checkpoint's folder, in one
-    process.
+    """Returns the whole float32 weights and the buffers of one part, by state-dict name, from a checkpoint's folder.
 
-    `kind` is master or ema.DECAY. Not `at_once`: weights are read where they are used, by slices (fragments.py).
-    Raises ConfigError if there is no such part or kind.
+    kind      master, or ema.NUMBER with the decay or width of an average
+    at_once   False: each weight is a StoredWeight (fragments.py), whose values are read when they are used
+
+    Raises ConfigError if there is no such part or kind, or the masters are in DeepSpeed's own files.
     """
     with open_shards(path, part) as shards:
         if kind == "master" and (path / "deepspeed").is_dir():
@@ -400,12 +423,12 @@ def read_weights(path: Path, part: str, kind: str = "master", at_once: bool = Tr
 
 
 def read_ema_decays(path: Path, part: str) -> list[float]:
-    """Returns the decays of the averages that a checkpoint holds of a part, in the order of the recipe."""
+    """Returns the decays and widths of the averages that a checkpoint holds of a part, in the order of the recipe."""
     return open_shards(path, part).list_decays()
 
 
 def _list_saved_buffers(module: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Returns a module's buffers that its state dict holds."""
+    """Returns an iterator of (name, buffer) over the buffers of a module that its state dict holds."""
     transient = {
         f"{prefix}.{name}" if prefix else name
         for prefix, child in module.named_modules()

@@ -32,7 +32,9 @@ from dstrain.recipe import Optimizer
 
 
 class Engines(Mapping[str, Any]):
-    """The engines by part, in update order; their masters; what is done to all of them together."""
+    """The DeepSpeed engine of each part, in the order in which the parts update; `masters` has the fp32 weights of
+    each.
+    """
 
     def __init__(
         self,
@@ -49,12 +51,13 @@ class Engines(Mapping[str, Any]):
         channels_last: bool = False,
         draw: bool = True,
     ):
-        """Builds the networks on `settings`, which resolve_settings has made.
+        """Builds the networks and an engine for each, with the `settings` that resolve_settings has returned.
 
-        decays      whether a weight of this name decays
+        decays      returns whether weight decay applies to a weight, from its name and the weight
         blocks      classes of the networks' repeated blocks
         optimizer, seed, train_only, recompute, compile, channels_last    as in the recipe and its model section
-        draw        whether to draw weights; without, buffers alone are set: a checkpoint's values follow, or draws
+        draw        whether to draw the initial weights; if not, only buffers are set, and the caller loads or draws
+                    weights
         """
         self.settings = settings
         self.notes: list[str] = []  # lines for the user
@@ -85,7 +88,9 @@ class Engines(Mapping[str, Any]):
             self.draw_weights()
 
     def _build_networks(self, networks: Networks, seed: int) -> dict[str, tuple[nn.Module, Values]]:
-        """Builds fresh networks, with what gives their initial values."""
+        """Returns by part a new network and the function that yields its initial values (initial.Values). Adds a note
+        for the user if, at stage 3, every rank had to build the whole networks.
+        """
         if read_stage(self.settings) != 3:
             return build_networks(networks, seed)
         return build_networks(
@@ -97,9 +102,10 @@ class Engines(Mapping[str, Any]):
         )
 
     def draw_weights(self, known: Mapping[str, Mapping[str, Tensor]] | None = None) -> None:
-        """Sets all weights and buffers: those `known` by part and name to their values, the others as the seed says.
+        """Sets all weights and buffers: to the values in `known`, by part and state-dict name, and the others to
+        initial values that follow from the seed.
 
-        A rank draws the modules of which it owns a part; the others' weights reach it when masters are published.
+        A rank draws only modules of which it owns a part; it gets the others' weights when the masters are published.
         """
         for part, values in self._initial.items():
             given = (known or {}).get(part, {})
@@ -146,11 +152,13 @@ class Engines(Mapping[str, Any]):
 
     @property
     def modules(self) -> dict[str, nn.Module]:
-        """Returns the bare networks, for sampling and evaluation: every rank calls them in the same order."""
+        """Returns the networks by part without their engines, for sampling and evaluation. All ranks must call them in
+        the same order.
+        """
         return {part: engine.module for part, engine in self._engines.items()}
 
     def list_shapes(self, part: str) -> dict[str, torch.Size]:
-        """Returns the full shapes of a part's weights, by name, also of those that are frozen."""
+        """Returns the whole shapes of a part's weights by name, frozen ones included."""
         return {name: find_full_shape(weight) for name, weight in self[part].module.named_parameters()}
 
     def count_weights(self, frozen: Iterable[nn.Module]) -> dict[str, int]:
@@ -169,7 +177,9 @@ class Engines(Mapping[str, Any]):
         return counts | ({"frozen": still} if still else {})
 
     def set_weights(self, part: str, values: Iterable[tuple[str, Tensor]]) -> None:
-        """Sets masters and buffers from full values by state-dict name, one at a time. Buffers take their precision."""
+        """Sets the weights and buffers of a part from (state-dict name, whole value) pairs, which are taken one at a
+        time. Buffers get the dtype of their values. Call it on all ranks.
+        """
         self._set_values(part, values)
         self.masters[part].publish_masters()
 
@@ -188,8 +198,8 @@ class Engines(Mapping[str, Any]):
 
     @contextmanager
     def select_part(self, part: str) -> Iterator[dict[str, Any]]:
-        """Yields the networks for a loss of `part`: its engine live, the others bare and without gradients to their
-        weights.
+        """Freezes the weights of all parts but `part` inside the block. Yields the networks by part for a loss of
+        `part`: its engine, and the networks of the other parts without their engines.
         """
         others = {name: engine.module for name, engine in self._engines.items() if name != part}
         trained = [weight for module in others.values() for weight in module.parameters() if weight.requires_grad]
@@ -202,7 +212,9 @@ class Engines(Mapping[str, Any]):
                 weight.requires_grad_(True)
 
     def learn(self, part: str, loss: Tensor) -> None:
-        """Runs the backward pass and, on the last micro-batch, the update. A non-finite gradient updates nothing."""
+        """Runs the backward pass of a part's loss and, on the last micro-batch of a step, updates its weights. If a
+        gradient of the step is not finite, nothing is updated.
+        """
         self._learned.add(part)
         self.masters[part].finish_loss_scale()
         self._engines[part].backward(loss)
@@ -215,11 +227,15 @@ class Engines(Mapping[str, Any]):
         return {part: masters.applied for part, masters in self.masters.items() if part in self._learned}
 
     def count_skipped(self) -> int:
-        """Counts the steps that were not applied since the run began."""
+        """Returns how many steps were skipped since the run began, since a gradient was not finite: the largest of the
+        parts' numbers.
+        """
         return max(masters.skipped for masters in self.masters.values())
 
     def set_lr(self, lr: float) -> None:
-        """Begins a step of all parts, with this learning rate."""
+        """Begins a step: sets the learning rate of all weights, times each group's factor from optimizer.rates, and
+        forgets which parts had a turn in the step before.
+        """
         self._learned.clear()
         for engine in self._engines.values():
             for param_group in engine.optimizer.param_groups:

@@ -74,10 +74,11 @@ _OVERWRITING = frozenset(
 def build_networks(
     networks: Networks, seed: int, note: Callable[[str], None] = lambda text: None
 ) -> dict[str, tuple[nn.Module, Values]]:
-    """Builds fresh networks by part, each with the values that its parameters and buffers start from.
+    """Returns by part a new network and the function that yields the initial values of its parameters and buffers
+    (Values).
 
-    Where modules draw their own weights, parameters are on the meta device if they can be. Else they hold their values,
-    and `note` gets the reason why constructors decide. Call on all ranks. Raises RuntimeError on all ranks if
+    If modules draw their own weights, parameters are on the meta device, where a network can be built so. Else networks
+    hold their values, and `note` is called with the reason. Call it on all ranks. Raises RuntimeError on all ranks if
     constructors leave other weights on some rank than on rank 0.
     """
     reason = find_constructed_weights(networks)
@@ -119,7 +120,9 @@ def draw_weights(network: nn.Module, seed: int, names: Container[str] | None = N
 
 
 def _pop_values(values: list[tuple[str, Tensor]], names: object = None) -> Iterator[tuple[str, Tensor]]:
-    """Yields what constructors have left, once and whatever is asked for, and frees each value as it is taken."""
+    """Yields the (name, value) pairs of `values`, and removes each from the list so that its memory can be freed: a
+    second call yields nothing. `names` is ignored.
+    """
     while values:
         yield values.pop(0)
 
@@ -147,11 +150,11 @@ def place_weights_on_meta() -> Iterator[None]:
 
 
 def find_constructed_weights(networks: Networks) -> str | None:
-    """Returns the reason if the weights of these networks are what their constructors leave; None if modules draw their
-    own.
+    """Returns the reason why the initial weights of these networks are what their constructors leave; None if each
+    module draws its own weights.
 
     The networks are constructed on the meta device, which costs no memory, and every operation on a tensor is watched.
-    Modules draw their own weights if the `reset_parameters` of its owner was the last to set each parameter and buffer.
+    Modules draw their own weights if, for each parameter and buffer, the `reset_parameters` of its module set it last.
     """
     writes = _Writes()
     try:
@@ -181,8 +184,8 @@ class _Writes(TorchDispatchMode):
         self._storages: list[Any] = []  # kept alive: an address must not be used twice
 
     def find_owner(self, tensor: Tensor) -> nn.Module | None:
-        """Returns the module that was the last to change a tensor and has set all of it; None: code outside of any
-        reset.
+        """Returns the module whose `reset_parameters` was the last to change a tensor, if that set all of it; else
+        None.
         """
         storage = tensor.untyped_storage()
         writer, views = self._last.get(storage._cdata, (None, {}))
@@ -216,7 +219,7 @@ class _Writes(TorchDispatchMode):
 def _find_resetting_module() -> nn.Module | None:
     """Returns the module in whose `reset_parameters` the caller runs, the innermost if there are several.
 
-    None also if that method takes arguments: another call could not repeat what this one does.
+    Returns None if there is none, or if that method takes arguments, since another call could not repeat this one.
     """
     frame = sys._getframe(1)
     while frame is not None:
@@ -257,7 +260,9 @@ def _list_own_tensors(module: nn.Module) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def _reset_module(module: nn.Module, seed: int) -> dict[str, Tensor]:
-    """Returns the values that the module's `reset_parameters` gives its own weights under a seed."""
+    """Returns, by name, the values that the module's `reset_parameters` gives its own weights and buffers under a seed,
+    on the CPU. The module is left as it was.
+    """
     originals = [
         (tensors, name, tensor)
         for tensors in (module._parameters, module._buffers)
@@ -278,9 +283,10 @@ def _reset_module(module: nn.Module, seed: int) -> dict[str, Tensor]:
 
 
 def allocate_weights(network: nn.Module, groups: list[dict[str, Any]], settings: dict[str, Any]) -> None:
-    """Allocates the weights that are on the meta device, in a network and in the "params" of its optimizer's groups.
+    """Replaces the weights of a network that are on the meta device by allocated ones, in its modules and in the
+    "params" of its optimizer's groups; their values are not set. At stage 3 each rank gets its share of them.
 
-    Others stay as they are. Buffers go to the rank's device. Call on all ranks, before the optimizer is made.
+    Other weights stay. Buffers move to the rank's device. Call it on all ranks, before the optimizer is made.
     """
     options = {"dtype": _DTYPES[read_precision(settings)], "device": group.device()}
     for buffer in network.buffers():
@@ -308,7 +314,9 @@ def allocate_weights(network: nn.Module, groups: list[dict[str, Any]], settings:
 
 
 class _OneByOne(nn.Module):
-    """As many parameters as `weights`, without memory before they are asked for; then they are in `made`."""
+    """A module for zero.Init whose `parameters()` allocates a new parameter for each of `weights` only when it is asked
+    for the next one; afterwards they are in `made`.
+    """
 
     def __init__(self, weights: Weights, options: dict[str, Any]) -> None:
         super().__init__()
@@ -322,8 +330,8 @@ class _OneByOne(nn.Module):
 
 
 def _pack_weights(weights: Weights, options: dict[str, Any]) -> Iterator[nn.Parameter]:
-    """Yields a new parameter without values (torch.empty) for each weight; all lie one after another in one tensor with
-    room for DeepSpeed's padding.
+    """Yields a new parameter without values (torch.empty) for each weight. All of them lie one after another in one
+    tensor, which ends with room for DeepSpeed's padding.
     """
     counts = [weight.numel() for weight in weights]
     flat = torch.empty(sum(counts) + _PADDING * group.world(), **options)
@@ -340,8 +348,8 @@ def _replace_weight(weight: nn.Parameter, values: Tensor) -> nn.Parameter:
 
 
 def release_memory() -> None:
-    """Returns freed memory of this process to the system, if the C library is glibc, which would keep it: as much as a
-    rank of 8 needs at stage 3, where each weight was made whole.
+    """Gives freed memory of this process back to the system, if the C library is glibc, which would keep it. At stage
+    3, where each weight was made whole, that is as much as one of 8 ranks needs.
     """
     libc = ctypes.CDLL(None)
     if hasattr(libc, "malloc_trim"):

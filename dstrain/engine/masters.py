@@ -37,8 +37,9 @@ from dstrain.engine.updates import Updates
 
 
 def cut_into_shares(sizes: Iterable[int], share: int, ranks: range) -> Iterator[tuple[int, int, int, int, int]]:
-    """Yields what some ranks own of weights that lie one behind the other and are cut into shares, one for each rank:
-    index of the weight, rank, first element of the weight, number of elements, and where these begin in the share.
+    """Yields the pieces of weights that some ranks own, where weights lie one behind the other and are cut into shares,
+    one for each rank: index of the weight, rank, first element of the weight, number of elements, and where they
+    begin in the share.
 
     sizes, share    numbers of elements: of each weight, and of a share
     """
@@ -52,7 +53,9 @@ def cut_into_shares(sizes: Iterable[int], share: int, ranks: range) -> Iterator[
 
 
 class Masters(Updates):
-    """fp32 weights of one engine: where they lie, what they are called, how they reach the compute weights."""
+    """The fp32 weights (masters) of one engine: finds where they lie and what they are called, and copies them into the
+    weights that the network computes with.
+    """
 
     def __init__(self, engine: Any):
         super().__init__(engine)
@@ -72,7 +75,7 @@ class Masters(Updates):
         self._aliased = any(flat.data_ptr() in compute for flat in self.flats)
 
     def _locate_stage0(self) -> None:
-        """Sets where the masters of stage 0 lie, whole on each rank."""
+        """Finds the masters of stage 0, where each rank has all of them, one flat for each weight."""
         groups = getattr(self._zero, "fp32_groups", None)
         if groups is None:
             pairs = [[(p, p.data) for p in params["params"]] for params in self._zero.param_groups]
@@ -87,13 +90,13 @@ class Masters(Updates):
             self.fragments.append((whole, number, 0))
 
     def _locate_stage12(self) -> None:
-        """Sets where this rank's masters of stages 1 and 2 lie."""
+        """Finds this rank's masters of stages 1 and 2, one flat for each parameter group."""
         self.flats = list(self._zero.single_partition_of_fp32_groups)
         self._groups = list(range(len(self.flats)))
         self._set_own_fragments()
 
     def _locate_stage3(self) -> None:
-        """Sets where this rank's masters of stage 3 lie."""
+        """Finds this rank's masters of stage 3, one flat for each sub-group."""
         self.flats = list(self._zero.fp32_partitioned_groups_flat)
         self._groups = [self._zero.sub_group_to_group_id[number] for number in range(len(self.flats))]
         self._set_own_fragments()
@@ -103,8 +106,8 @@ class Masters(Updates):
         self.fragments = [fragment for _, fragment in self._cut_fragments(range(rank, rank + 1))]
 
     def _cut_fragments(self, ranks: range) -> Iterator[tuple[int, tuple[Fragment, int, int]]]:
-        """Yields (rank, one of its fragments, as in `fragments`) for all fragments of each of these ranks, by
-        arithmetic.
+        """Yields (rank, (fragment, number of its flat, offset in it)) for all fragments that these ranks own at stages
+        1 to 3. It computes them, and the ranks exchange nothing.
         """
         zero = self._zero
         runs = []  # weights that are cut together, the number of their flat, where they begin in it, a rank's share
@@ -136,7 +139,9 @@ class Masters(Updates):
                 yield Fragment(name, tuple(find_full_shape(weight)), start, values.numel()), values
 
     def list_own_frozen(self) -> Iterator[tuple[Fragment, Tensor]]:
-        """Yields the entries of `frozen`, each element on one rank only: what this rank writes into a checkpoint."""
+        """Yields (fragment, values) of the frozen weights that this rank writes into a checkpoint; over all ranks each
+        element comes once.
+        """
         for number, (fragment, values) in enumerate(self.frozen):
             if self.stage == 3 or number % group.world() == group.rank():
                 yield fragment, values
@@ -146,7 +151,9 @@ class Masters(Updates):
         return {fragment.name for fragment, *_ in (*self.fragments, *self.frozen)}
 
     def _list_fragments_by_rank(self) -> dict[int, Sequence[tuple[Fragment, int, int]]]:
-        """Returns the fragments by rank; if all ranks have the same, those of this one."""
+        """Returns the fragments of every rank, as in `fragments`; at stage 0, where all ranks have the same, only this
+        rank's.
+        """
         if self.replicated:
             return {group.rank(): self.fragments}
         layouts: dict[int, list[tuple[Fragment, int, int]]] = {rank: [] for rank in range(group.world())}
@@ -164,7 +171,9 @@ class Masters(Updates):
         return [parts[dist.get_rank(owners)] for parts, owners in partitions]
 
     def list_views(self, flats: Sequence[Tensor | None]) -> Iterator[tuple[Fragment, Tensor]]:
-        """Yields each fragment with its elements of `flats`, any tensors of the masters' layout: (numel,) views."""
+        """Yields (fragment, view (numel,) of its elements) for each fragment of this rank. `flats` are tensors laid out
+        like the masters; fragments of a flat that is None are left out.
+        """
         lines = [None if flat is None else flat.detach().view(-1) for flat in flats]
         for fragment, number, offset in self.fragments:
             if lines[number] is not None:
@@ -181,15 +190,15 @@ class Masters(Updates):
 
     @torch.no_grad()
     def compute_norm(self) -> float:
-        """Computes the length of all trained weights, as one vector, on all ranks together."""
+        """Returns the L2 norm of all trained fp32 weights of the part, over all ranks. Call it on all ranks."""
         squares = [view.square().sum(dtype=torch.float64) for _, view in self.list_own_views(self.flats)]
         total = sum(squares, torch.zeros((), dtype=torch.float64, device=self.flats[0].device))
         return group.sum_over_ranks(total.to(group.device())).sqrt().item()  # offloaded masters are on the host
 
     @torch.no_grad()
     def fill_masters(self, values: Iterable[tuple[str, Tensor]]) -> None:
-        """Sets the masters and the frozen weights from full weights by name and ignores other names. `publish_masters`
-        must follow.
+        """Sets the masters and frozen weights of this rank from (name, whole weight) pairs; other names are ignored.
+        Call `publish_masters` afterwards.
         """
         own: dict[str, list[tuple[Fragment, Tensor]]] = {}
         for fragment, view in chain(self.list_views(self.flats), self.frozen):
@@ -199,7 +208,7 @@ class Masters(Updates):
                 view.copy_(read_elements(value, fragment.start, fragment.numel))
 
     def publish_masters(self) -> None:
-        """Writes the masters into the compute weights, on all ranks together."""
+        """Copies the masters into the weights that the network computes with. Call it on all ranks."""
         for weight in self.engine.module.parameters():
             if not weight.requires_grad and hasattr(weight, "ds_secondary_tensor"):
                 weight.ds_secondary_tensor = None  # ZeRO++'s second copy, of earlier values
@@ -207,8 +216,8 @@ class Masters(Updates):
 
     @contextmanager
     def show_flats(self, flats: Sequence[Tensor]) -> Iterator[None]:
-        """Lets the network compute with `flats` inside the block and, bit for bit, with the masters afterwards; on all
-        ranks.
+        """Makes the network compute with the values in `flats` inside the block and, bit for bit, with the masters
+        afterwards. Enter and leave the block on all ranks together.
         """
         masters = [flat.detach().clone() for flat in self.flats] if self._aliased else self.flats
         self._write_shown(flats)
@@ -240,11 +249,11 @@ class Masters(Updates):
             )
 
     def reset_optimizer_state(self) -> None:
-        """Empties the optimizer's state, which DeepSpeed's stage 0 has made by a step on zero gradients."""
+        """Clears the optimizer's state; at stage 0 DeepSpeed has already made one by a step on zero gradients."""
         self._get_inner_optimizer().state.clear()
 
     def list_optimizer_state(self) -> list[dict[str, Any]]:
-        """Returns the optimizer's state as it lies in memory."""
+        """Returns the optimizer's state of each weight or flat, a live dict."""
         return list(self._get_inner_optimizer().state.values())
 
     @property
@@ -255,9 +264,11 @@ class Masters(Updates):
         )
 
     def read_moments(self, kind: str) -> list[Tensor | None]:
-        """Returns a moment in the masters' layout, None for flats without; zeros are made where no step was taken yet.
+        """Returns the moment `kind` of each flat; None for a flat whose optimizer keeps no such moment. Before the
+        first step it is made of zeros.
 
-        They are the optimizer's own, but for moments of 8 bits: `write_moments` takes back what was written into these.
+        The tensors are the optimizer's own. Those of 8 bits are fp32 copies: `write_moments` writes changes of them
+        back.
         """
         return [
             read_moment(self._get_state(number), kind) if kind in self._list_own_kinds(number) else None
@@ -270,9 +281,10 @@ class Masters(Updates):
                 write_moment(self._get_state(number), kind, flat)
 
     def list_coded_moments(self) -> Iterator[tuple[str, str, Tensor]]:
-        """Yields moments of 8 bits as they are: kind, a name made of their flat's layout, the live tensor.
+        """Yields (kind, name, live tensor) for the 8-bit codes and the scales of each flat. The name contains a hash of
+        the flat's layout.
 
-        Filled from fp32 they would get other scales than they had; with these a run goes on bit for bit.
+        A run that resumes with them goes on bit for bit; moments quantized anew from fp32 would get other scales.
         """
         for number, flat in enumerate(self.flats):
             state = self._get_state(number)
@@ -281,8 +293,8 @@ class Masters(Updates):
             yield from ((kind, f"{layout}.{kind}", state[kind]) for kind in CODES if "absmax1" in state)
 
     def list_own_coded_moments(self) -> Iterator[tuple[str, Fragment, Tensor]]:
-        """Yields the moments of 8 bits as entries of a checkpoint: what is equal on all ranks comes from one of them
-        only.
+        """Yields (kind, fragment, float32 values) of the 8-bit moments that this rank writes into a checkpoint. What is
+        equal on all ranks comes from one of them only.
         """
         for number, (kind, name, tensor) in enumerate(self.list_coded_moments()):
             if not self.replicated or number % group.world() == group.rank():
@@ -303,8 +315,8 @@ class Masters(Updates):
 
     @property
     def updates(self) -> int:
-        """Returns the number of updates that the optimizer has applied: Adam's own count, which skipped steps do not
-        advance.
+        """Returns the number of updates that the optimizer has applied, skipped steps left out; 0 on a rank that owns
+        no flat.
         """
         return int(self._get_state(0)["step"]) if self.flats else 0
 

@@ -41,12 +41,12 @@ _BLOCK = 256
 
 
 def find_full_shape(tensor: Tensor) -> torch.Size:
-    """Returns the shape that ZeRO-3 remembers of a partitioned parameter, or the tensor's own."""
+    """Returns the whole shape of a tensor, also of a parameter that ZeRO-3 has partitioned."""
     return torch.Size(getattr(tensor, "ds_shape", tensor.shape))
 
 
 def build_optimizer(groups: list[Group], choice: Optimizer, offloaded: bool) -> torch.optim.Optimizer:
-    """Builds the optimizer of parameter groups, the recipe's or, if it is `offloaded`, DeepSpeed's for the CPU."""
+    """Returns the optimizer of parameter groups: the recipe's or, if `offloaded`, DeepSpeed's AdamW for the CPU."""
     options = {"lr": choice.lr, "betas": tuple(choice.betas), "eps": choice.eps}
     if offloaded:
         import deepspeed
@@ -66,10 +66,11 @@ def build_optimizer(groups: list[Group], choice: Optimizer, offloaded: bool) -> 
 
 
 def choose_weights(networks: Mapping[str, nn.Module], train_only: Sequence[str] | None, choice: Optimizer) -> None:
-    """Freezes the weights that no pattern of train_only names, in the networks by part; None: none but those that are
-    frozen already. Adapters (nn/lora.py) learn in any case.
+    """Freezes, in the networks by part, the weights that no pattern of train_only fits; if train_only is None, it
+    leaves them as they are. Adapters (nn/lora.py) always learn.
 
-    Raises ConfigError if a pattern, or one of optimizer.rates, fits no weight, or nothing is left to learn in a part.
+    Raises ConfigError if a pattern of train_only or optimizer.rates fits no weight, or a part has nothing left to
+    learn.
     """
     weights = [(part, *named) for part, network in networks.items() for named in network.named_parameters()]
     for pattern, key in (
@@ -93,10 +94,10 @@ def choose_weights(networks: Mapping[str, nn.Module], train_only: Sequence[str] 
 def group_weights(
     network: nn.Module, choice: Optimizer, decays: Decays, blocks: tuple[type[nn.Module], ...], part: str = ""
 ) -> Iterator[Group]:
-    """Yields the parameter groups of a network, without what is frozen: matrices for muon and the rest, with decay and
-    without, by the factors of their rates.
+    """Yields the optimizer's parameter groups of a network, without frozen weights: a group for each combination of
+    Muon's matrices or other weights, with or without decay, and factor of the learning rate (optimizer.rates).
 
-    Raises ConfigError if muon finds no matrices.
+    Raises ConfigError if a weight has no elements, or Muon finds no matrices.
     """
     inside = {
         id(weight) for module in network.modules() if isinstance(module, blocks) for weight in module.parameters()
@@ -127,7 +128,9 @@ def group_weights(
 
 
 def get_state(optimizer: torch.optim.Optimizer, weight: Tensor, moments: Sequence[str]) -> dict[str, Any]:
-    """Returns the optimizer's state of a weight or flat; its moments are zero before the first step."""
+    """Returns the optimizer's live state of a weight or flat. If it has none, makes one first, with 0 steps and moments
+    of zeros by the names in `moments`.
+    """
     state = optimizer.state[weight]
     if not state:
         if type(optimizer).__name__ == "AdamW8bit":
@@ -144,7 +147,9 @@ def get_state(optimizer: torch.optim.Optimizer, weight: Tensor, moments: Sequenc
 
 
 def read_moment(state: dict[str, Any], kind: str) -> Tensor:
-    """Returns a moment in fp32, as it lies in the state; one of 8 bits as a copy, which `write_moment` takes back."""
+    """Returns the moment `kind` of a state in fp32: the live tensor, or of an 8-bit moment a copy, which `write_moment`
+    can write back.
+    """
     if kind in state:
         return state[kind]
     number = 1 + ADAM.index(kind)
@@ -159,7 +164,9 @@ def read_moment(state: dict[str, Any], kind: str) -> Tensor:
 
 
 def write_moment(state: dict[str, Any], kind: str, values: Tensor) -> None:
-    """Writes the copy that `read_moment` has returned into a state of 8 bits."""
+    """Quantizes `values` into the 8-bit moment `kind` of a state; does nothing if the state has no 8-bit moments, since
+    `read_moment` returns others live.
+    """
     if "absmax1" not in state:
         return
     from bitsandbytes.functional import quantize_blockwise
@@ -171,13 +178,15 @@ def write_moment(state: dict[str, Any], kind: str, values: Tensor) -> None:
 
 
 def convert_bytes_to_floats(tensor: Tensor) -> Tensor:
-    """Returns the bytes of a tensor as float32 (n,), with zeros at the end where they are no multiple of four."""
+    """Returns the bytes of a tensor reinterpreted as float32 (n,), after zero bytes at the end up to a multiple of
+    four.
+    """
     octets = tensor.view(-1).view(torch.uint8)
     return torch.nn.functional.pad(octets, (0, -octets.numel() % 4)).view(torch.float32)
 
 
 def restore_bytes_from_floats(tensor: Tensor, values: Tensor) -> None:
-    """Writes into a tensor the bytes that `convert_bytes_to_floats` took from it."""
+    """Writes into a tensor the bytes in `values`, which `convert_bytes_to_floats` has made of such a tensor."""
     tensor.view(-1).view(torch.uint8).copy_(values.view(torch.uint8)[: tensor.nbytes])
 
 
@@ -206,8 +215,10 @@ class Lion(torch.optim.Optimizer):
 
 
 def _unscale_gradient(optimizer: torch.optim.Optimizer, gradient: Tensor) -> tuple[Tensor, Tensor | float]:
-    """Returns the gradient, divided by the loss scale, and 1; 0 and 0 if the step must change nothing: tensors where
-    only the device knows.
+    """Returns the gradient divided by the optimizer's grad_scale, and the factor by which the step counts: 1, or 0 if
+    the step is skipped. The gradient is then 0, too.
+
+    Where the optimizer has a found_inf, the factor is a tensor on the device, and the host does not wait for it.
     """
     found_inf, scale = getattr(optimizer, "found_inf", None), getattr(optimizer, "grad_scale", None)
     if scale is not None:
@@ -238,7 +249,9 @@ class Matrix:
 
     @property
     def factor(self) -> float:
-        """Returns the factor of the learning rate with which updates have the mean square of AdamW's, at any shape."""
+        """Returns the factor of the learning rate with which updates of a matrix of any shape have the mean square of
+        AdamW's.
+        """
         return 0.2 * math.sqrt(max(self.rows, self.columns))
 
     @property
@@ -260,10 +273,13 @@ class Muon(torch.optim.AdamW):
         self._matrices: dict[Tensor, list[Matrix]] | None = None
 
     def place_matrices(self, flats: Sequence[Tensor], layouts: Mapping[int, Sequence[tuple[Any, int, int]]]) -> None:
-        """Remembers where the matrices lie, and which rank makes the update of each orthogonal. layouts: by rank, each
-        fragment, the number of its flat and its offset in it.
+        """Finds the pieces of each matrix in the flats of all ranks, and chooses for each the rank that makes its
+        update orthogonal.
 
-        Before this is called, the matrices stay as they are: DeepSpeed takes a step on zero gradients when it starts.
+        flats     those of this rank
+        layouts   by rank, its fragments: each with the number of its flat and its offset in it
+
+        A step before this call changes no matrix: DeepSpeed takes one on zero gradients when it starts.
         """
         self._matrices = {flat: [] for flat in flats}
         load = [0] * ranks.world()
@@ -316,11 +332,11 @@ class Muon(torch.optim.AdamW):
 
 
 def orthogonalize(matrix: Tensor) -> Tensor:
-    """Returns the orthogonal factor of a matrix (rows, columns) in bf16, nearly: with singular values of about 0.7 to
-    1.2.
+    """Returns an approximation of the orthogonal factor of a matrix (rows, columns) in bf16: its singular values are
+    about 0.7 to 1.2.
 
-    Five steps of the quintic Newton-Schulz iteration with the coefficients of Jordan et al. They are done in bf16, but
-    in fp32 on a CPU that emulates bf16, where the products take thirty times as long.
+    It takes five steps of the quintic Newton-Schulz iteration with the coefficients of Jordan et al., in bf16, but in
+    fp32 on a CPU that emulates bf16, where the products would take thirty times as long.
     """
     a, b, c = 3.4445, -4.7750, 2.0315
     tall = matrix.shape[0] > matrix.shape[1]

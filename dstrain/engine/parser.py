@@ -43,8 +43,8 @@ _CORRECT = "correct it, or remove it for its default"
 
 
 def drop_nulls(settings: dict[str, Any], prefix: str = "") -> None:
-    """Drops the keys that are null, which choose nothing. A stage and keys that dstrain does not know stay, and are
-    refused.
+    """Removes the keys whose value is null, which stands for the default, from a JSON and its sections, in place.
+    zero_optimization.stage and keys that dstrain does not know stay, so that later checks refuse them.
     """
     for name, value in list(settings.items()):
         key = f"{prefix}{name}"
@@ -55,12 +55,14 @@ def drop_nulls(settings: dict[str, Any], prefix: str = "") -> None:
 
 
 def _is_known(key: str) -> bool:
-    """Returns whether dstrain knows a key, of a value or of a section."""
+    """Returns whether dstrain knows a key: one of a value, or one of a section with such keys in it."""
     return decide_key(key) is not None or any(each.startswith(f"{key}.") for each in list_decisions())
 
 
 class _Asked(dict):
-    """A dict that notes which keys DeepSpeed asks it for: these are the legal ones in the installed release."""
+    """A dict that records in `asked` each key that DeepSpeed looks up: these are the keys that the installed release
+    knows.
+    """
 
     def __init__(self, values: dict[str, Any]):
         super().__init__(values)
@@ -86,7 +88,9 @@ class _Asked(dict):
 
 
 def list_refusals(settings: dict[str, Any]) -> Iterator[str]:
-    """Yields the faults that DeepSpeed's own parser finds, and top-level keys that it never asks for."""
+    """Yields a message for each value that the installed DeepSpeed refuses or reads as another one, and for each key
+    that it does not know and would ignore.
+    """
     settings = {key: _drop_auto_entries(value) for key, value in settings.items() if key not in UNSUPPORTED}
     prepare_environment()
     from deepspeed.runtime.config import DeepSpeedConfig
@@ -150,7 +154,9 @@ def list_refusals(settings: dict[str, Any]) -> Iterator[str]:
 
 
 def _describe_fault(key: str, item: dict[str, Any], known: Iterable[str]) -> str:
-    """Describes a fault that one of DeepSpeed's models finds, with the remedy. known: keys to suggest."""
+    """Returns a message with the remedy for a fault of a key: `item` is pydantic's description of it. known: the keys
+    from which the nearest is suggested.
+    """
     if item["type"] == "extra_forbidden":
         return f'"{key}" is no key of DeepSpeed{suggest_key(key, known)}: correct or remove it'
     if item["type"] == "enum":  # DeepSpeed's stages have an alias, named twice
@@ -164,8 +170,8 @@ def _describe_fault(key: str, item: dict[str, Any], known: Iterable[str]) -> str
 
 
 def _list_converted(section: str, block: dict[str, Any], parsed: Any) -> Iterator[str]:
-    """Yields values that a model of DeepSpeed has read as of another type: "yes" as true, "8" or true as a number. Of
-    them dstrain would understand something else than DeepSpeed.
+    """Yields a message for each value that a model of DeepSpeed has converted to another type, such as "yes" to true or
+    true to a number: dstrain would read it differently. parsed: the model made of `block`.
     """
     names = {field.alias or name: name for name, field in type(parsed).model_fields.items()}
     for key, value in block.items():
@@ -179,7 +185,7 @@ def _list_converted(section: str, block: dict[str, Any], parsed: Any) -> Iterato
 
 
 def _list_misplaced_values(settings: dict[str, Any]) -> Iterator[str]:
-    """Yields the keys that hold a value where DeepSpeed reads a section, with the remedy."""
+    """Yields a message for each key that holds a plain value where DeepSpeed reads a section."""
     words = [key.split(".") for key in SUPPORTED]
     for key in dict.fromkeys(".".join(parts[:count]) for parts in words for count in range(1, len(parts))):
         value = read_value(settings, key)
@@ -188,7 +194,9 @@ def _list_misplaced_values(settings: dict[str, Any]) -> Iterator[str]:
 
 
 def _list_wrong_values(settings: dict[str, Any]) -> Iterator[str]:
-    """Yields values that DeepSpeed does not check itself, and that are of a wrong type or beyond their bounds."""
+    """Yields a message for each value of a wrong type or outside of its bounds, among those that DeepSpeed does not
+    check.
+    """
     for key in _TRUTHS:
         value = read_value(settings, key)
         if value not in (None, "auto") and not isinstance(value, bool):
@@ -208,7 +216,7 @@ def _list_wrong_values(settings: dict[str, Any]) -> Iterator[str]:
 
 
 def _drop_auto_entries(value: Any) -> Any:
-    """Returns a section without its "auto" entries: these are named elsewhere."""
+    """Returns a section without the entries that are "auto", in its inner sections, too; any other value as it is."""
     if not isinstance(value, dict):
         return value
     return {key: _drop_auto_entries(inner) for key, inner in value.items() if inner != "auto"}

@@ -68,11 +68,11 @@ REPLACED = {
 
 
 def import_deepspeed() -> ModuleType:
-    """Imports DeepSpeed, with all that its engines import, but for torch's compiler: 1.2 s of every start.
+    """Prepares the environment and returns DeepSpeed, imported with all that its engines import, but without torch's
+    compiler, whose import takes 1.2 s.
 
-    DeepSpeed decorates its own Muon with torch.compile, and imports it to ask whether an optimizer is one. dstrain's is
-    another, see optimizers.py. A DeepSpeed without that module goes its own way. The environment that it reads is
-    prepared.
+    DeepSpeed decorates its own Muon with torch.compile, and imports it only to ask whether an optimizer is one.
+    dstrain's is another, see optimizers.py. A release of DeepSpeed without that module is imported as it is.
     """
     prepare_environment()
     import deepspeed
@@ -97,8 +97,8 @@ def _is_worth_logging(record: logging.LogRecord) -> bool:
 
 
 def remember_device(index: int) -> None:
-    """Makes DeepSpeed look up the current stream on GPU `index` alone. It does so some thousand times a step, and to
-    find the current device takes as long as to find its stream.
+    """Makes DeepSpeed ask torch for the current stream of GPU `index`. Some thousand times a step it would look up the
+    current device first, which takes as long as the stream itself.
     """
     import deepspeed
 
@@ -106,8 +106,8 @@ def remember_device(index: int) -> None:
 
 
 def set_group_timeout(timeout: timedelta) -> None:
-    """Sets the timeout of all process groups: one that is given to the first alone does not hold for those that
-    DeepSpeed and we make later.
+    """Sets the timeout of all process groups that are made from now on: one given to the first group does not hold for
+    those that DeepSpeed and dstrain make later.
     """
     groups = torch.distributed.distributed_c10d
     groups.default_pg_timeout = groups.default_pg_nccl_timeout = timeout
@@ -115,8 +115,8 @@ def set_group_timeout(timeout: timedelta) -> None:
 
 @contextmanager
 def forget_groups_at_end() -> Iterator[None]:
-    """Forgets at the end of the block the process groups that DeepSpeed has made inside, which it keeps in variables,
-    and puts back torch's linear layer, which ZeRO-3 replaces.
+    """At the end of the block, clears DeepSpeed's variables of process groups, so that new groups can be made, and
+    restores torch.nn.functional.linear, which ZeRO-3 replaces.
     """
     linear = torch.nn.functional.linear
     try:
@@ -152,16 +152,17 @@ def _apply_linear(values: Tensor, weight: Tensor, bias: Tensor | None = None) ->
 
 
 def _may_be_scattered(weight: Tensor) -> bool:
-    """Tells the backward pass of ZeRO-3's linear layer whether to gather a weight. In compiled blocks it is always
-    gathered: to ask for the number of its elements would compile each block anew under torch 2.11.
+    """Returns whether ZeRO-3 has partitioned a weight, so that its linear layer asks in the backward pass whether to
+    gather it. In compiled blocks False: there the weight is gathered, and to ask would compile each block anew under
+    torch 2.11.
     """
     return not torch.compiler.is_compiling() and hasattr(weight, "ds_id")
 
 
 @contextmanager
 def flatten_in_place() -> Iterator[None]:
-    """Makes DeepSpeed's stages 1 and 2 take the weights of a group inside the block as they lie, if they lie in one
-    tensor.
+    """Inside the block, DeepSpeed's stages 1 and 2 use the weights of a parameter group where they are, without a copy,
+    if they lie in one tensor (initial.py).
     """
     from deepspeed.runtime.zero import stage_1_and_2
 
@@ -180,8 +181,8 @@ def flatten_in_place() -> Iterator[None]:
 
 @torch.no_grad()
 def _find_flat(tensors: Sequence[Tensor]) -> Tensor | None:
-    """Returns the tensor that weights of `_pack_weights` fill from its beginning, with padding behind them; None if
-    they do not.
+    """Returns the one tensor (n,) in which weights of initial.py's `_pack_weights` lie from its beginning, after
+    copying the padding that follows them in `tensors` into its end; None if they do not lie so.
     """
     weights = [tensor for tensor in tensors if getattr(tensor, "lies_in_one", False)]
     padding = sum(tensor.numel() for tensor in tensors[len(weights) :])
@@ -200,8 +201,8 @@ def _find_flat(tensors: Sequence[Tensor]) -> Tensor | None:
 
 
 def make_universal_info() -> dict[str, Any]:
-    """Returns the entry that DeepSpeed's tool ds_to_universal requires in a checkpoint: the version of its format, and
-    no patterns of weights that are split otherwise than by ZeRO.
+    """Returns the entry that DeepSpeed's tool ds_to_universal requires in a checkpoint: the version of its format. No
+    weight is split in another way than by ZeRO, so it needs nothing more.
     """
     from deepspeed.checkpoint import constants
 
@@ -214,7 +215,8 @@ def make_universal_info() -> dict[str, Any]:
 
 @contextmanager
 def defer_errors(engines: Iterable[Any]) -> Iterator[None]:
-    """Defers the errors of files that DeepSpeed cannot write to the end of the block, and raises the first.
+    """Inside the block, catches OSError and RuntimeError where the engines write files of a checkpoint; at its end
+    raises the first of them.
 
     The ranks communicate between the files of a save_checkpoint: a rank that left there would leave them waiting.
     """
@@ -243,11 +245,11 @@ def defer_errors(engines: Iterable[Any]) -> Iterator[None]:
 
 
 def forget_beta_powers(optimizer: Any, *_: Any) -> None:
-    """Makes DeepSpeed's AdamW for the CPU compute its powers of beta from the number of the step, as a resumed run
-    does.
+    """Makes DeepSpeed's AdamW for the CPU compute the next powers of beta from the number of the step, as after a
+    resume.
 
-    Where one step follows another, its C++ multiplies the powers of the last step, which no checkpoint holds, by beta:
-    other bits than std::pow gives. An update of no elements, at a step that no run reaches, ends that chain.
+    In consecutive steps its C++ multiplies the powers of the last step, which no checkpoint holds, by beta: other bits
+    than std::pow gives. An update of no elements, at a step that no run reaches, interrupts that.
     """
     nothing = torch.zeros(0)
     betas = optimizer.param_groups[0]["betas"]
@@ -255,7 +257,9 @@ def forget_beta_powers(optimizer: Any, *_: Any) -> None:
 
 
 def replace_operators() -> None:
-    """Makes DeepSpeed run on tensors without values: it compiles and measures nothing, and compares no values."""
+    """Makes DeepSpeed run on fake tensors, which have no values: it compiles no operators, measures no CPU, and
+    compares no values between ranks.
+    """
     import cpuinfo
     import deepspeed
     from deepspeed.ops import adam
@@ -274,8 +278,8 @@ def replace_operators() -> None:
 
 @torch.no_grad()
 def _make_moments_alone(optimizer: Any, closure: Callable | None = None) -> None:
-    """Stands in for the step of DeepSpeed's AdamW on the host: makes the moments, as that does, and computes
-    nothing.
+    """Stands in for the step of DeepSpeed's AdamW on the host: makes moments of zeros where a weight has none, and
+    updates nothing.
     """
     for members in optimizer.param_groups:
         for weight in members["params"]:
@@ -286,7 +290,7 @@ def _make_moments_alone(optimizer: Any, closure: Callable | None = None) -> None
 
 
 def replace_reduction(engine: Any, prepare: Callable[[], None]) -> None:
-    """Makes an engine call `prepare` before it reduces gradients."""
+    """Makes an engine call `prepare` each time before it reduces gradients."""
     reduce = engine.allreduce_gradients
 
     def reduce_prepared(*args: Any, **kwargs: Any) -> Any:
@@ -302,8 +306,8 @@ def restore_reduction(engine: Any) -> None:
 
 
 def replace_step(engine: Any, step: Callable[[], None] | None) -> None:
-    """Replaces the step of ZeRO's optimizer by `step`; if it is None, lets torch's optimizer alone neither read nor
-    clip gradients.
+    """Replaces the step of ZeRO's optimizer by `step`. If `step` is None, torch's own optimizer steps, and only the
+    engine's clipping of gradients is switched off.
     """
     if step is None:
         engine.clip_fp32_gradients = lambda: None
@@ -312,8 +316,8 @@ def replace_step(engine: Any, step: Callable[[], None] | None) -> None:
 
 
 class _Followed(torch.cuda.Stream):
-    """A stream for ZeRO-3's reductions, which its host awaits at the end of a backward pass: it is enough that what
-    follows on the device waits for them.
+    """A CUDA stream whose `synchronize` makes the current stream wait for it, and not the host. ZeRO-3 calls that at
+    the end of a backward pass for its reductions.
     """
 
     def synchronize(self) -> None:
@@ -321,7 +325,9 @@ class _Followed(torch.cuda.Stream):
 
 
 def follow_reductions(zero: Any, stage: int) -> None:
-    """Makes later work on the device wait for the reductions of a backward pass, in place of the host."""
+    """At the end of a backward pass, makes the device's later work wait for DeepSpeed's reductions, in place of the
+    host.
+    """
     if stage == 3 and torch.cuda.is_available():
         zero.reduce_and_partition_stream = _Followed()
     elif stage < 3:
@@ -331,8 +337,8 @@ def follow_reductions(zero: Any, stage: int) -> None:
 
 
 def _end_backward(zero: Any, epilogue: Callable[[], None]) -> None:
-    """Stands in for DeepSpeed's end of a backward pass at stages 1 and 2. With overlap_comm its host waits there
-    for the whole device, where it is enough that what follows on the device waits for the reductions.
+    """Stands in for DeepSpeed's end of a backward pass at stages 1 and 2. With overlap_comm the host would wait there
+    for the whole device; here later work on the device waits for the reductions.
     """
     zero.reduce_ipg_grads()
     if torch.cuda.is_available():
@@ -346,8 +352,8 @@ def _end_backward(zero: Any, epilogue: Callable[[], None]) -> None:
 
 
 def skip_reduction(zero: Any) -> None:
-    """Leaves the gradients of a single rank where the backward pass puts them: this spares DeepSpeed's buckets, a copy
-    of all gradients, and 0.1 ms of the host for each weight.
+    """Makes DeepSpeed leave the gradients of a single rank in `weight.grad` at stages 1 and 2. This saves its buckets,
+    a copy of all gradients, and 0.1 ms of the host for each weight.
     """
     for hook in zero._grad_acc_hooks:
         hook.remove()
@@ -357,8 +363,8 @@ def skip_reduction(zero: Any) -> None:
 
 
 def leave_loss_scale(zero: Any) -> None:
-    """Keeps DeepSpeed from changing a dynamic loss scale, which updates.py does, and from raising at skipped steps,
-    which recovery.py counts.
+    """Keeps DeepSpeed from changing a dynamic loss scale, since updates.py does, and from raising an error at the least
+    scale, since recovery.py counts skipped steps.
     """
     zero.loss_scaler.raise_error_at_min_scale = False
     zero._update_scale = lambda overflow: None

@@ -55,7 +55,9 @@ WINDOW, _LEAST_LOSSES = 64, 16  # losses of each part in a running median, and t
 
 
 class Divergence:
-    """Takes note of every step; on all ranks together."""
+    """Follows the steps of a run, and finds trouble: too many skipped steps in a row, or a spike of the loss. All ranks
+    call each method together.
+    """
 
     def __init__(self, faults: Faults = Faults()):
         self.faults, self._state = faults, State()
@@ -65,7 +67,7 @@ class Divergence:
 
     @property
     def state(self) -> State:
-        """Returns the state after all steps so far. Waits for the device to end the latest."""
+        """Returns the record of all steps so far. Waits until the device has ended the latest step."""
         self._note_latest_step()
         return self._state
 
@@ -75,20 +77,23 @@ class Divergence:
 
     @property
     def shift(self) -> int:
+        """Returns how many batches the run passes over: step s learns from batch s + shift."""
         return self._state.shift
 
     @property
     def rollbacks(self) -> int:
+        """Returns how often the run went back to an earlier checkpoint."""
         return len(self._state.rollbacks)
 
     def find_trouble(
         self, done: int, applied: Iterable[Flag], losses: Mapping[str, Sequence[Tensor]], last: bool = False
     ) -> str | None:
-        """Takes note of the step after which `done` are done, and returns what is wrong with it or the one before, None
-        if nothing.
+        """Records a step, and returns a message on the trouble in it or in the step before; None if there is none.
 
-        applied: of each part that had a turn. losses: by part, of each of this rank's micro-batches; they are used only
-        where faults.spike is set. last: nothing follows that could tell.
+        done      steps that are done, this one included
+        applied   whether the step was applied, for each part that had a turn
+        losses    by part, of each of this rank's micro-batches; only used where faults.spike is set
+        last      whether no step follows, so that the host waits for this one's result
         """
         state = self.state
         if state.high is None:
@@ -100,7 +105,7 @@ class Divergence:
         return state.high[1] if state.high else None
 
     def _note_latest_step(self) -> None:
-        """Updates the state with the latest step."""
+        """Waits for the result of the latest step, if it was not read yet, and updates the record by it."""
         if self._unread is None:
             return
         (done, applied, losses), self._unread, state = self._unread, None, self._state
@@ -123,25 +128,31 @@ class Divergence:
         return (self.state.high[0] if self.state.high else done) - max(self.state.in_a_row, 1)
 
     def note_rollback(self, done: int, step: int, saved: Mapping[str, Any]) -> None:
-        """Notes that the run goes from `done` steps back to a checkpoint of `step`, whose state is `saved`."""
+        """Records that the run goes back, from `done` steps to a checkpoint of `step` whose record is `saved`, and
+        passes over the batches that it has met since.
+        """
         rollbacks, clock = [*self.state.rollbacks, (done, step)], done + self.shift
         self.state = parse_state(saved).model_copy(
             update={"shift": clock - step, "rollbacks": rollbacks, "forgiven": self.state.forgiven}
         )
 
     def forget_rollbacks(self) -> None:
-        """Forgets earlier rollbacks, since a user has changed the run: it may go back as often as a new one."""
+        """Makes earlier rollbacks no longer count against faults.max_rollbacks, since a user has changed the run. They
+        stay in the record.
+        """
         self.state.forgiven = self.rollbacks
 
 
 def _average_losses(losses: Mapping[str, Sequence[Tensor]]) -> dict[str, AsyncHostCopy]:
-    """Averages the loss of each part over all micro-batches and ranks."""
+    """Returns the mean loss of each part over all micro-batches and ranks, on its way to the host."""
     own = torch.stack([torch.stack([loss.double() for loss in each]).mean() for each in losses.values()])
     return dict(zip(losses, map(AsyncHostCopy, (group.sum_over_ranks(own) / group.world()).unbind())))
 
 
 def advise_user(store: Store) -> str:
-    """Returns advice on training that has diverged, by the checkpoints that there are; call on rank 0 at least."""
+    """Returns advice for a user whose training has diverged, with the steps of the checkpoints in `store`. A rank may
+    call it alone.
+    """
     steps, aside = store.list_steps(), store.list_steps_put_aside()
     change = "Lower optimizer.lr, set optimizer.clip, or use bf16 in place of fp16"
     if not steps and not aside:
@@ -155,8 +166,8 @@ def advise_user(store: Store) -> str:
 
 
 def require_finite_weights(masters: Mapping[str, Masters], step: int, store: Store) -> None:
-    """Raises FloatingPointError on every rank if an fp32 weight on any rank is not finite. `store` holds the
-    checkpoints.
+    """Raises FloatingPointError on every rank if an fp32 weight on any rank is not finite. Its message advises the user
+    by the checkpoints in `store`.
 
     Only fragments are looked at: at stage 3 DeepSpeed leaves in a flat's padding whatever the memory held.
     """
@@ -166,7 +177,9 @@ def require_finite_weights(masters: Mapping[str, Masters], step: int, store: Sto
 
 
 def are_all_finite(tensors: Sequence[Tensor]) -> bool:
-    """Returns whether all elements of all tensors are finite; the device is waited for once in the ordinary case."""
+    """Returns whether all elements of all tensors are finite. Waits for the device once if they are, and their sums,
+    too.
+    """
     sums = [tensor.sum() for tensor in tensors]
     if not sums or torch.isfinite(torch.stack(sums)).all().item():
         return True

@@ -222,7 +222,7 @@ UNSUPPORTED_WITHIN = {
 
 
 class Decision(NamedTuple):
-    """What dstrain does with a key of DeepSpeed's JSON, and why or what it does."""
+    """What dstrain does with a key of DeepSpeed's JSON, and in words what the key does or why it is refused."""
 
     verdict: str  # supported, remarked, no effect, refused
     words: str
@@ -237,7 +237,9 @@ _TABLES = {
 
 
 def decide_key(key: str) -> Decision | None:
-    """Returns what is done with a key, such as "zero_optimization.stage"; None for one that dstrain does not know."""
+    """Returns the decision on a key, such as "zero_optimization.stage", or on a section that contains it; None if
+    dstrain does not know it.
+    """
     parts = key.split(".")
     names = [".".join(parts[:count]) for count in range(len(parts), 0, -1)]
     for verdict, tables in _TABLES.items():
@@ -259,7 +261,7 @@ def list_decisions() -> dict[str, Decision]:
 
 
 def list_unsupported(settings: dict[str, Any]) -> Iterator[str]:
-    """Yields sections and switches of a JSON that dstrain does not support, or that change nothing."""
+    """Yields a message for each section or value of a JSON that dstrain does not support, or that has no effect."""
     for key, reason in UNSUPPORTED.items():
         if key in settings:
             yield f'dstrain does not support "{key}": {reason}; remove it'
@@ -279,7 +281,9 @@ def list_unsupported(settings: dict[str, Any]) -> Iterator[str]:
 
 
 def list_idle_keys(settings: dict[str, Any], stage: int) -> Iterator[str]:
-    """Yields remarks on keys that many files have and that change nothing, at this stage or at all."""
+    """Yields remarks on keys that change nothing, but that many files have: those of REMARKED, unless log_level is info
+    or debug, and those of stage 3 at a lower stage.
+    """
     if settings.get("log_level") not in ("info", "debug"):  # there DeepSpeed prints what it is asked for
         for key, reason in REMARKED.items():
             if read_value(settings, key) not in (None, False):
@@ -290,7 +294,7 @@ def list_idle_keys(settings: dict[str, Any], stage: int) -> Iterator[str]:
 
 
 def list_untried_keys(settings: dict[str, Any]) -> Iterator[str]:
-    """Yields keys that the installed DeepSpeed takes and that dstrain does not know: those of a newer release."""
+    """Yields a message for each key that dstrain does not know, such as one of a newer release of DeepSpeed."""
     for key in list_keys(settings):
         if decide_key(key) is None:
             yield (
@@ -300,7 +304,7 @@ def list_untried_keys(settings: dict[str, Any]) -> Iterator[str]:
 
 
 def list_keys(section: dict[str, Any], prefix: str = "") -> Iterator[str]:
-    """Yields the keys of all values within a section, with `prefix` before each."""
+    """Yields the keys of all values in a section and its inner sections, joined by dots, with `prefix` before each."""
     for name, value in section.items():
         if isinstance(value, dict):
             yield from list_keys(value, f"{prefix}{name}.")
@@ -309,7 +313,7 @@ def list_keys(section: dict[str, Any], prefix: str = "") -> Iterator[str]:
 
 
 def quote(value: Any) -> str:
-    """Returns a value as JSON, cut where it is long."""
+    """Returns the first 60 characters of a value as JSON."""
     return json.dumps(value, default=str)[:60]
 
 
@@ -321,5 +325,5 @@ def read_value(settings: Any, key: str) -> Any:
 
 
 def name_key(problem: str) -> str:
-    """Returns the key that a problem names first, in quotation marks; "" if it names none."""
+    """Returns the first words in quotation marks in a message, which name a key of the JSON; "" if there are none."""
     return problem.partition('"')[2].partition('"')[0]

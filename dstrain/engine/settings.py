@@ -134,15 +134,20 @@ def is_optimizer_offloaded(settings: Settings) -> bool:
 
 
 def is_summed_in_fp32(settings: Settings) -> bool:
-    """Returns whether updates.py sums the gradients in fp32: at stages 0 and 1, where DeepSpeed does not."""
+    """Returns whether updates.py sums gradients of 16 bits in fp32: at stages 0 and 1 with grad_accum_dtype fp32, where
+    DeepSpeed cannot.
+    """
     wide = settings.get("data_types", {}).get("grad_accum_dtype") == "fp32"
     return wide and read_stage(settings) < 2 and read_precision(settings) != "fp32"
 
 
 def make_deepspeed_config(settings: Settings) -> Settings:
-    """Returns the settings for deepspeed.initialize: its checks of gradients stay on, for steps that updates.py leaves
-    to it; grad_accum_dtype is left out where updates.py does that work. Its own clock, which waits for the GPU twice a
-    micro-batch, stands still unless the JSON asks for it: tracking/throughput.py measures.
+    """Returns a copy of the settings for deepspeed.initialize. compute_grad_norm and check_grad_overflow are left out,
+    so that DeepSpeed checks gradients in the steps that updates.py leaves to it; grad_accum_dtype is left out where
+    updates.py sums gradients.
+
+    DeepSpeed's own clock, which waits for the GPU twice a micro-batch, is off unless the JSON switches it on:
+    tracking/throughput.py measures.
     """
     own = copy.deepcopy(settings)
     own.setdefault("timers", {}).setdefault("throughput", {}).setdefault("enabled", False)
@@ -154,7 +159,7 @@ def make_deepspeed_config(settings: Settings) -> Settings:
 
 
 def list_remarks(settings: Settings, device_type: str) -> list[str]:
-    """Lists remarks on settings that are allowed and that a user should know of before the run."""
+    """Returns remarks on settings that are allowed, but that a user should know of before the run."""
     zero, bf16 = settings.get("zero_optimization", {}), read_precision(settings) == "bf16"
     checked = settings.get("bf16", {}).get("check_grad_overflow", True) and zero.get("compute_grad_norm", True)
     lines = []
@@ -217,7 +222,9 @@ def _parse_finite(text: str) -> float:
 
 
 def _compare_optimizer(block: Any, optimizer: Optimizer) -> Iterator[str]:
-    """Compares an optimizer block with the recipe; dstrain builds the optimizer itself."""
+    """Yields a message for each entry of the JSON's section optimizer that contradicts the recipe or has no effect,
+    since dstrain builds the optimizer.
+    """
     if not isinstance(block, dict) or not isinstance(block.get("params", {}), dict):
         yield '"optimizer" is no section with "type" and "params": remove it, the recipe owns the optimizer'
         return
@@ -243,7 +250,9 @@ def _compare_optimizer(block: Any, optimizer: Optimizer) -> Iterator[str]:
 def _fill_in_recipe_values(
     settings: Settings, batch: BatchSize, optimizer: Optimizer, world: int, sequence: int
 ) -> Iterator[str]:
-    """Fills in the settings that the recipe owns, and yields those that contradict it."""
+    """Sets the keys of the JSON that the recipe owns to the recipe's values, and yields a message for each that had
+    another value. Raises ConfigError if the ranks cannot share the batch evenly.
+    """
     try:
         micro, accumulation = split_batch(batch, world, sequence)
     except ConfigError as error:
@@ -267,7 +276,9 @@ def _compare_values(key: str, value: Any, recipe_key: str, own: Any) -> Iterator
 
 
 def _decide_auto(settings: Settings, device_type: str, before: Settings | None) -> Iterator[str]:
-    """Replaces the "auto" of bf16 and of bucket sizes by values. Yields a problem for each other "auto"."""
+    """Replaces "auto" by values for bf16 and for sizes of buckets, and yields a message for each other "auto". before:
+    the settings with which the run began, if it resumes.
+    """
     if isinstance(settings.get("bf16"), dict) and settings["bf16"].get("enabled") == "auto":
         settings["bf16"]["enabled"] = (
             read_precision(before) == "bf16" if before else device_type == "cuda" or can_multiply_bf16()
@@ -286,7 +297,7 @@ def _decide_auto(settings: Settings, device_type: str, before: Settings | None) 
 
 
 def _compare_scale(fp16: Settings, faults: Faults) -> Iterator[str]:
-    """Checks that a dynamic loss scale may skip as many steps on its way down as the recipe tolerates."""
+    """Yields a message if a dynamic loss scale may skip more steps in a row on its way down than faults.max_skipped."""
     skips = fp16.get("initial_scale_power", 16) + fp16.get("hysteresis", 2) - 1
     if not fp16.get("loss_scale", 0) and skips > faults.max_skipped:
         yield (
@@ -297,8 +308,8 @@ def _compare_scale(fp16: Settings, faults: Faults) -> Iterator[str]:
 
 
 def _decide_sums(settings: Settings) -> Iterator[str]:
-    """Sets that gradients of 16 bits are summed in fp32 if a step has several micro-batches; yields the data types that
-    go with no such sum.
+    """Sets data_types.grad_accum_dtype to fp32 if it is not given, the networks compute in 16 bits, and a step has
+    several micro-batches. Yields a message for each entry of data_types that does not suit the precision.
     """
     data_types, own = settings.get("data_types", {}), read_precision(settings)
     if (weights := data_types.get("param_dtype", own)) != own:
@@ -328,8 +339,8 @@ def _find_autos(value: Any, key: str) -> Iterator[str]:
 
 
 def _check_sizes(settings: Settings) -> Iterator[str]:
-    """Yields types that DeepSpeed confuses, and numbers that it would fail on while training: buckets are allocated
-    whole.
+    """Yields a message for a stage that is no integer, and for each size of a bucket or group that is out of range:
+    DeepSpeed would fail on it while training, since it allocates buckets whole.
     """
     zero = settings.get("zero_optimization")
     zero = zero if isinstance(zero, dict) else {}
@@ -352,7 +363,7 @@ def _check_sizes(settings: Settings) -> Iterator[str]:
 def _check_combinations(
     settings: Settings, optimizer: Optimizer, faults: Faults, world: int, device_type: str
 ) -> Iterator[str]:
-    """Yields settings that do not go together, in DeepSpeed or with dstrain's own promises."""
+    """Yields a message for each setting that DeepSpeed or dstrain cannot use with the others, or on this device."""
     zero = settings.get("zero_optimization", {})
     enabled = [name for name in ("bf16", "fp16") if settings.get(name, {}).get("enabled")]
     if len(enabled) == 2:
@@ -419,7 +430,9 @@ def _check_combinations(
 
 
 def _check_profile(profiler: Settings) -> Iterator[str]:
-    """Yields why DeepSpeed, which writes its profile amid training, could not write it on rank 0."""
+    """Yields a message, on rank 0, if the output file of DeepSpeed's profiler cannot be written: it would fail amid
+    training.
+    """
     path = profiler.get("output_file")
     if not profiler.get("enabled") or not path or read_place().rank:
         return
@@ -432,8 +445,8 @@ def _check_profile(profiler: Settings) -> Iterator[str]:
 def can_multiply_bf16() -> bool:
     """Returns whether this CPU has instructions for products of bf16, and oneDNN may use them.
 
-    A table, and no measurement: ranks time the same thing differently, and must agree. The default recipe on one thread
-    of an AMD EPYC, samples a second in bf16 and fp32: 345 and 166; with ATen's AVX2 kernels 242 and 150.
+    It asks torch and measures nothing: ranks would measure different times, and must agree. The default recipe on one
+    thread of an AMD EPYC, samples a second in bf16 and fp32: 345 and 166; with ATen's AVX2 kernels 242 and 150.
     """
     import torch
 

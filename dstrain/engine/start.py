@@ -62,7 +62,10 @@ def start_group(timeout_minutes: float = 30) -> None:
 
 
 def _write_rank_variables() -> Place:
-    """Writes where this rank stands, and where the ranks meet, into the environment that DeepSpeed reads."""
+    """Sets RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE in the environment, which DeepSpeed reads, and MASTER_ADDR
+    and MASTER_PORT where they are missing; returns the place of this process. Several ranks agree on the port by
+    Slurm's job.
+    """
     place = group.read_place()
     os.environ.update(
         RANK=str(place.rank),
@@ -85,7 +88,9 @@ def _write_rank_variables() -> Place:
 
 
 def _warn_of_shared_store() -> None:
-    """Warns if a machine that joins torchrun's others later would wait for them at another port than theirs."""
+    """Prints a note if torchrun lets machines join later and its agents share their store with the ranks: such a
+    machine would wait for the others at another port.
+    """
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return
     with suppress(OSError):  # a system without /proc
@@ -116,8 +121,10 @@ def _announce_compiling() -> Iterator[None]:
 
 
 def _join_launch(backend: str, timeout: timedelta) -> None:
-    """Makes the process group over a store of this launch alone; one rank, and ranks of torchrun, which has a store of
-    its own for each launch, are left to DeepSpeed. Raises ConfigError if another launch has taken the port.
+    """Starts the process group over a store that only this launch uses. Leaves it to DeepSpeed, and does nothing, for
+    one rank and for ranks that torchrun has not restarted, since torchrun has a store for each launch.
+
+    Raises ConfigError if another launch has taken the port.
     """
     attempt, place = os.environ.get("TORCHELASTIC_RESTART_COUNT"), group.read_place()
     # A store that torchrun's agents share with the ranks lives on, with the addresses of ranks that are gone. Otherwise
@@ -147,11 +154,13 @@ def _join_launch(backend: str, timeout: timedelta) -> None:
 
 @functools.cache
 def open_store() -> torch.distributed.Store:
-    """Opens the store of rank 0, in which its host and launch stand. A launcher that starts several ranks on a host is
-    the parent of them all, so a rank of that host with another parent is of another launch, and has come by the port.
+    """Returns a connection to the store of rank 0, which holds the names of rank 0's host and launch; the first call
+    makes it.
 
-    Rank 0 may open it before it lists data for long: the others wait there as long as it says that work goes on. Raises
-    ConfigError if another launch has the port.
+    A launcher that starts several ranks on a host is the parent of them all. So a rank on rank 0's host with another
+    parent belongs to another launch that uses the same port: it raises ConfigError, as does a port that is taken.
+
+    Rank 0 may open it before it lists data for long: the others wait there as long as it says that work goes on.
     """
     place = _write_rank_variables()
     try:
@@ -186,7 +195,7 @@ def _explain_taken_port() -> ConfigError:
 
 
 def _unlink_buffers() -> None:
-    """Removes the names of DeepSpeed's shared buffers, 69 MB for each rank on CPU, which it leaves behind otherwise.
+    """Removes the names of DeepSpeed's shared buffers on the CPU, 69 MB for each rank, which it would leave behind.
 
     Every rank has mapped them by now, so the memory is given back when the last process ends.
     """
@@ -197,7 +206,9 @@ def _unlink_buffers() -> None:
 
 
 def _find_first_host() -> str:
-    """Returns the host of rank 0: the first of Slurm's step, or this one."""
+    """Returns the host of rank 0: the first of Slurm's step or job, or 127.0.0.1 without Slurm. Raises ConfigError if
+    scontrol does not name Slurm's hosts.
+    """
     nodes = os.environ.get("SLURM_STEP_NODELIST") or os.environ.get("SLURM_JOB_NODELIST")
     if not nodes:
         return "127.0.0.1"

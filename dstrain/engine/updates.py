@@ -40,7 +40,9 @@ from dstrain.engine.patches import (
 
 
 class WideSums:
-    """fp32 sums of the gradients of `weights`; make it before the engine, so that its hooks run before DeepSpeed's."""
+    """Sums the gradients of `weights` in fp32 over the micro-batches of a step. Make it before the engine, so that its
+    hooks run before DeepSpeed's.
+    """
 
     def __init__(self, weights: Iterable[nn.Parameter]):
         self._sums: dict[nn.Parameter, Tensor] = {}
@@ -48,14 +50,14 @@ class WideSums:
         self._hooks = [weight.register_post_accumulate_grad_hook(self._take_gradient) for weight in weights]
 
     def attach(self, engine: Any) -> None:
-        """Begins to sum gradients: `engine` says which micro-batch is the last and reduces what it leaves in the
-        weights.
+        """Connects the sums to an engine, which tells which micro-batch is the last. Before the engine reduces
+        gradients, sums that are left are moved into the weights' gradients.
         """
         self._engine, engine.wide_sums = engine, self
         replace_reduction(engine, self._hand_over_sums)
 
     def _hand_over_sums(self) -> None:
-        """Moves the sums of weights without a part in the last micro-batch into their gradients."""
+        """On the last micro-batch, moves the sums of weights that got no gradient in it into their gradients."""
         if self._engine.is_gradient_accumulation_boundary():
             for weight in list(self._sums):
                 weight.grad = self._sums.pop(weight).to(weight.dtype)
@@ -68,12 +70,14 @@ class WideSums:
         del self._engine.wide_sums
 
     def list_sums(self) -> Iterable[Tensor]:
-        """Returns the sums so far."""
+        """Returns the sums of the step so far, live."""
         return self._sums.values()
 
     @torch.no_grad()
     def _take_gradient(self, weight: nn.Parameter) -> None:
-        """Moves a micro-batch's gradient into the sum, and on the last micro-batch the sum into the gradient."""
+        """Adds a weight's gradient of this micro-batch to its sum and sets the gradient to None; on the last
+        micro-batch of the step, adds the sum to the gradient instead.
+        """
         total = self._sums.pop(weight, None)
         if self._engine.is_gradient_accumulation_boundary():
             if total is not None:
@@ -85,7 +89,9 @@ class WideSums:
 
 @torch.no_grad()
 def add_gradients(master: Tensor, weights: Sequence[nn.Parameter]) -> None:
-    """Adds the gradients of a micro-batch to `master.grad`, where they lie flat, one behind the other."""
+    """Moves the gradients of a micro-batch: adds them to `master.grad`, in which they lie flat and one behind the
+    other, and sets those of `weights` to None.
+    """
     if master.grad is None:
         master.grad = torch.zeros_like(master)
     sizes = [weight.numel() for weight in weights]
@@ -102,21 +108,23 @@ _ROW = 1 << 14  # elements in one sum of squares: on a CPU, a longer one in fp32
 
 
 class AsyncHostCopy:
-    """Values on their way to the host: to read them waits for what the device did before, and not for what follows."""
+    """Starts to copy values to the host. `read` waits for the device's work before the copy, and not for later work."""
 
     def __init__(self, values: Tensor):
         self._host = values.to("cpu", non_blocking=True)  # page-locked memory, where they cross
         self._copied = torch.cuda.current_stream().record_event() if values.is_cuda else None
 
     def read(self) -> Any:
-        """Waits for the copy, and returns the number, or list of numbers."""
+        """Waits for the copy, and returns the number or the list of numbers."""
         if self._copied is not None:
             self._copied.synchronize()
         return self._host.tolist()
 
 
 class Flag:
-    """Whether an update was applied: `value` is 1.0 or 0.0, on the device. `bool` reads it there, once."""
+    """Whether an update was applied. `value` is 1.0 or 0.0, perhaps a tensor on the device; `bool` waits for it the
+    first time.
+    """
 
     def __init__(self, value: Tensor | bool):
         self.value = value if isinstance(value, Tensor) else float(value)
@@ -130,7 +138,7 @@ class Flag:
 
 
 class Updates:
-    """The steps of one engine; masters.py adds what is known of its weights."""
+    """Takes the optimizer's steps of one engine, and skips those whose gradients are not finite."""
 
     def __init__(self, engine: Any):
         self.engine, self._zero = engine, engine.optimizer
@@ -154,8 +162,8 @@ class Updates:
             leave_loss_scale(self._zero)  # `count_last_step` changes it
 
     def step(self) -> None:
-        """Takes the optimizer's step after the backward pass of the last micro-batch; skips it if a gradient is not
-        finite.
+        """Ends a micro-batch after its backward pass. On the last one of a step it takes the optimizer's step, unless a
+        gradient is not finite, and sets `applied`.
         """
         if self._sum_into_masters:
             for master, weights in zip(self._zero.single_partition_of_fp32_groups, self._zero.bit16_groups):
@@ -183,7 +191,7 @@ class Updates:
         self._unread = self.applied
 
     def count_last_step(self) -> None:
-        """Counts the latest step as skipped or not, and lowers or raises a dynamic loss scale by it.
+        """Counts the latest step as skipped or not, once, and lowers or raises a dynamic loss scale by it.
 
         The scale changes after the step: DeepSpeed would raise it before it divides by it, and so halve the gradients
         of that step.
@@ -196,19 +204,20 @@ class Updates:
                 self._zero.loss_scaler.update_scale(not flag)
 
     def finish_loss_scale(self) -> None:
-        """Finishes a dynamic loss scale before the backward pass: it must be known before the loss is
-        multiplied by it.
+        """Updates a dynamic loss scale by the latest step, if it was not done yet. Call it before the backward pass,
+        for which the loss is multiplied by the scale.
         """
         if self._searches_scale:
             self.count_last_step()
 
     @torch.no_grad()
     def _check_norm(self, norms: Sequence[Tensor], ranks: dist.ProcessGroup | None) -> None:
-        """Computes the norm of all gradients, and passes to the optimizer whether they are finite and how they are
-        clipped.
+        """Computes the norm of all gradients before clipping, without the loss scale, into `_norm`. If the optimizer
+        can skip a step on the device, sets its `found_inf`, 1 where the norm is not finite, and its `grad_scale`, by
+        which it divides the gradients for the loss scale and for clipping.
 
-        norms   of the pieces that this rank has.
-        ranks   those that have the other pieces; None: each rank has all.
+        norms   of the pieces of the gradients that this rank has
+        ranks   the group over which the pieces lie; None: this rank has all of them
         """
         scale, clip = self.loss_scale or 1.0, self.engine.gradient_clipping()
         norm = torch.linalg.vector_norm(torch.cat(list(norms)))
@@ -225,7 +234,9 @@ class Updates:
 
     @cached_property
     def _one_rank(self) -> bool:
-        """Returns whether ZeRO has a single rank, so that gradients are neither reduced nor rounded to another type."""
+        """Returns whether one rank is alone at stage 1 or 2, and gradients would be reduced in their own type: then
+        they need neither reduction nor rounding.
+        """
         zero = self._zero
         return (
             0 < self.stage < 3
@@ -234,7 +245,9 @@ class Updates:
         )
 
     def _skip_reduction(self) -> None:
-        """Takes gradients where the backward pass leaves them, or where they are summed in fp32."""
+        """Makes DeepSpeed leave the gradients of a single rank where they are, and removes WideSums. If micro-batches
+        are summed in fp32, they are summed in the gradients of the masters from now on.
+        """
         skip_reduction(self._zero)
         aside = getattr(self.engine, "wide_sums", None)
         if aside:
@@ -242,7 +255,9 @@ class Updates:
         self._sum_into_masters = bool(aside) or self._zero.gradient_accumulation_dtype != self._zero.dtype
 
     def _list_gradients(self, number: int, master: Tensor) -> list[Tensor]:
-        """Returns the pieces of the gradient of a flat master at stages 1 and 2, one behind the other."""
+        """Returns the gradient of flat master `number` at stages 1 and 2 as tensors of one dimension, which follow one
+        another.
+        """
         zero = self._zero
         if not self._one_rank:
             flat = zero._get_preflattened_grad_partition(number)  # fp32 sums over micro-batches lie so already
@@ -258,8 +273,8 @@ class Updates:
 
     @torch.no_grad()
     def _step_stage12(self) -> None:
-        """Stands in for DeepSpeed's step at stages 1 and 2: does the same, but for the checks, and for a second
-        copy.
+        """Stands in for DeepSpeed's step at stages 1 and 2. It does the same, with one norm in place of DeepSpeed's
+        checks, and without a second copy of the gradients.
         """
         zero, norms = self._zero, []
         masters = zero.single_partition_of_fp32_groups
@@ -288,8 +303,8 @@ class Updates:
 
     @torch.no_grad()
     def _step_stage3(self) -> None:
-        """Stands in for DeepSpeed's step at stage 3: does the same, but for the checks, and one exchange of what
-        persists.
+        """Stands in for DeepSpeed's step at stage 3. It does the same, with one norm in place of DeepSpeed's checks,
+        and with one exchange for all weights that stay whole.
         """
         from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
@@ -322,8 +337,8 @@ class Updates:
 
     @cached_property
     def _scattered(self) -> list[Tensor]:
-        """Returns the weights that stage 3 gathers where they are used; the others, small ones, stay whole on each
-        rank.
+        """Returns the weights that stage 3 partitions and gathers where they are used, without the small ones that stay
+        whole on each rank.
         """
         return [weight for weight in self.engine.module.parameters() if not weight.ds_persist]
 
@@ -355,8 +370,8 @@ class Updates:
 
     @property
     def grad_norm(self) -> float | None:
-        """Returns the norm of the latest step's gradients before clipping, over all ranks; None where it was not
-        computed. Waits for the device.
+        """Returns the norm of the latest step's gradients before clipping, over all ranks: inf if it is not finite,
+        None if it was not computed. Waits for the device.
         """
         norm = self.engine.get_global_grad_norm() if self._norm is None else self._norm
         if norm is None:
@@ -365,7 +380,7 @@ class Updates:
 
     @property
     def loss_scale(self) -> float | None:
-        """Returns the factor of the next step's loss under fp16; None in other precisions."""
+        """Returns the factor by which the loss of the next step is multiplied in fp16; None in other precisions."""
         self.finish_loss_scale()
         return self._zero.loss_scaler.cur_scale if self.engine.fp16_enabled() else None
 
@@ -375,8 +390,8 @@ class Updates:
 
     @property
     def scaler_state(self) -> dict[str, float]:
-        """Returns what a checkpoint keeps of a dynamic loss scale and its history; {} for a fixed one, which is a
-        setting.
+        """Returns what a checkpoint keeps of a dynamic loss scale and its history; {} if the scale is fixed or there is
+        none.
         """
         self.count_last_step()
         return {name: getattr(self._zero.loss_scaler, name) for name in _SCALER_STATE if self._searches_scale}
@@ -389,7 +404,9 @@ class Updates:
 
 
 def _compute_row_norms(values: Tensor) -> Tensor:
-    """Returns the fp32 norms (n,) of rows of a flattened tensor; their norm is the tensor's."""
+    """Returns the fp32 norms (n,) of consecutive pieces of a tensor, of 16,384 elements each; the norm of these is that
+    of the tensor.
+    """
     values = values.reshape(-1)
     whole = values.numel() // _ROW * _ROW
     rows = torch.linalg.vector_norm(values[:whole].view(-1, _ROW), dim=1, dtype=torch.float32)

@@ -36,8 +36,8 @@ class Snapshot(NamedTuple):
 
 
 def group_snapshots(paths: Sequence[Path]) -> list[Snapshot]:
-    """Returns, in the given order, the snapshots whose parts and whose start of averaging equal those of the last path;
-    others cannot be combined with it. Raises ConfigError if one is no snapshot of averages.
+    """Returns, in the given order, the snapshots that can be combined with the last one: those with the same parts,
+    whose averages began at the same steps. Raises ConfigError if a path is no snapshot of averages by width.
     """
     snapshots = [Snapshot(path, read_manifest(path)["step"], validate.read_counters(path)) for path in paths]
     for snapshot in snapshots:
@@ -53,13 +53,15 @@ def group_snapshots(paths: Sequence[Path]) -> list[Snapshot]:
 
 
 def hash_snapshots(snapshots: Sequence[Snapshot]) -> str:
-    """Returns a hash of all bytes of some snapshots."""
+    """Returns a hash of the manifests of snapshots, which contain hashes of all their files."""
     seals = b"".join((snapshot.path / NAME).read_bytes() for snapshot in snapshots)
     return hashlib.blake2b(seals, digest_size=16).hexdigest()
 
 
 class Combined:
-    """The averages of one part at the last of some snapshots, of any width."""
+    """Combines the averages of one part in several snapshots into averages of other widths, at the step of the last
+    snapshot.
+    """
 
     def __init__(self, snapshots: Sequence[Snapshot], part: str):
         self.part = part
@@ -78,8 +80,8 @@ class Combined:
         }
 
     def solve(self, width: float) -> Solution:
-        """Solves for `width` over all averages of the snapshots. Raises ConfigError if they make no average of this
-        width.
+        """Returns the coefficients with which the averages in all snapshots make the average of `width`. Raises
+        ConfigError if they make none of this width.
         """
         if not self._time:
             return Solution([1.0] + [0.0] * (len(self._sources) - 1), 0.0)
@@ -115,12 +117,12 @@ class Combined:
 
     @property
     def nbytes(self) -> int:
-        """Returns the bytes of a shard that holds one average."""
+        """Returns the bytes of the values of one average, which is float32."""
         return sum(4 * math.prod(shape) for _, shape in self.list_tensors())
 
     def combine_values(self, solutions: Sequence[Solution], shares: dict[str, range]) -> Iterator[np.ndarray]:
-        """Yields averages, one for each of W solutions, in chunks float32 (W, n) of the elements in `shares` by tensor,
-        in their order.
+        """Yields the averages of W solutions in chunks, float32 (W, n), each of elements of one tensor. shares: by
+        tensor, the range of its elements to combine; tensors come in this order.
         """
         coefficients = np.array([solution.coefficients for solution in solutions])  # (W, sources)
         with Files() as files:
@@ -144,9 +146,11 @@ class Combined:
         return decode_floats(raw, fragments.dtype)
 
     def write(self, paths: Sequence[Path], widths: Sequence[float], rank: int, world: int) -> list[dict[str, Any]]:
-        """Writes a rank's shards with the kind ema.WIDTH, one file a width, synced; returns {size, hash} of each.
+        """Writes this rank's shards of averages, one file for each width, synced to the disk; returns {size, hash} of
+        each.
 
-        Each rank has a share of every tensor. Raises ConfigError as `solve`.
+        Each rank writes its share of every tensor; one with fewer elements than ranks is rank 0's. Raises ConfigError
+        as `solve`.
         """
         solutions, shapes = [self.solve(width) for width in widths], dict(self.list_tensors())
         shares = {

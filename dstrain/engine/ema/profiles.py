@@ -26,14 +26,20 @@ class Average(NamedTuple):
 
 
 class Solution(NamedTuple):
-    """coefficients: of each average at hand. misfit: |profile made - profile asked for| / |profile asked for|."""
+    """Averages combined into another one.
+
+    coefficients   of each of the averages
+    misfit         L2 distance of the combined profile from the wanted one, as a share of the wanted one's norm
+    """
 
     coefficients: list[float]
     misfit: float
 
     def normalise(self) -> "Solution":
-        """Returns the solution divided by the sum of its coefficients. Weights are many times longer than their
-        averages are apart, so that coefficients that sum to 0.99 would scale them all by far more than the misfit says.
+        """Returns the solution with its coefficients divided by their sum, and with its new misfit.
+
+        Weights are far longer vectors than the differences of their averages: coefficients that sum to 0.99 would scale
+        the weights by far more than the misfit says.
         """
         total = sum(self.coefficients)
         shift = (1 - self.misfit**2) * (1 - 1 / total) ** 2  # the residual is orthogonal to the profile made
@@ -47,8 +53,8 @@ def solve_exponent(width: float) -> float:
 
 
 def solve_coefficients(averages: Sequence[Average], target: Average) -> Solution:
-    """Returns the combination of `averages` nearest to `target`. Those of a run whose times differ are linearly
-    independent.
+    """Returns the combination of `averages` whose profile is nearest to that of `target` in L2. No two of them may have
+    both the same time and the same width.
     """
     times, gammas = (
         np.array([average.time for average in averages]),

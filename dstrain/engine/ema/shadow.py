@@ -43,7 +43,7 @@ class EmaShadow:
 
     @torch.no_grad()
     def reset(self) -> None:
-        """Starts every average from the present masters."""
+        """Starts every average anew from the present masters, as at step 0."""
         for part, shadows in self.flats.items():
             self._copy_masters(part, shadows)
             self._restart(part, 0)
@@ -70,8 +70,8 @@ class EmaShadow:
                     average.lerp_(master.detach(), weight)
 
     def list_counters(self, part: str) -> dict[str, Any]:
-        """Returns {"averages": ...}, what a checkpoint keeps of a part's averages by width beside their values; {}
-        without any.
+        """Returns {"averages": their widths, the step at which they began, and the part's updates since}, which a
+        checkpoint keeps beside the values of a part's averages by width; {} if it has none.
         """
         if part not in self._updates:
             return {}
@@ -80,10 +80,10 @@ class EmaShadow:
 
     @torch.no_grad()
     def resume_averages(self, part: str, counters: dict[str, Any] | None, step: int) -> bool:
-        """Resumes the averages by width from what a checkpoint of `step` kept, or begins them anew; returns whether it
-        resumed.
+        """Restores the counters of a part's averages by width from those in a checkpoint of `step`; returns True.
 
-        Anew where the checkpoint lacks one of them: averages of one beginning can be combined, and no others.
+        If the checkpoint lacks one of the widths, it starts all of them anew from the masters and returns False: only
+        averages that began together can be combined.
         """
         if part not in self._updates:
             return True

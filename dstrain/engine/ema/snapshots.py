@@ -26,7 +26,11 @@ FOLDER = "averages"  # beside the folder of checkpoints
 
 
 class Averages:
-    """The snapshots in `folder`; every method on all ranks together. `common` gives what is equal on all of them."""
+    """Writes snapshots of the averages by width into `folder`. All ranks call each method together.
+
+    common   returns the content of common.safetensors
+    report   is called with each line for the user
+    """
 
     def __init__(
         self,
@@ -47,10 +51,11 @@ class Averages:
         self._masters, self._shadow, self._common = masters, shadow, common
 
     def take_snapshot(self, step: int, last: bool = False, wait: bool = False) -> None:
-        """Writes the averages of `step` if the recipe asks for them then, or it is the run's `last`.
+        """Writes a snapshot of the averages at `step` if the recipe asks for one then (ema.snapshots), or it is the
+        run's `last`.
 
-        Writes none at the step where they began, and none twice. wait: writes before this returns. Raises NotSaved as
-        Saver.save.
+        Writes none at the step where the averages began, and none if there is one of this step. wait: writes before
+        this returns. Raises NotSaved as Saver.save.
         """
         every = self._ema.snapshots
         if not every or step == self._shadow.began or not (last or step % every == 0):
@@ -80,7 +85,9 @@ class Averages:
         self.saver.save(step, entries, write, need_bytes=nbytes + (1 << 20), score=None, last=wait)
 
     def set_aside(self, after: int) -> None:
-        """Puts snapshots of later steps aside: the run takes these steps again."""
+        """Renames the snapshots of all steps after `after`, so that they no longer count: the run takes these steps
+        again.
+        """
         self.saver.wait_for_save()
         if max(group.broadcast_from_first(self.saver.store.list_steps()), default=0) > after:
             self.saver.store.set_aside(after)

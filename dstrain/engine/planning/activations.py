@@ -16,10 +16,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 
 def count_kept_bytes(loss: Callable[[], Tensor], present: Iterable[Tensor]) -> int:
-    """Counts the bytes that a forward pass keeps for its backward pass. `present` are weights and inputs, which are not
-    counted.
+    """Returns the bytes that the forward pass `loss` keeps for its backward pass, without those of `present`, the
+    weights and inputs.
 
-    Shapes are enough: all may be on the meta device. Attention is fused, as on a GPU in 16 bits.
+    Tensors may be on the meta device. Attention runs by fused kernels, as on a GPU in 16 bits.
     """
     before = {tensor.untyped_storage()._cdata for tensor in present}
     with _Storages() as storages, Fused():
@@ -31,8 +31,8 @@ def count_kept_bytes(loss: Callable[[], Tensor], present: Iterable[Tensor]) -> i
 
 
 def count_flops(loss: Callable[[], Tensor]) -> int:
-    """Counts the floating-point operations of both passes, by torch's own count. Attention counts as its two
-    products.
+    """Returns the floating-point operations of the forward pass `loss` and of its backward pass, by torch's own count.
+    Attention counts as its two products.
     """
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
         loss().backward()
@@ -40,7 +40,7 @@ def count_flops(loss: Callable[[], Tensor]) -> int:
 
 
 class _Storages(TorchDispatchMode):
-    """Sizes of all storages that operators make. It keeps none of them alive."""
+    """Records the sizes of all storages that operations make inside the block; it keeps none of them alive."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -56,7 +56,8 @@ class _Storages(TorchDispatchMode):
 
 
 class Fused:
-    """Attention by the kernels that torch takes on a GPU. On the meta device it would take the plain products.
+    """Inside the block, attention runs by the fused kernels that torch takes on a GPU, also on the meta device, where
+    torch would take plain products.
 
     Torch's function is replaced, since a TorchFunctionMode does not hold within Tensor.backward, where blocks are
     computed again.

@@ -109,7 +109,7 @@ def _make_zero(tensor: torch.Tensor) -> bool | int | float:
 
 
 class FakeEngines(Engines):
-    """Engines whose networks have neither values nor memory before DeepSpeed gets them."""
+    """Engines whose networks have neither values nor memory before DeepSpeed gets them; they draw no weights."""
 
     def _build_networks(self, networks: Networks, seed: int) -> dict[str, tuple[nn.Module, Values]]:
         with unset_fake_temporarily(), place_weights_on_meta():

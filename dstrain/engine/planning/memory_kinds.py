@@ -29,7 +29,7 @@ OFFLOADED = {
 
 
 def count_saved_bytes(masters: Mapping[str, Masters], ema: EmaShadow) -> int:
-    """Counts the bytes that this rank writes into a checkpoint: masters, moments, averages, frozen weights."""
+    """Returns the bytes that this rank writes into a checkpoint: masters, moments, averages, frozen weights."""
     kinds = [
         (own, [own.flats, *map(own.read_moments, own.kinds), *ema.flats.get(part, {}).values()])
         for part, own in masters.items()
@@ -42,7 +42,9 @@ def count_saved_bytes(masters: Mapping[str, Masters], ema: EmaShadow) -> int:
 
 
 def list_kept_tensors(masters: Mapping[str, Masters], ema: EmaShadow) -> Iterator[tuple[str, Tensor]]:
-    """Yields (kind, tensor) of what lives from step to step; a storage has the kind that comes first."""
+    """Yields (kind, tensor) of the tensors that live from step to step. Several may share a storage: its kind is that
+    of the first.
+    """
     for own in masters.values():
         module = own.engine.module
         for weight in module.parameters():
@@ -68,8 +70,8 @@ def list_kept_tensors(masters: Mapping[str, Masters], ema: EmaShadow) -> Iterato
 
 
 def list_tensor_makers(masters: Masters) -> Iterator[tuple[Any, str, str]]:
-    """Yields (owner, method's name, kind) of methods that make tensors of one kind: whole weights, buckets for
-    gradients.
+    """Yields (owner, method's name, kind) of DeepSpeed's methods that make tensors of one kind: gathered weights, or
+    buckets for gradients.
     """
     zero = masters.engine.optimizer
     if hasattr(zero, "parameter_offload"):
@@ -90,7 +92,7 @@ def list_gradients(masters: Mapping[str, Masters]) -> Iterator[Tensor]:
 
 
 def list_secondary_weights(masters: Mapping[str, Masters]) -> Iterator[Tensor]:
-    """Yields ZeRO++'s second copy of the weights, where there is one."""
+    """Returns an iterator over ZeRO++'s second copies of the weights, where there are any."""
     weights = chain.from_iterable(own.engine.module.parameters() for own in masters.values())
     copies = (getattr(weight, "ds_secondary_tensor", None) for weight in weights)
     return (copy for copy in copies if copy is not None)
