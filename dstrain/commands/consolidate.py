@@ -4,12 +4,12 @@
     anything else          DeepSpeed's own ZeRO-1/2/3 checkpoint, see checkpoint/deepspeed_files.py; also the training
                            weights of dstrain's checkpoints with save.format=deepspeed
 
-Memory holds one buffer of 256 kB of the weights, or one tensor where DeepSpeed stored it in another order than
-row-major. Neither torch nor DeepSpeed is imported, and there is no process group. A tied weight is written under each
-of its names, as readers with strict loading need it; dstrain's own networks tie none.
+Memory holds one buffer of 256 kB of the weights, or one tensor if DeepSpeed has not stored it in row-major order.
+Neither torch nor DeepSpeed is imported, and there is no process group. A tied weight is written under each of its
+names, as readers with strict loading need it; dstrain's own networks tie none.
 
 Output: model.safetensors, or model-00001-of-0000N.safetensors and model.safetensors.index.json, with a folder for each
-part of several; recipe.yaml, as the run resolved it; consolidated.json, which describes the rest.
+part if there are several; recipe.yaml, as the run resolved it; consolidated.json, which describes the rest.
 """
 
 import errno
@@ -44,7 +44,7 @@ _STEP = re.compile(r"step_(\d{8,})")
 
 @dataclass
 class Plan:
-    """What is to be written."""
+    """Describes what a consolidation writes, and how its source is verified before."""
 
     parts: dict[str, list[Entry]]  # the name is "" for DeepSpeed's one network
     weights: dict[str, str]  # part: raw or ema:DECAY
@@ -60,7 +60,7 @@ class Plan:
 
 
 def run_verb(order: Order) -> None:
-    """Consolidates, and says what was written."""
+    """Consolidates the checkpoint that the options name, and prints what was written."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that half a folder is removed
     bars = []
 
@@ -87,11 +87,12 @@ def run_verb(order: Order) -> None:
 
 
 def consolidate_weights(order: Order, bar: Callable[[int], Update] | None = None) -> Plan:
-    """Writes order.out, whole or not at all; returns the plan that was carried out. `bar` takes the number of bytes to
-    do and returns an Update.
+    """Writes the merged weights to order.out, whole or not at all, and returns the plan that was carried out. `bar`, if
+    given, is called once with the number of bytes to verify and write; the function that it returns is then called with
+    the bytes done since the last call.
 
-    Raises ConfigError if the source is missing, damaged or cannot be merged; or if `out` exists already or does not fit
-    on the disk.
+    Raises ConfigError if there are several processes, if the source is missing, damaged or cannot be merged, or if
+    `out` exists already or does not fit on the disk.
     """
     if read_place().world > 1:
         raise ConfigError("a consolidation takes one process: dstrain consolidate ...")
@@ -131,7 +132,9 @@ def _write_plan(order: Order, plan: Plan, out: Path, update: Update) -> None:
 
 
 def plan_order(order: Order) -> Plan:
-    """Makes the plan of an order, from headers alone. Raises ConfigError as `consolidate_weights`."""
+    """Plans the consolidation that the options ask for. Reads the headers of files, and no weights. Raises ConfigError
+    if the source is missing or damaged, or holds nothing that fits the options.
+    """
     source = order.source
     if not source.is_dir():
         raise ConfigError(f"{source} is not a folder: name a run's, a checkpoint's, or one of DeepSpeed's")
@@ -154,7 +157,11 @@ def plan_order(order: Order) -> Plan:
 
 
 def _find_checkpoint(source: Path, step: int | None) -> Path | None:
-    """Finds the folder of one checkpoint of dstrain's; None: the source is neither its run nor its checkpoint."""
+    """Returns the folder of dstrain's checkpoint of `step`, or of the newest if `step` is None. `source` is a run's
+    folder, a folder of checkpoints, or a checkpoint. Returns None if it is none of these.
+
+    Raises ConfigError if there is no checkpoint of that step, or if the run has none yet.
+    """
     if (source / NAME).exists() or (source / COMMON).exists():
         match = _STEP.fullmatch(source.name)
         if step not in (None, int(match[1]) if match else None):
@@ -171,8 +178,8 @@ def _find_checkpoint(source: Path, step: int | None) -> Path | None:
 
 
 def _find_reconstructed_folder(order: Order) -> Path | None:
-    """Returns the folder in which `dstrain reconstruct` has left the average that is asked for; None if none is asked
-    for, or a checkpoint holds it.
+    """Returns the folder in which `dstrain reconstruct` has written the average that --weights ema:WIDTH asks for.
+    Returns None if --weights gives no number, if the run's own checkpoint holds that average, or if nobody has made it.
     """
     try:
         width = float((order.weights or "").partition(":")[2])
@@ -184,7 +191,9 @@ def _find_reconstructed_folder(order: Order) -> Path | None:
 
 
 def _find_checkpoints_by_step(store: Path) -> dict[int, Path]:
-    """Finds checkpoints by step, ascending, without DeepSpeed's, whose tags may have such names, too."""
+    """Returns dstrain's checkpoint folders in `store` by step, ascending. DeepSpeed's own, whose tags may look the
+    same, are left out.
+    """
     paths = sorted(store.iterdir()) if store.is_dir() else []
     return {
         int(match[1]): path
@@ -236,7 +245,9 @@ def _plan_dstrain_checkpoint(order: Order, checkpoint: Path) -> Plan:
 
 
 def _list_facts(checkpoint: Path, body: dict, recipe: Path | None) -> dict[str, Any]:
-    """Returns the facts of a checkpoint that consolidated.json holds; `body` is the checkpoint's manifest."""
+    """Returns the entries of consolidated.json that describe a checkpoint: step, seed, system, data, versions and more.
+    An entry is None if the run's recipe or data.txt is missing. `body` is the checkpoint's manifest.
+    """
     import yaml
 
     run = _parse_optional_file(recipe, yaml.safe_load)
@@ -255,7 +266,11 @@ def _list_facts(checkpoint: Path, body: dict, recipe: Path | None) -> dict[str, 
 
 
 def _choose_kind(order: Order, checkpoint: Path, part: str, decays: dict[str, list[float]]) -> str:
-    """Chooses master or ema.DECAY. A part without averages, beside parts that have some, gives its training weights."""
+    """Returns which values of a part's weights --weights asks for: "master" or "ema.DECAY". `decays` lists the averages
+    of each part. A part without averages gives "master" if another part has some.
+
+    Raises ConfigError if --weights names an average that the checkpoint does not hold.
+    """
     weights, _, text = (order.weights or "").partition(":")
     if weights == "raw":
         return "master"
@@ -277,7 +292,9 @@ def _choose_kind(order: Order, checkpoint: Path, part: str, decays: dict[str, li
 
 
 def _parse_optional_file(path: Path | None, parse: Callable[[str], Any]) -> Any:
-    """Reads a text file beside the weights; None: there is none. Raises ConfigError if it cannot be read."""
+    """Returns what `parse` makes of the text of a file beside the weights, or None if there is no such file. Raises
+    ConfigError if the file is a link, is larger than 1 MB, or cannot be read or parsed.
+    """
     if path is None or not os.path.lexists(path):
         return None
     import yaml

@@ -1,7 +1,7 @@
-"""Data of others, converted once into what training reads: `dstrain convert KIND PATH --out OUT`.
+"""Converts data of others once into what training reads: `dstrain convert KIND PATH --out OUT`.
 
-Pictures become shards of encoded files, as `dstrain pack` writes them, with train/ and held_out/ where the data have a
-test of their own; latents become a cache, as `dstrain encode` writes it. Nothing in a file is executed.
+Pictures become shards of encoded files, as `dstrain pack` writes them, with train/ and held_out/ if the data have a
+test set of their own; latents become a cache, as `dstrain encode` writes it. Nothing in a file is executed.
 """
 
 import io
@@ -33,9 +33,9 @@ Sample = tuple[str, bytes | np.ndarray, int | None]  # name, encoded file or pix
 
 @dataclass
 class Pictures:
-    """The pictures of one split, in the order that they keep."""
+    """Holds the pictures of one split, in the order in which they are written."""
 
-    number: int  # about, for the progress bar
+    number: int  # approximate, for the progress bar
     samples: Iterator[Sample]
     classes: tuple[str, ...] = ()  # empty: labels, where there are some, are numbers without names
 
@@ -46,9 +46,8 @@ def run_verb(options: ConvertOptions) -> None:
 
 
 def convert_data(options: ConvertOptions) -> str:
-    """Writes options.out; returns a line that says what there is.
-
-    Raises ConfigError if the data are not of the kind.
+    """Converts options.path into options.out, and returns a line that says what was written. Raises ConfigError if the
+    data do not exist, or are not of options.kind.
     """
     if not options.path.exists():
         raise ConfigError(f"{options.path} does not exist: name the data that are to be converted")
@@ -66,7 +65,7 @@ def convert_data(options: ConvertOptions) -> str:
 
 
 def load_converter(name: str) -> ModuleType:
-    """Returns the module of a converter, which is shipped beside the recipes."""
+    """Loads one of the converters that are shipped with dstrain, such as "lsun", and returns its module."""
     path = find_shipped_folder(".py") / f"{name}.py"
     loader = SourceFileLoader(f"dstrain.shipped.convert.{name}", str(path))
     module = ModuleType(loader.name)
@@ -101,11 +100,10 @@ def _convert_latents(options: ConvertOptions) -> str:
 
 
 def write_splits(out: Path, splits: dict[str, Pictures], of: str) -> dict[str, int]:
-    """Writes each split: "train" and "held_out" into folders of these names, a single one into `out` itself.
+    """Writes the pictures of each split as shards: a single split into `out` itself, "train" and "held_out" into
+    folders of these names. Returns the number of pictures of each split. `of` is the kind of the data.
 
-    Returns how many pictures each has.
-
-    Raises ConfigError if the folder holds other files, or a label does not belong to a class.
+    Raises ConfigError if the folder holds other files, or if a label does not belong to a class.
     """
     folders = {split: out / split if len(splits) > 1 else out for split in splits}
     for folder in folders.values():
@@ -114,7 +112,9 @@ def write_splits(out: Path, splits: dict[str, Pictures], of: str) -> dict[str, i
 
 
 def _prepare_folder(out: Path, folder: Path, of: str) -> None:
-    """Makes the folder. Raises ConfigError if it holds anything but what an interrupted conversion has left."""
+    """Makes `folder`, which is `out` or a split's folder in it, marks it with the kind `of` of the data, and removes
+    its index. Raises ConfigError if it holds files that no interrupted conversion of this kind has left.
+    """
     with explain_write_errors(f"--out {out}", "name a folder that can be written"):
         folder.mkdir(parents=True, exist_ok=True)
         known = {INDEX, PACKING, TRAIN, HELD_OUT}
@@ -130,7 +130,9 @@ def _prepare_folder(out: Path, folder: Path, of: str) -> None:
 
 
 def _write_shards(folder: Path, pictures: Pictures) -> int:
-    """Writes the shards of a split, then its index; returns how many pictures there are."""
+    """Writes the shards of a split, then its index, and returns the number of pictures. Raises ConfigError if a label
+    is not below the number of classes, or if the folder cannot be written.
+    """
     records: list[dict[str, Any]] = []
     largest = -1
     with Bar("converting", total=pictures.number, unit=" images", unit_scale=True) as bar:
@@ -161,7 +163,7 @@ def _write_shards(folder: Path, pictures: Pictures) -> int:
 
 
 def encode_png(pixels: np.ndarray) -> bytes:
-    """Returns pixels uint8 (H, W, 1, 3 or 4) as a PNG."""
+    """Encodes pixels, uint8 (H, W, C) with 1, 3 or 4 channels, as a PNG file, and returns its bytes."""
     image = Image.fromarray(pixels[..., 0] if pixels.shape[-1] == 1 else pixels)
     image.save(buffer := io.BytesIO(), "PNG")
     return buffer.getvalue()

@@ -1,13 +1,14 @@
-"""Makes the codes of a whole data set, once, by all ranks: shards that training reads instead of encoding online.
+"""Encodes a whole data set once, on all ranks, into shards that training reads instead of encoding online.
 
-Of videos also their captions, and the states of a text encoder where one is named.
+Videos are written with their captions and, if a text encoder is named, with its states of them.
 
 Shards are dealt to the ranks in turn. Each is encoded in batches of one fixed shape, cut at the shard's own borders, so
 that its bytes depend neither on the number of ranks nor on what was there before. A shard is complete or absent. The
 same command again keeps the shards that are whole, makes the others, and ends with the same bytes. See shards.py.
 
-Parts are ranges of shards that commands of their own make, at the same time or not, on machines that share the folder
-or each in one of their own, whose shards are put together later. The part that ends last writes the index.
+With --part N/PARTS a command makes a range of the shards. Several such commands may run at the same time, on machines
+that share the folder; or each machine has a folder of its own, and the shards are put together later. The part that
+ends last writes the index.
 """
 
 import json
@@ -58,7 +59,7 @@ from dstrain.runs.first_stage import Encoder, FirstStage
 
 
 def run_verb(options: EncodeOptions) -> None:
-    """Encodes, or embeds pairs, and says what was written."""
+    """Encodes the data, or embeds pairs if the options ask for that, and prints on rank 0 what was written."""
     if options.makes_pairs:
         plan = embeddings.embed_pairs(options)
         text = (
@@ -94,9 +95,11 @@ def _summarize_index(out: Path, index: dict[str, Any]) -> str:
 
 
 def encode_data(options: EncodeOptions) -> dict[str, Any] | None:
-    """Writes options.out, on all ranks together; returns the body of its index, None where other parts are missing.
+    """Encodes the data into options.out, on all ranks together. Returns the content of the index, or None if shards of
+    other parts are still missing.
 
-    Raises ConfigError if what is asked for cannot be, too many files are unreadable, or the folder holds other codes.
+    Raises ConfigError if the options contradict the data or each other, if too many files are unreadable, or if the
+    folder holds other codes.
     """
     plan = make_plan(options)
     encoding = plan.encoding
@@ -126,7 +129,9 @@ def encode_data(options: EncodeOptions) -> dict[str, Any] | None:
 
 
 def _list_own_shards(encoding: dict[str, Any], part: tuple[int, int] | None) -> range:
-    """Returns the numbers of the shards of a part; None: of all."""
+    """Returns the numbers of the shards that `part`, (number from 1 on, number of all parts), has to make; of all
+    shards if `part` is None.
+    """
     count = -(-encoding["number"] // encoding["shard_size"])
     place, parts = part or (1, 1)
     return range(count * (place - 1) // parts, count * place // parts)
@@ -134,7 +139,9 @@ def _list_own_shards(encoding: dict[str, Any], part: tuple[int, int] | None) -> 
 
 @contextmanager
 def _use_one_thread() -> Iterator[None]:
-    """Computes with one thread on the CPU, since sums depend on how many share them."""
+    """Makes torch compute with one CPU thread within the block, if the rank's device is the CPU: the rounding of sums
+    depends on the number of threads. Restores that number afterwards.
+    """
     before = torch.get_num_threads()
     if group.device().type == "cpu":
         torch.set_num_threads(1)
@@ -145,7 +152,9 @@ def _use_one_thread() -> Iterator[None]:
 
 
 def _prepare_folder(options: EncodeOptions, stage: FirstStage, encoding: dict[str, Any], numbers: range) -> str | None:
-    """Makes the folder ready; returns why it cannot be, else None."""
+    """Removes half-written files from options.out, and writes the encoding there. Returns None, or a message if the
+    folder holds other files or another encoding, or has too little room for the shards in `numbers`.
+    """
     out = options.out
     path = f"{options.data or 'the data of the run'}, {options.split}"
     names = {"first_stage": stage.name, "data": path}
@@ -166,8 +175,8 @@ def _prepare_folder(options: EncodeOptions, stage: FirstStage, encoding: dict[st
 
 
 def _find_conflict(out: Path, encoding: dict[str, Any], names: dict[str, str]) -> str | None:
-    """Returns why the files in the folder are of another encoding, else None. names: what messages call the keys of an
-    encoding.
+    """Returns a message if `out` holds shards of another encoding, or files of other origin; else None. `names` has,
+    for some keys of the encoding, a readable name that the message adds to the value.
     """
     if (earlier := shards.read_earlier_encoding(out)) is not None:
 
@@ -192,7 +201,7 @@ def _find_conflict(out: Path, encoding: dict[str, Any], names: dict[str, str]) -
 
 
 def _count_row_bytes(encoding: dict[str, Any]) -> int:
-    """Returns the bytes of one sample on the disk, with captions that are not long."""
+    """Estimates the bytes of one sample in a shard. Each caption counts as shards.CAPTION_BYTES."""
     numbers = math.prod(encoding["shape"]) * encoding["flips"] * encoding.get("crops", 1)
     numbers *= encoding.get("moments", 2) if encoding["kind"] == "latents" else 1
     several, texts = encoding.get("num_captions", 1), shards.CAPTION_BYTES * ("captions" in encoding)
@@ -202,7 +211,9 @@ def _count_row_bytes(encoding: dict[str, Any]) -> int:
 
 
 def _find_whole_shard(out: Path, encoding: dict[str, Any], number: int) -> dict[str, Any] | None:
-    """Returns the record of a shard that is there and whole; removes any other shard, and returns None."""
+    """Returns the record of shard `number` if its file is whole and has this encoding. Otherwise removes the file, if
+    there is one, and returns None.
+    """
     path = out / shards.name_shard(number)
     if not path.exists():
         return None
@@ -226,7 +237,9 @@ def _is_expected_shard(facts: dict[str, Any], encoding: dict[str, Any], number: 
 def _make_shards(
     options: EncodeOptions, encoder: Encoder, source: Source, numbers: range, missing: list[int]
 ) -> dict[int, dict[str, Any]]:
-    """Encodes this rank's share of the missing shards among `numbers`; returns a record of each."""
+    """Encodes and writes this rank's share of the shards in `missing`, and returns their records by number. `numbers`
+    are all shards of this command. Raises ConfigError if too many files are unreadable.
+    """
     mine, encoding, total = missing[group.rank() :: group.world()], encoder.encoding, encoder.encoding["number"]
     shard_rows = {number: range(number * options.shard_size, total)[: options.shard_size] for number in mine}
     samples = _read_samples(source, chain(*shard_rows.values()), encoding, 2 * options.batch)
@@ -252,10 +265,11 @@ def _make_shards(
 def _read_samples(
     source: Source, rows: Iterable[int], encoding: dict[str, Any], ahead: int
 ) -> Iterator[tuple[Item, Bad]]:
-    """Yields (sample, bad) of each row, read by threads: a sample with its crops and captions, and what could not be
-    read before it.
+    """Reads the samples in `rows` with threads, at most `ahead` of them in advance, and yields (sample, bad) in their
+    order. A sample is a dict of tensors, with its crops and captions if they are encoded. `bad` lists (name, reason) of
+    the unreadable samples that it replaces.
 
-    Raises ConfigError for a sample without a caption, where captions are encoded, or where others have one.
+    Raises ConfigError if captions are encoded and a sample has none, or has only empty ones for a text encoder.
     """
     names = [name for name in ("image", "video", "frames", "caption") if name != "caption" or encoding.get("captions")]
     several = encoding.get("num_captions")
@@ -282,8 +296,8 @@ def _read_samples(
 
 
 def _read_crops(source: Source, index: int, encoding: dict[str, Any]) -> tuple[list[Item], Bad]:
-    """Reads a sample in each of its crops, which belong to its number. Returns the items, and (name, reason) of those
-    that could not be read.
+    """Reads sample `index` once for each crop; once if the encoding has no crops. Where the crops lie is a function of
+    `index`. Returns the items, and (name, reason) of each unreadable sample that was replaced by a later one.
     """
     if "crops" not in encoding:
         return read_items(source, [index])
@@ -297,7 +311,9 @@ def _read_crops(source: Source, index: int, encoding: dict[str, Any]) -> tuple[l
 def _write_shard(
     out: Path, number: int, encoding: dict[str, Any], arrays: shards.Arrays, bad: list[tuple[str, str]]
 ) -> dict[str, Any]:
-    """Writes one shard, whole or not at all; returns its record."""
+    """Writes shard `number`, whole or not at all, and returns its record for the index. `bad` has (name, reason) of the
+    unreadable files in its range.
+    """
     codes = arrays["tokens" if encoding["kind"] == "tokens" else "moments"]
     facts = {
         "encoding": shards.hash_encoding(encoding),
@@ -322,7 +338,11 @@ def _require_readable(bad: Mapping[str, str], options: EncodeOptions, total: int
 def _write_index(
     options: EncodeOptions, source: Source, encoding: dict[str, Any], records: dict[int, dict[str, Any]]
 ) -> dict[str, Any] | None:
-    """Writes the index, the last file, on rank 0; returns its body, None where shards of other parts are missing."""
+    """Writes the index on rank 0 once all shards are there, and returns its content on every rank. If shards of other
+    parts are missing, prints which parts these are, writes nothing, and returns None.
+
+    Raises ConfigError if too many files are unreadable.
+    """
     if options.part is not None:
         records |= group.broadcast_from_first(
             _read_other_parts(options, encoding, records) if group.rank() == 0 else None
@@ -350,7 +370,9 @@ def _write_index(
 def _read_other_parts(
     options: EncodeOptions, encoding: dict[str, Any], records: dict[int, dict[str, Any]]
 ) -> dict[int, dict[str, Any]]:
-    """Reads records of the shards that other parts have written; the maker of each has proved it whole."""
+    """Returns records, by number, of the shards of this encoding that other parts have written. Reads their headers,
+    and does not compute their hashes again.
+    """
     others = {}
     for number in _list_own_shards(encoding, None):
         path = options.out / shards.name_shard(number)
@@ -363,7 +385,9 @@ def _read_other_parts(
 def _list_missing_parts(
     part: tuple[int, int], encoding: dict[str, Any], records: dict[int, dict[str, Any]]
 ) -> list[str]:
-    """Lists the parts, of as many as there are of this one, whose shards are not all in the records."""
+    """Lists the parts, such as "3/16", that have shards without a record. `part` is this command's own, (number from 1
+    on, number of all parts).
+    """
     return [
         f"{place}/{part[1]}"
         for place in range(1, part[1] + 1)

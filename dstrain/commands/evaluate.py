@@ -1,7 +1,8 @@
-"""Held-out figures of a trained run: bits/dim of the whole bound where the system has one, written as JSON and a plot.
+"""Measures a trained run on held-out data: bits/dim of the whole bound if the system has one, written as JSON and a
+plot.
 
-A figure is the mean over samples of what System.measure says. It is the same for any number of ranks and any batch
-size, up to the rounding of the networks: a sample's noise is its own, and sums are float64.
+A figure is the mean of System.measure over samples. It is the same for any number of ranks and any batch size, up to
+the rounding of the networks: the noise of a sample is a function of its key, and sums are float64.
 """
 
 import hashlib
@@ -41,7 +42,9 @@ _NUM_CHECKED = 8  # images of --data whose size and colours are checked
 
 
 def run_verb(options: EvaluateOptions) -> None:
-    """Measures, and prints the figures."""
+    """Measures a run on held-out data, or with --metrics its pictures or other images, and prints the figures. With
+    --write-reference only writes the statistics of a set of images.
+    """
     if options.metrics is None:
         evaluate_run(options)
         return
@@ -55,10 +58,10 @@ def run_verb(options: EvaluateOptions) -> None:
 
 
 def evaluate_run(options: EvaluateOptions) -> tuple[Path, dict[str, Any]]:
-    """Measures on all ranks together, prints the figures and writes them.
+    """Measures a run on all ranks together, prints the figures, and writes them as a JSON file with a plot beside it.
 
-    Returns the JSON file (the plot lies beside it), and what it holds.
-    Raises ConfigError if something cannot be measured, with the remedy.
+    Returns the path of the JSON file, and its content. Raises ConfigError, with the remedy, if something cannot be
+    measured.
     """
     require_precision(options.precision)
     begun = time.perf_counter()
@@ -124,12 +127,12 @@ def measure_source(
     num_steps: int | None = None,
     show: bool = False,
 ) -> dict[str, Any]:
-    """Averages System.measure over all samples of a source, on all ranks together, which make equally many calls of the
-    networks.
+    """Computes the means of System.measure over all samples of a source, on all ranks together. Every rank calls the
+    networks equally often, with at most `batch` samples at a time.
 
     Returns figures and standard_errors {name: mean}, curves {name: [mean of each column]}, timesteps (of the columns,
-    or None), quarters {name: [mean in each quarter of the timesteps]} and nonfinite_samples. What is not finite becomes
-    None. At most `batch` samples of one rank at a time; `show` draws a progress bar, on a terminal.
+    or None), quarters {name: [mean in each quarter of the timesteps]} and nonfinite_samples. Figures that are not
+    finite are None. `show` draws a progress bar, on a terminal.
     """
     rounds = -(-len(source) // (batch * group.world()))
     batch = -(-len(source) // (rounds * group.world()))  # as little filling as can be
@@ -149,7 +152,9 @@ def measure_source(
 
 
 def _convert_to_json(value: Any) -> Any:
-    """Returns figures as JSON has them: tensors become lists, and what is not finite None, since JSON knows no NaN."""
+    """Converts nested figures to what JSON can hold: tensors become lists, and numbers that are not finite
+    become None.
+    """
     if isinstance(value, dict):
         return {key: _convert_to_json(inner) for key, inner in value.items()}
     if isinstance(value, Tensor):
@@ -158,8 +163,8 @@ def _convert_to_json(value: Any) -> Any:
 
 
 def _make_progress(bar: Bar, rounds: int) -> Any:
-    """Makes a System's Progress, which moves the bar: every batch takes the same steps, so the bar knows its end from
-    the first one on.
+    """Returns a System's Progress, a function that yields the given steps of a batch and moves the bar by each. The
+    first batch also sets the bar's end, since each of the `rounds` batches takes the same steps.
     """
 
     def show_rounds(steps: Iterable[int]) -> Iterator[int]:
@@ -177,9 +182,10 @@ def _name_split(options: EvaluateOptions) -> str:
 
 
 def _open_source(options: EvaluateOptions, run: Run, classes: int | None) -> Source:
-    """Opens the samples to measure.
+    """Opens the samples that are measured: the images of --data, or a split of the run's data. `classes` is the model's
+    number of classes, None if it takes no labels.
 
-    Raises ConfigError if the run holds none out, or the data are not such as it was trained on.
+    Raises ConfigError if the run has no held-out samples, or if the data do not have the model's classes.
     """
     source: Source | None
     if options.data is not None:
@@ -263,8 +269,9 @@ def _open_other_data(path: str, split: str | None, run: Run, classes: int) -> So
 
 
 def _require_suitable_images(path: str, source: Images, run: Run) -> None:
-    """Raises ConfigError for images that would be enlarged, or would lose their colours: their bits would be no
-    likelihood of these data.
+    """Raises ConfigError if the images are all smaller than data.image_size, or all in colour while the run has one
+    channel: training would enlarge them or remove their colours, so their bits/dim would say nothing. Looks at eight
+    images, spread evenly.
     """
     sides, grey = [], []
     for index in range(0, len(source), -(-len(source) // _NUM_CHECKED)):
@@ -287,8 +294,8 @@ def _require_suitable_images(path: str, source: Images, run: Run) -> None:
 
 
 def _name_result_file(options: EvaluateOptions, result: dict[str, Any]) -> str:
-    """Names the file of a result by what was asked: other options write another file, the same ones
-    replace their own.
+    """Returns the name, without ending, of the file for a result. It names the step, the weights and the options that
+    change the figures: the same options again replace their own file.
     """
     words = [f"step_{result['step']:08d}", figures.name_weights(result)]
     if options.data is not None:

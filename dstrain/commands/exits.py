@@ -1,4 +1,4 @@
-"""How a command ends: with one message for what a user can mend, with a traceback for what is a fault of the code."""
+"""Ends a command: with one message for an error that a user can mend, with a traceback for a fault of the code."""
 
 import atexit
 import os
@@ -21,11 +21,12 @@ from dstrain.recipe import ConfigError, NotRead, NotSaved
 
 
 def run_main(main: Callable[[], None], speaks: bool = True) -> None:
-    """Runs a script's main. A ConfigError, which a user can mend, becomes one message on stderr, and exit code 2.
+    """Runs a script's `main`, and ends the process with an exit code.
 
-    Training that has diverged ends with 3. All else is a fault of the code: it keeps its traceback and ends with 1. A
-    rank that has lost the others ends at once. speaks: wherever it is silent for long, a line on stderr says what it is
-    at, see distributed/progress.py.
+    A ConfigError, which a user can mend, becomes a message on stderr and exit code 2. Training that has diverged ends
+    with 3. Any other error is a fault of the code: it keeps its traceback and ends with 1. A rank that has lost the
+    other ranks ends at once. `speaks`: a command that is silent for long prints on stderr what it is doing, see
+    distributed/progress.py.
     """
     _shorten_busy_waits()
     began = _has_exchanged()
@@ -59,10 +60,11 @@ def _has_exchanged() -> bool:
 
 
 def _quit_python(code: int) -> NoReturn:
-    """Ends this process with an exit code as Python does, but leaves its modules and objects as they are.
+    """Ends this process with an exit code. Runs exit functions and flushes output, as Python does, but does not free
+    modules and objects.
 
-    Threads of gloo outlive their process group, which DeepSpeed goes on holding. One that frees a tensor while the
-    interpreter shuts down waits for the interpreter's lock, and that aborts the process: its exit code is the abort's.
+    Threads of gloo outlive their process group, which DeepSpeed goes on holding. A thread that frees a tensor while the
+    interpreter shuts down waits for the interpreter's lock, and that aborts the process with another exit code.
     """
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
@@ -74,7 +76,9 @@ def _quit_python(code: int) -> NoReturn:
 
 @contextmanager
 def _hear_stops() -> Iterator[None]:
-    """Ends what runs inside, by raising Stopped, as soon as a stop is requested, until training defers that."""
+    """Raises Stopped within the block as soon as a stop is requested, until training defers stops to its own votes. A
+    RuntimeError after such a request counts as that stop. Restores the earlier signal handlers afterwards.
+    """
     stops = get_stops()
     try:
         yield
@@ -89,22 +93,23 @@ def _hear_stops() -> Iterator[None]:
 
 
 def _shorten_busy_waits() -> None:
-    """Sets GOMP_SPINCOUNT, unless it or OMP_WAIT_POLICY is set, so that idle OpenMP threads soon sleep: on busy cores
-    training is several times faster so, on idle ones as fast. Call it before torch is imported.
+    """Sets GOMP_SPINCOUNT, unless it or OMP_WAIT_POLICY is set, so that idle OpenMP threads soon sleep. This makes
+    training several times faster on busy cores, and no slower on idle ones. Call it before torch is imported.
     """
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 
 def _find_group_module() -> ModuleType | None:
-    """Returns the module distributed.group, where a script has loaded it: it imports torch."""
+    """Returns the module distributed.group if it is imported already, else None. It is not imported here, since it
+    imports torch.
+    """
     return sys.modules.get("dstrain.distributed.group")
 
 
 def _note_end(code: int, at_once: bool = False) -> None:
-    """Writes down how this rank ends, for a supervisor and for the other ranks here.
-
-    The others go on if all ranks end so; they end with this one after a fault, or if it has left its work at once.
+    """Records this rank's exit code for a supervisor. If the code is DONE or STOPPED, also tells the other ranks of
+    this machine that they may go on; not if this rank has left its work `at_once`: then they end, too.
     """
     exit_codes.note_exit_code(code)
     if code in (exit_codes.DONE, exit_codes.STOPPED) and not at_once:

@@ -1,4 +1,4 @@
-"""A trained run as a folder of its own, read back and compared with the trained networks.
+"""Exports a trained run as a folder, reads it back, and compares it with the trained networks.
 
 diffusers      a pipeline that draws, written by systems/SYSTEM/to_diffusers.py; with a model card, README.md, whose
                code was run on the folder by a process without dstrain, and drew what the trained network draws
@@ -46,7 +46,7 @@ _TOLERATED = 1e-5  # relative; the same float32 operations in the same order agr
 
 @dataclass(frozen=True)
 class Exported:
-    """What was written."""
+    """Describes an export that was written."""
 
     name: str  # diffusers' class, or safetensors
     errors: dict[str, float]  # relative, against the trained network
@@ -55,7 +55,7 @@ class Exported:
 
 
 def run_verb(options: ExportOptions) -> None:
-    """Exports, and says how far the export is from the trained network."""
+    """Exports the run, and prints where it is and how far it differs from the trained network."""
     exported = export_run(options)
     errors = ", ".join(f"{name} {error:.1e}" for name, error in exported.errors.items())
     scale = f", scaling_factor {exported.statistics['scaling_factor']:.5f}" if exported.statistics else ""
@@ -65,8 +65,8 @@ def run_verb(options: ExportOptions) -> None:
 
 
 def export_run(options: ExportOptions) -> Exported:
-    """Writes options.out, whole or not at all; returns what was written. Raises ConfigError if it cannot be expressed,
-    or does not agree with the trained network.
+    """Writes the export to options.out, whole or not at all, and returns a description of it. Raises ConfigError if the
+    format cannot express the run, or if what is read back differs from the trained network.
     """
     if group.read_place().world > 1:
         raise ConfigError("an export takes one process: dstrain export ...")
@@ -130,8 +130,8 @@ def export_run(options: ExportOptions) -> Exported:
 
 
 def _compute_in_float32() -> AbstractContextManager[None]:
-    """Returns a context in which convolutions compute in whole float32: on a GPU they would round to TF32, each by its
-    algorithm.
+    """Returns a context manager in whose block convolutions compute in float32. A GPU would otherwise round to TF32, by
+    a different rounding for each algorithm.
     """
     return torch.backends.cudnn.flags(enabled=True, allow_tf32=False)
 
@@ -147,7 +147,9 @@ def _measure_difference(drawn: np.ndarray, expected: torch.Tensor) -> float:
 
 
 def _require_agreement(folder: Path, exported: Exported, limits: dict[str, float]) -> None:
-    """Raises ConfigError if an error is above its limit, or not a number."""
+    """Raises ConfigError if a relative error of the export is NaN or above its limit: the one in `limits`, else
+    1e-5.
+    """
     excess = [
         f"{error:.1e} ({name})" for name, error in exported.errors.items() if not error <= limits.get(name, _TOLERATED)
     ]
@@ -170,7 +172,9 @@ def _require_adapters(folder: Path, run: Run, lora: Lora | None) -> None:
 
 
 def _read_merged(checkpoint: Path, part: str, kind: str, lora: Lora | None) -> dict[str, torch.Tensor]:
-    """Reads the weights of a part, its adapters merged into them."""
+    """Reads the weights of a part, such as its "master" or "ema.0.9999". If `lora` is given, merges the adapters into
+    them.
+    """
     weights = read_weights(checkpoint, part, kind)
     return merge_adapters(weights, lora) if lora else weights
 
@@ -221,7 +225,7 @@ def _export_to_diffusers(
 
 
 def _read_class_names(run: Run) -> tuple[str, ...]:
-    """Reads the names of the labels, if the run's data are still there and say so."""
+    """Returns the names of the classes of the run's data, or () if the data are not there any more or have no names."""
     try:
         classes = tuple(open_sources(run.data, run=run.directory)[0].classes)
         return read_titles(run.data.path, run.data.class_list, classes)
@@ -230,7 +234,9 @@ def _read_class_names(run: Run) -> tuple[str, ...]:
 
 
 def _read_statistics(path: Path, run: Path, system: System, nets: dict[str, nn.Module]) -> dict[str, Any]:
-    """Reads the statistics that dstrain encode measured. Raises ConfigError if its codes are of other weights."""
+    """Returns the statistics of latents in the index of a cache that `dstrain encode` has written. Raises ConfigError
+    if other weights than the exported ones have encoded that cache.
+    """
     index = read_index(path.parent if path.name == INDEX else path)
     own, encoder = hash_network(*system.identity(nets)), index["encoding"]["first_stage"]
     if own != encoder:

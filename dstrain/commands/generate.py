@@ -1,4 +1,4 @@
-"""What a trained run draws: pictures or videos, a grid and the .npz that ADM's evaluation reads; or embeddings.
+"""Draws from a trained run: pictures or videos, with a grid and the .npz that ADM's evaluation reads; or embeddings.
 
 Runs can be chained: the pictures of the first are what the next one begins from, as in super-resolution, or its
 embeddings, as from a prior to its decoder. Videos go on from given frames, and scene after scene, see
@@ -47,16 +47,15 @@ class ReadyRun:
 
 
 def run_verb(options: GenerateOptions) -> None:
-    """Draws, and says where the samples are."""
+    """Draws the samples, and prints on rank 0 where they are."""
     out = generate_samples(options)
     if group.rank() == 0:
         print(f"{options.num} samples in {out}")
 
 
 def generate_samples(options: GenerateOptions) -> Path:
-    """Draws and writes the samples, on all ranks together; returns their folder.
-
-    Raises ConfigError if they cannot be drawn.
+    """Draws and writes the samples, on all ranks together; returns their folder. Raises ConfigError if the runs cannot
+    draw what the options ask for.
     """
     require_precision(options.precision)
     if options.out is not None:
@@ -162,9 +161,10 @@ def _load_run(
 
 
 def _choose_clip_length(options: GenerateOptions, run: Run, system: System) -> Length | None:
-    """Returns how long clips are, None of pictures.
+    """Returns the frames of the clips to draw: how many there are, and how many are taken over from earlier frames.
+    Returns None if the system draws pictures.
 
-    Raises ConfigError for options of videos where none are drawn, or that do not fit.
+    Raises ConfigError if options of videos are given that the system does not support, or that do not fit together.
     """
     values = {
         "--num-frames": options.num_frames,
@@ -241,7 +241,7 @@ def _read_start(options: GenerateOptions, first: Opened, then: list[Opened], cli
 
 
 def _require_chain(before: Opened, after: Opened) -> None:
-    """Raises ConfigError if a run of --then cannot begin from what the one before it draws."""
+    """Raises ConfigError if the run `after`, named by --then, cannot begin from what the run `before` draws."""
     (_, run, system), (folder, later, taker) = before, after
     width, size = system.draws_embeddings, run.data.image_size
     if not taker.starts_from_data:
@@ -290,10 +290,10 @@ def _read_pictures_to_invert(path: Path, options: GenerateOptions, run: Run, sys
 
 
 def _encode_later_scenes(options: GenerateOptions, run: Run, system: System) -> list[dict[str, Tensor]]:
-    """Returns conditions of the scenes behind the first, (1, ...) each. All texts are encoded in one call, which loads
-    an encoder once.
+    """Returns the conditions of the second and all later --scenes: for each a dict of tensors (1, ...). Returns []
+    without --scenes. All texts are encoded in one call, so that the encoder is loaded once.
 
-    Raises ConfigError if texts are given, and the system takes none.
+    Raises ConfigError if --scenes or --prompts are given, and the system takes no texts.
     """
     if not system.takes_texts and (options.scenes is not None or options.prompts is not None):
         option = "--scenes" if options.scenes is not None else "--prompts"
@@ -308,7 +308,9 @@ def _encode_later_scenes(options: GenerateOptions, run: Run, system: System) -> 
 def _make_request(
     options: GenerateOptions, run: Run, system: System, images: Tensor | None, clip: Length | None, sampler: str
 ) -> tuple[Request, list[str] | None]:
-    """Returns the request of the samples that the first run draws, and the caption of each."""
+    """Returns the request of the samples that the first run draws, and the caption of each; None if there are no
+    captions. Prints a line on prompts that the text encoder cuts.
+    """
     prompts, option = options.prompts, "" if options.prompts is None else "--prompts: "
     if options.scenes is not None:
         prompts, option = options.scenes[:1], "--scenes: "
@@ -342,7 +344,9 @@ def _draw_rounds(
     scenes: list[dict[str, Tensor]],
     clip: Length | None,
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Draws round by round through all scenes or runs; yields (numbers, samples) of each round."""
+    """Draws all samples in rounds, on all ranks together. Each round goes through all scenes, or through all chained
+    runs. Yields (numbers, samples) of each round: which samples these are, int64 (n,), and the samples (n, ...).
+    """
     chunk = min(options.batch, options.num)
     first, *then = runs
     shared = [_share_labels(request, later, options) for later in then]
@@ -381,7 +385,9 @@ def _draw_rounds(
 
 
 def _share_labels(request: Request, later: ReadyRun, options: GenerateOptions) -> dict[str, Tensor]:
-    """Returns the labels that the first run draws as conditions of a later run, if that one takes labels."""
+    """Returns the labels of a later run as conditions, {} if it takes none. They are the labels that the first run
+    draws or, if it draws without labels, those of --labels or of the later run's recipe.
+    """
     if "label" not in later.system.conditions(1):
         return {}
     drawn = request.conditions.get("label")

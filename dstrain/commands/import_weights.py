@@ -1,4 +1,5 @@
-"""Weights from elsewhere as a run's folder, which generate, evaluate, encode and export then read; nothing is trained.
+"""Makes a run's folder of weights from elsewhere, which generate, evaluate, encode and export then read. Trains
+nothing.
 
 run.yaml                      the recipe, with the file as init_from and without averages
 checkpoints/step_00000000/    the weights that training would begin with. It has no moments, and cannot be resumed
@@ -28,7 +29,7 @@ from dstrain.systems.base import System
 
 
 def run_verb(options: ImportOptions) -> None:
-    """Imports, and says what was loaded, replaced and left."""
+    """Imports the weights, and prints which were loaded, replaced and left out."""
     run = load_recipe(options.recipe, options.overrides)
     for note in import_weights(Path(os.path.expanduser(options.weights)), run, options.out):
         print(note)
@@ -36,10 +37,12 @@ def run_verb(options: ImportOptions) -> None:
 
 
 def import_weights(weights: Path, recipe_run: Run, out: Path) -> list[str]:
-    """Writes `out`, a run's folder, whole or not at all; returns what was loaded, replaced and left, a line each.
+    """Writes the weights as a run's folder `out`, whole or not at all. Returns lines that say what was loaded, replaced
+    and left out.
 
-    `weights` is what init_from takes, and `recipe_run` the run that they are of, checked; its data need not be here.
-    Raises ConfigError if the weights do not fit the recipe, or are damaged, or the folder cannot be written.
+    `weights` is a path that init_from takes. `recipe_run` is the checked recipe to which they belong; its data need not
+    be here. Raises ConfigError if the weights do not fit the recipe, or are damaged, or if the folder cannot be
+    written.
     """
     if group.read_place().world > 1:
         raise ConfigError("an import takes one process: dstrain import ...")
@@ -65,7 +68,9 @@ def import_weights(weights: Path, recipe_run: Run, out: Path) -> list[str]:
 
 
 def _write_checkpoint(folder: Path, system: System, values: Mapping[str, Mapping[str, Tensor]]) -> None:
-    """Writes the files of a checkpoint of one rank. Raises ConfigError if some values are not finite."""
+    """Writes `values`, the weights and buffers of every part, into `folder` as the files of a checkpoint of one rank.
+    Raises ConfigError if some values are not finite.
+    """
     networks = system.networks_on_meta()
     buffers: dict[str, Tensor] = {}
     for part, network in networks.items():

@@ -1,4 +1,6 @@
-"""The index of data, made and described: how many samples of what, their classes, captions, sizes, and broken files."""
+"""Makes the index of data, and describes it: how many samples of what, their classes, captions, sizes and
+broken files.
+"""
 
 import json
 from collections import Counter
@@ -40,16 +42,16 @@ _SIDES = (32, 64, 128, 256, 512, 1024, 2048, 4096)  # pixels
 
 
 def run_verb(options: IndexOptions) -> None:
-    """Makes the index, and prints what is in it."""
+    """Makes the index, and prints what it holds, as text or as JSON."""
     result = index_data(options.make_data(), options.captions, options.check_all)
     print(json.dumps(result, indent=1) if options.json else format_report(result))
 
 
 def index_data(data: Data, captions: bool = False, check: bool = False) -> dict[str, Any]:
-    """Makes the index, or finds it again; returns what is in it, as JSON.
+    """Makes the index of the data, or opens the existing one, and returns a dict for JSON that describes what it holds.
 
-    captions: list those of images, too. check: read every sample, and not the headers of images alone.
-    Raises ConfigError as `open_index` does.
+    captions: also lists the captions of images. check: reads every sample, to find unreadable ones. Raises ConfigError
+    as `open_index` does.
     """
     layout, index = open_section_index(data, captions)
     images = data.num_frames is None
@@ -93,8 +95,8 @@ def _summarize_classes(index: Index) -> dict[str, Any] | None:
 
 
 def _summarize_captions(layout: Layout, index: Index) -> dict[str, Any] | None:
-    """Summarizes the share of samples with a caption, and how long captions are in bytes; None: the index holds no
-    captions.
+    """Returns the share of samples with a caption, the number of captions, and quantiles of their lengths in bytes.
+    Returns {"beside": True} if captions lie in files beside the samples, None if the index holds none.
     """
     if layout.notes.get("beside"):
         return {"beside": True}
@@ -116,7 +118,9 @@ def _summarize_captions(layout: Layout, index: Index) -> dict[str, Any] | None:
 
 
 def _count_durations(frames: Verified, data: Data) -> dict[str, int]:
-    """Counts the clips whose longest fitting bucket is each of data.buckets."""
+    """Counts clips by the longest duration in data.buckets, in frames, that fits into them; "fewer" counts those into
+    which none fits.
+    """
     cut, table = Cut(data.num_frames or 1, 1, 1, stride=data.frame_stride), Counter[int]()
     for start in range(0, len(frames), CHUNK):
         counts = frames[start : start + CHUNK][:, 0]
@@ -126,7 +130,9 @@ def _count_durations(frames: Verified, data: Data) -> dict[str, int]:
 
 
 def _count_sizes(sizes: Verified) -> dict[str, Any]:
-    """Counts the images of each size, of each range of shorter sides and near each aspect ratio."""
+    """Counts the images by size (the ten most common ones; "other_sizes" is the number of others), by range of the
+    shorter side in pixels, and by the nearest aspect ratio.
+    """
     exact, sides, ratios = Counter[str](), Counter[str](), Counter[str]()
     names, logs = list(_RATIOS), np.log(list(_RATIOS.values()))
     for start in range(0, len(sizes), CHUNK):
@@ -151,7 +157,9 @@ def _count_sizes(sizes: Verified) -> dict[str, Any]:
 def _iterate_unmeasurable(
     layout: Layout, index: Index, table: Verified, measure: Callable[[Layout, Place], Any]
 ) -> Iterator[tuple[str, str]]:
-    """Yields (name, reason) of each sample that could not be measured."""
+    """Yields (name, reason) of each sample that has 0 in `table`, since its size or its number of frames could not be
+    read. Calls `measure` again for the reason.
+    """
     for start in range(0, len(index), CHUNK):
         for row in (np.flatnonzero(table[start : start + CHUNK][:, 0] == 0) + start).tolist():
             try:
@@ -161,7 +169,9 @@ def _iterate_unmeasurable(
 
 
 def _iterate_unreadable(data: Data, captions: bool, layout: Layout, index: Index) -> Iterator[tuple[str, str]]:
-    """Yields (name, reason) of each sample that cannot be read whole; of clips, the middle frame is decoded."""
+    """Reads every sample, and yields (name, reason) of each that cannot be read. Of clips only the middle frame is
+    decoded.
+    """
     clips = data.num_frames is not None
     source = Videos(layout, index, Cut(1, 64, 64)) if clips else Images(layout, index, 64, captions=captions)
 
@@ -179,7 +189,7 @@ def _iterate_unreadable(data: Data, captions: bool, layout: Layout, index: Index
 
 
 def format_report(result: dict[str, Any]) -> str:
-    """Returns the lines that are printed in the end."""
+    """Formats what `index_data` returned as text for a person."""
     lines = [
         f"{result['path']}: {result['layout']}, {result['samples']:,} sample{'s' * (result['samples'] != 1)}",
         f"index: {result['index']}, {result['bytes'] / 1e6:,.1f} MB",

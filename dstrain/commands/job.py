@@ -1,4 +1,6 @@
-"""From what was typed to a checked job: every check that needs no DeepSpeed engine, before anything expensive."""
+"""Turns a training command into a checked job: makes all checks that need no DeepSpeed engine, before anything
+expensive.
+"""
 
 import importlib.util
 import os
@@ -25,18 +27,20 @@ from dstrain.tracking.machine import describe_free_memory
 
 @dataclass(frozen=True)
 class Job:
-    """What is to be done, checked."""
+    """Holds a checked training job."""
 
     run: Run
     settings: dict[str, Any]  # for deepspeed.initialize
     remarks: list[str]  # worth printing once
-    notes: tuple[str, ...] = ()  # lines that a start says, on rank 0: what a rank keeps and what is free, and more
+    notes: tuple[str, ...] = ()  # lines that rank 0 prints when training starts, such as its memory
 
 
 def prepare_job(options: JobOptions, world: int | None = None, device_type: str | None = None) -> Job:
-    """Returns the checked job: recipe, overrides, model section, paths, DeepSpeed settings, then data and folder.
+    """Checks a training command, and returns its job. Checks the recipe, overrides, paths and DeepSpeed settings on all
+    ranks, and then, if nothing is wrong yet, the data and the folder on rank 0.
 
-    Raises ConfigError with every problem that can be seen here. Data and folder are looked at last, and on rank 0.
+    `world` and `device_type` are those of this process if they are None. Raises ConfigError with every problem that was
+    found.
     """
     world, device_type = world or group.read_place().world, device_type or group.device().type
     run, problems = check_recipe(_read_recipe(options.recipe, options.overrides), options.overrides)
@@ -68,10 +72,11 @@ def prepare_job(options: JobOptions, world: int | None = None, device_type: str 
 
 
 def load_recipe(path: Path, overrides: Sequence[str], note: Callable[[str], None] | None = None) -> Run:
-    """Returns the Run of a recipe, checked but for its data, which need not be here. Raises ConfigError with every
-    problem.
+    """Returns the Run of a recipe. All of it is checked except the data, which need not be here. Raises ConfigError
+    with every problem.
 
-    note    is called with what a run leaves out whose frozen networks need not be here either
+    `note`, if given, permits that files of frozen networks are missing: the Run then leaves these networks out, and
+    `note` is called with a line that names them.
     """
     run = _read_recipe(path, overrides)
     if note is not None:
@@ -85,7 +90,9 @@ def load_recipe(path: Path, overrides: Sequence[str], note: Callable[[str], None
 
 
 def _read_recipe(path: Path, overrides: Sequence[str]) -> Run:
-    """Returns the Run of a recipe, whose system may then be imported, unless only a run's folder names it."""
+    """Returns the Run of a recipe, and permits that its system is imported. Without an override of `system`, a recipe
+    in the folder of a run or an export gives no such permission.
+    """
     found = find_recipe(path)
     run = recipe.load_recipe(found, overrides)
     if not lies_in_run_or_export(found) or any(
@@ -96,7 +103,9 @@ def _read_recipe(path: Path, overrides: Sequence[str]) -> Run:
 
 
 def check_recipe(run: Run, overrides: Sequence[str] = ()) -> tuple[Run, list[str]]:
-    """Returns the Run with its data and model sections completed, and what is wrong with it and its overrides."""
+    """Completes the data and model sections of a Run, and checks them and the overrides. Returns the completed Run, and
+    a list of problems, [] if there are none.
+    """
     from dstrain.data.open import complete_data, find_contents, require_contents
 
     problems: list[str] = []
@@ -136,9 +145,11 @@ def check_recipe(run: Run, overrides: Sequence[str] = ()) -> tuple[Run, list[str
 
 
 def _keep_upright(run: Run) -> Data:
-    """Returns the data section; where the user does not set `upright`, it has that of the run which goes on."""
+    """Returns the data section. If it does not set `upright`, and a run in its folder will be resumed, takes the value
+    of that run.
+    """
     if "upright" not in run.data.model_fields_set and (run.directory / "run.yaml").is_file():
-        with suppress(ConfigError):  # a damaged one is told later
+        with suppress(ConfigError):  # a damaged one is reported later
             upright = folders.read_recipe(run.directory).data.upright
             return run.data.model_copy(update={"upright": upright})
     return run.data
@@ -146,7 +157,7 @@ def _keep_upright(run: Run) -> Data:
 
 @contextmanager
 def _collect_problems(problems: list[str]) -> Iterator[None]:
-    """Adds the lines of a ConfigError that is raised inside."""
+    """Catches a ConfigError that the block raises, and adds its lines to `problems`."""
     try:
         yield
     except ConfigError as error:
@@ -169,7 +180,9 @@ def _list_path_problems(run: Run) -> list[str]:
 
 
 def _find_folder_problem(folder: Path) -> str | None:
-    """Returns why nothing can be written at `folder`; rank 0 tries it with a folder that it takes away again."""
+    """Returns why nothing can be written in `folder`, or None. Rank 0 finds out by making a temporary folder there,
+    which it removes again.
+    """
     above = (folder.absolute(), *folder.absolute().parents)
     if link := next((path for path in above if path.is_symlink() and not os.path.exists(path)), None):
         return f"{link} is a link that leads nowhere; make what it names, or name another folder"
@@ -224,7 +237,7 @@ def _check_data_and_folder(
         own=not (run.data.mixture or run.data.held_out_path),
     )
     require_holdable(run.system, system)
-    build_quality(run, system, source, held_out)  # asks for a label of each class
+    build_quality(run, system, source, held_out)  # raises ConfigError if its metrics cannot be measured
     remarks = describe_data(run.data, source, held_out, run.directory) + _check_initial_weights(run, system, options)
     remarks += [cut] if cut else []
     if held_out is not None and run.every.evaluate and run.every.evaluate_samples > len(held_out):
@@ -259,7 +272,9 @@ def _check_data_and_folder(
 
 
 def _check_step(run: Run, options: JobOptions) -> None:
-    """Raises ConfigError if --step names no checkpoint of the folder, or the run would go on beyond its end."""
+    """Raises ConfigError if the run would begin beyond its last step, if --step names no checkpoint of the folder, or
+    if it is given with --from-scratch.
+    """
     if not options.from_scratch:
         folders.require_steps(
             run, folders.read_last_saved_step(run.directory) if options.step is None else options.step
@@ -286,7 +301,9 @@ def _check_profile(run: Run, options: JobOptions) -> None:
 
 
 def _require_drawable_samples(run: Run, system: System) -> None:
-    """Raises ConfigError if the grids of training cannot be drawn as the recipe says. A text encoder is tried here."""
+    """Raises ConfigError if the grids of training cannot be drawn as the recipe says. If it gives prompts, encodes one
+    of them to try the text encoder.
+    """
     samples, draws = run.samples, system.generates or not run.every.sample
     problems: list[str] = []
     with _collect_problems(problems):
@@ -317,7 +334,9 @@ def _require_drawable_samples(run: Run, system: System) -> None:
 
 
 def _check_initial_weights(run: Run, system: System, options: JobOptions) -> list[str]:
-    """Returns what `init_from` would load, where the run begins by it. Raises ConfigError if the weights do not fit."""
+    """Checks that the weights of `init_from` fit, if the run begins with them. Returns, for --dry-run only, lines that
+    say what is loaded. Raises ConfigError if the weights do not fit.
+    """
     from dstrain.runs.weights import fit_weights
 
     if run.init_from is None or options.from_scratch or folders.read_last_saved_step(run.directory):

@@ -1,4 +1,4 @@
-"""A supervisor: starts a training command again until its run is complete, whatever launcher it begins with."""
+"""Supervises a training command: starts it again until its run is complete, with any launcher."""
 
 import ctypes
 import os
@@ -29,7 +29,9 @@ _SUBREAPER = 36  # prctl: orphans below this process become its children
 
 
 def run_verb(options: KeepOptions) -> None:
-    """Keeps the training command running. Raises SystemExit with the exit code of its last start."""
+    """Keeps the training command running. Raises SystemExit with the exit code of its last start, ConfigError if its
+    hostfile names fewer hosts than --min-hosts.
+    """
     job = options.training_options
     if options.min_hosts:
         require_hosts(options.words, options.min_hosts)
@@ -37,7 +39,9 @@ def run_verb(options: KeepOptions) -> None:
 
 
 def keep_running(options: KeepOptions, run: Run) -> int:
-    """Runs the command, and again where it has died; returns the exit code of the last start, 0 of a complete run."""
+    """Runs the command, and runs it again whenever it has died, until the run is complete or a restart is of no use.
+    Returns the exit code of the last start, 0 if the run is complete.
+    """
     return _Supervisor(options, run).keep_running()
 
 
@@ -51,7 +55,9 @@ class _Supervisor:
         self._unwritten: list[str] = []  # lines for restarts.log, until the folder is a run's
 
     def keep_running(self) -> int:
-        """Starts the command again and again, until an end that a restart would not change."""
+        """Starts the command again and again, until it ends in a way that a restart would not change, or until
+        --max-restarts or FRUITLESS starts in a row without a saved step. Returns the exit code of the last start.
+        """
         for number in _SIGNALS:
             if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
                 signal.signal(number, self._forward_signal)
@@ -91,7 +97,9 @@ class _Supervisor:
         return _convert_exit_code(code) or exit_codes.BUG  # 0, and the run is not complete
 
     def _choose_hosts(self, words: list[str]) -> list[str]:
-        """Returns the command without the hosts that do not answer; waits while fewer than --min-hosts do."""
+        """Returns the command without the hosts that do not answer; waits while fewer than --min-hosts answer. Without
+        --min-hosts, or after a signal, returns it unchanged.
+        """
         least, told = self._options.min_hosts, None
         while least and not self._signal:
             hosts = read_hosts(words)
@@ -107,7 +115,9 @@ class _Supervisor:
         return words
 
     def _run_command(self, words: list[str]) -> int:
-        """Runs the command until none of its processes lives and the folder's lock is free; returns how it ended."""
+        """Runs the command, and waits until none of its processes lives and the folder's lock is free. Returns its exit
+        code, negative if a signal has killed it; or the code that a rank has recorded, if the launcher's own is vague.
+        """
         with tempfile.NamedTemporaryFile(prefix="dstrain-ended-") as file:
             try:
                 self._process = subprocess.Popen(
@@ -134,7 +144,9 @@ class _Supervisor:
         return next((number for number in exit_codes.DELIBERATE if number in noted), code) if vague else code
 
     def _end_leftover_ranks(self) -> None:
-        """Waits for the ranks that a launcher has left behind: they save and end by themselves, or are killed."""
+        """Waits until the ranks that a launcher has left behind have saved and ended; kills them after
+        faults.timeout_minutes.
+        """
         end = time.monotonic() + 60 * self._run.faults.timeout_minutes
         while rest := list_descendants(os.getpid()):
             if time.monotonic() > end:
@@ -150,7 +162,9 @@ class _Supervisor:
                 return
 
     def _is_final(self, code: int, saved: int) -> bool:
-        """Returns whether the command would end so again, or is not to be started again."""
+        """Returns whether the command is not to be started again: after a signal to this process, wrong input,
+        divergence, a stop on purpose (without --restart-on-stop), or a complete run. `saved` is the last saved step.
+        """
         if self._signal or code in (exit_codes.WRONG_INPUT, exit_codes.DIVERGED):
             return True
         return (code == exit_codes.STOPPED and not self._options.restart_on_stop) or (
@@ -158,8 +172,8 @@ class _Supervisor:
         )
 
     def _make_restart_command(self) -> list[str]:
-        """Returns the command for a restart: without the options that hold for a single start, once this one has obeyed
-        them.
+        """Returns the command for a restart. Leaves out the options that are meant for a single start, such as
+        --from-scratch, if a start has obeyed them already.
         """
         words = list(self._options.words)
         if self._new or self._read_folder_traces() != self._before:
@@ -170,13 +184,16 @@ class _Supervisor:
         return words
 
     def _read_folder_traces(self) -> tuple[set[str], int]:
-        """Returns what changes in the folder when --from-scratch or --step moves files aside, or a step is saved."""
+        """Returns the names of earlier_N in the run's folder, and its last saved step. One of the two has changed if a
+        start has moved files aside, as --from-scratch and --step ask for, or has saved a step.
+        """
         return {path.name for path in self._folder.glob("earlier_*")}, folders.read_last_saved_step(self._folder)
 
     def _forward_signal(self, number: int, frame: FrameType | None) -> None:
-        """Passes a signal on to the command's process group.
+        """Sends a signal on to the command's process group.
 
-        The first Ctrl-C becomes SIGTERM: a rank ends at the second SIGINT without saving, and torchrun would send that.
+        The first SIGINT (Ctrl-C) or SIGHUP is sent on as SIGTERM: torchrun would answer SIGINT by a second one, at
+        which a rank ends without saving.
         """
         first, self._signal = self._signal is None, number
         if number in (signal.SIGINT, signal.SIGHUP) and first:
@@ -191,7 +208,9 @@ class _Supervisor:
             time.sleep(0.1)
 
     def _write_line(self, text: str) -> None:
-        """Writes a line to stderr, and to restarts.log once the folder is a run's."""
+        """Writes a line, with the time, to stderr and to restarts.log. The latter waits until the folder holds
+        a run.
+        """
         line = f"{datetime.now().astimezone().isoformat(timespec='seconds')} keep: {text}"
         print(line, file=sys.stderr, flush=True)
         self._unwritten.append(line + "\n")
@@ -207,13 +226,13 @@ class _Supervisor:
 
 
 def _convert_exit_code(code: int) -> int:
-    """Converts the exit code of a command, negative if a signal has ended it, to the exit code of this process."""
+    """Converts the exit code of a command to that of this process: after signal N, which gives -N, it is 128 + N."""
     return code if code >= 0 else 128 - code
 
 
 def _describe_exit(code: int) -> str:
-    """Describes how a command ended. A rank killed by signal N is 256 - N of deepspeed, 128 + N of shells; 255 is
-    ssh's.
+    """Describes how a command ended by its exit code, negative if a signal has killed it. After a rank that signal N
+    has killed, deepspeed ends with 256 - N, a shell with 128 + N. 255 is an error of ssh.
     """
     names = {number.value: number.name for number in signal.Signals}
     if code < 0:

@@ -18,7 +18,7 @@ _BRIEF = {"--dry-run", "--print-config", "--help", "-h"}  # training that only p
 
 
 class Verb(NamedTuple):
-    """How a verb is found and run."""
+    """Says what a verb does, and where its code and options are."""
 
     summary: str  # a line of `dstrain --help`
     options: str  # the class in options/MODULE.py
@@ -58,7 +58,7 @@ dstrain VERB --help shows the options of a verb."""
 
 
 def main() -> None:
-    """Runs `dstrain VERB ...`."""
+    """Runs `dstrain VERB ...`; without a verb prints the help. Raises SystemExit(2) if there is no such verb."""
     words = sys.argv[1:]
     # The deepspeed launcher puts its own option first.
     launched = [word for word in words[:1] if word.startswith(("--local_rank=", "--local-rank="))]
@@ -81,7 +81,7 @@ def main() -> None:
 
 
 def start_verb(name: str) -> None:
-    """Runs a verb on the words in sys.argv."""
+    """Runs a verb with the options in sys.argv. Ends the process, see `run_main`, if the verb fails."""
     open_closed_standard_streams()
     if name == "train":
         print_stacks_on_request()
@@ -124,7 +124,7 @@ def _run_verb(verb: Verb) -> None:
 
 
 def silence_libraries() -> None:
-    """Silences warnings of other packages about kernels that nothing here calls."""
+    """Hides the warnings of bitsandbytes about 4-bit kernels, which dstrain never calls."""
     import logging
 
     # diffusers imports bitsandbytes, which looks for kernels of 4 bits.

@@ -45,15 +45,17 @@ from dstrain.distributed.progress import Bar
 from dstrain.recipe import ConfigError, Data, explain_write_errors
 
 _SAMPLED = 1000  # files whose sizes say how many samples a shard of --shard-bytes has
-_MOST_BYTES = 1 << 28  # of one file
-_THREADS = 8  # that read ahead
+_MOST_BYTES = 1 << 28  # bytes of one file at most
+_THREADS = 8  # threads that read ahead
 _TARS = "tars.json"  # as pack.json, beside tars
 _CLASSES = "classes.txt"  # beside tars, which hold the numbers of classes: their names, a line each
 _RECORDS = ".records"  # a record of each shard that is written, until pack.json has them all
 
 
 class _Packable(Indexed):
-    """The samples of an index as files, for the fingerprint of their names, labels, captions and sizes."""
+    """Gives the samples of an index as files, which are not decoded. Computes a fingerprint of their names, labels,
+    captions and sizes.
+    """
 
     def __init__(self, layout: Layout, index: Index) -> None:
         super().__init__(layout, index)
@@ -61,11 +63,13 @@ class _Packable(Indexed):
 
     @property
     def beside(self) -> bool:
-        """Tells whether captions of clips stand in files beside them, and not in the index."""
+        """Returns whether the captions of clips lie in files beside them, and not in the index."""
         return bool(self.layout.notes.get("beside"))
 
     def read_captions(self, row: int) -> tuple[str, ...]:
-        """Returns the captions of a row. Raises OSError or ConfigError if a text beside a clip cannot be read."""
+        """Returns the captions of a row; if they lie beside clips, the first line of the clip's text file, "" if it is
+        empty. Raises OSError or ConfigError if that file cannot be read.
+        """
         if not self.beside:
             return self.index.read_captions(row)
         return split_lines(read_text((self.path / self.index.read_name(row)).with_suffix(".txt")))[:1] or ("",)
@@ -84,7 +88,7 @@ Sampled = tuple[str, bytes, int | None, tuple[str, ...]]  # name, encoded bytes,
 
 
 def run_verb(options: PackOptions) -> None:
-    """Packs, and says what was written."""
+    """Packs the data, and prints on rank 0 what was written."""
     index = pack_data(options)
     if group.rank() != 0:
         return
@@ -101,8 +105,8 @@ def run_verb(options: PackOptions) -> None:
 
 
 def pack_data(options: PackOptions) -> dict[str, Any]:
-    """Writes options.out, on all ranks together; returns what its pack.json says. Raises ConfigError if it cannot be
-    written.
+    """Packs the data into options.out, on all ranks together. Returns the content of pack.json. Raises ConfigError if
+    the data cannot be packed, the folder cannot be written, or too many files are unreadable.
     """
     data = options.make_data()
     layout, index = _open_index(options, data)
@@ -112,7 +116,7 @@ def pack_data(options: PackOptions) -> dict[str, Any]:
     if first:
         print(f"data: {data.path}: {files.describe()}; {plan['shard_samples']:,} a shard", flush=True)
     with claim_folder(options.out, "packs", lambda: _prepare_folder(options, plan)):
-        plan = run_on_first(lambda: _read_plan(options.out))  # an earlier command has counted, too
+        plan = run_on_first(lambda: _read_plan(options.out))  # an earlier command may have counted other sizes
         count = -(-len(index) // plan["shard_samples"])
         earlier = run_on_first(lambda: _read_records(options.out))
         records = complete_shards(
@@ -139,7 +143,9 @@ def _open_index(options: PackOptions, data: Data) -> tuple[Layout, Index]:
 
 
 def _make_plan(options: PackOptions, files: _Packable) -> dict[str, Any]:
-    """Returns the content of packing.json, which determines the shards."""
+    """Returns the settings that determine the shards, for packing.json. The number of samples in a shard follows from
+    the sizes of up to 1000 files.
+    """
     layout, index = files.layout, files.index
     rows = np.unique(np.linspace(0, len(index) - 1, _SAMPLED).astype(int)).tolist()
     sizes = [len(content) for _, content, _, _ in _read_samples(files, rows, lambda name, reason: None)]
@@ -157,7 +163,9 @@ def _make_plan(options: PackOptions, files: _Packable) -> dict[str, Any]:
 
 
 def _prepare_folder(options: PackOptions, plan: dict[str, Any]) -> str | None:
-    """Makes the folder ready; returns why it cannot be, else None."""
+    """Writes packing.json into options.out, unless it is there already. Returns None, or a message if the folder holds
+    other shards or other files.
+    """
     out = options.out
     if (out / PACKING).exists():
         try:
@@ -185,7 +193,9 @@ def _name_record(out: Path, number: int) -> Path:
 
 
 def _read_records(out: Path) -> dict[int, dict[str, Any]]:
-    """Reads the records in pack.json, where an earlier command has written it."""
+    """Returns the records of all shards, by number, if an earlier command has finished and written its index;
+    else {}.
+    """
     for name in (INDEX, _TARS):
         body = sealed.parse_sealed((out / name).read_bytes()) if (out / name).is_file() else None
         if body is not None:
@@ -194,7 +204,9 @@ def _read_records(out: Path) -> dict[int, dict[str, Any]]:
 
 
 def _find_whole_shard(out: Path, kind: str, number: int, earlier: dict[int, dict[str, Any]]) -> dict[str, Any] | None:
-    """Returns the record of a shard that is there and has its hash; removes any other shard, and returns None."""
+    """Returns the record of shard `number` if its file has the recorded size and hash. Otherwise removes the file, if
+    there is one, and returns None. `earlier` are the records of a finished command.
+    """
     path, record = _name_shard(out, kind, number), _name_record(out, number)
     known = earlier.get(number) or (sealed.parse_sealed(record.read_bytes()) if record.is_file() else None)
     if (
@@ -213,7 +225,9 @@ def _find_whole_shard(out: Path, kind: str, number: int, earlier: dict[int, dict
 def _make_shards(
     options: PackOptions, plan: dict[str, Any], files: _Packable, missing: list[int]
 ) -> dict[int, dict[str, Any]]:
-    """Writes this rank's share of the missing shards; returns a record of each."""
+    """Writes this rank's share of the shards in `missing`, and returns their records by number. Raises ConfigError if
+    too many files are unreadable.
+    """
     mine, size, total = missing[group.rank() :: group.world()], plan["shard_samples"], len(files)
     bad: list[tuple[str, str]] = []
     rows = (row for number in mine for row in range(number * size, min((number + 1) * size, total)))
@@ -239,14 +253,17 @@ def _make_shards(
             with explain_write_errors(options.out, SAME_COMMAND):
                 atomic.write_file(_name_record(options.out, number), sealed.render_sealed(record))
             records[number] = record
-            bar.update(min(here * min(group.world(), len(missing)), bar.total - bar.n))  # others are as far
+            # The other ranks are assumed to be as far.
+            bar.update(min(here * min(group.world(), len(missing)), bar.total - bar.n))
     return records
 
 
 def _read_samples(
     files: _Packable, rows: Iterator[int] | list[int], bad: Callable[[str, str], None]
 ) -> Iterator[Sampled]:
-    """Yields the samples of some rows. One that cannot be read has no bytes; `bad` gets its name and the reason."""
+    """Reads the samples in `rows` with threads, and yields them in that order. A sample that cannot be read has no
+    bytes; `bad` is called with its name and the reason.
+    """
     layout, index = files.layout, files.index
 
     def read(row: int) -> tuple[Sampled, str | None]:
@@ -267,7 +284,9 @@ def _read_samples(
 
 
 def _read_bytes(content: Path | bytes) -> bytes:
-    """Returns the bytes of a file. Raises ConfigError if it has none, too many, or is no regular file."""
+    """Returns the bytes of a file; bytes are returned as they are. Raises ConfigError if there are none or more than
+    256 MiB, or if the path is no regular file.
+    """
     if isinstance(content, Path):
         require_regular(content)
         with open(content, "rb") as file:
@@ -285,9 +304,10 @@ def _write_shard(file: BinaryIO, samples: Iterator[Sampled], first: int, suffixe
 
 
 def _write_tar(file: BinaryIO, samples: Iterator[Sampled], first: int, suffixes: tuple[str, ...]) -> None:
-    """Writes members as webdataset names them: 000000012.jpg, .cls with the number of its class, .txt with its caption.
+    """Writes samples as members of a tar, named as in webdataset: 000000012.jpg, .cls with the number of the class,
+    .txt with the caption. `first` is the number of the first sample.
 
-    Several captions, or one of several lines, stand in .json, as "caption". `first`: the number of the first sample.
+    Several captions, or one of several lines, are written to .json instead, as "caption".
     """
     with tarfile.open(fileobj=file, mode="w", format=tarfile.USTAR_FORMAT) as archive:
         for number, (name, content, label, captions) in enumerate(samples, first):
@@ -305,7 +325,9 @@ def _write_tar(file: BinaryIO, samples: Iterator[Sampled], first: int, suffixes:
 
 
 def _choose_suffix(name: str, content: bytes, suffixes: tuple[str, ...]) -> str:
-    """Returns the ending of a member's name: of the file's own, else what its bytes are."""
+    """Returns the ending, without a dot, for a sample's member of a tar: that of the file's name if it is one of
+    `suffixes`, else the format of the image in it, else the first of `suffixes`.
+    """
     own = os.path.splitext(name)[1].lower()
     if own in suffixes:
         return own[1:]
@@ -313,14 +335,16 @@ def _choose_suffix(name: str, content: bytes, suffixes: tuple[str, ...]) -> str:
         with Image.open(io.BytesIO(content), formats=FORMATS) as image:
             kind = (image.format or "").lower()
             return {"jpeg": "jpg"}.get(kind, kind)
-    except Exception:  # unreadable, and bad when it is read again
+    except Exception:  # an unreadable image, which is reported when it is read again
         return suffixes[0][1:]
 
 
 def _write_index(
     options: PackOptions, plan: dict[str, Any], index: Index, records: dict[int, dict[str, Any]]
 ) -> dict[str, Any]:
-    """Writes pack.json, the last file, on rank 0; returns what it says."""
+    """Writes the index of all shards (pack.json, or tars.json beside tars) on rank 0, after the shards, and removes
+    their single records. Returns the content of the index. Raises ConfigError if too many files are unreadable.
+    """
     body = {
         "format": FORMAT,
         "noun": plan["noun"],

@@ -1,4 +1,4 @@
-"""What a run will cost, before it is started: bytes, traffic, operations, time; and what makes it fit."""
+"""Says what a run will cost before it is started: bytes, traffic, operations, time; and which change makes it fit."""
 
 import signal
 import sys
@@ -19,7 +19,7 @@ from dstrain.recipe import ConfigError, Run
 from dstrain.tracking.hardware import parse_chip
 
 _DOES_NOT_FIT = 1  # exit code
-_ROWS = 20  # of a search, in a table that fits a screen
+_ROWS = 20  # rows of a search's table, which then fits a screen
 _HEAD = (
     f"{'stage':>5} {'micro':>6} {'steps x':>8} {'recompute':>10} {'GPU GB':>8} {'free GB':>8} {'s a step':>9} "
     f"{'samples/s':>10}"
@@ -27,7 +27,9 @@ _HEAD = (
 
 
 def run_verb(options: PlanOptions) -> None:
-    """Counts, and prints the costs. Raises SystemExit(1) if the run does not fit."""
+    """Counts the costs of a run, or with --search of many settings, and prints them. Raises SystemExit(1) if the run,
+    or with --search each of them, does not fit.
+    """
     get_phases().enter_phase("checking the recipe")
     run = load_recipe(options.recipe, options.overrides, lambda note: print(note, file=sys.stderr))
     ds_config = find_ds_config(options.ds_config)
@@ -51,10 +53,10 @@ def make_case(
     network: float | None,
     efficiency: float = EFFICIENCY,
 ) -> Case:
-    """Makes the case to plan for. network: Gbit/s for each GPU, None: the chip's own. efficiency: share of the chip's
-    peak rate that is reached.
+    """Returns the Case to plan for: the run, its settings, its ranks and their GPU. `network` is in Gbit/s for each
+    GPU; None takes what is listed for the GPU. `efficiency` is the share of the GPU's peak rate that is reached.
 
-    Raises ConfigError if the chip is unknown, or the JSON or the recipe does not suit so many ranks.
+    Raises ConfigError if the GPU is unknown, or if the JSON or the recipe does not suit so many ranks.
     """
     if world > MAX_RANKS:
         raise ConfigError(
@@ -76,7 +78,7 @@ def make_case(
         optimizer=run.optimizer,
         faults=run.faults,
         sequence=run.parallel.sequence,
-    )  # complaints that name the file
+    )  # raises errors that name the file
     return Case(run, small.read_json(ds_config), Layout(world, gpus_per_node), device, efficiency)
 
 
@@ -202,7 +204,7 @@ def _describe_step(estimate: Estimate) -> list[str]:
 
 
 def _warn_of_launches(estimate: Estimate) -> list[str]:
-    """Returns [a warning] if the time of a step is too short to be true; else []."""
+    """Returns a list with one warning if the estimated time of a step is too short to be true, else []."""
     if estimate.time is None or estimate.time.total >= LAUNCHES:
         return []
     return [
@@ -261,7 +263,7 @@ def _format_seconds(seconds: float) -> str:
 
 
 def _format_number(number: float) -> str:
-    """Returns a number with three digits and a prefix of thousands."""
+    """Formats a number with at most four digits and a prefix (k, M, G, T or P), so that a unit can follow."""
     for power, prefix in ((15, "P"), (12, "T"), (9, "G"), (6, "M"), (3, "k")):
         if number >= 10**power:
             return f"{number / 10**power:.4g} {prefix}"

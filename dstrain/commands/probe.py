@@ -1,4 +1,5 @@
-"""One look before a start: two samples go through all that training will ask of a system, in the order of the contract.
+"""Tries a system before training starts: two samples go through all that training will call, in the order of
+systems/base.py.
 
 So a loss of the wrong shape, a sampler that forgets a picture, or a codebook smaller than the ids in the data, is
 reported before anything is launched. A small model computes on the CPU; a large one runs on the meta device, whose
@@ -38,7 +39,7 @@ _OUT_OF_RANGE = re.compile(r"index out of range in self|(?:Target|index) (-?\d+)
 
 
 class _NotChecked(Exception):
-    """Code asks for values, which tensors on the meta device do not have."""
+    """Is raised if code asks for values, which tensors on the meta device do not have."""
 
 
 class _Unfilled(TorchFunctionMode):
@@ -51,18 +52,19 @@ class _Unfilled(TorchFunctionMode):
 
 
 class _Enough(Exception):
-    """A sampler has called the networks as often as a look may."""
+    """Is raised when a sampler calls the networks more than _CALLS times, which is enough to check it."""
 
 
 def probe_system(run: Run, system: System, source: Any, precision: str = "fp32") -> list[str]:
-    """Takes two samples of `source` to the loss of every part that ever has a turn, evaluates them, and draws two in
-    two steps, where the run will; returns remarks, a line each.
+    """Takes two samples of `source` through `encode` and the loss of every part that learns at the first or the last
+    step. Then evaluates them and draws two samples in two steps, if the run will do so. Returns remarks, a line each.
 
     Call it on rank 0 alone, and last with this `system`: its frozen networks may be on the meta device afterwards.
-    Torch's random state, the run's folder and the source stay as they are. precision: that of the weights in training.
+    Torch's random state, the run's folder and the source stay as they are. precision: that of the weights in training,
+    fp32, bf16 or fp16.
 
-    Raises ConfigError for what breaks the contract of systems/base.py, and for ids out of range. Other exceptions pass
-    through.
+    Raises ConfigError if the system breaks the contract of systems/base.py, or if ids are out of range. Other
+    exceptions pass through.
     """
     with torch.random.fork_rng(devices=[]):
         networks = _build_networks(run.system, system)
@@ -90,13 +92,17 @@ def probe_system(run: Run, system: System, source: Any, precision: str = "fp32")
 
 
 def require_holdable(name: str, system: System) -> None:
-    """Raises ConfigError if no machine holds the networks; before a sample of their size is read."""
+    """Raises ConfigError if the networks of a system are larger than any machine holds. Call it before a sample of
+    their size is read.
+    """
     with torch.random.fork_rng(devices=[]):
         _build_networks(name, system)
 
 
 def _build_networks(name: str, system: System) -> dict[str, nn.Module]:
-    """Builds the networks, on the meta device where they can be. Raises ConfigError if no machine holds them."""
+    """Builds the networks on the meta device, or with values if a constructor needs them. Raises ConfigError if they
+    are larger than any machine holds.
+    """
     count, numbers = 0, 0
 
     def require_bounded(_: Any, entry: str, values: Any) -> None:
@@ -133,7 +139,9 @@ def _build_networks(name: str, system: System) -> dict[str, nn.Module]:
 
 
 def _read_batch(run: Run, source: Any) -> dict[str, Tensor]:
-    """Reads the first samples that training takes. What cannot be read is replaced."""
+    """Returns the first two samples that training takes, as a batch. Unreadable samples are replaced, without a
+    warning.
+    """
     with (
         warnings.catch_warnings(),
         Batches(
@@ -147,8 +155,11 @@ def _read_batch(run: Run, source: Any) -> dict[str, Tensor]:
 def _try_parts(
     run: Run, system: System, batch: Batch, encoding: torch.device, learning: torch.device, precision: str
 ) -> list[str]:
-    """Takes one turn of every part, with `encode` on one device and `loss` on another or the same; then tries all other
-    methods.
+    """Computes the loss of every part that has a turn at the first or the last step; then tries saving, evaluation and
+    drawing. Returns remarks, a line each. `encode` computes on the device `encoding`, all else on `learning`.
+
+    Raises ConfigError if something returns what training cannot use, _NotChecked if values are needed on the meta
+    device.
     """
     with learning, _Unfilled() if learning.type == "meta" else nullcontext():
         networks = system.networks() if learning.type == "cpu" else system.networks_on_meta()
@@ -214,8 +225,8 @@ def _try_parts(
 
 
 def _cache_output_shapes(network: nn.Module) -> None:
-    """Lets a network on the meta device compute once without gradient for inputs of the same shapes, since it costs
-    half a second where it is deep.
+    """Replaces the `forward` of a network on the meta device. A call without gradient, for inputs of shapes and dtypes
+    that it has met before, returns an empty tensor of the same shape as then: a deep network takes half a second.
     """
     forward = network.forward
     outputs: dict[Any, Any] = {}
@@ -237,7 +248,9 @@ def _cache_output_shapes(network: nn.Module) -> None:
 
 
 def _try_saving_state(name: str, system: System) -> None:
-    """Takes a system's own state and gives it back, as a save and a resume do. Raises ConfigError if that fails."""
+    """Calls `state_dict` of a system and gives the result to `load_state_dict`, as a save and a resume do. Raises
+    ConfigError if it is no dict of tensors, or is refused.
+    """
     state = system.state_dict()
     if not isinstance(state, dict) or not all(map(torch.is_tensor, state.values())):
         raise ConfigError(f"{name}: state_dict returns something else than a dict of tensors: a checkpoint keeps those")
@@ -246,7 +259,9 @@ def _try_saving_state(name: str, system: System) -> None:
 
 
 def _try_evaluation(run: Run, system: System, networks: Nets, example: Example) -> None:
-    """Measures as on held-out data. Raises ConfigError for terms that training could not average or choose by."""
+    """Calls `evaluate` and `digest` of a system, as training does on held-out data. Raises ConfigError if their figures
+    have the wrong form, or lack the loss by which save.best=true chooses.
+    """
     place = f"{run.system}: evaluate"
     with _explain_errors(place, {}, example["key"].device):
         terms = system.evaluate(networks, example)
@@ -264,7 +279,9 @@ def _try_evaluation(run: Run, system: System, networks: Nets, example: Example) 
 
 
 def _try_drawing(run: Run, system: System, networks: Nets, data: Batch, example: Example) -> None:
-    """Draws two samples of the grid in two steps, and the pictures beside them. Raises ConfigError for other shapes."""
+    """Draws two samples of the grid in two steps, and the system's pictures beside them, if it has such. Raises
+    ConfigError if they have a wrong shape or dtype.
+    """
     device = example["key"].device
     if system.generates and not system.cannot_draw():
         samples = run.samples.model_copy(update={"num": _SAMPLES} if run.samples.prompts else {})
@@ -291,7 +308,9 @@ def _try_drawing(run: Run, system: System, networks: Nets, data: Batch, example:
 
 @contextmanager
 def _limit_calls(networks: Nets) -> Iterator[None]:
-    """Raises _Enough at the networks' call beyond _CALLS: samplers may ignore the number of steps."""
+    """Makes the networks raise _Enough within the block when they are called more than _CALLS times, since a sampler
+    may ignore the number of steps.
+    """
     calls = itertools.count(1)
 
     def count_call(*_: Any) -> None:
@@ -309,8 +328,8 @@ def _limit_calls(networks: Nets) -> Iterator[None]:
 
 @contextmanager
 def _explain_casts(place: str, half: torch.dtype | None) -> Iterator[None]:
-    """Turns the error of inputs in float32 that meet weights in half precision into a ConfigError that
-    says what to do.
+    """Turns the block's RuntimeError about inputs in float32 that meet weights in `half` precision into a ConfigError
+    that says what to do. Changes nothing if `half` is None.
     """
     try:
         yield
@@ -325,7 +344,9 @@ def _explain_casts(place: str, half: torch.dtype | None) -> Iterator[None]:
 
 
 def _require_parts(name: str, system: System, networks: dict[str, nn.Module]) -> None:
-    """Raises ConfigError for networks, parts, averages and turns that do not go together."""
+    """Raises ConfigError if `networks`, `averaged` or `turns` name other parts than `parts`, or if a weight has no
+    elements.
+    """
     parts = list(system.parts)
     if set(networks) != set(parts) or not {*system.averaged, *system.turns(0)} <= set(parts):
         raise ConfigError(
@@ -339,7 +360,9 @@ def _require_parts(name: str, system: System, networks: dict[str, nn.Module]) ->
 
 
 def _require_terms(place: str, terms: dict[str, Tensor], watched: tuple[str, ...]) -> None:
-    """Raises ConfigError for terms that the loop cannot descend or report."""
+    """Raises ConfigError unless the terms of a loss are tensors by name, with a scalar "loss" that has a gradient. Each
+    other term is a scalar or one value a sample, (B,); those in `watched` may have more axes.
+    """
     if not isinstance(terms, dict) or not all(map(torch.is_tensor, terms.values())):
         raise ConfigError(f'{place} returns a {type(terms).__name__}: return a dict of tensors, its "loss" a scalar')
     if "loss" not in terms:
@@ -378,8 +401,9 @@ def _list_ids(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 def _explain_errors(
     place: str, ids: dict[str, Tensor], device: torch.device, tables: tuple[int, ...] = ()
 ) -> Iterator[None]:
-    """Turns an id out of range into a ConfigError that says what ids there are, and a need of values into
-    _NotChecked.
+    """Turns the block's error about an id out of range into a ConfigError that lists which `ids` there are, and on the
+    meta device an error about missing values into _NotChecked. Other errors pass through, also if the ids fit into all
+    `tables`, the sizes of the embeddings.
     """
     try:
         yield

@@ -1,9 +1,9 @@
-"""Averages of any width, made of a trained run's snapshots: chosen when training is over.
+"""Makes averages of any width from a trained run's snapshots: the width is chosen when training is over.
 
     RUN/reconstructed/WIDTH/step_N/    as a checkpoint: one kind, ema.WIDTH, of each averaged part, float32; buffers
 
-docs/guides/reconstruct.md explains widths. ema/combine.py solves and streams. Every verb finds what is written here
-by --ema WIDTH (runs/trained.py).
+docs/guides/reconstruct.md explains widths. ema/combine.py solves and streams. Every verb finds what is written here by
+--ema WIDTH (runs/trained.py).
 """
 
 import shutil
@@ -34,7 +34,7 @@ USUAL = (0.01, 0.02, 0.03, 0.04, 0.05, 0.06, 0.075, 0.1, 0.125, 0.15, 0.2, 0.25)
 
 @dataclass(frozen=True)
 class Made:
-    """One average that was written."""
+    """Describes one average that is there, made now or earlier."""
 
     width: float
     path: Path
@@ -42,7 +42,7 @@ class Made:
 
 
 def run_verb(options: ReconstructOptions) -> None:
-    """Makes the averages, measures them where --sweep asks for it, and says what was made."""
+    """Makes the averages, and prints where they are; with --sweep measures each of them."""
     quality = None
     if options.sweep:
         if options.metric:
@@ -68,9 +68,10 @@ def run_verb(options: ReconstructOptions) -> None:
 
 
 def make_averages(options: ReconstructOptions) -> list[Made]:
-    """Writes the averages, each whole or not at all, on all ranks together, which share the elements.
+    """Writes the averages, each whole or not at all, on all ranks together, each of which makes its share of the
+    elements. Averages that are there already are kept. Returns all of them.
 
-    Raises ConfigError if there are no such snapshots, or they make no average of some width.
+    Raises ConfigError if there are no such snapshots, or if they make no average of some width.
     """
     snapshots = list_usable_snapshots(options.folder, options.step)
     step, origin = snapshots[-1].step, {"snapshots": [s.step for s in snapshots], "identity": hash_snapshots(snapshots)}
@@ -93,8 +94,9 @@ def make_averages(options: ReconstructOptions) -> list[Made]:
 
 def list_usable_snapshots(folder: Path, step: int | None) -> list[Snapshot]:
     """Lists the run's whole snapshots up to `step` (None: the newest) that can be combined with the last of them.
+    Prints on stderr which damaged ones are left out.
 
-    Raises ConfigError if there is none, or none of that step.
+    Raises ConfigError if there is none, none of that step, or if that one is damaged.
     """
     run, store = trained.read_recipe(folder), Store(folder / snapshots.FOLDER, check=validate.check_checkpoint)
     steps = group.broadcast_from_first(store.list_steps())
@@ -129,13 +131,17 @@ def list_usable_snapshots(folder: Path, step: int | None) -> list[Snapshot]:
 
 
 def _is_made(store: Store, step: int, origin: dict[str, Any]) -> bool:
-    """Returns whether this average was made of the same snapshots before."""
+    """Returns whether the store holds a whole average of `step` that was made from the same snapshots, which `origin`
+    names.
+    """
     made = step in group.broadcast_from_first(store.list_steps()) and store.find_fault(step) is None
     return made and origin.items() <= read_manifest(_name_folder(store, step))["extra"].items()
 
 
 def _remove_outdated_averages(stores: Iterable[Store], step: int) -> None:
-    """Removes averages of this step that were made of other snapshots. Raises ConfigError if one is being read."""
+    """Removes averages of this step that were made from other snapshots. Raises ConfigError if another process reads
+    one.
+    """
     paths = [path for path in (_name_folder(store, step) for store in stores) if path.is_dir()]
     if read := group.broadcast_from_first([path for path in paths if is_held(path)]):
         raise ConfigError(f"{read[0]} is being read, and is of other snapshots: give the same command later")

@@ -1,4 +1,4 @@
-"""The report of one run, or of several side by side, as a command."""
+"""Writes the report of one run, or of several side by side: `dstrain report`."""
 
 import sys
 
@@ -8,7 +8,7 @@ from dstrain.tracking.report import page
 
 
 def run_verb(options: ReportOptions) -> None:
-    """Writes the page, and prints its path."""
+    """Writes the page, prints its path, and says on stderr if its folder is new."""
     get_phases().enter_phase("reading runs and drawing the page")
     out = options.page_path
     folder, known = out.parent, out.parent.exists()

@@ -1,4 +1,4 @@
-"""Training as a command: checks the job, and trains it, prints it, or says that it is in order."""
+"""Trains as a command: checks the job, then trains it, prints it, or says that it is in order."""
 
 import json
 import os
@@ -15,7 +15,9 @@ from dstrain.recipe import dump_run
 
 
 def run_verb(options: TrainOptions) -> None:
-    """Trains. Raises SystemExit with the exit code of training."""
+    """Trains, and raises SystemExit with the exit code of training. With --print-config or --dry-run only checks the
+    job, and prints it or that it is in order.
+    """
     get_stops().install_handlers(signal.SIGINT)
     trains, place = not (options.print_config or options.dry_run), read_place()
     if trains and place.rank == 0 and place.world > 1 and "TORCHELASTIC_RUN_ID" not in os.environ:
@@ -35,7 +37,7 @@ def run_verb(options: TrainOptions) -> None:
 
 
 def describe_job(job: Job) -> str:
-    """Returns the whole recipe as YAML, and the DeepSpeed settings as JSON."""
+    """Returns the whole recipe as YAML and the DeepSpeed settings as JSON, in one text."""
     return f"# recipe\n{dump_run(job.run)}\n# DeepSpeed settings\n{json.dumps(job.settings, indent=2)}\n"
 
 

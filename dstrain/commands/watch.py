@@ -1,4 +1,4 @@
-"""Where all runs in a folder stand, as a table or as JSON, once or again and again."""
+"""Prints where all runs in a folder stand, as a table or as JSON, once or again and again: `dstrain watch`."""
 
 import json
 import sys
@@ -12,7 +12,7 @@ _CLEAR = "\033[H\033[2J"  # a terminal's screen
 
 
 def run_verb(options: WatchOptions) -> None:
-    """Prints the state of each run; with --follow until it is interrupted."""
+    """Prints the state of each run; with --follow again every few seconds, until it is interrupted."""
     while True:
         states = [state.read_state(folder) for folder in state.find_runs(list(options.folders) or [Path("runs")])]
         if options.json:

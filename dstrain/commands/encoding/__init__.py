@@ -1,1 +1,1 @@
-"""What encoding makes once, so that training need not: plans of latents, tokens and embeddings."""
+"""Serves `dstrain encode`: plans of latents and tokens, folders of shards, and embedding pairs."""

@@ -1,8 +1,9 @@
-"""The embedding pairs of captioned images, made once by all ranks: what a prior trains on.
+"""Makes the embedding pairs of captioned images, on which a prior trains, once and on all ranks.
 
 The folder has clip-retrieval's layout (see cached/embeddings.py): img_emb/, text_emb/, metadata/ with the captions and,
-where asked for, text_encodings/ and text_mask/. Shards are dealt to the ranks in turn; each is embedded in batches of
-one fixed shape, cut at the shard's own borders, so that its bytes do not depend on the number of ranks. Beside them,
+if --text-encodings asks for them, text_encodings/ and text_mask/. Shards are dealt to the ranks in turn; each is
+embedded in batches of one fixed shape, cut at the shard's own borders, so that its bytes do not depend on the number of
+ranks. Beside them,
 
     FOLDER/pairs.json                 what is embedded by what, and whether all of it is there
     FOLDER/done/shard_00000.json      the hash of each file of that shard, and which pairs of it could not be read;
@@ -46,16 +47,18 @@ from dstrain.runs.folders import is_same_data
 
 @dataclass(frozen=True)
 class Encoders:
-    """Holds both towers."""
+    """Holds the image encoder and the text encoder."""
 
     image: ImageEncoder
     text: TextEncoder
 
 
 def embed_pairs(options: EncodeOptions) -> dict[str, Any]:
-    """Writes options.out, on all ranks together; returns the final content of pairs.json.
+    """Embeds captioned images and their captions into options.out, on all ranks together. Returns the final content of
+    pairs.json.
 
-    Raises ConfigError if what is asked for cannot be, too many pairs are unreadable, or the folder holds other pairs.
+    Raises ConfigError if the options do not suit the data, if too many pairs are unreadable, or if the folder holds
+    other pairs.
     """
     assert options.image_encoder is not None and options.text_encoder is not None and options.data is not None
     with reword_errors(
@@ -92,7 +95,9 @@ def embed_pairs(options: EncodeOptions) -> dict[str, Any]:
 
 
 def _list_byte_settings(options: EncodeOptions, encoders: Encoders, source: Source) -> dict[str, Any]:
-    """Returns the settings and fingerprints on which the bytes of the folder depend."""
+    """Returns the content of pairs.json before anything is embedded: all settings and fingerprints on which the bytes
+    of the folder depend.
+    """
     image, text = encoders.image, encoders.text
     weights = image.state_dict() | dict(image.named_buffers())
     return {
@@ -113,7 +118,9 @@ def _list_byte_settings(options: EncodeOptions, encoders: Encoders, source: Sour
 
 
 def _prepare_folder(options: EncodeOptions, plan: dict[str, Any]) -> str | None:
-    """Makes the folder ready; returns why it cannot be, else None."""
+    """Writes pairs.json into options.out, makes the folders beside it, and removes half-written files. Returns None, or
+    a message if the folder holds other embeddings or other files.
+    """
     out, path = options.out, options.out / PLAN
     if path.exists():
         try:
@@ -138,7 +145,7 @@ def _prepare_folder(options: EncodeOptions, plan: dict[str, Any]) -> str | None:
 
 
 def _read_whole_note(out: Path, number: int) -> dict[str, Any] | None:
-    """Reads the note of a shard; returns None unless all its files have the hashes in it, so that it is whole."""
+    """Returns what done/shard_N.json says of a shard, or None unless all files of the shard have the hashes in it."""
     try:
         note = json.loads(_name_note(out, number).read_text(encoding="utf-8"))
         whole = all(_hash_bytes((out / name).read_bytes()) == digest for name, digest in note["files"].items())
@@ -158,8 +165,8 @@ def _hash_bytes(data: bytes) -> str:
 def _make_shards(
     options: EncodeOptions, encoders: Encoders, source: Source, missing: list[int]
 ) -> dict[int, dict[str, Any]]:
-    """Embeds and writes this rank's share of the missing shards. Returns the note of each by its number: hashes of its
-    files, and its unreadable pairs. Raises ConfigError if too many are unreadable.
+    """Embeds and writes this rank's share of the shards in `missing`. Returns, by shard number, what done/shard_N.json
+    says: hashes of its files, and its unreadable pairs. Raises ConfigError if too many pairs are unreadable.
     """
     notes: dict[int, dict[str, Any]] = {}
     all_bad: dict[str, str] = {}
@@ -184,7 +191,9 @@ def _make_shards(
 
 @torch.no_grad()
 def _embed_batch(options: EncodeOptions, encoders: Encoders, items: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Embeds a batch, filled up by its last pair to a fixed shape: returns arrays (n, ...) as stored, and captions."""
+    """Embeds n pairs, filled up with the last one to the fixed batch size. Returns arrays (n, ...) by name in the
+    stored dtype, and "captions". Raises ConfigError if a value is not finite in that dtype.
+    """
     full = [*items, *[items[-1]] * (options.batch - len(items))]
     captions = unpack_captions(stack_texts([item["caption"] for item in full]))
     texts = encoders.text.encode(captions)
@@ -204,8 +213,8 @@ def _embed_batch(options: EncodeOptions, encoders: Encoders, items: Sequence[dic
 
 
 def _write_shard(out: Path, number: int, parts: list[dict[str, Any]], bad: list[tuple[str, str]]) -> dict[str, Any]:
-    """Writes the files of one shard, and last the note that they are whole; returns the note: hashes of the files, and
-    the unreadable pairs.
+    """Writes the files of one shard, and last its done/shard_N.json. Returns the content of that: hashes of the files,
+    and the unreadable pairs in `bad`. `parts` are the shard's batches.
     """
     note: dict[str, Any] = {"files": {}, "unreadable": bad}
     with explain_write_errors(f"--out {out}", SAME_COMMAND):

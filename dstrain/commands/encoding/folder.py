@@ -1,4 +1,4 @@
-"""Serves the makers of all caches: a folder that one command at a time writes, shards, and unreadable files."""
+"""Serves all commands that write shards: claims a folder for one command, completes shards, limits unreadable files."""
 
 import fcntl
 import time
@@ -21,11 +21,13 @@ SAME_COMMAND = "what is there is whole: give the same command again once it can"
 def claim_folder(
     out: Path, verb: str, prepare: Callable[[], str | None], numbers: range | None = None, shared: bool = False
 ) -> Iterator[None]:
-    """Locks `out` against other commands, and runs `prepare` on rank 0; on all ranks together.
+    """Runs `prepare` on rank 0, and keeps other commands from writing into `out` within the block. Call it on all
+    ranks.
 
-    numbers: of the shards that this command writes. shared: other commands may write other shards meanwhile; then the
-    whole folder is locked while `prepare` runs, and only these shards afterwards. Raises ConfigError if the folder
-    cannot be written, another process `verb` into it, or `prepare` has returned a problem.
+    `numbers` are the shards that this command writes. If `shared`, other commands may write other shards at the same
+    time: then the whole folder is locked only while `prepare` runs, and these shards alone afterwards. Raises
+    ConfigError if the folder cannot be written, if another process `verb` into it (such as "encodes"), or with the
+    message that `prepare` returns.
     """
     first, problem = group.rank() == 0, None
     busy = f"--out {out}: another process {verb} into it; wait for its end"
@@ -55,9 +57,10 @@ def claim_folder(
 
 
 def _lock_shards(file: IO[str], numbers: range) -> bool:
-    """Locks a byte of the file for each of the numbers until the file is closed; waits up to a minute.
+    """Locks one byte of the file for each of the numbers, until the file is closed. Waits up to a minute for other
+    processes.
 
-    Returns False if another process still holds some; True, without a lock, where the file system has no locks.
+    Returns False if another process still holds some; True, without a lock, if the file system has no locks.
     """
     end = time.monotonic() + _PATIENCE
     while True:
@@ -75,8 +78,9 @@ def _lock_shards(file: IO[str], numbers: range) -> bool:
 def complete_shards(
     numbers: range, find: Callable[[int], Record | None], make: Callable[[list[int]], dict[int, Record]]
 ) -> dict[int, Record]:
-    """Returns a record of each shard on every rank. find: returns the record of a whole shard; make: makes this rank's
-    share of the others.
+    """Finds the shards in `numbers` that are whole, and makes the others. Returns the records of all, by number, on
+    every rank. `find` returns the record of a whole shard, else None. `make` gets the missing numbers, makes this
+    rank's share of them, and returns their records.
     """
     records = {}
     for number in numbers[group.rank() :: group.world()]:
@@ -89,12 +93,16 @@ def complete_shards(
 
 
 def count_samples(numbers: Iterable[int], size: int, total: int) -> int:
-    """Counts the samples in some of the shards that hold `size` of `total` each, the last one fewer."""
+    """Counts the samples in the shards `numbers`, if `total` samples are dealt to shards of `size`: the last may hold
+    fewer.
+    """
     return sum(min(size, total - number * size) for number in numbers)
 
 
 def describe_changes(earlier: dict[str, Any], now: dict[str, Any], keys: Iterable[str]) -> str:
-    """Describes the keys with which a folder was made otherwise than now; "" if there are none."""
+    """Describes the `keys` whose values have changed since the folder was made, as "KEY OLD there, NEW here"; "" if
+    none has.
+    """
     changes = [
         f"{key} {earlier.get(key)} there, {now.get(key)} here" for key in keys if earlier.get(key) != now.get(key)
     ]
@@ -102,9 +110,10 @@ def describe_changes(earlier: dict[str, Any], now: dict[str, Any], keys: Iterabl
 
 
 def require_readable(bad: Mapping[str, str], total: int, max_fraction: float, unit: str) -> None:
-    """Raises ConfigError if too many samples are unreadable. One always may be, unless the fraction is 0.
+    """Raises ConfigError if more than `max_fraction` of the samples are unreadable. A single one is always tolerated,
+    unless the fraction is 0.
 
-    bad: why each cannot be read, by its name.
+    `bad` has the reason of each unreadable sample by its name; `unit` is what the message calls samples.
     """
     if len(bad) > max(max_fraction * total, 1 if max_fraction else 0):
         name, reason = next(iter(bad.items()))

@@ -27,7 +27,7 @@ from dstrain.runs.first_stage import FirstStage
 
 @dataclass(frozen=True)
 class Plan:
-    """Holds what the options name, opened."""
+    """Holds the opened first stage, text encoder and source, and the encoding that they will make."""
 
     stage: FirstStage
     texts: TextEncoder | None  # None: captions are not encoded
@@ -36,8 +36,8 @@ class Plan:
 
 
 def make_plan(options: EncodeOptions) -> Plan:
-    """Opens what the options name and plans its encoding; the same on all ranks. Raises ConfigError if what is asked
-    for cannot be.
+    """Opens the first stage, text encoder and data that the options name, and describes their encoding; it is the same
+    on all ranks. Raises ConfigError if options do not go together or do not suit the data.
     """
     require_precision(options.precision)
     if options.run is not None:
@@ -67,9 +67,11 @@ def _is_of_videos(stage: FirstStage) -> bool:
 
 
 def _is_upright(options: EncodeOptions, stage: FirstStage) -> bool:
-    """Returns whether pictures are turned as their files say: as the run does, and what is there already."""
+    """Returns whether pictures are turned as their EXIF orientation says. This is so if the options, the run and the
+    encoding that the folder already holds all say so.
+    """
     earlier = None
-    with suppress(OSError):  # told when the folder is made ready
+    with suppress(OSError):  # reported when the folder is prepared
         earlier = run_on_first(lambda: read_earlier_encoding(options.out))
     older = earlier is not None and "upright" not in earlier["encoding"]
     return options.upright and not older and (stage.data is None or stage.data.upright)
@@ -87,7 +89,7 @@ def _open_texts(options: EncodeOptions) -> TextEncoder | None:
 def _describe_encoding(
     options: EncodeOptions, stage: FirstStage, texts: TextEncoder | None
 ) -> tuple[Source, dict[str, Any]]:
-    """Opens the source, and describes its encoding; returns both."""
+    """Opens the source, encodes one sample of it to learn the shapes, and returns the source and the encoding."""
     source, size = _open_source(options, stage)
     (first,), _ = read_items(source, [0])
     if texts is not None and "caption" not in first:
@@ -112,9 +114,9 @@ def _describe_encoding(
         # All files will be read: their sizes cost little and tell of a changed one.
         "data": group.broadcast_from_first(source.compute_full_fingerprint() if group.rank() == 0 else None),
     }
-    if options.upright:  # of which earlier folders say nothing, too
+    if options.upright:  # folders of earlier versions do not have the key
         encoding["upright"] = True
-    if options.precision != "fp32":  # of which earlier folders say nothing
+    if options.precision != "fp32":  # folders of earlier versions do not have the key
         encoding["precision"] = options.precision
     if options.crops is not None:
         encoding |= {"crops": options.crops, "crop": options.crop}
@@ -144,7 +146,9 @@ def _describe_encoding(
 
 
 def _open_source(options: EncodeOptions, stage: FirstStage) -> tuple[Source, int]:
-    """Returns what is encoded, and the size of its squares, or its width, in pixels."""
+    """Opens the images or videos that are encoded. Returns them, and the side of images or the width of videos in
+    pixels. Raises ConfigError if the options do not say what to open, or it cannot be opened.
+    """
     path, size, share, held_out_path = options.data, options.image_size, options.held_out or 0.0, None
     if (run_data := stage.data) is not None:
         size = size or run_data.image_size
@@ -204,7 +208,9 @@ def _open_images(
 
 
 def _open_clips(options: EncodeOptions, run_data: Data, path: str, share: float, held_out_path: str | None) -> Source:
-    """Opens videos, cut as a run has cut its own, with the images that are mixed into the run's own."""
+    """Opens videos, cut into clips as the run cuts its own. Without --data these are the run's own data, with the
+    images that are mixed into them. Raises ConfigError if the split does not exist, or --clips does not suit it.
+    """
     changes = {
         "path": path,
         "mixture": None,

@@ -1,1 +1,1 @@
-"""What `dstrain evaluate` measures beside held-out losses: pictures by metrics, and averages of every length."""
+"""Serves `dstrain evaluate`: metrics of pictures, and a comparison of averages of several widths."""

@@ -1,4 +1,4 @@
-"""How good a run's pictures are: FID and its like, of what it draws against a reference, or of two sets of images.
+"""Measures how good pictures are, by FID and its like: a run's against a reference, or two sets of images.
 
 Nothing is written but the figures: each rank turns the pictures that it draws into features and forgets them.
 """
@@ -38,16 +38,17 @@ from dstrain.tracking import figures
 
 
 def measure_quality(options: EvaluateOptions) -> tuple[Path | None, dict[str, Any]]:
-    """Measures on all ranks together, prints the figures and writes them.
+    """Measures pictures on all ranks together, prints the figures, and writes them as JSON if there is a folder for
+    that.
 
-    Returns the JSON file, None where there is none, and what it holds.
-    Raises ConfigError if something cannot be measured, with the remedy, before anything is drawn.
+    Returns the path of the JSON file, or None, and its content. Raises ConfigError, with the remedy, if something
+    cannot be measured, before anything is drawn.
     """
     require_precision(options.precision)
     begun = time.perf_counter()
     run = trained.read_recipe(options.folder) if options.folder else None
     measured_path = options.folder or options.images
-    assert measured_path is not None  # as EvaluateOptions.check has seen to
+    assert measured_path is not None  # EvaluateOptions.check_options makes sure of it
     out = options.folder / "evaluation" if options.out is None and options.folder else options.out
     if out is not None:
         trained.require_writable(out)
@@ -99,10 +100,8 @@ def measure_quality(options: EvaluateOptions) -> tuple[Path | None, dict[str, An
 
 
 def require_measurable(options: EvaluateOptions) -> None:
-    """Checks options without drawing.
-
-    Raises ConfigError if a network or the reference is absent or does not serve the metrics, or if too few images are
-    asked for.
+    """Checks, without drawing, that a run can be measured by the metrics of the options. Raises ConfigError if a
+    network or the reference is absent or does not serve the metrics, or if too few images are asked for.
     """
     _require_enough(options)
     networks = table.choose_networks(options.metrics or (), options.features)
@@ -115,7 +114,8 @@ def _require_enough(options: EvaluateOptions) -> None:
 
 
 def write_reference(options: EvaluateOptions) -> str:
-    """Writes the statistics of a set of images, or of a run's data, for later --reference; returns the line to print.
+    """Writes the statistics of a set of images, or of a run's data, to options.write_reference, which --reference takes
+    later. Returns the line to print.
 
     Raises ConfigError, with the remedy, if that cannot be done.
     """
@@ -143,7 +143,9 @@ def write_reference(options: EvaluateOptions) -> str:
 
 
 def _open_measured_data(options: EvaluateOptions, run: Run | None) -> tuple[Images, dict[str, Any]]:
-    """Opens the images that are measured; returns them, and the entries of the result that describe them."""
+    """Opens the images that are measured: those of --images, or those that a run will draw. Returns them, and the
+    entries of the result that describe them. Raises ConfigError if the run cannot draw them.
+    """
     if run is None:
         assert options.images is not None
         return open_set(options.images, "--images"), {"step": 0, "weights": {}, "split": "all"}
@@ -195,7 +197,9 @@ def _open_measured_data(options: EvaluateOptions, run: Run | None) -> tuple[Imag
 
 
 def _open_low_res(options: EvaluateOptions, run: Run) -> Source:
-    """Opens the images that super-resolution begins from: held-out ones, else those of the training set."""
+    """Opens the images that a super-resolution run is measured on, --num-samples of them, evenly spaced: held-out ones,
+    or those of the training set if none are held out. Raises ConfigError if --labels is given, too.
+    """
     if options.labels is not None:
         raise ConfigError(f"--labels: {options.folder} draws from images, which have labels of their own: leave it out")
     train, unseen = open_sources(run.data, run=options.folder)
@@ -203,7 +207,9 @@ def _open_low_res(options: EvaluateOptions, run: Run) -> Source:
 
 
 def _open_own_data(options: EvaluateOptions, run: Run) -> Images:
-    """Opens images of a split of the run's data, cropped as in training; never mirrored."""
+    """Opens the images of a split of the run's data, cropped as in training, but never mirrored. Raises ConfigError if
+    the run has no such split.
+    """
     split = options.split or "train"
     source = None if split == "test" else open_builtin(run.data, split)  # codes of them are compared as pictures, too
     if source is None:
@@ -218,7 +224,9 @@ def _open_own_data(options: EvaluateOptions, run: Run) -> Images:
 
 
 def _open_reference(options: EvaluateOptions, run: Run | None, networks: dict[str, Features]) -> Compared:
-    """Opens what the metrics compare with. Raises ConfigError if there is none, or less than they need."""
+    """Opens what the metrics compare with; nothing if none of them compares. Raises ConfigError if it is absent, or
+    holds less than they need.
+    """
     path = options.reference or options.against
     if not any(table.METRICS[name].compares for name in networks):
         return Compared()
@@ -252,13 +260,13 @@ def _collect_statistics(
 
 
 def keep_finite(value: float | None) -> float | None:
-    """Returns the value, None where it is not finite, as JSON has it."""
+    """Returns the value, or None if it is None or not finite, since JSON has no NaN."""
     return None if value is None or not math.isfinite(value) else value
 
 
 def _name_result_file(options: EvaluateOptions, result: dict[str, Any]) -> str:
-    """Names the file of a result by what was asked: other options write another file, the same ones
-    replace their own.
+    """Returns the name, without ending, of the file for a result. It ends in a hash of the options that change the
+    figures: the same options again replace their own file.
     """
     question = asdict(options) | {"ema": None, "raw": None, "step": None, "batch": None, "out": None}
     question |= {"seed": options.seed or 0, "kept": options.kept or KEPT}
@@ -270,7 +278,7 @@ def _name_result_file(options: EvaluateOptions, result: dict[str, Any]) -> str:
 
 
 def format_report(result: dict[str, Any]) -> str:
-    """Returns the figures as they are printed."""
+    """Formats a result as text for a person."""
     lines = [figures.format_table(result)]
     if result["reference"]:
         lines.append(f"  against {result['reference']}")

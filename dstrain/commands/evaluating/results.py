@@ -1,4 +1,4 @@
-"""Prints and writes what was measured, and says by what it was measured."""
+"""Prints and writes what was measured, and describes the command and the machine that have measured it."""
 
 import json
 import platform
@@ -17,7 +17,9 @@ from dstrain.recipe import explain_write_errors
 
 
 def describe_command(options: EvaluateOptions, begun: float) -> dict[str, Any]:
-    """Returns the entries of a result that depend on the command and on the machine; `begun` is its perf_counter."""
+    """Returns the entries of a result that depend on the command and on the machine. `begun` is time.perf_counter()
+    when the command began.
+    """
     return {
         "precision": options.precision,
         "ranks": group.world(),
@@ -31,7 +33,8 @@ def describe_command(options: EvaluateOptions, begun: float) -> dict[str, Any]:
 def publish_result(
     path: Path | None, result: dict[str, Any], text: str, plot: Callable[[Path, dict[str, Any]], None] | None = None
 ) -> None:
-    """Prints the figures, then writes them as JSON and a plot beside it: a full disk loses no measurement.
+    """Prints `text` on rank 0, then writes `result` as JSON to `path`, and a plot beside it if `plot` is given. Only
+    prints if `path` is None. Since it prints first, a full disk loses no measurement.
 
     Raises ConfigError if the files cannot be written.
     """

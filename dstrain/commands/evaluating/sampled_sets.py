@@ -1,4 +1,4 @@
-"""What a run draws to be measured: pictures and clips, and stories of several scenes. quality.py measures them."""
+"""Draws from a run what is measured: pictures and clips, and stories of several scenes. quality.py measures them."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -29,7 +29,9 @@ _REQUESTED = 1024  # prompts that are encoded, or images that are read, at a tim
 
 
 class Drawn(Images):
-    """Draws by a run, each rank its own share; super-resolution from the images of `source`, made small."""
+    """Is a set of images that a run draws when they are read, each rank its own share. A super-resolution run enlarges
+    the images of `source`, which are made small first.
+    """
 
     def __init__(
         self,
@@ -82,7 +84,9 @@ class Drawn(Images):
 
 
 class Stories(Drawn):
-    """Draws clips of several scenes by a run, each rank its own share: random stories of the built-in clips."""
+    """Draws clips of several scenes by a run, each rank its own share: random stories of builtin:moving. Raises
+    ConfigError if the run does not draw such clips from texts.
+    """
 
     def __init__(
         self,
@@ -108,7 +112,9 @@ class Stories(Drawn):
 
     @torch.no_grad()
     def sum_stories(self, network: Features) -> torch.Tensor:
-        """Sums the scores of the stories of all ranks, see metrics/clips.py."""
+        """Draws all stories, and returns the sums of their scores over all ranks, float64 (6, scenes), see
+        metrics/clips.py.
+        """
         options, texts, size = self.options, [*list_captions()], min(self.options.batch, self.num)
         request, _ = make_request(
             self.samples,
@@ -133,7 +139,9 @@ class Stories(Drawn):
         return group.sum_over_ranks(sums)
 
     def _draw_stories(self, request: Request, seeds: torch.Tensor, texts: torch.Tensor) -> torch.Tensor:
-        """Draws clips uint8 (n, T, C, H, W) of the texts by number, int64 (n, scenes), on this rank's device."""
+        """Draws clips uint8 (n, T, C, H, W). `texts`, int64 (n, scenes), says which text of the request each scene
+        shows. Computes and returns on this rank's device.
+        """
         seeds = seeds.to(group.device())
         first, *later = [
             {name: values[numbers].to(seeds.device) for name, values in request.conditions.items()}

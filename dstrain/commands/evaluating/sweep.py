@@ -1,4 +1,4 @@
-"""How good each length of a run's averages is: the held-out loss or a metric by width, as JSON and a curve.
+"""Measures averages of a run by their width: the held-out loss or a metric of each, as JSON and a curve.
 
 The averages are those that `dstrain reconstruct` has written; every rank loads one after another.
 """
@@ -30,9 +30,10 @@ from dstrain.tracking import figures
 
 
 def require_sweep_possible(folder: Path, options: EvaluateOptions | None) -> None:
-    """Checks, before any average is made, that it can be measured; options None: by its held-out loss.
+    """Checks, before any average is made, that it can be measured: by its held-out loss if `options` is None, else by
+    the metric of the options.
 
-    Raises ConfigError if the run holds no samples out, or as `sweep_metric`.
+    Raises ConfigError if the run has no held-out samples, or if the metric cannot be measured.
     """
     if options is None or options.metrics is None:
         _open_held_out(folder, trained.read_recipe(folder))
@@ -53,10 +54,11 @@ def _open_held_out(folder: Path, run: Run) -> Source:
 def sweep_loss(
     folder: Path, step: int, widths: Sequence[float], num: int | None = None, batch: int = 32
 ) -> tuple[Path, dict[str, Any]]:
-    """Measures held-out losses of the averages of these widths at `step`, on all ranks together.
+    """Measures the held-out loss of the averages of these widths at `step`, on all ranks together.
 
-    Returns the JSON file, and its content. num: held-out samples, evenly spaced; None: all. batch: samples of one rank
-    at a time. Samples meet the same noise at every width. Raises ConfigError if the run holds no samples out.
+    Returns the path of the JSON file, and its content. `num`: held-out samples, evenly spaced; None: all. `batch`:
+    samples of one rank at a time. Samples meet the same noise at every width. Raises ConfigError if the run has no
+    held-out samples.
     """
     run = trained.read_recipe(folder)
     all_held_out, system = _open_held_out(folder, run), systems.build(run.system, run.model)
@@ -74,9 +76,10 @@ def sweep_loss(
 
 
 def sweep_metric(options: EvaluateOptions, widths: Sequence[float]) -> tuple[Path, dict[str, Any]]:
-    """Measures one metric of what each average draws, of the same noise at every width; else as `sweep_loss`.
+    """Measures one metric of the pictures that each average draws, from the same noise at every width. Returns the path
+    of the JSON file, and its content.
 
-    Raises ConfigError as `measure_quality`, and for a metric of several figures.
+    Raises ConfigError as `measure_quality`, and if the metric has several figures.
     """
     require_sweep_possible(options.run_folder, options)
     (metric,) = options.metrics or ("",)
@@ -92,7 +95,9 @@ def _publish_scores(
     widths: Sequence[float],
     scores: Sequence[Mapping[str, float | None]],
 ) -> tuple[Path, dict[str, Any]]:
-    """Prints and writes the scores of all widths, of which `judge` chooses the best."""
+    """Prints and writes the scores of all widths, with the best width by the score `judge`. Returns the path of the
+    JSON file, and its content.
+    """
     columns = {name: [keep_finite(one[name]) for one in scores] for name in scores[0]}
     finite = [(value, width) for width, value in zip(widths, columns[judge]) if value is not None]
     best = (max if judge in HIGHER else min)(finite, key=itemgetter(0))[1] if finite else None
@@ -104,7 +109,7 @@ def _publish_scores(
 
 
 def format_report(result: dict[str, Any]) -> str:
-    """Returns the scores as they are printed."""
+    """Formats the scores as text for a person."""
     judge = result["judge"]
     name = "held-out loss" if judge == "loss" else judge
     lines = [f"{name} of {result['samples']} samples at step {result['step']}, by width"]

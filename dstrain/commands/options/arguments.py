@@ -1,6 +1,6 @@
-"""Kinds of values on a command line, and a parser that has --help and reports faults as text.
+"""Parses kinds of values on a command line; its Parser has --help and reports faults as text.
 
-parser = Parser(HELP); parser.add_argument(...); words = parser.words(argv)
+parser = Parser(HELP); parser.add_argument(...); words = parser.parse_words(argv)
 """
 
 import argparse
@@ -15,7 +15,9 @@ from dstrain.recipe import WIDEST, ConfigError
 
 
 class Parser(argparse.ArgumentParser):
-    """Parses as argparse does, with ConfigErrors, -h, --help, which prints `text`, and what launchers add."""
+    """Parses as argparse does, but raises ConfigError for faults, prints `text` for -h and --help, and accepts
+    --local_rank, which launchers add.
+    """
 
     def __init__(self, text: str) -> None:
         super().__init__(add_help=False, allow_abbrev=False)
@@ -27,11 +29,13 @@ class Parser(argparse.ArgumentParser):
         raise ConfigError(f"{message}; --help shows what there is")
 
     def parse_words(self, argv: Sequence[str] | None = None) -> dict[str, Any]:
-        """Returns the values that were typed, by name. --help ends the process."""
+        """Returns the values that were typed, or the defaults, by name. Prints `text` and ends the process if --help
+        was typed.
+        """
         return self.read_values(self.parse_args(argv))
 
     def read_values(self, parsed: argparse.Namespace) -> dict[str, Any]:
-        """Returns the same as `parse_words`, for arguments that are parsed already."""
+        """Returns the values of arguments that are parsed already, as `parse_words` does."""
         words = vars(parsed)
         if words.pop("help"):
             print(self.text, end="")
@@ -74,7 +78,7 @@ def parse_fraction_below_1(text: str) -> float:
 
 
 def parse_part(text: str) -> tuple[int, int]:
-    """Parses N/PARTS, as 3/16, into the number of a part and of all parts."""
+    """Parses N/PARTS, such as 3/16, into the number of a part, from 1 on, and the number of all parts."""
     place, slash, parts = text.partition("/")
     if not (slash and place.isdecimal() and parts.isdecimal() and 1 <= int(place) <= int(parts)):
         raise argparse.ArgumentTypeError(f"{text!r} is no part such as 3/16, the third of 16")
@@ -82,7 +86,7 @@ def parse_part(text: str) -> tuple[int, int]:
 
 
 def parse_widths(text: str) -> tuple[float, ...]:
-    """Parses relative widths of averages, as 0.05,0.10."""
+    """Parses relative widths of averages, such as 0.05,0.10, without repetitions. A width lies from 0.001 to WIDEST."""
     values = tuple(dict.fromkeys(parse_scale(word.strip()) for word in text.split(",")))
     if not all(0.001 <= value <= WIDEST for value in values):
         raise argparse.ArgumentTypeError(f"{text!r}: a width lies from 0.001 to {WIDEST}, such as 0.05,0.10,0.15")
@@ -98,7 +102,7 @@ def parse_fraction(text: str) -> float:
 
 
 def parse_interval(text: str) -> tuple[float, float]:
-    """Parses two numbers from 0 on, the lower first, as 0.2,1.6."""
+    """Parses two numbers from 0 on, the lower first, such as 0.2,1.6."""
     values = tuple(map(parse_scale, text.split(",")))
     if len(values) != 2 or values[0] > values[1]:
         raise argparse.ArgumentTypeError(f"{text!r} is not LO,HI, such as 0.2,1.6")
@@ -106,8 +110,8 @@ def parse_interval(text: str) -> tuple[float, float]:
 
 
 def parse_guide(text: str) -> tuple[Path, float | str | None, int | None]:
-    """Parses a run, which of its weights, and its checkpoint: RUN, RUN:0.995 for the average of that decay or width,
-    RUN:raw, RUN@400 and RUN@400:raw.
+    """Parses the run that guides, into its folder, its weights and its step: RUN, RUN:0.995 (the average of that decay
+    or width), RUN:raw, RUN@400 and RUN@400:raw. Weights and step are None if they are not given.
     """
     run, colon, name = (text, "", "") if Path(text).is_dir() else text.rpartition(":")
     run, weights = (run, name if name == "raw" else parse_fraction_below_1(name)) if colon else (text, None)
@@ -130,7 +134,7 @@ def parse_window(text: str) -> tuple[int, int, int]:
 
 
 def parse_size(text: str) -> tuple[int, int]:
-    """Parses 320x192: width and height."""
+    """Parses WIDTHxHEIGHT in pixels, such as 320x192, into (width, height)."""
     sides = text.lower().split("x")
     if len(sides) != 2:
         raise argparse.ArgumentTypeError(f"{text} is not WIDTHxHEIGHT in pixels, such as 320x192")
@@ -138,7 +142,7 @@ def parse_size(text: str) -> tuple[int, int]:
 
 
 def parse_labels(text: str) -> tuple[int, ...]:
-    """Parses classes, as 3,5,5."""
+    """Parses class numbers, such as 3,5,5."""
     return tuple(parse_count(word.strip()) for word in text.split(","))
 
 
@@ -155,7 +159,9 @@ def make_words_parser(*known: str) -> Callable[[str], tuple[str, ...]]:
 
 
 def read_nonempty_lines(path: str) -> tuple[str, ...]:
-    """Reads the lines of a text file that are not empty."""
+    """Reads the lines of a text file that are not empty. Raises argparse.ArgumentTypeError if there are none, or the
+    file cannot be read.
+    """
     try:
         lines = split_lines(read_text(Path(path)))
     except (OSError, UnicodeDecodeError) as error:
@@ -167,7 +173,7 @@ def read_nonempty_lines(path: str) -> tuple[str, ...]:
 
 
 def split_words(text: str) -> tuple[str, ...]:
-    """Parses words, as fid,kid."""
+    """Splits a text such as fid,kid at commas, and drops repeated words."""
     return tuple(dict.fromkeys(text.split(",")))
 
 
@@ -180,7 +186,7 @@ _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12} | 
 
 
 def parse_file_size(text: str) -> int:
-    """Parses bytes, as 5GB or 2GiB."""
+    """Parses a number of bytes, such as 5GB (5 x 10^9) or 2GiB (2 x 2^30)."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", text)
     if not match or match[2].upper() not in _UNITS or float(match[1]) <= 0:
         raise argparse.ArgumentTypeError(f"{text!r} is no size; write 5GB, 500MB or 2GiB")
@@ -188,6 +194,6 @@ def parse_file_size(text: str) -> int:
 
 
 def parse_binary_size(text: str) -> int:
-    """Parses bytes, as 256M, which is 2 to the power of 28."""
+    """Parses a number of bytes with K, M or G for powers of 1024, such as 256M, which is 256 x 2^20."""
     factor = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}.get(text[-1:].upper())
     return parse_positive(text[:-1] if factor else text) * (factor or 1)

@@ -33,36 +33,38 @@ _BEHIND = "--"  # the command behind it is a verb's argument
 
 @dataclass(frozen=True)
 class Spec:
-    """Holds what a field says of its option."""
+    """Holds what a dataclass field says of its option."""
 
     text: str
     kind: Callable[[str], Any] = str  # makes a value of a word; argparse.ArgumentTypeError refuses it
     name: str = ""  # without dashes; "": made of the field's name
     metavar: str = ""
     choices: tuple[str, ...] = ()
-    heading: str = ""  # the part of --help that it stands in
-    again: bool = False  # it may be given again; the field is a tuple
-    shown: str | None = None  # the default in --help, where it is not the field's own
-    rivals: str = ""  # options of one such name exclude each other
+    heading: str = ""  # the heading in --help below which it stands
+    again: bool = False  # the option may be repeated; its field is a tuple
+    shown: str | None = None  # the default in --help, if another than the field's own
+    rivals: str = ""  # options with the same name here exclude each other
     aliases: tuple[str, ...] = ()  # other spellings, with dashes
-    missing: str = ""  # the complaint where it is left out
+    missing: str = ""  # the error message if it is left out
     positional: str = ""  # "?", "*", or "--" for a command behind it
 
 
 def option(default: Any, text: str, kind: Callable[[str], Any] = str, **more: Any) -> Any:
-    """Returns a dataclass field for the option --NAME; `more` are fields of Spec. A flag is False by default, or True
-    and named no-SOMETHING.
+    """Returns a dataclass field for the option --NAME; `more` are fields of Spec. A bool makes a flag without a value:
+    its default is False, or True if it is named no-SOMETHING.
     """
     return field(default=default, metadata={_SPEC: Spec(text, kind, **more)})
 
 
 def argument(metavar: str, text: str, kind: Callable[[str], Any] = str, **more: Any) -> Any:
-    """Returns a field for a word without dashes, None where it is left out and `missing` does not complain."""
+    """Returns a dataclass field for a word without dashes. If the word is left out, the field is None, or an error if
+    `missing` has a message for that.
+    """
     return field(default=None, metadata={_SPEC: Spec(text, kind, metavar=metavar, positional="?", **more)})
 
 
 def make_words_field(metavar: str, text: str, kind: Callable[[str], Any] = str, **more: Any) -> Any:
-    """Returns a field for all words without dashes that are left, a tuple."""
+    """Returns a dataclass field, a tuple, for all remaining words without dashes."""
     return field(default=(), metadata={_SPEC: Spec(text, kind, metavar=metavar, positional="*", **more)})
 
 
@@ -83,7 +85,7 @@ class Command:
 
 
 def list_specs(command: type[Command]) -> list[tuple[Field, Spec]]:
-    """Returns (field, spec) of each option, grouped by heading; keyword-only ones last in their group."""
+    """Returns (field, spec) of each option, grouped by heading; in a group, keyword-only fields come last."""
     found = [(entry, entry.metadata[_SPEC]) for entry in fields(command) if _SPEC in entry.metadata]
     found.sort(key=lambda pair: bool(pair[0].kw_only))
     headings = list(dict.fromkeys(spec.heading for _, spec in found))
@@ -91,9 +93,9 @@ def list_specs(command: type[Command]) -> list[tuple[Field, Spec]]:
 
 
 def parse_options(command: type[C], argv: Sequence[str]) -> C:
-    """Returns the options that a command line gives, checked. --help prints and ends the process.
+    """Returns the checked options that a command line gives. --help prints and ends the process.
 
-    Raises ConfigError if there is no such option, a value is none of its kind, or options do not go together.
+    Raises ConfigError if an option does not exist, a value is not of its kind, or options do not go together.
     """
     parser = Parser(format_help(command))
     found, values, words = list_specs(command), {}, list(argv)
@@ -114,7 +116,9 @@ def parse_options(command: type[C], argv: Sequence[str]) -> C:
 
 
 def _make_nonempty_parser(kind: Callable[[str], Any]) -> Callable[[str], Any]:
-    """Returns a parser that refuses an empty word, of which Path would make the current folder."""
+    """Returns a parser that refuses an empty word and passes any other to `kind`. Path would turn an empty word into
+    the current folder.
+    """
 
     def parse_word(text: str) -> Any:
         if not text.strip():
@@ -150,7 +154,9 @@ def _add_options(parser: Parser, found: list[tuple[Field, Spec]]) -> None:
 
 
 def _parse_words(parser: Parser, words: list[str], overrides: bool) -> dict[str, Any]:
-    """Returns the values that were typed. Raises ConfigError for each word that is unknown."""
+    """Returns the values that were typed, or the defaults, by name. Raises ConfigError with a line for each unknown
+    word. `overrides`: words such as KEY=VALUE may stand among the options.
+    """
     parsed, unknown = (parser.parse_known_intermixed_args if overrides else parser.parse_known_args)(words)
     values = parser.read_values(parsed)
     if not unknown:

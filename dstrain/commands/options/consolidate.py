@@ -13,7 +13,7 @@ DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 
 
 def parse_weights_kind(text: str) -> str:
-    """Checks that a text is raw, ema or ema:DECAY, and returns it."""
+    """Returns a text that is raw, ema or ema:DECAY. Raises argparse.ArgumentTypeError for any other."""
     if not re.fullmatch(r"raw|ema(:.+)?", text):
         raise argparse.ArgumentTypeError(f"{text!r} is neither ema, ema:DECAY nor raw")
     return text

@@ -144,8 +144,8 @@ class EncodeOptions(Weights):
 
     @property
     def makes_pairs(self) -> bool:
-        """Returns whether embedding pairs are asked for: by an image encoder, by --text-encodings, or by options of
-        texts without a first stage or run.
+        """Returns whether embedding pairs are made, and not latents or tokens. An image encoder or --text-encodings
+        asks for that, and so do options of texts that name neither a run nor a first stage.
         """
         alone = not (self.run or self.first_stage)
         return bool(self.image_encoder or self.text_encodings or (alone and (self.text_encoder or self.max_text_len)))

@@ -154,12 +154,12 @@ class EvaluateOptions(Weights, Sampling):
 
     @property
     def run_folder(self) -> Path:
-        """Returns the folder of the run, where one is measured."""
+        """Returns the folder of the run that is measured. Call it only where there is one."""
         assert self.folder is not None
         return self.folder
 
     def _list_given(self, names: Iterable[str]) -> list[str]:
-        """Lists those of the names whose options were typed."""
+        """Lists those of the options' `names` that were typed."""
         found = ((name, getattr(self, name)) for name in names)
         return [name for name, value in found if value is not None and value is not False and value != ()]
 

@@ -52,7 +52,7 @@ class IndexOptions(Command):
                 )
 
     def make_data(self) -> Data:
-        """Makes the data section of a recipe that these options describe. Raises ConfigError if an entry is wrong."""
+        """Returns these options as the data section of a recipe. Raises ConfigError if an entry is wrong."""
         changes = {"path": os.path.expanduser(self.path)}
         if self.index is not None:
             changes["index"] = os.path.expanduser(self.index)

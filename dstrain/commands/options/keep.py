@@ -37,8 +37,8 @@ class KeepOptions(Command):
 
     @property
     def training_options(self) -> TrainOptions:
-        """Returns the options of the training command that is kept running. Raises ConfigError if there is none, or it
-        ends at once.
+        """Returns the options of the training command that is kept running. Raises ConfigError if the command trains
+        nothing, or has an option that only checks or prints.
         """
         options = parse_options(TrainOptions, find_training_words(self.words))
         if options.dry_run or options.print_config:
@@ -47,9 +47,10 @@ class KeepOptions(Command):
 
 
 def find_training_words(command: Sequence[str]) -> list[str]:
-    """Returns the arguments of training in a command line: of train.py, of `dstrain train`, or of the module.
+    """Returns the words of a command line that are arguments of training: those behind train.py, `dstrain train`, or
+    the module.
 
-    Raises ConfigError if it trains nothing.
+    Raises ConfigError if the command trains nothing.
     """
     names = [Path(word).name for word in command]
     for place, name in enumerate(names):

@@ -60,5 +60,5 @@ class PackOptions(Command):
             raise ConfigError(f"{wrong[0]}: beside DATA there are entries data.KEY=VALUE alone")
 
     def make_data(self) -> Data:
-        """Makes the data section of a recipe that these options describe. Raises ConfigError if an entry is wrong."""
+        """Returns these options as the data section of a recipe. Raises ConfigError if an entry is wrong."""
         return load_recipe(None, [*self.overrides, f"data.path={os.path.expanduser(self.path)}"]).data

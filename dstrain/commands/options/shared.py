@@ -14,7 +14,7 @@ GUIDANCE = "of diffusion and flow matching, explained in docs/guides/samplers.md
 
 @dataclass(frozen=True, kw_only=True)
 class Trusting(Command):
-    """Reads folders that may name a package from outside as their system."""
+    """Is the base of options whose folders may name a package from outside as their system."""
 
     trust_system: tuple[str, ...] = option(
         (),
@@ -27,7 +27,7 @@ class Trusting(Command):
 
 @dataclass(frozen=True, kw_only=True)
 class Weights(Trusting):
-    """Chooses among the weights of a run."""
+    """Holds the options that choose among the weights of a run."""
 
     ema: float | None = option(
         None,
@@ -44,7 +44,7 @@ class Weights(Trusting):
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling(Command):
-    """Says how samples are drawn, as a recipe's `samples` does."""
+    """Holds the options that say how samples are drawn, as a recipe's `samples` section does."""
 
     sampler: str | None = option(
         None,

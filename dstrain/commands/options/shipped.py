@@ -1,13 +1,15 @@
-"""Recipes and DeepSpeed JSONs that come with dstrain: of the repository in a clone, else of the package."""
+"""Finds recipes, DeepSpeed JSONs and converters that come with dstrain: in a clone those of the repository, else those
+of the package.
+"""
 
 import os
 from pathlib import Path
 
 from dstrain.recipe import ConfigError, format_value, suggest_files
 
-RECIPE, DS_CONFIG = "dit-small.yaml", "zero2.json"  # what is taken where none is named
+RECIPE, DS_CONFIG = "dit-small.yaml", "zero2.json"  # the defaults
 _PACKAGE = Path(__file__).parents[2]
-_ROOT = _PACKAGE.parent  # of a clone
+_ROOT = _PACKAGE.parent  # the root of a clone
 # Where a clone keeps what a wheel has in dstrain/shipped/; setup.py copies it.
 _SOURCES = {".yaml": Path("launch", "recipes"), ".json": Path("ds_configs"), ".py": Path("launch", "convert")}
 
@@ -19,17 +21,18 @@ def find_shipped_folder(suffix: str) -> Path:
 
 
 def find_recipe(path: Path) -> Path:
-    """Returns the recipe that --recipe names."""
+    """Returns the path of the recipe that --recipe names. Raises ConfigError as `find_shipped_file`."""
     return find_shipped_file(path, ".yaml", "--recipe")
 
 
 def find_ds_config(path: Path) -> Path:
-    """Returns the DeepSpeed JSON that --ds_config names."""
+    """Returns the path of the DeepSpeed JSON that --ds_config names. Raises ConfigError as `find_shipped_file`."""
     return find_shipped_file(path, ".json", "--ds_config")
 
 
 def find_shipped_file(path: Path, suffix: str, option: str) -> Path:
-    """Returns the file that an option names: one that is there, else one that is shipped, with or without its suffix.
+    """Returns the path of the file that an option names: an existing file, else a shipped one, which may be named
+    without its suffix.
 
     In a clone, paths below its root are found from any folder. Raises ConfigError if there is no such file.
     """

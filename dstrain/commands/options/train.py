@@ -16,7 +16,7 @@ _FILES = ((".json", "--ds_config"), (".yaml", "--recipe"), (".yml", "--recipe"))
 
 @dataclass(frozen=True)
 class RecipeOptions(Trusting):
-    """Takes a recipe."""
+    """Holds the recipe, the DeepSpeed JSON and the overrides of a command."""
 
     recipe: Path = option(
         Path(RECIPE),
@@ -43,7 +43,7 @@ class RecipeOptions(Trusting):
 
 @dataclass(frozen=True)
 class JobOptions(RecipeOptions, Resume):
-    """Takes a recipe and DeepSpeed settings to train with."""
+    """Holds the options of a training job."""
 
     dry_run: bool = option(False, "check everything, start nothing")
     print_config: bool = option(False, "print the whole recipe and the DeepSpeed settings, start nothing")
