@@ -37,7 +37,7 @@ _UNSUPPORTED = {
 
 
 class Checkpoint(NamedTuple):
-    """What one tag's folder holds."""
+    """The merged weights of one tag's folder, to be written, and where their bytes lie."""
 
     entries: list[Entry]  # by state-dict name, in its order
     tied: dict[str, str]  # name: the other name of the same weight
@@ -46,10 +46,10 @@ class Checkpoint(NamedTuple):
 
 
 def find_tag_folder(path: Path, tag: str | None = None) -> Path | None:
-    """Returns the folder of one tag: `path` itself, or below it the named one, the one that `latest` names, or the only
-    one. Returns None if there is no checkpoint.
+    """Returns the folder of one tag: `path` itself, or a folder in it: that of `tag`, the one that the file `latest`
+    names, or the only one. Returns None if there is no checkpoint.
 
-    Raises ConfigError if there is no such tag, or several to choose from.
+    Raises ConfigError if there is no folder of the tag, or several to choose from.
     """
     if not path.is_dir():
         return None
@@ -70,9 +70,11 @@ def find_tag_folder(path: Path, tag: str | None = None) -> Path | None:
 
 
 def read_checkpoint(folder: Path, trusted: bool, dtype: str) -> Checkpoint:
-    """Returns the weights of a tag's folder, to be written as `dtype`; buffers keep their type, or become float32.
+    """Returns the weights of a tag's folder, to be written as `dtype`. Buffers keep their type, but those of 16 bits
+    become float32. No values are read yet.
 
-    Raises ConfigError if it is not whole, of a kind that cannot be merged, or asks for classes without `trusted`.
+    Raises ConfigError if files are missing or damaged, the checkpoint is of a kind that cannot be merged, or its
+    pickles name other classes than those of tensors and plain values and `trusted` is False.
     """
     optimizers, models = _find_files_by_rank(folder)
     masters = {path.parent.name: path for path in sorted(folder.glob("zero/*/fp32.pt"))} if is_universal(folder) else {}
@@ -115,7 +117,7 @@ def read_checkpoint(folder: Path, trusted: bool, dtype: str) -> Checkpoint:
 
 
 def list_files(folder: Path) -> list[str]:
-    """Lists the names of what DeepSpeed has written straight into a folder."""
+    """Returns the names of DeepSpeed's files of models and optimizers that lie directly in a folder, sorted."""
     return sorted(path.name for path in folder.iterdir() if path.name.endswith(("model_states.pt", "optim_states.pt")))
 
 
@@ -169,8 +171,10 @@ def _find_files_by_rank(folder: Path) -> tuple[dict[int, Path], dict[int, Path]]
 def _merge_weights(
     folder: Path, models: Mapping[int, Any], states: Mapping[int, Any], masters: Mapping[str, Any] | None, dtype: str
 ) -> Checkpoint:
-    """Returns the weights of all ranks, merged. masters: those of a universal folder, by name; None: those in the
-    ranks' files.
+    """Returns the weights of all ranks, merged.
+
+    models, states   by rank, the content of its model file and of its optimizer file
+    masters          by name, the content of the files of a universal folder; None: the masters are in `states`
     """
     first = models[0]
     module, buffers = first["module"], set(first["buffer_names"])
@@ -259,7 +263,7 @@ def _require_complete(
 
 
 class _Line:
-    """Flat tensors one after another, as one."""
+    """Several 1-D tensors in files, taken as one long tensor."""
 
     def __init__(self, flats: Sequence[Stored]) -> None:
         self.flats = [flat for flat in flats if flat.numel]
@@ -269,7 +273,9 @@ class _Line:
             raise TypeError("partitions that are not flat, or of several types")
 
     def cut_elements(self, start: int, numel: int) -> Iterator[Span]:
-        """Yields spans of the bytes of elements start .. start + numel. Raises IndexError if there are fewer."""
+        """Yields the spans of the bytes of elements start .. start + numel. Raises IndexError if there are fewer
+        elements.
+        """
         size, done, end = SIZES[self.dtype], 0, start + numel
         if not 0 <= start <= end <= self.numel:
             raise IndexError(f"elements {start} .. {end} of {self.numel}")
@@ -284,8 +290,10 @@ class _Line:
 def _collect_trained_weights(
     folder: Path, first: Mapping[str, Any], states: Mapping[int, Any], sharded: bool
 ) -> dict[str, Stored]:
-    """Returns the fp32 masters; at stage 0 the network's own weights, unless it computes in 16 bits. `first`: rank 0's
-    model.
+    """Returns the trained weights by name: the fp32 masters in the ranks' optimizer files or, at stage 0, where these
+    are missing, the network's own weights. first: the content of rank 0's model file.
+
+    Raises ConfigError if optimizer files of stages 1 to 3 are missing, or the network's own weights have 16 bits.
     """
     if states:
         shapes = [{name: tuple(shape) for name, shape in group.items()} for group in first["param_shapes"]]
@@ -376,7 +384,9 @@ def _has_stage3_files(folder: Path, models: Mapping[int, Any]) -> bool:
 def _collect_universal(
     folder: Path, shapes: Sequence[Mapping[str, Sequence[int]]], masters: Mapping[str, Any]
 ) -> Iterator[tuple[str, Stored]]:
-    """Yields the trained weights of a universal folder, in the order of the model's file."""
+    """Yields (name, tensor) of the trained weights of a universal folder, in the order of the model's file. Raises
+    ConfigError if a weight's file is missing or holds no tensor.
+    """
     for name, shape in itertools.chain.from_iterable(group.items() for group in shapes):
         if name not in masters:
             raise ConfigError(f"{folder} lacks zero/{name}/fp32.pt: copy it here, or run ds_to_universal once more")

@@ -32,8 +32,8 @@ def name_index_file(part: str) -> str:
 
 
 class Rows(NamedTuple):
-    """What a rank has written of a part: the kinds, in their order; int64 (N, 5) as in the file, with rank 0; the hash
-    of its shard.
+    """What a rank has written of a part: its kinds, in the order of writing; the rows of the index, int64 (N, 5), in
+    which each rank is 0; and the hash of its shard.
     """
 
     kinds: list[str]
@@ -97,7 +97,9 @@ def write_index(folder: Path, part: str, by_rank: Sequence[Rows], shapes: dict[s
 
 
 class FragmentIndex(Places):
-    """The mapped index of a part. Raises ConfigError if the file is none; FileNotFoundError."""
+    """Finds the fragments of a part in its index file, which is mapped into memory. Raises ConfigError if the file is
+    no such index, FileNotFoundError if there is none.
+    """
 
     def __init__(self, folder: Path, part: str) -> None:
         super().__init__(folder, part)

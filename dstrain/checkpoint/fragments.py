@@ -38,11 +38,11 @@ def write_shard(
     metadata: dict[str, str] | None = None,
     dtype: str = "F32",
 ) -> dict[str, Any]:
-    """Writes (kind, fragment, values) to one file, synced to the disk; returns {size, hash} for a manifest.
+    """Writes (kind, fragment, values) to one file, synced to the disk; returns its {size, hash} for a manifest.
 
-    Values are 1-D float32, or of 16 bits, of fragment.numel elements, on any device; views are best, since they reach
-    the host some at a time. One tensor may come in several fragments; empty ones are left out. dtype: F32, or BF16, to
-    which values are rounded. Raises ConfigError for values that do not fit.
+    Values are float32 or of 16 bits, of shape (fragment.numel,), on any device. They are copied to the host piece by
+    piece. A tensor may come in several fragments; empty ones are left out. dtype: F32, or BF16, to which values are
+    rounded. Raises ConfigError for values of another shape or type.
     """
     keys: dict[str, tuple[Fragment, Tensor]] = {}
     for kind, fragment, values in entries:
@@ -83,7 +83,9 @@ def write_shard(
 
 
 class _Reader(Places):
-    """Reads the elements of tensors from where they lie. The files close with its `with`, and open again."""
+    """Reads the elements of tensors from their files. Leaving its `with` closes the files; a later read opens them
+    again.
+    """
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
@@ -98,10 +100,12 @@ class _Reader(Places):
     def read(
         self, kind: str, name: str, start: int = 0, numel: int | None = None, shape: tuple[int, ...] | None = None
     ) -> Tensor:
-        """Reads elements start .. start + numel of the flattened tensor: float32 (numel,) on the host.
+        """Reads elements start .. start + numel of a flattened tensor: float32 (numel,) on the host.
 
-        numel None: to the end; shape: the reader's. Raises ConfigError for an unknown name, another shape, or elements
-        in no shard.
+        numel   None: to the end
+        shape   the shape that the caller expects of the tensor; None: any
+
+        Raises ConfigError for an unknown name, another shape, or elements in no shard.
         """
         if shape is not None and tuple(shape) != self.find_shape(name):
             raise ConfigError(
@@ -118,9 +122,9 @@ class _Reader(Places):
 
 
 class Shards(_Reader, Index):
-    """All shards of one part in a folder, as if they were whole tensors; reads only what is asked for.
+    """Reads the tensors of one part from all its shards in a folder; finds them by the headers of the shards.
 
-    Raises ConfigError if a shard or all are missing, for a bad header, or one tensor in two shapes.
+    Raises ConfigError if a shard is missing or has a bad header, or one tensor has two shapes.
     """
 
     def __init__(self, folder: str | os.PathLike, part: str) -> None:
@@ -128,7 +132,7 @@ class Shards(_Reader, Index):
 
 
 class IndexedShards(_Reader, FragmentIndex):
-    """As Shards, by the file that tells where all fragments lie: a rank reads what it asks for, and no headers."""
+    """Reads as Shards does, but finds the tensors in the index file of the part, and reads no headers."""
 
 
 def open_shards(folder: Path, part: str) -> Shards | IndexedShards:
@@ -141,7 +145,9 @@ def open_shards(folder: Path, part: str) -> Shards | IndexedShards:
 
 
 def _list_shards(folder: Path, part: str) -> list[str]:
-    """Returns the names of a part's shards by rank. Raises ConfigError if there is not one of every rank."""
+    """Returns the names of a part's shards in the order of ranks. Raises ConfigError if that of any rank is missing, or
+    there are shards of several world sizes.
+    """
     names = {
         (int(match[2]), int(match[3])): path.name
         for path in folder.glob("*.safetensors")
@@ -203,5 +209,5 @@ def read_elements(value: Tensor, start: int, numel: int) -> Tensor:
 
 
 def list_stored_weights(shards: Shards | IndexedShards, kind: str) -> dict[str, Tensor]:
-    """Returns all tensors of a kind by state-dict name, frozen weights included."""
+    """Returns the tensors of a kind by state-dict name, frozen weights included, as StoredWeights: reads no values."""
     return {name: StoredWeight(shards, found, name) for name, found in shards.list_whole(kind).items()}

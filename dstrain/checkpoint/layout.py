@@ -52,7 +52,9 @@ def make_damage_error(checkpoint: Path, reason: str) -> ConfigError:
 
 
 class Places(ABC):
-    """Where the elements of one part's tensors lie: what `Index` takes from headers, and a mapped file holds, too."""
+    """Finds the files and bytes in which the elements of one part's tensors lie: subclasses know them from the shards'
+    headers (Index) or from an index file (FragmentIndex).
+    """
 
     def __init__(self, folder: Path, part: str) -> None:
         self.folder, self.part = folder, part
@@ -69,8 +71,8 @@ class Places(ABC):
     def has_tensor(self, kind: str, name: str) -> bool: ...
 
     def list_whole(self, kind: str) -> dict[str, str]:
-        """Returns, by the name of each tensor of the network, the kind to read for weights of `kind`: itself, or master
-        for frozen weights, which have no averages.
+        """Returns, by name of each tensor of the network, the kind under which to read it where `kind` is wanted:
+        `kind` itself, or master for frozen weights, which have no averages.
         """
         own = self.list_names(kind)
         return dict.fromkeys(self.list_names("master"), "master") | dict.fromkeys(own, kind)
@@ -80,12 +82,12 @@ class Places(ABC):
 
     @abstractmethod
     def _find_fragments(self, kind: str, name: str, start: int, end: int) -> list[tuple[int, Span]]:
-        """Returns (first element, span of its bytes) of each fragment, in order: at least of those that overlap start
-        .. end.
+        """Returns (first element, span of its bytes) of a tensor's fragments, in order. It may leave out those that do
+        not overlap elements start .. end.
         """
 
     def list_decays(self) -> list[float]:
-        """Returns the decays of the averages, in the order of the recipe."""
+        """Returns the decays and widths of the averages, in the order of the recipe."""
         return [float(kind.removeprefix("ema.")) for kind in self.list_kinds() if kind.startswith("ema.")]
 
     def find_shape(self, name: str) -> tuple[int, ...]:
@@ -94,8 +96,8 @@ class Places(ABC):
         return self._shapes[name]
 
     def find_spans(self, kind: str, name: str, start: int = 0, end: int | None = None) -> list[Span]:
-        """Returns where the bytes of elements start .. end of a flattened tensor lie, in order, each element once; to
-        its end if None.
+        """Returns the spans of the bytes of elements start .. end of a flattened tensor, in order, each element once.
+        end: None: the tensor's end.
 
         Raises ConfigError for an unknown tensor, or elements that are outside of it or in no shard.
         """
@@ -129,9 +131,9 @@ class Places(ABC):
 
 
 class Index(Places):
-    """Where the elements of one part's tensors lie, in all its shards together, by their headers.
+    """Finds where the elements of one part's tensors lie by reading the headers of its shards.
 
-    Raises ConfigError for a file that is no shard, or one tensor in two shapes; FileNotFoundError.
+    Raises ConfigError for a file that is no shard, or one tensor in two shapes; FileNotFoundError for a missing file.
     """
 
     def __init__(self, folder: Path, part: str, names: Iterable[str]) -> None:
@@ -183,7 +185,9 @@ class Index(Places):
 
 
 class Fragments(Index):
-    """The shards of one part that a checkpoint's manifest lists. Raises ConfigError if it is damaged."""
+    """Finds the tensors of one part in the shards that a checkpoint's manifest lists. Raises ConfigError if one is
+    damaged or missing.
+    """
 
     def __init__(self, folder: Path, part: str, listed: Iterable[str]) -> None:
         self.files = sorted(name for name in listed if (match := SHARD.fullmatch(name)) and match[1] == part)
@@ -195,7 +199,9 @@ class Fragments(Index):
             raise make_damage_error(folder, str(error)) from None
 
     def list_tensors(self, kind: str) -> Iterator[tuple[str, Stored]]:
-        """Yields every tensor of a kind, in the order of saving, frozen weights included."""
+        """Yields (name, where it lies) of every tensor of a kind, in the order of saving, frozen weights included.
+        Raises ConfigError if elements are in no shard.
+        """
         for name, found in self.list_whole(kind).items():
             try:
                 yield name, Stored(self.dtype, self.find_shape(name), tuple(self.find_spans(found, name)))
@@ -217,14 +223,14 @@ def find_reconstructed_folder(folder: Path, width: float, step: int | None, chec
 
 
 def list_averages(checkpoint: Path) -> set[float]:
-    """Returns decays and widths of the averages that a checkpoint holds, of any part."""
+    """Returns the decays and widths of the averages that a checkpoint holds, of all parts together."""
     shards = [match for path in checkpoint.glob("*.safetensors") if (match := SHARD.fullmatch(path.name))]
     return {number for match in shards for number in Index(checkpoint, match[1], [match[0]]).list_decays()}
 
 
 def iterate_buffers(checkpoint: Path, part: str) -> Iterator[Entry]:
-    """Yields the buffers of a part, which all ranks hold alike; floating ones in float32 at least, as networks keep
-    them.
+    """Yields the buffers of a part, which are equal on all ranks. Those of 16 bits are to be written as float32, as
+    networks keep them. Raises ConfigError if their file is missing or damaged.
     """
     try:
         tensors, _ = read_header(checkpoint / COMMON)

@@ -96,7 +96,7 @@ def hash_files(folder: Path, names: list[str], sync: bool = False) -> dict[str, 
 
 
 class Digest:
-    """Size and hash of a file as `hash_files` gives them, taken from its bytes while they are written.
+    """Computes the size and hash of a file from its bytes while they are written, equal to those of `hash_files`.
 
     With a `pool`, its threads hash whole blocks beside the writing: the bytes must stay as they are until `make_entry`.
     """
@@ -131,7 +131,9 @@ class Digest:
                 self._whole.update(self._jobs.popleft().result())
 
     def make_entry(self) -> dict[str, Any]:
-        """Returns {size, hash} for a manifest. Call it once, when all is written."""
+        """Waits for the hashes of all blocks and returns {size, hash} for a manifest. Call it once, when all is
+        written.
+        """
         if self.size % _BLOCK_BYTES or not self.size:
             self._end_block()
         while self._jobs:
@@ -147,7 +149,8 @@ def _hash_pieces(pieces: list[memoryview]) -> bytes:
 
 
 def find_faults(folder: Path, names: list[str], listed: dict[str, dict]) -> list[str]:
-    """Lists what is wrong with the named files, compared with the manifest's entries {name: {size, hash}}.
+    """Returns a line for each of the named files that is missing or differs from its {size, hash} in `listed`; only one
+    line if files cannot be read.
 
     Only plain files of the right size are read: a file may claim to have no end.
     """

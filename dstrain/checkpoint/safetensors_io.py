@@ -44,7 +44,7 @@ _OPEN_FILES = 64  # a thousand would meet the limit on descriptors
 
 
 class Span(NamedTuple):
-    """`nbytes` of a file from `offset` on."""
+    """The `nbytes` bytes of a file from `offset` on."""
 
     path: Path
     offset: int
@@ -52,7 +52,8 @@ class Span(NamedTuple):
 
 
 class Stored(NamedTuple):
-    """A tensor where it lies. `strides`, in elements, only where they are not those of the shape; then one span.
+    """A tensor in files: its type, shape, and the spans of its bytes. `strides`, in elements, are None if it is
+    row-major; else there is one span.
 
     Span and Stored are tuples because torch_files makes them while unpickling, and a pickle can alter other objects.
     """
@@ -80,8 +81,8 @@ class Entry(NamedTuple):
 
 
 def read_header(path: Path) -> tuple[dict[str, Stored], dict[str, str]]:
-    """Returns the tensors and the metadata of a safetensors file. Raises ConfigError, without the path, if it is
-    none.
+    """Returns the tensors of a safetensors file by name, and its metadata. Raises ConfigError if it is no such file,
+    with a message that does not name the path.
     """
     tensors = {}
     try:
@@ -105,8 +106,8 @@ def read_header(path: Path) -> tuple[dict[str, Stored], dict[str, str]]:
 
 
 def render_header(path: Path, tensors: Iterable[tuple[str, str, Sequence[int]]], metadata: dict[str, str]) -> bytes:
-    """Returns the bytes before the data of a safetensors file with these (name, type, shape). Raises ConfigError if
-    there are too many.
+    """Returns the bytes before the data of a safetensors file with these (name, type, shape): the header and its
+    length. Raises ConfigError if the header is longer than readers accept.
     """
     header: dict[str, Any] = {"__metadata__": metadata}
     offset = 0
@@ -140,8 +141,9 @@ def split_entries(entries: list[Entry], shard_size: int) -> list[list[Entry]]:
 def write_model(
     folder: Path, entries: list[Entry], shard_size: int, metadata: dict[str, str], progress: Callable[[int], Any]
 ) -> dict[Path, dict[str, Any]]:
-    """Writes tensors in Hugging Face's layout: model.safetensors, or numbered files with an index. Returns {path:
-    {size, hash}} of each file.
+    """Writes tensors in Hugging Face's layout: model.safetensors, or numbered files of at most `shard_size` bytes with
+    an index. Returns {path: {size, hash}} of each file. `progress` is called with the bytes of each piece that is
+    written.
     """
     files = split_entries(entries, shard_size)
     names = [f"model-{number:05d}-of-{len(files):05d}.safetensors" for number in range(1, len(files) + 1)]
@@ -188,7 +190,7 @@ def _write_all(file: BinaryIO, data: memoryview) -> None:
 
 
 class Files:
-    """Reads spans. The files that were read last stay open, since the spans of one tensor may lie in many."""
+    """Reads spans of files. The 64 files that were read last stay open, since one tensor's spans may lie in many."""
 
     def __init__(self) -> None:
         self._open: OrderedDict[Path, FileIO] = OrderedDict()
@@ -201,7 +203,9 @@ class Files:
             self._open.popitem()[1].close()
 
     def read(self, span: Span, into: memoryview) -> None:
-        """Reads the bytes of a span; `into` has room for exactly these. Raises ConfigError if the file ends before."""
+        """Reads the bytes of a span into `into`, which is as long as the span. Raises ConfigError if the file ends
+        before.
+        """
         if span.path not in self._open:
             if len(self._open) >= _OPEN_FILES:
                 self._open.popitem(last=False)[1].close()
@@ -217,8 +221,8 @@ class Files:
 
 
 def convert_entry(entry: Entry, files: Files, chunk: memoryview) -> Iterator[memoryview]:
-    """Yields the bytes of a tensor in row-major order and in the entry's type; the next piece overwrites the one
-    before.
+    """Yields the bytes of a tensor in row-major order and in the entry's type, piece by piece. A piece is valid until
+    the next one is asked for.
     """
     source = entry.source
     for span in source.spans:
@@ -244,7 +248,7 @@ def _gather_strided_tensor(source: Stored, raw: memoryview) -> memoryview:
 
 
 def decode_floats(raw: memoryview, dtype: str) -> Any:
-    """Returns floating bytes of a type as a numpy array; BF16, which numpy lacks, as float32."""
+    """Returns the bytes `raw` of a floating-point type as a numpy array; of BF16, which numpy lacks, as float32."""
     import numpy as np
 
     if dtype == "BF16":
@@ -253,7 +257,9 @@ def decode_floats(raw: memoryview, dtype: str) -> Any:
 
 
 def _cast_floats(raw: memoryview, dtype: str, entry: Entry) -> memoryview:
-    """Returns floating bytes of one type as another, rounded to nearest even as torch does."""
+    """Returns the bytes of floating-point values in the entry's type, rounded to nearest even as torch does. Raises
+    ConfigError if a finite value would become infinite, except in BF16.
+    """
     import numpy as np
 
     values = decode_floats(raw, dtype)

@@ -55,9 +55,10 @@ class _Pending:
 
 
 class Saver:
-    """Saves into a store, one after another; every method but `report_ended_save` on all ranks together.
+    """Saves steps into a store, one after another. All ranks call each method but `report_ended_save` together.
 
-    `report` takes lines for the user, in the main thread; `saved` each step that is whole, in any; both on rank 0.
+    report   is called with each line for the user, in the main thread of rank 0
+    saved    is called with each step that is whole, on rank 0, in any thread
     """
 
     def __init__(self, store: Store, asynchronous: bool, report: Callable[[str], None], saved: Callable[[int], None]):
@@ -83,11 +84,14 @@ class Saver:
         last: bool,
         extra: dict[str, Any] | None = None,
     ) -> None:
-        """Saves `step`: calls `write(folder, entries)` to fill its folder on every rank, and seals it with `extra` (see
-        Store).
+        """Saves `step`: every rank calls `write(folder, entries)` to fill its folder, which is then sealed with `extra`
+        (see Store). It waits for the save before, but writes this one beside training unless it is the `last`.
 
-        `entries` are live values: beside training, copies of them are written. Raises NotSaved after three failures in
-        a row, for which the third attempt is waited for, or a failure of the `last` save.
+        entries      live values, by part; beside training, copies of them are written
+        need_bytes   what this rank will write at most
+
+        Raises NotSaved after three failures in a row, for which the third attempt is waited for, or a failure of the
+        `last` save.
         """
         began = time.perf_counter()
         self.wait_for_save()
@@ -125,7 +129,7 @@ class Saver:
             pending.waited = pending.seconds
 
     def wait_for_save(self) -> None:
-        """Waits for a pending save; afterwards all ranks know how it ended."""
+        """Waits for a pending save, and reports it; afterwards all ranks know whether it failed."""
         pending = self._pending
         if pending is None:
             return
@@ -138,7 +142,7 @@ class Saver:
             self.newest, self._failures = pending.step, 0
 
     def note_score(self, step: int, score: float) -> None:
-        """Sets the score of a step that is saved, or about to be."""
+        """Waits for a pending save, and adds a score to the manifest of a step, if it is saved."""
         self.wait_for_save()
         self.store.note_score(step, score)
 
@@ -148,7 +152,9 @@ class Saver:
         return self._pending is not None and not self._pending.ended.is_set()
 
     def report_ended_save(self) -> None:
-        """Reports a save that has ended since the last call; cheap enough for every step."""
+        """Reports, on rank 0, a save that has ended since the last call. It waits for nothing, so that it can be called
+        at each step.
+        """
         pending = self._pending
         if pending is None or pending.reported or self.under_way or group.rank() != 0:
             return
@@ -162,7 +168,9 @@ class Saver:
             self.report(f"saving step {pending.step} failed: {pending.error}; older checkpoints are whole")
 
     def is_improvement(self, score: float) -> bool:
-        """Returns whether a score is finite, and lower than those of all checkpoints so far, a pending one included."""
+        """Returns, on all ranks, whether a score is finite and lower than those of all checkpoints so far, a pending
+        one included.
+        """
         best, pending = self.store.find_best(), self._pending
         scores = [best[1]] if best else []
         if pending is not None and _is_finite(pending.score) and not (pending.ended.is_set() and pending.error):
@@ -170,16 +178,16 @@ class Saver:
         return group.broadcast_from_first(_is_finite(score) and all(score < earlier for earlier in scores))
 
     def close(self) -> None:
-        """Waits for a pending save and reports it, also if an error ends the run, but not if the user has interrupted
-        it a second time.
+        """Waits for a pending save and reports it, also if an error ends the run. It does neither while a
+        KeyboardInterrupt is handled, with which the user asks to end at once.
         """
         if self._pending is not None and not isinstance(sys.exc_info()[1], KeyboardInterrupt):
             self._pending.ended.wait()
             self.report_ended_save()
 
     def _take_copies(self, entries: Entries) -> Entries | None:
-        """Copies entries to host memory, to be written beside training. Returns None on all ranks, now and later, if
-        some host lacks memory.
+        """Returns copies of entries in the host's memory, to be written beside training. Returns None on all ranks if
+        the recipe wants no such saves or some host lacks memory; later calls then return None, too.
         """
         if not self._asynchronous:
             return None
@@ -225,14 +233,14 @@ def _first_line(error: BaseException) -> str:
 
 
 class HostCopies:
-    """Copies of a checkpoint's values, in buffers that the next one uses again."""
+    """Copies the values of a checkpoint into the host's memory, into the same buffers each time."""
 
     def __init__(self) -> None:
         self._buffers: dict[str, Tensor] = {}
 
     def find_shortage(self, entries: dict[str, list[Entry]]) -> str | None:
-        """Returns why copies do not fit into the memory of some host, None if they fit everywhere; on all ranks
-        together.
+        """Returns, on all ranks, why copies do not fit into the memory of some host; None if they fit everywhere, or
+        their buffers exist already. Call it on all ranks.
         """
         if self._buffers:
             return None
@@ -251,8 +259,8 @@ class HostCopies:
         return None
 
     def take_copies(self, entries: dict[str, list[Entry]]) -> dict[str, list[Entry]]:
-        """Copies the values of entries, by part, into buffers that the next call overwrites; returns the entries with
-        the copies.
+        """Returns the entries by part with copies of their values in place of these. The copies lie in buffers that the
+        next call overwrites.
         """
         copies: dict[str, list[Entry]] = {}
         for part, live in entries.items():
@@ -268,8 +276,8 @@ class HostCopies:
         return copies
 
     def _allocate_host_buffer(self, numel: int) -> Tensor:
-        """Allocates (numel,) float32 on the host, page-locked if this process has a GPU, which then copies at the bus's
-        full rate. torch's own pinned allocator would round the size up to a power of two.
+        """Returns float32 (numel,) without values in the host's memory, page-locked if this process has a GPU, which
+        then copies at the bus's full rate. torch's own pinned allocator would round the size up to a power of two.
         """
         buffer = torch.empty(numel, dtype=torch.float32)
         if torch.cuda.is_available() and numel:
@@ -281,8 +289,8 @@ class HostCopies:
 
 
 def _call_cuda(call: Callable[..., Any], *arguments: int) -> bool:
-    """Calls a function of CUDA and returns whether it succeeded. Clears its error, else the next kernel
-    would raise it.
+    """Calls a function of CUDA and returns whether it succeeded. If not, clears its error, else the next kernel would
+    raise it.
     """
     failed = int(call(*arguments))
     if failed:
@@ -292,8 +300,8 @@ def _call_cuda(call: Callable[..., Any], *arguments: int) -> bool:
 
 
 def measure_free_memory() -> int:
-    """Returns the bytes that this host, or this process's container, can still give; sys.maxsize if the system does not
-    say.
+    """Returns the bytes of memory that are free on this host or, if that is less, in this process's container;
+    sys.maxsize if the system does not say.
     """
     try:
         lines = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())

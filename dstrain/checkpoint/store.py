@@ -42,11 +42,14 @@ ROUTINE, STOP, TROUBLE = "routine", "stop", "trouble"  # kinds of checkpoints, s
 
 
 class Store:
-    """Checkpoints in `folder`: the newest `keep`, the newest `keep` routine ones, multiples of `keep_every`, the best.
+    """Saves checkpoints in `folder`, and keeps the newest `keep`, the newest `keep` routine ones, multiples of
+    `keep_every`, and the best.
 
-    `metric` names the scores by which one is the best. After a call that did not succeed `error` says why, on all
-    ranks. `check` raises, on rank 0, where files that are those of the manifest hold what their reader cannot use.
-    `finish(folder)` is called on all ranks when all have written, and gives the files that this rank has added.
+    metric   the name of the scores by which one is the best
+    check    is called on rank 0 with a checkpoint whose files verify; raises an error if a reader could not use them
+    finish   is called on all ranks when all have written, and returns {name: {size, hash}} of files that it has added
+
+    After a call that failed, `error` says why, on all ranks.
     """
 
     def __init__(
@@ -84,10 +87,10 @@ class Store:
         return self.commit(step, extra, failed, hashed)
 
     def begin(self, step: int, need_bytes: int = 0) -> Path | None:
-        """Makes the empty folder to write `step` into, and returns it; `need_bytes` is what this rank will write.
+        """Makes the empty folder to write `step` into, and returns it. need_bytes: what this rank will write.
 
-        Returns None if there is nothing to do (`error` is None: the step exists and verifies, as after a resume without
-        a new step), or if it cannot be done (`error` says why, such as no space).
+        Returns None if the step exists and verifies, as after a resume without a new step (`error` is None), or if the
+        folder cannot be made (`error` says why, such as no space).
         """
         self.error = None
         if self.find_fault(step) is None:
@@ -166,11 +169,13 @@ class Store:
         return min(scored)[::-1] if scored else None
 
     def note_score(self, step: int, score: float) -> None:
-        """Adds a score to the manifest of a step, which is saved before it is measured."""
+        """Adds a score, measured after the step was saved, to the manifest of the step."""
         self.note_extra(step, score=score, metric=self.metric)
 
     def note_extra(self, step: int, **entries: Any) -> None:
-        """Adds entries to manifest["extra"] of a step, on rank 0; does nothing if the step is not there."""
+        """Adds entries to manifest["extra"] of a step; does nothing if the step has no readable manifest. Then deletes
+        checkpoints that need not stay. Call it on all ranks.
+        """
 
         def write() -> None:
             body = read_manifest(self._make_path(step))
@@ -181,10 +186,10 @@ class Store:
         self._run_on_first(write)
 
     def list_good(self, before: int, bad_from: int | None = None) -> list[int]:
-        """Lists the steps up to `before` that a run in trouble may go back to: routine checkpoints, or if there are
-        none those of stops.
+        """Returns the steps up to `before` that a run in trouble may go back to: those of routine checkpoints, or if
+        there are none, those of stops. Their files are not verified.
 
-        bad_from: where this is the newest routine one, it and all later ones are bad. Nothing is verified.
+        bad_from   the step to which the run went back last: if it is still the newest of them, it is left out as bad
         """
         kinds = {
             step: extra.get("kind", ROUTINE)
@@ -200,10 +205,10 @@ class Store:
     def find_newest(
         self, report: Callable[[str], None] = print, among: list[int] | None = None
     ) -> tuple[int, Path] | None:
-        """Returns the newest step whose every file verifies, and its folder; None if there is none. among: the steps to
-        look at, None: all.
+        """Returns the newest step whose files all verify, and its folder; None if there is none. among: the steps to
+        look at; None: all.
 
-        Damaged ones are passed over; `report` gets a line on each, on rank 0.
+        A damaged one is passed over and added to `damaged`; on rank 0, `report` gets a line about it.
         """
         for step in sorted(group.broadcast_from_first(self.list_steps()) if among is None else among, reverse=True):
             reason = self.find_fault(step)
@@ -223,8 +228,8 @@ class Store:
         return self._list_steps_with_suffix(_ASIDE)
 
     def set_aside(self, after: int) -> None:
-        """Renames all steps after `after`, so that resuming ignores them. The newest goes first: a crash then leaves an
-        earlier state of the run.
+        """Renames the checkpoints of all steps after `after`, so that resuming ignores them. The newest goes first: a
+        crash then leaves an earlier state of the run.
 
         Raises NotSaved if it cannot be done.
         """
@@ -242,11 +247,13 @@ class Store:
             raise NotSaved(f"checkpoints after step {after} in {self.folder} cannot be put aside: {reason}")
 
     def take_back(self, step: int) -> None:
-        """Renames a step that was put aside, so that it counts again."""
+        """Gives a checkpoint that `set_aside` has renamed its name back, so that it counts again."""
         self._run_on_first(lambda: os.rename(self._make_path(step, _ASIDE), self._make_path(step)))
 
     def find_fault(self, step: int) -> str | None:
-        """Returns why a step does not verify, None when it does; each rank reads its share of the files."""
+        """Returns, on all ranks, why the checkpoint of a step does not verify; None if it does. Each rank reads its
+        share of the files.
+        """
         path, body = self._make_path(step), {}
 
         def read() -> None:
@@ -294,8 +301,8 @@ class Store:
         atomic.write_file(self.folder / pointer, f"{self._make_path(step).name}\n", make=False)
 
     def _delete_outdated_steps(self) -> None:
-        """Deletes steps that need not stay. A damaged one, or one of trouble, stays only until a newer one is whole;
-        any stays while it is read.
+        """Writes the pointer to the best step, and deletes the steps that need not stay. A damaged one, or one saved in
+        trouble, goes when a newer one is whole. One that a process reads stays.
         """
         owner.check_claim(self.folder)
         best = self.find_best()
@@ -322,7 +329,7 @@ class Store:
             owner.remove_path(gone)
 
     def _run_on_first(self, action: Callable[[], Any]) -> str | None:
-        """Runs an action on rank 0; returns its failure, None for success, on all ranks."""
+        """Runs an action on rank 0. Returns, on all ranks, the description of its error, or None if it succeeded."""
         failure = None
         if _is_first_rank():
             try:
@@ -337,13 +344,15 @@ def _is_first_rank() -> bool:
 
 
 def hash_all_files(folder: Path, hashed: Hashes, finish: Callable[[Path], Hashes]) -> tuple[Hashes, str | None]:
-    """Returns the hashes of all files on rank 0, {} on the others; and the reason of a failure, None for success, on
-    all ranks.
+    """Returns the hashes of all files in `folder` on rank 0, {} on the others; and the reason of a failure, None for
+    success, on all ranks. Call it on all ranks.
 
-    `hashed` are the files that this rank has hashed while it wrote them, and `finish(folder)`, called on all ranks,
-    adds others. They are not read again: each has as many bytes, or the save fails. What is sealed is then what was to
-    be written, and bytes that storage has altered since show when the step is verified. Each other file is hashed, and
-    forced to the disk, by one rank.
+    hashed   of the files that this rank has hashed while it wrote them
+    finish   is called with the folder on all ranks, and returns the hashes of files that it has added
+
+    These files are not read again, but their sizes must agree. So the hash is that of the bytes that were to be
+    written, and damage by the storage shows when the step is verified. Each other file is hashed, and synced to the
+    disk, by one rank.
     """
     names, fault = list(hashed), None
     try:
@@ -369,10 +378,12 @@ def hash_all_files(folder: Path, hashed: Hashes, finish: Callable[[Path], Hashes
 def _merge_hashes(
     folder: Path, gathered: list[tuple[Hashes, list[str], str | None]] | None, expected: list[str] | None = None
 ) -> tuple[Hashes, list[str], str | None]:
-    """Merges the hashes of all ranks. Returns them on rank 0 ({} on the others), and on all ranks the files that none
-    has hashed, and what is wrong, None for nothing.
+    """Merges the hashes of all ranks. Returns them on rank 0, {} on the others; and on all ranks the names of files
+    that no rank has hashed, and the reason of a failure, None for success.
 
-    All of the `expected` ones must be hashed; None: those in the folder, by one rank or later.
+    gathered   on rank 0, each rank's hashes, names of the files that it sees, and reason of a failure; None on the
+               others
+    expected   names that must have been hashed; None: the files in the folder, and it is no failure if some are not
     """
     hashed: Hashes = {}
     rest, failed = [], None
@@ -391,7 +402,9 @@ def _merge_hashes(
 
 
 def find_first_failure(reasons: list[str | None]) -> str | None:
-    """Returns the failure of the lowest rank that failed, with its number if there are several ranks."""
+    """Returns the reason of the lowest rank that has one, after the rank's number if there are several ranks; None if
+    no rank has failed.
+    """
     for rank, failure in enumerate(reasons):
         if failure is not None:
             return failure if len(reasons) == 1 else f"rank {rank}: {failure}"
@@ -407,6 +420,6 @@ def _list_files(folder: Path) -> list[str]:
 
 
 def _choose_hashing_rank(name: str) -> int:
-    """Returns the rank that hashes a file: the writer in its name, else any, the same on all ranks."""
+    """Returns the rank that hashes a file: the one that its name contains, else one that follows from the name."""
     writer = _WRITTEN_BY.fullmatch(name)
     return (int(writer[1]) if writer else zlib.crc32(name.encode())) % group.world()

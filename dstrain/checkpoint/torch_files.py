@@ -100,7 +100,12 @@ class Shell:
 
 
 class Content(NamedTuple):
-    """What a file holds; `asked`: the classes and functions that shells stand for, as module.name; `sums`: CRC-32s."""
+    """What a file of torch.save holds.
+
+    value   the unpickled object, with Stored in place of tensors, and shells in place of other objects
+    asked   the classes and functions for which shells stand, as module.name
+    sums    the CRC-32 of each storage
+    """
 
     value: Any
     asked: frozenset[str]
@@ -108,7 +113,9 @@ class Content(NamedTuple):
 
 
 def is_altered(span: Span, crc: int) -> bool:
-    """Returns whether a storage's bytes do not match their CRC-32; False if torch wrote no sums, which leaves 0."""
+    """Returns whether the bytes of a span do not match their CRC-32; False if `crc` is 0, since torch then wrote no
+    sum.
+    """
     actual, left = 0, span.nbytes
     with open(span.path, "rb") as file:
         file.seek(span.offset)
@@ -122,8 +129,8 @@ def is_altered(span: Span, crc: int) -> bool:
 
 
 def load_torch_file(path: Path) -> Content:
-    """Reads a file of torch.save. Raises ConfigError if it is not of its zip format, damaged, or holds more than plain
-    values and tensors.
+    """Returns the content of a file of torch.save, without running anything in it. Raises ConfigError if the file is
+    damaged, of another format, or holds a tensor that safetensors cannot represent.
     """
     try:
         with zipfile.ZipFile(path) as archive, open(path, "rb") as file:
@@ -153,7 +160,7 @@ def _load_archive(path: Path, archive: zipfile.ZipFile, file: Any) -> Content:
         )
 
     def find_start(info: zipfile.ZipInfo) -> Span:
-        """Returns the offset at which a member's bytes begin."""
+        """Returns the span of a member's bytes. Raises ConfigError if they are compressed or reach beyond the file."""
         if info.compress_type != zipfile.ZIP_STORED:
             raise ConfigError("its storages are compressed: save it again with torch.save")
         file.seek(info.header_offset + 26)  # of 30 bytes, then name and extra
@@ -230,8 +237,8 @@ class _Rebuild:
 
 
 class _Tensor(_Rebuild):
-    """A tensor of a storage; `offset` and strides in elements. `more`: its type, where no storage
-    has it, and metadata.
+    """Stands for torch's function that rebuilds a tensor: returns a Stored. Offset and strides count elements. `more`
+    holds its type, if its storage has none, and metadata, which are refused.
     """
 
     __slots__ = ()
@@ -262,7 +269,7 @@ class _Tensor(_Rebuild):
 
 
 class _Parameter(_Rebuild):
-    """A parameter is its tensor."""
+    """Stands for torch's function that rebuilds a parameter: returns its tensor."""
 
     __slots__ = ()
 
@@ -271,7 +278,9 @@ class _Parameter(_Rebuild):
 
 
 class _Typed(_Rebuild):
-    """A tensor with Python attributes of its own; a shell if its class is not one of torch's."""
+    """Stands for torch's function that rebuilds a tensor with Python attributes: returns the Stored without them, or a
+    shell if its class is not one of torch's.
+    """
 
     __slots__ = ()
 

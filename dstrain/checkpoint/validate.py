@@ -18,7 +18,7 @@ Common = tuple[dict[str, Tensor], dict[str, dict[str, Any]]]  # small tensors by
 
 
 class _Averages(BaseModel):
-    """Of the averages by width: which they are, the step at which they began, the updates of the part since."""
+    """Counters of a part's averages by width: their widths, the step at which they began, the part's updates since."""
 
     widths: list[float]
     began: NonNegativeInt
@@ -26,7 +26,7 @@ class _Averages(BaseModel):
 
 
 class _Counters(BaseModel):
-    """What common.safetensors says of a part."""
+    """The counters of one part in common.safetensors."""
 
     updates: NonNegativeInt
     skipped: NonNegativeInt
@@ -36,7 +36,7 @@ class _Counters(BaseModel):
 
 
 class State(BaseModel):
-    """What a checkpoint keeps of the course."""
+    """The record of skipped steps, rollbacks and recent losses in a checkpoint's manifest (engine/recovery.py)."""
 
     skipped: NonNegativeInt = 0  # steps that were not applied
     in_a_row: NonNegativeInt = 0  # of these the latest
@@ -48,12 +48,12 @@ class State(BaseModel):
 
     @property
     def good(self) -> bool:
-        """Returns whether the latest step was applied, and no loss of it was too high."""
+        """Returns whether the latest step was applied and its losses were not too high."""
         return not self.in_a_row and self.high is None
 
 
 def parse_state(saved: Any) -> State:
-    """Returns the state that a checkpoint holds. Raises ConfigError if it is none."""
+    """Returns a State made of the entry of a manifest. Raises ConfigError if the entry is malformed."""
     try:
         return State.model_validate(saved)
     except ValidationError as error:
@@ -62,7 +62,7 @@ def parse_state(saved: Any) -> State:
 
 
 def read_counters(path: Path) -> dict[str, dict[str, Any]]:
-    """Returns the counters of each part. Raises ValueError if they are missing or malformed."""
+    """Returns the counters of each part in a checkpoint. Raises ConfigError if they are missing or malformed."""
     with safe_open(path / COMMON, "pt") as file:
         values = json.loads((file.metadata() or {}).get("counters", "null"))
     try:
@@ -75,24 +75,23 @@ def read_counters(path: Path) -> dict[str, dict[str, Any]]:
 
 
 def read_course(path: Path) -> State:
-    """Returns the state of the run's course (engine/recovery.py) in a checkpoint. Earlier versions wrote none: for
-    theirs, the number of skipped steps is the largest of the parts' own.
+    """Returns the record of skipped steps and rollbacks in a checkpoint's manifest. Earlier versions wrote none: then
+    the number of skipped steps is the largest of the parts' own, and all else is empty.
     """
     skipped = max((part["skipped"] for part in read_counters(path).values()), default=0)
     return parse_state(read_manifest(path)["extra"].get("course", {"skipped": skipped}))
 
 
 def write_common(folder: Path, common: Common) -> None:
-    """Writes common.safetensors, by one rank."""
+    """Writes common.safetensors into a folder: small tensors, and the counters of each part. One rank calls it."""
     tensors, by_part = common
     save_file(tensors, folder / COMMON, metadata={"counters": json.dumps(by_part)})
     apply_umask(folder / COMMON)
 
 
 def check_checkpoint(path: Path) -> None:
-    """Raises ConfigError if a checkpoint cannot be loaded, though its bytes are those of its manifest.
-
-    Every file that it would read is listed, so verified; any program can seal any manifest.
+    """Raises ConfigError if a checkpoint cannot be loaded although its files verify: a record or counters are
+    malformed, or its manifest lacks a file that would be read, whose bytes were then not verified.
     """
     read_course(path)
     body, parts = read_manifest(path), list(read_counters(path))
