@@ -1,1 +1,1 @@
-"""A run as a folder on a disk: what is written there, and what is read of it again."""
+"""Writes a run's folder, and reads it again."""

@@ -1,4 +1,5 @@
-"""The model card of an export: README.md, which says what a folder is, how it came to be and how one draws from it.
+"""Writes the model card of an export: README.md, which says what a folder is, how it came to be and how one draws from
+it.
 
 Its facts come from the run's folder (folders.py) and the checkpoint's manifest. The publisher adds the licence.
 """
@@ -41,9 +42,10 @@ numpy.save(sys.argv[2], drawn)
 
 
 def draw_example(folder: Path, title: str, code: str) -> np.ndarray:
-    """Runs the card's code on the folder, which is to be called `title`, in a process without dstrain.
+    """Runs the card's code on an export in `folder`, which the code knows as `title`, in a process without dstrain.
 
-    Returns what it draws: float32 (N, ...), or pictures as uint8 (N, H, W) or (N, H, W, 3).
+    Returns what it draws: float32 (N, ...), or pictures as uint8 (N, H, W) or (N, H, W, 3). Raises RuntimeError if the
+    code fails.
     """
     with tempfile.TemporaryDirectory(prefix="dstrain-card-") as name:
         place = Path(name)
@@ -88,10 +90,10 @@ def write_card(
 ) -> None:
     """Writes OUT/README.md, and beside it the run's newest grid of samples, if there is one.
 
-    title   what the folder is called when it is whole             note   what whoever loads it has to know
-    folder  of the run; `checkpoint` and `kinds` of weights say    code   Python that draws from "OUT", as `draw` ran it
-            what of it was taken                                   errors against the trained network, relative
-    limit   of the code's error
+    title    what the folder will be called                          note     what whoever loads it has to know
+    folder   of the run                                              code     Python that draws from "OUT": draw_example
+    kinds    of weights that were taken from `checkpoint`, by part   errors   relative, against the trained network
+    limit    of the error of the code
     """
     sealed, run = read_manifest(checkpoint), _hide_paths(run)
     imported = sealed["extra"].get("imported")  # of dstrain import's: not trained here
@@ -147,7 +149,9 @@ def write_card(
 
 
 def _describe_settings(samples: Samples, system: System, class_name: str) -> str:
-    """Describes how a run draws, in the words of the pipelines; with the scheduler, where diffusers has it."""
+    """Describes, in the words of diffusers' pipelines, how a run draws. Gives the scheduler if diffusers has that of
+    the run.
+    """
     sampler = system.sampler(samples.sampler)
     words = [f"{samples.num_steps} steps of {sampler}"]
     words += [
@@ -178,8 +182,8 @@ def _describe_settings(samples: Samples, system: System, class_name: str) -> str
 
 
 def _hide_paths(run: Run) -> Run:
-    """Returns the recipe without the paths of the run's machine: `folder` and `init_from` are left out, of other paths
-    the last part stays.
+    """Returns the recipe without the paths of the run's machine: `folder` and `init_from` become None, and of each
+    other absolute path, and of the data's paths, only the last part stays.
     """
     data = {key: _strip_paths(value) for key, value in run.data}
     data |= {key: data[key] and _keep_last_path_part(data[key]) for key in ("path", "held_out_path")}
@@ -215,7 +219,9 @@ def _describe_kind(kind: str) -> str:
 
 
 def _find_grid(samples: Path) -> Path | None:
-    """Returns the last grid that training has drawn; if a system draws none, the last reconstruction."""
+    """Returns the newest grid of samples in a run's samples/, else the newest reconstruction, or None if there is
+    neither.
+    """
     for pattern in (r"step_\d+\.png", r"step_\d+_reconstruction\w*\.png"):
         grids = [path for path in samples.glob("step_*.png") if re.fullmatch(pattern, path.name)]
         if grids:

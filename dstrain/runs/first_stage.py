@@ -1,4 +1,4 @@
-"""The frozen first stage of dstrain encode: a run, its export, or diffusers' AutoencoderKL; and its Encoder."""
+"""Opens the frozen first stage of dstrain encode: a run, its export, or diffusers' AutoencoderKL; and encodes by it."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -25,7 +25,7 @@ _RUN = "RUN"  # the folder's name in the usage of dstrain encode
 
 @dataclass(frozen=True)
 class FirstStage:
-    """A frozen network that encodes."""
+    """Holds a frozen network that encodes images or clips."""
 
     name: str  # for messages
     fingerprint: str
@@ -40,9 +40,10 @@ class FirstStage:
 def open_run(
     folder: Path, ema: float | None = None, raw: bool = False, step: int | None = None, precision: Precision = "fp32"
 ) -> FirstStage:
-    """Opens a run's folder, or one that dstrain export RUN --format safetensors or dstrain consolidate has written.
+    """Opens the first stage in a run's folder, or in one that `dstrain export RUN --format safetensors` or `dstrain
+    consolidate` has written. `ema` (None: the recipe's), `raw` and `step` (None: the newest) choose weights of a run.
 
-    Raises ConfigError if the folder is neither, its system encodes nothing, or weights are absent or damaged.
+    Raises ConfigError if the folder is neither, if its system encodes nothing, or if weights are absent or damaged.
     """
     if not (folder / "run.yaml").exists() and (folder / "recipe.yaml").exists():
         if ema is not None or raw or step is not None:
@@ -82,9 +83,9 @@ def _open_checkpoint(folder: Path, ema: float | None, raw: bool, step: int | Non
 
 
 def open_diffusers(path: str, image_size: int | None, precision: Precision = "fp32") -> FirstStage:
-    """Opens a diffusers AutoencoderKL, by folder or hub name.
+    """Opens an AutoencoderKL of diffusers, given by its folder or its name on the hub.
 
-    Raises ConfigError if it cannot be loaded, or takes pictures of another size.
+    Raises ConfigError if it cannot be loaded, or cannot encode pictures of `image_size`.
     """
     with reword_errors(
         options={"model.first_stage.path=": "--first-stage ", "model.first_stage.path:": f"--first-stage {path}:"}
@@ -108,7 +109,7 @@ def _make_moments(mean: Tensor, std: Tensor) -> np.ndarray:
 
 
 class Encoder:
-    """Samples to the arrays of a shard, see data/cached/shards.py, in batches of one fixed shape.
+    """Encodes samples into the arrays of a shard, see data/cached/shards.py, in batches of one fixed shape.
 
     stage     encodes images or clips.
     texts     encodes captions; None leaves them as they are.
@@ -119,10 +120,10 @@ class Encoder:
         self.stage, self.texts, self.encoding = stage, texts, encoding
 
     def encode_batch(self, batch: Batch) -> dict[str, np.ndarray]:
-        """Encodes n samples, at most encoding["batch"]; returns codes (n, flips, ...) and all else (n, ...).
+        """Encodes n samples, at most encoding["batch"]. Returns codes (n, flips, ...) and all else (n, ...), by name.
 
         A smaller batch is filled up with its last sample, so that networks see one shape. Raises ConfigError if codes
-        are infinite.
+        are not finite.
         """
         encoding, count = self.encoding, len(next(iter(batch.values())))
         rows = torch.arange(encoding["batch"]).clamp(max=count - 1)
@@ -136,8 +137,8 @@ class Encoder:
         return arrays | {name: values.numpy() for name, values in batch.items() if name not in inputs}
 
     def _encode_views(self, batch: Batch) -> np.ndarray:
-        """Encodes a batch of b images into codes or latents (b, crops * flips, ...). With several crops the images
-        are (b, crops, C, H, W).
+        """Encodes b images or clips with their crops and mirror images, into (b, crops * flips, ...). With several
+        crops the images are (b, crops, C, H, W).
         """
         on_device = {name: values.to(group.device()) for name, values in batch.items()}
         views = [on_device]
@@ -148,7 +149,9 @@ class Encoder:
         return np.stack([self.stage.codes(view) for view in views], axis=1)
 
     def _encode_texts(self, captions: Tensor) -> dict[str, np.ndarray]:
-        """Encodes captions uint8 (b, bytes), or several each (b, K, bytes), by calls of b captions."""
+        """Encodes captions uint8 (b, bytes), or several of each sample (b, K, bytes), into text_encodings and text_mask
+        (b, ...) or (b, K, ...). Each call of the encoder takes b captions.
+        """
         several = captions if captions.ndim == 3 else captions[:, None]
         encoded = [self.texts.encode(unpack_captions(several[:, k])) for k in range(several.shape[1])]
         arrays = {
@@ -158,7 +161,9 @@ class Encoder:
         return arrays if captions.ndim == 3 else {name: array[:, 0] for name, array in arrays.items()}
 
     def _convert_for_storage(self, name: str, array: np.ndarray) -> np.ndarray:
-        """Converts an array to the dtype in which shards hold it."""
+        """Converts an array to the dtype in which shards hold it. Raises ConfigError if a value is not finite in that
+        dtype.
+        """
         if array.dtype.kind != "f":
             return array.astype(np.int32) if name == "tokens" else array
         dtype = self.encoding["dtype"] if name == "moments" else self.encoding["text"]["dtype"]

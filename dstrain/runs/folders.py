@@ -1,4 +1,4 @@
-"""The folder of a run: what it holds, and whether a command may go on in it.
+"""Keeps the folder of a run: what it holds, and whether a command may go on in it.
 
 run.yaml           the whole recipe as resolved          ds_config.json   the whole DeepSpeed config as resolved
 data.txt           fingerprint of the data               saved            the last step that was saved; 0: none yet
@@ -65,8 +65,8 @@ _BESIDE = re.compile(  # what may lie beside a run, and stays
 def check_start(run: Run, fingerprint: str, resume: Resume) -> None:
     """Checks that this run may start or go on in its folder; changes nothing. Raises ConfigError with the remedy.
 
-    What was lost is never trained again in silence: `saved` is 0 from the start until the first checkpoint, so without
-    it, or without the checkpoint that it names, something has been taken away.
+    It refuses a run that has lost its checkpoints, so that nothing is trained twice unnoticed: `saved`, which is 0 from
+    the start until the first checkpoint, is missing or names one that is not there.
     """
     folder = run.directory
     if folder.exists() and not folder.is_dir():
@@ -121,7 +121,9 @@ def check_start(run: Run, fingerprint: str, resume: Resume) -> None:
 
 
 def _is_run(folder: Path) -> bool:
-    """Returns whether a folder holds, or has held, a run. Names such as samples/ alone are of any program."""
+    """Returns whether a folder holds, or has held, a run. A name of any program, such as samples/, is no proof
+    alone.
+    """
     marks = sum(os.path.lexists(folder / name) for name in _MARKS)
     if marks > 1 or (marks > 0 and _list_steps(folder)):
         return True
@@ -149,8 +151,8 @@ def _make_link_error(path: Path) -> ConfigError:
 
 
 def prepare_start(run: Run, fingerprint: str, resume: Resume) -> None:
-    """Checks that a run may start in its folder, which this process has locked; then moves an earlier run aside if
-    `resume` asks for it, and gives the folder its identity.
+    """Checks as `check_start`, in a folder that this process has locked. Then moves an earlier run aside if `resume`
+    asks for it, and gives the folder its identity.
     """
     check_start(run, fingerprint, resume)
     folder, checkpoints = run.directory, run.directory / "checkpoints"
@@ -171,8 +173,8 @@ def prepare_start(run: Run, fingerprint: str, resume: Resume) -> None:
 
 
 def _describe_lost_checkpoints(folder: Path) -> str | None:
-    """Describes the files which show that a run has been trained further here than its checkpoints say; None: there are
-    none.
+    """Describes how the folder shows that checkpoints were lost, such as "has a file checkpoints ..."; None if none
+    were.
     """
     checkpoints, steps, noted = folder / "checkpoints", _list_steps(folder), _read_saved_file(folder)
     if checkpoints.is_symlink() and not checkpoints.exists():
@@ -192,9 +194,9 @@ def _describe_lost_checkpoints(folder: Path) -> str | None:
 
 
 def read_recipe(folder: Path) -> Run:
-    """Reads the recipe that a run was trained with, as resolved. Its folder is the one where it lies now.
+    """Reads the recipe that a run was trained with, as resolved; its `folder` becomes the one where it lies now.
 
-    Raises ConfigError if it cannot be read, or says nothing, or the folder holds links.
+    Raises ConfigError if run.yaml cannot be read or is empty, or if the folder holds links.
     """
     require_no_links(folder)
     if small.read_line(folder / "run.yaml", small.MEGABYTE) == "":
@@ -209,18 +211,18 @@ def read_recipe(folder: Path) -> Run:
 
 
 def is_same_data(earlier: str, fingerprint: str) -> bool:
-    """Returns whether a saved fingerprint is of the same data. Earlier versions saved the beginning of today's."""
+    """Returns whether `earlier` is `fingerprint`, or its beginning, which is all that earlier versions saved."""
     return f"{fingerprint} ".startswith(f"{earlier} ")
 
 
 class Claimed:
-    """A folder that this process alone writes into, until `close`."""
+    """Holds the lock and the lease of a folder, into which this process alone writes until `close`."""
 
     def __init__(self, folder: Path, lock: IO[str]) -> None:
         self._folder, self._lock = folder, lock
 
     def close(self) -> None:
-        """Gives the folder back."""
+        """Releases the lock and the lease; may be called again."""
         if not self._lock.closed:
             owner.release_folder(self._folder / "checkpoints")  # claimed where it is a link
             owner.release_folder(self._folder)
@@ -234,11 +236,11 @@ class Claimed:
 
 
 def lock_folder(folder: Path, patience: float = 60.0, busy: str | None = None, verb: str = "train") -> Claimed:
-    """Claims the folder for this process, by a lock and by a lease (disk/owner.py); on rank 0 only.
+    """Claims the folder for this process, by a lock and by a lease (disk/owner.py). Call it on rank 0 only.
 
-    The lock ends with its process, and earlier versions know it; the lease holds where a file system has no locks.
-    Ranks of an earlier command may still be saving, so they are waited for. Raises ConfigError if another process still
-    has the folder after `patience` seconds; `busy` replaces the message.
+    The lock ends with its process, and earlier versions know it; the lease also works on a file system without locks.
+    Ranks of an earlier command may still be saving, so this waits for them. Raises ConfigError, with the message `busy`
+    if it is given, if another process still has the folder after `patience` seconds.
     """
     get_phases().enter_phase(f"waiting for another command in {folder}, {patience:g} s at most")
     end = time.monotonic() + patience
@@ -271,7 +273,9 @@ def lock_folder(folder: Path, patience: float = 60.0, busy: str | None = None, v
 
 @contextmanager
 def _pass_without_locks() -> Iterator[None]:
-    """Ignores the error with which a file system without locks answers to one who asks for a lock."""
+    """Ignores the block's OSError of a file system without locks. A BlockingIOError (another process has it) passes
+    through.
+    """
     try:
         yield
     except BlockingIOError:
@@ -282,10 +286,10 @@ def _pass_without_locks() -> Iterator[None]:
 
 @contextmanager
 def claim_output(out: Path, named: str, verb: str) -> Iterator[None]:
-    """Makes the folder `out` and keeps other commands from writing into it; on all ranks together. Removes it if
-    nothing is written.
+    """Makes the folder `out`, and keeps other commands from writing into it within the block; on all ranks together.
+    Removes a new folder that is empty at the end.
 
-    Raises ConfigError, which begins with `named`, if another command writes into it, or the folder cannot be written.
+    Raises ConfigError, which begins with `named`, if another command writes into it, or it cannot be written.
     """
     problem, is_new = None, False
     if group.rank() == 0:
@@ -312,9 +316,9 @@ def claim_output(out: Path, named: str, verb: str) -> Iterator[None]:
 
 
 def share_claim(folder: Path) -> None:
-    """Lets all ranks compare rank 0's claim on the folder before they write; on all ranks together.
+    """Gives rank 0's claim on the folder to all ranks, which compare it before each write; on all ranks together.
 
-    A network file system may show another machine the new identity seconds later.
+    Waits up to 20 s until this rank sees the folder's identity, which a network file system may show late.
     """
     claim, end = group.broadcast_from_first(owner.find_claim(folder)), time.monotonic() + 20
     while claim and claim.identity and owner.read_identity(folder) != claim.identity and time.monotonic() < end:
@@ -337,19 +341,19 @@ def _take_lock(folder: Path) -> IO[str]:
 
 
 def report_disk_errors(folder: Path) -> AbstractContextManager[None]:
-    """Turns an OSError raised inside into a ConfigError: full, over quota, read-only, or not to be written."""
+    """Returns a context manager that turns the block's OSError, as of a full disk, into a ConfigError about folder=."""
     return explain_write_errors(f"folder={folder}", "make room there, or name another folder=")
 
 
 def remove_unused_folder(folder: Path) -> None:
-    """Removes a folder that holds nothing but the lock and the lease; on rank 0 only."""
+    """Removes a folder if it holds nothing but the lock and the lease; on rank 0 only."""
     if all(path.name.startswith((".lock", ".lease-")) for path in folder.iterdir()):
         shutil.rmtree(folder)
 
 
 def write_run(run: Run, settings: dict[str, Any], fingerprint: str) -> None:
-    """Writes the resolved run into its folder; on rank 0 only, after `check_start`. Raises ConfigError if it cannot be
-    written.
+    """Writes recipe, settings, fingerprint and, if it is missing, `saved` into the run's folder; on rank 0 only, after
+    `check_start`. Raises ConfigError if they cannot be written.
     """
     folder = run.directory
     with report_disk_errors(folder):
@@ -366,9 +370,9 @@ def write_run(run: Run, settings: dict[str, Any], fingerprint: str) -> None:
 
 @contextmanager
 def make_folder(out: Path) -> Iterator[Path]:
-    """Yields a temporary folder to fill, which becomes `out` in the end, or after an error is gone.
+    """Yields a temporary folder for the block to fill; renames it to `out` at the end, or removes it after an error.
 
-    Raises ConfigError if `out` is there already and no empty folder, or cannot be written.
+    Raises ConfigError if `out` exists and is not an empty folder, or if it cannot be written.
     """
     if out.is_symlink() or (out.exists() and (not out.is_dir() or any(out.iterdir()))):
         raise ConfigError(f"--out {out} is there already: name a new folder")
@@ -386,7 +390,7 @@ def make_folder(out: Path) -> Iterator[Path]:
 
 
 def require_steps(run: Run, step: int) -> None:
-    """Raises ConfigError if the run is further than its recipe goes."""
+    """Raises ConfigError if `step`, at which the run stands, lies beyond the recipe's steps."""
     if step > run.steps:
         raise ConfigError(
             f"steps={run.steps}, and {run.directory / 'checkpoints'} is at step {step} already; raise "
@@ -395,24 +399,24 @@ def require_steps(run: Run, step: int) -> None:
 
 
 def read_last_saved_step(folder: Path) -> int:
-    """Returns the step that was saved last; 0: none was."""
+    """Returns the step that was saved last, by the file `saved` and the checkpoints; 0 if none was."""
     return max(_read_saved_file(folder) or 0, *_list_steps(folder), 0)
 
 
 def _read_saved_file(folder: Path) -> int | None:
-    """Reads the step in the file `saved`; None: it is absent or damaged."""
+    """Returns the step in the file `saved`, or None if the file is absent or damaged."""
     text = small.read_line(folder / "saved") or ""
     return int(text) if text.isascii() and text.isdigit() and len(text) < 19 else None
 
 
 def _list_steps(folder: Path) -> list[int]:
-    """Lists steps that have a checkpoint, whole or not; half-written ones end in .tmp."""
+    """Lists the steps of all checkpoints, whole or damaged, without half-written ones, whose names end in .tmp."""
     names = [path.name for path in (folder / "checkpoints").glob("step_*[0-9]") if path.is_dir()]
     return [int(name[5:]) for name in names if name[5:].isdigit()]
 
 
 def read_earlier_settings(folder: Path) -> dict[str, Any]:
-    """Reads the DeepSpeed config that a run with something saved was resolved to; {}: there is none to go on with."""
+    """Returns the resolved DeepSpeed config of the run in a folder; {} if it has saved no step or cannot be read."""
     try:
         settings = small.read_json(folder / "ds_config.json") if read_last_saved_step(folder) else {}
     except (OSError, ValueError):
@@ -426,8 +430,8 @@ def note_saved_step(folder: Path, step: int) -> None:
 
 
 def set_run_aside(folder: Path) -> None:
-    """Moves what an earlier run has written into earlier_N, so that beginning anew loses nothing. What else lies there
-    stays. Raises OSError if it cannot be moved.
+    """Moves all that an earlier run has written into earlier_N, so that beginning anew loses nothing. Other files stay.
+    Raises OSError if something cannot be moved.
     """
     if old := [folder / name for name in OF_RUN if os.path.lexists(folder / name)]:
         earlier = _make_folder_for_earlier_run(folder)
@@ -440,7 +444,9 @@ def set_run_aside(folder: Path) -> None:
 
 
 def set_newer_aside(folder: Path, step: int) -> None:
-    """Moves checkpoints and averages after `step` into earlier_N, the newest first, with a copy of metrics.jsonl."""
+    """Moves checkpoints and averages after `step` into earlier_N, the newest first, with a copy of metrics.jsonl. Then
+    `step` is the last saved one. Raises ConfigError if another command reads one of them.
+    """
     newer = [
         path
         for kind in ("checkpoints", "averages", "reconstructed/*")
@@ -463,7 +469,7 @@ def set_newer_aside(folder: Path, step: int) -> None:
 
 
 def _require_unread(paths: Iterable[Path]) -> None:
-    """Raises ConfigError if another command reads something that is to be moved aside."""
+    """Raises ConfigError if another command is reading one of the paths, which are to be moved aside."""
     for path in paths:
         if owner.is_held(path):
             raise ConfigError(f"{path} is being read by another command: wait for its end, and give this one again")
@@ -480,8 +486,9 @@ def _make_folder_for_earlier_run(folder: Path) -> Path:
 def describe_end(
     run: Run, folder: Path, first: int, done: int, saved: int, reason: str | None, left: bool = False
 ) -> str:
-    """Returns the last line of training: how the run ended, and what to do next. `reason`: why it was stopped early;
-    `left`: before what is due after the last step was drawn and measured.
+    """Returns the last line of training: how the run ended, and what to do next. It began at step `first` and ended at
+    `done`. `reason`: why it was stopped early. `left`: before it had drawn and measured what is due after its last
+    step.
     """
     if first == run.steps and not left:
         return f"{folder} is complete: {run.steps} steps. Raise steps= to train on, or name another folder."

@@ -1,4 +1,6 @@
-"""The hosts of a `deepspeed --hostfile FILE ...` command that answer: a supervisor starts it without the others."""
+"""Finds which hosts of a `deepspeed --hostfile FILE ...` command answer, so that a supervisor can leave out the
+others.
+"""
 
 import subprocess
 from collections.abc import Sequence
@@ -15,7 +17,9 @@ _SECONDS = 20  # that a host has in all: one that hangs behind its ssh does not 
 
 
 def read_hosts(command: Sequence[str]) -> list[str]:
-    """Returns the hosts in a command's hostfile. Raises ConfigError if it names none, or chooses among them itself."""
+    """Returns the hosts in a command's hostfile. Raises ConfigError if the command names no readable hostfile, or if it
+    has options, such as --include, that choose among the hosts.
+    """
     options = {word.partition("=")[0]: place for place, word in enumerate(command)}
     if chosen := next((name for name in _CHOICES if name in options), None):
         raise ConfigError(f"--min-hosts chooses among the hosts itself: leave {chosen} out of the command")
@@ -31,7 +35,9 @@ def read_hosts(command: Sequence[str]) -> list[str]:
 
 
 def require_hosts(command: Sequence[str], least: int) -> None:
-    """Raises ConfigError if a command's hostfile names fewer hosts than `least`, which would be waited for for ever."""
+    """Raises ConfigError if a command's hostfile names fewer hosts than `least`: a supervisor would wait for them for
+    ever.
+    """
     if len(hosts := read_hosts(command)) < least:
         raise ConfigError(
             f"--min-hosts {least}: the hostfile names {len(hosts)} hosts; write more into it, or give a smaller number"
@@ -53,8 +59,8 @@ def _can_reach(host: str) -> bool:
 
 
 def leave_out_hosts(command: Sequence[str], hosts: Sequence[str], missing: Sequence[str]) -> list[str]:
-    """Returns the command without the `missing` hosts. DeepSpeed would start a single host that is left on the machine
-    of the command, if it were not forced to go there.
+    """Returns the command with an option that excludes the `missing` hosts. If a single host is left, also adds
+    --force_multi: without it DeepSpeed would start the ranks on the machine of the command.
     """
     place = next(place for place, word in enumerate(command) if word.partition("=")[0] in _HOSTFILE)
     words = [f"--exclude={'@'.join(missing)}"] if missing else []

@@ -1,7 +1,7 @@
-"""What all ranks must have in common before they train: the run's folder, the recipe, the code.
+"""Checks what all ranks must have in common before they train: the run's folder, the recipe, the code.
 
-On one machine they do. On several, each machine may have a folder of its own, an older copy of the code, or another
-version of a package: training would begin all the same, and what it saved could not be put together.
+On one machine they have it in common. On several, each machine may have a folder of its own, an older copy of the code,
+or another version of a package: training would begin all the same, and what it saved could not be put together.
 """
 
 import hashlib
@@ -28,11 +28,12 @@ _SHOWN = 8  # of what differs; hundreds of ranks may say the same
 
 
 def check_hosts(run: Run, settings: dict[str, Any], patience: float = 20.0) -> None:
-    """Compares every rank with rank 0; call on all ranks, once rank 0 has claimed the folder.
+    """Compares the folder, recipe, settings and code of every rank with those of rank 0. Call it on all ranks, once
+    rank 0 has claimed the folder. In one process it does nothing.
 
-    A folder is shared when each rank sees a file there that rank 0 has just made; `patience`, in seconds, is for file
-    systems that remember what was not there. Nothing stays behind, and in one process there is nothing to do. Raises
-    ConfigError on rank 0, which names what differs and the remedy; the other ranks end with the same exit code.
+    A folder is shared if each rank sees a file there that rank 0 has just made, within `patience` seconds: a network
+    file system may show it late. The file is removed again. If something differs, rank 0 raises a ConfigError that
+    names it and the remedy, and the other ranks end with the same exit code.
     """
     if group.world() == 1:
         return
@@ -69,8 +70,8 @@ def check_hosts(run: Run, settings: dict[str, Any], patience: float = 20.0) -> N
 
 
 def run_on_first(action: Callable[[], None]) -> None:
-    """Runs an action on rank 0, while the others wait. Raises ConfigError as `check_hosts` if the action has raised
-    one.
+    """Runs an action on rank 0, while the other ranks wait. If it raises ConfigError, rank 0 raises that, and the other
+    ranks end with the same exit code.
     """
     problems: list[str] = []
     if group.rank() == 0:
@@ -82,10 +83,12 @@ def run_on_first(action: Callable[[], None]) -> None:
 
 
 def require_own_folder(folder: Path, patience: float = 2.0) -> None:
-    """Raises NotSaved on all ranks if the run's folder was taken away since it trains there, or is another run's now.
+    """Raises NotSaved, on all ranks, if the run's folder was moved or removed while the run trains, or now belongs to
+    another run.
 
-    Whatever is written would make the folder anew, and without its recipe no command would go on in it. `patience`, in
-    seconds, is for an editor that is just writing run.yaml, and for network file systems.
+    A write would otherwise make the folder anew, without its recipe, and no command could resume in it. Waits up to
+    `patience` seconds for a run.yaml that is missing, since an editor may be writing it, or a network file system may
+    show it late.
     """
     fault = None
     if group.rank() == 0:
@@ -109,7 +112,9 @@ def require_own_folder(folder: Path, patience: float = 2.0) -> None:
 
 
 def has_lost(folder: Path) -> bool:
-    """Returns whether a folder that this process has claimed is no longer its own; looks every few seconds."""
+    """Returns whether a folder that this process has claimed is no longer its own. Looks every five seconds at most,
+    and returns False in between.
+    """
     global _looked
     if time.monotonic() - _looked < _LOOK_SECONDS:
         return False
@@ -124,7 +129,9 @@ def has_lost(folder: Path) -> bool:
 
 
 def _end_all(problems: list[str]) -> None:
-    """Ends all ranks with exit code 2 if there are problems; rank 0 raises a ConfigError that names them."""
+    """Ends all ranks if there are problems: rank 0 raises a ConfigError with the first 8 of them, the others exit with
+    code 2, three seconds later. Does nothing if there are none.
+    """
     if problems and group.rank() == 0:
         more = [f"... and {len(problems) - _SHOWN} more"] if len(problems) > _SHOWN else []
         raise ConfigError(*problems[:_SHOWN], *more)
@@ -134,8 +141,8 @@ def _end_all(problems: list[str]) -> None:
 
 
 def _describe_code() -> dict[str, str]:
-    """Describes the code that computes: versions, and a hash of dstrain, since a repository has many states of one
-    version.
+    """Returns the versions of torch and DeepSpeed, and a hash of dstrain's files: one version of dstrain has many
+    states in a repository.
     """
     package, digest = Path(__file__).parents[1], hashlib.sha256()
     for path in sorted(package.rglob("*.py")):
@@ -144,7 +151,9 @@ def _describe_code() -> dict[str, str]:
 
 
 def _list_changes(first_run: Run, first_settings: dict[str, Any], run: Run, settings: dict[str, Any]) -> list[str]:
-    """Lists entries of the recipe and of the DeepSpeed settings that differ: KEY=here (not there)."""
+    """Lists the entries of the recipe and of the DeepSpeed settings that differ from rank 0's, as "KEY=here (not
+    there)"; at most 8.
+    """
     changes = list_differences(first_run, run)
     changes += [
         (key, first_settings.get(key), settings.get(key))

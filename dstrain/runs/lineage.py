@@ -1,9 +1,9 @@
-"""Whose checkpoints lie in a run's folder: its own, those of the run that it is a copy of, or another run's.
+"""Tells whose checkpoints lie in a run's folder: its own, those of the run that it is a copy of, or another run's.
 
 Each manifest names the run that has written it, by its identity (disk/owner.py), as extra["run"]. The folder's file
 `.ancestors` lists other identities whose checkpoints belong there, one a line: a copy gets an identity of its own, and
-keeps that of what it was copied from. A folder without an identity, as where hidden files were cleared away, owns what
-lies in it.
+keeps that of what it was copied from. A folder without an identity, such as one whose hidden files were deleted, owns
+what lies in it.
 """
 
 import re
@@ -41,9 +41,9 @@ def require_own_checkpoints(folder: Path, step: int | None) -> None:
 
 
 def note_ancestors(folder: Path, adopts: bool) -> None:
-    """Writes down which other runs' checkpoints belong to a run, before its folder gets an identity.
-
-    adopts: all that lies there belongs to it. Raises OSError if it cannot be written.
+    """Adds to .ancestors which other runs' checkpoints belong to a run: those of the run that its folder is a copy of;
+    all that lie there if `adopts`, or if the folder has no identity yet. Call it before the folder gets its identity.
+    Raises OSError if the file cannot be written.
     """
     own, known = owner.read_identity(folder), _read_ancestors(folder)
     found = {own} if own and owner.find_other_run(folder, folder) else set()  # a copy's, which is renewed
@@ -65,7 +65,9 @@ def require_own_link(folder: Path) -> None:
 
 
 def claim_checkpoints(checkpoints: Path) -> None:
-    """Claims a folder of checkpoints on another disk. Raises ConfigError if another process still has it."""
+    """Claims a folder of checkpoints on another disk. Raises ConfigError if another process still has it after the time
+    in which a lease without signs of life ends.
+    """
     end = time.monotonic() + owner.SILENT_SECONDS + owner.BEAT_SECONDS
     while True:
         try:

@@ -1,11 +1,11 @@
-"""How a command begins in the folder of a run; it imports no torch."""
+"""Holds the options that say how a command begins in the folder of a run; imports no torch."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True, kw_only=True)
 class Resume:
-    """How a command begins in its folder; as it stands, it goes on from the newest checkpoint."""
+    """Says how a command begins in its folder; by default it goes on from the newest checkpoint."""
 
     from_scratch: bool = False  # begins anew; what the folder holds is moved aside
     allow_change: bool = False  # goes on although the recipe or the data changed

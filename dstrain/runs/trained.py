@@ -1,4 +1,6 @@
-"""A finished or running run's folder, read by the verbs that come after training: recipe, checkpoint, networks."""
+"""Reads the folder of a finished or running run for the verbs that come after training: recipe, checkpoint,
+networks.
+"""
 
 import os
 import sys
@@ -33,11 +35,11 @@ def read_recipe(folder: Path) -> Run:
 
 
 def find_checkpoint(folder: Path, step: int | None = None, ema: float | None = None) -> Path:
-    """Returns the folder of the run's checkpoint of a step, None for the newest whole one. If this lacks the average
-    `ema`, and dstrain reconstruct has made that one, returns the folder of what it made.
+    """Returns the folder of a run's checkpoint: that of `step`, or the newest whole one if `step` is None. If it lacks
+    the average `ema`, returns instead what `dstrain reconstruct` has made of that average, if it has.
 
     The folder is held: a training run does not remove it before this process ends or calls `owner.release_holds`.
-    Raises ConfigError if it is absent or damaged.
+    Raises ConfigError if there is no such checkpoint, or if it is damaged.
     """
     steps = [folder / "checkpoints" / f"step_{step:08d}"] if step is not None else []
     with hold_while_choosing(steps or (folder / "checkpoints").glob("step_*[0-9]")) as keep:
@@ -73,8 +75,8 @@ def _choose_checkpoint(folder: Path, step: int | None, ema: float | None) -> Pat
 
 
 def require_writable(folder: Path, option: str = "--out") -> None:
-    """Makes a folder and tries it, before hours are spent. Raises ConfigError, which names the `option`, if it cannot
-    be written.
+    """Makes a folder and checks that it can be written, before hours are spent. Raises ConfigError, which names the
+    `option`, if it cannot.
     """
     with explain_write_errors(f"{option} {folder}", "name a folder that can be written"):
         folder.mkdir(parents=True, exist_ok=True)
@@ -85,10 +87,12 @@ def require_writable(folder: Path, option: str = "--out") -> None:
 def choose_kinds(
     system: System, checkpoint: Path, ema: float | None = None, raw: bool = False, every: bool = False
 ) -> dict[str, str]:
-    """Returns which weights to take of each part: master or ema.DECAY; `ema` None takes the first average there is.
+    """Returns which weights to take of each part: "ema.DECAY" of the average `ema` (None: the first), or "master", the
+    training weights, if `raw`.
 
-    Parts without averages, such as a discriminator, are left out unless `every`, which takes those that the folder
-    holds: what dstrain reconstruct makes lacks them. Raises ConfigError if there is no such average.
+    Parts without averages, such as a discriminator, are left out. With `every` they are taken, too, as "master", if the
+    checkpoint holds them; one that `dstrain reconstruct` has made does not. Raises ConfigError if there is no such
+    average.
     """
     return {
         part: choose_kind(checkpoint, part, ema) if part in system.averaged and not raw else "master"
@@ -100,7 +104,9 @@ def choose_kinds(
 def load_networks(
     system: System, checkpoint: Path, kinds: dict[str, str], dtype: torch.dtype, device: torch.device | None = None
 ) -> dict[str, nn.Module]:
-    """Loads the networks of the parts in `kinds`, with those weights, in eval mode on a device (None: the rank's)."""
+    """Builds the networks of the parts in `kinds`, loads those weights of a checkpoint into them, and returns them in
+    eval mode on a device (None: the rank's).
+    """
     states = ((part, read_weights(checkpoint, part, kind)) for part, kind in kinds.items())
     return place_networks(system, states, dtype, device or group.device())
 
@@ -108,8 +114,9 @@ def load_networks(
 def place_networks(
     system: System, states: Iterable[tuple[str, dict[str, Tensor]]], dtype: torch.dtype, device: torch.device
 ) -> dict[str, nn.Module]:
-    """Returns networks of the system with the weights of `states`, pairs of a part and its state dict, in eval mode on
-    a device.
+    """Builds the system's networks, loads `states`, pairs of a part and its state dict, into them, and returns them by
+    part in eval mode on a device. Weights get `dtype`, buffers keep their own. The system's frozen networks move to the
+    device, too.
     """
     fresh, loaded = system.networks(), {}
     for part, state in states:
@@ -143,7 +150,9 @@ def load_guide(guide: Guide, system: System, scale: float, dtype: torch.dtype) -
 
 
 def require_outside_run_folders(out: Path) -> None:
-    """Raises ConfigError for a folder among those that a run writes itself, which --from-scratch moves aside."""
+    """Raises ConfigError if `out` lies in a folder that a run writes itself, such as its samples/, and that
+    --from-scratch would move aside.
+    """
     path = out.resolve()
     for inner in (path, *path.parents):
         if inner.name in folders.OF_RUN and (inner.parent / "run.yaml").is_file() and not inner.is_file():

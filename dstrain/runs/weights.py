@@ -1,4 +1,6 @@
-"""Weights to start from: published files, exports and dstrain's own runs, read without running what is in them."""
+"""Reads weights to start from: published files, exports and dstrain's own runs. Runs nothing that is pickled in
+them.
+"""
 
 import argparse
 import re
@@ -39,14 +41,16 @@ _INDICES = (_INDEX, f"{_MODEL}.safetensors.index.json")
 
 
 def fit_weights(path: Path, system: System, parts: Iterable[str] | None = None) -> Adapted:
-    """Reads weights as the system's networks take them: {part: (values by state-dict name, what was changed)}.
+    """Reads weights from `path` and adapts them to the system's networks. Returns {part: (values by state-dict name,
+    notes)}; the notes say what was changed, and the first one counts what was loaded, replaced and left out.
 
-    `path` is a run's folder (its newest whole checkpoint; the first EMA where there is one), a checkpoint's folder, a
-    consolidated or exported one, or, for the first part, a folder of diffusers (of the network or of a pipeline with
-    it), a universal folder of DeepSpeed, or what `read_state` takes. Other parts than the first may be absent: an
-    adversary may join later. `parts`, None for all: only these are looked for. What was changed begins with a line that
-    counts what was loaded, replaced and left. Raises ConfigError, with the remedy, if weights are unreadable or
-    damaged, or do not fit.
+    `path` is a run's folder (its newest whole checkpoint is read, and of it the first EMA if there is one), a
+    checkpoint's folder, or a consolidated or exported one. For the first part alone it may also be a folder of
+    diffusers (of the network, or of a pipeline with it), a universal folder of DeepSpeed, or what `read_state` takes.
+    Other parts than the first may be absent, since an adversary may join later. `parts` limits the parts that are
+    looked for; None: all.
+
+    Raises ConfigError, with the remedy, if weights are unreadable or damaged, or do not fit.
     """
     first, *others = (part for part in system.parts if parts is None or part in parts)
     if path.name in (f"{_MODEL}.safetensors", f"{_MODEL}.bin") and (path.parent / "config.json").is_file():
@@ -92,7 +96,9 @@ def fit_weights(path: Path, system: System, parts: Iterable[str] | None = None) 
 
 
 def _read_checkpoint(path: Path, system: System, first: str, others: list[str]) -> tuple[Adapted, list[str]]:
-    """Reads the parts of one of dstrain's checkpoints, with a note on each that only DeepSpeed's own files hold."""
+    """Reads and adapts the parts of one of dstrain's checkpoints. Also returns a note on each part that is left out,
+    since only DeepSpeed's own files hold it. Raises ConfigError if the first part is absent.
+    """
     parts = {file.name.rpartition("-of-")[0].rpartition("-")[0] for file in path.glob("*-of-*.safetensors")}
     if first not in parts:
         recipe = path.parent.parent / "run.yaml"
@@ -113,7 +119,9 @@ def _read_checkpoint(path: Path, system: System, first: str, others: list[str]) 
 
 
 def _find_consolidated_parts(path: Path, first: str, others: list[str]) -> dict[str, Path]:
-    """Finds the parts in a folder that dstrain consolidate or dstrain export wrote; {}: it is none of theirs."""
+    """Returns the file or folder of each part in a folder that `dstrain consolidate` or `dstrain export` has written;
+    {} if neither has written it.
+    """
     if (path / first / "model.safetensors").exists() or (path / first / _INDEX).exists():
         return {part: path / part for part in (first, *others) if part == first or (path / part).is_dir()}
     files = {part: path / f"{part}.safetensors" for part in (first, *others)}
@@ -121,9 +129,10 @@ def _find_consolidated_parts(path: Path, first: str, others: list[str]) -> dict[
 
 
 def require_unaltered_files(paths: Iterable[Path], together: bool = False) -> None:
-    """Checks files in `paths`, folders or files of a consolidated folder. Raises ConfigError if bytes were altered.
+    """Compares files in a consolidated folder with their recorded hashes. `paths` are files or folders in it; all files
+    in them are checked. Does nothing if they lie in no consolidated folder. Raises ConfigError if a file was altered.
 
-    `together`: called on all ranks, each of which reads its share.
+    `together`: it is called on all ranks, each of which reads its share.
     """
     paths = [path.absolute() for path in paths]
     above = (paths[0], *paths[0].parents)[:3]  # a file, its part's folder, all parts' folder
@@ -143,7 +152,9 @@ def require_unaltered_files(paths: Iterable[Path], together: bool = False) -> No
 
 
 def _read_universal_folder(folder: Path) -> dict[str, Tensor]:
-    """Reads a folder of DeepSpeed's ds_to_universal: fp32 weights and buffers. Nothing that is pickled there is run."""
+    """Reads fp32 weights and buffers from a folder that DeepSpeed's ds_to_universal has made. Runs nothing that is
+    pickled there. Raises ConfigError if a file is damaged.
+    """
     merged = deepspeed_files.read_checkpoint(folder, trusted=True, dtype="F32")
     for span, crc in merged.sums.items():
         if torch_files.is_altered(span, crc):
@@ -160,9 +171,9 @@ def _read_universal_folder(folder: Path) -> dict[str, Tensor]:
 def _adapt_part(
     system: System, part: str, state: dict[str, Tensor], origin: object
 ) -> tuple[dict[str, Tensor], list[str]]:
-    """Returns a part's weights as its system adapts them, and notes, the first of which counts those unchanged.
-    Adapters that the file lacks begin anew. Raises ConfigError for those that the network lacks, or that have another
-    shape.
+    """Adapts the weights of a part to its network, as the system says. Returns them, and notes, the first of which
+    counts the tensors that were loaded, replaced and left out. LoRA adapters that the file lacks begin anew. Raises
+    ConfigError if the file holds other adapters than the network.
     """
     adapters = {name: value for name, value in system.on_meta(part).state_dict().items() if is_adapter(name)}
     given = {name: tuple(value.shape) for name, value in state.items() if is_adapter(name)}
@@ -189,9 +200,10 @@ def _make_tensor_identity(tensor: Tensor) -> int:
 
 
 def _find_diffusers_config(path: Path, system: System) -> Path | None:
-    """Finds config.json of a network of diffusers, in `path` or in a pipeline there; None: there is none.
+    """Returns the path of config.json of a network of diffusers, in `path` or in a pipeline there, or None if there is
+    none.
 
-    Raises ConfigError if `path` is a folder of diffusers without the network that this system takes.
+    Raises ConfigError if the file is damaged, or if `path` is a pipeline without the network that this system takes.
     """
     inner = path / system.in_pipeline / "config.json"
     for config in (path / "config.json", inner):
@@ -209,8 +221,9 @@ def _find_diffusers_config(path: Path, system: System) -> Path | None:
 
 
 def write_parts(checkpoint: Path, parts: Iterable[str], ema: float | None, folder: Path) -> None:
-    """Writes FOLDER/PART.safetensors of each part of a checkpoint, in one process: the average asked for, else the
-    first, else the training weights; beside them the run's recipe. Raises ConfigError or OSError if it cannot.
+    """Writes FOLDER/PART.safetensors of each part of a checkpoint, in one process, and copies the run's recipe there.
+    Takes of each part the average `ema` if it is there, else the first average, else the training weights. Raises
+    ConfigError or OSError if the weights cannot be read or written.
     """
     folder.mkdir(parents=True, exist_ok=True)
     if (recipe := checkpoint.parent.parent / "run.yaml").exists():
@@ -227,8 +240,9 @@ def write_parts(checkpoint: Path, parts: Iterable[str], ema: float | None, folde
 
 @contextmanager
 def hold_while_choosing(candidates: Iterable[Path]) -> Iterator[Callable[[Path], Path]]:
-    """Holds checkpoints while one of them is chosen; the yielded function goes on holding the chosen one. Call it on
-    all ranks, of which rank 0 holds.
+    """Holds the `candidates`, checkpoints, within the block, so that a training run does not remove them. Yields a
+    function that takes the chosen one, holds it also after the block, and returns it. Call it on all ranks, of which
+    rank 0 holds.
     """
     held = {path: owner.Hold(path) for path in candidates} if group.rank() == 0 else {}
 
@@ -245,7 +259,7 @@ def hold_while_choosing(candidates: Iterable[Path]) -> Iterator[Callable[[Path],
 
 
 def require_whole(checkpoint: Path) -> Path:
-    """Returns `checkpoint`, the folder of one. Raises ConfigError if a file in it does not match its hash."""
+    """Checks the hashes of a checkpoint's files, and returns its folder. Raises ConfigError if a file is damaged."""
     if fault := Store(checkpoint.parent, check=check_checkpoint).find_fault(int(checkpoint.name.removeprefix("step_"))):
         raise ConfigError(f"checkpoint {checkpoint} is damaged ({fault}): take another step")
     return checkpoint
@@ -267,7 +281,9 @@ def choose_kind(path: Path, part: str, ema: float | None = None) -> str:
 
 
 def _describe_averages(run: Path, ema: float) -> str:
-    """Names the widths whose averages dstrain reconstruct has made of a run, and whether it can make this one."""
+    """Returns the end of an error message: the widths whose averages `dstrain reconstruct` has made of a run, and
+    whether it can make `ema`; "" if there is nothing to say.
+    """
     made = sorted((path.name for path in (run / RECONSTRUCTED).glob("*") if any(path.glob("step_*"))), key=float)
     makes = ema <= WIDEST and any((run / snapshots.FOLDER).glob("step_*"))
     return (f"; reconstructed: {', '.join(made)}" if made else "") + (
@@ -276,7 +292,7 @@ def _describe_averages(run: Path, ema: float) -> str:
 
 
 def read_state(path: str | Path) -> dict[str, Tensor]:
-    """Reads the state dict in a file or folder, on the CPU.
+    """Reads the state dict in a file, or in the files of a folder, on the CPU.
 
     Pickled files are read by torch's restricted unpickler: nothing in them is executed. Raises ConfigError for a file
     that is missing, damaged, holds other objects than tensors and plain values, or no state dict.
@@ -322,9 +338,10 @@ def read_state(path: str | Path) -> dict[str, Tensor]:
 
 
 def _is_mappable(path: Path) -> bool:
-    """Returns whether a file of torch.save has its present format, uncompressed as torch writes it.
+    """Returns whether torch can map a weights file into memory: the file is a zip archive, as torch.save writes it
+    today, and not compressed.
 
-    Mapped, its pages are shared by the ranks of a machine, and each reads what it owns.
+    The ranks of a machine share the pages of a mapped file, and each reads what it owns.
     """
     if not zipfile.is_zipfile(path):
         return False
@@ -333,7 +350,9 @@ def _is_mappable(path: Path) -> bool:
 
 
 def _read_index(index: Path) -> list[Path]:
-    """Lists the files that a folder's index names."""
+    """Returns the paths of the files that the index of a folder of weights names. Raises ConfigError if it is
+    damaged.
+    """
     try:
         names = read_json(index)["weight_map"].values()
         return [index.parent / name for name in sorted({Path(name).name for name in names})]
@@ -342,7 +361,9 @@ def _read_index(index: Path) -> list[Path]:
 
 
 def _strip_prefixes(state: object, path: Path) -> dict[str, Tensor]:
-    """Returns weights under their own names, without the prefixes of wrappers."""
+    """Returns the tensors of a state dict without the prefixes that DataParallel and torch.compile put before names.
+    Raises ConfigError if `state` is no state dict.
+    """
     if not isinstance(state, dict) or not state or not all(isinstance(value, Tensor) for value in state.values()):
         raise ConfigError(
             f"weights: {path} holds no state dict (name -> tensor), nor one under 'ema', 'model' or "
