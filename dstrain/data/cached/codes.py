@@ -1,4 +1,4 @@
-"""Cached codes as a recipe's data section names them: the section completed, and its sources opened."""
+"""Completes a data section that names cached codes, and opens its sources."""
 
 from typing import Any
 
@@ -8,8 +8,10 @@ from dstrain.recipe import Codes, ConfigError, Data
 
 
 def complete_codes(data: Data) -> Data:
-    """Returns the data section with `codes` filled in from the index of its cache. Raises ConfigError as
-    `complete_data`.
+    """Returns the data section with `codes` filled in from the index of its cache.
+
+    Raises ConfigError if sizes, channels, frames or flips of the section are not those that were encoded, if it asks
+    for buckets, crops or size conditions, which codes cannot have, and as `Latents`.
     """
     if data.buckets or data.size_conditions or data.crop != "center":
         content = "images" if data.num_frames is None else "clips"
@@ -61,8 +63,8 @@ def _require_flips(data: Data, encoding: dict[str, Any]) -> None:
 
 
 def open_codes(data: Data, verify: bool) -> tuple[Latents, Latents | None]:
-    """Opens the codes to train on and the held-out ones, None without any; `verify`: compares their hashes, too. Raises
-    ConfigError as `Latents`, and if they are not of one kind.
+    """Opens the cached codes to train on, and the held-out ones or None. verify: also compares hashes, as
+    `Latents.verify`. Raises ConfigError as `Latents`, and if the two were not encoded alike.
     """
     if data.held_out_path is not None:
         train, unseen = _open_train_and_held_out(data)
@@ -76,7 +78,9 @@ def open_codes(data: Data, verify: bool) -> tuple[Latents, Latents | None]:
 
 
 def _open_train_and_held_out(data: Data) -> tuple[Latents, Latents]:
-    """Opens data.path and data.held_out_path. Raises ConfigError if they were not encoded alike."""
+    """Opens the caches at data.path and data.held_out_path. Raises ConfigError if the latter is no cache, or if they
+    were not encoded alike or have other classes.
+    """
     if not is_encoded(data.held_out_path):
         raise ConfigError(
             f"data.held_out_path={data.held_out_path} holds images, data.path={data.path} cached codes: "

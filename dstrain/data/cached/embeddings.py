@@ -12,8 +12,8 @@ UTF-8 as uint8 (bytes,), which a batch fills up with zeros. Held-out items also 
 other_text_embed and other_caption: that of the next pair, so that over a split each text stands once beside another
 pair's image.
 
-The splits train, validation and test are stretches of a fixed permutation of all rows, their bounds the rounded
-cumulative fractions of the number of rows.
+The splits train, validation and test are consecutive parts of a fixed permutation of all rows. Their bounds are the
+cumulative fractions of the number of rows, rounded.
 """
 
 import json
@@ -43,18 +43,17 @@ _LISTED = 1 << 22  # rows of a split up to which their order is kept as a list
 
 
 def is_embeddings(path: str | Path) -> bool:
-    """Returns whether a data path holds embedding pairs."""
+    """Returns whether a data path holds embedding pairs: the built-in ones, or a folder with img_emb/."""
     return str(path) == BUILTIN or (Path(path) / FOLDERS["image_embed"]).is_dir()
 
 
 def open_pairs(path: str | Path, splits: tuple[float, ...], split: str, world: int = 1) -> "Pairs | None":
-    """Opens the pairs (text embedding, image embedding) of one split; returns None if its fraction is 0.
+    """Opens the pairs (text embedding, image embedding) of one split; returns None if it has no pairs. split: one of
+    SPLITS, or "all" for every pair, for data that are held out as a whole.
 
-    The split "all" has every pair: of data that are held out as a whole.
-
-    Raises ConfigError if the folder has another layout, rows do not match, fractions do not sum to 1, a split leaves
-    one of the `world` ranks without a pair of its own, or a value is NaN (in data small enough to look through; else
-    met when read).
+    Raises ConfigError if the folder has another layout, rows do not match, fractions do not sum to 1, or a split leaves
+    one of the `world` ranks without a pair of its own. Raises it for a value that is NaN, too, if the data have at most
+    64 MB; in larger data such a value is found when it is read.
     """
     pairs = open_all_pairs(path)
     begin, end = (
@@ -71,17 +70,23 @@ def open_all_pairs(path: str | Path) -> "Stored":
 
 
 def read_encoder_fingerprint(path: str | Path) -> str | None:
-    """Returns the fingerprint of the encoder that made the image embeddings; None if the folder does not name one."""
+    """Returns the fingerprint of the encoder that made the image embeddings ("builtin:emoji-pairs" for the built-in
+    ones); None if the folder does not name one.
+    """
     return BUILTIN if str(path) == BUILTIN else (read_plan(Path(path) / PLAN) or {}).get("image_encoder")
 
 
 def read_data_fingerprint(path: str | Path) -> str | None:
-    """Returns the fingerprint of the images whose embeddings these are; None if the folder names none."""
+    """Returns the fingerprint of the images from which the embeddings in a folder were made; None if the folder names
+    none.
+    """
     return (read_plan(Path(path) / PLAN) or {}).get("data")
 
 
 class Pairs(Source):
-    """Rows `begin` to `end` of the permuted rows of `stored`."""
+    """One split of the pairs: the places from `begin` up to `end` (exclusive) in a fixed permutation of the rows of
+    `stored`.
+    """
 
     noun = "embedding pairs"
 
@@ -121,7 +126,9 @@ class Pairs(Source):
 
 
 class Stored:
-    """All rows: tables by their name in a batch, and captions where these may have to be encoded."""
+    """All rows of embedding pairs. tables: embeddings by their name in a batch. captions: given if a model may have to
+    encode them. Raises ConfigError if the tables have at most 64 MB and a row cannot be used.
+    """
 
     def __init__(self, tables: dict[str, Table], captions: Captions | None = None) -> None:
         self.tables, self.captions = tables, captions
@@ -134,7 +141,9 @@ class Stored:
         return len(self.tables["image_embed"])
 
     def read(self, row: int) -> dict[str, Tensor]:
-        """Reads one row. Raises BadSample if a value is not finite, or an embedding is all zeros."""
+        """Reads one row as an item. A missing caption is "" if there is a text embedding. Raises BadSample if it is
+        missing without one, if a value is not finite, or if an embedding is all zeros.
+        """
         item = {name: self.read_values(name, row) for name in self.tables}
         if self.captions is not None:
             try:
@@ -146,7 +155,9 @@ class Stored:
         return item
 
     def read_values(self, name: str, row: int) -> Tensor:
-        """Reads a row of one table, float32, or bool of a mask. Raises BadSample as `read`."""
+        """Reads one row of the table `name`: float32, or bool for a mask. Raises BadSample if a value is not finite, or
+        if an embedding is all zeros.
+        """
         table = self.tables[name]
         values = convert_float32(table[row])
         if fault := find_fault(values[None], name):
@@ -154,7 +165,9 @@ class Stored:
         return torch.from_numpy(values)
 
     def compute_fingerprint(self) -> str:
-        """Hashes the files and their ends, and all rows, or in larger tables 256 rows."""
+        """Returns a hash of the files' names, lengths and ends, and one of all rows, or of 256 rows of each table if
+        the tables have more than 64 MB.
+        """
         digest, rows = blake2b(digest_size=8), blake2b(digest_size=8)
         for part in (*self.tables.values(), *([self.captions] if self.captions else [])):
             part.hash_ends_into(digest)
@@ -205,7 +218,7 @@ def _open_folder(root: Path) -> Stored:
 
 
 def read_plan(path: Path) -> dict[str, Any] | None:
-    """Reads the JSON in which `dstrain encode` describes a folder; returns None if it cannot be read."""
+    """Reads the JSON object in which `dstrain encode` describes a folder; returns None if it cannot be read."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -214,7 +227,9 @@ def read_plan(path: Path) -> dict[str, Any] | None:
 
 
 def _require_match(first: Table, other: Any) -> None:
-    """Raises ConfigError, which names the first pair of files whose names or rows do not match."""
+    """Raises ConfigError if two tables differ in the number of their files, in the numbers or words that end the files'
+    names, or in the rows of a file. The message names the first difference.
+    """
     ends, others = ([_find_name_end(name) for name in names] for names in (first.names, other.names))
     for a, b, x, y in zip(first.names, other.names, ends, others):
         # Words may name the content (part_images, part_texts), unless both folders use the same words.
@@ -237,7 +252,9 @@ def _require_match(first: Table, other: Any) -> None:
 
 
 def _list_names(root: Path, folder: str, suffix: str) -> list[str]:
-    """Lists relative names in the order of the numbers in them: img_emb_2 before img_emb_10."""
+    """Returns the files in root/folder with this suffix, as folder/NAME, in the order of the numbers in their names:
+    img_emb_2 before img_emb_10; [] if there is no such folder.
+    """
     if not (root / folder).is_dir():
         return []
     names = [path.name for path in (root / folder).iterdir() if path.suffix == suffix and path.name[0] != "."]
@@ -249,7 +266,9 @@ def _list_names(root: Path, folder: str, suffix: str) -> list[str]:
 
 
 def _find_name_end(name: str) -> str:
-    """Returns the part of a file's name behind the last underscore, its numbers without leading zeros."""
+    """Returns the part of a file's name after the last underscore and before the suffix; a number without leading
+    zeros.
+    """
     word = Path(name).stem.rpartition("_")[2]
     return str(int(word)) if word.isdigit() else word
 
@@ -267,14 +286,17 @@ def open_builtin_pairs() -> Stored:
 
 
 def read_builtin_captions() -> dict[str, int]:
-    """Returns the row of each built-in pair by its caption."""
+    """Returns the captions of the built-in pairs: {caption: row}."""
     with np.load(_FILE) as file:
         captions = lzma.decompress(file["captions"].tobytes()).decode().split("\n")
     return {caption: row for row, caption in enumerate(captions)}
 
 
 def _compute_split_bounds(count: int, splits: tuple[float, ...], world: int) -> list[tuple[int, int]]:
-    """Returns the first and past-the-end place of each split: rounded cumulative fractions, in exact arithmetic."""
+    """Returns (begin, end) of each split among `count` rows: cumulative fractions of the rows, rounded, in exact
+    arithmetic. Raises ConfigError if the fractions do not sum to 1, or if a split has fewer rows than `world`, unless
+    its fraction is 0.
+    """
     shares = json.dumps(list(splits))
     parts = [Fraction(str(fraction)) for fraction in splits]
     if len(parts) != len(SPLITS) or min(parts) < 0 or abs(sum(parts) - 1) > Fraction(1, 10**6):

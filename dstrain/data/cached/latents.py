@@ -6,11 +6,11 @@ reads the codes of either.
 
 Items of videos are {"tokens": int64 (t, h, w), "frames", "label"}. Videos are never mirrored. With captions, an item of
 either has "caption" uint8 (bytes,), too; with encoded captions "text_encodings" (L, E), as stored, and
-"text_mask" bool (L,). Of several crops and several captions of a sample, its key chooses one each; of held-out samples
-the first ones are read.
+"text_mask" bool (L,). If a sample has several crops or captions, its key chooses one of each; held-out samples take the
+first ones.
 
 Opening reads the index and the files' sizes alone; the samples are mapped into memory. What a rank or worker holds does
-not grow with the samples, but for the size of each shard and the counts of members.py.
+not grow with the samples, but for the size of each shard and the counts of index/held_out.py.
 """
 
 import hashlib
@@ -48,16 +48,19 @@ _REMEDY = "give the `dstrain encode` command that wrote the folder once more: it
 
 
 def is_encoded(path: str | Path) -> bool:
-    """Returns whether a folder holds cached codes, or a part of them. Folders of images may have an index.json."""
+    """Returns whether a folder holds cached codes, complete or not. A folder of images with an index.json of its own
+    does not.
+    """
     return is_cache(Path(path))
 
 
 @dataclass
 class Latents(Source):
-    """The codes in a folder.
+    """The cached codes of one split of a folder.
 
-    path: what `dstrain encode` wrote. split: "train", "held_out" or "all". held_out: share, by the hash of a number.
-    Raises ConfigError where the index or a shard is missing, or has not the size that the index says.
+    path: a folder that `dstrain encode` has written. split: "train", "held_out" or "all". held_out: share of the
+    samples that is held out, chosen by a hash of a sample's number. Raises ConfigError if the index or a shard is
+    missing, if a shard has another size than the index says, or if the split has no samples.
     """
 
     path: str | Path
@@ -123,11 +126,11 @@ class Latents(Source):
     def read_codes(
         self, index: Tensor, mirrored: Tensor | None = None, chance: Tensor | None = None
     ) -> dict[str, Tensor]:
-        """Reads the samples at `index` int64 (b,) as a batch. `mirrored` bool (b,) marks those whose mirrored image's
-        codes are read.
+        """Reads the samples at `index` int64 (b,) as a batch. mirrored: bool (b,), True for samples whose mirrored
+        image's codes are read.
 
-        chance: uniform in [0, 1) (b, 2), which choose among crops and captions; None takes the first ones. Raises
-        ConfigError if some are mirrored, and the folder has no mirrored images.
+        chance: uniform in [0, 1), (b, 2), which choose the crop and the caption; None takes the first ones. Raises
+        ConfigError if a sample is to be mirrored and the folder has no codes of mirrored images.
         """
         shards, rows, codes_rows = self._find_places(index, mirrored, chance)
         groups = np.searchsorted(np.unique(shards), shards) // _count_mappable()  # (b,)
@@ -160,7 +163,9 @@ class Latents(Source):
     def _find_places(
         self, index: Tensor, mirrored: Tensor | None, chance: Tensor | None
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Returns each sample's shard, its row there, and the row of its codes. Raises ConfigError as `read_codes`."""
+        """Returns each sample's shard, its row there, and the row of its codes, int64 (b,) each: a sample has one row
+        of codes for each crop and each flip. Raises ConfigError as `read_codes`.
+        """
         number = index.numpy() if self.members is None else self.members.find_members(index.numpy())
         flip = np.zeros(len(number), np.int64) if mirrored is None else mirrored.numpy().astype(np.int64)
         if flip.any() and self.encoding["flips"] == 1:
@@ -170,13 +175,17 @@ class Latents(Source):
         return shards, rows, (rows * self.crops + crop) * self.encoding["flips"] + flip
 
     def _choose_text_rows(self, rows: np.ndarray, chance: Tensor | None, counts: Tensor | None) -> np.ndarray:
-        """Returns the rows of the captions that are chosen; `counts` says how many each sample has, None: one."""
+        """Returns the row of one caption of each sample, int64 (b,): chosen by chance[:, 1] among the first `counts`
+        (b,) captions of the sample; the first one if `counts` or `chance` is None.
+        """
         if counts is None or chance is None:
             return rows * self.num_captions
         return rows * self.num_captions + (chance[:, 1].double().numpy() * counts.numpy()).astype(np.int64)
 
     def prefetch(self, index: Tensor, mirrored: Tensor | None = None, chance: Tensor | None = None) -> None:
-        """Prefetches as Source does. Of several captions all are read, since their number must be read first."""
+        """Begins to read what `read_batch` with the same arguments will need, and does not wait. Reads all captions of
+        a sample, since their number, by which one is chosen, must be read first.
+        """
         shards, rows, codes_rows = self._find_places(index, mirrored, chance)
         for shard in np.unique(shards).tolist():
             arrays, here = self._open_shard(shard), shards == shard
@@ -188,7 +197,7 @@ class Latents(Source):
     def read_batch(
         self, index: Tensor, mirrored: Tensor | None = None, chance: Tensor | None = None
     ) -> tuple[dict[str, Tensor], Bad]:
-        self.prefetch(index, mirrored, chance)  # the first batches, which nobody has expected
+        self.prefetch(index, mirrored, chance)  # needed for the first batches alone, which nobody has prefetched
         return self.read_codes(index, mirrored, chance), []
 
     def describe(self) -> str:
@@ -241,8 +250,8 @@ class Latents(Source):
         return arrays | {"codes": arrays[codes].reshape(rows * self.crops * encoding["flips"], -1)}
 
     def verify(self) -> None:
-        """Compares the hashes of the shards: of all where they are small, else of as many random ones as some seconds
-        allow.
+        """Compares the hashes of the shards: of all if they have at most 4 GB together, else of random ones of 4 GB
+        together.
 
         `dstrain encode` verifies all of them whenever it runs again. Raises ConfigError, which names the first that is
         damaged.
@@ -273,14 +282,16 @@ class Latents(Source):
 
 
 def _count_mappable() -> int:
-    """Returns how many shards may be mapped at a time: a quarter of the descriptors that a process may have, at most
+    """Returns how many shards may be mapped at a time: a quarter of the files that a process may have open, 1 to
     _MAPPED.
     """
     return max(1, min(_MAPPED, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4))
 
 
 def _copy_rows(opened: dict[int, np.ndarray], shards: np.ndarray, rows: np.ndarray) -> np.ndarray:
-    """Copies some rows of arrays that lie in several shards: (n, ...)."""
+    """Returns a copy of row rows[i] of the array of shard shards[i], for each i: (n, ...). opened: arrays by shard.
+    Shorter captions are filled up with zeros.
+    """
     if len(opened) == 1:
         return next(iter(opened.values()))[rows]
     first = next(iter(opened.values()))
@@ -307,8 +318,8 @@ def _find_extra_shapes(encoding: dict[str, Any]) -> dict[str, tuple[int, ...]]:
 
 
 def _find_codes_shape(encoding: dict[str, Any]) -> tuple[int, ...]:
-    """Returns the shape of one image's codes, with mean and deviation, or the mean alone where a sample of it was
-    encoded.
+    """Returns the shape of one image's codes as stored: latents with mean and deviation as (2, C, h, w), or (1, C, h,
+    w) where only samples were stored; tokens as (h, w) or (t, h, w).
     """
     moments = (encoding.get("moments", 2),) if encoding["kind"] == "latents" else ()
     return (*moments, *encoding["shape"])

@@ -1,4 +1,4 @@
-"""Rows of embeddings and captions on disk, each kind in consecutive files. See embeddings.py for the layout."""
+"""Rows of embeddings and captions on disk, each kind in several files. See embeddings.py for the layout."""
 
 import errno
 import zipfile
@@ -34,7 +34,9 @@ _AXES = {
 
 
 class Rows:
-    """Rows of consecutive files: names, and how many each has in `lengths`."""
+    """Rows in several files, numbered from 0 through all of them. `names` are the files, `lengths` their numbers of
+    rows.
+    """
 
     names: list[str]
     lengths: list[int]
@@ -47,7 +49,7 @@ class Rows:
         return np.cumsum(self.lengths)
 
     def find_place(self, row: int) -> tuple[int, int]:
-        """Returns the number of the file that holds a row, and its place there."""
+        """Returns the number of the file that holds a row, and the row's number within that file."""
         number = int(np.searchsorted(self.ends, row, side="right"))
         return number, row - int(self.ends[number] - self.lengths[number])
 
@@ -57,10 +59,10 @@ class Rows:
 
 
 class Table(Rows):
-    """Arrays (n, ...) of one kind, whose rows count on from array to array.
+    """Arrays (n, ...) of one kind, a key of FOLDERS. Rows are numbered through all arrays.
 
     Files below `root` are mapped when they are read, and the _MAPPED last used ones stay mapped; without a root
-    `arrays` are kept in memory. ConfigError: a shape or dtype that this kind does not have.
+    `arrays` are kept in memory. Raises ConfigError if an array has a shape or dtype that this kind does not have.
     """
 
     def __init__(self, key: str, names: list[str], root: Path | None = None, arrays: list[np.ndarray] = ()) -> None:
@@ -105,7 +107,9 @@ class Table(Rows):
         return array
 
     def require_usable(self) -> None:
-        """Looks through all rows. Raises ConfigError, which names the first row that cannot be used."""
+        """Reads all rows. Raises ConfigError, which names the row, if one holds NaN or infinity, or is an embedding of
+        zeros alone.
+        """
         for number, name in enumerate(self.names):
             fault = find_fault(convert_float32(self._open_array(number)), self.key)
             if fault:
@@ -114,14 +118,16 @@ class Table(Rows):
                 )
 
     def hash_ends_into(self, digest: Any) -> None:
-        """Adds to a hash the names, lengths and shapes of the files, and the first and the last row of each."""
+        """Adds to a hash the name, length, row shape, and first and last row of each file."""
         for number, name in enumerate(self.names):
             last = int(self.ends[number]) - 1
             ends = b"".join(np.array(self[row]).tobytes() for row in (last + 1 - self.lengths[number], last))
             digest.update(f"{name} {self.lengths[number]} {self.shape} {zlib.crc32(ends)}\n".encode())
 
     def hash_rows_into(self, digest: Any, count: int | None) -> None:
-        """Adds to a hash all values, or those of `count` evenly spaced rows; nothing for data inside the package."""
+        """Adds to a hash all values (count None), or those of `count` evenly spaced rows; adds nothing for data inside
+        the package.
+        """
         if self.root is None:
             return
         if count is None:
@@ -133,8 +139,8 @@ class Table(Rows):
 
 
 def map_array(root: Path, name: str) -> np.ndarray:
-    """Maps a .npy file into memory.
-    Raises ConfigError, which names the file, or the limit of open files if that is reached.
+    """Maps a .npy file into memory, read-only. Raises ConfigError, which names the file, if it cannot be read, holds no
+    rows, or too many files are open.
     """
     try:
         require_regular(root / name)
@@ -157,8 +163,8 @@ def map_array(root: Path, name: str) -> np.ndarray:
 
 
 def read_embeddings(path: Path) -> Tensor:
-    """Reads float32 (N, D) from a .npy file. Raises ConfigError if it holds other values, no rows, or a row that cannot
-    be used.
+    """Reads float32 (N, D) from a .npy file. Raises ConfigError if it holds anything but floats (N, D), or no rows, or
+    a row with NaN, infinity or zeros alone.
     """
     array = map_array(path.parent, path.name)
     if array.ndim != 2 or array.dtype not in (np.float16, np.float32, np.float64):
@@ -170,13 +176,16 @@ def read_embeddings(path: Path) -> Tensor:
 
 
 def convert_float32(values: np.ndarray) -> np.ndarray:
-    """Converts numbers to float32, of which those that are too large become infinite; masks stay as they are."""
+    """Returns a copy as float32, in which numbers beyond its range become infinite; bool arrays stay bool."""
     with np.errstate(over="ignore"):
         return np.array(values, dtype=bool if values.dtype == bool else np.float32)
 
 
 class Captions(Rows):
-    """The caption column of parquet files; a file's captions stay in memory once one of them was read."""
+    """The captions in a column of parquet files. All captions of a file stay in memory once one of them was read.
+
+    Raises ConfigError if a file cannot be read, or has no column of captions as text.
+    """
 
     def __init__(self, root: Path, names: list[str]) -> None:
         parquet = _import_parquet()
@@ -223,8 +232,8 @@ class Captions(Rows):
         return pack_caption(text)
 
     def hash_ends_into(self, digest: Any) -> None:
-        """Adds to a hash the names, rows and sizes of the files, and their first and last bytes: the last hold the
-        places of all pages.
+        """Adds to a hash the name, number of rows, size, and first and last 64 KB of each file; the last hold the
+        offsets of all pages.
         """
         for name, length in zip(self.names, self.lengths):
             with open(self.root / name, "rb") as file:
@@ -241,7 +250,9 @@ def pack_caption(caption: str) -> Tensor:
 
 
 def find_fault(rows: np.ndarray, key: str) -> tuple[int, str] | None:
-    """Returns the first of rows (n, ...) that cannot be used, and the reason; None if all can."""
+    """Returns (number, reason) of a row of (n, ...) that cannot be used: the first with NaN or infinity; else, except
+    in text_encodings, the first of zeros alone. Returns None if all rows can be used; masks always can.
+    """
     if rows.dtype == np.bool_:
         return None
     flat = rows.reshape(len(rows), -1)

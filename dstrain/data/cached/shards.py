@@ -1,6 +1,6 @@
 """Shards of encoded samples: the format that dstrain/commands/encode.py writes and data/cached/latents.py reads.
 
-    FOLDER/encoding.json               what is encoded by what, written first: another encoding is refused by it
+    FOLDER/encoding.json               what is encoded by what, written first, so that no other encoding is mixed in
     FOLDER/shard_00000.safetensors     `shard_size` samples each, the last one fewer
     FOLDER/index.json                  written last: the same, statistics, size and hash of each shard
 
@@ -11,7 +11,7 @@ A shard holds, for its n samples in the order of the data,
                                                            where samples of the posterior were taken over from others
     tokens    int32 (n, flips, h, w)                       instead of moments, where the codes are discrete
     label     int64 (n,)                                   class
-    source    int64 (n,)                                   index in the data; another one's where a file was unreadable
+    source    int64 (n,)                                   index in the data; the substitute's if a file was unreadable
 
 With several crops, one follows the other, each with its mirrored one: (n, crops * flips, ...). For videos, tokens are
 int32 (n, 1, t, h, w), and there are frames int64 (n,), how many of a clip's frames are real; padding follows. Texts are
@@ -71,7 +71,7 @@ def name_shard(number: int) -> str:
 
 
 def pack_shard(arrays: Arrays, facts: dict[str, Any]) -> bytes:
-    """Packs arrays and `facts`, which are JSON, into the bytes of a shard."""
+    """Returns the bytes of a shard: a header with `facts` (values of JSON) and a hash of everything, then `arrays`."""
     # safetensors writes an array's memory as it lies, so the layout must be C-contiguous.
     arrays = {name: np.ascontiguousarray(arrays[name]) for name in sorted(arrays)}
     digest = hashlib.blake2b(json.dumps(facts, sort_keys=True).encode(), digest_size=32)
@@ -83,25 +83,25 @@ def pack_shard(arrays: Arrays, facts: dict[str, Any]) -> bytes:
 
 
 def read_facts(data: bytes) -> dict[str, Any]:
-    """Returns the `facts` that a shard was packed with, its `hash`, how often each of its `labels` occurs, and whether
-    it has captions that an older version may have `cut`.
+    """Returns the facts of `pack_shard` from the bytes of a shard, and beside them `hash`, `labels` (how often each
+    occurs) and `cut` (True if an older version may have truncated its captions).
 
-    Raises ConfigError if its bytes are not whole.
+    Raises ConfigError if a byte is missing or altered.
     """
     try:
         facts, arrays = json.loads(_read_header(io.BytesIO(data))["__metadata__"]["shard"]), load(data)
         whole = pack_shard(arrays, {name: value for name, value in facts.items() if name != "hash"}) == data
     except (SafetensorError, ValueError, KeyError, TypeError, AttributeError, RecursionError, MemoryError):
         whole = False
-    if not whole:  # packed again: not even a byte of padding may differ
+    if not whole:  # The facts and arrays are packed again: not even a byte of padding may differ.
         raise ConfigError("has altered or missing bytes")
     cut = "caption" in arrays and "caption_bytes" not in facts and bool(arrays["caption"][..., -4:].any())
     return facts | {"labels": _count_labels(arrays["label"]), "cut": cut}
 
 
 def read_header_facts(path: Path) -> dict[str, Any] | None:
-    """Reads the facts of a file from its header and labels alone, so the hash is not proved; returns None if
-    unreadable.
+    """Returns the facts and `hash` in the header of a shard, and `labels` (how often each occurs), without comparing
+    the hash; None if the file cannot be read, or is no shard.
     """
     try:
         if not path.is_file():  # a FIFO would wait for ever
@@ -123,8 +123,9 @@ def _count_labels(labels: np.ndarray) -> list[tuple[int, int]]:
 
 
 def read_checked_facts(path: Path, entry: dict[str, Any] | None = None) -> dict[str, Any]:
-    """Returns the facts of a shard after checking all of its bytes; with an index's `entry` also that its hash is the
-    one there. Raises ConfigError, which names the file.
+    """Returns the facts of a shard as `read_facts`, after checking all of its bytes. entry: what an index says of the
+    shard; its hash must be the same. Raises ConfigError, which names the file, if the shard is missing, damaged or
+    another one.
     """
     try:
         facts = read_facts(path.read_bytes())
@@ -138,12 +139,16 @@ def read_checked_facts(path: Path, entry: dict[str, Any] | None = None) -> dict[
 
 
 def find_encoding(path: Path) -> str | None:
-    """Returns the `hash_encoding` that a shard's header names; None if the header cannot be read."""
+    """Returns the hash of the encoding (`hash_encoding`) from a shard's header; None if there is none, or the header
+    cannot be read.
+    """
     return (read_header_facts(path) or {}).get("encoding")
 
 
 def make_shard_record(path: Path, facts: dict[str, Any]) -> dict[str, Any]:
-    """Returns the record of a shard: what an index, and the statistics in it, need to know of it."""
+    """Returns what an index needs to know of a shard: name, size in bytes, and those of its facts that enter the index
+    or its statistics.
+    """
     return {
         "name": path.name,
         "size": path.stat().st_size,
@@ -152,13 +157,15 @@ def make_shard_record(path: Path, facts: dict[str, Any]) -> dict[str, Any]:
 
 
 def join_arrays(parts: list[Arrays]) -> Arrays:
-    """Joins the arrays of a shard's batches; captions become as wide as the longest, or CAPTION_BYTES."""
+    """Concatenates the arrays of a shard's batches; captions are filled up to the longest, and to CAPTION_BYTES at
+    least.
+    """
     wide = max(CAPTION_BYTES, *(part["caption"].shape[-1] for part in parts if "caption" in part), 0)
     return {name: np.concatenate([_pad_captions(part[name], name, wide) for part in parts]) for name in parts[0]}
 
 
 def _pad_captions(array: np.ndarray, name: str, wide: int) -> np.ndarray:
-    """Pads captions with zero bytes to `wide` bytes; returns other arrays as they are."""
+    """Returns an array named "caption" filled up with zero bytes to a width of `wide`; any other array as it is."""
     missing = wide - array.shape[-1] if name == "caption" else 0
     return np.pad(array, [*[(0, 0)] * (array.ndim - 1), (0, missing)]) if missing else array
 
@@ -167,11 +174,12 @@ Layout = dict[str, tuple[slice, type, list[int]]]  # of each array: bytes after 
 
 
 def map_shard(path: Path, size: int, layouts: dict[Any, Layout], kind: tuple[int, int]) -> Arrays:
-    """Maps the arrays of a shard of `size` bytes into memory, read-only. kind: its samples, and bytes of a caption.
+    """Maps the arrays of a shard of `size` bytes into memory, read-only. kind: (samples, bytes of a caption) of the
+    shard.
 
-    Arrays stand at the end of a shard, and shards of a folder of one kind hold them alike. So `layouts` keeps one
-    header for each kind, and to map another shard reads nothing from the disk. Raises ConfigError, which names a file
-    that is no shard, and NotRead if the storage fails.
+    Shards of a folder that are of one kind have their arrays at the same places, counted from the end of the file. So
+    `layouts` keeps one header for each kind, added here, and mapping another shard reads nothing from the disk. Raises
+    ConfigError, which names the file, if it is missing or no shard, and NotRead if the storage fails.
     """
 
     def read_content() -> np.ndarray:
@@ -200,9 +208,9 @@ def map_shard(path: Path, size: int, layouts: dict[Any, Layout], kind: tuple[int
 
 
 def read_ahead(array: np.ndarray, rows: np.ndarray) -> None:
-    """Asks the kernel to read some rows of an array of `map_shard`, all at once, and does not wait.
+    """Asks the kernel to read rows int64 (n,) of an array of `map_shard`, all at once, and does not wait.
 
-    Whoever takes rows that are not in memory waits for the disk row after row. Rows that are there cost a microsecond.
+    Otherwise each row that is not in memory costs a wait for the disk. Rows that are in memory cost a microsecond.
     """
     whole = array
     while isinstance(whole.base, np.ndarray):
@@ -222,7 +230,9 @@ def _read_layout(file: BinaryIO) -> Layout:
 
 
 def _read_header(file: BinaryIO) -> dict[str, Any]:
-    """Reads the JSON at the beginning of a shard, behind its length; then the file stands where the arrays begin."""
+    """Reads the JSON header at the beginning of a shard, after the 8 bytes of its length, and leaves the file's
+    position at the first array. Raises ConfigError if there is no header, or if it is truncated.
+    """
     word = file.read(8)
     length = int.from_bytes(word, "little")
     if len(word) < 8 or length > 1 << 26:
@@ -234,8 +244,8 @@ def _read_header(file: BinaryIO) -> dict[str, Any]:
 
 
 def summarize_codes(codes: np.ndarray) -> dict[str, Any]:
-    """Returns one shard's sums by channel of the latents' means, `first`, and of their second moments, `second`; of
-    tokens the `largest` id.
+    """Returns what the statistics need of the codes of one shard. Of latents: `first`, the sum of the means by channel,
+    and `second`, the sum of the second moments (mean^2 + variance) by channel. Of tokens: `largest`, the largest id.
     """
     if codes.dtype == np.int32:
         return {"largest": int(codes.max())}
@@ -248,9 +258,9 @@ def summarize_codes(codes: np.ndarray) -> dict[str, Any]:
 def compute_statistics(shards: list[dict[str, list[float]]], count: int) -> dict[str, Any]:
     """Returns mean and standard deviation of posterior samples, over all and by channel, and scaling_factor = 1 / std.
 
-    shards: the `summarize_codes` of each. count: values of one channel in all shards. The sums are exact, so they do
-    not depend on the order of adding. scaling_factor is over all channels, as Rombach et al. 2022 (appendix G) scale
-    latents.
+    shards: what `summarize_codes` returned for each. count: values of one channel in all shards. The sums are exact, so
+    they do not depend on the order of adding. scaling_factor is over all channels, as Rombach et al. 2022 (appendix G)
+    scale latents. Raises ConfigError if the standard deviation is 0 or not finite.
     """
     first = [math.fsum(values) for values in zip(*(shard["first"] for shard in shards))]
     second = [math.fsum(values) for values in zip(*(shard["second"] for shard in shards))]
@@ -273,15 +283,15 @@ def compute_statistics(shards: list[dict[str, list[float]]], count: int) -> dict
 
 
 def hash_encoding(encoding: dict[str, Any]) -> str:
-    """Hashes an encoding; its shards carry the hash."""
+    """Returns a hash of an encoding, which each of its shards has in its header."""
     return hashlib.blake2b(json.dumps(encoding, sort_keys=True).encode(), digest_size=16).hexdigest()
 
 
 def make_index_body(
     encoding: dict[str, Any], classes: list[str] | None, records: list[dict[str, Any]], versions: dict[str, str]
 ) -> dict[str, Any]:
-    """Returns the body of an index, from the records of all shards in order. classes: None, where labels are numbers
-    alone.
+    """Returns the body of an index. records: `make_shard_record` of all shards in order. classes: names of the classes;
+    None takes the numbers from 0 to the largest label.
     """
     summed = [record["sums"] for record in records]
     if encoding["kind"] == "tokens":
@@ -311,8 +321,8 @@ def make_index_body(
 
 
 def is_cache(folder: Path) -> bool:
-    """Returns whether `dstrain encode` wrote into a folder: by how its files begin, since other tools use these names,
-    too.
+    """Returns whether `dstrain encode` has written into a folder. It looks at how the files begin, since other tools
+    use these names, too.
     """
     for name, begins in ((INDEX, rb'\{"hash": "[0-9a-f]{64}",\n"body": '), (ENCODING, rb'\{\s*"encoding": \{')):
         try:
@@ -327,7 +337,7 @@ def is_cache(folder: Path) -> bool:
 
 
 def read_earlier_encoding(folder: Path) -> dict[str, Any] | None:
-    """Returns the content of encoding.json; if that cannot be read, the index's encoding; None if neither
+    """Returns the content of encoding.json; if that cannot be read, {"encoding": the one in the index}; None if neither
     can be read.
     """
     try:
@@ -343,16 +353,16 @@ def read_earlier_encoding(folder: Path) -> dict[str, Any] | None:
 
 
 def list_foreign_names(folder: Path) -> list[str]:
-    """Lists the names in a folder that `dstrain encode` does not write. Where it has written nothing yet, these are all
-    but hidden files.
+    """Returns the sorted names in a folder, without hidden ones, that `dstrain encode` does not write. In a folder that
+    is no cache yet, these are all names.
     """
     names = sorted(entry.name for entry in folder.iterdir() if entry.name[0] != ".")
     return [name for name in names if not _NAMES.fullmatch(name)] if is_cache(folder) else names
 
 
 def read_index(folder: Path) -> dict[str, Any]:
-    """Reads the body of a folder's index.
-    Raises ConfigError if there is none, it is altered, or of another version's format.
+    """Returns the body of a folder's index. Raises ConfigError if there is none, if it is altered, or of another
+    version's format.
     """
     path = folder / INDEX
     try:

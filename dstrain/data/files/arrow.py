@@ -29,9 +29,9 @@ _SEARCHED = 64  # bytes of a value that are searched for, before all of it is co
 
 
 class ArrowFile:
-    """A mapped file, which messages call `where`.
+    """An Arrow file, mapped into memory; messages call it `where`.
 
-    Raises ConfigError if it is no Arrow file, is cut off, or is compressed inside.
+    Raises ConfigError if it is no Arrow file. Its methods do so if it is cut off, or compressed inside.
     """
 
     def __init__(self, path: Path, where: str) -> None:
@@ -43,7 +43,9 @@ class ArrowFile:
             self.schema = pa.ipc.read_schema(self._bytes.slice(self._start))
 
     def iterate_batches(self) -> Iterator[tuple[int, pa.RecordBatch]]:
-        """Yields the byte at which each record batch begins, and the batch."""
+        """Yields (first byte, record batch) of each record batch. Raises ConfigError if the file is cut off, or goes on
+        behind its end.
+        """
         at = self._start
         while self._bytes[at : at + len(_END)].to_pybytes() != _END:
             with _report_damage(self.where, "Arrow"):
@@ -59,7 +61,7 @@ class ArrowFile:
             raise _explain_joined_files(self.where, at)
 
     def read_cell(self, at: int, row: int, column: str) -> Any:
-        """Returns a value of the record batch that begins at the byte `at`."""
+        """Returns the value of a column in one row of the record batch that begins at byte `at`."""
         batch = self._read_batch(pa.ipc.read_message(self._bytes.slice(at)))
         return read_value(batch.column(batch.schema.get_field_index(column)), row)
 
@@ -74,7 +76,9 @@ class ArrowFile:
 
 
 class ParquetFile:
-    """A parquet file, which messages call `where`. Raises ConfigError if it is none, or is cut off or damaged."""
+    """A parquet file, which messages call `where`. Raises ConfigError if it is no parquet file, or is cut off or
+    damaged.
+    """
 
     def __init__(self, files: Files, name: str, where: str) -> None:
         self.files, self.name, self.where = files, name, where
@@ -87,33 +91,33 @@ class ParquetFile:
         return self._metadata.num_row_groups
 
     def count_rows(self, groups: range) -> int:
-        """Returns how many rows some row groups have."""
+        """Returns how many rows these row groups have together."""
         return sum(self._metadata.row_group(group).num_rows for group in groups)
 
     def count_bytes(self, group: int, columns: Sequence[str]) -> int:
-        """Returns the bytes of some columns of a row group, unpacked."""
+        """Returns the uncompressed size of these columns in a row group, in bytes."""
         return sum(chunk.total_uncompressed_size for chunk in self._list_chunks(group, columns))
 
     def iterate_batches(self, group: int, columns: Sequence[str]) -> Iterator[pa.RecordBatch]:
-        """Yields some columns of a row group, some rows at a time.
+        """Yields these columns of a row group in batches of at most 256 rows.
 
-        The number of rows is bounded since a dictionary may make each value as large as its column.
+        A batch has fewer rows if the columns are large, since a dictionary may make each value as large as its column.
         """
         rows = max(1, min(_BATCH, _BATCH_BYTES // max(self.count_bytes(group, columns), 1)))
         with _report_damage(self.where, "parquet"):
             yield from self._file.iter_batches(rows, row_groups=[group], columns=list(columns), use_threads=False)
 
     def iterate_rows(self, group: int, columns: Sequence[str]) -> Iterator[dict[str, Any]]:
-        """Yields the rows of a row group as dictionaries."""
+        """Yields the rows of a row group as dictionaries {column: value}."""
         for batch in self.iterate_batches(group, columns):
             with _report_damage(self.where, "parquet"):
                 rows = list_rows(batch)
             yield from rows
 
     def read_plain(self, group: int, column: str) -> "PlainChunk | None":
-        """Reads the bytes of a column in a row group if its values are stored as they are; else returns None.
+        """Reads the bytes of a column in a row group if its values are bytes and not compressed; else returns None.
 
-        Raises ConfigError if the row group is beyond 1 GB.
+        Raises ConfigError if they have more than 1 GB.
         """
         for chunk in self._list_chunks(group, [column]):
             if chunk.physical_type != "BYTE_ARRAY":
@@ -130,7 +134,9 @@ class ParquetFile:
         return None
 
     def require_one(self) -> None:
-        """Raises ConfigError if the file is two that were joined: then the footer is of the last one alone."""
+        """Raises ConfigError if several parquet files were concatenated to this one: its footer would tell of the last
+        alone.
+        """
         groups = (self._metadata.row_group(group) for group in range(self.num_groups))
         ends = [
             (chunk.dictionary_page_offset or chunk.data_page_offset) + chunk.total_compressed_size
@@ -148,7 +154,9 @@ class ParquetFile:
         return any(chunk.compression != "UNCOMPRESSED" for chunk in own)
 
     def _list_chunks(self, group: int, columns: Sequence[str]) -> list[pq.ColumnChunkMetaData]:
-        """Returns what the footer says of some columns of a row group; a struct has a chunk for each of its members."""
+        """Returns the footer's entries on these columns of a row group, one for each column, or for each member of a
+        struct; [] if there is no such row group.
+        """
         if group >= self.num_groups:
             return []
         row_group = self._metadata.row_group(group)
@@ -157,13 +165,17 @@ class ParquetFile:
 
 
 class PlainChunk:
-    """Bytes of a column that hold its values, one after the other, each behind its length."""
+    """Uncompressed bytes of a column, from byte `start` of the file on: values one after the other, each after its
+    length.
+    """
 
     def __init__(self, start: int, content: bytes) -> None:
         self._start, self._content, self._at = start, content, 0
 
     def find_next(self, value: bytes) -> int | None:
-        """Returns the byte of the file at which the next value begins; None if it does not stand there as it is."""
+        """Returns the byte of the file at which `value`, the next value of the column, begins; None if its bytes do not
+        stand there as they are.
+        """
         stored = struct.pack("<I", len(value)) + value
         # The value comes next, or behind the head of a page, or in the dictionary before all pages.
         for at in (
@@ -177,7 +189,9 @@ class PlainChunk:
 
 
 def read_value(column: pa.Array | pa.ChunkedArray, row: int) -> Any:
-    """Returns a value of a column; a damaged file may name bytes outside of it, so the place is checked first."""
+    """Returns the value of a column in a row. It is checked first, since a damaged file may place it outside of the
+    column. Raises pyarrow's ArrowInvalid if it is damaged.
+    """
     value = column.slice(row, 1)
     value.validate(full=True)
     return value[0].as_py()
@@ -191,7 +205,7 @@ def list_rows(batch: pa.RecordBatch) -> list[dict[str, Any]]:
 
 
 def can_hold_bytes(kind: pa.DataType) -> bool:
-    """Returns whether a column of this type may hold encoded images: bytes, or a struct of bytes and path."""
+    """Returns whether a column of this type may hold encoded images: it has bytes, or structs with a member `bytes`."""
     if pa.types.is_struct(kind):
         return kind.get_field_index("bytes") >= 0 and can_hold_bytes(kind.field("bytes").type)
     return pa.types.is_binary(kind) or pa.types.is_large_binary(kind)
@@ -199,7 +213,9 @@ def can_hold_bytes(kind: pa.DataType) -> bool:
 
 @contextmanager
 def _report_damage(where: str, kind: str) -> Iterator[None]:
-    """Turns errors of pyarrow into a ConfigError; errors of a store, which is no file's fault, go through."""
+    """Turns an error that its block raises while it reads a `kind` file into a ConfigError that calls the file damaged.
+    ConfigError and NotRead pass through, since a storage that fails is no file's fault.
+    """
     try:
         yield
     except (ConfigError, NotRead):
@@ -219,11 +235,11 @@ def _explain_joined_files(where: str, at: int) -> ConfigError:
 
 
 def _is_compressed(metadata: pa.Buffer) -> bool:
-    """Returns whether a record batch names a compression, the fourth field of its header (Arrow's Message.fbs)."""
+    """Returns whether the header of a record batch names a compression: its fourth field does (Arrow's Message.fbs)."""
     content = memoryview(metadata)
 
     def find_field(table: int, number: int) -> int | None:
-        """Returns the place of a field of a table of flatbuffers; None: it is left out."""
+        """Returns the byte at which a field of a flatbuffers table stands; None if the table leaves it out."""
         vtable = table - struct.unpack_from("<i", content, table)[0]
         size = struct.unpack_from("<H", content, vtable)[0]
         offset = struct.unpack_from("<H", content, vtable + 4 + 2 * number)[0] if 4 + 2 * number < size else 0

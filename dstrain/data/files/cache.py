@@ -1,8 +1,8 @@
 """A cache of what was fetched from an address: files in one folder, bounded, shared by the processes of a machine.
 
 An entry is written under a temporary name and renamed, so that it is whole or not there. A ledger counts the bytes of
-all entries: room is taken there, under a lock, before an entry is written. A process that is killed leaves a temporary
-file, which counts as an entry and goes when it is among the oldest.
+all entries: their room is reserved there, under a lock, before an entry is written. A process that is killed leaves a
+temporary file, which counts as an entry and is removed when it is among the oldest.
 """
 
 import contextlib
@@ -21,7 +21,9 @@ _KEPT = 0.9  # share of the limit that is left when the oldest entries go
 
 
 class DiskCache:
-    """Entries by key (the name of a file), `limit` bytes in all. Raises ConfigError if the folder cannot be written."""
+    """A cache of files in a folder, at most `limit` bytes in all. The key of an entry is the name of its file. Raises
+    ConfigError if the folder cannot be written.
+    """
 
     def __init__(self, folder: str | Path, limit: int) -> None:
         self.folder, self.limit = Path(folder) / _FOLDER, limit
@@ -35,14 +37,14 @@ class DiskCache:
             ) from None
 
     def has_entry(self, key: str) -> bool:
-        """Returns whether an entry is there; it may go at any moment."""
+        """Returns whether an entry exists now; another process may remove it at any moment."""
         return os.path.exists(self.folder / key)
 
     def open_entry(self, key: str, size: int, fill: Callable[[Path], None], name: str) -> BinaryIO:
-        """Returns an entry of `size` bytes, open for reading.
+        """Opens the entry of `size` bytes for reading.
 
-        Where it is not there, one process writes it by `fill(path)`, and the others wait. Raises ConfigError if it is
-        larger than the cache; messages call it `name`.
+        If it is missing or has another size, one process writes it by `fill(path)`, and the others wait. Raises
+        ConfigError if it is larger than the cache; messages call it `name`.
         """
         if size > self.limit:
             raise ConfigError(
@@ -81,8 +83,8 @@ class DiskCache:
             temporary.unlink(missing_ok=True)
 
     def _reserve_room(self, temporary: Path, size: int) -> None:
-        """Reserves `size` bytes in the ledger, and makes the temporary file that takes them, so that a process which
-        counts anew sees it.
+        """Reserves `size` bytes in the ledger, after removing old entries if needed, and makes the temporary file in
+        that size, so that a process which counts all files anew counts it.
         """
         with self._lock(_LEDGER) as ledger:
             text = os.pread(ledger, 32, 0)
@@ -94,7 +96,9 @@ class DiskCache:
             os.pwrite(ledger, b"%032d" % (used + size), 0)
 
     def _make_room(self, size: int) -> int:
-        """Removes the least recently used entries until `size` bytes more fit; returns the bytes of the others."""
+        """Removes the least recently used entries if `size` bytes more exceed the limit, until they fit into 90 % of
+        it; returns the bytes of the remaining entries.
+        """
         entries = []
         for entry in os.scandir(self.folder):
             if entry.name != _LEDGER and not entry.name.endswith(_LOCK):
@@ -114,8 +118,8 @@ class DiskCache:
 
     @contextlib.contextmanager
     def _lock(self, name: str) -> Iterator[int]:
-        """Holds a file that this process alone can lock, and yields it; the kernel lets go where the process
-        is killed.
+        """Locks a file of the cache's folder during its block, after waiting for other processes; yields the file's
+        descriptor. The kernel releases the lock if the process is killed.
         """
         self.folder.mkdir(parents=True, exist_ok=True)  # There is none yet on another machine.
         descriptor = os.open(self.folder / name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)

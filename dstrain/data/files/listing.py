@@ -1,4 +1,4 @@
-"""Lists folders: class folders, files at any depth, and questions to many files by several threads."""
+"""Lists class folders, and files at any depth; calls a function for many files in several threads."""
 
 import os
 import re
@@ -14,17 +14,19 @@ from dstrain.recipe import ConfigError
 
 _THREADS = 16  # a network's disk answers slowly
 _PENDING = 4096  # calls that wait for a thread: a million would fill the memory
-METADATA = ("metadata.csv", "metadata.tsv", "metadata.jsonl", "metadata.parquet")  # tables of what files are
-LABELS = "dataset.json"  # as METADATA
+METADATA = ("metadata.csv", "metadata.tsv", "metadata.jsonl", "metadata.parquet")  # tables with labels or captions
+LABELS = "dataset.json"  # labels as JSON
 BEHIND = "files whose names go on behind a suffix, as x.jpg.1 or x.jpg?w=640,"  # a reason to leave them out
-_WRITTEN_ON = re.compile(r"[^a-z0-9.]|\.[0-9]+$")  # what a browser, wget or an editor writes behind a suffix
+_WRITTEN_ON = re.compile(r"[^a-z0-9.]|\.[0-9]+$")  # begins what a browser, wget or an editor writes behind a suffix
 SAMPLES = "samples"  # the folder of single samples that `dstrain generate` writes
 _T, _A = TypeVar("_T"), TypeVar("_A")
 
 
 @contextmanager
 def report_listing_errors(root: str | Path, key: str = "data.path") -> Iterator[None]:
-    """Turns an OSError raised inside into a ConfigError: a folder in `root` cannot be listed."""
+    """Turns an OSError that its block raises into a ConfigError: a folder in `root` cannot be listed. key: the recipe's
+    entry that names `root`, for the message.
+    """
     try:
         yield
     except ConfigError:  # The error of a store is an OSError, too.
@@ -37,9 +39,8 @@ def report_listing_errors(root: str | Path, key: str = "data.path") -> Iterator[
 
 
 def list_class_folders(root: Path) -> tuple[str, ...]:
-    """Returns the names of the first-level folders, sorted; hidden ones and links back do not count.
-
-    It is empty where `root` is no folder.
+    """Returns the sorted names of the folders directly in `root`, without hidden ones and links to `root` itself; () if
+    `root` is no folder.
     """
     if not root.is_dir():
         return ()
@@ -72,7 +73,7 @@ def map_in_threads(
 
 
 def join_few(names: list[str] | tuple[str, ...], most: int = 5) -> str:
-    """Returns the first names for a message, and how many more there are."""
+    """Returns the first `most` names as text for a message, joined by commas, and how many more there are."""
     text = ", ".join(names[:most])
     return f"{text} and {len(names) - most} more" if len(names) > most else text
 
@@ -87,11 +88,12 @@ def walk_files(
     seen: set[str] | None = None,
     tables: list[str] | None = None,
 ) -> Iterator[str]:
-    """Yields the relative paths of the files at any depth below root/folder; no file is asked for its status.
+    """Yields the relative paths of the files with one of these suffixes, at any depth below root/folder; no file is
+    asked for its status.
 
-    visited: gets the relative paths of the folders below. others: counts files of other suffixes, by suffix.
-    above: the real paths of `root` and of all folders down to this one; links back to them are passed over.
-    seen: the targets of the links to folders that were followed, once each. tables: gets those that say what files are.
+    visited: gets the relative paths of the folders below. others: counts the files of other suffixes, by suffix. above:
+    the real paths of `root` and of all folders down to this one; links back to them are passed over. seen: gets the
+    targets of the links to folders; each is followed once. tables: gets the files named as in METADATA and LABELS.
     """
     above = above or (os.path.realpath(root), os.path.realpath(root / folder))
     seen = set() if seen is None else seen

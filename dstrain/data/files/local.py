@@ -24,15 +24,17 @@ class Stat(NamedTuple):
 
 
 class Files(ABC):
-    """Access to the files below `root`, pickled to the workers. Its methods raise OSError if they cannot be read."""
+    """Access to the files below `root`; it can be pickled. Its methods raise OSError if a file or folder cannot be
+    read.
+    """
 
     root: str
-    far = False  # at an address: what is needed soon is worth reading ahead
-    pattern: str | None = None  # of the names in the root that count, such as train-*.tar; None: all
+    far = False  # True if the files are at an address, so that prefetching pays
+    pattern: str | None = None  # the names in the root that count, such as train-*.tar; None: all
 
     @abstractmethod
     def list_names(self, folder: str = "") -> list[tuple[str, bool]]:
-        """Returns (name, whether it is a folder) of what a folder holds, sorted; hidden names are left out."""
+        """Returns (name, whether it is a folder) of each entry of a folder, sorted, without hidden ones."""
 
     @abstractmethod
     def read_stat(self, name: str) -> Stat:
@@ -40,11 +42,11 @@ class Files(ABC):
 
     @abstractmethod
     def open(self, name: str) -> BinaryIO:
-        """Opens a regular file for reading, in which any place can be sought."""
+        """Opens a regular file for reading; it can be sought."""
 
     @abstractmethod
     def read_span(self, name: str, offset: int, size: int) -> bytes:
-        """Returns `size` bytes of a file. Raises ConfigError if it ends before."""
+        """Returns the `size` bytes of a file from byte `offset` on. Raises ConfigError if the file ends before."""
 
     @abstractmethod
     def fetch_local(self, name: str) -> Path:
@@ -53,21 +55,25 @@ class Files(ABC):
         """
 
     def prefetch(self, read: Callable[[_T], Any], places: Iterable[_T]) -> None:
-        """Calls `read` for places that are needed soon, and does not wait; does nothing for files on a disk here."""
+        """Calls `read` for each of `places`, which are needed soon, in other threads, and does not wait. Does nothing
+        here, for files on a disk of this machine.
+        """
 
 
 def is_hidden(name: str) -> bool:
-    """Returns whether a name is not of the data: .DS_Store, ._photo.jpg; __MACOSX of zip files, @eaDir of Synology."""
+    """Returns whether a file or folder of this name is no data: it begins with a dot (.DS_Store, ._photo.jpg), or is
+    __MACOSX of zip files or @eaDir of Synology.
+    """
     return name[0] == "." or name in ("__MACOSX", "@eaDir")
 
 
 def is_hidden_path(name: str) -> bool:
-    """Returns whether a part of a relative name is hidden, such as __MACOSX/a/0.png."""
+    """Returns whether any part of a relative path is hidden (see `is_hidden`), such as __MACOSX/a/0.png."""
     return any(is_hidden(part) for part in name.split("/") if part not in ("", ".", ".."))
 
 
 def is_folder(entry: os.DirEntry) -> bool:
-    """Returns whether an entry is a folder or a link to one; a link to itself leads nowhere, as a dangling one."""
+    """Returns whether an entry is a folder or a link to one; False for a link that leads nowhere or to itself."""
     try:
         return entry.is_dir()
     except OSError as error:
@@ -137,7 +143,9 @@ def select_names(names: list[tuple[str, bool]], pattern: str) -> list[tuple[str,
 
 
 def require_present(data: str, files: Files) -> None:
-    """Raises ConfigError if a pattern names no file, or files that are not on the disk; messages call it `data`."""
+    """Raises ConfigError if the pattern of `files` fits no file, or if files that its braces list are missing; it looks
+    for some 1000 of them. data: how messages call the pattern.
+    """
     if files.pattern is not None and not files.list_names():
         raise ConfigError(f"{data} fits no file: correct the pattern")
     listed = files.listed if isinstance(files, LocalFiles) else []
@@ -151,7 +159,9 @@ def require_present(data: str, files: Files) -> None:
 
 
 def find_pattern_folder(path: str) -> str | None:
-    """Returns the last folder before the first brace or star, of x/{00..99}.tar or x/train-*.parquet, else None."""
+    """Returns the folder of a path before its first brace or star, such as x for x/{00..99}.tar; None if it has none of
+    both.
+    """
     place = re.search(r"[{*]", path)
     return path[: place.start()].rpartition("/")[0] if place else None
 
@@ -170,9 +180,9 @@ def find_pattern(path: str) -> str | None:
 
 
 def expand_braces(pattern: str) -> list[str]:
-    """Returns what a shell makes of x{000..127}.tar or {a,b}/x.tar; of several braces, all of each.
+    """Returns the names that a shell makes of x{000..127}.tar or {a,b}/x.tar; several braces give all combinations.
 
-    Raises ConfigError if a brace lacks its other one, or if there are no names, or more than a million.
+    Raises ConfigError if a brace has no counterpart, or if there are no names, or more than a million.
     """
     names = [pattern]
     while brace := re.search(r"\{([^{}]*)\}", names[0]):

@@ -92,12 +92,14 @@ _CREDENTIALS = {  # how they are given, by the scheme
 
 
 def open_files(root: str | Path, cache: Cache | None = None) -> Files:
-    """Returns access to a folder, or a single file, on a disk or at an address; `cache` is for the latter."""
+    """Returns access to the files of a folder, a single file or a pattern, on a disk or at an address. cache: settings
+    of the disk cache, which is used for an address.
+    """
     return RemoteFiles(str(root), cache or Cache()) if is_address(root) else LocalFiles(root)
 
 
 def is_address(root: str | Path) -> bool:
-    """Returns whether data are read through fsspec."""
+    """Returns whether `root` is an address, such as s3://..., whose data are read through fsspec."""
     return _ADDRESS.match(str(root)) is not None
 
 
@@ -119,9 +121,8 @@ class RemoteFiles(Files):
         self._stats: dict[str, Stat] = {}
         self._folders = {""}
         self._queue: queue.Queue | None = None  # of what is read ahead
-        self.root, self._addresses = _split_addresses(
-            root
-        )  # the latter by name; {}: those of a folder, which lists them
+        # `_addresses` has the address of each name; it is {} for a folder, which the store lists.
+        self.root, self._addresses = _split_addresses(root)
         self.pattern = None if self._addresses else find_pattern(root)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -176,9 +177,10 @@ class RemoteFiles(Files):
             return Path(file.name)
 
     def prefetch(self, read: Callable[[Any], Any], places: Iterable[Any]) -> None:
-        """Reads samples by threads, so that their bytes are in the cache when they are needed. Does not wait.
+        """Lets threads call `read` for each of `places`, so that their bytes are in the cache when they are needed, and
+        does not wait. Leaves out places if 1024 are waiting already.
 
-        What cannot be read shows when it is needed.
+        What cannot be read is reported when it is needed.
         """
         if self._queue is None:
             self._queue = queue.Queue(_AHEAD)
@@ -189,7 +191,9 @@ class RemoteFiles(Files):
                 self._queue.put_nowait((read, place))
 
     def _open(self, name: str, first: int, last: int) -> BinaryIO:
-        """Returns the cache's entry with the bytes [first, last) of a file, open for reading."""
+        """Opens the cache's entry of the bytes [first, last) of a file for reading, after fetching them if they are not
+        there.
+        """
         address, size, store = self._find_address(name), last - first, self._store
 
         def fetch(path: Path) -> None:
@@ -225,11 +229,13 @@ class RemoteFiles(Files):
 
 
 class Missing(ConfigError, FileNotFoundError):
-    """Says that there is no such object at an address: a layout may look for one, a user may have named one."""
+    """Raised if there is no object at an address: a FileNotFoundError for a layout that looks for a file, and a
+    ConfigError for a user who has named it.
+    """
 
 
 class Store:
-    """Answers to one scheme: s3, gs, hf, http or https. Connections are not pickled."""
+    """Calls the store of one scheme: s3, gs, hf, http or https. Its connections are not pickled."""
 
     def __init__(self, scheme: str) -> None:
         self.scheme, self.of_the_web = scheme, scheme.startswith("http")
@@ -239,10 +245,11 @@ class Store:
         return self.__dict__ | {"_fs": None}
 
     def ask(self, address: str, call: Callable[[], Any], reading: bool = False) -> Any:
-        """Calls the store of an address, and returns what it answers; asks again where it fails for a moment.
+        """Returns what `call`, which asks the store of an address, returns. Repeats it while the store fails: 5 tries
+        over 31 s if `reading`, else 3 over 1 s.
 
-        Raises ConfigError if it has no such object, or wants other credentials; NotRead if it fails. reading: samples
-        are read, so that credentials that are no longer valid are NotRead, and no sample's fault.
+        Raises ConfigError if the store has no such object, or wants other credentials; NotRead if it keeps failing.
+        reading: samples are read; credentials that have become invalid then raise NotRead, since no sample is at fault.
         """
         began, tries = time.monotonic(), _TRIES if reading else _FIRST_TRIES
 
@@ -266,7 +273,9 @@ class Store:
             ) from None
 
     def open_file_system(self) -> Any:
-        """Returns this process's file system of fsspec: its connections and its thread do not survive a fork."""
+        """Returns this process's file system of fsspec, made at the first call: its connections and its thread do not
+        survive a fork. Raises ConfigError if a library is not installed.
+        """
         if self._fs is None:
             import fsspec
 
@@ -292,7 +301,9 @@ def _read_queued(tasks: queue.Queue) -> None:
 
 
 def _split_addresses(root: str) -> tuple[str, dict[str, str]]:
-    """Returns the folder that all addresses have in common, and the address of each name in it: {} for a folder."""
+    """Returns the folder that all addresses in `root` have in common, and the address of each name in it; {} instead if
+    `root` is a folder or a pattern with a star, which must be listed.
+    """
     base = find_pattern_folder(root)
     addresses = expand_braces(root) if "{" in root else _SEVERAL.split(root)
     if len(addresses) == 1 and (base is not None or not _strip_query(root).lower().endswith(_FILES)):
@@ -319,8 +330,8 @@ def _strip_query(address: str) -> str:
 
 
 def _translate_error(error: Exception, address: str, refused: type[Exception]) -> Exception:
-    """Translates a library's error: to ConfigError or `refused`, which a user mends, or to EIO, which is tried again;
-    returns others as they are.
+    """Returns what to raise for an error of a library: Missing or `refused`, with a remedy, if the user has to act;
+    OSError(EIO), which is retried, if network or store have failed; any other error unchanged.
     """
     if address.startswith("http") and isinstance(error, FileNotFoundError) and isinstance(error.__cause__, Exception):
         error = error.__cause__  # fsspec calls whatever a web server answers "not found".

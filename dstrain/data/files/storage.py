@@ -41,8 +41,8 @@ _TRIES = 4
 
 
 def retry(read: Callable[[], Any], tries: int = _TRIES) -> Any:
-    """Calls `read` and returns its result. Calls it again, `tries` times in all, while the storage fails or memory is
-    short; by default four times, over 6 s.
+    """Calls `read` and returns its result. While the storage fails or memory is short, calls it again, `tries` times in
+    all, by default four times over 6 s; then raises the last error.
     """
     for attempt in range(tries):
         try:
@@ -54,7 +54,9 @@ def retry(read: Callable[[], Any], tries: int = _TRIES) -> Any:
 
 
 def is_storage_fault(error: Exception, path: Path) -> bool:
-    """Returns whether an error met while `path` was read is the storage's or the machine's, and not the file's."""
+    """Returns whether an error met while `path` was read is the fault of the storage or the machine, and not of the
+    file. May read the whole file once more to find out.
+    """
     if not _is_transient(error):
         return False
     if type(error).__module__ == "builtins":
@@ -77,6 +79,8 @@ def _is_transient(error: Exception) -> bool:
 
 
 def require_regular(path: str | os.PathLike) -> None:
-    """Raises ConfigError if it is no file, whose opening may wait for ever; OSError if it is not there."""
+    """Raises ConfigError if `path` is no regular file, since opening a pipe may wait for ever; OSError if nothing is
+    there.
+    """
     if kind := small.describe_special_file(path):
         raise ConfigError(f"it is {kind}, and no file")

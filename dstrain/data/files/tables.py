@@ -44,10 +44,12 @@ class Table(ABC):
 
     @abstractmethod
     def iterate_rows(self, columns: Sequence[str], group: int = 0) -> Iterator[tuple[int, dict[str, Any]]]:
-        """Yields (line, values by column) of the rows in a group; a missing value is left out or None."""
+        """Yields (line, {column: value}) of each row in a group, with the given columns at least; a missing value is
+        left out or None.
+        """
 
     def count_groups(self) -> int:
-        """Returns how many groups of rows can be read one by one."""
+        """Returns how many groups of rows can be read separately: 1, except in parquet."""
         return 1
 
     def has_files(self) -> bool:
@@ -56,7 +58,9 @@ class Table(ABC):
 
 
 def match_names(known: Sequence[str], names: Sequence[str]) -> list[str]:
-    """Returns those of a table's names that are known, in the order of `known`; File_Name is file_name, too."""
+    """Returns the columns among `names` that are in `known`, in the order of `known`, as the table spells them. Case
+    and white space around do not count: File_Name is file_name.
+    """
     found = {name.strip().lower(): name for name in names} | {name: name for name in names}
     return [found[name] for name in known if name in found]
 
@@ -67,7 +71,9 @@ def open_table(files: Files, name: str, where: str) -> Table:
 
 
 def read_lines(files: Files, name: str, where: str) -> Iterator[str]:
-    """Yields the lines of a text file with their ends. Raises ConfigError if one is no UTF-8, or too long."""
+    """Yields the lines of a text file with their ends. Raises ConfigError if the file cannot be read, or if a line is
+    no UTF-8, or too long.
+    """
     try:
         file = files.open(name)
     except NotRead:
@@ -139,7 +145,9 @@ class _Csv(Table):
             ) from None
 
     def _require_closed_quotes(self, row: dict[str, Any], line: int) -> None:
-        """Checks a row of several lines. Raises ConfigError if a text holds a line that is a row of another file."""
+        """Raises ConfigError if a text in a row of several lines holds a line that is a row of its own, since a
+        quotation mark is probably left open. line: number of the row's first line.
+        """
         texts = [text for text in row.values() if isinstance(text, str)]
         suffixes = {match[0] for text in texts if "\n" not in text and (match := _SUFFIX.search(text))}
         lines = (more for text in texts if "\n" in text for more in text.split("\n"))
@@ -151,8 +159,8 @@ class _Csv(Table):
                 )
 
     def _is_row(self, line: str, texts: list[str], suffixes: set[str]) -> bool:
-        """Returns whether a line within a text names another file than its row does: by a suffix that the row has, or,
-        where names have none, a file that is there.
+        """Returns whether a line inside a text names a file that the row's `texts` do not: a name with one of
+        `suffixes`, or, without suffixes, a file that exists.
         """
         if not suffixes and not self.files.far:
             names = {field.strip().strip('"') for field in line.split(",")}.difference(texts)
@@ -162,7 +170,9 @@ class _Csv(Table):
 
 
 class Tsv(_Csv):
-    """Fields between tabs. A quotation mark is a character like others, but in a field that is quoted as a whole."""
+    """A table of fields between tabs. Quotation marks count only around a whole field; elsewhere they are characters
+    like others.
+    """
 
     def list_columns(self) -> list[str]:
         return self._require_distinct(next((fields for _, fields in self.iterate_records()), []))
@@ -179,7 +189,7 @@ class Tsv(_Csv):
             yield number, dict(zip(names, fields))
 
     def iterate_records(self) -> Iterator[tuple[int, list[str]]]:
-        """Yields the number of the last line and the fields of each record that is not blank."""
+        """Yields, for each record that is not blank, the number of its last line and its fields."""
         lines: Iterator[tuple[int, str]] = enumerate(read_lines(self.files, self.name, self.where), 1)
         number, line, width = *next(lines, (0, "")), 0
         while line:
@@ -219,7 +229,7 @@ def _is_left_open(field: str) -> bool:
 
 
 def _parse_quoted(text: str) -> list[str] | None:
-    """Returns the fields of a record by the rules of csv; None if it breaks them, or is several records."""
+    """Returns the fields of one record by the rules of csv; None if the text breaks them, or holds several records."""
     try:
         records = list(csv.reader(io.StringIO(text, newline=""), delimiter="\t", strict=True))
     except csv.Error:

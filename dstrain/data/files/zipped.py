@@ -41,7 +41,9 @@ class Members:
         self.packed.append(member.compress_size)
 
     def require_apart(self) -> None:
-        """Raises ConfigError if two members share bytes, by which a small file may hold any amount of data."""
+        """Raises ConfigError if two members overlap in the zip file, by which a small file could hold any amount of
+        data.
+        """
         offsets, packed = np.frombuffer(self.offsets, np.int64), np.frombuffer(self.packed, np.int64)
         order = np.argsort(offsets, kind="stable")
         starts, ends = offsets[order], (offsets + packed + _LOCAL.size)[order]
@@ -55,10 +57,11 @@ class Members:
 
 
 def list_members(file: BinaryIO) -> Iterator[zipfile.ZipInfo]:
-    """Yields every member but folders; `orig_filename` is its name without ./ before it, and with slashes.
+    """Yields every member of a zip file except folders. Their `orig_filename` is the name with slashes, without ./
+    before it.
 
     zipfile holds 0.6 KB a member meanwhile. Raises ConfigError if it is no zip file, truncated, damaged, or one of
-    several disks, and if it has two members of one name.
+    several disks, if another zip file stands before it, or if two members have one name.
     """
     try:
         with zipfile.ZipFile(file) as archive:
@@ -91,9 +94,10 @@ def list_members(file: BinaryIO) -> Iterator[zipfile.ZipInfo]:
 
 
 def read_member(files: Files, name: str, offset: int, packed: int, most: int) -> bytes:
-    """Returns the bytes of one member of the zip file `name`, of at most `most` bytes.
+    """Returns the content of one member of the zip file `name`. offset: of its local header. packed: its bytes in the
+    zip file. most: bytes that its content may have.
 
-    Raises ConfigError if its header lies, if it is damaged, or if it is larger.
+    Raises ConfigError if its header is wrong, if it is damaged, or if it is larger.
     """
     if packed > most:
         raise ConfigError(f"it has {packed:,} bytes, above the cap of {most:,}")
@@ -114,7 +118,9 @@ def read_member(files: Files, name: str, offset: int, packed: int, most: int) ->
 
 
 def inflate(content: bytes, most: int) -> bytes:
-    """Returns deflated bytes, unpacked. Raises ConfigError if they are damaged, cut off, or become more than `most`."""
+    """Returns the content of deflated bytes. Raises ConfigError if they are damaged or cut off, or inflate to more than
+    `most` bytes.
+    """
     stream = zlib.decompressobj(-15)
     try:
         whole = stream.decompress(content, min(most, _LARGE) + 1)
