@@ -1,1 +1,1 @@
-"""What the data hold, listed once and mapped by every process."""
+"""The index of data: all samples, listed once and mapped by every process."""

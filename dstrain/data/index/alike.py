@@ -32,10 +32,10 @@ _ENDS = 1 << 16  # bytes at either end
 
 
 def require_same_data(layout: Layout, index: Index, read_stats: Callable[[], list[Any]]) -> None:
-    """Compares what the machines see of the data, on all ranks together. read_stats: reads size and time of what is
-    watched.
+    """Checks that all machines see the same data; call it on all ranks together. Data at an address are not checked.
+    read_stats: reads size and time of change of each watched file.
 
-    Raises ConfigError, which names the machine and the first difference.
+    Raises ConfigError on all ranks, which names a machine and the first difference that it sees.
     """
     if not layout.files.far:
         _compare_views(
@@ -47,14 +47,21 @@ def require_same_data(layout: Layout, index: Index, read_stats: Callable[[], lis
 
 
 def require_same_source(source: Source, path: str) -> None:
-    """Compares the fingerprints of cached data between the views, on all ranks together. Raises ConfigError."""
+    """Checks that all machines see cached data with the same fingerprint at `path`; call it on all ranks together.
+    Raises ConfigError on all ranks if they do not.
+    """
     _compare_views(path, f"data.path={path}", source.compute_fingerprint, "{1!r}, not {0!r}".format)
 
 
 def _compare_views(
     root: str, where: str, observe: Callable[[], Any], explain: Callable[[Any, Any], str | None]
 ) -> None:
-    """Compares what each view observes with what rank 0 does. explain: describes how two observations differ, if so."""
+    """Lets one rank of each view observe the data, and compares each observation with rank 0's; call it on all ranks
+    together.
+
+    explain: given rank 0's observation and another, returns how they differ, or None if they agree. Raises ConfigError
+    on all ranks if some differ, or if a rank cannot observe the data.
+    """
     views = group.gather_objects(_find_view(root))
     if len(set(views)) == 1:
         return
@@ -75,8 +82,8 @@ def _compare_views(
 
 
 def _find_view(root: str) -> tuple[Any, ...]:
-    """Returns the key of one view of the data: the host's name with the device and inode at a path, or with the path
-    where nothing stands there, such as a pattern.
+    """Returns what tells the views of the data apart: the host's name with the device and inode of `root`, or with its
+    absolute path if nothing stands there, such as for a pattern.
     """
     try:
         status = os.stat(root)
@@ -86,7 +93,9 @@ def _find_view(root: str) -> tuple[Any, ...]:
 
 
 def _observe(layout: Layout, index: Index, stats: list[Any]) -> dict[str, Any]:
-    """Returns what this machine sees: what is watched, parts, and (size, hash of ends) of some files."""
+    """Returns what this machine sees: `stats` of the watched files, the layout's parts, and (bytes, hash of both ends)
+    of at most 10,000 files, of which some 256 are hashed and the others have "".
+    """
     parts = [] if index.single else layout.list_parts()
     count = len(index) if index.single else len(parts)
     numbers = np.unique(np.linspace(0, count - 1, min(count, _SIZED)).astype(int)).tolist()
@@ -99,7 +108,7 @@ def _observe(layout: Layout, index: Index, stats: list[Any]) -> dict[str, Any]:
 
 
 def count_bytes(layout: Layout, name: str) -> int:
-    """Returns the bytes of a file, -1 if it is not there."""
+    """Returns the size of a file in bytes; -1 if it cannot be read. Raises NotRead if the storage fails."""
     try:
         return layout.files.read_stat(name).size
     except NotRead:
@@ -121,7 +130,9 @@ def _hash_file_ends(layout: Layout, name: str) -> str:
 
 
 def _find_difference(layout: Layout, index: Index, expected: dict[str, Any], found: dict[str, Any]) -> str | None:
-    """Describes how this machine's data differ from rank 0's; None: they do not."""
+    """Returns how this machine's observation `found` differs from rank 0's, `expected`, in words; None if
+    it does not.
+    """
     for name, (size, ends) in expected["files"].items():
         own_size, own_ends = found["files"].get(name, (-1, ""))
         if own_size != size:
@@ -136,7 +147,7 @@ def _find_difference(layout: Layout, index: Index, expected: dict[str, Any], fou
 
 
 def _iterate_differences(layout: Layout, index: Index) -> Iterator[str]:
-    """Lists the data on this machine, and yields how they differ from the index."""
+    """Lists the data on this machine anew, and yields in words how each sample differs from the index."""
     own = recognise_layout(layout.root, open_data_files(layout.root, layout.request), layout.request)
     row = 0
     for part in own.list_parts():

@@ -1,11 +1,11 @@
-"""Making the index of data: on one rank, part by part, and found again by every later command.
+"""Makes the index of data on one rank, part by part, and finds it again in every later command.
 
     FOLDER/KEY/            the index; KEY is a hash of the data's path and of what a command asks of them
     FOLDER/KEY.building/   what is listed so far, with journal.jsonl: after an interruption it goes on from there
     FOLDER/KEY.unpacked/   what a layout has unpacked, since it can only be read from its beginning
     FOLDER/KEY.lock        one command at a time lists
 
-FOLDER is data.index, else `index` in the folder of the run, or the user's cache, where `dstrain index` makes it.
+FOLDER is data.index, else `index` in the folder of the run, or the user's cache (always for `dstrain index`).
 Without data.index, fewer than 50,000 samples are listed anew by each command, and kept in memory, unless buckets need
 their sizes, too, which take longer to read. Rank 0 lists, the others wait.
 """
@@ -42,7 +42,7 @@ _SMALL = 50_000  # samples that are kept in memory
 _WATCHED = 10_000  # files and folders that are asked for their time of change
 _SYNC = 1.0  # seconds of listing that may be lost
 _TICK = 20_000_000  # ns in which a file system's clock may stand still
-_BESIDE = ("noun", "key", "cache", "mixed", "upright", "measured")  # of a request: they do not decide what is listed
+_BESIDE = ("noun", "key", "cache", "mixed", "upright", "measured")  # fields of a request that do not change an index
 _OF_REQUEST = ("data.captions=", "data.class_list=")  # files elsewhere, which are watched, too
 _T = TypeVar("_T")
 
@@ -50,10 +50,11 @@ _T = TypeVar("_T")
 def open_index(
     path: str | Path, request: Request, kept: str | Path | None = None, run: Path | None = None
 ) -> tuple[Layout, Index]:
-    """Opens the layout of the data at a path and their index, on all ranks together.
+    """Opens the layout of the data at a path and their index, and makes the index if it is missing; call it on all
+    ranks together.
 
     kept: data.index, where the index is written whatever its size. run: folder of the run that the command is about.
-    Raises ConfigError if there are no such data, and as the layout does.
+    Raises ConfigError if there are no such data, if machines see other data or do not see the index, and as the layout.
     """
     layout, index = run_on_first(lambda: _find_or_make_index(str(path), request, kept, run))
     missing = None
@@ -73,9 +74,10 @@ def open_index(
 
 
 def make_once(index: Index, is_there: Callable[[], Any], make: Callable[[], None]) -> None:
-    """Makes what stands beside an index on a disk, unless it is there: on rank 0, and one command at a time.
+    """Calls `make`, which writes files beside an index on a disk, unless `is_there` finds them: on rank 0, in one
+    command at a time. Call it on all ranks together.
 
-    Raises ConfigError if it cannot be written there.
+    Raises ConfigError if they cannot be written there.
     """
 
     def make_missing() -> None:
@@ -88,7 +90,9 @@ def make_once(index: Index, is_there: Callable[[], Any], make: Callable[[], None
 
 
 def run_on_first(make: Callable[[], _T]) -> _T:
-    """Returns on every rank what `make` returns on rank 0, or raises its ConfigError or NotRead."""
+    """Calls `make` on rank 0, and returns its result, or raises its ConfigError or NotRead, on every rank. Call it on
+    all ranks together.
+    """
     if group.world() == 1:
         return make()
     value, error = None, None
@@ -131,12 +135,14 @@ def _hash_request(path: str, request: Request) -> str:
 
 
 def find_cache_folder() -> Path:
-    """Returns where `dstrain index` keeps indexes, and commands without a run do."""
+    """Returns the user's folder for indexes, which `dstrain index` and commands without a run use."""
     return find_writable_cache("dstrain/index")
 
 
 def _list_usual_folders(run: Path | None) -> list[Path]:
-    """Returns where an index is looked for; it is made in the first. A run of somebody else may not be written to."""
+    """Returns the folders in which an index is looked for; a new one is made in the first: in the run's folder if there
+    is a run and it may be written to, else in the user's.
+    """
     if run is None:
         return [find_cache_folder()]
     existing = next(path for path in (run.absolute(), *run.absolute().parents) if path.exists())
@@ -150,7 +156,9 @@ def _name_building_folder(folder: Path) -> Path:
 
 @contextmanager
 def lock_index(folder: Path) -> Iterator[None]:
-    """Waits until no other command makes this index. Raises ConfigError if it cannot be written there."""
+    """Locks an index during its block, after waiting for any other command that makes it; without a lock if the file
+    system has none. Raises ConfigError if nothing can be written there.
+    """
     with explain_write_errors(folder.parent, ELSEWHERE):
         folder.parent.mkdir(parents=True, exist_ok=True)
         file = open(folder.with_name(f"{folder.name}.lock"), "a")  # noqa: SIM115
@@ -164,9 +172,10 @@ def lock_index(folder: Path) -> Iterator[None]:
 def _find_index(
     folder: Path, path: str, files: Files, request: Request, anew: bool = False
 ) -> tuple[Layout, Index] | None:
-    """Opens the index on the disk; returns None if the data are not as they were when they were listed.
+    """Opens the layout and the index in `folder`; returns None if there is no index, if it was altered, or if the data
+    have changed since.
 
-    anew: the index is about to be made anew where they are not, and so it is said what has changed.
+    anew: the caller will then make the index anew, so this prints what has changed.
     """
     index = Index.open(folder)
     watched = index and read_sealed(folder / WATCHED)
@@ -193,7 +202,9 @@ def _find_index(
 
 
 def _read_stats(layout: Layout, names: list[str]) -> list[list[int | str]]:
-    """Returns [size, version] of each file and folder below the root, or of a file that the request names."""
+    """Returns [size, version] of each name, a file or folder of the layout or a file that the request names; [-1, ""]
+    if it cannot be read.
+    """
 
     def read_stat(name: str) -> list[int | str]:
         try:
@@ -210,7 +221,9 @@ def _read_stats(layout: Layout, names: list[str]) -> list[list[int | str]]:
 
 
 def _choose_watched_names(layout: Layout) -> list[str]:
-    """Returns the names to watch, evenly spaced where there are many."""
+    """Returns the names of the files and folders whose change makes an index outdated: at most 10,000 of the layout,
+    evenly spaced, and the lists of captions and classes that the request names.
+    """
     request, names = layout.request, layout.list_watched_files()
     if len(names) > _WATCHED:
         names = [names[place] for place in np.linspace(0, len(names) - 1, _WATCHED).astype(int).tolist()]
@@ -219,13 +232,15 @@ def _choose_watched_names(layout: Layout) -> list[str]:
 
 
 def _list_watched_names(layout: Layout, index: Index) -> list[str]:
-    """Returns the names that an index has watched since it was made."""
+    """Returns the names whose change makes an index outdated: those that it was written with; for an index in memory,
+    those that are chosen now.
+    """
     watched = None if index.folder is None else read_sealed(index.folder / WATCHED)
     return _choose_watched_names(layout) if watched is None else watched["names"]
 
 
 def _list_in_memory(layout: Layout) -> Index | None:
-    """Lists few samples into memory; returns None if there are more."""
+    """Lists the samples into an index in memory; returns None if there are more than 50,000."""
     parts = layout.list_parts()
     columns = Columns(classes=layout.classes)
     for part in parts:
@@ -309,14 +324,16 @@ def _add_parts(layout: Layout, columns: Columns, parts: list[str], done: int, jo
 
 
 def _wait_for_clock(stats: list[list[int | str]]) -> None:
-    """Waits until the clock has passed the times of these files, so that a later change of one has another time."""
+    """Waits until the clock has passed the times of change in `stats`, so that a later change has another time."""
     times = [int(version) for _, version in stats if str(version).isdecimal()]
     while times and 0 <= time.time_ns() - max(times) < _TICK:
         time.sleep(_TICK / 4e9)
 
 
 def _resume_columns(building: Path, journal: Path, plan: dict[str, Any], layout: Layout) -> tuple[Columns | None, int]:
-    """Opens the columns that an interrupted command has written of the same data, and counts their parts."""
+    """Opens the columns that an interrupted command with the same plan has written, cut to what its journal says.
+    Returns them and the number of parts that they hold; (None, 0) if they cannot be used.
+    """
     try:
         lines.cut_torn_line(journal)
         first, *rows = [json.loads(line) for line in journal.read_text().splitlines()]

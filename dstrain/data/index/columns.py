@@ -1,4 +1,4 @@
-"""The columns of an index while they grow: written down as they come, numbered and hashed in the end."""
+"""The columns of an index while samples are added to it: written part by part, labelled and hashed in the end."""
 
 import os
 import re
@@ -30,13 +30,15 @@ _CODES = {np.int32: "i", np.int64: "q", np.uint64: "Q"}
 
 
 class Columns:
-    """Columns that grow: in memory, or with a folder on the disk, where `write` empties what is in memory."""
+    """The columns of an index to which samples are added. They are in memory; with a folder, `write` moves them to the
+    disk.
+    """
 
     def __init__(
         self, folder: Path | None = None, classes: Sequence[str] = (), state: dict[str, Any] | None = None
     ) -> None:
-        """Begins, or goes on. classes: those that are known; others are numbered as they come. state: what
-        `get_state` has returned.
+        """Begins empty columns; with a `state` of `get_state`, continues those on the disk. classes: known names of
+        classes, whose labels are their places; other names are numbered as they come.
         """
         state = state or {"number": 0, "sizes": {}, "kinds": None, "classes": list(classes), "most": 0}
         self.folder = folder
@@ -55,14 +57,16 @@ class Columns:
         return bytearray() if dtype is None else array(_CODES[dtype])
 
     def _begin_column(self, name: str, default: int | None) -> None:
-        """Makes a column, with the default of the samples before this one."""
+        """Makes a column, unless it exists, with `default` for each sample that was added before (None: with no
+        values).
+        """
         if name not in self.buffers:
             self.sizes[name], self.buffers[name] = 0, self._make_buffer(name)
             if default is not None:
                 self.buffers[name].extend([default] * self.number)
 
     def add(self, sample: Sample, layout: Layout) -> None:
-        """Adds a row. Raises ConfigError if its label or captions are not of the kind of those before."""
+        """Adds a sample. Raises ConfigError if its label or captions are of another kind than those before."""
         place, label, captions = sample.place, sample.label, sample.captions
         self._require_alike(sample, layout)
         encoded = os.fsencode(place.name)
@@ -111,7 +115,7 @@ class Columns:
         buffer.append((buffer[-1] if buffer else self._read_last_end(name)) + length)
 
     def _read_last_end(self, name: str) -> int:
-        """Returns the last end of a column of texts that stands on the disk."""
+        """Returns the last value in the file of a column of ends; 0 if it is empty."""
         if not self.sizes[name]:
             return 0
         with open(self.folder / f"{name}.bin", "rb") as file:
@@ -119,7 +123,9 @@ class Columns:
             return int.from_bytes(file.read(8), sys.byteorder)
 
     def write(self, durable: bool = False) -> None:
-        """Moves what is in memory to the disk. Raises ConfigError if it is full."""
+        """Moves what is in memory to the end of the files, and flushes them to the disk if `durable`. Raises
+        ConfigError if the disk is full.
+        """
         for name, buffer in self.buffers.items():
             with explain_write_errors(self.folder, ELSEWHERE), open(self.folder / f"{name}.bin", "ab") as file:
                 file.write(buffer)
@@ -130,7 +136,9 @@ class Columns:
             self.buffers[name] = self._make_buffer(name)
 
     def get_state(self) -> dict[str, Any]:
-        """Returns the state from which listing can go on after an interruption, once `write` was called."""
+        """Returns the state as JSON values, with which listing can go on after an interruption once `write`
+        was called.
+        """
         sizes = {
             name: self.sizes[name] + len(buffer) * getattr(buffer, "itemsize", 1)
             for name, buffer in self.buffers.items()
@@ -144,8 +152,8 @@ class Columns:
         }
 
     def make_index(self, layout: Layout) -> Index:
-        """Makes the index of the rows that were added; its columns are on the disk if there is a folder. Raises
-        ConfigError if there are no samples, or labels that are unknown.
+        """Returns the index of the samples that were added, written to the folder if there is one. Raises ConfigError
+        if there are no samples, or if labels are unknown.
         """
         folder = self.folder
         if folder is not None:
@@ -189,7 +197,12 @@ class Columns:
         return Index(header, columns, folder)
 
     def _finish_labels(self, layout: Layout, columns: dict[str, Any]) -> tuple[tuple[str, ...], list[int]]:
-        """Returns the classes and how many samples each has; numbers of names become places among sorted classes."""
+        """Returns the classes and how many samples each has; (), [] if samples have no labels. Class names were
+        numbered as they came: this changes each label to its class's place among the sorted or given classes, in
+        `columns`.
+
+        Raises ConfigError if labels are not among the given classes, out of range, or mixed with truth values.
+        """
         kind, classes, names = self.kinds[0], layout.classes, list(self.numbers)
         if kind == "none":
             return (), []
@@ -227,8 +240,8 @@ class Columns:
         return classes, counts.tolist()
 
     def _renumber(self, columns: dict[str, Any], places: np.ndarray) -> None:
-        """Writes the label of each sample into another column, or file: the old one is kept, since listing can go on
-        from it.
+        """Replaces each label by places[label] in `columns`; on the disk in a new file, since an interrupted listing
+        goes on from the old one.
         """
         old = columns.get("label", np.broadcast_to(np.int32(0), self.number))  # a column of zeros is left out
         if self.folder is None:
@@ -242,8 +255,9 @@ class Columns:
 
 
 def _require_distinct_classes(classes: Sequence[str], where: str) -> None:
-    """Raises ConfigError if two classes differ in white space, in how Unicode composes letters, or in the case of a
-    truth value alone, or if one is no line of text, which lists, reports and exports could not name.
+    """Raises ConfigError if two names of classes differ only in white space, in how Unicode composes letters, or in the
+    case of a truth value, or if a name has control characters or bytes that are no UTF-8, which lists and exports
+    cannot hold.
     """
     known: dict[str, str] = {}
     for name in classes:
@@ -257,7 +271,9 @@ def _require_distinct_classes(classes: Sequence[str], where: str) -> None:
 
 
 def _name_numbered_classes(places: dict[str, int], where: str) -> tuple[str, ...]:
-    """Returns the classes 0, 1, 2 ... of labels that are all numbers. Raises ConfigError if one is out of range."""
+    """Returns the names "0", "1", ... of the classes up to the largest number in `places`. Raises ConfigError if a
+    number is negative, or 2^20 or more.
+    """
     wrong = next((name for name, number in places.items() if not 0 <= number < _MOST_CLASSES), None)
     if wrong is not None:
         raise ConfigError(f"{where}: the label {wrong} is no number from 0 to {_MOST_CLASSES - 1:,}: mend it")

@@ -15,7 +15,9 @@ _HELD_ENDS: dict[tuple[int, float], np.ndarray] = {}  # of the folder that was o
 
 
 class Members:
-    """The numbers below `number` that are held out, a share of them, or that are not; in ascending order."""
+    """The numbers below `number` that belong to a split, in ascending order: for "held_out" a share `held_out` of them,
+    chosen by hash; for any other split the rest.
+    """
 
     def __init__(self, number: int, held_out: float, split: str) -> None:
         self.number, self.held_out, self.split = number, held_out, split
@@ -25,7 +27,7 @@ class Members:
         return int(self.ends[-1]) if len(self.ends) else 0
 
     def find_members(self, index: np.ndarray) -> np.ndarray:
-        """Returns the numbers that stand at places int64 (b,) among all members: int64 (b,)."""
+        """Returns the members at the places `index` int64 (b,) in the ascending list of all members: int64 (b,)."""
         block = np.searchsorted(self.ends, index, side="right")  # (b,)
         place = index - np.where(block > 0, self.ends[block - 1], 0)  # within the block
         numbers = block[:, None] * _BLOCK + np.arange(_BLOCK)  # (b, _BLOCK)
@@ -43,7 +45,7 @@ def _are_held_out(numbers: np.ndarray, share: float) -> np.ndarray:
 
 
 def _count_members_by_block(number: int, share: float, split: str) -> np.ndarray:
-    """Returns the members up to the end of each block, int64 (blocks,)."""
+    """Returns how many members there are up to the end of each block of 128 numbers, cumulative: int64 (blocks,)."""
     if (number, share) not in _HELD_ENDS:
         counts = [
             np.add.reduceat(

@@ -8,7 +8,7 @@
     FOLDER/held_out-0.02-left_out-HASH/
                             the same without the samples of data.leave_out, whose patterns HASH stands for
 
-An index of few samples is kept in memory instead, in arrays of the same names. index_build.py makes both.
+An index of few samples is kept in memory instead, in arrays of the same names. build.py makes both.
 """
 
 import itertools
@@ -47,7 +47,9 @@ SPLITS = ("train", "held_out")
 
 
 class Split(NamedTuple):
-    """The samples of one split. members: their places in the index, None for all; counts: samples of each class."""
+    """The samples of one split. members: their rows in the index, None for all. counts: number of samples of each
+    class.
+    """
 
     number: int
     members: np.ndarray | Verified | None
@@ -57,7 +59,7 @@ class Split(NamedTuple):
 
 
 class Index:
-    """The samples 0 .. len - 1, as a layout lists them. Pickled, one on a disk is a path, whatever its size.
+    """The samples 0 .. len - 1, in the order in which a layout lists them. An index on a disk is pickled as its path.
 
     classes: names of the classes, () without labels.
     """
@@ -67,12 +69,12 @@ class Index:
         self.classes = tuple(header["classes"])
         self.labelled: bool = header["labelled"]  # samples have labels
         self.most_captions: int = header["most_captions"]  # of a sample; 0: there are none
-        self.rest: str = header["rest"]  # a hash of all but names and labels; "": there is no more
+        self.rest: str = header["rest"]  # a hash of all columns but names and labels; "" without any
         self.single: bool = header["single"]  # every sample is a file of its own, named as the sample
 
     @classmethod
     def open(cls, folder: Path) -> "Index | None":
-        """Opens an index on a disk; returns None if there is none, or a damaged one."""
+        """Opens an index on a disk; returns None if there is none, or if it is damaged or of another version."""
         header = read_sealed(folder / HEADER)
         if header is None or header.get("version") != VERSION:
             return None
@@ -88,26 +90,30 @@ class Index:
         return self.header["number"]
 
     def is_whole(self) -> bool:
-        """Returns whether all columns are what was written; large ones are verified as they are used."""
+        """Returns whether all columns are as they were written; columns above 512 MB are not read here, but verified
+        when used.
+        """
         return all(column.is_whole() for column in self._columns.values())
 
     def read_name(self, index: int) -> str:
         return os.fsdecode(self.read_name_bytes(index))
 
     def read_name_bytes(self, index: int) -> bytes:
-        """Returns the name of a sample in the bytes of the file system."""
+        """Returns the name of a sample as bytes of the file system."""
         if not 0 <= index < len(self):
             raise IndexError(index)
         return self._read_text("names", "name_ends", index)
 
     def read_names(self, start: int, stop: int) -> list[bytes]:
-        """Returns the names of some samples in the bytes of the file system."""
+        """Returns the names of the samples start .. stop - 1 as bytes of the file system."""
         text, ends = self.read_name_block(start, stop)
         places = ends.tolist()
         return [text[begin:end] for begin, end in itertools.pairwise(places)]
 
     def read_name_block(self, start: int, stop: int) -> tuple[bytes, np.ndarray]:
-        """Returns the names of some samples joined to one text, and where each ends, behind a 0."""
+        """Returns the names of the samples start .. stop - 1 joined to one text, and where each begins and the last
+        ends: (n + 1,) from 0.
+        """
         ends = self._read_ends("name_ends", start, stop)
         return self._columns["names"][int(ends[0]) : int(ends[-1])], ends - ends[0]
 
@@ -121,7 +127,9 @@ class Index:
         return self._read_value("label", index)
 
     def read_labels(self, index: slice | np.ndarray) -> np.ndarray:
-        """Returns the labels of some samples, int32 (n,)."""
+        """Returns the labels of the samples in a slice or at an array of indices: int32 (n,), zeros if there are no
+        labels.
+        """
         if "label" in self._columns:
             return self._columns["label"][index]
         return np.zeros(len(range(*index.indices(len(self)))) if isinstance(index, slice) else len(index), np.int32)
@@ -134,7 +142,7 @@ class Index:
         return tuple(self._read_text("captions", "caption_ends", number).decode("utf-8") for number in numbers)
 
     def read_caption_block(self, start: int, stop: int) -> list[list[str]]:
-        """Returns the captions of each of some samples; for an index that has some."""
+        """Returns the captions of each of the samples start .. stop - 1; only for an index that has captions."""
         numbers = self._read_ends("captions_ends", start, stop).astype(np.int64)
         ends = self._read_ends("caption_ends", *numbers[[0, -1]].tolist()).astype(np.int64)
         text = bytes(self._columns["captions"][int(ends[0]) : int(ends[-1])])
@@ -142,10 +150,12 @@ class Index:
         return [captions[begin:end] for begin, end in itertools.pairwise((numbers - numbers[0]).tolist())]
 
     def open_split(self, split: str, held_out: float, leave_out: Sequence[str] = ()) -> Split:
-        """Opens the split "train", "held_out" or "all". A name is held out by its hash, so that no other name moves it.
+        """Opens the split "train", "held_out" or "all". The hash of a name decides whether it is held out, so that
+        other names do not matter.
 
-        leave_out: patterns of captions whose samples are in no split; "all" then goes without held_out. For an index on
-        a disk `write_splits` has to be called before. Raises ConfigError if the index has no such split.
+        leave_out: patterns of captions; samples that they fit are in no split, and "all" is then what "train" would be.
+        For an index on a disk, call `write_splits` first. Raises ConfigError if the split was not written, or is
+        damaged.
         """
         if not leave_out and (split == "all" or not held_out):
             return Split(len(self), None, self.header["counts"], self.header["names"])
@@ -164,7 +174,9 @@ class Index:
         return splits[split]
 
     def has_splits(self, held_out: float, leave_out: Sequence[str] = ()) -> bool:
-        """Returns whether the splits stand on the disk as they were written."""
+        """Returns whether the splits are on the disk, whole, and of this index; True if nothing is held out or left
+        out.
+        """
         splits = self._open_splits(held_out, leave_out) if held_out or leave_out else {}
         return splits is not None and all(own.members.is_whole() for own in splits.values())
 
@@ -218,7 +230,9 @@ class Index:
         return folder.with_name(f"{folder.name}-left_out-{digest}")
 
     def _read_ends(self, name: str, start: int, stop: int) -> np.ndarray:
-        """Returns where the entries start .. stop - 1 of a column end, behind where the first of them begins."""
+        """Returns where the entries start .. stop - 1 of a column begin and end: (n + 1,), first the beginning of the
+        first.
+        """
         ends = self._columns[name][max(start - 1, 0) : stop]
         return ends if start else np.concatenate((np.zeros(1, np.uint64), ends))
 
@@ -242,7 +256,9 @@ class Index:
         self.__dict__.update(state)
 
     def __getattr__(self, name: str) -> Any:
-        """Opens a pickled index at its first use. Raises ConfigError if it is not there, or another one."""
+        """Opens an index that was pickled as a path when it is first used. Raises ConfigError if it is not there, or
+        was made anew.
+        """
         if name.startswith("__") or "header" in self.__dict__ or self.__dict__.get("folder") is None:
             raise AttributeError(name)
         index = Index.open(self.folder)
@@ -257,7 +273,7 @@ class Index:
 
 
 def hash_columns(columns: dict[str, Any], number: int) -> tuple[str, str]:
-    """Returns a hash of all names, then all labels; and one of what the other columns hold."""
+    """Returns a hash of all names followed by all labels, and one of the other columns, "" if there are none."""
     names, rest = blake2b(digest_size=8), blake2b(digest_size=8)
     for start in range(0, len(columns["names"]), 1 << 20):
         names.update(columns["names"][start : start + (1 << 20)])
@@ -273,7 +289,7 @@ def hash_columns(columns: dict[str, Any], number: int) -> tuple[str, str]:
 
 
 def hash_name(name: bytes) -> int:
-    """Returns the hash of a name that decides on its split: below the held-out share of 2 ** 64 it is held out."""
+    """Returns the hash of a name, 0 to 2^64 - 1, which decides on its split: below held_out * 2^64 it is held out."""
     return int.from_bytes(blake2b(name, digest_size=8).digest(), "little")
 
 
@@ -284,8 +300,8 @@ def _choose_row_type(index: Index) -> type[np.unsignedinteger]:
 def _divide_rows(
     index: Index, held_out: float, leave_out: Sequence[str]
 ) -> Iterator[tuple[dict[str, tuple[np.ndarray, bytes]], np.ndarray]]:
-    """Yields the rows of each split and their names, and how many samples each pattern of `leave_out` fits, int64
-    (patterns,), of a chunk of the index after the other.
+    """Yields for each chunk of the index: {split: (its rows, their names joined)}, and how many samples each pattern of
+    `leave_out` fits, int64 (patterns,). Rows that a pattern fits are in no split.
     """
     action = f"holding out {held_out:g} of the samples" + ", and data.leave_out" * bool(leave_out)
     dtype = _choose_row_type(index)
@@ -306,15 +322,15 @@ def _divide_rows(
 
 
 def _join_names(text: bytes, ends: np.ndarray, own: np.ndarray) -> bytes:
-    """Returns the names of some rows, run by run: far fewer slices than names. ends: one more than rows, from 0."""
+    """Returns the names of the rows where `own` bool (n,) is True, joined. text, ends: as `read_name_block` returns
+    them. It copies whole runs of rows, which are far fewer than rows.
+    """
     edges = ends[np.flatnonzero(np.diff(own, prepend=False, append=False))].tolist()
     return b"".join([text[begin:end] for begin, end in zip(edges[::2], edges[1::2])])
 
 
 def _describe_split(index: Index, members: np.ndarray, names: Any) -> Split:
-    """Returns the Split that consists of the rows `members`. `names`: a hash of their names, into which their labels
-    go, too.
-    """
+    """Returns the Split of the rows `members`. names: the hash of their names, to which this adds their labels."""
     counts = np.zeros(len(index.classes), np.int64)
     for start in range(0, len(members), CHUNK):
         labels = index.read_labels(members[start : start + CHUNK])

@@ -1,4 +1,4 @@
-"""What sources of images and of clips share: the samples of one split of an index, their labels and fingerprint."""
+"""The base of sources of images and of clips: the samples of one split of an index, their labels and fingerprint."""
 
 import json
 import shlex
@@ -24,12 +24,12 @@ _ASKED = 10_000  # files whose sizes are asked for whenever a run starts
 
 
 class Indexed(Source):
-    """Samples of a split of an index; made on all ranks together.
+    """The samples of one split of an index. Make it on all ranks together.
 
-    split: "train", "held_out" or "all". held_out: fraction that is held out. classes: names that the data's must be
-    among, whose places the labels then are; empty for those of the data. key: in messages. leave_out: patterns of
-    captions whose samples are none of these. ConfigError: unknown classes, no captions to leave out, a split without
-    samples.
+    split: "train", "held_out" or "all". held_out: fraction that is held out. classes: names that include the data's;
+    labels are then places among them; empty: the data's own. key: the recipe's entry, for messages. leave_out: patterns
+    of captions; samples that they fit are left out. Raises ConfigError if the data have other classes, no captions to
+    compare with `leave_out`, or no samples in the split.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class Indexed(Source):
 
     @property
     def labels(self) -> np.ndarray:
-        """Returns the labels of all samples, int32 (N,): for data that are known to be small."""
+        """Returns the labels of all samples, int32 (N,), in memory; only for data that are known to be small."""
         return np.concatenate([labels for _, labels in self._iterate_chunks()])
 
     def prefetch(self, index: Tensor, mirrored: Tensor | None = None, chance: Tensor | None = None) -> None:
@@ -123,10 +123,12 @@ class Indexed(Source):
 
     @abstractmethod
     def _summarize(self) -> str:
-        """Returns kind, split, numbers and names, as the fingerprint begins with them."""
+        """Returns the beginning of the fingerprint: kind, split, numbers of samples and classes, and a hash
+        of names.
+        """
 
     def _hash_names(self, texts: Iterable[bytes] = ()) -> str:
-        """Hashes all names, then all labels, then `texts`."""
+        """Returns a hash of all names, then all labels, then `texts`."""
         if self._renumbered is None and not texts:
             return self.chosen.names
         digest = blake2b(digest_size=8)
@@ -139,7 +141,7 @@ class Indexed(Source):
         return digest.hexdigest()
 
     def _iterate_chunks(self) -> Iterator[tuple[range | np.ndarray, np.ndarray]]:
-        """Yields rows of the index and their labels int32, a chunk at a time."""
+        """Yields (rows of the index, their labels int32) of all samples, a chunk at a time."""
         for start in range(0, len(self), CHUNK):
             stop = min(start + CHUNK, len(self))
             rows = range(start, stop) if self.chosen.members is None else self.chosen.members[start:stop]
@@ -155,14 +157,16 @@ class Indexed(Source):
         return len(self) if self.index.single else len(self.layout.list_parts())
 
     def _iterate_files(self, numbers: Sequence[int]) -> Iterator[list[str]]:
-        """Yields the names of some of the files that hold the samples, a chunk at a time."""
+        """Yields the names of the files with these numbers, a chunk at a time. A file is one sample, or a part of the
+        layout if it holds several.
+        """
         parts = [] if self.index.single else self.layout.list_parts()
         for start in range(0, len(numbers), CHUNK):
             some = numbers[start : start + CHUNK]
             yield [self.name_sample(int(number)) if self.index.single else parts[number] for number in some]
 
     def _summarize_files(self, numbers: Sequence[int]) -> str:
-        """Returns the bytes of these files together, and a hash of the size of each (-1 where it is unknown) and of
+        """Returns as text the bytes of these files together, and a hash of their sizes (-1 where unknown) and of
         `_hash_texts`.
 
         Times do not count: a folder that was copied is the same data.
@@ -176,12 +180,14 @@ class Indexed(Source):
         return f"bytes={total} contents={digest.hexdigest()}"
 
     def _hash_texts(self, numbers: Sequence[int]) -> bytes:
-        """Returns a hash of what is known of these files beside names, labels and sizes, for the fingerprint."""
+        """Returns a hash of what is known of these files beside names, labels and sizes, such as captions, for the
+        fingerprint.
+        """
         return self.index.rest.encode()
 
 
 def _make_check_command(layout: Layout) -> str:
-    """Returns the command that lists what cannot be read, for a shell."""
+    """Returns the shell command by which `dstrain index` lists which of the samples cannot be read."""
     request, words = layout.request, ["dstrain", "index", layout.root]
     entries = {
         "num_frames": None if request.suffixes == SUFFIXES else 1,
@@ -196,7 +202,9 @@ def _make_check_command(layout: Layout) -> str:
 
 
 def _describe_alike(classes: Sequence[str]) -> str:
-    """Describes classes that differ in capitals alone, which some file systems take for one; "" if there are none."""
+    """Returns a remark on the first classes whose names differ only in case, which some file systems take for one; ""
+    if there are none.
+    """
     by_name: dict[str, list[str]] = {}
     for name in classes:
         by_name.setdefault(str(name).casefold(), []).append(str(name))

@@ -24,18 +24,20 @@ _BLOCK = 1 << 12  # bytes
 
 
 def write_checksums_beside(path: Path, values: Any) -> None:
-    """Writes the checksums of the column `path`, COLUMN.bin, beside it. values: an array, or bytes."""
+    """Writes the checksums of the values in the column file `path`, COLUMN.bin, to COLUMN.sums beside it. values: an
+    array, or bytes.
+    """
     view = memoryview(values).cast("B") if len(values) else b""
     sums = (zlib.crc32(view[start : start + _BLOCK]) for start in range(0, len(view), _BLOCK))
     atomic.write_file(path.with_suffix(".sums"), np.fromiter(sums, np.uint32).tobytes())
 
 
 class Verified:
-    """A column that is mapped: values of `dtype`, None for bytes. Indexed by an int, a slice or an array of ints >= 0.
-    A dtype of several values makes a table, whose rows are indexed. Pickled, it is the file's path.
+    """A column in a file that is mapped, of values of `dtype` (None: bytes), indexed by an int, a slice or an array of
+    ints >= 0. A dtype of several values makes a table, whose rows are indexed. It is pickled as its path.
 
-    size: bytes that the file has.
-    Raises OSError or ValueError if it or its checksums are not there, or of another size.
+    size: bytes that the file must have. Raises OSError or ValueError if the file or its checksums are missing, or of
+    another size.
     """
 
     def __init__(self, path: Path, dtype: Any, size: int) -> None:
@@ -63,8 +65,8 @@ class Verified:
         return self._values[key]
 
     def is_whole(self) -> bool:
-        """Compares all blocks with their checksums; returns True for a large file without a look, since it is verified
-        as it is used.
+        """Returns whether all blocks fit their checksums; True for a file above 512 MB, which is only verified as it is
+        used.
         """
         if len(self._view) > CHECKED:
             return True
@@ -90,7 +92,7 @@ class Verified:
 
 
 def open_whole(path: Path, dtype: Any, size: int) -> Verified | None:
-    """Opens a column as it was written; returns None if it is not there, or altered."""
+    """Opens a column and checks it as `Verified.is_whole`; returns None if it is missing or altered."""
     try:
         column = Verified(path, dtype, size)
     except (OSError, ValueError):
@@ -99,9 +101,9 @@ def open_whole(path: Path, dtype: Any, size: int) -> Verified | None:
 
 
 def open_shared_index(path: Path, dtype: Any, size: int) -> Verified:
-    """Opens a column that this or another process has just found whole.
+    """Opens a column that this or another process has found whole before.
 
-    Raises ConfigError if it is not to be seen from here.
+    Raises ConfigError if it cannot be opened from here.
     """
     try:
         return Verified(path, dtype, size)
@@ -113,7 +115,9 @@ def open_shared_index(path: Path, dtype: Any, size: int) -> Verified:
 
 
 def map_file(path: Path) -> Any:
-    """Maps a file into memory, read only: the disk is read where bytes are used. Does not compare its hash."""
+    """Maps a file into memory, read only: the disk is read where bytes are used. Compares no checksum; an empty file
+    gives b"".
+    """
     with open(path, "rb") as file:
         size = os.fstat(file.fileno()).st_size
         return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if size else b""
