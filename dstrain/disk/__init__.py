@@ -1,1 +1,1 @@
-"""Files that are whole or not there: replaced in one piece, and sealed with a hash. Needs the standard library only."""
+"""Files that are whole or not there: replaced in one piece, or sealed with a hash. Needs the standard library only."""

@@ -1,7 +1,7 @@
-"""Writing a file so that a crash leaves the old one or the new one, and never half of it.
+"""Writes a file so that a crash leaves the old one or the new one, and never half of it.
 
-What is being written has a name that only this process can have (owner.py), and is made where nothing stands: no link
-is followed. Files that dead processes have left are removed when the next one writes there.
+A file is first written under a temporary name that only this process can have (owner.py). Nothing may exist there, so
+no link is followed. Temporary files that dead processes have left are removed when the next one writes in that folder.
 """
 
 import errno
@@ -19,8 +19,8 @@ def replace_file(path: str | os.PathLike, make: bool = True) -> Iterator[Path]:
     """Yields a temporary path to write to, then renames it to `path`, so that readers see the old file or the whole new
     one; after an error it removes the temporary one.
 
-    `make`: creates the folder of `path`, too. A link at `path` is replaced. Of several processes that write it the last
-    one wins, with the whole file. Raises TakenAway if this process has lost its claim on the folder.
+    make: creates the folder of `path`, too. A link at `path` is replaced. If several processes write it, the last one
+    wins, with its whole file. Raises TakenAway if this process has lost its claim on the folder.
     """
     path = Path(path)
     owner.check_claim(path)
@@ -41,7 +41,7 @@ def replace_file(path: str | os.PathLike, make: bool = True) -> Iterator[Path]:
 
 
 def write_file(path: str | os.PathLike, content: str | bytes, make: bool = True) -> None:
-    """Writes a file atomically, text as UTF-8: readers see the old content or the new one. `make`: creates its folder,
+    """Writes a file atomically, text as UTF-8: readers see the old content or the new one. make: creates its folder,
     too.
     """
     with replace_file(path, make) as temporary:
@@ -51,7 +51,7 @@ def write_file(path: str | os.PathLike, content: str | bytes, make: bool = True)
 @contextmanager
 def replace_folder(folder: str | os.PathLike) -> Iterator[Path]:
     """Yields a temporary folder to fill, then renames it to `folder`, which readers see whole or not at all; after an
-    error it removes the temporary one.
+    error it removes the temporary one. `folder` must be absent or empty.
 
     First removes temporary folders of the same name whose processes have died.
     """

@@ -1,4 +1,6 @@
-"""Files of lines that grow: a line is there whole or not at all, also where the disk was full or the power failed."""
+"""Files to which lines are added: a line is there whole or not at all, even if the disk was full or the
+power failed.
+"""
 
 import errno
 import os
@@ -10,10 +12,11 @@ _OPEN = os.O_RDWR | os.O_APPEND | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW
 
 
 def append_lines(path: str | os.PathLike, text: str) -> None:
-    """Appends whole lines to a file, after a line break if its last line has none. Raises OSError if nothing was added.
+    """Appends whole lines to a file, after a line break if its last line has none. Raises OSError if they cannot be
+    added; then nothing is.
 
-    Lines of several processes do not mix where one write takes them whole, as it does on a local disk. It follows no
-    link, and writes into no pipe or device, nor into a folder that this process has lost its claim on.
+    Lines of several processes do not mix where one write takes them whole, as it does on a local disk. OSError is
+    raised for a link, a pipe, a device, or a folder on which this process has lost its claim.
     """
     owner.check_claim(path)
     descriptor = _open_regular(path, _OPEN | os.O_CREAT)
@@ -32,8 +35,8 @@ def append_lines(path: str | os.PathLike, text: str) -> None:
 
 
 def cut_torn_line(path: str | os.PathLike) -> int:
-    """Truncates a file after its last line break, since a crash may leave half a line; returns how many
-    bytes it cut.
+    """Truncates a file after its last line break, since a crash may leave half a line; returns how many bytes this
+    removed, 0 if there is no file.
     """
     try:
         descriptor = _open_regular(path, _OPEN)

@@ -1,4 +1,4 @@
-"""Modes of files: what the umask leaves, also where a library writes by way of a private temporary file."""
+"""Sets modes of files to what the umask allows, where a library has written by way of a private temporary file."""
 
 import os
 import stat

@@ -32,14 +32,14 @@ from pathlib import Path
 
 BEAT_SECONDS = 5.0  # between two touches of a lease or hold
 SILENT_SECONDS = 30.0  # a lease or hold of another machine is dead after so long without a touch
-_STALE_SECONDS = 86_400.0  # as is a temporary file of another machine, which nobody touches
+_STALE_SECONDS = 86_400.0  # a temporary file of another machine is dead so long after its last write
 _MARK = r"(?P<machine>[0-9a-f]{8})-(?P<pid>\d+)-(?P<start>\d*)-[0-9a-f]{8}"
 _NAMED = re.compile(rf"\.(?P<name>.+)\.(?P<mark>{_MARK})\.(?P<kind>tmp|hold)", re.DOTALL)
 _LEASE = re.compile(r"\.lease-(\d+)")
 IDENTITY = ".run"
 _MOST = 16_384  # bytes of a lease or an identity
 
-_touched: dict[str, threading.Event] = {}  # marks of this process that must look alive, and what ends their thread
+_touched: dict[str, threading.Event] = {}  # marks that threads of this process touch, and the event that ends each
 _claims: dict[str, "Claim"] = {}  # by absolute folder
 _holds: list["Hold"] = []  # of this process
 _swept: set[str] = set()  # folders that this process has looked through for files of dead processes
@@ -55,16 +55,16 @@ class Held(Exception):
 
 @dataclass(frozen=True)
 class Claim:
-    """What this process compares before it writes below a folder."""
+    """What this process knows of a folder that it has claimed, and compares before each write below it."""
 
     mark: str  # of the lease
     number: int
-    identity: str | None = None  # of the run; None: the folder is none's yet, or no run's
+    identity: str | None = None  # of the run; None if the folder has none, or does not belong to a run
     record: str = ""  # what `.run` holds
 
 
 def make_mark() -> str:
-    """Returns a new mark of this process, a name that no other process can have."""
+    """Returns a new mark of this process: a name that no other process can have."""
     pid = os.getpid()
     return f"{_hash_machine()}-{pid}-{_read_start_time(pid)}-{secrets.token_hex(4)}"
 
@@ -75,16 +75,16 @@ def make_hidden_path(path: Path, kind: str = "tmp") -> Path:
 
 
 def find_final_name(path: Path) -> str | None:
-    """Returns the name that a temporary file or folder gets when it is complete, or None if `path` is not a temporary
-    one.
+    """Returns the name that a temporary file or folder gets when it is complete; None if `path` is not a
+    temporary one.
     """
     match = _NAMED.fullmatch(path.name)
     return match["name"] if match and match["kind"] == "tmp" else None
 
 
 def remove_abandoned(folder: Path, name: str | None = None) -> None:
-    """Removes temporary files and folders of processes that have died: those of `name`, or all, once in a process's
-    life.
+    """Removes temporary files and folders in `folder` that dead processes have left: those that were to become `name`.
+    With None it removes all, but only at the first call for a folder in this process.
     """
     if name is None:
         if (key := os.path.abspath(folder)) in _swept:
@@ -106,9 +106,10 @@ def remove_path(path: Path) -> None:
 
 
 class Hold:
-    """Keeps `path`, a checkpoint, say, from being removed while it is read, until `release` or the process ends.
+    """Keeps `path`, such as a checkpoint, from being removed while it is read, until `release` is called or the process
+    ends.
 
-    Those who remove ask `is_held` first. Where the folder cannot be written, nothing is held.
+    A process that wants to remove it calls `is_held` first. If the folder cannot be written to, nothing is held.
     """
 
     def __init__(self, path: Path) -> None:
@@ -123,7 +124,7 @@ class Hold:
             self._mark = None
 
     def release(self) -> None:
-        """Removes the mark of this hold, so that others may remove the path."""
+        """Removes this hold's mark, so that others may remove the path."""
         if self._mark is not None:
             _remove_mark(self._mark)
             self._mark = None
@@ -136,7 +137,7 @@ def release_holds() -> None:
 
 
 def is_held(path: Path) -> bool:
-    """Returns whether a living process reads `path`; removes the marks of dead processes."""
+    """Returns whether a living process holds `path`; removes the marks that dead processes have left on it."""
     held = False
     with suppress(OSError):
         for mark in list(path.parent.iterdir()):
@@ -150,7 +151,8 @@ def is_held(path: Path) -> bool:
 
 
 def claim_folder(folder: Path, verb: str) -> Claim:
-    """Makes this process the only one that may write into the existing `folder`, until `release_folder`.
+    """Makes this process the only one that may write into the existing `folder`, until `release_folder`. verb: the
+    command, for messages.
 
     Raises Held if a living process has claimed it, OSError if nothing can be written there.
     """
@@ -178,11 +180,11 @@ def claim_folder(folder: Path, verb: str) -> Claim:
 
 
 def identify_folder(folder: Path, run: Path | None = None) -> Claim:
-    """Reads the run's identity in a claimed folder, or writes a new one, and adds it to the claim, which writes then
-    check.
+    """Adds the identity of its run to a claimed folder's claim, so that later writes compare it, and returns the claim.
+    Takes the identity in the folder, or a new one if there is none or if the folder is a copy of another run; writes it
+    anew.
 
-    A copy of another run gets an identity of its own. `run`: the claimed folder of the run whose files `folder` will
-    hold.
+    run: the claimed folder of the run whose files `folder` will hold, whose identity is then taken.
     """
     identity = None if find_other_run(folder, folder) else read_identity(folder)
     known = _claims[os.path.abspath(run)].record if run else f"{identity or secrets.token_hex(16)}\n"
@@ -193,10 +195,10 @@ def identify_folder(folder: Path, run: Path | None = None) -> Claim:
 
 
 def find_other_run(folder: Path, run: Path) -> str | None:
-    """Returns the path of the run that `folder` belongs to, if that is another one than `run` and still exists; else
+    """Returns the path of the run that `folder` belongs to, if that is another run than `run` and still exists; else
     None.
 
-    A run that was moved has kept its inode, or lies on another disk while nothing is left at its former path.
+    A run that was moved has kept its inode, or lies on another disk and has left nothing at its former path.
     """
     identity, place, path, own, own_path = _read_lines(folder / IDENTITY)
     if _matches_place(run, place, path, IDENTITY, identity) or not _matches_place(
@@ -208,14 +210,15 @@ def find_other_run(folder: Path, run: Path) -> str | None:
 
 
 def _describe_place(folder: Path) -> str:
-    """Returns the two lines that tell a folder from its copies: device and inode, and its real path."""
+    """Returns two lines by which a folder is told from its copies: device and inode, and its real path."""
     return f"{os.stat(folder).st_dev}:{os.stat(folder).st_ino}\n{os.path.realpath(folder)}\n"
 
 
 def _matches_place(folder: Path, place: str, path: str, name: str, mark: str) -> bool:
-    """Returns whether a folder is the one of a record: by its path if it was restored, by its inode if it was moved.
+    """Returns whether `folder` is the one that a record describes by `place` (device and inode) and `path`: a folder
+    that was restored has the same path, one that was moved the same inode.
 
-    Other disks have the same inodes, so it was not moved if its file `name` still lies at `path` with that mark.
+    Other disks have the same inodes, so it was not moved if the file `name` with this mark still lies at `path`.
     """
     if path in ("", os.path.realpath(folder)):
         return True
@@ -228,19 +231,19 @@ def _matches_place(folder: Path, place: str, path: str, name: str, mark: str) ->
 
 
 def read_identity(folder: Path) -> str | None:
-    """Returns the identity of the run in a folder, or None if it has none, as runs of earlier versions."""
+    """Returns the identity of the run in a folder; None if it has none, as runs of earlier versions."""
     text = _read_lines(folder / IDENTITY)[0]
     return text if re.fullmatch(r"[0-9a-f]{32}", text) else None
 
 
 def find_claim(folder: Path) -> Claim | None:
-    """Returns this process's claim on a folder, or None if it has none."""
+    """Returns this process's claim on a folder; None if it has none."""
     return _claims.get(os.path.abspath(folder))
 
 
 def adopt_claim(folder: Path, claim: Claim | None) -> None:
-    """Registers a claim on a folder, which each later write into it checks; also on ranks other than the one that made
-    it.
+    """Registers a claim on a folder, so that each later write of this process into it checks the claim; also for a
+    claim that another rank has made. Does nothing if it is None.
     """
     if claim is not None:
         _claims[os.path.abspath(folder)] = claim
@@ -296,7 +299,7 @@ def _list_leases(folder: Path) -> dict[int, Path]:
 
 
 def _describe_lease(path: Path) -> str:
-    """Returns the holder of a lease for messages: its verb, process and host, and the lease's file."""
+    """Returns in words, for messages, who holds a lease: its command, process and host, and the lease's file."""
     mark, host, verb, *_ = _read_lines(path)
     match = re.fullmatch(_MARK, mark)
     return f"{verb or 'a command'} (process {match['pid']} on {host}), by {path}" if match else f"somebody, by {path}"
@@ -335,9 +338,10 @@ def _read_lines(path: Path) -> list[str]:
 
 
 def _is_dead(path: Path, patience: float) -> bool:
-    """Returns whether the process that made a mark has ended, or the mark was copied here with its folder.
+    """Returns whether the process that made a mark has ended, or the mark was copied here with its folder. False if the
+    mark is gone.
 
-    If the mark does not name a process of this machine, it is dead when untouched for longer than `patience` seconds.
+    If the mark names no process of this machine, it is dead when it was not touched for more than `patience` seconds.
     """
     try:
         named = _NAMED.fullmatch(path.name)
@@ -354,14 +358,18 @@ def _is_dead(path: Path, patience: float) -> bool:
 
 
 def _is_untouched(path: Path) -> bool:
-    """Returns whether nobody touches a mark within SILENT_SECONDS; for marks whose time lies in the future."""
+    """Waits SILENT_SECONDS, and returns whether nobody has touched the mark meanwhile; for marks whose time is in the
+    future.
+    """
     before = os.lstat(path).st_mtime_ns
     time.sleep(SILENT_SECONDS)
     return os.lstat(path).st_mtime_ns == before
 
 
 def _measure_age(path: Path) -> float:
-    """Returns the seconds since the last write in `path`, by the clock of its file system."""
+    """Returns the seconds since the last write to a file, or to a folder or a file in it, by the clock of its file
+    system.
+    """
     newest = os.lstat(path).st_mtime
     for place, _, names in os.walk(path):
         newest = max([newest, *(os.lstat(os.path.join(place, name)).st_mtime for name in names)])

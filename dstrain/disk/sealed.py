@@ -1,4 +1,4 @@
-"""JSON that proves by itself that it is whole: a body, and a hash of it."""
+"""JSON files that show whether they are whole: a body, and a hash of it."""
 
 import hashlib
 import json
@@ -14,7 +14,7 @@ def render_sealed(body: dict[str, Any]) -> bytes:
 
 
 def parse_sealed(content: bytes) -> dict[str, Any] | None:
-    """Returns the body of a sealed file after checking its hash, or None if any byte is missing or altered."""
+    """Returns the body of a sealed file after checking its hash; None if any byte is missing or altered."""
     try:
         body = json.loads(content)["body"]
         return body if content == render_sealed(body) else None  # all bytes: not even a blank may differ

@@ -1,4 +1,4 @@
-"""Small text files that others wrote, read without waiting for a pipe, and with bounded memory."""
+"""Reads small text files that others wrote, with bounded memory, and without waiting for a pipe."""
 
 import errno
 import json
@@ -31,8 +31,8 @@ def read_bytes(path: str | os.PathLike, most: int) -> bytes:
 
 
 def read_text(path: str | os.PathLike, most: int = 16 * MEGABYTE, errors: str = "strict") -> str:
-    """Reads the text (UTF-8) of a regular file. Raises OSError as `read_bytes`, UnicodeDecodeError if it
-    is not text.
+    """Reads the text (UTF-8) of a regular file. Raises OSError as `read_bytes`; UnicodeDecodeError if it is
+    not text.
     """
     return read_bytes(path, most).decode("utf-8", errors)
 
@@ -71,8 +71,8 @@ def parse_json_of_distinct_keys(text: str | bytes) -> Any:
 
 
 def require_distinct_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Builds an object from its (key, value) pairs, as json's object_pairs_hook. Raises RepeatedKey if a key has two
-    values, of which json itself would take the last one.
+    """Returns the (key, value) pairs of a JSON object as a dict, for json's object_pairs_hook. Raises RepeatedKey if a
+    key has two different values, of which json itself would take the last one.
     """
     section = dict(pairs)
     if len(section) < len(pairs):
@@ -104,7 +104,9 @@ def require_regular_file(path: str | os.PathLike) -> None:
 
 
 def read_line(path: Path, most: int = 4096) -> str | None:
-    """Returns the first line of a small file, stripped, or None if it is missing or cannot be read."""
+    """Returns the text of a file of at most `most` bytes without white space at its ends; None if it cannot be read or
+    is larger.
+    """
     try:
         return read_text(path, most).strip()
     except (OSError, ValueError):

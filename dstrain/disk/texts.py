@@ -1,10 +1,10 @@
-"""Labels and texts as people write them: one parser of each, for every form of data and for prompts.
+"""Parses labels and texts as people write them: one parser of each, for every layout of data and for prompts.
 
 A text is UTF-8, or UTF-16 behind a byte order mark, and that mark is no part of it. A caption or a prompt ends where a
 line ends, at a line feed or a carriage return. Other separators, such as U+2028 or a form feed, belong to the text.
 
 A label is a whole number or the name of a class. 10, "10", 10.0 and "10.0" are one number; true is the name "true", as
-tables write it. Labels are numbers where all labels of the data are, and names else (index/columns.py).
+tables write it. If all labels of the data are numbers, they are numbers; otherwise all are names (index/columns.py).
 """
 
 import codecs
@@ -27,9 +27,9 @@ _LIST = re.compile(r"\[[-+0-9., ]*\]")  # of numbers, such as a box
 
 
 def decode_text(content: bytes) -> str:
-    """Decodes the bytes of a text file. Raises UnicodeDecodeError, a ValueError, if they are not text.
+    """Decodes the bytes of a text file. Raises UnicodeDecodeError, a ValueError, if they are no text.
 
-    A NUL is in no text: numbers in binary have it, and UTF-16 without its byte order mark.
+    Bytes with a NUL are no text: they are numbers in binary, or UTF-16 without its byte order mark.
     """
     marked = content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
     text = content.decode("utf-16" if marked else "utf-8-sig")
@@ -45,14 +45,15 @@ def clean_text(text: str) -> str:
 
 
 def split_lines(text: str) -> tuple[str, ...]:
-    """Returns the lines of a text that are not blank: captions or prompts, one a line."""
+    """Returns the lines of a text that are not blank, each a caption or a prompt, without white space at their ends."""
     return tuple(line for line in map(clean_text, _LINE_ENDS.split(text)) if line)
 
 
 def list_captions(value: Any) -> tuple[str, ...]:
-    """Lists the captions in a value of a table or of JSON, a text or a list of texts; () if there are none.
+    """Returns the captions in a value of a table or of JSON, a text or a list of texts; () if there are none. None,
+    blank texts and "nan" or "<NA>" are no captions.
 
-    Raises ValueError if it is neither.
+    Raises ValueError if it holds anything but texts.
     """
     texts = [text for text in (value if isinstance(value, list) else [value]) if text is not None]
     for text in texts:
@@ -64,7 +65,9 @@ def list_captions(value: Any) -> tuple[str, ...]:
 
 
 def find_captions(content: Any) -> tuple[str, ...]:
-    """Returns the captions in the JSON object beside a sample; () if it has none."""
+    """Returns the captions in the JSON object beside a sample, in the first of its keys that is in TEXT_NAMES; () if it
+    has none.
+    """
     if isinstance(content, dict):
         value = next((content[name] for name in TEXT_NAMES if name in content), None)
         texts = value if isinstance(value, list) else [value]
@@ -73,7 +76,9 @@ def find_captions(content: Any) -> tuple[str, ...]:
 
 
 def parse_sidecar(name: str, content: bytes) -> tuple[str, ...]:
-    """Parses the captions in the bytes of X.txt (one a line) or X.json. Raises ValueError if these are damaged."""
+    """Returns the captions in the bytes of X.txt (one a line) or X.json. Raises ValueError if they are no text or no
+    JSON.
+    """
     text = decode_text(content)
     if not name.lower().endswith(".json"):
         return split_lines(text)
@@ -81,7 +86,7 @@ def parse_sidecar(name: str, content: bytes) -> tuple[str, ...]:
 
 
 def read_label(value: Any, names: Container[str] = ()) -> str | None:
-    """Returns a label as text, a whole number without a fraction, or None if there is no label.
+    """Returns a label as text, a whole number without a fraction; None if there is no label.
 
     names: known classes, which may look like anything. Raises ValueError if it is neither a whole number nor a name.
     """
@@ -103,10 +108,10 @@ def read_label(value: Any, names: Container[str] = ()) -> str | None:
 
 
 def parse_whole_number(text: str) -> int | None:
-    """Returns the whole number that a text spells, or None if it spells none."""
+    """Returns the whole number that a text spells, such as "10" or "10.0"; None if it spells none."""
     return int(text.partition(".")[0]) if _NUMBER.fullmatch(text) else None
 
 
 def read_text(path: Path) -> str:
-    """Reads a text file as a caption. Raises OSError, or ValueError if it is not text."""
+    """Reads a text file as one caption. Raises OSError if it cannot be read, ValueError if it is no text."""
     return clean_text(decode_text(small.read_bytes(path, LONGEST_TEXT)))
