@@ -47,7 +47,7 @@ Values = float | Sequence[float]  # one number, or one for each channel
 
 
 class Autoencoder(Frozen):
-    """Images in [-1, 1] to latents and back, without gradient.
+    """Encodes images in [-1, 1] to latents and decodes latents to images, without gradient.
 
     path            a folder with an AutoencoderKL or AutoencoderRAE (config.json, *.safetensors), or with a pipeline
                     that has one in its vae/, or a name on the Hugging Face hub.
@@ -55,8 +55,8 @@ class Autoencoder(Frozen):
     shift           None: shift_factor of that config, 0 if it has none.
 
     Attributes: channels and factor of the latents (an image of side s has latents of side s / factor), image_channels,
-    image_size (the only side of its images; None: any).
-    Raises ConfigError where nothing can be loaded from `path`. Pickled weights are not read.
+    image_size (the only side of its images; None: any). Raises ConfigError where nothing can be loaded from `path`.
+    Pickled weights are not read.
     """
 
     def __init__(self, path: str, scaling_factor: Values | None = None, shift: Values | None = None) -> None:
@@ -77,12 +77,16 @@ class Autoencoder(Frozen):
         self.shift = (getattr(config, "shift_factor", None) or 0.0) if shift is None else shift
 
     def encode(self, image: Tensor, key: Tensor) -> Tensor:
-        """Draws float32 latents from the posterior with the samples' own noise: (B, C, H, W), (B,) -> (B, c, h, w)."""
+        """Draws float32 latents (B, c, h, w) of images (B, C, H, W) from the posterior, with the noise of the samples'
+        keys (B,).
+        """
         with use_precision(self.precision):
             return self.draw_latents(*encode_posterior(self.vae, image), key)
 
     def draw_latents(self, mean: Tensor, std: Tensor, key: Tensor) -> Tensor:
-        """Draws float32 latents as `encode` does, from a cached posterior: (B, c, h, w) each, (B,) -> (B, c, h, w)."""
+        """Draws float32 latents (B, c, h, w) as `encode` does, from a cached posterior: mean and std (B, c, h, w), key
+        (B,).
+        """
         return draw_latents(mean, std, key, self.scaling_factor, self.shift)
 
     @torch.no_grad()
@@ -95,8 +99,8 @@ class Autoencoder(Frozen):
         return 2 * image - 1 if self.of_representations else image
 
     def fingerprint(self) -> str:
-        """Returns a hash of architecture and weights, see `hash_network`. Ask before `drop_encoder` and
-        `set_encode_precision`.
+        """Returns a hash of architecture and weights, see `hash_network`. Call it before `drop_encoder` and
+        `set_encode_precision`, which change the weights.
         """
         return hash_network(*read_autoencoder_identity(self.vae))
 
@@ -105,8 +109,8 @@ class Autoencoder(Frozen):
         return {"scaling_factor": self.scaling_factor, "shift": self.shift, "fingerprint": self.fingerprint()}
 
     def read_channel_moments(self) -> tuple[list[float], list[float]] | None:
-        """Returns mean and deviation of each latent channel from the autoencoder's own config; None if it does not name
-        them.
+        """Returns the mean and the standard deviation of each latent channel, from the autoencoder's own config.
+        Returns None if the config names none, or for an AutoencoderRAE, which normalizes its latents itself.
         """
         means, deviations = (getattr(self.vae.config, name, None) for name in ("latents_mean", "latents_std"))
         if self.of_representations or not means or not deviations:
@@ -114,21 +118,23 @@ class Autoencoder(Frozen):
         return [float(value) for value in means], [float(value) for value in deviations]
 
     def set_encode_precision(self, precision: Precision | None) -> None:
-        """Sets the precision of `encode`; None: tf32 where the GPU has it. `decode` stays float32."""
+        """Sets the precision of `encode`; None: tf32 if the GPU has it, else fp32. `decode` stays float32."""
         self.precision = precision = precision or choose_precision()
         for name in _ENCODING:
             if getattr(self.vae, name, None) is not None:
                 cast_weights(getattr(self.vae, name), precision)
 
     def drop_encoder(self) -> None:
-        """Frees the encoder's memory, where latents come from a cache."""
+        """Removes the encoder and frees its memory, for runs whose latents come from a cache."""
         for name in _ENCODING:
             setattr(self.vae, name, None)
 
 
 @torch.no_grad()
 def encode_posterior(vae: nn.Module, image: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns mean and deviation of an autoencoder's latents: (B, C, H, W) in [-1, 1] -> 2 x (B, c, h, w)."""
+    """Returns mean and standard deviation of an autoencoder's posterior, float32 (B, c, h, w) each, for images (B, C,
+    H, W) in [-1, 1]. For an AutoencoderRAE the deviation is 0.
+    """
     if is_representation_autoencoder(vae):
         mean = vae.encode((image.to(_find_dtype(vae.encoder)) + 1) / 2).latent.float()
         return mean, torch.zeros_like(mean)
@@ -138,7 +144,9 @@ def encode_posterior(vae: nn.Module, image: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def draw_latents(mean: Tensor, std: Tensor, key: Tensor, scaling_factor: Values, shift: Values = 0.0) -> Tensor:
-    """Draws float32 latents (B, c, h, w) from their posterior, with the noise of the samples' keys (B,)."""
+    """Draws float32 latents (B, c, h, w) from their posterior with the noise of the samples' keys (B,), subtracts
+    `shift` and multiplies by `scaling_factor`.
+    """
     noise = rng.normal(key, "latent", tuple(mean.shape[1:]))
     return (mean.float() + std.float() * noise - broadcast_over_pixels(shift, noise)) * broadcast_over_pixels(
         scaling_factor, noise
@@ -146,8 +154,8 @@ def draw_latents(mean: Tensor, std: Tensor, key: Tensor, scaling_factor: Values,
 
 
 def broadcast_over_pixels(values: Values, like: Tensor) -> float | Tensor:
-    """Returns a single number as it is, and a number for each channel as (C, 1, 1), to be broadcast over pixels of
-    `like`.
+    """Returns a single number as it is. Returns one number for each channel as a tensor (C, 1, 1) with dtype and device
+    of `like`, which broadcasts over its pixels.
     """
     if isinstance(values, float | int):
         return values
@@ -160,7 +168,7 @@ def is_representation_autoencoder(vae: nn.Module) -> bool:
 
 
 def read_autoencoder_identity(vae: nn.Module) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Returns what decides an autoencoder's codes: its architecture and its weights by diffusers' names.
+    """Returns what decides an autoencoder's codes: the keys of its config that do, and its weights by diffusers' names.
 
     Scale and shift of the latents are left out, since they come after the codes and may be measured later; but for an
     AutoencoderRAE, which applies them itself.

@@ -22,7 +22,7 @@ WIDTHS = (3, 24, 48, 96, 160)
 
 
 class Tower(nn.Sequential):
-    """float32 (N, 3, 32, 32) in [-1, 1] -> (N, 384), not normalized."""
+    """Maps pictures float32 (N, 3, 32, 32) in [-1, 1] to embeddings (N, 384), not normalized."""
 
     def __init__(self, widths: tuple[int, ...] = WIDTHS, dropout: float = 0.0) -> None:
         stages = [
@@ -34,7 +34,7 @@ class Tower(nn.Sequential):
 
 
 class EmojiTower:
-    """The trained tower. fingerprint: a short hash of its file."""
+    """Embeds pictures by the trained tower of the package. fingerprint: a short hash of its file."""
 
     def __init__(self, device: torch.device) -> None:
         self.fingerprint = blake2b(FILE.read_bytes(), digest_size=8).hexdigest()
@@ -52,8 +52,8 @@ class EmojiTower:
 
 
 def read_text_embeds(captions: list[str]) -> Tensor | None:
-    """Returns float32 (N, 384) of captions of the built-in pairs, in lower case; None if any text is no
-    such caption.
+    """Returns the embeddings, float32 (N, 384), of captions of the built-in pairs. Upper case and extra spaces do not
+    matter. Returns None if any text is no such caption.
     """
     known = embeddings.read_builtin_captions()
     rows = [known.get(" ".join(caption.lower().split())) for caption in captions]

@@ -2,7 +2,7 @@
 
 A folder of an encoder may come from anybody. Of its files only JSON, safetensors and vocabularies are read: its code is
 not imported (auto_map), its pickles are not opened, no other library is loaded because its config names it, nobody is
-asked a question, and the network is not tried for a folder that is there.
+asked a question, and the internet is not tried for a folder that is there.
 """
 
 import json
@@ -28,7 +28,7 @@ class Frozen(nn.Module):
 
 def is_available_here(path: Any) -> bool:
     """Returns whether the network that a recipe names by `path` is on this machine, as a folder or in the hub's cache.
-    Returns True if it names none.
+    Returns True if `path` is None or no text.
     """
     if not isinstance(path, str) or Path(path).is_dir():
         return True
@@ -42,10 +42,13 @@ def is_available_here(path: Any) -> bool:
 
 @contextmanager
 def explain_loading(kind: str, key: str, path: str, content: str, remedy: str = "") -> Iterator[None]:
-    """Explains what fails in a block that loads a `kind` of network from a folder with `content`, or by a hub name.
+    """Turns any error of the block, which loads a `kind` of network, into a ConfigError that names `key`, the recipe's
+    key of `path`. The path is a folder with `content`, or a name on the hub.
 
-    remedy  where the path is neither; with it a name on the hub has an owner, which old ones of text encoders lack.
-    Raises ConfigError, which names the `key`, if the path is no folder and no name, or the block fails to read.
+    Raises ConfigError before the block if the path is neither, or the folder holds an adapter.
+
+    remedy  the advice of the message if the path is neither. Where it is given, a name on the hub needs an owner, as in
+            OWNER/NAME.
     """
     if not (Path(path).is_dir() or (_may_be_hub_name(path) and ("/" in path or not remedy))):
         remedy = remedy or f"give one that holds {content}, or a name on the hub"
@@ -64,8 +67,8 @@ def explain_loading(kind: str, key: str, path: str, content: str, remedy: str = 
 
 
 def read_pretrained(loader: Any, path: str, **options: Any) -> Any:
-    """Reads a network, tokenizer or config by from_pretrained of transformers' class `loader`, from a folder or by a
-    hub name; runs no code that comes with it.
+    """Reads a network, tokenizer or config from a folder or by a hub name, by from_pretrained of `loader`, a class of
+    transformers. Runs no code that comes with it.
     """
     from transformers import dynamic_module_utils
 
@@ -75,8 +78,8 @@ def read_pretrained(loader: Any, path: str, **options: Any) -> Any:
 
 
 def read_config(path: str, folder: str = "") -> Any:
-    """Reads the config of a network of transformers, or of one in a folder of `path`. Raises ValueError if it asks for
-    code of somebody else.
+    """Reads the config of a network of transformers at `path`, or in its subfolder `folder`. Raises ValueError if it
+    asks for a kernel that would be downloaded, or for quantized weights.
     """
     from transformers import AutoConfig  # slow to import, and only users of such networks need it
 
@@ -89,13 +92,19 @@ def read_config(path: str, folder: str = "") -> Any:
 
 
 def require_weights(missing: Iterable[str], unread: tuple[str, ...]) -> None:
-    """Raises ValueError if a file lacks weights that are read: libraries fill them at random and only warn."""
+    """Raises ValueError if a file lacks weights that are used, since libraries fill them at random and only warn.
+
+    missing  names of the weights that the file lacks.
+    unread   parts of names of weights that are never used, and may be missing.
+    """
     if lacking := [name for name in sorted(missing) if not any(part in name for part in unread)]:
         raise ValueError(f"its weights lack {len(lacking)} of the network's, such as {lacking[0]}")
 
 
 def read_network(loader: Any, path: str, config: Any, **options: Any) -> nn.Module:
-    """Reads a network of transformers, whole and from safetensors alone, with a config of `read_config`."""
+    """Reads a network of transformers, from safetensors alone, with a config of `read_config`. Raises ValueError if
+    weights are missing.
+    """
     options |= {"config": config, "use_safetensors": True, "output_loading_info": True}
     network, report = read_pretrained(loader, path, **options)
     require_weights(report["missing_keys"], unread=("pooler.", "decoder."))  # T5's decoder, BERT's pooled state
@@ -103,13 +112,15 @@ def read_network(loader: Any, path: str, config: Any, **options: Any) -> nn.Modu
 
 
 def refuse_quantized_weights(config: Mapping[str, Any]) -> None:
-    """Raises ValueError for a config whose weights another library would have to read."""
+    """Raises ValueError for a config of quantized weights, which another library would have to read."""
     if config.get("quantization_config") is not None:
         raise ValueError("config.json has a quantization_config, and quantized weights are not read")
 
 
 def read_json(key: str, path: str, name: str) -> Any:
-    """Reads a JSON file of an encoder's folder or hub page; None if it has none of that name."""
+    """Returns the content of a JSON file in an encoder's folder or on its hub page; None if there is none of that name.
+    Raises ConfigError, which names `key`, if it is no JSON.
+    """
     from transformers.utils import cached_file
 
     file = cached_file(
@@ -122,11 +133,13 @@ def read_json(key: str, path: str, name: str) -> Any:
 
 
 def shorten_error(error: Exception) -> str:
-    """Returns an error's message without line breaks, at most 200 characters."""
+    """Returns an error's message without line breaks, at most 200 characters; its class if it has no message."""
     return (" ".join(str(error).split()) or type(error).__name__)[:200]
 
 
 def _may_be_hub_name(path: str) -> bool:
-    """Tells whether a path that is no folder can be a name on the hub, where an unknown one costs half a minute."""
+    """Tells whether a path that is no folder can be a name on the hub. Others are not looked up there, which would take
+    half a minute.
+    """
     owner = path.partition("/")[0]
     return bool(re.fullmatch(r"(\w[\w.-]*/)?\w[\w.-]*", path)) and owner != "runs" and not Path(owner).exists()

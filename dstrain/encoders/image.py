@@ -22,13 +22,13 @@ CLIP_MEAN, CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.261302
 
 
 class ImageEncoder(Frozen):
-    """Images to embeddings, without gradient.
+    """Encodes images to embeddings by CLIP, without gradient.
 
     path    a folder with a CLIP model (config.json, *.safetensors; preprocessor_config.json for another mean and
             deviation than CLIP's), or a name on the hub.
 
-    Attributes: embed_dim (D), image_size (side of the square that it takes, pixels).
-    Raises ConfigError where nothing can be loaded from `path`.
+    Attributes: embed_dim (D), image_size (side of the square that it takes, pixels). Raises ConfigError where nothing
+    can be loaded from `path`.
     """
 
     def __init__(self, path: str) -> None:
@@ -44,7 +44,9 @@ class ImageEncoder(Frozen):
 
     @torch.no_grad()
     def encode(self, image: Tensor) -> Tensor:
-        """Returns image_embed float32 (N, D), not normalized, of uint8 (N, 3, H, W). Another size is resampled."""
+        """Returns embeddings float32 (N, D), not normalized, of images uint8 (N, 3, H, W). Images of another size than
+        image_size are resized to its square.
+        """
         pixels = image.float() / 255
         if image.shape[-2:] != (self.image_size, self.image_size):
             pixels = F.interpolate(pixels, (self.image_size, self.image_size), mode="bicubic", antialias=True)
@@ -69,7 +71,7 @@ def _load_tower(path: str) -> tuple[nn.Module, nn.Module]:
 
 
 class Tokens(NamedTuple):
-    """What a tower sees of each of N images or clips."""
+    """Holds the tokens that a tower computes for each of N images or clips."""
 
     first: Tensor | None
     """The class token, (N, D); None: it has none."""
@@ -80,11 +82,11 @@ class Tokens(NamedTuple):
 
 
 class VisionTower(Frozen):
-    """Images or clips to tokens after the last norm, without gradient.
+    """Computes the tokens of images or clips after the last norm, without gradient.
 
-    folder  holds config.json and *.safetensors
-    kinds   those to accept, of dinov2, dinov3 and videomae
-    key     what names the folder, for messages
+    folder  holds config.json and *.safetensors.
+    kinds   those to accept, of dinov2, dinov3 and videomae.
+    key     names the folder in messages.
 
     Attributes: dim (D), patch_size (pixels), num_frames of a clip (None for images), precision of `set_precision`.
     Raises ConfigError where nothing of these kinds can be loaded from `folder`.
@@ -112,20 +114,24 @@ class VisionTower(Frozen):
         self.register_buffer("std", torch.tensor(_STD).view(3, 1, 1), persistent=False)
 
     def describe_tokens(self) -> dict[str, Any]:
-        """Returns what decides the tokens of an image: width and fingerprint. Ask before `set_precision`."""
+        """Returns width and fingerprint, which decide the tokens of an image. Call it before `set_precision`, which
+        changes the weights.
+        """
         return {"width": self.dim, "fingerprint": hash_network({"kind": self.kind}, self.model.state_dict())}
 
     def set_precision(self, precision: Precision | None) -> None:
-        """Sets the precision that `read_tokens` is to compute in; None: tf32 where the GPU has it."""
+        """Sets the precision that callers of `read_tokens` are to use, and casts the weights to it; None: tf32 if the
+        GPU has it, else fp32.
+        """
         self.precision = precision or choose_precision()
         cast_weights(self.model, self.precision)
 
     @torch.no_grad()
     def read_tokens(self, images: Tensor, sides: Sequence[int] = (_SIDE, _SIDE), smooth: bool = True) -> Tokens:
-        """Returns the tokens of uint8 (N, 3, H, W), or of clips (N, T, 3, H, W) with T of num_frames.
+        """Returns the tokens of images uint8 (N, 3, H, W), or of clips (N, T, 3, H, W) with T = num_frames.
 
-        They are resized to `sides`, height and width, whatever their aspect: bicubic, and smoothed where they get
-        smaller.
+        Pictures are resized to `sides`, height and width, whatever their aspect. The resampling is bicubic; `smooth`
+        tells whether it is antialiased where they get smaller.
         """
         pixels = F.interpolate(images.flatten(0, -4).float(), tuple(sides), mode="bicubic", antialias=smooth)
         pixels = ((pixels / 255 - self.mean) / self.std).view(*images.shape[:-2], *sides)

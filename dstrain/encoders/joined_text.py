@@ -30,13 +30,13 @@ _T5_TOKENS = 256  # that StableDiffusion3Pipeline reads of a text
 
 
 class JoinedTextEncoder(TextEncoder):
-    """Captions to rows, see above, without gradient.
+    """Encodes captions as rows, see above, without gradient.
 
     path        a pipeline's folder or name on the hub.
     max_length  rows of a text; None: as StableDiffusion3Pipeline reads them, 334.
 
-    Attributes: embed_dim (of the pooled vector), encodings_dim (E) and max_length, as of TextEncoder.
-    Raises ConfigError where nothing can be loaded from `path`, or CLIPs are wider than E.
+    Attributes: embed_dim (of the pooled vector), encodings_dim (E) and max_length, as of TextEncoder. Raises
+    ConfigError where nothing can be loaded from `path`, or CLIPs are wider than E.
     """
 
     def __init__(self, path: str, max_length: int | None = None) -> None:
@@ -69,11 +69,13 @@ class JoinedTextEncoder(TextEncoder):
             )
 
     def fingerprint(self) -> str:
-        """Returns a short hash of what decides the rows: that they are joined, and all weights."""
+        """Returns a short hash of what decides the rows: the class of this encoder, and all weights."""
         return hash_network({"class": type(self).__name__}, self.state_dict() | dict(self.named_buffers()))
 
     def count_tokens(self, captions: list[str]) -> list[int]:
-        """Counts the tokens of each caption, as the last of the encoders cuts it."""
+        """Counts the tokens of each caption before any cut, by the tokenizer of T5, or of the second CLIP where there
+        is no T5.
+        """
         return [len(ids) for ids in self.tokenizers[-1](captions, verbose=False)["input_ids"]]
 
     def describe_cut(self, captions: list[str], what: str) -> str:
@@ -82,9 +84,12 @@ class JoinedTextEncoder(TextEncoder):
 
     @torch.no_grad()
     def encode(self, captions: list[str]) -> dict[str, Tensor]:
-        """Returns text_embed (N, D), the pooled vectors of both CLIP encoders side by side; text_encodings (N, L, E),
-        one token of these, then CLIP's and T5's tokens, filled up with zeros to width E; text_mask bool (N, L), True
-        everywhere.
+        """Returns the encodings of captions, by name, on the encoders' device:
+
+        text_embed      float32 (N, D), the pooled vectors of both CLIPs, side by side.
+        text_encodings  float32 (N, L, E), the rows of the pooled vector, of CLIP's states and of T5's, filled up with
+                        zeros to width E.
+        text_mask       bool (N, L), True everywhere.
         """
         device, states, pooled = next(self.clips.parameters()).device, [], []
         for clip, tokenizer in zip(self.clips, self.tokenizers):
@@ -106,7 +111,9 @@ class JoinedTextEncoder(TextEncoder):
 
 
 def open_text_encoder(path: str, max_length: int | None = None) -> TextEncoder:
-    """Opens any encoder of captions, a JoinedTextEncoder where a pipeline has several. Raises ConfigError as these."""
+    """Opens the encoder of captions at `path`: a JoinedTextEncoder for a pipeline with several, else a TextEncoder.
+    Raises ConfigError as these do.
+    """
     if not (Path(path) / "config.json").is_file():
         with explain_loading("text encoder", "model.text_encoder", path, CONTENT):
             index = read_json("model.text_encoder", path, "model_index.json")
@@ -150,7 +157,9 @@ def _load_tokenizer(path: str, folder: str) -> Any:
 
 
 def _read_width(path: str) -> int:
-    """Reads the width of the states that a pipeline's transformer takes. Raises ValueError if its config says none."""
+    """Returns the width of text states that a pipeline's transformer takes, from its config. Raises ValueError if that
+    names none.
+    """
     width = (read_json("model.text_encoder", path, "transformer/config.json") or {}).get("joint_attention_dim")
     if not isinstance(width, int):
         raise ValueError("it has no text_encoder_3, and no joint_attention_dim in transformer/config.json")

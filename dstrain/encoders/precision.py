@@ -1,4 +1,4 @@
-"""What networks compute in that draw, measure or encode, by choice: --precision, and `precision` of a first stage.
+"""Precisions in which networks draw, measure or encode: --precision, and `precision` of a first stage.
 
 fp32   float32 throughout, as the originals; also in convolutions, which torch gives to TF32 by itself
 tf32   float32, whose products and convolutions round their factors to 10 bits (NVIDIA GPUs since Ampere)
@@ -28,8 +28,8 @@ def choose_precision() -> Precision:
 
 
 def find_precision_problem(precision: Precision | None, key: str) -> str | None:
-    """Returns why this machine cannot compute in a precision, None if it can; it is refused, since figures and caches
-    name their precision.
+    """Returns a message, which names `key`, if this machine cannot compute in the precision; None if it can. No other
+    precision is taken instead, since figures and caches name theirs.
     """
     if precision != "tf32" or choose_precision() == "tf32":
         return None
@@ -40,14 +40,16 @@ def find_precision_problem(precision: Precision | None, key: str) -> str | None:
 
 
 def require_precision(precision: Precision) -> None:
-    """Raises ConfigError if this machine cannot compute as --precision says."""
+    """Raises ConfigError if this machine cannot compute in the precision that --precision names."""
     if text := find_precision_problem(precision, "--precision tf32"):
         raise ConfigError(text)
 
 
 @contextmanager
 def use_precision(precision: Precision) -> Iterator[None]:
-    """Computes float32 inside the block as `precision` says, and afterwards as before."""
+    """Within the block, lets products and convolutions in float32 use TF32 for tf32, and full precision otherwise.
+    Afterwards restores the settings of before.
+    """
     before = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
     torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
     torch.backends.cudnn.allow_tf32 = precision == "tf32"
@@ -59,6 +61,6 @@ def use_precision(precision: Precision) -> Iterator[None]:
 
 
 def cast_weights(network: nn.Module, precision: Precision) -> None:
-    """Casts the weights of a network; tables keep their own precision. A network is hashed before it is cast."""
+    """Casts a network's parameters to the dtype of a precision; buffers keep theirs. Hash the network before."""
     for weight in network.parameters():
         weight.data = weight.data.to(choose_dtype(precision))

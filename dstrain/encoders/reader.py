@@ -52,22 +52,22 @@ class ReadsTexts(Section):
 
     @property
     def has_null(self) -> bool:
-        """Tells whether there is a text that stands for none."""
+        """Tells whether the model has a null text, which stands for no text."""
         return self.reads_texts and getattr(self, self.null_field) > 0
 
     @property
     def learns_null(self) -> bool:
-        """Tells whether that text is a learned token, and not what the encoder makes of an empty text."""
+        """Tells whether the null text is a learned token, and not the encoding of an empty text."""
         return self.has_null
 
     @property
     def cached_text(self) -> tuple[int, int] | None:
-        """Returns tokens and width of the text encodings that the data hold; None: they hold none."""
+        """Returns (tokens, width) of the text encodings that the data hold; None if they hold none."""
         codes = getattr(self, "codes", None)
         return None if codes is None else codes.text
 
     def text_arguments(self) -> dict[str, Any]:
-        """Returns the keyword arguments of a network's module that embeds texts."""
+        """Returns keyword arguments for the module of a network that embeds texts."""
         return {
             "num_words": None if self.text_encodings_dim else self.num_words,
             "max_text_len": self.max_text_len,
@@ -76,7 +76,7 @@ class ReadsTexts(Section):
         }
 
     def require_width(self) -> None:
-        """Raises ConfigError if an encoder is named, and not how wide its encodings are."""
+        """Raises ConfigError if text_encoder is set and text_encodings_dim, the width of its encodings, is not."""
         if self.text_encoder is not None and self.text_encodings_dim is None:
             raise ConfigError(
                 f"text_encodings_dim: {self.text_encoder} gives encodings, and how wide they are is not "
@@ -84,7 +84,12 @@ class ReadsTexts(Section):
             )
 
     def require_cached(self, text: tuple[int, int] | None, text_encoder: str | None) -> None:
-        """Raises ConfigError if the text encodings in data.path are not those of the model."""
+        """Raises ConfigError if text encodings in data.path have another width, another number of tokens or another
+        encoder than the model's fields say.
+
+        text          their (tokens, width); None: there are none.
+        text_encoder  the fingerprint of their encoder; None: it is not known.
+        """
         width, fingerprint = self.text_encodings_dim, self.text_encoder_fingerprint
         if text is not None and width not in (None, text[1]):
             raise ConfigError(
@@ -105,8 +110,8 @@ class ReadsTexts(Section):
 
 
 def complete_texts(model: dict[str, Any], codes: Any) -> dict[str, Any]:
-    """Returns the section's fields on text encodings by the index of a cache; {} if the cache has none, or the section
-    sets text_encodings_dim to null and so hashes words.
+    """Returns the fields on text encodings that a cache's index `codes` decides, to be added to the section `model`.
+    Returns {} if the cache has no text encodings, or the section hashes words (text_encodings_dim is null).
     """
     if not codes.text or model.get("text_encodings_dim", "absent") is None:
         return {}
@@ -118,7 +123,9 @@ def complete_texts(model: dict[str, Any], codes: Any) -> dict[str, Any]:
 
 
 def replace_encoder(model: dict[str, Any], text_encoder: str, reads_texts: bool) -> dict[str, Any]:
-    """Returns a model section with another folder or hub name of its encoder. Raises ConfigError if it has no use."""
+    """Returns the section `model` with text_encoder, a folder or hub name, replaced. Raises ConfigError if the model
+    reads no texts or hashes words.
+    """
     if not reads_texts:
         raise ConfigError("--text-encoder: the model is unconditional and takes no texts; leave it out")
     if model.get("text_encodings_dim") is None:
@@ -127,7 +134,7 @@ def replace_encoder(model: dict[str, Any], text_encoder: str, reads_texts: bool)
 
 
 class Reader:
-    """Makes the text inputs of a model of `config`; {} where it reads none."""
+    """Makes the text inputs of a model with this config. For a model that reads no texts they are {}."""
 
     def __init__(self, config: ReadsTexts) -> None:
         self.config = config
@@ -136,7 +143,9 @@ class Reader:
         self._empty: TextInputs = {}
 
     def of_batch(self, batch: dict[str, Tensor]) -> TextInputs:
-        """Reads encodings, or captions as UTF-8. Raises ConfigError if the batch has neither, or of another width."""
+        """Returns the text inputs of a batch: its encodings or hashed words, or what its captions (UTF-8) become.
+        Raises ConfigError if the batch has none of these, or encodings of another width.
+        """
         config, width = self.config, self.config.text_encodings_dim
         if not config.reads_texts:
             return {}
@@ -159,7 +168,8 @@ class Reader:
         return {name: copy_to_device(value, device) for name, value in inputs.items()}
 
     def of_texts(self, texts: list[str]) -> TextInputs:
-        """Returns inputs for each text, on the CPU. Raises ConfigError without an encoder, or if unconditional.
+        """Returns the inputs of each text, on the CPU. Raises ConfigError if the model reads no texts, or no encoder
+        can be loaded.
 
         Each distinct text is encoded once, and its inputs are remembered for the next call. Where the data hold
         encodings, the encoder serves prompts alone and is freed when they are encoded.
@@ -178,8 +188,8 @@ class Reader:
         return {name: value[rows] for name, value in inputs.items()}
 
     def of_prompts(self, texts: list[str]) -> TextInputs:
-        """Returns `of_texts`, in which no token of an empty text is read, since it stands for the null text. Raises
-        ConfigError for an empty one if there is no null text.
+        """Returns the inputs of each prompt, as `of_texts`. An empty prompt stands for the null text: its mask, if
+        there is one, is False everywhere. Raises ConfigError for an empty prompt if the model has no null text.
         """
         empty = torch.tensor([not text.strip() for text in texts])
         if empty.any() and not self.config.has_null:
@@ -193,7 +203,9 @@ class Reader:
         return inputs
 
     def of_nothing(self, num: int) -> TextInputs:
-        """Returns inputs for `num` empty texts, which the null text replaces. Raises ConfigError if there is none."""
+        """Returns the inputs of `num` samples without text, of which no token is read, so that the null text takes
+        their place. Returns {} if the model reads no texts. Raises ConfigError if it has no null text.
+        """
         if not self.config.reads_texts:
             return {}
         if not self.config.has_null:
@@ -206,8 +218,8 @@ class Reader:
         }
 
     def of_empty(self, device: torch.device) -> TextInputs:
-        """Returns what the encoder makes of an empty text, one row, encoded once. Raises ConfigError if it reads no
-        token of it.
+        """Returns what the encoder makes of an empty text, one row, on `device`. It is encoded in the first call alone.
+        Raises ConfigError if the encoder reads no token of it.
         """
         if not self._empty:
             self._empty = self._read([""], torch.device("cpu"))
@@ -228,8 +240,8 @@ class Reader:
         return self.of_batch(select_texts(self._get_encoder().to(device).encode(texts)))
 
     def fingerprint(self) -> str:
-        """Returns " text_encoder=HASH", which is added to the data's fingerprint, if an encoder reads the captions;
-        else "".
+        """Returns " text_encoder=HASH", which is added to the data's fingerprint, if an encoder reads the captions of
+        batches; else "".
         """
         reads = self.config.text_encodings_dim is not None and not self._cached and self.config.reads_texts
         return f" text_encoder={self._get_encoder().fingerprint()}" if reads else ""
@@ -262,12 +274,12 @@ def select_texts(tensors: dict[str, Tensor]) -> TextInputs:
 
 
 def split_words(text: str) -> list[str]:
-    """Returns the words that are hashed, in lower case."""
+    """Returns the words of a text that are hashed, in lower case."""
     return _WORD.findall(text.lower())
 
 
 def hash_words(texts: list[str], num_words: int, max_text_len: int) -> Tensor:
-    """Returns the ids of hashed words, int64 (N, max_text_len), filled up with 0; later words are left out."""
+    """Returns the ids of the first max_text_len words of each text, int64 (N, max_text_len), filled up with 0."""
     rows = []
     for text in texts:
         words = split_words(text)[:max_text_len]
@@ -277,8 +289,8 @@ def hash_words(texts: list[str], num_words: int, max_text_len: int) -> Tensor:
 
 
 def draw_synthetic_texts(config: ReadsTexts, key: Tensor) -> dict[str, Tensor]:
-    """Draws the texts of a synthetic batch, by keys (B,): encodings as a cache has them, or captions; {} for a model
-    without texts.
+    """Draws the texts of a synthetic batch from the samples' keys (B,): encodings as a cache has them, or captions.
+    Returns {} for a model that reads no texts.
     """
     longest = config.max_text_len
     if not config.reads_texts:

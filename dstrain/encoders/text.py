@@ -26,13 +26,13 @@ _TEXTS = 64  # texts encoded at once
 
 
 class TextEncoder(Frozen):
-    """Captions to embeddings, without gradient.
+    """Encodes captions to embeddings, without gradient.
 
     path        a folder with config.json, *.safetensors and the tokenizer's files, or a name on the hub.
     max_length  tokens that are read, padding included; None means what the encoder takes, at most 256.
 
-    Attributes: embed_dim (D), encodings_dim (E), max_length (L).
-    Raises ConfigError where nothing can be loaded from `path`.
+    Attributes: embed_dim (D), encodings_dim (E), max_length (L). Raises ConfigError where nothing can be loaded from
+    `path`.
     """
 
     def __init__(self, path: str, max_length: int | None = None) -> None:
@@ -55,18 +55,19 @@ class TextEncoder(Frozen):
         return hash_network(config, self.state_dict() | dict(self.named_buffers()))
 
     def count_tokens(self, captions: list[str]) -> list[int]:
-        """Counts the tokens of each caption, those included that are cut and those that mark beginning and end."""
+        """Counts the tokens of each caption before any cut, with the tokens that mark beginning and end."""
         return [len(ids) for ids in self.tokenizer(captions, verbose=False)["input_ids"]]
 
     def describe_cut(self, captions: list[str], what: str) -> str:
-        """Returns a line that says how much of the captions is cut, as the function `describe_cut`; "" if
-        nothing is.
+        """Returns a line on how many captions are cut and by how many tokens, see the function `describe_cut`; "" if
+        none is.
         """
         return describe_cut(self.count_tokens(captions), self.max_length, what)
 
     @torch.no_grad()
     def encode(self, captions: list[str]) -> dict[str, Tensor]:
-        """Returns text_embed float32 (N, D), text_encodings float32 (N, L, E), text_mask bool (N, L), on its device.
+        """Returns text_embed float32 (N, D), text_encodings float32 (N, L, E) and text_mask bool (N, L), on the
+        encoder's device.
 
         Nothing is normalized. Captions are cut after max_length tokens.
         """
@@ -93,8 +94,8 @@ def load_text_encoder(
     expected: str | None = None,
     open_encoder: Callable[[str, int | None], TextEncoder] = TextEncoder,
 ) -> TextEncoder:
-    """Loads the encoder that model.text_encoder names, `path`. Raises ConfigError if it names none, or if `expected` is
-    the fingerprint of another one.
+    """Loads the encoder at `path`, which model.text_encoder names. Raises ConfigError if it is None, or if the encoder
+    has another fingerprint than `expected` (None: any).
     """
     if path is None:
         raise ConfigError(
@@ -120,8 +121,8 @@ def encode_distinct(texts: list[str], encode: Callable[[list[str]], dict[str, Te
 
 
 def describe_cut(lengths: Iterable[int], longest: int, what: str, unit: str = "tokens") -> str:
-    """Returns a line that says how many texts (`what`: prompts, captions) of these lengths are cut after `longest`
-    units; "" if none is.
+    """Returns a line on how many texts are cut after `longest` units, and how many units are left out; "" if none is.
+    lengths: of all texts, in units. what: the texts' name in the line, such as prompts.
     """
     lengths = list(lengths)
     cut = [length - longest for length in lengths if length > longest]

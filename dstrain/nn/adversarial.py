@@ -20,7 +20,7 @@ _LEAST_RISE = 1e-3  # of the mean logit, by a step of length 1 in each value
 
 
 class PatchDiscriminator(nn.Module):
-    """Pictures to one logit for each patch, above 0 for real: (B, C, H, W) -> float64 (B, 1, h, w).
+    """Judges patches of pictures (B, C, H, W): one logit for each patch, above 0 for real, float64 (B, 1, h, w).
 
     n_layers layers halve the side, two more have stride 1. Channels double by layer from base_channels, at most thrice.
 
@@ -41,13 +41,13 @@ class PatchDiscriminator(nn.Module):
         self.main = nn.Sequential(*layers, Judge(after, 1, stride=1))
 
     def forward(self, x: Tensor, sloped: int = 0) -> Tensor | tuple[Tensor, Tensor]:
-        """Returns the logits; where `sloped` is above 0 also the squared slope at the first `sloped` pictures,
-        (sloped,).
+        """Returns the logits of pictures x. If `sloped` is above 0, also returns the squared slope at the first
+        `sloped` pictures, (sloped,).
 
         The slope is the gradient of a picture's summed logits with respect to the picture; its square is divided by the
-        number of patches. The result has a gradient itself: the graph is run backward twice. The first time must lie
-        within this call, since an engine hooks a network's outputs and takes a backward pass from there for the loss's.
-        Raises ConfigError if weights are scattered (ZeRO-3), and would be gone at the second time.
+        number of patches. The result has a gradient itself: the graph is run backward twice. The first backward pass
+        must lie within this call, since an engine hooks a network's outputs and would take a pass that starts there for
+        the loss's. Raises ConfigError if weights are scattered (ZeRO-3), and would be gone at the second pass.
         """
         if not sloped:
             return self._compute_logits(x)
@@ -87,18 +87,21 @@ class Judge(Filter):
 
 
 def find_least_size(n_layers: int) -> int:
-    """Returns the smallest side of a picture, in pixels, for which the discriminator has a patch to judge."""
+    """Returns the smallest side of a picture, in pixels, from which a discriminator with `n_layers` makes a patch."""
     return 3 * 2**n_layers
 
 
 def compute_hinge_loss(real: Tensor, fake: Tensor) -> Tensor:
-    """Returns the discriminator's loss, (relu(1 - real) + relu(1 + fake)) / 2, by sample: two (B, ...) -> (B,)."""
+    """Returns the discriminator's loss by sample, (relu(1 - real) + relu(1 + fake)) / 2, averaged over patches: two (B,
+    ...) -> (B,).
+    """
     return (F.relu(1 - real) + F.relu(1 + fake)).flatten(1).mean(1) / 2
 
 
 def estimate_squared_slope(logits: Tensor, stepped: Tensor, sigma: float) -> Tensor:
-    """Estimates PatchDiscriminator's squared slope from `logits` at pictures and `stepped` ones at pictures + sigma *
-    standard normal noise: two (B, ...) -> (B,). As sigma goes to 0, its mean over noise goes to the squared slope.
+    """Estimates the squared slope (B,) of PatchDiscriminator.forward by a small random step. `logits` (B, ...) are
+    those at pictures, `stepped` (B, ...) those at pictures + sigma * standard normal noise. As sigma goes to 0, the
+    mean over noise goes to the squared slope.
     """
     return ((stepped - logits) / sigma).flatten(1).sum(1).square() / logits[0].numel()
 
@@ -106,12 +109,13 @@ def estimate_squared_slope(logits: Tensor, stepped: Tensor, sigma: float) -> Ten
 def balance_gradients(
     of_reconstruction: Tensor, of_critique: Tensor, most: float | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Returns a factor that scales the critique's gradient to the length of the reconstruction's, and the share of that
-    length that it then has.
+    """Returns two values for each sample, (B,): a factor that scales the critique's gradient to the length of the
+    reconstruction's, and the length of the scaled gradient as a share of the reconstruction's.
 
-    Two gradients of means, (B, ...) -> (B,) each. The share is 1 except where the critique is too flat to be told from
-    rounding: where it rises by less than 0.001 along a step of length 1 in each value (root mean square), the factor
-    stays as if it were 0.001. That bound, as the share, depends neither on the number of values nor on the loss's unit.
+    Both gradients, (B, ...), are those of means over values. The share is 1, unless the critique is too flat to be told
+    from rounding: where it rises by less than 0.001 along a step of length 1 in each value (root mean square), the
+    factor is that for a rise of 0.001. That bound and the share depend neither on the number of values nor on the
+    loss's unit.
 
     most    VQGAN's bound instead, for gradients with respect to its last layer: 1e-4 is added to the length of the
             critique's gradient, and the factor is at most this.
@@ -126,15 +130,18 @@ def balance_gradients(
 
 @contextmanager
 def record_inputs(layer: nn.Module) -> Iterator[list[Tensor]]:
-    """Yields a list to which each input of a layer within this block is added, without its graph."""
+    """Records the inputs of a layer during the block. Yields a list, to which each call of the layer adds its first
+    input, detached.
+    """
     entered: list[Tensor] = []
     with layer.register_forward_pre_hook(lambda module, inputs: entered.append(inputs[0].detach())):
         yield entered
 
 
 def compute_filter_gradient(entered: Tensor, of_output: Tensor, side: int) -> Tensor:
-    """Returns the gradient with respect to a convolution's filters of side x side, by sample: what entered it (B, c, H,
-    W) and the gradient with respect to its output (B, C, H, W) -> float32 (B, C, c, side, side).
+    """Returns the gradient of each sample's loss with respect to the filters, side x side, of a convolution of stride
+    1: float32 (B, C, c, side, side). `entered` is the input of the convolution (B, c, H, W), `of_output` the gradient
+    with respect to its output (B, C, H, W).
 
     It needs no weight, so it is the same where weights are scattered (ZeRO-3).
     """

@@ -1,7 +1,7 @@
 """The small classifier of Fashion-MNIST's ten classes that comes with the package.
 
-The metrics of the built-in data (metrics/builtin.py) and a perceptual distance for them (nn/perceptual.py) look through
-it. make_classifier.py has trained it on the whole of Fashion-MNIST and says how good it is.
+The metrics of the built-in data (metrics/builtin.py) and a perceptual distance for them (nn/perceptual.py) use its
+features. make_classifier.py has trained it on the whole of Fashion-MNIST and says how good it is.
 """
 
 import itertools
@@ -16,7 +16,7 @@ BUILTIN = Path(__file__).parents[1] / "data" / "builtin"
 
 
 class Classifier(nn.Module):
-    """float32 (N, 1, 28, 28) in [0, 1] -> features (N, 64) and logits (N, 10)."""
+    """Classifies float32 (N, 1, 28, 28) in [0, 1]: returns features (N, 64) and logits (N, 10)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -33,8 +33,8 @@ class Classifier(nn.Module):
         return features, self.logits(F.relu(features))
 
     def compute_stages(self, images: Tensor) -> list[Tensor]:
-        """Returns the output of each convolution for images of any size from 8 pixels on, (N, 1, H, W) -> (N, c, h, w)
-        each; after three of them the side is halved, so that the last is 3 x 3 for 28 pixels.
+        """Returns the outputs of the four convolutions, (N, c, h, w) each, for images (N, 1, H, W) of 8 pixels or more.
+        From the second on, each sees half the side of the one before: 28, 14, 7, 3.
         """
         x, outputs = images, []
         for number, convolution in enumerate(self.convolutions):

@@ -25,7 +25,9 @@ _MOST = 1000  # levels of a number: then the bound is half a level above the las
 
 
 class FiniteScalar(nn.Module):
-    """d projections, rounded to `levels`, as a quantizer of nn/lookup_free.py: forward, encode and decode."""
+    """Quantizes vectors to d = len(levels) projections, each rounded to one of its levels. It has the methods forward,
+    encode and decode of the quantizers in nn/lookup_free.py.
+    """
 
     def __init__(self, dim: int, levels: tuple[int, ...]) -> None:
         super().__init__()
@@ -57,7 +59,9 @@ class FiniteScalar(nn.Module):
 
 
 def bound_levels(z: Tensor, levels: tuple[int, ...]) -> Tensor:
-    """Bounds z within half a level of the integers -(L // 2) to (L - 1) // 2, and 0 at 0: (..., d) -> (..., d)."""
+    """Bounds z by a tanh, so that number i rounds to one of the integers -(L_i // 2) to (L_i - 1) // 2: (..., d) ->
+    (..., d). 0 stays 0.
+    """
     half = [(size - 1) * (1 + _MARGIN) / 2 for size in levels]
     offset = [0.0 if size % 2 else 0.5 for size in levels]
     shift = [math.atanh(by / most) for by, most in zip(offset, half)]
@@ -83,13 +87,15 @@ def split_into_levels(tokens: Tensor, levels: tuple[int, ...]) -> Tensor:
 
 
 def scale_levels(rounded: Tensor, levels: tuple[int, ...]) -> Tensor:
-    """Scales integers to about [-1, 1], what the decoder sees: (..., d) -> (..., d)."""
+    """Divides each of the integers that bounded z was rounded to by L // 2, so that the decoder sees about [-1, 1]:
+    (..., d) -> (..., d).
+    """
     return rounded / _compute_level_middles(levels, rounded.device)
 
 
 def require_levels(levels: tuple[int, ...], codebook_size: int, key: str) -> None:
-    """Raises ConfigError for too few or too many levels of a number, or if their product is not the codebook's size,
-    field `key`.
+    """Raises ConfigError if a number has fewer than 3 or more than 1000 levels, or if their product is not
+    `codebook_size`, which the recipe gives as `key`.
 
     At two levels the bound has a slope of 0.001 at 0, and nothing is learned; beyond 1000 its margin is a whole level.
     """

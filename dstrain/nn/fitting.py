@@ -1,4 +1,4 @@
-"""Fitting a state dict from elsewhere to a network: what several systems do with published weights.
+"""Fits a state dict from elsewhere to a network, as several systems do with published weights.
 
 Only names and shapes are read, so a network on the meta device is enough. `shapes` are those of its weights, by name.
 """
@@ -22,7 +22,8 @@ def list_shapes(network: nn.Module) -> Shapes:
 
 
 def require_fit(state: dict[str, Tensor], shapes: Shapes, order: Iterable[str], remedies: Remedies) -> None:
-    """Raises ConfigError at the first of the names in `order` whose shape or presence differs between the two sides.
+    """Raises ConfigError at the first of the names in `order` that is in only one of `state` and `shapes`, or has
+    another shape in each.
 
     The message gives both shapes and the fields of the first remedy whose pattern matches the name.
     """
@@ -43,10 +44,11 @@ def make_natural_sort_key(name: str) -> list[tuple[int, str]]:
 
 
 def refill_table(state: dict[str, Tensor], shapes: Shapes, name: str, std: float, keep_last: bool = False) -> list[str]:
-    """Replaces a table whose number of rows is not the network's, and whose width is, by fresh rows.
+    """Replaces the table `name` in `state` by fresh rows if its number of rows, and nothing else, differs from that in
+    `shapes`. Returns a list with a note on it for the user; [] if nothing is replaced.
 
-    They are normal with deviation `std`, and the same on every rank. keep_last: the last row, "no label", stays the
-    file's. Returns the note on it, [] where nothing is replaced.
+    The rows are normal with deviation `std`, and the same on every rank. keep_last: the last row, "no label", stays
+    that of the file.
     """
     if name not in state or name not in shapes:
         return []
@@ -64,7 +66,9 @@ def refill_table(state: dict[str, Tensor], shapes: Shapes, name: str, std: float
 
 
 def note_unused_weights(names: Iterable[str]) -> list[str]:
-    """Returns a note on weights of a folder that the network has no place for, [] where there are none."""
+    """Returns a list with a note for the user on these weights of a folder, for which the network has no place; [] if
+    there are none.
+    """
     names = sorted(names)
     if not names:
         return []
@@ -78,8 +82,10 @@ def require_config(
     expected: dict[str, Any],
     fields: Mapping[str, str],
 ) -> None:
-    """Raises ConfigError if a config.json of diffusers is of none of the classes, or at the first of its fields that
-    differs from `expected`. `fields` are those of the recipe that decide a field of config.json.
+    """Raises ConfigError if the config.json of a diffusers network is of none of the `classes`, or at the first of its
+    fields that differs from `expected`.
+
+    fields  for a field of config.json, the recipe's fields in `model` that decide it.
     """
     kind = diffusers_config.get("_class_name")
     if kind not in classes:

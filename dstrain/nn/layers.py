@@ -77,9 +77,7 @@ class Embedding(nn.Embedding):
 
 
 def make_dropout(share: float) -> nn.Module:
-    """Returns a layer that drops this share of values in training; for 0 one that does nothing, whether it is training
-    or not.
-    """
+    """Returns a layer that drops this share of values in training. For 0 it is an identity, in training, too."""
     return nn.Dropout(share) if share else nn.Identity()
 
 

@@ -45,7 +45,7 @@ class Quantized(NamedTuple):
 
 
 class LookupFree(nn.Module):
-    """Signs of log2(codebook_size) projections. inv_temperature is lambda.
+    """Quantizes vectors to the signs of log2(codebook_size) projections. inv_temperature is lambda.
 
     Raises ConfigError if codebook_size is no power of two.
     """
@@ -56,7 +56,9 @@ class LookupFree(nn.Module):
         self.project_in, self.project_out = Linear(dim, self.bits), Linear(self.bits, dim)
 
     def forward(self, x: Tensor, weight: Tensor) -> Quantized:
-        """Quantizes (B, ..., dim), with the weight of each token in the terms, (B, ...)."""
+        """Quantizes x (B, ..., dim). Returns the quantized vectors, the tokens and the loss terms, in which each token
+        has its `weight` (B, ...).
+        """
         z = widen_precision(self.project_in(x))  # (B, ..., d)
         code = torch.where(z > 0, 1.0, -1.0).to(z.dtype)  # the sign of 0 is -1
         through = z + (code - z).detach()
@@ -83,7 +85,9 @@ class LookupFree(nn.Module):
 
 
 class CosineQuantizer(nn.Module):
-    """The nearest of codebook_size unit vectors of codebook_dim entries, which learn by gradient."""
+    """Quantizes vectors to the nearest of codebook_size unit vectors with codebook_dim entries, which learn by
+    gradient.
+    """
 
     def __init__(self, dim: int, codebook_size: int, codebook_dim: int = 32) -> None:
         super().__init__()
@@ -120,7 +124,8 @@ class CosineQuantizer(nn.Module):
 
 
 class UnitCodebook(nn.Embedding):
-    """Unit vectors by token: z float32 (..., D) or tokens int64 (...) -> tokens (...), their vectors float32 (..., D).
+    """Looks up unit vectors: for z float32 (..., D) the nearest ones, for tokens int64 (...) their own. Returns the
+    tokens (...) and their vectors, float32 (..., D).
 
     One call serves both, since under ZeRO-3 the table is gathered during that call alone.
     """
@@ -136,15 +141,17 @@ class UnitCodebook(nn.Embedding):
 
 
 class Usage:
-    """q: the shares of codes by group over recent global batches, equal on all ranks. It is state, not a weight."""
+    """Keeps `q`, the shares of codes by group over recent global batches, equal on all ranks. It is state, not a
+    weight.
+    """
 
     def __init__(self, bits: int, decay: float = 0.9) -> None:
         self.decay = decay
         self.q = torch.cat([torch.full((1 << size,), 0.5**size) for size in split_bits(bits)])  # uniform at first
 
     def update_shares(self, shares: Tensor) -> None:
-        """Moves `q` towards the mean of `shares` (N, codes), those of the samples of one step in the order of the
-        global batch. Leaves it if the mean is not finite.
+        """Moves `q` towards the mean over samples of `shares` (N, codes), those of one step in the order of the global
+        batch. Leaves `q` as it is if the mean is not finite.
         """
         mean = shares.double().mean(0).float()  # a NaN would stay in q forever
         self.q = torch.where(
@@ -152,7 +159,10 @@ class Usage:
         )
 
     def compute_cross_entropy(self, shares: Tensor, bits: int) -> Tensor:
-        """Returns -sum_c p(c) log q(c) in nats, whose gradient at q = E p is that of the entropy of the mean: (B,)."""
+        """Returns each sample's cross-entropy -sum_c p(c) log q(c) in nats, (B,), from its `shares` p (B, codes). If q
+        is the mean of p, the mean cross-entropy has the same gradient as the entropy of that mean. A share of a uniform
+        distribution is mixed into q, which keeps log q finite.
+        """
         self.q = self.q.to(shares.device)
         uniform = torch.cat([self.q.new_full((1 << size,), 0.5**size) for size in split_bits(bits)])
         return -(shares * ((1 - _UNIFORM) * self.q + _UNIFORM * uniform).log()).sum(1)
@@ -176,19 +186,23 @@ def split_bits(bits: int) -> list[int]:
 
 
 def join_bits(z: Tensor) -> Tensor:
-    """Returns the binary code of the signs of z, highest bit first: (..., d) -> int64 (...)."""
+    """Returns the tokens, int64 (...), whose bits are set where z (..., d) is above 0; the first entry is the highest
+    bit.
+    """
     powers = 1 << torch.arange(z.shape[-1] - 1, -1, -1, device=z.device)
     return ((z > 0) * powers).sum(-1)
 
 
 def convert_tokens_to_signs(tokens: Tensor, bits: int) -> Tensor:
-    """Converts tokens to signs, float32: int64 (...) -> (..., d)."""
+    """Returns the bits of tokens, int64 (...), as signs -1 and 1, float32 (..., bits); the highest bit comes first."""
     places = torch.arange(bits - 1, -1, -1, device=tokens.device)
     return ((tokens[..., None] >> places) & 1).float() * 2 - 1
 
 
 def average_code_shares(logits: Tensor, weight: Tensor) -> Tensor:
-    """Averages p(c|z) over a sample's tokens by group: logits of a bit being +1 (B, N, d), (B, N) -> (B, codes)."""
+    """Averages p(c|z) over each sample's tokens, for each group of bits: (B, codes), where codes counts those of all
+    groups. `logits` (B, N, d) are those of a bit being +1, `weight` (B, N) is that of a token.
+    """
     shares = []
     for part in logits.split(split_bits(logits.shape[-1]), dim=-1):
         size = part.shape[-1]

@@ -39,12 +39,14 @@ class Lora(Section):
 
     @property
     def scale(self) -> float:
-        """Returns the factor of an adapter's output."""
+        """Returns the factor of an adapter's output, alpha / rank."""
         return self.alpha / self.rank
 
 
 def list_lora_conflicts(lora: Lora | None, run: Run) -> list[str]:
-    """Lists what of the recipe does not go with adapters, as SystemConfig.conflicts does."""
+    """Returns a message if the recipe has adapters (`lora` is not None) but no init_from, else []; for
+    SystemConfig.conflicts.
+    """
     if lora is not None and run.init_from is None:
         return ["model.lora adapts trained weights, and init_from names none: write init_from=FILE"]
     return []
@@ -61,9 +63,10 @@ class _ZeroConv2d(nn.Conv2d):
 
 
 def add_adapters(network: nn.Module, lora: Lora | None, usual: Sequence[str]) -> nn.Module:
-    """Freezes a network and puts adapters around the layers that lora.targets names, or `usual`; None: leaves it.
+    """Freezes a network, adds adapters to the layers that fit lora.targets (None: `usual`), and returns it. lora None
+    returns it as it is.
 
-    Raises ConfigError for a pattern that fits no layer which can have one.
+    Raises ConfigError if no layer gets an adapter, or a pattern that the user wrote fits none.
     """
     if lora is None:
         return network
@@ -109,7 +112,9 @@ def _add_update(layer: Any, inputs: tuple, output: Tensor) -> Tensor:
 
 
 def merge_adapters(state: dict[str, Tensor], lora: Lora) -> dict[str, Tensor]:
-    """Returns the state dict of the network without adapters that computes the same."""
+    """Returns a state dict without adapters, in which each adapter's product is added to its layer's weight. A network
+    without adapters then computes the same.
+    """
     merged = {name: value for name, value in state.items() if not is_adapter(name)}
     for name, down in state.items():
         if ".lora_A." in name:
@@ -120,7 +125,9 @@ def merge_adapters(state: dict[str, Tensor], lora: Lora) -> dict[str, Tensor]:
 
 
 def describe_for_peft(state: dict[str, Tensor], lora: Lora, base: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Returns the adapters of a state dict under peft's names, and its adapter_config.json; `base`: what is adapted."""
+    """Returns the adapters in a state dict under peft's names, and the content of its adapter_config.json. `base` is
+    the name or path of the network that they adapt.
+    """
     adapters = {f"base_model.model.{name}": value.contiguous() for name, value in state.items() if is_adapter(name)}
     return adapters, {
         "peft_type": "LORA",

@@ -1,4 +1,4 @@
-"""How near one picture is to another, and how a codebook is used: values by sample, on held-out data.
+"""Measures of how near one picture is to another, by sample, and of how a codebook is used, on held-out data.
 
 Pictures are float (B, C, H, W) in [0, 1]. PSNR in dB. SSIM after Wang et al. 2004 ("Image quality assessment: from
 error visibility to structural similarity"): a Gaussian window of 11 pixels, sigma 1.5, K1 = 0.01, K2 = 0.03; only
@@ -14,9 +14,7 @@ _LEAST_ERROR = 1e-10  # mean square: equal pictures have 100 dB
 
 
 def measure_relative_error(values: Tensor, truth: Tensor) -> float:
-    """Returns the largest difference, divided by the largest magnitude of truth; 0 between zeros, as of an untrained
-    network.
-    """
+    """Returns the largest difference, divided by the largest magnitude of `truth`. Equal zeros give 0."""
     return float((values - truth).abs().max() / truth.abs().max().clamp(min=torch.finfo(truth.dtype).tiny))
 
 
@@ -27,8 +25,8 @@ def compute_psnr(picture: Tensor, truth: Tensor) -> Tensor:
 
 
 def compute_ssim(picture: Tensor, truth: Tensor) -> Tensor:
-    """Returns the structural similarity, 1 where equal: two (B, C, H, W) -> (B,). The window is no larger than the
-    picture.
+    """Returns the structural similarity, 1 if equal: two (B, C, H, W) -> (B,). Where the picture is smaller than the
+    window, the window has the picture's size.
     """
     channels, height, width = truth.shape[1:]
     down, across = (_make_gaussian_window(min(_WINDOW, side), truth) for side in (height, width))
@@ -52,7 +50,7 @@ def _make_gaussian_window(size: int, like: Tensor) -> Tensor:
 
 
 def measure_likeness(picture: Tensor, truth: Tensor) -> dict[str, Tensor]:
-    """Returns psnr and ssim by sample, of pictures in [-1, 1], clamped to it: two (B, C, H, W) -> (B,) each."""
+    """Returns the terms psnr and ssim, (B,) each, of two pictures (B, C, H, W) in [-1, 1], clamped to it."""
     picture, truth = ((x.clamp(-1, 1) + 1) / 2 for x in (picture, truth))
     return {"psnr": compute_psnr(picture, truth), "ssim": compute_ssim(picture, truth)}
 
@@ -60,7 +58,9 @@ def measure_likeness(picture: Tensor, truth: Tensor) -> dict[str, Tensor]:
 def measure_token_shares(tokens: Tensor, num_tokens: int, counted: Tensor | None = None) -> Tensor:
     """Returns the share of each token in each sample: int64 (B, ...) -> float32 (B, num_tokens), rows that sum to 1.
 
-    The mean of rows over samples is the histogram of all samples, however they were batched. `counted`: not padding.
+    counted  bool (B, ...), True at the tokens that count, such as those that are no padding; None: all.
+
+    The mean of rows over samples is the histogram of all samples, however they were batched.
     """
     flat = tokens.flatten(1)  # (B, N)
     shares = torch.ones_like(flat, dtype=torch.float32) if counted is None else counted.flatten(1).float()
@@ -69,8 +69,8 @@ def measure_token_shares(tokens: Tensor, num_tokens: int, counted: Tensor | None
 
 
 def measure_codebook_usage(shares: Tensor) -> tuple[float, float]:
-    """Returns the perplexity of a histogram (K,), 1 to K (exp of the entropy in nats), and the fraction of tokens never
-    used.
+    """Returns, for a histogram of tokens (K,), its perplexity, between 1 and K (exp of the entropy in nats), and the
+    fraction of tokens that are never used.
     """
     shares = shares.double() / shares.double().sum()
     perplexity = torch.special.entr(shares).sum().exp().item()

@@ -31,7 +31,9 @@ REMEDY = (
 
 
 class Distance(nn.Module):
-    """A frozen distance of pictures; a subclass has `heads`, a weight for each channel of a stage, and the stages."""
+    """Measures the distance of pictures by a frozen network. A subclass sets `heads`, a weight for each channel of a
+    stage, and computes the stages' features.
+    """
 
     heads: nn.ParameterList
 
@@ -52,12 +54,14 @@ class Distance(nn.Module):
         return distance
 
     def _compute_stages(self, x: Tensor) -> list[Tensor]:
-        """Returns the features of pictures in [-1, 1], (B, c, h, w) by stage."""
+        """Returns the features of each stage, (B, c, h, w), of pictures in [-1, 1]."""
         raise NotImplementedError
 
 
 class OfGarments(Distance):
-    """By the package's classifier of garments, which sees luminance: the mean over its four stages, from 0 to 2."""
+    """Measures the distance by the package's classifier of garments, which sees luminance. It is the mean over the four
+    stages, between 0 and 2.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -73,7 +77,9 @@ class OfGarments(Distance):
 
 
 class Perceptual(Distance):
-    """LPIPS 0.1 with VGG-16. Raises ConfigError for no weights at `path`, or not all of them, with the remedy."""
+    """Measures LPIPS 0.1 with VGG-16. Raises ConfigError, with the remedy, if weights are missing at `path` or do not
+    fit.
+    """
 
     def __init__(self, path: str | Path) -> None:
         super().__init__()
@@ -118,7 +124,9 @@ class Perceptual(Distance):
 
 
 def load_distance(path: str) -> Distance:
-    """Loads the distance whose weights are at `path`, or the package's own. Raises ConfigError as Perceptual."""
+    """Loads the distance whose weights are at `path`; for BUILTIN it is the package's own. Raises ConfigError as
+    Perceptual.
+    """
     return OfGarments() if path == BUILTIN else Perceptual(path)
 
 

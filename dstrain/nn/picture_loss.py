@@ -1,4 +1,4 @@
-"""What a first stage's picture costs beside its reconstruction: a perceptual distance and a discriminator's critique.
+"""The loss of a first stage's picture beside its reconstruction: a perceptual distance and a discriminator's critique.
 
 The two engines of an adversarial run stay apart: an engine hooks the outputs of its network, so no graph may hold two.
 The first stage's loss therefore ends at its picture. The gradients with respect to the picture, from the reconstruction
@@ -59,7 +59,9 @@ class Penalty(Section):
 def require_pictures(
     judge: Perceptual | None, discriminator: Discriminator | None, shape: tuple[int, int, int], prefix: str = ""
 ) -> None:
-    """Raises ConfigError if pictures (C, H, W) do not suit one of the sections, whose keys begin with `prefix`."""
+    """Raises ConfigError if the perceptual distance `judge` or the discriminator, unless it is None, cannot take
+    pictures of this shape (C, H, W). The keys in the message begin with `prefix`.
+    """
     channels, height, width = shape
     if judge and channels == 4:
         raise ConfigError(f"{prefix}perceptual sees 1 or 3 channels, channels is 4: leave it out, or take RGB")
@@ -73,8 +75,8 @@ def require_pictures(
 
 
 def describe_missing_weights(judge: Perceptual | None, key: str) -> list[str]:
-    """Returns a line for `conflicts` if the perceptual distance of the section `key` is used and its weights are
-    absent.
+    """Returns a list with one message if the perceptual distance is used and its weights are not on this machine, else
+    []; for SystemConfig.conflicts. `key` is the recipe's section of the distance.
     """
     if judge is None or not judge.weight or judge.path == perceptual.BUILTIN:
         return []
@@ -91,7 +93,7 @@ class LastLayer(NamedTuple):
 
 
 class PictureLoss:
-    """The perceptual distance and the adversary of a first stage; a section that is None leaves its part out.
+    """Computes the perceptual and the adversarial loss of a first stage. A section that is None leaves its part out.
 
     Attributes: perceives, whether there is a perceptual term; adversarial, whether there is a discriminator now.
     """
@@ -105,8 +107,8 @@ class PictureLoss:
         self.network: Distance | None = None  # loaded where it is first needed
 
     def list_part_losses(self, part: str, learn: Loss) -> dict[str, Loss]:
-        """Returns the loss of each part: `learn` for the first stage, `part`, and that of `discriminator` if there is
-        one.
+        """Returns the loss function of each part: `learn` for the first stage, whose name is `part`, and, if there is a
+        discriminator, its own.
         """
         return {part: learn} | ({"discriminator": self.compute_discriminator_loss} if self.discriminator else {})
 
@@ -121,8 +123,8 @@ class PictureLoss:
         }
 
     def list_turns(self, part: str, step: int) -> tuple[str, ...]:
-        """Returns the parts that learn at `step`: the first stage, and from its start on the discriminator. Also sets
-        whether the first stage learns from its critique in this step.
+        """Returns the parts that learn at `step`: the first stage and, from its start on, the discriminator. Also
+        remembers for this step whether the first stage learns from the discriminator, and whether a penalty is due.
         """
         # Remembered here, where the host knows the step: reading example["step"] would wait for the device.
         self.adversarial = self.discriminator is not None and step >= self.discriminator.start
@@ -130,7 +132,9 @@ class PictureLoss:
         return (part, "discriminator") if self.adversarial else (part,)
 
     def compute_perceptual(self, picture: Tensor, truth: Tensor) -> dict[str, Tensor]:
-        """Returns the term perceptual, LPIPS (B,) of pictures (B, C, H, W); {} where it has no weight."""
+        """Returns the term perceptual, the distance (B,) between pictures and their truth (B, C, H, W); {} where it has
+        no weight.
+        """
         if not self.perceives:
             return {}
         network = self._load_distance()
@@ -139,8 +143,8 @@ class PictureLoss:
         return {"perceptual": network(picture, truth)}
 
     def list_frozen(self) -> tuple[nn.Module, ...]:
-        """Returns the frozen perceptual distance; () if its weights are absent: a finished run encodes and exports
-        without.
+        """Returns the frozen perceptual distance; () if it is not used, or its weights are absent, since a finished run
+        encodes and exports without it.
         """
         return (self._load_distance(),) if self.perceives and not describe_missing_weights(self.judge, "") else ()
 
@@ -150,7 +154,7 @@ class PictureLoss:
         return self.network
 
     def sum_terms(self, terms: Mapping[str, Tensor]) -> Tensor:
-        """Returns the weighted sum of the terms recon and perceptual: (B,)."""
+        """Returns the term recon, plus the weighted term perceptual if there is one: (B,)."""
         return terms["recon"] + self.judge.weight * terms["perceptual"] if self.perceives else terms["recon"]
 
     def compute_critique(
@@ -163,15 +167,16 @@ class PictureLoss:
         out: Tensor | None = None,
         last: LastLayer | None = None,
     ) -> tuple[dict[str, Tensor], Tensor]:
-        """Computes what the discriminator thinks of `picture`: the terms critique, critique_weight and critique_share,
-        (B,), and the gradient of the product of the first two with respect to `out`, the leaf that `picture` was made
-        of; None: the picture itself.
+        """Lets the discriminator judge `picture`. Returns the terms critique, critique_weight and critique_share, (B,)
+        each, and the gradient of critique_weight * critique with respect to `out`, of which `picture` was computed;
+        None: to the picture.
 
-        of_mean   the gradient with respect to `out` that it is balanced with, of a mean over the values of a picture.
-        last      balances with respect to this layer, the one that made `out`; None: with respect to `out`.
+        of_mean   the gradient of the reconstruction with respect to `out`, with which the critique's is balanced.
+        last      the layer that computed `out`, with respect to whose filters the two are balanced; None: to `out`
+                  itself.
 
-        critique_share is the length of the weighted critique's gradient / that of the reconstruction's, where both are
-        balanced. Leaves picture and truth in the example for the discriminator's turn.
+        critique_share is the length of the weighted critique's gradient divided by that of the reconstruction's. Leaves
+        picture and truth in the example for the discriminator's turn.
         """
         critique = -nets["discriminator"](picture).flatten(1).mean(1)
         of_critique = adversarial.compute_picture_gradient(critique, picture if out is None else out)
@@ -195,8 +200,9 @@ class PictureLoss:
         return terms, weight.view(-1, 1, 1, 1) * of_critique
 
     def compute_discriminator_loss(self, nets: Nets, example: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Computes the hinge loss on originals and on what the first stage made of them in its turn, with the mean
-        logits of both, (B,), and where a penalty is due the squared slope at the originals, `slope`.
+        """Returns the discriminator's loss on the originals and the reconstructions that the first stage's turn has
+        left in the example; the mean logits of both, `real` and `fake` (B,); and, if a penalty is due in this step,
+        `slope` (B,), the squared slope at the originals.
         """
         assert "reconstruction" in example, "the first stage's turn comes before the discriminator's"
         truth, network, penalty = example["original"], nets["discriminator"], self.penalty
@@ -219,7 +225,7 @@ class PictureLoss:
 
 
 def make_loss_with_gradient(value: Tensor, pull: Tensor) -> Tensor:
-    """Returns a loss whose value is the mean of `value` and whose gradient is that of the mean of `pull`: (B,) each ->
-    a scalar.
+    """Returns a scalar loss that has the value of the mean of `value` (B,), and the gradient of the mean of `pull`
+    (B,).
     """
     return (value.detach() + (pull - pull.detach())).mean()

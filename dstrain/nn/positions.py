@@ -1,4 +1,4 @@
-"""Where a token stands: sines that are added to tokens, and rotations of their queries and keys."""
+"""Positions of tokens: sines that are added to tokens, and rotations of their queries and keys."""
 
 from collections.abc import Sequence
 
@@ -19,9 +19,12 @@ def make_sincos_positions(
     The first half of a vector encodes the column, the second the row; each half is sines, then cosines (Vaswani et al.
     2017, per axis as in He et al. 2021, MAE). By numpy, since zero.Init rounds tensors that torch creates to bfloat16.
 
-    base: both axes run over 0 .. base, however many patches they have, so that a network meets the positions of its
-    square grid of base x base patches at other sizes, too (PixArt-alpha, Chen et al. 2023); None: 0, 1, 2, ...
-    within: the positions are the middle of those of so many patches a side (Stable Diffusion 3).
+    base    both axes run over 0 .. base, however many patches they have, so that a network meets the positions of its
+            square grid of base x base patches at other sizes, too (PixArt-alpha, Chen et al. 2023); None: 0, 1, 2, ...
+    within  the positions are those in the middle of a larger grid, of so many patches a side (Stable Diffusion 3);
+            None: they begin at 0.
+
+    Raises ConfigError if dim is no multiple of 4.
     """
     if dim % 4:
         raise ConfigError(f"hidden_size: {dim} is not a multiple of 4, which two axes of sines and cosines need")
@@ -48,7 +51,8 @@ def make_sincos_times(dim: int, count: int) -> Tensor:
 def make_rotations(
     sides: Sequence[int], head_dim: int, bases: Sequence[float | None] = (), before: int = 0, after: int = 0
 ) -> Tensor:
-    """Returns cosines and sines, float32 (1, 2, before + N + after, head_dim), by which a grid of N tokens turns.
+    """Returns the cosines and sines of the angles by which the queries and keys of a grid of N tokens are rotated:
+    float32 (1, 2, before + N + after, head_dim).
 
     RoPE (Su et al. 2021) over 1 to 3 axes: each turns a share of a head's values, neighbours in pairs. All axes but the
     first take equal even shares, and the first takes the rest (so do EVA-02's two axes and Wan's three). `before` and

@@ -29,8 +29,8 @@ def draw_gumbel(key: Tensor, name: str, shape: tuple[int, ...]) -> Tensor:
 
 
 def relax_tokens(logits: Tensor, noise: Tensor, temperature: Tensor, sampling: str) -> Tensor:
-    """Draws a token from each categorical distribution over axis 1, as weights of its K tokens: two (B, K, ...), (B,)
-    -> (B, K, ...).
+    """Draws a token from each categorical distribution over axis 1, and returns the weights of its K tokens, (B, K,
+    ...). `logits` and standard Gumbel `noise` are (B, K, ...), the temperature is (B,).
 
     soft              softmax((theta + g) / temperature): a mixture of tokens; the relaxed loss has its exact gradient.
     straight_through  one token, with the gradient of soft.
@@ -73,7 +73,8 @@ def compute_kl_to_uniform(logits: Tensor) -> Tensor:
 
 
 class Codebook(nn.Embedding):
-    """A vector for each token, channels first: tokens int64 (B, h, w), or their weights (B, K, h, w) -> (B, D, h, w).
+    """Looks up the vectors of tokens, int64 (B, h, w), or mixes them by weights of the K tokens, (B, K, h, w): -> (B,
+    D, h, w).
 
     One call serves both, since under ZeRO-3 the table is gathered during that call alone.
     """

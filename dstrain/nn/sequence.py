@@ -1,4 +1,4 @@
-"""Tokens of a sample shared by neighbouring ranks (DeepSpeed-Ulysses, Jacobs et al. 2023, arXiv:2309.14509).
+"""Sharing of a sample's tokens by neighbouring ranks (DeepSpeed-Ulysses, Jacobs et al. 2023, arXiv:2309.14509).
 
     x = take_own_part(x, 1)            # before the blocks: of N ranks each keeps an N-th of the tokens
     x = attend(..., shared=1)          # within: all tokens of an N-th of the heads, by an exchange before and after
@@ -25,7 +25,7 @@ from torch.distributed import ProcessGroup
 
 
 class Team(NamedTuple):
-    """The ranks that share samples, by what a compiled block can hold."""
+    """Describes the ranks that share samples, by values that a compiled block can hold."""
 
     name: str  # of their process group
     size: int
@@ -37,7 +37,9 @@ _team: Team | None = None  # for all threads: on a GPU, one of autograd's comput
 
 @contextmanager
 def share_tokens(group: ProcessGroup | None) -> Iterator[None]:
-    """Shares tokens inside with the other ranks of a group, in forward and backward passes; None: with nobody."""
+    """Within the block, the functions of this module share tokens among the ranks of `group`, in forward and backward
+    passes; None: this rank shares none. Afterwards restores the group of before.
+    """
     global _team
     before, _team = _team, None if group is None else Team(group.group_name, group.size(), group.rank())
     try:
@@ -51,7 +53,9 @@ def is_sharing() -> bool:
 
 
 def take_own_part(x: Tensor, axis: int) -> Tensor:
-    """Returns this rank's part of an axis that is equal on all ranks. It is a copy, so that the whole may be freed."""
+    """Returns this rank's part of an axis of x, which is equal on all ranks. The part is a copy, so that the whole of x
+    may be freed.
+    """
     if _team is None:
         return x
     length = x.shape[axis] // _team.size
@@ -67,7 +71,9 @@ def take_own_parts(x: Tensor, count: int, axis: int) -> Tensor:
 
 
 def order_as_gathered(x: Tensor, count: int, axis: int) -> Tensor:
-    """Returns a whole axis in the order in which `attend` gathers what `take_own_parts` gives to each rank."""
+    """Returns x, the whole of an axis, in the order of tokens that `attend` has after it has gathered the parts that
+    `take_own_parts` gives to the ranks.
+    """
     if _team is None:
         return x
     parts = [part.tensor_split(_team.size, axis) for part in x.split((count, x.shape[axis] - count), axis)]
@@ -75,12 +81,16 @@ def order_as_gathered(x: Tensor, count: int, axis: int) -> Tensor:
 
 
 def gather_parts(x: Tensor, axis: int) -> Tensor:
-    """Gathers the parts of an axis of all ranks. What follows must be the same on all of them."""
+    """Gathers the parts of an axis of all ranks, and returns the whole axis. What is computed from it must be the same
+    on all ranks.
+    """
     return x if _team is None else _Whole.apply(x, axis)
 
 
 def take_own_part_again(x: Tensor, axis: int) -> Tensor:
-    """Returns this rank's part of an axis that `gather_parts` has gathered."""
+    """Returns this rank's part of an axis that `gather_parts` has gathered. The backward pass gathers the gradients of
+    all parts.
+    """
     return x if _team is None else _OwnPart.apply(x, axis)
 
 

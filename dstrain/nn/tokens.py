@@ -1,7 +1,7 @@
-"""What a transformer's blocks are made of: norms, MLPs, attention, and modulation by a condition.
+"""Building blocks of transformers: norms, MLPs, attention, and modulation by a condition.
 
-Notation: B samples, N tokens, M tokens that are read, D = dim, h heads of d = D / h values.
-Every layer sets its own weights, see layers.py. Names of weights are those of the published networks.
+Notation: B samples, N tokens, M tokens that are read, D = dim, h heads of d = D / h values. Every layer sets its own
+weights, see layers.py. Names of weights are those of the published networks.
 """
 
 import torch
@@ -132,7 +132,7 @@ class Attention(nn.Module):
     def forward(
         self, x: Tensor, context: Tensor | None = None, rotation: Tensor | None = None, mask: Tensor | None = None
     ) -> Tensor:
-        """Returns what the tokens x (B, N, dim) read of the context, or of themselves: (B, N, dim).
+        """Returns the output of attention for the tokens x (B, N, dim), to the context or to themselves: (B, N, dim).
 
         context (B, M, context_dim), rotation (1, 2, N, d), see positions.py, and mask bool (B, 1, 1, M), True where a
         token is read. Ranks may share the tokens (sequence.py), but not a context.
