@@ -1,4 +1,4 @@
-"""What determines a diffusion prior: one line for each field."""
+"""The `model` section of a recipe for a diffusion prior: one documented field for each choice."""
 
 from typing import Annotated, Any, Literal
 
@@ -171,13 +171,15 @@ class Config(SystemConfig):
 
     @property
     def text_tokens(self) -> int:
-        """Returns the number of text encodings that the network reads of each sample; 0 if it reads none."""
+        """Returns the number of text encodings of each sample that the network reads; 0 if it reads only the text
+        embedding.
+        """
         reads = self.lucidrains is None or self.lucidrains.condition_on_text_encodings
         return self.max_text_len if reads else 0
 
     @property
     def image_drop_prob(self) -> float:
-        """Returns the share of training samples whose noisy image embedding is dropped; only model.lucidrains can."""
+        """Returns the share of training samples whose noisy image embedding is dropped; 0 without model.lucidrains."""
         if self.lucidrains is None:
             return 0.0
         own = self.lucidrains.image_cond_drop_prob
@@ -214,7 +216,7 @@ class Config(SystemConfig):
         return super().with_encoders(model, tokenizer=tokenizer)
 
     def make_network_arguments(self) -> dict[str, Any]:
-        """Returns the keyword arguments of PriorTransformer, or of LucidrainsPrior."""
+        """Returns the keyword arguments of LucidrainsPrior with model.lucidrains, else those of PriorTransformer."""
         if self.lucidrains is not None:
             return self._make_lucidrains_arguments()
         fields = {

@@ -1,13 +1,13 @@
-"""The prior's network as lucidrains' DALLE2-pytorch builds it (DiffusionPriorNetwork), which LAION has trained.
+"""The prior's network as in lucidrains' DALLE2-pytorch (DiffusionPriorNetwork), of which LAION has published weights.
 
 Its tokens are those of network.py, with the previous prediction before the query: [text encodings, text embed,
-timestep, noisy image embed, (previous prediction), learned query]. All have the width D of an image embedding. What
-differs: positions are rotary and T5's relative bias; all heads share one key and one value, with a learned null among
-them; similarities are cosines; the MLP is SwiGLU; a text that is shorter than its places is filled with learned
-encodings, which every token sees.
+timestep, noisy image embed, (previous prediction), learned query]. All have the width D of an image embedding. Other
+differences: positions are rotary, and T5's relative bias is added; all heads share one key and one value, and a learned
+null token stands before the others; similarities are cosines; the MLP is SwiGLU; a short text is filled up with learned
+encodings, which every later token sees.
 
-Layout and state-dict names are the original's, by whose `net.` its files load. Notation: B samples, L text tokens, N
-tokens in all, d = dim_head.
+Layout and state-dict names are the original's: its files load, whose names begin with `net.`. Notation: B samples, L
+text tokens, N tokens in all, d = dim_head.
 """
 
 import math
@@ -20,19 +20,19 @@ from dstrain.nn.attention import attend
 from dstrain.nn.layers import Embedding, Linear, make_dropout
 
 _COSINE_SCALE = 16.0  # the temperature of cosines
-_PLAIN_BIAS = 128.0  # versions without cosines multiply the relative bias by it
-_BUCKETS, _FARTHEST = 32, 128  # of the relative bias
-_ROTATED = 32  # channels of a head, at most
+_PLAIN_BIAS = 128.0  # versions without cosines multiply the relative bias by this
+_BUCKETS, _FARTHEST = 32, 128  # of RelativeBias: rows of its table, and the distance from which all share the last row
+_ROTATED = 32  # channels of a head that are rotated, at most
 _HIDDEN = -10000.0  # added to the scores of tokens that a token may not see
 
 
 class LucidrainsPrior(nn.Module):
-    """As PriorTransformer: noisy image embeddings, timesteps and texts to a prediction.
+    """Predicts image embeddings from noisy ones, timesteps and texts, as PriorTransformer does.
 
     timesteps          rows of the table of timesteps; None embeds them by sinusoids and an MLP.
-    reads_encodings    whether text encodings are read; without, their places hold the learned ones.
-    learns_null        whether there is null_text_embeds, which with null_text_encodings replaces `dropped` texts.
-    learns_null_image  whether there is null_image_embed, which replaces noisy embeddings that are `image_dropped`.
+    reads_encodings    whether text encodings are read; if not, learned ones take their places.
+    learns_null        whether there are null_text_embeds, which with null_text_encodings replace `dropped` texts.
+    learns_null_image  whether there is a null_image_embed, which replaces noisy embeddings that are `image_dropped`.
     """
 
     def __init__(
@@ -84,7 +84,9 @@ class LucidrainsPrior(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Resets query and null inputs only: all other weights belong to submodules."""
+        """Sets the initial values of the query and the null inputs: normal(0.02). All other weights belong to
+        submodules.
+        """
         for table in (self.learned_query, self.null_text_encodings, self.null_text_embeds, self.null_image_embed):
             if table is not None:
                 nn.init.normal_(table, std=0.02)
@@ -100,11 +102,13 @@ class LucidrainsPrior(nn.Module):
         self_cond: Tensor | None = None,
         image_dropped: Tensor | None = None,
     ) -> Tensor:
-        """Returns the prediction (B, D) for x (B, D), t (B,), text_embed (B, D), text_encodings (B, L, D), and
-        self_cond (B, D), the previous prediction.
+        """Returns the prediction (B, D) for noisy embeddings x (B, D), timesteps t (B,), text_embed (B, D),
+        text_encodings (B, L, D), and self_cond (B, D), the previous prediction.
 
-        text_mask  bool (B, L), False where an encoding is padding, which a learned one replaces; None: where it is 0.
-        dropped    bool (B,), True where null inputs replace the text; image_dropped: where one replaces x.
+        text_mask      bool (B, L), False for padding, in whose place a learned encoding stands; None: padding is what
+                       consists of zeros.
+        dropped        bool (B,), True for samples whose text is replaced by null inputs; None: none.
+        image_dropped  bool (B,), True for samples whose x is replaced by a null input; None: none.
         """
         dtype = self.learned_query.dtype
         x, text_embed = x.to(dtype), text_embed.to(dtype)
@@ -127,7 +131,9 @@ class LucidrainsPrior(nn.Module):
 
 
 class CausalTransformer(nn.Module):
-    """(B, N, D) -> (B, N, D); the first norm and the last projection are there by choice."""
+    """Blocks in which a token sees itself and earlier ones: (B, N, D) -> (B, N, D). The options norm_in, norm_out and
+    final_proj add a norm before the first block, a norm behind the last one, and a linear layer at the end.
+    """
 
     def __init__(
         self,
@@ -172,7 +178,9 @@ class CausalTransformer(nn.Module):
 
 
 class LucidrainsBlock(nn.ModuleList):
-    """Attention and MLP, each on normalized tokens and added to them; the original has them in a list."""
+    """Attention and MLP, each on normalized tokens and added to them. It is a ModuleList for the original's state-dict
+    names.
+    """
 
     def __init__(
         self,
@@ -204,9 +212,11 @@ class LucidrainsBlock(nn.ModuleList):
 
 
 class SharedKeyAttention(nn.Module):
-    """Causal attention whose heads share one key and one value (Shazeer 2019), with a learned null before all tokens.
+    """Causal attention whose heads share one key and one value (Shazeer 2019), with a learned null token before all
+    others.
 
-    Similarities are cosines times 16, or, without, q.k / sqrt(d).
+    Scores are cosines times 16; without cosine_similarity they are q.k / sqrt(d), and the relative bias is multiplied
+    by 128.
     """
 
     def __init__(
@@ -225,7 +235,7 @@ class SharedKeyAttention(nn.Module):
         nn.init.normal_(self.null_kv)
 
     def forward(self, x: Tensor, bias: Tensor) -> Tensor:
-        """Maps (B, N, D), (heads, N, N + 1) -> (B, N, D)."""
+        """Maps tokens (B, N, D) -> (B, N, D). The relative bias, (heads, N, N + 1), is added to the scores."""
         batch, count, _ = x.shape
         x = self.norm(x)
         query = self.to_q(x).view(batch, count, self.heads, -1).transpose(1, 2)  # (B, heads, N, d)
@@ -248,7 +258,9 @@ class SharedKeyAttention(nn.Module):
 
 
 class RelativeBias(nn.Module):
-    """T5's bias by distance (Raffel et al. 2020): N -> (heads, N, N + 1), the null key taken for the first place."""
+    """Computes T5's learned bias by distance (Raffel et al. 2020) for N tokens: (heads, N, N + 1). Key 0 is the null
+    token; the distance of query i and key j is max(i - j, 0).
+    """
 
     def __init__(self, heads: int) -> None:
         super().__init__()
@@ -264,7 +276,9 @@ class RelativeBias(nn.Module):
 
 
 class GainNorm(nn.Module):
-    """LayerNorm with a gain and no bias; by_largest: of values divided by their largest, as the last one is."""
+    """LayerNorm with a gain and no bias. With `by_largest` values are divided by the largest entry of their token
+    before.
+    """
 
     def __init__(self, dim: int, by_largest: bool = False) -> None:
         super().__init__()
@@ -282,7 +296,7 @@ class GainNorm(nn.Module):
 
 
 class SwiGLU(nn.Module):
-    """(..., 2 n) -> (..., n): the first half, gated by the second."""
+    """Multiplies the first half of the channels by SiLU of the second half: (..., 2 n) -> (..., n)."""
 
     def forward(self, x: Tensor) -> Tensor:
         x, gate = x.chunk(2, dim=-1)
@@ -290,7 +304,9 @@ class SwiGLU(nn.Module):
 
 
 class Sinusoids(nn.Module):
-    """(B,) -> float32 (B, dim): sines, then cosines, of frequencies from 1 to 1 / 10000, both ends among them."""
+    """Embeds timesteps: (B,) -> float32 (B, dim), first sines, then cosines, of frequencies from 1 to 1 / 10000 (both
+    included).
+    """
 
     def __init__(self, dim: int) -> None:
         super().__init__()
@@ -304,7 +320,7 @@ class Sinusoids(nn.Module):
 
 
 class TimestepMLP(nn.Module):
-    """(B, dim) -> (B, dim) through two hidden layers of twice the width."""
+    """Three linear layers with SiLU between them, the inner ones of twice the width: (B, dim) -> (B, dim)."""
 
     def __init__(self, dim: int) -> None:
         super().__init__()
@@ -319,7 +335,9 @@ class TimestepMLP(nn.Module):
 
 
 def rotate_pairs(x: Tensor) -> Tensor:
-    """Rotates the first channels of (..., N, d) in pairs by rotary positions (Su et al. 2021), with float32 angles."""
+    """Returns x (..., N, d) with rotary positions (Su et al. 2021): neighbouring channels, up to the 32nd, are rotated
+    in pairs by angles that grow with the position.
+    """
     count, width = x.shape[-2], min(_ROTATED, x.shape[-1])
     rates = 10000.0 ** -(torch.arange(0, width, 2, device=x.device).float() / width)
     angles = torch.arange(count, device=x.device).float()[:, None] * rates  # (N, width / 2)

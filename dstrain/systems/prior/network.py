@@ -1,12 +1,12 @@
 """The prior of Ramesh et al. 2022 ("Hierarchical Text-Conditional Image Generation with CLIP Latents"), section 2.2.
 
-A causal transformer over the sequence [text encodings, text embed, timestep, noisy image embed, learned query], read at
-the query. Notation: B samples, L text tokens, N = L + 4 tokens, W = heads * dim_head the width, D the image embedding,
-T the text embedding, E a text encoding.
+A causal transformer over the sequence [text encodings, text embed, timestep, noisy image embed, learned query]; its
+prediction is the output at the query. Notation: B samples, L text tokens, N = L + 4 tokens, W = heads * dim_head the
+width; D, T and E are the widths of an image embedding, a text embedding and a text encoding.
 
-Layout and state-dict names are those of diffusers' PriorTransformer, whose files load unchanged. Two kinds of weights
-are added: null_text_* take the place of a dropped text among the inputs, so that diffusers' network takes them as its
-inputs, too; self_cond_proj adds the previous prediction to the noisy image embedding.
+Layout and state-dict names are those of diffusers' PriorTransformer, whose files load unchanged. There are two more
+kinds of weights. null_text_* replace the inputs of a dropped text, so that diffusers' network can be given them as its
+inputs, too. self_cond_proj adds the previous prediction to the noisy image embedding.
 """
 
 import torch
@@ -21,13 +21,13 @@ _HIDDEN = -10000.0  # added to the scores of tokens that a token may not see
 
 
 class PriorTransformer(nn.Module):
-    """Noisy image embeddings, timesteps and texts to a prediction.
+    """Predicts image embeddings, or their noise, from noisy image embeddings, timesteps and texts.
 
-    max_text_len        L; 0 conditions on the text embedding alone.
+    max_text_len        L; with 0 the text embedding is the only condition.
     learns_null         whether there are null_text_embed and null_text_encodings, which replace `dropped` texts.
     self_cond           whether the previous prediction is an input.
-    norm_in             a LayerNorm before the first block.
-    embedding_proj_norm a LayerNorm before the text embedding's projection.
+    norm_in             whether a LayerNorm stands before the first block.
+    embedding_proj_norm whether a LayerNorm stands before the text embedding's projection.
     dropout             share of values dropped after attention and within the MLP.
     """
 
@@ -69,7 +69,9 @@ class PriorTransformer(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Sets positions, query and null texts only: all other weights belong to submodules."""
+        """Sets the initial values of positions, query and null texts: normal(0.02). All other weights belong to
+        submodules.
+        """
         for table in (self.positional_embedding, self.prd_embedding, self.null_text_embed, self.null_text_encodings):
             if table is not None:
                 nn.init.normal_(table, std=0.02)
@@ -84,12 +86,12 @@ class PriorTransformer(nn.Module):
         dropped: Tensor | None = None,
         self_cond: Tensor | None = None,
     ) -> Tensor:
-        """Returns the prediction (B, D) for x (B, D), t (B,), text_embed (B, T), text_encodings (B, L, E), and
-        self_cond (B, D), the previous prediction.
+        """Returns the prediction (B, D) for noisy embeddings x (B, D), timesteps t (B,), text_embed (B, T),
+        text_encodings (B, L, E), and self_cond (B, D), the previous prediction.
 
-        text_mask  bool (B, L), False where an encoding is padding, which no token sees. None: nothing is hidden, and
-                   attention is not causal either, as in the published network. PriorSystem always gives a mask.
-        dropped    bool (B,), True where the null text replaces the text.
+        text_mask  bool (B, L), False for padding, which no token sees. None: every token sees all others, also later
+                   ones, as in the published network. PriorSystem always gives a mask.
+        dropped    bool (B,), True for samples whose text is replaced by the null text; None: none.
         """
         dtype = self.proj_in.weight.dtype
         if dropped is not None:
@@ -117,7 +119,7 @@ class PriorTransformer(nn.Module):
 
     def _make_mask(self, text_mask: Tensor | None, tokens: Tensor) -> Tensor | None:
         """Returns what is added to the scores, (B, 1, N, N): 0 where a token sees another, else a large negative
-        number. Returns None without `text_mask`.
+        number. A token sees itself and earlier ones that are no padding. Returns None without `text_mask`.
         """
         if text_mask is None:
             return None
@@ -168,7 +170,9 @@ class Attention(nn.Module):
 
 
 class TimestepEmbedding(nn.Module):
-    """(B,) -> (B, W); the sinusoids in float32, since bfloat16 cannot tell timesteps apart."""
+    """Embeds timesteps by sinusoids and an MLP: (B,) -> (B, W). The sinusoids are float32, since bfloat16 cannot tell
+    timesteps apart.
+    """
 
     def __init__(self, width: int) -> None:
         super().__init__()

@@ -1,9 +1,10 @@
-"""Draws image embeddings for texts' embeddings. It comes with an export of dstrain; diffusers is all it needs.
+"""Draws image embeddings from embeddings of texts. An export contains this file, which imports diffusers but not
+dstrain.
 
     pipeline = DiffusionPipeline.from_pretrained(FOLDER, trust_remote_code=True)
     image_embeds = pipeline(text_embed, text_encodings, text_mask)
 
-Notation: B texts, D the width of an image embedding, L tokens of a text.
+Notation: B texts of L tokens; D, T and E are the widths of an image embedding, a text embedding and a text encoding.
 """
 
 import json
@@ -19,7 +20,9 @@ _NULL = Path("prior") / "null_text.safetensors"
 
 
 class PriorPipeline(DiffusionPipeline):
-    """The options are those of the run's recipe, by their names there: see its README.md."""
+    """A pipeline of a diffusion prior. Its options have the names and meanings of those in the training's recipe, see
+    README.md.
+    """
 
     def __init__(
         self,
@@ -46,7 +49,9 @@ class PriorPipeline(DiffusionPipeline):
         )
 
     def save_config(self, save_directory, **kwargs):
-        """Saves model_index.json; beside it the null text, and this file, where diffusers finds the class."""
+        """Saves model_index.json, the null text if there is one, and this file as pipeline.py, where diffusers finds
+        the class.
+        """
         (Path(save_directory) / "prior").mkdir(parents=True, exist_ok=True)
         (Path(save_directory) / "pipeline.py").write_text(self._source, encoding="utf-8")
         if self.null_text:
@@ -54,7 +59,9 @@ class PriorPipeline(DiffusionPipeline):
         super().save_config(save_directory, **kwargs)
 
     def to_json_string(self):
-        """Returns the index with the class by its file, as from_pretrained asks for."""
+        """Returns the text of model_index.json, in which the class is ["pipeline", name]: so from_pretrained finds it
+        in pipeline.py.
+        """
         index = json.loads(super().to_json_string()) | {"_class_name": ["pipeline", type(self).__name__]}
         return json.dumps(index, indent=2) + "\n"
 
@@ -70,10 +77,12 @@ class PriorPipeline(DiffusionPipeline):
         num_inference_steps=64,
         generator=None,
     ):
-        """Draws image embeddings (B, D): for each text the one of num_candidates that is nearest to its embedding.
+        """Draws image embeddings (B, D): for each text it draws num_candidates, and returns the one nearest to the
+        text's embedding.
 
-        text_embed (B, D); where the prior reads tokens, text_encodings (B, up to L, E) and text_mask (B, up to L).
-        null_text_embed, null_text_encodings: of prior/null_text.safetensors, (1, ...); guidance needs them.
+        text_embed (B, T); if the prior reads tokens, also text_encodings (B, up to L, E) and text_mask (B, up to L),
+        True for a token; text_mask None: all are. null_text_embed and null_text_encodings, (1, ...), are those of
+        prior/null_text.safetensors; guidance needs them.
         """
         device, dtype, options = self._execution_device, self.prior.dtype, self.config
         text = text_embed.to(device, dtype)
@@ -115,11 +124,11 @@ class PriorPipeline(DiffusionPipeline):
         return drawn[nearest, torch.arange(len(text), device=device)]
 
     def _rescale(self, x):
-        """Rescales x to the length of the data: that of a unit vector times the scale."""
+        """Returns x rescaled to the length of training data: that of a unit vector divided by clip_std."""
         return F.normalize(x, dim=-1) / self.prior.clip_std
 
     def _clamp_prediction(self, out, x, t):
-        """Returns a prediction whose x_start has the length of the data."""
+        """Returns the network's output changed so that the x_start it stands for has the length of training data."""
         kind, signal = self.scheduler.config.prediction_type, self.scheduler.alphas_cumprod[t].sqrt().to(x.device)
         noise = (1 - signal**2).sqrt()
         x_start = self._rescale(

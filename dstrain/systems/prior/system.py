@@ -1,10 +1,12 @@
 """The diffusion prior as a system: one part, `denoiser`, from text embeddings to image embeddings.
 
-Notation: B samples, D the width of an image embedding, T that of a text embedding, L text tokens of width E. x_start is
-the image embedding as the chain sees it, (embed - mean) / std; with the default scale s that is s * embed.
+Notation: B samples; D, T and E are the widths of an image embedding, a text embedding and a text encoding; L text
+tokens. x_start is the image embedding as the chain sees it, (embed - mean) / std. Without image_embed_stats that is
+image_embed_scale * embed.
 
-All randomness is drawn from the samples' keys by name: timestep, noise, drop (of the text), drop_image, self_cond; in
-generation start and noise/0, noise/1, ... in the chain's order; for candidate j > 0 they begin with "candidate/j/".
+All randomness is drawn from the samples' keys, each kind under a name of its own: timestep, noise, drop (of the text),
+drop_image, self_cond. Generation draws start, then noise/0, noise/1, ... in the chain's order; for candidate j > 0 the
+names begin with "candidate/j/".
 """
 
 from collections.abc import Container, Mapping
@@ -31,14 +33,14 @@ from dstrain.systems.prior.lucidrains import LucidrainsBlock, LucidrainsPrior
 from dstrain.systems.prior.network import PriorBlock, PriorTransformer
 
 TEXT = ("text_embed", "text_encodings", "text_mask")
-MEASURED_STEPS = 64  # the paper's samples take as many
+MEASURED_STEPS = 64  # of the chains of `measure` by default, as in the paper
 
 
 class PriorSystem(System):
-    """Ramesh et al. 2022, section 2.2. `config` says what each choice means."""
+    """The prior of Ramesh et al. 2022, section 2.2, with the choices in `config`."""
 
     in_pipeline = "prior"
-    generates = False  # embeddings cannot be looked at
+    generates = False  # training draws no grids: embeddings are no pictures
     sampling = CHOICES
 
     def __init__(self, config: Config) -> None:
@@ -62,10 +64,12 @@ class PriorSystem(System):
 
     @torch.no_grad()
     def encode(self, batch: Batch) -> Example:
-        """Returns x_start (B, D), text_embed (B, T) and, where read, text_encodings (B, L, E), text_mask (B, L).
+        """Returns the batch with x_start (B, D) in place of the image embedding, and with the network's text inputs:
+        text_embed (B, T) and, if the model reads tokens, text_encodings (B, L, E), text_mask (B, L). other_text_embed
+        is the text embedding of another pair, if the batch has one.
 
-        Captions are encoded here where the data lack text embeddings, or encodings that the model reads; then both come
-        from one encoder. Raises ConfigError if widths differ from the model's, or there are neither texts nor captions.
+        If the data lack text embeddings, or encodings that the model reads, both are made from the captions by the text
+        encoder. Raises ConfigError if widths differ from the model's, or neither texts nor captions are there.
         """
         inputs = ("image_embed", "caption", "other_text_embed", "other_caption", *TEXT)
         example = {name: values for name, values in batch.items() if name not in inputs}
@@ -85,12 +89,14 @@ class PriorSystem(System):
         return example
 
     def accepts(self, source: Any) -> None:
-        """Encodes the first pair. Raises ConfigError for other widths, missing texts, or a missing encoder."""
+        """Encodes the first pair of the source as a check. Raises ConfigError if its widths differ from the model's, or
+        texts or the text encoder are missing.
+        """
         self.encode({name: values[None] for name, values in source.read_first().items()})
 
     def fingerprint(self, source: Any) -> str:
-        """Returns the source's hash, followed by those of the statistics of image embeddings, if given, and of the text
-        encoder, if captions are not cached.
+        """Returns the source's hash. Behind it stand the hash of image_embed_stats, if given, and that of the text
+        encoder, if it encodes the captions.
         """
         result = source.compute_fingerprint()
         if self.config.image_embed_stats is not None:
@@ -100,12 +106,17 @@ class PriorSystem(System):
         return result
 
     def _find_missing_input(self, names: Container[str]) -> str | None:
-        """Returns the first input that has to be encoded from captions; None where all are cached."""
+        """Returns the first text input of the network that is not among `names`, and so is made from captions; None if
+        all are.
+        """
         needed = ("text_embed", "text_encodings") if self.config.text_tokens else ("text_embed",)
         return next((name for name in needed if name not in names), None)
 
     def _prepare_texts(self, texts: dict[str, Tensor], device: torch.device | None = None) -> dict[str, Tensor]:
-        """Returns the network's text inputs, from cached ones or from captions, which are encoded on the device."""
+        """Returns the network's text inputs, made of cached embeddings and encodings or, if one is missing, of
+        captions, which are encoded on `device`. Encodings are padded to max_text_len. Raises ConfigError if widths or
+        lengths do not fit, or captions are missing.
+        """
         tokens = self.config.text_tokens
         if missing := self._find_missing_input(texts):
             if "caption" not in texts:
@@ -143,27 +154,33 @@ class PriorSystem(System):
         return values
 
     def get_text_encoder(self, device: torch.device) -> TextEncoder:
-        """Loads the frozen encoder at the first caption: cached embeddings need none."""
+        """Returns the frozen text encoder, on `device`. The first call loads it, so that a run with cached embeddings
+        does not need it.
+        """
         if self._encoder is None:
             self._encoder = load_text_encoder(self.config.text_encoder, self.config.text_tokens or None)
         return self._encoder.to(device)
 
     def denoise(self, nets: Nets, example: Example) -> Terms:
-        """Computes the training loss: one timestep and one noise for each sample, its text dropped now and then."""
+        """Computes the training loss at one random timestep of each sample, with noise drawn from its key; texts are
+        dropped with probability text_cond_drop_prob.
+        """
         terms = self._compute_losses(nets, example, self.config.text_cond_drop_prob)
         return {**terms, "loss": terms["loss"].mean(), "loss_each": terms["loss"].detach()}
 
     @torch.no_grad()
     def evaluate(self, nets: Nets, example: Example) -> Terms:
-        """Computes the training loss with every text in place, and the similarities after chains of `evaluate_steps`:
-        values (B,).
+        """Computes the loss of each sample, (B,), with every text in place, and the similarities of embeddings that are
+        drawn in `evaluate_steps` steps.
         """
         terms = self._compute_losses(nets, example, drop_prob=0.0)
         return terms | self._measure_similarities(nets, example, self.config.evaluate_steps)
 
     @torch.no_grad()
     def measure(self, nets: Nets, example: Example, num_steps: int | None = None, progress: Progress = iter) -> Terms:
-        """Measures loss and similarities after chains of num_steps; None takes evaluate_steps, or 64 where it is ()."""
+        """Measures, for each sample (B,), the loss and the similarities of embeddings that are drawn in num_steps
+        steps. None takes evaluate_steps, or 64 if that is empty, or all timesteps if they are fewer.
+        """
         steps = self.config.evaluate_steps or (min(MEASURED_STEPS, self.config.timesteps),)
         terms = self._compute_losses(nets, example, drop_prob=0.0)
         terms.pop("quartile")
@@ -193,8 +210,9 @@ class PriorSystem(System):
     def make_network_inputs(
         self, conditions: dict[str, Tensor], dropped: Tensor, image_dropped: Tensor | None = None
     ) -> dict[str, Tensor]:
-        """Returns the network's keyword arguments for these conditions. `dropped` bool (B,) is used only by a model
-        with a null text; image_dropped None: as the text.
+        """Returns the network's keyword arguments for these text inputs. `dropped` bool (B,) marks samples whose text
+        is replaced by the null text, if the model has one. `image_dropped` bool (B,) does so for image embeddings;
+        None: as `dropped`.
         """
         inputs = {name: conditions[name] for name in TEXT if name in conditions}
         inputs.setdefault("text_mask", dropped.new_ones(len(dropped), 0))  # attention is causal only with a mask
@@ -203,26 +221,29 @@ class PriorSystem(System):
         return inputs | (image_too if self.config.image_drop_prob else {})
 
     def _rescale_to_data(self, x: Tensor) -> Tensor:
-        """Rescales x (..., D) to the length of the data: that of a unit vector times the scale."""
+        """Returns x (..., D) rescaled to the length of x_start in the data: that of a unit vector divided by std."""
         return F.normalize(x, dim=-1) / self._copy_statistics(x)[1]
 
     def _convert_to_embedding(self, x: Tensor) -> Tensor:
-        """Turns x_start (..., D) of the chain into an embedding of the data's scale."""
+        """Converts x_start (..., D) of the chain back to an image embedding, x_start * std + mean."""
         mean, std = self._copy_statistics(x)
         return x * std + mean
 
     def _copy_statistics(self, like: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns mean and deviation on a device, copied once: a copy in each step would wait for the device."""
+        """Returns mean and standard deviation, (D,) each, on the device of `like`. The first call for a device copies
+        them there; a copy in each step would wait for the device.
+        """
         if like.device not in self._placed:
             self._placed[like.device] = self.mean.to(like.device), self.std.to(like.device)
         return self._placed[like.device]
 
     @torch.no_grad()
     def sample(self, nets: Nets, request: Request) -> Tensor:
-        """Draws image embeddings float32 (N, D): for each text the candidate that is nearest to its embedding.
+        """Draws image embeddings float32 (N, D): for each seed num_candidates, of which it returns the one nearest to
+        the text's embedding.
 
-        Conditions: text_embed (N, T) and, where the model has text tokens, text_encodings (N, L, E), text_mask (N, L).
-        Raises ConfigError without a text, for more steps than the chain has, or for guidance without a null text.
+        Conditions: text_embed (N, T) and, if the model reads tokens, text_encodings (N, L, E), text_mask (N, L). Raises
+        ConfigError if text_embed is missing, for more steps than the chain has, and for guidance without a null text.
         """
         if "text_embed" not in request.conditions:
             raise ConfigError("prompts: a prior draws for texts; give them with --prompts FILE, one on each line")
@@ -245,7 +266,7 @@ class PriorSystem(System):
         count: int,
         progress: Progress = iter,
     ) -> Tensor:
-        """Draws `count` candidates for each key, all in one chain: (count, N, D)."""
+        """Draws `count` image embeddings for each of the N keys, all in one chain. Returns them as (count, N, D)."""
         prefixes = ["", *(f"candidate/{j}/" for j in range(1, count))]
 
         def draw_normal(name):
@@ -269,10 +290,10 @@ class PriorSystem(System):
         choose_eta(self.sampler(samples.sampler, "samples.sampler"), samples.eta)
 
     def _make_chain_network(self, nets: Nets, conditions: dict[str, Tensor], request: Request) -> Network:
-        """Returns a function of x_t and t that predicts, guided as the request asks, in one chain. With self_cond it
-        remembers the last x_start for its next call.
+        """Returns a function of x_t and t that calls the denoiser with these conditions and guides its output as the
+        request says. It serves one chain: with self_cond it remembers the x_start that it predicts for its next call.
 
-        Raises ConfigError for guidance without a null text.
+        Raises ConfigError if the request asks for guidance and the model has no null text.
         """
         scale, active = (
             request.guidance_scale,
@@ -294,7 +315,9 @@ class PriorSystem(System):
                     nets["denoiser"], inputs | own, null | own, scale, active=active, rescale=request.guidance_rescale
                 )(x_t, t)
             )
-            x_start = self.diffusion.predict_x_start(out, x_t, t)  # both t and these tables are the whole chain's
+            x_start = self.diffusion.predict_x_start(
+                out, x_t, t
+            )  # t is a timestep of the whole chain, as these tables expect
             if self.config.sampling_clamp_l2norm:
                 x_start = self._rescale_to_data(x_start)
                 out = self.diffusion.make_target(x_start, x_t, t, self.diffusion.predict_eps(x_start, x_t, t))
@@ -306,8 +329,9 @@ class PriorSystem(System):
     def _measure_similarities(
         self, nets: Nets, example: Example, steps: tuple[int, ...], progress: Progress = iter
     ) -> Terms:
-        """Returns cosines (B,) of embeddings drawn by DDIM in each number of `steps` (one candidate, no guidance) with
-        the image, the text and another pair's text; {} without steps.
+        """Draws one embedding for each sample by DDIM, without guidance, in each number of steps in `steps`. Returns
+        its cosines (B,) with the image embedding and, if widths are equal, with the text embedding and that of another
+        pair; {} if `steps` is empty.
         """
         if not steps:
             return {}
@@ -334,13 +358,15 @@ class PriorSystem(System):
         return terms
 
     def _read_built_in_embeds(self, texts: list[str]) -> Tensor | None:
-        """Returns the package's text embeddings of built-in captions; None where the encoder is needed."""
+        """Returns the text embeddings (N, T) of built-in captions, which the package holds. Returns None if a text is
+        no such caption, or the model has another text encoder or reads tokens.
+        """
         built_in = self.config.text_encoder == emoji.TEXT_ENCODER and not self.config.max_text_len
         return emoji.read_text_embeds(texts) if built_in else None
 
     def conditions_from_texts(self, texts: list[str]) -> dict[str, Tensor]:
-        """Returns the text encoder's outputs, on the CPU, (N, ...) each; those of built-in captions are read from the
-        package.
+        """Returns the network's text inputs, (N, ...) each, on the CPU: those of built-in captions from the package,
+        all others from the text encoder.
         """
         if (embeds := self._read_built_in_embeds(texts)) is not None:
             return self._prepare_texts({"text_embed": embeds})
@@ -355,9 +381,7 @@ class PriorSystem(System):
         )
 
     def adapt(self, part: str, state: dict[str, Tensor]) -> Fitted:
-        """Returns weights fitted to the network, and notes: null texts may be missing, and statistics must be the
-        recipe's, see weights.py.
-        """
+        """Returns weights fitted to the network, and notes for the user, see weights.adapt_weights."""
         return weights.adapt_weights(state, self.on_meta(part), self.config, self.mean, self.std)
 
     def from_diffusers(self, state: dict[str, Tensor], diffusers_config: Mapping[str, Any]) -> Fitted:
@@ -371,8 +395,8 @@ class PriorSystem(System):
         weights.require_expressible(self.config)
 
     def decays(self, name: str, weight: Tensor) -> bool:
-        """Returns whether weight decay applies: to matrices, not to positions, query and null texts, which are single
-        vectors.
+        """Returns whether weight decay applies to a weight: to matrices of layers and tables, but not to positions,
+        query and null inputs.
         """
         return weight.ndim >= 2 and name.endswith("weight")
 
@@ -380,7 +404,7 @@ class PriorSystem(System):
         return (PriorBlock if self.config.lucidrains is None else LucidrainsBlock,)
 
     def synthetic(self, batch_size: int) -> Batch:
-        """Returns random embeddings, texts of random lengths, and the text of another pair."""
+        """Returns a batch of random embeddings, with texts of random lengths and the text embedding of another pair."""
         config, key = self.config, rng.keys(0, 0, torch.arange(batch_size))
         batch = {"key": key, "image_embed": rng.normal(key, "image", self.shape)}
         for name in ("text_embed", "other_text_embed"):

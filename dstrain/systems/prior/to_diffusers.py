@@ -1,16 +1,16 @@
-"""A trained prior as a folder for diffusers: a pipeline that draws, and the null text. See dstrain/commands/export.py.
+"""Exports a trained prior as a folder that diffusers loads and draws from. See dstrain/commands/export.py.
 
-    prior/                    PriorTransformer.from_pretrained(OUT / "prior"); its post_process_latents turns the end of
-                              a chain into embeddings by clip_mean and clip_std
-    scheduler/                UnCLIPScheduler for cosine and x_start or eps, else DDPMScheduler
+    prior/                    PriorTransformer.from_pretrained(OUT / "prior"); its post_process_latents converts the
+                              end of a chain to embeddings by clip_mean and clip_std
+    scheduler/                UnCLIPScheduler if betas are cosine and x_start or eps is predicted, else DDPMScheduler
     prior/null_text.safetensors
-                              null_text_embed, null_text_encodings: the inputs of the unconditional half of guidance,
+                              null_text_embed, null_text_encodings: inputs of the unconditional half of guidance,
                               with a text mask that is True everywhere (UnCLIPPipeline would take the encodings of "")
-    pipeline.py               PriorPipeline, beside this file: unit length of texts, candidates, clamps and guidance
+    pipeline.py               PriorPipeline: normalizes texts, draws candidates, clamps and guides
 
-init_from takes the folder or its prior/, with the null text.
+init_from accepts this folder or its prior/, and reads the null text.
 
-Without text tokens the mask is empty, (B, 0): diffusers' attention is causal only where it is given one.
+Without text tokens the mask is empty, (B, 0): diffusers' attention is causal only if it is given a mask.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -52,21 +52,23 @@ text_mask = torch.arange({tokens}) < torch.tensor([[{tokens}], [1]])    # True: 
 _DRAW = """\
 image_embeds = pipeline({texts}num_inference_steps={steps}, generator=noise)    # (B, {width})
 """
-# Relative; diffusers' sinusoids are of float32's exp, and its schedulers' tables are float32.
+# The largest relative errors: diffusers computes sinusoids by float32's exp, and its schedulers' tables are float32.
 TOLERATED = {"with text": 3e-4, "without text": 3e-4, "code": 5e-3}
-_SCALE, _STEPS = 2.0, 64  # of the card's embeddings
+_SCALE, _STEPS = 2.0, 64  # guidance_scale and number of steps in the code of `describe_export`
 _OPTIONS = (
     "normalize_embeds",
     "num_candidates",
     "init_image_embed_l2norm",
     "sampling_clamp_l2norm",
     "sampling_final_clamp_l2norm",
-)  # of PriorPipeline
+)  # options of PriorPipeline that are fields of the model section
 _NULL = Path("prior") / "null_text.safetensors"
 
 
 def describe_export(system: PriorSystem) -> tuple[str, str, str]:
-    """Returns the class in diffusers, notes for its user, and Python code that draws from OUT."""
+    """Returns the name of the class in diffusers, notes for users ("" if none), and Python code that draws from the
+    folder OUT.
+    """
     config, texts = system.config, ["text_embed"]
     width, has_null = config.image_embed_dim, bool(config.text_cond_drop_prob)
     code = _LOAD.format(null=_NULL_TEXT if has_null else "", width=config.text_embed_dim or width)
@@ -89,7 +91,8 @@ def save_export(
     statistics: Callable[[], dict[str, Any]] = dict,
     classes: Callable[[], Sequence[str]] = tuple,
 ) -> None:
-    """Writes the model into `folder` for diffusers' from_pretrained; `statistics` and `classes` are for other systems.
+    """Writes the model into `folder`, where diffusers' from_pretrained loads it. `statistics` and `classes` are not
+    used here.
 
     Raises ConfigError if diffusers' network cannot express a field of the model.
     """
@@ -114,7 +117,9 @@ def save_export(
 def measure_errors(
     system: PriorSystem, nets: Mapping[str, nn.Module], folder: Path, example: Example
 ) -> dict[str, float]:
-    """Measures relative errors of predictions with and (if trained) without text, at timesteps over the whole chain."""
+    """Returns the largest relative error of the exported network's predictions at timesteps over the whole chain: "with
+    text", and "without text" for a model with a null text.
+    """
     from diffusers import PriorTransformer
 
     device, count = example["x_start"].device, len(example["x_start"])
@@ -137,8 +142,8 @@ def measure_errors(
 
 @torch.no_grad()
 def draw_expected(system: PriorSystem, nets: Mapping[str, nn.Module]) -> Tensor:
-    """Draws the two embeddings, float32 (2, D), that the example code of the exported model card should draw, by our
-    network and sampler from the same noise.
+    """Returns the two embeddings that the code of `describe_export` should draw, float32 (2, D), drawn by the trained
+    network and our sampler from the same noise.
     """
     config, device, generator = system.config, group.device(), torch.Generator().manual_seed(0)
 

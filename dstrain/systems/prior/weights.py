@@ -1,4 +1,4 @@
-"""Fits published priors: their statistics of image embeddings, and the weights that they lack."""
+"""Reads the statistics of image embeddings, and fits published weights to the network of a prior."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,7 +13,7 @@ from dstrain.nn import fitting
 from dstrain.recipe import ConfigError
 from dstrain.systems.prior.config import Config
 
-# What decides a weight's shape or presence: pattern of its name -> the recipe's fields.
+# Pattern of a weight's name -> fields of the recipe that decide its shape or presence; the first match counts.
 _REMEDIES = (
     (r"^null_text", "text_cond_drop_prob (0 leaves the null text out), max_text_len and text_embed_dim"),
     (r"^self_cond", "self_cond"),
@@ -36,10 +36,11 @@ _LUCIDRAINS_REMEDIES = (
 
 
 def read_statistics(config: Config) -> tuple[Tensor, Tensor]:
-    """Reads mean and standard deviation, float32 (D,) each, by which embeddings are normalized. Without
-    image_embed_stats the mean is 0 and the deviation 1 / image_embed_scale.
+    """Returns the mean and standard deviation, float32 (D,) each, by which image embeddings are normalized: those in
+    image_embed_stats, else 0 and 1 / image_embed_scale.
 
-    Raises ConfigError if image_embed_stats cannot be read, or is of another width.
+    Raises ConfigError if image_embed_stats cannot be read, lacks one of them, has another width, or a deviation that is
+    not above 0.
     """
     dim = config.image_embed_dim
     if config.image_embed_stats is None:
@@ -72,9 +73,9 @@ def adapt_weights(
 ) -> fitting.Fitted:
     """Returns a state dict that fits `network`, of which only names and shapes are read, and notes on what was changed.
 
-    clip_mean and clip_std come from the recipe, not from the file; both must agree with `mean` and `std` (D,). Null
-    texts and the layer of the previous prediction, which published files lack, start at 0. Raises ConfigError for the
-    first other difference, with both sides and the remedy.
+    A file's clip_mean and clip_std are left out, since the recipe gives `mean` and `std` (D,), but must be equal to
+    these. Null texts and the layer of the previous prediction begin at 0 if the file lacks them. Raises ConfigError for
+    the first other difference, with both sides and the remedy.
     """
     is_lucidrains = any("causal_transformer." in name for name in state)
     if config.lucidrains is not None:
@@ -119,11 +120,11 @@ def adapt_weights(
 
 
 def _adapt_lucidrains(state: dict[str, Tensor], network: nn.Module, config: Config) -> fitting.Fitted:
-    """Converts a state dict of DALLE2-pytorch's DiffusionPrior, or of its network, for LucidrainsPrior; returns it with
-    notes on what was left out or added.
+    """Returns a state dict that fits `network`, a LucidrainsPrior, and notes on what was left out or added. `state` is
+    that of DALLE2-pytorch's DiffusionPrior, or of the network in it.
 
-    The schedule comes from the recipe, and must be the file's. Null inputs that a file lacks start at 0. Raises
-    ConfigError for the first difference, with both sides and the remedy.
+    The betas of a DiffusionPrior must be the recipe's. Null inputs begin at 0 if the file lacks them. Raises
+    ConfigError for the first other difference, with both sides and the remedy.
     """
     shapes, notes = fitting.list_shapes(network), []
     if is_original := any(name.startswith("net.") for name in state):
@@ -150,7 +151,7 @@ def _adapt_lucidrains(state: dict[str, Tensor], network: nn.Module, config: Conf
             "attention is by cosines; leave it out"
         )
     if "null_text_encodings" in state and not state["null_text_encodings"].shape.numel():
-        del state["null_text_encodings"]  # the original's max_text_len=0
+        del state["null_text_encodings"]  # the original has an empty one with max_text_len=0
     for name in ("null_text_embeds", "null_image_embed"):
         if name in state and name not in shapes:
             del state[name]
@@ -178,7 +179,9 @@ def _require_same_betas(betas: Tensor | None, config: Config) -> None:
 
 
 def require_same_config(diffusers_config: Mapping[str, Any], config: Config) -> None:
-    """Raises ConfigError if a config.json of diffusers differs from the recipe where weights do not show it."""
+    """Raises ConfigError if a config.json of diffusers is of another class, or differs from the recipe in the number or
+    width of attention heads, which no shape of a weight shows. Raises it with model.lucidrains, too.
+    """
     if config.lucidrains is not None:
         raise ConfigError("weights: the folder is of diffusers' PriorTransformer; leave model.lucidrains out")
     loaded = {"num_attention_heads": 32, "attention_head_dim": 64} | {**diffusers_config}
@@ -188,7 +191,7 @@ def require_same_config(diffusers_config: Mapping[str, Any], config: Config) -> 
 
 
 def require_expressible(config: Config) -> None:
-    """Raises ConfigError for a field that diffusers' PriorTransformer cannot express."""
+    """Raises ConfigError if diffusers' PriorTransformer cannot express a field of the model."""
     if config.lucidrains is not None:
         raise ConfigError("lucidrains: diffusers' PriorTransformer is another network; take --format safetensors")
     if config.self_cond:
