@@ -1,4 +1,6 @@
-"""Autoencoders of images, the first stages of others: discrete (DALL-E's) and with a Gaussian posterior (KL, LDM's)."""
+"""Autoencoders of images, which are first stages for other systems: a discrete VAE (DALL-E's) and one with a Gaussian
+posterior (KL, LDM's).
+"""
 
 from dstrain.systems.vae.config import Config
 from dstrain.systems.vae.discrete_system import DiscreteSystem
@@ -9,5 +11,7 @@ __all__ = ["AutoencoderSystem", "Config", "DiscreteSystem", "KLSystem", "build"]
 
 
 def build(config: Config) -> AutoencoderSystem:
-    """Builds the system of a config. Raises ConfigError if its perceptual weights are missing."""
+    """Returns the system of a config, a DiscreteSystem or a KLSystem. Raises ConfigError if its perceptual weights are
+    missing.
+    """
     return DiscreteSystem(config) if config.discrete else KLSystem(config)

@@ -1,4 +1,6 @@
-"""What determines an autoencoder: a documented field for each choice. Its kind is its section, discrete or kl."""
+"""The `model` section of a recipe for an autoencoder: a documented field for each choice. It has either the section
+discrete or the section kl.
+"""
 
 from typing import Any, Literal
 
@@ -170,27 +172,27 @@ class Config(SystemConfig):
 
     @property
     def kind(self) -> "Discrete | KL":
-        """Returns the section discrete or kl, whichever is given."""
+        """Returns the section `discrete` or `kl`, whichever is given: exactly one of them is."""
         return self.discrete or self.kl
 
     @property
     def kind_name(self) -> Literal["discrete", "kl"]:
-        """Returns the name of that section, discrete or kl."""
+        """Returns the name of the section that `kind` returns."""
         return "discrete" if self.discrete else "kl"
 
     @property
     def factor(self) -> int:
-        """Returns image side / latent side."""
+        """Returns the downsampling: side of an image / side of its latents or tokens."""
         return 2 ** (self.discrete.num_layers if self.discrete else len(self.kl.block_out_channels) - 1)
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        """Returns channels, height and width of an image."""
+        """Returns (channels, height, width) of an image in pixels."""
         return self.channels, self.image_size, self.image_size
 
     @classmethod
     def completed(cls, model: dict[str, Any], run: Run) -> dict[str, Any]:
-        """Returns the section; the fields that it leaves out are taken from the data."""
+        """Returns the section with image_size and channels of the data where it leaves them out."""
         return {"image_size": run.data.image_size, "channels": run.data.channels, **model}
 
     def conflicts(self, run: Run) -> list[str]:

@@ -1,9 +1,12 @@
-"""The network of DALLE-pytorch's discrete VAE: strided convolutions to the logits of tokens, and back from a codebook.
+"""The network of DALLE-pytorch's discrete VAE: strided convolutions from images to the logits of tokens, and back to
+images from vectors of a codebook.
 
-With another quantizer than gumbel the convolutions lead to vectors that are quantized, as in VQGAN (Esser et al. 2021).
+With another quantizer than gumbel the convolutions end in vectors, which are then quantized, as in VQGAN (Esser et al.
+2021).
 
-Notation: B samples, C channels, K tokens, D = codebook_dim, h = H / 2 ** num_layers. Images are float in [0, 1]; they
-are normalized inside, and `decode` undoes it. State-dict names are the original's, so that its files load unchanged.
+Notation: B samples, C channels, K tokens, D = codebook_dim, h = H / 2 ** num_layers. Images are float in [0, 1]; the
+network normalizes them itself, and `decode` undoes it. State-dict names are the original's, so that its files load
+unchanged.
 """
 
 import itertools
@@ -22,14 +25,14 @@ Normalization = tuple[tuple[float, ...], tuple[float, ...]]
 
 
 class Relaxed(NamedTuple):
-    """What one pass with relaxed tokens gives to the loss."""
+    """The outputs of one forward pass with relaxed tokens (gumbel), for the loss."""
 
     out: Tensor  # the decoder's output, (B, C or 2C, H, W)
     logits: Tensor  # of the tokens, (B, K, h, w)
 
 
 class Rounded(NamedTuple):
-    """What one pass with another quantizer gives to the loss."""
+    """The outputs of one forward pass with fsq or cosine, for the loss."""
 
     out: Tensor  # the decoder's output, (B, C or 2C, H, W)
     tokens: Tensor  # int64 (B, h, w)
@@ -38,12 +41,14 @@ class Rounded(NamedTuple):
 
 
 class DiscreteVAE(nn.Module):
-    """Images to tokens and back.
+    """Encodes images to tokens, and decodes tokens to images.
 
     quantizer       gumbel, fsq with its `levels`, or cosine.
     sampling        gumbel: how `forward` draws tokens, see nn/quantize.relax_tokens.
-    logit_laplace   the decoder has 2C outputs, means and logarithms of scales of a logit-Laplace distribution.
+    logit_laplace   whether the decoder has 2C outputs: means and log scales of a logit-Laplace distribution.
     normalization   means and standard deviations by channel; None: 0.5 and 0.5, for alpha 0 and 1.
+
+    Raises ConfigError if 2 ** num_layers does not divide image_size.
     """
 
     def __init__(
@@ -90,8 +95,8 @@ class DiscreteVAE(nn.Module):
         )
 
     def forward(self, x: Tensor, noise: Tensor | None = None, temperature: Tensor | None = None) -> Relaxed | Rounded:
-        """Reconstructs images (B, C, H, W) in [0, 1]. Relaxed tokens (gumbel) take noise (B, K, h, w) and temperatures
-        (B,), and return Relaxed; other quantizers take neither and return Rounded.
+        """Reconstructs images (B, C, H, W) in [0, 1]. With gumbel it draws relaxed tokens by `noise` (B, K, h, w) at
+        `temperature` (B,), and returns Relaxed. With other quantizers both are None, and it returns Rounded.
         """
         if self.quantizer is None:
             logits = widen_precision(self._encode_features(x))  # (B, K, h, w)
@@ -104,7 +109,7 @@ class DiscreteVAE(nn.Module):
         )
 
     def encode(self, x: Tensor) -> Tensor:
-        """Returns the tokens (gumbel: the likeliest) of images in [0, 1]: (B, C, H, W) -> int64 (B, h, w)."""
+        """Encodes images in [0, 1] to tokens, with gumbel to the likeliest ones: (B, C, H, W) -> int64 (B, h, w)."""
         if self.quantizer is None:
             return widen_precision(self._encode_features(x)).argmax(1)
         return self.quantizer.encode(self._encode_features(x).movedim(1, -1))
@@ -117,7 +122,7 @@ class DiscreteVAE(nn.Module):
         return self.convert_to_pixels(widen_precision(self.decoder(vectors))).clamp(0, 1)
 
     def convert_to_pixels(self, out: Tensor) -> Tensor:
-        """Returns the decoder's output as images, about in [0, 1]: (B, C or 2C, H, W) -> (B, C, H, W)."""
+        """Converts the decoder's output to images, about in [0, 1]: (B, C or 2C, H, W) -> (B, C, H, W)."""
         return decode_logit_laplace(out) if self.logit_laplace else self.normalize.denormalize(out)
 
     def _encode_features(self, x: Tensor) -> Tensor:
@@ -125,12 +130,14 @@ class DiscreteVAE(nn.Module):
 
 
 def move_channels_first(vectors: Tensor) -> Tensor:
-    """Moves channels to the front: (B, h, w, D) -> (B, D, h, w)."""
+    """Returns the vectors with their channels as axis 1, contiguous: (B, h, w, D) -> (B, D, h, w)."""
     return vectors.movedim(-1, 1).contiguous()
 
 
 class Normalize(nn.Module):
-    """(x - mean) / std by channel. Means and stds belong to the recipe, not to the state dict."""
+    """Normalizes images by channel, (x - mean) / std. Means and stds come from the recipe, and are not in the state
+    dict.
+    """
 
     def __init__(self, means: tuple[float, ...], stds: tuple[float, ...]) -> None:
         super().__init__()
@@ -149,8 +156,8 @@ class Normalize(nn.Module):
         return self.normalize(x)
 
     def normalize(self, x: Tensor) -> Tensor:
-        """Returns (x - mean) / std by channel. At ZeRO-3 a loss calls this, since the module itself may be called
-        within the network's pass alone.
+        """Returns (x - mean) / std by channel. A loss calls this instead of the module: at ZeRO-3 a module may be
+        called only within the network's forward pass.
         """
         return (x - self.means) / self.stds
 
@@ -159,19 +166,21 @@ class Normalize(nn.Module):
 
 
 def choose_normalization(channels: int) -> Normalization:
-    """Returns the usual (means, stds) by channel: colours go to [-1, 1], alpha stays in [0, 1]."""
+    """Returns the default (means, stds) by channel for images in [0, 1]: they move colours to [-1, 1] and keep alpha in
+    [0, 1].
+    """
     return ((0.5,) * 3 + (0.0,))[:channels], ((0.5,) * 3 + (1.0,))[:channels]
 
 
 class Down(nn.Sequential):
-    """Halves the side."""
+    """A convolution and ReLU that halve the side."""
 
     def __init__(self, in_channels: int, out_channels: int) -> None:
         super().__init__(nn.Conv2d(in_channels, out_channels, 4, stride=2, padding=1), nn.ReLU())
 
 
 class Up(nn.Sequential):
-    """Doubles the side."""
+    """A transposed convolution and ReLU that double the side."""
 
     def __init__(self, in_channels: int, out_channels: int) -> None:
         super().__init__(nn.ConvTranspose2d(in_channels, out_channels, 4, stride=2, padding=1), nn.ReLU())

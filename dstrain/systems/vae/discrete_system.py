@@ -1,6 +1,7 @@
-"""The discrete VAE as a system: relaxed tokens, annealed (Ramesh et al. 2021, DALL-E, and DALLE-pytorch), or rounded.
+"""The discrete VAE as a system: tokens relaxed at a falling temperature (Ramesh et al. 2021, DALL-E, and
+DALLE-pytorch), or vectors that are rounded to tokens.
 
-All randomness is drawn from the samples' keys by name: gumbel.
+All randomness is drawn from the samples' keys, under the name gumbel.
 """
 
 from typing import Any
@@ -56,19 +57,19 @@ class DiscreteSystem(AutoencoderSystem):
         )
 
     def run_pass(self, nets: Nets, example: Example) -> tuple[Tensor, Terms, Tensor]:
-        """Runs the network. Returns the decoder's output, by a relaxed sample or by tokens, the terms of the code, and
-        what they add to the loss, (B,), see `_compute_code_terms`.
+        """Runs the network. Returns the decoder's output (B, C or 2C, H, W), the terms of the code, and the code's part
+        of the loss, (B,), see `_compute_code_terms`.
         """
         passed = self._run_network(nets, example)
         terms, coding = self._compute_code_terms(passed, example)
-        if self.relaxed and self.discrete.kl_form == "legacy":  # nats of the whole micro-batch, in a mean of samples
+        if self.relaxed and self.discrete.kl_form == "legacy":  # makes the mean over samples a sum over the micro-batch
             coding = len(coding) * coding
         return passed.out, terms, coding
 
     @torch.no_grad()
     def evaluate(self, nets: Nets, example: Example) -> Terms:
-        """Returns terms (B,) at the final temperature and weight; psnr and ssim by the likeliest tokens; usage (B, K),
-        the shares of these tokens.
+        """Returns the terms of each sample, (B,), at the final temperature and KL weight. psnr and ssim are those of
+        the reconstruction from the (likeliest) tokens; usage (B, K) has the share of each token.
         """
         passed = self._run_network(nets, example)
         terms, coding = self._compute_code_terms(passed, example)
@@ -80,14 +81,14 @@ class DiscreteSystem(AutoencoderSystem):
         )
 
     def digest(self, means: dict[str, Tensor]) -> dict[str, float]:
-        """Returns the perplexity of the codebook over all samples, and dead_tokens, the fraction that none of them
-        used.
+        """Returns the perplexity of the codebook over all held-out samples, and dead_tokens, the share of tokens that
+        none of them used.
         """
         return dict(zip(("perplexity", "dead_tokens"), measure_codebook_usage(means["usage"])))
 
     def reconstruct(self, nets: Nets, example: Example) -> list[Tensor]:
-        """Returns the reconstruction by a relaxed sample at the final temperature, for gumbel alone, and that by the
-        (likeliest) tokens, (B, C, H, W) each.
+        """Returns reconstructions, (B, C, H, W) each: with gumbel first that from relaxed tokens at the final
+        temperature, then that from the (likeliest) tokens.
         """
         passed = self._run_network(nets, example)
         relaxed = [self.convert_to_picture(nets, passed.out).clamp(-1, 1)] if self.relaxed else []
@@ -101,8 +102,8 @@ class DiscreteSystem(AutoencoderSystem):
         return nets["autoencoder"](x, noise, self._compute_schedules(example)[0])
 
     def _compute_schedules(self, example: Example) -> tuple[Tensor, Tensor]:
-        """Returns the temperature and the weight of the KL, (B,) each: those of the example's step; for held-out data,
-        which have none, the last ones of both schedules.
+        """Returns the temperature and the KL weight of each sample, (B,) each, at the example's step. Held-out data
+        have no step, and get the final values of both schedules.
         """
         discrete = self.discrete
         if "step" in example:
@@ -116,13 +117,16 @@ class DiscreteSystem(AutoencoderSystem):
         )
 
     def _compute_code_terms(self, passed: Relaxed | Rounded, example: Example) -> tuple[Terms, Tensor]:
-        """Returns the terms of the tokens and their weighted sum, (B,): gumbel: kl, the divergence from uniform in nats
-        a sample; cosine: the distances between vectors and entries; fsq: none.
+        """Returns the terms of the tokens and the code's part of the loss, (B,). Terms of gumbel: kl, the divergence
+        from a uniform distribution in nats, summed over a sample, with its weight and the temperature; of cosine: the
+        squared distances between vectors and entries; of fsq: none.
         """
         if self.relaxed:
             temperature, weight = self._compute_schedules(example)
             kl = compute_kl_to_uniform(passed.logits)
-            unit = 1 if self.discrete.kl_form == "legacy" else self.values  # legacy weighs undivided nats
+            unit = (
+                1 if self.discrete.kl_form == "legacy" else self.values
+            )  # legacy does not divide by the values of an image
             return {"kl": kl, "kl_weight": weight, "temperature": temperature}, weight * kl / unit
         terms = (
             {} if self.discrete.quantizer == "fsq" else {"commitment": passed.commitment, "codebook": passed.codebook}
@@ -153,7 +157,7 @@ class DiscreteSystem(AutoencoderSystem):
 
     @torch.no_grad()
     def codes(self, nets: Nets, example: Example) -> dict[str, Tensor]:
-        """Returns {"tokens": the likeliest tokens, int64 (B, h, w)}."""
+        """Returns {"tokens": int64 (B, h, w)}, with gumbel the likeliest ones."""
         return {"tokens": nets["autoencoder"].encode((example["x_start"] + 1) / 2)}
 
     @torch.no_grad()
@@ -161,7 +165,7 @@ class DiscreteSystem(AutoencoderSystem):
         return 2 * nets["autoencoder"].decode(codes) - 1
 
     def identity(self, nets: Nets) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """Returns architecture and normalization, and all weights."""
+        """Returns the architecture with its normalization, and all weights by name."""
         names = ("num_tokens", "codebook_dim", "num_layers", "num_resnet_blocks", "hidden_dim")
         architecture = {name: getattr(self.discrete, name) for name in names} | {
             "channels": self.config.channels,

@@ -1,8 +1,8 @@
-"""The KL autoencoder's network: diffusers' AutoencoderKL in one forward pass.
+"""The KL autoencoder's network: diffusers' AutoencoderKL, with encoder and decoder in one forward pass.
 
-Its encoder, decoder and the convolutions between them keep their names, so that the state dict is that of an
-AutoencoderKL. diffusers' own forward pass (which draws from torch's generator), tiling and slicing are not used. Images
-are float in [-1, 1]; B samples, c latent channels, h = H / factor.
+Encoder, decoder and the convolutions between them keep their names, so that the state dict is that of an AutoencoderKL.
+diffusers' own forward pass (which draws from torch's generator), tiling and slicing are not used. Images are float in
+[-1, 1]; B samples, c latent channels, h = H / factor.
 """
 
 from typing import NamedTuple
@@ -10,11 +10,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-_LOG_VARIANCE = (-30.0, 20.0)  # limits of diffusers' posterior, and LDM's
+_LOG_VARIANCE = (-30.0, 20.0)  # the limits in diffusers and in LDM
 
 
 class Pass(NamedTuple):
-    """What one pass gives to the loss."""
+    """The outputs of one forward pass, for the loss."""
 
     picture: Tensor  # (B, C, H, W)
     mean: Tensor  # of the posterior, (B, c, h, w)
@@ -22,7 +22,9 @@ class Pass(NamedTuple):
 
 
 class KLAutoencoder(nn.Module):
-    """Arguments as AutoencoderKL's; quant_conv is its use_quant_conv and use_post_quant_conv."""
+    """Encodes images to a Gaussian posterior, and decodes latents to images. Arguments are those of AutoencoderKL;
+    quant_conv sets its use_quant_conv and use_post_quant_conv.
+    """
 
     def __init__(
         self,
@@ -51,17 +53,21 @@ class KLAutoencoder(nn.Module):
             use_post_quant_conv=quant_conv,
             mid_block_add_attention=mid_block_add_attention,
         )
-        self.config = whole.config  # what diffusers saves beside the weights
+        self.config = whole.config  # the config.json that diffusers saves beside the weights
         self.encoder, self.decoder = whole.encoder, whole.decoder
         self.quant_conv, self.post_quant_conv = whole.quant_conv, whole.post_quant_conv
 
     def forward(self, x: Tensor, noise: Tensor) -> Pass:
-        """Reconstructs images (B, C, H, W), with standard normal noise (B, c, h, w) for the posterior's sample."""
+        """Reconstructs images (B, C, H, W) from a sample of their posterior, which is made of standard normal `noise`
+        (B, c, h, w).
+        """
         mean, log_variance = self.encode(x)
         return Pass(self.decode(mean + torch.exp(0.5 * log_variance) * noise), mean, log_variance)
 
     def encode(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns mean and log variance of the posterior: (B, C, H, W) -> float32 (B, c, h, w) each."""
+        """Returns the mean and log variance of the posterior: (B, C, H, W) -> float32 (B, c, h, w) each. The log
+        variance is clamped to [-30, 20].
+        """
         moments = self.encoder(x.to(self.encoder.conv_in.weight.dtype))  # (B, 2c, h, w)
         if self.quant_conv is not None:
             moments = self.quant_conv(moments)
@@ -77,7 +83,7 @@ class KLAutoencoder(nn.Module):
 
 
 def list_block_classes() -> tuple[type[nn.Module], ...]:
-    """Returns the classes of the network's repeated units, of which there is one for each resolution."""
+    """Returns the classes of the network's repeated blocks, one of each for every resolution."""
     from diffusers.models.unets.unet_2d_blocks import DownEncoderBlock2D, UpDecoderBlock2D
 
     return DownEncoderBlock2D, UpDecoderBlock2D

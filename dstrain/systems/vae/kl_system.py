@@ -1,6 +1,6 @@
 """The KL autoencoder as a system: Rombach et al. 2022 (LDM).
 
-All randomness is drawn from the samples' keys by name: latent.
+All randomness is drawn from the samples' keys, under the name latent.
 """
 
 from typing import Any
@@ -51,7 +51,9 @@ class KLSystem(AutoencoderSystem):
         )
 
     def run_pass(self, nets: Nets, example: Example) -> tuple[Tensor, Terms, Tensor]:
-        """Runs the network; returns the picture, the divergence (kl, in nats a sample) and its weighted value."""
+        """Runs the network. Returns the picture (B, C, H, W), the term kl (B,) in nats, summed over a sample's latents,
+        and the KL's part of the loss, (B,).
+        """
         passed = self._run_network(nets, example)
         kl = _compute_kl_to_normal(passed)
         return passed.picture, {"kl": kl}, self._weight_kl(kl)
@@ -64,8 +66,8 @@ class KLSystem(AutoencoderSystem):
 
     @torch.no_grad()
     def evaluate(self, nets: Nets, example: Example) -> Terms:
-        """Returns terms (B,) without the discriminator's; psnr and ssim of the reconstruction; moments of posterior
-        samples by channel.
+        """Returns the terms of each sample, (B,), without those of the discriminator, psnr and ssim of the
+        reconstruction, and latent_mean and latent_square by channel, (B, c), see `_average_moments`.
         """
         passed = self._run_network(nets, example)
         terms = {"kl": _compute_kl_to_normal(passed)} | self.compute_distance(nets, passed.picture, example)
@@ -73,14 +75,14 @@ class KLSystem(AutoencoderSystem):
         return terms | {"loss": loss} | measure_likeness(passed.picture, example["x_start"]) | _average_moments(passed)
 
     def digest(self, means: dict[str, Tensor]) -> dict[str, float]:
-        """Returns latent_std, the deviation over all samples and channels, and scaling_factor, 1 / latent_std, which
-        gives latents unit variance.
+        """Returns latent_std, the standard deviation of latents over all held-out samples, places and channels, and
+        scaling_factor, 1 / latent_std, which brings latents to unit variance.
         """
         std = compute_latent_std(means)
         return {"latent_std": std, "scaling_factor": 1 / std}
 
     def reconstruct(self, nets: Nets, example: Example) -> list[Tensor]:
-        """Returns reconstructions by a sample of the posterior, and by its mean."""
+        """Returns two reconstructions, (B, C, H, W) each: from a sample of the posterior, and from its mean."""
         passed = self._run_network(nets, example)
         return [passed.picture, nets["autoencoder"].decode(passed.mean)]
 
@@ -98,7 +100,9 @@ class KLSystem(AutoencoderSystem):
 
     @torch.no_grad()
     def codes(self, nets: Nets, example: Example) -> dict[str, Tensor]:
-        """Returns {"latent_mean", "latent_std"} of the posterior, float32 (B, c, h, w) each."""
+        """Returns the mean and standard deviation of the posterior, {"latent_mean", "latent_std"}, float32 (B, c, h, w)
+        each.
+        """
         mean, log_variance = nets["autoencoder"].encode(example["x_start"])
         return {"latent_mean": mean, "latent_std": torch.exp(0.5 * log_variance)}
 
@@ -107,33 +111,37 @@ class KLSystem(AutoencoderSystem):
         return nets["autoencoder"].decode(codes).clamp(-1, 1)
 
     def identity(self, nets: Nets) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """Returns the config and weights that AutoencoderKL with these weights has, so that an exported one is the same
-        first stage.
+        """Returns the config and weights by name that an AutoencoderKL with these weights has. So the hash of an
+        exported one is that of the trained one.
         """
         return read_autoencoder_identity(nets["autoencoder"])
 
     def require_expressible(self) -> None:
-        """Raises nothing: AutoencoderKL can express every choice of model.kl."""
+        """Does nothing: AutoencoderKL can express every choice of model.kl."""
 
     def blocks(self) -> tuple[type[nn.Module], ...]:
         return kl.list_block_classes()
 
 
 def compute_latent_std(means: dict[str, Tensor]) -> float:
-    """Returns the deviation over all places and channels, from the means over data of `_average_moments`, (c,) each."""
+    """Returns the standard deviation of latents over all samples, places and channels. `means` has the averages over
+    all samples of latent_mean and latent_square, (c,) each, see `_average_moments`.
+    """
     variance = means["latent_square"].double().mean() - means["latent_mean"].double().mean().square()
     return variance.sqrt().item()
 
 
 def _compute_kl_to_normal(passed: Pass) -> Tensor:
-    """Returns the KL of the posterior from the standard normal, in nats, summed over the latents: (B,)."""
+    """Returns the KL divergence of the posterior from the standard normal, in nats, summed over a sample's latents:
+    (B,).
+    """
     mean, log_variance = passed.mean, passed.log_variance
     return 0.5 * (mean.square() + log_variance.exp() - 1 - log_variance).flatten(1).sum(1)
 
 
 def _average_moments(passed: Pass) -> Terms:
-    """Returns latent_mean and latent_square, (B, c) each: the expected mean over places of a posterior sample and of
-    its square, computed from the moments, not from draws.
+    """Returns latent_mean and latent_square, (B, c) each: the means over places of the expected value and the expected
+    square of the latents. They are computed from the posterior's moments; nothing is drawn.
     """
     square = passed.mean.square() + passed.log_variance.exp()
     return {"latent_mean": passed.mean.mean((2, 3)), "latent_square": square.mean((2, 3))}

@@ -1,7 +1,7 @@
-"""Reconstruction losses, by sample: means over the values of an image.
+"""Reconstruction losses of each sample: means over the values of its image.
 
-logit_laplace is that of Ramesh et al. 2021 (DALL-E, appendix A.3): pixels in [0, 1] are moved into [eps, 1 - eps] by
-phi(x) = (1 - 2 eps) x + eps, and y = phi(x) has the density exp(-|logit(y) - mu| / b) / (2 b y (1 - y)).
+logit_laplace is that of Ramesh et al. 2021 (DALL-E, appendix A.3): phi(x) = (1 - 2 eps) x + eps moves pixels from [0,
+1] into [eps, 1 - eps], and y = phi(x) has the density exp(-|logit(y) - mu| / b) / (2 b y (1 - y)).
 """
 
 import math
@@ -18,13 +18,15 @@ LEAST_LOG_SCALE = -6.0
 
 
 def compute_mean_error(kind: Literal["l1", "mse", "smooth_l1"], picture: Tensor, truth: Tensor) -> Tensor:
-    """Returns the mean error by sample, of kind l1, mse or smooth_l1: two (B, C, H, W) -> (B,)."""
+    """Returns the error of each sample, a mean over its values: absolute (l1), squared (mse) or smooth_l1; two (B, C,
+    H, W) -> (B,).
+    """
     return _ERRORS[kind](picture, truth, reduction="none").flatten(1).mean(1)
 
 
 def compute_logit_laplace_loss(out: Tensor, truth: Tensor) -> Tensor:
-    """Returns the negative log density, nats a value: means and log scales (B, 2C, H, W), pixels in [0, 1] (B, C, H, W)
-    -> (B,).
+    """Returns the negative log density of each sample in nats, a mean over its values, (B,). `out` (B, 2C, H, W) holds
+    means, then log scales, which are at least -6; `truth` (B, C, H, W) the pixels in [0, 1].
     """
     mean, log_scale = out.chunk(2, dim=1)
     log_scale = log_scale.clamp(min=LEAST_LOG_SCALE)
@@ -34,7 +36,7 @@ def compute_logit_laplace_loss(out: Tensor, truth: Tensor) -> Tensor:
 
 
 def decode_logit_laplace(out: Tensor) -> Tensor:
-    """Returns the medians of logit-Laplace distributions as pixels, within [0, 1] up to an eighth: (B, 2C, H, W) -> (B,
-    C, H, W).
+    """Returns the medians of logit-Laplace distributions as pixels, between -1/8 and 9/8: (B, 2C, H, W) -> (B, C, H,
+    W).
     """
     return (out.chunk(2, dim=1)[0].sigmoid() - EPS) / (1 - 2 * EPS)

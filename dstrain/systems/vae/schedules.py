@@ -1,4 +1,4 @@
-"""Temperature and KL weight as functions of the step, for a whole batch at once. The host reads no value."""
+"""Computes temperature and KL weight from the optimizer step, for a whole batch on its device."""
 
 import math
 
@@ -11,10 +11,11 @@ _INTERVAL = 100  # steps between two updates of the legacy temperature
 
 
 def compute_temperature(schedule: Temperature, step: Tensor) -> Tensor:
-    """Returns the temperature at each optimizer step: int64 (B,) -> float32 (B,).
+    """Returns the temperature at optimizer steps: int64 (B,) -> float32 (B,).
 
-    legacy has a closed form. Each update, at steps 0, 100, ..., 100 n, multiplies by exp(-rate * step), so that the
-    exponents add up to -rate * 100 * n (n + 1) / 2. The update at a step takes effect from the next step on.
+    The schedule legacy is computed in closed form. Its updates at steps 0, 100, ..., 100 n each multiply the
+    temperature by exp(-rate * step), so that the exponents add up to -rate * 100 * n (n + 1) / 2. An update takes
+    effect one step later.
     """
     progress = (step.double() / schedule.steps).clamp(max=1)
     start, minimum = schedule.start, schedule.minimum
@@ -31,15 +32,15 @@ def compute_temperature(schedule: Temperature, step: Tensor) -> Tensor:
 
 
 def find_final_temperature(schedule: Temperature) -> float:
-    """Returns the lowest temperature of the schedule; of a constant one its start. Held-out data always use it, so that
-    figures of all steps compare.
+    """Returns the temperature with which held-out data are measured at every step, so that figures of different steps
+    compare: `minimum`, or `start` if the schedule is constant.
     """
     return schedule.start if schedule.schedule == "constant" else schedule.minimum
 
 
 def compute_kl_weight(weight: float, warmup: int, step: Tensor) -> Tensor:
-    """Returns a weight that grows linearly from 0 at step 0 to its value at step `warmup`: int64 (B,) ->
-    float32 (B,).
+    """Returns the KL weight at optimizer steps, int64 (B,) -> float32 (B,): it grows linearly from 0 at step 0 to
+    `weight` at step `warmup`. Without warmup it is `weight` at once.
     """
     progress = (step.double() / warmup).clamp(max=1) if warmup else torch.ones_like(step, dtype=torch.float64)
     return (weight * progress).float()

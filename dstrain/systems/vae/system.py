@@ -1,7 +1,8 @@
-"""What both kinds of autoencoder share: they need data, show reconstructions in place of samples, and load by name.
+"""What both kinds of autoencoder have in common: the loss, reconstructions in place of samples, and loading of weights.
 
-The loss of a sample is reconstruction (a mean over the values of its image) plus kl_weight * KL in nats / values of its
-image: the evidence lower bound of the image, divided by its number of values, so that weights carry over between sizes.
+The loss of a sample is its reconstruction error (a mean over the values of its image) plus kl_weight * KL in nats /
+number of these values. With kl_weight 1 and a log likelihood this is minus the evidence lower bound by value, so that
+weights carry over between image sizes.
 """
 
 from abc import abstractmethod
@@ -24,9 +25,8 @@ from dstrain.systems.vae.config import Config
 
 
 class AutoencoderSystem(System):
-    """The part `autoencoder` and, where the config has one, the part `discriminator`, which waits for its start.
-
-    `config` says what each choice means.
+    """An autoencoder, the part `autoencoder`. If the config has a discriminator, it is the part `discriminator`, which
+    learns from its start step on.
     """
 
     generates = False
@@ -34,21 +34,21 @@ class AutoencoderSystem(System):
     in_pipeline = "vae"
     starts_from_data = True
     averaged = ("autoencoder",)
-    remedies: dict[str, Remedies]  # by part, for weights that do not fit: pattern of a name -> fields
+    remedies: dict[str, Remedies]  # by part: pattern of the name of a weight that does not fit -> fields to set
 
     def __init__(self, config: Config) -> None:
         self.config = config
         self.picture_loss = PictureLoss(config.kind.perceptual, config.kind.discriminator)
         self.parts = self.picture_loss.list_part_losses("autoencoder", self.learn)
-        self.values = config.channels * config.image_size**2  # of an image
-        self.side = config.image_size // config.factor  # of the latents or tokens
+        self.values = config.channels * config.image_size**2  # number of values of an image
+        self.side = config.image_size // config.factor  # side of the latents or tokens
 
     def networks(self) -> dict[str, nn.Module]:
         return {"autoencoder": self.build_autoencoder()} | self.picture_loss.build_networks(self.config.channels)
 
     @abstractmethod
     def build_autoencoder(self) -> nn.Module:
-        """Builds the network of this kind of autoencoder."""
+        """Builds the network of the part `autoencoder`."""
 
     def frozen(self) -> tuple[nn.Module, ...]:
         return self.picture_loss.list_frozen()
@@ -57,8 +57,8 @@ class AutoencoderSystem(System):
         return self.picture_loss.list_turns("autoencoder", step)
 
     def learn(self, nets: Nets, example: Example) -> Terms:
-        """Computes the loss of the reconstruction and of its code; from the discriminator's start on also its
-        critique.
+        """Computes the autoencoder's loss: reconstruction, code and, from the discriminator's start on, its critique of
+        the reconstruction.
         """
         discriminator, last = self.config.kind.discriminator, self.find_last_layer(nets)
         by_last_layer = self.picture_loss.adversarial and discriminator.balance == "last_layer"
@@ -83,21 +83,23 @@ class AutoencoderSystem(System):
 
     @abstractmethod
     def run_pass(self, nets: Nets, example: Example) -> tuple[Tensor, Terms, Tensor]:
-        """Runs the network; returns the decoder's output (B, ...), terms of the code (B,) and what they add to the
-        loss, (B,).
+        """Runs the network. Returns the decoder's output (B, ...), the terms of the code, (B,) each, and the code's
+        part of the loss, (B,).
         """
 
     @abstractmethod
     def compute_distance(self, nets: Nets, out: Tensor, example: Example) -> Terms:
-        """Returns the terms of the decoder's output, (B,) each: recon and, if its weight is not 0, perceptual."""
+        """Returns the distances of the decoder's output from the image, (B,) each: recon and, if it has a weight,
+        perceptual.
+        """
 
     @abstractmethod
     def convert_to_picture(self, nets: Nets, out: Tensor) -> Tensor:
-        """Returns the decoder's output as pictures (B, C, H, W), about in [-1, 1]."""
+        """Converts the decoder's output to pictures (B, C, H, W), about in [-1, 1]."""
 
     @abstractmethod
     def find_last_layer(self, nets: Nets) -> nn.Conv2d:
-        """Returns the layer that makes the decoder's output."""
+        """Returns the decoder's last layer, from which its output comes."""
 
     @torch.no_grad()
     def encode(self, batch: Batch) -> Example:
@@ -108,19 +110,21 @@ class AutoencoderSystem(System):
         return super().encode(batch)
 
     def pictures(self, nets: Nets, example: Example) -> dict[str, Tensor]:
-        """Returns {"reconstruction": uint8 (B, C, H, n W)}, each original and, to the right of it, its
-        reconstructions.
+        """Returns {"reconstruction": uint8 (B, C, H, n W)}: each original and, to its right, the n - 1 reconstructions
+        of it.
         """
         shown = torch.cat([example["x_start"], *self.reconstruct(nets, example)], dim=3)  # (B, C, H, n W)
         return {"reconstruction": convert_to_uint8(shown)}
 
     @abstractmethod
     def reconstruct(self, nets: Nets, example: Example) -> list[Tensor]:
-        """Returns the reconstructions that are shown beside the original, float (B, C, H, W) in [-1, 1] each."""
+        """Returns the kinds of reconstructions that `pictures` shows beside the original, float (B, C, H, W) in about
+        [-1, 1] each.
+        """
 
     def adapt(self, part: str, state: dict[str, Tensor]) -> Fitted:
-        """Converts a state dict, of an original trainer, too, to the part's names and shapes; returns it with notes,
-        see weights.py.
+        """Returns a state dict, also one of an original trainer, with the part's names and shapes, and notes for the
+        user. See weights.adapt_weights.
         """
         return weights.adapt_weights(state, self.on_meta(part), self.remedies[part])
 
@@ -135,7 +139,7 @@ class AutoencoderSystem(System):
         raise ConfigError("diffusers has a class for model.kl alone, not for a discrete VAE: take --format safetensors")
 
     def synthetic(self, batch_size: int) -> Batch:
-        """Returns a batch of random pixels, with the keys of step 0."""
+        """Returns a batch of random pixels, with the keys of step 0 and positions from 0 on."""
         positions = torch.arange(batch_size)
         key = rng.keys(0, 0, positions)
         image = rng.integers(key, "image", 256, self.config.shape).to(torch.uint8)

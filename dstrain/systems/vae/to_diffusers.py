@@ -1,18 +1,18 @@
-"""A trained KL autoencoder as diffusers' AutoencoderKL. Its weights keep their names.
+"""Exports a trained KL autoencoder as diffusers' AutoencoderKL. Its weights keep their names.
 
-What every system's to_diffusers.py offers to dstrain/commands/export.py:
+dstrain/commands/export.py needs these names of every system's to_diffusers.py:
 
-    describe_export(system)        the class in diffusers, notes for its user ("": none), and Python code that draws
-                                   from "OUT", into `images` or `image_embeds`
+    describe_export(system)        the class in diffusers, notes for users ("": none), and Python code that draws from
+                                   the folder "OUT", into `images` or `image_embeds`
     save_export(system, nets, folder, statistics, classes)
                                    writes what diffusers loads; raises ConfigError if diffusers cannot express it
     measure_errors(system, nets, folder, example)
-                                   the largest relative errors, by name, of what diffusers reads from the folder against
-                                   the trained networks
-    draw_expected(system, nets)    what this code draws from the same noise, by the trained networks and our samplers:
-                                   uint8 pictures (B, C, H, W), or float32 (B, ...)
-    TOLERATED                      the largest errors, by name, with which the folder is kept: that of the code is
-                                   "code"; for others export.py has a default
+                                   the largest relative errors, by name, of what diffusers computes with the folder,
+                                   compared with the trained networks
+    draw_expected(system, nets)    what that code should draw, by the trained networks and our samplers from the same
+                                   noise: uint8 pictures (B, C, H, W), or float32 (B, ...)
+    TOLERATED                      the largest errors, by name, that are accepted: "code" is that of what the code
+                                   draws; for names that it lacks export.py has a default
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -30,7 +30,7 @@ from dstrain.systems.base import Example
 from dstrain.systems.vae.kl_system import KLSystem
 from dstrain.systems.vae.system import AutoencoderSystem
 
-TOLERATED = {"code": 1e-3}  # relative; on a GPU the trained network's convolutions are others
+TOLERATED = {"code": 1e-3}  # relative; on a GPU the trained network's convolutions round differently
 _CODE = """\
 import torch
 from diffusers import AutoencoderKL
@@ -60,8 +60,10 @@ def save_export(
     statistics: Callable[[], dict[str, Any]],
     classes: Callable[[], Sequence[str]] = tuple,
 ) -> None:
-    """Writes config.json and weights of an AutoencoderKL into `folder`. `statistics` gives scaling_factor, 1 / std of
-    latents; `classes` are unused.
+    """Writes config.json and weights of an AutoencoderKL into `folder`. `statistics` returns scaling_factor, 1 /
+    standard deviation of latents, and more; `classes` is not used here.
+
+    Raises ConfigError for a discrete VAE.
     """
     from diffusers import AutoencoderKL
 
@@ -77,7 +79,8 @@ def save_export(
 
 @torch.no_grad()
 def measure_errors(system: KLSystem, nets: Mapping[str, nn.Module], folder: Path, example: Example) -> dict[str, float]:
-    """Measures relative errors of the posterior's mean and deviation, and of the decoded mean.
+    """Returns the largest relative errors of the exported model, by name: mean and standard deviation of the posterior,
+    and the picture decoded from the mean.
 
     Raises ConfigError if the weights in the folder are not bit for bit the trained ones.
     """
@@ -97,8 +100,8 @@ def measure_errors(system: KLSystem, nets: Mapping[str, nn.Module], folder: Path
 
 @torch.no_grad()
 def draw_expected(system: KLSystem, nets: Mapping[str, nn.Module]) -> Tensor:
-    """Returns the `images` that the code of `describe_export` should give, computed by the trained network: float32 (B,
-    C, H, W).
+    """Returns the `images` that the code of `describe_export` should make, computed by the trained network from the
+    same noise: float32 (B, C, H, W).
     """
     generator, device = torch.Generator().manual_seed(0), group.device()
     images = (torch.rand(_choose_image_shape(system), generator=generator) * 2 - 1).to(device)

@@ -1,4 +1,4 @@
-"""Fits files of the original trainers to the networks: vae.pt and DALL-E checkpoints, diffusers' AutoencoderKL."""
+"""Fits weights of other trainers to the networks: vae.pt and DALL-E checkpoints, diffusers' AutoencoderKL."""
 
 import re
 from collections.abc import Mapping
@@ -10,7 +10,7 @@ from dstrain.nn.fitting import Remedies, list_shapes, require_fit
 from dstrain.recipe import ConfigError
 
 _CLASS = "AutoencoderKL"
-_PART = "vae."  # of a DALL-E checkpoint, whose other entries are the transformer's
+_PART = "vae."  # prefix in a DALL-E checkpoint, whose other entries are the transformer's
 
 # Layers of attention in older files of diffusers, such as Stable Diffusion's, and their names of today.
 _ATTENTION = re.compile(r"(attentions\.\d+\.)(query|key|value|proj_attn)\.")
@@ -20,9 +20,11 @@ _NEW_NAMES = {"query": "to_q", "key": "to_k", "value": "to_v", "proj_attn": "to_
 def adapt_weights(
     state: dict[str, Tensor], network: nn.Module, remedies: Remedies
 ) -> tuple[dict[str, Tensor], list[str]]:
-    """Returns a state dict that fits `network`, which may be on the meta device, and notes on what was changed.
+    """Returns a state dict that fits `network`, of which only names and shapes are read, and notes on what was changed.
+    Of a DALL-E checkpoint it takes the VAE alone; old names of attention layers become those of today.
 
-    Raises ConfigError for the first difference that cannot be bridged, with both shapes, or for placeholder weights.
+    Raises ConfigError for the first other difference, with both shapes, for the other kind of autoencoder, and for
+    placeholders of weights that ZeRO-3 had scattered.
     """
     shapes, notes = list_shapes(network), []
     inner = {name.removeprefix(_PART): tensor for name, tensor in state.items() if name.startswith(_PART)}
@@ -51,16 +53,16 @@ def adapt_weights(
         )
     for name, shape in differing.items():
         if shape == (*shapes[name], 1, 1):
-            state[name] = state[name][:, :, 0, 0]  # attention as convolutions of 1 x 1
+            state[name] = state[name][:, :, 0, 0]  # a convolution of 1 x 1, which is a linear layer here
     require_fit(state, shapes, [*shapes, *(name for name in state if name not in shapes)], remedies)
     return state, notes
 
 
 def require_same_config(diffusers_config: Mapping[str, Any], network_config: Mapping[str, Any]) -> None:
-    """Raises ConfigError if a config.json of diffusers differs from the network's in a field that no shape of a weight
-    shows.
+    """Raises ConfigError if a config.json of diffusers is not of an AutoencoderKL, or differs from the network's config
+    in norm_num_groups or act_fn, which no shape of a weight shows.
 
-    network_config: empty for a network that is none of diffusers'; then only the class is compared.
+    network_config: that of the network; empty for a discrete VAE, of which only the class is compared.
     """
     if diffusers_config.get("_class_name") != _CLASS:
         raise ConfigError(
