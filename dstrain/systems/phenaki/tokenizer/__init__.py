@@ -8,5 +8,5 @@ __all__ = ["CViViT", "Config", "TokenizerSystem", "build"]
 
 
 def build(config: Config) -> TokenizerSystem:
-    """Returns the system of a config."""
+    """Builds the system of a config."""
     return TokenizerSystem(config)

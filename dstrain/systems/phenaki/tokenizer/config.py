@@ -1,4 +1,4 @@
-"""What determines a tokenizer: a documented field for each choice."""
+"""The `model` section of a recipe for Phenaki's tokenizer: a documented field for each choice."""
 
 from typing import Any, Literal
 
@@ -99,16 +99,16 @@ class Config(SystemConfig):
 
     @property
     def size(self) -> tuple[int, int]:
-        """Returns height and width of a frame in pixels."""
+        """Returns (height, width) of a frame in pixels."""
         return (self.image_size, self.image_size) if isinstance(self.image_size, int) else self.image_size
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        """Returns channels, height and width of a frame."""
+        """Returns (channels, height, width) of a frame in pixels."""
         return self.channels, *self.size
 
     def make_network_arguments(self) -> dict[str, Any]:
-        """Returns the arguments of CViViT."""
+        """Returns the keyword arguments of CViViT."""
         names = (
             "dim",
             "codebook_size",
@@ -130,7 +130,7 @@ class Config(SystemConfig):
 
     @classmethod
     def completed(cls, model: dict[str, Any], run: Run) -> dict[str, Any]:
-        """Returns the section; the fields that it leaves out are taken from the data."""
+        """Returns the section with image_size, num_frames and channels of the data where it leaves them out."""
         width, height = run.data.image_size, run.data.height or run.data.image_size
         return {
             "image_size": width if height == width else [height, width],

@@ -1,12 +1,14 @@
-"""C-ViViT, the tokenizer of Villegas et al. 2022 (Phenaki, section 2.1): clips of any length to tokens and back.
+"""C-ViViT, the tokenizer of Villegas et al. 2022 (Phenaki, section 2.1): it encodes clips of any length to tokens, and
+decodes tokens.
 
 The first frame is a latent frame of its own, so that an image is a clip of one frame; later frames are taken p at a
 time. A spatial transformer attends within a latent frame, a temporal one to earlier latent frames at the same place.
-The decoder mirrors this. Neither half depends on later latent frames. So the beginning of a clip has the same tokens
-and pictures as in the whole clip, and padding at the end changes nothing: attention needs no mask for it.
+The decoder has the same two in reverse order. No output of encoder or decoder depends on later latent frames. So the
+beginning of a clip has the same tokens and pictures as in the whole clip, and padding at the end changes nothing:
+attention needs no mask for it.
 
-Notation: B clips, T = 1 + k p frames of C x H x W pixels in [-1, 1], p = temporal_patch_size; the tokens' grid is
-t = 1 + k latent frames of h x w places; D = dim. Without phenaki-pytorch's LayerNorm of patches.
+Notation: B clips of T = 1 + k p frames, C x H x W pixels in [-1, 1], p = temporal_patch_size; the tokens' grid has t =
+1 + k latent frames of h x w places; D = dim. Patches have no LayerNorm, unlike those of phenaki-pytorch.
 """
 
 from typing import NamedTuple
@@ -24,7 +26,9 @@ from dstrain.systems.phenaki.transformer import ROWS, PositionBias, Transformer,
 
 
 class Pass(NamedTuple):
-    """What one pass gives to the loss; terms are means over a clip's real tokens, see nn/lookup_free.Quantized."""
+    """The outputs of one forward pass, for the loss. Terms are means over a clip's real tokens, see
+    nn/lookup_free.Quantized.
+    """
 
     video: Tensor  # (B, T, C, H, W); padded frames hold anything
     tokens: Tensor  # int64 (B, t, h, w)
@@ -35,13 +39,15 @@ class Pass(NamedTuple):
 
 
 class CViViT(nn.Module):
-    """Clips to tokens and back.
+    """Encodes clips to tokens, and decodes tokens to clips.
 
-    image_size      pixels, one number or [height, width]; patch_size divides each.
-    spatial_depth   blocks of the spatial transformer, in encoder and decoder each; temporal_depth alike.
-    quantizer       lookup_free or cosine, see nn/lookup_free, or fsq, see nn/finite_scalar. inv_temperature is the
-                    sharpness of the lookup-free p(c|z), levels are those of fsq, codebook_dim is the width of a cosine
-                    entry.
+    image_size         pixels, one number or [height, width]; patch_size must divide each.
+    spatial_depth      blocks of the spatial transformer, in the encoder and in the decoder; temporal_depth alike.
+    quantizer          lookup_free or cosine, see nn/lookup_free, or fsq, see nn/finite_scalar.
+    inv_temperature    of lookup_free: sharpness of p(c|z). levels are those of fsq.
+    codebook_dim       of cosine: width of an entry.
+
+    Raises ConfigError if patch_size does not divide image_size.
     """
 
     def __init__(
@@ -95,8 +101,8 @@ class CViViT(nn.Module):
         self.to_pixels_first_frame, self.to_pixels = Linear(dim, values), Linear(dim, temporal_patch_size * values)
 
     def forward(self, video: Tensor, frames: Tensor) -> Pass:
-        """Encodes and decodes clips (B, T, C, H, W), of which `frames` int64 (B,) are real. Returns the pictures with
-        the quantizer's terms, see Pass.
+        """Encodes and decodes clips (B, T, C, H, W), of which the first `frames` int64 (B,) frames are real. Returns
+        the reconstructed clips with tokens and the quantizer's terms, see Pass.
         """
         bias = self.spatial_rel_pos_bias(*self.grid)  # (heads, hw, hw)
         x = self._encode(video, frames, bias)
@@ -105,17 +111,21 @@ class CViViT(nn.Module):
         return Pass(self._decode(quantized.x, bias), *quantized[1:])
 
     def encode_tokens(self, video: Tensor, frames: Tensor | None = None) -> Tensor:
-        """Maps (B, T, C, H, W), int64 (B,) or None if all frames are real -> tokens int64 (B, t, h, w)."""
+        """Encodes clips (B, T, C, H, W) to tokens int64 (B, t, h, w). `frames` int64 (B,) says how many frames of each
+        clip are real; None: all.
+        """
         if frames is None:
             frames = torch.full((len(video),), video.shape[1], device=video.device)
         return self.vq.encode(self._encode(video, frames, self.spatial_rel_pos_bias(*self.grid)))
 
     def decode_tokens(self, tokens: Tensor) -> Tensor:
-        """Maps tokens int64 (B, t, h, w) -> (B, T, C, H, W) in [-1, 1]."""
+        """Decodes tokens int64 (B, t, h, w) to clips (B, T, C, H, W) in [-1, 1]."""
         return self._decode(self.vq.decode(tokens), self.spatial_rel_pos_bias(*self.grid)).clamp(-1, 1)
 
     def _encode(self, video: Tensor, frames: Tensor, bias: Tensor) -> Tensor:
-        """Maps (B, T, C, H, W), (B,), the spatial bias -> (B, t, h, w, D)."""
+        """Maps clips (B, T, C, H, W), with `frames` (B,) real frames and the spatial `bias` (heads, hw, hw), to vectors
+        (B, t, h, w, D).
+        """
         video = video.to(self.to_patch_emb.weight.dtype)
         counted = mark_frames_with_tokens(frames, self.temporal_patch_size, video.shape[1])  # (B, T)
         video = torch.where(counted[:, :, None, None, None], video, 0.0)  # padding may hold NaN
@@ -127,7 +137,7 @@ class CViViT(nn.Module):
         return gather_parts(self.enc_temporal_transformer(x, build_alibi(self.heads, x.shape[1], x)), ROWS)
 
     def _decode(self, x: Tensor, bias: Tensor) -> Tensor:
-        """Maps (B, t, h, w, D), the spatial bias -> float32 (B, T, C, H, W)."""
+        """Maps vectors (B, t, h, w, D), with the spatial `bias` (heads, hw, hw), to clips float32 (B, T, C, H, W)."""
         x = take_own_part_again(
             x, ROWS
         )  # the encoder's tokens were gathered for the quantizer, which measures whole clips
@@ -138,14 +148,16 @@ class CViViT(nn.Module):
         return widen_precision(torch.cat((first, later), dim=1))
 
     def _cut_patches(self, video: Tensor, length: int) -> Tensor:
-        """Cuts (B, t length, C, H, W) -> (B, t, h, w, length C s s), s = patch_size."""
+        """Cuts clips of t * `length` frames, (B, t length, C, H, W), into patches of `length` frames and s x s pixels,
+        s = patch_size: (B, t, h, w, length C s s).
+        """
         (h, w), s = self.grid, self.patch_size
         batch, count, channels = video.shape[:3]
         x = video.reshape(batch, count // length, length, channels, h, s, w, s)
         return x.permute(0, 1, 4, 6, 2, 3, 5, 7).flatten(4)
 
     def _join_patches(self, x: Tensor, length: int) -> Tensor:
-        """Inverts `_cut_patches`."""
+        """Joins patches (B, t, h, w, length C s s) to clips (B, t length, C, H, W), the inverse of `_cut_patches`."""
         (h, w), s = self.grid, self.patch_size
         batch, count = x.shape[:2]
         channels = x.shape[-1] // (length * s * s)
@@ -154,7 +166,9 @@ class CViViT(nn.Module):
 
 
 def mark_whole_latent_frames(frames: Tensor, temporal_patch_size: int, count: int) -> Tensor:
-    """Marks which of `count` latent frames are whole, without padding: int64 (B,) -> bool (B, count)."""
+    """Returns bool (B, count), True for the latent frames without padding, if int64 (B,) `frames` of each clip are
+    real.
+    """
     return torch.arange(count, device=frames.device) < 1 + (frames[:, None] - 1) // temporal_patch_size
 
 
@@ -164,5 +178,7 @@ def count_frames_with_tokens(frames: Tensor, temporal_patch_size: int) -> Tensor
 
 
 def mark_frames_with_tokens(frames: Tensor, temporal_patch_size: int, total: int) -> Tensor:
-    """Marks which of `total` frames lie in whole latent frames: int64 (B,) -> bool (B, total)."""
+    """Returns bool (B, total), True for the frames that lie in latent frames without padding, if int64 (B,) `frames` of
+    each clip are real.
+    """
     return torch.arange(total, device=frames.device) < count_frames_with_tokens(frames, temporal_patch_size)[:, None]

@@ -1,11 +1,11 @@
-"""The tokenizer as a system: reconstruction and quantizer, with the losses of nn/picture_loss.py where chosen.
+"""The tokenizer as a system: reconstruction and quantizer, with the losses of nn/picture_loss.py that the config has.
 
-Images are clips of one frame, and one batch holds both: `frames` says how many frames of each clip are real. Whatever
-is measured is a mean over a clip's real frames or tokens. Perceptual distance and adversary look at one random real
-frame of each clip, so images and clips of any length have the same cost and weight. An adversary of whole clips would
-see how they move, but also where their padding begins.
+Images are clips of one frame, and one batch holds both: `frames` says how many frames of each clip are real. Each
+measure is a mean over a clip's real frames or tokens. Perceptual distance and adversary judge one random real frame of
+each clip, so that images and clips of any length have the same cost and weight. An adversary of whole clips would see
+how they move, but also where their padding begins.
 
-All randomness is drawn from the samples' keys by name: frame (which one is judged), penalty.
+All randomness is drawn from the samples' keys, each kind under a name of its own: frame (which one is judged), penalty.
 """
 
 from typing import Any
@@ -46,7 +46,9 @@ _REMEDIES = {
 
 
 class TokenizerSystem(System):
-    """The part `tokenizer` and, where the config has one, the part `discriminator`, which waits for its start."""
+    """A tokenizer of clips, the part `tokenizer`. If the config has a discriminator, it is the part `discriminator`,
+    which learns from its start step on.
+    """
 
     generates = False
     starts_from_data = True
@@ -60,7 +62,7 @@ class TokenizerSystem(System):
         )
         self.parts = self.picture_loss.list_part_losses("tokenizer", self.learn)
         self.codebook_size, self.temporal_patch_size = config.codebook_size, config.temporal_patch_size
-        self._usage: Usage | None = None  # of codes, what `diversity` is measured to
+        self._usage: Usage | None = None  # running shares of codes, the reference of `diversity`
         if config.quantizer == "lookup_free":
             self._usage, self.watched = Usage(count_bits(config.codebook_size), config.usage_decay), ("shares",)
 
@@ -70,7 +72,9 @@ class TokenizerSystem(System):
 
     @torch.no_grad()
     def encode(self, batch: Batch) -> Example:
-        """Returns x_start (B, T, C, H, W) in [-1, 1] and frames (B,). Raises ConfigError if they do not fit."""
+        """Returns the batch with x_start (B, T, C, H, W) in [-1, 1] in place of videos or images, and frames (B,), T if
+        the batch gives none. Raises ConfigError if the number of frames, or a frame's shape, does not fit the model.
+        """
         example = {name: tensor for name, tensor in batch.items() if name not in ("image", "video")}
         video = batch["video"] if "video" in batch else batch["image"][:, None]  # (B, T, C, H, W)
         require_shape(video, self.config.shape, "channels")
@@ -87,7 +91,9 @@ class TokenizerSystem(System):
         return self.picture_loss.list_turns("tokenizer", step)
 
     def learn(self, nets: Nets, example: Example) -> Terms:
-        """Computes the loss of reconstruction and quantizer; from the discriminator's start on also its critique."""
+        """Computes the tokenizer's loss: reconstruction, quantizer and, from the discriminator's start on, its critique
+        of one frame.
+        """
         passed = nets["tokenizer"](example["x_start"], example["frames"])
         terms, shares = self._select_code_terms(passed), {}
         if self._usage is not None:
@@ -105,8 +111,8 @@ class TokenizerSystem(System):
         return {name: term.detach() for name, term in terms.items()} | {"loss": loss} | shares
 
     def _compute_critique(self, nets: Nets, made: Tensor, example: Example) -> tuple[Terms, Tensor]:
-        """Returns the terms of reconstructed clips (B, T, C, H, W), and a loss (B,) whose gradient with respect to the
-        clips is that of the whole loss.
+        """Returns the terms of reconstructed clips `made` (B, T, C, H, W), and a tensor (B,) whose gradient with
+        respect to the clips is that of reconstruction, perceptual distance and critique together.
         """
         place, x = self._draw_frame_number(example), example["x_start"]
         video = made.detach().requires_grad_()
@@ -127,18 +133,22 @@ class TokenizerSystem(System):
         return terms | critique, (made * pull).flatten(1).sum(1)
 
     def observe(self, seen: Terms) -> None:
-        """Updates the running shares of codes with those of one global batch."""
+        """Moves the running shares of codes towards those of one global batch, `seen["shares"]` of each sample."""
         self._usage.update_shares(seen["shares"])
 
     def _select_code_terms(self, passed: Pass) -> Terms:
-        """Returns the quantizer's terms that have a gradient; fsq has none."""
+        """Returns the terms of the quantizer that have a gradient: commitment, and codebook (cosine) or entropy
+        (lookup_free); {} for fsq.
+        """
         if self.config.quantizer == "fsq":
             return {}
         other = "codebook" if self._usage is None else "entropy"
         return {"commitment": passed.commitment, other: getattr(passed, other)}
 
     def _compute_code_loss(self, terms: Terms) -> Tensor | float:
-        """Returns the quantizer's loss: (B,). Without `diversity`, whose reference moves, steps can be compared."""
+        """Returns the quantizer's part of the loss, (B,), 0 for fsq. Held-out terms have no `diversity`, whose
+        reference moves with the steps, so that losses of different steps can be compared.
+        """
         config = self.config
         if config.quantizer == "fsq":
             return 0.0
@@ -157,24 +167,24 @@ class TokenizerSystem(System):
         )
 
     def _compute_recon(self, video: Tensor, example: Example) -> Tensor:
-        """Returns the mean square error over real frames: (B,)."""
+        """Returns the mean squared error of each clip over its real frames, (B,)."""
         return _average_counted(
             (video - example["x_start"]).square().flatten(2).mean(2), self._mark_frames_with_tokens(example)
         )
 
     def _draw_frame_number(self, example: Example) -> Tensor:
-        """Draws the number of a random real frame of each clip: int64 (B,)."""
+        """Draws a random real frame of each clip, and returns its number, int64 (B,)."""
         count = count_frames_with_tokens(example["frames"], self.temporal_patch_size)
         return (rng.uniform(example["key"], "frame") * count).long().minimum(count - 1)
 
     def _mark_frames_with_tokens(self, example: Example) -> Tensor:
-        """Marks the frames that tokens stand for: bool (B, T)."""
+        """Returns bool (B, T), True for the example's frames that lie in latent frames without padding."""
         return mark_frames_with_tokens(example["frames"], self.temporal_patch_size, example["x_start"].shape[1])
 
     @torch.no_grad()
     def evaluate(self, nets: Nets, example: Example) -> Terms:
-        """Returns terms without those of discriminator and diversity; psnr and ssim, means over real frames; usage (B,
-        K), shares of ids.
+        """Returns the terms of each clip, (B,), without those of discriminator and diversity; psnr and ssim are means
+        over its real frames. usage (B, K) has the share of each token id.
         """
         passed: Pass = nets["tokenizer"](example["x_start"], example["frames"])
         terms = self._select_code_terms(passed) | self._compute_distances(passed.video, example)
@@ -191,15 +201,15 @@ class TokenizerSystem(System):
         )
 
     def digest(self, means: dict[str, Tensor]) -> dict[str, float]:
-        """Returns perplexity of the codebook over all samples, and dead_tokens, the fraction that none of them used."""
+        """Returns the perplexity of the codebook over all held-out samples, and dead_tokens, the share of ids that none
+        of them used.
+        """
         return dict(zip(("perplexity", "dead_tokens"), measure_codebook_usage(means["usage"])))
 
     @torch.no_grad()
     def pictures(self, nets: Nets, example: Example) -> dict[str, Tensor]:
         """Returns {"reconstruction": uint8}: original and reconstruction side by side, (B, T, C, H, 2W), or (B, C, H,
-        2W) of single frames.
-
-        After its last real frame a clip stands still.
+        2W) if clips are single frames. In place of padding a clip repeats its last real frame.
         """
         x, frames = example["x_start"], example["frames"]
         last = count_frames_with_tokens(frames, self.temporal_patch_size)[:, None] - 1
@@ -210,7 +220,7 @@ class TokenizerSystem(System):
 
     @torch.no_grad()
     def codes(self, nets: Nets, example: Example) -> dict[str, Tensor]:
-        """Encodes an example: {"tokens": int64 (B, t, h, w)}; ignore the tokens of padding frames."""
+        """Returns {"tokens": int64 (B, t, h, w)} of an example. Tokens of latent frames with padding mean nothing."""
         return {"tokens": nets["tokenizer"].encode_tokens(example["x_start"], example["frames"])}
 
     @torch.no_grad()
@@ -218,7 +228,7 @@ class TokenizerSystem(System):
         return nets["tokenizer"].decode_tokens(codes)
 
     def identity(self, nets: Nets) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """Returns the architecture and all weights; neither the number of frames nor how it was trained."""
+        """Returns the architecture and all weights by name, without the number of frames and choices for training."""
         architecture = self.config.make_network_arguments()
         left_out = {"dropout", "inv_temperature"}
         left_out |= {
@@ -232,7 +242,8 @@ class TokenizerSystem(System):
     def adapt(self, part: str, state: dict[str, Tensor]) -> tuple[dict[str, Tensor], list[str]]:
         """Returns a copy of the state dict, and no notes: names and shapes do not depend on image_size or num_frames.
 
-        Raises ConfigError for a file of phenaki-pytorch, or names the first name or shape that is not the network's.
+        Raises ConfigError for a file of phenaki-pytorch, and for the first name or shape that differs from the
+        network's.
         """
         if any(".dsconv." in name for name in state):
             raise ConfigError(
@@ -263,7 +274,9 @@ class TokenizerSystem(System):
             self._usage.q = state["usage"].clone()
 
     def synthetic(self, batch_size: int) -> Batch:
-        """Returns random clips with keys, in turn whole, half and an image; images alone if clips have one frame."""
+        """Returns a batch of random clips with keys and positions. In turn all frames of a clip are real, about half of
+        them, or one.
+        """
         positions, total, p = torch.arange(batch_size), self.config.num_frames, self.temporal_patch_size
         key = rng.keys(0, 0, positions)
         video = rng.integers(key, "video", 256, (total, *self.config.shape)).to(torch.uint8)
@@ -273,10 +286,10 @@ class TokenizerSystem(System):
 
 
 def _take_frame(video: Tensor, place: Tensor) -> Tensor:
-    """Takes one frame of each clip: (B, T, C, H, W), int64 (B,) -> (B, C, H, W)."""
+    """Returns the frame of each clip whose number is `place`, int64 (B,): (B, T, C, H, W) -> (B, C, H, W)."""
     return video[torch.arange(len(video), device=place.device), place]
 
 
 def _average_counted(values: Tensor, counted: Tensor) -> Tensor:
-    """Averages over the frames that count: two (B, T) -> (B,)."""
+    """Returns the means of `values` over the frames where `counted` is True: two (B, T) -> (B,)."""
     return torch.where(counted, values, 0.0).sum(1) / counted.sum(1)
