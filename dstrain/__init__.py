@@ -11,7 +11,9 @@ __all__ = ["TrainedRun", "__version__", "load"]
 
 
 def __getattr__(name: str) -> Any:
-    """Imports the names of `dstrain.notebook` when they are asked for: `import dstrain` alone stays without torch."""
+    """Imports `dstrain.notebook` when one of its names is first used, so that `import dstrain` alone does not import
+    torch. Raises AttributeError for other names.
+    """
     if name in __all__:
         return getattr(importlib.import_module("dstrain.notebook"), name)
     raise AttributeError(f"module 'dstrain' has no attribute {name!r}")

@@ -1,4 +1,4 @@
-"""A trained run in a notebook: its recipe, system, networks and samples, in one process and without DeepSpeed."""
+"""Loads a trained run in a notebook: its recipe, system, networks and samples, in one process and without DeepSpeed."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -24,7 +24,9 @@ _EXPORTED = "recipe.yaml"  # what `export --format safetensors` writes beside th
 
 @dataclass(frozen=True, repr=False)
 class TrainedRun:
-    """What `load` found. Parts that only teach others while they train, such as a discriminator, are left out."""
+    """Holds a run that `load` has read. Parts that only teach others in training, such as a discriminator, are left
+    out.
+    """
 
     folder: Path
     recipe: Run
@@ -59,10 +61,10 @@ class TrainedRun:
         """Draws uint8 images (num, C, H, W), videos (num, T, C, H, W) or float32 embeddings (num, D), on the CPU.
 
         Sample i is a function of seed + i, the same that dstrain generate draws. labels and prompts are repeated to
-        `num`. images, uint8 (N, C, H, W), are what a super-resolution run begins from; of a run of videos (N, K, C, H,
-        W), the frames to go on from; of a decoder image embeddings (N, D). None takes the choice of the recipe's
-        `samples` section, where the other choices are explained, too. batch: samples in one call of the networks.
-        Raises ConfigError if the system does not support a choice.
+        `num`. images, uint8 (N, C, H, W), are those that a super-resolution run enlarges; for a run of videos (N, K, C,
+        H, W), the frames to go on from; for a decoder, image embeddings (N, D). Any other choice that is None is taken
+        from the recipe's `samples` section, which also explains it. batch: samples in one call of the networks. Raises
+        ConfigError if the system does not support a choice.
         """
         if images is None and self.system.starts_from_data and self.system.generates:
             kind = "image embeddings" if self.system.takes_embeddings else "smaller pictures"
@@ -115,9 +117,9 @@ def load(
     """Loads a run's folder, or a folder that `dstrain export --format safetensors` has written.
 
     ema: decay or width of the average to take, None for the recipe's choice. raw: takes the training weights instead.
-    step: of the checkpoint, None for the newest complete one. device: None for the GPU if there is one. dtype: of the
-    weights. trust_system: an outside package that the folder may name as its system, and that is then imported. Raises
-    ConfigError if it is no such folder, or holds no such weights.
+    step: that of the checkpoint, None for the newest whole one. device: None for the GPU if there is one. dtype: that
+    of the weights. trust_system: an outside package that the folder may name as its system, and that is then imported.
+    Raises ConfigError if it is no such folder, or holds no such weights.
     """
     if trust_system is not None:
         trust.trust_system(trust_system)

@@ -33,7 +33,7 @@ def keys_of_seeds(seeds: Tensor) -> Tensor:
 
 
 def seed_torch(seed: int, step: int, micro: int) -> None:
-    """Seeds torch's generators, which dropout draws from. `micro` numbers the micro-batches of a step over all ranks.
+    """Seeds torch's generators, from which dropout draws. `micro` numbers the micro-batches of a step over all ranks.
 
     A dropout mask is thus a function of (seed, step, micro-batch): the same after a resume, and at another world size
     as long as the micro-batch keeps its size. Keyed draws for each sample would cost more than the layer itself.
@@ -82,14 +82,16 @@ def _convert_to_uniform(bits: Tensor) -> Tensor:
 
 
 def _mix_bits(z: Tensor) -> Tensor:
-    """Applies the splitmix64 finalizer to int64. `>>` is arithmetic in torch, so the sign bits are masked off."""
+    """Applies the splitmix64 finalizer to each int64 of a tensor. `>>` is arithmetic in torch, so the sign bits are
+    masked off.
+    """
     z = (z ^ ((z >> 30) & ((1 << 34) - 1))) * _FIRST
     z = (z ^ ((z >> 27) & ((1 << 37) - 1))) * _SECOND
     return z ^ ((z >> 31) & ((1 << 33) - 1))
 
 
 def _mix_integer(z: int) -> int:
-    """Applies the splitmix64 finalizer to one Python integer, as unsigned 64 bits."""
+    """Applies the splitmix64 finalizer to one Python integer, modulo 2^64; the result lies in [0, 2^64)."""
     z &= _MASK
     z = (z ^ (z >> 30)) * (_FIRST & _MASK) & _MASK
     z = (z ^ (z >> 27)) * (_SECOND & _MASK) & _MASK

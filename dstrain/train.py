@@ -43,21 +43,21 @@ _FIRST_STEP = 12.0  # seconds that the first step may take to end, once a stop i
 
 @dataclass(frozen=True)
 class Training:
-    """What the loop works with."""
+    """Holds all that the loop works with."""
 
     run: Run
     system: System
     engines: Engines
     ema: EmaShadow
     saves: Checkpoints
-    saver: Saver  # what writes them
+    saver: Saver  # writes the checkpoints
     batches: Batches
     shown: Source  # the source that grids begin from: the held-out one, where there is one
     held_out: Source | None
-    quality: Quality | None  # what every.metrics measures
+    quality: Quality | None  # the metrics of every.metrics
     micro: int  # samples of a rank in one call of the networks
     stops: Stops
-    pieces: Pieces  # of what may be left for a stop
+    pieces: Pieces  # between which work may be left for a stop
     watchdog: Watchdog
     tracker: Tracker
     throughput: Throughput
@@ -65,13 +65,15 @@ class Training:
     first: int  # the step that it begins with
 
     def close(self) -> None:
-        """Lets a save in flight end, and ends the workers."""
+        """Waits for a save that is being written, ends the loader's workers, and closes the tracker's outputs."""
         for part in (self.saves, self.throughput, self.batches, self.tracker):
             part.close()
 
 
 def train(run: Run, settings: dict[str, Any], resume: Resume = Resume()) -> int:
-    """Trains to run.steps from the folder's newest whole checkpoint, or as `resume` says; returns DONE or STOPPED."""
+    """Trains to run.steps from the newest whole checkpoint, or as `resume` says; returns DONE, or STOPPED if
+    cut short.
+    """
     first = group.read_place().rank == 0
     lock = folders.lock_folder(run.directory) if first else nullcontext()  # one run in a folder
     limits = run.faults.hang_factor, run.faults.hang_seconds, 60 * run.faults.timeout_minutes
@@ -94,7 +96,7 @@ def train(run: Run, settings: dict[str, Any], resume: Resume = Resume()) -> int:
 
 
 def run_steps(training: Training) -> tuple[int, bool]:
-    """Takes steps until the run is complete or stopped early, and saves the last one.
+    """Takes steps until the run is complete or stopped early; saves, draws and measures what is due.
 
     Returns how many steps are done, and whether a stop has cut short what follows the last one.
     """
@@ -147,7 +149,9 @@ def run_steps(training: Training) -> tuple[int, bool]:
 
 
 def wants_stop(training: Training) -> bool:
-    """Returns whether this rank has a reason to stop: a request, no samples, or a folder that is another run's now."""
+    """Returns whether this rank has a reason to stop: a request, no more samples, or a folder that is no longer this
+    run's.
+    """
     lost = group.rank() == 0 and hosts.has_lost(training.run.directory)
     return lost or training.stops.is_requested() or training.batches.problem is not None
 
@@ -171,10 +175,11 @@ def save_and_measure_step(training: Training, done: int, stop: bool) -> bool:
 
 
 def measure_step(training: Training, done: int, saved: bool, held: tuple[bool, ...] = (False, False, False)) -> bool:
-    """Draws and measures what is due of a step. Returns False if a stop has cut that short.
+    """Draws and measures what is due after step `done`. Returns False if a stop has cut that short.
 
-    `held`: which of pictures, held-out figures and metrics the run's folder holds already; these are left out. The
-    score of save.best goes to the step's checkpoint; a step that is not `saved`, and the best, is saved with it.
+    `held` says which of pictures, held-out figures and metrics the run's folder holds already; these are left out.
+    `saved` says whether the step has a checkpoint, to which the score of save.best is added. A step without one is
+    saved now if its score is the best.
     """
     every, last = training.run.every, done == training.run.steps
     tasks: tuple[tuple[Callable[[Training, int], float | None], int, Any], ...] = (
@@ -198,8 +203,8 @@ def measure_step(training: Training, done: int, saved: bool, held: tuple[bool, .
 
 
 def end_without_data(training: Training, done: int) -> None:
-    """Raises, on all ranks, the ConfigError or NotRead of a rank that has no samples for the next step. Call it after
-    step `done` is saved.
+    """Raises, on all ranks, the ConfigError or NotRead of a rank that has no samples for the next step; does nothing if
+    no rank has one. Call it after step `done` is saved.
     """
     for problem in filter(None, group.gather_objects(training.batches.problem)):
         training.tracker.note(f"stopped at step {done}, which is saved, since samples cannot be read: {problem}")
@@ -207,8 +212,8 @@ def end_without_data(training: Training, done: int) -> None:
 
 
 def measure_resumed_step(training: Training, done: int) -> bool:
-    """Draws and measures what was due at the step that a run goes on from, and what its folder does not hold yet.
-    Returns whether a stop has cut that short.
+    """Draws and measures what was due at the step from which a run goes on, if its folder does not hold it yet. Returns
+    whether a stop has cut that short.
     """
     held = training.tracker.has_written(done)
     training.saves.averages.take_snapshot(done, done == training.run.steps, wait=True)
@@ -216,7 +221,9 @@ def measure_resumed_step(training: Training, done: int) -> bool:
 
 
 def go_back(training: Training, done: int, trouble: str) -> int:
-    """Goes from trouble back to the newest checkpoint before it, and past the batches since; returns its step."""
+    """Restores the newest checkpoint from before the trouble, skips the batches trained on since, and returns
+    its step.
+    """
     training.watchdog.enter_phase(done, "way back from step")
     hosts.require_own_folder(training.run.directory)
     step = training.saves.go_back(done, trouble)
@@ -237,10 +244,10 @@ def take_step(
     shift: int = 0,
     vote: Callable[[], None] | None = None,
 ) -> dict[str, list[Tensor]]:
-    """Takes one optimizer step: every micro-batch, every network whose turn it is. Returns the losses of each network.
+    """Takes one optimizer step of every network whose turn it is. Returns the losses of its micro-batches by network.
 
-    It learns from the batch of `step + shift`, with the noise and dropout of that one; all else follows `step`. `vote`
-    is called on the last micro-batch, when `batches` know whether the next step has samples.
+    The step learns from the batch of `step + shift`, with the noise and dropout of that one; all else follows `step`.
+    `vote` is called on the last micro-batch, when `batches` know whether the next step has samples.
     """
     engines.set_lr(run.optimizer.compute_lr(step, run.steps))
     sequence, watched = run.parallel.sequence, []
@@ -386,7 +393,7 @@ def set_up(run: Run, settings: dict[str, Any], resume: Resume, watchdog: Watchdo
 def build_engines(
     run: Run, settings: dict[str, Any], system: System, draw: bool = True, kind: type[Engines] = Engines
 ) -> Engines:
-    """Builds the engines of a system's networks as the recipe asks; without `draw`, their weights are to be loaded."""
+    """Builds the engines of a system's networks as the recipe asks; without `draw` their weights are to be loaded."""
     return kind(
         system.networks,
         settings,
@@ -405,8 +412,8 @@ def build_engines(
 def load_weights(
     run: Run, engines: Engines, ema: EmaShadow, saves: Checkpoints, system: System, request: int | None
 ) -> int:
-    """Sets the weights from a checkpoint (the newest or `request`), `init_from` or the initialization; returns its
-    step.
+    """Sets the weights from the checkpoint of step `request` (None: the newest), else from `init_from` or the
+    initialization; returns the step, 0 without a checkpoint.
     """
     step = saves.resume(request)
     folders.require_steps(run, step)
@@ -426,8 +433,8 @@ def load_weights(
 
 
 def finish_run(training: Training, done: int, left: bool) -> None:
-    """Reports how the run ended, writes the last report, and leaves the group of ranks. Hands the weights to the
-    tracker only if this run has saved its last step and not `left`: a stop has cut short what follows that step.
+    """Reports how the run ended, writes the last report, and leaves the group of ranks. Gives the weights to the
+    tracker if this command has saved the last step, and not if `left`: a stop has cut short what follows that step.
     """
     run, tracker, saved = training.run, training.tracker, training.saver.newest
     training.watchdog.enter_phase(done, "end at step")
@@ -441,7 +448,9 @@ def finish_run(training: Training, done: int, left: bool) -> None:
 
 
 def draw_samples(training: Training, done: int) -> None:
-    """Draws the grid of the recipe and the system's own pictures, from the EMA: the same seeds and data every time."""
+    """Draws and saves the recipe's grid and the system's own pictures, from the EMA, with the same seeds and data each
+    time.
+    """
     training.watchdog.enter_phase(done, "samples of step")
     with training.ema.use_averages(training.run.samples.ema):
         shown = draw_grids(training.run, training.system, training.engines.modules, training.shown, training.micro)
@@ -450,9 +459,9 @@ def draw_samples(training: Training, done: int) -> None:
 
 
 def evaluate_loss(training: Training, done: int) -> float | None:
-    """Reports held-out means: from the EMA that samples are drawn from and, as raw/..., from the training weights. Also
-    reports the EMA's curves, whose axis is not the timestep, such as the use of each token. Returns the loss for
-    save.best, or None if that is not the score.
+    """Reports held-out means: of the EMA that samples are drawn from and, as raw/..., of the training weights. Also
+    reports the EMA's curves, such as the use of each token. Returns the loss for save.best, or None if save.best
+    chooses by something else.
     """
     training.watchdog.enter_phase(done, "evaluation of step")
     run, source = training.run, Spread(training.held_out, training.run.every.evaluate_samples or None)
@@ -470,8 +479,8 @@ def evaluate_loss(training: Training, done: int) -> float | None:
 
 
 def measure_quality(training: Training, done: int) -> float | None:
-    """Reports samples.metrics of every EMA. Returns the score for save.best, the lower the better, of the EMA that
-    samples are drawn from.
+    """Reports samples.metrics of every EMA. Returns the score for save.best (the lower the better) of the EMA that
+    samples are drawn from, or None if no metric is the score.
     """
     training.watchdog.enter_phase(done, "metrics of step")
     run, scores = training.run, {}
@@ -485,7 +494,7 @@ def measure_quality(training: Training, done: int) -> float | None:
 
 
 def is_due(interval: int, done: int, last: bool = False) -> bool:
-    """Returns whether something is due at step `done`: every `interval` steps, or at the `last` one; interval 0 is
-    never.
+    """Returns whether something is due after step `done`: at every `interval` steps, and at the `last` one. An interval
+    of 0 means never.
     """
     return interval > 0 and (done % interval == 0 or last)

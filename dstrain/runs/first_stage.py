@@ -30,9 +30,9 @@ class FirstStage:
     name: str  # for messages
     fingerprint: str
     channels: int  # of its images
-    codes: Callable[[Batch], np.ndarray]  # image uint8 (B, C, H, W), or video uint8 (B, T, C, H, W) and frames
-    # int64 (B,) -> float32 (B, 2, c, h, w), mean and deviation, or
-    # token ids (B, h, w) or (B, t, h, w)
+    # Encodes "image" uint8 (B, C, H, W), or "video" uint8 (B, T, C, H, W) with "frames" int64 (B,). Returns float32
+    # (B, 2, c, h, w), mean and deviation, or token ids (B, h, w) or (B, t, h, w).
+    codes: Callable[[Batch], np.ndarray]
     codebook_size: int | None = None  # of token ids
     data: Data | None = None  # what a run learned from
 

@@ -173,9 +173,7 @@ def prepare_start(run: Run, fingerprint: str, resume: Resume) -> None:
 
 
 def _describe_lost_checkpoints(folder: Path) -> str | None:
-    """Describes how the folder shows that checkpoints were lost, such as "has a file checkpoints ..."; None if none
-    were.
-    """
+    """Describes how the folder shows that checkpoints were lost, such as "has saved step 40 ..."; None if none were."""
     checkpoints, steps, noted = folder / "checkpoints", _list_steps(folder), _read_saved_file(folder)
     if checkpoints.is_symlink() and not checkpoints.exists():
         return f"has the link checkpoints, and {os.readlink(checkpoints)} is not there"
@@ -311,7 +309,7 @@ def claim_output(out: Path, named: str, verb: str) -> Iterator[None]:
     finally:
         owner.release_folder(out)
         if is_new:
-            with suppress(OSError):  # it holds something
+            with suppress(OSError):  # a folder that is not empty stays
                 out.rmdir()
 
 

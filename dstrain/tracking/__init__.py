@@ -1,1 +1,1 @@
-"""What a run tells: metrics, wandb, TensorBoard, plots and the report."""
+"""Writes what a run reports: metrics, wandb, TensorBoard, plots and the report."""

@@ -1,4 +1,4 @@
-"""Figures for a person: an evaluation as a table and as a plot of its curves by timestep; a time in words.
+"""Shows figures to a person: an evaluation as a table and as a plot of its curves by timestep; a time in words.
 
 `result` is what commands/evaluate.py writes as JSON: figures, standard_errors {name: value}, curves {name: values by
 timestep}, timesteps, quarters {name: 4 values}; None stands for what is not finite. `vb` is special: bits per dimension
@@ -35,7 +35,7 @@ def name_weights(result: dict[str, Any]) -> str:
 
 
 def format_table(result: dict[str, Any]) -> str:
-    """Formats all figures of an evaluation as a table, one a line."""
+    """Formats all figures of an evaluation as a table, one figure in each line, below a title."""
 
     def row(name: str, value: float | None, error: float | None = None, unit: str = "") -> str:
         number = "not finite" if value is None else f"{value:.5g}"
@@ -63,8 +63,8 @@ def format_table(result: dict[str, Any]) -> str:
 
 
 def plot_evaluation(path: str | os.PathLike, result: dict[str, Any]) -> None:
-    """Writes a PNG of an evaluation, whole or not at all: its curves by timestep and its similarities, or if it has
-    neither, the means by quarter of the timesteps.
+    """Writes a PNG of an evaluation, whole or not at all. It shows the curves by timestep and the similarities of
+    embeddings; if there are neither, the means by quarter of the timesteps.
     """
     panels = [_draw_bound, _draw_cumulative] if "vb" in result["curves"] else []
     others = set(result["curves"]) - {"vb"}
@@ -228,7 +228,7 @@ def _fill_nan(values: list[float | None]) -> list[float]:
 
 
 def format_duration(seconds: float | None) -> str:
-    """Formats seconds for a person: 42 s, 3 min, 5.2 h, 2.1 days; "-" for None."""
+    """Formats seconds for a person: 42 s, 3 min, 5.2 h, 2.1 days; "-" if they are None or not finite."""
     if seconds is None or not abs(seconds) < float("inf"):
         return "-"
     for unit, length, digits in (("days", 86400, 1), ("h", 3600, 1), ("min", 60, 0)):

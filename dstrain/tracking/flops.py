@@ -1,4 +1,5 @@
-"""Model FLOPs utilization: the useful floating-point operations of a step over what the chips could do meanwhile.
+"""Computes model FLOPs utilization: the useful floating-point operations of a step over what the chips could do
+meanwhile.
 
 Useful is what the losses of the parts that learn compute, forward and backward, by torch's own formulas. Not counted:
 recomputation in the backward pass, the frozen networks of `encode`, optimizer and averages. The count runs on the meta
@@ -27,9 +28,9 @@ _SAME = {torch.ops.aten.addmm_: torch.ops.aten.addmm}  # operations that torch h
 
 
 class Utilization:
-    """Computes TFLOPs and model FLOPs utilization of an interval of training. There are none on the CPU, whose rate
-    belongs to no rank alone, nor on ranks that write no report. A system whose loss needs values is not counted, with a
-    warning.
+    """Computes TFLOPs and model FLOPs utilization of an interval of training, on rank 0 with a GPU. Elsewhere it
+    computes nothing: the ranks of a machine share its CPU, and only rank 0 reports. Nor does it, after a warning, for a
+    system whose loss needs values.
 
     batch       samples of a step, on all ranks together
     precision   fp32, bf16 or fp16
@@ -42,8 +43,8 @@ class Utilization:
         self._rate = find_chip_rate(group.device(), _DTYPES[precision]) if counts else None
 
     def compute_figures(self, first: int, done: int, seconds: float) -> dict[str, float]:
-        """Returns tflops of one rank and mfu, its share of the chip's peak, for steps `first` + 1 to `done` in
-        `seconds`.
+        """Returns `tflops` of one rank, in 10^12 operations a second, and `mfu`, its share of the chip's peak, for
+        steps `first` + 1 to `done`, which took `seconds`. Returns {} where nothing is computed.
         """
         if self._rate is None:
             return {}
@@ -65,8 +66,8 @@ class Utilization:
 
 
 def count_step_flops(system: System, batch: int, step: int = 0, train_only: Sequence[str] | None = None) -> float:
-    """Counts the useful floating-point operations of one step over `batch` samples on all ranks, without changing the
-    system.
+    """Counts the useful floating-point operations of one step over `batch` samples on all ranks; leaves the system as
+    it is. Only the weights that `train_only` names count as learned, all if it is None.
 
     Raises RuntimeError, TypeError or ValueError if the system's code asks for values, which the meta device has not.
     """
@@ -100,9 +101,10 @@ def count_step_flops(system: System, batch: int, step: int = 0, train_only: Sequ
 
 
 class _Useful(TorchDispatchMode):
-    """Sums the operations of the calls made within it, without what the backward pass recomputes.
+    """Sums the operations of the calls made within its block, without those that the backward pass recomputes.
 
-    Backward formulas run without gradient; a recomputed forward runs with it, since it is differentiated again.
+    While `backward` is set, calls without gradient are the backward formulas, and count; a recomputed forward runs with
+    gradient, and does not.
     """
 
     def __init__(self) -> None:
@@ -137,8 +139,8 @@ def _move_to_meta(system: System) -> System:
 
 
 def find_chip_rate(device: torch.device, dtype: torch.dtype) -> float:
-    """Returns the dense operations a second of a device in a precision: its data sheet's, or for a device that is not
-    listed the measured rate of a matrix product. float32 means TF32 if torch may use it.
+    """Returns how many dense operations a second a device can do in a precision: by its data sheet or, if it is not
+    listed, measured by a matrix product. float32 means TF32 if torch may use it.
     """
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
     return find_peak_flops(name, dtype, torch.get_float32_matmul_precision() != "highest") or measure_matmul_rate(
@@ -147,8 +149,8 @@ def find_chip_rate(device: torch.device, dtype: torch.dtype) -> float:
 
 
 def measure_matmul_rate(device: torch.device, dtype: torch.dtype, size: int = 0) -> float:
-    """Measures operations a second: the best of several square matrix products of random data, in some tens of
-    milliseconds.
+    """Measures operations a second by the fastest of six products of random square matrices; takes some tens of
+    milliseconds. `size` is their side, 0 for one that suits the device.
     """
     size = size or (8192 if device.type == "cuda" else 1024)
     a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))

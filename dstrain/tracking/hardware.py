@@ -1,4 +1,4 @@
-"""GPUs and what connects them, by their makers' data sheets.
+"""Lists GPUs and what connects them, by their makers' data sheets.
 
 Rates are dense ones (no sparsity), bandwidths go one way. The networks between machines are those of the makers' own
 machines (DGX H100, H200, A100: one port a GPU); for others give --network.

@@ -1,4 +1,4 @@
-"""On what a command runs, and by which code: for the records of a run."""
+"""Describes the machine and the code of a command, for the records of a run."""
 
 import importlib.metadata
 import os
@@ -18,9 +18,10 @@ _LIBRARIES = ("torch", "deepspeed", "diffusers", "transformers", "numpy")
 
 
 def describe_machine(system: Path | None = None) -> dict[str, Any]:
-    """Returns ranks, device, host, versions and git commit of this command; rank 0's values where machines differ.
+    """Returns the number of ranks, device, host, cores, versions and git commit of this process; a run records those of
+    rank 0.
 
-    system  the file of a system from outside dstrain, whose own commit is added.
+    system the file of a system from outside dstrain, whose own commit is added; None: there is none.
     """
     outside = {} if system is None else {"system": read_commit(system)}
     versions = {"dstrain": __version__, "python": platform.python_version(), "cuda": torch.version.cuda}
@@ -40,9 +41,9 @@ def describe_machine(system: Path | None = None) -> dict[str, Any]:
 
 
 def read_commit(file: Path = Path(__file__).parents[1] / "__init__.py") -> dict[str, Any]:
-    """Returns the `commit` of the checkout that holds a file, and whether it is `dirty`: the file's package (of another
-    file than __init__.py the file alone), or a folder `launch` or `ds_configs` beside it, has changed or untracked
-    files. Returns {} if git does not track the file or cannot be run.
+    """Returns the `commit` of the git checkout that holds a file, and whether it is `dirty`: whether code has changed
+    or untracked files. The code is the file's package (or the file alone, if it is not an __init__.py) and the folders
+    `launch` and `ds_configs` beside it. Returns {} if git does not track the file or cannot be run.
     """
     code = file.parent if file.name == "__init__.py" else file
 
@@ -85,7 +86,7 @@ def describe_free_memory() -> str:
 
 
 def _read_memory_kilobytes() -> dict[str, int]:
-    """Reads the machine's and this process's memory from /proc, kB by Linux's names."""
+    """Reads the memory of the machine and of this process from /proc: kB by Linux's names, {} on other systems."""
     sizes = {}
     with suppress(OSError):
         for path in ("/proc/meminfo", "/proc/self/status"):

@@ -1,4 +1,4 @@
-"""Means of what the losses report: summed on the device, reduced once a report.
+"""Averages what the losses report: sums on the device, and exchanges the sums between ranks once a report.
 
 After edm2's training_stats.py: between reports nothing waits for the device. Sums are float64, for long intervals.
 """
@@ -16,12 +16,13 @@ _Key = tuple[str, tuple[str, ...], tuple[str, ...], bool]  # part, per-sample te
 
 
 class Meter:
-    """Averages over samples and ranks, from one call of means() to the next.
+    """Averages over samples and ranks, from one call of `compute_means` to the next.
 
-    A term is one value per sample (B,), or a scalar, which counts as often as the batch has samples (once, where no
-    per-sample term tells B). Values that are not finite enter no mean; they are counted. Two names are special:
-    `quartile` int64 (B,) in 0..3 is the quarter of the timesteps in which a sample lies; by it the other per-sample
-    terms are also reported as NAME_q0 .. NAME_q3. `loss_each` (B,) by sample is reported as loss_q0 .. loss_q3.
+    A term is one value per sample (B,), or a scalar, which counts as often as the batch has samples (once, if no
+    per-sample term tells B). Values that are not finite are left out of the means; they are counted. Two names are
+    special. `quartile` int64 (B,) in 0..3 is the quarter of the timesteps in which a sample lies; by it the other
+    per-sample terms are also reported as NAME_q0 .. NAME_q3. `loss_each` (B,), the loss of each sample, is reported as
+    loss_q0 .. loss_q3 alone.
     """
 
     def __init__(self, parts: Sequence[str]) -> None:
@@ -62,10 +63,10 @@ class Meter:
         self._sums[key] = self._sums[key] + total if key in self._sums else total
 
     def compute_means(self) -> dict[str, float]:
-        """Returns the means since the last call, and `nonfinite`, the number of values that were not finite, if there
-        were any.
+        """Returns the means since the last call, over all ranks, and `nonfinite`, the number of values that were not
+        finite, if there were any. Begins anew afterwards.
 
-        All ranks call it, and all must have added terms of the same names. Terms without values are left out.
+        All ranks call it, and all must have added terms of the same names. Terms without finite values are left out.
         """
         if not self._sums:
             return {}
@@ -89,8 +90,8 @@ class Meter:
 
 
 def _name_mean(name: str, quarter: int) -> str | None:
-    """Returns the reported name of a mean, or None if it is not reported; quarter 0 is all samples, 1 to 4 are the
-    quarters.
+    """Returns the reported name of a term's mean, or None if it is not reported. `quarter` is 0 for all samples, 1 to 4
+    for a quarter of the timesteps.
     """
     if quarter == 0:
         return None if name == "loss_each" else name

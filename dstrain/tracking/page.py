@@ -1,4 +1,4 @@
-"""RUN/report.html while a run trains: a process of its own writes it, with low priority, so that no step waits."""
+"""Writes RUN/report.html while a run trains, by a process of its own with low priority, so that no step waits."""
 
 import os
 import select
@@ -14,8 +14,8 @@ from dstrain.distributed.progress import get_phases
 
 
 class Page:
-    """Starts `python -m dstrain.tracking.report FOLDER` every `every` steps (0: never). An error becomes one line of
-    the log.
+    """Starts `python -m dstrain.tracking.report FOLDER` every `every` steps, never if that is 0. The first fault
+    becomes one line of the log, and training goes on.
     """
 
     def __init__(self, folder: Path, every: int, done: int, note: Callable[[str], None]) -> None:
@@ -26,16 +26,18 @@ class Page:
         self._failed = False
 
     def write_if_due(self, done: int) -> None:
-        """Starts the writer if `every` says so after `done` steps and the previous writer has ended."""
+        """Starts the writer after `done` steps, if a multiple of `every` has passed since the last page and no writer
+        runs.
+        """
         if self._every and done // self._every > self._written // self._every and self._has_writer_ended():
             self._start_writer(done, niceness=19)
 
     def write_last(self, done: int, seconds: float) -> None:
-        """Writes the page of the last step, instead of an earlier one that is still being written; waits at most
-        `seconds`.
+        """Writes the page after the last step, and waits for it at most `seconds`. Kills a writer that still runs. Does
+        nothing if `every` is 0, or if this step's last page is written already.
 
-        A writer that takes longer continues after the run's end; under Slurm, which ends a job's processes with its
-        last rank, the page then stays the earlier one.
+        A writer that takes longer continues after the run's end. Under Slurm, which ends a job's processes with its
+        last rank, the earlier page then stays.
         """
         if self._every and done > self._ended_at:
             self._ended_at = done
@@ -66,8 +68,8 @@ class Page:
             self._note_fault(str(error))
 
     def _has_writer_ended(self, seconds: float = 0.0) -> bool:
-        """Waits at most `seconds` for the writer, which keeps its output open until its end; returns whether none runs
-        any more.
+        """Waits at most `seconds` for the writer, which keeps its output open until its end. Returns whether no writer
+        runs any more; reports a fault of one that has ended.
         """
         if self._starter is None:
             return True

@@ -1,4 +1,4 @@
-"""Grids of pictures for a person, and the files of samples for programs."""
+"""Makes grids of pictures for a person, and files of samples for programs."""
 
 import math
 import os
@@ -24,10 +24,10 @@ _MAX_LINES = 4  # of a caption that are shown
 
 
 def make_grid(images: Tensor, columns: int | None = None, captions: Sequence[str] | None = None) -> np.ndarray:
-    """Tiles images into one, row by row: uint8 (N, C, H, W) -> (H', W', C); columns None is near-square.
+    """Tiles images into one, row by row: uint8 (N, C, H, W) -> (H', W', C). Small images are enlarged, RGBA is laid on
+    white, and captions are put below. `columns` None makes the grid about square.
 
-    Composites RGBA on white and puts captions below. Raises ConfigError if the images are not uint8, not of four axes,
-    none at all, or of another number of channels.
+    Raises ConfigError if there are no images, or they are not uint8 (N, 1, 3 or 4, H, W).
     """
     shape = tuple(images.shape)
     if images.dtype != torch.uint8 or len(shape) != 4 or shape[1] not in (1, 3, 4) or 0 in shape:
@@ -39,8 +39,8 @@ def make_grid(images: Tensor, columns: int | None = None, captions: Sequence[str
 
 
 def enlarge_pictures(images: Tensor, side: int = _SIDE) -> np.ndarray:
-    """Enlarges images by an integer factor to about `side` pixels, RGBA on white: (N, C, H, W) -> (N, H',
-    W', 1 or 3).
+    """Enlarges images by the integer factor that brings their shorter side nearest to `side` pixels, and lays RGBA on
+    white: (N, C, H, W) -> (N, H', W', 1 or 3).
     """
     pictures = lay_on_white(images).detach().cpu().permute(0, 2, 3, 1).numpy()
     factor = max(1, round(side / min(pictures.shape[1:3])))
@@ -48,7 +48,7 @@ def enlarge_pictures(images: Tensor, side: int = _SIDE) -> np.ndarray:
 
 
 def tile_pictures(pictures: np.ndarray, columns: int | None = None) -> np.ndarray:
-    """Tiles uint8 (N, H, W, C) side by side, row by row: (H', W', C); columns None is near-square."""
+    """Tiles uint8 (N, H, W, C) side by side, row by row: (H', W', C). `columns` None makes the grid about square."""
     num, height, width, channels = pictures.shape
     columns = columns or choose_columns(num)
     rows = math.ceil(num / columns)
@@ -61,8 +61,8 @@ def tile_pictures(pictures: np.ndarray, columns: int | None = None) -> np.ndarra
 
 
 def draw_captions(captions: Sequence[str], width: int, channels: int) -> np.ndarray:
-    """Renders captions as white text on black, with as many lines as the longest needs, at most 4: uint8 (N, H, width,
-    C).
+    """Renders captions as white text on black: uint8 (N, H, width, C). All have as many lines as the longest needs, at
+    most 4.
     """
     font = ImageFont.load_default(_FONT_SIZE)
     wrapped = [_wrap_text(text, font, width) for text in captions]
@@ -105,8 +105,8 @@ def lay_on_white(images: Tensor) -> Tensor:
 
 
 def choose_columns(num: int) -> int:
-    """Returns the number of columns of a grid of `num`, at least that of its rows; all rows are full if such a grid is
-    not wider than 2 : 1.
+    """Returns the number of columns of a grid of `num` pictures, at least the number of its rows. It is the smallest
+    that fills all rows, if the grid is then not wider than 2 : 1; else the grid is about square.
     """
     least = math.isqrt(num - 1) + 1
     full = (columns for columns in range(least, num + 1) if num % columns == 0)

@@ -1,9 +1,9 @@
-"""What `dstrain train --profile A:B[:N]` writes: where the time and the memory of some steps went.
+"""Records, for `dstrain train --profile A:B[:N]`, where the time and the memory of some steps go.
 
     profile/steps_A-B_rank_R.json.gz       torch's profiler, for chrome://tracing and ui.perfetto.dev
     profile/memory_A-B_rank_R.pickle       every allocation on the GPU with its stack, for pytorch.org/memory_viz
 
-of the B - A steps after step A, of rank 0 and of every N-th one after it (N: 1).
+These are the B - A steps after step A, of rank 0 and of every N-th one after it (N: 1).
 """
 
 from collections.abc import Callable
@@ -18,8 +18,8 @@ _ALLOCATIONS = 200_000  # that a snapshot of memory goes back
 
 
 class Profile:
-    """Records the window of steps with torch's profiler, as `start_or_stop` is called after each step; not if the run
-    begins within or after the window.
+    """Records the steps of `window` by torch's profiler, if `start_or_stop` is called after each step. Records nothing
+    if the run begins within or after the window.
 
     window: A, B and N; None records nothing. done: steps done so far. note: writes a line into the log, on rank 0
     alone.

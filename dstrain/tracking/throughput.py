@@ -1,4 +1,4 @@
-"""Time of a run: rates for a report."""
+"""Measures how fast a run trains, for its reports."""
 
 import sys
 import time
@@ -19,8 +19,9 @@ _REPORTS = 20  # that tell how long the rest takes
 
 
 class Throughput:
-    """Measures what happened since the last report. `waited` tells the seconds spent waiting for data so far.
+    """Measures the time, rates and memory of training since the last report.
 
+    first, waited       the step that the run begins with; what returns the seconds of waiting for data so far
     folder              of the run
     batch, steps        samples of a step, and steps of the whole run
     system, precision   with both mfu is reported, see flops.py; fp32, bf16 or fp16
@@ -51,7 +52,7 @@ class Throughput:
         self.start_interval(first)
 
     def start_interval(self, done: int) -> None:
-        """Starts an interval after `done` steps: the first one of this command, or the first after a rollback."""
+        """Starts measuring anew after `done` steps, at the beginning of this command or after a rollback."""
         self._reports.clear()
         self._reset_interval(done)
 
@@ -60,7 +61,9 @@ class Throughput:
         self._compiled = _read_compile_seconds()
 
     def count_step(self, done: int, losses: dict[str, list[Tensor]] | None = None) -> None:
-        """Counts a step, and logs a line about the first step's losses, those of its micro-batches by network."""
+        """Starts or stops the profile when step `done` has ended. After the command's first step, logs its time and its
+        `losses`, those of its micro-batches by network.
+        """
         self._profile.start_or_stop(done)
         if losses and done == self._first + 1:
             means = (f"{part} {torch.stack(of_part).mean().item():.4g}" for part, of_part in losses.items())
@@ -69,12 +72,12 @@ class Throughput:
             self._note(f"first step: {time.perf_counter() - self._begun:.1f} s{blocks}, loss of {', '.join(means)}")
 
     def close(self) -> None:
-        """Writes the profile of a run that ends within its window."""
+        """Writes the profile if the run ends while it is recorded."""
         self._profile.stop_recording()
 
     @contextmanager
     def exclude_time(self) -> Iterator[None]:
-        """Excludes the time spent within it from the training time."""
+        """Leaves the time of the block out of the training time."""
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         entered = time.perf_counter()
@@ -84,7 +87,9 @@ class Throughput:
             self._paused += time.perf_counter() - entered
 
     def compute_figures(self, done: int) -> dict[str, float]:
-        """Returns the figures of the interval that ends after `done` steps, and starts the next one."""
+        """Returns the figures of the interval that ends after `done` steps (lr, rates, waiting, memory, mfu, time
+        left), and starts the next interval.
+        """
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         seconds = max(time.perf_counter() - self._begun - self._paused, 1e-9)
@@ -103,7 +108,9 @@ class Throughput:
         return figures | {"seconds_left": self._estimate_seconds_left(done, figures["step_seconds"])}
 
     def _estimate_seconds_left(self, done: int, step_seconds: float) -> float:
-        """Estimates the seconds to the run's end from the last reports, with their saves, pictures and evaluations."""
+        """Estimates the seconds to the run's end from the time of the last 20 reports, with their saves, pictures and
+        evaluations.
+        """
         self._reports.append((done, time.perf_counter()))
         (first, then), (_, now) = self._reports[0], self._reports[-1]
         pace = (now - then) / (done - first) if done > first else step_seconds
@@ -120,6 +127,8 @@ def _read_peak_memory() -> float:
 
 
 def _read_compile_seconds() -> float:
-    """Returns the seconds that torch.compile has taken in this process; does not import it, which would take long."""
+    """Returns the seconds that torch.compile has taken in this process, 0 if it was never used. Does not import it,
+    since that takes long.
+    """
     dynamo = sys.modules.get("torch._dynamo.utils")
     return dynamo.calculate_time_spent()["total_wall_time"] if dynamo else 0.0

@@ -1,4 +1,4 @@
-"""What a run reports while it trains, written by rank 0 into the run's folder.
+"""Writes what a run reports while it trains, on rank 0, into the run's folder.
 
 metrics.jsonl      one JSON object a report: step, means, figures; figures that depend on the machine stand below
                    "timing", so that all others are equal bit for bit in a resumed and an uninterrupted run whose
@@ -46,15 +46,18 @@ TIMING = ("samples_per_second", "step_seconds", "data_wait", "peak_memory", "sec
 class Tracker:
     """Reports progress, metrics and pictures. Make it and call it on all ranks; only rank 0 writes.
 
-    Lines of metrics.jsonl after `resumed_step` are dropped: those steps are trained anew. A file that cannot be written
-    later is reported once, and training goes on.
-    Raises ConfigError if tensorboard is asked for and not installed, or if the folder cannot be written.
+    Lines of metrics.jsonl after `resumed_step` are dropped: those steps are trained anew. If a file cannot be written
+    later, that is reported once, and training goes on. Raises ConfigError if tensorboard is asked for and not
+    installed, or if the folder cannot be written.
 
     name, steps     of the run
     parts           names of the networks that learn
     config, recipe  the whole recipe for wandb, and as text for TensorBoard
     report_page     steps between two pages report.html; 0 writes none
     patience        seconds that the end may wait for the last page at most
+    settings        DeepSpeed's, resolved
+    weights         numbers of weights by part
+    system          the file of a system from outside dstrain
     """
 
     def __init__(
@@ -125,7 +128,9 @@ class Tracker:
             self._bar.update(done - self._bar.n)
 
     def report_means(self, done: int, figures: dict[str, float]) -> None:
-        """Writes a line of metrics.jsonl as of `done` steps: the means since the last report, and `figures`."""
+        """Computes the means since the last report, on all ranks together, and writes them with `figures` as a line of
+        metrics.jsonl, to the log, wandb and TensorBoard. `done` steps are done. Starts report.html if it is due.
+        """
         values = self._meter.compute_means() | figures
         if not self._first:
             return
@@ -146,8 +151,8 @@ class Tracker:
     def report_scores(
         self, done: int, scores: dict[str, float], curves: dict[str, list[float]] | None = None, kind: str = "held_out"
     ) -> None:
-        """Reports figures of a kind, held_out or metrics, as of `done` steps; plots curves as
-        samples/step_N_NAME.png.
+        """Reports figures of a kind, held_out or metrics, after `done` steps, in metrics.jsonl, the log, wandb and
+        TensorBoard. Plots curves as samples/step_N_NAME.png.
         """
         if not self._first:
             return
@@ -176,8 +181,8 @@ class Tracker:
         columns: int | None = None,
         captions: Sequence[str] | None = None,
     ) -> None:
-        """Writes a grid of uint8 (N, C, H, W) as samples/step_N.png, or step_N_NAME.png if NAME is not samples. Only
-        rank 0 has images.
+        """Writes a grid of uint8 (N, C, H, W) as samples/step_N.png, or step_N_NAME.png if `name` is not "samples".
+        `images` is None on all ranks but rank 0.
 
         Videos uint8 (N, T, C, H, W) become step_N.gif, and their frames side by side step_N.png.
         """
@@ -202,8 +207,8 @@ class Tracker:
             self._board.add_image(name, pixels, done, dataformats="HWC")
 
     def report_rollback(self, step: int, done: int, trouble: str) -> None:
-        """Writes a rollback event and removes the reports of steps `step` to `done`, which are trained again because of
-        `trouble`.
+        """Writes a rollback event from step `done` back to `step`, because of `trouble`, and removes the reports of
+        later steps than `step`, which are trained again.
         """
         self._meter.clear_terms()
         if not self._first:
@@ -216,8 +221,8 @@ class Tracker:
         self.move_progress_bar(step)
 
     def has_written(self, done: int) -> tuple[bool, bool, bool]:
-        """Returns whether the pictures, held-out figures and metrics of a step are written already, equal on
-        all ranks.
+        """Returns whether the pictures, the held-out figures and the metrics of step `done` are written already: three
+        values, equal on all ranks.
         """
         drawn = evaluated = measured = False
         if self._first and done:
@@ -235,8 +240,8 @@ class Tracker:
         return group.broadcast_from_first((drawn, evaluated, measured))
 
     def log_model(self, done: int, write: Callable[[Path], None]) -> None:
-        """Calls `write` to fill the folder RUN/model and logs it to wandb as an artifact, if track.artifact asks for
-        it.
+        """Calls `write` to fill the folder RUN/model, and logs that to wandb as an artifact. Does nothing unless
+        track.artifact asks for it and wandb is on.
         """
         if not (self._first and self._artifact and self._wandb.is_on):
             return
@@ -249,8 +254,8 @@ class Tracker:
             self._wandb.log_artifact(self._name, folder, done)
 
     def write_last_report(self, done: int) -> None:
-        """Writes report.html of a run that ends, and waits for it at most 60 s, or _PATIENCE if the run was stopped
-        early.
+        """Writes report.html after `done` steps, when a run ends, and waits for it: at most 60 s after the last step, 5
+        s if the run was stopped early.
         """
         if self._first:
             self._page.write_last(done, min(60.0 if done == self._steps else _PATIENCE, self._patience))
@@ -263,14 +268,16 @@ class Tracker:
             self._page.write_last(self._done, _PATIENCE)
 
     def note(self, text: str) -> None:
-        """Prints a line and appends it to log.txt, on rank 0. Characters that a terminal would obey become ?."""
+        """Prints a line and appends it to log.txt, on rank 0. Control characters, which a terminal would obey, become
+        "?".
+        """
         if self._first:
             text = lines.make_printable(text, keep="\n\t")
             self._print_line(text)
             self._append_to_file("log.txt", text + "\n")
 
     def close(self) -> None:
-        """Sends what is left to wandb, for at most 15 s, and closes all outputs; may be called again."""
+        """Sends what is left to wandb, for at most 15 s, and closes all outputs. It may be called again."""
         for sink in (self._wandb, self._board, self._bar):
             if sink is not None:
                 sink.close()
@@ -322,7 +329,9 @@ def read_metrics(path: str | os.PathLike) -> list[dict[str, Any]]:
 
 
 def _read_entries(path: str | os.PathLike) -> tuple[list[dict[str, Any]], int]:
-    """Returns the entries of a metrics.jsonl, and the number of half-written lines."""
+    """Returns the entries of a metrics.jsonl, and how many lines are half-written. Of two lines that run into one, the
+    second is returned if it is whole.
+    """
     entries, damaged = [], 0
     for line in Path(path).read_text(encoding="utf-8", errors="replace").splitlines():
         try:
@@ -343,7 +352,9 @@ def _parse_entry(line: str) -> dict[str, Any]:
 
 
 def _remove_later_lines(path: Path, step: int) -> int:
-    """Rewrites metrics.jsonl in one step without the lines of later steps; returns how many lines were half-written."""
+    """Rewrites metrics.jsonl without the lines after `step`, whole or not at all. Returns how many lines were
+    half-written.
+    """
     if not path.is_file():
         return 0
     entries, damaged = _read_entries(path)

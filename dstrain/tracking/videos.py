@@ -1,4 +1,4 @@
-"""Clips for a person: animated GIFs, MP4, and strips of frames for places that show still pictures only.
+"""Makes clips for a person: animated GIFs, MP4, and strips of frames for places that show still pictures only.
 
 Notation: N clips of T frames, uint8 (N, T, C, H, W); a film is what is written, uint8 (T, H, W, 1 or 3).
 """
@@ -25,18 +25,22 @@ _PALETTE_PIXELS = 1 << 16  # from which a palette is made
 
 
 def make_film(clip: Tensor) -> np.ndarray:
-    """Converts one clip uint8 (T, 1, 3 or 4, H, W) to a film of the same size, RGBA on white."""
+    """Converts one clip uint8 (T, 1, 3 or 4, H, W) to a film of the same height and width; lays RGBA on white."""
     return lay_on_white(clip).detach().cpu().permute(0, 2, 3, 1).numpy()
 
 
 def make_film_grid(clips: Tensor, columns: int | None = None, captions: Sequence[str] | None = None) -> np.ndarray:
-    """Tiles many clips into one film: uint8 (N, T, C, H, W) -> (T, H', W', C). See pictures.make_grid."""
+    """Tiles many clips into one film: uint8 (N, T, C, H, W) -> (T, H', W', C). See pictures.make_grid. Raises
+    ConfigError if they are no such clips.
+    """
     _require_clips(clips)
     return np.stack([make_grid(frames, columns, captions) for frames in clips.unbind(1)])
 
 
 def make_strip(clips: Tensor, captions: Sequence[str] | None = None) -> np.ndarray:
-    """Tiles up to 9 frames of each of up to 16 clips, a row for each clip: uint8 (N, T, C, H, W) -> (H', W', C)."""
+    """Tiles up to 9 frames, evenly spaced, of each of up to 16 clips, a row for each clip: uint8 (N, T, C, H, W) ->
+    (H', W', C). Raises ConfigError if they are no such clips.
+    """
     _require_clips(clips)
     clips = clips[:_STRIP_CLIPS]
     shown = torch.linspace(0, clips.shape[1] - 1, min(_STRIP_FRAMES, clips.shape[1])).round().long()
@@ -53,7 +57,7 @@ def _require_clips(clips: Tensor) -> None:
 
 
 def save_gif(path: str | os.PathLike, frames: np.ndarray, fps: float = FPS) -> None:
-    """Writes a film as a GIF that loops, in one step; creates its folder.
+    """Writes a film as a GIF that loops, whole or not at all; makes its folder.
 
     Grey films and those of up to 256 colours are kept exactly. In others all frames share one palette, since with
     several palettes still parts would flicker.
@@ -100,7 +104,7 @@ def _convert_colours_to_numbers(pixels: np.ndarray) -> np.ndarray:
 
 
 def save_mp4(path: str | os.PathLike, frames: np.ndarray, fps: int = FPS) -> None:
-    """Writes a film as H.264, which every player knows, in one step; creates its folder.
+    """Writes a film as an MP4 in H.264, which every player knows, whole or not at all; makes its folder.
 
     Odd heights and widths are made even by repeating the last row or column.
     """

@@ -1,10 +1,10 @@
-"""Weights & Biases beside the training, which never waits for it.
+"""Sends a run's reports to Weights & Biases beside the training, which never waits for it.
 
 A thread of its own sends entries from a bounded queue; entries that do not fit are dropped and counted. Without a key
 or a network, or after an error, wandb runs offline or not at all; it never asks a question or ends the training.
 metrics.jsonl holds everything. Steps are logged as `train/step`. wandb's own step counts entries, through all commands
-of a run: wandb drops entries of old steps, and `wandb sync` sends those of an offline part under the numbers in its
-file, so a part that counted from 0 again would lie upon the first one.
+of a run. It drops entries with old steps, and `wandb sync` sends those of an offline part under the numbers in its
+file: the entries of a part that counted from 0 again would replace those of the first part.
 """
 
 import configparser
@@ -34,8 +34,8 @@ _FINISH_SECONDS = 10.0  # for the last uploads
 
 
 class WandbSink:
-    """Logs to one run of wandb. Its id stands in folder/wandb_id and stays the same after a resume; the line below it
-    is the number of entries reserved so far.
+    """Logs to one run of wandb. The file folder/wandb_id holds its id, which stays the same after a resume, and in a
+    second line the number of entries reserved so far.
 
     track.wandb is auto, online, offline or disabled; WANDB_MODE can make it quieter. `note` gets the few lines that a
     person should read.
@@ -88,11 +88,13 @@ class WandbSink:
         self._thread.start()
 
     def log_values(self, values: dict[str, float], step: int) -> None:
-        """Queues numbers by name, as of `step`, for logging; returns at once."""
+        """Queues numbers by name, as of `step`, for logging. Returns at once, and drops them if the queue is full."""
         self._put_in_queue(lambda run: self._send_values(run, {"train/step": step, **values}))
 
     def log_media(self, name: str, path: Path, step: int) -> None:
-        """Queues a picture (PNG) or a video (GIF, MP4) for logging; its file must stay. Returns at once."""
+        """Queues a picture (PNG) or a video (GIF, MP4) for logging; its file must stay. Returns at once, and drops it
+        if the queue is full.
+        """
         kind = "Image" if path.suffix == ".png" else "Video"
         self._put_in_queue(
             lambda run: self._send_values(run, {"train/step": step, name: getattr(self._wandb, kind)(str(path))})
@@ -100,11 +102,11 @@ class WandbSink:
 
     @property
     def is_on(self) -> bool:
-        """Returns whether entries are sent, or kept to be sent."""
+        """Returns whether wandb is used, online or offline."""
         return self._thread is not None
 
     def log_artifact(self, name: str, folder: Path, step: int) -> None:
-        """Queues all files of a folder for logging as a model; returns at once."""
+        """Queues all files of a folder for logging as a model. Returns at once, and drops them if the queue is full."""
 
         def send_artifact(run: Any) -> None:
             model = self._wandb.Artifact(name, type="model", metadata={"step": step})
@@ -114,7 +116,9 @@ class WandbSink:
         self._put_in_queue(send_artifact)
 
     def close(self, seconds: float = 15.0) -> None:
-        """Sends the queued entries, for at most `seconds`, and ends wandb's run."""
+        """Waits at most `seconds` until the queued entries are sent and wandb's run has ended. Reports through `note`
+        how many entries were not logged.
+        """
         thread, self._thread = self._thread, None
         if thread is None:
             return
@@ -236,14 +240,16 @@ def has_key() -> bool:
 
 
 def _probe_server(url: str) -> None:
-    """Raises an error if the server does not answer, since wandb's exit would wait for it long. Any answer will do."""
+    """Raises OSError if the server does not answer within five seconds, since wandb's exit would wait for it long. Any
+    answer, also an HTTP error, will do.
+    """
     with suppress(urllib.error.HTTPError):
         urllib.request.urlopen(url, timeout=_PROBE_SECONDS).close()
 
 
 def _rename_empty_runs(folder: Path) -> None:
-    """Renames offline runs without entries, as kill -9 may leave them: with one of them `wandb sync` sends
-    none at all.
+    """Renames offline runs without entries, which kill -9 may leave, to empty-run-*: with one of them `wandb sync`
+    would send none at all.
     """
     for path in folder.glob("offline-run-*/*.wandb"):
         if path.stat().st_size <= _HEADER:

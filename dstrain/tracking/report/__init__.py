@@ -1,4 +1,4 @@
-"""What a run's folder shows a person: report.html, one file that opens offline, and the state of all runs in a folder.
+"""Shows a run's folder to a person: report.html, one file that opens offline, and the state of all runs in a folder.
 
 metrics.py   metrics.jsonl as columns, thinned           state.py      where a run stands
 record.py    all else that a folder tells                pictures.py   grids and films, small enough for a page

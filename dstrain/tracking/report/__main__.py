@@ -1,8 +1,8 @@
-"""python -m dstrain.tracking.report RUN NICENESS: RUN/report.html, for a run that trains, see tracking/page.py.
+"""Writes RUN/report.html for a run that trains: python -m dstrain.tracking.report RUN NICENESS, see tracking/page.py.
 
-It is to disturb nothing, and to outlive its run: DeepSpeed's launcher ends all that descends from its ranks as soon as
-one of them has ended with a code other than 0. So the writer is a process that no rank is the parent of. At its end it
-prints "written", or nothing where there was a fault.
+The writer disturbs no training and outlives its run: DeepSpeed's launcher ends all processes that descend from its
+ranks as soon as one of these has ended with a code other than 0. So no rank is the parent of the writer. At its end it
+prints "written", or nothing if there was a fault.
 """
 
 import os
@@ -11,7 +11,9 @@ from pathlib import Path
 
 
 def main(folder: Path, niceness: int) -> None:
-    """Starts a detached process that writes the page, and exits at once."""
+    """Writes FOLDER/report.html in a detached child process with this niceness, and prints "written" at its end. This
+    process exits at once.
+    """
     if os.fork():
         os._exit(0)
     os.nice(niceness)

@@ -1,4 +1,6 @@
-"""metrics.jsonl as columns: read line by line, since long runs have more lines than dictionaries fit into memory."""
+"""Reads metrics.jsonl as columns, line by line, since a long run has more lines than memory can hold as
+dictionaries.
+"""
 
 import itertools
 import json
@@ -20,7 +22,7 @@ _TAIL = 1 << 18  # bytes at the end, which hold the newest lines
 
 @dataclass
 class Metrics:
-    """Holds the columns of a metrics.jsonl. A line is a row; values that are absent from it take no room."""
+    """Holds the columns of a metrics.jsonl. A line is a row; a column has no entry for lines without its name."""
 
     steps: np.ndarray  # int64 (rows,), ascending
     times: np.ndarray  # float64 (rows,): seconds since 1970, NaN where a line has none
@@ -29,20 +31,20 @@ class Metrics:
     dropped: set[str] = field(default_factory=set)  # names beyond the most that are kept
 
     def read_series(self, name: str) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the steps and values of a column; empty if there is none."""
+        """Returns the steps and values of a column; both are empty if there is no such column."""
         rows, values = self.columns.get(name, (np.empty(0, np.int64), np.empty(0)))
         return self.steps[rows], values
 
     def find_last_value(self, name: str) -> float | None:
-        """Returns the newest value of a column that is a number, or None."""
+        """Returns the newest finite value of a column, or None if there is none."""
         values = self.read_series(name)[1]
         values = values[np.isfinite(values)]
         return float(values[-1]) if len(values) else None
 
 
 def read_columns(path: Path) -> Metrics:
-    """Reads a metrics.jsonl as columns; none if it is missing. Raises OSError if it is not a regular file or not
-    readable.
+    """Reads a metrics.jsonl as columns, ordered by step; there are none if the file is missing. Raises OSError if it is
+    not a regular file or not readable.
     """
     steps, times, rows, values = array("q"), array("d"), {}, {}
     foreign, dropped = 0, set()
@@ -75,8 +77,8 @@ def read_columns(path: Path) -> Metrics:
 
 
 def read_newest(path: Path) -> tuple[dict[str, float], float | None]:
-    """Returns the newest value of each name among the last lines, and the time of the last line. Raises OSError as
-    `read_columns`.
+    """Returns the newest value of each name in the last 256 KiB of a metrics.jsonl, and the time of the newest line, or
+    None if it has none. Raises OSError as `read_columns`.
     """
     latest: dict[str, float] = {}
     for entry in _read_entries(path, _TAIL):
@@ -92,13 +94,13 @@ def is_time(value: Any) -> bool:
 
 
 def _replace_invalid_time(value: float) -> float:
-    """Returns a time, or NaN for a value that is none."""
+    """Returns the value, or NaN if it is not a valid time."""
     return value if is_time(value) else np.nan
 
 
 def _read_entries(path: Path, tail: int | None = None) -> Iterator[dict[str, Any] | None]:
-    """Yields each line as a dictionary that has a step, or None for other lines; only those of the last
-    `tail` bytes.
+    """Yields each line as a dictionary if it has a step, else as None. `tail`: reads only the last bytes, as many as it
+    says.
     """
     if not path.exists():
         return
@@ -117,8 +119,8 @@ def _read_entries(path: Path, tail: int | None = None) -> Iterator[dict[str, Any
 
 
 def _flatten_numbers(entry: dict[str, Any]) -> Iterator[tuple[str, float]]:
-    """Yields (name, number) of an entry, NaN for null; those of inner sections, such as timing, under
-    their own names.
+    """Yields (name, number) of an entry, NaN for null. Numbers of inner sections, such as timing, have their own names
+    alone.
     """
     for name, value in entry.items():
         if isinstance(value, dict):
@@ -131,7 +133,9 @@ def _flatten_numbers(entry: dict[str, Any]) -> Iterator[tuple[str, float]]:
 
 
 def thin_curve(values: np.ndarray, most: int) -> np.ndarray:
-    """Returns indices of about `most` values that draw the same curve: the minimum and the maximum of each interval."""
+    """Returns indices of about `most` values, which draw the same curve as all: the minimum and the maximum of each
+    interval, and the first and the last value.
+    """
     count = len(values)
     if count <= most:
         return np.arange(count)
@@ -149,8 +153,8 @@ def thin_curve(values: np.ndarray, most: int) -> np.ndarray:
 def count_hours(metrics: Metrics, starts: list[float]) -> np.ndarray | None:
     """Returns the hours of training at each row, (rows,), without the pauses before `starts`, seconds since 1970.
 
-    Where lines have no time, as those of earlier versions, samples and samples per second give it; None if neither
-    does.
+    For lines without a time, as earlier versions wrote them, the hours follow from samples and samples per second.
+    Returns None if no line has either.
     """
     rate, seen = np.full((2, len(metrics.steps)), np.nan)
     for target, name in ((rate, "samples_per_second"), (seen, "images_seen")):

@@ -1,4 +1,6 @@
-"""report.html: one file that opens offline, with plotly's curves, pictures as data: URLs, and all texts escaped."""
+"""Writes report.html: one file that opens offline, with plotly's curves, pictures as data: URLs, and all texts
+escaped.
+"""
 
 import json
 import math
@@ -102,7 +104,7 @@ def _read_plotly() -> str:
 
 def _describe_run(record: Record, place: int) -> dict[str, Any]:
     """Returns what the page's script needs of a run: label and colour, hours by step, samples of a step, and marks on
-    the time axis.
+    the time axis. `place` is the run's number on the page, from 0 on.
     """
     clock = None
     if record.hours is not None:
@@ -122,8 +124,8 @@ def _describe_run(record: Record, place: int) -> dict[str, Any]:
 
 
 def _make_charts(records: Sequence[Record]) -> list[dict[str, Any]]:
-    """Returns the curves of each chart. The quarters of the timesteps share a chart, and so do EMA and raw weights on
-    held-out data.
+    """Returns the charts with their curves, in the order of the page. The quarters of the timesteps share a chart, and
+    so do EMA and raw weights on held-out data.
     """
     charts: dict[str, list[tuple[int, str, str]]] = {}  # title: run, column, name within the chart
     dull = _list_dull_curves(records)
@@ -154,8 +156,8 @@ def _make_charts(records: Sequence[Record]) -> list[dict[str, Any]]:
 
 
 def _list_dull_curves(records: Sequence[Record]) -> dict[str, str]:
-    """Lists the columns that tell a reader nothing in every run, and why: 0 throughout, or equal to an
-    earlier column.
+    """Returns the columns that tell a reader nothing in any run, with the reason: 0 throughout, or equal to an earlier
+    column.
     """
     reasons: dict[str, list[str]] = {}
     for record in records:
@@ -176,7 +178,9 @@ def _make_trace(record: Record, place: int, column: str, name: str, most: int) -
 
 
 def _collect_pictures(records: Sequence[Record]) -> tuple[list[dict[str, Any]], dict[Path, str]]:
-    """Returns each run's sample grids by kind, with steps and pictures; and the plots of evaluations by path."""
+    """Returns the sample grids by kind, with the steps and pictures of each run; and the plots of evaluations by path.
+    Adds a remark to a run's record if some pictures are left out or cannot be read.
+    """
     most = max(4, _GRIDS // max(1, sum(len(record.pictures) for record in records)))
     chosen = [
         (kind, place, pictures.select_steps(list(steps), most))
@@ -209,7 +213,7 @@ def _collect_pictures(records: Sequence[Record]) -> tuple[list[dict[str, Any]], 
 
 
 def _list_facts(record: Record) -> dict[str, str]:
-    """Returns the few figures of a run that the table at the top shows."""
+    """Returns the figures and other texts for the table at the top of a run's page, by name."""
     state, columns = record.state, record.metrics
     step = "none" if state.step is None else f"{state.step:,}" + (f" of {state.steps:,}" if state.steps else "")
     facts = {"state": state.state, "step": step}
@@ -246,8 +250,8 @@ def _list_facts(record: Record) -> dict[str, str]:
 
 
 def _list_differences(records: Sequence[Record]) -> list[tuple[str, list[Any]]]:
-    """Lists the recipe and DeepSpeed entries in which runs differ: key, and each run's value. Entries that a run lacks,
-    such as those of another system's model, stand last.
+    """Lists the recipe and DeepSpeed entries in which runs differ, as (key, value of each run). Entries that a run
+    lacks, such as those of another system's model, stand last.
     """
     tables = [record.flatten_settings() for record in records]
     keys = dict.fromkeys(key for table in tables for key in table if key not in ("name", "folder"))

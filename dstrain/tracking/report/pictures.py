@@ -1,4 +1,4 @@
-"""Pictures of a run, small enough that many of them fit into a page: as they are, or smaller as WebP."""
+"""Makes pictures of a run small enough that many of them fit into a page: as they are, or smaller as WebP."""
 
 import base64
 import io
@@ -41,7 +41,8 @@ def select_steps(steps: Sequence[int], most: int) -> list[int]:
 
 
 def embed_picture(path: Path, most: int) -> str:
-    """Returns a picture or a GIF as a data: URL of about `most` bytes, before base64.
+    """Returns a picture or a GIF as a data: URL. If the file has more than `most` bytes, it is made smaller, to about
+    that size, before base64.
 
     Raises OSError or ValueError if it is not a readable PNG, GIF or WebP.
     """
@@ -58,8 +59,8 @@ def embed_picture(path: Path, most: int) -> str:
 
 
 def _shrink_picture(image: Image.Image, most: int) -> bytes:
-    """Encodes as WebP at the first width that needs at most `most` bytes, else at the smallest width; animations stay
-    animated.
+    """Encodes a picture as WebP at the first width that needs at most `most` bytes, else at the smallest width. An
+    animation stays one, of at most 64 frames.
     """
     count = getattr(image, "n_frames", 1)
     widths = [min(width, image.width) for width in (_WIDTHS if count == 1 else _FILM_WIDTHS)]

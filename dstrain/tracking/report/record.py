@@ -1,4 +1,4 @@
-"""What a run's folder tells of it besides its curves: recipe, DeepSpeed settings, starts, evaluations, faults.
+"""Reads what a run's folder tells of it besides its curves: recipe, DeepSpeed settings, starts, evaluations, faults.
 
 Files may be absent, half-written or somebody else's. What cannot be read becomes a remark, and the rest is shown.
 """
@@ -44,14 +44,18 @@ class Record:
     remarks: list[str] = field(default_factory=list)
 
     def flatten_settings(self) -> dict[str, Any]:
-        """Returns every entry of the recipe, and of the DeepSpeed settings below `deepspeed`, by dotted key."""
+        """Returns every entry of the recipe by dotted key, and those of the DeepSpeed settings with deepspeed. before
+        their keys.
+        """
         return dict(flatten_entries(convert_to_plain_values(self.run) if self.run else {})) | dict(
             flatten_entries({"deepspeed": self.settings})
         )
 
 
 def read_record(folder: Path, label: str | None = None) -> Record:
-    """Reads all that a run's folder holds. Raises ConfigError if it is not a run's folder."""
+    """Reads all that a run's folder holds; `label` None names the run by its recipe. Raises ConfigError if it is not a
+    run's folder.
+    """
     if not (folder / "run.yaml").exists():
         if read_state(folder).state == "beginning":
             raise ConfigError(f"{folder}: the training that holds it has not begun yet: wait for its first report")
@@ -115,7 +119,9 @@ def flatten_entries(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[
 
 
 def _list_changed(run: Run, remarks: list[str]) -> list[tuple[str, Any, Any]]:
-    """Lists the entries of a recipe that differ from their schema's defaults: key, value, default."""
+    """Lists the entries of a recipe that differ from the defaults: key, value, default. Adds a remark if the defaults
+    of its model are unknown.
+    """
     from dstrain import systems  # loads torch, which nothing else here needs
 
     model = {}
@@ -154,7 +160,9 @@ def _read_events(path: Path) -> list[dict[str, Any]]:
 
 
 def _read_evaluations(folder: Path, remarks: list[str]) -> list[tuple[str, str, Path]]:
-    """Reads what `dstrain evaluate` has written, the newest step first: name, table and plot of each."""
+    """Returns the name, table and plot of each result that `dstrain evaluate` has written, the newest step first, at
+    most 100. Adds a remark for each file that is left out or cannot be read.
+    """
     files = sorted(folder.glob("*.json"), key=lambda path: path.name, reverse=True)
     if len(files) > _MOST:
         remarks.append(f"evaluation/ holds {len(files)} files: the newest {_MOST} are shown")
@@ -178,6 +186,6 @@ def _read_lines(path: Path) -> list[str]:
 
 
 def _is_metrics(line: str) -> bool:
-    """Returns whether a line of log.txt repeats one of metrics.jsonl: "step 25/1200  loss ..."."""
+    """Returns whether a line of log.txt only repeats one of metrics.jsonl, as "step 25/1200 loss ..." does."""
     words = line.split(maxsplit=2)
     return len(words) > 1 and words[0] == "step" and words[1].replace("/", "").isdigit() and "/" in words[1]

@@ -1,4 +1,4 @@
-"""Where a run stands, read from its folder without disturbing it, and a table of all runs in a folder."""
+"""Reads where a run stands from its folder, without disturbing it, and makes a table of all runs in a folder."""
 
 import fcntl
 import os
@@ -19,7 +19,7 @@ _DEPTH = 4  # levels of folders in which runs are looked for
 
 @dataclass(frozen=True)
 class State:
-    """Holds what a run's folder says of its progress; None for what it does not say."""
+    """Holds what a run's folder says of its progress; None stands for what it does not say."""
 
     run: str
     state: str  # beginning (no report yet), running, complete, stopped, dead, imported, or
@@ -36,8 +36,8 @@ class State:
 
 
 def find_runs(folders: Iterable[Path]) -> list[Path]:
-    """Finds the runs among `folders` and below them, but not inside a run. Raises ConfigError if a folder
-    is missing.
+    """Returns the folders of runs among `folders` and up to four levels below them, but not inside a run. Raises
+    ConfigError if a folder is missing.
     """
     found: list[Path] = []
     for folder in folders:
@@ -60,7 +60,7 @@ def _find_within(folder: Path, depth: int) -> Iterator[Path]:
 
 
 def read_state(folder: Path) -> State:
-    """Reads the progress of the run in a folder. A file that cannot be read leaves its entries None."""
+    """Reads the progress of the run in a folder. Entries that stand in an unreadable file become None."""
     try:
         run = load_recipe(folder / "run.yaml")
     except ConfigError:
@@ -98,7 +98,9 @@ def read_state(folder: Path) -> State:
 
 
 def format_states(states: list[State]) -> str:
-    """Formats the states of runs as lines of a table, with the last log line of each dead run, and damaged recipes."""
+    """Formats the states of runs as a table, a line for each run. Below it stand the last log line of each dead run,
+    and which runs have a damaged recipe.
+    """
     rows = [("run", "state", "step", "loss", "samples/s", "left", "checkpoint", "last line", "last picture")]
     for one in states:
         step = "-" if one.step is None else f"{one.step:,} of {one.steps:,}" if one.steps else f"{one.step:,}"
@@ -136,7 +138,9 @@ def convert_to_json(one: State) -> dict[str, Any]:
 
 
 def read_last_line(path: Path, tail: int = 1 << 14) -> str | None:
-    """Returns the last line of a log that is about the run itself, or None if there is none or it cannot be read."""
+    """Returns the last line of a log that is about the run itself, from the last `tail` bytes; None if there is none,
+    or it cannot be read.
+    """
     try:
         small.require_regular_file(path)
         with open(path, "rb") as file:
@@ -154,8 +158,8 @@ def list_checkpoints(folder: Path) -> list[int]:
 
 
 def _find_ending(note: str | None) -> str | None:
-    """Returns how a run ended by the last line of its log, see runs/folders.py (farewell), or None if it
-    does not say.
+    """Returns "complete" or "stopped" if the last line of a run's log says so, see describe_end in runs/folders.py,
+    else None.
     """
     words = {"complete:": "complete", "stopped at step": "stopped"}
     return next((word for begins, word in words.items() if (note or "").startswith(begins)), None)
