@@ -27,7 +27,7 @@ from dstrain.data.cached.embeddings import open_pairs
 from dstrain.data.decode.pixels import FORMATS, open_image
 from dstrain.data.open import BuiltinData, make_request, open_sources, open_split
 from dstrain.data.source import Source
-from dstrain.data.sources.images import Images, open_images, read_encoded
+from dstrain.data.sources.images import Images, fetch_encoded_file, open_images
 from dstrain.data.views import Spread
 from dstrain.distributed import group
 from dstrain.distributed.progress import Bar
@@ -277,7 +277,7 @@ def _require_suitable_images(path: str, source: Images, run: Run) -> None:
     for index in range(0, len(source), -(-len(source) // _NUM_CHECKED)):
         try:
             with open_image(
-                read_encoded(source.layout, source.index.read_place(source.find_row(index))), FORMATS
+                fetch_encoded_file(source.layout, source.index.read_place(source.find_row(index))), FORMATS
             ) as image:
                 grey.append(
                     image.mode in ("1", "L", "LA", "I", "I;16", "F")

@@ -19,7 +19,7 @@ from dstrain.data.index.verified import Verified
 from dstrain.data.open import open_section_index
 from dstrain.data.source import BadSample
 from dstrain.data.sources.images import Images
-from dstrain.data.sources.sizes import count_sample_frames, measure_clips, measure_images, read_size
+from dstrain.data.sources.sizes import count_sample_frames, measure_clips, measure_images, read_image_size
 from dstrain.data.sources.videos import Videos
 from dstrain.recipe import Data
 
@@ -71,7 +71,7 @@ def index_data(data: Data, captions: bool = False, check: bool = False) -> dict[
     if images:
         sizes = measure_images(layout, index)
         result |= _count_sizes(sizes)
-        broken = _iterate_unmeasurable(layout, index, sizes, read_size)
+        broken = _iterate_unmeasurable(layout, index, sizes, read_image_size)
     elif data.buckets:
         frames = measure_clips(layout, index)
         result["frames"] = _count_durations(frames, data)
@@ -124,7 +124,7 @@ def _count_durations(frames: Verified, data: Data) -> dict[str, int]:
     cut, table = Cut(data.num_frames or 1, 1, 1, stride=data.frame_stride), Counter[int]()
     for start in range(0, len(frames), CHUNK):
         counts = frames[start : start + CHUNK][:, 0]
-        for count in map(cut.count_available, counts[counts > 0].tolist()):
+        for count in map(cut.count_frames_at_stride, counts[counts > 0].tolist()):
             table[max((duration for duration in data.durations if duration <= count), default=0)] += 1
     return {f"{least} or more" if least else "fewer": table[least] for least in sorted(table, reverse=True)}
 

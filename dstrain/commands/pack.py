@@ -37,7 +37,7 @@ from dstrain.data.index.index import Index
 from dstrain.data.index.source import Indexed
 from dstrain.data.open import BuiltinData, find_contents, open_section_index
 from dstrain.data.source import BadSample, Item, report_bad_sample
-from dstrain.data.sources.captioned import hash_texts
+from dstrain.data.sources.captioned import hash_captions_beside
 from dstrain.disk import atomic, sealed, small
 from dstrain.disk.texts import read_text, split_lines
 from dstrain.distributed import group
@@ -75,7 +75,11 @@ class _Packable(Indexed):
         return split_lines(read_text((self.path / self.index.read_name(row)).with_suffix(".txt")))[:1] or ("",)
 
     def _hash_texts(self, numbers: Sequence[int]) -> bytes:
-        return hash_texts(self.path, self._iterate_files(numbers)) if self.beside else super()._hash_texts(numbers)
+        return (
+            hash_captions_beside(self.path, self._iterate_files(numbers))
+            if self.beside
+            else super()._hash_texts(numbers)
+        )
 
     def __getitem__(self, index: int) -> Item:
         raise NotImplementedError("files are copied, and not decoded")

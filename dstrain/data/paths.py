@@ -2,7 +2,7 @@
 
 import os
 
-from dstrain.data.formats import describe_unread_address, is_elsewhere
+from dstrain.data.formats import describe_unread_address, is_address_or_pattern
 from dstrain.data.open import BUILTINS, BuiltinData
 from dstrain.recipe import Data
 
@@ -28,7 +28,7 @@ def find_path_problems(data: Data) -> list[str]:
 def _find_path_problem(key: str, path: str) -> str | None:
     if BuiltinData.recognises(Data(path=path)):
         return None if path in BUILTINS else f"{key}={path}: the built-in data sets are {', '.join(BUILTINS)}"
-    if is_elsewhere(path):  # whether it is there shows when it is listed
+    if is_address_or_pattern(path):  # whether it is there shows when it is listed
         return None
     if not os.path.exists(path):
         return (

@@ -74,7 +74,7 @@ class Fashion(Source):
         images = torch.frombuffer(bytearray(pixels), dtype=torch.uint8).view(-1, 28, 28)
         self.shades = find_shades(images) if self.captioned else None
         if self.leave_out:
-            fits = find_left_out([[self._name_caption(index)] for index in range(len(images))], self.leave_out)
+            fits = find_left_out([[self._compose_caption(index)] for index in range(len(images))], self.leave_out)
             self.left_out = tuple(zip(self.leave_out, fits.sum(1).tolist()))
             kept = ~fits.any(0)
             images, self.shades, self.labels = images[kept], self.shades[kept], self.labels[kept]
@@ -91,10 +91,10 @@ class Fashion(Source):
             image = torch.stack((image, image, image, torch.full_like(image, 255)))
         item: Item = {"image": image.expand(self.channels, -1, -1), "label": int(self.labels[index])}
         if self.shades is not None:
-            item["caption"] = pack_caption(self._name_caption(index))
+            item["caption"] = pack_caption(self._compose_caption(index))
         return item
 
-    def _name_caption(self, index: int) -> str:
+    def _compose_caption(self, index: int) -> str:
         return f"a {SHADES[self.shades[index]]} {FASHION[self.labels[index]]}"
 
     def name_sample(self, index: int) -> str:

@@ -32,7 +32,7 @@ from dstrain.data.decode.pixels import (
     convert_mode,
     crop_center,
     open_image,
-    require_below_cap,
+    require_below_pixel_cap,
     to_tensor,
     turn_upright,
 )
@@ -64,7 +64,7 @@ class Cut:
     still: bool = False
     upright: bool = True  # as data.upright
 
-    def count_available(self, count: int) -> int:
+    def count_frames_at_stride(self, count: int) -> int:
         """Returns how many frames at this stride a file of `count` frames has: count / stride, rounded up."""
         return -(-count // self.stride)
 
@@ -107,7 +107,7 @@ def read_clip(
     def read() -> tuple[list[Tensor], Listing]:
         if _is_picture(file):
             return _read_pictures(file, cut, chance)
-        listed = listing or list_frames(file)
+        listed = listing or read_frame_listing(file)
         return _decode_window(file, cut, cut.choose_window(listed.count, chance), listed), listed
 
     frames, listing = retry(read)
@@ -126,14 +126,14 @@ def count_frames(file: Path | bytes) -> int:
 
     def count() -> int:
         if not _is_picture(file):
-            return list_frames(file).count
+            return read_frame_listing(file).count
         with open_image(file if isinstance(file, Path) else io.BytesIO(file), _FORMATS) as image:
             return getattr(image, "n_frames", 1) - _count_skipped_frames(image)
 
     return retry(count)
 
 
-def list_frames(path: Path | bytes) -> Listing:
+def read_frame_listing(path: Path | bytes) -> Listing:
     """Returns the number of frames of a video, from its index, else from its packets, else by decoding all of it. Its
     keyframes are listed only in the first two cases.
 
@@ -178,7 +178,7 @@ def _open_container(file: Path | bytes) -> Iterator[tuple[Any, Any]]:
         stream = next((stream for stream in container.streams.video if not stream.disposition & covers), None)
         if stream is None or stream.codec_context is None:
             raise ConfigError("has no video stream that can be decoded")
-        require_below_cap(stream.codec_context.width, stream.codec_context.height)
+        require_below_pixel_cap(stream.codec_context.width, stream.codec_context.height)
         stream.codec_context.thread_count = 1  # the workers are the threads
         yield container, stream
 
@@ -190,7 +190,7 @@ def _decode_window(path: Path | bytes, cut: Cut, window: range, listing: Listing
         if number in window:
             if frame.is_corrupt:
                 raise ConfigError(f"frame {number} is damaged")
-            frames.append(_decode_pixels(frame, cut))
+            frames.append(_convert_frame(frame, cut))
             if len(frames) == len(window):
                 return frames
     raise ConfigError(f"ends after {number + 1} of {listing.count} frames")
@@ -240,7 +240,7 @@ def _read_leading_packets(packets: Iterator[Any]) -> tuple[list[Any], int]:
     return head, sum(1 for packet in head if packet.size and packet.pts < head[0].pts)
 
 
-def _decode_pixels(frame: Any, cut: Cut) -> Tensor:
+def _convert_frame(frame: Any, cut: Cut) -> Tensor:
     transparent = any(component.is_alpha for component in frame.format.components)
     image = Image.fromarray(frame.to_ndarray(format="rgba" if transparent else "rgb24"))
     matrix = frame.side_data.get("DISPLAYMATRIX") if cut.upright else None

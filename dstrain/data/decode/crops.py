@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from PIL import Image
 
-from dstrain.data.decode.pixels import crop_center, halve_image
+from dstrain.data.decode.pixels import crop_center, halve_repeatedly
 from dstrain.recipe import Data
 
 _TRIES = 10  # parts that random_resized draws before it takes the largest part in the middle
@@ -83,10 +83,10 @@ class Crop:
         low, high = math.ceil(shorter / most), math.ceil(shorter / least)
         side = low + int(numbers[0] * (high - low + 1))
         cover = width * side / shorter, height * side / shorter
-        image = halve_image(image, *cover)
+        image = halve_repeatedly(image, *cover)
         scale = max(cover[0] / image.width, cover[1] / image.height)
         image = image.resize((round(image.width * scale), round(image.height * scale)), Image.Resampling.BICUBIC)
-        return _place_anywhere(image, width, height, numbers[1:])
+        return _crop_anywhere(image, width, height, numbers[1:])
 
     def _crop_random_resized(self, image: Image.Image, width: int, height: int, numbers: Sequence[float]) -> Cut:
         least, most = self.scale or _SCALES["random_resized"]
@@ -96,12 +96,12 @@ class Crop:
             aspect = math.exp(low + numbers[2 * number + 1] * (high - low))
             wide, tall = round(math.sqrt(area * aspect)), round(math.sqrt(area / aspect))
             if 0 < wide <= image.width and 0 < tall <= image.height:
-                return _scale_part(_place_anywhere(image, wide, tall, numbers[-2:]), width, height)
+                return _resize_crop(_crop_anywhere(image, wide, tall, numbers[-2:]), width, height)
         aspect = min(max(image.width / image.height, math.exp(low)), math.exp(high))
         wide, tall = min(image.width, round(image.height * aspect)), min(image.height, round(image.width / aspect))
         top, left = (image.height - tall) // 2, (image.width - wide) // 2
         part = image.crop((left, top, left + wide, top + tall))
-        return _scale_part(Cut(part, top, left, image.width - wide - left), width, height)
+        return _resize_crop(Cut(part, top, left, image.width - wide - left), width, height)
 
 
 def _crop_center(image: Image.Image, width: int, height: int) -> Cut:
@@ -115,15 +115,15 @@ def _crop_center(image: Image.Image, width: int, height: int) -> Cut:
 
 def _crop_dalle(image: Image.Image, width: int, height: int, numbers: Sequence[float]) -> Cut:
     shorter, target = min(image.size), max(width, height)
-    square = _place_anywhere(image, shorter, shorter, numbers)
+    square = _crop_anywhere(image, shorter, shorter, numbers)
     low, high = min(shorter, round(9 / 8 * target)), min(shorter, round(12 / 8 * target))
     side = max(low + int(numbers[2] * (high - low + 1)), target)  # a smaller image is enlarged
-    whole = _scale_part(square, side, side, Image.Resampling.BOX)
-    part = _place_anywhere(whole.image, width, height, numbers[3:])
+    whole = _resize_crop(square, side, side, Image.Resampling.BOX)
+    part = _crop_anywhere(whole.image, width, height, numbers[3:])
     return Cut(part.image, part.top + whole.top, part.left + whole.left, part.right + whole.right)
 
 
-def _place_anywhere(image: Image.Image, width: int, height: int, numbers: Sequence[float]) -> Cut:
+def _crop_anywhere(image: Image.Image, width: int, height: int, numbers: Sequence[float]) -> Cut:
     """Cuts a part of this size out of an image. The first two `numbers` in [0, 1) choose its distance from the top and
     left.
     """
@@ -132,7 +132,7 @@ def _place_anywhere(image: Image.Image, width: int, height: int, numbers: Sequen
     return Cut(image.crop((left, top, left + width, top + height)), top, left, image.width - width - left)
 
 
-def _scale_part(part: Cut, width: int, height: int, filter_: Image.Resampling = Image.Resampling.BILINEAR) -> Cut:
+def _resize_crop(part: Cut, width: int, height: int, filter_: Image.Resampling = Image.Resampling.BILINEAR) -> Cut:
     """Returns a crop resized to width x height, with its distances scaled likewise."""
     across, down = width / part.image.width, height / part.image.height
     return Cut(

@@ -81,7 +81,7 @@ def turn_upright(image: Image.Image) -> Image.Image:
 def read_upright_size(image: Image.Image) -> tuple[int, int]:
     """Returns the width and height that an opened picture has when it is turned upright. Does not decode its pixels."""
     if isinstance(image, PngImagePlugin.PngImageFile) and "exif" not in image.info:
-        _read_late_texts(image)
+        _read_texts_behind_pixels(image)
     try:
         exif = Image.Image.getexif(image)  # that of a PNG would decode it
         sideways = exif.get(ExifTags.Base.Orientation) in (5, 6, 7, 8)
@@ -90,7 +90,7 @@ def read_upright_size(image: Image.Image) -> tuple[int, int]:
     return image.size[::-1] if sideways else image.size
 
 
-def _read_late_texts(image: PngImagePlugin.PngImageFile) -> None:
+def _read_texts_behind_pixels(image: PngImagePlugin.PngImageFile) -> None:
     """Reads the texts and EXIF that stand behind the pixels of a PNG, and adds them to `image.info`."""
     file, kind, behind = image.fp, b"", False
     png = PngImagePlugin.PngStream(file)
@@ -119,8 +119,8 @@ def open_image(file: str | Path | BinaryIO, formats: Sequence[str]) -> Iterator[
         warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # our own cap follows
         try:
             with Image.open(file, formats=formats) as image:
-                require_below_cap(image.width, image.height)
-                _scale_clear_colour(image)
+                require_below_pixel_cap(image.width, image.height)
+                _scale_transparent_colour(image)
                 yield image
         except UnidentifiedImageError:
             _refuse_video(file)
@@ -133,7 +133,7 @@ def open_image(file: str | Path | BinaryIO, formats: Sequence[str]) -> Iterator[
             ) from None
 
 
-def _scale_clear_colour(image: Image.Image) -> None:
+def _scale_transparent_colour(image: Image.Image) -> None:
     """Scales the colour that a PNG declares transparent to the 8 bits to which Pillow scales the pixels, in
     `image.info`.
     """
@@ -156,7 +156,7 @@ def _refuse_video(file: str | Path | BinaryIO) -> None:
         )
 
 
-def require_below_cap(width: int, height: int) -> None:
+def require_below_pixel_cap(width: int, height: int) -> None:
     """Raises ConfigError if an image or a frame has more pixels than PIXEL_CAP."""
     if width * height > PIXEL_CAP:
         raise ConfigError(f"{width} x {height} pixels exceed the cap of {PIXEL_CAP}")
@@ -198,7 +198,7 @@ def crop_center(image: Image.Image, width: int, height: int | None = None) -> Im
     height = height or width
     if image.mode == "RGBA":
         return crop_center(image.convert("RGBa"), width, height).convert("RGBA")
-    image = halve_image(image, width, height)
+    image = halve_repeatedly(image, width, height)
     scale = max(width / image.width, height / image.height)
     wide, high = round(image.width * scale), round(image.height * scale)
     x, y = (wide - width) // 2, (high - height) // 2
@@ -211,7 +211,7 @@ def crop_center(image: Image.Image, width: int, height: int | None = None) -> Im
     return image if high == height else image.crop((0, y, width, y + height))
 
 
-def halve_image(image: Image.Image, width: float, height: float) -> Image.Image:
+def halve_repeatedly(image: Image.Image, width: float, height: float) -> Image.Image:
     """Returns an image halved as often as needed, until one of its sides is less than twice the target's."""
     while image.width >= 2 * width and image.height >= 2 * height:
         image = image.resize((image.width // 2, image.height // 2), Image.Resampling.BOX)

@@ -9,7 +9,7 @@ from dstrain.data.files.remote import SCHEMES, is_address, open_files
 from dstrain.data.files.tables import TABLES
 from dstrain.data.formats.base import Layout, Request
 from dstrain.data.formats.clips import Clips
-from dstrain.data.formats.competing import find_forms, refuse_several
+from dstrain.data.formats.competing import find_forms, refuse_several_forms
 from dstrain.data.formats.folders import Folders
 from dstrain.data.formats.hugging_face import HUB, ArrowTables, HubTables, ParquetTables
 from dstrain.data.formats.lists import Metadata, PathList, TableList, WebVid
@@ -38,7 +38,7 @@ LAYOUTS: tuple[type[Layout], ...] = (
 )
 
 
-def is_elsewhere(path: str) -> bool:
+def is_address_or_pattern(path: str) -> bool:
     """Returns whether a path is an address, a data set of the Hugging Face hub (hf-dataset:NAME), or a pattern of file
     names. Returns False for a file or a folder of this machine.
     """
@@ -54,7 +54,7 @@ def describe_unread_address(key: str, path: str) -> str | None:
     """
     return (
         f"{key}={path}: an address begins with {'://, '.join(SCHEMES)}://: put the data there, or on a disk"
-        if re.match(r"\w+://", path) and not is_elsewhere(path)
+        if re.match(r"\w+://", path) and not is_address_or_pattern(path)
         else None
     )
 
@@ -64,7 +64,7 @@ def open_data_files(path: str, request: Request) -> Files:
 
     Raises ConfigError if the path does not exist, or is neither a file nor a folder, such as a socket.
     """
-    if not (is_elsewhere(path) or Path(path).exists()):
+    if not (is_address_or_pattern(path) or Path(path).exists()):
         raise ConfigError(
             describe_unread_address(request.key, path)
             or f"{request.key}={path}: does not exist; give a folder of {request.noun}, or builtin:fashion"
@@ -81,7 +81,7 @@ def recognise_layout(path: str, files: Files, request: Request) -> Layout:
     data.columns has keys that the layout does not use.
     """
     forms = find_forms(files, request)
-    refuse_several(path, files, request, forms)
+    refuse_several_forms(path, files, request, forms)
     refuse_unconverted_data(path, files, request, forms)
     for layout in LAYOUTS:
         if layout.recognises(path, files, request):

@@ -18,7 +18,7 @@ from dstrain.data.files.listing import BEHIND
 from dstrain.data.files.local import Files, LocalFiles, is_folder, is_hidden
 from dstrain.data.files.tables import match_names
 from dstrain.data.formats.labels import ClassList, read_class_list
-from dstrain.data.formats.splits import FOLD_COLUMNS, name_split_value
+from dstrain.data.formats.splits import FOLD_COLUMNS, parse_split_value
 from dstrain.recipe import Cache, ConfigError, NotRead
 
 _PEEKED = 4096  # so many names of a folder are looked at to recognise its form
@@ -116,7 +116,7 @@ class Layout(ABC):
         """Returns the classes of data.class_list, which is read once; an empty list if the recipe names none."""
         return read_class_list(self.request.class_list)
 
-    def convert_label(self, own: int | str | None, name: str) -> int | str | None:
+    def resolve_label(self, own: int | str | None, name: str) -> int | str | None:
         """Returns the label of a sample under data.labels and data.class_list. Returns None if data.labels=none, or
         with data.labels=auto if `own` is None.
 
@@ -146,13 +146,13 @@ class Layout(ABC):
         message.
         """
         first = self.notes.setdefault("split", str(split))
-        if name_split_value(split) != name_split_value(first):
+        if parse_split_value(split) != parse_split_value(first):
             raise ConfigError(
                 f"{at} is of the split {split}, and rows before it of {first}, and all would be learned from: write a "
                 f"table of each, or give the column `{column}` another name"
             )
 
-    def note_folds(self, columns: Sequence[str], used: Sequence[str]) -> None:
+    def record_fold_column(self, columns: Sequence[str], used: Sequence[str]) -> None:
         """Keeps in `notes` the first column that numbers the folds of a cross-validation, unless it is among `used`.
         The rows of all folds are read, and `describe_advice` says so.
         """
@@ -160,14 +160,14 @@ class Layout(ABC):
             if column not in used:
                 self.notes["folds"] = column
 
-    def note_left_out(self, reason: str, count: int = 1) -> None:
+    def record_left_out(self, reason: str, count: int = 1) -> None:
         """Adds `count` to the number of files or samples that are left out for a reason: a suffix such as .tif, or
         words. The counts are kept in `notes`, and `describe_advice` prints them.
         """
         counts = self.notes.setdefault("left_out", {})
         counts[reason] = counts.get(reason, 0) + count
 
-    def note_other_files(self, counts: Mapping[str, int]) -> None:
+    def record_unread_files(self, counts: Mapping[str, int]) -> None:
         """Counts as left out the files that may hold samples, but are of types that are not read.
 
         counts: how many files there are, by suffix; "" for files without one, and BEHIND for names such as x.jpg.1.
@@ -177,18 +177,18 @@ class Layout(ABC):
                 suffix in VIDEOS + _OTHER_VIDEOS + PICTURES + CONTAINERS + _LISTS
                 and suffix not in self.request.suffixes
             ):
-                self.note_left_out(suffix, counts[suffix])
+                self.record_left_out(suffix, counts[suffix])
         for key, reason in ((BEHIND, BEHIND), ("", "files without a suffix")):
             if counts.get(key):
-                self.note_left_out(reason, counts[key])
+                self.record_left_out(reason, counts[key])
 
-    def note_files_beside(self) -> None:
+    def record_unread_files_beside(self) -> None:
         """Counts as left out the pictures and videos that are not read because of their types, and the files without a
         suffix, that lie beside the files that hold the samples, such as tars. Of a large folder only some files are
         looked at.
         """
         suffixes = Counter(os.path.splitext(name)[1].lower() for name in peek_files(self.files))
-        self.note_other_files({suffix: suffixes[suffix] for suffix in suffixes if suffix not in CONTAINERS + _LISTS})
+        self.record_unread_files({suffix: suffixes[suffix] for suffix in suffixes if suffix not in CONTAINERS + _LISTS})
 
     @property
     def left_out(self) -> dict[str, int]:

@@ -15,7 +15,7 @@ from dstrain.data.files.tables import Tsv, match_names, open_table
 from dstrain.data.formats.base import Request, Sample
 from dstrain.data.formats.folders import Folders
 from dstrain.data.formats.lists import COLUMNS
-from dstrain.data.formats.sidecars import fold_name
+from dstrain.data.formats.sidecars import normalize_file_name
 from dstrain.disk.texts import list_captions
 from dstrain.recipe import ConfigError
 
@@ -44,9 +44,9 @@ class Clips(Folders):
     def iterate_samples(self, part: str) -> Iterator[Sample]:
         samples = list(super().iterate_samples(part))
         names = [sample.place.name for sample in samples]
-        _require_one_clip_a_name(self.root, names)
+        _require_distinct_stems(self.root, names)
         if self._captions is None:
-            self._note_beside(names)
+            self._record_captions_beside(names)
             yield from samples
             return
         if missing := [name for name in names if name not in self._captions]:
@@ -58,7 +58,7 @@ class Clips(Folders):
         for sample in samples:
             yield Sample(sample.place, sample.label, (self._captions[sample.place.name],))
 
-    def _note_beside(self, names: list[str]) -> None:
+    def _record_captions_beside(self, names: list[str]) -> None:
         """Sets notes["beside"]: whether the clips have their captions beside them, in .txt files.
 
         Raises ConfigError if only some of these clips have one, or if earlier parts of the data say otherwise.
@@ -84,7 +84,7 @@ class Clips(Folders):
         return super().__getstate__() | {"_captions": None}
 
 
-def _require_one_clip_a_name(root: str, names: list[str]) -> None:
+def _require_distinct_stems(root: str, names: list[str]) -> None:
     """Raises ConfigError if two names differ only in their suffix: X.jpg may be the thumbnail of X.mp4, and X.txt would
     be the caption of both.
     """
@@ -106,9 +106,9 @@ def _have_texts_beside(root: str, names: list[str]) -> bool:
         folder, stem = os.path.split(os.path.splitext(name)[0])
         if folder not in texts_in:
             texts = [name for name in os.listdir(os.path.join(root, folder)) if name.lower().endswith(".txt")]
-            texts_in[folder] = {fold_name(name): name for name in texts} | {name: name for name in texts}
+            texts_in[folder] = {normalize_file_name(name): name for name in texts} | {name: name for name in texts}
         text = f"{stem}.txt"
-        found = texts_in[folder].get(text) or texts_in[folder].get(fold_name(text))
+        found = texts_in[folder].get(text) or texts_in[folder].get(normalize_file_name(text))
         if found is None:
             without.append(name)
         elif found != text:

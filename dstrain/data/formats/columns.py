@@ -56,10 +56,10 @@ def choose_columns(schema: pa.Schema, request: Request, where: str) -> Columns:
     classes = tuple(map(str, names)) if isinstance(names, list) else ()
     captions = tuple(chosen.get("caption", ()))
     if not captions:
-        texts = [name for name in match_names(_CAPTIONS, schema.names) if _is_text(schema.field(name).type)]
+        texts = [name for name in match_names(_CAPTIONS, schema.names) if _can_hold_captions(schema.field(name).type)]
         captions = tuple(texts[:1])
     captions = captions if request.captions else ()
-    kinds = ["images", *(_name_kind(schema.field(name).type) for name in (label, *captions) if name)]
+    kinds = ["images", *(_classify_type(schema.field(name).type) for name in (label, *captions) if name)]
     return Columns(images[0], label, captions, classes, tuple(kinds))
 
 
@@ -90,7 +90,7 @@ def _choose_label_column(schema: pa.Schema, chosen: dict[str, list[str]], reques
     marked = _find_columns_of_type(schema, "ClassLabel")
     found = [*chosen.get("label", ()), *match_names(_LABELS, schema.names), *(marked if len(marked) == 1 else ())]
     label = found[0] if found else None
-    if label is None or _is_label(schema.field(label).type):
+    if label is None or _can_hold_labels(schema.field(label).type):
         return label
     if "label" not in chosen and pa.types.is_nested(schema.field(label).type):
         return None  # These are boxes, say, and not classes.
@@ -100,13 +100,13 @@ def _choose_label_column(schema: pa.Schema, chosen: dict[str, list[str]], reques
     )
 
 
-def _is_label(kind: pa.DataType) -> bool:
+def _can_hold_labels(kind: pa.DataType) -> bool:
     if pa.types.is_dictionary(kind):  # Categories of pandas come so.
         kind = kind.value_type
     return pa.types.is_integer(kind) or pa.types.is_boolean(kind) or _is_string(kind)
 
 
-def _name_kind(kind: pa.DataType) -> str:
+def _classify_type(kind: pa.DataType) -> str:
     """Returns what a column of labels or captions holds by its Arrow type: "texts", "numbers" or "lists". It is the
     same for int32 and int64, or for texts with 32-bit and 64-bit offsets.
     """
@@ -117,7 +117,7 @@ def _name_kind(kind: pa.DataType) -> str:
     return "numbers" if pa.types.is_integer(kind) or pa.types.is_boolean(kind) else "lists"
 
 
-def _is_text(kind: pa.DataType) -> bool:
+def _can_hold_captions(kind: pa.DataType) -> bool:
     if pa.types.is_list(kind) or pa.types.is_large_list(kind):
         kind = kind.value_type
     return _is_string(kind)

@@ -24,7 +24,7 @@ _TRIED = 8  # so many tables are opened: a table that only lists files is no for
 Form = tuple[str, str]  # (what it is called, its folder or file below the root); "": no path names it alone
 
 
-def refuse_several(root: str, files: Files, request: Request, forms: dict[Form, list[str]]) -> None:
+def refuse_several_forms(root: str, files: Files, request: Request, forms: dict[Form, list[str]]) -> None:
     """Raises ConfigError, which lists them, if a folder holds several forms of data, such as tars and class folders. A
     file or a pattern is not checked, since it names what is meant.
 
@@ -52,10 +52,10 @@ def find_forms(files: Files, request: Request) -> dict[Form, list[str]]:
     names = list(peek_files(files)) if isinstance(files, LocalFiles) else [name for name, _ in peek_names(files)]
     forms: dict[Form, list[str]] = {}
     for name in names:
-        if form := _name_form(name, files, request):
+        if form := _recognise_form(name, files, request):
             forms.setdefault(form, []).append(name)
     tables = [name for form in forms if form[0] == _TABLES for name in forms[form]]
-    if len(forms) > 1 and tables and not any(_has_files(files, name) for name in tables[:_TRIED]):
+    if len(forms) > 1 and tables and not any(_table_holds_files(files, name) for name in tables[:_TRIED]):
         forms = {form: names for form, names in forms.items() if form[0] != _TABLES}
     merged: dict[Form, list[str]] = {}
     for (noun, place), names in forms.items():
@@ -65,7 +65,7 @@ def find_forms(files: Files, request: Request) -> dict[Form, list[str]]:
     return merged
 
 
-def _name_form(name: str, files: Files, request: Request) -> Form | None:
+def _recognise_form(name: str, files: Files, request: Request) -> Form | None:
     """Returns the form of data that a file belongs to, by its name. Returns None if the name shows none, as that of a
     caption or of a list does.
     """
@@ -88,7 +88,7 @@ def _name_form(name: str, files: Files, request: Request) -> Form | None:
     return (nouns[suffix], folder or f"*{suffix}") if suffix in nouns else None
 
 
-def _has_files(files: Files, name: str) -> bool:
+def _table_holds_files(files: Files, name: str) -> bool:
     with suppress(ConfigError):  # A table that cannot be read is no form.
         return open_table(files, name, name).has_files()
     return False

@@ -112,12 +112,12 @@ class Folders(Layout):
 
     def iterate_samples(self, part: str) -> Iterator[Sample]:
         with report_listing_errors(self.root, self.request.key):
-            names = self._list_below(part)
+            names = self._list_files_below(part)
         self._require_labels(names)
         if self._by_name is None:
-            yield from (Sample(Place(name), self.convert_label(part or None, name)) for name in names)
+            yield from (Sample(Place(name), self.resolve_label(part or None, name)) for name in names)
         else:
-            yield from (Sample(Place(name), self.convert_label(self._by_name.get(name), name)) for name in names)
+            yield from (Sample(Place(name), self.resolve_label(self._by_name.get(name), name)) for name in names)
 
     def _require_labels(self, names: list[str]) -> None:
         """Raises ConfigError if a dataset.json gives labels, but none for one of these files. Counts as left out the
@@ -131,9 +131,9 @@ class Folders(Layout):
                 "classes"
             )
         if absent := len(by_name) - len(names) if by_name else 0:
-            self.note_left_out(f"that {LABELS} names and that are not there", absent)
+            self.record_left_out(f"that {LABELS} names and that are not there", absent)
 
-    def _list_below(self, folder: str, *more: str) -> list[str]:
+    def _list_files_below(self, folder: str, *more: str) -> list[str]:
         """Returns the sorted relative paths of the samples below a folder, and of the files that end in one of `more`.
         Counts other files as left out.
 
@@ -141,7 +141,7 @@ class Folders(Layout):
         """
         root, suffixes, others, tables = Path(self.root), self.request.suffixes + more, Counter(), []
         names = sorted(walk_files(root, folder, suffixes, self._deeper, others=others, tables=tables))
-        self.note_other_files(others)
+        self.record_unread_files(others)
         refuse_inner_metadata(self.root, self.files, self.request, tables)
         return names
 

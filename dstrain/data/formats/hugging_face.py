@@ -24,8 +24,8 @@ from dstrain.data.files.listing import join_few, report_listing_errors, walk_fil
 from dstrain.data.files.local import Files, LocalFiles
 from dstrain.data.files.tables import match_names
 from dstrain.data.formats.base import Layout, Place, Request, Sample, peek_files
-from dstrain.data.formats.shards import note_missing_shards
-from dstrain.data.formats.splits import SPLIT_COLUMNS, SPLITS, name_split
+from dstrain.data.formats.shards import check_missing_shards
+from dstrain.data.formats.splits import SPLIT_COLUMNS, SPLITS, find_split_in_path
 from dstrain.disk.small import parse_json
 from dstrain.disk.texts import list_captions
 from dstrain.recipe import ConfigError, NotRead
@@ -96,7 +96,7 @@ class Tables(Layout):
         splits: dict[str, list[str]] = {}
         with report_listing_errors(self.root, self.request.key):
             for name in find_files(self.files, self.suffix):
-                splits.setdefault("" if self.files.pattern else name_split(name), []).append(name)
+                splits.setdefault("" if self.files.pattern else find_split_in_path(name), []).append(name)
         if len(splits) > 1 and "" in splits:
             unnamed = [name for name in splits.pop("") if self._has_images(name)]
             if unnamed:
@@ -132,7 +132,7 @@ class Tables(Layout):
 
         return choose_columns(self._open(part).schema, self.request, self._name_part(part))
 
-    def _open_matching(self, part: str) -> tuple[Any, list[int | str]]:
+    def _open_with_label_names(self, part: str) -> tuple[Any, list[int | str]]:
         """Opens a file. Returns it, and for each number of its ClassLabel the class that it means: the number of that
         name in the first file, or with data.class_list the name; [] without a ClassLabel.
 
@@ -141,8 +141,8 @@ class Tables(Layout):
         not.
         """
         if part == self._list_chosen_files()[0]:
-            self.note_files_beside()
-            note_missing_shards(self, self._list_chosen_files())
+            self.record_unread_files_beside()
+            check_missing_shards(self, self._list_chosen_files())
         first, own = self.columns, self._choose_columns(part)
         if own._replace(classes=first.classes) != first:
             raise ConfigError(
@@ -168,13 +168,13 @@ class Tables(Layout):
     def _make_sample(self, place: Place, row: dict[str, Any], names: list[int | str]) -> Sample:
         """Returns a sample with its label and captions, from a row of the table.
 
-        names: the class that each number of the ClassLabel means, as `_open_matching` returns it.
+        names: the class that each number of the ClassLabel means, as `_open_with_label_names` returns it.
         Raises ConfigError if the label is no class, or the row names another split than rows before it.
         """
         columns, captions, at = self.columns, [], f"{self.request.key}={self.root}: {place.name}"
         label = None if columns.label is None else self._read_label(row[columns.label], names, at)
         if self.request.labels != "auto":
-            label = self.convert_label(label, place.name)
+            label = self.resolve_label(label, place.name)
         if self._split is not None:
             self.require_one_split(self._split, row[self._split], at)
         for name in columns.captions:
@@ -211,12 +211,12 @@ class Tables(Layout):
             raise ConfigError("has neither bytes nor a file on this machine")
         return Path(self.files.root, path)
 
-    def _list_columns(self, names: list[str]) -> list[str]:
+    def _choose_listed_columns(self, names: list[str]) -> list[str]:
         """Returns the columns that listing reads: those of the label, of captions and, last, of splits if there is one.
         Sets `_split` to the last, or to None. names: all columns of the file.
         """
         own = [name for name in (self.columns.label, *self.columns.captions) if name]
-        self.note_folds(names, own)
+        self.record_fold_column(names, own)
         self._split = next((name for name in match_names(SPLIT_COLUMNS, names) if name not in own), None)
         return own if self._split is None else [*own, self._split]
 
@@ -236,8 +236,8 @@ class ArrowTables(Tables):
     def iterate_samples(self, part: str) -> Iterator[Sample]:
         from dstrain.data.files.arrow import list_rows
 
-        file, names = self._open_matching(part)
-        columns = self._list_columns(file.schema.names)
+        file, names = self._open_with_label_names(part)
+        columns = self._choose_listed_columns(file.schema.names)
         for at, batch in file.iterate_batches():
             for row, values in enumerate(list_rows(batch.select(columns))):
                 yield self._make_sample(Place(f"{part}/{at}/{row}", 0, at // 8 * _ROW + row), values, names)
@@ -251,11 +251,11 @@ class ArrowTables(Tables):
     def _splits(self) -> dict[str, list[str]]:
         names = {name for name, _ in self.files.list_names()}
         if "dataset_dict.json" in names:
-            splits = [str(name) for name in self._read_list("dataset_dict.json", "splits")]
-            return self._name_splits({name: self._list_saved_files(f"{name}/") for name in splits}, "/")
+            splits = [str(name) for name in self._read_json_list("dataset_dict.json", "splits")]
+            return self._normalize_split_names({name: self._list_saved_files(f"{name}/") for name in splits}, "/")
         return {"": self._list_saved_files("")} if "state.json" in names else super()._splits
 
-    def _name_splits(self, splits: dict[str, list[str]], mark: str) -> dict[str, list[str]]:
+    def _normalize_split_names(self, splits: dict[str, list[str]], mark: str) -> dict[str, list[str]]:
         """Returns the files of each split under the name that is used here, such as "validation" for "val".
 
         Raises ConfigError if two have the same name here. mark: what stands before a split in data.path, for the
@@ -280,10 +280,10 @@ class ArrowTables(Tables):
 
     def _list_saved_files(self, folder: str) -> list[str]:
         """Returns the Arrow files that save_to_disk has written into a folder, as its state.json lists them."""
-        files = self._read_list(f"{folder}state.json", "_data_files")
+        files = self._read_json_list(f"{folder}state.json", "_data_files")
         return [f"{folder}{os.path.basename(str(file['filename']))}" for file in files]
 
-    def _read_list(self, name: str, key: str) -> list[Any]:
+    def _read_json_list(self, name: str, key: str) -> list[Any]:
         try:
             with self.files.open(name) as file:
                 content = parse_json(file.read(1 << 24))
@@ -367,7 +367,7 @@ class HubTables(ArrowTables):
     def _splits(self) -> dict[str, list[str]]:
         root = self.files.root
         splits = {name: [os.path.relpath(path, root) for path in paths] for name, paths in self._by_split.items()}
-        return self._name_splits(splits, ":")
+        return self._normalize_split_names(splits, ":")
 
     def _make_split_path(self, split: str, names: list[str]) -> str:
         return f"{self.root}:{next(name for name in self._by_split if SPLITS.get(name.lower()) == split)}"
@@ -406,9 +406,9 @@ class ParquetTables(Tables):
         return "; ".join(filter(None, remarks))
 
     def iterate_samples(self, part: str) -> Iterator[Sample]:
-        (file, names), image, count = self._open_matching(part), self.columns.image, 0
+        (file, names), image, count = self._open_with_label_names(part), self.columns.image, 0
         file.require_one()
-        columns = self._list_columns(file.schema.names)
+        columns = self._choose_listed_columns(file.schema.names)
         for group in range(file.num_groups):
             chunk = file.read_plain(group, image)
             for row, values in enumerate(file.iterate_rows(group, [*columns, *([image] if chunk else [])])):

@@ -76,12 +76,12 @@ def _find_split_folders(path: str | Path) -> tuple[str, str] | None:
     """Returns train/ and val/ of a root that holds both, with the same classes. Returns None for any other data."""
     with report_listing_errors(path):
         for tree in _TREES if os.path.isdir(path) else ():
-            if splits := _find_splits_in(Path(path, tree)):
+            if splits := _find_train_and_val(Path(path, tree)):
                 return splits
     return None
 
 
-def _find_splits_in(root: Path) -> tuple[str, str] | None:
+def _find_train_and_val(root: Path) -> tuple[str, str] | None:
     folders = list_class_folders(root)
     train = [name for name in folders if name.lower() in ("train", "training")]
     val = [name for name in folders if name.lower() in ("val", "valid", "validation")]
@@ -105,7 +105,9 @@ def read_titles(path: str, class_list: str | None, classes: tuple[str, ...]) -> 
 
     Returns `classes` themselves if there is no such file, it has no titles, or a class is not in it.
     """
-    file = class_list or next(filter(os.path.isfile, (place / _TITLES for place in _list_parent_folders(path))), None)
+    file = class_list or next(
+        filter(os.path.isfile, (place / _TITLES for place in _list_folder_and_parents(path))), None
+    )
     try:
         names = read_class_list(file)
     except ConfigError:  # the file is of another kind
@@ -115,6 +117,6 @@ def read_titles(path: str, class_list: str | None, classes: tuple[str, ...]) -> 
     return tuple(names.titles[names.places[name]] for name in classes)
 
 
-def _list_parent_folders(root: str | Path) -> list[Path]:
+def _list_folder_and_parents(root: str | Path) -> list[Path]:
     path = Path(root).resolve()
     return [path, *path.parents[:_FOLDERS_ABOVE]]

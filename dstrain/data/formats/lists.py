@@ -63,7 +63,7 @@ class TableList(Layout):
     @classmethod
     def recognises(cls, root: str, files: Files, request: Request) -> bool:
         name = os.path.basename(root)
-        if not _is_list(root, files, tuple(TABLES)):
+        if not _is_list_file(root, files, tuple(TABLES)):
             return False
         # A parquet file with the pictures themselves is no list, but another layout's.
         return "path" in request.columns or not open_table(files, name, f"{request.key}={root}").has_files()
@@ -86,22 +86,22 @@ class TableList(Layout):
         columns = self._choose_columns(table)
         label = columns["label"] if self.request.labels == "auto" else []
         self.labels_written = bool(label)
-        base, used = self._find_base(table, columns), [column for kind in columns.values() for column in kind]
+        base, used = self._find_base_folder(table, columns), [column for kind in columns.values() for column in kind]
         split = [column for column in match_names(SPLIT_COLUMNS, table.list_columns()) if column not in used][:1]
-        self.note_folds(table.list_columns(), used)
+        self.record_fold_column(table.list_columns(), used)
         for line, row in table.iterate_rows([*used, *split], int(group)):
             at = f"{table.where}, {table.noun} {line}"
             for column in split:
                 self.require_one_split(column, row.get(column), at)
             if table.ragged:
-                self._require_in_first(row, columns, at)
+                self._require_columns_of_first_row(row, columns, at)
             path = self._read_path(row, columns["path"], at)
             captions = [text for column in columns["caption"] for text in _list_captions(row.get(column), at)]
             if columns["caption"] and not captions:
                 captions = [""]  # Without a text, it will be a bad sample.
             yield Sample(
                 Place(path if path.startswith("/") else base + path),
-                self._read_label(row.get(label[0]), at) if label else self._label_without_column(path, at),
+                self._read_label(row.get(label[0]), at) if label else self._find_label_without_column(path, at),
                 tuple(captions),
             )
 
@@ -129,11 +129,11 @@ class TableList(Layout):
             names = table.list_columns()
             raise ConfigError(
                 f"{table.where} has no column with the paths of {self.request.noun}, only "
-                f"{join_few(names, _NAMED)}: {self._explain_columns(names)}"
+                f"{join_few(names, _NAMED)}: {self._explain_missing_path_column(names)}"
             )
         return columns
 
-    def _explain_columns(self, names: list[str]) -> str:
+    def _explain_missing_path_column(self, names: list[str]) -> str:
         """Returns the remedy to print if no column of a table is known to hold file paths. names: its columns."""
         if any(name.lower().endswith(self.request.suffixes) for name in names):
             return "this line is of a file: write a line with the names of the columns, as file_name,label, above it"
@@ -141,7 +141,7 @@ class TableList(Layout):
             return f"put commas between fields, and not {mark!r} (fields between tabs are read from a .tsv)"
         return "name it, data.columns={path: NAME}"
 
-    def _require_in_first(self, row: dict[str, Any], columns: dict[str, list[str]], at: str) -> None:
+    def _require_columns_of_first_row(self, row: dict[str, Any], columns: dict[str, list[str]], at: str) -> None:
         """Raises ConfigError if a row has a label, or a caption, that is asked for, and the first row of the table has
         none.
         """
@@ -178,13 +178,13 @@ class TableList(Layout):
             raise ConfigError(f"{at}: no label: write one in each row, or data.labels=none for no labels at all")
         return label
 
-    def _label_without_column(self, path: str, at: str) -> str | int | None:
+    def _find_label_without_column(self, path: str, at: str) -> str | int | None:
         """Returns the label of a row, for tables without a column of labels: with data.labels=prefix the class that the
         file's name begins with, else None.
         """
         return self.names.read_prefix(path, at) if self.request.labels == "prefix" else None
 
-    def _find_base(self, table: Table, columns: dict[str, list[str]]) -> str:
+    def _find_base_folder(self, table: Table, columns: dict[str, list[str]]) -> str:
         """Returns the first of the folders `bases` that holds one of the first 20 files: "", or a relative path with a
         slash at the end.
 
@@ -233,10 +233,10 @@ class Metadata(TableList):
 
     def iterate_samples(self, part: str) -> Iterator[Sample]:
         if part == self.list_parts()[0] and isinstance(self.files, LocalFiles):
-            self._count_unnamed_files()
+            self._record_files_without_row()
         yield from super().iterate_samples(part)
 
-    def _count_unnamed_files(self) -> None:
+    def _record_files_without_row(self) -> None:
         """Counts as left out the files that have no row in the table, and files of types that are not read."""
         table, named, others = self._open(), Names(), Counter()
         columns = self._choose_columns(table)["path"]
@@ -246,8 +246,8 @@ class Metadata(TableList):
         with report_listing_errors(self.root, self.request.key):
             files = walk_files(Path(self.root), "", self.request.suffixes, others=others)
             if unnamed := sum(name not in named for name in files):
-                self.note_left_out(f"{self.request.noun} without a row in {table.name}", unnamed)
-        self.note_other_files(others)
+                self.record_left_out(f"{self.request.noun} without a row in {table.name}", unnamed)
+        self.record_unread_files(others)
 
     def _open(self) -> Table:
         return _find_metadata(self.root, self.files, self.request)[0]
@@ -264,7 +264,7 @@ class WebVid(TableList):
 
     @classmethod
     def recognises(cls, root: str, files: Files, request: Request) -> bool:
-        if not _is_list(root, files, (".csv",)) or "path" in request.columns:
+        if not _is_list_file(root, files, (".csv",)) or "path" in request.columns:
             return False
         columns = set(open_table(files, os.path.basename(root), f"{request.key}={root}").list_columns())
         return {"videoid", "page_dir"} <= columns and not columns & set(COLUMNS["path"])
@@ -294,7 +294,7 @@ class PathList(TableList):
 
     @classmethod
     def recognises(cls, root: str, files: Files, request: Request) -> bool:
-        if not _is_list(root, files, (".txt", ".lst")):
+        if not _is_list_file(root, files, (".txt", ".lst")):
             return False
         match = _LINE.fullmatch(next(read_lines(files, os.path.basename(root), f"{request.key}={root}"), ""))
         return match is not None and match[1].lower().endswith((*request.suffixes, ".avi", ".mp4"))
@@ -325,11 +325,11 @@ class PathList(TableList):
             return self.names.find_number(names[0] if names else -1, f"{at}: number {label} counts from 1")
         return super()._read_label(label, at)
 
-    def _label_without_column(self, path: str, at: str) -> int | str | None:
+    def _find_label_without_column(self, path: str, at: str) -> int | str | None:
         folder = os.path.basename(os.path.dirname(path))
         if self.request.labels == "auto" and folder:
             return self.names.find_number(folder, at)
-        return super()._label_without_column(path, at)
+        return super()._find_label_without_column(path, at)
 
 
 class _Lines(Table):
@@ -396,7 +396,7 @@ def _list_captions(value: Any, at: str) -> tuple[str, ...]:
         raise ConfigError(f"{at}: {error}: name the column of texts, data.columns={{caption: NAME}}") from None
 
 
-def _is_list(root: str, files: Files, suffixes: tuple[str, ...]) -> bool:
+def _is_list_file(root: str, files: Files, suffixes: tuple[str, ...]) -> bool:
     """Returns whether `root` is a single file whose name ends in one of the suffixes."""
     name = os.path.basename(root)
     return name.lower().endswith(suffixes) and not os.path.isdir(root) and file_exists(files, name)

@@ -183,7 +183,7 @@ def hash_file(path: Path) -> str:
     return digest.hexdigest()
 
 
-def read_index(files: Files) -> dict[str, Any]:
+def read_pack_json(files: Files) -> dict[str, Any]:
     """Returns the content of pack.json.
 
     Raises ConfigError if the file is not there yet, is damaged, or has the format of another version.
@@ -241,7 +241,7 @@ class PackedFiles(Layout):
         """
         where = f"{self.request.key}={self.root}"
         try:
-            body = read_index(self.files)
+            body = read_pack_json(self.files)
         except ConfigError as error:
             raise ConfigError(f"{where} {error}") from None
         if body["noun"] != self.request.noun:

@@ -12,7 +12,7 @@ _SUFFIXES = (".parquet", ".arrow", ".tar")
 _SHARD = re.compile(r"(.*?)(\d+)-of-(\d+)(\D.*)")
 
 
-def find_gaps(names: Iterable[str]) -> dict[str, tuple[int, int]]:
+def find_missing_shards(names: Iterable[str]) -> dict[str, tuple[int, int]]:
     """Returns, for each set of shards of which some are missing, its pattern, such as NAME-*-of-00005.parquet, with the
     number of shards that are there and the number that should be there.
     """
@@ -26,7 +26,7 @@ def find_gaps(names: Iterable[str]) -> dict[str, tuple[int, int]]:
     return gaps
 
 
-def _find_two_sets(names: Iterable[str]) -> tuple[str, str] | None:
+def _find_two_shard_sets(names: Iterable[str]) -> tuple[str, str] | None:
     """Returns the patterns of two sets of shards whose names differ only in how many there are, as those of two
     versions of the same data do. Returns None if there are no such sets.
     """
@@ -38,16 +38,16 @@ def _find_two_sets(names: Iterable[str]) -> tuple[str, str] | None:
     return None
 
 
-def note_missing_shards(layout: Layout, names: Iterable[str]) -> None:
+def check_missing_shards(layout: Layout, names: Iterable[str]) -> None:
     """Counts missing shards as left out if the user has named files himself: one file, or a pattern.
 
     Raises ConfigError instead if the data are a folder, and shards are missing or there are two sets of shards of one
     name.
     """
     names = list(names)
-    root, gaps = layout.root, find_gaps(names)
+    root, gaps = layout.root, find_missing_shards(names)
     is_folder = os.path.isdir(root) or (layout.files.far and not root.lower().endswith(_SUFFIXES))
-    if is_folder and (two := _find_two_sets(names)):
+    if is_folder and (two := _find_two_shard_sets(names)):
         raise ConfigError(
             f"{layout.request.key}={root}: {two[0]} and {two[1]} are two sets of shards of one name, and both would be "
             f"read: remove the older one, or write {layout.request.key}='{root.rstrip('/')}/{two[1]}'"
@@ -59,4 +59,4 @@ def note_missing_shards(layout: Layout, names: Iterable[str]) -> None:
             f"write {layout.request.key}='{root.rstrip('/')}/{name}' for these alone"
         )
     for name, (own, total) in gaps.items():
-        layout.note_left_out(f"shards of {name}", total - own)
+        layout.record_left_out(f"shards of {name}", total - own)

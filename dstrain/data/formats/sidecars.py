@@ -32,7 +32,7 @@ _WATCHED = 5000  # so many files with captions, at most, are watched for changes
 _UNREADABLE = ("",)  # an empty caption, with which the sample counts as bad
 
 
-def fold_name(name: str) -> str:
+def normalize_file_name(name: str) -> str:
     """Returns a file name in the one spelling by which names are compared: its suffix in lower case, the rest in
     Unicode's NFC. A Mac or a camera may spell the same name otherwise.
     """
@@ -70,13 +70,13 @@ class Beside(Folders):
 
     def iterate_samples(self, part: str) -> Iterator[Sample]:
         with report_listing_errors(self.root, self.request.key):
-            files = self._list_below("", *_TEXTS)
+            files = self._list_files_below("", *_TEXTS)
         texts = {name for name in files if name.lower().endswith(_TEXTS)}
         images = [name for name in files if name not in texts]
-        spelled = {key: name for name in texts if (key := fold_name(name)) != name}
+        spelled = {key: name for name in texts if (key := normalize_file_name(name)) != name}
 
         def find_text(name: str) -> str | None:
-            key = fold_name(name)
+            key = normalize_file_name(name)
             return next((text for text in (name, key) if text in texts), spelled.get(key))
 
         in_folders = self.request.labels == "auto" and all("/" in name for name in images)
@@ -87,9 +87,9 @@ class Beside(Folders):
             if self._by_name is not None:
                 own = self._by_name.get(name)
             if not captions:
-                self.note_left_out(UNCAPTIONED)
+                self.record_left_out(UNCAPTIONED)
             else:
-                yield Sample(Place(name), self.convert_label(own, name), captions)
+                yield Sample(Place(name), self.resolve_label(own, name), captions)
 
     def _read_captions(self, name: str, find_text: Callable[[str], str | None]) -> tuple[str, ...]:
         """Returns the captions of an image from X.txt, else X.json; () if there are none, ("",) if they are empty or

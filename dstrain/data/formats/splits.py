@@ -46,7 +46,7 @@ FOLD_COLUMNS = ("fold", "folds", "kfold", "k_fold", "cv_fold")  # parts for cros
 _BESIDE = {"a", "b", "data", "images", "img", "imgs", "seg", "set"}  # words that may stand beside: train_images, testB
 
 
-def name_split(path: str) -> str:
+def find_split_in_path(path: str) -> str:
     """Returns the split that a file belongs to, a value of SPLITS: by the first such word in its name, else by the
     innermost folder with such a name; "" if there is none.
     """
@@ -55,35 +55,35 @@ def name_split(path: str) -> str:
     return next((SPLITS[word] for word in words if word in SPLITS), "")
 
 
-def name_split_value(value: Any) -> str:
+def parse_split_value(value: Any) -> str:
     """Returns the split that a cell names, for comparison with other cells: a number, "true", "false", or a value of
     SPLITS; "" if it is none of these.
     """
     text = str(value).strip().lower()
     if parse_whole_number(text) is not None:
         return str(parse_whole_number(text))
-    return text if text in ("true", "false") else name_split(text)
+    return text if text in ("true", "false") else find_split_in_path(text)
 
 
 def is_split_name(name: str) -> bool:
     """Returns whether a folder has the name of a split: train, val2017, training_set, held_out, seg_test, trainA."""
-    split, others = _split_off_word(name)
-    return bool(split) and all(word in _BESIDE or word.isdigit() or _read_word(word) for word in others)
+    split, others = _extract_split_word(name)
+    return bool(split) and all(word in _BESIDE or word.isdigit() or _find_split_of_word(word) for word in others)
 
 
-def find_splits(folders: Iterable[str]) -> list[str]:
+def find_split_folders(folders: Iterable[str]) -> list[str]:
     """Returns, sorted, the names of folders that are splits of the same data, such as train and val, or cats_train and
     cats_test; [] if there are fewer than two.
 
     folders: the names of all folders in one folder.
     """
     by_rest: dict[tuple[str, ...], list[str]] = defaultdict(list)
-    for name in sorted(name for name in folders if _split_off_word(name)[0]):
-        by_rest[_split_off_word(name)[1]].append(name)
+    for name in sorted(name for name in folders if _extract_split_word(name)[0]):
+        by_rest[_extract_split_word(name)[1]].append(name)
     splits = sorted(name for names in by_rest.values() for name in names if is_split_name(name))
     if len(splits) > 1:
         return splits
-    several = (names for names in by_rest.values() if len({_split_off_word(name)[0] for name in names}) > 1)
+    several = (names for names in by_rest.values() if len({_extract_split_word(name)[0] for name in names}) > 1)
     return sorted(name for names in several for name in names)
 
 
@@ -99,7 +99,7 @@ def refuse_split_names(names: Iterable[str], where: str) -> None:
             inner[above].add(own)
             folder = above
     for above in sorted(inner):
-        if splits := find_splits(inner[above]):
+        if splits := find_split_folders(inner[above]):
             place = f", in the folder {above}," if above else ""
             raise ConfigError(
                 f"{where}: {join_few(splits)}{place} are splits, not classes: pack each by itself, and name the unseen "
@@ -112,7 +112,7 @@ def refuse_splits(root: Path, key: str) -> None:
     folder in `root` has the name of a split.
     """
     folders = list_class_folders(root)
-    splits = find_splits(folders) or [name for name in folders if len(folders) == 1 and is_split_name(name)]
+    splits = find_split_folders(folders) or [name for name in folders if len(folders) == 1 and is_split_name(name)]
     if not splits:  # one train may be a class among others
         _refuse_splits_within(root, folders, key)
     elif not any(map(is_split_name, splits)) and len(splits) > 2:
@@ -137,7 +137,7 @@ def _refuse_splits_within(root: Path, folders: Sequence[str], key: str) -> None:
     """Raises ConfigError if one of the class folders holds several splits, since all of them would be trained on."""
     for name in folders:
         inner = (entry.name for entry in os.scandir(root / name) if "." not in entry.name and is_folder(entry))
-        splits = find_splits(inner)  # only these are sorted, since a class may hold a million files
+        splits = find_split_folders(inner)  # only these are sorted, since a class may hold a million files
         if splits and len(folders) == 1:
             _refuse_splits_of(root / name, splits, key)
         if splits:
@@ -147,18 +147,18 @@ def _refuse_splits_within(root: Path, folders: Sequence[str], key: str) -> None:
             )
 
 
-def _split_off_word(name: str) -> tuple[str, tuple[str, ...]]:
+def _extract_split_word(name: str) -> tuple[str, tuple[str, ...]]:
     """Returns the split that the first such word of a folder's name means, and its other words and numbers: ("test",
     ("seg",)) for "seg_test". The split is "" if no word means one.
     """
     parts = re.sub(r"(?<=[a-z])([A-Z])", r" \1", name).lower()
     words = re.findall(r"[a-z]+|[0-9]+", _HELD_OUT.sub(r"\1out", parts))
     for place, word in enumerate(words):
-        if split := _read_word(word):
+        if split := _find_split_of_word(word):
             return split, (*words[:place], *words[place + 1 :])
     return "", tuple(words)
 
 
-def _read_word(word: str) -> str:
+def _find_split_of_word(word: str) -> str:
     """Returns the split that a word such as "train" or "trainset" means; "" if it means none."""
     return next(filter(None, (SPLITS.get(word.removesuffix(end)) for end in _ENDS)), "")

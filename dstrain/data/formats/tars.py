@@ -20,8 +20,8 @@ from dstrain.data.files.local import Files, is_hidden_path
 from dstrain.data.files.remote import Missing
 from dstrain.data.formats.base import UNCAPTIONED, Layout, Place, Request, Sample, peek_names
 from dstrain.data.formats.hugging_face import find_files
-from dstrain.data.formats.shards import note_missing_shards
-from dstrain.data.formats.splits import is_split_name, name_split, refuse_split_names
+from dstrain.data.formats.shards import check_missing_shards
+from dstrain.data.formats.splits import find_split_in_path, is_split_name, refuse_split_names
 from dstrain.disk import small
 from dstrain.disk.texts import LONGEST_TEXT, clean_text, decode_text, find_captions, split_lines
 from dstrain.recipe import ConfigError, NotRead
@@ -56,7 +56,7 @@ class Tars(Layout):
 
     @classmethod
     def recognises(cls, root: str, files: Files, request: Request) -> bool:
-        if _is_file_list(root):
+        if _names_several_files(root):
             return _is_tar(root)
         return any(_is_tar(name) for name, inner in peek_names(files) if not inner)
 
@@ -66,7 +66,7 @@ class Tars(Layout):
         Raises ConfigError if one is compressed, since its members cannot be read by their offsets, and the unpacked one
         is not there; or if a folder holds tar files of several splits.
         """
-        several = _is_file_list(self.root)
+        several = _names_several_files(self.root)
         top = (name for name, inner in self.files.list_names() if not inner)
         names = [name for name in (find_files(self.files, *_ENDS) if several else top) if _is_tar(name)]
         for name in names:
@@ -87,7 +87,7 @@ class Tars(Layout):
         """Raises ConfigError if the names of the shards say several splits, since all of them would be trained on."""
         firsts: dict[str, str] = {}
         for name in shards:
-            firsts.setdefault(name_split(name), name)
+            firsts.setdefault(find_split_in_path(name), name)
         if len(firsts) > 1:
             texts = [f"{name} of {split or 'no split'}" for split, name in firsts.items()]
             raise ConfigError(
@@ -100,12 +100,12 @@ class Tars(Layout):
 
     def iterate_samples(self, part: str) -> Iterator[Sample]:
         if part == self._first:
-            self.note_files_beside()
-            note_missing_shards(self, self.list_parts())
+            self.record_unread_files_beside()
+            check_missing_shards(self, self.list_parts())
         members = self._group_members(part)
         folders = {f"{key.rpartition('/')[0]}/" for key in members}
         refuse_split_names(folders, f"{self.request.key}={self.root}: {part}")
-        if not (self.files.pattern or _is_file_list(self.root)):  # Else their user has chosen them.
+        if not (self.files.pattern or _names_several_files(self.root)):  # Else their user has chosen them.
             self._named |= {folder for folder in folders if is_split_name(folder.split("/")[-2])}
             refuse_split_names(self._named, f"{self.request.key}={self.root}")
         labelled = any(_find_label(sample) is not None for sample in members.values())
@@ -119,7 +119,7 @@ class Tars(Layout):
                         "with one dot"
                     )
                 if "other" not in sample and not sample.keys().isdisjoint(_TEXTS):
-                    self.note_left_out(f"keys with a text or label and without one of the {self.request.noun}")
+                    self.record_left_out(f"keys with a text or label and without one of the {self.request.noun}")
                 continue
             own = _find_label(sample)
             if labelled and "damaged" in sample and own is None:
@@ -130,13 +130,13 @@ class Tars(Layout):
                 )
             captions = sample.get("txt") or sample.get("captions") or ()
             if self.request.captions and not captions and self.request.noun != "clips":
-                self.note_left_out(UNCAPTIONED)
+                self.record_left_out(UNCAPTIONED)
                 continue
             name = f"{part}/{key}"
             if self.request.labels == "auto":
                 label = self.class_list.read_label(own, f"{self.request.key}={self.root}: {name}")
             else:
-                label = self.convert_label(own, key)
+                label = self.resolve_label(own, key)
             yield Sample(Place(name, 0, *sample["place"]), label, captions)
 
     def iterate_files(self) -> Iterator[str]:
@@ -169,7 +169,7 @@ class Tars(Layout):
                         continue
                     if not member.isreg() or member.issparse():
                         if f".{suffix}" in suffixes:
-                            self.note_left_out(
+                            self.record_left_out(
                                 "links" if member.issym() or member.islnk() else "sparse or special files"
                             )
                         continue
@@ -190,7 +190,7 @@ class Tars(Layout):
                 f"{self.request.key}={self.root}: {part} is no readable tar file ({error}); make it "
                 "anew, or take it away"
             ) from None
-        self.note_other_files(others)
+        self.record_unread_files(others)
         return members
 
     def _add_place(self, sample: dict[str, Any], suffix: str, member: tarfile.TarInfo) -> None:
@@ -207,7 +207,7 @@ class Tars(Layout):
         if "place" not in sample or rank < sample["rank"]:
             sample |= {"place": (member.offset_data, member.size), "rank": rank}
         elif not is_clip:
-            self.note_left_out(f"further {self.request.noun} of a key")
+            self.record_left_out(f"further {self.request.noun} of a key")
 
     def _add_text(self, sample: dict[str, Any], kind: str, file: BinaryIO, member: tarfile.TarInfo) -> None:
         """Puts what a .txt, .cls or .json says into `sample`, the entries of its key, if captions or labels are asked
@@ -294,7 +294,7 @@ def _find_next_block(file: BinaryIO) -> int | None:
     return None
 
 
-def _is_file_list(root: str) -> bool:
+def _names_several_files(root: str) -> bool:
     """Returns whether `root` names the files one by one: by a pattern with braces, or as several addresses with spaces
     between them.
     """

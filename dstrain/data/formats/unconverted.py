@@ -134,10 +134,10 @@ def has_latents(folder: Path) -> bool:
     """
     if (folder / "dataset.json").is_file() or next(folder.glob("[!.]*.safetensors"), None) is not None:
         return True
-    return find_fast_dit(folder) is not None
+    return find_fast_dit_folders(folder) is not None
 
 
-def find_fast_dit(folder: Path) -> tuple[Path, Path] | None:
+def find_fast_dit_folders(folder: Path) -> tuple[Path, Path] | None:
     """Returns the first pair of folders NAME_features and NAME_labels, as fast-DiT writes them, or None."""
     for features in sorted(folder.glob("[!.]*features")):
         labels = features.with_name(f"{features.name.removesuffix('features')}labels")

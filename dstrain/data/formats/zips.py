@@ -50,7 +50,7 @@ class Zips(Layout):
         """
         try:
             with report_listing_errors(self.root, self.request.key):
-                members, labels, top = self._list_members(part)
+                members, labels, top = self._list_members_and_labels(part)
             members.require_apart()
         except Missing:
             raise
@@ -70,7 +70,7 @@ class Zips(Layout):
                     "pack it anew"
                 )
             if absent := len(labels) - len(set(names)) if labels else 0:
-                self.note_left_out(f"that {LABELS} names and that are not there", absent)
+                self.record_left_out(f"that {LABELS} names and that are not there", absent)
             if labels:
                 self.classes = name_classes_by_number(labels)
             by_name, order = labels.get, sorted(range(len(names)), key=names.__getitem__)
@@ -78,7 +78,7 @@ class Zips(Layout):
         for place in order:
             name = names[place]
             yield Sample(
-                Place(name, 0, members.offsets[place], members.packed[place]), self.convert_label(by_name(name), name)
+                Place(name, 0, members.offsets[place], members.packed[place]), self.resolve_label(by_name(name), name)
             )
 
     def iterate_files(self) -> Iterator[str]:
@@ -88,7 +88,7 @@ class Zips(Layout):
     def read(self, place: Place) -> bytes:
         return read_member(self.files, self.name, place.offset, place.size, MAX_BYTES)
 
-    def _list_members(self, part: str) -> tuple[Members, dict[str, int] | None, str]:
+    def _list_members_and_labels(self, part: str) -> tuple[Members, dict[str, int] | None, str]:
         """Returns the members that are samples, the labels of dataset.json by name (None if there is no such file), and
         the folder that holds all of them: "", or its path with a slash at the end.
 
@@ -107,7 +107,7 @@ class Zips(Layout):
                 if not is_sample and not is_table:
                     stem, suffix = os.path.splitext(name)
                     if folders[-1] in METADATA:
-                        self.note_left_out(f"{folders[-1]}, which is read beside unpacked files alone,")
+                        self.record_left_out(f"{folders[-1]}, which is read beside unpacked files alone,")
                     else:
                         others[suffix.lower()] += 1
                     if self.request.captions and suffix.lower() in (".txt", ".json"):
@@ -116,7 +116,7 @@ class Zips(Layout):
                 is_link = stat.S_ISLNK(member.external_attr >> 16)
                 if is_link or ".." in folders or "" in folders:
                     if is_sample:
-                        self.note_left_out("links" if is_link else "whose names lead outside")
+                        self.record_left_out("links" if is_link else "whose names lead outside")
                     continue
                 if member.flag_bits & 1:
                     raise ConfigError(f"its member {name[:100]} is encrypted")
@@ -131,16 +131,16 @@ class Zips(Layout):
                 if self.request.captions:
                     stems.add(os.path.splitext(name)[0])
         if captions := sum(stem in stems for stem in texts):
-            self.note_left_out(
+            self.record_left_out(
                 "captions in X.txt or X.json, which are read beside unpacked files and in tars alone,", captions
             )
-        self.note_other_files(others)
+        self.record_unread_files(others)
         if top is None:  # which is refused in the end
             return members, None, ""
         top = next(
             (
                 folder
-                for folder in _list_parent_folders(top)
+                for folder in _list_folder_and_parents(top)
                 if any(folder + LABELS == table.orig_filename for table in tables)
             ),
             top,
@@ -148,7 +148,7 @@ class Zips(Layout):
         labels = None
         for table in tables:
             if table.orig_filename != top + LABELS:
-                self.note_left_out(f"{LABELS} in a folder within")
+                self.record_left_out(f"{LABELS} in a folder within")
             else:
                 size, packed = table.file_size, table.compress_size
                 if size > MAX_LABELS_BYTES:
@@ -187,7 +187,7 @@ def _find_common_folder(one: str, other: str) -> str:
     return f"{common}/" if common else ""
 
 
-def _list_parent_folders(folder: str) -> Iterator[str]:
+def _list_folder_and_parents(folder: str) -> Iterator[str]:
     """Yields all folders that contain a folder, from the root "" inwards, and last the folder itself. Each ends in a
     slash.
     """

@@ -55,7 +55,7 @@ class Bucketed(Remade):
         self.dtype = "uint32" if len(whole) < 1 << 32 else "uint64"  # of places in the source
         make_once(whole.index, lambda: _read_header(folder, self.dtype), lambda: _write_buckets(self, table, folder))
         self.header = group.broadcast_from_first(_read_header(folder, self.dtype) if group.rank() == 0 else None)
-        self.members = open_shared_index(folder / _MEMBERS, self.dtype, _count_bytes(self.header, self.dtype))
+        self.members = open_shared_index(folder / _MEMBERS, self.dtype, _compute_members_size(self.header, self.dtype))
         self.counts = tuple(self.header["counts"])
         self.ends = tuple(np.cumsum(self.counts).tolist())
 
@@ -170,7 +170,7 @@ class Timed(Bucketed):
         return f"{self.whole.compute_fingerprint()}, {self.shapes} frames: {self.counts}"
 
     def choose_buckets(self, block: np.ndarray, header: dict[str, Any]) -> tuple[np.ndarray, np.ndarray | None]:
-        frames, unread = self.whole.cut.count_available(block[:, 0]), block[:, 0] == 0
+        frames, unread = self.whole.cut.count_frames_at_stride(block[:, 0]), block[:, 0] == 0
         fills = frames[:, None] >= np.array(self.shapes)  # (n, buckets), False ... True
         header["unread"] = header.get("unread", 0) + int(unread.sum())
         header["short"] = header.get("short", 0) + int((~fills[:, -1] & ~unread).sum())
@@ -199,10 +199,10 @@ def sort_by_duration(source: Videos | Mixed, durations: tuple[int, ...]) -> Time
 def _read_header(folder: Path, dtype: str) -> dict[str, Any] | None:
     """Returns the header of a folder of buckets; None if the header or members.bin is missing or damaged."""
     header = read_sealed(folder / HEADER)
-    return header if header and open_whole(folder / _MEMBERS, dtype, _count_bytes(header, dtype)) else None
+    return header if header and open_whole(folder / _MEMBERS, dtype, _compute_members_size(header, dtype)) else None
 
 
-def _count_bytes(header: dict[str, Any], dtype: str) -> int:
+def _compute_members_size(header: dict[str, Any], dtype: str) -> int:
     """Returns the size of members.bin in bytes: that of at least one entry, since an empty file cannot be mapped."""
     return max(sum(header["counts"]), 1) * np.dtype(dtype).itemsize
 
@@ -217,8 +217,8 @@ def _write_buckets(source: Bucketed, table: Verified, folder: Path) -> None:
         shutil.rmtree(path, ignore_errors=True)
     building.mkdir(parents=True)
     buckets = np.memmap(building / "by_sample.bin", np.uint16, "w+", shape=(len(source.whole),))
-    header = _fill_buckets(buckets, source, table)
-    number = _count_bytes(header, source.dtype) // np.dtype(source.dtype).itemsize
+    header = _assign_buckets(buckets, source, table)
+    number = _compute_members_size(header, source.dtype) // np.dtype(source.dtype).itemsize
     members = np.memmap(building / _MEMBERS, source.dtype, "w+", shape=(number,))
     _sort_by_bucket(members, buckets, len(source.shapes))
     members.flush()
@@ -228,7 +228,7 @@ def _write_buckets(source: Bucketed, table: Verified, folder: Path) -> None:
     atomic.publish_folder(building, folder)
 
 
-def _fill_buckets(buckets: np.ndarray, source: Bucketed, table: Verified) -> dict[str, Any]:
+def _assign_buckets(buckets: np.ndarray, source: Bucketed, table: Verified) -> dict[str, Any]:
     """Fills `buckets` uint16 (N,) with the bucket of each sample, or _OUT if it is left out. Returns the header, whose
     "counts" are the numbers of samples in the buckets.
     """

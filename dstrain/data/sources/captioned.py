@@ -56,7 +56,7 @@ class Captioned(Images):
         """Returns the fingerprint over all files, not over some of them: `dstrain encode` reads them all anyway."""
         return self.compute_full_fingerprint()
 
-    def fingerprint_names(self) -> str:
+    def compute_names_fingerprint(self) -> str:
         """Returns the beginning of the fingerprint: the number of pairs and a hash of their names."""
         return self._summarize()
 
@@ -73,10 +73,10 @@ class Captioned(Images):
         """
         if not isinstance(self.layout, Beside):
             return super()._hash_texts(numbers)
-        return hash_texts(self.path, self._iterate_files(numbers))
+        return hash_captions_beside(self.path, self._iterate_files(numbers))
 
 
-def hash_texts(root: Path, files: Iterable[list[str]]) -> bytes:
+def hash_captions_beside(root: Path, files: Iterable[list[str]]) -> bytes:
     """Returns a hash of the texts beside files, X.txt of X.png. files: yields lists of the files' names, relative to
     `root`.
     """
@@ -89,7 +89,7 @@ def hash_texts(root: Path, files: Iterable[list[str]]) -> bytes:
 def hash_captions_into(digest: Any, root: Path, names: list[str]) -> None:
     """Adds to a hash the text beside each file, X.txt of X.png; a text that cannot be read counts as empty."""
 
-    def open_text(name: str) -> bytes:
+    def read_text_beside(name: str) -> bytes:
         try:
             path = (root / name).with_suffix(".txt")
             require_regular(path)
@@ -97,5 +97,5 @@ def hash_captions_into(digest: Any, root: Path, names: list[str]) -> None:
         except (OSError, ConfigError):  # it will be a bad sample, as one whose caption is empty
             return b""
 
-    for text in map_in_threads(open_text, names):
+    for text in map_in_threads(read_text_beside, names):
         digest.update(len(text).to_bytes(8, "little") + text)

@@ -57,7 +57,7 @@ def add_embeddings(images: Source, path: str) -> Embedded:
     if isinstance(images, Emoji):
         return Embedded(images, stored)
     whole = Captioned(images.layout, images.index, images.image_size, captions=True)
-    source, names = read_data_fingerprint(path), whole.fingerprint_names()
+    source, names = read_data_fingerprint(path), whole.compute_names_fingerprint()
     if source is None:
         raise ConfigError(
             f"data.embeddings={path} does not say of which images it is: make it by dstrain encode "

@@ -142,7 +142,7 @@ class Images(Indexed):
         place = self.index.read_place(row)
         *numbers, choice = chance if isinstance(chance, list) else [chance or 0.0]
         with report_bad_sample(place.name, self.path / place.name):
-            item = retry(lambda: self._crop_image(place, *(shape or (self.image_size,) * 2), numbers or None))
+            item = retry(lambda: self._decode_and_crop(place, *(shape or (self.image_size,) * 2), numbers or None))
             item["label"] = self.read_label(row)
             if self.captioned:
                 captions = self.index.read_captions(row)
@@ -156,8 +156,8 @@ class Images(Indexed):
         """Returns all captions of a sample."""
         return self.index.read_captions(self.find_row(index))
 
-    def _crop_image(self, place: Place, width: int, height: int, numbers: list[float] | None) -> Item:
-        file, upright = read_encoded(self.layout, place), self.layout.request.upright
+    def _decode_and_crop(self, place: Place, width: int, height: int, numbers: list[float] | None) -> Item:
+        file, upright = fetch_encoded_file(self.layout, place), self.layout.request.upright
         image = decode_sample(file, self.channels, (width, height) if self.draft else None, upright)
         cut = self.crop(image, width, height, numbers)
         if not self.sizes:
@@ -169,7 +169,7 @@ class Images(Indexed):
         return f"images {self.split} n={len(self)} classes={len(self.classes)} names={self._hash_names()}"
 
 
-def read_encoded(layout: Layout, place: Place) -> Path | BinaryIO:
+def fetch_encoded_file(layout: Layout, place: Place) -> Path | BinaryIO:
     """Returns a sample for a decoder: the path of its file, or an open file with its encoded bytes."""
     content = layout.read(place)
     return io.BytesIO(content) if isinstance(content, bytes) else content

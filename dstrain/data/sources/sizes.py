@@ -22,7 +22,7 @@ from dstrain.data.index.build import make_once
 from dstrain.data.index.index import CHUNK, Index
 from dstrain.data.index.verified import Verified, map_file, open_shared_index, open_whole, write_checksums_beside
 from dstrain.data.source import BadSample, report_bad_sample
-from dstrain.data.sources.images import read_encoded
+from dstrain.data.sources.images import fetch_encoded_file
 from dstrain.distributed.progress import get_phases
 
 _CLIPS = 1024  # clips between two writes; fewer than images, since a clip may take long
@@ -35,7 +35,7 @@ def measure_images(layout: Layout, index: Index) -> Verified:
     The index must be on a disk. Raises NotRead if the storage fails.
     """
     name = "upright_sizes" if layout.request.upright else "sizes"
-    return _open_measures(layout, index, name, 2, lambda place: read_size(layout, place), CHUNK)
+    return _open_or_measure(layout, index, name, 2, lambda place: read_image_size(layout, place), CHUNK)
 
 
 def measure_clips(layout: Layout, index: Index) -> Verified:
@@ -43,17 +43,17 @@ def measure_clips(layout: Layout, index: Index) -> Verified:
 
     The index must be on a disk. Raises NotRead if the storage fails.
     """
-    return _open_measures(layout, index, "frames", 1, lambda place: (count_sample_frames(layout, place),), _CLIPS)
+    return _open_or_measure(layout, index, "frames", 1, lambda place: (count_sample_frames(layout, place),), _CLIPS)
 
 
-def read_size(layout: Layout, place: Place) -> tuple[int, int]:
+def read_image_size(layout: Layout, place: Place) -> tuple[int, int]:
     """Returns the width and height of an image, in pixels, from its header: turned upright unless data.upright=false.
 
     Raises BadSample if the header cannot be read.
     """
 
     def read() -> tuple[int, int]:
-        with open_image(read_encoded(layout, place), FORMATS) as image:
+        with open_image(fetch_encoded_file(layout, place), FORMATS) as image:
             return read_upright_size(image) if layout.request.upright else image.size
 
     with report_bad_sample(place.name, Path(layout.root, place.name)):
@@ -66,7 +66,7 @@ def count_sample_frames(layout: Layout, place: Place) -> int:
         return count_frames(layout.read(place))
 
 
-def _open_measures(
+def _open_or_measure(
     layout: Layout, index: Index, name: str, width: int, measure: Callable[[Place], tuple[int, ...]], chunk: int
 ) -> Verified:
     """Returns int32 (N, width), the measures of each sample, mapped from a file beside the index. If the file is not
@@ -88,7 +88,7 @@ def _write_measures(
     PATH.part, where the next command resumes after an interruption.
     """
 
-    def find_known(row: int) -> tuple[int, ...]:
+    def measure_or_zero(row: int) -> tuple[int, ...]:
         try:
             return measure(index.read_place(row))
         except BadSample:
@@ -108,7 +108,9 @@ def _write_measures(
             get_phases().enter_phase(f"measuring {layout.root}: {start:,} of {len(index):,}")
             stop = min(start + chunk, len(index))
             _append_rows(
-                part, np.array(list(map_in_threads(find_known, range(start, stop))), np.int32), start * dtype.itemsize
+                part,
+                np.array(list(map_in_threads(measure_or_zero, range(start, stop))), np.int32),
+                start * dtype.itemsize,
             )
             bar.update(stop - start)
     write_checksums_beside(path, map_file(part))

@@ -163,10 +163,10 @@ class Videos(Indexed):
     def _summarize(self) -> str:
         return (
             f"videos {self.split} n={len(self)} classes={len(self.classes)} captions={self.captions_from} "
-            f"names={self._hash_names(self._iterate_captions())}"
+            f"names={self._hash_names(self._iterate_listed_captions())}"
         )
 
-    def _iterate_captions(self) -> Iterable[bytes]:
+    def _iterate_listed_captions(self) -> Iterable[bytes]:
         """Yields the captions of a captions file as UTF-8, in the order of the samples; nothing for captions from
         elsewhere.
         """
@@ -192,9 +192,9 @@ class Videos(Indexed):
         if not isinstance(self.layout, Clips):
             return super()._hash_texts(numbers)
         texts, end = blake2b(), 0
-        for text in self._iterate_captions():
+        for text in self._iterate_listed_captions():
             texts.update(text)
-        for text in self._iterate_captions():
+        for text in self._iterate_listed_captions():
             end += len(text)
             texts.update(end.to_bytes(8, "little"))
         for names in self._iterate_files(numbers) if self.captions_from == "beside" else ():

@@ -8,7 +8,7 @@ import torch
 from PIL import Image
 
 from dstrain.data.decode import clips, pixels
-from dstrain.data.decode.clips import Cut, list_frames, read_clip
+from dstrain.data.decode.clips import Cut, read_clip, read_frame_listing
 from dstrain.data.decode.pixels import crop_center, to_tensor
 from dstrain.recipe import ConfigError
 from tests.support.clips import LOSSLESS, LOSSY, moving, write, write_pictures
@@ -77,7 +77,7 @@ def test_a_window_is_a_slice_of_the_whole(tmp_path, kind, monkeypatch):
     monkeypatch.setattr(
         clips, "_decode_frames", lambda *given: (begun.append(pair[0]) or pair for pair in frames(*given))
     )
-    listing = list_frames(path)
+    listing = read_frame_listing(path)
     assert listing.count == COUNT
     late = 0
     for start in range(COUNT - 8):
@@ -96,7 +96,7 @@ def test_keyframes_that_say_too_much(tmp_path):
     """Oracle: decoding from the start: wrong entries of a listing are noticed, not believed."""
     path = write(tmp_path / "a.mp4", moving(COUNT), *LOSSY["h264.mp4"][:1], options=LOSSY["h264.mp4"][1])
     full, _ = whole(path)
-    listing = list_frames(path)
+    listing = read_frame_listing(path)
     wrong = listing._replace(keyframes=tuple((place and place + 3, time + 7) for place, time in listing.keyframes))
     video, _, _ = read_clip(path, Cut(4, 32, 48), 0.999, wrong)
     assert torch.equal(video, full[COUNT - 4 : COUNT])
@@ -271,7 +271,7 @@ def test_a_file_whose_end_is_missing(tmp_path):
                 packet.stream = stream
                 target.mux(packet)
     fast.write_bytes(fast.read_bytes()[: -fast.stat().st_size // 4])
-    assert list_frames(fast).count == COUNT
+    assert read_frame_listing(fast).count == COUNT
     assert read_clip(fast, Cut(3, 32, 48), 0.0)[1] == 3
     with pytest.raises(Exception, match="ends after|Invalid|damaged"):
         read_clip(fast, Cut(3, 32, 48), 0.999)
@@ -281,7 +281,7 @@ def test_a_file_whose_end_is_missing(tmp_path):
 def test_a_listing_that_promises_too_much(tmp_path, count):
     """Oracle: the number of frames that were written; the window that ends at the last of them is whole."""
     path = write(tmp_path / "a.mkv", moving(COUNT), *LOSSLESS["ffv1.mkv"])
-    listing = list_frames(path)._replace(count=count)
+    listing = read_frame_listing(path)._replace(count=count)
     whole_one, real, _ = read_clip(path, Cut(count, 32, 48), listing=listing._replace(count=COUNT))
     assert real == COUNT and torch.equal(whole_one[:COUNT], as_clip(moving(COUNT)))
     for cut, chance in ((Cut(count, 32, 48), None), (Cut(3, 32, 48), 0.999)):

@@ -19,7 +19,7 @@ from PIL import ExifTags, Image, ImageOps
 
 from dstrain.data.decode.pixels import to_tensor
 from dstrain.data.open import open_sources
-from dstrain.data.sources.sizes import read_size
+from dstrain.data.sources.sizes import read_image_size
 from dstrain.metrics.compared import open_recipe_reference
 from dstrain.metrics.images import open_set
 from dstrain.recipe import ConfigError, Data
@@ -156,7 +156,7 @@ def test_the_size_of_a_turned_picture(tmp_path, place, turn):
     assert upright.shape == ((3, 24, 8) if turn in (6, 8) else (3, 8, 24))
     for data in (Data(path=str(tmp_path), image_size=8, upright=flag) for flag in (True, False)):
         source, expected = open_sources(data)[0], upright if data.upright else plain
-        assert read_size(source.layout, source.index.read_place(0)) == (expected.shape[2], expected.shape[1])
+        assert read_image_size(source.layout, source.index.read_place(0)) == (expected.shape[2], expected.shape[1])
         (batch,) = open_set(tmp_path, "--reference", data.upright).iterate_batches(2)
         assert torch.equal(batch.images, torch.stack([expected] * 2))
     assert torch.equal(next(open_set(tmp_path, "--reference").iterate_batches(2)).images[0], upright)

@@ -267,8 +267,10 @@ def test_verified_columns(tmp_path, dtype):
 def test_two_commands_read_one_table(tmp_path, monkeypatch):
     """Oracle: the pixels of the images, each of which is read once: the second command waits for the first."""
     layout, index = open_index(folder(tmp_path / "d", 2, 20), Request(SUFFIXES), tmp_path / "i")
-    asked, size_of = [], sizes.read_size
-    monkeypatch.setattr(sizes, "read_size", lambda *place: (asked.append(place), time.sleep(0.01), size_of(*place))[-1])
+    asked, size_of = [], sizes.read_image_size
+    monkeypatch.setattr(
+        sizes, "read_image_size", lambda *place: (asked.append(place), time.sleep(0.01), size_of(*place))[-1]
+    )
     with ThreadPoolExecutor(2) as threads:
         first, second = threads.map(lambda _: sizes.measure_images(layout, index), range(2))
     assert len(asked) == 40 and np.array_equal(first[:], second[:])
