@@ -277,7 +277,7 @@ MISTAKES = [
     (
         "texts never dropped",
         "dstrain/systems/dit/conditions.py",
-        'return self._fill_empty_texts({"text": told["text"], "mask": torch.zeros_like(told["mask"])})',
+        'return self._fill_empty_texts({"text": arguments["text"], "mask": torch.zeros_like(arguments["mask"])})',
         "return {}",
         f"{TEXTS}::test_texts_are_dropped_by_key",
     ),
@@ -291,7 +291,7 @@ MISTAKES = [
     (
         "padding of texts read",
         "dstrain/systems/dit/trunk.py",
-        "_cut_mask(mask, x, keep) if number > self.joins else None",
+        "_crop_mask(mask, x, keep) if number > self.joins else None",
         "None",
         f"{TEXTS}::test_padding_changes_nothing",
     ),

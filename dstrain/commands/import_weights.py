@@ -71,7 +71,7 @@ def _write_checkpoint(folder: Path, system: System, values: Mapping[str, Mapping
     """Writes `values`, the weights and buffers of every part, into `folder` as the files of a checkpoint of one rank.
     Raises ConfigError if some values are not finite.
     """
-    networks = system.networks_on_meta()
+    networks = system.build_networks_on_meta()
     buffers: dict[str, Tensor] = {}
     for part, network in networks.items():
         for name, value in values[part].items():

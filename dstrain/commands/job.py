@@ -113,7 +113,7 @@ def check_recipe(run: Run, overrides: Sequence[str] = ()) -> tuple[Run, list[str
         schema = systems.find_config_class(run.system)
         given = run.data.model_dump(include={"codes", "captioned"})
         run = run.model_copy(update={"data": complete_data(_keep_upright(run))})
-        require_contents(run.data, run.system, schema.learns_from, systems.list_learners)
+        require_contents(run.data, run.system, schema.learns_from, systems.list_systems_learning_from)
         if run.data.durations and not schema.learns_durations:
             raise ConfigError(
                 f"data.buckets: {run.system} takes clips of one length: leave it out, or choose "

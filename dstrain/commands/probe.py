@@ -125,7 +125,7 @@ def _build_networks(name: str, system: System) -> dict[str, nn.Module]:
     ]
     try:
         with _Unfilled():
-            return system.networks_on_meta()
+            return system.build_networks_on_meta()
     except (RuntimeError, TypeError) as error:  # a constructor that asks for values, mostly
         reason = str(error).partition("\n")[0]
         if "overflow" in reason.lower():
@@ -162,7 +162,7 @@ def _try_parts(
     device.
     """
     with learning, _Unfilled() if learning.type == "meta" else nullcontext():
-        networks = system.networks() if learning.type == "cpu" else system.networks_on_meta()
+        networks = system.networks() if learning.type == "cpu" else system.build_networks_on_meta()
     half = _HALVES.get(precision)
     if learning.type == "meta":
         for network in networks.values():

@@ -79,7 +79,7 @@ def describe_memory_of_states(run: Run, system: System, settings: dict[str, Any]
 
 def _build_and_freeze_networks(run: Run, system: System) -> dict[str, nn.Module]:
     """Builds the networks without values, in which what the recipe freezes is frozen."""
-    networks = system.networks_on_meta()
+    networks = system.build_networks_on_meta()
     choose_weights(networks, run.train_only, run.optimizer)
     return networks
 

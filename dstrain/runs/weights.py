@@ -175,7 +175,7 @@ def _adapt_part(
     counts the tensors that were loaded, replaced and left out. LoRA adapters that the file lacks begin anew. Raises
     ConfigError if the file holds other adapters than the network.
     """
-    adapters = {name: value for name, value in system.on_meta(part).state_dict().items() if is_adapter(name)}
+    adapters = {name: value for name, value in system.build_part_on_meta(part).state_dict().items() if is_adapter(name)}
     given = {name: tuple(value.shape) for name, value in state.items() if is_adapter(name)}
     if given and given != {name: tuple(value.shape) for name, value in adapters.items()}:
         raise ConfigError(

@@ -33,7 +33,7 @@ def list_names() -> list[str]:
     return sorted({*own, *_list_entry_points()})
 
 
-def list_learners(kind: str) -> list[str]:
+def list_systems_learning_from(kind: str) -> list[str]:
     """Returns the names of dstrain's own systems that can learn from a kind of data, such as "images" (see
     types.Kind).
     """

@@ -177,11 +177,11 @@ class Imports:
 
     in_pipeline: str = ""  # where a pipeline of diffusers keeps what `from_diffusers` takes
 
-    def on_meta(self, part: str) -> nn.Module:
+    def build_part_on_meta(self, part: str) -> nn.Module:
         """Builds the network of a part on the meta device: it has names and shapes, but no values."""
-        return self.networks_on_meta()[part]
+        return self.build_networks_on_meta()[part]
 
-    def networks_on_meta(self) -> dict[str, nn.Module]:
+    def build_networks_on_meta(self) -> dict[str, nn.Module]:
         """Builds all networks on the meta device, by part: they have names, shapes and operations, but no values."""
         with torch.device("meta"):
             networks = self.networks()
@@ -201,7 +201,7 @@ class Imports:
 
         Raises ConfigError for the first difference that cannot be bridged, with both shapes and the remedy.
         """
-        expected = self.on_meta(part).state_dict()
+        expected = self.build_part_on_meta(part).state_dict()
         for name in [*expected, *state]:
             in_network, in_file = (
                 tuple(weights[name].shape) if name in weights else "absent" for weights in (expected, state)

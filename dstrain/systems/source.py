@@ -16,12 +16,12 @@ def gather_source(root: type, replaced: Mapping[str, str]) -> str:
 
     replaced: by the name of a module, source that takes the place of all definitions from this module.
     """
-    gathered = _Gathered(replaced)
+    gathered = _Gatherer(replaced)
     gathered.add(root.__module__, root.__name__)
     return "\n\n".join(("\n".join(sorted(gathered.imports)), *gathered.definitions)) + "\n"
 
 
-class _Gathered:
+class _Gatherer:
     """Collects the lines of imports (`imports`), and the sources of definitions (`definitions`), each after those that
     it uses.
     """
@@ -45,7 +45,7 @@ class _Gathered:
             entry = next(entry for entry in statement.names if name in (entry.asname, entry.name))
             alone = ast.Import([entry]) if isinstance(statement, ast.Import) else None
             self.imports.add(ast.unparse(alone or ast.ImportFrom(statement.module, [entry], 0)))
-        elif statement is not None and self._note_new(module, name):
+        elif statement is not None and self._mark_added(module, name):
             for node in ast.walk(statement):
                 if isinstance(node, ast.Name) and node.id != name:
                     self.add(module, node.id)
@@ -54,10 +54,10 @@ class _Gathered:
     def _add_definition(self, module: str, name: str) -> None:
         if module not in self.replaced:
             self.add(module, name)
-        elif self._note_new(module, module):
+        elif self._mark_added(module, module):
             self.definitions.append(self.replaced[module])
 
-    def _note_new(self, module: str, name: str) -> bool:
+    def _mark_added(self, module: str, name: str) -> bool:
         """Remembers that `name` of this module is added. Returns False if it was added before. Fails by an assertion if
         it was added from another module.
         """

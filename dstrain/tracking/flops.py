@@ -76,7 +76,7 @@ def count_step_flops(system: System, batch: int, step: int = 0, train_only: Sequ
     system, meta = _move_to_meta(system), torch.device("meta")
     samples |= {"position": torch.arange(_SAMPLES), "step": torch.full((_SAMPLES,), step)}
     with torch.random.fork_rng(devices=[]), meta:
-        networks = system.networks_on_meta()
+        networks = system.build_networks_on_meta()
         learning = {
             part: [
                 weight

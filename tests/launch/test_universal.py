@@ -37,7 +37,7 @@ def folders(tmp_path_factory, system):
     saved: STAGE/expected.safetensors, STAGE/groups.json. STAGE/native is DeepSpeed's own checkpoint.
     """
     folder = tmp_path_factory.mktemp("universal")
-    network, choice = system.on_meta("denoiser"), recipe.load_recipe(RECIPE).optimizer
+    network, choice = system.build_part_on_meta("denoiser"), recipe.load_recipe(RECIPE).optimizer
     names = {id(weight): name for name, weight in network.named_parameters()}
     groups = [
         {"names": [names[id(weight)] for weight in group["params"]], "weight_decay": group["weight_decay"]}

@@ -55,6 +55,6 @@ def test_a_published_recipe_is_planned_without_files(path, tmp_path, monkeypatch
     except ConfigError as error:
         assert "perceptual.path" in str(error)
         return
-    assert all(system.on_meta(part) for part in system.parts)
+    assert all(system.build_part_on_meta(part) for part in system.parts)
     named = re.findall(r"^  (?:first_stage|tokenizer|text_encoder):", path.read_text(), re.MULTILINE)
     assert bool(notes) == bool(named) and all("not here" in note and "not counted" in note for note in notes)

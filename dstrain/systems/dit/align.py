@@ -121,7 +121,7 @@ class Routing(Section):
     """The last one; None: the last but one of all."""
 
 
-def check_taps(align: Align | None, routed: tuple[int, int] | None, internal: int | None, depth: int) -> None:
+def check_block_numbers(align: Align | None, routed: tuple[int, int] | None, internal: int | None, depth: int) -> None:
     """Raises ConfigError if alignment or routing name blocks that a network of `depth` blocks lacks, or if the second
     head reads the tokens between two routed blocks, where some are missing.
 
@@ -155,7 +155,7 @@ class Alignment:
         self.weight = section.weight or _WEIGHTS[section.kind]
         self._tower: VisionTower | None = None
 
-    def begin(self, step: int) -> None:
+    def begin_step(self, step: int) -> None:
         """Sets `active`: whether this step aligns. It is called where the host knows the step, since reading
         example["step"] would wait for the GPU.
         """
@@ -179,7 +179,9 @@ class Alignment:
             return ()
         return (self._load_encoder(),)
 
-    def loss(self, found: Mapping[str, Any], example: Example, grid: tuple[int, int], keep: Tensor | None) -> Tensor:
+    def compute_loss(
+        self, found: Mapping[str, Any], example: Example, grid: tuple[int, int], keep: Tensor | None
+    ) -> Tensor:
         """Returns the distance of each sample's tokens from their targets, float32 (B,): mean squared, or minus the
         mean cosine; 0 for kind=repa in a step that does not align.
 
@@ -192,7 +194,7 @@ class Alignment:
             drawn = found["projected"][0]
             if not self.active:
                 return 0 * drawn.float().mean((1, 2))  # The projectors' gradient is zero, and not absent.
-            towards = self.features(example, grid)
+            towards = self.find_targets(example, grid)
         if drawn.shape[1] < towards.shape[1]:  # A tap among routed blocks sees some tokens alone.
             towards = take_tokens(towards, keep)
         elif drawn.shape[1] > towards.shape[1]:
@@ -203,7 +205,7 @@ class Alignment:
         return -(F.normalize(drawn, dim=-1) * F.normalize(towards, dim=-1)).sum(-1).mean(1)
 
     @torch.no_grad()
-    def features(self, example: Example, grid: tuple[int, int]) -> Tensor:
+    def find_targets(self, example: Example, grid: tuple[int, int]) -> Tensor:
         """Returns the targets of kind=repa, float32 (B, N, width): the example's features, or else what the encoder
         sees in the example's images.
         """
@@ -241,7 +243,7 @@ def warn_of_few_tokens(count: int) -> None:
         )
 
 
-def match_projectors(state: dict[str, Tensor], shapes: Shapes) -> list[str]:
+def adapt_projectors(state: dict[str, Tensor], shapes: Shapes) -> list[str]:
     """Changes the projectors in a file's state dict to those that the network has: deletes them if it has none, and
     adds initial values, equal on all ranks, for all if the file has none. Returns notes for the user.
     """
@@ -260,15 +262,15 @@ def match_projectors(state: dict[str, Tensor], shapes: Shapes) -> list[str]:
     return ["projectors: not in the file; the alignment's begin anew"]
 
 
-def guide_internally(network: Callable[..., Any], scale: float) -> Callable[..., Tensor]:
+def add_internal_guidance(network: Callable[..., Any], scale: float) -> Callable[..., Tensor]:
     """Returns a function that predicts base + scale (out - base), which leads away from the second head's prediction
     `base`, in one forward pass. Returns `network` itself for scale 1.
     """
     if scale == 1:
         return network
 
-    def guided(x_t: Tensor, t: Tensor, **conditions: Tensor) -> Tensor:
+    def predict_guided(x_t: Tensor, t: Tensor, **conditions: Tensor) -> Tensor:
         found = network(x_t, t, **conditions, extras=True)
         return torch.lerp(found["base"], found["out"], scale)
 
-    return guided
+    return predict_guided

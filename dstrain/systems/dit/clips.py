@@ -53,7 +53,7 @@ class Video(Section):
         """Counts the patches in time of a clip of so many frames. The first frame is a patch of its own."""
         return 1 + (frames - 1) // self.patch_frames
 
-    def find_end(self, step: int) -> int:
+    def count_frames_at_step(self, step: int) -> int:
         """Returns how many first frames of its clips a training step sees, by the shares of `beginnings`; in the other
         steps all.
         """
@@ -135,7 +135,7 @@ class Given(Condition):
     def __init__(self, video: Video, find_shape: Callable[[Shape | None, int | None], tuple[int, ...]]) -> None:
         self.video, self.find_shape = video, find_shape
 
-    def read(self, example: Example) -> Arguments:
+    def read_example(self, example: Example) -> Arguments:
         """Returns {"given": the first frames of x_start, marked, (B, C + 1, T, H, W)}. Draws from the samples' keys how
         many are given: in a share given_share of the clips 1, 1 + patch_frames, ... up to `given`, but never all; in
         the others 0.
@@ -157,7 +157,7 @@ class Given(Condition):
         channels, *sides = self.find_shape(request.size, request.num_frames)
         return {"given": torch.zeros(len(request.seeds), channels + 1, *sides, device=request.seeds.device)}
 
-    def make_start(self, images: Tensor) -> dict[str, Tensor]:
+    def make_start_conditions(self, images: Tensor) -> dict[str, Tensor]:
         clips = images if images.ndim == 5 else images[:, None]
         count = clips.shape[1]
         self.video.require_frames(PRIME, count)
@@ -168,10 +168,10 @@ class Given(Condition):
             )
         return {PRIME: clips}
 
-    def draw(self, key: Tensor, size: Shape) -> dict[str, Tensor]:
+    def draw_synthetic(self, key: Tensor, size: Shape) -> dict[str, Tensor]:
         return {}
 
-    def extend(self, given: Tensor, shape: tuple[int, ...]) -> Tensor:
+    def extend_to_clips(self, given: Tensor, shape: tuple[int, ...]) -> Tensor:
         """Returns given frames (N, C, K, H, W), extended by zeros to clips of a `shape` (C, T, H, W) and marked,
         (N, C + 1, T, H, W). Raises ConfigError if they are not fewer than T, or have another height or width.
         """

@@ -233,13 +233,13 @@ class Condition:
         By default checks nothing.
         """
 
-    def prepare(self, batch: Batch) -> Example:
+    def prepare_example(self, batch: Batch) -> Example:
         """Returns the tensors, by name, that this condition adds to the example of a batch, such as texts that are
         encoded now; {} by default.
         """
         return {}
 
-    def read(self, example: Example) -> Arguments:
+    def read_example(self, example: Example) -> Arguments:
         """Returns the network's arguments for an example. Conditions that data may lack raise ConfigError if the
         example lacks them.
         """
@@ -249,25 +249,25 @@ class Condition:
         """Returns the network's arguments for the samples of a request."""
         return {self.argument: request.conditions[self.name]}
 
-    def make_null(self, told: Arguments) -> Arguments:
-        """Returns what replaces the arguments `told` of this condition where it is dropped, such as the label "none";
-        {} by default, for a condition that is never dropped.
+    def make_null(self, arguments: Arguments) -> Arguments:
+        """Returns the values that replace those of this condition in the network's arguments where it is dropped, such
+        as the label for none; {} by default, for a condition that is never dropped.
         """
         return {}
 
-    def read_negative(self, request: Request, told: Arguments) -> Arguments:
-        """Returns what replaces the arguments `told` of this condition in the prediction that guidance leads away from;
-        by default what `make_null` returns.
+    def read_negative(self, request: Request, arguments: Arguments) -> Arguments:
+        """Returns the values that replace those of this condition in the network's arguments in the prediction that
+        guidance leads away from; by default what `make_null` returns.
         """
-        return self.make_null(told)
+        return self.make_null(arguments)
 
-    def make_start(self, images: Tensor) -> dict[str, Tensor]:
+    def make_start_conditions(self, images: Tensor) -> dict[str, Tensor]:
         """Returns the conditions of a request whose samples begin from `images` (pictures, clips or embeddings); {} if
         this condition takes none.
         """
         return {}
 
-    def draw(self, key: Tensor, size: Shape) -> dict[str, Tensor]:
+    def draw_synthetic(self, key: Tensor, size: Shape) -> dict[str, Tensor]:
         """Draws random tensors of this condition, by name, for a synthetic batch with keys int64 (B,). size:
         (width, height) of its images in pixels.
         """
@@ -282,7 +282,7 @@ class Label(Condition):
     def __init__(self, num_classes: int) -> None:
         self.num_classes = num_classes
 
-    def read(self, example: Example) -> Arguments:
+    def read_example(self, example: Example) -> Arguments:
         if "label" in example:
             return {"y": example["label"]}
         if self.num_classes == 1:
@@ -295,10 +295,10 @@ class Label(Condition):
     def read_request(self, request: Request) -> Arguments:
         return {"y": request.conditions.get("label", request.seeds % self.num_classes)}
 
-    def make_null(self, told: Arguments) -> Arguments:
-        return {"y": torch.full_like(told["y"], self.num_classes)}
+    def make_null(self, arguments: Arguments) -> Arguments:
+        return {"y": torch.full_like(arguments["y"], self.num_classes)}
 
-    def draw(self, key: Tensor, size: Shape) -> dict[str, Tensor]:
+    def draw_synthetic(self, key: Tensor, size: Shape) -> dict[str, Tensor]:
         return {"label": rng.integers(key, "label", self.num_classes)}
 
 
@@ -312,7 +312,7 @@ class Sizes(Condition):
     def __init__(self, image_size: int) -> None:
         self.image_size = image_size
 
-    def read(self, example: Example) -> Arguments:
+    def read_example(self, example: Example) -> Arguments:
         if "size" not in example:
             raise ConfigError("size_conditions: the data say no sizes; write data.size_conditions=false")
         return {"size": example["size"]}
@@ -320,7 +320,7 @@ class Sizes(Condition):
     def read_request(self, request: Request) -> Arguments:
         return {"size": self._make_uncut_sizes(request.size or (self.image_size, self.image_size), request.seeds)}
 
-    def draw(self, key: Tensor, size: Shape) -> dict[str, Tensor]:
+    def draw_synthetic(self, key: Tensor, size: Shape) -> dict[str, Tensor]:
         return {"size": self._make_uncut_sizes(size, key)}
 
     def _make_uncut_sizes(self, size: Shape, like: Tensor) -> Tensor:
@@ -350,17 +350,17 @@ class ImageEmbedding(Condition):
                 f"or train with model.embedding_dim={actual}"
             )
 
-    def make_null(self, told: Arguments) -> Arguments:
-        return {"embed": torch.zeros_like(told["embed"])}
+    def make_null(self, arguments: Arguments) -> Arguments:
+        return {"embed": torch.zeros_like(arguments["embed"])}
 
-    def make_start(self, images: Tensor) -> dict[str, Tensor]:
+    def make_start_conditions(self, images: Tensor) -> dict[str, Tensor]:
         if images.ndim != 2:
             raise ConfigError("image_embed: this model begins from image embeddings, not from pictures")
         conditions = {"image_embed": images.float()}
         self.check(conditions)
         return conditions
 
-    def draw(self, key: Tensor, size: Shape) -> dict[str, Tensor]:
+    def draw_synthetic(self, key: Tensor, size: Shape) -> dict[str, Tensor]:
         return {"image_embed": rng.normal(key, "image_embed", (self.width,))}
 
 
@@ -374,8 +374,8 @@ class Text(Condition):
     def __init__(self, reader: Reader) -> None:
         self.reader = reader
 
-    def prepare(self, batch: Batch) -> Example:
-        example = self._fill_empty_texts(_as_arguments(self.reader.of_batch(batch)))
+    def prepare_example(self, batch: Batch) -> Example:
+        example = self._fill_empty_texts(_make_text_arguments(self.reader.of_batch(batch)))
         # A model without a null text waits for the device here; others have something to read in any case.
         if not self.reader.config.has_null and not example["text"].is_meta and not example["mask"].any(1).all():
             raise ConfigError(
@@ -384,48 +384,48 @@ class Text(Condition):
             )
         return {"text": example["text"], "text_mask": example["mask"]}
 
-    def read(self, example: Example) -> Arguments:
+    def read_example(self, example: Example) -> Arguments:
         return {"text": example["text"], "mask": example["text_mask"]}
 
     def read_request(self, request: Request) -> Arguments:
         inputs = select_texts(request.conditions) or self.reader.of_nothing(len(request.seeds))
-        told = self._fill_empty_texts(_as_arguments(self.reader.of_batch({**inputs, "key": request.seeds})))
-        return {name: value.to(request.seeds.device) for name, value in told.items()}
+        arguments = self._fill_empty_texts(_make_text_arguments(self.reader.of_batch({**inputs, "key": request.seeds})))
+        return {name: value.to(request.seeds.device) for name, value in arguments.items()}
 
-    def make_null(self, told: Arguments) -> Arguments:
-        return self._fill_empty_texts({"text": told["text"], "mask": torch.zeros_like(told["mask"])})
+    def make_null(self, arguments: Arguments) -> Arguments:
+        return self._fill_empty_texts({"text": arguments["text"], "mask": torch.zeros_like(arguments["mask"])})
 
-    def read_negative(self, request: Request, told: Arguments) -> Arguments:
+    def read_negative(self, request: Request, arguments: Arguments) -> Arguments:
         """Returns the negative prompts of a request, whose conditions are named as those of prompts with `negative_` in
         front. Returns the null text if there are none.
         """
         inputs = {name: value for name, value in request.conditions.items() if name.startswith(NEGATIVE)}
         if not inputs:
-            return self.make_null(told)
-        negative = _as_arguments({name.removeprefix(NEGATIVE): value for name, value in inputs.items()})
+            return self.make_null(arguments)
+        negative = _make_text_arguments({name.removeprefix(NEGATIVE): value for name, value in inputs.items()})
         negative = self._fill_empty_texts(negative)
-        return {name: value.to(told[name].device) for name, value in negative.items()}
+        return {name: value.to(arguments[name].device) for name, value in negative.items()}
 
-    def _fill_empty_texts(self, told: Arguments) -> Arguments:
+    def _fill_empty_texts(self, arguments: Arguments) -> Arguments:
         """Returns the arguments with the encoder's states of an empty text for each sample of which no token is read.
         Returns them unchanged if the network learns its null text or has none.
         """
         config = self.reader.config
         if config.learns_null or not config.has_null:
-            return told
-        text, mask = told["text"], told["mask"]
-        empty = _as_arguments(self.reader.of_empty(text.device))
+            return arguments
+        text, mask = arguments["text"], arguments["mask"]
+        empty = _make_text_arguments(self.reader.of_empty(text.device))
         read = mask.any(1)[:, None]
         return {
             "text": torch.where(read[..., None], text, empty["text"].to(text.dtype)),
             "mask": torch.where(read, mask, empty["mask"]),
         }
 
-    def draw(self, key: Tensor, size: Shape) -> dict[str, Tensor]:
+    def draw_synthetic(self, key: Tensor, size: Shape) -> dict[str, Tensor]:
         return draw_synthetic_texts(self.reader.config, key)
 
 
-def _as_arguments(inputs: TextInputs) -> Arguments:
+def _make_text_arguments(inputs: TextInputs) -> Arguments:
     if "words" in inputs:
         return {"text": inputs["words"], "mask": inputs["words"] != 0}
     return {"text": inputs["text_encodings"], "mask": inputs["text_mask"]}

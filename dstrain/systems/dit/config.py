@@ -18,7 +18,7 @@ from dstrain.nn.lora import list_lora_conflicts
 from dstrain.recipe import ConfigError, Run
 from dstrain.recipe.shapes import require_multiples
 from dstrain.systems.base import list_indivisible
-from dstrain.systems.dit.align import Align, check_taps
+from dstrain.systems.dit.align import Align, check_block_numbers
 from dstrain.systems.dit.clips import Given, Video, list_clip_problems
 from dstrain.systems.dit.conditions import Condition, ImageEmbedding, Label, Sizes, Text
 from dstrain.systems.dit.fields import Fields
@@ -31,7 +31,7 @@ class Config(Fields):
     @classmethod
     def _fill_in_preset(cls, model: Any) -> Any:
         """Returns the section with the choices of the preset that `size` names, for fields that it leaves out; inner
-        sections are merged. The four fields of SHAPE stay out: network_shape reads them from the preset.
+        sections are merged. The four fields of SHAPE stay out: get_network_shape reads them from the preset.
         """
         size = model.get("size") if isinstance(model, dict) else None
         preset = PRESETS.get(size, {}) if isinstance(size, str) else {}
@@ -50,7 +50,7 @@ class Config(Fields):
         if self.size is None and len(by_hand) < len(SHAPE):
             missing = ", ".join(name for name in SHAPE if name not in by_hand)
             raise ConfigError(f"without size, {missing} must be given; or take a size such as DiT-B/2")
-        shape, factor = self.network_shape(), self.first_stage.factor if self.first_stage else 1
+        shape, factor = self.get_network_shape(), self.first_stage.factor if self.first_stage else 1
         patch = shape["patch_size"]
         unit = factor * patch
         if (self.image_size % factor or self.input_size % patch) and (self.first_stage or not self.codes):
@@ -74,14 +74,14 @@ class Config(Fields):
 
     def _check_choices(self, shape: dict[str, int]) -> None:
         """Raises ConfigError if the choices of blocks, condition tokens, heads and alignment do not fit each other.
-        shape: what network_shape returns.
+        shape: what get_network_shape returns.
         """
         if not self.sines and not self.block.rope:
             raise ConfigError("sines: without them and without block.rope no patch has a place; set block.rope=true")
         self._check_texts()
         self._check_joint(shape)
-        told = self.tokens.label or self.num_classes == 1 or self.reads_texts
-        if self.block.modulation == "none" and not (self.tokens.time and told):
+        is_read = self.tokens.label or self.num_classes == 1 or self.reads_texts
+        if self.block.modulation == "none" and not (self.tokens.time and is_read):
             raise ConfigError(
                 "block.modulation: none leaves the timestep and the label unread; set tokens.time and tokens.label, "
                 "such as 4 and 8, or modulation=own"
@@ -109,7 +109,7 @@ class Config(Fields):
                 raise ConfigError(f"{name}: {width} must be a multiple of its {heads} heads")
         if self.internal and self.internal.depth >= shape["depth"]:
             raise ConfigError(f"internal.depth: {self.internal.depth} is not below depth {shape['depth']}")
-        check_taps(
+        check_block_numbers(
             self.align,
             self.routing and self.find_routed_blocks(),
             self.internal and self.internal.depth,
@@ -292,7 +292,7 @@ class Config(Fields):
         return problems
 
     def conflicts_among(self, ranks: int) -> list[str]:
-        shape, counts = self.network_shape(), {}
+        shape, counts = self.get_network_shape(), {}
         for size in (None, *(self.sizes or ())):
             what = "an image" if size is None else f"{size[0]} x {size[1]} pixels"
             counts[f"tokens of {what if self.video is None else 'a clip'}"] = self.count_tokens(self.shape(size))
@@ -345,7 +345,7 @@ class Config(Fields):
         reads_labels = not self.reads_texts and (self.block.modulation != "none" or self.tokens.label)
         return {
             "input_size": self.input_size,
-            **self.network_shape(),
+            **self.get_network_shape(),
             **self.model_dump(include=fields),
             "block": self.block.model_dump(exclude={"rope", "joint", "dual"}),
             "rope": self.block.rope,
@@ -366,14 +366,14 @@ class Config(Fields):
         """Returns the conditions that the network reads, in this order: text or label, image embedding, sizes, given
         frames.
         """
-        told: list[Condition] = [Text(texts) if self.reads_texts else Label(self.num_classes)]
+        conditions: list[Condition] = [Text(texts) if self.reads_texts else Label(self.num_classes)]
         if self.embedding_dim:
-            told.append(ImageEmbedding(self.embedding_dim))
+            conditions.append(ImageEmbedding(self.embedding_dim))
         if self.size_conditions:
-            told.append(Sizes(self.image_size))
+            conditions.append(Sizes(self.image_size))
         if self.video and self.video.given:
-            told.append(Given(self.video, self.shape))
-        return tuple(told)
+            conditions.append(Given(self.video, self.shape))
+        return tuple(conditions)
 
     def make_process(self) -> Process:
         """Returns the process that adds noise to data and whose reverse the network learns: a flow by the section

@@ -129,10 +129,10 @@ class Fields(SystemConfig, ReadsTexts):
         """
         if self.routing is None:
             return 0, 0
-        end = self.network_shape()["depth"] - 1 if self.routing.end is None else self.routing.end
+        end = self.get_network_shape()["depth"] - 1 if self.routing.end is None else self.routing.end
         return self.routing.start, end
 
-    def latent_scale_and_shift(self) -> tuple[autoencoder.Values, autoencoder.Values]:
+    def get_latent_scale_and_shift(self) -> tuple[autoencoder.Values, autoencoder.Values]:
         """Returns (scale, shift), by which latents become the network's input: (latents - shift) * scale. Each is a
         number, or a list of one number for each channel.
         """
@@ -154,7 +154,7 @@ class Fields(SystemConfig, ReadsTexts):
     def learns_null(self) -> bool:
         return self.has_null and self.null_text == "learned"
 
-    def network_shape(self) -> dict[str, int]:
+    def get_network_shape(self) -> dict[str, int]:
         """Returns patch_size, hidden_size, depth and num_heads by name, from the preset that `size` names, or else from
         the fields.
         """
@@ -183,7 +183,7 @@ class Fields(SystemConfig, ReadsTexts):
             size = size or (self.image_size, self.video.height or self.image_size)
         if size is None:
             return self.in_channels, self.input_size, self.input_size
-        factor, patch = self.image_size // self.input_size, self.network_shape()["patch_size"]
+        factor, patch = self.image_size // self.input_size, self.get_network_shape()["patch_size"]
         wide, high = size
         if wide % (factor * patch) or high % (factor * patch):
             raise ConfigError(f"{wide} x {high}: both sides must be multiples of {factor * patch}")
@@ -192,7 +192,7 @@ class Fields(SystemConfig, ReadsTexts):
 
     def count_tokens(self, shape: tuple[int, ...]) -> int:
         """Counts the patches of a network input of shape (C, h, w) or (C, T, h, w)."""
-        count = shape[-2] * shape[-1] // self.network_shape()["patch_size"] ** 2
+        count = shape[-2] * shape[-1] // self.get_network_shape()["patch_size"] ** 2
         return count if self.video is None else count * self.video.count_patches(shape[1])
 
     @property

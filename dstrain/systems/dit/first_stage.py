@@ -108,7 +108,7 @@ def load_first_stage(
     section: FirstStage, codes: Codes | None, in_channels: int, image_size: int, scale: tuple[Values, Values]
 ) -> Autoencoder:
     """Loads the autoencoder; without its encoder if the latents are cached (`codes`). scale: what
-    Config.latent_scale_and_shift returns.
+    Config.get_latent_scale_and_shift returns.
 
     Raises ConfigError if the autoencoder is not the one that the recipe, the run or the cache names.
     """

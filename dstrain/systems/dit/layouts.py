@@ -259,9 +259,9 @@ def translate_from_layout(
             _require_same_rotations(key, value, match[2], grid, head_dims)
             notes.append(f"{key}: computed here, and equal to the file's")
             continue
-        if reason := _find_reason(key, layout.refused):
+        if reason := _find_matching_reason(key, layout.refused):
             raise ConfigError(f"weights: {key}: {reason}")
-        if reason := _find_reason(key, layout.left):
+        if reason := _find_matching_reason(key, layout.left):
             left[reason] += 1
             if left[reason] == 1:
                 notes.append(f"{key}: left out: {reason}")
@@ -328,7 +328,7 @@ def reverse_time(state: dict[str, Tensor], negate: bool) -> None:
             state[name] = -state[name]
 
 
-def _find_reason(key: str, reasons: Sequence[tuple[str, str]]) -> str | None:
+def _find_matching_reason(key: str, reasons: Sequence[tuple[str, str]]) -> str | None:
     """Returns the reason that belongs to the first pattern that matches the name of a weight; None if no
     pattern matches.
     """

@@ -48,9 +48,9 @@ _CHOICES = (  # of a model that the class can hold
 )
 
 
-def make_arguments(config: Config) -> dict[str, Any]:
+def make_sd3_arguments(config: Config) -> dict[str, Any]:
     """Returns the keyword arguments that build the same network as diffusers' SD3Transformer2DModel."""
-    shape, (most, base) = config.network_shape(), config.sines_within or (0, 0)
+    shape, (most, base) = config.get_network_shape(), config.sines_within or (0, 0)
     return {
         "sample_size": base * shape["patch_size"],
         "patch_size": shape["patch_size"],
@@ -76,7 +76,7 @@ def rename_from_diffusers(
     Raises ConfigError for a field that differs from the recipe's, or that is unknown here.
     """
     LAYOUTS["sd3"].require_trained_as("sd3", config)
-    expected = make_arguments(config)
+    expected = make_sd3_arguments(config)
     if unknown := sorted(name for name in diffusers_config if name not in expected and not name.startswith("_")):
         raise ConfigError(
             f"weights: config.json has {unknown[0]}={diffusers_config[unknown[0]]}, which is not read here: the "
@@ -85,10 +85,10 @@ def rename_from_diffusers(
     # diffusers leaves out what older files do not have.
     found = {"qk_norm": None, "dual_attention_layers": (), **diffusers_config}
     fitting.require_config(found, (CLASS,), "dit", expected, _FIELDS)
-    return cut_positions(*translate_from_layout(state, "sd3", len(network.blocks), network.grid), network)
+    return crop_positions(*translate_from_layout(state, "sd3", len(network.blocks), network.grid), network)
 
 
-def cut_positions(state: dict[str, Tensor], notes: list[str], network: DiT) -> fitting.Fitted:
+def crop_positions(state: dict[str, Tensor], notes: list[str], network: DiT) -> fitting.Fitted:
     """Returns the state dict with the positions of the network's own patches, and the notes with one more. In the file
     these lie in the middle of a larger square. Returns both unchanged without sines_within, or without positions in the
     file.
@@ -172,7 +172,7 @@ def _build_transformer(config: Config, network: DiT) -> nn.Module:
     from diffusers import SD3Transformer2DModel
 
     with torch.device("meta"):
-        transformer = SD3Transformer2DModel(**make_arguments(config))
+        transformer = SD3Transformer2DModel(**make_sd3_arguments(config))
     state = {name: value.float().cpu() for name, value in network.state_dict().items()}
     most, grid = config.sines_within[0], network.grid
     table, top = network.compute_sines(most, most).view(most, most, -1), (most - grid) // 2
@@ -183,7 +183,7 @@ def _build_transformer(config: Config, network: DiT) -> nn.Module:
     return transformer
 
 
-def predict_exported(exported: nn.Module, x: Tensor, t: Tensor, text: Tensor, pooled_dim: int) -> Tensor:
+def predict_with_exported(exported: nn.Module, x: Tensor, t: Tensor, text: Tensor, pooled_dim: int) -> Tensor:
     """Returns the prediction of an SD3Transformer2DModel for texts as our network reads them, (B, L, E), whose first
     row begins with the `pooled_dim` values of the pooled vector.
     """

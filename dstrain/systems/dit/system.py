@@ -25,7 +25,7 @@ from dstrain.nn.pixels import convert_to_uint8, require_shape
 from dstrain.recipe import ConfigError, Samples, reword_errors
 from dstrain.systems.base import CHOICES, Batch, Example, Nets, Progress, Request, System, Terms
 from dstrain.systems.dit import sd3, weights
-from dstrain.systems.dit.align import Alignment, guide_internally, require_features, warn_of_few_tokens
+from dstrain.systems.dit.align import Alignment, add_internal_guidance, require_features, warn_of_few_tokens
 from dstrain.systems.dit.blocks import Block, JointBlock
 from dstrain.systems.dit.clips import PRIME, Given, decode_clips, encode_clips
 from dstrain.systems.dit.conditions import NEGATIVE, Arguments
@@ -33,7 +33,7 @@ from dstrain.systems.dit.config import Config
 from dstrain.systems.dit.first_stage import load_first_stage
 from dstrain.systems.dit.layouts import LAYOUTS, recognise_layout, translate_from_layout
 from dstrain.systems.dit.network import DiT
-from dstrain.systems.dit.trunk import choose_tokens
+from dstrain.systems.dit.trunk import choose_kept_tokens
 
 
 class DiTSystem(System):
@@ -52,11 +52,15 @@ class DiTSystem(System):
         self.shape = config.shape()
         self.shapes = {self.shape, *map(config.shape, config.sizes or ())}
         self.texts = Reader(config)
-        self.told = config.list_conditions(self.texts)
+        self.network_conditions = config.list_conditions(self.texts)
         self.first_stage = None
         if config.first_stage:
             self.first_stage = load_first_stage(
-                config.first_stage, config.codes, config.in_channels, config.image_size, config.latent_scale_and_shift()
+                config.first_stage,
+                config.codes,
+                config.in_channels,
+                config.image_size,
+                config.get_latent_scale_and_shift(),
             )
         self.alignment = Alignment(config.align) if config.align else None
         self.generates = config.codes is None or self.first_stage is not None
@@ -82,13 +86,13 @@ class DiTSystem(System):
         inputs = ("image", "video", "frames", "latent_mean", "latent_std", "caption", *NAMES)
         example = {name: tensor for name, tensor in batch.items() if name not in inputs}
         self._check_conditions(batch)
-        for condition in self.told:
-            example |= condition.prepare(batch)
+        for condition in self.network_conditions:
+            example |= condition.prepare_example(batch)
         if self.alignment and self.alignment.section.path and "image" in batch:
             example["image"] = batch["image"]
         if "latent_mean" in batch:
             moments = batch["latent_mean"], batch["latent_std"], batch["key"]
-            stage, scale = self.first_stage, self.config.latent_scale_and_shift()
+            stage, scale = self.first_stage, self.config.get_latent_scale_and_shift()
             example["x_start"] = stage.draw_latents(*moments) if stage else draw_latents(*moments, *scale)
         elif self.config.codes:
             raise ConfigError(
@@ -151,13 +155,13 @@ class DiTSystem(System):
     def turns(self, step: int) -> tuple[str, ...]:
         # Remembered here, where the host knows the step: the shapes of a step depend on it.
         if self.config.video:
-            self._end = self.config.video.find_end(step)
+            self._end = self.config.video.count_frames_at_step(step)
         if self.alignment:
-            self.alignment.begin(step)
+            self.alignment.begin_step(step)
         return super().turns(step)
 
     def workload(self, step: int) -> tuple[int, ...]:
-        frames = self.config.video.find_end(step) if self.config.video else 1
+        frames = self.config.video.count_frames_at_step(step) if self.config.video else 1
         return 1, frames, int(self.alignment is not None and self.alignment.is_due(step))
 
     def _compute_losses(self, nets: Nets, example: Example, learns: bool = False) -> Terms:
@@ -165,49 +169,49 @@ class DiTSystem(System):
         training, with conditions dropped at times, routing and alignment.
         """
         x_start, key = example["x_start"], example["key"]
-        patch = self.config.network_shape()["patch_size"]
+        patch = self.config.get_network_shape()["patch_size"]
         grid = x_start.shape[-2] // patch, x_start.shape[-1] // patch
         alignment = self.alignment if learns and self.alignment and self.alignment.needs_extras else None
         options: dict[str, Any] = {"extras": True} if self.config.internal or alignment else {}
         if learns and self.config.routing:
             count = self.config.count_tokens(tuple(x_start.shape[1:]))
-            options["keep"] = choose_tokens(key, count, self.config.routing.ratio)
+            options["keep"] = choose_kept_tokens(key, count, self.config.routing.ratio)
         options |= self._read_conditions(example, drop=learns)
         tapped: dict[str, Tensor] = {}
 
-        def network(x_t, t):
+        def call_denoiser(x_t, t):
             out = nets["denoiser"](x_t, t, **options)
             if "extras" not in options:
                 return out
             tapped.update(out)
             return tapped["out"]
 
-        terms = self.process.draw_losses(network, example)
+        terms = self.process.draw_losses(call_denoiser, example)
         if internal := self.config.internal:  # the second head's, of the same forward pass
             base = self.process.draw_losses(lambda x_t, t: tapped["base"], example)["loss"]
             terms |= {"loss": terms["loss"] + internal.weight * base, "base": base.detach()}
         if alignment:
-            align = alignment.loss(tapped, example, grid, options.get("keep"))
+            align = alignment.compute_loss(tapped, example, grid, options.get("keep"))
             terms |= {"loss": terms["loss"] + alignment.weight * align, "align": align.detach()}
         return terms
 
     def _check_conditions(self, batch: Mapping[str, Tensor]) -> None:
-        for condition in self.told:
+        for condition in self.network_conditions:
             condition.check(batch)
 
     def _read_conditions(self, example: Example, drop: bool = False) -> Arguments:
         """Returns the network's arguments for the conditions of an example, (B, ...) each. drop: replaces all of a
         sample's by those of no condition, with probability class_dropout_prob.
         """
-        told: Arguments = {}
-        for condition in self.told:
-            told |= condition.read(example)
+        arguments: Arguments = {}
+        for condition in self.network_conditions:
+            arguments |= condition.read_example(example)
         if drop:
             dropped = rng.uniform(example["key"], "drop") < self.config.class_dropout_prob
-            for condition in self.told:
-                for name, value in condition.make_null(told).items():
-                    told[name] = torch.where(dropped.view(-1, *(1,) * (value.ndim - 1)), value, told[name])
-        return told
+            for condition in self.network_conditions:
+                for name, value in condition.make_null(arguments).items():
+                    arguments[name] = torch.where(dropped.view(-1, *(1,) * (value.ndim - 1)), value, arguments[name])
+        return arguments
 
     def conditions(self, num: int, labels: tuple[int, ...] | None = None) -> dict[str, Tensor]:
         """Returns conditions by name for `num` samples, (num, ...) each: empty texts for a model of texts, otherwise
@@ -248,7 +252,7 @@ class DiTSystem(System):
         """Returns the conditions, by name, of samples that begin from embeddings or frames: image_embed float32 (N, E)
         for a model with embedding_dim; or prime, the first frames of clips, uint8 (N, K, C, H, W).
         """
-        found = [condition.make_start(images) for condition in self.told]
+        found = [condition.make_start_conditions(images) for condition in self.network_conditions]
         return next(filter(None, found), None) or super().conditions_from(images)
 
     def accepts(self, source: Any) -> None:
@@ -265,8 +269,8 @@ class DiTSystem(System):
             )
         if self.takes_texts:
             batch = {name: torch.as_tensor(value)[None] for name, value in source.read_first().items()}
-            for condition in self.told:
-                condition.prepare(batch)
+            for condition in self.network_conditions:
+                condition.prepare_example(batch)
 
     def pictures(self, nets: Nets, example: Example) -> dict[str, Tensor]:
         """Returns {"data": the example's images, decoded from x_start, uint8 (B, C, H, W)} for a model that draws from
@@ -293,10 +297,10 @@ class DiTSystem(System):
         steps = self.sampler(request.sampler), request.num_steps, request.spacing, request.eta
         shape, prime = self.config.shape(request.size, request.num_frames), request.conditions.get(PRIME)
         if prime is not None:
-            request = self._give_frames(request, prime, shape)
+            request = self._add_given_frames(request, prime, shape)
         keys, network = rng.keys_of_seeds(request.seeds), self._make_guided_network(nets, request)
 
-        def noise(i):
+        def draw_noise(i):
             return rng.normal(keys, f"noise/{i}", shape)
 
         images = request.conditions.get("invert")
@@ -304,15 +308,15 @@ class DiTSystem(System):
             x = rng.normal(keys, "start", shape)
         else:
             x = self.process.invert(network, self.encode({"image": images, "key": keys})["x_start"], *steps)
-        drawn = self._decode(self.process.sample(network, x, noise, *steps))
+        drawn = self._decode(self.process.sample(network, x, draw_noise, *steps))
         return drawn if prime is None else torch.cat((prime, drawn[:, prime.shape[1] :]), dim=1)
 
-    def _give_frames(self, request: Request, prime: Tensor, shape: tuple[int, ...]) -> Request:
+    def _add_given_frames(self, request: Request, prime: Tensor, shape: tuple[int, ...]) -> Request:
         """Returns the request with one more condition, "given": the first frames `prime`, encoded, extended to a clip
         of `shape` and marked, (N, C + 1, T, H, W).
         """
-        (condition,) = (condition for condition in self.told if isinstance(condition, Given))
-        given = condition.extend(self._encode_clips(prime, rng.keys_of_seeds(request.seeds)), shape)
+        (condition,) = (condition for condition in self.network_conditions if isinstance(condition, Given))
+        given = condition.extend_to_clips(self._encode_clips(prime, rng.keys_of_seeds(request.seeds)), shape)
         return replace(request, conditions={**request.conditions, "given": given})
 
     def _decode(self, x_start: Tensor) -> Tensor:
@@ -344,13 +348,13 @@ class DiTSystem(System):
         """Returns the network's arguments for the samples of a request, and the arguments of the prediction that
         guidance leads away from: of no condition, or of negative prompts.
         """
-        told: Arguments = {}
-        for condition in self.told:
-            told |= condition.read_request(request)
-        null = dict(told)
-        for condition in self.told:
-            null |= condition.read_negative(request, told)
-        return told, null
+        arguments: Arguments = {}
+        for condition in self.network_conditions:
+            arguments |= condition.read_request(request)
+        null = dict(arguments)
+        for condition in self.network_conditions:
+            null |= condition.read_negative(request, arguments)
+        return arguments, null
 
     def _make_guided_network(self, nets: Nets, request: Request) -> Network:
         guide, internal = nets.get("guide"), self.config.internal
@@ -360,10 +364,10 @@ class DiTSystem(System):
                 "with guidance_scale 1, or train with class_dropout_prob above 0"
             )
         self._check_conditions(request.conditions)
-        told, null = self.read_request(request)
+        arguments, null = self.read_request(request)
         return samplers.guide_network(
-            guide_internally(nets["denoiser"], internal.scale) if internal else nets["denoiser"],
-            told,
+            add_internal_guidance(nets["denoiser"], internal.scale) if internal else nets["denoiser"],
+            arguments,
             null,
             request.guidance_scale,
             self.config.guidance_channels,
@@ -390,7 +394,7 @@ class DiTSystem(System):
         if self.config.null_text == "encoder" and weights.NULL_TEXT in state:
             state = {name: value for name, value in state.items() if name != weights.NULL_TEXT}
             left = [f"{weights.NULL_TEXT}: left out, since null_text is encoder"]
-        network, positions = self.on_meta(part), state.get("pos_embed")
+        network, positions = self.build_part_on_meta(part), state.get("pos_embed")
         if network.sines_within and positions is not None and positions.shape[1] != network.grid**2:
             state = {**state, "pos_embed": network.compute_sines(network.grid, network.grid)[None]}
             left.append(f"pos_embed: computed for {network.grid} x {network.grid} patches")
@@ -418,7 +422,7 @@ class DiTSystem(System):
         if layout is None:
             return state, []
         LAYOUTS[layout].require_trained_as(layout, self.config)
-        network = self.on_meta(part)
+        network = self.build_part_on_meta(part)
         heads = [network.head_dim, network.final_layer.head_dim] if self.config.wide else [network.head_dim]
         translated = translate_from_layout(
             state,
@@ -428,15 +432,15 @@ class DiTSystem(System):
             heads if self.config.block.rope else [],
             self.config.interpolation_scale,
         )
-        state, notes = sd3.cut_positions(*translated, network)
+        state, notes = sd3.crop_positions(*translated, network)
         return state, [f"layout: {layout}", *notes]
 
     def from_diffusers(self, state: dict[str, Tensor], diffusers_config: Mapping[str, Any]) -> Fitted:
         if diffusers_config.get("_class_name") == "ClassTransformer":  # an export of ours, see to_diffusers.py
             weights.require_same_network(diffusers_config, self.config)
-            return state, weights.note_other_targets(diffusers_config, self.config)
+            return state, weights.list_target_differences(diffusers_config, self.config)
         if diffusers_config.get("_class_name") == sd3.CLASS:
-            return sd3.rename_from_diffusers(state, diffusers_config, self.config, self.on_meta("denoiser"))
+            return sd3.rename_from_diffusers(state, diffusers_config, self.config, self.build_part_on_meta("denoiser"))
         if diffusers_config.get("norm_type") == "ada_norm_single":
             return weights.rename_from_pixart(state, diffusers_config, self.config)
         return weights.rename_from_diffusers(state, diffusers_config, self.config)
@@ -471,8 +475,8 @@ class DiTSystem(System):
         square = self.config.image_size, (self.config.video and self.config.video.height) or self.config.image_size
         wide, high = max(self.config.sizes or (square,), key=math.prod)
         batch = {"key": rng.keys(0, 0, torch.arange(batch_size))}
-        for condition in self.told:
-            batch |= condition.draw(batch["key"], (wide, high))
+        for condition in self.network_conditions:
+            batch |= condition.draw_synthetic(batch["key"], (wide, high))
         if not self.config.codes and (self.first_stage or self.config.models_pixels):
             channels = self.first_stage.image_channels if self.first_stage else self.config.in_channels
             shape, name = (channels, high, wide), "image"
@@ -484,6 +488,6 @@ class DiTSystem(System):
             batch["latent_mean"] = rng.normal(batch["key"], "latent_mean", shape)
             batch["latent_std"] = 0.1 * rng.uniform(batch["key"], "latent_std", shape)
         if self.config.align and self.config.align.kind == "repa" and self.config.align.path is None:
-            *_, high, wide = (side // self.config.network_shape()["patch_size"] for side in self.shape)
+            *_, high, wide = (side // self.config.get_network_shape()["patch_size"] for side in self.shape)
             batch["features"] = rng.normal(batch["key"], "features", (high * wide, self.config.align.width))
         return batch

@@ -35,7 +35,7 @@ from dstrain.nn.positions import make_sincos_positions
 from dstrain.recipe import ConfigError
 from dstrain.systems.base import Example, Request
 from dstrain.systems.dit import sd3, weights
-from dstrain.systems.dit.align import guide_internally
+from dstrain.systems.dit.align import add_internal_guidance
 from dstrain.systems.dit.config import Config
 from dstrain.systems.dit.layouts import translate_to_layout
 from dstrain.systems.dit.network import DiT
@@ -45,7 +45,7 @@ from dstrain.systems.source import gather_source
 # Relative. diffusers computes the sinusoids of timesteps by exp in float32, dstrain in float64: 2e-5 of a prediction,
 # on CPUs with a poor exp 1e-4. Rounding errors grow along a chain: two of a picture's 255 levels.
 TOLERATED = {
-    **{f"{told} {what}": 3e-4 for told in ("with", "without") for what in ("label", "text")},
+    **{f"{case} {what}": 3e-4 for case in ("with", "without") for what in ("label", "text")},
     "code": 2.5 / 255,
 }
 _NULL = 1000  # the row of "no label" in DiTPipeline
@@ -114,7 +114,7 @@ def describe_export(system: DiTSystem) -> tuple[str, str, str]:
             "PixArtAlphaPipeline writes prompts in lower case; draw in 20 steps by pipeline.scheduler = "
             "DPMSolverMultistepScheduler.from_config(pipeline.scheduler.config)"
         )
-    if _is_stock(system) and config.guidance_channels not in (None, config.in_channels):
+    if _uses_stock_pipeline(system) and config.guidance_channels not in (None, config.in_channels):
         notes.append(
             f"guidance here is of all {config.in_channels} channels, where the recipe guides "
             f"{config.guidance_channels} (guidance_channels)"
@@ -124,7 +124,7 @@ def describe_export(system: DiTSystem) -> tuple[str, str, str]:
         notes.append(f"trained without dropped {dropped}: sample with guidance_scale=1")
     if config.align is not None and config.align.kind == "repa":
         notes.append("the projectors of the alignment are left out: training alone reads them")
-    reason = None if config.reads_texts else weights.find_inexpressible(config)
+    reason = None if config.reads_texts else weights.find_inexpressible_field(config)
     if reason:
         notes.append(
             f"the network's code is in transformer/: diffusers' DiTTransformer2DModel cannot hold it ({reason})"
@@ -152,7 +152,7 @@ def describe_export(system: DiTSystem) -> tuple[str, str, str]:
             notes.append(f"texts are of {config.max_text_len} tokens: give max_sequence_length to the pipeline")
     elif reason:
         kind = "ClassTransformer"
-    elif _is_stock(system):
+    elif _uses_stock_pipeline(system):
         kind, code = "DiTPipeline", _STOCK
     code += _DRAW.format(
         labels=_PROMPTS if config.reads_texts else _choose_labels(system),
@@ -189,11 +189,11 @@ def save_export(
         return
     scheduler, vae = _build_scheduler(system), _load_first_stage(config)
     folder.mkdir(parents=True, exist_ok=True)
-    if weights.find_inexpressible(config) is None:
+    if weights.find_inexpressible_field(config) is None:
         transformer = _build_stock_transformer(system, network)
     else:
-        transformer = _build_own_transformer(system, network, folder / "transformer")
-    if _is_stock(system):
+        transformer = _write_and_build_class_transformer(system, network, folder / "transformer")
+    if _uses_stock_pipeline(system):
         DiTPipeline(transformer, vae, scheduler).save_pretrained(folder)
     else:
         ClassPipeline(transformer, scheduler, vae, guidance_channels=config.guidance_channels).save_pretrained(folder)
@@ -204,7 +204,7 @@ def save_export(
 def _save_pixart(system: DiTSystem, network: DiT, folder: Path) -> None:
     from diffusers import PixArtAlphaPipeline, PixArtTransformer2DModel
 
-    _require_own_positions(network)
+    _require_computed_positions(network)
     with torch.device("meta"):
         transformer = PixArtTransformer2DModel(
             **weights.make_pixart_arguments(system.config),
@@ -260,20 +260,24 @@ def _measure_errors_with_texts(
     if pooled_dim:  # whose pipeline reads all tokens
         cases["with text"]["mask"] = torch.ones_like(cases["with text"]["mask"])
     if system.config.class_dropout_prob:
-        cases["without text"] = system.told[0].make_null(cases["with text"])
+        cases["without text"] = system.network_conditions[0].make_null(cases["with text"])
     sizes, added = {}, None
     if system.config.size_conditions:
         size = example["size"][:_COUNT]
         sizes, added = {"size": size}, {"resolution": size[:, :2].float(), "aspect_ratio": size[:, 4:5] / size[:, 5:6]}
     results = {}
-    for name, told in cases.items():
+    for name, arguments in cases.items():
         if pooled_dim:
-            found = sd3.predict_exported(exported, x, t, told["text"], pooled_dim)
+            found = sd3.predict_with_exported(exported, x, t, arguments["text"], pooled_dim)
         else:
             found = exported(
-                x, told["text"].float(), timestep=t, encoder_attention_mask=told["mask"], added_cond_kwargs=added
+                x,
+                arguments["text"].float(),
+                timestep=t,
+                encoder_attention_mask=arguments["mask"],
+                added_cond_kwargs=added,
             ).sample
-        results[name] = measure_relative_error(found, nets["denoiser"](x, t, **told, **sizes))
+        results[name] = measure_relative_error(found, nets["denoiser"](x, t, **arguments, **sizes))
     return results
 
 
@@ -284,11 +288,11 @@ def draw_expected(system: DiTSystem, nets: Mapping[str, nn.Module]) -> Tensor:
     """
     config, seeds = system.config, torch.arange(len(_choose_labels(system)), device=group.device())
     noise = torch.randn(len(seeds), *system.shape, generator=torch.Generator().manual_seed(0)).to(seeds.device)
-    channels = None if _is_stock(system) else config.guidance_channels
+    channels = None if _uses_stock_pipeline(system) else config.guidance_channels
     prompts = system.conditions_from_texts(_PROMPTS) if config.reads_texts else {}
-    told, null = system.read_request(Request(seeds, prompts))
+    arguments, null = system.read_request(Request(seeds, prompts))
     network = samplers.guide_network(
-        _make_predictor(system, nets), told, null, _choose_guidance_scale(system), channels
+        _make_predictor(system, nets), arguments, null, _choose_guidance_scale(system), channels
     )
     x = system.process.draw_as_diffusers(network, noise)
     if system.cannot_draw():  # latents that no autoencoder decodes
@@ -301,7 +305,7 @@ def _make_predictor(system: DiTSystem, nets: Mapping[str, nn.Module]) -> Callabl
     second head.
     """
     internal = system.config.internal
-    return guide_internally(nets["denoiser"], internal.scale) if internal else nets["denoiser"]
+    return add_internal_guidance(nets["denoiser"], internal.scale) if internal else nets["denoiser"]
 
 
 def _make_exported_predictor(system: DiTSystem, nets: Mapping[str, nn.Module]) -> Callable[..., Tensor]:
@@ -312,12 +316,12 @@ def _make_exported_predictor(system: DiTSystem, nets: Mapping[str, nn.Module]) -
     if system.config.objective != "flow":
         return network
 
-    def predicted(x: Tensor, t: Tensor, **conditions: Tensor) -> Tensor:
+    def predict_velocities(x: Tensor, t: Tensor, **conditions: Tensor) -> Tensor:
         out, channels = network(x, t, **conditions), x.shape[1]
         velocity = process.interpolant.convert_prediction(out[:, :channels], x, t / process.time_scale, "velocity")
         return torch.cat((velocity, out[:, channels:]), dim=1)
 
-    return predicted
+    return predict_velocities
 
 
 def _choose_labels(system: DiTSystem) -> list[int]:
@@ -337,13 +341,13 @@ def _describe_latent_scale(config: Config) -> str:
     return f"times {config.codes.scaling_factor:g}"
 
 
-def _is_stock(system: DiTSystem) -> bool:
+def _uses_stock_pipeline(system: DiTSystem) -> bool:
     """Returns whether a pipeline of diffusers itself draws from the export, rather than our ClassPipeline."""
     config = system.config
     if config.reads_texts:
         return True
     return (
-        weights.find_inexpressible(config) is None
+        weights.find_inexpressible_field(config) is None
         and system.process.scheduler == "DDIMScheduler"
         and config.first_stage is not None
         and config.num_classes <= _NULL
@@ -352,7 +356,7 @@ def _is_stock(system: DiTSystem) -> bool:
     )
 
 
-def _require_own_positions(network: DiT) -> None:
+def _require_computed_positions(network: DiT) -> None:
     """Raises ConfigError if the network's positions differ from those that diffusers' transformers compute, as after an
     interpolation.
     """
@@ -371,18 +375,18 @@ def _build_stock_transformer(system: DiTSystem, network: DiT) -> nn.Module:
     from diffusers import DiTTransformer2DModel
 
     config = system.config
-    _require_own_positions(network)
-    rows = _NULL if _is_stock(system) else config.num_classes
+    _require_computed_positions(network)
+    rows = _NULL if _uses_stock_pipeline(system) else config.num_classes
     state = weights.rename_to_diffusers(
         _copy_weights_in_float32(network), len(network.blocks), rows, bool(config.class_dropout_prob)
     )
     with torch.device("meta"):
-        transformer = DiTTransformer2DModel(**weights.make_arguments(config), num_embeds_ada_norm=rows)
+        transformer = DiTTransformer2DModel(**weights.make_dit_arguments(config), num_embeds_ada_norm=rows)
     transformer.load_state_dict(state, assign=True)
     return transformer
 
 
-def _build_own_transformer(system: DiTSystem, network: DiT, folder: Path) -> nn.Module:
+def _write_and_build_class_transformer(system: DiTSystem, network: DiT, folder: Path) -> nn.Module:
     """Writes the source of ClassTransformer into `folder`, which must not exist, and returns the network as this class.
     The file is named by a hash of its content: Python imports a name once, and a process may read networks of several
     releases.
@@ -417,7 +421,7 @@ def _copy_weights_in_float32(network: DiT) -> dict[str, Tensor]:
 
 
 def _import_class(path: Path) -> type[Any]:
-    """Imports a file that `_build_own_transformer` has written, and returns its ClassTransformer."""
+    """Imports a file that `_write_and_build_class_transformer` has written, and returns its ClassTransformer."""
     spec = importlib.util.spec_from_file_location(path.stem, path)
     module = importlib.util.module_from_spec(spec)
     sys.modules[path.stem] = module  # where the class looks for its file
@@ -439,7 +443,7 @@ def _load_first_stage(config: Config) -> nn.Module | None:
     """
     if config.first_stage is None:
         return None
-    stage = Autoencoder(config.first_stage.path, *config.latent_scale_and_shift())
+    stage = Autoencoder(config.first_stage.path, *config.get_latent_scale_and_shift())
     if stage.of_representations:
         raise ConfigError(
             "first_stage: diffusers has no pipeline that decodes by an AutoencoderRAE; take --format safetensors"

@@ -51,7 +51,7 @@ class Trunk(nn.ModuleList):
             if tokens is not None and number == self.joins + 1:
                 x = torch.cat((x, tokens), dim=1)
             if mask is not None:
-                seen = seen._replace(mask=_cut_mask(mask, x, keep) if number > self.joins else None)
+                seen = seen._replace(mask=_crop_mask(mask, x, keep) if number > self.joins else None)
             if rotation is not None:
                 seen = seen._replace(rotation=rotation[:, :, : x.shape[1]])
             if joint:
@@ -65,14 +65,14 @@ class Trunk(nn.ModuleList):
         return x if tokens is None else x[:, :count], tapped
 
 
-def _cut_mask(mask: Tensor, x: Tensor, keep: Tensor | None) -> Tensor:
+def _crop_mask(mask: Tensor, x: Tensor, keep: Tensor | None) -> Tensor:
     """Returns the last entries of a mask (B, 1, 1, N + K), as many as there are tokens x. Routing takes away image
     tokens alone, whose entries come first and are all True. Returns the whole mask if `keep` is None.
     """
     return mask if keep is None else mask[..., mask.shape[-1] - x.shape[1] :]
 
 
-def choose_tokens(key: Tensor, count: int, ratio: float) -> Tensor | None:
+def choose_kept_tokens(key: Tensor, count: int, ratio: float) -> Tensor | None:
     """Draws which of `count` tokens of each sample go through the routed blocks: all but int(ratio * count) of them.
 
     Returns, for keys int64 (B,), their numbers int64 (B, M), ascending; None if all tokens go through.

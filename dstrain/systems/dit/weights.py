@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from dstrain.nn import fitting
 from dstrain.nn.positions import make_sincos_positions
 from dstrain.recipe import ConfigError
-from dstrain.systems.dit.align import match_projectors
+from dstrain.systems.dit.align import adapt_projectors
 from dstrain.systems.dit.choices import BlockChoices
 from dstrain.systems.dit.config import Config
 from dstrain.systems.dit.layouts import LAYOUTS, translate_from_layout
@@ -126,7 +126,7 @@ def adapt_weights(state: dict[str, Tensor], network: nn.Module) -> fitting.Fitte
     ):
         state[_POSITIONS] = _interpolate_positions(positions, shapes[_POSITIONS][1], notes)
     notes += fitting.refill_table(state, shapes, _CLASSES, std=0.02, keep_last=True)
-    notes += match_projectors(state, shapes)
+    notes += adapt_projectors(state, shapes)
     if NULL_TEXT in shapes and NULL_TEXT not in state and any(name.startswith("text_tokens.") for name in state):
         fresh = torch.randn(shapes[NULL_TEXT], generator=torch.Generator().manual_seed(0))  # the same on every rank
         state[NULL_TEXT] = 0.02 * fresh
@@ -185,18 +185,18 @@ def rename_from_diffusers(
     Raises ConfigError for another class, a field that differs from the recipe's, missing weights, or blocks whose
     embedders differ, since this network has one embedder for all blocks.
     """
-    _require_same_config(diffusers_config, CLASSES, make_arguments(config))
+    _require_same_config(diffusers_config, CLASSES, make_dit_arguments(config))
     depth, unused, renamed = diffusers_config["num_layers"], dict(state), {}
     for name, diffusers_names in _pair_names(depth):
         missing = [other for other in diffusers_names if other not in unused]
         if missing:
             raise ConfigError(f"weights: {missing[0]} is missing, num_layers in config.json is {depth}; fetch it again")
         parts = {other: unused.pop(other) for other in diffusers_names}
-        renamed[name] = torch.cat(list(parts.values())) if ".qkv." in name else _share_copies(parts)
+        renamed[name] = torch.cat(list(parts.values())) if ".qkv." in name else _merge_equal_copies(parts)
     notes = fitting.note_unused_weights(unused)
     grid = diffusers_config["sample_size"] // diffusers_config["patch_size"]
     renamed[_POSITIONS] = make_sincos_positions(renamed["x_embedder.proj.weight"].shape[0], grid, grid)[None]
-    renamed[_CLASSES] = _cut_padding(renamed[_CLASSES], config, notes)
+    renamed[_CLASSES] = _remove_padding_rows(renamed[_CLASSES], config, notes)
     if config.time_freq == "official":
         notes.append(
             "time_freq=official: right for weights converted from published ones; those that diffusers has "
@@ -223,10 +223,10 @@ def rename_from_pixart(
             f"weights: interpolation_scale is {scale} by config.json (where silent, its sample_size // 64), and "
             f"{config.interpolation_scale} by model.interpolation_scale; make both equal"
         )
-    told = diffusers_config.get("use_additional_conditions")
-    if told is None:
-        told = size == 128  # as diffusers fills it in
-    if told and not (config.size_conditions and config.size_embedding == "pixart"):
+    reads_sizes = diffusers_config.get("use_additional_conditions")
+    if reads_sizes is None:
+        reads_sizes = size == 128  # as diffusers fills it in
+    if reads_sizes and not (config.size_conditions and config.size_embedding == "pixart"):
         raise ConfigError(
             "weights: by config.json (use_additional_conditions) this network is told the size of pictures; write "
             "data.size_conditions=true and model.size_embedding=pixart"
@@ -249,10 +249,10 @@ def make_pixart_arguments(config: Config) -> dict[str, Any]:
     """Returns the keyword arguments that build the same network as diffusers' PixArtTransformer2DModel, except those of
     sizes and positions.
     """
-    return make_arguments(config) | {
+    return make_dit_arguments(config) | {
         "norm_type": "ada_norm_single",
         "caption_channels": config.text_encodings_dim,
-        "cross_attention_dim": config.network_shape()["hidden_size"],
+        "cross_attention_dim": config.get_network_shape()["hidden_size"],
     }
 
 
@@ -276,7 +276,7 @@ def _pair_names(depth: int) -> Iterator[tuple[str, list[str]]]:
     )
 
 
-def _share_copies(copies: dict[str, Tensor]) -> Tensor:
+def _merge_equal_copies(copies: dict[str, Tensor]) -> Tensor:
     """Returns the first of the copies of an embedder's weight in diffusers' blocks. Raises ConfigError if
     another differs.
     """
@@ -290,7 +290,7 @@ def _share_copies(copies: dict[str, Tensor]) -> Tensor:
     return first
 
 
-def _cut_padding(table: Tensor, config: Config, notes: list[str]) -> Tensor:
+def _remove_padding_rows(table: Tensor, config: Config, notes: list[str]) -> Tensor:
     """Returns a label table without the rows by which diffusers fills it up: those from num_classes on, if all are
     equal. Keeps one as "no label" if class_dropout_prob is above 0; else appends a note that it is left out, unless it
     is 0. Returns a table without such rows unchanged.
@@ -329,7 +329,7 @@ def require_same_network(diffusers_config: Mapping[str, Any], config: Config) ->
             )
 
 
-def note_other_targets(diffusers_config: Mapping[str, Any], config: Config) -> list[str]:
+def list_target_differences(diffusers_config: Mapping[str, Any], config: Config) -> list[str]:
     """Returns a list with one note if, by the config.json of an export by dstrain, the weights were trained for another
     objective or prediction than the recipe's; else [].
     """
@@ -349,7 +349,7 @@ def note_other_targets(diffusers_config: Mapping[str, Any], config: Config) -> l
     ]
 
 
-def find_inexpressible(config: Config) -> str | None:
+def find_inexpressible_field(config: Config) -> str | None:
     """Returns why diffusers' DiTTransformer2DModel cannot hold the network, "FIELD: reason"; None if it can. Returns
     None for networks of texts, too, which have another class there, see `require_expressible`.
     """
@@ -363,7 +363,7 @@ def find_inexpressible(config: Config) -> str | None:
         return "flow: its schedulers take velocities of straight paths, into which the code turns the predictions"
     if config.time_freq != "diffusers":
         return "time_freq: it spaces the frequencies of its timesteps wider than the official network"
-    dim = config.network_shape()["hidden_size"]
+    dim = config.get_network_shape()["hidden_size"]
     if int(dim * config.mlp_ratio) != 4 * dim:
         return f"mlp_ratio: it is 4 there and {config.mlp_ratio:g} here"
     return None
@@ -412,11 +412,11 @@ def _require_expressible_by_pixart(config: Config) -> None:
         )
 
 
-def make_arguments(config: Config) -> dict[str, Any]:
+def make_dit_arguments(config: Config) -> dict[str, Any]:
     """Returns the keyword arguments that build the same network as a class of diffusers, except the size of its label
     table.
     """
-    shape = config.network_shape()
+    shape = config.get_network_shape()
     return {
         "num_attention_heads": shape["num_heads"],
         "attention_head_dim": shape["hidden_size"] // shape["num_heads"],

@@ -237,7 +237,7 @@ class IDDPMSystem(System):
         """Returns the state dict with its label table fitted to the network, and notes for the user, see
         weights.adapt_weights.
         """
-        return weights.adapt_weights(state, self.on_meta(part), self.config)
+        return weights.adapt_weights(state, self.build_part_on_meta(part), self.config)
 
     def from_diffusers(self, state: dict[str, Tensor], diffusers_config: Mapping[str, Any]) -> Fitted:
         return weights.rename_from_diffusers(state, diffusers_config, self.config)

@@ -382,7 +382,7 @@ class PriorSystem(System):
 
     def adapt(self, part: str, state: dict[str, Tensor]) -> Fitted:
         """Returns weights fitted to the network, and notes for the user, see weights.adapt_weights."""
-        return weights.adapt_weights(state, self.on_meta(part), self.config, self.mean, self.std)
+        return weights.adapt_weights(state, self.build_part_on_meta(part), self.config, self.mean, self.std)
 
     def from_diffusers(self, state: dict[str, Tensor], diffusers_config: Mapping[str, Any]) -> Fitted:
         """Returns the state dict unchanged, without notes: diffusers has the same names. Raises ConfigError if the

@@ -126,13 +126,13 @@ class AutoencoderSystem(System):
         """Returns a state dict, also one of an original trainer, with the part's names and shapes, and notes for the
         user. See weights.adapt_weights.
         """
-        return weights.adapt_weights(state, self.on_meta(part), self.remedies[part])
+        return weights.adapt_weights(state, self.build_part_on_meta(part), self.remedies[part])
 
     def from_diffusers(self, state: dict[str, Tensor], diffusers_config: Mapping[str, Any]) -> Fitted:
         """Returns the state dict unchanged, without notes: diffusers has the same names. Raises ConfigError if the
         configs differ.
         """
-        weights.require_same_config(diffusers_config, getattr(self.on_meta("autoencoder"), "config", {}))
+        weights.require_same_config(diffusers_config, getattr(self.build_part_on_meta("autoencoder"), "config", {}))
         return state, []
 
     def require_expressible(self) -> None:

@@ -403,7 +403,9 @@ def test_the_data_section(tmp_path):
     assert len(open_split(data, "test")) == 3 and open_sources(data.model_copy(update={"splits": ALL}))[1] is None
 
     def require(data, system):
-        require_contents(data, system, systems.find_config_class(system).learns_from, systems.list_learners)
+        require_contents(
+            data, system, systems.find_config_class(system).learns_from, systems.list_systems_learning_from
+        )
 
     require(data, "prior")
     with pytest.raises(

@@ -22,7 +22,7 @@ from dstrain.systems.dit.config import Config
 from dstrain.systems.dit.network import DiT
 from dstrain.systems.dit.system import DiTSystem
 from dstrain.systems.dit.to_diffusers import describe_export
-from dstrain.systems.dit.trunk import choose_tokens
+from dstrain.systems.dit.trunk import choose_kept_tokens
 from dstrain.systems.dit.weights import rename_to_diffusers
 from tests.support import towers
 from tests.systems.dit.cases import MODERN
@@ -68,7 +68,7 @@ def test_features_are_those_of_transformers(tmp_path: Path, kind: str, sides: tu
     torch.testing.assert_close(found.patches, states[:, before:], rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(found.first, states[:, 0], rtol=1e-5, atol=1e-5)
     alignment = Alignment(Align(kind="repa", path=str(tmp_path), width=12))
-    features = alignment.features({"image": image}, (sides[0] // 2, sides[1] // 2))
+    features = alignment.find_targets({"image": image}, (sides[0] // 2, sides[1] // 2))
     torch.testing.assert_close(features, states[:, before:], rtol=1e-5, atol=1e-5)
 
 
@@ -80,10 +80,10 @@ def test_the_golden_alignment() -> None:
     t = tensors["in/t"].view(-1, 1, 1, 1)
     found = network((1 - t) * tensors["in/x"] + t * tensors["in/noise"], tensors["in/t"], tensors["in/y"], extras=True)
     alignment = Alignment(Align(kind="repa", width=10))
-    each = alignment.loss(found, {"features": tensors["in/z0"]}, (4, 4), None)
+    each = alignment.compute_loss(found, {"features": tensors["in/z0"]}, (4, 4), None)
     assert each.shape == (3,) and alignment.weight == 0.5
     torch.testing.assert_close(each.mean(), tensors["out/alignment_loss"].view(()), rtol=1e-6, atol=1e-6)
-    squared = Alignment(Align(kind="repa", width=10, loss="mse")).loss(
+    squared = Alignment(Align(kind="repa", width=10, loss="mse")).compute_loss(
         found, {"features": tensors["in/z0"]}, (4, 4), None
     )
     torch.testing.assert_close(squared.mean(), F.mse_loss(found["projected"][0], tensors["in/z0"]))  # as RAEv2's
@@ -108,7 +108,7 @@ def test_layersync() -> None:
     plain = build({})
     torch.testing.assert_close(terms["loss_each"] - plain.denoise(both, example)["loss_each"], 0.2 * expected)
     found = network(example["x_start"], example["key"] % 7 / 7, example["label"], extras=True)
-    system.alignment.loss(found, example, (4, 4), None).sum().backward()
+    system.alignment.compute_loss(found, example, (4, 4), None).sum().backward()
     assert network.blocks[0].attn.qkv.weight.grad.any() and network.blocks[1].attn.qkv.weight.grad is None
 
 
@@ -185,12 +185,12 @@ def test_the_golden_routing() -> None:
 def test_which_tokens_are_kept() -> None:
     """Oracle: N - int(ratio N) of them, ascending, by the sample's key alone; each as often as the others."""
     key = rng.keys(0, 0, torch.arange(4000))
-    assert choose_tokens(key, 9, 0.1) is None
+    assert choose_kept_tokens(key, 9, 0.1) is None
     for ratio, count in ((0.12, 8), (0.5, 5), (0.99, 1)):
-        keep = choose_tokens(key, 9, ratio)
+        keep = choose_kept_tokens(key, 9, ratio)
         assert keep.shape == (4000, count) and bool((keep.diff(dim=1) > 0).all())
-        assert torch.equal(choose_tokens(key[7:9], 9, ratio), keep[7:9])
-    share = torch.bincount(choose_tokens(key, 9, 0.5).flatten(), minlength=9) / 4000
+        assert torch.equal(choose_kept_tokens(key[7:9], 9, ratio), keep[7:9])
+    share = torch.bincount(choose_kept_tokens(key, 9, 0.5).flatten(), minlength=9) / 4000
     assert bool(((share - 5 / 9).abs() < 4 * (5 / 9 * 4 / 9 / 4000) ** 0.5).all())
 
 
@@ -214,7 +214,7 @@ def test_routed_tokens_keep_their_places() -> None:
     network = nets(system)["denoiser"]
     key = rng.keys(0, 0, torch.arange(3))
     x, c, tokens = (rng.normal(key, name, shape) for name, shape in (("x", (15, 32)), ("c", (32,)), ("k", (2, 32))))
-    keep, rotation = choose_tokens(key, 15, 0.4), network.find_rotation((3, 5), 16, 2, x.device)
+    keep, rotation = choose_kept_tokens(key, 15, 0.4), network.find_rotation((3, 5), 16, 2, x.device)
     found, _ = network.blocks(x, Seen(c, rotation=rotation), tokens, (), keep)
     one, two, three, four = network.blocks
     for number in range(3):
@@ -239,7 +239,7 @@ def test_alignment_among_routed_blocks(depth: int, target: int, routed: tuple[in
     for number, block in enumerate(both["denoiser"].blocks, 1):
         block.register_forward_hook(lambda _, __, out, number=number: seen.update({number: out}))
     example = system.encode(system.synthetic(3))
-    terms, keep = system.denoise(both, example), choose_tokens(example["key"], TOKENS, 0.5)
+    terms, keep = system.denoise(both, example), choose_kept_tokens(example["key"], TOKENS, 0.5)
     whole, few = {}, [number for number in (depth, target) if routed[0] <= number < routed[1]]
     for number in (depth, target):
         whole[number] = seen[number]

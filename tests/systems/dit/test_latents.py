@@ -86,7 +86,7 @@ def test_an_autoencoder_that_says_them(stage, tmp_path):
         "builtin:fashion", CHANNELS | {"first_stage": {"path": str(path), "factor": 4}, "in_channels": 3}
     )
     assert run.model["latents"]["mean"] == [1.0, 2.0, 3.0] and system.config.latents.std == (0.5, 1.0, 2.0)
-    assert system.config.latent_scale_and_shift() == ([2.0, 1.0, 0.5], (1.0, 2.0, 3.0))
+    assert system.config.get_latent_scale_and_shift() == ([2.0, 1.0, 0.5], (1.0, 2.0, 3.0))
 
 
 @pytest.mark.parametrize(

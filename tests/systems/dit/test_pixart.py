@@ -136,7 +136,7 @@ def test_null_text_is_the_encoders_empty_text(tmp_path: Path) -> None:
     network.load_state_dict(values, strict=True)
     states = encoder(torch.tensor([[2]])).last_hidden_state.detach()
     expected = network(x, t, text=states.expand(3, 1, 12))
-    told = system.told[0].read_request(Request(torch.arange(3), system.conditions_from_texts([""] * 3)))
+    told = system.network_conditions[0].read_request(Request(torch.arange(3), system.conditions_from_texts([""] * 3)))
     assert torch.allclose(network(x, t, **told), expected, atol=1e-6)
     assert not torch.allclose(network(x, t, text=tensors["in/text"]), expected, atol=1e-3)
     _, notes = fit_weights(path, build(class_dropout_prob=0.1))["denoiser"]

@@ -219,7 +219,7 @@ def test_published_settings() -> None:
     """
     run = recipe.load_recipe(ROOT / "launch/recipes/repa-xl2-imagenet256.yaml")
     system = systems.build("dit", {**run.model, "first_stage": None, "image_size": 32})
-    network = system.on_meta("denoiser")
+    network = system.build_part_on_meta("denoiser")
     projectors = [
         tuple(weight.shape) for name, weight in network.state_dict().items() if name.startswith("projectors.")
     ]
@@ -233,7 +233,7 @@ def test_published_settings() -> None:
     )
     run = recipe.load_recipe(ROOT / "launch/recipes/lightningdit-xl1-vavae.yaml")
     system = systems.build("dit", {**run.model, "image_size": 16, "in_channels": 32})
-    state = system.on_meta("denoiser").state_dict()
+    state = system.build_part_on_meta("denoiser").state_dict()
     assert sum(weight.numel() for weight in state.values()) == 675_256_736
     assert (run.optimizer.lr, run.optimizer.betas, run.batch.global_, run.steps) == (2e-4, (0.9, 0.95), 1024, 80_000)
     assert system.config.flow.cosine == 1 and system.config.flow.density == "logit_normal"

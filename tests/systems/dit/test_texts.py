@@ -95,7 +95,10 @@ def test_an_empty_prompt_is_the_null_text(tmp_path: Path, way: dict[str, Any]) -
         batch["image"] = rng.integers(batch["key"], "image", 256, (1, 8, 8)).to(torch.uint8)
         empty = system.conditions_from_texts(["", " "])
         told = [dropped._read_conditions(dropped.encode(batch), drop=True)]
-        told += [system.told[0].read_request(Request(torch.arange(2), conditions)) for conditions in (empty, {})]
+        told += [
+            system.network_conditions[0].read_request(Request(torch.arange(2), conditions))
+            for conditions in (empty, {})
+        ]
         x, t = batch["image"].float() / 255, torch.tensor([0.2, 0.8])
         outs = [nets["denoiser"](x, t, **arguments) for arguments in told]
         assert torch.equal(outs[0], outs[1]) and torch.allclose(outs[0], outs[2], atol=1e-6)

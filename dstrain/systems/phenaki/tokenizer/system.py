@@ -250,7 +250,7 @@ class TokenizerSystem(System):
                 "weights: the file is of phenaki-pytorch, whose position encoder mixes up frames and "
                 "places; its weights mean nothing in a network that does not: train anew"
             )
-        shapes = list_shapes(self.on_meta(part))
+        shapes = list_shapes(self.build_part_on_meta(part))
         require_fit(state, shapes, [*shapes, *(name for name in state if name not in shapes)], _REMEDIES[part])
         return dict(state), []
 
