@@ -135,7 +135,7 @@ def load(
             raise ConfigError(f"{folder} is an export and holds one set of weights: leave out ema=, raw= and step=")
         states = {part: state for part, (state, _) in fit_weights(folder, system, system.averaged).items()}
         networks, kinds = (
-            trained.place_networks(system, states.items(), dtype, device),
+            trained.build_loaded_networks(system, states.items(), dtype, device),
             dict.fromkeys(states, "exported"),
         )
     else:

@@ -88,7 +88,7 @@ def train(run: Run, settings: dict[str, Any], resume: Resume = Resume()) -> int:
             if stops.patience is not None and stops.is_requested():
                 raise Stopped from error  # another rank has left at once, too
             watchdog.handle_lost_ranks(error)
-            training.tracker.note_failure(group.explain_fatal_error(error), page=isinstance(error, FloatingPointError))
+            training.tracker.log_failure(group.explain_fatal_error(error), page=isinstance(error, FloatingPointError))
             raise
         finally:
             training.close()
@@ -144,7 +144,7 @@ def run_steps(training: Training) -> tuple[int, bool]:
                 left = save_and_measure_step(training, done, stop)
     if stop or left:
         training.stops.remove_stop_file()
-        end_without_data(training, done)
+        raise_data_problem(training, done)
     return done, left
 
 
@@ -152,7 +152,7 @@ def wants_stop(training: Training) -> bool:
     """Returns whether this rank has a reason to stop: a request, no more samples, or a folder that is no longer this
     run's.
     """
-    lost = group.rank() == 0 and hosts.has_lost(training.run.directory)
+    lost = group.rank() == 0 and hosts.has_lost_folder(training.run.directory)
     return lost or training.stops.is_requested() or training.batches.problem is not None
 
 
@@ -202,7 +202,7 @@ def measure_step(training: Training, done: int, saved: bool, held: tuple[bool, .
     return True
 
 
-def end_without_data(training: Training, done: int) -> None:
+def raise_data_problem(training: Training, done: int) -> None:
     """Raises, on all ranks, the ConfigError or NotRead of a rank that has no samples for the next step; does nothing if
     no rank has one. Call it after step `done` is saved.
     """
@@ -215,7 +215,7 @@ def measure_resumed_step(training: Training, done: int) -> bool:
     """Draws and measures what was due at the step from which a run goes on, if its folder does not hold it yet. Returns
     whether a stop has cut that short.
     """
-    held = training.tracker.has_written(done)
+    held = training.tracker.has_written_step(done)
     training.saves.averages.take_snapshot(done, done == training.run.steps, wait=True)
     return done > 0 and not measure_step(training, done, True, held)
 
@@ -311,7 +311,7 @@ def set_up(run: Run, settings: dict[str, Any], resume: Resume, watchdog: Watchdo
         system,
         run.save,
         say,
-        lambda step: folders.note_saved_step(folder, step),
+        lambda step: folders.write_saved_step(folder, step),
         course,
         resume.trust_pickle,
     )
@@ -416,9 +416,9 @@ def load_weights(
     initialization; returns the step, 0 without a checkpoint.
     """
     step = saves.resume(request)
-    folders.require_steps(run, step)
+    folders.require_step_within_run(run, step)
     if request is not None:
-        hosts.run_on_first(lambda: folders.set_newer_aside(run.directory, step))
+        hosts.run_on_first(lambda: folders.move_newer_steps_aside(run.directory, step))
     if step == 0:
         loaded = fit_weights(run.init_from, system) if run.init_from is not None else {}
         get_phases().print_lines(*(f"init_from: {change}" for _, changes in loaded.values() for change in changes))

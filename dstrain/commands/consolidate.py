@@ -98,11 +98,11 @@ def consolidate_weights(order: Order, bar: Callable[[int], Update] | None = None
         raise ConfigError("a consolidation takes one process: dstrain consolidate ...")
     if order.out.exists() or order.out.is_symlink():
         raise ConfigError(f"--out {order.out} is there already: name a new folder")
-    plan = plan_order(order)
+    plan = plan_consolidation(order)
     update = bar(plan.to_verify + plan.nbytes) if bar else lambda _: None
     try:
         with atomic.replace_folder(order.out) as folder:
-            _write_plan(order, plan, folder, update)
+            _write_planned_files(order, plan, folder, update)
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             raise ConfigError(
@@ -113,7 +113,7 @@ def consolidate_weights(order: Order, bar: Callable[[int], Update] | None = None
     return plan
 
 
-def _write_plan(order: Order, plan: Plan, out: Path, update: Update) -> None:
+def _write_planned_files(order: Order, plan: Plan, out: Path, update: Update) -> None:
     free = shutil.disk_usage(out).free
     if free < plan.nbytes:
         raise OSError(errno.ENOSPC, f"{plan.nbytes / 1e9:.3g} GB are needed, {free / 1e9:.3g} GB free")
@@ -131,7 +131,7 @@ def _write_plan(order: Order, plan: Plan, out: Path, update: Update) -> None:
     (out / CONSOLIDATED).write_text(description + "\n", encoding="utf-8")
 
 
-def plan_order(order: Order) -> Plan:
+def plan_consolidation(order: Order) -> Plan:
     """Plans the consolidation that the options ask for. Reads the headers of files, and no weights. Raises ConfigError
     if the source is missing or damaged, or holds nothing that fits the options.
     """
@@ -213,7 +213,7 @@ def _plan_dstrain_checkpoint(order: Order, checkpoint: Path) -> Plan:
         raise ConfigError(f"--part {order.part}: {checkpoint} holds {', '.join(parts)}")
     above = checkpoint.parent.parent, checkpoint.parent, checkpoint.parent.parent.parent  # the last: reconstructed
     recipe = next((folder / "run.yaml" for folder in above if (folder / "run.yaml").exists()), None)
-    plan = Plan({}, {}, _list_facts(checkpoint, body, recipe), recipe=recipe)
+    plan = Plan({}, {}, _describe_checkpoint(checkpoint, body, recipe), recipe=recipe)
     parts = [order.part] if order.part else parts
     fragments_of = {part: layout.Fragments(checkpoint, part, files) for part in parts}
     decays = {part: fragments.list_decays() for part, fragments in fragments_of.items()}
@@ -244,7 +244,7 @@ def _plan_dstrain_checkpoint(order: Order, checkpoint: Path) -> Plan:
     return plan
 
 
-def _list_facts(checkpoint: Path, body: dict, recipe: Path | None) -> dict[str, Any]:
+def _describe_checkpoint(checkpoint: Path, body: dict, recipe: Path | None) -> dict[str, Any]:
     """Returns the entries of consolidated.json that describe a checkpoint: step, seed, system, data, versions and more.
     An entry is None if the run's recipe or data.txt is missing. `body` is the checkpoint's manifest.
     """

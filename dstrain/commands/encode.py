@@ -109,7 +109,7 @@ def encode_data(options: EncodeOptions) -> dict[str, Any] | None:
         print(f"data: {path}: {plan.source.describe()}", flush=True)
         if plan.texts is not None:
             get_phases().print_lines(*describe_cut_captions(plan.source, plan.texts))
-    numbers = _list_own_shards(encoding, options.part)
+    numbers = _list_shards_of_part(encoding, options.part)
 
     def prepare():
         return _prepare_folder(options, plan.stage, encoding, numbers)
@@ -122,13 +122,13 @@ def encode_data(options: EncodeOptions) -> dict[str, Any] | None:
         encoder = Encoder(plan.stage, plan.texts, encoding)
         records = complete_shards(
             numbers,
-            lambda number: _find_whole_shard(options.out, encoding, number),
+            lambda number: _find_or_remove_shard(options.out, encoding, number),
             lambda missing: _make_shards(options, encoder, plan.source, numbers, missing),
         )
         return _write_index(options, plan.source, encoding, records)
 
 
-def _list_own_shards(encoding: dict[str, Any], part: tuple[int, int] | None) -> range:
+def _list_shards_of_part(encoding: dict[str, Any], part: tuple[int, int] | None) -> range:
     """Returns the numbers of the shards that `part`, (number from 1 on, number of all parts), has to make; of all
     shards if `part` is None.
     """
@@ -164,7 +164,7 @@ def _prepare_folder(options: EncodeOptions, stage: FirstStage, encoding: dict[st
     for leftover in out.glob("*.tmp"):
         if options.part is None or (find_final_name(leftover) or leftover.name.lstrip(".").removesuffix(".tmp")) in own:
             leftover.unlink()
-    needed = count_samples(numbers, encoding["shard_size"], encoding["number"]) * _count_row_bytes(encoding)
+    needed = count_samples(numbers, encoding["shard_size"], encoding["number"]) * _estimate_sample_bytes(encoding)
     needed -= sum(shard.stat().st_size for shard in out.glob("shard_*.safetensors") if shard.name in own)
     free = shutil.disk_usage(out).free
     if needed > free:
@@ -200,7 +200,7 @@ def _find_conflict(out: Path, encoding: dict[str, Any], names: dict[str, str]) -
     return None
 
 
-def _count_row_bytes(encoding: dict[str, Any]) -> int:
+def _estimate_sample_bytes(encoding: dict[str, Any]) -> int:
     """Estimates the bytes of one sample in a shard. Each caption counts as shards.CAPTION_BYTES."""
     numbers = math.prod(encoding["shape"]) * encoding["flips"] * encoding.get("crops", 1)
     numbers *= encoding.get("moments", 2) if encoding["kind"] == "latents" else 1
@@ -210,7 +210,7 @@ def _count_row_bytes(encoding: dict[str, Any]) -> int:
     return numbers * np.dtype(encoding["dtype"]).itemsize + 32 + several * texts
 
 
-def _find_whole_shard(out: Path, encoding: dict[str, Any], number: int) -> dict[str, Any] | None:
+def _find_or_remove_shard(out: Path, encoding: dict[str, Any], number: int) -> dict[str, Any] | None:
     """Returns the record of shard `number` if its file is whole and has this encoding. Otherwise removes the file, if
     there is one, and returns None.
     """
@@ -345,7 +345,7 @@ def _write_index(
     """
     if options.part is not None:
         records |= group.broadcast_from_first(
-            _read_other_parts(options, encoding, records) if group.rank() == 0 else None
+            _read_records_of_other_parts(options, encoding, records) if group.rank() == 0 else None
         )
         if missing := _list_missing_parts(options.part, encoding, records):
             if group.rank() == 0:
@@ -367,14 +367,14 @@ def _write_index(
     return index
 
 
-def _read_other_parts(
+def _read_records_of_other_parts(
     options: EncodeOptions, encoding: dict[str, Any], records: dict[int, dict[str, Any]]
 ) -> dict[int, dict[str, Any]]:
     """Returns records, by number, of the shards of this encoding that other parts have written. Reads their headers,
     and does not compute their hashes again.
     """
     others = {}
-    for number in _list_own_shards(encoding, None):
+    for number in _list_shards_of_part(encoding, None):
         path = options.out / shards.name_shard(number)
         facts = None if number in records else shards.read_header_facts(path)
         if facts is not None and _is_expected_shard(facts, encoding, number):
@@ -391,5 +391,5 @@ def _list_missing_parts(
     return [
         f"{place}/{part[1]}"
         for place in range(1, part[1] + 1)
-        if not all(number in records for number in _list_own_shards(encoding, (place, part[1])))
+        if not all(number in records for number in _list_shards_of_part(encoding, (place, part[1])))
     ]

@@ -29,7 +29,7 @@ def run_main(main: Callable[[], None], speaks: bool = True) -> None:
     distributed/progress.py.
     """
     _shorten_busy_waits()
-    began = _has_exchanged()
+    began = _has_begun_process_group()
     try:
         if problems := prepare_process():
             _print_problems(problems)
@@ -37,24 +37,24 @@ def run_main(main: Callable[[], None], speaks: bool = True) -> None:
         if read_place().world > 1:
             get_presence().announce_process()
         with get_phases() if speaks else nullcontext():
-            _run_main(main, speaks)
+            _run_with_exit_codes(main, speaks)
         code = exit_codes.DONE
-        _note_end(code)
+        _record_exit_code(code)
     except SystemExit as ended:
         code = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
-        _note_end(code, isinstance(ended, Stopped))
-        if began == _has_exchanged():
+        _record_exit_code(code, isinstance(ended, Stopped))
+        if began == _has_begun_process_group():
             raise
     except Exception:
-        if began == _has_exchanged():
+        if began == _has_begun_process_group():
             raise
         sys.excepthook(*sys.exc_info())
         code = exit_codes.BUG
-    if began != _has_exchanged():
+    if began != _has_begun_process_group():
         _quit_python(code)
 
 
-def _has_exchanged() -> bool:
+def _has_begun_process_group() -> bool:
     """Returns whether this process has begun a process group, and so has threads of gloo, NCCL and DeepSpeed."""
     return "dstrain.engine.start" in sys.modules and sys.modules["dstrain.engine.start"].exchanged
 
@@ -75,7 +75,7 @@ def _quit_python(code: int) -> NoReturn:
 
 
 @contextmanager
-def _hear_stops() -> Iterator[None]:
+def _raise_stopped_on_request() -> Iterator[None]:
     """Raises Stopped within the block as soon as a stop is requested, until training defers stops to its own votes. A
     RuntimeError after such a request counts as that stop. Restores the earlier signal handlers afterwards.
     """
@@ -107,7 +107,7 @@ def _find_group_module() -> ModuleType | None:
     return sys.modules.get("dstrain.distributed.group")
 
 
-def _note_end(code: int, at_once: bool = False) -> None:
+def _record_exit_code(code: int, at_once: bool = False) -> None:
     """Records this rank's exit code for a supervisor. If the code is DONE or STOPPED, also tells the other ranks of
     this machine that they may go on; not if this rank has left its work `at_once`: then they end, too.
     """
@@ -116,10 +116,14 @@ def _note_end(code: int, at_once: bool = False) -> None:
         get_presence().mark_ended()
 
 
-def _run_main(main: Callable[[], None], hears: bool) -> None:
+def _run_with_exit_codes(main: Callable[[], None], hears: bool) -> None:
     try:
         # Only the main thread may set handlers; a program that runs a verb in another one keeps its own.
-        with _hear_stops() if hears and threading.current_thread() is threading.main_thread() else nullcontext():
+        with (
+            _raise_stopped_on_request()
+            if hears and threading.current_thread() is threading.main_thread()
+            else nullcontext()
+        ):
             main()
     except KeyboardInterrupt:  # of other commands than training, which saves when it hears Ctrl-C
         print(f"{Path(sys.argv[0]).name}: interrupted", file=sys.stderr)

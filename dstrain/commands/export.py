@@ -100,8 +100,8 @@ def export_run(options: ExportOptions) -> Exported:
         elif writer is None:
             exported = _export_parts(run, checkpoint, kinds, lora, folder)
         else:
-            states = ((part, _read_merged(checkpoint, part, kind, lora)) for part, kind in kinds.items())
-            nets = trained.place_networks(system, states, torch.float32, group.device())
+            states = ((part, _read_merged_weights(checkpoint, part, kind, lora)) for part, kind in kinds.items())
+            nets = trained.build_loaded_networks(system, states, torch.float32, group.device())
             exported = _export_to_diffusers(options, run, system, nets, writer, folder)
         _require_agreement(options.run, exported, getattr(writer, "TOLERATED", {}))
         if writer is not None:
@@ -171,7 +171,7 @@ def _require_adapters(folder: Path, run: Run, lora: Lora | None) -> None:
         )
 
 
-def _read_merged(checkpoint: Path, part: str, kind: str, lora: Lora | None) -> dict[str, torch.Tensor]:
+def _read_merged_weights(checkpoint: Path, part: str, kind: str, lora: Lora | None) -> dict[str, torch.Tensor]:
     """Reads the weights of a part, such as its "master" or "ema.0.9999". If `lora` is given, merges the adapters into
     them.
     """
@@ -195,7 +195,7 @@ def _export_parts(run: Run, checkpoint: Path, kinds: dict[str, str], lora: Lora 
     assert recipe.load_recipe(out / "recipe.yaml") == run
     errors = {}
     for part, kind in kinds.items():
-        path, weights = out / f"{part}.safetensors", _read_merged(checkpoint, part, kind, lora)
+        path, weights = out / f"{part}.safetensors", _read_merged_weights(checkpoint, part, kind, lora)
         save_file(weights, path, metadata={"weights": kind, "checkpoint": checkpoint.name})
         copy = read_state(path)
         same = copy.keys() == weights.keys() and all(torch.equal(copy[name], weights[name]) for name in weights)

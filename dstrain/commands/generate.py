@@ -64,7 +64,7 @@ def generate_samples(options: GenerateOptions) -> Path:
     _, run, system = first
     sampler = system.sampler(*((run.samples.sampler,) if options.sampler is None else (options.sampler, "--sampler")))
     clip = _choose_clip_length(options, run, system)
-    images = _read_start(options, first, then, clip)
+    images = _read_inputs_of_first_run(options, first, then, clip)
     dtype = choose_dtype(options.precision)
     guide = options.guide and load_guide(options.guide, system, _choose_guidance_scale(options, run), dtype)
     runs = [
@@ -195,7 +195,9 @@ def _choose_clip_length(options: GenerateOptions, run: Run, system: System) -> L
     return clip
 
 
-def _read_start(options: GenerateOptions, first: Opened, then: list[Opened], clip: Length | None) -> Tensor | None:
+def _read_inputs_of_first_run(
+    options: GenerateOptions, first: Opened, then: list[Opened], clip: Length | None
+) -> Tensor | None:
     """Reads what the first run begins from: pictures uint8 (N, C, h, w), frames (N, K, C, H, W), or embeddings float32
     (N, D). Returns None if it begins from noise.
 
@@ -230,7 +232,7 @@ def _read_start(options: GenerateOptions, first: Opened, then: list[Opened], cli
     if then and clip is not None and then[0][2].starts_from_data:
         raise ConfigError(f"--then {then[0][0]}: this run goes on from pictures, and {folder} draws videos")
     for before, later in zip((first, *then), then):
-        _require_chain(before, later)
+        _require_chainable(before, later)
     if options.embeddings is not None:
         with reword_errors(options={"data.path: ": "--embeddings: "}):
             return read_embeddings(options.embeddings)
@@ -240,7 +242,7 @@ def _read_start(options: GenerateOptions, first: Opened, then: list[Opened], cli
         return read_pictures(options.low_res, run.data.channels)
 
 
-def _require_chain(before: Opened, after: Opened) -> None:
+def _require_chainable(before: Opened, after: Opened) -> None:
     """Raises ConfigError if the run `after`, named by --then, cannot begin from what the run `before` draws."""
     (_, run, system), (folder, later, taker) = before, after
     width, size = system.draws_embeddings, run.data.image_size
@@ -349,7 +351,7 @@ def _draw_rounds(
     """
     chunk = min(options.batch, options.num)
     first, *then = runs
-    shared = [_share_labels(request, later, options) for later in then]
+    shared = [_choose_labels_of_later_run(request, later, options) for later in then]
     for numbers, samples in draw_rounds(first.system, first.networks, request, chunk):
         seeds = request.seeds[numbers]
         if scenes and clip:
@@ -384,7 +386,7 @@ def _draw_rounds(
         yield numbers, samples
 
 
-def _share_labels(request: Request, later: ReadyRun, options: GenerateOptions) -> dict[str, Tensor]:
+def _choose_labels_of_later_run(request: Request, later: ReadyRun, options: GenerateOptions) -> dict[str, Tensor]:
     """Returns the labels of a later run as conditions, {} if it takes none. They are the labels that the first run
     draws or, if it draws without labels, those of --labels or of the later run's recipe.
     """

@@ -71,13 +71,13 @@ def index_data(data: Data, captions: bool = False, check: bool = False) -> dict[
     if images:
         sizes = measure_images(layout, index)
         result |= _count_sizes(sizes)
-        broken = _iterate_unmeasurable(layout, index, sizes, read_image_size)
+        broken = _iterate_unmeasurable_samples(layout, index, sizes, read_image_size)
     elif data.buckets:
         frames = measure_clips(layout, index)
         result["frames"] = _count_durations(frames, data)
-        broken = _iterate_unmeasurable(layout, index, frames, count_sample_frames)
+        broken = _iterate_unmeasurable_samples(layout, index, frames, count_sample_frames)
     if check:
-        broken = _iterate_unreadable(data, captions, layout, index)
+        broken = _iterate_unreadable_samples(data, captions, layout, index)
     named = [list(entry) for _, entry in zip(range(_BROKEN), broken or ())]
     number = None if broken is None else len(named) + sum(1 for _ in broken)
     return result | {"unreadable": number, "unreadable_names": named}
@@ -154,7 +154,7 @@ def _count_sizes(sizes: Verified) -> dict[str, Any]:
     }
 
 
-def _iterate_unmeasurable(
+def _iterate_unmeasurable_samples(
     layout: Layout, index: Index, table: Verified, measure: Callable[[Layout, Place], Any]
 ) -> Iterator[tuple[str, str]]:
     """Yields (name, reason) of each sample that has 0 in `table`, since its size or its number of frames could not be
@@ -168,7 +168,7 @@ def _iterate_unmeasurable(
                 yield error.path, error.reason
 
 
-def _iterate_unreadable(data: Data, captions: bool, layout: Layout, index: Index) -> Iterator[tuple[str, str]]:
+def _iterate_unreadable_samples(data: Data, captions: bool, layout: Layout, index: Index) -> Iterator[tuple[str, str]]:
     """Reads every sample, and yields (name, reason) of each that cannot be read. Of clips only the middle frame is
     decoded.
     """

@@ -112,7 +112,7 @@ def check_recipe(run: Run, overrides: Sequence[str] = ()) -> tuple[Run, list[str
     with _collect_problems(problems):
         schema = systems.find_config_class(run.system)
         given = run.data.model_dump(include={"codes", "captioned"})
-        run = run.model_copy(update={"data": complete_data(_keep_upright(run))})
+        run = run.model_copy(update={"data": complete_data(_take_upright_of_resumed_run(run))})
         require_contents(run.data, run.system, schema.learns_from, systems.list_systems_learning_from)
         if run.data.durations and not schema.learns_durations:
             raise ConfigError(
@@ -144,7 +144,7 @@ def check_recipe(run: Run, overrides: Sequence[str] = ()) -> tuple[Run, list[str
     return run, problems
 
 
-def _keep_upright(run: Run) -> Data:
+def _take_upright_of_resumed_run(run: Run) -> Data:
     """Returns the data section. If it does not set `upright`, and a run in its folder will be resumed, takes the value
     of that run.
     """
@@ -204,7 +204,7 @@ def _check_data_and_folder(
     """Checks a run against its data, its built system and what its folder holds. Returns (remarks to print now, lines
     to print when training starts; none with --dry-run or --print-config). Raises ConfigError for the first problem.
     """
-    from dstrain.commands.probe import probe_system, require_holdable
+    from dstrain.commands.probe import probe_system, require_possible_size
     from dstrain.data.formats.labels import require_classes
     from dstrain.data.open import describe_data, find_contents, open_sources
     from dstrain.data.source import describe_cut_captions
@@ -236,7 +236,7 @@ def _check_data_and_folder(
         config.without_labels,
         own=not (run.data.mixture or run.data.held_out_path),
     )
-    require_holdable(run.system, system)
+    require_possible_size(run.system, system)
     build_quality(run, system, source, held_out)  # raises ConfigError if its metrics cannot be measured
     remarks = describe_data(run.data, source, held_out, run.directory) + _check_initial_weights(run, system, options)
     remarks += [cut] if cut else []
@@ -276,7 +276,7 @@ def _check_step(run: Run, options: JobOptions) -> None:
     if it is given with --from-scratch.
     """
     if not options.from_scratch:
-        folders.require_steps(
+        folders.require_step_within_run(
             run, folders.read_last_saved_step(run.directory) if options.step is None else options.step
         )
     if options.step is None:

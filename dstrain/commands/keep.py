@@ -19,7 +19,7 @@ from dstrain.distributed import exit_codes
 from dstrain.distributed.processes import list_descendants
 from dstrain.recipe import ConfigError, Run, load_recipe
 from dstrain.runs import folders
-from dstrain.runs.hostfile import find_missing, leave_out_hosts, read_hosts, require_hosts
+from dstrain.runs.hostfile import find_unreachable_hosts, leave_out_hosts, read_hosts, require_enough_hosts
 
 FRUITLESS = 4  # starts in a row that save no step, after which it gives up
 _LONGEST = 300.0  # seconds between two starts
@@ -34,7 +34,7 @@ def run_verb(options: KeepOptions) -> None:
     """
     job = options.training_options
     if options.min_hosts:
-        require_hosts(options.words, options.min_hosts)
+        require_enough_hosts(options.words, options.min_hosts)
     raise SystemExit(keep_running(options, load_recipe(find_recipe(job.recipe), job.overrides)))
 
 
@@ -51,7 +51,7 @@ class _Supervisor:
         self._signal: int | None = None  # that was passed on: no restart after it
         self._process: subprocess.Popen | None = None
         self._new = not (self._folder / "run.yaml").exists()
-        self._before = self._read_folder_traces()
+        self._before = self._read_folder_progress()
         self._unwritten: list[str] = []  # lines for restarts.log, until the folder is a run's
 
     def keep_running(self) -> int:
@@ -66,11 +66,11 @@ class _Supervisor:
         fruitless, words = 0, list(self._options.words)
         for restart in range(self._options.max_restarts + 1):
             saved = folders.read_last_saved_step(self._folder)
-            code = self._run_command(self._choose_hosts(words))
+            code = self._run_command(self._drop_silent_hosts(words))
             self._append_to_log()
             now = folders.read_last_saved_step(self._folder)
             fruitless = 0 if now > saved else fruitless + 1
-            if self._is_final(code, now):
+            if self._must_not_restart(code, now):
                 return _convert_exit_code(code)
             end = f"{_describe_exit(code)}, step {now} is saved ({now - saved:+d})"
             if saved and not (self._folder / "run.yaml").exists():
@@ -96,14 +96,14 @@ class _Supervisor:
                 break
         return _convert_exit_code(code) or exit_codes.BUG  # 0, and the run is not complete
 
-    def _choose_hosts(self, words: list[str]) -> list[str]:
+    def _drop_silent_hosts(self, words: list[str]) -> list[str]:
         """Returns the command without the hosts that do not answer; waits while fewer than --min-hosts answer. Without
         --min-hosts, or after a signal, returns it unchanged.
         """
         least, told = self._options.min_hosts, None
         while least and not self._signal:
             hosts = read_hosts(words)
-            missing = find_missing(hosts)
+            missing = find_unreachable_hosts(hosts)
             enough = len(hosts) - len(missing) >= least
             if missing and missing != told:
                 what = "starting without them" if enough else f"waiting until {least} of {len(hosts)} hosts answer"
@@ -161,7 +161,7 @@ class _Supervisor:
             except ChildProcessError:
                 return
 
-    def _is_final(self, code: int, saved: int) -> bool:
+    def _must_not_restart(self, code: int, saved: int) -> bool:
         """Returns whether the command is not to be started again: after a signal to this process, wrong input,
         divergence, a stop on purpose (without --restart-on-stop), or a complete run. `saved` is the last saved step.
         """
@@ -176,14 +176,14 @@ class _Supervisor:
         --from-scratch, if a start has obeyed them already.
         """
         words = list(self._options.words)
-        if self._new or self._read_folder_traces() != self._before:
+        if self._new or self._read_folder_progress() != self._before:
             for option, values in _ONCE.items():
                 words = [word for word in words if not word.startswith(f"{option}=")]
                 while option in words:
                     del words[words.index(option) : words.index(option) + 1 + values]
         return words
 
-    def _read_folder_traces(self) -> tuple[set[str], int]:
+    def _read_folder_progress(self) -> tuple[set[str], int]:
         """Returns the names of earlier_N in the run's folder, and its last saved step. One of the two has changed if a
         start has moved files aside, as --from-scratch and --step ask for, or has saved a step.
         """

@@ -125,7 +125,7 @@ def pack_data(options: PackOptions) -> dict[str, Any]:
         earlier = run_on_first(lambda: _read_records(options.out))
         records = complete_shards(
             range(count),
-            lambda number: _find_whole_shard(options.out, plan["format"], number, earlier),
+            lambda number: _find_or_remove_shard(options.out, plan["format"], number, earlier),
             lambda missing: _make_shards(options, plan, files, missing),
         )
         return _write_index(options, plan, index, records)
@@ -207,7 +207,9 @@ def _read_records(out: Path) -> dict[int, dict[str, Any]]:
     return {}
 
 
-def _find_whole_shard(out: Path, kind: str, number: int, earlier: dict[int, dict[str, Any]]) -> dict[str, Any] | None:
+def _find_or_remove_shard(
+    out: Path, kind: str, number: int, earlier: dict[int, dict[str, Any]]
+) -> dict[str, Any] | None:
     """Returns the record of shard `number` if its file has the recorded size and hash. Otherwise removes the file, if
     there is one, and returns None. `earlier` are the records of a finished command.
     """

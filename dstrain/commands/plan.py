@@ -95,7 +95,7 @@ def describe_plan(case: Case, json: bool = False) -> tuple[str, bool]:
         *_describe_run(estimate),
         *_describe_device(estimate),
         *_describe_step(estimate),
-        *_describe_whole(estimate),
+        *_describe_whole_run(estimate),
         *_describe_fit(estimate),
     ]
     if not estimate.fits:
@@ -123,7 +123,7 @@ def describe_choices(case: Case, json: bool = False) -> tuple[str, bool]:
     ]
     if len(estimates) > _ROWS:
         lines.append(f"and {len(estimates) - _ROWS} more; --json prints all")
-    return "\n".join(lines + _warn_of_launches(estimates[0])), True
+    return "\n".join(lines + _list_launch_warnings(estimates[0])), True
 
 
 def _format_row(estimate: Estimate) -> str:
@@ -200,10 +200,10 @@ def _describe_step(estimate: Estimate) -> list[str]:
             f"  it takes {_format_seconds(time.total)}: computing {_format_seconds(time.compute)}, "
             f"links {_format_seconds(time.links)}"
         ]
-    return lines + [f"  {line}" for line in _warn_of_launches(estimate)]
+    return lines + [f"  {line}" for line in _list_launch_warnings(estimate)]
 
 
-def _warn_of_launches(estimate: Estimate) -> list[str]:
+def _list_launch_warnings(estimate: Estimate) -> list[str]:
     """Returns a list with one warning if the estimated time of a step is too short to be true, else []."""
     if estimate.time is None or estimate.time.total >= LAUNCHES:
         return []
@@ -213,7 +213,7 @@ def _warn_of_launches(estimate: Estimate) -> list[str]:
     ]
 
 
-def _describe_whole(estimate: Estimate) -> list[str]:
+def _describe_whole_run(estimate: Estimate) -> list[str]:
     run, time, figures = estimate.run, estimate.time, estimate.list_figures()
     checkpoint = f"checkpoint {_format_number(estimate.counts.checkpoint)}B"
     if time is None:

@@ -91,7 +91,7 @@ def probe_system(run: Run, system: System, source: Any, precision: str = "fp32")
     return remarks
 
 
-def require_holdable(name: str, system: System) -> None:
+def require_possible_size(name: str, system: System) -> None:
     """Raises ConfigError if the networks of a system are larger than any machine holds. Call it before a sample of
     their size is read.
     """

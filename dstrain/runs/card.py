@@ -127,7 +127,7 @@ def write_card(
         "This code was run on this folder when it was written, without dstrain. What it drew differs by "
         f"{errors['code']:.1e} (relative to the largest value) from what the trained network draws in dstrain "
         f"from the same noise; above {limit:.1e} the export would have been refused."
-        + f" The run's own pictures take {_describe_settings(run.samples, system, class_name)}."
+        + f" The run's own pictures take {_describe_sampling(run.samples, system, class_name)}."
         * ("images = pipeline" in code),
         "",
     ]
@@ -148,7 +148,7 @@ def write_card(
     (out / "README.md").write_text("\n".join(lines), encoding="utf-8")
 
 
-def _describe_settings(samples: Samples, system: System, class_name: str) -> str:
+def _describe_sampling(samples: Samples, system: System, class_name: str) -> str:
     """Describes, in the words of diffusers' pipelines, how a run draws. Gives the scheduler if diffusers has that of
     the run.
     """

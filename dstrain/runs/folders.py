@@ -43,9 +43,9 @@ from dstrain.recipe import (
 from dstrain.runs.lineage import (
     ANCESTORS,
     claim_checkpoints,
-    note_ancestors,
     require_own_checkpoints,
     require_own_link,
+    write_ancestors,
 )
 from dstrain.runs.resume import Resume
 from dstrain.systems import find_config_class
@@ -159,13 +159,13 @@ def prepare_start(run: Run, fingerprint: str, resume: Resume) -> None:
     with report_disk_errors(folder):
         if resume.from_scratch:
             _require_unread(checkpoints.glob("step_*"))
-            set_run_aside(folder)
+            move_run_aside(folder)
         if linked := checkpoints.is_symlink():
             claim_checkpoints(checkpoints)
             require_own_link(folder)
         earlier = owner.read_identity(folder)
         if not resume.from_scratch:
-            note_ancestors(folder, resume.allow_change)
+            write_ancestors(folder, resume.allow_change)
         if owner.identify_folder(folder).identity != earlier and earlier:
             (folder / "wandb_id").unlink(missing_ok=True)  # it came here with a copy of another run
         if linked:
@@ -242,11 +242,11 @@ def lock_folder(folder: Path, patience: float = 60.0, busy: str | None = None, v
     """
     get_phases().enter_phase(f"waiting for another command in {folder}, {patience:g} s at most")
     end = time.monotonic() + patience
-    file = _take_lock(folder)
+    file = _open_lock_file(folder)
     while True:
         holder = ""
         try:
-            with _pass_without_locks():
+            with _ignore_unsupported_locks():
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if os.fstat(file.fileno()).st_nlink:
                 with report_disk_errors(folder):
@@ -254,7 +254,7 @@ def lock_folder(folder: Path, patience: float = 60.0, busy: str | None = None, v
                     os.utime(file.fileno())  # when this command began, for tracking/report/state.py
                 return Claimed(folder, file)
             file.close()  # its last holder removed the folder, and with it this file
-            file = _take_lock(folder)
+            file = _open_lock_file(folder)
         except owner.Held as held:
             holder = f" ({held})"
         except BlockingIOError:
@@ -270,7 +270,7 @@ def lock_folder(folder: Path, patience: float = 60.0, busy: str | None = None, v
 
 
 @contextmanager
-def _pass_without_locks() -> Iterator[None]:
+def _ignore_unsupported_locks() -> Iterator[None]:
     """Ignores the block's OSError of a file system without locks. A BlockingIOError (another process has it) passes
     through.
     """
@@ -324,7 +324,7 @@ def share_claim(folder: Path) -> None:
     owner.adopt_claim(folder, claim)
 
 
-def _take_lock(folder: Path) -> IO[str]:
+def _open_lock_file(folder: Path) -> IO[str]:
     with report_disk_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
         if (folder / ".lock").is_symlink():
@@ -357,7 +357,7 @@ def write_run(run: Run, settings: dict[str, Any], fingerprint: str) -> None:
     with report_disk_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
         if _read_saved_file(folder) is None:
-            note_saved_step(folder, read_last_saved_step(folder))
+            write_saved_step(folder, read_last_saved_step(folder))
         for name, text in (
             ("run.yaml", dump_run(run)),
             ("data.txt", fingerprint + "\n"),
@@ -387,7 +387,7 @@ def make_folder(out: Path) -> Iterator[Path]:
         ) from None
 
 
-def require_steps(run: Run, step: int) -> None:
+def require_step_within_run(run: Run, step: int) -> None:
     """Raises ConfigError if `step`, at which the run stands, lies beyond the recipe's steps."""
     if step > run.steps:
         raise ConfigError(
@@ -422,12 +422,12 @@ def read_earlier_settings(folder: Path) -> dict[str, Any]:
     return settings if isinstance(settings, dict) else {}
 
 
-def note_saved_step(folder: Path, step: int) -> None:
+def write_saved_step(folder: Path, step: int) -> None:
     """Writes the newest saved step into the file `saved` of a run's folder."""
     atomic.write_file(folder / "saved", f"{step}\n", make=False)  # a run's folder that was taken away stays so
 
 
-def set_run_aside(folder: Path) -> None:
+def move_run_aside(folder: Path) -> None:
     """Moves all that an earlier run has written into earlier_N, so that beginning anew loses nothing. Other files stay.
     Raises OSError if something cannot be moved.
     """
@@ -441,7 +441,7 @@ def set_run_aside(folder: Path) -> None:
                 path.rename(earlier / path.name)
 
 
-def set_newer_aside(folder: Path, step: int) -> None:
+def move_newer_steps_aside(folder: Path, step: int) -> None:
     """Moves checkpoints and averages after `step` into earlier_N, the newest first, with a copy of metrics.jsonl. Then
     `step` is the last saved one. Raises ConfigError if another command reads one of them.
     """
@@ -463,7 +463,7 @@ def set_newer_aside(folder: Path, step: int) -> None:
         for path in sorted(newer, key=lambda path: int(path.name[5:].partition(".")[0]), reverse=True):
             (target := earlier / path.relative_to(folder)).parent.mkdir(parents=True, exist_ok=True)
             path.rename(target)
-        note_saved_step(folder, step)
+        write_saved_step(folder, step)
 
 
 def _require_unread(paths: Iterable[Path]) -> None:

@@ -34,7 +34,7 @@ def read_hosts(command: Sequence[str]) -> list[str]:
     return [line.split()[0] for line in lines if line.strip() and not line.lstrip().startswith("#")]
 
 
-def require_hosts(command: Sequence[str], least: int) -> None:
+def require_enough_hosts(command: Sequence[str], least: int) -> None:
     """Raises ConfigError if a command's hostfile names fewer hosts than `least`: a supervisor would wait for them for
     ever.
     """
@@ -44,7 +44,7 @@ def require_hosts(command: Sequence[str], least: int) -> None:
         )
 
 
-def find_missing(hosts: Sequence[str]) -> list[str]:
+def find_unreachable_hosts(hosts: Sequence[str]) -> list[str]:
     """Returns the hosts that ssh does not reach without a password, in their order. All are asked at once."""
     with ThreadPoolExecutor(max(len(hosts), 1)) as threads:
         return [host for host, answers in zip(hosts, threads.map(_can_reach, hosts)) if not answers]

@@ -66,7 +66,7 @@ def check_hosts(run: Run, settings: dict[str, Any], patience: float = 20.0) -> N
         probe.unlink()
         if problems:
             folders.remove_unused_folder(folder)
-    _end_all(problems)
+    _end_all_ranks(problems)
 
 
 def run_on_first(action: Callable[[], None]) -> None:
@@ -79,7 +79,7 @@ def run_on_first(action: Callable[[], None]) -> None:
             action()
         except ConfigError as error:
             problems = error.problems
-    _end_all(group.broadcast_from_first(problems))
+    _end_all_ranks(group.broadcast_from_first(problems))
 
 
 def require_own_folder(folder: Path, patience: float = 2.0) -> None:
@@ -111,7 +111,7 @@ def require_own_folder(folder: Path, patience: float = 2.0) -> None:
         raise NotSaved(f"{folder} {fault}")
 
 
-def has_lost(folder: Path) -> bool:
+def has_lost_folder(folder: Path) -> bool:
     """Returns whether a folder that this process has claimed is no longer its own. Looks every five seconds at most,
     and returns False in between.
     """
@@ -128,7 +128,7 @@ def has_lost(folder: Path) -> bool:
     return False
 
 
-def _end_all(problems: list[str]) -> None:
+def _end_all_ranks(problems: list[str]) -> None:
     """Ends all ranks if there are problems: rank 0 raises a ConfigError with the first 8 of them, the others exit with
     code 2, three seconds later. Does nothing if there are none.
     """

@@ -40,7 +40,7 @@ def require_own_checkpoints(folder: Path, step: int | None) -> None:
     )
 
 
-def note_ancestors(folder: Path, adopts: bool) -> None:
+def write_ancestors(folder: Path, adopts: bool) -> None:
     """Adds to .ancestors which other runs' checkpoints belong to a run: those of the run that its folder is a copy of;
     all that lie there if `adopts`, or if the folder has no identity yet. Call it before the folder gets its identity.
     Raises OSError if the file cannot be written.

@@ -18,7 +18,7 @@ from dstrain.distributed import group
 from dstrain.engine.checkpoint import read_weights
 from dstrain.recipe import ConfigError, Run, explain_write_errors, reword_errors
 from dstrain.runs import folders
-from dstrain.runs.weights import choose_kind, hold_while_choosing, require_whole
+from dstrain.runs.weights import choose_kind, hold_while_choosing, require_whole_checkpoint
 from dstrain.systems.base import System
 
 Guide = tuple[Path, float | str | None, int | None]  # a run; a decay or width of its EMA, or raw; a step
@@ -51,11 +51,11 @@ def _choose_checkpoint(folder: Path, step: int | None, ema: float | None) -> Pat
     if step is not None:
         own = store.folder / f"step_{step:08d}" if step in store.list_steps() else None
         if ema is not None and (made := find_reconstructed_folder(folder, ema, step, own)):
-            return require_whole(made)
+            return require_whole_checkpoint(made)
         if own is None:
             steps = ", ".join(map(str, store.list_steps())) or "none"
             raise ConfigError(f"--checkpoint {step}: {folder} holds no checkpoint of that step; it holds {steps}")
-        return require_whole(own)
+        return require_whole_checkpoint(own)
     newest = store.find_newest()
     if ema is not None and (made := find_reconstructed_folder(folder, ema, None, newest and newest[1])):
         if newest and newest[1].name != made.name and group.rank() == 0:
@@ -63,7 +63,7 @@ def _choose_checkpoint(folder: Path, step: int | None, ema: float | None) -> Pat
                 f"note: --ema {ema} is of {made.name}; dstrain reconstruct has made none of {newest[1].name}",
                 file=sys.stderr,
             )
-        return require_whole(made)
+        return require_whole_checkpoint(made)
     if newest is None and (steps := store.list_steps()):
         raise ConfigError(
             f"{folder}: none of its checkpoints ({', '.join(map(str, steps))}) is whole; see the reasons "
@@ -108,10 +108,10 @@ def load_networks(
     eval mode on a device (None: the rank's).
     """
     states = ((part, read_weights(checkpoint, part, kind)) for part, kind in kinds.items())
-    return place_networks(system, states, dtype, device or group.device())
+    return build_loaded_networks(system, states, dtype, device or group.device())
 
 
-def place_networks(
+def build_loaded_networks(
     system: System, states: Iterable[tuple[str, dict[str, Tensor]]], dtype: torch.dtype, device: torch.device
 ) -> dict[str, nn.Module]:
     """Builds the system's networks, loads `states`, pairs of a part and its state dict, into them, and returns them by

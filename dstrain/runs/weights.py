@@ -62,7 +62,7 @@ def fit_weights(path: Path, system: System, parts: Iterable[str] | None = None) 
                 raise ConfigError(f"init_from={path}: the run has no whole checkpoint; train it first, or name another")
             path = keep(newest[1])
     elif (path / "manifest.json").exists():
-        require_whole(path)
+        require_whole_checkpoint(path)
     notes: list[str] = []
     if (path / "manifest.json").exists() and list(path.glob("*-of-*.safetensors")):
         adapted, notes = _read_checkpoint(path, system, first, others)
@@ -258,7 +258,7 @@ def hold_while_choosing(candidates: Iterable[Path]) -> Iterator[Callable[[Path],
             hold.release()
 
 
-def require_whole(checkpoint: Path) -> Path:
+def require_whole_checkpoint(checkpoint: Path) -> Path:
     """Checks the hashes of a checkpoint's files, and returns its folder. Raises ConfigError if a file is damaged."""
     if fault := Store(checkpoint.parent, check=check_checkpoint).find_fault(int(checkpoint.name.removeprefix("step_"))):
         raise ConfigError(f"checkpoint {checkpoint} is damaged ({fault}): take another step")
@@ -307,7 +307,7 @@ def read_state(path: str | Path) -> dict[str, Tensor]:
         files = [path := path / f"{_MODEL}.bin"]
     for index in (path / name for name in _INDICES):
         if index.exists():
-            files = _read_index(index)
+            files = _list_indexed_files(index)
     if not files or not all(file.is_file() for file in files):
         absent = next((file for file in files if file.parent == path and not file.is_file()), path)
         raise ConfigError(f"weights: there is no file {absent} (.safetensors or .pt), nor a folder with *.safetensors")
@@ -349,7 +349,7 @@ def _is_mappable(path: Path) -> bool:
         return all(member.compress_type == zipfile.ZIP_STORED for member in archive.infolist())
 
 
-def _read_index(index: Path) -> list[Path]:
+def _list_indexed_files(index: Path) -> list[Path]:
     """Returns the paths of the files that the index of a folder of weights names. Raises ConfigError if it is
     damaged.
     """

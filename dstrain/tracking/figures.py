@@ -66,7 +66,7 @@ def plot_evaluation(path: str | os.PathLike, result: dict[str, Any]) -> None:
     """Writes a PNG of an evaluation, whole or not at all. It shows the curves by timestep and the similarities of
     embeddings; if there are neither, the means by quarter of the timesteps.
     """
-    panels = [_draw_bound, _draw_cumulative] if "vb" in result["curves"] else []
+    panels = [_draw_bound, _draw_cumulative_bound] if "vb" in result["curves"] else []
     others = set(result["curves"]) - {"vb"}
     panels += [_draw_errors if result["timesteps"] else _draw_columns] if others else []
     panels += [_draw_similarities] if _list_sampling_steps(result) else []
@@ -104,14 +104,14 @@ def _draw_panels(path: str | os.PathLike, headline: str, panels: list[Any], resu
 
 
 def _draw_bound(axes: Any, result: dict[str, Any]) -> None:
-    values = _fill_nan(result["curves"]["vb"])
+    values = _convert_none_to_nan(result["curves"]["vb"])
     _draw_curve(axes, result, values, color=_INK)
     _set_log_scale(axes, [values])
     axes.set(title="the bound by timestep", ylabel="vb of one timestep, bits/dim")
 
 
-def _draw_cumulative(axes: Any, result: dict[str, Any]) -> None:
-    values = list(accumulate(_fill_nan(result["curves"]["vb"])))
+def _draw_cumulative_bound(axes: Any, result: dict[str, Any]) -> None:
+    values = list(accumulate(_convert_none_to_nan(result["curves"]["vb"])))
     _draw_curve(axes, result, values, color=_INK)
     total, prior = result["figures"].get("total"), result["figures"].get("prior")
     if total is not None and prior is not None:
@@ -131,7 +131,7 @@ def _draw_cumulative(axes: Any, result: dict[str, Any]) -> None:
 
 def _draw_errors(axes: Any, result: dict[str, Any]) -> None:
     known = {"mse": "mse of eps", "x_start_mse": "mse of x_start"}
-    curves = {name: _fill_nan(values) for name, values in result["curves"].items() if name != "vb"}
+    curves = {name: _convert_none_to_nan(values) for name, values in result["curves"].items() if name != "vb"}
     for (name, values), color in zip(curves.items(), (_INK, _SECOND, "#3a7d44", "#7b4aa0", _FAINT)):
         _draw_curve(axes, result, values, color=color, label=known.get(name, name))
     _set_log_scale(axes, list(curves.values()))
@@ -144,14 +144,14 @@ def _draw_errors(axes: Any, result: dict[str, Any]) -> None:
 def _draw_columns(axes: Any, result: dict[str, Any]) -> None:
     """Draws curves that are not by timestep, such as the use of each token, from the largest value down."""
     for index, (name, values) in enumerate(result["curves"].items()):
-        values = sorted(_fill_nan(values), reverse=True)
+        values = sorted(_convert_none_to_nan(values), reverse=True)
         axes.plot(values, label=name, color=(_INK, _SECOND, _FAINT)[index % 3], **_choose_style(values))
     axes.set(title="by column", xlabel="rank of the column")
 
 
 def _draw_widths(axes: Any, result: dict[str, Any]) -> None:
     judge = result["judge"]
-    pairs = sorted(zip(result["widths"], _fill_nan(result["scores"][judge])))
+    pairs = sorted(zip(result["widths"], _convert_none_to_nan(result["scores"][judge])))
     axes.plot(*zip(*pairs), color=_INK, **_choose_style([value for _, value in pairs]))
     axes.set(
         title="averages chosen afterwards",
@@ -178,7 +178,7 @@ def _draw_similarities(axes: Any, result: dict[str, Any]) -> None:
     figures, steps = result["figures"], _list_sampling_steps(result)
     colors = {"image": _INK, "text": _SECOND, "other_text": "#3a7d44"}
     for kind, color in colors.items():
-        values = _fill_nan([figures.get(f"similarity/{count}/{kind}") for count in steps])
+        values = _convert_none_to_nan([figures.get(f"similarity/{count}/{kind}") for count in steps])
         if any(value == value for value in values):
             axes.plot(range(len(steps)), values, marker="o", markersize=5, color=color, label=kind.replace("_", " "))
     baseline = figures.get("similarity/text_image")
@@ -195,7 +195,9 @@ def _draw_similarities(axes: Any, result: dict[str, Any]) -> None:
 
 def _draw_quarters(axes: Any, result: dict[str, Any]) -> None:
     for index, (name, values) in enumerate(result["quarters"].items()):
-        axes.plot(range(4), _fill_nan(values), marker="o", label=name, color=(_INK, _SECOND, _FAINT)[index % 3])
+        axes.plot(
+            range(4), _convert_none_to_nan(values), marker="o", label=name, color=(_INK, _SECOND, _FAINT)[index % 3]
+        )
     axes.set(title="by quarter of the timesteps", xticks=range(4), xticklabels=["first", "second", "third", "last"])
 
 
@@ -223,7 +225,7 @@ def _set_log_scale(axes: Any, curves: list[list[float]]) -> None:
         axes.set_yscale("log")
 
 
-def _fill_nan(values: list[float | None]) -> list[float]:
+def _convert_none_to_nan(values: list[float | None]) -> list[float]:
     return [float("nan") if value is None else value for value in values]
 
 

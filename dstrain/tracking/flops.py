@@ -73,7 +73,7 @@ def count_step_flops(system: System, batch: int, step: int = 0, train_only: Sequ
     """
     with torch.random.fork_rng(devices=[]):
         samples = system.synthetic(_SAMPLES)
-    system, meta = _move_to_meta(system), torch.device("meta")
+    system, meta = _copy_to_meta(system), torch.device("meta")
     samples |= {"position": torch.arange(_SAMPLES), "step": torch.full((_SAMPLES,), step)}
     with torch.random.fork_rng(devices=[]), meta:
         networks = system.build_networks_on_meta()
@@ -126,7 +126,7 @@ def count_operation_flops(func: Any, args: tuple, kwargs: dict[str, Any], out: A
     return formula(*args, **kwargs, out_val=out) if formula is not None else 0
 
 
-def _move_to_meta(system: System) -> System:
+def _copy_to_meta(system: System) -> System:
     """Returns a copy of a system whose frozen networks have shapes and no values."""
     tensors = [tensor for network in system.frozen() for tensor in (*network.parameters(), *network.buffers())]
     memo = {id(tensor): torch.empty_like(tensor, device="meta") for tensor in tensors}

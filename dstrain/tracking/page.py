@@ -29,7 +29,7 @@ class Page:
         """Starts the writer after `done` steps, if a multiple of `every` has passed since the last page and no writer
         runs.
         """
-        if self._every and done // self._every > self._written // self._every and self._has_writer_ended():
+        if self._every and done // self._every > self._written // self._every and self._wait_for_writer():
             self._start_writer(done, niceness=19)
 
     def write_last(self, done: int, seconds: float) -> None:
@@ -42,17 +42,17 @@ class Page:
         if self._every and done > self._ended_at:
             self._ended_at = done
             get_phases().enter_phase("writing report.html")
-            if not self._has_writer_ended():
+            if not self._wait_for_writer():
                 os.killpg(self._starter.pid, signal.SIGKILL)
-                self._forget_writer()
+                self._close_writer()
             self._start_writer(done, niceness=0)
-            if not self._has_writer_ended(seconds):
+            if not self._wait_for_writer(seconds):
                 self._note(f"report.html is still being written after {seconds:g} s, which goes on beside the end")
 
     def _start_writer(self, done: int, niceness: int) -> None:
         self._written = done
         try:
-            self._errors = tempfile.TemporaryFile()  # noqa: SIM115 (closed in _forget_writer)
+            self._errors = tempfile.TemporaryFile()  # noqa: SIM115 (closed in _close_writer)
             root = str(Path(__file__).resolve().parents[2])  # a script may find dstrain by itself
             path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
             # In a session of its own: Ctrl-C in the terminal is for the training.
@@ -67,7 +67,7 @@ class Page:
         except OSError as error:
             self._note_fault(str(error))
 
-    def _has_writer_ended(self, seconds: float = 0.0) -> bool:
+    def _wait_for_writer(self, seconds: float = 0.0) -> bool:
         """Waits at most `seconds` for the writer, which keeps its output open until its end. Returns whether no writer
         runs any more; reports a fault of one that has ended.
         """
@@ -79,10 +79,10 @@ class Page:
             self._errors.seek(0)
             lines = self._errors.read().decode("utf-8", "replace").split("\n")
             self._note_fault(next((line.strip() for line in reversed(lines) if line.strip()), "its process was ended"))
-        self._forget_writer()
+        self._close_writer()
         return True
 
-    def _forget_writer(self) -> None:
+    def _close_writer(self) -> None:
         self._errors.close()
         self._starter.stdout.close()
         self._starter.wait()

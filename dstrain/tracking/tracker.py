@@ -220,7 +220,7 @@ class Tracker:
             self._note_write_error("metrics.jsonl", error)
         self.move_progress_bar(step)
 
-    def has_written(self, done: int) -> tuple[bool, bool, bool]:
+    def has_written_step(self, done: int) -> tuple[bool, bool, bool]:
         """Returns whether the pictures, the held-out figures and the metrics of step `done` are written already: three
         values, equal on all ranks.
         """
@@ -260,7 +260,7 @@ class Tracker:
         if self._first:
             self._page.write_last(done, min(60.0 if done == self._steps else _PATIENCE, self._patience))
 
-    def note_failure(self, text: str, page: bool) -> None:
+    def log_failure(self, text: str, page: bool) -> None:
         """Logs the error that ends the run; with `page`, writes report.html, which shows it."""
         self._faults.add("log.txt")  # it would be no news now that training goes on without it
         self.note(text)

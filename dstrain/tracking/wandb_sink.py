@@ -59,7 +59,7 @@ class WandbSink:
         mode = resolve_mode(track.wandb)
         if mode == "disabled":
             return
-        if mode == "online" and not has_key():
+        if mode == "online" and not has_api_key():
             note(f"wandb: offline, no API key was found; `wandb login`, then `{self._sync}` sends it")
             mode = "offline"
         os.environ.setdefault("WANDB_SILENT", "true")  # also read by wandb's own process
@@ -84,7 +84,7 @@ class WandbSink:
         except Exception as error:
             note(f"wandb: not used: {_shorten_error(error)}")
             return
-        self._thread = threading.Thread(target=self._work_off_queue, args=(mode,), name="wandb", daemon=True)
+        self._thread = threading.Thread(target=self._send_queued_entries, args=(mode,), name="wandb", daemon=True)
         self._thread.start()
 
     def log_values(self, values: dict[str, float], step: int) -> None:
@@ -145,7 +145,7 @@ class WandbSink:
         run.log(values, step=self._entries, commit=True)
         self._entries += 1
 
-    def _work_off_queue(self, mode: str) -> None:
+    def _send_queued_entries(self, mode: str) -> None:
         try:
             run = self._start_run(mode)
             self._entries = max(self._entries, run.step)  # of an online run that earlier versions began
@@ -204,7 +204,7 @@ class WandbSink:
 def resolve_mode(setting: str) -> str:
     """Returns online, offline or disabled: the quieter one of the recipe's setting and WANDB_MODE."""
     if setting == "auto":
-        setting = "online" if has_key() else "offline"
+        setting = "online" if has_api_key() else "offline"
     variable = os.environ.get("WANDB_MODE", "").strip().lower().replace("dryrun", "offline")
     modes = ("online", "offline", "disabled")  # the last is the quietest
     return max(setting, variable, key=modes.index) if variable in modes else setting
@@ -225,7 +225,7 @@ def find_base_url() -> str:
         return "https://api.wandb.ai"
 
 
-def has_key() -> bool:
+def has_api_key() -> bool:
     """Returns whether wandb would find an API key for its server without asking for one."""
     if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
         return True

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from dstrain import recipe, systems
 from dstrain.commands.exits import run_main
-from dstrain.commands.options.arguments import Parser, parse_positive
+from dstrain.commands.options.arguments import Parser, parse_positive_integer
 from dstrain.engine.blocks import HostMemory, prepare_blocks
 from dstrain.engine.planning.activations import count_flops, count_kept_bytes
 
@@ -99,7 +99,7 @@ def render_cost(cost: Cost, plain: Cost, batch: int) -> str:
 def main() -> None:
     parser = Parser(__doc__)
     parser.add_argument("recipes", nargs="*", metavar="RECIPE")
-    parser.add_argument("--batch", type=parse_positive, default=1)
+    parser.add_argument("--batch", type=parse_positive_integer, default=1)
     words = parser.parse_words()
     batch, names = words["batch"], words["recipes"] or list(LARGE)
     built = {name: system_of(name) for name in names}  # a wrong name is reported before the table begins

@@ -259,7 +259,7 @@ def test_a_resumed_run_keeps_its_precision(folder, monkeypatch):
     job = prepare_job(parse_options(TrainOptions, ["folder=run"]))
     folders.write_run(job.run, job.settings | {"bf16": {"enabled": False}}, "builtin:fashion")
     assert precision() == "bf16", "nothing is saved: there is no run to go on with"
-    folders.note_saved_step(job.run.directory, 300)
+    folders.write_saved_step(job.run.directory, 300)
     (job.run.directory / "checkpoints" / "step_00000300").mkdir(parents=True)
     assert precision() == "fp32" and precision("--from-scratch") == "bf16"
     (job.run.directory / "ds_config.json").write_text("[]")

@@ -43,7 +43,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 def prepare(wanted: Run, mark: str = MARK, from_scratch: bool = False) -> None:
     if from_scratch and wanted.directory.exists():
-        folders.set_run_aside(wanted.directory)
+        folders.move_run_aside(wanted.directory)
     folders.write_run(wanted, {"train_batch_size": 64}, mark)
 
 
@@ -53,7 +53,7 @@ def begun(tmp_path) -> Path:
     folder = tmp_path / "runs" / "a"
     prepare(run(folder))
     (folder / "checkpoints" / "step_00000100").mkdir(parents=True)
-    folders.note_saved_step(folder, 100)
+    folders.write_saved_step(folder, 100)
     return folder
 
 
@@ -109,8 +109,8 @@ def test_from_scratch_moves_what_is_a_runs_alone(begun):
     for name in strangers:
         (begun / name).parent.mkdir(parents=True, exist_ok=True)
         (begun / name).write_text(name)
-    folders.note_saved_step(begun, 3)
-    folders.set_run_aside(begun)
+    folders.write_saved_step(begun, 3)
+    folders.move_run_aside(begun)
     assert {*strangers, "earlier_1/run.yaml", "earlier_1/saved"} <= contents(begun).keys()
     assert not (begun / "run.yaml").exists()
 
@@ -137,7 +137,7 @@ def test_a_run_with_links_is_refused(begun, tmp_path, name):
     assert f"{name} is a link to {tmp_path / 'mine'}" in refusal(run(begun))
     with pytest.raises(ConfigError, match="is a link"):
         folders.read_recipe(begun)
-    folders.set_run_aside(begun)
+    folders.move_run_aside(begun)
     assert (tmp_path / "mine").read_text() == "mine"
 
 
@@ -253,7 +253,7 @@ def test_later_steps_on_another_disk_stay_there(linked, tmp_path, monkeypatch):
 
     monkeypatch.setattr(Path, "rename", rename_here)
     (linked / "checkpoints" / "step_00000050").mkdir()
-    folders.set_newer_aside(linked, 50)
+    folders.move_newer_steps_aside(linked, 50)
     assert [path.name for path in (tmp_path / "disk" / "a" / "earlier_1").iterdir()] == ["step_00000100"]
     assert (linked / "earlier_1" / "checkpoints" / "step_00000100").is_dir()
     assert folders.read_last_saved_step(linked) == 50
@@ -348,7 +348,7 @@ def test_nothing_trained_is_nothing_to_change(tmp_path):
 @pytest.mark.parametrize("left", [(), ("newest",), ("step_00000500.tmp",), ("step_00000500.gone.tmp",)])
 def test_saved_without_checkpoints(begun, left):
     """Oracle: `saved` says 500: what is left in checkpoints/ is no checkpoint, so a resume would begin at step 0."""
-    folders.note_saved_step(begun, 500)
+    folders.write_saved_step(begun, 500)
     assert folders.read_last_saved_step(begun) == 500
     (begun / "checkpoints" / "step_00000100").rmdir()
     for name in left:
@@ -458,7 +458,7 @@ def test_from_scratch_loses_nothing(begun):
     (begun / "earlier_7" / "run.yaml").write_text("old")
     kept: dict[str, bytes] = {"earlier_7/run.yaml": b"old"}
     for number in range(1, 4):
-        folders.note_saved_step(begun, number)
+        folders.write_saved_step(begun, number)
         before = {name: text for name, text in contents(begun).items() if not name.startswith("earlier_")}
         prepare(run(begun, f"seed={number}"), from_scratch=True)
         now = contents(begun)
@@ -502,11 +502,11 @@ def test_later_steps_are_moved_aside(begun):
     ]
     for name in later + kept:
         (begun / name).mkdir(parents=True, exist_ok=True)
-    folders.set_newer_aside(begun, 50)
+    folders.move_newer_steps_aside(begun, 50)
     assert all((begun / "earlier_1" / name).is_dir() and not (begun / name).exists() for name in later)
     assert all((begun / name).is_dir() for name in kept) and (begun / "saved").read_text() == "50\n"
     before = sorted(begun.rglob("*"))
-    folders.set_newer_aside(begun, 50)
+    folders.move_newer_steps_aside(begun, 50)
     assert sorted(begun.rglob("*")) == before
 
 
@@ -613,7 +613,7 @@ def test_state_reaches_the_disk(tmp_path, events):
     for new in (True, False):
         events.clear()
         prepare(run(tmp_path / "a"))
-        folders.note_saved_step(tmp_path / "a", 3)
+        folders.write_saved_step(tmp_path / "a", 3)
         names = [name for kind, name in events if kind == "rename"]
         assert names == [*["saved"] * new, "run.yaml", "data.txt", "ds_config.json", "saved"]
         names = names[new:]  # the first `saved`, of no step, is replaced by the second

@@ -22,7 +22,7 @@ def start(folder: Path, *steps: int, **flags: bool) -> None:
         for step in steps:
             store = Store(folder / "checkpoints", keep=9)
             assert store.save(step, lambda path: (path / "weights").write_text(f"{folder.name} {step}") and None)
-            folders.note_saved_step(folder, step)
+            folders.write_saved_step(folder, step)
 
 
 def checkpoint(folder: Path, step: int) -> Path:

@@ -54,7 +54,7 @@ def test_a_waiting_command_checks_again(tmp_path):
                 time.sleep(0.05)
             folders.write_run(job.run, job.settings, "data")
             (folder / "checkpoints" / "step_00000002").mkdir(parents=True)
-            folders.note_saved_step(folder, 2)
+            folders.write_saved_step(folder, 2)
             (folder / "metrics.jsonl").write_text('{"step": 2, "loss": 1.0}\n')
             before = contents(folder)
         except BaseException:

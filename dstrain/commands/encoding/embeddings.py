@@ -78,12 +78,12 @@ def embed_pairs(options: EncodeOptions) -> dict[str, Any]:
     if group.rank() == 0:
         print(f"data: {options.data}: {source.describe()}", flush=True)
         get_phases().print_lines(*describe_cut_captions(source, encoders.text))
-    plan = _list_byte_settings(options, encoders, source) | ({"upright": True} if upright else {})
+    plan = _describe_embedding(options, encoders, source) | ({"upright": True} if upright else {})
     count = -(-plan["pairs"] // options.shard_size)
     with claim_folder(options.out, "embeds", lambda: _prepare_folder(options, plan)):
         notes = complete_shards(
             range(count),
-            lambda number: _read_whole_note(options.out, number),
+            lambda number: _read_record_if_whole(options.out, number),
             lambda missing: _make_shards(options, encoders, source, missing),
         )
         bad = dict(entry for note in notes.values() for entry in note["unreadable"])
@@ -94,7 +94,7 @@ def embed_pairs(options: EncodeOptions) -> dict[str, Any]:
     return plan
 
 
-def _list_byte_settings(options: EncodeOptions, encoders: Encoders, source: Source) -> dict[str, Any]:
+def _describe_embedding(options: EncodeOptions, encoders: Encoders, source: Source) -> dict[str, Any]:
     """Returns the content of pairs.json before anything is embedded: all settings and fingerprints on which the bytes
     of the folder depend.
     """
@@ -144,17 +144,17 @@ def _prepare_folder(options: EncodeOptions, plan: dict[str, Any]) -> str | None:
     return None
 
 
-def _read_whole_note(out: Path, number: int) -> dict[str, Any] | None:
+def _read_record_if_whole(out: Path, number: int) -> dict[str, Any] | None:
     """Returns what done/shard_N.json says of a shard, or None unless all files of the shard have the hashes in it."""
     try:
-        note = json.loads(_name_note(out, number).read_text(encoding="utf-8"))
+        note = json.loads(_name_shard_record(out, number).read_text(encoding="utf-8"))
         whole = all(_hash_bytes((out / name).read_bytes()) == digest for name, digest in note["files"].items())
         return note if whole and isinstance(note["unreadable"], list) else None
     except (OSError, ValueError, AttributeError, KeyError, TypeError):
         return None
 
 
-def _name_note(out: Path, number: int) -> Path:
+def _name_shard_record(out: Path, number: int) -> Path:
     return out / "done" / f"shard_{number:05d}.json"
 
 
@@ -173,7 +173,7 @@ def _make_shards(
     mine, total = missing[group.rank() :: group.world()], len(source)
     with Bar("encoding", total=count_samples(mine, options.shard_size, total), unit="pair") as bar:
         for number in mine:
-            _name_note(options.out, number).unlink(missing_ok=True)
+            _name_shard_record(options.out, number).unlink(missing_ok=True)
             parts: list[dict[str, Any]] = []
             unreadable: set[tuple[str, str]] = set()
             stop = min((number + 1) * options.shard_size, total)
@@ -229,7 +229,7 @@ def _write_shard(out: Path, number: int, parts: list[dict[str, Any]], bad: list[
                 data = buffer.getvalue()
             atomic.write_file(out / path, data)
             note["files"][path] = _hash_bytes(data)
-        atomic.write_file(_name_note(out, number), json.dumps(note, indent=1) + "\n")
+        atomic.write_file(_name_shard_record(out, number), json.dumps(note, indent=1) + "\n")
     return note
 
 

@@ -47,26 +47,26 @@ def make_plan(options: EncodeOptions) -> Plan:
         stage = first_stage.open_diffusers(options.first_stage, options.image_size, options.precision)
     if options.crops is None and options.crop != "random":
         raise ConfigError(f"--crop {options.crop}: say how many of each image, such as --crops 4")
-    if _is_of_videos(stage) and options.crops is not None:
+    if _encodes_videos(stage) and options.crops is not None:
         raise ConfigError("--crops is for images, and videos are cut at their centre: leave it out")
-    for name in () if _is_of_videos(stage) else ("clips", "captions"):
+    for name in () if _encodes_videos(stage) else ("clips", "captions"):
         if getattr(options, name) is not None:
             raise ConfigError(
                 f"--{name} is for videos, and {stage.name} encodes images: leave it out, or name a run "
                 "that learned from videos"
             )
-    if _is_of_videos(stage) and options.num_captions is not None:
+    if _encodes_videos(stage) and options.num_captions is not None:
         raise ConfigError("--num-captions is for images, and each video has one caption: leave it out")
-    options = replace(options, upright=_is_upright(options, stage))
-    texts = _open_texts(options)
-    return Plan(stage, texts, *_describe_encoding(options, stage, texts))
+    options = replace(options, upright=_turns_upright(options, stage))
+    texts = _open_text_encoder(options)
+    return Plan(stage, texts, *_open_source_and_describe_encoding(options, stage, texts))
 
 
-def _is_of_videos(stage: FirstStage) -> bool:
+def _encodes_videos(stage: FirstStage) -> bool:
     return stage.data is not None and stage.data.num_frames is not None
 
 
-def _is_upright(options: EncodeOptions, stage: FirstStage) -> bool:
+def _turns_upright(options: EncodeOptions, stage: FirstStage) -> bool:
     """Returns whether pictures are turned as their EXIF orientation says. This is so if the options, the run and the
     encoding that the folder already holds all say so.
     """
@@ -77,7 +77,7 @@ def _is_upright(options: EncodeOptions, stage: FirstStage) -> bool:
     return options.upright and not older and (stage.data is None or stage.data.upright)
 
 
-def _open_texts(options: EncodeOptions) -> TextEncoder | None:
+def _open_text_encoder(options: EncodeOptions) -> TextEncoder | None:
     if options.text_encoder is None:
         if options.max_text_len is not None:
             raise ConfigError("--max-text-len counts the tokens of --text-encoder: name one, or leave it out")
@@ -86,7 +86,7 @@ def _open_texts(options: EncodeOptions) -> TextEncoder | None:
         return open_text_encoder(options.text_encoder, options.max_text_len).to(group.device())
 
 
-def _describe_encoding(
+def _open_source_and_describe_encoding(
     options: EncodeOptions, stage: FirstStage, texts: TextEncoder | None
 ) -> tuple[Source, dict[str, Any]]:
     """Opens the source, encodes one sample of it to learn the shapes, and returns the source and the encoding."""
@@ -105,7 +105,7 @@ def _describe_encoding(
         "shape": list(probe.shape[1:] if tokens else probe.shape[2:]),
         "dtype": "int32" if tokens else options.dtype,
         "number": len(source),
-        "flips": 2 if options.flip and not _is_of_videos(stage) else 1,
+        "flips": 2 if options.flip and not _encodes_videos(stage) else 1,
         "image_size": size,
         "channels": stage.channels,
         "shard_size": options.shard_size,
@@ -127,7 +127,7 @@ def _describe_encoding(
         "shape": [texts.max_length, texts.encodings_dim],
         "dtype": options.dtype,
     }
-    if stage.data is not None and _is_of_videos(stage):
+    if stage.data is not None and _encodes_videos(stage):
         encoding |= {
             "num_frames": stage.data.num_frames,
             "frame_stride": stage.data.frame_stride,
@@ -176,7 +176,7 @@ def _open_source(options: EncodeOptions, stage: FirstStage) -> tuple[Source, int
             "data.crop=": "--crop ",
         }
     ):
-        if run_data is not None and _is_of_videos(stage):
+        if run_data is not None and _encodes_videos(stage):
             return _open_clips(options, run_data, path, share, held_out_path), size
         return _open_images(options, stage, path, size, share, held_out_path), size
 

@@ -59,9 +59,9 @@ def measure_quality(options: EvaluateOptions) -> tuple[Path | None, dict[str, An
         images, facts = _open_measured_data(options, run)
         assert isinstance(images, Stories)
         with use_precision(options.precision), reword_errors(options=OPTIONS):
-            values = clips.score_scenes(images.sum_stories(networks["scenes"]))
+            values = clips.score_scenes(images.sum_story_scores(networks["scenes"]))
     else:
-        _require_enough(options)
+        _require_enough_samples(options)
         networks = table.choose_networks(options.metrics or (), options.features)
         images, facts = _open_measured_data(options, run)
         compared = _open_reference(options, run, networks)
@@ -82,8 +82,8 @@ def measure_quality(options: EvaluateOptions) -> tuple[Path | None, dict[str, An
         "samples": len(images),
         "samples_of_split": len(images),
         "num_steps": options.num_steps,
-        "figures": {name: keep_finite(value) for name, (value, _) in values.items()},
-        "standard_errors": {name: keep_finite(error) for name, (_, error) in values.items()},
+        "figures": {name: replace_nonfinite_by_none(value) for name, (value, _) in values.items()},
+        "standard_errors": {name: replace_nonfinite_by_none(error) for name, (_, error) in values.items()},
         "curves": {},
         "timesteps": None,
         "quarters": {},
@@ -103,12 +103,12 @@ def require_measurable(options: EvaluateOptions) -> None:
     """Checks, without drawing, that a run can be measured by the metrics of the options. Raises ConfigError if a
     network or the reference is absent or does not serve the metrics, or if too few images are asked for.
     """
-    _require_enough(options)
+    _require_enough_samples(options)
     networks = table.choose_networks(options.metrics or (), options.features)
     _open_reference(options, trained.read_recipe(options.run_folder), networks)
 
 
-def _require_enough(options: EvaluateOptions) -> None:
+def _require_enough_samples(options: EvaluateOptions) -> None:
     if options.num is not None:
         table.require_enough(options.num, f"--num-samples {options.num}: ")
 
@@ -124,7 +124,7 @@ def write_reference(options: EvaluateOptions) -> str:
     if path.suffix != ".npz":
         raise ConfigError(f"--write-reference {path}: name a file that ends in .npz")
     require_replaceable(path, "--write-reference", reference.is_written_here)
-    _require_enough(options)
+    _require_enough_samples(options)
     trained.require_writable(path.parent, "--write-reference")
     metrics = options.metrics or ()
     networks = table.choose_networks(metrics, options.features)
@@ -132,7 +132,7 @@ def write_reference(options: EvaluateOptions) -> str:
     if not networks:
         raise ConfigError(f"--metrics {','.join(metrics)}: these compare with no reference; name fid, say")
     if options.images is None:
-        images = _open_own_data(options, trained.read_recipe(options.run_folder))
+        images = _open_data_of_run(options, trained.read_recipe(options.run_folder))
     else:
         images = open_set(options.images, "--images")
     statistics = _collect_statistics(options, images, networks, compared=True)
@@ -206,7 +206,7 @@ def _open_low_res(options: EvaluateOptions, run: Run) -> Source:
     return Spread(train if unseen is None else unseen, options.num)
 
 
-def _open_own_data(options: EvaluateOptions, run: Run) -> Images:
+def _open_data_of_run(options: EvaluateOptions, run: Run) -> Images:
     """Opens the images of a split of the run's data, cropped as in training, but never mirrored. Raises ConfigError if
     the run has no such split.
     """
@@ -236,7 +236,7 @@ def _open_reference(options: EvaluateOptions, run: Run | None, networks: dict[st
         return open_recipe_reference(run.samples.reference, run.data, networks, options.kept or KEPT)
     if run is None:
         raise ConfigError("--images A: name what it is compared with, --against B or --reference FILE")
-    return Compared({}, _open_own_data(options, run), networks, f"{run.data.path}, {options.split or 'train'}")
+    return Compared({}, _open_data_of_run(options, run), networks, f"{run.data.path}, {options.split or 'train'}")
 
 
 def _collect_statistics(
@@ -259,7 +259,7 @@ def _collect_statistics(
         )
 
 
-def keep_finite(value: float | None) -> float | None:
+def replace_nonfinite_by_none(value: float | None) -> float | None:
     """Returns the value, or None if it is None or not finite, since JSON has no NaN."""
     return None if value is None or not math.isfinite(value) else value
 

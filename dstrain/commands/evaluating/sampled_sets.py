@@ -60,7 +60,11 @@ class Drawn(Images):
         for begin in range(0, self.num, share):
             count = min(share, self.num - begin)
             prompts = self.prompts and [self.prompts[(begin + i) % len(self.prompts)] for i in range(count)]
-            start = {"labels": options.labels} if self.source is None else self._make_low_res(self.source, begin, count)
+            start = (
+                {"labels": options.labels}
+                if self.source is None
+                else self._read_images_to_enlarge(self.source, begin, count)
+            )
             request, captions = make_request(
                 self.samples,
                 self.system,
@@ -77,7 +81,7 @@ class Drawn(Images):
                     batch.images = batch.images[:, 0]
                 yield batch
 
-    def _make_low_res(self, source: Source, begin: int, count: int) -> dict[str, Any]:
+    def _read_images_to_enlarge(self, source: Source, begin: int, count: int) -> dict[str, Any]:
         images, _ = source.read_batch(torch.arange(begin, begin + count))
         labels = tuple(images["label"].tolist()) if "label" in self.system.conditions(1) else None
         return {"images": images["image"], "labels": labels}
@@ -111,7 +115,7 @@ class Stories(Drawn):
             )
 
     @torch.no_grad()
-    def sum_stories(self, network: Features) -> torch.Tensor:
+    def sum_story_scores(self, network: Features) -> torch.Tensor:
         """Draws all stories, and returns the sums of their scores over all ranks, float64 (6, scenes), see
         metrics/clips.py.
         """

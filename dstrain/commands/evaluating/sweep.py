@@ -14,7 +14,7 @@ import torch
 
 from dstrain import systems
 from dstrain.checkpoint.layout import RECONSTRUCTED
-from dstrain.commands.evaluating.quality import keep_finite, measure_quality, require_measurable
+from dstrain.commands.evaluating.quality import measure_quality, replace_nonfinite_by_none, require_measurable
 from dstrain.commands.evaluating.results import publish_result
 from dstrain.commands.options.evaluate import EvaluateOptions
 from dstrain.data.batches import iterate_held_out
@@ -98,7 +98,7 @@ def _publish_scores(
     """Prints and writes the scores of all widths, with the best width by the score `judge`. Returns the path of the
     JSON file, and its content.
     """
-    columns = {name: [keep_finite(one[name]) for one in scores] for name in scores[0]}
+    columns = {name: [replace_nonfinite_by_none(one[name]) for one in scores] for name in scores[0]}
     finite = [(value, width) for width, value in zip(widths, columns[judge]) if value is not None]
     best = (max if judge in HIGHER else min)(finite, key=itemgetter(0))[1] if finite else None
     result = {**facts, "judge": judge, "widths": list(widths), "scores": columns, "best": best}

@@ -44,21 +44,21 @@ class Parser(argparse.ArgumentParser):
         return words
 
 
-def parse_positive(text: str) -> int:
+def parse_positive_integer(text: str) -> int:
     """Parses a count: an integer above 0."""
     if not text.isdigit() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
     return int(text)
 
 
-def parse_count(text: str) -> int:
+def parse_nonnegative_integer(text: str) -> int:
     """Parses an integer from 0 on."""
     if not text.isdigit():
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 0 on")
     return int(text)
 
 
-def parse_scale(text: str) -> float:
+def parse_nonnegative_number(text: str) -> float:
     """Parses a finite number from 0 on."""
     try:
         value = float(text)
@@ -71,7 +71,7 @@ def parse_scale(text: str) -> float:
 
 def parse_fraction_below_1(text: str) -> float:
     """Parses a fraction from 0 on and below 1."""
-    value = parse_scale(text)
+    value = parse_nonnegative_number(text)
     if value >= 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a fraction below 1")
     return value
@@ -87,7 +87,7 @@ def parse_part(text: str) -> tuple[int, int]:
 
 def parse_widths(text: str) -> tuple[float, ...]:
     """Parses relative widths of averages, such as 0.05,0.10, without repetitions. A width lies from 0.001 to WIDEST."""
-    values = tuple(dict.fromkeys(parse_scale(word.strip()) for word in text.split(",")))
+    values = tuple(dict.fromkeys(parse_nonnegative_number(word.strip()) for word in text.split(",")))
     if not all(0.001 <= value <= WIDEST for value in values):
         raise argparse.ArgumentTypeError(f"{text!r}: a width lies from 0.001 to {WIDEST}, such as 0.05,0.10,0.15")
     return values
@@ -95,7 +95,7 @@ def parse_widths(text: str) -> tuple[float, ...]:
 
 def parse_fraction(text: str) -> float:
     """Parses a fraction from 0 to 1."""
-    value = parse_scale(text)
+    value = parse_nonnegative_number(text)
     if value > 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a fraction from 0 to 1")
     return value
@@ -103,7 +103,7 @@ def parse_fraction(text: str) -> float:
 
 def parse_interval(text: str) -> tuple[float, float]:
     """Parses two numbers from 0 on, the lower first, such as 0.2,1.6."""
-    values = tuple(map(parse_scale, text.split(",")))
+    values = tuple(map(parse_nonnegative_number, text.split(",")))
     if len(values) != 2 or values[0] > values[1]:
         raise argparse.ArgumentTypeError(f"{text!r} is not LO,HI, such as 0.2,1.6")
     return values
@@ -116,7 +116,7 @@ def parse_guide(text: str) -> tuple[Path, float | str | None, int | None]:
     run, colon, name = (text, "", "") if Path(text).is_dir() else text.rpartition(":")
     run, weights = (run, name if name == "raw" else parse_fraction_below_1(name)) if colon else (text, None)
     folder, at, step = (run, "", "") if Path(run).is_dir() else run.rpartition("@")
-    return (Path(folder), weights, parse_count(step)) if at else (Path(run), weights, None)
+    return (Path(folder), weights, parse_nonnegative_integer(step)) if at else (Path(run), weights, None)
 
 
 def parse_window(text: str) -> tuple[int, int, int]:
@@ -138,12 +138,12 @@ def parse_size(text: str) -> tuple[int, int]:
     sides = text.lower().split("x")
     if len(sides) != 2:
         raise argparse.ArgumentTypeError(f"{text} is not WIDTHxHEIGHT in pixels, such as 320x192")
-    return parse_positive(sides[0]), parse_positive(sides[1])
+    return parse_positive_integer(sides[0]), parse_positive_integer(sides[1])
 
 
 def parse_labels(text: str) -> tuple[int, ...]:
     """Parses class numbers, such as 3,5,5."""
-    return tuple(parse_count(word.strip()) for word in text.split(","))
+    return tuple(parse_nonnegative_integer(word.strip()) for word in text.split(","))
 
 
 def make_words_parser(*known: str) -> Callable[[str], tuple[str, ...]]:
@@ -196,4 +196,4 @@ def parse_file_size(text: str) -> int:
 def parse_binary_size(text: str) -> int:
     """Parses a number of bytes with K, M or G for powers of 1024, such as 256M, which is 256 x 2^20."""
     factor = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}.get(text[-1:].upper())
-    return parse_positive(text[:-1] if factor else text) * (factor or 1)
+    return parse_positive_integer(text[:-1] if factor else text) * (factor or 1)

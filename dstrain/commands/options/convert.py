@@ -4,7 +4,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import ClassVar
 
-from dstrain.commands.options.arguments import parse_fraction_below_1, parse_positive
+from dstrain.commands.options.arguments import parse_fraction_below_1, parse_positive_integer
 from dstrain.commands.options.command import Command, argument, option
 from dstrain.recipe import ConfigError
 
@@ -49,7 +49,7 @@ class ConvertOptions(Command):
         heading=_LATENTS,
     )
     image_size: int | None = option(
-        None, "pixels, where the first stage cannot be read", parse_positive, metavar="N", heading=_LATENTS
+        None, "pixels, where the first stage cannot be read", parse_positive_integer, metavar="N", heading=_LATENTS
     )
     latent_scale: float | None = option(
         None,
@@ -67,7 +67,7 @@ class ConvertOptions(Command):
     dtype: str = option(
         "float16", "float16 or float32", metavar="NAME", choices=("float16", "float32"), heading=_LATENTS
     )
-    shard_size: int = option(4096, "samples of a file", parse_positive, metavar="N", heading=_LATENTS)
+    shard_size: int = option(4096, "samples of a file", parse_positive_integer, metavar="N", heading=_LATENTS)
     max_bad_fraction: float = option(
         0.01, "unreadable files that are replaced before it ends", parse_fraction_below_1, metavar="F", heading=_LATENTS
     )

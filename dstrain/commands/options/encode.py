@@ -4,7 +4,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import ClassVar
 
-from dstrain.commands.options.arguments import parse_fraction_below_1, parse_part, parse_positive
+from dstrain.commands.options.arguments import parse_fraction_below_1, parse_part, parse_positive_integer
 from dstrain.commands.options.command import argument, option
 from dstrain.commands.options.shared import PRECISIONS, Precision, Weights
 from dstrain.recipe import ConfigError
@@ -70,7 +70,7 @@ class EncodeOptions(Weights):
     clips: int | None = option(
         None,
         "of videos: so many windows of each, evenly spaced (one, of the middle)",
-        parse_positive,
+        parse_positive_integer,
         metavar="N",
         heading=_CAPTIONS,
     )
@@ -78,13 +78,13 @@ class EncodeOptions(Weights):
         None,
         "of images with X.txt: keep at most so many captions (lines) of each, of which a step draws one (none, or 1 "
         "with --text-encoder)",
-        parse_positive,
+        parse_positive_integer,
         metavar="N",
         heading=_CAPTIONS,
     )
-    image_size: int | None = option(None, "pixels (the run's)", parse_positive, metavar="N")
-    batch: int = option(32, "images or clips of one call of the first stage", parse_positive, metavar="N")
-    shard_size: int = option(4096, "samples of a file", parse_positive, metavar="N")
+    image_size: int | None = option(None, "pixels (the run's)", parse_positive_integer, metavar="N")
+    batch: int = option(32, "images or clips of one call of the first stage", parse_positive_integer, metavar="N")
+    shard_size: int = option(4096, "samples of a file", parse_positive_integer, metavar="N")
     dtype: str = option(
         "float16",
         "of latents and texts: float16 or float32",
@@ -94,7 +94,7 @@ class EncodeOptions(Weights):
     crops: int | None = option(
         None,
         "of images: so many random crops of each, of which a step takes one (the centre)",
-        parse_positive,
+        parse_positive_integer,
         metavar="N",
     )
     crop: str = option(
@@ -120,7 +120,7 @@ class EncodeOptions(Weights):
         heading=_CAPTIONS,
     )
     max_text_len: int | None = option(
-        None, "text tokens (what the encoder takes)", parse_positive, metavar="N", heading=_CAPTIONS
+        None, "text tokens (what the encoder takes)", parse_positive_integer, metavar="N", heading=_CAPTIONS
     )
     part: tuple[int, int] | None = option(
         None,

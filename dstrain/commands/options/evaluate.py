@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import ClassVar
 
 from dstrain.commands.options.arguments import (
-    parse_count,
     parse_labels,
-    parse_positive,
+    parse_nonnegative_integer,
+    parse_positive_integer,
     read_nonempty_lines,
     split_words,
 )
@@ -58,7 +58,7 @@ class EvaluateOptions(Weights, Sampling):
     num: int | None = option(
         None,
         "as many samples, evenly spaced over the split (all); with --metrics: to draw (50000)",
-        parse_positive,
+        parse_positive_integer,
         name="num-samples",
         metavar="N",
     )
@@ -66,12 +66,12 @@ class EvaluateOptions(Weights, Sampling):
         None,
         "evenly spaced timesteps, a shortened chain with a looser bound (the whole chain); with --metrics: network "
         "evaluations for each picture (the run's samples.num_steps)",
-        parse_positive,
+        parse_positive_integer,
         name="steps",
         metavar="N",
     )
     batch: int = option(
-        32, "images of one rank at a time; changes figures by rounding alone", parse_positive, metavar="N"
+        32, "images of one rank at a time; changes figures by rounding alone", parse_positive_integer, metavar="N"
     )
     precision: Precision = option(
         "fp32",
@@ -121,7 +121,7 @@ class EvaluateOptions(Weights, Sampling):
     kept: int | None = option(
         None,
         "features of each set that kid, pr and dc compare (10000)",
-        parse_positive,
+        parse_positive_integer,
         metavar="N",
         heading=_PICTURES,
     )
@@ -131,16 +131,18 @@ class EvaluateOptions(Weights, Sampling):
     prompts: tuple[str, ...] | None = option(
         None, "texts, one a line, repeated", read_nonempty_lines, metavar="FILE", heading=_DRAWN
     )
-    seed: int | None = option(None, "picture i is a function of S + i (0)", parse_count, metavar="S", heading=_DRAWN)
+    seed: int | None = option(
+        None, "picture i is a function of S + i (0)", parse_nonnegative_integer, metavar="S", heading=_DRAWN
+    )
     prime_frames: int | None = option(
-        None, "that a scene takes over from the one before (1)", parse_positive, metavar="K", heading=_DRAWN
+        None, "that a scene takes over from the one before (1)", parse_positive_integer, metavar="K", heading=_DRAWN
     )
 
     def check_options(self) -> None:
         if self.folder is None and self.images is None:
             raise ConfigError("name the folder of a run, for example: dstrain evaluate runs/dit-small")
         if self.metrics is None:
-            for name in self._list_given(_METRICS):
+            for name in self._list_given_options(_METRICS):
                 raise ConfigError(f"{_spell_option(name)} is for metrics: name some, as --metrics fid")
             return
         if self.data is not None:
@@ -149,8 +151,8 @@ class EvaluateOptions(Weights, Sampling):
             raise ConfigError("--metrics measures what a run draws or --images A: name one of the two")
         if self.against is not None and (self.reference is not None or self.images is None):
             raise ConfigError("--against B goes with --images A, and is another word for --reference: give one")
-        self._refuse_unused()
-        self._refuse_beside_scenes(self.metrics)
+        self._refuse_unused_options()
+        self._refuse_options_beside_scenes(self.metrics)
 
     @property
     def run_folder(self) -> Path:
@@ -158,25 +160,25 @@ class EvaluateOptions(Weights, Sampling):
         assert self.folder is not None
         return self.folder
 
-    def _list_given(self, names: Iterable[str]) -> list[str]:
+    def _list_given_options(self, names: Iterable[str]) -> list[str]:
         """Lists those of the options' `names` that were typed."""
         found = ((name, getattr(self, name)) for name in names)
         return [name for name, value in found if value is not None and value is not False and value != ()]
 
-    def _refuse_unused(self) -> None:
+    def _refuse_unused_options(self) -> None:
         for present, unused in (
             ("images", (*_DRAWING, "split", "num")),
             ("write_reference", (*_DRAWING, "reference", "against", "out")),
             ("reference", ("split",)),
         ):
-            for name in self._list_given(unused) if self._list_given([present]) else ():
+            for name in self._list_given_options(unused) if self._list_given_options([present]) else ():
                 raise ConfigError(
                     f"{_spell_option(name)} changes nothing beside {_spell_option(present)}: leave it out"
                 )
         if self.precision != "fp32" and (self.images or self.write_reference):
             raise ConfigError(f"--precision {self.precision} is of a run that draws: leave it out")
 
-    def _refuse_beside_scenes(self, metrics: tuple[str, ...]) -> None:
+    def _refuse_options_beside_scenes(self, metrics: tuple[str, ...]) -> None:
         if "scenes" not in metrics:
             if self.prime_frames is not None:
                 raise ConfigError("--prime-frames is of --metrics scenes: leave it out")
@@ -187,7 +189,7 @@ class EvaluateOptions(Weights, Sampling):
                 "alone"
             )
         unused = ("images", "write_reference", "reference", "split", "features", "kept", "labels", "prompts")
-        for name in self._list_given(unused):
+        for name in self._list_given_options(unused):
             raise ConfigError(
                 f"{_spell_option(name)} changes nothing beside --metrics scenes, which tells its own stories by a run: "
                 "leave it out"

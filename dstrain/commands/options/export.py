@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
-from dstrain.commands.options.arguments import parse_positive
+from dstrain.commands.options.arguments import parse_positive_integer
 from dstrain.commands.options.command import argument, option
 from dstrain.commands.options.shared import Weights
 
@@ -49,5 +49,9 @@ class ExportOptions(Weights):
         metavar="DIR",
     )
     num: int = option(
-        1000, "samples to measure over, in the order of training", parse_positive, name="num-samples", metavar="N"
+        1000,
+        "samples to measure over, in the order of training",
+        parse_positive_integer,
+        name="num-samples",
+        metavar="N",
     )

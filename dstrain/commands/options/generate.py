@@ -6,9 +6,9 @@ from typing import ClassVar
 
 from dstrain.commands.options.arguments import (
     make_words_parser,
-    parse_count,
     parse_labels,
-    parse_positive,
+    parse_nonnegative_integer,
+    parse_positive_integer,
     parse_size,
     read_nonempty_lines,
 )
@@ -40,7 +40,7 @@ class GenerateOptions(Weights, Sampling):
         missing="name the folder of a run, for example: dstrain generate runs/dit-small",
     )
     # Not `--num` alone: the deepspeed launcher takes that for the beginning of an option of its own.
-    num: int = option(16, "pictures", parse_positive, name="num-samples", metavar="N", aliases=("--num",))
+    num: int = option(16, "pictures", parse_positive_integer, name="num-samples", metavar="N", aliases=("--num",))
     labels: tuple[int, ...] | None = option(
         None, "classes, repeated to as many, such as 3,5,5 (every class in turn)", parse_labels, metavar="N,N,..."
     )
@@ -69,7 +69,9 @@ class GenerateOptions(Weights, Sampling):
     embeddings: Path | None = option(
         None, "image embeddings that RUN itself begins from, a .npy (N, D)", Path, metavar="FILE"
     )
-    seed: int = option(0, "picture i is a function of S + i, on any number of ranks", parse_count, metavar="S")
+    seed: int = option(
+        0, "picture i is a function of S + i, on any number of ranks", parse_nonnegative_integer, metavar="S"
+    )
     size: tuple[int, int] | None = option(
         None,
         "width and height of pictures, such as 320x192, for a run of system dit (the run's samples.size)",
@@ -80,7 +82,7 @@ class GenerateOptions(Weights, Sampling):
         None,
         "network evaluations for each picture (the run's samples.num_steps); with model.decoding.order=frames for "
         "each latent frame of a clip",
-        parse_positive,
+        parse_positive_integer,
         name="steps",
         metavar="N",
     )
@@ -90,7 +92,7 @@ class GenerateOptions(Weights, Sampling):
         metavar="NAME",
         choices=PRECISIONS,
     )
-    batch: int = option(16, "pictures of one rank at a time", parse_positive, metavar="N")
+    batch: int = option(16, "pictures of one rank at a time", parse_positive_integer, metavar="N")
     out: Path | None = option(None, "where to write (RUN/generated, generated_2, ...)", Path, metavar="DIR")
     pngs: bool = option(True, "only the grid and the .npz", name="no-pngs")
     invert: Path | None = option(
@@ -106,7 +108,7 @@ class GenerateOptions(Weights, Sampling):
     num_frames: int | None = option(
         None,
         "of a clip, or of a scene, those included that are given (the run's samples.num_frames)",
-        parse_positive,
+        parse_positive_integer,
         metavar="N",
         heading=_VIDEOS,
     )
@@ -127,7 +129,7 @@ class GenerateOptions(Weights, Sampling):
     prime_frames: int | None = option(
         None,
         "that are given (1 + temporal patch), or that a scene takes over from the one before (1)",
-        parse_positive,
+        parse_positive_integer,
         metavar="K",
         heading=_VIDEOS,
     )
@@ -139,4 +141,4 @@ class GenerateOptions(Weights, Sampling):
         metavar="NAMES",
         heading=_VIDEOS,
     )
-    fps: int = option(10, "frames a second", parse_positive, metavar="N", heading=_VIDEOS)
+    fps: int = option(10, "frames a second", parse_positive_integer, metavar="N", heading=_VIDEOS)

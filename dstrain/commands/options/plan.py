@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from dstrain.commands.options.arguments import parse_positive
+from dstrain.commands.options.arguments import parse_positive_integer
 from dstrain.commands.options.command import option
 from dstrain.commands.options.train import RecipeOptions
 
@@ -23,8 +23,8 @@ class PlanOptions(RecipeOptions):
         dstrain plan --recipe prior-1b model.text_encoder=null --world 64 --search
     """
 
-    world: int = option(1, "GPUs, a rank each, up to 4096", parse_positive, metavar="N")
-    gpus_per_node: int = option(8, "GPUs of a machine", parse_positive, metavar="M")
+    world: int = option(1, "GPUs, a rank each, up to 4096", parse_positive_integer, metavar="N")
+    gpus_per_node: int = option(8, "GPUs of a machine", parse_positive_integer, metavar="M")
     gpu: str = option(
         "h200",
         "h200, h100, a100, 4090, or the bytes of its memory, such as 96GiB; then no times",
@@ -33,7 +33,7 @@ class PlanOptions(RecipeOptions):
     network: int | None = option(
         None,
         "of a GPU to other machines, Gbit/s (h200, h100: 400; a100: 200; 4090: 25)",
-        parse_positive,
+        parse_positive_integer,
         metavar="GBITS",
     )
     efficiency: float = option(

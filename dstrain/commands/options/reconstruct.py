@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
-from dstrain.commands.options.arguments import parse_count, parse_positive, parse_widths
+from dstrain.commands.options.arguments import parse_nonnegative_integer, parse_positive_integer, parse_widths
 from dstrain.commands.options.command import argument, option
 from dstrain.commands.options.shared import Trusting
 from dstrain.recipe import ConfigError
@@ -43,7 +43,7 @@ class ReconstructOptions(Trusting):
     step: int | None = option(
         None,
         "the snapshot to make them of, with all before it (the newest)",
-        parse_count,
+        parse_nonnegative_integer,
         metavar="N",
         aliases=("--checkpoint",),
     )
@@ -59,11 +59,11 @@ class ReconstructOptions(Trusting):
     num: int | None = option(
         None,
         "held-out samples, evenly spaced (all), or pictures to draw (50,000)",
-        parse_positive,
+        parse_positive_integer,
         name="num-samples",
         metavar="N",
     )
-    batch: int = option(32, "samples of one rank at a time", parse_positive, metavar="N")
+    batch: int = option(32, "samples of one rank at a time", parse_positive_integer, metavar="N")
 
     def check_options(self) -> None:
         if self.widths is None and not self.sweep:

@@ -4,7 +4,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from dstrain.commands.options.arguments import parse_count, parse_fraction, parse_guide, parse_interval, parse_scale
+from dstrain.commands.options.arguments import (
+    parse_fraction,
+    parse_guide,
+    parse_interval,
+    parse_nonnegative_integer,
+    parse_nonnegative_number,
+)
 from dstrain.commands.options.command import Command, option
 
 Precision = Literal["fp32", "tf32", "bf16"]
@@ -38,7 +44,7 @@ class Weights(Trusting):
     )
     raw: bool = option(False, "weights: the training weights instead of an average", rivals="weights")
     step: int | None = option(
-        None, "the step to load (the newest whole one)", parse_count, name="checkpoint", metavar="STEP"
+        None, "the step to load (the newest whole one)", parse_nonnegative_integer, name="checkpoint", metavar="STEP"
     )
 
 
@@ -53,7 +59,7 @@ class Sampling(Command):
         metavar="NAME",
     )
     guidance_scale: float | None = option(
-        None, "classifier-free guidance, 1 is none (the run's)", parse_scale, metavar="S"
+        None, "classifier-free guidance, 1 is none (the run's)", parse_nonnegative_number, metavar="S"
     )
     spacing: str | None = option(
         None,
@@ -62,7 +68,9 @@ class Sampling(Command):
         choices=("leading", "trailing", "linspace", "karras"),
         heading=GUIDANCE,
     )
-    eta: float | None = option(None, "the noise of the sampler (its own)", parse_scale, metavar="E", heading=GUIDANCE)
+    eta: float | None = option(
+        None, "the noise of the sampler (its own)", parse_nonnegative_number, metavar="E", heading=GUIDANCE
+    )
     guidance_interval: tuple[float, float] | None = option(
         None,
         "where guidance acts: noise levels sigma / alpha (all)",

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
-from dstrain.commands.options.arguments import parse_positive, parse_window
+from dstrain.commands.options.arguments import parse_positive_integer, parse_window
 from dstrain.commands.options.command import make_words_field, option
 from dstrain.commands.options.shared import Trusting
 from dstrain.commands.options.shipped import DS_CONFIG, RECIPE
@@ -78,7 +78,7 @@ class TrainOptions(JobOptions):
         None,
         "go on from checkpoint N; newer ones are moved aside, into earlier_N/. For one command: typed again it does "
         "so again",
-        parse_positive,
+        parse_positive_integer,
         metavar="N",
     )
     profile: tuple[int, int, int] | None = option(

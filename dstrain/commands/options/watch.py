@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
-from dstrain.commands.options.arguments import parse_scale
+from dstrain.commands.options.arguments import parse_nonnegative_number
 from dstrain.commands.options.command import Command, make_words_field, option
 
 
@@ -22,5 +22,5 @@ class WatchOptions(Command):
 
     folders: tuple[Path, ...] = make_words_field("FOLDER", "a run, or a folder of runs (runs)", Path)
     follow: bool = option(False, "again every few seconds, until Ctrl-C")
-    seconds: float = option(5.0, "how often", parse_scale, metavar="S", shown="5")
+    seconds: float = option(5.0, "how often", parse_nonnegative_number, metavar="S", shown="5")
     json: bool = option(False, "a JSON list; with --follow one line each time")

@@ -76,7 +76,7 @@ def read_columns(path: Path) -> Metrics:
     return Metrics(steps[order], times[order], columns, foreign, dropped)
 
 
-def read_newest(path: Path) -> tuple[dict[str, float], float | None]:
+def read_newest_values(path: Path) -> tuple[dict[str, float], float | None]:
     """Returns the newest value of each name in the last 256 KiB of a metrics.jsonl, and the time of the newest line, or
     None if it has none. Raises OSError as `read_columns`.
     """
@@ -132,7 +132,7 @@ def _flatten_numbers(entry: dict[str, Any]) -> Iterator[tuple[str, float]]:
                 yield name, np.nan
 
 
-def thin_curve(values: np.ndarray, most: int) -> np.ndarray:
+def select_curve_points(values: np.ndarray, most: int) -> np.ndarray:
     """Returns indices of about `most` values, which draw the same curve as all: the minimum and the maximum of each
     interval, and the first and the last value.
     """

@@ -73,7 +73,7 @@ def render_page(records: Sequence[Record]) -> str:
     drawn = {
         "runs": [_describe_run(record, place) for place, record in enumerate(records)],
         "charts": _make_charts(records),
-        "dull": [f"{column} ({reason})" for column, reason in _list_dull_curves(records).items()],
+        "dull": [f"{column} ({reason})" for column, reason in _list_uninformative_columns(records).items()],
         "grids": grids,
     }
     return environment.get_template("page.html").render(
@@ -128,7 +128,7 @@ def _make_charts(records: Sequence[Record]) -> list[dict[str, Any]]:
     so do EMA and raw weights on held-out data.
     """
     charts: dict[str, list[tuple[int, str, str]]] = {}  # title: run, column, name within the chart
-    dull = _list_dull_curves(records)
+    dull = _list_uninformative_columns(records)
     for place, record in enumerate(records):
         for column in record.metrics.columns:
             if column == "images_seen" or column in dull:  # the former is an axis
@@ -155,7 +155,7 @@ def _make_charts(records: Sequence[Record]) -> list[dict[str, Any]]:
     ]
 
 
-def _list_dull_curves(records: Sequence[Record]) -> dict[str, str]:
+def _list_uninformative_columns(records: Sequence[Record]) -> dict[str, str]:
     """Returns the columns that tell a reader nothing in any run, with the reason: 0 throughout, or equal to an earlier
     column.
     """
@@ -172,7 +172,7 @@ def _list_dull_curves(records: Sequence[Record]) -> dict[str, str]:
 
 def _make_trace(record: Record, place: int, column: str, name: str, most: int) -> dict[str, Any]:
     steps, values = record.metrics.read_series(column)
-    kept = metrics.thin_curve(values, most)
+    kept = metrics.select_curve_points(values, most)
     numbers = [float(f"{value:.6g}") if np.isfinite(value) else None for value in values[kept]]
     return {"run": place, "name": name, "steps": steps[kept].tolist(), "values": numbers}
 

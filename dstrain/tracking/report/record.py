@@ -82,7 +82,7 @@ def read_record(folder: Path, label: str | None = None) -> Record:
         folder, label or (run.name if run else folder.name), read_state(folder), columns, run, remarks=remarks
     )
     if run is not None:
-        record.differing, record.recipe = _list_changed(run, remarks), dump_run(run)
+        record.differing, record.recipe = _list_changed_entries(run, remarks), dump_run(run)
     settings = read_or_remark("ds_config.json", small.read_json, {})
     record.settings = settings if isinstance(settings, dict) else {}
     events = read_or_remark("events.jsonl", _read_events, [])
@@ -92,7 +92,7 @@ def read_record(folder: Path, label: str | None = None) -> Record:
     record.pictures = pictures.list_picture_series(folder / "samples")
     record.evaluations = _read_evaluations(folder / "evaluation", remarks)
     record.bad_files = read_or_remark("bad_files.txt", _read_lines, [])
-    record.log = [line for line in read_or_remark("log.txt", _read_lines, []) if not _is_metrics(line)]
+    record.log = [line for line in read_or_remark("log.txt", _read_lines, []) if not _is_metrics_line(line)]
     record.data = "\n".join(read_or_remark("data.txt", _read_lines, []))
     if columns.foreign:
         remarks.append(f"half-written or foreign lines of metrics.jsonl, which are left out: {columns.foreign:,}")
@@ -118,7 +118,7 @@ def flatten_entries(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[
             yield f"{prefix}{name}", value
 
 
-def _list_changed(run: Run, remarks: list[str]) -> list[tuple[str, Any, Any]]:
+def _list_changed_entries(run: Run, remarks: list[str]) -> list[tuple[str, Any, Any]]:
     """Lists the entries of a recipe that differ from the defaults: key, value, default. Adds a remark if the defaults
     of its model are unknown.
     """
@@ -185,7 +185,7 @@ def _read_lines(path: Path) -> list[str]:
         return file.read(16 * small.MEGABYTE).decode("utf-8", "replace").splitlines()
 
 
-def _is_metrics(line: str) -> bool:
+def _is_metrics_line(line: str) -> bool:
     """Returns whether a line of log.txt only repeats one of metrics.jsonl, as "step 25/1200 loss ..." does."""
     words = line.split(maxsplit=2)
     return len(words) > 1 and words[0] == "step" and words[1].replace("/", "").isdigit() and "/" in words[1]

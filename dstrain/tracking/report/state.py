@@ -43,11 +43,11 @@ def find_runs(folders: Iterable[Path]) -> list[Path]:
     for folder in folders:
         if not folder.is_dir():
             raise ConfigError(f"{folder} is no folder: name a run, or a folder of runs, for example runs")
-        found += _find_within(folder, _DEPTH)
+        found += _find_runs_within(folder, _DEPTH)
     return list(dict.fromkeys(found))
 
 
-def _find_within(folder: Path, depth: int) -> Iterator[Path]:
+def _find_runs_within(folder: Path, depth: int) -> Iterator[Path]:
     if (folder / "run.yaml").is_file() or _is_locked(folder / ".lock"):  # a start writes run.yaml after its checks
         yield folder
     elif depth:
@@ -56,7 +56,7 @@ def _find_within(folder: Path, depth: int) -> Iterator[Path]:
         except OSError:
             return
         for path in inner:
-            yield from _find_within(path, depth - 1)
+            yield from _find_runs_within(path, depth - 1)
 
 
 def read_state(folder: Path) -> State:
@@ -66,7 +66,7 @@ def read_state(folder: Path) -> State:
     except ConfigError:
         run = None
     try:
-        latest, when = metrics.read_newest(folder / "metrics.jsonl")
+        latest, when = metrics.read_newest_values(folder / "metrics.jsonl")
     except OSError:
         latest, when = {}, None
     step, note = latest.get("step"), read_last_line(folder / "log.txt")

@@ -20,7 +20,7 @@ from dstrain.engine.initial import build_networks
 from dstrain.engine.start import start_group
 from dstrain.planning.synthetic import Repeated
 from dstrain.recipe import Run
-from dstrain.runs.trained import place_networks
+from dstrain.runs.trained import build_loaded_networks
 from dstrain.sampling.draw import draw_all
 from dstrain.sampling.requests import make_request
 from dstrain.systems.base import System
@@ -67,9 +67,9 @@ def draw(record: Record, num: int = 64, steps: int = 20) -> None:
         with torch.no_grad():
             return nets["denoiser"](example["x_start"], times.long(), batch["label"])
 
-    exact = output(place_networks(system, states.items(), torch.float64, device))
+    exact = output(build_loaded_networks(system, states.items(), torch.float64, device))
     for precision in _possible(record):
-        nets = place_networks(system, states.items(), choose_dtype(precision), device)
+        nets = build_loaded_networks(system, states.items(), choose_dtype(precision), device)
         with use_precision(precision):
             record.row(
                 f"{precision}: one prediction, from float64",
@@ -180,7 +180,7 @@ def _gradients(
 ) -> dict[str, Tensor]:
     """Of each part's loss by its own weights, flat, on the CPU."""
     system = systems.build(run.system, run.model)
-    nets = place_networks(system, states.items(), dtype, device)
+    nets = build_loaded_networks(system, states.items(), dtype, device)
     example = system.encode({name: values.to(device) for name, values in batch.items()})
     if dtype == torch.float64:  # torch 2.11 differentiates no mean of squares of two types
         for network in system.frozen():

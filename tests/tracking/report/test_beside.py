@@ -28,7 +28,7 @@ def test_it_is_written_when_it_is_due(tmp_path):
     page.write_if_due(3)
     assert page._starter is None
     page.write_if_due(4)
-    assert page._has_writer_ended(300) and report.exists()
+    assert page._wait_for_writer(300) and report.exists()
     report.unlink()
     page.write_last(9, seconds=300)
     assert notes == [] and "</html>" in report.read_text() and states() == before

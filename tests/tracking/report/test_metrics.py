@@ -42,7 +42,7 @@ def test_columns(tmp_path):
     )
     assert columns.times.tolist() == pytest.approx([100.0, np.nan, np.nan, np.nan], nan_ok=True)
     assert len(metrics.read_columns(tmp_path / "absent").steps) == 0
-    latest, when = metrics.read_newest(path)
+    latest, when = metrics.read_newest_values(path)
     assert latest["step"] == 4 and latest["samples_per_second"] == 8 and when == 100.0
 
 
@@ -50,14 +50,14 @@ def test_thinned_curves_look_the_same():
     """Oracle: the extremes of each column of pixels, of all values and of those that are kept."""
     values = np.random.default_rng(0).normal(size=100_000)
     values[70_000:70_400], values[12_345] = np.nan, 50.0
-    kept = metrics.thin_curve(values, 1000)
+    kept = metrics.select_curve_points(values, 1000)
     assert len(kept) <= 1002 and kept[0] == 0 and kept[-1] == len(values) - 1 and 12_345 in kept
     for pixel in range(0, len(values), 5000):
         inside = kept[(kept >= pixel) & (kept < pixel + 5000)]
         for extreme in (np.nanmin, np.nanmax):
             assert extreme(values[inside]) == extreme(values[pixel : pixel + 5000])
     assert np.isnan(values[kept]).any()  # a gap stays one
-    assert metrics.thin_curve(values[:1000], 1000).tolist() == list(range(1000))
+    assert metrics.select_curve_points(values[:1000], 1000).tolist() == list(range(1000))
 
 
 @pytest.mark.parametrize(
