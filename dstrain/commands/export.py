@@ -3,6 +3,8 @@
 diffusers      a pipeline that draws, written by systems/SYSTEM/to_diffusers.py; with a model card, README.md, whose
                code was run on the folder by a process without dstrain, and drew what the trained network draws
 safetensors    PART.safetensors of every part, which init_from takes, and the run's recipe.yaml: of any system
+peft           the adapters of model.lora as peft's adapter_model.safetensors and adapter_config.json
+diffusers-lora the same by the names of diffusers' transformer, and the file that its pipeline's load_lora_weights takes
 """
 
 import importlib
@@ -21,7 +23,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from dstrain import recipe, systems
-from dstrain.commands.options.export import ExportOptions
+from dstrain.commands.options.export import ADAPTER_FORMATS, ExportOptions
 from dstrain.data.batches import iterate_held_out
 from dstrain.data.cached.shards import INDEX, compute_statistics, read_index, summarize_codes
 from dstrain.data.formats.imagenet import read_titles
@@ -48,7 +50,7 @@ _TOLERATED = 1e-5  # relative; the same float32 operations in the same order agr
 class Exported:
     """Describes an export that was written."""
 
-    name: str  # diffusers' class, or safetensors
+    name: str  # diffusers' class, or the format
     errors: dict[str, float]  # relative, against the trained network
     statistics: dict[str, Any]  # what was measured or read on the way
     note: str = ""  # what its user has to know
@@ -76,8 +78,8 @@ def export_run(options: ExportOptions) -> Exported:
     config = systems.check_config(run.system, run.model)
     field = config.adapters_field
     lora = getattr(config, field) if field else None
-    if options.format == "peft":
-        _require_adapters(options.run, run, lora)
+    if options.format in ADAPTER_FORMATS:
+        _require_adapters(options, run, lora)
     if lora is not None:  # what is written has none
         run = run.model_copy(update={"model": {key: value for key, value in run.model.items() if key != field}})
     system = systems.build(run.system, run.model)
@@ -95,8 +97,8 @@ def export_run(options: ExportOptions) -> Exported:
         kinds = {first: kinds[first]}
     get_phases().enter_phase(f"writing {options.out}")
     with make_folder(options.out) as folder:
-        if options.format == "peft" and lora is not None:
-            exported = _export_adapters(run, checkpoint, kinds, lora, folder)
+        if options.format in ADAPTER_FORMATS and lora is not None:
+            exported = _export_adapters(options, run, system, checkpoint, kinds, lora, folder)
         elif writer is None:
             exported = _export_parts(run, checkpoint, kinds, lora, folder)
         else:
@@ -160,14 +162,16 @@ def _require_agreement(folder: Path, exported: Exported, limits: dict[str, float
         )
 
 
-def _require_adapters(folder: Path, run: Run, lora: Lora | None) -> None:
+def _require_adapters(options: ExportOptions, run: Run, lora: Lora | None) -> None:
     """Raises ConfigError if a run has no adapters, or has learned other weights beside them."""
     if lora is None:
-        raise ConfigError(f"--format peft: {folder} was trained without model.lora: take --format safetensors")
+        raise ConfigError(
+            f"--format {options.format}: {options.run} was trained without model.lora: take --format safetensors"
+        )
     if run.train_only is not None:
         raise ConfigError(
-            f"--format peft holds adapters alone, and {folder} has also learned train_only={list(run.train_only)}: "
-            "take --format safetensors, which is merged"
+            f"--format {options.format} holds adapters alone, and {options.run} has also learned "
+            f"train_only={list(run.train_only)}: take --format safetensors, which is merged"
         )
 
 
@@ -179,15 +183,46 @@ def _read_merged_weights(checkpoint: Path, part: str, kind: str, lora: Lora | No
     return merge_adapters(weights, lora) if lora else weights
 
 
-def _export_adapters(run: Run, checkpoint: Path, kinds: dict[str, str], lora: Lora, out: Path) -> Exported:
-    """Writes the adapters of the first part as peft does: adapter_model.safetensors and adapter_config.json."""
+def _export_adapters(
+    options: ExportOptions,
+    run: Run,
+    system: System,
+    checkpoint: Path,
+    kinds: dict[str, str],
+    lora: Lora,
+    out: Path,
+) -> Exported:
+    """Writes the adapters of the first part as peft does: adapter_model.safetensors and adapter_config.json. By the
+    names of diffusers also as diffusers does, where its pipeline loads them by itself:
+    pytorch_lora_weights.safetensors.
+
+    Raises ConfigError if the system has no names of diffusers for adapters.
+    """
     part, kind = next(iter(kinds.items()))
-    adapters, described = describe_for_peft(read_weights(checkpoint, part, kind), lora, str(run.init_from))
+    state, into_pipeline = read_weights(checkpoint, part, kind), False
+    if options.format == "diffusers-lora":
+        writer = importlib.import_module(f"{systems.import_package(run.system).__name__}.to_diffusers")
+        if not hasattr(writer, "rename_adapters"):
+            raise ConfigError(
+                f"--format diffusers-lora: not of {run.system}; take --format peft, whose names are our network's, or "
+                "--format diffusers, which merges the adapters"
+            )
+        state, into_pipeline = writer.rename_adapters(system, state)
+    adapters, described = describe_for_peft(state, lora, str(run.init_from))
     save_file(adapters, out / "adapter_model.safetensors", metadata={"format": "pt"})
     (out / "adapter_config.json").write_text(json.dumps(described, indent=2), encoding="utf-8")
+    if into_pipeline:
+        _save_for_pipeline(state, described, out / "pytorch_lora_weights.safetensors")
     copy = load_file(out / "adapter_model.safetensors")
     same = all(torch.equal(copy[name], value) for name, value in adapters.items())
-    return Exported("peft", {part: 0.0 if same else math.inf}, {})
+    return Exported(options.format, {part: 0.0 if same else math.inf}, {})
+
+
+def _save_for_pipeline(adapters: dict[str, torch.Tensor], described: dict[str, Any], path: Path) -> None:
+    """Writes adapters as diffusers' save_lora_weights does, with the fields of peft that say their scale."""
+    fields = {f"transformer.{field}": value for field, value in described.items() if value is not None}
+    metadata = {"format": "pt", "lora_adapter_metadata": json.dumps(fields, indent=2, sort_keys=True)}
+    save_file({f"transformer.{name}": value.contiguous() for name, value in adapters.items()}, path, metadata=metadata)
 
 
 def _export_parts(run: Run, checkpoint: Path, kinds: dict[str, str], lora: Lora | None, out: Path) -> Exported:

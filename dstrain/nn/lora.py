@@ -9,7 +9,7 @@ before them. A starts as torch's layers do (Kaiming), B at zero: a network compu
     convolution   A (rank, in, height, width) with the layer's stride and padding, B (out, rank, 1, 1)
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -124,7 +124,7 @@ def merge_adapters(state: dict[str, Tensor], lora: Lora) -> dict[str, Tensor]:
     return merged
 
 
-def describe_for_peft(state: dict[str, Tensor], lora: Lora, base: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
+def describe_for_peft(state: Mapping[str, Tensor], lora: Lora, base: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Returns the adapters in a state dict under peft's names, and the content of its adapter_config.json. `base` is
     the name or path of the network that they adapt.
     """

@@ -50,6 +50,8 @@ def test_exports(train, tmp_path):
     run = tmp_path / "run"
     for format in ("peft", "safetensors"):
         export.export_run(ExportOptions(run, out=tmp_path / format, format=format))
+    with pytest.raises(ConfigError, match="--format diffusers-lora: of models with texts alone"):
+        export.export_run(ExportOptions(run, out=tmp_path / "out", format="diffusers-lora"))
     recipe = trained.read_recipe(run)
     system = systems.build(recipe.system, recipe.model)
     checkpoint = trained.find_checkpoint(run)

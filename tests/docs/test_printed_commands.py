@@ -250,6 +250,8 @@ NOT_RUN = {
     "evaluate --metrics": AN_OPTION,
     "export --format safetensors": AN_OPTION,
     "export --format peft": AN_OPTION,
+    "export --format diffusers-lora": AN_OPTION,
+    "export runs/sd3-lora --out adapters --format diffusers-lora": "tests/systems/dit/test_adapters.py",
     "reconstruct --sweep --num-samples N": AN_OPTION,
     "keep --min-hosts N": AN_OPTION,
     "keep --min-hosts 2": "tests/commands/test_keep.py",

@@ -8,6 +8,9 @@ from dstrain.commands.options.arguments import parse_positive_integer
 from dstrain.commands.options.command import argument, option
 from dstrain.commands.options.shared import Weights
 
+ADAPTER_FORMATS = ("peft", "diffusers-lora")
+"""What holds the adapters of a run alone."""
+
 
 @dataclass(frozen=True)
 class ExportOptions(Weights):
@@ -37,9 +40,10 @@ class ExportOptions(Weights):
     )
     format: str = option(
         "diffusers",
-        "diffusers, safetensors, or peft: the adapters of model.lora alone, which the others merge into the weights",
+        "diffusers, safetensors; or the adapters of model.lora alone, which these two merge into the weights: peft, by "
+        "our names, or diffusers-lora, by those of diffusers' SD3 or PixArt transformer",
         metavar="NAME",
-        choices=("diffusers", "safetensors", "peft"),
+        choices=("diffusers", "safetensors", *ADAPTER_FORMATS),
     )
     statistics: Path | None = option(
         None,

@@ -198,17 +198,18 @@ class TextTokens(nn.Module):
             self.places = Embedding(max_text_len, dim)
         self.null = Embedding(1, dim) if learns_null else None
 
-    def forward(self, text: Tensor, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Embeds ids int64 (B, L), or states (B, L, E), as tokens (B, L, D); returns them and a mask bool (B, L), True
-        where a token is read (mask None: everywhere). With learns_null both begin with one more token, the null text.
+    def forward(self, text: Tensor, mask: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        """Embeds ids int64 (B, L), or states (B, L, E), as tokens (B, L, D); returns them and a bool mask (B, L), True
+        where a token is read. With learns_null both begin with one more token, the null text. mask None: all tokens are
+        read; without learns_null None is returned, too.
         """
         if text.ndim == 2:
             tokens = self.words(text) + self.places(torch.arange(text.shape[1], device=text.device))
         else:
             tokens = self.project(text)
-        read = torch.ones_like(tokens[..., 0], dtype=torch.bool) if mask is None else mask.bool()
         if self.null is None:
-            return tokens, read
+            return tokens, None if mask is None else mask.bool()
+        read = torch.ones_like(tokens[..., 0], dtype=torch.bool) if mask is None else mask.bool()
         null = self.null(torch.zeros_like(read[:, :1], dtype=torch.int64))  # (B, 1, D)
         return torch.cat((null, tokens), dim=1), torch.cat((~read.any(1, keepdim=True), read), dim=1)
 

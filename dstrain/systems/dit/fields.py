@@ -151,6 +151,13 @@ class Fields(SystemConfig, ReadsTexts):
         return self.condition == "text"
 
     @property
+    def reads_whole_texts(self) -> bool:
+        """Tells whether all tokens of all texts are read, padding too, as SD3 reads them: encoders/joined_text.py masks
+        none, and a text that is dropped becomes the encoders' of "".
+        """
+        return self.reads_texts and self.text_pooled_dim > 0 and not self.learns_null
+
+    @property
     def learns_null(self) -> bool:
         return self.has_null and self.null_text == "learned"
 

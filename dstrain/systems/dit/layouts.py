@@ -18,6 +18,7 @@ from torch import Tensor
 from dstrain.nn.layers import compute_timestep_frequencies
 from dstrain.nn.positions import make_rotations, make_sincos_positions
 from dstrain.recipe import ConfigError
+from dstrain.recipe.patterns import is_adapter
 
 _TIME = "t_embedder.mlp.0"
 _HEADS = ("final_layer.linear", "base_layer.linear")
@@ -297,6 +298,30 @@ def translate_to_layout(
             for letter, part in zip(letters, parts, strict=True):
                 found[key.replace(f".{letters[0]}.", f".{letter}.")] = part.clone()
     return {key: found[key] if key in found else state[_find_our_name(key, layout, 0)].clone() for key in theirs}
+
+
+def translate_adapters_to_layout(
+    state: Mapping[str, Tensor], name: str, theirs: Sequence[str], depth: int = 0
+) -> dict[str, Tensor]:
+    """Returns the adapters (nn/lora.py) of a state dict with our weights under a published layout's names; `theirs` and
+    `depth` as in `translate_to_layout`. Where a layer of ours lies in several of theirs, each of these gets the whole
+    lora_A and its own rows of lora_B.
+    """
+    layers = [key.removesuffix(".lora_A.weight") for key in state if key.endswith(".lora_A.weight")]
+    numbers = {f"{layer}.weight": number for number, layer in enumerate(layers)}
+    # In the place of each weight stands for every row the number of its layer, or -1 without an adapter, and its own.
+    rows = {
+        key: torch.stack((torch.full((len(value),), numbers.get(key, -1)), torch.arange(len(value))), dim=1)
+        for key, value in state.items()
+        if not is_adapter(key)
+    }
+    found = {}
+    for key, moved in translate_to_layout(rows, name, theirs, depth).items():
+        if (number := int(moved[0, 0])) >= 0:
+            layer = key.removesuffix(".weight")
+            found[f"{layer}.lora_A.weight"] = state[f"{layers[number]}.lora_A.weight"].clone()
+            found[f"{layer}.lora_B.weight"] = state[f"{layers[number]}.lora_B.weight"][moved[:, 1]]
+    return found
 
 
 def _swap_halves(state: dict[str, Tensor], layout: Layout, depth: int) -> None:

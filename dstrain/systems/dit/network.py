@@ -226,8 +226,8 @@ class DiT(nn.Module):
         if self.rope:
             rotation = self.find_rotation(grid, self.head_dim, count, x.device)
             seen = seen._replace(rotation=take_own_parts(rotation, patches, 2))
-        if read is not None and self.cross_attention:
-            seen = seen._replace(text=words, mask=read[:, None, None])
+        if words is not None and self.cross_attention:
+            seen = seen._replace(text=words, mask=None if read is None else read[:, None, None])
         elif read is not None:
             read = F.pad(read, (patches + count - read.shape[1], 0), value=True)
             seen = seen._replace(mask=order_as_gathered(read, patches, 1)[:, None, None])

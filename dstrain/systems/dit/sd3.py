@@ -165,14 +165,19 @@ def save_pipeline(config: Config, network: DiT, vae: Any, scheduler: Any, folder
     ).save_pretrained(folder)
 
 
+def build_empty_transformer(config: Config) -> nn.Module:
+    """Returns diffusers' class of the model, without memory for its weights (on torch's meta device)."""
+    from diffusers import SD3Transformer2DModel
+
+    with torch.device("meta"):
+        return SD3Transformer2DModel(**make_sd3_arguments(config))
+
+
 def _build_transformer(config: Config, network: DiT) -> nn.Module:
     """Returns the network as an SD3Transformer2DModel, whose positions are of a larger square with the network's own in
     its middle.
     """
-    from diffusers import SD3Transformer2DModel
-
-    with torch.device("meta"):
-        transformer = SD3Transformer2DModel(**make_sd3_arguments(config))
+    transformer = build_empty_transformer(config)
     state = {name: value.float().cpu() for name, value in network.state_dict().items()}
     most, grid = config.sines_within[0], network.grid
     table, top = network.compute_sines(most, most).view(most, most, -1), (most - grid) // 2

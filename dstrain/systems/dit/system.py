@@ -211,7 +211,12 @@ class DiTSystem(System):
             for condition in self.network_conditions:
                 for name, value in condition.make_null(arguments).items():
                     arguments[name] = torch.where(dropped.view(-1, *(1,) * (value.ndim - 1)), value, arguments[name])
-        return arguments
+        return self._leave_out_full_mask(arguments)
+
+    def _leave_out_full_mask(self, arguments: Arguments) -> Arguments:
+        """Returns the arguments without a mask that shows all tokens: attention without one has faster kernels."""
+        whole = self.config.reads_whole_texts
+        return {name: value for name, value in arguments.items() if name != "mask" or not whole}
 
     def conditions(self, num: int, labels: tuple[int, ...] | None = None) -> dict[str, Tensor]:
         """Returns conditions by name for `num` samples, (num, ...) each: empty texts for a model of texts, otherwise
@@ -354,7 +359,7 @@ class DiTSystem(System):
         null = dict(arguments)
         for condition in self.network_conditions:
             null |= condition.read_negative(request, arguments)
-        return arguments, null
+        return self._leave_out_full_mask(arguments), self._leave_out_full_mask(null)
 
     def _make_guided_network(self, nets: Nets, request: Request) -> Network:
         guide, internal = nets.get("guide"), self.config.internal

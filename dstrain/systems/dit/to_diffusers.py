@@ -37,7 +37,7 @@ from dstrain.systems.base import Example, Request
 from dstrain.systems.dit import sd3, weights
 from dstrain.systems.dit.align import add_internal_guidance
 from dstrain.systems.dit.config import Config
-from dstrain.systems.dit.layouts import translate_to_layout
+from dstrain.systems.dit.layouts import translate_adapters_to_layout, translate_to_layout
 from dstrain.systems.dit.network import DiT
 from dstrain.systems.dit.system import DiTSystem
 from dstrain.systems.source import gather_source
@@ -201,16 +201,43 @@ def save_export(
         add_to_model_index(folder, id2label={str(number): name for number, name in enumerate(names)})
 
 
+def rename_adapters(system: DiTSystem, state: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], bool]:
+    """Returns the adapters of a state dict under the names of diffusers' transformer, and whether its pipeline loads
+    adapters by itself (load_lora_weights).
+
+    Raises ConfigError if diffusers' transformers cannot hold the model, or have no texts.
+    """
+    config = system.config
+    system.require_expressible()
+    if not config.reads_texts:
+        raise ConfigError(
+            "--format diffusers-lora: of models with texts alone; take --format diffusers, which merges the adapters"
+        )
+    name, build = ("sd3", sd3.build_empty_transformer) if config.block.joint else ("pixart", _build_empty_pixart)
+    transformer = build(config)
+    adapters = translate_adapters_to_layout(
+        state, name, list(transformer.state_dict()), config.get_network_shape()["depth"]
+    )
+    return adapters, hasattr(transformer, "load_lora_adapter")
+
+
+def _build_empty_pixart(config: Config) -> nn.Module:
+    """Returns diffusers' class of the model, without memory for its weights (on torch's meta device)."""
+    from diffusers import PixArtTransformer2DModel
+
+    with torch.device("meta"):
+        return PixArtTransformer2DModel(
+            **weights.make_pixart_arguments(config),
+            interpolation_scale=config.interpolation_scale,
+            use_additional_conditions=config.size_conditions,
+        )
+
+
 def _save_pixart(system: DiTSystem, network: DiT, folder: Path) -> None:
-    from diffusers import PixArtAlphaPipeline, PixArtTransformer2DModel
+    from diffusers import PixArtAlphaPipeline
 
     _require_computed_positions(network)
-    with torch.device("meta"):
-        transformer = PixArtTransformer2DModel(
-            **weights.make_pixart_arguments(system.config),
-            interpolation_scale=system.config.interpolation_scale,
-            use_additional_conditions=system.config.size_conditions,
-        )
+    transformer = _build_empty_pixart(system.config)
     state = _copy_weights_in_float32(network)
     transformer.load_state_dict(translate_to_layout(state, "pixart", list(transformer.state_dict())), assign=True)
     text_encoder, tokenizer = load_t5(system.config.text_encoder)
