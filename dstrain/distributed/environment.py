@@ -22,7 +22,9 @@ _DEBUG_LEVELS = ("OFF", "INFO", "DETAIL")
 
 
 def prepare_process() -> list[str]:
-    """Mends the environment of this process; returns a message for each fault in it that only a user can mend."""
+    """Checks the environment of this process; returns a message for each fault that only a user can mend. If there is
+    none, it replaces a HOME that is no folder, and makes sockets of worker processes use a short path.
+    """
     problems = [*_check_launch_variables(), *_check_temporary_folder(), *_check_debug_level()]
     if not problems:
         _replace_home()
@@ -43,9 +45,9 @@ def open_closed_standard_streams() -> None:
 
 
 def make_private_folder(name: str) -> Path:
-    """Makes a folder of this user's own below the folder for temporary files, and returns it.
+    """Makes the folder `name` below a folder of this user's own among the temporary files, and returns it.
 
-    Nobody else can have put anything into it: where another user owns its name, it gets another one.
+    Nobody else can have put anything into it: if another user owns the user's folder, it makes one with a random name.
     """
     folder = Path(tempfile.gettempdir()) / f"dstrain-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
@@ -64,15 +66,15 @@ def can_write(folder: Path) -> bool:
 
 
 def find_writable_cache(name: str) -> Path:
-    """Returns a folder for files that later commands find again: below XDG_CACHE_HOME or ~/.cache, or where that cannot
-    be written, below the folder for temporary files.
+    """Makes and returns a folder for files that later commands find again: `name` below XDG_CACHE_HOME or ~/.cache or,
+    where that cannot be written, below the folder for temporary files.
     """
     folder = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / name
     return folder if can_write(folder) else make_private_folder(name)
 
 
 def _check_launch_variables() -> Iterator[str]:
-    """Yields problems of the variables in which the launcher gives the rank, the world size and the
+    """Yields a message for each fault in the variables by which the launcher gives the rank, the world size and the
     address of rank 0.
     """
     try:
@@ -94,7 +96,9 @@ def _check_launch_variables() -> Iterator[str]:
 
 
 def _check_address(host: str) -> Iterator[str]:
-    """Yields a problem if the host of rank 0 has no address, since torch would ask for it again and again."""
+    """Yields a message if the host of rank 0 has no address, after three attempts in 5 s: torch would ask again and
+    again.
+    """
     fault: Exception | None = None
     for patience in (1, 4, 0):  # seconds: a name server may be slow when hundreds of ranks ask at once
         try:
@@ -107,7 +111,9 @@ def _check_address(host: str) -> Iterator[str]:
 
 
 def _check_hosts(place: Place) -> Iterator[str]:
-    """Yields a problem if ranks on several machines do not know the first one: mpirun tells them of no address."""
+    """Yields a message if mpirun starts ranks on several machines without MASTER_ADDR, since mpirun tells them no
+    address.
+    """
     by_mpirun = any(os.environ.get(name) for name in _MPI_SIZES)
     if by_mpirun and place.local_world < place.world and "MASTER_ADDR" not in os.environ:
         yield (
@@ -118,7 +124,7 @@ def _check_hosts(place: Place) -> Iterator[str]:
 
 
 def _check_interfaces() -> Iterator[str]:
-    """Yields a problem for each network interface that gloo shall use and that this machine lacks."""
+    """Yields a message for each network interface in GLOO_SOCKET_IFNAME that this machine lacks."""
     there = [name for _, name in socket.if_nameindex()]
     for name in filter(None, os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")):
         if name not in there:
@@ -133,22 +139,22 @@ def _check_temporary_folder() -> Iterator[str]:
 
 
 def _check_debug_level() -> Iterator[str]:
-    """Yields a problem if TORCH_DISTRIBUTED_DEBUG has a value that torch refuses while it is imported."""
+    """Yields a message if TORCH_DISTRIBUTED_DEBUG has a value with which torch cannot be imported."""
     level = os.environ.get("TORCH_DISTRIBUTED_DEBUG")
     if level and level.upper() not in _DEBUG_LEVELS:
         yield f"TORCH_DISTRIBUTED_DEBUG={level} in the environment is none of {', '.join(_DEBUG_LEVELS)}: unset it"
 
 
 def _replace_home() -> None:
-    """Gives a process whose HOME is no folder one of its own, for all the libraries that keep something there."""
+    """Sets HOME to a private folder if it is no folder or is empty, since libraries keep files there."""
     home = os.path.expanduser("~")
     if not os.path.isdir(home) or os.environ.get("HOME") == "":
         os.environ["HOME"] = str(make_private_folder("home"))
 
 
 def _shorten_socket_paths() -> Iterator[str]:
-    """Makes multiprocessing put its sockets into a short folder, since a socket's path has 107 letters at most. Yields
-    a problem if there is none.
+    """Makes multiprocessing put its sockets into a short folder if that for temporary files has a long path: a socket's
+    path has 107 letters at most. Yields a message if no short folder can be written.
     """
     own = tempfile.gettempdir()
     if len(os.fsencode(own)) <= _LONGEST:

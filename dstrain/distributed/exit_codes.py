@@ -19,7 +19,9 @@ _VARIABLE = "DSTRAIN_ENDED"
 
 
 def note_exit_code(code: int) -> None:
-    """Appends the exit code of this rank to the file that a supervisor reads, if there is one."""
+    """Appends the exit code of this rank to the file that DSTRAIN_ENDED names; does nothing if the variable is not set
+    or the file cannot be written.
+    """
     if path := os.environ.get(_VARIABLE):
         with contextlib.suppress(OSError), open(path, "a", encoding="ascii") as file:
             file.write(f"{code}\n")
@@ -31,6 +33,6 @@ def request_exit_codes(path: str) -> dict[str, str]:
 
 
 def read_exit_codes(path: str) -> list[int]:
-    """Reads the exit codes that ranks of this machine have written, in the order in which they ended."""
+    """Returns the exit codes that ranks of this machine have written into a file, in the order in which they ended."""
     with open(path, encoding="ascii") as file:
         return [int(line) for line in file if line.strip().isdigit()]

@@ -63,14 +63,14 @@ def device() -> torch.device:
 
 
 def copy_to_device(values: Tensor, device: torch.device) -> Tensor:
-    """Copies a tensor of the host to a device. The host does not wait for work that the device has yet to do."""
+    """Returns a tensor's copy on a device. The host does not wait until a GPU has done it."""
     if values.device.type == "cpu" and device.type == "cuda":
         values = values.pin_memory()
     return values.to(device, non_blocking=device.type == "cuda")
 
 
 def barrier() -> None:
-    """Waits for all ranks, and not for the work on their GPUs."""
+    """Waits until all ranks have called it; does not wait for the work on their GPUs."""
     if world() > 1:
         dist.barrier(group=_get_host_group())
 
@@ -100,14 +100,14 @@ def leave_process_group(seconds: float = 60.0) -> None:
 
 
 def forget_process_group() -> None:
-    """Forgets what was made from a process group that has ended, so that another one may begin."""
+    """Forgets groups made from the present process group, so that another one can begin after it has ended."""
     _make_usual_host_group.cache_clear()
     get_neighbour_group.cache_clear()
 
 
 def explain_lost_ranks(error: BaseException) -> str | None:
-    """Returns the message for an error which tells that the connection to other ranks is lost; None for any other
-    error.
+    """Returns a message for the user if an error means that the connection to other ranks is lost; None for other
+    errors.
     """
     text = str(error).lower()
     remote = isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and ("gloo" in text or _CUT in text))
@@ -132,11 +132,11 @@ def explain_lost_ranks(error: BaseException) -> str | None:
 
 
 def explain_fatal_error(error: BaseException, seconds: float = 60.0) -> str:
-    """Returns the line that a rank logs when an error ends it. If other ranks are lost, also ends this process after
-    `seconds`.
+    """Returns the line that a rank logs when an error ends it. If other ranks are lost, a timer also ends this process
+    after `seconds`, in case its cleanup still waits then.
 
-    Without other ranks its teardown may wait for ever: for a thread that exchanges data with them, or for a file system
-    beyond the broken link.
+    The cleanup may wait for ever for a thread that exchanges data with lost ranks, or for a file system behind a broken
+    network.
     """
     if world() > 1 and explain_lost_ranks(error):
         timer = threading.Timer(seconds, end_process, (error,))
@@ -149,7 +149,7 @@ def explain_fatal_error(error: BaseException, seconds: float = 60.0) -> str:
 
 
 def end_process(error: BaseException) -> None:
-    """Ends this process at once with an error's traceback and exit code 1, without waiting for threads or ranks."""
+    """Ends this process at once, with the traceback of an error and exit code 1: it waits for no thread and no rank."""
     try:
         traceback.print_exception(error)
         print(f"error: {explain_lost_ranks(error) or error}", file=sys.stderr, flush=True)
@@ -158,20 +158,22 @@ def end_process(error: BaseException) -> None:
 
 
 def open_store() -> dist.Store | None:
-    """Returns a new connection to the store of the process group; None in one process."""
+    """Returns a new connection to the store of the process group; None if there is one rank alone."""
     return dist.distributed_c10d._get_default_store().clone() if world() > 1 else None
 
 
 def make_host_group() -> dist.ProcessGroup | None:
-    """Makes a gloo group, for exchanges on the host that do not wait for the GPU's queue; on all ranks together."""
+    """Returns a new gloo group of all ranks, for exchanges that do not wait for the GPU's queue; None if there is one
+    rank alone. Call it on all ranks.
+    """
     made = dist.new_group(backend="gloo") if world() > 1 else None
     return made if isinstance(made, dist.ProcessGroup) else None
 
 
 @functools.cache
 def get_neighbour_group(size: int) -> dist.ProcessGroup | None:
-    """Returns the group of the `size` neighbouring ranks that share samples with this one; None if each rank has its
-    own. The first call makes it, on its ranks together.
+    """Returns the group of the `size` neighbouring ranks that share samples with this one; None if `size` is 1. The
+    first call makes the group, so these ranks must make it together.
     """
     if size == 1:
         return None
@@ -182,7 +184,7 @@ def get_neighbour_group(size: int) -> dist.ProcessGroup | None:
 
 @contextmanager
 def use_group(group: dist.ProcessGroup | None) -> Iterator[None]:
-    """Gives this thread's exchanges a group of their own, so that they never mix with those of another thread."""
+    """Inside the block, this thread's exchanges use `group`, so that they never mix with those of another thread."""
     _thread.group = group
     try:
         yield
@@ -205,20 +207,23 @@ def is_true_on_any_rank(flag: bool) -> bool:
 
 
 class Ballot:
-    """A vote that is counted while the ranks work on: every rank casts it, and later asks how it ended."""
+    """A vote that is counted while the ranks work on: every rank casts it, and later asks for the outcome.
+
+    wish   returns whether this rank votes for it
+    """
 
     def __init__(self, wish: Callable[[], bool]) -> None:
         self._wish = wish
         self._count: dist.Work | None = None
 
     def cast_vote(self) -> None:
-        """Starts the exchange with this rank's present wish; waits for nobody."""
+        """Starts the exchange of all ranks' votes with this rank's present wish; does not wait for it."""
         if world() > 1:
             self._largest = torch.tensor(int(self._wish()))
             self._count = dist.all_reduce(self._largest, op=dist.ReduceOp.MAX, group=_get_host_group(), async_op=True)
 
     def await_outcome(self) -> bool:
-        """Waits for the votes of all ranks, and returns True on every rank if any rank wished so."""
+        """Waits for the votes of all ranks; returns True on every rank if any rank voted for it."""
         if self._count is None:
             return self._wish()
         self._count.wait()
@@ -244,9 +249,7 @@ def sum_over_ranks(values: Tensor) -> Tensor:
 
 
 def gather_rows(values: Tensor) -> Tensor:
-    """Gathers the rows of all ranks in rank order: (b, ...) -> (sum of b, ...); ranks may hold different numbers of
-    rows.
-    """
+    """Returns the rows of all ranks in rank order: (b, ...) -> (sum of all b, ...); b may differ between ranks."""
     return values if world() == 1 else _gather_padded(values, gather_objects(len(values)))
 
 
@@ -258,10 +261,11 @@ def _gather_padded(values: Tensor, counts: list[int]) -> Tensor:
 
 
 def gather_in_order(positions: Tensor, rows: dict[str, Tensor], copies: int = 1) -> dict[str, Tensor]:
-    """Gathers the rows of all ranks by name, (b, ...) each, sorted by their positions (b,): (world * b, ...), equal on
-    all ranks.
+    """Returns, on all ranks, the rows of all ranks by name, sorted by their positions: from `positions` (b,) and rows
+    (b, ...) of each rank, (world * b / copies, ...).
 
-    Every rank has as many, so that no host waits for another. Of `copies` ranks that have the same rows, one counts.
+    b is the same on all ranks, so that no host waits for another. copies: as many ranks have the same rows, of which
+    one is kept.
     """
     if world() > 1:
         counts = [len(positions)] * world()
@@ -294,7 +298,7 @@ def gather_on_first_rank(value: Any) -> list[Any] | None:
 def gather_rows_on_first_rank(rows: Tensor, counts: list[int]) -> Tensor | None:
     """Returns the first counts[rank] rows of each rank in rank order, on the host of rank 0; None on the others.
 
-    All ranks hold rows of one shape and type. No GPU holds more than its own.
+    `counts` is the same on all ranks, and so are the shape and type of a row. No GPU holds rows of other ranks.
     """
     rows = rows.detach().cpu()
     if world() == 1:
@@ -313,9 +317,10 @@ def gather_rows_on_first_rank(rows: Tensor, counts: list[int]) -> Tensor | None:
 
 
 def wait_for_first_rank(store: dist.Store, key: str, seconds: float) -> bool:
-    """Waits until rank 0 has set a key, however long it works alone while its pieces end; returns whether it has.
+    """Waits until rank 0 sets a key in the store; returns whether it did.
 
-    Where none has ended for some seconds, or rank 0 does not say so (stops.py), it waits no longer.
+    It waits as long as rank 0 reports there that pieces of its work end (stops.py). It returns False if none has ended
+    for `seconds`, if rank 0 reports nothing, or if the store has ended.
     """
     idle = 0.0
     while idle <= seconds:
@@ -332,7 +337,9 @@ def wait_for_first_rank(store: dist.Store, key: str, seconds: float) -> bool:
 
 
 def broadcast_from_first(value: Any) -> Any:
-    """Returns rank 0's small Python value on every rank. Rank 0 may work long before it calls this."""
+    """Returns rank 0's small Python value on every rank. The others wait as long as rank 0 reports that its work goes
+    on.
+    """
     if world() == 1:
         return value
     if not getattr(_thread, "group", None):  # the main thread

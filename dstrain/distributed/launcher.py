@@ -37,10 +37,10 @@ class Place:
 
 
 def read_place() -> Place:
-    """Returns this process's place, from the launcher's environment; one process where there is no launcher.
+    """Returns where this process stands, from the launcher's environment; rank 0 of 1 if there is no launcher.
 
-    Raises ValueError if a variable is no number, the rank is not below the world, or one of the two is missing: several
-    processes would each train alone.
+    Raises ValueError if a variable is no number, the rank is not below the world size, or one of the two is missing,
+    with which several processes would each train alone.
     """
     halves = []
     for rank, world, local, sizes in _SOURCES:

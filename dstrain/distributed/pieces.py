@@ -18,14 +18,15 @@ _STOP = 1 << 40  # a vote to stop, above all milliseconds
 
 
 class Pieces:
-    """The pieces of work that all ranks do alike, counted."""
+    """Counts pieces of work, of which all ranks do equally many, and lets the ranks leave the work together."""
 
     def __init__(self, stops: Stops) -> None:
         self._stops = stops
 
     @contextmanager
     def allow_stops(self) -> Iterator[None]:
-        """Lets `end_piece` raise Stopped, on all ranks together, once any of them has a reason to stop.
+        """Inside the block, `end_piece` may raise Stopped, on all ranks together, once any of them has a reason to
+        stop.
 
         The pieces inside are of one kind, and take about as long.
         """
@@ -37,8 +38,8 @@ class Pieces:
             _open.remove(self)
 
     def count_and_vote(self) -> None:
-        """Counts a piece, and votes on a stop when a second has passed. Raises Stopped on all ranks if any voted for
-        it.
+        """Counts a piece of work; about once a second, all ranks vote on a stop. Raises Stopped on all ranks if any
+        voted for it.
         """
         self._left -= 1
         if self._left > 0:
@@ -55,7 +56,9 @@ _open: list[Pieces] = []
 
 
 def end_piece() -> None:
-    """Notes that a piece of work is done. Raises Stopped, on all ranks together, where the work may be left."""
+    """Records that a piece of work is done, for the watchdog. Inside of `Pieces.allow_stops`, raises Stopped on all
+    ranks together if any has a reason to stop.
+    """
     get_phases().note_progress()
     if _open:
         _open[-1].count_and_vote()

@@ -55,7 +55,9 @@ class Presence:
         threading.Thread(target=self._watch_others, name="presence", daemon=True).start()
 
     def list_others(self) -> dict[int, Process]:
-        """Returns the other ranks of this launch here that have not left, dead ones included."""
+        """Returns {rank: (pid, start time)} of the other ranks of this launch on this machine that have not ended in
+        order, dead ones included.
+        """
         mine, found = self._file, {}
         for path in sorted(mine.parent.glob("*")) if mine else ():
             with contextlib.suppress(OSError, ValueError):  # it has left, or is only just written
@@ -100,7 +102,9 @@ def get_presence() -> Presence:
 
 
 def name_launch_folder() -> str:
-    """Returns a folder's name that the ranks of one launch on this machine share; containers count as machines."""
+    """Returns the name of a folder, equal for all ranks of one launch on this machine; each container counts as a
+    machine.
+    """
     try:
         processes = os.readlink("/proc/self/ns/pid")
     except OSError:
@@ -111,7 +115,9 @@ def name_launch_folder() -> str:
 
 
 def _enter_attempt(folder: Path) -> Path:
-    """Writes this process into the newest attempt in which no process has had its rank, else into the next one."""
+    """Writes this process into a file of its rank, and returns the file: in the folder of the newest attempt, or if
+    that has this rank already, of the next one.
+    """
     attempt = max((int(path.name) for path in folder.iterdir()), default=0)
     while True:
         mine = folder / str(attempt) / str(read_place().rank)

@@ -14,8 +14,8 @@ _DEBUGGERS = ("pdb.py", "bdb.py", "pydevd.py")
 
 
 def read_start_time(pid: int) -> str:
-    """Reads when a process started, in ticks, which tells it from a later process with that pid; "" if it is gone or a
-    zombie.
+    """Returns when a process started, in clock ticks as a string, which tells it from a later process with its pid; ""
+    if it has ended, also as a zombie.
     """
     fields = _read_stat(pid)
     return fields[19] if len(fields) > 19 and fields[0] != "Z" else ""
@@ -27,13 +27,13 @@ def is_suspended(pid: int) -> bool:
 
 
 def read_parent(pid: int) -> int:
-    """Reads the pid of a process's parent; 0 when it is gone."""
+    """Returns the pid of a process's parent; 0 if the process has ended."""
     fields = _read_stat(pid)
     return int(fields[1]) if len(fields) > 1 else 0
 
 
 def list_descendants(pid: int) -> list[int]:
-    """Lists the living children of a process, their children, and so on; zombies are left out."""
+    """Returns the pids of the living children of a process, their children, and so on; zombies are left out."""
     parents = {
         int(name): read_parent(int(name))
         for name in os.listdir("/proc")
@@ -47,7 +47,7 @@ def list_descendants(pid: int) -> list[int]:
 
 
 def read_command(pid: int) -> str:
-    """Reads a process's command line, its words separated by NUL; "" when it is gone."""
+    """Returns a process's command line, its words separated by NUL; "" if the process has ended."""
     try:
         return Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace")
     except OSError:
@@ -55,7 +55,9 @@ def read_command(pid: int) -> str:
 
 
 def _read_stat(pid: int) -> list[str]:
-    """Reads the fields of /proc/PID/stat from the third (state) on; the second may hold blanks and brackets."""
+    """Returns the fields of /proc/PID/stat from the third on, the state; [] if the process has ended. The second field
+    may hold blanks and brackets.
+    """
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -63,13 +65,13 @@ def _read_stat(pid: int) -> list[str]:
 
 
 def print_stacks_on_request() -> None:
-    """Lets `kill -USR2 PID` print the stacks of all threads of this process on stderr."""
+    """Installs a handler by which `kill -USR2 PID` prints the stacks of all threads of this process on stderr."""
     faulthandler.register(signal.SIGUSR2, file=2, all_threads=True)
 
 
 def find_current_line(thread: int) -> tuple[str, bool]:
-    """Returns the innermost line of dstrain that a thread is in, and whether it exchanges data with other
-    ranks there.
+    """Returns the innermost line of dstrain that a thread is in, as "FILE:LINE (FUNCTION)", and whether the thread
+    exchanges data with other ranks there.
     """
     frame, place, exchanges = sys._current_frames().get(thread), "", False
     while frame is not None and not place:

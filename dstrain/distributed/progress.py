@@ -28,9 +28,8 @@ _TICK = 1.0  # seconds between two looks
 
 
 class Phases(AbstractContextManager):
-    """Within it a thread says what the thread that entered it is at.
-
-    quiet: seconds without a line, after which it does so.
+    """Inside its `with`, a thread of rank 0 prints what the main thread is doing, whenever no line was printed for
+    `quiet` seconds.
     """
 
     def __init__(self, quiet: float = 20.0) -> None:
@@ -58,13 +57,15 @@ class Phases(AbstractContextManager):
         self._left.set()
 
     def enter_phase(self, phase: str) -> None:
-        """Notes that the main thread makes progress, and in which phase it is from now on."""
+        """Records that the main thread makes progress, and the phase in which it is from now on."""
         self.note_progress()
         if phase != self._phase[0]:
             self._phase = (phase, self.beaten)
 
     def note_progress(self, ago: float = 0.0) -> None:
-        """Notes that a piece of work was done `ago` seconds ago: a time stamp, without lock or exchange."""
+        """Records, for the watchdog, that a piece of work was done `ago` seconds ago. It takes no lock and exchanges
+        nothing.
+        """
         if threading.get_ident() == self._main:
             self.beaten = time.monotonic() - ago
         else:
@@ -75,7 +76,7 @@ class Phases(AbstractContextManager):
         return self._phase[0]
 
     def print_lines(self, *lines: str) -> None:
-        """Prints lines on rank 0, and keeps them for its log."""
+        """Prints lines on rank 0, and keeps them for `take_printed_lines`."""
         if read_place().rank == 0:
             self._lines += lines
             with suppress(OSError, ValueError):  # a closed pipe or terminal ends no training
@@ -84,24 +85,26 @@ class Phases(AbstractContextManager):
             self.note_output()
 
     def take_printed_lines(self) -> list[str]:
-        """Returns the lines that were printed since the last call, for the log."""
+        """Returns the lines that `print_lines` has printed since the last call, for the run's log."""
         lines, self._lines = self._lines, []
         return lines
 
     def note_output(self) -> None:
-        """Notes the time at which a line was printed."""
+        """Records that something was printed now, so that no line about silence is due."""
         self._heard = time.monotonic()
 
     def begin_steps(self) -> None:
-        """Notes that steps are reported from now on: one that takes no longer than `quiet` needs no line of its own."""
+        """Makes lines about silence rarer from now on, since steps are reported: a phase no longer than `quiet` gets
+        none.
+        """
         self._settled = True
 
     def redirect_output(self, write: Callable[[str], None]) -> None:
-        """Prints lines about silence by `write` from now on, which keeps a progress bar whole."""
+        """Prints lines about silence by `write` from now on, such as one that does not break a progress bar."""
         self._print = write
 
     def _is_line_due(self, now: float) -> bool:
-        """Returns whether no line was printed for so long that one is due."""
+        """Returns whether nothing was printed for so long that a line is due."""
         since = max(self._phase[1], self._heard) if self._settled else self._heard
         return now - since >= self._quiet
 
@@ -121,7 +124,7 @@ class Phases(AbstractContextManager):
 
 
 def make_greeting() -> str:
-    """Returns the first line that a command prints: which rank of which launch has begun, and where."""
+    """Returns the first line that a command prints: version, rank, world size, process, host and Python."""
     own = read_place()
     return (
         f"dstrain {__version__}: rank {own.rank} of {own.world}, process {os.getpid()} on {socket.gethostname()}, "
@@ -144,7 +147,9 @@ def get_phases() -> Phases:
 
 
 class Bar(tqdm):
-    """As tqdm. phase: what is done, such as "drawing"; show: whether there may be a bar, which rank 0 alone draws."""
+    """A progress bar of tqdm on rank 0, hidden on other ranks and if `show` is False; `phase`, such as "drawing", and
+    its count are the phase of the process.
+    """
 
     def __init__(self, phase: str, *, show: bool = True, **options: Any) -> None:
         self._phase = phase

@@ -40,16 +40,19 @@ _PATIENCE = 8.0  # seconds that the main thread has to leave where nothing is un
 
 
 class Stopped(SystemExit):
-    """Leaves work for which a stop does not wait. Where nobody catches it, it ends the process with 75."""
+    """Raised to leave work that a stop need not wait for. If nobody catches it, the process ends with exit code 75."""
 
     def __init__(self) -> None:
         super().__init__(exit_codes.STOPPED)
 
 
 class Stops:
-    """The reasons to stop that this rank has seen; installs its handlers when made, in the main thread.
+    """Collects reasons to stop: signals, a file, the end of the launcher, other ranks' reasons. Make it in the main
+    thread, since it installs handlers of signals.
 
-    patience: seconds after which the process ends whatever its main thread does, where nothing is unsaved; None: never.
+    folder           where a file named `stop` is looked for; None: nowhere
+    watch_launcher   whether the end of the launcher is a reason
+    at_once          whether a reason interrupts the main thread by Stopped; else it must ask `is_requested`
     """
 
     def __init__(self, folder: Path | None = None, watch_launcher: bool = True, at_once: bool = False):
@@ -68,30 +71,34 @@ class Stops:
         threading.Thread(target=self._watch_for_reasons, args=(numbers,), name="stops", daemon=True).start()
 
     def install_handlers(self, *numbers: int) -> None:
-        """Installs the handlers by which signals ask for a stop. Ctrl-C interrupts every verb but training."""
+        """Installs handlers by which signals of these numbers are reasons to stop. SIGHUP stays ignored if it is."""
         for number in numbers:
             if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
                 self._before.setdefault(number, signal.signal(number, self._note_signal))
 
     def watch_for_stop(self, folder: Path | None, launcher: bool = True) -> None:
-        """Watches for the file `stop` in a folder, on one rank, and for the end of the launchers if `launcher` asks for
-        it.
+        """Watches for the file `stop` in a folder from now on (None: for no file), and for the end of the launchers if
+        `launcher` is True.
         """
         self._file = folder / "stop" if folder else None
         self._launchers = self._launchers if launcher else []
 
     def exchange_reasons(self, store: Any) -> None:
-        """Exchanges reasons to stop with the other ranks over a store from now on."""
+        """Sets the store over which this rank tells other ranks that it has a reason to stop, and learns of theirs."""
         self._store = store
 
     def defer_to_main_thread(self, patience: float | None) -> None:
-        """Leaves it to the main thread to look for a reason from now on. See the class for `patience`."""
+        """From now on a reason to stop does not interrupt the main thread, which must ask `is_requested`. Raises
+        Stopped if it was interrupted before.
+
+        patience   seconds from a reason to the end of the process, whatever the main thread does; None: it is not ended
+        """
         self.at_once, self.patience = False, patience
         if self._left:  # its exception was raised where nobody let it through
             raise Stopped
 
     def is_requested(self) -> bool:
-        """Returns whether this rank has a reason to stop; cheap enough for every step."""
+        """Returns whether this rank has a reason to stop. It is cheap enough for every step."""
         if self.reason is None and self._file and _is_stop_file(self._file):
             self.reason = f"the file {self._file}"
         if self.reason is None and any(read_start_time(pid) != born for pid, born in self._launchers):
@@ -99,14 +106,18 @@ class Stops:
         return self.reason is not None
 
     def remove_stop_file(self) -> None:
-        """Removes the stop file, so that the same command goes on next time."""
+        """Removes the file `stop`, so that the same command goes on next time; leaves it if another run owns the
+        folder.
+        """
         if self._file and _is_stop_file(self._file):
             with suppress(OSError):  # the run is saved in any case; another run's file stays
                 check_claim(self._file)
                 self._file.unlink()
 
     def announce_end(self) -> None:
-        """Prints why a process ends that has nothing unsaved, once the other ranks can know of it."""
+        """Prints why the process ends while nothing is unsaved, after giving the other ranks time to learn the reason,
+        and removes the file `stop`.
+        """
         if self._store is not None:
             self._exchange_once()
             time.sleep(4 * _TICK)
@@ -119,7 +130,7 @@ class Stops:
         )
 
     def restore_handlers(self) -> None:
-        """Puts the earlier handlers back."""
+        """Puts the earlier handlers of signals back and ends the thread; `get_stops` makes new Stops afterwards."""
         if not self._closed.is_set():
             signal.set_wakeup_fd(self._wakeup_before)
             self._closed.set()
@@ -172,8 +183,8 @@ class Stops:
 
 @functools.cache
 def get_stops() -> Stops:
-    """Returns the Stops of this process, which the first call makes: a stop ends it at once until training
-    defers that.
+    """Returns the Stops of this process, which the first call makes. A reason to stop interrupts the main thread until
+    it calls `defer_to_main_thread`.
     """
     return Stops(at_once=True)
 
@@ -203,10 +214,10 @@ def _find_launchers() -> list[tuple[int, str]]:
 
 
 def _is_launcher(pid: int) -> bool:
-    """Tells whether a process is a launcher, by the names of its program and script without their folders.
+    """Returns whether a process is a launcher, by the names of its program and script without their folders.
 
-    A shell is none: its script may be called deepspeed.sh, yet it launches no ranks. Nor is dstrain keep, which has
-    the launcher's command line behind `--`.
+    A shell is none: its script may be called deepspeed.sh, yet it launches no ranks. Nor is dstrain keep, which has the
+    launcher's command line behind `--`.
     """
     words = read_command(pid).partition("\0--\0")[0].split("\0")[:4]
     names = [Path(word).name for word in words]  # a folder, too, may be called deepspeed

@@ -51,7 +51,7 @@ _KEY = "dstrain/stand"
 
 @dataclass(frozen=True)
 class Stand:
-    """Where a rank stands."""
+    """What a rank tells the others about itself: what it is doing, and for how long it has made no progress."""
 
     rank: int
     host: str
@@ -69,9 +69,12 @@ class Stand:
 
 
 class Watchdog(AbstractContextManager):
-    """Watches the thread that makes it, the main thread of a rank, until it is left.
+    """Watches, in a thread, whether the main thread of this rank makes progress, until its `with` is left. If the run
+    hangs, ends this process with exit code 4.
 
-    folder: of the run, where stacks/ is written. factor: 0 leaves `most` alone. least, most: seconds.
+    folder        of the run; stacks are written to stacks/ in it
+    factor        a step takes too long at this many times the median step; 0: only `most` counts
+    least, most   seconds: a step of less is never too long, anything of more without progress always is
     """
 
     def __init__(self, folder: Path, factor: float, least: float, most: float):
@@ -89,12 +92,14 @@ class Watchdog(AbstractContextManager):
         threading.Thread(target=self._watch_progress, name="watch", daemon=True).start()
 
     def begin_to_publish(self) -> None:
-        """Starts to publish where this rank stands, and to read where the others do; the process group must exist."""
+        """Starts a thread that tells the other ranks, over the store of the process group, what this one is doing; does
+        nothing for one rank alone. The process group must exist.
+        """
         if store := group.open_store():
             threading.Thread(target=self._publish_place, args=(store,), name="publisher", daemon=True).start()
 
     def enter_phase(self, step: int, phase: str = STEP) -> None:
-        """Notes that the main thread is now at this step, in this phase of it."""
+        """Records the step and phase in which the main thread is from now on."""
         now = time.monotonic()
         before, _, since = self._now
         if before == STEP:
@@ -103,9 +108,9 @@ class Watchdog(AbstractContextManager):
         get_phases().enter_phase(f"{phase} {step}")
 
     def handle_lost_ranks(self, error: BaseException) -> None:
-        """Writes stacks after a timeout and ends suspended ranks here, if an error tells that other ranks are lost.
-
-        Where this rank is overdue, the others have found that the run hangs, and this rank ends as they do.
+        """If an error means that other ranks are lost, ends suspended ranks of this machine, after writing stacks if it
+        is a timeout. If this rank made no progress for too long, it ends the run as the watch does. Ignores other
+        errors.
         """
         if self._closed.is_set() or not (text := group.explain_lost_ranks(error)):
             return
@@ -122,8 +127,8 @@ class Watchdog(AbstractContextManager):
         self._closed.set()
 
     def _find_last_progress(self) -> float:
-        """Returns when a piece of work last ended. A thread that saves beside steps does not count as their
-        progress.
+        """Returns the time (time.monotonic) at which a piece of work last ended. In a step, only work of the main
+        thread counts, and not that of a thread which saves.
         """
         beside = 0.0 if self._now[0] == STEP else get_phases().beaten_beside
         return max(get_phases().beaten, beside, self._base)
@@ -151,9 +156,11 @@ class Watchdog(AbstractContextManager):
                 self._end_run(reasons, at_fault)
 
     def _find_faults(self, now: float, began: float, suspended: set[int]) -> tuple[list[str], set[int]]:
-        """Returns what is at fault, a line each, once it is known, and the ranks that cannot end by themselves.
+        """Returns a line for each rank at fault, or none while that is not known yet, and the ranks that cannot end by
+        themselves.
 
-        began: when this rank became overdue.
+        began       when this rank became overdue
+        suspended   suspended ranks of this machine
         """
         me = self._make_stand()
         heard = {rank: stand for rank, (stand, when) in dict(self._heard).items() if when > max(began, now - _SILENT)}
@@ -181,8 +188,10 @@ class Watchdog(AbstractContextManager):
         )
 
     def _publish_place(self, store: dist.Store) -> None:
-        """Writes where this rank stands to the store, every second, or less often in a large world. While this rank is
-        overdue, reads where the others stand; before, only the name of rank 0, with which the store would end.
+        """Until the watchdog is closed, writes what this rank is doing into the store, every second, or less often in a
+        large world. While this rank is overdue, it also reads what the others are doing.
+
+        Before that it reads only rank 0's, once, since the store would end with rank 0.
         """
         others = [rank for rank in range(group.world()) if rank != group.rank()]
         beat, pause = 0, max(_TICK, group.world() / 256)
@@ -206,7 +215,7 @@ class Watchdog(AbstractContextManager):
             pass
 
     def _list_suspended_ranks(self) -> set[int]:
-        """Lists the ranks of this machine that are suspended."""
+        """Returns the other ranks of this machine whose processes are suspended."""
         return {
             rank
             for rank, (pid, born) in get_presence().list_others().items()
@@ -220,8 +229,8 @@ class Watchdog(AbstractContextManager):
         return f"rank {rank} on {socket.gethostname()} (process {pid[0]})" if pid else f"rank {rank}"
 
     def _end_run(self, reasons: list[str], at_fault: set[int]) -> None:
-        """Writes stacks and reasons, ends the ranks at fault on this machine, and then this process. Each part has some
-        seconds, since disks may hang.
+        """Writes stacks and reasons, kills the ranks at fault on this machine, and ends this process with exit code 4.
+        Writing is given up after 5 s, since disks may hang.
         """
         self._ending.acquire()  # the watch and the main thread may both come here
         self._signal_ranks(at_fault - self._list_suspended_ranks(), signal.SIGUSR2)  # they write their stacks on stderr
@@ -244,7 +253,7 @@ class Watchdog(AbstractContextManager):
             append_lines(self._folder / "log.txt", f"{text}\n")
 
     def _write_stacks(self) -> None:
-        """Writes the stacks of all threads; on stderr where the folder is not a run's yet."""
+        """Writes the stacks of all threads of this rank into the run's folder, or on stderr if that has no run.yaml."""
         me = self._make_stand()
         if not (self._folder / "run.yaml").exists():
             faulthandler.dump_traceback(2, all_threads=True)
@@ -257,7 +266,7 @@ class Watchdog(AbstractContextManager):
 
     @staticmethod
     def _signal_ranks(ranks: set[int], number: int) -> None:
-        """Sends a signal to those of some ranks that live on this machine."""
+        """Sends a signal to those of the ranks that live on this machine, without this one."""
         for rank, (pid, born) in get_presence().list_others().items():
             if rank in ranks and read_start_time(pid) == born:
                 os.kill(pid, number)
@@ -270,7 +279,9 @@ class Watchdog(AbstractContextManager):
 
 
 def _describe_late(stands: list[Stand]) -> list[str]:
-    """Describes the ranks that the others wait for, as far as their stands tell."""
+    """Returns a line for each rank that the others wait for: those behind the furthest step, or else those that are in
+    no exchange. If that tells nothing, one line that refers to the stacks.
+    """
     stands = sorted(stands, key=lambda stand: stand.rank)
     furthest = max(stand.step for stand in stands)
     late = [stand for stand in stands if stand.step < furthest]

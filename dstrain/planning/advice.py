@@ -40,8 +40,8 @@ class Case:
     efficiency: float = EFFICIENCY
 
     def estimate_costs(self) -> Estimate:
-        """Counts the costs of the case. Raises ConfigError if the JSON does not suit the recipe or this number of
-        ranks.
+        """Counts the costs of the case and returns the estimate; prints a line on stderr before. Raises ConfigError if
+        the JSON does not suit the recipe or this number of ranks.
         """
         settings = resolve_settings(
             self.ds_config,
@@ -84,9 +84,8 @@ class Case:
 
 
 def find_change(estimate: Estimate, case: Case) -> Estimate | None:
-    """Returns the smallest change after which a run fits: the fewest choices changed, and of these the fastest.
-
-    Each is counted as the run itself is. Returns None if no change makes it fit on this number of GPUs.
+    """Returns the estimate after the smallest change by which a run fits: the fewest choices changed, and of these
+    changes the fastest. Returns None if no change makes it fit on this number of GPUs.
     """
     if case.chip.memory <= CONTEXT:
         return None
@@ -109,7 +108,9 @@ def find_change(estimate: Estimate, case: Case) -> Estimate | None:
 
 
 def find_sharing(case: Case) -> Estimate | None:
-    """Returns the run with the fewest ranks that share each sample with which it fits, with all that saves memory."""
+    """Returns the estimate with the fewest ranks for each sample, more than now, at which a run fits with all else that
+    saves memory; None if there is none.
+    """
     for ranks in _list_teams(case)[1:] if case.chip.memory > CONTEXT else ():
         if fitting := _estimate_with_least_memory(case.change(sequence=ranks)):
             return fitting
@@ -117,9 +118,10 @@ def find_sharing(case: Case) -> Estimate | None:
 
 
 def find_more_gpus(case: Case) -> Estimate | None:
-    """Returns the run on the smallest of 2, 4, 8, ... times as many GPUs on which it fits with all that saves memory.
+    """Returns the estimate on the smallest of 2, 4, 8, ... times as many GPUs on which a run fits with all that saves
+    memory.
 
-    Returns None if it fits on no number that divides batch.global and can be counted.
+    Returns None if it fits on no number up to MAX_RANKS that divides batch.global.
     """
     world = 2 * case.layout.world
     while world <= MAX_RANKS and case.run.batch.global_ % world == 0 and case.chip.memory > CONTEXT:
@@ -130,8 +132,8 @@ def find_more_gpus(case: Case) -> Estimate | None:
 
 
 def _estimate_with_least_memory(case: Case) -> Estimate | None:
-    """Returns the run at stage 3 with micro-batches of one sample and all recomputed, if it fits; on the host, too, if
-    it fits so alone.
+    """Returns the estimate at stage 3, with micro-batches of one sample and recompute=all or, if that does not fit,
+    recompute=offload; None if neither fits.
     """
     for recompute in RECOMPUTE[-2:] if "recompute" in case.run.model else (None,):
         tried = _try_case(case.change(stage=3, recompute=recompute, micro=1))
@@ -141,7 +143,9 @@ def _estimate_with_least_memory(case: Case) -> Estimate | None:
 
 
 def _find_fitting(case: Case, changes: dict[str, list[Any]]) -> Iterator[Estimate]:
-    """Yields an estimate that fits for each way to change exactly these choices, with the largest micro-batch."""
+    """Yields the estimates that fit: for each combination of new values of the other choices in `changes`, the one with
+    the largest micro-batch.
+    """
     others = [[(name, value) for value in values] for name, values in changes.items() if name != "micro"]
     for way in itertools.product(*others):
         other = case.change(**dict(way))
@@ -158,7 +162,9 @@ def _try_size(case: Case, size: dict[str, int]) -> Estimate | None:
 
 
 def _find_first(try_: Callable[[dict[str, int]], Estimate | None], sizes: list[dict[str, int]]) -> Estimate | None:
-    """Returns the estimate of the first size that fits, found by halving: later sizes take less memory."""
+    """Returns the estimate of the first size that fits, found by bisection, since later sizes take less memory; None if
+    none fits.
+    """
     fitting, low, high = None, 0, len(sizes) - 1
     middle = high  # The last one is tried first, since most ways fail even with it.
     while low <= high:
@@ -172,11 +178,11 @@ def _find_first(try_: Callable[[dict[str, int]], Estimate | None], sizes: list[d
 
 
 def search_choices(case: Case, report: Callable[[Estimate], None]) -> list[Estimate]:
-    """Counts stage x micro-batch x recomputation, and returns what fits, the fastest first. If one sample does not fit,
-    more ranks share it.
+    """Counts every combination of stage, micro-batch and recomputation, and returns the estimates that fit, the fastest
+    first. Where one sample does not fit, more ranks share it.
 
-    If the chip's rates are unknown, what computes and exchanges least comes first. `report` gets each as it is counted,
-    those that do not fit as well.
+    If the chip's rates are unknown, what computes and exchanges least comes first. `report` is called with each
+    estimate, those that do not fit included.
     """
     fitting: list[Estimate] = []
     if case.chip.memory <= CONTEXT:
@@ -191,7 +197,9 @@ def search_choices(case: Case, report: Callable[[Estimate], None]) -> list[Estim
 
 
 def _search_sizes(case: Case, report: Callable[[Estimate], None]) -> list[Estimate]:
-    """Counts micro-batches, and returns what fits."""
+    """Counts micro-batches, from the smallest, until one does not fit, and a rank's whole share of a step in any case;
+    returns the estimates that fit.
+    """
     share, full, fitting = _count_share(case), False, []
     for micro in reversed(_list_halves(share)):
         if full and micro < share:  # more samples take more; a whole share sums no gradients
@@ -205,12 +213,14 @@ def _search_sizes(case: Case, report: Callable[[Estimate], None]) -> list[Estima
 
 
 def _count_share(case: Case) -> int:
-    """Counts the samples of a step for a rank, or for the ranks that share them."""
+    """Returns the samples of a step for each rank, or for each group of ranks that share samples."""
     return case.run.batch.global_ * case.run.parallel.sequence // case.layout.world
 
 
 def _list_teams(case: Case) -> list[int]:
-    """Lists how many ranks may share a sample: what the recipe says, and doubles of it within a machine."""
+    """Returns how many ranks may share a sample: the recipe's number, and its doubles as far as a machine's GPUs and
+    the system allow.
+    """
     ranks, layout = [case.run.parallel.sequence], case.layout
     config = systems.check_config(case.run.system, case.run.model)
     most = math.gcd(layout.world, layout.gpus_per_node)

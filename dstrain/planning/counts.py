@@ -54,5 +54,5 @@ class Counts:
 
     @property
     def trained_weights(self) -> int:
-        """Counts the weights that learn, of all parts."""
+        """Returns the number of weights that learn, over all parts."""
         return sum(number for part, number in self.weights.items() if not part.startswith("frozen/"))

@@ -90,7 +90,7 @@ class Estimate:
         return self.settings["train_micro_batch_size_per_gpu"]
 
     def list_choices(self) -> dict[str, Any]:
-        """Lists the choices that may be changed so that a run fits, by the names that a user writes."""
+        """Returns the choices that may be changed so that a run fits, by the names that a user writes."""
         zero = {"stage": read_stage(self.settings)} | {name: read_offload(self.settings, name) for name in OPTIONAL}
         return {
             "batch.micro": self.micro_batch,
@@ -99,7 +99,7 @@ class Estimate:
         } | {f"zero_optimization.{name}": value for name, value in zero.items()}
 
     def list_figures(self) -> dict[str, Any]:
-        """Lists all costs as plain values: seconds, bytes, operations, kilowatt-hours."""
+        """Returns all costs by name, as values for JSON: seconds, bytes, operations, kilowatt-hours."""
         counts, time = self.counts, self.time
         values: dict[str, Any] = {
             "name": self.run.name,
@@ -137,7 +137,9 @@ class Estimate:
 
 
 def _time_collective(call: Collective, layout: Layout, chip: Chip) -> float:
-    """Returns the seconds of all calls of a kind, each a ring over a group that fills machine after machine."""
+    """Returns the seconds that all calls of one kind take, each as a ring over a group that fills one machine after
+    another.
+    """
     rate = chip.link
     if call.ranks > layout.gpus_per_node:
         rate = min(chip.link, layout.gpus_per_node * chip.network)
@@ -146,7 +148,7 @@ def _time_collective(call: Collective, layout: Layout, chip: Chip) -> float:
 
 
 def describe_memory(estimate: Estimate) -> str:
-    """Describes how much of a GPU's memory would be taken, and how much of the host's if that is too much."""
+    """Returns a text on how much of a GPU's memory a run would take, and of the host's if that is too much."""
     chip, total = estimate.chip, estimate.needed + estimate.reserve
     text = f"{total / 1e9:.2f} GB of the {chip.memory / 1e9:.1f} GB of a GPU"
     if chip.host is not None and estimate.host > _HOST * chip.host:
@@ -158,14 +160,18 @@ def describe_memory(estimate: Estimate) -> str:
 
 
 def list_changes(before: Estimate, after: Estimate) -> dict[str, Any]:
-    """Returns what `after` chooses otherwise than `before`, by name; and the number of GPUs, where that differs."""
+    """Returns, by name, the values of `after` for the choices in which it differs from `before`; for the number of
+    GPUs, too, as world.
+    """
     choices = before.list_choices()
     more = {"world": after.layout.world} if after.layout.world != before.layout.world else {}
     return more | {name: value for name, value in after.list_choices().items() if value != choices[name]}
 
 
 def describe_costs(run: Run, system: System, settings: dict[str, Any], world: int) -> str:
-    """Describes what is known within a second: weights, operations, and the bytes a rank keeps between steps."""
+    """Returns a text on what is known within a second: weights, operations, and the bytes that a rank keeps between
+    steps.
+    """
     numbers, _ = count_weights(run, system)
     try:
         largest = " of the largest bucket" if run.data.buckets else ""

@@ -24,7 +24,7 @@ _MICRO_BATCHES = 3  # A step of more is counted from so many: each further one d
 
 
 def count_as_rank_0(run: Run, settings: dict[str, Any], layout: Layout, device: str) -> Counts:
-    """Counts the costs that count.count_costs returns."""
+    """Returns the counts of count.count_costs. Call it in the process that counts."""
     _require_countable(settings)
     run = run.model_copy(update={"compile": "off"})
     system = systems.build(run.system, run.model)
@@ -60,7 +60,9 @@ def count_as_rank_0(run: Run, settings: dict[str, Any], layout: Layout, device: 
 def measure_as_rank_0(
     run: Run, settings: dict[str, Any], system: System, world: int, device: str
 ) -> tuple[Measured, int]:
-    """Returns a measured step of rank 0 of `world`, and the bytes that it writes into a checkpoint's fragments."""
+    """Measures a step of rank 0 of `world` fake ranks; returns the measures, and the bytes that the rank writes into a
+    checkpoint. A long step, or one of many ranks at stage 3, is computed from a smaller one.
+    """
     accumulation = settings["gradient_accumulation_steps"]
     if accumulation > _MICRO_BATCHES:
         fewer = {**settings, "gradient_accumulation_steps": _MICRO_BATCHES}
@@ -82,7 +84,9 @@ def measure_as_rank_0(
 
 
 def _add_micro_batches(measured: Measured, more: int) -> Measured:
-    """Returns a step with `more` micro-batches, each like the last but one. Peaks stay."""
+    """Returns the measures of a step with `more` micro-batches, each with the costs of the last but one. The most bytes
+    at a time stay.
+    """
     before, after = measured.begun[-2:]
     known = {(each.operation, each.ranks): each for each in before.collectives}
     middle = {(each.operation, each.ranks): each for each in after.collectives}
@@ -116,7 +120,8 @@ def _require_countable(settings: dict[str, Any]) -> None:
 
 
 def _scale_to_world(measured: Measured, kept: dict[str, int], few: int, world: int) -> Measured:
-    """Returns a step of `few` ranks as one of `world` ranks, which keep the shares `kept`.
+    """Returns the measures of a step of `world` ranks, computed from those of `few` ranks. kept: the bytes by kind that
+    a rank of `world` keeps between steps.
 
     All other bytes are of whole weights or of samples, and stay; so do groups of fewer ranks, which share ZeRO++'s
     second copy, or samples. The optimizer's step works on shares alone. Exchanged weights are padded to a multiple of

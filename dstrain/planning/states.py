@@ -17,8 +17,8 @@ _EIGHT_BITS = 1 + 4 / 256  # Bytes of a moment: its code of one byte, and a scal
 
 
 def count_weights(run: Run, system: System) -> tuple[dict[str, int], int]:
-    """Counts weights by part, frozen ones apart; returns these numbers, and the bytes of a checkpoint without the
-    headers of its files.
+    """Returns the number of weights of each part and, as frozen/NAME, of frozen ones; and the bytes of a checkpoint
+    without the headers of its files.
     """
     numbers, size = {}, sum(value.nbytes for value in system.state_dict().values())
     for part, network in _build_and_freeze_networks(run, system).items():
@@ -38,10 +38,10 @@ def count_weights(run: Run, system: System) -> tuple[dict[str, int], int]:
 
 
 def count_states(run: Run, system: System, settings: dict[str, Any], world: int) -> dict[str, int]:
-    """Counts the bytes that a rank keeps, by the kinds of memory_kinds.py; of gradients, their sums.
+    """Returns the bytes that a rank of `world` keeps, by the kinds of memory_kinds.py; as gradients the sums of
+    micro-batches. Padding and buffers are not counted.
 
-    Each of `world` equal shares takes them. DeepSpeed keeps as much to the byte, but for padding and buffers. Raises
-    ConfigError if the recipe or DeepSpeed's JSON names weights or modules that the networks lack.
+    Raises ConfigError if the recipe or DeepSpeed's JSON names weights or modules that the networks lack.
     """
     level, wide = read_stage(settings), read_precision(settings) == "fp32"
     width, share = 4 if wide else 2, world if level else 1
@@ -66,7 +66,7 @@ def count_states(run: Run, system: System, settings: dict[str, Any], world: int)
 
 
 def describe_memory_of_states(run: Run, system: System, settings: dict[str, Any], world: int) -> str:
-    """Describes in a line what a rank keeps, by kind, and which kinds lie in the host's memory."""
+    """Returns a line on what a rank keeps, by kind, in GB, and which kinds lie in the host's memory."""
     sizes = count_states(run, system, settings, world)
     offloaded = {
         kind for entry, kinds in OFFLOADED.items() if read_offload(settings, entry) != "none" for kind in kinds
@@ -78,7 +78,7 @@ def describe_memory_of_states(run: Run, system: System, settings: dict[str, Any]
 
 
 def _build_and_freeze_networks(run: Run, system: System) -> dict[str, nn.Module]:
-    """Builds the networks without values, in which what the recipe freezes is frozen."""
+    """Returns the networks by part on the meta device, with the weights frozen that the recipe freezes."""
     networks = system.build_networks_on_meta()
     choose_weights(networks, run.train_only, run.optimizer)
     return networks
@@ -89,7 +89,9 @@ def _count_frozen_weights(network: nn.Module) -> int:
 
 
 def _count_group_sizes(run: Run, system: System, part: str, network: nn.Module) -> Iterator[tuple[int, int, int]]:
-    """Yields for each group of a part's optimizer its number of weights, and of moments and averages of each."""
+    """Yields, for each group of a part's optimizer, the number of its weights, and how many moments and averages each
+    weight has.
+    """
     for members in group_weights(network, run.optimizer, system.decays, system.blocks(), part):
         yield (
             sum(weight.numel() for weight in members["params"]),

@@ -62,7 +62,7 @@ class Measured:
 def measure_step(
     run: Run, settings: dict[str, Any], system: System, kind: type[Engines] = Engines
 ) -> tuple[Measured, Engines, EmaShadow]:
-    """Builds engines (of class `kind`) and averages, and takes a few steps; returns the measures of the last one, the
+    """Builds engines (of class `kind`) and averages, and takes a few steps. Returns the measures of the last step, the
     engines and the averages.
     """
     with Watch() as watch:
@@ -108,8 +108,8 @@ def measure_step(
 def measure_states(
     run: Run, settings: dict[str, Any], system: System, kind: type[Engines]
 ) -> tuple[dict[str, int], Engines, EmaShadow]:
-    """Builds engines (of class `kind`) and averages, runs no step, and returns the bytes of weights, optimizer states,
-    averages and gradients by name, the engines and the averages.
+    """Builds engines (of class `kind`) and averages, and takes no step. Returns the bytes of weights, optimizer states,
+    averages and gradients by kind, the engines and the averages.
     """
     with Watch() as watch:
         engines = build_engines(run, settings, system, kind=kind)
@@ -131,9 +131,9 @@ def _label_makers(
     updates: list[int],
     begun: list[Done],
 ) -> None:
-    """Tells the watch for which purpose a tensor is made, from now on.
+    """Makes the watch label tensors from now on by the purpose for which they are made.
 
-    updates     gets the events at which each optimizer's step begins and ends
+    updates     gets the numbers of the events at which each optimizer's step begins and ends
     begun       gets what was done before each micro-batch
     """
 
@@ -163,7 +163,7 @@ def _label_makers(
 
 
 def wrap_method(owner: Any, name: str, context: Callable[[], AbstractContextManager]) -> None:
-    """Makes a method run within a context from now on."""
+    """Replaces a method of `owner` by one that runs within a new `context()` at each call."""
     method = getattr(owner, name)
 
     @wraps(method)
@@ -175,7 +175,9 @@ def wrap_method(owner: Any, name: str, context: Callable[[], AbstractContextMana
 
 
 def _label_states(watch: Watch, engines: Engines, ema: EmaShadow) -> None:
-    """Gives what is alive between two steps the kind of its owner, and begins all counts anew."""
+    """Labels the tensors that live between two steps by their owners, and sets the counts of exchanges and operations
+    to zero.
+    """
     for kind, tensor in list_kept_tensors(engines.masters, ema):
         watch.mark([tensor], kind, (*MADE_IN_A_STEP, "buckets"))
     watch.mark(list_gradients(engines.masters), "gradients", (*MADE_IN_A_STEP, "buckets"))
@@ -185,8 +187,8 @@ def _label_states(watch: Watch, engines: Engines, ema: EmaShadow) -> None:
 
 
 def choose_step(run: Run, system: System) -> int:
-    """Returns a late step that costs as much as any, and in which as many terms are due; the first step if it costs
-    more than all late ones.
+    """Returns the number of the step to measure: of the first step and the last 4,096, one with the most work and,
+    among these, one in which penalties of every 16th step are due.
     """
     late = range(run.steps - 1, max(run.steps - 1 - _LATE, -1), -1)
     return max((*late, 0), key=lambda step: (system.workload(step), step % _EVERY == 0))

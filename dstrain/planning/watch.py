@@ -38,7 +38,7 @@ _NAMES = {
 
 
 class Done(NamedTuple):
-    """What was done up to some moment of a step."""
+    """What was done from the beginning of a step to some moment in it."""
 
     collectives: tuple[Collective, ...]
     recomputed: float  # operations
@@ -46,7 +46,8 @@ class Done(NamedTuple):
 
 
 def _computes_again() -> bool:
-    """Returns whether an operation of a backward pass is one of a forward pass that model.recompute repeats.
+    """Returns whether the present operation repeats one of a forward pass, for model.recompute. Call it during a
+    backward pass.
 
     Such passes build a graph. The linear layers of ZeRO-3 build none, since they compute in a function of their own:
     there the hook tells that torch.utils.checkpoint puts around a repetition.
@@ -55,7 +56,8 @@ def _computes_again() -> bool:
 
 
 class Watch(TorchDispatchMode):
-    """Records every storage that operations make inside, with its size and kind: `kind` at its making, or `mark`'s.
+    """Records every storage that operations make inside the block, with its size and kind: `kind` at that moment, which
+    `mark` can change.
 
     What has the kind ON_HOST is no memory of the GPU.
     """
@@ -106,14 +108,14 @@ class Watch(TorchDispatchMode):
         self._events.append((self._numbers.pop(address), -size))
 
     def mark(self, tensors: Iterable[Tensor], kind: str, instead_of: tuple[str, ...] = ()) -> None:
-        """Gives the storages of tensors a kind; with `instead_of`, only those of one of these kinds."""
+        """Sets the kind of the storages of tensors; with `instead_of`, only of those that have one of these kinds."""
         for number in set(map(self.record, tensors)):
             if not instead_of or self.kinds[number] in instead_of:
                 self.kinds[number] = kind
 
     @contextmanager
     def mark_made(self, kind: str) -> Iterator[None]:
-        """Gives this kind to all storages that are made inside."""
+        """Sets the kind of all storages that are made inside the block."""
         before, self.kind = self.kind, kind
         try:
             yield
@@ -121,7 +123,7 @@ class Watch(TorchDispatchMode):
             self.kind = before
 
     def sum_alive(self, until: int | None = None) -> Counter[str]:
-        """Sums the living bytes by kind, now or after the first `until` events."""
+        """Returns the bytes of living storages by kind, now or after the first `until` events."""
         totals: Counter[str] = Counter()
         for number, size in self._events[:until]:
             totals[self.kinds[number]] += size
@@ -129,11 +131,13 @@ class Watch(TorchDispatchMode):
 
     @property
     def num_events(self) -> int:
-        """Returns the number of events so far."""
+        """Returns the number of events so far: each is the making or the end of a storage."""
         return len(self._events)
 
     def find_peak(self, spans: Iterable[tuple[int, int]]) -> Counter[str]:
-        """Finds the event of these spans at which most bytes of the GPU are alive; returns them by kind."""
+        """Returns the GPU's living bytes by kind at the event of these spans at which they are most. spans: numbers of
+        the first and last event.
+        """
         sizes = (0 if self.kinds[number] == ON_HOST else size for number, size in self._events)
         totals = list(accumulate(sizes, initial=0))
         moments = (range(begin, end + 1) for begin, end in spans)
@@ -142,13 +146,15 @@ class Watch(TorchDispatchMode):
         return found
 
     def find_peak_on_host(self) -> int:
-        """Returns the most bytes of kind ON_HOST at once, each storage a power of two: torch pins no other sizes."""
+        """Returns the most bytes of kind ON_HOST at once, each storage rounded up to a power of two: torch pins no
+        other sizes.
+        """
         changes = [size for number, size in self._events if self.kinds[number] == ON_HOST and size]
         pinned = (int(math.copysign(2 ** (abs(size) - 1).bit_length(), size)) for size in changes)
         return max(accumulate(pinned, initial=0))
 
     def mark_rest(self, kind: str, instead_of: tuple[str, ...]) -> None:
-        """Gives another kind to all that is alive and of one of these kinds."""
+        """Sets the kind of all living storages that have one of the kinds `instead_of`."""
         for number in self._numbers.values():
             if self.kinds[number] in instead_of:
                 self.kinds[number] = kind
@@ -165,21 +171,21 @@ class Watch(TorchDispatchMode):
         self._bytes[operation, ranks] += max(sides)
 
     def _count_named(self, name: str, args: tuple, out: Tensor) -> None:
-        """Counts an exchange of tokens, by which ranks share samples. Its last argument is the name of their group."""
+        """Counts an exchange of tokens between ranks that share samples, whose last argument is their group's name."""
         if name != "wait_tensor":
             key = _NAMES.get(name, name), dist.distributed_c10d._resolve_process_group(args[-1]).size()
             self._calls[key] += 1
             self._bytes[key] += max(args[0].nbytes, out.nbytes)
 
     def take_collectives(self) -> tuple[Collective, ...]:
-        """Returns the exchanges since the last call, and begins anew."""
+        """Returns the exchanges since the last call, and resets their counts."""
         found = self._list_collectives()
         self._calls.clear()
         self._bytes.clear()
         return found
 
     def count_so_far(self) -> Done:
-        """Counts what was done so far, and goes on counting."""
+        """Returns what was done since the counts were set to zero, and goes on counting."""
         return Done(self._list_collectives(), self.recomputed, self.moved)
 
     def _list_collectives(self) -> tuple[Collective, ...]:
