@@ -23,7 +23,7 @@ from dstrain.commands.main import VERBS, find_options_class
 from dstrain.commands.options.command import format_help
 from dstrain.engine.schema import STAGE_3, list_decisions
 from dstrain.recipe import Run
-from dstrain.recipe.section import find_resume_rule, find_section
+from dstrain.recipe.section import find_resume_rule, find_section_class
 
 FOLDER = Path(__file__).parent / "reference"
 MADE = "<!-- Made by docs/make_reference.py. Do not edit. -->\n"
@@ -65,10 +65,10 @@ def make_pages() -> dict[str, str]:
 def make_recipes() -> str:
     """Returns the page of recipe keys."""
     lines = [MADE, RECIPES]
-    plain = [name for name, field in Run.model_fields.items() if find_section(field) is None and name != "model"]
+    plain = [name for name, field in Run.model_fields.items() if find_section_class(field) is None and name != "model"]
     lines += ["## The run itself\n", *list_keys(Run, plain, Run, None)]
     for name, field in Run.model_fields.items():
-        section = find_section(field)
+        section = find_section_class(field)
         if section is not None:
             lines += [f"## {name}\n", *describe_section(section), *list_section(section, name, None)]
     lines.append(
@@ -113,7 +113,7 @@ def rows_of(
         rule = find_resume_rule(key.replace("[]", ""), Run, config)
         if not rule.may_change:
             text += " *Fixed, may be filled in.*" if rule.may_be_filled_in else " *Fixed.*"
-        inner = find_section(field)
+        inner = find_section_class(field)
         if inner is None:
             yield f"`{key}`", show_type(field), show_default(field), escape(text.strip())
             continue

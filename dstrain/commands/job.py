@@ -18,7 +18,7 @@ from dstrain.commands.options.train import JobOptions
 from dstrain.distributed import group
 from dstrain.distributed.progress import get_phases
 from dstrain.engine import settings
-from dstrain.recipe import ConfigError, Data, Run, advise_writing, format_value
+from dstrain.recipe import ConfigError, Data, Run, choose_write_remedy, format_value
 from dstrain.recipe.trust import lies_in_run_or_export, trust_system
 from dstrain.runs import folders
 from dstrain.systems.base import System
@@ -193,7 +193,7 @@ def _find_folder_problem(folder: Path) -> str | None:
         try:
             os.rmdir(tempfile.mkdtemp(prefix=".dstrain-", dir=existing))
         except OSError as error:
-            remedy = advise_writing(error, "make room there, or name another folder")
+            remedy = choose_write_remedy(error, "make room there, or name another folder")
             return f"it cannot be written below {existing} ({error.strerror}): {remedy}"
     return None
 

@@ -6,7 +6,7 @@ import numpy as np
 
 from dstrain.data.source import Source, sample_captions
 from dstrain.recipe import ConfigError, Data
-from dstrain.recipe.patterns import fits_caption
+from dstrain.recipe.patterns import match_caption
 
 
 def find_left_out(captions: Sequence[Sequence[str]], patterns: Sequence[str]) -> np.ndarray:
@@ -16,7 +16,7 @@ def find_left_out(captions: Sequence[Sequence[str]], patterns: Sequence[str]) ->
     fits = np.zeros((len(patterns), len(captions)), bool)
     for place, texts in enumerate(captions):
         for text in texts:
-            fits[:, place] |= fits_caption(patterns, text)
+            fits[:, place] |= match_caption(patterns, text)
     return fits
 
 

@@ -111,7 +111,7 @@ def group_weights(
             continue
         decayed = decays(name, shaped)
         matrix = choice.name == "muon" and decayed and shaped.ndim >= 2 and id(weight) in inside
-        weights.setdefault((not matrix, not decayed, choice.find_rate(part, name)), []).append(weight)
+        weights.setdefault((not matrix, not decayed, choice.find_lr_factor(part, name)), []).append(weight)
     if choice.name == "muon" and all(rest for rest, *_ in weights):
         raise ConfigError(
             f"optimizer.name=muon: {type(network).__name__} has no matrices that learn in repeated blocks, which "

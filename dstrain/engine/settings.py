@@ -19,7 +19,7 @@ from dstrain.disk import small
 from dstrain.distributed.launcher import read_place
 from dstrain.engine.parser import drop_nulls, list_refusals
 from dstrain.engine.schema import list_idle_keys, list_unsupported, list_untried_keys, name_key, quote
-from dstrain.recipe import BatchSize, ConfigError, Faults, Optimizer, list_divisors, suggest_files
+from dstrain.recipe import BatchSize, ConfigError, Faults, Optimizer, format_divisors, suggest_files
 
 # Values of ONEDNN_MAX_CPU_ISA within which products of bf16 are emulated, whatever the CPU has.
 _EMULATING = ("SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX2_VNNI_2", "AVX512_CORE", "AVX512_CORE_VNNI")
@@ -93,7 +93,7 @@ def split_batch(batch: BatchSize, world: int, sequence: int = 1) -> tuple[int, i
     if world % sequence:
         raise ConfigError(
             f"parallel.sequence={sequence} does not divide the {world} ranks: write parallel.sequence="
-            f"{list_divisors(world)}, or start a multiple of {sequence} ranks"
+            f"{format_divisors(world)}, or start a multiple of {sequence} ranks"
         )
     total, micro, teams, one, each = batch.global_, batch.micro, world // sequence, "rank", "ranks"
     if sequence > 1:
@@ -102,14 +102,14 @@ def split_batch(batch: BatchSize, world: int, sequence: int = 1) -> tuple[int, i
         fits = sorted({total // teams * teams or teams, -(-total // teams) * teams})
         raise ConfigError(
             f"batch.global={total} cannot be split evenly over {teams} {each}: write "
-            f"batch.global={' or '.join(map(str, fits))}, or start {list_divisors(total)} {each}"
+            f"batch.global={' or '.join(map(str, fits))}, or start {format_divisors(total)} {each}"
         )
     share = total // teams
     micro = micro or share
     if share % micro:
         raise ConfigError(
             f"batch.micro={micro} does not divide the {share} samples of a {one} (batch.global={total} "
-            f"over {teams} {each}): micro-batches that work are {list_divisors(share)}"
+            f"over {teams} {each}): micro-batches that work are {format_divisors(share)}"
         )
     return micro, share // micro
 
@@ -414,7 +414,7 @@ def _check_combinations(
     if local < 1 or world % local:
         yield (
             f'"zero_optimization.zero_hpz_partition_size" is {local}, the ranks are {world}: write the number '
-            f"of GPUs of a machine, one of {list_divisors(world)}, or remove it"
+            f"of GPUs of a machine, one of {format_divisors(world)}, or remove it"
         )
     if local > 1 and (is_optimizer_offloaded(settings) or read_offload(settings, "offload_param") != "none"):
         yield (

@@ -27,7 +27,7 @@ from dstrain.metrics.images import Batch, Images, Sourced
 from dstrain.metrics.network import Features
 from dstrain.metrics.statistics import KEPT, Statistics
 from dstrain.recipe import ConfigError, Run, reword_errors
-from dstrain.recipe.patterns import fits_caption
+from dstrain.recipe.patterns import match_caption
 from dstrain.sampling.draw import draw_own_share
 from dstrain.sampling.requests import choose_all_classes, list_built_in_texts, make_request
 from dstrain.systems.base import Nets, Request, System
@@ -78,7 +78,7 @@ class Quality:
             raise ConfigError(
                 "samples.metrics: accuracy needs labels or captions, and this model is told none: leave it out"
             )
-        counted_apart = [any(fits_caption(data.leave_out, caption)) for caption in dict.fromkeys(self._captions or ())]
+        counted_apart = [any(match_caption(data.leave_out, caption)) for caption in dict.fromkeys(self._captions or ())]
         if counted_apart and all(counted_apart) and {"accuracy", "clip_score"} & {*metrics}:
             raise ConfigError(
                 "samples.prompts: data.leave_out names all of them, and what these metrics tell of pictures is of the "

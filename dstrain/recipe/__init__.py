@@ -1,18 +1,23 @@
 """The recipe of a run: its schema, how it is read and written, what is wrong in it, and what may change on resume."""
 
-from dstrain.recipe.changes import list_differences, list_refused_changes, make_refusal, require_known_keys
+from dstrain.recipe.changes import (
+    list_differences,
+    list_refused_changes,
+    make_refused_changes_error,
+    require_known_keys,
+)
 from dstrain.recipe.errors import (
     ConfigError,
     NotRead,
     NotSaved,
-    advise_writing,
+    choose_write_remedy,
     explain_write_errors,
     require_replaceable,
     reword_errors,
 )
 from dstrain.recipe.files import check_model, dump_run, list_replaced_entries, load_recipe
 from dstrain.recipe.patterns import fits_pattern, is_learned
-from dstrain.recipe.problems import format_value, list_divisors, list_problems, suggest_files, suggest_key
+from dstrain.recipe.problems import format_divisors, format_value, list_problems, suggest_files, suggest_key
 from dstrain.recipe.run import (
     WIDEST,
     BatchSize,
@@ -51,20 +56,20 @@ __all__ = [
     "Save",
     "Section",
     "Track",
-    "advise_writing",
     "check_model",
+    "choose_write_remedy",
     "dump_run",
     "explain_write_errors",
     "fits_pattern",
+    "format_divisors",
     "format_value",
     "is_learned",
     "list_differences",
-    "list_divisors",
     "list_problems",
     "list_refused_changes",
     "list_replaced_entries",
     "load_recipe",
-    "make_refusal",
+    "make_refused_changes_error",
     "mark_filled_in",
     "mark_fixed",
     "require_known_keys",

@@ -10,7 +10,7 @@ from dstrain.recipe.errors import ConfigError
 from dstrain.recipe.files import convert_to_plain_values
 from dstrain.recipe.problems import OTHER_VERSION, format_value
 from dstrain.recipe.run import Run
-from dstrain.recipe.section import find_resume_rule, find_section, knows_key
+from dstrain.recipe.section import find_resume_rule, find_section_class, is_known_key
 
 Change = tuple[str, Any, Any]  # dotted key, old value, new value
 
@@ -51,13 +51,13 @@ def _fill_in_defaults(model: dict[str, Any], system: type[BaseModel]) -> dict[st
     defaults = system.model_construct().model_dump(mode="json", warnings=False)
     filled = defaults | model
     for key, value in model.items():
-        section = find_section(system.model_fields[key]) if key in system.model_fields else None
+        section = find_section_class(system.model_fields[key]) if key in system.model_fields else None
         if section is not None and isinstance(value, dict):
             filled[key] = _fill_in_defaults(value, section)
     return filled
 
 
-def make_refusal(changes: Iterable[Change], folder: Path, system: type[BaseModel]) -> ConfigError:
+def make_refused_changes_error(changes: Iterable[Change], folder: Path, system: type[BaseModel]) -> ConfigError:
     """Returns a ConfigError about changes that a resumed run may not have: for each key its old and new value, and the
     remedies. `folder` is that of the run; `system` is the Config class of the section `model`.
     """
@@ -77,7 +77,7 @@ def require_known_keys(run: Run, system: type[BaseModel]) -> None:
     """Raises ConfigError if the saved recipe of a run has keys that the schema or the Config class `system` does not
     have.
     """
-    unknown = [key for key in _flatten_run(run) if not knows_key(key, Run, system)]
+    unknown = [key for key in _flatten_run(run) if not is_known_key(key, Run, system)]
     if unknown:
         raise ConfigError(*(f"{key}: there is no such key; {OTHER_VERSION}" for key in unknown))
 

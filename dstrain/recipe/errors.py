@@ -55,11 +55,11 @@ def explain_write_errors(path: object, remedy: str) -> Iterator[None]:
             "belongs; move it away"
         ) from None
     except OSError as error:
-        remedy = advise_writing(error, remedy)
+        remedy = choose_write_remedy(error, remedy)
         raise ConfigError(f"{path} cannot be written ({error.strerror or error}): {remedy}") from None
 
 
-def advise_writing(error: OSError, remedy: str) -> str:
+def choose_write_remedy(error: OSError, remedy: str) -> str:
     """Returns the remedy for an OSError of writing. If permission is missing, "make room" in it becomes "allow
     writing".
     """

@@ -18,7 +18,7 @@ from dstrain.disk import small
 from dstrain.recipe.errors import ConfigError
 from dstrain.recipe.problems import format_value, list_problems, suggest_files
 from dstrain.recipe.run import Run
-from dstrain.recipe.section import find_section
+from dstrain.recipe.section import find_section_class
 from dstrain.recipe.trust import lies_in_run_or_export
 
 _LARGEST, _DEEPEST = 20_000, 32  # entries and levels of a recipe, far above any
@@ -34,7 +34,7 @@ def load_recipe(recipe: Path | None, overrides: Iterable[str] = ()) -> Run:
     overridden, problems = _apply_overrides(values, overrides)
     problems += _move_init_from(values, overridden)
     # `optimizer:` with nothing below it is an empty section.
-    sections = {"model", *(key for key, field in Run.model_fields.items() if find_section(field) is not None)}
+    sections = {"model", *(key for key, field in Run.model_fields.items() if find_section_class(field) is not None)}
     values = {key: {} if value is None and key in sections else value for key, value in values.items()}
     try:
         run = Run.model_validate(values)
@@ -80,7 +80,7 @@ def list_replaced_entries(
     problems = []
     for name in sorted(names & given.keys()):
         value, filled = convert_to_plain_values((given[name], completed.get(name)))
-        if value is not None and not _is_kept(value, filled):
+        if value is not None and not _keeps_given_value(value, filled):
             problems.append(
                 f"{section}.{name}={format_value(value)}: it is filled in from the data, here with "
                 f"{format_value(filled)}: leave it out"
@@ -88,12 +88,12 @@ def list_replaced_entries(
     return problems
 
 
-def _is_kept(given: Any, completed: Any) -> bool:
+def _keeps_given_value(given: Any, completed: Any) -> bool:
     """Returns whether completing a section has kept a given value. Entries that were added to a section, or filled in
     for null, count as kept.
     """
     if isinstance(given, dict) and isinstance(completed, dict):
-        return all(value is None or _is_kept(value, completed.get(name)) for name, value in given.items())
+        return all(value is None or _keeps_given_value(value, completed.get(name)) for name, value in given.items())
     return bool(given == completed)
 
 

@@ -61,7 +61,7 @@ def list_problems(
     """
     known = [key for key, _ in iterate_fields(schema, prefix)]
     lines: list[str] = []
-    for item in _merge_choices(error.errors()):
+    for item in _merge_type_errors(error.errors()):
         key = _join_location(item["loc"], prefix)
         typed = any(_is_key_or_entry(key, name) or _is_key_or_entry(name, key) for name in overridden)
         origin = "command line" if typed else recipe
@@ -86,7 +86,7 @@ OTHER_VERSION = "another version of dstrain or of the system has written it: tak
 _TRIED = re.compile(r"bool|int|float|str|\[key\]|(constrained|function|lax|literal|list|tuple|dict|nullable)\W.*")
 
 
-def _merge_choices(items: Iterable[Any]) -> list[Any]:
+def _merge_type_errors(items: Iterable[Any]) -> list[Any]:
     """Returns pydantic's errors with those of one value merged into one: pydantic reports an error for each type that a
     value may have.
     """
@@ -170,25 +170,27 @@ def suggest_key(key: str, known: Iterable[str]) -> str:
     section, _, leaf = key.lower().replace("-", "_").rpartition(".")
     leaves = {name: name.rpartition(".")[2].lower() for name in known}
     siblings = [name for name in known if name.rpartition(".")[0].lower() == section]
-    same = [name for name in known if _normalize_word(leaves[name]) == _normalize_word(leaf)]
+    same = [name for name in known if _remove_underscores(leaves[name]) == _remove_underscores(leaf)]
     meant = [name for name in same if name in siblings]
     meant = meant or [
-        name for word, name in _SYNONYMS.items() if _normalize_word(word) == _normalize_word(leaf) and name in known
+        name
+        for word, name in _SYNONYMS.items()
+        if _remove_underscores(word) == _remove_underscores(leaf) and name in known
     ]
     if not meant:
         close = difflib.get_close_matches(leaf, [leaves[name] for name in siblings], 1, 0.85)
-        meant = [name for name in siblings if leaves[name] in close or _shares_words(leaf, leaves[name])] + same
+        meant = [name for name in siblings if leaves[name] in close or _shares_all_words(leaf, leaves[name])] + same
     for names, alike in ((siblings, 0.54), (known, 0.6)):
         close = [] if meant else difflib.get_close_matches(leaf, [leaves[name] for name in names], 1, alike)
         meant = meant or [name for name in names if leaves[name] in close]
     return f" (did you mean {' or '.join(meant[:3])}?)" if meant else ""
 
 
-def _normalize_word(word: str) -> str:
+def _remove_underscores(word: str) -> str:
     return word.replace("_", "")
 
 
-def _shares_words(one: str, other: str) -> bool:
+def _shares_all_words(one: str, other: str) -> bool:
     """Returns whether all words of `one`, divided by _, are words of `other`, such as patch of patch_size, or whether
     `one` begins with `other` and _.
     """
@@ -206,7 +208,7 @@ def suggest_files(path: Path, pattern: str) -> str:
     return f"{meant}; {path.parent}/ {holds}"
 
 
-def list_divisors(number: int) -> str:
+def format_divisors(number: int) -> str:
     """Returns the divisors of a number as text, "1, 2, 4", for messages about batch sizes. Of more than 16 it gives the
     first eight and the last seven.
     """

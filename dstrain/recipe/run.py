@@ -16,14 +16,14 @@ from pydantic_core import PydanticCustomError
 
 from dstrain.recipe.mixture import Mixture
 from dstrain.recipe.patterns import Pattern, fits_pattern
-from dstrain.recipe.problems import list_divisors
+from dstrain.recipe.problems import format_divisors
 from dstrain.recipe.section import FIXED, MAY_CHANGE, Count, Fraction, NonNegative, Section, expand_path
 from dstrain.recipe.shapes import Shape, Shaping
 
 WIDEST = 0.288  # relative width of an average by a power of time: all steps count alike at 1 / sqrt(12)
 
 
-def _raise_if_any(*checks: tuple[Any, str]) -> None:
+def _raise_failed_checks(*checks: tuple[Any, str]) -> None:
     """Raises ValueError with the messages, a line each, of all checks (is wrong, message) that are wrong, if any is."""
     if messages := [message for wrong, message in checks if wrong]:
         raise ValueError("\n".join(messages))
@@ -101,7 +101,7 @@ class Data(Mixture, Shaping):
             "frame_stride": self.frame_stride != 1 or None,
         }
         keys = [f"data.{name}" for name, value in clips.items() if value is not None]
-        _raise_if_any(
+        _raise_failed_checks(
             *self.list_mixture_checks(),
             (
                 keys and self.num_frames is None,
@@ -155,7 +155,7 @@ class Data(Mixture, Shaping):
         )
 
     def list_mixture_checks(self) -> list[tuple[Any, str]]:
-        """Lists the checks of data.mixture, for `_raise_if_any`: (whether it is wrong, message) each."""
+        """Lists the checks of data.mixture, for `_raise_failed_checks`: (whether it is wrong, message) each."""
         if self.mixture is None:
             return []
         if not self.mixture:
@@ -191,11 +191,11 @@ class BatchSize(Section):
 
     @model_validator(mode="after")
     def _check_agreement(self) -> "BatchSize":
-        _raise_if_any(
+        _raise_failed_checks(
             (
                 self.micro and self.global_ % self.micro,
                 f"batch.global={self.global_} is no multiple of batch.micro="
-                f"{self.micro}: micro-batches that fit are {list_divisors(self.global_)}",
+                f"{self.micro}: micro-batches that fit are {format_divisors(self.global_)}",
             )
         )
         return self
@@ -224,7 +224,7 @@ class Optimizer(Section):
 
     @model_validator(mode="after")
     def _check_agreement(self) -> "Optimizer":
-        _raise_if_any(
+        _raise_failed_checks(
             (max(self.betas) >= 1, f"optimizer.betas={list(self.betas)} must lie below 1, for example [0.9, 0.999]"),
             (self.momentum == 1, "optimizer.momentum=1 must lie below 1, for example 0.95"),
             (
@@ -240,7 +240,7 @@ class Optimizer(Section):
         )
         return self
 
-    def find_rate(self, part: str, name: str) -> float:
+    def find_lr_factor(self, part: str, name: str) -> float:
         """Returns the factor of a weight's learning rate: that of the first pattern of `rates` that fits, else 1."""
         return next((rate for pattern, rate in self.rates.items() if fits_pattern(pattern, part, name)), 1.0)
 
@@ -276,7 +276,7 @@ class Ema(Section):
             name: sorted({value for value in values if values.count(value) > 1})
             for name, values in (("decay", self.decays), ("profile", self.profiles))
         }
-        _raise_if_any(
+        _raise_failed_checks(
             *(
                 (values, f"ema.{name}s={list(getattr(self, f'{name}s'))} holds {values} twice: name each {name} once")
                 for name, values in repeated.items()
@@ -312,7 +312,7 @@ class Every(Section):
 
     @field_validator("report", "sample", "evaluate", "metrics", "save", "report_page", mode="before")
     @classmethod
-    def _check_number(cls, value: Any) -> Any:
+    def _refuse_null(cls, value: Any) -> Any:
         if value is None:
             raise PydanticCustomError("never", "it should be a number of steps; 0 is never")
         return value
@@ -364,7 +364,7 @@ class Samples(Section):
 
     @model_validator(mode="after")
     def _check_agreement(self) -> "Samples":
-        _raise_if_any(
+        _raise_failed_checks(
             (self.labels == (), "samples.labels=[] names no label: give some, or null for every class in turn"),
             (
                 self.prompts is not None and not all(text.strip() for text in self.prompts or ("",)),
@@ -408,7 +408,7 @@ class Faults(Section):
 
     @model_validator(mode="after")
     def _check_agreement(self) -> "Faults":
-        _raise_if_any(
+        _raise_failed_checks(
             (
                 0 < self.hang_factor < 1,
                 f"faults.hang_factor={self.hang_factor:g}: a step that takes less than "
@@ -459,7 +459,7 @@ class Run(Section):
         ema, profiles = self.samples.ema, list(self.ema.profiles)
         given = {"train_only": self.train_only, "model.lora": self.model.get("lora")}
         freezes = next((key for key, value in given.items() if value is not None), None)
-        _raise_if_any(
+        _raise_failed_checks(
             (self.train_only == (), "train_only=[] lets nothing learn: name patterns, or leave it out"),
             (
                 freezes and self.save.format == "deepspeed",

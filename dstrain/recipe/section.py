@@ -111,7 +111,7 @@ def list_types(annotation: Any) -> list[Any]:
     return [plain for part in inner for plain in list_types(part)] if inner else [annotation]
 
 
-def find_section(field: FieldInfo) -> type[BaseModel] | None:
+def find_section_class(field: FieldInfo) -> type[BaseModel] | None:
     """Returns the class of the section that a field holds, or None if it holds a plain value."""
     kinds = list_types(field.annotation)
     return next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)), None)
@@ -122,15 +122,15 @@ def iterate_fields(schema: type[BaseModel], prefix: str = "") -> Iterator[tuple[
     for name, field in schema.model_fields.items():
         key = f"{prefix}.{field.alias or name}" if prefix else field.alias or name
         yield key, field
-        if (inner := find_section(field)) is not None:
+        if (inner := find_section_class(field)) is not None:
             yield from iterate_fields(inner, key)
 
 
-def knows_key(key: str, schema: type[BaseModel], system: type[BaseModel]) -> bool:
+def is_known_key(key: str, schema: type[BaseModel], system: type[BaseModel]) -> bool:
     """Returns whether a dotted key is one of the schema, or lies below a plain value of it. Keys below `model` are
     those of the Config class `system`.
     """
-    return all(field is not None for field in _resolve_key(key, schema, system))
+    return all(field is not None for field in _iterate_fields_along_key(key, schema, system))
 
 
 def find_resume_rule(key: str, schema: type[BaseModel], system: type[BaseModel]) -> Resume:
@@ -138,12 +138,14 @@ def find_resume_rule(key: str, schema: type[BaseModel], system: type[BaseModel])
     there is none. `system` is the Config class of the section `model`.
     """
     rule = MAY_CHANGE
-    for field in _resolve_key(key, schema, system):
+    for field in _iterate_fields_along_key(key, schema, system):
         rule = next((mark for mark in field.metadata if isinstance(mark, Resume)), rule) if field else rule
     return rule
 
 
-def _resolve_key(key: str, schema: type[BaseModel] | None, system: type[BaseModel]) -> Iterator[FieldInfo | None]:
+def _iterate_fields_along_key(
+    key: str, schema: type[BaseModel] | None, system: type[BaseModel]
+) -> Iterator[FieldInfo | None]:
     """Yields the fields that the words of a dotted key name, from the outermost section on. It ends with None at a word
     that the schema does not have, and without it below a plain value.
     """
@@ -155,4 +157,4 @@ def _resolve_key(key: str, schema: type[BaseModel] | None, system: type[BaseMode
         yield field
         if field is None:
             return
-        schema = system if depth == 0 and name == "model" else find_section(field)
+        schema = system if depth == 0 and name == "model" else find_section_class(field)

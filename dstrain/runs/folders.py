@@ -36,7 +36,7 @@ from dstrain.recipe import (
     explain_write_errors,
     list_refused_changes,
     load_recipe,
-    make_refusal,
+    make_refused_changes_error,
     require_known_keys,
     reword_errors,
 )
@@ -107,7 +107,7 @@ def check_start(run: Run, fingerprint: str, resume: Resume) -> None:
     if resume.allow_change or not read_last_saved_step(folder):  # without a saved step, no run would be changed
         return
     if changes := list_refused_changes(read_recipe(folder), run, system := find_config_class(run.system)):
-        raise make_refusal(changes, folder / "run.yaml", system)
+        raise make_refused_changes_error(changes, folder / "run.yaml", system)
     if not (earlier := small.read_line(folder / "data.txt")):
         raise ConfigError(
             f"{folder / 'data.txt'} is gone or damaged, and it says on which data the run was trained: "

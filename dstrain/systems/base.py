@@ -39,7 +39,7 @@ from typing import Annotated, Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from dstrain.recipe import MAY_CHANGE, ConfigError, Recompute, Run, Section, list_divisors
+from dstrain.recipe import MAY_CHANGE, ConfigError, Recompute, Run, Section, format_divisors
 from dstrain.systems.optional import CHOICES, Figures, FirstStage, Imports, Prompted, Sampling, Stateful, Videos
 from dstrain.systems.types import Batch, Example, Kind, Loss, Nets, Progress, Request, Terms
 
@@ -168,7 +168,7 @@ def list_indivisible(ranks: int, counts: Mapping[str, int]) -> list[str]:
     """Returns a message for `conflicts_among` for each entry of `counts` (what is counted -> how many) that is no
     multiple of `ranks`; [] if all are.
     """
-    fits = list_divisors(math.gcd(*counts.values()))
+    fits = format_divisors(math.gcd(*counts.values()))
     return [
         f"parallel.sequence={ranks} does not divide the {count} {what}: what works is {fits}"
         for what, count in counts.items()

@@ -13,7 +13,7 @@ from dstrain.data.batches import Batches, iterate_held_out
 from dstrain.data.cached.shards import read_index
 from dstrain.data.mixture import Mixture, MixtureOrder, join_classes, to_whole_numbers
 from dstrain.data.open import complete_data, describe_data, open_sources
-from dstrain.recipe import ConfigError, Data, list_refused_changes, load_recipe, make_refusal
+from dstrain.recipe import ConfigError, Data, list_refused_changes, load_recipe, make_refused_changes_error
 from dstrain.systems import find_config_class
 from tests.data.cached.test_latents import write as write_codes
 from tests.support.clips import moving, write_pictures
@@ -376,4 +376,4 @@ def test_weights_that_change_are_refused_by_name(tmp_path):
     ):
         changes = list_refused_changes(before, other, system)
         assert [name for name, _, _ in changes] == [key]
-        assert f"{key} was " in str(make_refusal(changes, tmp_path, system))
+        assert f"{key} was " in str(make_refused_changes_error(changes, tmp_path, system))

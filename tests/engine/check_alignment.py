@@ -116,7 +116,7 @@ def reference(case: str, encoder: Path) -> tuple[dict[str, Tensor], dict[str, Te
     optimizer = torch.optim.AdamW(groups, lr=0.001, betas=(0.9, 0.95))
     for step in range(STEPS):
         system.turns(step)
-        loss = system.denoise({"denoiser": network}, system.encode(batch(step)))["loss"]
+        loss = system.compute_denoiser_loss({"denoiser": network}, system.encode(batch(step)))["loss"]
         loss.backward()
         torch.nn.utils.clip_grad_norm_(network.parameters(), CLIP)
         for name, weight in network.named_parameters():

@@ -10,7 +10,15 @@ from pydantic import BaseModel, Field, ValidationError, model_validator
 
 from dstrain import recipe
 from dstrain.recipe import ConfigError, NotRead, Run, files, problems
-from dstrain.recipe.section import MAY_CHANGE, Resume, Section, find_section, iterate_fields, mark_filled_in, mark_fixed
+from dstrain.recipe.section import (
+    MAY_CHANGE,
+    Resume,
+    Section,
+    find_section_class,
+    iterate_fields,
+    mark_filled_in,
+    mark_fixed,
+)
 from dstrain.systems.base import SystemConfig
 
 # Overrides that pass, and the nearest that do not; % stands between several. Bounds of numbers:
@@ -60,8 +68,8 @@ def test_keys_of_the_schema():
     keys = dict(iterate_fields(Run))
     assert list(keys)[:3] == ["name", "system", "folder"] and {"batch", "batch.global", "batch.micro"} <= set(keys)
     assert "batch.global_" not in keys and list(keys).index("batch") + 1 == list(keys).index("batch.global")
-    assert find_section(keys["batch"]).__name__ == "BatchSize" and find_section(keys["steps"]) is None
-    assert list(dict(iterate_fields(find_section(keys["ema"]), "a.b")))[:2] == ["a.b.decays", "a.b.warmup"]
+    assert find_section_class(keys["batch"]).__name__ == "BatchSize" and find_section_class(keys["steps"]) is None
+    assert list(dict(iterate_fields(find_section_class(keys["ema"]), "a.b")))[:2] == ["a.b.decays", "a.b.warmup"]
     assert [mark for mark in keys["optimizer.decay_steps"].metadata if isinstance(mark, Resume)] == [MAY_CHANGE]
 
     def rule(key):
@@ -93,10 +101,10 @@ def test_values_as_text():
 
 def test_divisors_at_the_edge():
     """Oracle: by hand: 120 has 16 divisors, all listed; 144 has 15; 180 has 18, of which 8 and 7 are."""
-    assert recipe.list_divisors(120) == "1, 2, 3, 4, 5, 6, 8, 10, 12, 15, 20, 24, 30, 40, 60, 120"
-    assert recipe.list_divisors(144).count(",") == 14 and "..." not in recipe.list_divisors(144)
-    assert recipe.list_divisors(180) == "1, 2, 3, 4, 5, 6, 9, 10, ..., 20, 30, 36, 45, 60, 90, 180"
-    assert recipe.list_divisors(1) == "1" and recipe.list_divisors(49) == "1, 7, 49"
+    assert recipe.format_divisors(120) == "1, 2, 3, 4, 5, 6, 8, 10, 12, 15, 20, 24, 30, 40, 60, 120"
+    assert recipe.format_divisors(144).count(",") == 14 and "..." not in recipe.format_divisors(144)
+    assert recipe.format_divisors(180) == "1, 2, 3, 4, 5, 6, 9, 10, ..., 20, 30, 36, 45, 60, 90, 180"
+    assert recipe.format_divisors(1) == "1" and recipe.format_divisors(49) == "1, 7, 49"
 
 
 def test_what_lies_nearby(tmp_path):
@@ -372,5 +380,5 @@ def test_what_may_change_by_its_mark():
     assert keys({"never": None}, {"never": 1}) == ["model.never"]
     assert keys({"plain": 0}, {"plain": 1}) == ["model.plain"]
     for name, remedy in (("once", "give the old one"), ("never", "begin anew"), ("plain", "write model.plain=1")):
-        error = recipe.make_refusal([(f"model.{name}", 1, 2)], Path("runs/x"), Marked)
+        error = recipe.make_refused_changes_error([(f"model.{name}", 1, 2)], Path("runs/x"), Marked)
         assert f"model.{name} was 1 in runs/x and is now 2: {remedy}" in str(error)

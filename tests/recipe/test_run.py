@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dstrain import recipe
-from dstrain.recipe import ConfigError, Run, files, list_divisors
+from dstrain.recipe import ConfigError, Run, files, format_divisors
 from dstrain.runs import folders
 from dstrain.systems import find_config_class
 from tests.support import tokenizers
@@ -354,7 +354,7 @@ def test_differences_and_what_a_resumed_run_may_change():
     for key, value in fixed.items():
         assert keys(f"{key}={value}") == ([key], [key])
     text = str(
-        recipe.make_refusal(
+        recipe.make_refused_changes_error(
             recipe.list_refused_changes(old, recipe.load_recipe(None, ["seed=1"]), DIT), Path("runs/x"), DIT
         )
     )
@@ -382,7 +382,9 @@ def test_an_open_horizon_may_not_move(schedule):
     ):
         assert bool(recipe.list_refused_changes(old, new, DIT)) == changes_the_past(old, new)
     text = str(
-        recipe.make_refusal(recipe.list_refused_changes(run("steps=500"), run("steps=900"), DIT), Path("runs/x"), DIT)
+        recipe.make_refused_changes_error(
+            recipe.list_refused_changes(run("steps=500"), run("steps=900"), DIT), Path("runs/x"), DIT
+        )
     )
     assert "optimizer.decay_steps=500" in text and "--allow-change" in text
 
@@ -390,6 +392,6 @@ def test_an_open_horizon_may_not_move(schedule):
 @given(st.integers(1, 2000))
 def test_divisors(number):
     """Oracle: trial division."""
-    listed = [int(word) for word in list_divisors(number).split(", ") if word != "..."]
+    listed = [int(word) for word in format_divisors(number).split(", ") if word != "..."]
     every = [d for d in range(1, number + 1) if number % d == 0]
     assert listed == every or (len(every) > 16 and listed == every[:8] + every[-7:])

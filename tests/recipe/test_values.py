@@ -9,7 +9,7 @@ import pytest
 
 from dstrain import recipe
 from dstrain.recipe import ConfigError, Run
-from dstrain.recipe.section import find_section, iterate_fields, list_types
+from dstrain.recipe.section import find_section_class, iterate_fields, list_types
 
 # A changed default would change every recipe that leaves the key out, without a word.
 DEFAULTS = {
@@ -218,7 +218,7 @@ def test_defaults():
         value: Any = run
         for part in key.split("."):
             value = None if value is None else value[part]
-        inner = find_section(field)
+        inner = find_section_class(field)
         if (inner is None and not key.startswith(("data.mixture.", "data.codes."))) or (value is None and inner):
             given[key] = value
     assert given == DEFAULTS and all(type(value) is type(DEFAULTS[key]) for key, value in given.items())

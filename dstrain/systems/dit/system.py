@@ -45,7 +45,7 @@ class DiTSystem(System):
 
     def __init__(self, config: Config) -> None:
         self.config = config
-        self.parts = {"denoiser": self.denoise}
+        self.parts = {"denoiser": self.compute_denoiser_loss}
         self.averaged = ("denoiser",)
         self.process = config.make_process()
         self.samplers, self.diffusion = self.process.samplers, self.process.diffusion
@@ -116,7 +116,7 @@ class DiTSystem(System):
         """Returns x_start (B, C, T, h, w) of clips uint8 (B, T, C, H, W)."""
         return encode_clips(video.float() / 127.5 - 1, key, self.first_stage)
 
-    def denoise(self, nets: Nets, example: Example) -> Terms:
+    def compute_denoiser_loss(self, nets: Nets, example: Example) -> Terms:
         """Returns the terms of a training step: `loss`, the mean over samples, loss_each (B,), and those that the
         process reports. Draws a timestep and a noise for each sample, and drops its conditions with class_dropout_prob.
         In a step of short clips cuts x_start in the example.

@@ -38,7 +38,7 @@ class IDDPMSystem(System):
 
     def __init__(self, config: Config) -> None:
         self.config = config
-        self.parts = {"denoiser": self.denoise}
+        self.parts = {"denoiser": self.compute_denoiser_loss}
         self.process = config.make_process()
         self.averaged, self.samplers = ("denoiser",), self.process.samplers
         self.diffusion = self.process.diffusion
@@ -73,7 +73,7 @@ class IDDPMSystem(System):
             self.require_labels(example["label"].tolist())  # reading them on an accelerator would wait for it
         return example
 
-    def denoise(self, nets: Nets, example: Example) -> Terms:
+    def compute_denoiser_loss(self, nets: Nets, example: Example) -> Terms:
         """Computes the training loss at one random time of each sample, with noise drawn from its key; labels are
         dropped with probability class_dropout_prob. With the sampler loss-second-moment the terms, except `quartile`,
         are multiplied by the weight of the drawn timestep.
@@ -114,17 +114,17 @@ class IDDPMSystem(System):
         """Returns a function of x_t and t that calls the denoiser with these conditions. Conditions that the network
         does not take are ignored.
         """
-        arguments = self._make_arguments(conditions)
+        arguments = self._make_condition_arguments(conditions)
         return lambda x_t, t: nets["denoiser"](x_t, t, **arguments)
 
-    def _make_arguments(self, conditions: dict[str, Tensor]) -> dict[str, Tensor]:
+    def _make_condition_arguments(self, conditions: dict[str, Tensor]) -> dict[str, Tensor]:
         """Returns the network's keyword arguments: low_res for super-resolution, y (the labels) with class_cond. Raises
         ConfigError if labels are missing.
         """
         arguments = {"low_res": conditions["low_res"]} if self.starts_from_data else {}
         return arguments | ({"y": _get_label(conditions)} if self.config.class_cond else {})
 
-    def bind_guided(self, nets: Nets, conditions: dict[str, Tensor], request: Request) -> Network:
+    def bind_guided_network(self, nets: Nets, conditions: dict[str, Tensor], request: Request) -> Network:
         """Returns a function of x_t and t that calls the denoiser with these conditions, and guides its output away
         from the null label as the request says.
 
@@ -135,7 +135,7 @@ class IDDPMSystem(System):
                 "guidance_scale: this model has no null label; sample with guidance_scale 1, or train "
                 "with class_cond=true and class_dropout_prob above 0"
             )
-        arguments = self._make_arguments(conditions)
+        arguments = self._make_condition_arguments(conditions)
         null = {"y": torch.full_like(arguments["y"], self.config.num_classes)} if self.config.has_null else {}
         return samplers.guide_network(
             nets["denoiser"],
@@ -176,7 +176,7 @@ class IDDPMSystem(System):
         if self.starts_from_data:
             self._check_low_res(conditions, len(request.seeds))
         keys, shape = rng.keys_of_seeds(request.seeds), self.config.find_shape(request.size)
-        x, network = rng.normal(keys, "start", shape), self.bind_guided(nets, conditions, request)
+        x, network = rng.normal(keys, "start", shape), self.bind_guided_network(nets, conditions, request)
 
         def draw_noise(i):
             return rng.normal(keys, f"noise/{i}", shape)
@@ -246,7 +246,7 @@ class IDDPMSystem(System):
         """Raises ConfigError if the objective is a flow, or if diffusers' classes cannot express the network or the
         chain.
         """
-        weights.make_arguments(self.config)
+        weights.make_diffusers_arguments(self.config)
         self.process.make_scheduler_arguments()
         if self.diffusion is None:
             raise ConfigError("objective: the pipelines of a UNet draw by a chain alone; take --format safetensors")

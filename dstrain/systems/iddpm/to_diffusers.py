@@ -102,7 +102,7 @@ def save_export(
 
     config = system.config
     system.require_expressible()
-    arguments, scheduler = weights.make_arguments(config), _build_scheduler(system)
+    arguments, scheduler = weights.make_diffusers_arguments(config), _build_scheduler(system)
     state = {name: value.float().cpu() for name, value in nets["denoiser"].state_dict().items()}
     with torch.device("meta"):
         unet = UNet2DModel(**arguments)
@@ -165,7 +165,7 @@ def draw_expected(system: IDDPMSystem, nets: Mapping[str, nn.Module]) -> Tensor:
         return torch.randn(len(labels), *system.shape, generator=generator).to(device)
 
     scale = _SCALE if system.config.has_null else 1.0
-    network = system.bind_guided(nets, conditions, Request(torch.arange(_DRAWN), guidance_scale=scale))
+    network = system.bind_guided_network(nets, conditions, Request(torch.arange(_DRAWN), guidance_scale=scale))
     return convert_to_uint8(
         samplers.sample_ancestral(
             system.diffusion.respace(str(steps)), network, draw_normal(), draw_normal, clip_denoised=True

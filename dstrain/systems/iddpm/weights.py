@@ -154,7 +154,7 @@ _FIELDS = {
 }
 
 
-def make_arguments(config: Config) -> dict[str, Any]:
+def make_diffusers_arguments(config: Config) -> dict[str, Any]:
     """Returns the keyword arguments with which diffusers' UNet2DModel is the network of this config. Raises ConfigError
     if UNet2DModel cannot express one of the flags.
     """
@@ -191,14 +191,14 @@ def make_arguments(config: Config) -> dict[str, Any]:
 
 
 def rename_to_diffusers(state: Mapping[str, Tensor], config: Config) -> dict[str, Tensor]:
-    """Returns a copy of our weights under the names of a UNet2DModel that is made with `make_arguments`."""
+    """Returns a copy of our weights under the names of a UNet2DModel that is made with `make_diffusers_arguments`."""
     renamed = {
         f"{diffusers_name}.{kind}": state[f"{name}.{kind}"]
-        for name, diffusers_name in _pair_layers(config)
+        for name, diffusers_name in _iterate_layer_names(config)
         for kind in ("weight", "bias")
         if f"{name}.{kind}" in state
     }
-    for name, diffusers_name, heads in _pair_attentions(config):
+    for name, diffusers_name, heads in _iterate_attention_names(config):
         output = f"{diffusers_name}.to_out.0.weight"
         renamed[output] = renamed[output].squeeze(2)
         for kind in ("weight", "bias"):
@@ -229,13 +229,13 @@ def rename_from_diffusers(
             f"weights: {_TIMES} holds other timesteps than rescale_timesteps over "
             f"{config.diffusion_steps} diffusion_steps; set both to what the file was made with"
         )
-    for name, diffusers_name, heads in _pair_attentions(config):
+    for name, diffusers_name, heads in _iterate_attention_names(config):
         for kind in ("weight", "bias"):
             parts = [state.pop(f"{diffusers_name}.{third}.{kind}", None) for third in _QKV]
             if all(part is not None for part in parts):
                 rows = torch.stack([part.view(heads, -1, *part.shape[1:]) for part in parts], dim=1).flatten(0, 2)
                 renamed[f"{name}.qkv.{kind}"] = rows[..., None] if kind == "weight" else rows
-    for name, diffusers_name in _pair_layers(config):
+    for name, diffusers_name in _iterate_layer_names(config):
         for kind in ("weight", "bias"):
             if (value := state.pop(f"{diffusers_name}.{kind}", None)) is not None:
                 is_map = name.endswith(".proj_out") and kind == "weight"
@@ -244,7 +244,7 @@ def rename_from_diffusers(
 
 
 def _require_same_config(diffusers_config: Mapping[str, Any], config: Config) -> None:
-    expected = make_arguments(config) | {
+    expected = make_diffusers_arguments(config) | {
         "class_embed_type": None,
         "add_attention": True,
         "mid_block_scale_factor": 1,
@@ -319,12 +319,12 @@ def _compute_time_features(config: Config) -> Tensor:
     return compute_timestep_features(torch.arange(config.diffusion_steps).float() * scale, config.num_channels)
 
 
-def _pair_layers(config: Config) -> Iterator[tuple[str, str]]:
+def _iterate_layer_names(config: Config) -> Iterator[tuple[str, str]]:
     """Yields (our name, diffusers' name) of each layer except the qkv of attentions. Some names may not exist in a
     network, such as skip_connection.
     """
     yield from _ENDS.items()
-    for name, diffusers_name, kind in _pair_blocks(config):
+    for name, diffusers_name, kind in _iterate_block_names(config):
         if kind == "change of size":
             yield name, diffusers_name
         else:
@@ -332,14 +332,14 @@ def _pair_layers(config: Config) -> Iterator[tuple[str, str]]:
             yield from ((f"{name}.{a}", f"{diffusers_name}.{b}") for a, b in layers.items())
 
 
-def _pair_attentions(config: Config) -> Iterator[tuple[str, str, int]]:
+def _iterate_attention_names(config: Config) -> Iterator[tuple[str, str, int]]:
     """Yields (our name, diffusers' name, number of heads) of each attention."""
-    for name, diffusers_name, kind in _pair_blocks(config):
+    for name, diffusers_name, kind in _iterate_block_names(config):
         if kind == "attention":
             yield name, diffusers_name, config.heads_upsample if name.startswith("output") else config.num_heads
 
 
-def _pair_blocks(config: Config) -> Iterator[tuple[str, str, str]]:
+def _iterate_block_names(config: Config) -> Iterator[tuple[str, str, str]]:
     """Yields (our name, diffusers' name, kind) of each block in the order of the network. The kind is "residual",
     "attention" or "change of size".
     """

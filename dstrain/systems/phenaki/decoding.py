@@ -58,18 +58,18 @@ def decode_tokens(
     if num_steps < 1:
         raise ConfigError(f"num_steps: {num_steps} steps decode nothing; take 1 at least, 18 is usual")
     if choices.order == "all":
-        return _decode_together(predict, tokens, known, mask_token, key, num_steps, choices, criticize)
+        return _decode_frames_together(predict, tokens, known, mask_token, key, num_steps, choices, criticize)
     for end in range(1, tokens.shape[1] + 1):
         if not known[:, end - 1].all():
             last = torch.arange(end, device=tokens.device)[:, None, None] == end - 1
-            begun = _decode_together(
+            begun = _decode_frames_together(
                 predict, tokens[:, :end], known[:, :end] | ~last, mask_token, key, num_steps, choices, criticize
             )
             tokens = torch.cat((begun, tokens[:, end:]), dim=1)
     return tokens
 
 
-def _decode_together(
+def _decode_frames_together(
     predict: Predict,
     tokens: Tensor,
     known: Tensor,

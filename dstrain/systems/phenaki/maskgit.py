@@ -92,12 +92,10 @@ class MaskGit(nn.Module):
         filled = tokens.flatten().scatter(0, places, of_masked.ids).view_as(tokens)
 
         # scatter writes each place once, so that no order of summation decides the last bits.
-        def spread_over_tokens(x):
+        def sum_by_sample(x):
             return x.new_zeros(tokens.numel()).scatter(0, places, x).view(len(tokens), -1).sum(1)
 
-        return Pass(
-            of_masked.total, spread_over_tokens(of_masked.loss), spread_over_tokens(of_masked.hits), filled, critic
-        )
+        return Pass(of_masked.total, sum_by_sample(of_masked.loss), sum_by_sample(of_masked.hits), filled, critic)
 
     def predict(
         self,

@@ -39,7 +39,9 @@ class PhenakiSystem(System):
 
     def __init__(self, config: Config) -> None:
         self.config = config
-        self.parts = {"maskgit": self.learn} | ({"critic": self.judge} if config.critic == "token" else {})
+        self.parts = {"maskgit": self.compute_maskgit_loss} | (
+            {"critic": self.compute_critic_loss} if config.critic == "token" else {}
+        )
         self.averaged, self.samplers = tuple(self.parts), config.samplers
         self.num_frames, self.temporal_patch_size = config.num_frames, config.temporal_patch_size
         self.generates = config.tokenizer is not None
@@ -149,13 +151,13 @@ class PhenakiSystem(System):
         frames, masked = (longest, longest) if cut is None else (cut + 1, 1)
         return len(self.parts) if self.config.train == "both" else 1, frames, masked
 
-    def learn(self, nets: Nets, example: Example) -> Terms:
+    def compute_maskgit_loss(self, nets: Nets, example: Example) -> Terms:
         """Computes MaskGit's loss, the cross-entropy at masked tokens; texts are dropped with probability
         cond_drop_prob. A self critic's loss is added. Cuts the clips in `example` as `_cut_clips` does and, for a token
         critic, stores the filled tokens there.
         """
         self._cut_clips(example)
-        passed, terms = self._run_maskgit(nets, example, self._draw_dropped(example))
+        passed, terms = self._run_maskgit(nets, example, self._draw_dropped_texts(example))
         loss = passed.total
         if self.config.critic == "token":
             example["filled"] = passed.filled
@@ -167,12 +169,12 @@ class PhenakiSystem(System):
         terms = {name: term.detach() for name, term in terms.items()}
         return terms | {"loss": loss, "loss_each": terms["loss"]}
 
-    def judge(self, nets: Nets, example: Example) -> Terms:
+    def compute_critic_loss(self, nets: Nets, example: Example) -> Terms:
         """Computes the token critic's loss on the example's tokens, whose masked ones MaskGit has filled. If it has had
         no turn in this step, its ids are drawn here.
         """
         self._cut_clips(example)
-        dropped = self._draw_dropped(example)
+        dropped = self._draw_dropped_texts(example)
         if "filled" not in example:  # where the critic alone learns
             with torch.no_grad():
                 example["filled"] = self._run_maskgit(nets, example, dropped)[0].filled
@@ -198,7 +200,7 @@ class PhenakiSystem(System):
             terms["loss"] = judged["loss"]
         return terms | {f"critic_{name}": value for name, value in judged.items()}
 
-    def _draw_dropped(self, example: Example) -> Tensor | None:
+    def _draw_dropped_texts(self, example: Example) -> Tensor | None:
         """Draws the samples whose text is dropped, True in bool (B,). Returns None, for no sample, if the model has no
         null text.
         """
@@ -209,7 +211,7 @@ class PhenakiSystem(System):
         Returns its Pass, and its terms of each sample (B,). Stores the filled tokens in the example if there is a self
         critic.
         """
-        masked, total = self._mark_masked(example), self._count_maskable(example)
+        masked, total = self._get_masked_tokens(example), self._count_maskable_tokens(example)
         weights = 1 / (masking.MEAN_RATIO * total)  # (B,)
         conditions = {"real": example.get("real"), "dropped": dropped} | select_texts(example)
         drawn: dict[str, Any] = {}
@@ -231,14 +233,14 @@ class PhenakiSystem(System):
             "quartile": (4 * count // total).clamp(max=3),
         }
 
-    def _mark_masked(self, example: Example) -> Tensor:
+    def _get_masked_tokens(self, example: Example) -> Tensor:
         """Returns bool (B, t, h, w), True for the tokens that are hidden from MaskGit. The first call draws them from
         the samples' keys and stores them in the example.
         """
         if "masked" not in example:
             key, shape = example["key"], example["tokens"].shape
             noise, ratio = rng.uniform(key, "mask", (shape[1:].numel(),)), rng.uniform(key, "mask_ratio")
-            asked = self._mark_maskable(example)[:, :, None, None].expand(shape)
+            asked = self._mark_maskable_frames(example)[:, :, None, None].expand(shape)
             example["masked"] = masking.draw_mask(ratio, noise, asked.flatten(1)).view(shape)
         return example["masked"]
 
@@ -254,11 +256,11 @@ class PhenakiSystem(System):
         example["asked"] = torch.arange(real.shape[1], device=real.device) == last
         example |= {name: example[name][:, kept] for name in ("tokens", "real") if name in example}
 
-    def _count_maskable(self, example: Example) -> Tensor:
+    def _count_maskable_tokens(self, example: Example) -> Tensor:
         """Returns the number of tokens of each clip that may be masked, int64 (B,)."""
-        return self._mark_maskable(example).sum(1) * (self.config.token_shape[1] * self.config.token_shape[2])
+        return self._mark_maskable_frames(example).sum(1) * (self.config.token_shape[1] * self.config.token_shape[2])
 
-    def _mark_maskable(self, example: Example) -> Tensor:
+    def _mark_maskable_frames(self, example: Example) -> Tensor:
         """Returns bool (B, t), True for the latent frames whose tokens may be masked: all without padding or, after
         `_cut_clips` has cut the clips, only the last one of these.
         """
@@ -275,11 +277,11 @@ class PhenakiSystem(System):
         """Returns the critic's terms, (B,) each, from its logits (B, t, h, w): its loss, its accuracy, and `replaced`,
         the share of masked tokens that were filled with a wrong id.
         """
-        masked, total = self._mark_masked(example), self._count_maskable(example)
+        masked, total = self._get_masked_tokens(example), self._count_maskable_tokens(example)
         replaced = example["filled"] != example["tokens"]
         count = masked.flatten(1).sum(1)
         if self.config.critic_labels == "masked":
-            true, judged = masked, self._mark_maskable(example)[:, :, None, None].expand_as(masked)
+            true, judged = masked, self._mark_maskable_frames(example)[:, :, None, None].expand_as(masked)
             number, scale = total, total
         else:
             true, judged, number, scale = replaced, masked, count, masking.MEAN_RATIO * total

@@ -45,7 +45,7 @@ class PriorSystem(System):
 
     def __init__(self, config: Config) -> None:
         self.config = config
-        self.parts = {"denoiser": self.denoise}
+        self.parts = {"denoiser": self.compute_denoiser_loss}
         self.averaged, self.samplers = ("denoiser",), samplers.SAMPLERS
         self.shape, self.draws_embeddings = (config.image_embed_dim,), config.image_embed_dim
         self.diffusion = GaussianDiffusion(
@@ -161,7 +161,7 @@ class PriorSystem(System):
             self._encoder = load_text_encoder(self.config.text_encoder, self.config.text_tokens or None)
         return self._encoder.to(device)
 
-    def denoise(self, nets: Nets, example: Example) -> Terms:
+    def compute_denoiser_loss(self, nets: Nets, example: Example) -> Terms:
         """Computes the training loss at one random timestep of each sample, with noise drawn from its key; texts are
         dropped with probability text_cond_drop_prob.
         """
@@ -201,7 +201,7 @@ class PriorSystem(System):
             inputs["self_cond"] = torch.where(shown[:, None], self.diffusion.predict_x_start(first, x_t, t), 0.0)
         prediction = cast_output(nets["denoiser"](x_t, t, **inputs))
         if self.config.training_clamp_l2norm:
-            prediction = self._rescale_to_data(prediction)
+            prediction = self._rescale_to_data_length(prediction)
         target = self.diffusion.make_target(x_start, x_t, t, noise)
         losses = {"l2": F.mse_loss, "l1": F.l1_loss, "huber": F.smooth_l1_loss}
         loss = losses[self.config.loss](prediction, target, reduction="none").mean(dim=1)  # (B,)
@@ -220,7 +220,7 @@ class PriorSystem(System):
         image_too = {"image_dropped": dropped if image_dropped is None else image_dropped}
         return inputs | (image_too if self.config.image_drop_prob else {})
 
-    def _rescale_to_data(self, x: Tensor) -> Tensor:
+    def _rescale_to_data_length(self, x: Tensor) -> Tensor:
         """Returns x (..., D) rescaled to the length of x_start in the data: that of a unit vector divided by std."""
         return F.normalize(x, dim=-1) / self._copy_statistics(x)[1]
 
@@ -276,13 +276,13 @@ class PriorSystem(System):
         network = self._make_chain_network(nets, repeated, request)
         x = draw_normal("start")  # (count * N, D)
         if self.config.init_image_embed_l2norm:
-            x = self._rescale_to_data(x)
+            x = self._rescale_to_data_length(x)
         sampler, noise = self.sampler(request.sampler), lambda i: draw_normal(f"noise/{i}")
         spacing = request.spacing or ("linspace" if sampler == "ddim" else None)
         timesteps = samplers.choose_timesteps(self.diffusion, sampler, request.num_steps, spacing)
         x = samplers.sample_chain(self.diffusion, network, x, noise, sampler, timesteps, request.eta, progress=progress)
         if self.config.sampling_final_clamp_l2norm:
-            x = self._rescale_to_data(x)
+            x = self._rescale_to_data_length(x)
         return self._convert_to_embedding(x).view(count, len(keys), -1)
 
     def check_sampling(self, samples: Samples) -> None:
@@ -319,7 +319,7 @@ class PriorSystem(System):
                 out, x_t, t
             )  # t is a timestep of the whole chain, as these tables expect
             if self.config.sampling_clamp_l2norm:
-                x_start = self._rescale_to_data(x_start)
+                x_start = self._rescale_to_data_length(x_start)
                 out = self.diffusion.make_target(x_start, x_t, t, self.diffusion.predict_eps(x_start, x_t, t))
             last[:] = [x_start]
             return out

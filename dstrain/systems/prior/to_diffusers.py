@@ -162,9 +162,9 @@ def draw_expected(system: PriorSystem, nets: Mapping[str, nn.Module]) -> Tensor:
     def draw_noise(*_):
         return draw_normal(2 * count, *system.shape)
 
-    x = system._rescale_to_data(draw_noise()) if config.init_image_embed_l2norm else draw_noise()
+    x = system._rescale_to_data_length(draw_noise()) if config.init_image_embed_l2norm else draw_noise()
     x = samplers.sample_ancestral(system.diffusion.respace(str(_choose_num_steps(system))), network, x, draw_noise)
-    x = system._rescale_to_data(x) if config.sampling_final_clamp_l2norm else x
+    x = system._rescale_to_data_length(x) if config.sampling_final_clamp_l2norm else x
     candidates = system._convert_to_embedding(x).view(count, 2, -1)
     nearest = F.cosine_similarity(candidates, conditions["text_embed"][None], dim=2).argmax(dim=0) if count > 1 else 0
     return candidates[nearest, torch.arange(2, device=device)]

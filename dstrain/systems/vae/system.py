@@ -39,7 +39,7 @@ class AutoencoderSystem(System):
     def __init__(self, config: Config) -> None:
         self.config = config
         self.picture_loss = PictureLoss(config.kind.perceptual, config.kind.discriminator)
-        self.parts = self.picture_loss.list_part_losses("autoencoder", self.learn)
+        self.parts = self.picture_loss.list_part_losses("autoencoder", self.compute_autoencoder_loss)
         self.values = config.channels * config.image_size**2  # number of values of an image
         self.side = config.image_size // config.factor  # side of the latents or tokens
 
@@ -56,7 +56,7 @@ class AutoencoderSystem(System):
     def turns(self, step: int) -> tuple[str, ...]:
         return self.picture_loss.list_turns("autoencoder", step)
 
-    def learn(self, nets: Nets, example: Example) -> Terms:
+    def compute_autoencoder_loss(self, nets: Nets, example: Example) -> Terms:
         """Computes the autoencoder's loss: reconstruction, code and, from the discriminator's start on, its critique of
         the reconstruction.
         """

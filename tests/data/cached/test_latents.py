@@ -409,7 +409,11 @@ def test_another_export_to_the_same_path(stage):
 
     first_stage.save(path, scaling_factor=0.75, shift_factor=0.25)
     for before, given in ((old, images), (cached, words)):
-        text = str(recipe.make_refusal(recipe.list_refused_changes(before, prepared(given).run, DIT), folder, DIT))
+        text = str(
+            recipe.make_refused_changes_error(
+                recipe.list_refused_changes(before, prepared(given).run, DIT), folder, DIT
+            )
+        )
         assert "first_stage.scaling_factor was 0.5" in text and "is now 0.75: write model.first_stage.scaling_f" in text
         assert "first_stage.shift was 0.0" in text and "is now 0.25" in text and "fingerprint" not in text
         keep = ["model.first_stage.scaling_factor=0.5", "model.first_stage.shift=0.0"]
@@ -421,7 +425,7 @@ def test_another_export_to_the_same_path(stage):
     (change,) = recipe.list_refused_changes(old, prepared(images).run, DIT)
     assert change[0] == "model.first_stage.fingerprint" and change[1] == fixed["fingerprint"] != change[2]
     assert "put the earlier autoencoder back at model.first_stage.path" in str(
-        recipe.make_refusal([change], folder, DIT)
+        recipe.make_refused_changes_error([change], folder, DIT)
     )
     with pytest.raises(ValueError, match=f"is the autoencoder {change[2]}, .* trained with {change[1]}"):
         systems.build("dit", old.model)
@@ -433,7 +437,7 @@ def test_other_latents_when_a_run_goes_on(stage):
     write(folder / "y", seed=1, stage=Latents(folder / "x").encoding["first_stage"])
     words = [*words, f"model.first_stage.path={path}"]
     changes = recipe.list_refused_changes(prepared(words).run, prepared([*words, f"data.path={folder / 'y'}"]).run, DIT)
-    text = str(recipe.make_refusal(changes, folder, DIT))
+    text = str(recipe.make_refused_changes_error(changes, folder, DIT))
     assert [key for key, _, _ in changes] == ["model.codes.scaling_factor"]
     assert "give the data.path of the earlier latents" in text and "write model.codes" not in text
 

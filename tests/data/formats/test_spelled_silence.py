@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from dstrain.data.formats.clips import _have_texts_beside
-from dstrain.recipe import ConfigError, advise_writing, load_recipe
+from dstrain.recipe import ConfigError, choose_write_remedy, load_recipe
 from tests.data.formats import test_silence
 from tests.data.formats.test_more_silence import put_form
 from tests.data.formats.test_silence import encode, make_table, pack_tar, pack_zip, put, put_tables, read
@@ -287,7 +287,9 @@ def test_labels_that_cannot_be_read_name_the_file_once(tmp_path):
 )
 def test_the_remedy_for_what_cannot_be_written(number, remedy):
     """Oracle: the errors of the system: no room is of help where nobody may write."""
-    assert advise_writing(OSError(number, os.strerror(number)), "make room there, or name another").startswith(remedy)
+    assert choose_write_remedy(OSError(number, os.strerror(number)), "make room there, or name another").startswith(
+        remedy
+    )
 
 
 def test_a_path_that_is_no_text(tmp_path):

@@ -100,13 +100,15 @@ def test_layersync() -> None:
         network.blocks[number].register_forward_hook(lambda _, __, out, number=number: seen.update({number: out}))
         for number in (0, 1)
     ]
-    terms = system.denoise(both, example)
+    terms = system.compute_denoiser_loss(both, example)
     for hook in hooks:
         hook.remove()
     expected = -F.cosine_similarity(seen[0], seen[1], dim=-1).mean(1)
     torch.testing.assert_close(terms["align"], expected)
     plain = build({})
-    torch.testing.assert_close(terms["loss_each"] - plain.denoise(both, example)["loss_each"], 0.2 * expected)
+    torch.testing.assert_close(
+        terms["loss_each"] - plain.compute_denoiser_loss(both, example)["loss_each"], 0.2 * expected
+    )
     found = network(example["x_start"], example["key"] % 7 / 7, example["label"], extras=True)
     system.alignment.compute_loss(found, example, (4, 4), None).sum().backward()
     assert network.blocks[0].attn.qkv.weight.grad.any() and network.blocks[1].attn.qkv.weight.grad is None
@@ -123,10 +125,10 @@ def test_until(tmp_path: Path, kind: str) -> None:
     else:
         system = build({"align": LAYERSYNC | {"until": 5}})
     both, example, plain = nets(system), system.encode(system.synthetic(3)), build({})
-    expected, found = plain.denoise(both, example)["loss"], {}
+    expected, found = plain.compute_denoiser_loss(both, example)["loss"], {}
     for step in (4, 5, 6, 0, 5):
         assert system.turns(step) == ("denoiser",) and system.workload(step) == (1, 1, int(step < 5))
-        found[step] = system.denoise(both, example)["loss"]
+        found[step] = system.compute_denoiser_loss(both, example)["loss"]
         assert torch.equal(found[step], expected) == (step >= 5)
     found[5].backward()
     gradients = {name: weight.grad for name, weight in both["denoiser"].named_parameters()}
@@ -148,7 +150,7 @@ def test_with_a_second_and_a_wide_head() -> None:
     heads |= {"align": LAYERSYNC | {"target": 3}, "routing": {"start": 2, "end": 3}, "time_freq": "fourier"}
     system = build(heads)
     both = nets(system)
-    terms = system.denoise(both, system.encode(system.synthetic(3)))
+    terms = system.compute_denoiser_loss(both, system.encode(system.synthetic(3)))
     terms["loss"].backward()
     assert {"align", "base"} <= terms.keys()
     assert all(weight.grad is not None and weight.grad.any() for weight in both["denoiser"].parameters())
@@ -200,7 +202,7 @@ def test_no_ratio_is_no_routing() -> None:
     for routing in ({"ratio": 0.0, "start": 1, "end": 2}, None):
         system = build({"routing": routing, "tokens": {"label": 2, "joins": 1}})
         both = nets(system)
-        loss = system.denoise(both, system.encode(system.synthetic(3)))["loss"]
+        loss = system.compute_denoiser_loss(both, system.encode(system.synthetic(3)))["loss"]
         loss.backward()
         found.append([loss, *(weight.grad for weight in both["denoiser"].parameters())])
     assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
@@ -239,7 +241,7 @@ def test_alignment_among_routed_blocks(depth: int, target: int, routed: tuple[in
     for number, block in enumerate(both["denoiser"].blocks, 1):
         block.register_forward_hook(lambda _, __, out, number=number: seen.update({number: out}))
     example = system.encode(system.synthetic(3))
-    terms, keep = system.denoise(both, example), choose_kept_tokens(example["key"], TOKENS, 0.5)
+    terms, keep = system.compute_denoiser_loss(both, example), choose_kept_tokens(example["key"], TOKENS, 0.5)
     whole, few = {}, [number for number in (depth, target) if routed[0] <= number < routed[1]]
     for number in (depth, target):
         whole[number] = seen[number]
@@ -371,4 +373,4 @@ def test_a_plan_needs_no_encoder(tmp_path: Path) -> None:
     example = system.encode(system.synthetic(2))
     assert example["features"].shape == (2, TOKENS, 12) and system.frozen() == ()
     assert system.config.align.list_problems(latents=False, channels=4) == []  # latents in the place of pixels
-    assert system.denoise(nets(system), example)["align"].shape == (2,)
+    assert system.compute_denoiser_loss(nets(system), example)["align"].shape == (2,)

@@ -315,7 +315,7 @@ def test_image_embeddings():
         system = build(embedding_dim=5, num_classes=1, class_dropout_prob=drop)
         nets = {"denoiser": random(system.networks()["denoiser"])}
         losses[drop] = [
-            system.denoise(nets, example | {"image_embed": values})["loss"]
+            system.compute_denoiser_loss(nets, example | {"image_embed": values})["loss"]
             for values in (embed, 7 * embed, embed.roll(1, 0), torch.zeros_like(embed))
         ]
     torch.testing.assert_close(losses[0.0][0], losses[0.0][1])

@@ -27,7 +27,7 @@ def test_expectation_of_the_weighed_loss(monkeypatch):
 
     def terms(kind):
         monkeypatch.setattr("dstrain.systems.iddpm.system.rng.uniform", lambda key, name: middles[kind])
-        return system.denoise(nets, example) if kind == "aware" else system.evaluate(nets, example)
+        return system.compute_denoiser_loss(nets, example) if kind == "aware" else system.evaluate(nets, example)
 
     aware, uniform = terms("aware"), terms("uniform")
     assert torch.equal(aware["timestep"], torch.arange(20)) and torch.equal(aware["loss_seen"], uniform["loss"])
@@ -130,7 +130,7 @@ def test_dropped_labels():
         return x
 
     example = system.encode(system.synthetic(4000))
-    system.denoise({"denoiser": network}, example)
+    system.compute_denoiser_loss({"denoiser": network}, example)
     system.evaluate({"denoiser": network}, example)
     dropped = rng.uniform(example["key"], "drop") < 0.25
     assert torch.equal(seen[0], torch.where(dropped, 10, example["label"])) and torch.equal(seen[1], example["label"])
@@ -410,7 +410,7 @@ def test_a_flow():
     x_t = torch.lerp(example["x_start"], eps, t.view(-1, 1, 1, 1))
     out = nets["denoiser"](x_t, 1000 * t, batch["label"])
     expected = (out - (eps - example["x_start"])).square().flatten(1).mean(1)
-    terms = system.denoise(nets, example)
+    terms = system.compute_denoiser_loss(nets, example)
     torch.testing.assert_close(terms["loss_each"], expected)
     torch.testing.assert_close(system.evaluate(nets, example)["loss"], expected)
     assert torch.equal(terms["quartile"], (4 * t).long())

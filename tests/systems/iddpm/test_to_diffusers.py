@@ -215,7 +215,7 @@ def test_what_diffusers_cannot_express(tmp_path, changes, words):
 def theirs(folder, system, **changes):
     """A folder of a random UNet2DModel that diffusers has made, with the fields of a system's network."""
     torch.manual_seed(5)
-    network = UNet2DModel(**weights.make_arguments(system.config) | changes).eval()
+    network = UNet2DModel(**weights.make_diffusers_arguments(system.config) | changes).eval()
     with torch.no_grad():
         for weight in network.parameters():
             weight.normal_(std=0.1)

@@ -60,7 +60,7 @@ class TokenizerSystem(System):
         self.picture_loss = PictureLoss(
             config.perceptual, config.discriminator, config.discriminator and config.discriminator.penalty
         )
-        self.parts = self.picture_loss.list_part_losses("tokenizer", self.learn)
+        self.parts = self.picture_loss.list_part_losses("tokenizer", self.compute_tokenizer_loss)
         self.codebook_size, self.temporal_patch_size = config.codebook_size, config.temporal_patch_size
         self._usage: Usage | None = None  # running shares of codes, the reference of `diversity`
         if config.quantizer == "lookup_free":
@@ -90,7 +90,7 @@ class TokenizerSystem(System):
     def turns(self, step: int) -> tuple[str, ...]:
         return self.picture_loss.list_turns("tokenizer", step)
 
-    def learn(self, nets: Nets, example: Example) -> Terms:
+    def compute_tokenizer_loss(self, nets: Nets, example: Example) -> Terms:
         """Computes the tokenizer's loss: reconstruction, quantizer and, from the discriminator's start on, its critique
         of one frame.
         """
