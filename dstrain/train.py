@@ -132,9 +132,8 @@ def run_steps(training: Training) -> tuple[int, bool]:
             continue
         last = stop or done == run.steps
         if is_due(every.report, done) or last:
-            counts = {"skipped": course.state.skipped, "rollbacks": course.rollbacks} | training.batches.count_drawn(
-                done
-            )
+            counts = {"skipped": course.state.skipped, "rollbacks": course.rollbacks}
+            counts |= training.batches.count_samples_by_source(done)
             tracker.report_means(done, throughput.compute_figures(done) | counts | engines.collect_figures())
         if last or any(
             is_due(interval, done)
@@ -227,7 +226,7 @@ def go_back(training: Training, done: int, trouble: str) -> int:
     training.watchdog.enter_phase(done, "way back from step")
     hosts.require_own_folder(training.run.directory)
     step = training.saves.go_back(done, trouble)
-    training.batches.extend(training.run.steps + training.course.shift)
+    training.batches.set_step_count(training.run.steps + training.course.shift)
     training.tracker.report_rollback(step, done, trouble)
     training.tracker.note(f"{trouble}: back from step {done} to step {step}, and past the {done - step} batches since")
     training.throughput.start_interval(step)

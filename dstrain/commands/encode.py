@@ -43,7 +43,7 @@ from dstrain.data.source import (
     Item,
     Source,
     collate_items,
-    describe_cut_captions,
+    describe_truncated_captions,
     read_items,
     stack_texts,
 )
@@ -108,7 +108,7 @@ def encode_data(options: EncodeOptions) -> dict[str, Any] | None:
         path = f"{options.data or of_run}, {options.split}"
         print(f"data: {path}: {plan.source.describe()}", flush=True)
         if plan.texts is not None:
-            get_phases().print_lines(*describe_cut_captions(plan.source, plan.texts))
+            get_phases().print_lines(*describe_truncated_captions(plan.source, plan.texts))
     numbers = _list_shards_of_part(encoding, options.part)
 
     def prepare():
@@ -192,7 +192,7 @@ def _find_conflict(out: Path, encoding: dict[str, Any], names: dict[str, str]) -
         return f"--out {out} holds another encoding: {'; '.join(changes)}. Name another folder" if changes else None
     if strangers := shards.list_foreign_names(out):
         return f"--out {out} holds {', '.join(strangers[:3])} and no encoding: name a new folder"
-    if {shards.find_encoding(shard) for shard in out.glob("shard_*.safetensors")} - {
+    if {shards.read_encoding_hash(shard) for shard in out.glob("shard_*.safetensors")} - {
         None,
         shards.hash_encoding(encoding),
     }:
@@ -218,7 +218,7 @@ def _find_or_remove_shard(out: Path, encoding: dict[str, Any], number: int) -> d
     if not path.exists():
         return None
     try:
-        facts = shards.read_checked_facts(path)
+        facts = shards.read_verified_metadata(path)
         if not _is_expected_shard(facts, encoding, number):
             raise ConfigError(f"{path} is of another encoding")
         if facts["cut"]:
@@ -327,7 +327,7 @@ def _write_shard(
     with explain_write_errors(path, SAME_COMMAND):
         data = shards.pack_shard(arrays, facts)
         atomic.write_file(path, data)
-    return shards.make_shard_record(path, shards.read_facts(data))
+    return shards.make_shard_record(path, shards.parse_shard_metadata(data))
 
 
 def _require_readable(bad: Mapping[str, str], options: EncodeOptions, total: int) -> None:
@@ -376,7 +376,7 @@ def _read_records_of_other_parts(
     others = {}
     for number in _list_shards_of_part(encoding, None):
         path = options.out / shards.name_shard(number)
-        facts = None if number in records else shards.read_header_facts(path)
+        facts = None if number in records else shards.read_header_metadata(path)
         if facts is not None and _is_expected_shard(facts, encoding, number):
             others[number] = shards.make_shard_record(path, facts)
     return others

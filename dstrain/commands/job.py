@@ -207,7 +207,7 @@ def _check_data_and_folder(
     from dstrain.commands.probe import probe_system, require_possible_size
     from dstrain.data.formats.labels import require_classes
     from dstrain.data.open import describe_data, find_contents, open_sources
-    from dstrain.data.source import describe_cut_captions
+    from dstrain.data.source import describe_truncated_captions
     from dstrain.metrics.in_training import build_quality
     from dstrain.planning.states import describe_memory_of_states
 
@@ -244,7 +244,7 @@ def _check_data_and_folder(
         taken = f"{len(held_out):,} are held out, and all of them are taken"
         remarks.append(f"every.evaluate_samples={run.every.evaluate_samples}: {taken}")
     if system.takes_texts and source.captioned and not {"text_encodings", "text_embed"} & set(source.read_first()):
-        remarks += describe_cut_captions(source, system)
+        remarks += describe_truncated_captions(source, system)
     problems: list[str] = []
     with _collect_problems(problems):
         system.require_expressible()

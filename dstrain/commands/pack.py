@@ -28,7 +28,7 @@ from dstrain.commands.encoding.folder import (
 from dstrain.commands.options.pack import PackOptions
 from dstrain.data.decode.pixels import FORMATS
 from dstrain.data.files.listing import map_in_threads
-from dstrain.data.files.storage import require_regular, retry
+from dstrain.data.files.storage import refuse_special_file, retry
 from dstrain.data.formats import packed
 from dstrain.data.formats.base import Layout
 from dstrain.data.formats.packed import FORMAT, INDEX, PACKING, ShardWriter, hash_file
@@ -294,7 +294,7 @@ def _read_bytes(content: Path | bytes) -> bytes:
     256 MiB, or if the path is no regular file.
     """
     if isinstance(content, Path):
-        require_regular(content)
+        refuse_special_file(content)
         with open(content, "rb") as file:
             content = file.read(_MOST_BYTES + 1)
     if not 0 < len(content) <= _MOST_BYTES:

@@ -20,7 +20,7 @@ from torch.nn.modules import module
 from torch.overrides import TorchFunctionMode
 
 from dstrain import rng
-from dstrain.data.batches import Batches, place_batch
+from dstrain.data.batches import Batches, copy_batch_to_device
 from dstrain.recipe import ConfigError, Run, reword_errors
 from dstrain.sampling.draw import require_valid_samples, require_valid_scores, set_eval_mode
 from dstrain.sampling.grids import make_grid_request
@@ -184,14 +184,14 @@ def _try_parts(
             continue
         parts.update(turns)
         with torch.no_grad(), _explain_errors(f"{run.system}: encode", _list_ids(batch), encoding):
-            example = system.encode(place_batch(batch, encoding))
+            example = system.encode(copy_batch_to_device(batch, encoding))
         if live := [name for name, values in example.items() if values.requires_grad]:
             raise ConfigError(
                 f"{run.system}: encode returns {', '.join(live)} with a gradient: compute the example "
                 "from frozen networks alone, or detach it"
             )
         ids = _list_ids(example)
-        example = place_batch(example, learning)
+        example = copy_batch_to_device(example, learning)
         rng.seed_torch(run.seed, step, 0)
         for part in turns:
             for name, network in networks.items():  # as in a turn: only this part learns
@@ -209,7 +209,7 @@ def _try_parts(
     held = {name: values for name, values in batch.items() if name != "step"}  # as held-out data come
     with torch.no_grad(), set_eval_mode(networks), suppress(_NotChecked, _Enough):
         with _explain_errors(f"{run.system}: encode of held-out data", _list_ids(held), encoding):
-            example = place_batch(system.encode(place_batch(held, encoding)), learning)
+            example = copy_batch_to_device(system.encode(copy_batch_to_device(held, encoding)), learning)
         if run.every.evaluate:
             _try_evaluation(run, system, networks, example)
         if run.every.sample or run.every.metrics:

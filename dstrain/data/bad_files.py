@@ -75,7 +75,7 @@ class BadFiles:
         lines = [(name, reason) for name, reason in lines if name not in self.names]
         if not lines:
             return
-        self._catch_up()
+        self._read_new_lines()
         for name, reason in lines:
             if self.names.add(name):
                 self._append(f"{name}\t{reason}\n")
@@ -87,7 +87,7 @@ class BadFiles:
                 "raise data.max_bad_fraction"
             )
 
-    def _catch_up(self) -> None:
+    def _read_new_lines(self) -> None:
         """Reads the whole lines that any rank has added to the list since the last call; all of it if it was deleted
         meanwhile.
         """

@@ -86,7 +86,7 @@ class Batches(AbstractContextManager):
         self._release: weakref.finalize | None = None  # ends the workers that run now
 
     def read_step(self, step: int) -> Iterator[Batch]:
-        """Yields the `accumulation` micro-batches of this rank at an optimizer step, on the device (see `place_batch`).
+        """Yields the `accumulation` micro-batches of this rank at an optimizer step, on the device (captions: host).
 
         Each holds the entries of the source's items, such as {"image": uint8 (b, C, H, W)}, and int64 (b,) {"label",
         "key", "position", "step"}. Any step but the one after the last call's restarts the workers, which takes longer.
@@ -107,14 +107,17 @@ class Batches(AbstractContextManager):
                 self._next = step + 1
             yield batch
 
-    def count_drawn(self, steps: int) -> dict[str, int]:
+    def count_samples_by_source(self, steps: int) -> dict[str, int]:
         """Returns how many samples of the first `steps` global batches come from each source of a mixture, by
         `samples/NAME`; {} if the data are no mixture.
         """
         global_batch, seed, source = self._layout[0], self._stream.seed, self._stream.source
-        return {f"samples/{name}": count for name, count in source.count_drawn(seed, steps * global_batch).items()}
+        return {
+            f"samples/{name}": count
+            for name, count in source.count_samples_by_source(seed, steps * global_batch).items()
+        }
 
-    def extend(self, steps: int) -> None:
+    def set_step_count(self, steps: int) -> None:
         """Sets the number of steps to `steps`, so that a run can go on beyond its last one. The next `read_step`
         restarts the workers.
         """
@@ -148,7 +151,7 @@ class Batches(AbstractContextManager):
             pin_memory=self.device.type == "cuda",
             **options,
         )
-        with workers.track_semaphores() as semaphores:
+        with workers.guard_worker_start() as semaphores:
             try:
                 reader = iter(loader)
             except (OSError, RuntimeError) as error:
@@ -240,7 +243,7 @@ def iterate_held_out(
         filled = torch.arange(batch).clamp(max=distinct - 1)
         full = {name: tensor[filled] for name, tensor in samples.items()}
         full |= {"key": rng.keys(seed, _HELD_OUT_STEP, position), "position": position, "valid": valid}
-        yield place_batch(full, device)
+        yield copy_batch_to_device(full, device)
 
 
 def _iterate_rounds(source: Source, count: int, size: int) -> Iterator[tuple[int, int]]:
@@ -255,7 +258,7 @@ def _iterate_rounds(source: Source, count: int, size: int) -> Iterator[tuple[int
         first = end
 
 
-def place_batch(batch: Batch, device: torch.device | str, non_blocking: bool = False) -> Batch:
+def copy_batch_to_device(batch: Batch, device: torch.device | str, non_blocking: bool = False) -> Batch:
     """Returns a batch copied to a device, except captions, which stay on the host."""
     return {
         name: tensor if name in _ON_HOST else tensor.to(device, non_blocking=non_blocking)
@@ -317,7 +320,7 @@ def _copy_ahead(batches: Iterator[Batch], device: torch.device) -> Iterator[Batc
     for host in itertools.chain(batches, [None]):  # None: the last copy is still to be handed over
         if host is not None:
             with torch.cuda.stream(side):
-                ahead.append((place_batch(host, device, non_blocking=True), side.record_event()))
+                ahead.append((copy_batch_to_device(host, device, non_blocking=True), side.record_event()))
         if len(ahead) > 1 or (ahead and host is None):
             batch, copied = ahead.pop(0)
             current = torch.cuda.current_stream(device)

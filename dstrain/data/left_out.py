@@ -9,7 +9,7 @@ from dstrain.recipe import ConfigError, Data
 from dstrain.recipe.patterns import match_caption
 
 
-def find_left_out(captions: Sequence[Sequence[str]], patterns: Sequence[str]) -> np.ndarray:
+def match_captions(captions: Sequence[Sequence[str]], patterns: Sequence[str]) -> np.ndarray:
     """Compares the captions of each sample with the patterns of data.leave_out. Returns bool (patterns, samples):
     whether the pattern fits at least one caption of the sample.
     """
@@ -20,7 +20,7 @@ def find_left_out(captions: Sequence[Sequence[str]], patterns: Sequence[str]) ->
     return fits
 
 
-def require_left_out(data: Data, split: tuple[Source, Source | None], mixed: bool) -> None:
+def require_applicable_leave_out(data: Data, split: tuple[Source, Source | None], mixed: bool) -> None:
     """Raises ConfigError if data.leave_out cannot be applied: if the captions of the data are not listed, if it leaves
     a split without samples, or if a pattern fits no caption.
 

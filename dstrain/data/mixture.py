@@ -54,7 +54,7 @@ class MixtureOrder:
             return torch.from_numpy(self.index_at(position.numpy()))
         if not isinstance(position, np.ndarray):
             return int(self.index_at(np.array([position], np.int64))[0])
-        sources, places = self.find_places(position)
+        sources, places = self.find_source_positions(position)
         index, begin = np.empty(position.shape, np.int64), 0
         for k, size in enumerate(self.sizes):
             here = sources == k
@@ -62,20 +62,20 @@ class MixtureOrder:
             begin += size
         return index
 
-    def find_places(self, position: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def find_source_positions(self, position: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Returns the source of each stream position int64 (...), and the position in that source's own stream."""
         slots = position - position % _BLOCK + Order(_BLOCK, _derive_seed(self.seed, -1)).index_at(position)
-        before = self._count_dealt(slots)  # (sources, ...)
-        sources = (self._count_dealt(slots + 1) - before).argmax(0)
+        before = self._count_slots_by_source(slots)  # (sources, ...)
+        sources = (self._count_slots_by_source(slots + 1) - before).argmax(0)
         return sources, np.take_along_axis(before, sources[None], 0)[0]
 
     def count_by_source(self, positions: int) -> list[int]:
         """Returns how many samples at the first `positions` stream positions come from each source."""
         whole = positions - positions % _BLOCK
-        rest, _ = self.find_places(np.arange(whole, positions))
-        return (self._count_dealt(np.array(whole)) + np.bincount(rest, minlength=len(self.sizes))).tolist()
+        rest, _ = self.find_source_positions(np.arange(whole, positions))
+        return (self._count_slots_by_source(np.array(whole)) + np.bincount(rest, minlength=len(self.sizes))).tolist()
 
-    def _count_dealt(self, slots: np.ndarray) -> np.ndarray:
+    def _count_slots_by_source(self, slots: np.ndarray) -> np.ndarray:
         """Returns, for each of `slots` int64 (...), how many of the slots before it belong to each source: count_k of
         the module's docstring, int64 (sources, ...).
         """
@@ -148,7 +148,7 @@ class Mixture(Source):
         return self.read(index)
 
     def read(self, index: int, chance: float | None = None) -> Item:
-        source, place = self._find_place(index)
+        source, place = self._locate_sample(index)
         try:
             return self._unify_item(source, self.sources[source].read(place, chance))
         except BadSample as error:
@@ -180,17 +180,17 @@ class Mixture(Source):
                 )
 
     def read_captions(self, index: int) -> tuple[str, ...]:
-        source, place = self._find_place(index)
+        source, place = self._locate_sample(index)
         return self.sources[source].read_captions(place)
 
     def name_sample(self, index: int) -> str:
-        source, place = self._find_place(index)
+        source, place = self._locate_sample(index)
         return f"{self.names[source]}/{self.sources[source].name_sample(place)}"
 
     def make_order(self, global_batch: int, seed: int) -> MixtureOrder:
         return MixtureOrder(self.sizes, self.weights, seed)
 
-    def count_drawn(self, seed: int, positions: int) -> dict[str, int]:
+    def count_samples_by_source(self, seed: int, positions: int) -> dict[str, int]:
         return dict(zip(self.names, MixtureOrder(self.sizes, self.weights, seed).count_by_source(positions)))
 
     def compute_fingerprint(self) -> str:
@@ -221,7 +221,7 @@ class Mixture(Source):
         parts = " + ".join(f"{weight} [{fingerprint}]" for weight, fingerprint in zip(self.weights, fingerprints))
         return f"mixture n={len(self)} classes={len(self.classes)} {classes} of {parts}"
 
-    def _find_place(self, index: int) -> tuple[int, int]:
+    def _locate_sample(self, index: int) -> tuple[int, int]:
         """Returns the source that holds a sample of the mixture, and the sample's index in it."""
         source = int(torch.bucketize(index, self._ends, right=True))
         return source, index - int(self._ends[source]) + self.sizes[source]

@@ -25,7 +25,7 @@ from dstrain.data.formats.imagenet import find_split_paths
 from dstrain.data.index.alike import require_same_source
 from dstrain.data.index.build import find_cache_folder, open_index, run_on_first
 from dstrain.data.index.index import Index
-from dstrain.data.left_out import require_left_out
+from dstrain.data.left_out import require_applicable_leave_out
 from dstrain.data.mixture import join_codes, open_mixture
 from dstrain.data.overlap import find_overlaps
 from dstrain.data.source import Source
@@ -368,7 +368,7 @@ def open_sources(data: Data, verify: bool = False, run: Path | None = None, mixe
     if not data.mixture:
         get_phases().enter_phase(f"listing {data.path}")
     split = kind.open(verify, run, mixed)
-    require_left_out(data, split, mixed)
+    require_applicable_leave_out(data, split, mixed)
     if isinstance(kind, PairsData | CodesData) or data.embeddings is not None:
         for source in split:
             if source is not None and not data.path.startswith("builtin:"):  # those are the package's own

@@ -114,7 +114,7 @@ class Source(ABC):
             return words
         return f"{words}, left out: {', '.join(f'{pattern} {count:,}' for pattern, count in self.left_out)}"
 
-    def count_drawn(self, seed: int, positions: int) -> dict[str, int]:
+    def count_samples_by_source(self, seed: int, positions: int) -> dict[str, int]:
         """Returns how many of the first `positions` samples in the order of training come from each source of a
         mixture, by the source's name; {} if the data are no mixture.
         """
@@ -161,7 +161,7 @@ class Source(ABC):
         """
         return self
 
-    def find_next(self, index: int, count: int) -> int:
+    def find_substitute(self, index: int, count: int) -> int:
         """Returns the index `count` places after `index`, cyclically among the samples of its shape."""
         first, last = 0, 0
         for end in self.ends:
@@ -218,7 +218,7 @@ def read_items(source: Source, indices: list[int], chances: list[Chance] | None 
         chance = None if chances is None else chances[place]
         for count in range(tries):
             try:
-                items.append(source.read(source.find_next(index, count) if count else index, chance))
+                items.append(source.read(source.find_substitute(index, count) if count else index, chance))
                 break
             except BadSample as error:
                 bad.append((error.path, error.reason))
@@ -267,7 +267,7 @@ def sample_captions(source: Source, most: int = _SAMPLED) -> list[str]:
     return texts
 
 
-def describe_cut_captions(source: Source, reader: Any) -> list[str]:
+def describe_truncated_captions(source: Source, reader: Any) -> list[str]:
     """Looks at the captions of up to 1000 samples. Returns one line that says how many are longer than `reader` (a
     system or a text encoder) reads; [] if it reads them whole.
     """

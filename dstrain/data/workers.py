@@ -39,7 +39,7 @@ def make_context() -> multiprocessing.context.BaseContext:
 
 
 @contextlib.contextmanager
-def track_semaphores() -> Iterator[list[Callable[[], None]]]:
+def guard_worker_start() -> Iterator[list[Callable[[], None]]]:
     """Protects its block, which starts workers. Yields a list; after the block it holds functions that remove the
     workers' semaphores, for `unlink_semaphores`. After an exception in the block, kills the workers that it has
     started.
@@ -74,7 +74,7 @@ def track_semaphores() -> Iterator[list[Callable[[], None]]]:
 
 
 def unlink_semaphores(unlinkers: list[Callable[[], None]]) -> None:
-    """Removes the workers' semaphores from /dev/shm, and empties the list of `track_semaphores`. Call it once every
+    """Removes the workers' semaphores from /dev/shm, and empties the list of `guard_worker_start`. Call it once every
     worker has opened them.
 
     multiprocessing does so at exit, or its tracker process does. But a rank is often killed together with all of its

@@ -26,7 +26,7 @@ def replace_file(path: str | os.PathLike, make: bool = True) -> Iterator[Path]:
     owner.check_claim(path)
     if make:
         path.parent.mkdir(parents=True, exist_ok=True)
-    owner.remove_abandoned(path.parent)
+    owner.remove_abandoned_files(path.parent)
     temporary = owner.make_hidden_path(path)
     try:
         os.close(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666))
@@ -58,7 +58,7 @@ def replace_folder(folder: str | os.PathLike) -> Iterator[Path]:
     folder = Path(os.path.abspath(folder))
     owner.check_claim(folder)
     folder.parent.mkdir(parents=True, exist_ok=True)
-    owner.remove_abandoned(folder.parent, folder.name)
+    owner.remove_abandoned_files(folder.parent, folder.name)
     temporary = owner.make_hidden_path(folder)
     try:
         temporary.mkdir()

@@ -34,7 +34,7 @@ def append_lines(path: str | os.PathLike, text: str) -> None:
         os.close(descriptor)
 
 
-def cut_torn_line(path: str | os.PathLike) -> int:
+def remove_partial_line(path: str | os.PathLike) -> int:
     """Truncates a file after its last line break, since a crash may leave half a line; returns how many bytes this
     removed, 0 if there is no file.
     """

@@ -82,7 +82,7 @@ def find_final_name(path: Path) -> str | None:
     return match["name"] if match and match["kind"] == "tmp" else None
 
 
-def remove_abandoned(folder: Path, name: str | None = None) -> None:
+def remove_abandoned_files(folder: Path, name: str | None = None) -> None:
     """Removes temporary files and folders in `folder` that dead processes have left: those that were to become `name`.
     With None it removes all, but only at the first call for a folder in this process.
     """
@@ -165,7 +165,7 @@ def claim_folder(folder: Path, verb: str) -> Claim:
         number, mark = max(earlier, default=0) + 1, make_mark()
         path = folder / f".lease-{number}"
         try:
-            _create_file(path, f"{mark}\n{socket.gethostname()}\n{verb}\n{_describe_place(folder)}")
+            _create_file(path, f"{mark}\n{socket.gethostname()}\n{verb}\n{_describe_folder_identity(folder)}")
         except FileExistsError:  # another command was quicker
             time.sleep(0.05)
             continue
@@ -175,7 +175,7 @@ def claim_folder(folder: Path, verb: str) -> Claim:
         for dead in earlier.values():
             remove_path(dead)
         _start_touching(path)
-        adopt_claim(folder, claim := Claim(mark, number))
+        register_claim(folder, claim := Claim(mark, number))
         return claim
 
 
@@ -188,9 +188,9 @@ def identify_folder(folder: Path, run: Path | None = None) -> Claim:
     """
     identity = None if find_other_run(folder, folder) else read_identity(folder)
     known = _claims[os.path.abspath(run)].record if run else f"{identity or secrets.token_hex(16)}\n"
-    record = known + _describe_place(folder)
+    record = known + _describe_folder_identity(folder)
     os.replace(_create_file(make_hidden_path(folder / IDENTITY), record), folder / IDENTITY)
-    adopt_claim(folder, claim := replace(_claims[os.path.abspath(folder)], identity=known[:32], record=record))
+    register_claim(folder, claim := replace(_claims[os.path.abspath(folder)], identity=known[:32], record=record))
     return claim
 
 
@@ -201,7 +201,7 @@ def find_other_run(folder: Path, run: Path) -> str | None:
     A run that was moved has kept its inode, or lies on another disk and has left nothing at its former path.
     """
     identity, place, path, own, own_path = _read_lines(folder / IDENTITY)
-    if _matches_place(run, place, path, IDENTITY, identity) or not _matches_place(
+    if _is_recorded_folder(run, place, path, IDENTITY, identity) or not _is_recorded_folder(
         folder, own, own_path, IDENTITY, identity
     ):
         return None
@@ -209,12 +209,12 @@ def find_other_run(folder: Path, run: Path) -> str | None:
     return None if left and read_identity(Path(path)) != identity else path
 
 
-def _describe_place(folder: Path) -> str:
+def _describe_folder_identity(folder: Path) -> str:
     """Returns two lines by which a folder is told from its copies: device and inode, and its real path."""
     return f"{os.stat(folder).st_dev}:{os.stat(folder).st_ino}\n{os.path.realpath(folder)}\n"
 
 
-def _matches_place(folder: Path, place: str, path: str, name: str, mark: str) -> bool:
+def _is_recorded_folder(folder: Path, place: str, path: str, name: str, mark: str) -> bool:
     """Returns whether `folder` is the one that a record describes by `place` (device and inode) and `path`: a folder
     that was restored has the same path, one that was moved the same inode.
 
@@ -241,7 +241,7 @@ def find_claim(folder: Path) -> Claim | None:
     return _claims.get(os.path.abspath(folder))
 
 
-def adopt_claim(folder: Path, claim: Claim | None) -> None:
+def register_claim(folder: Path, claim: Claim | None) -> None:
     """Registers a claim on a folder, so that each later write of this process into it checks the claim; also for a
     claim that another rank has made. Does nothing if it is None.
     """
@@ -348,7 +348,7 @@ def _is_dead(path: Path, patience: float) -> bool:
         mark, _, _, place, where = [named["mark"], *[""] * 4] if named else _read_lines(path)
         match = re.fullmatch(_MARK, mark)
         if match and match["start"] and match["machine"] == _hash_machine():
-            return _read_start_time(int(match["pid"])) != match["start"] or not _matches_place(
+            return _read_start_time(int(match["pid"])) != match["start"] or not _is_recorded_folder(
                 path.parent, place, where, path.name, mark
             )
         age = _measure_age(path)

@@ -103,7 +103,7 @@ def require_regular_file(path: str | os.PathLike) -> None:
         raise OSError(errno.EISDIR if kind == "a folder" else errno.EINVAL, f"it is {kind}, and no file", str(path))
 
 
-def read_line(path: Path, most: int = 4096) -> str | None:
+def read_stripped_text(path: Path, most: int = 4096) -> str | None:
     """Returns the text of a file of at most `most` bytes without white space at its ends; None if it cannot be read or
     is larger.
     """

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from dstrain.data.batches import place_batch
+from dstrain.data.batches import copy_batch_to_device
 from dstrain.distributed import group
 from dstrain.systems.base import Batch, System
 
@@ -15,7 +15,7 @@ class Repeated:
 
     def __init__(self, system: System, micro: int, accumulation: int, count: int = 1):
         device = group.device()
-        rows = place_batch(system.synthetic(micro * count), device)
+        rows = copy_batch_to_device(system.synthetic(micro * count), device)
         rows["position"] = torch.arange(micro * count, device=device) % micro
         self.micro, self.accumulation = micro, accumulation
         self.batches: list[Batch] = [

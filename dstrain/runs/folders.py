@@ -108,7 +108,7 @@ def check_start(run: Run, fingerprint: str, resume: Resume) -> None:
         return
     if changes := list_refused_changes(read_recipe(folder), run, system := find_config_class(run.system)):
         raise make_refused_changes_error(changes, folder / "run.yaml", system)
-    if not (earlier := small.read_line(folder / "data.txt")):
+    if not (earlier := small.read_stripped_text(folder / "data.txt")):
         raise ConfigError(
             f"{folder / 'data.txt'} is gone or damaged, and it says on which data the run was trained: "
             f"put it back, or give --allow-change, if these are data.path={run.data.path}"
@@ -197,7 +197,7 @@ def read_recipe(folder: Path) -> Run:
     Raises ConfigError if run.yaml cannot be read or is empty, or if the folder holds links.
     """
     require_no_links(folder)
-    if small.read_line(folder / "run.yaml", small.MEGABYTE) == "":
+    if small.read_stripped_text(folder / "run.yaml", small.MEGABYTE) == "":
         raise ConfigError(f"{folder / 'run.yaml'} is empty: put it back from a copy, or train anew with --from-scratch")
     with reword_errors(options={"--recipe ": ""}):
         run = load_recipe(folder / "run.yaml")
@@ -321,7 +321,7 @@ def share_claim(folder: Path) -> None:
     claim, end = group.broadcast_from_first(owner.find_claim(folder)), time.monotonic() + 20
     while claim and claim.identity and owner.read_identity(folder) != claim.identity and time.monotonic() < end:
         time.sleep(0.2)
-    owner.adopt_claim(folder, claim)
+    owner.register_claim(folder, claim)
 
 
 def _open_lock_file(folder: Path) -> IO[str]:
@@ -403,7 +403,7 @@ def read_last_saved_step(folder: Path) -> int:
 
 def _read_saved_file(folder: Path) -> int | None:
     """Returns the step in the file `saved`, or None if the file is absent or damaged."""
-    text = small.read_line(folder / "saved") or ""
+    text = small.read_stripped_text(folder / "saved") or ""
     return int(text) if text.isascii() and text.isdigit() and len(text) < 19 else None
 
 

@@ -16,7 +16,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from dstrain.data.batches import place_batch
+from dstrain.data.batches import copy_batch_to_device
 from dstrain.distributed import group
 from dstrain.recipe import is_learned
 from dstrain.systems.base import System
@@ -86,7 +86,7 @@ def count_step_flops(system: System, batch: int, step: int = 0, train_only: Sequ
             for part, network in networks.items()
         }
         with torch.no_grad():
-            example = place_batch(system.encode(place_batch(samples, meta)), meta)
+            example = copy_batch_to_device(system.encode(copy_batch_to_device(samples, meta)), meta)
         with _Useful() as useful:
             for part in system.turns(step):
                 for network in networks.values():  # as in a turn: only this part learns

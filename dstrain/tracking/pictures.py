@@ -128,7 +128,7 @@ class Album:
 
     def __init__(self, folder: Path, shape: tuple[int, ...]) -> None:
         self.path = folder / f"samples_{'x'.join(map(str, shape))}.npz"
-        owner.remove_abandoned(folder)
+        owner.remove_abandoned_files(folder)
         self._tmp = owner.make_hidden_path(self.path)
         self._zip = zipfile.ZipFile(self._tmp, "x")
         self._member = self._zip.open("arr_0.npy", "w", force_zip64=True)

@@ -164,7 +164,7 @@ def write(root: Path, options: argparse.Namespace) -> None:
         path.write_bytes(
             shards.pack_shard({"moments": codes, "label": index.numpy() % 10, "source": index.numpy()}, facts)
         )
-        records.append(shards.make_shard_record(path, shards.read_checked_facts(path)))
+        records.append(shards.make_shard_record(path, shards.read_verified_metadata(path)))
     body = shards.make_index_body(encoding, [str(i) for i in range(10)], records, {})
     (root / "shards" / shards.INDEX).write_bytes(render_sealed(body))
 

@@ -33,7 +33,7 @@ from dstrain import __version__
 from dstrain.commands.encoding.folder import SAME_COMMAND, claim_folder, require_readable
 from dstrain.commands.options.convert import ConvertOptions
 from dstrain.data.cached import shards
-from dstrain.data.files.storage import require_regular, retry
+from dstrain.data.files.storage import refuse_special_file, retry
 from dstrain.data.formats.unconverted import find_fast_dit_folders
 from dstrain.data.source import Bad, BadSample, Item, Source, read_items, report_bad_sample
 from dstrain.disk import atomic
@@ -231,7 +231,7 @@ class LightningDiT(Foreign):
 
     def _read_shapes(self, name: str) -> dict[str, list[int]]:
         try:
-            require_regular(self.root / name)
+            refuse_special_file(self.root / name)
             with safe_open(self.root / name, "pt") as file:
                 return {key: file.get_slice(key).get_shape() for key in file.keys()}
         except (SafetensorError, OSError, ConfigError) as error:
@@ -289,7 +289,7 @@ def _read_statistics(root: Path, channels: int) -> Statistics:
     """Returns what LightningDiT's latents_stats.pt says. Raises ConfigError if it is missing, or of other channels."""
     path = root / "latents_stats.pt"
     try:
-        require_regular(path)
+        refuse_special_file(path)
         if path.stat().st_size > _MAX_STATS_BYTES:
             raise ConfigError(f"it has more than {_MAX_STATS_BYTES} bytes")
         content = torch.load(path, map_location="cpu", weights_only=True)  # tensors alone, and no code
@@ -316,7 +316,7 @@ def _read_array(root: Path, name: str, dims: int | None, archive: zipfile.ZipFil
         if archive is not None:
             content = _read_member(archive, name, _MAX_ARRAY_BYTES)
         else:
-            require_regular(path)
+            refuse_special_file(path)
             with open(path, "rb") as file:
                 content = file.read(_MAX_ARRAY_BYTES)
         file = io.BytesIO(content)
@@ -437,7 +437,7 @@ def _write_shard(options: ConvertOptions, source: Foreign, encoding: dict[str, A
     number = rows.start // options.shard_size
     path = options.out / shards.name_shard(number)
     try:
-        facts = shards.read_checked_facts(path)
+        facts = shards.read_verified_metadata(path)
         if facts["encoding"] == shards.hash_encoding(encoding) and facts["number"] == number:
             return shards.make_shard_record(path, facts)
     except ConfigError:
@@ -468,4 +468,4 @@ def _write_shard(options: ConvertOptions, source: Foreign, encoding: dict[str, A
     data = shards.pack_shard(arrays, facts)
     with explain_write_errors(path, SAME_COMMAND):
         atomic.write_file(path, data)
-    return shards.make_shard_record(path, shards.read_facts(data))
+    return shards.make_shard_record(path, shards.parse_shard_metadata(data))

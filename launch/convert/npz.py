@@ -15,7 +15,7 @@ from typing import IO
 import numpy as np
 
 from dstrain.commands.convert import Pictures, Sample
-from dstrain.data.files.storage import require_regular
+from dstrain.data.files.storage import refuse_special_file
 from dstrain.recipe import ConfigError
 
 _MAX_LABEL_BYTES = 1 << 31  # 200 million labels
@@ -63,7 +63,7 @@ def _read_labels(path: Path, number: int) -> np.ndarray | None:
 def _open_zip(path: Path) -> Iterator[zipfile.ZipFile]:
     """Opens an .npz. Raises ConfigError if it is none, also where it is read inside."""
     try:
-        require_regular(path)
+        refuse_special_file(path)
         with zipfile.ZipFile(path) as archive:
             yield archive
     except (OSError, zipfile.BadZipFile, NotImplementedError, RuntimeError, zlib.error, EOFError) as error:

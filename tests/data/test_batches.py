@@ -9,7 +9,7 @@ import torch
 from dstrain import rng
 from dstrain.data import bad_files
 from dstrain.data.bad_files import BadFiles
-from dstrain.data.batches import Batches, iterate_held_out, place_batch
+from dstrain.data.batches import Batches, copy_batch_to_device, iterate_held_out
 from dstrain.data.order import Order
 from dstrain.data.sources.images import open_images
 from dstrain.recipe import ConfigError, NotRead
@@ -239,7 +239,7 @@ def test_a_long_list_is_read_once(tmp_path, monkeypatch):
 def test_texts_stay_on_the_host():
     """Oracle: devices: packed texts are read by the host, all else goes."""
     batch = {"caption": torch.zeros(2, 5), "other_caption": torch.zeros(2, 5), "tokens": torch.zeros(2, 3)}
-    assert {name: tensor.device.type for name, tensor in place_batch(batch, "meta").items()} == {
+    assert {name: tensor.device.type for name, tensor in copy_batch_to_device(batch, "meta").items()} == {
         "caption": "cpu",
         "other_caption": "cpu",
         "tokens": "meta",

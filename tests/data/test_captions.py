@@ -15,7 +15,7 @@ from dstrain.data.decode.clips import Cut
 from dstrain.data.decode.pixels import SUFFIXES
 from dstrain.data.formats.base import Request
 from dstrain.data.mixture import Mixture
-from dstrain.data.source import Source, describe_cut_captions, sample_captions
+from dstrain.data.source import Source, describe_truncated_captions, sample_captions
 from dstrain.data.sources.images import open_images
 from dstrain.data.sources.videos import open_videos
 from dstrain.data.views import Shuffled, Spread
@@ -81,12 +81,12 @@ def test_captions_of_a_cache(tmp_path, several):
 
     records = []
     for path in sorted(options.out.glob("shard_*")):  # as before captions were stored whole
-        facts = shards.read_header_facts(path)
+        facts = shards.read_header_metadata(path)
         arrays = load_file(path)
         arrays["caption"] = arrays["caption"][..., :512]
         old = {name: facts[name] for name in ("encoding", "number", "sums", "bad")}
         path.write_bytes(shards.pack_shard(arrays, old))
-        records.append(shards.make_shard_record(path, shards.read_facts(path.read_bytes())))
+        records.append(shards.make_shard_record(path, shards.parse_shard_metadata(path.read_bytes())))
     body = shards.make_index_body(index["encoding"], index["classes"], records, index["versions"])
     (options.out / "index.json").write_bytes(render_sealed({k: v for k, v in body.items() if k != "whole_captions"}))
     cache = Latents(options.out)
@@ -107,9 +107,9 @@ def test_training_and_encoding_say_what_is_cut(tmp_path, words):
         (clips / f"{number}.txt").write_text(text)
     system = systems.build("phenaki", TINY | {"max_text_len": words})
     source = open_videos(clips, Cut(1, 32, 32))
-    (line,) = describe_cut_captions(source, system)
+    (line,) = describe_truncated_captions(source, system)
     assert line.startswith(f"captions: {2 if words == 4 else 1} of 3 are cut: {words} words of a text are read")
-    assert describe_cut_captions(source, systems.build("phenaki", TINY | {"max_text_len": 70})) == []
+    assert describe_truncated_captions(source, systems.build("phenaki", TINY | {"max_text_len": 70})) == []
     towers.sentences(tmp_path / "text")
-    (line,) = describe_cut_captions(source, TextEncoder(str(tmp_path / "text"), 8))
+    (line,) = describe_truncated_captions(source, TextEncoder(str(tmp_path / "text"), 8))
     assert line.startswith("captions: 1 of 3 are cut: 8 tokens of a text are read, and they have up to 72")

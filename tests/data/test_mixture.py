@@ -35,7 +35,7 @@ def test_places_and_counts_are_those_of_counting(weights, seed, begin, number):
     order = MixtureOrder((5,) * len(weights), tuple(weights), seed)
     begin -= begin % 256
     before = order.count_by_source(begin)
-    sources, places = order.find_places(np.arange(begin, begin + 3 * 256))
+    sources, places = order.find_source_positions(np.arange(begin, begin + 3 * 256))
     for k in range(len(weights)):
         own = np.sort(places[sources == k])
         assert np.array_equal(own, np.arange(before[k], before[k] + len(own)))
@@ -61,7 +61,7 @@ def test_each_source_passes_through_its_own_epochs():
     order = MixtureOrder(sizes, weights, 11)
     positions = np.arange(256 * 40)
     index = order.index_at(positions)
-    sources, places = order.find_places(positions)
+    sources, places = order.find_source_positions(positions)
     for k, size in enumerate(sizes):
         own = index[sources == k][np.argsort(places[sources == k])] - sum(sizes[:k])
         assert own.min() == 0 and own.max() == size - 1
@@ -87,7 +87,7 @@ def test_the_pattern_does_not_meet_the_ranks():
     """Oracle: the binomial distribution: at weights 3:1, one of four ranks that take every fourth position would get
     all samples of one source, if the slots were not shuffled.
     """
-    sources, _ = MixtureOrder((10, 10), (3, 1), 0).find_places(np.arange(4 * 2560))
+    sources, _ = MixtureOrder((10, 10), (3, 1), 0).find_source_positions(np.arange(4 * 2560))
     for rank in range(4):
         assert abs(sources[rank::4].mean() - 0.25) < 0.05  # six deviations of 2,560 independent samples
 
@@ -146,7 +146,7 @@ def mixture(*sources, weights=None, rule="same"):
 
 @pytest.mark.parametrize("num_workers", [0, 1, 3])
 def test_same_global_batch_at_any_world_and_worker_count(num_workers):
-    """Oracle: the formula of the order, sample by sample, on one rank, no workers; `count_drawn` counts what came."""
+    """Oracle: the formula of the order, sample by sample, on one rank, no workers; a count by source of what came."""
     source, steps = mixture(Numbers(50), Numbers(7), Numbers(90), weights=[3, 1, 0.5]), (0, 41)
     expected = global_batches(source, steps)
     order = source.make_order(8, 3)
@@ -159,9 +159,9 @@ def test_same_global_batch_at_any_world_and_worker_count(num_workers):
     for world, micro_batch in ((2, 12),) if num_workers else ((1, 3), (2, 4), (4, 6)):
         assert same(global_batches(source, steps, world, micro_batch, num_workers), expected)
     with Batches(source, global_batch=24, micro_batch=4, seed=3, world=2, rank=1) as batches:
-        sources, _ = order.find_places(np.arange(24 * 42))
-        assert batches.count_drawn(42) == {f"samples/s{k}": int((sources == k).sum()) for k in range(3)}
-    assert Batches(Numbers(50), global_batch=8, micro_batch=8, seed=0).count_drawn(5) == {}
+        sources, _ = order.find_source_positions(np.arange(24 * 42))
+        assert batches.count_samples_by_source(42) == {f"samples/s{k}": int((sources == k).sum()) for k in range(3)}
+    assert Batches(Numbers(50), global_batch=8, micro_batch=8, seed=0).count_samples_by_source(5) == {}
 
 
 @pytest.mark.parametrize(

@@ -143,7 +143,7 @@ def test_signals_wait_while_workers_start():
     names = set(main.__dict__)
     before = signal.signal(signal.SIGUSR1, lambda number, frame: heard.append(number))
     try:
-        with workers.track_semaphores():
+        with workers.guard_worker_start():
             # To this thread: of a process's signals the kernel may give one to a thread of some library.
             signal.pthread_kill(threading.get_ident(), signal.SIGUSR1)
             time.sleep(0.01)

@@ -193,7 +193,7 @@ def test_links_and_pipes_are_not_written_through(tmp_path):
     with pytest.raises(OSError, match="it is a link, which nothing is written through"):
         lines.append_lines(link, "more\n")
     with pytest.raises(OSError, match="it is a link"):
-        lines.cut_torn_line(link)
+        lines.remove_partial_line(link)
     atomic.write_file(link, "new")
     assert not link.is_symlink() and link.read_text() == "new" and mine.read_text() == "mine\n"
     os.mkfifo(tmp_path / "events.jsonl")

@@ -33,7 +33,7 @@ from dstrain.commands.options.encode import EncodeOptions
 from dstrain.data.cached.embeddings import PLAN, read_plan
 from dstrain.data.cached.rows import FOLDERS
 from dstrain.data.index.build import run_on_first
-from dstrain.data.source import Source, describe_cut_captions, read_items, stack_texts
+from dstrain.data.source import Source, describe_truncated_captions, read_items, stack_texts
 from dstrain.data.sources.captioned import open_captioned_source
 from dstrain.disk import atomic
 from dstrain.distributed import group
@@ -77,7 +77,7 @@ def embed_pairs(options: EncodeOptions) -> dict[str, Any]:
     source = open_captioned_source(options.data, encoders.image.image_size, upright)
     if group.rank() == 0:
         print(f"data: {options.data}: {source.describe()}", flush=True)
-        get_phases().print_lines(*describe_cut_captions(source, encoders.text))
+        get_phases().print_lines(*describe_truncated_captions(source, encoders.text))
     plan = _describe_embedding(options, encoders, source) | ({"upright": True} if upright else {})
     count = -(-plan["pairs"] // options.shard_size)
     with claim_folder(options.out, "embeds", lambda: _prepare_folder(options, plan)):

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from dstrain.data.cached.rows import pack_caption
 from dstrain.data.decode.pixels import crop_center, to_tensor
-from dstrain.data.left_out import find_left_out
+from dstrain.data.left_out import match_captions
 from dstrain.data.source import Item, Source
 
 FASHION_PATH = "builtin:fashion"
@@ -74,7 +74,7 @@ class Fashion(Source):
         images = torch.frombuffer(bytearray(pixels), dtype=torch.uint8).view(-1, 28, 28)
         self.shades = find_shades(images) if self.captioned else None
         if self.leave_out:
-            fits = find_left_out([[self._compose_caption(index)] for index in range(len(images))], self.leave_out)
+            fits = match_captions([[self._compose_caption(index)] for index in range(len(images))], self.leave_out)
             self.left_out = tuple(zip(self.leave_out, fits.sum(1).tolist()))
             kept = ~fits.any(0)
             images, self.shades, self.labels = images[kept], self.shades[kept], self.labels[kept]

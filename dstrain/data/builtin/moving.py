@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from dstrain import rng
 from dstrain.data.builtin.fashion import FASHION, Fashion
 from dstrain.data.cached.rows import pack_caption
-from dstrain.data.left_out import find_left_out
+from dstrain.data.left_out import match_captions
 from dstrain.data.order import Order
 from dstrain.data.source import Item, Source
 from dstrain.recipe import ConfigError
@@ -62,7 +62,7 @@ class MovingFashion(Source):
         number = len(self.items) * len(MOTIONS)
         self.permutation = Order(number).index_at(np.arange(number)).astype(np.int32)
         if self.leave_out:
-            fits = find_left_out([[self.caption_clip(index)] for index in range(number)], self.leave_out)
+            fits = match_captions([[self.caption_clip(index)] for index in range(number)], self.leave_out)
             self.left_out = tuple(zip(self.leave_out, fits.sum(1).tolist()))
             self.permutation = self.permutation[~fits.any(0)]
 

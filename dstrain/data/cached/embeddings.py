@@ -28,7 +28,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dstrain.data.cached.rows import FOLDERS, Captions, Table, convert_float32, find_fault, pack_caption
+from dstrain.data.cached.rows import FOLDERS, Captions, Table, convert_to_float32, find_fault, pack_caption
 from dstrain.data.order import Order
 from dstrain.data.source import BadSample, Source
 from dstrain.recipe import ConfigError
@@ -135,7 +135,7 @@ class Stored:
         self.size = sum(table.size for table in tables.values())  # bytes
         if self.size <= _SCANNED:
             for table in tables.values():
-                table.require_usable()
+                table.require_usable_rows()
 
     def __len__(self) -> int:
         return len(self.tables["image_embed"])
@@ -159,7 +159,7 @@ class Stored:
         if an embedding is all zeros.
         """
         table = self.tables[name]
-        values = convert_float32(table[row])
+        values = convert_to_float32(table[row])
         if fault := find_fault(values[None], name):
             raise BadSample(table.name_row(row), fault[1])
         return torch.from_numpy(values)
@@ -204,7 +204,7 @@ def _open_folder(root: Path) -> Stored:
     captions = Captions(root, names) if needed else None
     first = tables["image_embed"]
     for other in (*list(tables.values())[1:], *([captions] if captions else [])):
-        _require_match(first, other)
+        _require_matching_files(first, other)
     if (
         "text_mask" in tables
         and "text_encodings" in tables
@@ -226,7 +226,7 @@ def read_plan(path: Path) -> dict[str, Any] | None:
     return content if isinstance(content, dict) else None
 
 
-def _require_match(first: Table, other: Any) -> None:
+def _require_matching_files(first: Table, other: Any) -> None:
     """Raises ConfigError if two tables differ in the number of their files, in the numbers or words that end the files'
     names, or in the rows of a file. The message names the first difference.
     """

@@ -32,9 +32,9 @@ from dstrain.data.cached.shards import (
     is_cache,
     map_shard,
     name_shard,
-    read_ahead,
-    read_checked_facts,
+    prefetch_rows,
     read_index,
+    read_verified_metadata,
 )
 from dstrain.data.index.held_out import Members
 from dstrain.data.source import Bad, Source, join_batches
@@ -132,8 +132,8 @@ class Latents(Source):
         chance: uniform in [0, 1), (b, 2), which choose the crop and the caption; None takes the first ones. Raises
         ConfigError if a sample is to be mirrored and the folder has no codes of mirrored images.
         """
-        shards, rows, codes_rows = self._find_places(index, mirrored, chance)
-        groups = np.searchsorted(np.unique(shards), shards) // _count_mappable()  # (b,)
+        shards, rows, codes_rows = self._locate_rows(index, mirrored, chance)
+        groups = np.searchsorted(np.unique(shards), shards) // _count_mappable_shards()  # (b,)
         if groups.any():  # a large batch from more shards than may be mapped
             parts = [
                 self.read_codes(
@@ -160,7 +160,7 @@ class Latents(Source):
         std = codes[:, 1] if codes.shape[1] == 2 else torch.zeros_like(codes[:, 0])
         return {"latent_mean": codes[:, 0], "latent_std": std, **rest}
 
-    def _find_places(
+    def _locate_rows(
         self, index: Tensor, mirrored: Tensor | None, chance: Tensor | None
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Returns each sample's shard, its row there, and the row of its codes, int64 (b,) each: a sample has one row
@@ -186,13 +186,13 @@ class Latents(Source):
         """Begins to read what `read_batch` with the same arguments will need, and does not wait. Reads all captions of
         a sample, since their number, by which one is chosen, must be read first.
         """
-        shards, rows, codes_rows = self._find_places(index, mirrored, chance)
+        shards, rows, codes_rows = self._locate_rows(index, mirrored, chance)
         for shard in np.unique(shards).tolist():
             arrays, here = self._open_shard(shard), shards == shard
-            read_ahead(arrays["codes"], codes_rows[here])
+            prefetch_rows(arrays["codes"], codes_rows[here])
             for name in ("label", *self.extras):
                 texts = self.num_captions if name in _TEXTS else 1
-                read_ahead(arrays[name].reshape(-1, texts * arrays[name][0].size), rows[here])
+                prefetch_rows(arrays[name].reshape(-1, texts * arrays[name][0].size), rows[here])
 
     def read_batch(
         self, index: Tensor, mirrored: Tensor | None = None, chance: Tensor | None = None
@@ -227,7 +227,7 @@ class Latents(Source):
         arrays = self._open.pop(number, None)
         if arrays is None:
             arrays = self._map_shard(number)
-            while len(self._open) >= _count_mappable():
+            while len(self._open) >= _count_mappable_shards():
                 del self._open[next(iter(self._open))]
         self._open[number] = arrays
         return arrays
@@ -265,7 +265,7 @@ class Latents(Source):
             if left < 0:
                 return
             try:
-                read_checked_facts(self.path / shards[number]["name"], shards[number])
+                read_verified_metadata(self.path / shards[number]["name"], shards[number])
             except ConfigError as error:
                 raise ConfigError(f"{error}; {_REMEDY}") from None
 
@@ -281,7 +281,7 @@ class Latents(Source):
         return self.__dict__ | {"_open": {}}  # a worker maps the files by itself
 
 
-def _count_mappable() -> int:
+def _count_mappable_shards() -> int:
     """Returns how many shards may be mapped at a time: a quarter of the files that a process may have open, 1 to
     _MAPPED.
     """

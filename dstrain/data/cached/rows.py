@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dstrain.data.files.storage import require_regular
+from dstrain.data.files.storage import refuse_special_file
 from dstrain.data.source import BadSample
 from dstrain.recipe import ConfigError
 
@@ -48,13 +48,13 @@ class Rows:
     def ends(self) -> np.ndarray:
         return np.cumsum(self.lengths)
 
-    def find_place(self, row: int) -> tuple[int, int]:
+    def locate_row(self, row: int) -> tuple[int, int]:
         """Returns the number of the file that holds a row, and the row's number within that file."""
         number = int(np.searchsorted(self.ends, row, side="right"))
         return number, row - int(self.ends[number] - self.lengths[number])
 
     def name_row(self, row: int) -> str:
-        number, inner = self.find_place(row)
+        number, inner = self.locate_row(row)
         return f"{self.names[number]}[{inner}]"
 
 
@@ -92,7 +92,7 @@ class Table(Rows):
         return {**self.__dict__, "arrays": {} if self.root is not None else self.arrays}
 
     def __getitem__(self, row: int) -> np.ndarray:
-        number, inner = self.find_place(row)
+        number, inner = self.locate_row(row)
         return self._open_array(number)[inner]
 
     def _open_array(self, number: int) -> np.ndarray:
@@ -106,12 +106,12 @@ class Table(Rows):
         self.arrays[number] = array
         return array
 
-    def require_usable(self) -> None:
+    def require_usable_rows(self) -> None:
         """Reads all rows. Raises ConfigError, which names the row, if one holds NaN or infinity, or is an embedding of
         zeros alone.
         """
         for number, name in enumerate(self.names):
-            fault = find_fault(convert_float32(self._open_array(number)), self.key)
+            fault = find_fault(convert_to_float32(self._open_array(number)), self.key)
             if fault:
                 raise ConfigError(
                     f"data.path: {name}[{fault[0]}] {fault[1]}: remove that row from every folder, or embed it again"
@@ -143,7 +143,7 @@ def map_array(root: Path, name: str) -> np.ndarray:
     rows, or too many files are open.
     """
     try:
-        require_regular(root / name)
+        refuse_special_file(root / name)
         array = np.load(root / name, mmap_mode="r", allow_pickle=False)
     except (OSError, ValueError, EOFError, ArithmeticError, zipfile.BadZipFile) as error:
         if getattr(error, "errno", None) in (errno.EMFILE, errno.ENFILE):
@@ -169,13 +169,13 @@ def read_embeddings(path: Path) -> Tensor:
     array = map_array(path.parent, path.name)
     if array.ndim != 2 or array.dtype not in (np.float16, np.float32, np.float64):
         raise ConfigError(f"{path} is {array.dtype} {array.shape}, and embeddings are float (N, D)")
-    values = convert_float32(array)
+    values = convert_to_float32(array)
     if fault := find_fault(values, "image_embed"):
         raise ConfigError(f"{path}: row {fault[0]} {fault[1]}: leave it out, or embed it again")
     return torch.from_numpy(values)
 
 
-def convert_float32(values: np.ndarray) -> np.ndarray:
+def convert_to_float32(values: np.ndarray) -> np.ndarray:
     """Returns a copy as float32, in which numbers beyond its range become infinite; bool arrays stay bool."""
     with np.errstate(over="ignore"):
         return np.array(values, dtype=bool if values.dtype == bool else np.float32)
@@ -192,7 +192,7 @@ class Captions(Rows):
         self.root, self.names, self.lengths, self.columns, self.cached = root, names, [], [], {}
         for name in names:
             try:
-                require_regular(root / name)
+                refuse_special_file(root / name)
                 schema = parquet.ParquetFile(root / name)
             except (OSError, ValueError) as error:  # pyarrow's own errors are ValueErrors
                 raise ConfigError(f"data.path: {name} is no readable parquet file ({error})") from None
@@ -213,7 +213,7 @@ class Captions(Rows):
         """
         try:
             for name in names:
-                require_regular(root / name)
+                refuse_special_file(root / name)
             return all(set(_COLUMNS) & set(_import_parquet().read_schema(root / name).names) for name in names)
         except (OSError, ValueError):
             return True
@@ -222,7 +222,7 @@ class Captions(Rows):
         return {**self.__dict__, "cached": {}}
 
     def __getitem__(self, row: int) -> Tensor:
-        number, inner = self.find_place(row)
+        number, inner = self.locate_row(row)
         if number not in self.cached:
             table = _import_parquet().read_table(self.root / self.names[number], columns=[self.columns[number]])
             self.cached[number] = table.column(0).combine_chunks()

@@ -82,7 +82,7 @@ def pack_shard(arrays: Arrays, facts: dict[str, Any]) -> bytes:
     return save(arrays, {"shard": json.dumps({**facts, "hash": digest.hexdigest()}, sort_keys=True)})
 
 
-def read_facts(data: bytes) -> dict[str, Any]:
+def parse_shard_metadata(data: bytes) -> dict[str, Any]:
     """Returns the facts of `pack_shard` from the bytes of a shard, and beside them `hash`, `labels` (how often each
     occurs) and `cut` (True if an older version may have truncated its captions).
 
@@ -99,7 +99,7 @@ def read_facts(data: bytes) -> dict[str, Any]:
     return facts | {"labels": _count_labels(arrays["label"]), "cut": cut}
 
 
-def read_header_facts(path: Path) -> dict[str, Any] | None:
+def read_header_metadata(path: Path) -> dict[str, Any] | None:
     """Returns the facts and `hash` in the header of a shard, and `labels` (how often each occurs), without comparing
     the hash; None if the file cannot be read, or is no shard.
     """
@@ -122,13 +122,13 @@ def _count_labels(labels: np.ndarray) -> list[tuple[int, int]]:
     return list(zip(values.tolist(), counts.tolist()))
 
 
-def read_checked_facts(path: Path, entry: dict[str, Any] | None = None) -> dict[str, Any]:
-    """Returns the facts of a shard as `read_facts`, after checking all of its bytes. entry: what an index says of the
-    shard; its hash must be the same. Raises ConfigError, which names the file, if the shard is missing, damaged or
-    another one.
+def read_verified_metadata(path: Path, entry: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Returns the facts of a shard as `parse_shard_metadata`, after checking all of its bytes. entry: the shard's in an
+    index; its hash must be the same. Raises ConfigError, which names the file, if the shard is missing, damaged
+    or another one.
     """
     try:
-        facts = read_facts(path.read_bytes())
+        facts = parse_shard_metadata(path.read_bytes())
     except FileNotFoundError:
         raise ConfigError(f"{path} is missing") from None
     except ConfigError as error:
@@ -138,11 +138,11 @@ def read_checked_facts(path: Path, entry: dict[str, Any] | None = None) -> dict[
     return facts
 
 
-def find_encoding(path: Path) -> str | None:
+def read_encoding_hash(path: Path) -> str | None:
     """Returns the hash of the encoding (`hash_encoding`) from a shard's header; None if there is none, or the header
     cannot be read.
     """
-    return (read_header_facts(path) or {}).get("encoding")
+    return (read_header_metadata(path) or {}).get("encoding")
 
 
 def make_shard_record(path: Path, facts: dict[str, Any]) -> dict[str, Any]:
@@ -207,7 +207,7 @@ def map_shard(path: Path, size: int, layouts: dict[Any, Layout], kind: tuple[int
         raise ConfigError(f"{path} is no shard, or its header is damaged") from None
 
 
-def read_ahead(array: np.ndarray, rows: np.ndarray) -> None:
+def prefetch_rows(array: np.ndarray, rows: np.ndarray) -> None:
     """Asks the kernel to read rows int64 (n,) of an array of `map_shard`, all at once, and does not wait.
 
     Otherwise each row that is not in memory costs a wait for the disk. Rows that are in memory cost a microsecond.
@@ -333,7 +333,7 @@ def is_cache(folder: Path) -> bool:
                     return True
         except OSError:
             continue
-    return find_encoding(folder / name_shard(0)) is not None
+    return read_encoding_hash(folder / name_shard(0)) is not None
 
 
 def read_earlier_encoding(folder: Path) -> dict[str, Any] | None:

@@ -36,7 +36,7 @@ from dstrain.data.decode.pixels import (
     to_tensor,
     turn_upright,
 )
-from dstrain.data.files.storage import require_regular, retry
+from dstrain.data.files.storage import refuse_special_file, retry
 from dstrain.recipe import ConfigError
 
 VIDEOS = (".mp4", ".m4v", ".mov", ".webm", ".mkv", ".avi")  # compared in lower case
@@ -168,7 +168,7 @@ def _open_container(file: Path | bytes) -> Iterator[tuple[Any, Any]]:
     import av  # only videos need it
 
     if isinstance(file, Path):
-        require_regular(file)
+        refuse_special_file(file)
     # With "file:", FFmpeg takes no colon in a name for the end of a protocol.
     source = f"file:{file}" if isinstance(file, Path) else io.BytesIO(file)
     # Before its release 19 PyAV raises an error for titles that are no UTF-8.

@@ -22,8 +22,8 @@ import torch
 from PIL import ExifTags, Image, ImageOps, PngImagePlugin, UnidentifiedImageError
 from torch import Tensor
 
-from dstrain.data.files.listing import join_few, walk_files
-from dstrain.data.files.storage import require_regular, retry
+from dstrain.data.files.listing import join_first, walk_files
+from dstrain.data.files.storage import refuse_special_file, retry
 from dstrain.recipe import ConfigError
 
 SUFFIXES = (".png", ".jpg", ".jpeg", ".jfif", ".jpe", ".pjpeg", ".pjp", ".webp", ".bmp")  # compared in lower case
@@ -114,7 +114,7 @@ def open_image(file: str | Path | BinaryIO, formats: Sequence[str]) -> Iterator[
     texts; UnidentifiedImageError if Pillow cannot read it.
     """
     if isinstance(file, (str, Path)):
-        require_regular(file)
+        refuse_special_file(file)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # our own cap follows
         try:
@@ -275,7 +275,7 @@ def find_samples_file(path: Path) -> Path:
     """
     files = sorted(path.glob("samples_*.npz")) if path.is_dir() else []
     if len(files) > 1:
-        raise ConfigError(f"{path} holds {join_few([file.name for file in files], 3)}: name one of them")
+        raise ConfigError(f"{path} holds {join_first([file.name for file in files], 3)}: name one of them")
     return files[-1] if files else path
 
 

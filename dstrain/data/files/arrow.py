@@ -114,7 +114,7 @@ class ParquetFile:
                 rows = list_rows(batch)
             yield from rows
 
-    def read_plain(self, group: int, column: str) -> "PlainChunk | None":
+    def read_plain_chunk(self, group: int, column: str) -> "PlainChunk | None":
         """Reads the bytes of a column in a row group if its values are bytes and not compressed; else returns None.
 
         Raises ConfigError if they have more than 1 GB.
@@ -133,7 +133,7 @@ class ParquetFile:
             return PlainChunk(start, self.files.read_span(self.name, start, chunk.total_compressed_size))
         return None
 
-    def require_one(self) -> None:
+    def require_single_file(self) -> None:
         """Raises ConfigError if several parquet files were concatenated to this one: its footer would tell of the last
         alone.
         """
@@ -172,7 +172,7 @@ class PlainChunk:
     def __init__(self, start: int, content: bytes) -> None:
         self._start, self._content, self._at = start, content, 0
 
-    def find_next(self, value: bytes) -> int | None:
+    def find_value(self, value: bytes) -> int | None:
         """Returns the byte of the file at which `value`, the next value of the column, begins; None if its bytes do not
         stand there as they are.
         """

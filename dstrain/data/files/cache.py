@@ -74,7 +74,7 @@ class DiskCache:
     def _add_entry(self, key: str, size: int, fill: Callable[[Path], None]) -> None:
         temporary = self.folder / f"{key}.{uuid.uuid4().hex}{_TEMPORARY}"
         try:
-            self._reserve_room(temporary, size)
+            self._reserve_space(temporary, size)
             fill(temporary)
             with open(temporary, "rb") as file:
                 os.fsync(file.fileno())  # Else a power failure could leave an entry of zeros.
@@ -82,7 +82,7 @@ class DiskCache:
         finally:
             temporary.unlink(missing_ok=True)
 
-    def _reserve_room(self, temporary: Path, size: int) -> None:
+    def _reserve_space(self, temporary: Path, size: int) -> None:
         """Reserves `size` bytes in the ledger, after removing old entries if needed, and makes the temporary file in
         that size, so that a process which counts all files anew counts it.
         """
@@ -90,12 +90,12 @@ class DiskCache:
             text = os.pread(ledger, 32, 0)
             used = int(text) if text.isdigit() else self.limit  # The entries are counted anew.
             if used + size > self.limit:
-                used = self._make_room(size)
+                used = self._free_space(size)
             with open(temporary, "wb") as file:
                 file.truncate(size)
             os.pwrite(ledger, b"%032d" % (used + size), 0)
 
-    def _make_room(self, size: int) -> int:
+    def _free_space(self, size: int) -> int:
         """Removes the least recently used entries if `size` bytes more exceed the limit, until they fit into 90 % of
         it; returns the bytes of the remaining entries.
         """

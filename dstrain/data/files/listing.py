@@ -72,7 +72,7 @@ def map_in_threads(
             pool.shutdown(cancel_futures=True)
 
 
-def join_few(names: list[str] | tuple[str, ...], most: int = 5) -> str:
+def join_first(names: list[str] | tuple[str, ...], most: int = 5) -> str:
     """Returns the first `most` names as text for a message, joined by commas, and how many more there are."""
     text = ", ".join(names[:most])
     return f"{text} and {len(names) - most} more" if len(names) > most else text

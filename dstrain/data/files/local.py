@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, TypeVar
 
-from dstrain.data.files.storage import require_regular, retry
+from dstrain.data.files.storage import refuse_special_file, retry
 from dstrain.recipe import ConfigError
 
 _T = TypeVar("_T")
@@ -119,7 +119,7 @@ class LocalFiles(Files):
         return Stat(0 if stat.S_ISDIR(status.st_mode) else status.st_size, str(status.st_mtime_ns))
 
     def open(self, name: str) -> BinaryIO:
-        require_regular(self.fetch_local(name))
+        refuse_special_file(self.fetch_local(name))
         return open(self.fetch_local(name), "rb")
 
     def read_span(self, name: str, offset: int, size: int) -> bytes:
@@ -142,7 +142,7 @@ def select_names(names: list[tuple[str, bool]], pattern: str) -> list[tuple[str,
     return [(name, is_folder) for name, is_folder in names if not is_folder and fnmatch.fnmatchcase(name, pattern)]
 
 
-def require_present(data: str, files: Files) -> None:
+def require_pattern_files(data: str, files: Files) -> None:
     """Raises ConfigError if the pattern of `files` fits no file, or if files that its braces list are missing; it looks
     for some 1000 of them. data: how messages call the pattern.
     """

@@ -134,7 +134,9 @@ class RemoteFiles(Files):
         address = self._find_address(folder).rstrip("/")
         names = set()
         listed = f"{address}/" if self._store.of_the_web else address  # of the web a page of links
-        for entry in self._store.ask(address, lambda: self._store.open_file_system().ls(listed, detail=True)):
+        for entry in self._store.call_with_retries(
+            address, lambda: self._store.open_file_system().ls(listed, detail=True)
+        ):
             path = _strip_query(str(entry["name"]))
             place, _, name = path.rstrip("/").rpartition("/")
             if not name or is_hidden(name) or not place.endswith(address.partition("://")[2]):
@@ -152,7 +154,7 @@ class RemoteFiles(Files):
             return Stat(0, blake2b(repr(self.list_names(name)).encode(), digest_size=8).hexdigest())
         if name not in self._stats:
             address = self._find_address(name)
-            entry = self._store.ask(address, lambda: self._store.open_file_system().info(address))
+            entry = self._store.call_with_retries(address, lambda: self._store.open_file_system().info(address))
             self._stats[name] = _parse_stat(entry, address)
         return self._stats[name]
 
@@ -211,7 +213,7 @@ class RemoteFiles(Files):
                 raise OSError(errno.EIO, f"{path.stat().st_size:,} bytes came of {size:,}")
 
         def fill(path: Path) -> None:
-            store.ask(address, lambda: fetch(path), reading=True)
+            store.call_with_retries(address, lambda: fetch(path), reading=True)
 
         return self.cache.open_entry(self._make_key(name, first, last), size, fill, address)
 
@@ -244,7 +246,7 @@ class Store:
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_fs": None}
 
-    def ask(self, address: str, call: Callable[[], Any], reading: bool = False) -> Any:
+    def call_with_retries(self, address: str, call: Callable[[], Any], reading: bool = False) -> Any:
         """Returns what `call`, which asks the store of an address, returns. Repeats it while the store fails: 5 tries
         over 31 s if `reading`, else 3 over 1 s.
 
@@ -253,7 +255,7 @@ class Store:
         """
         began, tries = time.monotonic(), _TRIES if reading else _FIRST_TRIES
 
-        def ask_once() -> Any:
+        def call_once() -> Any:
             try:
                 return call()
             except (ConfigError, NotRead):
@@ -262,7 +264,7 @@ class Store:
                 raise _translate_error(error, address, NotRead if reading else ConfigError) from None
 
         try:
-            return retry(ask_once, tries)
+            return retry(call_once, tries)
         except (ConfigError, NotRead):
             raise
         except OSError as error:

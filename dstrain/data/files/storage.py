@@ -78,7 +78,7 @@ def _is_transient(error: Exception) -> bool:
     return isinstance(error, OSError) and error.errno in _STORAGE
 
 
-def require_regular(path: str | os.PathLike) -> None:
+def refuse_special_file(path: str | os.PathLike) -> None:
     """Raises ConfigError if `path` is no regular file, since opening a pipe may wait for ever; OSError if nothing is
     there.
     """

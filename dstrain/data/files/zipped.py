@@ -40,7 +40,7 @@ class Members:
         self.offsets.append(member.header_offset)
         self.packed.append(member.compress_size)
 
-    def require_apart(self) -> None:
+    def require_no_overlap(self) -> None:
         """Raises ConfigError if two members overlap in the zip file, by which a small file could hold any amount of
         data.
         """
@@ -56,7 +56,7 @@ class Members:
             )
 
 
-def list_members(file: BinaryIO) -> Iterator[zipfile.ZipInfo]:
+def iterate_members(file: BinaryIO) -> Iterator[zipfile.ZipInfo]:
     """Yields every member of a zip file except folders. Their `orig_filename` is the name with slashes, without ./
     before it.
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from dstrain.data.files.listing import join_few
+from dstrain.data.files.listing import join_first
 from dstrain.data.files.local import Files, LocalFiles
 from dstrain.data.files.tables import Tsv, match_names, open_table
 from dstrain.data.formats.base import Request, Sample
@@ -51,7 +51,7 @@ class Clips(Folders):
             return
         if missing := [name for name in names if name not in self._captions]:
             raise ConfigError(
-                f"data.captions={self.request.captions_file}: no caption of {join_few(missing, 1)}, of "
+                f"data.captions={self.request.captions_file}: no caption of {join_first(missing, 1)}, of "
                 f"{len(names)} clips in {self.root}: write a line for each"
             )
         self.notes["captioned"] = self.notes.get("captioned", 0) + len(names)
@@ -75,7 +75,7 @@ class Clips(Folders):
         if len(captions) > number:
             superfluous = sorted(name for name in captions if not os.path.lexists(os.path.join(self.root, name)))
             raise ConfigError(
-                f"data.captions={self.request.captions_file}: {join_few(superfluous or sorted(captions), 1)} "
+                f"data.captions={self.request.captions_file}: {join_first(superfluous or sorted(captions), 1)} "
                 f"not among the {number} clips in {self.root}: put the files there, or take out the "
                 "lines"
             )
@@ -115,7 +115,7 @@ def _have_texts_beside(root: str, names: list[str]) -> bool:
             raise ConfigError(f"{root}: the text beside {name} is called {found!a}: rename it {text!a}")
     if without and len(without) < len(names):
         raise ConfigError(
-            f"{root}: no .txt with a caption beside {join_few(without, 1)}, of {len(names)} clips: write it, "
+            f"{root}: no .txt with a caption beside {join_first(without, 1)}, of {len(names)} clips: write it, "
             "or remove the clip; clips have captions all or none"
         )
     return not without

@@ -11,7 +11,7 @@ import os
 import shlex
 from contextlib import suppress
 
-from dstrain.data.files.listing import join_few
+from dstrain.data.files.listing import join_first
 from dstrain.data.files.local import Files, LocalFiles
 from dstrain.data.files.tables import open_table
 from dstrain.data.formats.base import Request, file_exists, peek_files, peek_names
@@ -36,7 +36,7 @@ def refuse_several_forms(root: str, files: Files, request: Request, forms: dict[
         texts = []
         for (noun, place), names in forms.items():
             path = shlex.quote(f"{root.rstrip('/')}/{place}")
-            texts.append(f"{noun} ({join_few(names, 2)}{f': {request.key}={path}' if place else ''})")
+            texts.append(f"{noun} ({join_first(names, 2)}{f': {request.key}={path}' if place else ''})")
         raise ConfigError(
             f"{request.key}={root} holds several forms of data, {' and '.join(texts)}: name one of them, or move the "
             "others away; data.mixture='[{path: A}, {path: B}]' takes several"

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from dstrain.data.files.listing import SAMPLES, join_few, list_class_folders, report_listing_errors, walk_files
+from dstrain.data.files.listing import SAMPLES, join_first, list_class_folders, report_listing_errors, walk_files
 from dstrain.data.files.local import Files, LocalFiles
 from dstrain.data.formats.base import Layout, Place, Request, Sample
 from dstrain.data.formats.labels import LABELS, name_classes_by_number, read_labels
@@ -75,7 +75,7 @@ class Folders(Layout):
             )
         if flat and full:
             raise ConfigError(
-                f"{request.key}={root}: {request.noun} ({join_few(flat)}) beside class folders ({join_few(full)}): "
+                f"{request.key}={root}: {request.noun} ({join_first(flat)}) beside class folders ({join_first(full)}): "
                 f"is this one class or several? Move the {request.noun} into a folder of their "
                 "class, or write data.labels=none for no classes"
             )
@@ -85,14 +85,14 @@ class Folders(Layout):
         if len(full) < len(classes):
             empty = [name for name in classes if name not in full]
             raise ConfigError(
-                f"{request.key}={root}: class folders without {request.noun}: {join_few(empty)}; remove or "
+                f"{request.key}={root}: class folders without {request.noun}: {join_first(empty)}; remove or "
                 "fill them, since they would count as classes; files ending in "
                 f"{' '.join(request.suffixes)} are read, in any case"
             )
         names = self.class_list
         if unknown := [name for name in full if names.classes and name not in names.places]:
             raise ConfigError(
-                f"{request.key}={root}: the class folders {join_few(unknown)} are not among the "
+                f"{request.key}={root}: the class folders {join_first(unknown)} are not among the "
                 f"{len(names.classes)} of {names.where}: add them there, or take them away"
             )
         self.classes = names.classes or tuple(full)
@@ -126,7 +126,7 @@ class Folders(Layout):
         by_name = self._by_name or {}
         if missing := [name for name in names if by_name and name not in by_name]:
             raise ConfigError(
-                f"{self.request.key}={self.root}: {LABELS} has no label of {join_few(missing, 1)}, of "
+                f"{self.request.key}={self.root}: {LABELS} has no label of {join_first(missing, 1)}, of "
                 f"{len(names)} {self.request.noun}: make it anew, or take it away, and folders are the "
                 "classes"
             )

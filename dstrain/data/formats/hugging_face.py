@@ -20,7 +20,7 @@ from pathlib import Path
 from threading import Lock
 from typing import Any
 
-from dstrain.data.files.listing import join_few, report_listing_errors, walk_files
+from dstrain.data.files.listing import join_first, report_listing_errors, walk_files
 from dstrain.data.files.local import Files, LocalFiles
 from dstrain.data.files.tables import match_names
 from dstrain.data.formats.base import Layout, Place, Request, Sample, peek_files
@@ -103,8 +103,9 @@ class Tables(Layout):
                 named = [name for files in splits.values() for name in files]
                 pattern = os.path.join(self.root, os.path.dirname(unnamed[0]), f"*{self.suffix}")
                 raise ConfigError(
-                    f"{self.request.key}={self.root}: {join_few(named, 3)} name a split, and {join_few(unnamed, 3)} "
-                    f"do not: write {self.request.key}='{pattern}' for all files there, or move some away"
+                    f"{self.request.key}={self.root}: {join_first(named, 3)} name a split, and "
+                    f"{join_first(unnamed, 3)} do not: write {self.request.key}='{pattern}' for all files there, or "
+                    "move some away"
                 )
         return splits
 
@@ -152,8 +153,8 @@ class Tables(Layout):
         names, unknown = own.classes, [name for name in own.classes if name not in set(first.classes)]
         if unknown or bool(names) != bool(first.classes) or (names != first.classes and len(set(names)) < len(names)):
             raise ConfigError(
-                f"{self._name_part(part)} names its labels {join_few(names) or 'not at all'}, and "
-                f"{self._list_chosen_files()[0]} {join_few(first.classes) or 'not at all'}, so that its numbers may "
+                f"{self._name_part(part)} names its labels {join_first(names) or 'not at all'}, and "
+                f"{self._list_chosen_files()[0]} {join_first(first.classes) or 'not at all'}, so that its numbers may "
                 "mean others: write it anew with the same ClassLabel, or take it away"
             )
         if self.class_list.classes:
@@ -407,15 +408,15 @@ class ParquetTables(Tables):
 
     def iterate_samples(self, part: str) -> Iterator[Sample]:
         (file, names), image, count = self._open_with_label_names(part), self.columns.image, 0
-        file.require_one()
+        file.require_single_file()
         columns = self._choose_listed_columns(file.schema.names)
         for group in range(file.num_groups):
-            chunk = file.read_plain(group, image)
+            chunk = file.read_plain_chunk(group, image)
             for row, values in enumerate(file.iterate_rows(group, [*columns, *([image] if chunk else [])])):
                 offset, size = group * _ROW + row, -1
                 content = _find_encoded_image(values[image]) if chunk else None
                 if content is not None:
-                    at = chunk.find_next(content)
+                    at = chunk.find_value(content)
                     if at is None:
                         chunk = None  # It is coded, and so is the rest of the row group.
                     else:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from dstrain.data.decode.pixels import SUFFIXES
 from dstrain.data.files.listing import list_class_folders, report_listing_errors
-from dstrain.data.files.local import Files, require_present
+from dstrain.data.files.local import Files, require_pattern_files
 from dstrain.data.files.remote import open_files
 from dstrain.data.formats.base import Layout, Request
 from dstrain.data.formats.hugging_face import ArrowTables, HubTables, ParquetTables
@@ -45,7 +45,7 @@ def find_split_paths(
     splits = _find_split_folders(path)
     if splits is None:
         files = open_files(path, cache)
-        require_present(f"data.path={path}", files)
+        require_pattern_files(f"data.path={path}", files)
         splits = find_packed_splits(str(path), files)
     if splits is None:
         return path, held_out_path or (None if held_out or whole else _find_held_out_path(str(path), files))

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from dstrain.data.bad_files import Names
-from dstrain.data.files.listing import METADATA, join_few, report_listing_errors, walk_files
+from dstrain.data.files.listing import METADATA, join_first, report_listing_errors, walk_files
 from dstrain.data.files.local import Files, LocalFiles
 from dstrain.data.files.tables import TABLES, Table, match_names, open_table, read_lines
 from dstrain.data.formats.base import VIDEOS, Layout, Place, Request, Sample, file_exists
@@ -129,7 +129,7 @@ class TableList(Layout):
             names = table.list_columns()
             raise ConfigError(
                 f"{table.where} has no column with the paths of {self.request.noun}, only "
-                f"{join_few(names, _NAMED)}: {self._explain_missing_path_column(names)}"
+                f"{join_first(names, _NAMED)}: {self._explain_missing_path_column(names)}"
             )
         return columns
 
@@ -416,6 +416,6 @@ def _find_columns(kind: str, table: Table, request: Request, known: dict[str, tu
     if missing := [name for name in names if name not in columns]:
         raise ConfigError(
             f"{table.where} has no column {missing[0]}, which data.columns names, only "
-            f"{join_few(columns, _NAMED) or 'nothing'}: write one of these"
+            f"{join_first(columns, _NAMED) or 'nothing'}: write one of these"
         )
     return names

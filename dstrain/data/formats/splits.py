@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from dstrain.data.files.listing import join_few, list_class_folders
+from dstrain.data.files.listing import join_first, list_class_folders
 from dstrain.data.files.local import is_folder
 from dstrain.disk.texts import parse_whole_number
 from dstrain.recipe import ConfigError
@@ -102,8 +102,8 @@ def refuse_split_names(names: Iterable[str], where: str) -> None:
         if splits := find_split_folders(inner[above]):
             place = f", in the folder {above}," if above else ""
             raise ConfigError(
-                f"{where}: {join_few(splits)}{place} are splits, not classes: pack each by itself, and name the unseen "
-                "one in data.held_out_path"
+                f"{where}: {join_first(splits)}{place} are splits, not classes: pack each by itself, and name the "
+                "unseen one in data.held_out_path"
             )
 
 
@@ -117,7 +117,7 @@ def refuse_splits(root: Path, key: str) -> None:
         _refuse_splits_within(root, folders, key)
     elif not any(map(is_split_name, splits)) and len(splits) > 2:
         raise ConfigError(
-            f"{key}={root}: {join_few(splits)} are splits of several classes: turn them round, as train/cat and "
+            f"{key}={root}: {join_first(splits)} are splits of several classes: turn them round, as train/cat and "
             f"test/cat, and write {key}={root}/train"
         )
     else:

@@ -11,10 +11,10 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
-from dstrain.data.files.listing import METADATA, join_few, report_listing_errors
+from dstrain.data.files.listing import METADATA, join_first, report_listing_errors
 from dstrain.data.files.local import Files, is_hidden_path
 from dstrain.data.files.remote import Missing
-from dstrain.data.files.zipped import Members, list_members, read_member
+from dstrain.data.files.zipped import Members, iterate_members, read_member
 from dstrain.data.formats.base import Layout, Place, Request, Sample, peek_names
 from dstrain.data.formats.labels import LABELS, MAX_LABELS_BYTES, name_classes_by_number, parse_labels
 from dstrain.data.formats.splits import refuse_split_names
@@ -51,7 +51,7 @@ class Zips(Layout):
         try:
             with report_listing_errors(self.root, self.request.key):
                 members, labels, top = self._list_members_and_labels(part)
-            members.require_apart()
+            members.require_no_overlap()
         except Missing:
             raise
         except ConfigError as error:
@@ -66,7 +66,7 @@ class Zips(Layout):
             labels = labels or {}
             if missing := [name for name in names if labels and name not in labels]:
                 raise self._make_error(
-                    f"{LABELS} has no label of {join_few(missing, 1)}, of {len(names)} {self.request.noun}: "
+                    f"{LABELS} has no label of {join_first(missing, 1)}, of {len(names)} {self.request.noun}: "
                     "pack it anew"
                 )
             if absent := len(labels) - len(set(names)) if labels else 0:
@@ -83,7 +83,7 @@ class Zips(Layout):
 
     def iterate_files(self) -> Iterator[str]:
         with self.files.open(self.name) as file:
-            yield from (f"{self.name}/{member.orig_filename}" for member in list_members(file))
+            yield from (f"{self.name}/{member.orig_filename}" for member in iterate_members(file))
 
     def read(self, place: Place) -> bytes:
         return read_member(self.files, self.name, place.offset, place.size, MAX_BYTES)
@@ -98,7 +98,7 @@ class Zips(Layout):
         members, tables, top, others = Members(), [], None, Counter()
         stems, texts = set(), []  # of samples, and of files that may be their captions
         with self.files.open(part) as file:
-            for member in list_members(file):
+            for member in iterate_members(file):
                 name = member.orig_filename
                 folders, is_sample = name.split("/"), name.lower().endswith(self.request.suffixes)
                 is_table = folders[-1] == LABELS
@@ -171,7 +171,7 @@ class Zips(Layout):
             return lambda name: None
         if flat := next((name for name in names if "/" not in name), None):
             raise self._make_error(
-                f"{self.request.noun} ({flat}) beside class folders ({join_few(classes)}): is this one "
+                f"{self.request.noun} ({flat}) beside class folders ({join_first(classes)}): is this one "
                 "class or several? Pack a folder with a folder for each class, or with a dataset.json"
             )
         self.classes = tuple(classes)

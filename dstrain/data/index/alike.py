@@ -41,7 +41,7 @@ def require_same_data(layout: Layout, index: Index, read_stats: Callable[[], lis
         _compare_views(
             layout.root,
             f"{layout.request.key}={layout.root}",
-            lambda: _observe(layout, index, read_stats()),
+            lambda: _observe_files(layout, index, read_stats()),
             lambda expected, found: _find_difference(layout, index, expected, found),
         )
 
@@ -92,7 +92,7 @@ def _find_view(root: str) -> tuple[Any, ...]:
         return socket.gethostname(), os.path.abspath(root)
 
 
-def _observe(layout: Layout, index: Index, stats: list[Any]) -> dict[str, Any]:
+def _observe_files(layout: Layout, index: Index, stats: list[Any]) -> dict[str, Any]:
     """Returns what this machine sees: `stats` of the watched files, the layout's parts, and (bytes, hash of both ends)
     of at most 10,000 files, of which some 256 are hashed and the others have "".
     """

@@ -25,13 +25,13 @@ from typing import Any, TypeVar
 import numpy as np
 from tqdm import tqdm
 
-from dstrain.data.files.listing import join_few, map_in_threads
-from dstrain.data.files.local import Files, require_present
+from dstrain.data.files.listing import join_first, map_in_threads
+from dstrain.data.files.local import Files, require_pattern_files
 from dstrain.data.formats import open_data_files, recognise_layout
 from dstrain.data.formats.base import Layout, Request
 from dstrain.data.index.alike import require_same_data
 from dstrain.data.index.columns import ELSEWHERE, Columns
-from dstrain.data.index.index import CHUNK, VERSION, WATCHED, Index, read_sealed
+from dstrain.data.index.index import CHUNK, VERSION, WATCHED, Index, read_sealed_file
 from dstrain.disk import atomic, lines, sealed
 from dstrain.distributed import group
 from dstrain.distributed.environment import find_writable_cache
@@ -73,7 +73,7 @@ def open_index(
     return layout, index
 
 
-def make_once(index: Index, is_there: Callable[[], Any], make: Callable[[], None]) -> None:
+def make_files_once(index: Index, is_there: Callable[[], Any], make: Callable[[], None]) -> None:
     """Calls `make`, which writes files beside an index on a disk, unless `is_there` finds them: on rank 0, in one
     command at a time. Call it on all ranks together.
 
@@ -109,7 +109,7 @@ def run_on_first(make: Callable[[], _T]) -> _T:
 
 def _find_or_make_index(path: str, request: Request, kept: str | Path | None, run: Path | None) -> tuple[Layout, Index]:
     files, key = open_data_files(path, request), _hash_request(path, request)
-    folders = [Path(kept) / key] if kept is not None else [folder / key for folder in _list_usual_folders(run)]
+    folders = [Path(kept) / key] if kept is not None else [folder / key for folder in _list_index_folders(run)]
     if kept is not None and not files.far and Path(path).resolve() in (place := Path(kept).resolve(), *place.parents):
         raise ConfigError(
             f"data.index={kept} lies in {request.key}={path}, where it would count as data: name a folder beside it"
@@ -118,7 +118,7 @@ def _find_or_make_index(path: str, request: Request, kept: str | Path | None, ru
         found = _find_index(folder, path, files, request)
         if found is not None:
             return found
-    require_present(f"{request.key}={path}", files)
+    require_pattern_files(f"{request.key}={path}", files)
     layout, folder = recognise_layout(path, files, request), folders[0]
     if kept is None and not request.measured and not _name_building_folder(folder).exists():
         index = _list_in_memory(layout)
@@ -139,7 +139,7 @@ def find_cache_folder() -> Path:
     return find_writable_cache("dstrain/index")
 
 
-def _list_usual_folders(run: Path | None) -> list[Path]:
+def _list_index_folders(run: Path | None) -> list[Path]:
     """Returns the folders in which an index is looked for; a new one is made in the first: in the run's folder if there
     is a run and it may be written to, else in the user's.
     """
@@ -178,7 +178,7 @@ def _find_index(
     anew: the caller will then make the index anew, so this prints what has changed.
     """
     index = Index.open(folder)
-    watched = index and read_sealed(folder / WATCHED)
+    watched = index and read_sealed_file(folder / WATCHED)
     if not watched:
         return None
     if not index.is_whole():
@@ -196,7 +196,7 @@ def _find_index(
         return None
     changed = [name for name, old, new in zip(watched["names"], watched["stats"], now) if old != new]
     get_phases().print_lines(
-        f"data: {path}: {join_few(changed, 3)} changed since the index was made; listing the data anew"
+        f"data: {path}: {join_first(changed, 3)} changed since the index was made; listing the data anew"
     )
     return None
 
@@ -235,7 +235,7 @@ def _list_watched_names(layout: Layout, index: Index) -> list[str]:
     """Returns the names whose change makes an index outdated: those that it was written with; for an index in memory,
     those that are chosen now.
     """
-    watched = None if index.folder is None else read_sealed(index.folder / WATCHED)
+    watched = None if index.folder is None else read_sealed_file(index.folder / WATCHED)
     return _choose_watched_names(layout) if watched is None else watched["names"]
 
 
@@ -335,7 +335,7 @@ def _resume_columns(building: Path, journal: Path, plan: dict[str, Any], layout:
     Returns them and the number of parts that they hold; (None, 0) if they cannot be used.
     """
     try:
-        lines.cut_torn_line(journal)
+        lines.remove_partial_line(journal)
         first, *rows = [json.loads(line) for line in journal.read_text().splitlines()]
         if first != plan or not rows:
             return None, 0

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from dstrain.data.files.listing import join_few
+from dstrain.data.files.listing import join_first
 from dstrain.data.formats.base import Layout, Sample
 from dstrain.data.formats.no_samples import explain_no_samples
 from dstrain.data.index.index import CHUNK, COLUMNS, HEADER, VERSION, Index, hash_columns, hash_name
@@ -68,7 +68,7 @@ class Columns:
     def add(self, sample: Sample, layout: Layout) -> None:
         """Adds a sample. Raises ConfigError if its label or captions are of another kind than those before."""
         place, label, captions = sample.place, sample.label, sample.captions
-        self._require_alike(sample, layout)
+        self._require_consistent_sample(sample, layout)
         encoded = os.fsencode(place.name)
         self._add_text("names", "name_ends", encoded)
         self.buffers["name_hash"].append(hash_name(encoded))  # here, once: at the start of a run it takes a minute
@@ -88,7 +88,7 @@ class Columns:
             self.most = max(self.most, len(captions))
         self.number += 1
 
-    def _require_alike(self, sample: Sample, layout: Layout) -> None:
+    def _require_consistent_sample(self, sample: Sample, layout: Layout) -> None:
         kind = "none" if sample.label is None else "str" if isinstance(sample.label, str) else "int"
         kinds = [kind, bool(sample.captions)]
         self.kinds = self.kinds or kinds
@@ -221,8 +221,8 @@ class Columns:
                 classes = _name_numbered_classes(places, where)
             if unknown := [name for name in names if name not in places]:
                 raise ConfigError(
-                    f"{where}: the labels {join_few(unknown)} are not among the {len(classes)} classes "
-                    f"{join_few(classes)}"
+                    f"{where}: the labels {join_first(unknown)} are not among the {len(classes)} classes "
+                    f"{join_first(classes)}"
                 )
             if list(map(places.get, names)) != list(range(len(names))):
                 self._renumber(columns, np.array([places[name] for name in names], np.int32))

@@ -24,7 +24,7 @@ import numpy as np
 
 from dstrain.data.formats.base import Place
 from dstrain.data.index.verified import Verified, map_file, write_checksums_beside
-from dstrain.data.left_out import find_left_out
+from dstrain.data.left_out import match_captions
 from dstrain.disk import atomic, sealed
 from dstrain.distributed.progress import get_phases
 from dstrain.recipe import ConfigError
@@ -75,7 +75,7 @@ class Index:
     @classmethod
     def open(cls, folder: Path) -> "Index | None":
         """Opens an index on a disk; returns None if there is none, or if it is damaged or of another version."""
-        header = read_sealed(folder / HEADER)
+        header = read_sealed_file(folder / HEADER)
         if header is None or header.get("version") != VERSION:
             return None
         columns: dict[str, Any] = {}
@@ -164,7 +164,7 @@ class Index:
             chunks = list(_divide_rows(self, held_out, leave_out))
             names = blake2b(b"".join(parts[split][1] for parts, _ in chunks), digest_size=8)
             rows = np.concatenate([parts[split][0] for parts, _ in chunks])
-            return _describe_split(self, rows, names)._replace(left_out=sum(fits for _, fits in chunks).tolist())
+            return _make_split(self, rows, names)._replace(left_out=sum(fits for _, fits in chunks).tolist())
         splits = self._open_splits(held_out, leave_out)
         if splits is None:
             raise ConfigError(
@@ -201,7 +201,7 @@ class Index:
             path = folder / f"{split}.bin"
             members = np.frombuffer(map_file(path), _choose_row_type(self))
             write_checksums_beside(path, members)
-            own = _describe_split(self, members, digest)
+            own = _make_split(self, members, digest)
             header[split] = {"number": own.number, "counts": own.counts, "names": own.names}
             if leave_out:
                 header[split]["left_out"] = left_out.tolist()
@@ -210,7 +210,7 @@ class Index:
     def _open_splits(self, held_out: float, leave_out: Sequence[str]) -> dict[str, Split] | None:
         """Opens both splits on the disk; returns None if they are missing, damaged, or of another index."""
         folder, dtype = self._find_splits_folder(held_out, leave_out), np.dtype(_choose_row_type(self))
-        header = read_sealed(folder / HEADER)
+        header = read_sealed_file(folder / HEADER)
         if header is None or header.get("index") != self._make_identity():
             return None
         splits = {}
@@ -310,7 +310,7 @@ def _divide_rows(
         get_phases().enter_phase(f"{action}: {start:,} of {len(index):,}")
         unseen = index.read_name_hashes(start, start + CHUNK) < bound
         stop = start + len(unseen)
-        fits = find_left_out(index.read_caption_block(start, stop), leave_out) if leave_out else np.zeros((0, 1), bool)
+        fits = match_captions(index.read_caption_block(start, stop), leave_out) if leave_out else np.zeros((0, 1), bool)
         kept = ~fits.any(0)
         rows = np.arange(start, stop, dtype=dtype)
         text, ends = index.read_name_block(start, stop)
@@ -329,7 +329,7 @@ def _join_names(text: bytes, ends: np.ndarray, own: np.ndarray) -> bytes:
     return b"".join([text[begin:end] for begin, end in zip(edges[::2], edges[1::2])])
 
 
-def _describe_split(index: Index, members: np.ndarray, names: Any) -> Split:
+def _make_split(index: Index, members: np.ndarray, names: Any) -> Split:
     """Returns the Split of the rows `members`. names: the hash of their names, to which this adds their labels."""
     counts = np.zeros(len(index.classes), np.int64)
     for start in range(0, len(members), CHUNK):
@@ -340,7 +340,7 @@ def _describe_split(index: Index, members: np.ndarray, names: Any) -> Split:
     return Split(len(members), members, counts.tolist(), names.hexdigest())
 
 
-def read_sealed(path: Path) -> dict[str, Any] | None:
+def read_sealed_file(path: Path) -> dict[str, Any] | None:
     try:
         return sealed.parse_sealed(path.read_bytes())
     except OSError:

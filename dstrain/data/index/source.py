@@ -12,10 +12,10 @@ import numpy as np
 from torch import Tensor
 
 from dstrain.data.decode.pixels import SUFFIXES
-from dstrain.data.files.listing import join_few, map_in_threads
+from dstrain.data.files.listing import join_first, map_in_threads
 from dstrain.data.formats.base import Layout
 from dstrain.data.index.alike import count_bytes
-from dstrain.data.index.build import make_once
+from dstrain.data.index.build import make_files_once
 from dstrain.data.index.index import CHUNK, Index
 from dstrain.data.source import Source
 from dstrain.recipe import ConfigError
@@ -51,8 +51,8 @@ class Indexed(Source):
         if classes and index.classes:
             if unknown := [name for name in index.classes if name not in set(classes)]:
                 raise ConfigError(
-                    f"{key}={self.path}: class folders {join_few(unknown)} are not among the classes of the "
-                    f"training data ({join_few(classes)}): rename or remove them"
+                    f"{key}={self.path}: class folders {join_first(unknown)} are not among the classes of the "
+                    f"training data ({join_first(classes)}): rename or remove them"
                 )
             places = {name: place for place, name in enumerate(classes)}
             self.classes = classes
@@ -63,7 +63,7 @@ class Indexed(Source):
             raise ConfigError(f"data.leave_out: no captions are listed of {key}={self.path}: {remedy}, or leave it out")
         splits = held_out, leave_out
         if index.folder is not None:
-            make_once(index, lambda: index.has_splits(*splits), lambda: index.write_splits(*splits))
+            make_files_once(index, lambda: index.has_splits(*splits), lambda: index.write_splits(*splits))
         self.chosen = index.open_split(split, *splits)
         self.left_out = tuple(zip(leave_out, self.chosen.left_out))
         if not self.chosen.number and leave_out:
@@ -103,7 +103,9 @@ class Indexed(Source):
         self.layout.prefetch(self.index.read_place(self.find_row(sample)) for sample in index.tolist())
 
     def describe(self) -> str:
-        remarks = filter(None, (super().describe(), _describe_alike(self.classes), self.layout.describe_advice()))
+        remarks = filter(
+            None, (super().describe(), _describe_alike_classes(self.classes), self.layout.describe_advice())
+        )
         return "; ".join(remarks)
 
     def count_by_class(self) -> np.ndarray | None:
@@ -201,7 +203,7 @@ def _make_check_command(layout: Layout) -> str:
     return shlex.join([*words, "--check"])
 
 
-def _describe_alike(classes: Sequence[str]) -> str:
+def _describe_alike_classes(classes: Sequence[str]) -> str:
     """Returns a remark on the first classes whose names differ only in case, which some file systems take for one; ""
     if there are none.
     """

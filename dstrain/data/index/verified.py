@@ -88,10 +88,10 @@ class Verified:
             self._seen[block] = 1
 
     def __reduce__(self) -> tuple:
-        return open_shared_index, (self._path, self._dtype, len(self._view))
+        return open_shared_column, (self._path, self._dtype, len(self._view))
 
 
-def open_whole(path: Path, dtype: Any, size: int) -> Verified | None:
+def open_whole_column(path: Path, dtype: Any, size: int) -> Verified | None:
     """Opens a column and checks it as `Verified.is_whole`; returns None if it is missing or altered."""
     try:
         column = Verified(path, dtype, size)
@@ -100,7 +100,7 @@ def open_whole(path: Path, dtype: Any, size: int) -> Verified | None:
     return column if column.is_whole() else None
 
 
-def open_shared_index(path: Path, dtype: Any, size: int) -> Verified:
+def open_shared_column(path: Path, dtype: Any, size: int) -> Verified:
     """Opens a column that this or another process has found whole before.
 
     Raises ConfigError if it cannot be opened from here.

@@ -18,10 +18,10 @@ import numpy as np
 from torch import Tensor
 
 from dstrain.data.bucket_order import BucketOrder, choose_buckets, compute_upscale
-from dstrain.data.index.build import make_once
-from dstrain.data.index.index import CHUNK, HEADER, read_sealed
+from dstrain.data.index.build import make_files_once
+from dstrain.data.index.index import CHUNK, HEADER, read_sealed_file
 from dstrain.data.index.source import Indexed
-from dstrain.data.index.verified import Verified, open_shared_index, open_whole, write_checksums_beside
+from dstrain.data.index.verified import Verified, open_shared_column, open_whole_column, write_checksums_beside
 from dstrain.data.source import Chance, Item, Source
 from dstrain.data.sources.images import Images
 from dstrain.data.sources.sizes import measure_clips, measure_images
@@ -53,9 +53,11 @@ class Bucketed(Remade):
         key = repr([shapes, rule, whole.split, whole.chosen.number, whole.chosen.names, whole.layout.request.upright])
         folder = whole.index.folder / f"buckets-{blake2b(key.encode(), digest_size=8).hexdigest()}"
         self.dtype = "uint32" if len(whole) < 1 << 32 else "uint64"  # of places in the source
-        make_once(whole.index, lambda: _read_header(folder, self.dtype), lambda: _write_buckets(self, table, folder))
+        make_files_once(
+            whole.index, lambda: _read_header(folder, self.dtype), lambda: _write_buckets(self, table, folder)
+        )
         self.header = group.broadcast_from_first(_read_header(folder, self.dtype) if group.rank() == 0 else None)
-        self.members = open_shared_index(folder / _MEMBERS, self.dtype, _compute_members_size(self.header, self.dtype))
+        self.members = open_shared_column(folder / _MEMBERS, self.dtype, _compute_members_size(self.header, self.dtype))
         self.counts = tuple(self.header["counts"])
         self.ends = tuple(np.cumsum(self.counts).tolist())
 
@@ -198,8 +200,10 @@ def sort_by_duration(source: Videos | Mixed, durations: tuple[int, ...]) -> Time
 
 def _read_header(folder: Path, dtype: str) -> dict[str, Any] | None:
     """Returns the header of a folder of buckets; None if the header or members.bin is missing or damaged."""
-    header = read_sealed(folder / HEADER)
-    return header if header and open_whole(folder / _MEMBERS, dtype, _compute_members_size(header, dtype)) else None
+    header = read_sealed_file(folder / HEADER)
+    return (
+        header if header and open_whole_column(folder / _MEMBERS, dtype, _compute_members_size(header, dtype)) else None
+    )
 
 
 def _compute_members_size(header: dict[str, Any], dtype: str) -> int:

@@ -10,7 +10,7 @@ from typing import Any
 
 from dstrain.data.decode.pixels import SUFFIXES
 from dstrain.data.files.listing import map_in_threads
-from dstrain.data.files.storage import require_regular
+from dstrain.data.files.storage import refuse_special_file
 from dstrain.data.formats.base import UNCAPTIONED, Request
 from dstrain.data.formats.sidecars import Beside
 from dstrain.data.index.build import open_index
@@ -92,7 +92,7 @@ def hash_captions_into(digest: Any, root: Path, names: list[str]) -> None:
     def read_text_beside(name: str) -> bytes:
         try:
             path = (root / name).with_suffix(".txt")
-            require_regular(path)
+            refuse_special_file(path)
             return path.read_bytes().strip()
         except (OSError, ConfigError):  # it will be a bad sample, as one whose caption is empty
             return b""

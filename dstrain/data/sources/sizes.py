@@ -18,9 +18,15 @@ from dstrain.data.decode.pixels import FORMATS, open_image, read_upright_size
 from dstrain.data.files.listing import map_in_threads
 from dstrain.data.files.storage import retry
 from dstrain.data.formats.base import Layout, Place
-from dstrain.data.index.build import make_once
+from dstrain.data.index.build import make_files_once
 from dstrain.data.index.index import CHUNK, Index
-from dstrain.data.index.verified import Verified, map_file, open_shared_index, open_whole, write_checksums_beside
+from dstrain.data.index.verified import (
+    Verified,
+    map_file,
+    open_shared_column,
+    open_whole_column,
+    write_checksums_beside,
+)
 from dstrain.data.source import BadSample, report_bad_sample
 from dstrain.data.sources.images import fetch_encoded_file
 from dstrain.distributed.progress import get_phases
@@ -76,9 +82,9 @@ def _open_or_measure(
     chunk: samples between two writes. Raises ConfigError if the file cannot be written.
     """
     path, dtype = index.folder / f"{name}.bin", np.dtype((np.int32, (width,)))
-    found = partial(open_whole, path, dtype, len(index) * dtype.itemsize)
-    make_once(index, found, lambda: _write_measures(path, layout, index, dtype, measure, chunk))
-    return open_shared_index(path, dtype, len(index) * dtype.itemsize)
+    found = partial(open_whole_column, path, dtype, len(index) * dtype.itemsize)
+    make_files_once(index, found, lambda: _write_measures(path, layout, index, dtype, measure, chunk))
+    return open_shared_column(path, dtype, len(index) * dtype.itemsize)
 
 
 def _write_measures(

@@ -97,7 +97,7 @@ def write(
                 },
             )
         )
-        records.append(shards.make_shard_record(path, shards.read_checked_facts(path)))
+        records.append(shards.make_shard_record(path, shards.read_verified_metadata(path)))
         every.append(codes)
     (folder / shards.INDEX).write_bytes(render_sealed(shards.make_index_body(encoding, list(classes), records, {})))
     return np.concatenate(every)

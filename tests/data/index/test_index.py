@@ -27,7 +27,7 @@ from dstrain.data.decode.pixels import SUFFIXES, read_image
 from dstrain.data.files.local import Files
 from dstrain.data.formats.base import Layout, Place, Request, Sample
 from dstrain.data.formats.folders import Folders
-from dstrain.data.index.build import make_once, open_index
+from dstrain.data.index.build import make_files_once, open_index
 from dstrain.data.index.index import Index
 from dstrain.data.index.verified import Verified, write_checksums_beside
 from dstrain.data.source import stack_texts
@@ -292,7 +292,7 @@ def test_two_commands_write_the_same_splits(tmp_path, monkeypatch):
     monkeypatch.setattr(Index, "write_splits", slow)
 
     def write_splits(index: Index) -> None:
-        make_once(index, lambda: index.has_splits(0.3), lambda: index.write_splits(0.3))
+        make_files_once(index, lambda: index.has_splits(0.3), lambda: index.write_splits(0.3))
 
     second = threading.Thread(target=write_splits, args=(Index.open(index.folder),))
     write_splits(index)
