@@ -155,7 +155,7 @@ class Fields(SystemConfig, ReadsTexts):
         """Tells whether all tokens of all texts are read, padding too, as SD3 reads them: encoders/joined_text.py masks
         none, and a text that is dropped becomes the encoders' of "".
         """
-        return self.reads_texts and self.text_pooled_dim > 0 and not self.learns_null
+        return self.reads_texts and self.block.joint and self.text_pooled_dim > 0 and self.null_text == "encoder"
 
     @property
     def learns_null(self) -> bool:
