@@ -88,7 +88,7 @@ def train(run: Run, settings: dict[str, Any], resume: Resume = Resume()) -> int:
             if stops.patience is not None and stops.is_requested():
                 raise Stopped from error  # another rank has left at once, too
             watchdog.handle_lost_ranks(error)
-            training.tracker.log_failure(group.explain_fatal_error(error), page=isinstance(error, FloatingPointError))
+            training.tracker.log_failure(group.explain_and_end_later(error), page=isinstance(error, FloatingPointError))
             raise
         finally:
             training.close()
@@ -117,7 +117,7 @@ def run_steps(training: Training) -> tuple[int, bool]:
             if done != training.saver.newest:
                 save_and_measure_step(training, done, stop=True)
             else:
-                training.saves.note_course(done)
+                training.saves.add_rollbacks_to_checkpoint(done)
             left = True
             break
         training.stops.defer_to_main_thread(None)
@@ -162,7 +162,7 @@ def save_and_measure_step(training: Training, done: int, stop: bool) -> bool:
     run, every, last = training.run, training.run.every, stop or done == training.run.steps
     hosts.require_own_folder(run.directory)
     training.watchdog.enter_phase(done, "save of step")
-    good = training.course.state.good
+    good = training.course.state.has_no_trouble
     saved = last or (is_due(every.save, done) and good)
     if saved:
         training.saves.save(done, last, routine=is_due(every.save, done) and good)  # written while training goes on
@@ -193,8 +193,8 @@ def measure_step(training: Training, done: int, saved: bool, held: tuple[bool, .
             with training.pieces.allow_stops():
                 score = task(training, done)
             if score is not None and saved:
-                training.saver.note_score(done, score)
-            elif score is not None and training.saver.is_improvement(score) and training.course.state.good:
+                training.saver.add_score(done, score)
+            elif score is not None and training.saver.is_improvement(score) and training.course.state.has_no_trouble:
                 training.saves.save(done, score=score)
     except Stopped:
         return False
@@ -248,7 +248,7 @@ def take_step(
     The step learns from the batch of `step + shift`, with the noise and dropout of that one; all else follows `step`.
     `vote` is called on the last micro-batch, when `batches` know whether the next step has samples.
     """
-    engines.set_lr(run.optimizer.compute_lr(step, run.steps))
+    engines.begin_step(run.optimizer.compute_lr(step, run.steps))
     sequence, watched = run.parallel.sequence, []
     losses: dict[str, list[Tensor]] = {}
     for micro, batch in enumerate(batches.read_step(step + shift)):  # batch["key"]: randomness belongs to a sample
@@ -263,7 +263,7 @@ def take_step(
         rng.seed_torch(run.seed, step + shift, micro * group.world() + group.rank())  # dropout is torch's own
         for part in system.turns(step):  # ("denoiser",) or ("autoencoder", "discriminator")
             # This part is live, the others are bare and frozen; ranks that share samples cut their tokens.
-            with engines.select_part(part) as nets, share_tokens(group.get_neighbour_group(sequence)):
+            with engines.freeze_all_but(part) as nets, share_tokens(group.get_neighbour_group(sequence)):
                 terms = system.loss(part, nets, example)
                 engines.learn(part, terms["loss"])  # DeepSpeed updates on the last micro-batch
             terms = {name: term.detach() for name, term in terms.items()}
@@ -281,7 +281,7 @@ def set_up(run: Run, settings: dict[str, Any], resume: Resume, watchdog: Watchdo
     """Joins the ranks, builds networks, engines and averages, and loads the newest checkpoint, or that of `resume`."""
     folder, say = run.directory, get_phases().print_lines
     start_group(run.faults.timeout_minutes)
-    watchdog.begin_to_publish()
+    watchdog.start_publisher()
     options = {f"--{name.replace('_', '-')}": getattr(resume, name) for name in Resume.__dataclass_fields__}
     hosts.check_hosts(run, settings | options)  # before anything is moved or written
     source, held_out_source = open_sources(run.data, run=folder)
@@ -316,7 +316,7 @@ def set_up(run: Run, settings: dict[str, Any], resume: Resume, watchdog: Watchdo
     )
     first = load_weights(run, engines, ema, saves, system, resume.step)
     if resume.allow_change:
-        course.forget_rollbacks()
+        course.forgive_rollbacks()
     if first < (earlier := folders.read_last_saved_step(folder)):
         say(f"step {earlier} was saved here, and step {first} is the newest whole checkpoint")
     elif first == 0 and (folder / "metrics.jsonl").exists():

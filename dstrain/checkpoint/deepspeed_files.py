@@ -272,7 +272,7 @@ class _Line:
         if any(flat.strides is not None or flat.dtype != self.dtype for flat in self.flats):
             raise TypeError("partitions that are not flat, or of several types")
 
-    def cut_elements(self, start: int, numel: int) -> Iterator[Span]:
+    def locate_elements(self, start: int, numel: int) -> Iterator[Span]:
         """Yields the spans of the bytes of elements start .. start + numel. Raises IndexError if there are fewer
         elements.
         """
@@ -336,10 +336,10 @@ def _collect_stage12(
                     span
                     for rank in ranks
                     if (own := states[rank]["param_slice_mappings"][number].get(name))
-                    for span in parts[rank].cut_elements(own.start, own.numel)
+                    for span in parts[rank].locate_elements(own.start, own.numel)
                 ]
             else:  # before DeepSpeed 0.8
-                spans = list(whole.cut_elements(offset, math.prod(shape)))
+                spans = list(whole.locate_elements(offset, math.prod(shape)))
             offset += math.prod(shape) + gap
             yield name, _require_whole_tensor(folder, name, Stored(whole.dtype, shape, tuple(spans)))
 
@@ -358,7 +358,7 @@ def _collect_stage3(
         spans = [
             span
             for rank, line in enumerate(lines)
-            for span in line.cut_elements(offset, max(0, min(share, numel - rank * share)))
+            for span in line.locate_elements(offset, max(0, min(share, numel - rank * share)))
         ]
         offset += share
         yield name, _require_whole_tensor(folder, name, Stored(lines[0].dtype, shape, tuple(spans)))
@@ -403,7 +403,7 @@ def _collect_frozen_weights(folder: Path, models: Mapping[int, Any], sharded: bo
         shares = [models[rank]["frozen_param_fragments"][name] for rank in range(len(models) if sharded else 1)]
         if sharded:
             line = _Line(shares)
-            spans = tuple(line.cut_elements(0, math.prod(shape)))
+            spans = tuple(line.locate_elements(0, math.prod(shape)))
             yield name, _require_whole_tensor(folder, name, Stored(line.dtype, tuple(shape), spans))
         else:
             yield name, shares[0]

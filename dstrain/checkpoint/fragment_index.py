@@ -128,7 +128,7 @@ class FragmentIndex(Places):
     def list_kinds(self) -> list[str]:
         return self._kinds
 
-    def list_names(self, kind: str) -> list[str]:
+    def list_tensor_names(self, kind: str) -> list[str]:
         """Returns the names of the trained tensors of a kind, in the network's order."""
         return [name for name in self._shapes if self.has_tensor(kind, name)]
 

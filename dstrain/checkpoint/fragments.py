@@ -117,7 +117,7 @@ class _Reader(Places):
         values = torch.empty(sum(counts), dtype=torch.float32 if self.dtype == "F32" else torch.int16)
         for span, piece in zip(spans, values.split(counts)):
             self._files.read(span, memoryview(piece.numpy()).cast("B"))
-            get_phases().note_progress()
+            get_phases().record_progress()
         return values if self.dtype == "F32" else values.view(torch.bfloat16).float()
 
 
@@ -210,4 +210,4 @@ def read_elements(value: Tensor, start: int, numel: int) -> Tensor:
 
 def list_stored_weights(shards: Shards | IndexedShards, kind: str) -> dict[str, Tensor]:
     """Returns the tensors of a kind by state-dict name, frozen weights included, as StoredWeights: reads no values."""
-    return {name: StoredWeight(shards, found, name) for name, found in shards.list_whole(kind).items()}
+    return {name: StoredWeight(shards, found, name) for name, found in shards.find_kinds_by_name(kind).items()}

@@ -65,17 +65,17 @@ class Places(ABC):
     def list_kinds(self) -> list[str]: ...
 
     @abstractmethod
-    def list_names(self, kind: str) -> list[str]: ...
+    def list_tensor_names(self, kind: str) -> list[str]: ...
 
     @abstractmethod
     def has_tensor(self, kind: str, name: str) -> bool: ...
 
-    def list_whole(self, kind: str) -> dict[str, str]:
+    def find_kinds_by_name(self, kind: str) -> dict[str, str]:
         """Returns, by name of each tensor of the network, the kind under which to read it where `kind` is wanted:
         `kind` itself, or master for frozen weights, which have no averages.
         """
-        own = self.list_names(kind)
-        return dict.fromkeys(self.list_names("master"), "master") | dict.fromkeys(own, kind)
+        own = self.list_tensor_names(kind)
+        return dict.fromkeys(self.list_tensor_names("master"), "master") | dict.fromkeys(own, kind)
 
     def _find_shape(self, kind: str, name: str) -> tuple[int, ...]:
         return self._shapes[name]
@@ -102,7 +102,7 @@ class Places(ABC):
         Raises ConfigError for an unknown tensor, or elements that are outside of it or in no shard.
         """
         if not self.has_tensor(kind, name):
-            raise self._make_unknown_error(name, self.list_names(kind), kind)
+            raise self._make_unknown_error(name, self.list_tensor_names(kind), kind)
         shape = self._find_shape(kind, name)
         end = math.prod(shape) if end is None else end
         if not 0 <= start <= end <= math.prod(shape):
@@ -148,7 +148,7 @@ class Index(Places):
     def list_kinds(self) -> list[str]:
         return list(self.pieces)
 
-    def list_names(self, kind: str) -> list[str]:
+    def list_tensor_names(self, kind: str) -> list[str]:
         """Returns the names of the tensors of a kind, in the order of saving; empty where there are none."""
         return list(self.pieces.get(kind, ()))
 
@@ -202,7 +202,7 @@ class Fragments(Index):
         """Yields (name, where it lies) of every tensor of a kind, in the order of saving, frozen weights included.
         Raises ConfigError if elements are in no shard.
         """
-        for name, found in self.list_whole(kind).items():
+        for name, found in self.find_kinds_by_name(kind).items():
             try:
                 yield name, Stored(self.dtype, self.find_shape(name), tuple(self.find_spans(found, name)))
             except ConfigError as error:

@@ -91,7 +91,7 @@ def hash_files(folder: Path, names: list[str], sync: bool = False) -> dict[str, 
     with ThreadPoolExecutor(THREADS) as pool:
         for (name, _), digest in zip(jobs, pool.map(hash_block, jobs)):
             whole[name].update(digest)
-            get_phases().note_progress()
+            get_phases().record_progress()
     return {name: {"size": sizes[name], "hash": whole[name].hexdigest()} for name in names}
 
 
@@ -109,7 +109,7 @@ class Digest:
         self._whole = hashlib.blake2b(digest_size=32)
 
     def update(self, data: memoryview) -> None:
-        get_phases().note_progress()
+        get_phases().record_progress()
         while data:
             piece = data[: _BLOCK_BYTES - self.size % _BLOCK_BYTES]
             if self._pool is None:

@@ -141,10 +141,10 @@ class Saver:
         else:
             self.newest, self._failures = pending.step, 0
 
-    def note_score(self, step: int, score: float) -> None:
+    def add_score(self, step: int, score: float) -> None:
         """Waits for a pending save, and adds a score to the manifest of a step, if it is saved."""
         self.wait_for_save()
-        self.store.note_score(step, score)
+        self.store.add_score(step, score)
 
     @property
     def under_way(self) -> bool:

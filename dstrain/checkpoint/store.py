@@ -168,11 +168,11 @@ class Store:
         ]
         return min(scored)[::-1] if scored else None
 
-    def note_score(self, step: int, score: float) -> None:
+    def add_score(self, step: int, score: float) -> None:
         """Adds a score, measured after the step was saved, to the manifest of the step."""
-        self.note_extra(step, score=score, metric=self.metric)
+        self.add_manifest_entries(step, score=score, metric=self.metric)
 
-    def note_extra(self, step: int, **entries: Any) -> None:
+    def add_manifest_entries(self, step: int, **entries: Any) -> None:
         """Adds entries to manifest["extra"] of a step; does nothing if the step has no readable manifest. Then deletes
         checkpoints that need not stay. Call it on all ranks.
         """
@@ -185,7 +185,7 @@ class Store:
 
         self._run_on_first(write)
 
-    def list_good(self, before: int, bad_from: int | None = None) -> list[int]:
+    def list_rollback_steps(self, before: int, bad_from: int | None = None) -> list[int]:
         """Returns the steps up to `before` that a run in trouble may go back to: those of routine checkpoints, or if
         there are none, those of stops. Their files are not verified.
 
@@ -246,7 +246,7 @@ class Store:
         if reason := self._run_on_first(rename):
             raise NotSaved(f"checkpoints after step {after} in {self.folder} cannot be put aside: {reason}")
 
-    def take_back(self, step: int) -> None:
+    def restore_step(self, step: int) -> None:
         """Gives a checkpoint that `set_aside` has renamed its name back, so that it counts again."""
         self._run_on_first(lambda: os.rename(self._make_path(step, _ASIDE), self._make_path(step)))
 

@@ -159,7 +159,7 @@ def _load_archive(path: Path, archive: zipfile.ZipFile, file: Any) -> Content:
             else "it holds no data.pkl: torch.save did not write it"
         )
 
-    def find_start(info: zipfile.ZipInfo) -> Span:
+    def find_member_span(info: zipfile.ZipInfo) -> Span:
         """Returns the span of a member's bytes. Raises ConfigError if they are compressed or reach beyond the file."""
         if info.compress_type != zipfile.ZIP_STORED:
             raise ConfigError("its storages are compressed: save it again with torch.save")
@@ -170,7 +170,7 @@ def _load_archive(path: Path, archive: zipfile.ZipFile, file: Any) -> Content:
         return Span(path, first, info.file_size)
 
     def read_member(name: str) -> bytes:
-        span = find_start(members[name])
+        span = find_member_span(members[name])
         if is_altered(span, members[name].CRC):
             raise ConfigError(f"its {name} has altered bytes: it is damaged")
         file.seek(span.offset)
@@ -180,7 +180,7 @@ def _load_archive(path: Path, archive: zipfile.ZipFile, file: Any) -> Content:
         raise ConfigError("its numbers are big-endian: save it again on this kind of machine")
     if members["data.pkl"].file_size > _MAX_PICKLE_BYTES:
         raise ConfigError(f"a pickle of {members['data.pkl'].file_size} bytes is no checkpoint's")
-    unpickler = _Unpickler(io.BytesIO(read_member("data.pkl")), lambda key: members[f"data/{key}"], find_start)
+    unpickler = _Unpickler(io.BytesIO(read_member("data.pkl")), lambda key: members[f"data/{key}"], find_member_span)
     return Content(unpickler.load(), frozenset(unpickler.asked), unpickler.sums)
 
 

@@ -47,7 +47,7 @@ class State(BaseModel):
     high: tuple[NonNegativeInt, str] | None = None  # the latest step, if a loss of it was too high, and which
 
     @property
-    def good(self) -> bool:
+    def has_no_trouble(self) -> bool:
         """Returns whether the latest step was applied and its losses were not too high."""
         return not self.in_a_row and self.high is None
 
@@ -74,7 +74,7 @@ def read_counters(path: Path) -> dict[str, dict[str, Any]]:
     return values
 
 
-def read_course(path: Path) -> State:
+def read_recovery_state(path: Path) -> State:
     """Returns the record of skipped steps and rollbacks in a checkpoint's manifest. Earlier versions wrote none: then
     the number of skipped steps is the largest of the parts' own, and all else is empty.
     """
@@ -93,7 +93,7 @@ def check_checkpoint(path: Path) -> None:
     """Raises ConfigError if a checkpoint cannot be loaded although its files verify: a record or counters are
     malformed, or its manifest lacks a file that would be read, whose bytes were then not verified.
     """
-    read_course(path)
+    read_recovery_state(path)
     body, parts = read_manifest(path), list(read_counters(path))
     required = {COMMON, *(name_shard(part, rank, body["world"]) for part in parts for rank in range(body["world"]))}
     present = [*path.glob("*.safetensors"), *(file for part in parts for file in (path / "deepspeed" / part).glob("*"))]

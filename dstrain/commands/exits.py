@@ -111,7 +111,7 @@ def _record_exit_code(code: int, at_once: bool = False) -> None:
     """Records this rank's exit code for a supervisor. If the code is DONE or STOPPED, also tells the other ranks of
     this machine that they may go on; not if this rank has left its work `at_once`: then they end, too.
     """
-    exit_codes.note_exit_code(code)
+    exit_codes.append_exit_code(code)
     if code in (exit_codes.DONE, exit_codes.STOPPED) and not at_once:
         get_presence().mark_ended()
 

@@ -121,7 +121,7 @@ class _Supervisor:
         with tempfile.NamedTemporaryFile(prefix="dstrain-ended-") as file:
             try:
                 self._process = subprocess.Popen(
-                    words, env=exit_codes.request_exit_codes(file.name), start_new_session=True
+                    words, env=exit_codes.make_exit_code_environment(file.name), start_new_session=True
                 )
             except OSError as error:
                 raise ConfigError(

@@ -12,7 +12,14 @@ from dstrain.commands.options.shipped import find_ds_config
 from dstrain.disk import small
 from dstrain.distributed.progress import get_phases
 from dstrain.engine.settings import read_precision, read_stage, resolve_settings
-from dstrain.planning.advice import MAX_RANKS, Case, find_change, find_more_gpus, find_sharing, search_choices
+from dstrain.planning.advice import (
+    MAX_RANKS,
+    Case,
+    find_more_gpus,
+    find_sample_sharing,
+    find_smallest_change,
+    search_choices,
+)
 from dstrain.planning.counts import Layout
 from dstrain.planning.estimate import EFFICIENCY, LAUNCHES, Estimate, describe_memory, format_json, list_changes
 from dstrain.recipe import ConfigError, Run
@@ -87,7 +94,11 @@ def describe_plan(case: Case, json: bool = False) -> tuple[str, bool]:
     does.
     """
     estimate = case.estimate_costs()
-    change = None if estimate.fits else find_change(estimate, case) or find_sharing(case) or find_more_gpus(case)
+    change = (
+        None
+        if estimate.fits
+        else find_smallest_change(estimate, case) or find_sample_sharing(case) or find_more_gpus(case)
+    )
     if json:
         advised = None if change is None else change.list_figures() | {"changes": list_changes(estimate, change)}
         return format_json(estimate.list_figures() | ({} if estimate.fits else {"advice": advised})), estimate.fits

@@ -24,7 +24,7 @@ from dstrain.disk.owner import is_held
 from dstrain.distributed import group
 from dstrain.distributed.progress import get_phases
 from dstrain.engine.ema import snapshots
-from dstrain.engine.ema.combine import Combined, Snapshot, group_snapshots, hash_snapshots
+from dstrain.engine.ema.combine import Combined, Snapshot, hash_snapshots, select_combinable_snapshots
 from dstrain.recipe import ConfigError, explain_write_errors
 from dstrain.runs import trained
 from dstrain.runs.folders import claim_output
@@ -127,7 +127,7 @@ def list_usable_snapshots(folder: Path, step: int | None) -> list[Snapshot]:
                 )
         else:
             whole.append(_name_folder(store, number))
-    return group_snapshots(whole)
+    return select_combinable_snapshots(whole)
 
 
 def _is_made(store: Store, step: int, origin: dict[str, Any]) -> bool:
@@ -154,7 +154,7 @@ def _remove_outdated_averages(stores: Iterable[Store], step: int) -> None:
 def _write_average(
     last: Snapshot, parts: Sequence[Combined], stores: dict[float, Store], extras: dict[float, Any]
 ) -> None:
-    need = (last.path / COMMON).stat().st_size + sum(part.nbytes for part in parts) + (1 << 20)
+    need = (last.path / COMMON).stat().st_size + sum(part.bytes_per_average for part in parts) + (1 << 20)
     folders = {}
     get_phases().enter_phase(f"writing averages of step {last.step}")
     for width, store in stores.items():

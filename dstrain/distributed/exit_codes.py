@@ -18,7 +18,7 @@ DELIBERATE = (WRONG_INPUT, DIVERGED, STOPPED)  # the same command would end so a
 _VARIABLE = "DSTRAIN_ENDED"
 
 
-def note_exit_code(code: int) -> None:
+def append_exit_code(code: int) -> None:
     """Appends the exit code of this rank to the file that DSTRAIN_ENDED names; does nothing if the variable is not set
     or the file cannot be written.
     """
@@ -27,7 +27,7 @@ def note_exit_code(code: int) -> None:
             file.write(f"{code}\n")
 
 
-def request_exit_codes(path: str) -> dict[str, str]:
+def make_exit_code_environment(path: str) -> dict[str, str]:
     """Returns a copy of this process's environment that tells ranks to write their exit codes into the file `path`."""
     return {**os.environ, _VARIABLE: path}
 

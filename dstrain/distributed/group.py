@@ -101,7 +101,7 @@ def leave_process_group(seconds: float = 60.0) -> None:
 
 def forget_process_group() -> None:
     """Forgets groups made from the present process group, so that another one can begin after it has ended."""
-    _make_usual_host_group.cache_clear()
+    _make_host_group_unless_gloo.cache_clear()
     get_neighbour_group.cache_clear()
 
 
@@ -131,7 +131,7 @@ def explain_lost_ranks(error: BaseException) -> str | None:
     )
 
 
-def explain_fatal_error(error: BaseException, seconds: float = 60.0) -> str:
+def explain_and_end_later(error: BaseException, seconds: float = 60.0) -> str:
     """Returns the line that a rank logs when an error ends it. If other ranks are lost, a timer also ends this process
     after `seconds`, in case its cleanup still waits then.
 
@@ -193,11 +193,11 @@ def use_group(group: dist.ProcessGroup | None) -> Iterator[None]:
 
 
 def _get_host_group() -> dist.ProcessGroup | None:
-    return getattr(_thread, "group", None) or _make_usual_host_group()
+    return getattr(_thread, "group", None) or _make_host_group_unless_gloo()
 
 
 @functools.cache
-def _make_usual_host_group() -> dist.ProcessGroup | None:
+def _make_host_group_unless_gloo() -> dist.ProcessGroup | None:
     return None if dist.get_backend() == "gloo" else make_host_group()
 
 
@@ -324,7 +324,7 @@ def wait_for_first_rank(store: dist.Store, key: str, seconds: float) -> bool:
     """
     idle = 0.0
     while idle <= seconds:
-        get_phases().note_progress(idle)
+        get_phases().record_progress(idle)
         try:
             store.wait([key], timedelta(seconds=min(5.0, seconds)))
             return True

@@ -59,6 +59,6 @@ def end_piece() -> None:
     """Records that a piece of work is done, for the watchdog. Inside of `Pieces.allow_stops`, raises Stopped on all
     ranks together if any has a reason to stop.
     """
-    get_phases().note_progress()
+    get_phases().record_progress()
     if _open:
         _open[-1].count_and_vote()

@@ -49,12 +49,12 @@ class Presence:
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             if folder.parent.lstat().st_uid != os.getuid():  # pids that others wrote would be believed
                 return
-            self._file = _enter_attempt(folder)
+            self._file = _write_process_file(folder)
         except OSError:
             return
         threading.Thread(target=self._watch_others, name="presence", daemon=True).start()
 
-    def list_others(self) -> dict[int, Process]:
+    def list_other_ranks(self) -> dict[int, Process]:
         """Returns {rank: (pid, start time)} of the other ranks of this launch on this machine that have not ended in
         order, dead ones included.
         """
@@ -81,7 +81,7 @@ class Presence:
         while True:
             time.sleep(1)
             dead = sorted(
-                (rank, pid) for rank, (pid, born) in self.list_others().items() if read_start_time(pid) != born
+                (rank, pid) for rank, (pid, born) in self.list_other_ranks().items() if read_start_time(pid) != born
             )
             since = (since or time.monotonic()) if dead else None
             if since and time.monotonic() - since > self._patience:
@@ -114,7 +114,7 @@ def name_launch_folder() -> str:
     return hashlib.sha1(repr(words).encode()).hexdigest()[:16]
 
 
-def _enter_attempt(folder: Path) -> Path:
+def _write_process_file(folder: Path) -> Path:
     """Writes this process into a file of its rank, and returns the file: in the folder of the newest attempt, or if
     that has this rank already, of the next one.
     """

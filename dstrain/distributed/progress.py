@@ -47,7 +47,7 @@ class Phases(AbstractContextManager):
     def __enter__(self) -> "Phases":
         self._left, self._settled = threading.Event(), False
         self.enter_phase("beginning")
-        self.note_output()
+        self.record_output()
         self._main = threading.get_ident()
         if read_place().rank == 0:
             threading.Thread(target=self._watch_silence, args=(self._left,), name="phases", daemon=True).start()
@@ -58,11 +58,11 @@ class Phases(AbstractContextManager):
 
     def enter_phase(self, phase: str) -> None:
         """Records that the main thread makes progress, and the phase in which it is from now on."""
-        self.note_progress()
+        self.record_progress()
         if phase != self._phase[0]:
             self._phase = (phase, self.beaten)
 
-    def note_progress(self, ago: float = 0.0) -> None:
+    def record_progress(self, ago: float = 0.0) -> None:
         """Records, for the watchdog, that a piece of work was done `ago` seconds ago. It takes no lock and exchanges
         nothing.
         """
@@ -82,14 +82,14 @@ class Phases(AbstractContextManager):
             with suppress(OSError, ValueError):  # a closed pipe or terminal ends no training
                 for line in lines:
                     print(line, flush=True)
-            self.note_output()
+            self.record_output()
 
     def take_printed_lines(self) -> list[str]:
         """Returns the lines that `print_lines` has printed since the last call, for the run's log."""
         lines, self._lines = self._lines, []
         return lines
 
-    def note_output(self) -> None:
+    def record_output(self) -> None:
         """Records that something was printed now, so that no line about silence is due."""
         self._heard = time.monotonic()
 
@@ -118,7 +118,7 @@ class Phases(AbstractContextManager):
             begins = f"still {phase}, for {lasts:.0f} s" if lasts >= self._quiet else f"now {phase}"
             where, exchanges = find_current_line(self._main)
             waits = ", waiting for other ranks" if exchanges and read_place().world > 1 else ""
-            self.note_output()
+            self.record_output()
             if not left.is_set():
                 self._print(f"{begins}{waits}, at {where}")
 
@@ -160,7 +160,7 @@ class Bar(tqdm):
         if self.disable:
             self.n += n  # tqdm leaves a hidden bar where it began
         else:
-            get_phases().note_output()
+            get_phases().record_output()
         drawn = super().update(n)
         self._enter_phase()
         return drawn

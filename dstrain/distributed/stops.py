@@ -74,7 +74,7 @@ class Stops:
         """Installs handlers by which signals of these numbers are reasons to stop. SIGHUP stays ignored if it is."""
         for number in numbers:
             if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
-                self._before.setdefault(number, signal.signal(number, self._note_signal))
+                self._before.setdefault(number, signal.signal(number, self._handle_signal))
 
     def watch_for_stop(self, folder: Path | None, launcher: bool = True) -> None:
         """Watches for the file `stop` in a folder from now on (None: for no file), and for the end of the launchers if
@@ -138,7 +138,7 @@ class Stops:
             signal.signal(number, handler)
         get_stops.cache_clear()
 
-    def _note_signal(self, number: int, frame: FrameType | None) -> None:
+    def _handle_signal(self, number: int, frame: FrameType | None) -> None:
         if number == signal.SIGINT and self._interrupted:
             raise KeyboardInterrupt
         self._interrupted |= number == signal.SIGINT
@@ -163,7 +163,7 @@ class Stops:
                 signal.pthread_kill(self._main, signal.SIGTERM)
             if self.patience is not None and time.monotonic() - heard > self.patience:
                 self.announce_end()
-                exit_codes.note_exit_code(exit_codes.STOPPED)
+                exit_codes.append_exit_code(exit_codes.STOPPED)
                 os._exit(exit_codes.STOPPED)
         os.close(self._numbers)
         os.close(numbers)

@@ -50,7 +50,7 @@ _KEY = "dstrain/stand"
 
 
 @dataclass(frozen=True)
-class Stand:
+class RankStatus:
     """What a rank tells the others about itself: what it is doing, and for how long it has made no progress."""
 
     rank: int
@@ -85,18 +85,20 @@ class Watchdog(AbstractContextManager):
         self._base = 0.0  # time before this does not count
         self._overdue = False
         self._closed, self._ending = threading.Event(), threading.Lock()
-        self._heard: dict[int, tuple[Stand, float]] = {}  # the others' latest words, and when they came
+        self._heard: dict[int, tuple[RankStatus, float]] = {}  # the others' latest words, and when they came
         self._main = threading.get_ident()
-        get_phases().note_progress()
+        get_phases().record_progress()
         print_stacks_on_request()
         threading.Thread(target=self._watch_progress, name="watch", daemon=True).start()
 
-    def begin_to_publish(self) -> None:
+    def start_publisher(self) -> None:
         """Starts a thread that tells the other ranks, over the store of the process group, what this one is doing; does
         nothing for one rank alone. The process group must exist.
         """
         if store := group.open_store():
-            threading.Thread(target=self._publish_place, args=(store,), name="publisher", daemon=True).start()
+            threading.Thread(
+                target=self._exchange_status_until_closed, args=(store,), name="publisher", daemon=True
+            ).start()
 
     def enter_phase(self, step: int, phase: str = STEP) -> None:
         """Records the step and phase in which the main thread is from now on."""
@@ -162,11 +164,11 @@ class Watchdog(AbstractContextManager):
         began       when this rank became overdue
         suspended   suspended ranks of this machine
         """
-        me = self._make_stand()
+        me = self._make_status()
         heard = {rank: stand for rank, (stand, when) in dict(self._heard).items() if when > max(began, now - _SILENT)}
         if suspended:
             return [
-                f"{self._name_rank(rank)} is stopped, by SIGSTOP or a debugger" for rank in sorted(suspended)
+                f"{self._describe_rank(rank)} is stopped, by SIGSTOP or a debugger" for rank in sorted(suspended)
             ], suspended
         if group.world() == 1:
             return [f"{me} hangs at {me.where}"], set()
@@ -174,20 +176,20 @@ class Watchdog(AbstractContextManager):
         if (silent and now - began < _SILENT) or any(not stand.overdue for stand in heard.values()):
             return [], set()
         if me.rank and len(silent) == group.world() - 1:
-            return [f"{self._name_rank(0)}, through which the ranks hear of each other, does not answer"], {0}
-        return [f"{self._name_rank(rank)} does not answer" for rank in silent] or _describe_late(
+            return [f"{self._describe_rank(0)}, through which the ranks hear of each other, does not answer"], {0}
+        return [f"{self._describe_rank(rank)} does not answer" for rank in silent] or _describe_late_ranks(
             [me, *heard.values()]
         ), set(silent)
 
-    def _make_stand(self, beat: int = 0) -> Stand:
+    def _make_status(self, beat: int = 0) -> RankStatus:
         phase, step, _ = self._now
         where, waits = find_current_line(self._main)
         seconds = round(time.monotonic() - self._find_last_progress(), 1)
-        return Stand(
+        return RankStatus(
             group.rank(), socket.gethostname(), os.getpid(), step, phase, seconds, self._overdue, where, waits, beat
         )
 
-    def _publish_place(self, store: dist.Store) -> None:
+    def _exchange_status_until_closed(self, store: dist.Store) -> None:
         """Until the watchdog is closed, writes what this rank is doing into the store, every second, or less often in a
         large world. While this rank is overdue, it also reads what the others are doing.
 
@@ -198,7 +200,7 @@ class Watchdog(AbstractContextManager):
         try:
             while not self._closed.wait(pause):
                 beat += 1
-                store.set(f"{_KEY}/{group.rank()}", json.dumps(asdict(self._make_stand(beat))))
+                store.set(f"{_KEY}/{group.rank()}", json.dumps(asdict(self._make_status(beat))))
                 if not (self._overdue or beat == 2):
                     continue
                 asked = others if self._overdue else others[: min(group.rank(), 1)]
@@ -208,7 +210,7 @@ class Watchdog(AbstractContextManager):
                     else [rank for rank in asked if store.check([f"{_KEY}/{rank}"])]
                 )
                 words = store.multi_get([f"{_KEY}/{rank}" for rank in known]) if known else []
-                for stand in (Stand(**json.loads(word)) for word in words):
+                for stand in (RankStatus(**json.loads(word)) for word in words):
                     if stand.rank not in self._heard or self._heard[stand.rank][0].beat != stand.beat:
                         self._heard[stand.rank] = stand, time.monotonic()
         except RuntimeError:  # the store has ended, and with it the run
@@ -218,14 +220,14 @@ class Watchdog(AbstractContextManager):
         """Returns the other ranks of this machine whose processes are suspended."""
         return {
             rank
-            for rank, (pid, born) in get_presence().list_others().items()
+            for rank, (pid, born) in get_presence().list_other_ranks().items()
             if read_start_time(pid) == born and is_suspended(pid)
         }
 
-    def _name_rank(self, rank: int) -> str:
+    def _describe_rank(self, rank: int) -> str:
         if rank in self._heard:
             return str(self._heard[rank][0])
-        pid = get_presence().list_others().get(rank)
+        pid = get_presence().list_other_ranks().get(rank)
         return f"rank {rank} on {socket.gethostname()} (process {pid[0]})" if pid else f"rank {rank}"
 
     def _end_run(self, reasons: list[str], at_fault: set[int]) -> None:
@@ -242,7 +244,7 @@ class Watchdog(AbstractContextManager):
 
     def _report_hang(self, reasons: list[str]) -> None:
         phase, step, _ = self._now
-        me = self._make_stand()
+        me = self._make_status()
         text = (
             f"rank {me.rank} on {me.host} has been in {phase} {step} for {me.seconds:.0f} s, and the run ends: "
             f"{'; '.join(reasons)}. Stacks are in {self._folder / 'stacks'}. All saved is whole; the same command "
@@ -254,7 +256,7 @@ class Watchdog(AbstractContextManager):
 
     def _write_stacks(self) -> None:
         """Writes the stacks of all threads of this rank into the run's folder, or on stderr if that has no run.yaml."""
-        me = self._make_stand()
+        me = self._make_status()
         if not (self._folder / "run.yaml").exists():
             faulthandler.dump_traceback(2, all_threads=True)
             return
@@ -267,7 +269,7 @@ class Watchdog(AbstractContextManager):
     @staticmethod
     def _signal_ranks(ranks: set[int], number: int) -> None:
         """Sends a signal to those of the ranks that live on this machine, without this one."""
-        for rank, (pid, born) in get_presence().list_others().items():
+        for rank, (pid, born) in get_presence().list_other_ranks().items():
             if rank in ranks and read_start_time(pid) == born:
                 os.kill(pid, number)
 
@@ -278,7 +280,7 @@ class Watchdog(AbstractContextManager):
         thread.join(seconds)
 
 
-def _describe_late(stands: list[Stand]) -> list[str]:
+def _describe_late_ranks(stands: list[RankStatus]) -> list[str]:
     """Returns a line for each rank that the others wait for: those behind the furthest step, or else those that are in
     no exchange. If that tells nothing, one line that refers to the stacks.
     """

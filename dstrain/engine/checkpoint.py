@@ -127,7 +127,7 @@ class Checkpoints:
             if step not in aside:
                 listed = ", ".join(map(str, sorted({*steps, *aside}))) or "none"
                 raise ConfigError(f"--step {step}: {self.store.folder} holds no such checkpoint; it holds {listed}")
-            self.store.take_back(step)
+            self.store.restore_step(step)
         newest = self.store.find_newest(self.saver.report, among=[step])
         if newest is None:
             raise ConfigError(f"--step {step}: that checkpoint is not whole; see the reason above")
@@ -140,7 +140,7 @@ class Checkpoints:
         """
         try:
             self.load(path)
-            return validate.read_course(path)
+            return validate.read_recovery_state(path)
         except (OSError, SafetensorError) as error:
             raise NotRead(
                 f"{path} cannot be read, though it verified just now ({error}): its storage fails. All saved "
@@ -161,7 +161,7 @@ class Checkpoints:
         """
         course = self.course
         self.saver.wait_for_save()
-        steps = self.store.list_good(
+        steps = self.store.list_rollback_steps(
             course.find_step_before_trouble(done), course.state.rollbacks[-1][1] if course.rollbacks else None
         )
         if course.rollbacks - course.state.forgiven >= course.faults.max_rollbacks:
@@ -175,7 +175,7 @@ class Checkpoints:
             reason = "The checkpoints are DeepSpeed's own files, which only --trust-pickle reads"
         else:
             step, path = newest
-            course.note_rollback(done, step, self._load_verified(path).model_dump())
+            course.record_rollback(done, step, self._load_verified(path).model_dump())
             self.store.set_aside(step)
             self.averages.set_aside(step)
             self.saver.newest = step
@@ -199,7 +199,7 @@ class Checkpoints:
         common, course = self._collect_common(), self.course.state
         # What the run went back to stays: weights that are finite and destroyed can follow it, and look as good.
         extra = {
-            "kind": (ROUTINE if routine else STOP) if course.good else TROUBLE,
+            "kind": (ROUTINE if routine else STOP) if course.has_no_trouble else TROUBLE,
             "course": course.model_dump(),
             "stays": sorted({target for _, target in course.rollbacks}),
         }
@@ -215,12 +215,12 @@ class Checkpoints:
             extra=extra,
         )
 
-    def note_course(self, step: int) -> None:
+    def add_rollbacks_to_checkpoint(self, step: int) -> None:
         """Writes the rollbacks of the run, if there were any, into the manifest of the checkpoint of `step`: call it
         where the run stops at the very checkpoint to which it went back.
         """
         if self.course.rollbacks:
-            self.store.note_extra(step, course=self.course.state.model_dump())
+            self.store.add_manifest_entries(step, course=self.course.state.model_dump())
 
     def _list_kinds(self, part: str, native: bool) -> Iterator[tuple[str, list[Tensor]]]:
         """Yields (kind, its flats) for each kind of fp32 value of a part that a checkpoint keeps as fragments: master,
@@ -331,7 +331,7 @@ class Checkpoints:
             if native := (path / "deepspeed").is_dir():  # this run may save in the other format
                 self._load_native(part, path, counters["stage"])
             else:
-                saved = {name: shards.find_shape(name) for name in shards.list_names("master")}
+                saved = {name: shards.find_shape(name) for name in shards.list_tensor_names("master")}
                 expected = {name: tuple(shape) for name, shape in self._engines.list_shapes(part).items()}
                 validate.require_same_shapes(path, part, saved, expected)
                 held = {kind for kind in shards.list_kinds() if not kind.startswith("ema.")} - {"master", *CODES}
@@ -416,7 +416,7 @@ def read_weights(path: Path, part: str, kind: str = "master", at_once: bool = Tr
             if not at_once
             else {
                 name: shards.read(k, name).reshape(shards.find_shape(name))
-                for name, k in shards.list_whole(kind).items()
+                for name, k in shards.find_kinds_by_name(kind).items()
             }
         )
     return weights | validate.select_by_prefix(load_file(path / COMMON), f"buffer/{part}/")

@@ -1,7 +1,7 @@
 """One DeepSpeed engine for each trained network, with the rules that keep several of them right.
 
 An engine hooks the outputs of its network, so two engines in one graph are silently wrong at stages 1 and 3:
-`select_part` gives the engine of the part that learns and the bare, frozen networks of the others.
+`freeze_all_but` gives the engine of the part that learns and the bare, frozen networks of the others.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -24,9 +24,14 @@ from dstrain.engine.blocks import (
 )
 from dstrain.engine.initial import Networks, Values, allocate_weights, build_networks, release_memory
 from dstrain.engine.masters import Masters
-from dstrain.engine.optimizers import Decays, build_optimizer, choose_weights, find_full_shape, group_weights
+from dstrain.engine.optimizers import Decays, build_optimizer, find_full_shape, freeze_weights, group_weights
 from dstrain.engine.patches import flatten_in_place
-from dstrain.engine.settings import is_optimizer_offloaded, is_summed_in_fp32, make_deepspeed_config, read_stage
+from dstrain.engine.settings import (
+    are_gradients_summed_in_fp32,
+    is_optimizer_offloaded,
+    make_deepspeed_config,
+    read_stage,
+)
 from dstrain.engine.updates import Flag, WideSums
 from dstrain.recipe import Optimizer
 
@@ -62,7 +67,7 @@ class Engines(Mapping[str, Any]):
         self.settings = settings
         self.notes: list[str] = []  # lines for the user
         self._engines: dict[str, Any] = {}
-        self._learned: set[str] = set()  # parts that had a turn in this step, that is, since set_lr
+        self._learned: set[str] = set()  # parts that had a turn in this step, that is, since begin_step
         self.masters: dict[str, Masters] = {}
         self.host = HostMemory()  # what model.recompute=offload keeps
         compiled = should_compile(compile)
@@ -70,7 +75,7 @@ class Engines(Mapping[str, Any]):
             self.notes.append("note: torch.compile compiles blocks as the first step meets them, for minutes perhaps")
         built = self._build_networks(networks, seed)
         bare = {part: network for part, (network, _) in built.items()}
-        choose_weights(bare, train_only, optimizer)
+        freeze_weights(bare, train_only, optimizer)
         require_leaf_modules(bare, settings)
         self._initial = {part: values for part, (_, values) in built.items()}
         for part, (network, values) in built.items():
@@ -82,7 +87,7 @@ class Engines(Mapping[str, Any]):
             self.masters[part] = Masters(self._engines[part])
             self.masters[part].reset_optimizer_state()
             if not draw:
-                self._set_values(part, values(()))
+                self._fill_masters_and_buffers(part, values(()))
         release_memory()
         if draw:
             self.draw_weights()
@@ -127,7 +132,7 @@ class Engines(Mapping[str, Any]):
         optimizer = build_optimizer(groups, choice, is_optimizer_offloaded(self.settings))
         sums = (
             WideSums(weight for weight in network.parameters() if weight.requires_grad)
-            if is_summed_in_fp32(self.settings)
+            if are_gradients_summed_in_fp32(self.settings)
             else None
         )
         with flatten_in_place():
@@ -180,11 +185,11 @@ class Engines(Mapping[str, Any]):
         """Sets the weights and buffers of a part from (state-dict name, whole value) pairs, which are taken one at a
         time. Buffers get the dtype of their values. Call it on all ranks.
         """
-        self._set_values(part, values)
+        self._fill_masters_and_buffers(part, values)
         self.masters[part].publish_masters()
 
     @torch.no_grad()
-    def _set_values(self, part: str, values: Iterable[tuple[str, Tensor]]) -> None:
+    def _fill_masters_and_buffers(self, part: str, values: Iterable[tuple[str, Tensor]]) -> None:
         buffers = dict(self[part].module.named_buffers())
 
         def list_weights() -> Iterator[tuple[str, Tensor]]:
@@ -197,7 +202,7 @@ class Engines(Mapping[str, Any]):
         self.masters[part].fill_masters(list_weights())
 
     @contextmanager
-    def select_part(self, part: str) -> Iterator[dict[str, Any]]:
+    def freeze_all_but(self, part: str) -> Iterator[dict[str, Any]]:
         """Freezes the weights of all parts but `part` inside the block. Yields the networks by part for a loss of
         `part`: its engine, and the networks of the other parts without their engines.
         """
@@ -216,7 +221,7 @@ class Engines(Mapping[str, Any]):
         gradient of the step is not finite, nothing is updated.
         """
         self._learned.add(part)
-        self.masters[part].finish_loss_scale()
+        self.masters[part].update_loss_scale()
         self._engines[part].backward(loss)
         self.masters[part].step()
 
@@ -232,7 +237,7 @@ class Engines(Mapping[str, Any]):
         """
         return max(masters.skipped for masters in self.masters.values())
 
-    def set_lr(self, lr: float) -> None:
+    def begin_step(self, lr: float) -> None:
         """Begins a step: sets the learning rate of all weights, times each group's factor from optimizer.rates, and
         forgets which parts had a turn in the step before.
         """

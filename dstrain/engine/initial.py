@@ -13,7 +13,7 @@ There are two ways, and `build` chooses one for all networks of a system.
                       `reset_parameters` would undo that. Then every rank builds the whole networks on the CPU, and the
                       weights are exactly those of `torch.manual_seed(seed); networks()` in plain torch.
 
-Which way is right is observed and not declared: see `find_constructed_weights`.
+Which way is right is observed and not declared: see `explain_constructed_weights`.
 
 Weights on the meta device get their memory in `allocate_weights`, so that no rank ever holds a second copy of them.
 
@@ -81,7 +81,7 @@ def build_networks(
     hold their values, and `note` is called with the reason. Call it on all ranks. Raises RuntimeError on all ranks if
     constructors leave other weights on some rank than on rank 0.
     """
-    reason = find_constructed_weights(networks)
+    reason = explain_constructed_weights(networks)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         try:
@@ -115,7 +115,7 @@ def draw_weights(network: nn.Module, seed: int, names: Container[str] | None = N
     for prefix, module in network.named_modules():
         own = _list_own_tensors(module)
         if any(names is None or name in module._buffers or _join_names(prefix, name) in names for name in own):
-            for name, value in _reset_module(module, seed ^ zlib.crc32(prefix.encode())).items():
+            for name, value in _draw_module_weights(module, seed ^ zlib.crc32(prefix.encode())).items():
                 yield _join_names(prefix, name), value
 
 
@@ -149,7 +149,7 @@ def place_weights_on_meta() -> Iterator[None]:
         hook.remove()
 
 
-def find_constructed_weights(networks: Networks) -> str | None:
+def explain_constructed_weights(networks: Networks) -> str | None:
     """Returns the reason why the initial weights of these networks are what their constructors leave; None if each
     module draws its own weights.
 
@@ -259,7 +259,7 @@ def _list_own_tensors(module: nn.Module) -> dict[str, Tensor]:
 
 
 @torch.no_grad()
-def _reset_module(module: nn.Module, seed: int) -> dict[str, Tensor]:
+def _draw_module_weights(module: nn.Module, seed: int) -> dict[str, Tensor]:
     """Returns, by name, the values that the module's `reset_parameters` gives its own weights and buffers under a seed,
     on the CPU. The module is left as it was.
     """
@@ -303,7 +303,7 @@ def allocate_weights(network: nn.Module, groups: list[dict[str, Any]], settings:
         frozen = [weight for weight in on_meta if not weight.requires_grad]
         on_meta = [weight for weights in (*in_groups, frozen) for weight in weights]
         fresh = [weight for weights in in_groups for weight in _pack_weights(weights, options)]
-        fresh += [_replace_weight(weight, torch.empty(weight.shape, **options)) for weight in frozen]
+        fresh += [_make_parameter_like(weight, torch.empty(weight.shape, **options)) for weight in frozen]
     new = dict(zip(map(id, on_meta), fresh, strict=True))
     for module in network.modules():
         for name, weight in list(module._parameters.items()):
@@ -325,7 +325,7 @@ class _OneByOne(nn.Module):
 
     def parameters(self, *_: Any, **__: Any) -> Iterator[nn.Parameter]:
         for weight in self._weights:
-            self.made.append(_replace_weight(weight, torch.empty(weight.shape, **self._options)))
+            self.made.append(_make_parameter_like(weight, torch.empty(weight.shape, **self._options)))
             yield self.made[-1]
 
 
@@ -336,12 +336,12 @@ def _pack_weights(weights: Weights, options: dict[str, Any]) -> Iterator[nn.Para
     counts = [weight.numel() for weight in weights]
     flat = torch.empty(sum(counts) + _PADDING * group.world(), **options)
     for weight, values in zip(weights, flat[: sum(counts)].split(counts)):
-        fresh = _replace_weight(weight, values.view(weight.shape))
+        fresh = _make_parameter_like(weight, values.view(weight.shape))
         fresh.lies_in_one = True
         yield fresh
 
 
-def _replace_weight(weight: nn.Parameter, values: Tensor) -> nn.Parameter:
+def _make_parameter_like(weight: nn.Parameter, values: Tensor) -> nn.Parameter:
     fresh = nn.Parameter(values, requires_grad=weight.requires_grad)
     vars(fresh).update(vars(weight))
     return fresh

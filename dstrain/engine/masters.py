@@ -67,11 +67,11 @@ class Masters(Updates):
         self.replicated = self.stage == 0
         {0: self._locate_stage0, 1: self._locate_stage12, 2: self._locate_stage12, 3: self._locate_stage3}[self.stage]()
         if isinstance(self._get_inner_optimizer(), Muon):
-            self._get_inner_optimizer().place_matrices(
+            self._get_inner_optimizer().assign_matrices(
                 [self._find_stepped_tensor(number) for number in range(len(self.flats))], self._list_fragments_by_rank()
             )
         compute = {weight.data_ptr() for weight in self._list_compute_flats()}
-        # In fp32 the masters may be the compute weights: `show_flats` of other values then needs a copy of them.
+        # In fp32 the masters may be the compute weights: `compute_with_flats` then needs a copy of them.
         self._aliased = any(flat.data_ptr() in compute for flat in self.flats)
 
     def _locate_stage0(self) -> None:
@@ -212,22 +212,22 @@ class Masters(Updates):
         for weight in self.engine.module.parameters():
             if not weight.requires_grad and hasattr(weight, "ds_secondary_tensor"):
                 weight.ds_secondary_tensor = None  # ZeRO++'s second copy, of earlier values
-        self._write_shown(self.flats)
+        self._copy_to_compute_weights(self.flats)
 
     @contextmanager
-    def show_flats(self, flats: Sequence[Tensor]) -> Iterator[None]:
+    def compute_with_flats(self, flats: Sequence[Tensor]) -> Iterator[None]:
         """Makes the network compute with the values in `flats` inside the block and, bit for bit, with the masters
         afterwards. Enter and leave the block on all ranks together.
         """
         masters = [flat.detach().clone() for flat in self.flats] if self._aliased else self.flats
-        self._write_shown(flats)
+        self._copy_to_compute_weights(flats)
         try:
             yield
         finally:
-            self._write_shown(masters)
+            self._copy_to_compute_weights(masters)
 
     @torch.no_grad()
-    def _write_shown(self, flats: Sequence[Tensor]) -> None:
+    def _copy_to_compute_weights(self, flats: Sequence[Tensor]) -> None:
         gathers = hasattr(self._zero, "fp16_partitioned_groups_flat")
         if gathers:
             self._zero.checkpoint_event_prologue()  # releases gathered parameters
@@ -271,7 +271,7 @@ class Masters(Updates):
         back.
         """
         return [
-            read_moment(self._get_state(number), kind) if kind in self._list_own_kinds(number) else None
+            read_moment(self._get_state(number), kind) if kind in self._list_moments_of_flat(number) else None
             for number in range(len(self.flats))
         ]
 
@@ -301,7 +301,7 @@ class Masters(Updates):
                 values = convert_bytes_to_floats(tensor)
                 yield kind, Fragment(name, (values.numel(),), 0, values.numel()), values
 
-    def _list_own_kinds(self, number: int) -> tuple[str, ...]:
+    def _list_moments_of_flat(self, number: int) -> tuple[str, ...]:
         return self._get_inner_optimizer().param_groups[self._groups[number]]["moments"]
 
     def _find_stepped_tensor(self, number: int) -> Tensor:
@@ -311,7 +311,9 @@ class Masters(Updates):
         return self._weights[number] if self._torch_fp32 else self.flats[number]
 
     def _get_state(self, number: int) -> dict[str, Any]:
-        return get_state(self._get_inner_optimizer(), self._find_stepped_tensor(number), self._list_own_kinds(number))
+        return get_state(
+            self._get_inner_optimizer(), self._find_stepped_tensor(number), self._list_moments_of_flat(number)
+        )
 
     @property
     def updates(self) -> int:

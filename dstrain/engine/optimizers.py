@@ -65,7 +65,7 @@ def build_optimizer(groups: list[Group], choice: Optimizer, offloaded: bool) -> 
     return torch.optim.AdamW(groups, fused=True, **options)
 
 
-def choose_weights(networks: Mapping[str, nn.Module], train_only: Sequence[str] | None, choice: Optimizer) -> None:
+def freeze_weights(networks: Mapping[str, nn.Module], train_only: Sequence[str] | None, choice: Optimizer) -> None:
     """Freezes, in the networks by part, the weights that no pattern of train_only fits; if train_only is None, it
     leaves them as they are. Adapters (nn/lora.py) always learn.
 
@@ -272,7 +272,7 @@ class Muon(torch.optim.AdamW):
         super().__init__(groups, **options)
         self._matrices: dict[Tensor, list[Matrix]] | None = None
 
-    def place_matrices(self, flats: Sequence[Tensor], layouts: Mapping[int, Sequence[tuple[Any, int, int]]]) -> None:
+    def assign_matrices(self, flats: Sequence[Tensor], layouts: Mapping[int, Sequence[tuple[Any, int, int]]]) -> None:
         """Finds the pieces of each matrix in the flats of all ranks, and chooses for each the rank that makes its
         update orthogonal.
 

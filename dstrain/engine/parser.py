@@ -11,7 +11,7 @@ from dstrain.engine.schema import (
     REMOVED,
     SUPPORTED,
     UNSUPPORTED,
-    decide_key,
+    find_decision,
     list_decisions,
     list_keys,
     quote,
@@ -50,13 +50,13 @@ def drop_nulls(settings: dict[str, Any], prefix: str = "") -> None:
         key = f"{prefix}{name}"
         if isinstance(value, dict):
             drop_nulls(value, f"{key}.")
-        elif value is None and key != "zero_optimization.stage" and _is_known(key):
+        elif value is None and key != "zero_optimization.stage" and _is_known_key(key):
             del settings[name]
 
 
-def _is_known(key: str) -> bool:
+def _is_known_key(key: str) -> bool:
     """Returns whether dstrain knows a key: one of a value, or one of a section with such keys in it."""
-    return decide_key(key) is not None or any(each.startswith(f"{key}.") for each in list_decisions())
+    return find_decision(key) is not None or any(each.startswith(f"{key}.") for each in list_decisions())
 
 
 class _Asked(dict):
@@ -150,7 +150,7 @@ def list_refusals(settings: dict[str, Any]) -> Iterator[str]:
         except AssertionError as error:
             yield f'"{name}": {error}'
         else:
-            yield from _list_converted(name, block, parsed)
+            yield from _list_converted_values(name, block, parsed)
 
 
 def _describe_fault(key: str, item: dict[str, Any], known: Iterable[str]) -> str:
@@ -169,7 +169,7 @@ def _describe_fault(key: str, item: dict[str, Any], known: Iterable[str]) -> str
     return f'"{key}"{value}: {item["msg"].removeprefix("Value error, ")}; {_CORRECT}'
 
 
-def _list_converted(section: str, block: dict[str, Any], parsed: Any) -> Iterator[str]:
+def _list_converted_values(section: str, block: dict[str, Any], parsed: Any) -> Iterator[str]:
     """Yields a message for each value that a model of DeepSpeed has converted to another type, such as "yes" to true or
     true to a number: dstrain would read it differently. parsed: the model made of `block`.
     """
@@ -177,7 +177,7 @@ def _list_converted(section: str, block: dict[str, Any], parsed: Any) -> Iterato
     for key, value in block.items():
         read = getattr(parsed, names.get(key, key), None)  # those that it has replaced are gone
         if isinstance(value, dict):
-            yield from _list_converted(f"{section}.{key}", value, read)
+            yield from _list_converted_values(f"{section}.{key}", value, read)
         elif isinstance(read, bool) and not isinstance(value, bool):
             yield f'"{section}.{key}" is {quote(value)}: write true or false'
         elif isinstance(read, (int, float)) and isinstance(value, (bool, str)) and not isinstance(read, bool):

@@ -36,7 +36,7 @@ _ENGINE, _ZERO12, _ZERO3 = (
 # By function of this file: what it replaces, or works on, as FILE:NAME in DeepSpeed; torch.NAME in torch.
 REPLACED = {
     "import_deepspeed": ("runtime/compiler.py:compile",),
-    "remember_device": ("accelerator/cuda_accelerator.py:CUDA_Accelerator.current_stream",),
+    "replace_current_stream": ("accelerator/cuda_accelerator.py:CUDA_Accelerator.current_stream",),
     "set_group_timeout": ("torch.distributed.distributed_c10d.default_pg_timeout",),
     "forget_groups_at_end": ("comm/comm.py:init_distributed", "utils/groups.py:_clone_world_group"),
     "replace_zero_linear": (
@@ -47,14 +47,14 @@ REPLACED = {
     "make_universal_info": ("checkpoint/ds_to_universal.py:_check_for_required_state",),
     "defer_errors": (f"{_ENGINE}._copy_recovery_script",),
     "forget_beta_powers": ("ops/adam/cpu_adam.py:DeepSpeedCPUAdam.step",),
-    "replace_operators": (
+    "prepare_for_fake_tensors": (
         "ops/adam/cpu_adam.py:DeepSpeedCPUAdam.step",
         "runtime/zero/utils.py:assert_ints_same_as_other_ranks",
     ),
-    "replace_reduction": (f"{_ENGINE}.allreduce_gradients",),
+    "call_before_reduction": (f"{_ENGINE}.allreduce_gradients",),
     "restore_reduction": (f"{_ENGINE}.allreduce_gradients",),
     "replace_step": (f"{_ENGINE}.clip_fp32_gradients", f"{_ZERO12}.step", f"{_ZERO3}.step"),
-    "follow_reductions": (
+    "await_reductions_on_device": (
         f"{_ZERO12}.independent_gradient_partition_epilogue",
         f"{_ZERO12}.reduce_ipg_grads",
         f"{_ZERO3}.independent_gradient_partition_epilogue",
@@ -63,7 +63,7 @@ REPLACED = {
         f"{_ZERO12}.reduce_gradients",
         f"{_ZERO12}.overlapping_partition_gradients_reduce_epilogue",
     ),
-    "leave_loss_scale": (f"{_ZERO12}._update_scale", "runtime/fp16/loss_scaler.py:DynamicLossScaler.update_scale"),
+    "disable_scale_updates": (f"{_ZERO12}._update_scale", "runtime/fp16/loss_scaler.py:DynamicLossScaler.update_scale"),
 }
 
 
@@ -96,7 +96,7 @@ def _is_worth_logging(record: logging.LogRecord) -> bool:
     return "untested" not in record.getMessage()
 
 
-def remember_device(index: int) -> None:
+def replace_current_stream(index: int) -> None:
     """Makes DeepSpeed ask torch for the current stream of GPU `index`. Some thousand times a step it would look up the
     current device first, which takes as long as the stream itself.
     """
@@ -256,7 +256,7 @@ def forget_beta_powers(optimizer: Any, *_: Any) -> None:
     optimizer.ds_opt_adam.adam_update(optimizer.opt_id, 1 << 40, 0.0, *betas, 0.0, 0.0, True, *[nothing] * 4)
 
 
-def replace_operators() -> None:
+def prepare_for_fake_tensors() -> None:
     """Makes DeepSpeed run on fake tensors, which have no values: it compiles no operators, measures no CPU, and
     compares no values between ranks.
     """
@@ -267,7 +267,7 @@ def replace_operators() -> None:
 
     deepspeed.accelerator.get_accelerator().is_fp16_supported = lambda: True
     partitioned_param_coordinator.assert_ints_same_as_other_ranks = lambda ints: None  # it compares values
-    adam.DeepSpeedCPUAdam.step = _make_moments_alone
+    adam.DeepSpeedCPUAdam.step = _make_zero_moments
     cpuinfo.get_cpu_info = dict  # it measures the CPU for a second, and DeepSpeed asks for the vendor
     adam.cpu_adam.CPUAdamBuilder = lambda: SimpleNamespace(
         load=lambda: SimpleNamespace(
@@ -277,7 +277,7 @@ def replace_operators() -> None:
 
 
 @torch.no_grad()
-def _make_moments_alone(optimizer: Any, closure: Callable | None = None) -> None:
+def _make_zero_moments(optimizer: Any, closure: Callable | None = None) -> None:
     """Stands in for the step of DeepSpeed's AdamW on the host: makes moments of zeros where a weight has none, and
     updates nothing.
     """
@@ -289,7 +289,7 @@ def _make_moments_alone(optimizer: Any, closure: Callable | None = None) -> None
                 state.update((moment, torch.zeros_like(weight.data, device="cpu")) for moment in members["moments"])
 
 
-def replace_reduction(engine: Any, prepare: Callable[[], None]) -> None:
+def call_before_reduction(engine: Any, prepare: Callable[[], None]) -> None:
     """Makes an engine call `prepare` each time before it reduces gradients."""
     reduce = engine.allreduce_gradients
 
@@ -301,7 +301,7 @@ def replace_reduction(engine: Any, prepare: Callable[[], None]) -> None:
 
 
 def restore_reduction(engine: Any) -> None:
-    """Undoes `replace_reduction`."""
+    """Undoes `call_before_reduction`."""
     del engine.allreduce_gradients
 
 
@@ -324,7 +324,7 @@ class _Followed(torch.cuda.Stream):
         torch.cuda.current_stream().wait_stream(self)
 
 
-def follow_reductions(zero: Any, stage: int) -> None:
+def await_reductions_on_device(zero: Any, stage: int) -> None:
     """At the end of a backward pass, makes the device's later work wait for DeepSpeed's reductions, in place of the
     host.
     """
@@ -362,7 +362,7 @@ def skip_reduction(zero: Any) -> None:
     zero.overlapping_partition_gradients_reduce_epilogue = lambda: None  # stage 2
 
 
-def leave_loss_scale(zero: Any) -> None:
+def disable_scale_updates(zero: Any) -> None:
     """Keeps DeepSpeed from changing a dynamic loss scale, since updates.py does, and from raising an error at the least
     scale, since recovery.py counts skipped steps.
     """

@@ -68,7 +68,7 @@ class Divergence:
     @property
     def state(self) -> State:
         """Returns the record of all steps so far. Waits until the device has ended the latest step."""
-        self._note_latest_step()
+        self._read_latest_step()
         return self._state
 
     @state.setter
@@ -99,12 +99,12 @@ class Divergence:
         if state.high is None:
             self._unread = done, list(applied), _average_losses(losses) if self.faults.spike else {}
             if last or state.in_a_row >= self.faults.max_skipped:
-                self._note_latest_step()
+                self._read_latest_step()
         if state.in_a_row > self.faults.max_skipped:
             return f"{state.in_a_row} steps in a row had gradients that are not finite, and were skipped"
         return state.high[1] if state.high else None
 
-    def _note_latest_step(self) -> None:
+    def _read_latest_step(self) -> None:
         """Waits for the result of the latest step, if it was not read yet, and updates the record by it."""
         if self._unread is None:
             return
@@ -127,7 +127,7 @@ class Divergence:
         """Returns the last step before the trouble that is seen after `done` steps."""
         return (self.state.high[0] if self.state.high else done) - max(self.state.in_a_row, 1)
 
-    def note_rollback(self, done: int, step: int, saved: Mapping[str, Any]) -> None:
+    def record_rollback(self, done: int, step: int, saved: Mapping[str, Any]) -> None:
         """Records that the run goes back, from `done` steps to a checkpoint of `step` whose record is `saved`, and
         passes over the batches that it has met since.
         """
@@ -136,7 +136,7 @@ class Divergence:
             update={"shift": clock - step, "rollbacks": rollbacks, "forgiven": self.state.forgiven}
         )
 
-    def forget_rollbacks(self) -> None:
+    def forgive_rollbacks(self) -> None:
         """Makes earlier rollbacks no longer count against faults.max_rollbacks, since a user has changed the run. They
         stay in the record.
         """

@@ -236,7 +236,7 @@ _TABLES = {
 }
 
 
-def decide_key(key: str) -> Decision | None:
+def find_decision(key: str) -> Decision | None:
     """Returns the decision on a key, such as "zero_optimization.stage", or on a section that contains it; None if
     dstrain does not know it.
     """
@@ -293,10 +293,10 @@ def list_idle_keys(settings: dict[str, Any], stage: int) -> Iterator[str]:
         yield f'"zero_optimization" has words of stage 3 that change nothing at stage {stage}: {", ".join(higher)}'
 
 
-def list_untried_keys(settings: dict[str, Any]) -> Iterator[str]:
+def list_unknown_keys(settings: dict[str, Any]) -> Iterator[str]:
     """Yields a message for each key that dstrain does not know, such as one of a newer release of DeepSpeed."""
     for key in list_keys(settings):
-        if decide_key(key) is None:
+        if find_decision(key) is None:
             yield (
                 f'"{key}" is a key that dstrain does not know, and that was never tried with it'
                 f"{suggest_key(key, SUPPORTED)}: remove it"
@@ -324,6 +324,6 @@ def read_value(settings: Any, key: str) -> Any:
     return settings
 
 
-def name_key(problem: str) -> str:
+def find_quoted_key(problem: str) -> str:
     """Returns the first words in quotation marks in a message, which name a key of the JSON; "" if there are none."""
     return problem.partition('"')[2].partition('"')[0]

@@ -18,7 +18,7 @@ from typing import Any
 from dstrain.disk import small
 from dstrain.distributed.launcher import read_place
 from dstrain.engine.parser import drop_nulls, list_refusals
-from dstrain.engine.schema import list_idle_keys, list_unsupported, list_untried_keys, name_key, quote
+from dstrain.engine.schema import find_quoted_key, list_idle_keys, list_unknown_keys, list_unsupported, quote
 from dstrain.recipe import BatchSize, ConfigError, Faults, Optimizer, format_divisors, suggest_files
 
 # Values of ONEDNN_MAX_CPU_ISA within which products of bf16 are emulated, whatever the CPU has.
@@ -75,11 +75,14 @@ def resolve_settings(
     for key, value in _DEFAULTS.items():
         settings.setdefault(key, value)
     problems += _check_sizes(settings)
-    named = {name_key(problem) for problem in problems}  # our own words come first, and each key is named once
-    problems += (refusal for refusal in list_refusals(settings) if name_key(refusal) not in named)
+    named = {find_quoted_key(problem) for problem in problems}  # our own words come first, and each key is named once
+    problems += (refusal for refusal in list_refusals(settings) if find_quoted_key(refusal) not in named)
     if not problems:  # the types are right from here on
-        problems += list_untried_keys(settings)
-        problems += [*_check_combinations(settings, optimizer, faults, world, device_type), *_decide_sums(settings)]
+        problems += list_unknown_keys(settings)
+        problems += [
+            *_check_combinations(settings, optimizer, faults, world, device_type),
+            *_decide_gradient_sum_type(settings),
+        ]
     if problems:
         raise ConfigError(*(f"{source}: {problem}" for problem in problems))
     return settings
@@ -133,7 +136,7 @@ def is_optimizer_offloaded(settings: Settings) -> bool:
     return read_offload(settings, "offload_optimizer") != "none"
 
 
-def is_summed_in_fp32(settings: Settings) -> bool:
+def are_gradients_summed_in_fp32(settings: Settings) -> bool:
     """Returns whether updates.py sums gradients of 16 bits in fp32: at stages 0 and 1 with grad_accum_dtype fp32, where
     DeepSpeed cannot.
     """
@@ -153,7 +156,7 @@ def make_deepspeed_config(settings: Settings) -> Settings:
     own.setdefault("timers", {}).setdefault("throughput", {}).setdefault("enabled", False)
     own.get("zero_optimization", {}).pop("compute_grad_norm", None)
     own.get("bf16", {}).pop("check_grad_overflow", None)
-    if is_summed_in_fp32(own):
+    if are_gradients_summed_in_fp32(own):
         del own["data_types"]["grad_accum_dtype"]
     return own
 
@@ -296,7 +299,7 @@ def _decide_auto(settings: Settings, device_type: str, before: Settings | None) 
         )
 
 
-def _compare_scale(fp16: Settings, faults: Faults) -> Iterator[str]:
+def _check_loss_scale(fp16: Settings, faults: Faults) -> Iterator[str]:
     """Yields a message if a dynamic loss scale may skip more steps in a row on its way down than faults.max_skipped."""
     skips = fp16.get("initial_scale_power", 16) + fp16.get("hysteresis", 2) - 1
     if not fp16.get("loss_scale", 0) and skips > faults.max_skipped:
@@ -307,7 +310,7 @@ def _compare_scale(fp16: Settings, faults: Faults) -> Iterator[str]:
         )
 
 
-def _decide_sums(settings: Settings) -> Iterator[str]:
+def _decide_gradient_sum_type(settings: Settings) -> Iterator[str]:
     """Sets data_types.grad_accum_dtype to fp32 if it is not given, the networks compute in 16 bits, and a step has
     several micro-batches. Yields a message for each entry of data_types that does not suit the precision.
     """
@@ -379,7 +382,7 @@ def _check_combinations(
             'multiply the loss by it: write "zero_optimization": {"stage": 1}, for one GPU as well'
         )
     elif enabled == ["fp16"]:
-        yield from _compare_scale(settings["fp16"], faults)
+        yield from _check_loss_scale(settings["fp16"], faults)
     for what, least in (("offload_optimizer", 1), ("offload_param", 3)):
         device = read_offload(settings, what)
         if device == "nvme":

@@ -19,7 +19,7 @@ from dstrain.distributed.launcher import Place
 from dstrain.distributed.presence import name_launch_folder
 from dstrain.distributed.progress import get_phases
 from dstrain.distributed.stops import get_stops
-from dstrain.engine.patches import import_deepspeed, remember_device, set_group_timeout
+from dstrain.engine.patches import import_deepspeed, replace_current_stream, set_group_timeout
 from dstrain.recipe import ConfigError
 
 _OPERATOR = "deepspeed_shm_comm"  # also the name of its folder
@@ -38,7 +38,7 @@ def start_group(timeout_minutes: float = 30) -> None:
     deepspeed = import_deepspeed()
     if torch.cuda.is_available():
         torch.cuda.set_device(group.device())
-        remember_device(group.device().index)
+        replace_current_stream(group.device().index)
     if not group.is_started():
         global exchanged
         exchanged = True
@@ -47,14 +47,14 @@ def start_group(timeout_minutes: float = 30) -> None:
         try:
             if place.world > 1:
                 get_phases().enter_phase(f"meeting {place.world - 1} other ranks at {os.environ['MASTER_ADDR']}")
-            _join_launch(deepspeed.get_accelerator().communication_backend_name(), timeout)
+            _start_group_of_launch(deepspeed.get_accelerator().communication_backend_name(), timeout)
             with (
                 _announce_compiling(),
                 redirect_stdout(io.StringIO()),
             ):  # each rank would print a line of DeepSpeed's own
                 deepspeed.init_distributed(auto_mpi_discovery=False, verbose=False, timeout=timeout)
         except torch.distributed.DistNetworkError as error:
-            raise (_explain_taken_port() if _is_port_taken(error) else error) from None
+            raise (_make_taken_port_error() if _is_port_taken(error) else error) from None
         group.barrier()
         _unlink_buffers()
         if place.world > 1:
@@ -120,7 +120,7 @@ def _announce_compiling() -> Iterator[None]:
     get_phases().print_lines(f"compiled in {time.monotonic() - began:.0f} s")
 
 
-def _join_launch(backend: str, timeout: timedelta) -> None:
+def _start_group_of_launch(backend: str, timeout: timedelta) -> None:
     """Starts the process group over a store that only this launch uses. Leaves it to DeepSpeed, and does nothing, for
     one rank and for ranks that torchrun has not restarted, since torchrun has a store for each launch.
 
@@ -173,12 +173,12 @@ def open_store() -> torch.distributed.Store:
             timeout=torch.distributed.distributed_c10d.default_pg_timeout,
         )
     except torch.distributed.DistNetworkError as error:
-        raise (_explain_taken_port() if _is_port_taken(error) else error) from None
+        raise (_make_taken_port_error() if _is_port_taken(error) else error) from None
     host, launch = socket.gethostname(), name_launch_folder() if place.local_world > 1 else ""
     if place.rank == 0:
         store.set("dstrain/launch", f"{host} {launch}")
     elif (first := store.get("dstrain/launch").decode()).startswith(f"{host} ") and first != f"{host} {launch}":
-        raise _explain_taken_port()
+        raise _make_taken_port_error()
     get_stops().exchange_reasons(store.clone())
     return store
 
@@ -187,7 +187,7 @@ def _is_port_taken(error: Exception) -> bool:
     return "EADDRINUSE" in str(error) or "in use" in str(error)
 
 
-def _explain_taken_port() -> ConfigError:
+def _make_taken_port_error() -> ConfigError:
     return ConfigError(
         f"port {os.environ['MASTER_PORT']} is taken, perhaps by another run here: give the launcher another, deepspeed "
         "--master_port PORT ..."

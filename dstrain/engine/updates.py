@@ -30,9 +30,9 @@ from torch import Tensor, nn
 
 from dstrain.distributed import group
 from dstrain.engine.patches import (
-    follow_reductions,
-    leave_loss_scale,
-    replace_reduction,
+    await_reductions_on_device,
+    call_before_reduction,
+    disable_scale_updates,
     replace_step,
     restore_reduction,
     skip_reduction,
@@ -47,14 +47,14 @@ class WideSums:
     def __init__(self, weights: Iterable[nn.Parameter]):
         self._sums: dict[nn.Parameter, Tensor] = {}
         self._engine: Any = None
-        self._hooks = [weight.register_post_accumulate_grad_hook(self._take_gradient) for weight in weights]
+        self._hooks = [weight.register_post_accumulate_grad_hook(self._sum_gradient) for weight in weights]
 
     def attach(self, engine: Any) -> None:
         """Connects the sums to an engine, which tells which micro-batch is the last. Before the engine reduces
         gradients, sums that are left are moved into the weights' gradients.
         """
         self._engine, engine.wide_sums = engine, self
-        replace_reduction(engine, self._hand_over_sums)
+        call_before_reduction(engine, self._hand_over_sums)
 
     def _hand_over_sums(self) -> None:
         """On the last micro-batch, moves the sums of weights that got no gradient in it into their gradients."""
@@ -74,7 +74,7 @@ class WideSums:
         return self._sums.values()
 
     @torch.no_grad()
-    def _take_gradient(self, weight: nn.Parameter) -> None:
+    def _sum_gradient(self, weight: nn.Parameter) -> None:
         """Adds a weight's gradient of this micro-batch to its sum and sets the gradient to None; on the last
         micro-batch of the step, adds the sum to the gradient instead.
         """
@@ -88,7 +88,7 @@ class WideSums:
 
 
 @torch.no_grad()
-def add_gradients(master: Tensor, weights: Sequence[nn.Parameter]) -> None:
+def move_gradients_to_master(master: Tensor, weights: Sequence[nn.Parameter]) -> None:
     """Moves the gradients of a micro-batch: adds them to `master.grad`, in which they lie flat and one behind the
     other, and sets those of `weights` to None.
     """
@@ -154,12 +154,12 @@ class Updates:
             replace_step(engine, None)
         elif self._check_on_device:
             replace_step(engine, self._step_stage3 if self.stage == 3 else self._step_stage12)
-            if self._one_rank:
+            if self._is_single_rank:
                 self._skip_reduction()
             elif engine.zero_overlap_comm() if self.stage == 3 else self._zero.overlap_comm:
-                follow_reductions(self._zero, self.stage)
-        if self._searches_scale:
-            leave_loss_scale(self._zero)  # `count_last_step` changes it
+                await_reductions_on_device(self._zero, self.stage)
+        if self._has_dynamic_scale:
+            disable_scale_updates(self._zero)  # `count_last_step` changes it
 
     def step(self) -> None:
         """Ends a micro-batch after its backward pass. On the last one of a step it takes the optimizer's step, unless a
@@ -167,7 +167,7 @@ class Updates:
         """
         if self._sum_into_masters:
             for master, weights in zip(self._zero.single_partition_of_fp32_groups, self._zero.bit16_groups):
-                add_gradients(master, weights)
+                move_gradients_to_master(master, weights)
         if not self.engine.is_gradient_accumulation_boundary():
             self.engine.step()
             self.applied = Flag(False)
@@ -175,7 +175,7 @@ class Updates:
         self.count_last_step()
         if self._torch_fp32:
             # DeepSpeed has just averaged the gradients over all ranks, so that all of them see the same norm.
-            self._check_norm(
+            self._compute_norm_and_scale(
                 [
                     _compute_row_norms(weight.grad)
                     for weight in self.engine.module.parameters()
@@ -200,18 +200,18 @@ class Updates:
             flag, self._unread = self._unread, None
             if self._check_on_device:
                 self.engine.skipped_steps += not flag
-            if self._searches_scale:
+            if self._has_dynamic_scale:
                 self._zero.loss_scaler.update_scale(not flag)
 
-    def finish_loss_scale(self) -> None:
+    def update_loss_scale(self) -> None:
         """Updates a dynamic loss scale by the latest step, if it was not done yet. Call it before the backward pass,
         for which the loss is multiplied by the scale.
         """
-        if self._searches_scale:
+        if self._has_dynamic_scale:
             self.count_last_step()
 
     @torch.no_grad()
-    def _check_norm(self, norms: Sequence[Tensor], ranks: dist.ProcessGroup | None) -> None:
+    def _compute_norm_and_scale(self, norms: Sequence[Tensor], ranks: dist.ProcessGroup | None) -> None:
         """Computes the norm of all gradients before clipping, without the loss scale, into `_norm`. If the optimizer
         can skip a step on the device, sets its `found_inf`, 1 where the norm is not finite, and its `grad_scale`, by
         which it divides the gradients for the loss scale and for clipping.
@@ -233,7 +233,7 @@ class Updates:
             inner.grad_scale = torch.full_like(norm, scale) if factor is None and scale != 1 else factor
 
     @cached_property
-    def _one_rank(self) -> bool:
+    def _is_single_rank(self) -> bool:
         """Returns whether one rank is alone at stage 1 or 2, and gradients would be reduced in their own type: then
         they need neither reduction nor rounding.
         """
@@ -259,7 +259,7 @@ class Updates:
         another.
         """
         zero = self._zero
-        if not self._one_rank:
+        if not self._is_single_rank:
             flat = zero._get_preflattened_grad_partition(number)  # fp32 sums over micro-batches lie so already
             return [piece.reshape(-1) for piece in zero.averaged_gradients[number]] if flat is None else [flat]
         if self._sum_into_masters:
@@ -294,7 +294,7 @@ class Updates:
             zero.averaged_gradients[number] = zero.all_grad_tensors[number] = None
             zero.free_grad_in_param_list(zero.bit16_groups[number])
             del pieces
-        self._check_norm(norms, zero.dp_process_group)
+        self._compute_norm_and_scale(norms, zero.dp_process_group)
         zero.optimizer.step()
         for master in masters:
             master.grad = None
@@ -310,9 +310,9 @@ class Updates:
 
         zero = self._zero
         zero._pre_step()
-        if any(weight.ds_status is not ZeroParamStatus.NOT_AVAILABLE for weight in self._scattered):
+        if any(weight.ds_status is not ZeroParamStatus.NOT_AVAILABLE for weight in self._partitioned_weights):
             zero._partition_all_parameters()
-        self._check_norm([_compute_row_norms(zero.grad_partitions_flat_buffer)], zero.dp_process_group)
+        self._compute_norm_and_scale([_compute_row_norms(zero.grad_partitions_flat_buffer)], zero.dp_process_group)
         zero.zero_grad(set_to_none=True)
         for number, master in enumerate(zero.fp32_partitioned_groups_flat):
             zero._prepare_sub_group(number, set())
@@ -336,7 +336,7 @@ class Updates:
         zero.invalidate_secondary_tensor()
 
     @cached_property
-    def _scattered(self) -> list[Tensor]:
+    def _partitioned_weights(self) -> list[Tensor]:
         """Returns the weights that stage 3 partitions and gathers where they are used, without the small ones that stay
         whole on each rank.
         """
@@ -381,11 +381,11 @@ class Updates:
     @property
     def loss_scale(self) -> float | None:
         """Returns the factor by which the loss of the next step is multiplied in fp16; None in other precisions."""
-        self.finish_loss_scale()
+        self.update_loss_scale()
         return self._zero.loss_scaler.cur_scale if self.engine.fp16_enabled() else None
 
     @property
-    def _searches_scale(self) -> bool:
+    def _has_dynamic_scale(self) -> bool:
         return self.engine.fp16_enabled() and self.engine.dynamic_loss_scale()
 
     @property
@@ -394,11 +394,11 @@ class Updates:
         none.
         """
         self.count_last_step()
-        return {name: getattr(self._zero.loss_scaler, name) for name in _SCALER_STATE if self._searches_scale}
+        return {name: getattr(self._zero.loss_scaler, name) for name in _SCALER_STATE if self._has_dynamic_scale}
 
     @scaler_state.setter
     def scaler_state(self, state: dict[str, float]) -> None:
-        if self._searches_scale and state.keys() == set(_SCALER_STATE):  # not where the run was in another precision
+        if self._has_dynamic_scale and state.keys() == set(_SCALER_STATE):  # not where the run was in another precision
             self._unread = None
             vars(self._zero.loss_scaler).update(state)
 

@@ -178,7 +178,7 @@ def collect_statistics(
         for name, collector in collectors.items():
             _require_suitable(batch, by_name[name], needs[name])
             collector.add_batch(batch.numbers, batch.images, batch.labels, batch.captions)
-        get_phases().note_progress()
+        get_phases().record_progress()
         progress(len(batch.numbers))
     unreadable: dict[str, str] = {}
     for of_rank in group.gather_objects(images.list_unreadable()):

@@ -83,7 +83,7 @@ class Case:
         return replace(self, run=run, ds_config=ds_config)
 
 
-def find_change(estimate: Estimate, case: Case) -> Estimate | None:
+def find_smallest_change(estimate: Estimate, case: Case) -> Estimate | None:
     """Returns the estimate after the smallest change by which a run fits: the fewest choices changed, and of these
     changes the fastest. Returns None if no change makes it fit on this number of GPUs.
     """
@@ -107,11 +107,11 @@ def find_change(estimate: Estimate, case: Case) -> Estimate | None:
     return None
 
 
-def find_sharing(case: Case) -> Estimate | None:
+def find_sample_sharing(case: Case) -> Estimate | None:
     """Returns the estimate with the fewest ranks for each sample, more than now, at which a run fits with all else that
     saves memory; None if there is none.
     """
-    for ranks in _list_teams(case)[1:] if case.chip.memory > CONTEXT else ():
+    for ranks in _list_sequence_sizes(case)[1:] if case.chip.memory > CONTEXT else ():
         if fitting := _estimate_with_least_memory(case.change(sequence=ranks)):
             return fitting
     return None
@@ -150,7 +150,7 @@ def _find_fitting(case: Case, changes: dict[str, list[Any]]) -> Iterator[Estimat
     for way in itertools.product(*others):
         other = case.change(**dict(way))
         sizes = [{"micro": micro} for micro in changes["micro"]] if "micro" in changes else [{}]
-        if tried := _find_first(partial(_try_size, other), sizes):
+        if tried := _find_first_that_fits(partial(_try_size, other), sizes):
             yield tried
 
 
@@ -161,7 +161,9 @@ def _try_size(case: Case, size: dict[str, int]) -> Estimate | None:
     return _try_case(case.change(**size))
 
 
-def _find_first(try_: Callable[[dict[str, int]], Estimate | None], sizes: list[dict[str, int]]) -> Estimate | None:
+def _find_first_that_fits(
+    try_: Callable[[dict[str, int]], Estimate | None], sizes: list[dict[str, int]]
+) -> Estimate | None:
     """Returns the estimate of the first size that fits, found by bisection, since later sizes take less memory; None if
     none fits.
     """
@@ -189,7 +191,7 @@ def search_choices(case: Case, report: Callable[[Estimate], None]) -> list[Estim
         return fitting
     recompute = RECOMPUTE if "recompute" in case.run.model else (None,)
     for stage, choice in itertools.product((1, 2, 3), recompute):
-        for ranks in _list_teams(case):
+        for ranks in _list_sequence_sizes(case):
             if found := _search_sizes(case.change(stage=stage, recompute=choice, sequence=ranks), report):
                 fitting += found
                 break
@@ -217,7 +219,7 @@ def _count_share(case: Case) -> int:
     return case.run.batch.global_ * case.run.parallel.sequence // case.layout.world
 
 
-def _list_teams(case: Case) -> list[int]:
+def _list_sequence_sizes(case: Case) -> list[int]:
     """Returns how many ranks may share a sample: the recipe's number, and its doubles as far as a machine's GPUs and
     the system allow.
     """

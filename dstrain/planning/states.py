@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 
 from dstrain.engine.blocks import require_leaf_modules
-from dstrain.engine.optimizers import choose_weights, group_weights
+from dstrain.engine.optimizers import freeze_weights, group_weights
 from dstrain.engine.planning.memory_kinds import OFFLOADED
 from dstrain.engine.settings import is_optimizer_offloaded, read_offload, read_precision, read_stage
 from dstrain.recipe import Run
@@ -80,7 +80,7 @@ def describe_memory_of_states(run: Run, system: System, settings: dict[str, Any]
 def _build_and_freeze_networks(run: Run, system: System) -> dict[str, nn.Module]:
     """Returns the networks by part on the meta device, with the weights frozen that the recipe freezes."""
     networks = system.build_networks_on_meta()
-    choose_weights(networks, run.train_only, run.optimizer)
+    freeze_weights(networks, run.train_only, run.optimizer)
     return networks
 
 

@@ -78,7 +78,7 @@ def measure_step(
         )
         updates: list[int] = []  # where they begin and end, in turn
         begun: list[Done] = []
-        _label_makers(watch, system, engines, updates, begun)
+        _label_tensors_by_maker(watch, system, engines, updates, begun)
         last = choose_step(run, system)
         for number in range(last - _WARM[read_stage(settings)], last + 1):
             _label_states(watch, engines, ema)
@@ -124,7 +124,7 @@ def measure_states(
     return {kind: size for kind, size in sizes.items() if kind not in MADE_IN_A_STEP}, engines, ema
 
 
-def _label_makers(
+def _label_tensors_by_maker(
     watch: Watch,
     system: System,
     engines: Engines,

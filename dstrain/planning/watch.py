@@ -80,7 +80,7 @@ class Watch(TorchDispatchMode):
         if func.namespace == "c10d":
             self._count_exchange(func.name().partition(".")[0].removeprefix("c10d::").strip("_"), args)
         elif func.namespace == "_c10d_functional":
-            self._count_named(func.name().rpartition("::")[2], args, out)
+            self._count_functional_exchange(func.name().rpartition("::")[2], args, out)
         elif self.kind == "working" and _computes_again():
             self.recomputed += count_operation_flops(func, args, kwargs or {}, out)
         for tensor in (out,) if isinstance(out, Tensor) else tree_leaves(out):
@@ -170,7 +170,7 @@ class Watch(TorchDispatchMode):
         self._calls[operation, ranks] += 1
         self._bytes[operation, ranks] += max(sides)
 
-    def _count_named(self, name: str, args: tuple, out: Tensor) -> None:
+    def _count_functional_exchange(self, name: str, args: tuple, out: Tensor) -> None:
         """Counts an exchange of tokens between ranks that share samples, whose last argument is their group's name."""
         if name != "wait_tensor":
             key = _NAMES.get(name, name), dist.distributed_c10d._resolve_process_group(args[-1]).size()

@@ -300,7 +300,7 @@ class Tracker:
                 self._board.add_scalar(name, value, done)
 
     def _print_line(self, text: str) -> None:
-        get_phases().note_output()
+        get_phases().record_output()
         bar = self._bar  # which the main thread may close meanwhile
         with suppress(OSError, ValueError):  # a closed pipe or terminal ends no training
             if bar is not None:

@@ -106,7 +106,7 @@ def dstrains(folder: Path, stage: int, precision: str) -> dict:
     for step in range(STEPS):
         x, y = batch(step)
         mine = rows(0, GLOBAL // group.world())
-        with engines.select_part("tiny") as nets:
+        with engines.freeze_all_but("tiny") as nets:
             engines.learn("tiny", (nets["tiny"](x[mine]) - y[mine]).square().mean())
         ema.update(step, engines.collect_applied_flags())
         full = gathered(masters, masters.flats)

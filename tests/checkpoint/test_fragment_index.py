@@ -72,8 +72,8 @@ def test_every_run_of_elements(tmp_path, world):
     )
     assert (
         index.list_decays() == [0.99]
-        and index.list_names("master") == list(SHAPES)
-        and index.list_names("state1") == []
+        and index.list_tensor_names("master") == list(SHAPES)
+        and index.list_tensor_names("state1") == []
     )
     with index:
         for (kind, name), values in truth.items():
@@ -117,7 +117,7 @@ def test_gaps_and_nothing(tmp_path):
     assert messages[0] == messages[1]
     write_index(tmp_path, "none", [Rows([], np.zeros((0, 5), np.int64), "")], {})
     nothing = FragmentIndex(tmp_path, "none")
-    assert nothing.list_kinds() == nothing.list_names("master") == [] and not nothing.has_tensor("master", "a")
+    assert nothing.list_kinds() == nothing.list_tensor_names("master") == [] and not nothing.has_tensor("master", "a")
 
 
 @pytest.mark.parametrize("row, value", [(3, 7), (3, -1), (2, -5), (4, -8)])

@@ -59,7 +59,7 @@ def test_any_partition_loads_into_any_other(data):
         with Shards(folder, "net") as shards:
             assert set(shards.list_kinds()) == set(kinds)
             for kind, named in kinds.items():
-                assert set(shards.list_names(kind)) == set(SHAPES)
+                assert set(shards.list_tensor_names(kind)) == set(SHAPES)
                 for name, whole in named.items():
                     assert shards.find_shape(name) == SHAPES[name]
                     cuts = sorted({0, whole.numel(), *(e for e in data.draw(edges) if e < whole.numel())})

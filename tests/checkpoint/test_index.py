@@ -173,8 +173,8 @@ def test_kinds_and_names(tmp_path):
     index = Index(tmp_path, "net", [path.name])
     assert index.list_kinds() == ["master", "ema.0.9999", "ema.0.5"] and index.list_decays() == [0.9999, 0.5]
     assert (
-        index.list_names("ema.0.5") == ["b", "a"]
-        and index.list_names("ema.0.7") == []
+        index.list_tensor_names("ema.0.5") == ["b", "a"]
+        and index.list_tensor_names("ema.0.7") == []
         and index.metadata == {"step": "3"}
     )
     with pytest.raises(ConfigError, match="net: the checkpoint .* holds no tensor named c$"):

@@ -65,7 +65,7 @@ def test_counters(folder, counters):
     """Oracle: the step before, and one line that names the file; in order it is the step itself."""
     assert newest(folder) == (9, [])
     assert validate.read_counters(folder / "step_00000009") == FINE
-    assert validate.read_course(folder / "step_00000009").skipped == 1
+    assert validate.read_recovery_state(folder / "step_00000009").skipped == 1
     seal(folder / "step_00000009", counters)
     step, lines = newest(folder)
     assert step == 7 and len(lines) == 1 and "step_00000009" in lines[0]
@@ -107,11 +107,11 @@ def test_snapshots_that_fit_together(folder):
     paths = [folder / f"step_{step:08d}" for step in (7, 9, 11)]
     for path, began, step in zip(paths, (0, 8, 8), (7, 9, 11)):
         seal(path, counters(began, step - began), step=step)
-    assert [snapshot.step for snapshot in combine.group_snapshots(paths)] == [9, 11]
-    assert [snapshot.step for snapshot in combine.group_snapshots(paths[:2])] == [9]
+    assert [snapshot.step for snapshot in combine.select_combinable_snapshots(paths)] == [9, 11]
+    assert [snapshot.step for snapshot in combine.select_combinable_snapshots(paths[:2])] == [9]
     seal(paths[0], step=7)
     with pytest.raises(ConfigError, match="step_00000007 holds no averages by width"):
-        combine.group_snapshots(paths)
+        combine.select_combinable_snapshots(paths)
 
 
 def test_small_tensors_and_counters(tmp_path):

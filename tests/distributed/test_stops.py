@@ -165,7 +165,7 @@ def test_handlers_are_restored(tmp_path):
     mine = signal.signal(signal.SIGUSR1, lambda *_: heard.append(1))
     try:
         made = Stops(tmp_path, watch_launcher=False)
-        assert all(signal.getsignal(number) == made._note_signal for number in SIGNALS)
+        assert all(signal.getsignal(number) == made._handle_signal for number in SIGNALS)
         made.restore_handlers()
         os.kill(os.getpid(), signal.SIGUSR1)
         assert heard == [1] and made.reason is None

@@ -39,7 +39,7 @@ def hang():
     time.sleep(600)
 with Watchdog(folder, 20, float(sys.argv[4]), 600) as watchdog:
     dist.init_process_group("gloo")
-    watchdog.begin_to_publish()
+    watchdog.start_publisher()
     for step in range(1, 10 ** 9):
         watchdog.enter_phase(step)
         if step == 40 and fault == "slow":

@@ -50,10 +50,10 @@ def take(system: System, count: int) -> dict[str, torch.Tensor]:
 def train(system: System, engines: Engines) -> list[float]:
     losses = []
     for _ in range(STEPS):
-        engines.set_lr(0.01)
+        engines.begin_step(0.01)
         example = system.encode(take(system, BATCH))
         for part in system.turns(0):
-            with engines.select_part(part) as nets:
+            with engines.freeze_all_but(part) as nets:
                 loss = system.loss(part, nets, example)["loss"]
                 engines.learn(part, loss)
             losses.append(loss.item())
@@ -164,8 +164,8 @@ def first(recompute: str) -> torch.Tensor:
 
     engines = engines_for(networks, run, settings, lambda name, weight: False, (Layer,))
     for _ in range(STEPS):
-        engines.set_lr(0.01)
-        with engines.select_part("net") as nets:
+        engines.begin_step(0.01)
+        with engines.freeze_all_but("net") as nets:
             engines.learn("net", nets["net"](torch.linspace(-1, 1, 3 * BATCH).view(BATCH, 3)).square().mean())
     masters = engines.masters["net"]
     return torch.cat([value.flatten() for value in gathered(masters, masters.flats).values()])

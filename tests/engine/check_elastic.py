@@ -64,7 +64,7 @@ class Trial:
         for step in range(first, last):
             x, y = batch(step)
             mine = rows(0, GLOBAL // group.world())
-            with self.engines.select_part("tiny") as nets:
+            with self.engines.freeze_all_but("tiny") as nets:
                 loss = (nets["tiny"](x[mine]) - y[mine]).square().mean()
                 self.engines.learn("tiny", loss)
             self.ema.update(step, self.engines.collect_applied_flags())

@@ -122,11 +122,11 @@ def measure(stage: int, precision: str, micro: int, expected: dict, norm: float)
     held_x = batch(100)[0]
     swaps, applied = [], []
     for step in range(STEPS):
-        engines.set_lr(run.optimizer.compute_lr(step, STEPS))
+        engines.begin_step(run.optimizer.compute_lr(step, STEPS))
         x, y = batch(step)
         for micro_step in range(GLOBAL // (micro * group.world())):
             mine = rows(micro_step, micro)
-            with engines.select_part("tiny") as nets:
+            with engines.freeze_all_but("tiny") as nets:
                 loss = (nets["tiny"](x[mine]) - y[mine]).square().mean()
                 engines.learn("tiny", loss)
             last = micro_step + 1 == GLOBAL // (micro * group.world())
@@ -176,7 +176,7 @@ def measure(stage: int, precision: str, micro: int, expected: dict, norm: float)
     }
     # A gradient that is not finite, on one rank only: nothing moves, anywhere.
     flats = [flat.detach().clone() for flat in masters.flats]
-    with engines.select_part("tiny") as nets:
+    with engines.freeze_all_but("tiny") as nets:
         for micro_step in range(GLOBAL // (micro * group.world())):
             loss = nets["tiny"](x[rows(micro_step, micro)]).sum()
             engines.learn("tiny", loss * (torch.inf if group.rank() == 0 else 1.0))

@@ -122,10 +122,10 @@ class Trial:
 
     def steps(self, first: int, last: int) -> None:
         for step in range(first, last):
-            self.engines.set_lr(self.run.optimizer.compute_lr(step, last))
+            self.engines.begin_step(self.run.optimizer.compute_lr(step, last))
             x, y = batch(step)
             mine = rows(0, GLOBAL // group.world())
-            with self.engines.select_part("tiny") as nets:
+            with self.engines.freeze_all_but("tiny") as nets:
                 self.engines.learn("tiny", (nets["tiny"](x[mine]) - y[mine]).square().mean())
             self.ema.update(step, self.engines.collect_applied_flags())
 

@@ -63,7 +63,7 @@ def measure(stage: int) -> dict:
     weights["scale.table"] = engines.modules["tiny"].scale.table
     expected, loss = plain()
     losses = []
-    with engines.select_part("tiny") as networks:
+    with engines.freeze_all_but("tiny") as networks:
         for micro in range(8 // (MICRO * group.world())):
             loss_here = loss_of(networks["tiny"], rows(micro, MICRO))
             losses.append(group.sum_over_ranks(loss_here.detach().double()).item() / group.world())

@@ -114,10 +114,10 @@ def train(stage: int, folder: str, **keys: Any) -> dict[str, torch.Tensor]:
     shadow = EmaShadow(engines.masters, run.ema, ("tiny",))
     figures = []
     for step in range(STEPS):
-        engines.set_lr(0.01)
+        engines.begin_step(0.01)
         x, y = batch(step)
         for row in range(group.rank() * micro, GLOBAL, micro * group.world()):
-            with engines.select_part("tiny") as nets:
+            with engines.freeze_all_but("tiny") as nets:
                 loss = (nets["tiny"](x[row : row + micro]) - y[row : row + micro]).square().mean()
                 engines.learn("tiny", loss)
             figures.append(loss.item())

@@ -188,7 +188,7 @@ class Trial:
         """The fp32 weights after these steps."""
         for step in range(first, last):
             x, y = own_share(step)
-            with self.engines.select_part("tiny") as nets:
+            with self.engines.freeze_all_but("tiny") as nets:
                 self.engines.learn("tiny", (nets["tiny"](x) - y).square().mean())
         return gathered(self.masters, self.masters.flats)
 
@@ -196,7 +196,7 @@ class Trial:
         """Whether a gradient that is not finite on the last rank changes no weight and no moment."""
         before = self.state()
         x, y = own_share(0)
-        with self.engines.select_part("tiny") as nets:
+        with self.engines.freeze_all_but("tiny") as nets:
             loss = (nets["tiny"](x) - y).square().mean()
             self.engines.learn("tiny", loss * (math.inf if group.rank() == group.world() - 1 else 1))
         after = self.state()

@@ -69,10 +69,10 @@ def error_of_sum(stage: int, precision: str, accumulation: int, **config) -> flo
     micro = SAMPLES // accumulation // group.world()
     engines = engines_of(run_of(SAMPLES, micro, 0.0), stage, ("a",), **{precision: {"enabled": True}}, **config)
     x, y = drawn(0, SAMPLES)
-    engines.set_lr(0.0)
+    engines.begin_step(0.0)
     for number in range(accumulation):
         first = (number * group.world() + group.rank()) * micro
-        with engines.select_part("a") as nets:
+        with engines.freeze_all_but("a") as nets:
             engines.learn("a", (nets["a"](x[first : first + micro]) - y[first : first + micro]).square().mean())
     network = rounded(DTYPES[precision])
     inputs = network.first(x.to(DTYPES[precision]).double())
@@ -168,11 +168,11 @@ class Trial:
         reports = []
         for step in range(first, last):
             x, y = drawn(step, BATCH)
-            self.engines.set_lr(LR)
+            self.engines.begin_step(LR)
             for number in range(BATCH // MICRO // group.world()):
                 row = (number * group.world() + group.rank()) * MICRO
                 for part in ("a", "b"):
-                    with self.engines.select_part(part) as nets:
+                    with self.engines.freeze_all_but(part) as nets:
                         self.engines.learn(
                             part,
                             loss_of(nets[part], x[row : row + MICRO], y[row : row + MICRO], part, step, group.rank()),

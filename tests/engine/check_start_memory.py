@@ -156,7 +156,7 @@ def main(path: Path, world: int) -> None:
     for stage, bf16 in ((0, False), (1, False), (1, True), (2, True), (3, False), (3, True))[world > 1 :]:
         start_figures, live, fresh, ema = start_of(stage, bf16, world)
         files = from_files(stage, bf16, fresh, ema) if world == 1 and stage and not bf16 else {}
-        with live, fresh.select_part("net") as nets:
+        with live, fresh.freeze_all_but("net") as nets:
             x = torch.ones(1, WIDTH, dtype=torch.bfloat16 if bf16 else torch.float32)
             fresh.learn("net", nets["net"](x).mean())
         figures.append({"stage": stage, "bytes": 2 if bf16 else 4, "peak": live.peak, **start_figures, **files})

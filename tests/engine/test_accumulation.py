@@ -44,10 +44,10 @@ def test_weights_that_take_turns(stage, dtype):
     engines = engines_for(lambda: {"net": Parts()}, run, resolve(config, run, 1, "cpu"), lambda name, weight: False)
     masters, moments = engines.masters["net"], dict.fromkeys(USES, 0.0)
     for step in range(2):
-        engines.set_lr(0.0)
+        engines.begin_step(0.0)
         for number, value in enumerate(MICROS):
             names = [name for name, places in USES.items() if number in places]
-            with engines.select_part("net") as nets:
+            with engines.freeze_all_but("net") as nets:
                 loss = nets["net"](torch.full((2, 3), value), names).mean()
                 engines.learn("net", loss * len(MICROS))  # which DeepSpeed divides by their number
             assert applied(engines) == {"net": number == len(MICROS) - 1}
@@ -85,9 +85,9 @@ def test_one_rank_needs_no_buckets(stage, precision, micros, monkeypatch):
         engines = engines_for(lambda: {"net": Parts()}, run, resolve(config, run, 1, "cpu"), lambda name, weight: True)
         for number in range(4 * micros):
             if number % micros == 0:
-                engines.set_lr(1e-2)
+                engines.begin_step(1e-2)
             value = float("inf") if number // micros == 2 else 1.0 + number % 3
-            with engines.select_part("net") as nets:  # "late" has no gradient in some steps, "never" in all
+            with engines.freeze_all_but("net") as nets:  # "late" has no gradient in some steps, "never" in all
                 names = ["always", "early", *["late"] * (number % 2), "middle"]
                 engines.learn("net", (nets["net"](torch.full((2, 3), value), names) + number).square().mean())
         masters, zero = engines.masters["net"], engines["net"].optimizer
@@ -97,7 +97,7 @@ def test_one_rank_needs_no_buckets(stage, precision, micros, monkeypatch):
 
     spared: list[bool] = []
     ours = [value.clone() for value in steps(stage)]
-    monkeypatch.setattr(Updates, "_one_rank", False)
+    monkeypatch.setattr(Updates, "_is_single_rank", False)
     theirs = steps(2 if (precision, micros) == ("bf16", 3) else stage)
     assert all(torch.equal(own, other) for own, other in zip(ours, theirs, strict=True))
     assert spared == ["sent" not in precision, False]  # what is sent in another type is rounded

@@ -89,7 +89,7 @@ class Trial:
 
     def steps(self, first: int, last: int) -> None:
         for number in range(first, last):
-            self.engines.set_lr(LR)
+            self.engines.begin_step(LR)
             for part in self.engines:
                 step(self.engines, part, seed=number)
             self.ema.update(number, self.engines.collect_applied_flags())
@@ -195,7 +195,7 @@ def test_the_way_back(run):
         r"the steps 1, 2 \(put aside: 3, 4\)",
     ):
         trial.saves.go_back(3, "at last")
-    trial.course.forget_rollbacks()
+    trial.course.forgive_rollbacks()
     assert trial.saves.go_back(3, "forgiven") == 1 and trial.course.state.forgiven == 3
     with pytest.raises(FloatingPointError, match="No checkpoint from before that is left to go back to"):
         trial.saves.go_back(2, "nothing left")

@@ -53,8 +53,10 @@ def test_the_index_says_what_the_headers_say(saved, stage):
     headers, index = Shards(folder, "tiny"), open_shards(folder, "tiny")
     assert isinstance(index, IndexedShards) and index.list_kinds() == headers.list_kinds()
     for kind in headers.list_kinds():
-        assert set(index.list_names(kind)) == set(headers.list_names(kind)) and not index.has_tensor(kind, "w")
-        for name in headers.list_names(kind):
+        assert set(index.list_tensor_names(kind)) == set(headers.list_tensor_names(kind)) and not index.has_tensor(
+            kind, "w"
+        )
+        for name in headers.list_tensor_names(kind):
             shape = headers.find_shape(name)
             numel = math.prod(shape)
             assert index.find_shape(name) == shape

@@ -116,7 +116,7 @@ def test_a_weight_without_a_gradient(stage):
     """Oracle: plain AdamW: what has no gradient, or one of zeros, moves by no more than its decay."""
     engines = engines_of(stage, network=Idle, parts=("a",))
     begun = weights(engines, "a")
-    engines.set_lr(LR)
+    engines.begin_step(LR)
     step(engines, "a")
     after = weights(engines, "a")
     assert applied(engines) == {"a": True} and math.isfinite(engines.collect_figures()["grad_norm"])

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from dstrain.engine.optimizers import choose_weights, group_weights
+from dstrain.engine.optimizers import freeze_weights, group_weights
 from dstrain.recipe import ConfigError, Optimizer, Run
 from tests.engine import check_frozen
 from tests.support.tiny import Tiny
@@ -90,16 +90,16 @@ def test_refuses_what_fits_nothing(train_only, rates, message):
     """Oracle: by hand: the key, the pattern, and the remedy."""
     networks = {"tiny": Tiny(), "other": nn.Linear(2, 2)}
     with pytest.raises(ConfigError, match=message):
-        choose_weights(networks, train_only, Optimizer(rates=rates))
+        freeze_weights(networks, train_only, Optimizer(rates=rates))
 
 
 def test_muon_needs_matrices_that_learn():
     """Oracle: by hand: biases alone are no matrices; with a matrix of a block it has one, and none that is frozen."""
     network, choice = Tiny(), Optimizer(name="muon")
-    choose_weights({"tiny": network}, ["*.bias"], choice)
+    freeze_weights({"tiny": network}, ["*.bias"], choice)
     with pytest.raises(ConfigError, match="muon: Tiny has no matrices that learn"):
         list(group_weights(network, choice, check_frozen.decays, (nn.Linear,)))
-    choose_weights({"tiny": network}, ["hidden.0.*"], choice)
+    freeze_weights({"tiny": network}, ["hidden.0.*"], choice)
     matrices, rest = group_weights(network, choice, check_frozen.decays, (nn.Linear,))
     assert matrices["params"] == [network.hidden[0].weight] and rest["params"] == [network.hidden[0].bias]
 
@@ -127,7 +127,7 @@ def test_all_learn_without_patterns():
     """Oracle: a network as it was built: what is frozen there stays so, and no group or number changes."""
     network = Tiny()
     network.first.bias.requires_grad_(False)
-    choose_weights({"tiny": network}, None, Optimizer())
+    freeze_weights({"tiny": network}, None, Optimizer())
     assert [name for name, weight in network.named_parameters() if not weight.requires_grad] == ["first.bias"]
     groups = list(group_weights(network, Optimizer(), check_frozen.decays, ()))
     assert sum(len(members["params"]) for members in groups) == len(list(network.parameters())) - 1

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from dstrain import systems
-from dstrain.engine.initial import build_networks, draw_weights, find_constructed_weights
+from dstrain.engine.initial import build_networks, draw_weights, explain_constructed_weights
 from tests.engine import check_initial
 from tests.engine.check_initial import Zeroed
 from tests.support import tokenizers
@@ -167,12 +167,12 @@ def tie(parent: Parent) -> None:
 )
 def test_constructors_that_set_weights(make, name):
     """Oracle: the first weight or buffer that the constructor leaves otherwise than its owner's reset_parameters."""
-    assert find_constructed_weights(lambda: {"part": make()}) == f"part: {name} is set by a constructor"
+    assert explain_constructed_weights(lambda: {"part": make()}) == f"part: {name} is set by a constructor"
 
 
 def test_values_in_a_constructor():
     """Oracle: a constructor that reads a tensor's values, which none on the meta device has."""
-    reason = find_constructed_weights(lambda: {"part": Parent(read_a_value)})
+    reason = explain_constructed_weights(lambda: {"part": Parent(read_a_value)})
     assert reason.startswith("networks() cannot run on the meta device (")
 
 
@@ -192,14 +192,14 @@ def test_values_in_a_constructor():
 )
 def test_modules_that_draw_their_own(make):
     """Oracle: the layers of torch and ours whose reset_parameters gives what the constructor leaves."""
-    assert find_constructed_weights(lambda: {"part": make()}) is None
+    assert explain_constructed_weights(lambda: {"part": make()}) is None
 
 
 @pytest.mark.parametrize("name, index", [(name, index) for name in CASES for index in range(len(CASES[name]))])
 def test_every_system_draws_by_modules(name, index, tmp_path):
     """Oracle: no rank needs a whole network; runs and checkpoints that exist keep their initial weights."""
     more = {"tokenizer": {"path": str(tokenizers.save(tmp_path))}} if name == "phenaki" else {}
-    assert find_constructed_weights(systems.build(name, CASES[name][index] | more).networks) is None
+    assert explain_constructed_weights(systems.build(name, CASES[name][index] | more).networks) is None
 
 
 def test_build():

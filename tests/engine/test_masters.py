@@ -76,7 +76,7 @@ def data(seed: int = 0) -> tuple[Tensor, Tensor]:
 
 def step(engines: Engines, part: str, factor: float = 1.0, seed: int = 0) -> None:
     x, y = data(seed)
-    with engines.select_part(part) as nets:
+    with engines.freeze_all_but(part) as nets:
         engines.learn(part, (nets[part](x) - y).square().mean() * factor)
 
 
@@ -145,7 +145,7 @@ def test_a_step_by_hand(stage, precision):
     network.scale.table = engines.modules["a"].scale.table.clone()
     (network(x) - y).square().mean().backward()
     gradients = {name: weight.grad.float() for name, weight in network.named_parameters()}
-    engines.set_lr(LR / 2)
+    engines.begin_step(LR / 2)
     assert all(group["lr"] == LR / 2 for engine in engines.values() for group in engine.optimizer.param_groups)
     step(engines, "a")
     assert applied(engines) == {"a": True} and engines.count_skipped() == 0
@@ -165,7 +165,7 @@ def test_a_step_by_hand(stage, precision):
     assert figures["a/grad_norm"] == pytest.approx(norm, rel=1e-5 if precision == "fp32" else 2e-2)
     assert figures["a/param_norm"] == pytest.approx(torch.cat([w.flatten() for w in after.values()]).norm().item())
     assert same(weights(engines, "b"), waiting) and engines.masters["b"].updates == 0 and masters.updates == 1
-    engines.set_lr(LR)
+    engines.begin_step(LR)
     assert applied(engines) == {}
     step(engines, "b")
     assert applied(engines) == {"b": True} and same(weights(engines, "a"), after)
@@ -179,7 +179,7 @@ def test_a_gradient_that_is_not_finite(stage, precision):
     for number, factor in enumerate((1.0, math.inf, math.nan, 1.0)):
         kept = {part: weights(engines, part) for part in "ab"}
         moments = [moment.clone() for kind in ADAM for moment in engines.masters["b"].read_moments(kind)]
-        engines.set_lr(LR)
+        engines.begin_step(LR)
         step(engines, "a", seed=number)
         step(engines, "b", factor, seed=number)
         assert applied(engines) == {"a": True, "b": factor == 1.0}
@@ -218,11 +218,11 @@ def test_moments_of_8_bits(stage, precision):
     x = torch.randn(4, 64, generator=torch.Generator().manual_seed(0)).to(DTYPES[precision])
 
     def take(factor: float) -> None:
-        with engines.select_part("a") as nets:
+        with engines.freeze_all_but("a") as nets:
             engines.learn("a", nets["a"](x).square().mean() * factor)
 
     for factor in (1.0, math.nan, math.inf, 1.0):
-        engines.set_lr(LR)
+        engines.begin_step(LR)
         kept, codes = weights(engines, "a"), [code.clone() for _, _, code in masters.list_coded_moments()]
         take(factor)
         unchanged = same(weights(engines, "a"), kept) and all(
@@ -254,11 +254,11 @@ def test_a_turn(stage):
     def trainable(part: str) -> list[bool]:
         return [weight.requires_grad for weight in engines.modules[part].parameters()]
 
-    with engines.select_part("b") as nets:
+    with engines.freeze_all_but("b") as nets:
         assert list(nets) == ["a", "b"] and nets["a"] is engines.modules["a"] and nets["b"] is engines["b"]
         assert not any(trainable("a")) and all(trainable("b"))
     assert all(trainable("a"))
-    with pytest.raises(KeyError), engines.select_part("a"):
+    with pytest.raises(KeyError), engines.freeze_all_but("a"):
         assert all(trainable("a")) and not any(trainable("b"))
         raise KeyError
     assert all(trainable("b"))
@@ -291,7 +291,7 @@ def test_weights_that_are_set_and_shown(stage, precision):
         others = [torch.zeros_like(flat) for flat in masters.flats]
         for error in (None, ValueError):
             try:
-                with masters.show_flats(others):
+                with masters.compute_with_flats(others):
                     assert not network(x).any() and expected.any()
                     if error:
                         raise error
@@ -320,7 +320,7 @@ def test_what_a_step_at_stage_3_gathers_and_releases(left, monkeypatch):
     monkeypatch.setattr(zero, "_pre_step", lambda: [begin(), *(weight.all_gather() for weight in cut if left)])
     monkeypatch.setattr(zero, "_partition_all_parameters", lambda: released.append(release()))
     for number in range(2):
-        engines.set_lr(LR)
+        engines.begin_step(LR)
         step(engines, "a", seed=number)
         assert cut and all(weight.numel() == 0 for weight in cut) and len(released) == (number + 1) * left
         theirs, (x, _) = plain(engines, "a", "bf16"), data()
@@ -339,7 +339,7 @@ def test_a_count_that_is_set(stage, precision):
     masters.updates = 9
     assert masters.updates == 9 and engines.masters["b"].updates == 0
     begun = weights(engines, "a")
-    engines.set_lr(LR)
+    engines.begin_step(LR)
     step(engines, "a")
     assert masters.updates == 10
     first, second = (gathered(masters, masters.read_moments(kind)) for kind in ADAM)
@@ -356,7 +356,7 @@ def test_a_step_of_several_micro_batches_that_is_skipped(stage):
     """Oracle: by hand: one bad gradient of three skips the step, and the next one is of three micro-batches again."""
     engines = engines_of(stage, parts=("a",), micros=3)
     for number, factors in enumerate(((1.0, 1.0, 1.0), (1.0, math.nan, 1.0), (math.inf, 1.0, 1.0), (1.0, 1.0, 1.0))):
-        engines.set_lr(LR)
+        engines.begin_step(LR)
         for micro, factor in enumerate(factors):
             step(engines, "a", factor, seed=3 * number + micro)
             assert applied(engines) == {"a": micro == 2 and factors == (1.0, 1.0, 1.0)}, (number, micro)
@@ -372,7 +372,7 @@ def test_one_part_and_a_clip(stage):
     network.scale.table = engines.modules["only"].scale.table.clone()
     (network(x) - y).square().mean().backward()
     norm = torch.nn.utils.clip_grad_norm_(network.parameters(), 0.01).item()
-    engines.set_lr(LR)
+    engines.begin_step(LR)
     step(engines, "only")
     masters = engines.masters["only"]
     first = gathered(masters, masters.read_moments("exp_avg"))
@@ -392,7 +392,7 @@ def test_a_scale_and_its_state(stage):
     engines = engines_of(stage, "fp16", scale=scale)
     seen = []
     for number, factor in enumerate((1.0, math.inf, 1.0, 1.0, 1.0, math.inf, math.inf)):
-        engines.set_lr(LR)
+        engines.begin_step(LR)
         network, (x, y) = plain(engines, "a", "fp32"), data(number)
         network.scale.table = engines.modules["a"].scale.table.clone()
         (network(x) - y).square().mean().backward()

@@ -181,7 +181,7 @@ def test_muon(applied):
     optimizer.step()
     assert torch.equal(flat, before) and rest not in optimizer.state
     fragments = [(Fragment("a", (3, 8), 0, 24), 0, 0), (Fragment("b", (8, 2, 2), 0, 32), 0, 24)]
-    optimizer.place_matrices([flat, rest], {0: fragments})
+    optimizer.assign_matrices([flat, rest], {0: fragments})
     for step in range(4):
         flat.grad, rest.grad = gradients(10 + step, flat.shape), gradients(20 + step, rest.shape)
         line.grad = rest.grad.clone()

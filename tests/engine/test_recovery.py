@@ -86,7 +86,7 @@ def test_to_look_or_to_resume_changes_nothing(steps):
         if trouble:
             assert course.find_step_before_trouble(done) == alone.find_step_before_trouble(done)
             return
-        assert not looks or course.state.good == (loss in (1.0, 1.5))
+        assert not looks or course.state.has_no_trouble == (loss in (1.0, 1.5))
         if resumes:
             course, saved = Divergence(faults), course.state.model_dump()
             course.state = parse_state(saved)
@@ -105,11 +105,11 @@ def test_the_data_never_go_back(events):
             saved[done] = course.state.model_dump()
         if event == 2:  # trouble: the newest one
             step = max(saved)
-            course.note_rollback(done, step, saved[step])
+            course.record_rollback(done, step, saved[step])
             done = step
         if event == 3 and len(saved) > 1:  # and the one before it
             saved.pop(max(saved))
-            course.note_rollback(done, max(saved), saved[max(saved)])
+            course.record_rollback(done, max(saved), saved[max(saved)])
             done = max(saved)
     assert course.rollbacks == len(course.state.rollbacks) and parse_state(course.state.model_dump()) == course.state
 

@@ -27,7 +27,7 @@ def slow(*arguments, **named):
     if calls >= int(first):
         Path(file).touch()
         for _ in range(-int(float(seconds))):
-            get_phases().note_progress()
+            get_phases().record_progress()
             time.sleep(1)
         time.sleep(max(0.0, float(seconds)))
     return original(*arguments, **named)

@@ -262,7 +262,7 @@ class Shown:
         self.flats, self.shown = [torch.zeros(1)], 0
 
     @contextmanager
-    def show_flats(self, values: list[Tensor]) -> Iterator[None]:
+    def compute_with_flats(self, values: list[Tensor]) -> Iterator[None]:
         self.shown = int(values[0])
         yield
         self.shown = 0

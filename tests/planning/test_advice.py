@@ -72,7 +72,7 @@ def test_the_smallest_change(case):
     least = min(ways)
     tight = on(case, least)
     assert not tight.estimate_costs().fits
-    change = advice.find_change(tight.estimate_costs(), tight)
+    change = advice.find_smallest_change(tight.estimate_costs(), tight)
     assert change.fits and takes(change) == least
     assert list_changes(tight.estimate_costs(), change) == list_changes(
         case.estimate_costs(), case.change(**ways[least]).estimate_costs()
@@ -87,7 +87,7 @@ def test_what_computes_least(case):
     tight = on(case, takes(case.estimate_costs()) - 1)
     fitting = [other for way in neighbours() if (other := tight.change(**way).estimate_costs()).fits]
     costs = sorted((other.host, other.counts.recomputed) for other in fitting)
-    change = advice.find_change(tight.estimate_costs(), tight)
+    change = advice.find_smallest_change(tight.estimate_costs(), tight)
     assert len(set(costs)) > 1 and (change.host, change.counts.recomputed) == costs[0] and change.time is None
     with pytest.raises(ConfigError, match="^--network: --gpu 900TB names no chip, so that nothing is timed"):
         plan.make_case(case.run, ROOT / "ds_configs" / "zero2.json", WORLD, 8, "900TB", 100.0)
@@ -103,7 +103,7 @@ def test_several_changes(case):
     ]
     assert min(pairs) < min(singles)
     tight = on(case, min(singles) - 1)
-    change = advice.find_change(tight.estimate_costs(), tight)
+    change = advice.find_smallest_change(tight.estimate_costs(), tight)
     assert change.fits and len(list_changes(tight.estimate_costs(), change)) == 2 and takes(change) in pairs
 
 
@@ -114,9 +114,9 @@ def test_sharing():
     shared = case.change(**least, sequence=2).estimate_costs()
     assert takes(shared) < takes(case.change(**least).estimate_costs())
     tight = on(case, takes(shared))
-    found = advice.find_sharing(tight)
+    found = advice.find_sample_sharing(tight)
     assert found.fits and list_changes(case.estimate_costs(), found)["parallel.sequence"] == 2
-    assert advice.find_sharing(on(case, takes(shared) - 1)) is None
+    assert advice.find_sample_sharing(on(case, takes(shared) - 1)) is None
     text = plan.describe_plan(replace(tight, run=found.run))[0]
     assert f"batch {BATCH} = {WORLD // 2} groups of 2 ranks x 1 x 4" in text
 
@@ -142,7 +142,7 @@ def test_inputs_on_the_host():
 def test_no_change_fits():
     """Oracle: a run whose choices all take the least memory already."""
     least = on(tiny("zero3_offload.json", f"batch.global={WORLD}", "model.recompute=offload"), 2**30)
-    assert advice.find_change(least.estimate_costs(), least) is None
+    assert advice.find_smallest_change(least.estimate_costs(), least) is None
     assert "take larger GPUs" in plan.describe_plan(least)[0]
 
 
@@ -154,7 +154,7 @@ def test_the_fastest_change(case):
     ways = [replace(case.change(**way).estimate_costs(), chip=chip) for way in neighbours()]
     fitting = [estimate for estimate in ways if estimate.fits]
     assert len(fitting) >= 2
-    assert advice.find_change(tight.estimate_costs(), tight).time.total == min(
+    assert advice.find_smallest_change(tight.estimate_costs(), tight).time.total == min(
         estimate.time.total for estimate in fitting
     )
 

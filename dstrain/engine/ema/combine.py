@@ -35,7 +35,7 @@ class Snapshot(NamedTuple):
         return self.parts[part]["averages"]
 
 
-def group_snapshots(paths: Sequence[Path]) -> list[Snapshot]:
+def select_combinable_snapshots(paths: Sequence[Path]) -> list[Snapshot]:
     """Returns, in the given order, the snapshots that can be combined with the last one: those with the same parts,
     whose averages began at the same steps. Raises ConfigError if a path is no snapshot of averages by width.
     """
@@ -112,11 +112,12 @@ class Combined:
         """Returns (name, shape) of the tensors of an average, in the order of saving."""
         fragments = self._fragments[self._last.path]
         return [
-            (name, fragments.find_shape(name)) for name in fragments.list_names(f"ema.{self._sources[-1][1].width!r}")
+            (name, fragments.find_shape(name))
+            for name in fragments.list_tensor_names(f"ema.{self._sources[-1][1].width!r}")
         ]
 
     @property
-    def nbytes(self) -> int:
+    def bytes_per_average(self) -> int:
         """Returns the bytes of the values of one average, which is float32."""
         return sum(4 * math.prod(shape) for _, shape in self.list_tensors())
 

@@ -120,5 +120,5 @@ class EmaShadow:
                             f"no EMA of decay or width {name}; the recipe's section ema has "
                             f"{', '.join(map(str, shadows))}"
                         )
-                    stack.enter_context(self._masters[part].show_flats(shadows[chosen]))
+                    stack.enter_context(self._masters[part].compute_with_flats(shadows[chosen]))
             yield

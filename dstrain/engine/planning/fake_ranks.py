@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from dstrain.distributed import group
 from dstrain.engine.engines import Engines
 from dstrain.engine.initial import Networks, Values, place_weights_on_meta
-from dstrain.engine.patches import forget_groups_at_end, import_deepspeed, replace_operators
+from dstrain.engine.patches import forget_groups_at_end, import_deepspeed, prepare_for_fake_tensors
 
 
 @contextmanager
@@ -34,7 +34,7 @@ def enter_fake_world(world: int) -> Iterator[None]:
     deepspeed = import_deepspeed()
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    replace_operators()
+    prepare_for_fake_tensors()
     asked = torch.cuda.is_available
     found = asked()
     dist.init_process_group("fake", rank=0, world_size=world, store=FakeStore())

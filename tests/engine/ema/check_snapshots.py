@@ -61,11 +61,11 @@ class Trial:
 
     def steps(self, first: int, last: int, save: int = 0) -> None:
         for step in range(first, last):
-            self.engines.set_lr(0.01)
+            self.engines.begin_step(0.01)
             x, y = batch(step)
             mine = rows(0, GLOBAL // group.world())
             for part in PARTS if step % 2 else PARTS[:1]:
-                with self.engines.select_part(part) as nets:
+                with self.engines.freeze_all_but(part) as nets:
                     self.engines.learn(part, (nets[part](x[mine]) - y[mine]).square().mean())
             self.ema.update(step, self.engines.collect_applied_flags())
             self.track(PARTS if step % 2 else PARTS[:1])

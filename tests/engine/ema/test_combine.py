@@ -14,7 +14,7 @@ from dstrain.checkpoint.fragments import Fragment, Shards, name_shard, write_sha
 from dstrain.checkpoint.manifest import NAME, hash_files
 from dstrain.disk.sealed import render_sealed
 from dstrain.engine.ema import combine
-from dstrain.engine.ema.combine import Combined, group_snapshots, hash_snapshots
+from dstrain.engine.ema.combine import Combined, hash_snapshots, select_combinable_snapshots
 from dstrain.engine.ema.profiles import Solution
 from dstrain.recipe import ConfigError
 from tests.engine.ema.test_profiles import published_solution
@@ -62,7 +62,7 @@ def snapshot(
 
 
 def combined(folder: Path) -> Combined:
-    return Combined(group_snapshots(sorted(folder.glob("step_*"))), "net")
+    return Combined(select_combinable_snapshots(sorted(folder.glob("step_*"))), "net")
 
 
 def mixed(coefficients, sources: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
@@ -80,7 +80,7 @@ def test_what_ranks_write(tmp_path, monkeypatch, synced, world):
     truth, made = [snapshot(tmp_path, step, step) for step in (10, 20, 30)], (0.07, 0.1)
     part = combined(tmp_path)
     assert part.list_tensors() == list(SHAPES.items())
-    assert part.nbytes == 4 * sum(math.prod(shape) for shape in SHAPES.values())
+    assert part.bytes_per_average == 4 * sum(math.prod(shape) for shape in SHAPES.values())
     for chunk in (4, 1 << 18):
         monkeypatch.setattr(combine, "CHUNK", chunk)
         folders = [tmp_path / f"{width} {chunk}" for width in made]
@@ -195,9 +195,13 @@ def test_which_snapshots(tmp_path):
     for step in (10, 20, 30):
         snapshot(tmp_path, step, step, parts=("net",) if step == 10 else ("net", "other"))
     paths = sorted(tmp_path.glob("step_*"))
-    snapshots = group_snapshots(paths)
-    assert [one.step for one in snapshots] == [20, 30] and [one.step for one in group_snapshots(paths[:1])] == [10]
-    assert hash_snapshots(snapshots) == hash_snapshots(group_snapshots(paths)) != hash_snapshots(snapshots[1:])
+    snapshots = select_combinable_snapshots(paths)
+    assert [one.step for one in snapshots] == [20, 30] and [
+        one.step for one in select_combinable_snapshots(paths[:1])
+    ] == [10]
+    assert (
+        hash_snapshots(snapshots) == hash_snapshots(select_combinable_snapshots(paths)) != hash_snapshots(snapshots[1:])
+    )
     assert hash_snapshots(snapshots) != hash_snapshots(snapshots[::-1]) and len(hash_snapshots(snapshots)) == 32
 
 

@@ -24,7 +24,7 @@ class Flats:
             flat.copy_(torch.arange(len(flat)) + 10.0 * number + step**2)
 
     @contextmanager
-    def show_flats(self, values: list[torch.Tensor]):
+    def compute_with_flats(self, values: list[torch.Tensor]):
         self.shown = values
         yield
         self.shown = []
