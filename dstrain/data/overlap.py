@@ -33,14 +33,16 @@ def find_overlaps(data: Data) -> list[str]:
                 "trained on in the other: take folders that lie beside each other, or hold nothing out"
             )
     for part, other in itertools.combinations(parts, 2):
-        if not (part.held_out or other.held_out) and _list_named_paths(part.path) == _list_named_paths(other.path):
+        if not (part.held_out or other.held_out) and _resolve_pattern_paths(part.path) == _resolve_pattern_paths(
+            other.path
+        ):
             problems.append(f"data.mixture: {part.path} and {other.path} are the same files: name them once")
     return problems
 
 
 def _is_trained_on(data: Data, path: str) -> bool:
     """Returns whether `path` shares files with the training split of data.path."""
-    if not _have_common_paths(_list_named_paths(data.path), _list_named_paths(path)):
+    if not _have_common_paths(_resolve_pattern_paths(data.path), _resolve_pattern_paths(path)):
         return False
     train, _ = find_split_paths(data.path, 1.0, None, cache=data.cache)
     return _have_common_paths(_list_read_paths(str(train), data.cache), _list_read_paths(path, data.cache))
@@ -48,20 +50,20 @@ def _is_trained_on(data: Data, path: str) -> bool:
 
 def _list_read_paths(path: str, cache: Cache) -> set[str]:
     """Returns the real paths of what is read at a path: the tables of one split if it holds tables of several splits,
-    else as `_list_named_paths`.
+    else as `_resolve_pattern_paths`.
     """
     if not os.path.exists(path) and find_pattern_folder(path) is None:
-        return _list_named_paths(path)
+        return _resolve_pattern_paths(path)
     files = open_files(path, cache)
     tables = open_layout_with_splits(path, files)
     return (
-        _list_named_paths(path)
+        _resolve_pattern_paths(path)
         if tables is None
         else {os.path.realpath(files.fetch_local(part)) for part in tables.list_parts()}
     )
 
 
-def _list_named_paths(path: str) -> set[str]:
+def _resolve_pattern_paths(path: str) -> set[str]:
     """Returns the real path of a file or folder; for a pattern, the real paths of the files that it fits, or of the
     pattern itself if its folder cannot be listed.
     """

@@ -63,7 +63,7 @@ def list_problems(
     lines: list[str] = []
     for item in _merge_type_errors(error.errors()):
         key = _join_location(item["loc"], prefix)
-        typed = any(_is_key_or_entry(key, name) or _is_key_or_entry(name, key) for name in overridden)
+        typed = any(_is_same_or_below(key, name) or _is_same_or_below(name, key) for name in overridden)
         origin = "command line" if typed else recipe
         if item["type"] == "extra_forbidden" and recipe and not typed and lies_in_run_or_export(recipe):
             lines.append(f"{key}: there is no such key [{recipe}]; {OTHER_VERSION}")
@@ -109,7 +109,7 @@ def _merge_type_errors(items: Iterable[Any]) -> list[Any]:
     return merged
 
 
-def _is_key_or_entry(key: str, section: str) -> bool:
+def _is_same_or_below(key: str, section: str) -> bool:
     """Returns whether a dotted key is `section` itself or lies below it."""
     return key == section or key.startswith((f"{section}.", f"{section}["))
 
