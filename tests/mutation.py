@@ -623,6 +623,13 @@ def load() -> None:
     gc.freeze()  # a fork's garbage collection would write to it all
 
 
+def read_excused() -> set[tuple[str, str]]:
+    """Path and change of the mutants in mutation.txt. A change may hold the sign that parts it from the reason."""
+    _, *lines = Path(__file__).with_suffix(".txt").read_text().splitlines()
+    parts = (line.rpartition(" | ")[0].partition(" | ") for line in lines if line)
+    return {(path, change) for path, _, change in parts}
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("groups", nargs="*", help=f"of {', '.join(GROUPS)}; none is all")
@@ -640,7 +647,7 @@ def main() -> int:
     )
     parser.add_argument("--mistakes", action="store_true", help="each of MISTAKES, by the test that it names")
     options = parser.parse_args()
-    lines = [line.split(" | ") for line in Path(__file__).with_suffix(".txt").read_text().splitlines() if " | " in line]
+    excused = read_excused()
     mutants, named = [own_mutant(*words) for words in options.own or ()], {}
     for what, path, old, new, test in MISTAKES if options.mistakes else ():
         mutants.append(mutant := own_mutant(path, old, new)._replace(change=what))
@@ -654,10 +661,7 @@ def main() -> int:
             for path in (sorted((ROOT / name).rglob("*.py")) if (ROOT / name).is_dir() else [ROOT / name])
         ]
         mutants = [
-            mutant
-            for path in paths
-            for mutant in mutants_of(path)
-            if [mutant.path, mutant.change] not in [line[:2] for line in lines]
+            mutant for path in paths for mutant in mutants_of(path) if (mutant.path, mutant.change) not in excused
         ]
         random.Random(options.seed).shuffle(mutants)
     load()

@@ -378,12 +378,14 @@ def hash_all_files(folder: Path, hashed: Hashes, finish: Callable[[Path], Hashes
 def _merge_hashes(
     folder: Path, gathered: list[tuple[Hashes, list[str], str | None]] | None, expected: list[str] | None = None
 ) -> tuple[Hashes, list[str], str | None]:
-    """Merges the hashes of all ranks. Returns them on rank 0, {} on the others; and on all ranks the names of files
-    that no rank has hashed, and the reason of a failure, None for success.
+    """Merges on rank 0 the hashes that were gathered there from all ranks, and broadcasts the outcome; call on all
+    ranks. Returns the hashes ({} on other ranks); and on all ranks the names of files that are still to be hashed, and
+    the reason of a failure, None for success.
 
     gathered   on rank 0, each rank's hashes, names of the files that it sees, and reason of a failure; None on the
                others
-    expected   names that must have been hashed; None: the files in the folder, and it is no failure if some are not
+    expected   None: files in `folder` without a hash are still to be hashed, and a file that another rank sees, but
+               rank 0 does not, is a failure. Otherwise a name in `expected` without a hash is a failure
     """
     hashed: Hashes = {}
     rest, failed = [], None

@@ -145,7 +145,7 @@ def measure_source(
             require_valid_scores(system, terms, len(valid))
             means.add_terms(terms, valid)
             bar.update(bar.total * done // rounds - bar.n)  # a system may have shown no steps of its own
-    result = means.average_ranks()
+    result = means.average_over_ranks()
     for name, value in system.digest(result["curves"]).items():  # it has no standard error, being no mean
         result["figures"][name], result["standard_errors"][name] = value, None
     return _convert_to_json(result)

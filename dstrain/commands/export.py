@@ -33,7 +33,7 @@ from dstrain.distributed import group
 from dstrain.distributed.progress import get_phases
 from dstrain.encoders.autoencoder import hash_network
 from dstrain.engine.checkpoint import read_weights
-from dstrain.nn.lora import Lora, describe_for_peft, merge_adapters
+from dstrain.nn.lora import Lora, convert_adapters_to_peft, merge_adapters
 from dstrain.nn.measures import measure_relative_error
 from dstrain.recipe import ConfigError, Run
 from dstrain.runs import card, trained
@@ -85,8 +85,7 @@ def export_run(options: ExportOptions) -> Exported:
     system = systems.build(run.system, run.model)
     writer = None
     if options.format == "diffusers":
-        system.require_expressible()
-        writer = importlib.import_module(f"{systems.import_package(run.system).__name__}.to_diffusers")
+        writer = _import_writer(run, system)
     if options.statistics and not system.encodes:
         raise ConfigError(f"--statistics: {options.run} trains {run.system}, which has no scaling_factor: leave it out")
     checkpoint = trained.find_checkpoint(options.run, options.step, options.ema)
@@ -131,6 +130,12 @@ def export_run(options: ExportOptions) -> Exported:
     return exported
 
 
+def _import_writer(run: Run, system: System) -> ModuleType:
+    """Imports the module that writes models of a system for diffusers. Raises ConfigError if it cannot write this."""
+    system.require_expressible()
+    return importlib.import_module(f"{systems.import_package(run.system).__name__}.to_diffusers")
+
+
 def _compute_in_float32() -> AbstractContextManager[None]:
     """Returns a context manager in whose block convolutions compute in float32. A GPU would otherwise round to TF32, by
     a different rounding for each algorithm.
@@ -139,8 +144,9 @@ def _compute_in_float32() -> AbstractContextManager[None]:
 
 
 def _measure_difference(drawn: np.ndarray, expected: torch.Tensor) -> float:
-    """Returns the relative error of what the code of an exported model card has drawn: the largest difference from
-    `expected` (B, ...), divided by the largest magnitude in `expected`.
+    """Returns the largest difference between `drawn`, by the code of an exported model card, and `expected` (B, ...),
+    divided by the largest magnitude in `expected`. If `expected` is uint8 pictures (B, C, H, W), `drawn` is (B, H, W,
+    C), or (B, H, W) if C is 1.
     """
     found = torch.from_numpy(drawn)
     if expected.dtype == torch.uint8:  # pictures come as they are saved, (B, H, W[, C])
@@ -201,28 +207,35 @@ def _export_adapters(
     part, kind = next(iter(kinds.items()))
     state, into_pipeline = read_weights(checkpoint, part, kind), False
     if options.format == "diffusers-lora":
-        writer = importlib.import_module(f"{systems.import_package(run.system).__name__}.to_diffusers")
+        writer = _import_writer(run, system)
         if not hasattr(writer, "rename_adapters"):
             raise ConfigError(
                 f"--format diffusers-lora: not of {run.system}; take --format peft, whose names are our network's, or "
                 "--format diffusers, which merges the adapters"
             )
         state, into_pipeline = writer.rename_adapters(system, state)
-    adapters, described = describe_for_peft(state, lora, str(run.init_from))
+    adapters, described = convert_adapters_to_peft(state, lora, str(run.init_from))
     save_file(adapters, out / "adapter_model.safetensors", metadata={"format": "pt"})
     (out / "adapter_config.json").write_text(json.dumps(described, indent=2), encoding="utf-8")
     if into_pipeline:
-        _save_for_pipeline(state, described, out / "pytorch_lora_weights.safetensors")
+        _save_for_pipeline(state, lora, described, out / "pytorch_lora_weights.safetensors")
     copy = load_file(out / "adapter_model.safetensors")
     same = all(torch.equal(copy[name], value) for name, value in adapters.items())
     return Exported(options.format, {part: 0.0 if same else math.inf}, {})
 
 
-def _save_for_pipeline(adapters: dict[str, torch.Tensor], described: dict[str, Any], path: Path) -> None:
-    """Writes adapters as diffusers' save_lora_weights does, with the fields of peft that say their scale."""
-    fields = {f"transformer.{field}": value for field, value in described.items() if value is not None}
+def _save_for_pipeline(adapters: dict[str, torch.Tensor], lora: Lora, described: dict[str, Any], path: Path) -> None:
+    """Writes adapters as diffusers' save_lora_weights does. Their scale is multiplied into lora_B, and alpha is the
+    rank, since earlier versions of diffusers do not read alpha from the file.
+    """
+    fields = described | {"lora_alpha": lora.rank}
+    fields = {f"transformer.{field}": value for field, value in fields.items() if value is not None}
     metadata = {"format": "pt", "lora_adapter_metadata": json.dumps(fields, indent=2, sort_keys=True)}
-    save_file({f"transformer.{name}": value.contiguous() for name, value in adapters.items()}, path, metadata=metadata)
+    scaled = {
+        f"transformer.{name}": (value * lora.scale if ".lora_B." in name else value).contiguous()
+        for name, value in adapters.items()
+    }
+    save_file(scaled, path, metadata=metadata)
 
 
 def _export_parts(run: Run, checkpoint: Path, kinds: dict[str, str], lora: Lora | None, out: Path) -> Exported:

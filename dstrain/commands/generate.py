@@ -30,7 +30,7 @@ from dstrain.runs.trained import load_guide, require_outside_run_folders
 from dstrain.sampling.draw import count_class_columns, draw_all, draw_rounds
 from dstrain.sampling.files import FORMATS, About, Embeddings, Pictures, choose_folder, require_unused_folder
 from dstrain.sampling.requests import OPTIONS, choose_conditions, make_request
-from dstrain.sampling.scenes import Length, assign_frames, choose_length, draw_scenes, read_prime
+from dstrain.sampling.scenes import Length, assign_frames, choose_length, draw_scenes, read_prime_frames
 from dstrain.systems.base import CHOICES, Request, System
 
 Opened = tuple[Path, Run, System]
@@ -201,7 +201,8 @@ def _read_inputs_of_first_run(
     """Reads what the first run begins from: pictures uint8 (N, C, h, w), frames (N, K, C, H, W), or embeddings float32
     (N, D). Returns None if it begins from noise.
 
-    Raises ConfigError if the runs cannot be chained.
+    Raises ConfigError if the runs cannot be chained, or if --low-res or --embeddings is missing, or given to a run that
+    does not begin from such.
     """
     folder, run, system = first
     enlarges = system.starts_from_data and not system.takes_embeddings
@@ -221,7 +222,7 @@ def _read_inputs_of_first_run(
         raise ConfigError(f"--embeddings {options.embeddings}: {folder} takes no embeddings; leave it out")
     if options.prime is not None and clip is not None:
         exactly = options.prime_frames is not None
-        frames = read_prime(options.prime, run.data, system.temporal_patch_size, clip.primed, exactly)
+        frames = read_prime_frames(options.prime, run.data, system.temporal_patch_size, clip.primed, exactly)
         with reword_errors(f"--prime {options.prime}: "), reword_errors(options={"prime: ": ""}):
             system.conditions_from(frames[:1])  # refused here, under this option's name
         return frames

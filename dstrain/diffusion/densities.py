@@ -17,7 +17,7 @@ _LARGEST = 1 - 2**-24  # the largest float32 below 1
 REFERENCE_VALUES = 4096  # of a latent whose shift by dimension is 1 (RAE, after SD3)
 
 
-def draw_logit_normal(uniforms: Tensor, mean: float, std: float, highest: float = 1.0) -> Tensor:
+def draw_logit_normal_times(uniforms: Tensor, mean: float, std: float, highest: float = 1.0) -> Tensor:
     """Returns times (B,) from uniform numbers (B,) in [0, 1): sigmoid(mean + std * n) for standard normal n, truncated
     at `highest`.
 
@@ -29,12 +29,12 @@ def draw_logit_normal(uniforms: Tensor, mean: float, std: float, highest: float 
     return torch.sigmoid(mean + std * torch.special.ndtri(uniforms))
 
 
-def draw_uniform(uniforms: Tensor, mean: float, std: float, highest: float = 1.0) -> Tensor:
+def draw_uniform_times(uniforms: Tensor, mean: float, std: float, highest: float = 1.0) -> Tensor:
     """Returns times (B,) spread evenly over [0, `highest`), from uniform numbers (B,). mean and std have no effect."""
     return uniforms * highest if highest < 1 else uniforms
 
 
-def draw_mode(uniforms: Tensor, mean: float, std: float, highest: float = 1.0) -> Tensor:
+def draw_mode_times(uniforms: Tensor, mean: float, std: float, highest: float = 1.0) -> Tensor:
     """Returns times (B,) of SD3's mode density, which has heavy tails, from uniform numbers (B,): 1 - u - std *
     (cos^2(pi u / 2) - 1 + u), where u = 1 - `uniforms`. `mean` and `highest` have no effect.
     """
@@ -42,7 +42,7 @@ def draw_mode(uniforms: Tensor, mean: float, std: float, highest: float = 1.0) -
     return 1 - u - std * (torch.cos(math.pi / 2 * u).square() - 1 + u)
 
 
-def draw_cosmap(uniforms: Tensor, mean: float, std: float, highest: float = 1.0) -> Tensor:
+def draw_cosmap_times(uniforms: Tensor, mean: float, std: float, highest: float = 1.0) -> Tensor:
     """Returns times (B,) of SD3's cosmap density from uniform numbers (B,), truncated at `highest`. Under it log(signal
     / noise) is distributed as under the cosine schedule. `mean` and `std` have no effect.
     """
@@ -51,10 +51,10 @@ def draw_cosmap(uniforms: Tensor, mean: float, std: float, highest: float = 1.0)
 
 
 DENSITIES: dict[str, Callable[..., Tensor]] = {
-    "logit_normal": draw_logit_normal,
-    "uniform": draw_uniform,
-    "mode": draw_mode,
-    "cosmap": draw_cosmap,
+    "logit_normal": draw_logit_normal_times,
+    "uniform": draw_uniform_times,
+    "mode": draw_mode_times,
+    "cosmap": draw_cosmap_times,
 }
 
 

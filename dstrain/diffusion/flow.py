@@ -19,7 +19,7 @@ from torch import Tensor
 from dstrain.diffusion.densities import DENSITIES
 from dstrain.diffusion.gaussian import Network, Noise, Progress, cast_output
 from dstrain.diffusion.interpolant import PATHS, Interpolant, find_time_of_noise
-from dstrain.diffusion.schedule import LARGEST_NOISE, make_levels_after_first
+from dstrain.diffusion.schedule import LARGEST_NOISE, make_noise_levels_after_first_step
 from dstrain.diffusion.solvers import SOLVERS, Level, choose_eta, count_solver_steps, solve_levels
 from dstrain.recipe import ConfigError
 
@@ -127,7 +127,7 @@ class FlowMatching:
                     karras.
         """
         if spacing == "karras":  # pure noise, then ever denser in t / (1 - t)
-            noises = make_levels_after_first(num_steps, _LOWEST, LARGEST_NOISE)
+            noises = make_noise_levels_after_first_step(num_steps, _LOWEST, LARGEST_NOISE)
             inner = [find_time_of_noise(self.interpolant.path, noise) for noise in noises]
             return torch.tensor([first, *inner, 0.0], dtype=like.dtype, device=like.device)
         times = torch.linspace(first, self.t_last, num_steps + 1, dtype=like.dtype, device=like.device)
@@ -247,7 +247,7 @@ class FlowMatching:
             at = grid[step].expand(len(x))
             if last == "tweedie":
                 return self.interpolant.convert_prediction(self.call_network(network, x, at), x, at, "x")
-            rate = 0.5 * eta * self.compute_score_rate(here) if last != "euler" else 0.0
+            rate = 0.5 * eta * self.compute_coefficient_over_sigma(here) if last != "euler" else 0.0
             added = 0.0
             if rate and last == "none":
                 added = math.sqrt(2 * rate * self.interpolant.compute_level(here)[1] * length) * noise(step)
@@ -264,7 +264,7 @@ class FlowMatching:
                 velocity, eps = self._predict_velocity_and_eps(
                     network, x - length * change, grid[step + 1].expand(len(x))
                 )
-                change = (change + velocity + 0.5 * eta * self.compute_score_rate(there) * eps) / 2
+                change = (change + velocity + 0.5 * eta * self.compute_coefficient_over_sigma(there) * eps) / 2
             x = x - length * change
         return x
 
@@ -273,7 +273,7 @@ class FlowMatching:
         out = self.call_network(network, x, t)
         return [self.interpolant.convert_prediction(out, x, t, wanted) for wanted in ("velocity", "eps")]
 
-    def compute_score_rate(self, t: float) -> float:
+    def compute_coefficient_over_sigma(self, t: float) -> float:
         """Returns w / sigma at time t, where w is the SDE's coefficient without eta. Since score = -eps / sigma, w
         times the score is minus this rate times eps.
         """

@@ -18,7 +18,7 @@ from dstrain.diffusion.densities import DENSITIES, compute_dimension_shift, stra
 from dstrain.diffusion.flow import FlowMatching
 from dstrain.diffusion.gaussian import GaussianDiffusion, Network, Noise, Progress
 from dstrain.diffusion.interpolant import LOSSES, PATHS, PREDICTIONS
-from dstrain.diffusion.published import choose_even_steps, make_scheduler_arguments
+from dstrain.diffusion.published import find_largest_divisor, make_scheduler_arguments
 from dstrain.diffusion.solvers import count_solver_steps
 from dstrain.diffusion.timesteps import UniformSampler
 from dstrain.recipe import MAY_CHANGE, ConfigError, Section
@@ -76,7 +76,7 @@ class ChainProcess(_Process):
         self.diffusion, self.schedule, self.clip = diffusion, schedule, clip
         self.uniform = UniformSampler(diffusion.num_timesteps)
         self.respaced = diffusion.respace(respacing) if respacing else diffusion
-        self.card_steps = choose_even_steps(diffusion.num_timesteps)
+        self.card_steps = find_largest_divisor(diffusion.num_timesteps)
 
     def draw_times(self, uniforms: Tensor) -> Tensor:
         """Returns training times (B,) by the inverse of their distribution at uniform numbers (B,) in [0, 1)."""

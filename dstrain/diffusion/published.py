@@ -43,7 +43,7 @@ def add_to_model_index(folder: Path, **entries: Any) -> None:
     path.write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
 
-def choose_even_steps(count: int, most: int = 20) -> int:
+def find_largest_divisor(count: int, most: int = 20) -> int:
     """Returns the largest divisor of `count`, a number of timesteps, that is at most `most`. In so many steps
     diffusers' DDIM visits the timesteps that ours visits.
     """

@@ -162,7 +162,7 @@ def space_by_noise(noise: Sequence[float], count: int, spacing: str) -> list[int
         return [round((i + 1) * total / count) - 1 for i in range(count)]
     if spacing == "linspace":
         return space_timesteps(total, str(count))
-    values = make_levels_after_first(count, noise[0], min(LARGEST_NOISE, noise[-1]))[::-1]
+    values = make_noise_levels_after_first_step(count, noise[0], min(LARGEST_NOISE, noise[-1]))[::-1]
     nearest = [min(range(total), key=lambda t: abs(math.log(noise[t] / value))) for value in values] + [total - 1]
     # Where the chain is coarser than the spacing, timesteps fall together: each then takes the next free one.
     timesteps = list(itertools.accumulate(nearest, lambda before, t: max(before + 1, t)))
@@ -177,7 +177,7 @@ def make_karras_levels(count: int, lowest: float, highest: float, rho: float = 7
     return [(first + i / max(count - 1, 1) * (last - first)) ** rho for i in range(count)]
 
 
-def make_levels_after_first(count: int, lowest: float, highest: float) -> list[float]:
+def make_noise_levels_after_first_step(count: int, lowest: float, highest: float) -> list[float]:
     """Returns the count - 1 noise levels, descending, at which all but the first of `count` steps begin; the first
     begins with pure noise. They are those of `make_karras_levels`. For fewer than FEW steps they lie within the range
     and leave out its ends, which are almost pure noise and almost data.

@@ -84,7 +84,7 @@ class LossSecondMomentSampler(TimestepSampler):
 
     def _update_probabilities(self) -> None:
         """Computes p(t) from the history; on the CPU by numpy, which is faster there."""
-        on_host, history, seen = _move_to_host(self._history), self._history, self._seen
+        on_host, history, seen = _is_on_host(self._history), self._history, self._seen
         if on_host:
             history, seen = history.numpy(), seen.numpy()
         weights = (history * history).sum(0)[:-1] ** 0.5  # the root mean square, times a constant
@@ -102,7 +102,7 @@ class LossSecondMomentSampler(TimestepSampler):
 
     def sample(self, uniforms: Tensor) -> tuple[Tensor, Tensor]:
         self._move_to_device(uniforms.device)
-        if _move_to_host(uniforms):
+        if _is_on_host(uniforms):
             t = self._search_timesteps(uniforms.numpy())
             weights = 1 / (self.num_timesteps * self._p.take(t))
             return torch.from_numpy(t), torch.from_numpy(weights.astype(np.float32))
@@ -129,7 +129,7 @@ class LossSecondMomentSampler(TimestepSampler):
     def observe(self, t: Tensor, losses: Tensor) -> None:
         self._move_to_device(t.device)
         losses = losses.detach().double()
-        if _move_to_host(t):
+        if _is_on_host(t):
             self._append_losses(t.numpy(), losses.numpy())
         else:
             self._append_losses_on_device(t, losses)
@@ -192,5 +192,5 @@ class LossSecondMomentSampler(TimestepSampler):
         self._update_probabilities()
 
 
-def _move_to_host(values: Tensor) -> bool:
+def _is_on_host(values: Tensor) -> bool:
     return type(values) is Tensor and values.device.type == "cpu"  # other types may have no values

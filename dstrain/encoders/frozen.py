@@ -27,8 +27,8 @@ class Frozen(nn.Module):
 
 
 def is_available_here(path: Any) -> bool:
-    """Returns whether the network that a recipe names by `path` is on this machine, as a folder or in the hub's cache.
-    Returns True if `path` is None or no text.
+    """Returns whether a network that a recipe names by `path` can be read offline: `path` is a folder, or the hub's
+    cache has its config.json or model_index.json (it does not look for weights). Returns True if `path` is no string.
     """
     if not isinstance(path, str) or Path(path).is_dir():
         return True

@@ -93,14 +93,14 @@ class JoinedTextEncoder(TextEncoder):
         """
         device, states, pooled = next(self.clips.parameters()).device, [], []
         for clip, tokenizer in zip(self.clips, self.tokenizers):
-            out = clip(_make_ids(tokenizer, captions, CLIP_TOKENS, device), output_hidden_states=True)
+            out = clip(_tokenize_captions(tokenizer, captions, CLIP_TOKENS, device), output_hidden_states=True)
             states.append(out.hidden_states[-2].float())
             pooled.append(out.text_embeds.float())
         embed, of_clips, width = torch.cat(pooled, dim=-1), torch.cat(states, dim=-1), self.encodings_dim
         count = self.max_length - 1 - CLIP_TOKENS
         of_t5 = of_clips.new_zeros(len(captions), count, width)
         if self.t5 is not None:
-            of_t5 = self.t5(_make_ids(self.tokenizers[-1], captions, count, device)).last_hidden_state.float()
+            of_t5 = self.t5(_tokenize_captions(self.tokenizers[-1], captions, count, device)).last_hidden_state.float()
         rows = [F.pad(part, (0, width - part.shape[-1])) for part in (embed[:, None], of_clips)]
         encodings = torch.cat((*rows, of_t5), dim=1)  # (N, L, E)
         return {
@@ -128,7 +128,7 @@ def has_t5(path: str) -> bool:
     return (index.get("text_encoder_3") or [None])[0] is not None
 
 
-def _make_ids(tokenizer: Any, captions: list[str], count: int, device: torch.device) -> Tensor:
+def _tokenize_captions(tokenizer: Any, captions: list[str], count: int, device: torch.device) -> Tensor:
     tokens = tokenizer(captions, padding="max_length", truncation=True, max_length=count, return_tensors="pt")
     return copy_to_device(tokens["input_ids"], device)
 

@@ -66,7 +66,7 @@ class ReadsTexts(Section):
         codes = getattr(self, "codes", None)
         return None if codes is None else codes.text
 
-    def text_arguments(self) -> dict[str, Any]:
+    def make_text_arguments(self) -> dict[str, Any]:
         """Returns keyword arguments for the module of a network that embeds texts."""
         return {
             "num_words": None if self.text_encodings_dim else self.num_words,
@@ -109,7 +109,7 @@ class ReadsTexts(Section):
             )
 
 
-def complete_texts(model: dict[str, Any], codes: Any) -> dict[str, Any]:
+def fill_in_text_fields(model: dict[str, Any], codes: Any) -> dict[str, Any]:
     """Returns the fields on text encodings that a cache's index `codes` decides, to be added to the section `model`.
     Returns {} if the cache has no text encodings, or the section hashes words (text_encodings_dim is null).
     """
@@ -122,7 +122,7 @@ def complete_texts(model: dict[str, Any], codes: Any) -> dict[str, Any]:
     }
 
 
-def replace_encoder(model: dict[str, Any], text_encoder: str, reads_texts: bool) -> dict[str, Any]:
+def replace_text_encoder(model: dict[str, Any], text_encoder: str, reads_texts: bool) -> dict[str, Any]:
     """Returns the section `model` with text_encoder, a folder or hub name, replaced. Raises ConfigError if the model
     reads no texts or hashes words.
     """
@@ -142,7 +142,7 @@ class Reader:
         self._last: tuple[dict[str, int], TextInputs] = {}, {}  # row of each text of the last call; the rows
         self._empty: TextInputs = {}
 
-    def of_batch(self, batch: dict[str, Tensor]) -> TextInputs:
+    def make_batch_inputs(self, batch: dict[str, Tensor]) -> TextInputs:
         """Returns the text inputs of a batch: its encodings or hashed words, or what its captions (UTF-8) become.
         Raises ConfigError if the batch has none of these, or encodings of another width.
         """
@@ -167,7 +167,7 @@ class Reader:
         inputs = self._read(unpack_captions(batch["caption"]), device)
         return {name: copy_to_device(value, device) for name, value in inputs.items()}
 
-    def of_texts(self, texts: list[str]) -> TextInputs:
+    def make_text_inputs(self, texts: list[str]) -> TextInputs:
         """Returns the inputs of each text, on the CPU. Raises ConfigError if the model reads no texts, or no encoder
         can be loaded.
 
@@ -187,9 +187,9 @@ class Reader:
         rows = torch.tensor([row_of[text] for text in texts])
         return {name: value[rows] for name, value in inputs.items()}
 
-    def of_prompts(self, texts: list[str]) -> TextInputs:
-        """Returns the inputs of each prompt, as `of_texts`. An empty prompt stands for the null text: its mask, if
-        there is one, is False everywhere. Raises ConfigError for an empty prompt if the model has no null text.
+    def make_prompt_inputs(self, texts: list[str]) -> TextInputs:
+        """Returns the inputs of each prompt, as `make_text_inputs`. An empty prompt stands for the null text, whose
+        mask, if there is one, is False everywhere. Raises ConfigError for one if the model has no null text.
         """
         empty = torch.tensor([not text.strip() for text in texts])
         if empty.any() and not self.config.has_null:
@@ -197,12 +197,12 @@ class Reader:
                 f"prompts: an empty text is the null text, and a model with {self.config.null_field} 0 has none; give "
                 "texts"
             )
-        inputs = self.of_texts(texts)
+        inputs = self.make_text_inputs(texts)
         if "text_mask" in inputs:
             inputs["text_mask"] = inputs["text_mask"] & ~empty[:, None]
         return inputs
 
-    def of_nothing(self, num: int) -> TextInputs:
+    def make_null_inputs(self, num: int) -> TextInputs:
         """Returns the inputs of `num` samples without text, of which no token is read, so that the null text takes
         their place. Returns {} if the model reads no texts. Raises ConfigError if it has no null text.
         """
@@ -217,7 +217,7 @@ class Reader:
             "text_mask": torch.zeros(num, 1, dtype=torch.bool),
         }
 
-    def of_empty(self, device: torch.device) -> TextInputs:
+    def encode_empty_text(self, device: torch.device) -> TextInputs:
         """Returns what the encoder makes of an empty text, one row, on `device`. It is encoded in the first call alone.
         Raises ConfigError if the encoder reads no token of it.
         """
@@ -237,7 +237,7 @@ class Reader:
     def _read(self, texts: list[str], device: torch.device) -> TextInputs:
         if self.config.text_encodings_dim is None:
             return {"words": hash_words(texts, self.config.num_words, self.config.max_text_len)}
-        return self.of_batch(select_texts(self._get_encoder().to(device).encode(texts)))
+        return self.make_batch_inputs(select_text_inputs(self._get_encoder().to(device).encode(texts)))
 
     def fingerprint(self) -> str:
         """Returns " text_encoder=HASH", which is added to the data's fingerprint, if an encoder reads the captions of
@@ -268,7 +268,7 @@ class Reader:
         return self.encoder
 
 
-def select_texts(tensors: dict[str, Tensor]) -> TextInputs:
+def select_text_inputs(tensors: dict[str, Tensor]) -> TextInputs:
     """Picks the text inputs among the tensors of a batch, an example or conditions."""
     return {name: tensors[name] for name in NAMES if name in tensors}
 

@@ -146,7 +146,7 @@ def _ensure_input_gradient(_: nn.Module, inputs: tuple) -> tuple:
     if not torch.is_grad_enabled() or any(tensor.requires_grad for tensor in tensors):
         return inputs
     first = next((tensor for tensor in tensors if tensor.is_floating_point()), None)
-    return tuple(value.detach().requires_grad_() if value is first else value for value in inputs)
+    return tuple(value.detach().requires_grad_() if value is first and first is not None else value for value in inputs)
 
 
 def should_compile(choice: str) -> bool:

@@ -184,8 +184,8 @@ class _Writes(TorchDispatchMode):
         self._storages: list[Any] = []  # kept alive: an address must not be used twice
 
     def find_owner(self, tensor: Tensor) -> nn.Module | None:
-        """Returns the module whose `reset_parameters` was the last to change a tensor, if that set all of it; else
-        None.
+        """Returns the module whose `reset_parameters` last wrote to the tensor's storage. Returns None if no module
+        did, or if that module did not write the whole storage.
         """
         storage = tensor.untyped_storage()
         writer, views = self._last.get(storage._cdata, (None, {}))

@@ -71,7 +71,7 @@ def resolve_settings(
     drop_nulls(settings)
     problems += _compare_optimizer(settings.pop("optimizer", {}), optimizer)
     problems += _fill_in_recipe_values(settings, batch, optimizer, world, sequence)
-    problems += _decide_auto(settings, device_type, before)
+    problems += _replace_auto_values(settings, device_type, before)
     for key, value in _DEFAULTS.items():
         settings.setdefault(key, value)
     problems += _check_sizes(settings)
@@ -278,7 +278,7 @@ def _compare_values(key: str, value: Any, recipe_key: str, own: Any) -> Iterator
         )
 
 
-def _decide_auto(settings: Settings, device_type: str, before: Settings | None) -> Iterator[str]:
+def _replace_auto_values(settings: Settings, device_type: str, before: Settings | None) -> Iterator[str]:
     """Replaces "auto" by values for bf16 and for sizes of buckets, and yields a message for each other "auto". before:
     the settings with which the run began, if it resumes.
     """
@@ -342,8 +342,9 @@ def _find_autos(value: Any, key: str) -> Iterator[str]:
 
 
 def _check_sizes(settings: Settings) -> Iterator[str]:
-    """Yields a message for a stage that is no integer, and for each size of a bucket or group that is out of range:
-    DeepSpeed would fail on it while training, since it allocates buckets whole.
+    """Yields a message if the ZeRO stage is neither an integer nor "auto", and one for each size of a bucket or group,
+    in elements, that is a number out of range. DeepSpeed allocates buckets whole, so that such a size would fail in
+    training.
     """
     zero = settings.get("zero_optimization")
     zero = zero if isinstance(zero, dict) else {}

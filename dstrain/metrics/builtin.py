@@ -72,7 +72,7 @@ class Builtin(Features):
                 f"{next(iter(known))!r}: ask for those, or leave out the metric accuracy"
             )
 
-    def count_shown(
+    def count_correct(
         self, images: Tensor, logits: Tensor, labels: Tensor | None, captions: list[str] | None
     ) -> Tensor | None:
         """Counts, by class, the images that show what was asked for: float64 (4, classes), the numbers of images that
@@ -80,12 +80,12 @@ class Builtin(Features):
         (images).
 
         Captions say what was asked for of clips, and of images without labels; otherwise the result is that of
-        Features.count_shown. Sets `parts` to the names of the last two rows. Raises ConfigError for a caption of other
-        data.
+        Features.count_correct. Sets `parts` to the names of the last two rows. Raises ConfigError for a caption of
+        other data.
         """
         clips = images.ndim == 5
         if captions is None or (labels is not None and not clips):
-            return super().count_shown(images, logits, labels, captions)
+            return super().count_correct(images, logits, labels, captions)
         self.require_captions(captions, clips)
         known = moving.list_captions() if clips else list_captions()
         labels, asked = torch.tensor([known[caption] for caption in captions], device=logits.device).T

@@ -55,7 +55,7 @@ def open_reference(path: Path, networks: dict[str, Features], kept: int, upright
     if path.suffix in reference.SUFFIXES and path.is_file():
         by_name = {network.name: network for network in networks.values()}
         statistics = reference.read_reference(path, by_name.values(), group.device())
-    lacking = table.list_insufficient(networks, statistics)
+    lacking = table.list_metrics_without_statistics(networks, statistics)
     if lacking and not reference.has_images(path):
         by = " and ".join(dict.fromkeys(networks[name].name for name in lacking))
         raise ConfigError(
@@ -68,7 +68,7 @@ def open_reference(path: Path, networks: dict[str, Features], kept: int, upright
         if "kept" in table.METRICS[name].needs:
             known = images if name in lacking else statistics[network.name].kept
             assert known is not None
-            table.require_neighbours((name,), min(len(known), kept), f" of --reference {path}")
+            table.require_enough_for_neighbours((name,), min(len(known), kept), f" of --reference {path}")
     status = path.stat()
     identity = [os.path.abspath(path), status.st_size, status.st_mtime_ns, upright]
     return Compared(statistics, images, {name: networks[name] for name in lacking}, str(path), identity)
@@ -94,6 +94,6 @@ def open_recipe_reference(place: str, data: Data, networks: dict[str, Features],
         source = open_sources(section)[0].make_square_view()
     if not {"image", "video"} & source.read_first().keys():
         raise ConfigError(f"{key} holds no pictures: name those that its codes were made of, or statistics of them")
-    table.require_enough(len(source), f"{key}: ")
-    table.require_neighbours(networks, min(len(source), kept), f" of {key}")
+    table.require_enough_images(len(source), f"{key}: ")
+    table.require_enough_for_neighbours(networks, min(len(source), kept), f" of {key}")
     return Compared({}, Sourced(source), networks, place, source.compute_fingerprint())

@@ -84,8 +84,8 @@ def measure_manifold(
     other, wide = _find_radii(reference, (neighbours, near))  # squared, as all distances here
     inside = torch.zeros(3, dtype=torch.float64, device=features.device)  # in precision, in density; covered
     recalled, nearest = torch.zeros_like(other), torch.full_like(other, math.inf)
-    for rows in _share_rows(len(features)):
-        squares = _square_distances(features[rows], reference)  # (rows, M)
+    for rows in _list_own_rows(len(features)):
+        squares = _compute_squared_distances(features[rows], reference)  # (rows, M)
         inside[0] += (squares <= other).any(1).sum()
         inside[1] += (squares <= wide).sum()
         recalled = torch.maximum(recalled, (squares <= own[rows, None]).any(0).float())
@@ -100,14 +100,14 @@ def measure_manifold(
     }
 
 
-def _share_rows(count: int) -> list[slice]:
+def _list_own_rows(count: int) -> list[slice]:
     """Returns the slices of `count` rows that are this rank's share."""
     return [
         slice(begin, min(begin + _ROWS, count)) for begin in range(group.rank() * _ROWS, count, _ROWS * group.world())
     ]
 
 
-def _square_distances(x: Tensor, y: Tensor) -> Tensor:
+def _compute_squared_distances(x: Tensor, y: Tensor) -> Tensor:
     """Returns the squared distances (N, M) between the rows of x (N, D) and those of y (M, D)."""
     with use_precision("fp32"):
         products = x @ y.T
@@ -119,9 +119,9 @@ def _find_radii(features: Tensor, neighbours: tuple[int, ...]) -> Tensor:
     (len(neighbours), N).
     """
     radii = torch.zeros(len(neighbours), len(features), device=features.device)
-    for rows in _share_rows(len(features)):
+    for rows in _list_own_rows(len(features)):
         smallest = (
-            _square_distances(features[rows], features).topk(max(neighbours) + 1, largest=False).values
+            _compute_squared_distances(features[rows], features).topk(max(neighbours) + 1, largest=False).values
         )  # itself first
         for index, number in enumerate(neighbours):
             radii[index, rows] = smallest[:, number]

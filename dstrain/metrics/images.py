@@ -52,7 +52,7 @@ class Images(ABC):
         return {}
 
 
-class Begun(Images):
+class ImagesWithFirstBatch(Images):
     """Wraps a set and reads its first batch at once, so that its faults show before a large reference is read."""
 
     def __init__(self, images: Images, size: int) -> None:

@@ -29,7 +29,7 @@ from dstrain.metrics.statistics import KEPT, Statistics
 from dstrain.recipe import ConfigError, Run, reword_errors
 from dstrain.recipe.patterns import match_caption
 from dstrain.sampling.draw import draw_own_share
-from dstrain.sampling.requests import choose_all_classes, list_built_in_texts, make_request
+from dstrain.sampling.requests import adapt_samples_for_metrics, list_built_in_texts, make_request
 from dstrain.systems.base import Nets, Request, System
 
 _BATCH = 100  # pictures of the data that are described at once
@@ -57,7 +57,7 @@ class Quality:
                 "by dstrain evaluate RUN --metrics"
             )
         with reword_errors(options=_OPTIONS):
-            self._networks = table.choose_networks(metrics, samples.features)
+            self._networks = table.open_metric_networks(metrics, samples.features)
         own = open_builtin(data, samples.metrics_split)
         if own is None and any(network.name == "builtin" for network in self._networks.values()):
             raise ConfigError(
@@ -67,12 +67,14 @@ class Quality:
             )
         compared = {name: network for name, network in self._networks.items() if table.METRICS[name].compares}
         if samples.reference is None:
-            self._compared = _open_own_data(run, compared, own, train if samples.metrics_split == "train" else unseen)
+            self._compared = _open_own_reference(
+                run, compared, own, train if samples.metrics_split == "train" else unseen
+            )
         else:
             with reword_errors(options=_OPTIONS):
                 self._compared = open_recipe_reference(samples.reference, data, compared, KEPT)
         self._request, self._captions = make_request(
-            choose_all_classes(samples, data, system), system, samples.metrics_samples, samples.seed
+            adapt_samples_for_metrics(samples, data, system), system, samples.metrics_samples, samples.seed
         )
         if "accuracy" in metrics and self._captions is None and "label" not in self._request.conditions:
             raise ConfigError(
@@ -114,7 +116,7 @@ class Quality:
             with suppress(ConfigError):  # a damaged file is written anew
                 statistics = reference.read_reference(path, networks.values(), "cpu")
         statistics = group.broadcast_from_first(statistics)
-        if table.list_insufficient(compared, statistics):
+        if table.list_metrics_without_statistics(compared, statistics):
             if group.rank() == 0 and not path.exists() and any(folder.glob("metrics_data_*.npz")):
                 get_phases().print_lines(
                     f"note: every.metrics: {self._compared.place} is not what earlier figures of this run were "
@@ -124,7 +126,7 @@ class Quality:
             if group.rank() == 0:
                 with suppress(ConfigError):  # a full disk: the next start describes them again
                     reference.write_reference(path, statistics)
-        return {name: _place_statistics(values) for name, values in statistics.items()}
+        return {name: _move_statistics_to_device(values) for name, values in statistics.items()}
 
     def measure(self, nets: Nets, micro: int) -> dict[str, float]:
         """Draws pictures with the networks, at most `micro` of a rank at a time, and returns the figures of all metrics
@@ -177,7 +179,7 @@ def draw_batches(
             )
 
 
-def _open_own_data(run: Run, compared: dict[str, Features], own: Source | None, source: Source | None) -> Compared:
+def _open_own_reference(run: Run, compared: dict[str, Features], own: Source | None, source: Source | None) -> Compared:
     """Opens the run's own data as the reference. Raises ConfigError if they hold codes instead of pictures, or if
     held-out data are asked for and none are held out.
     """
@@ -193,7 +195,7 @@ def _open_own_data(run: Run, compared: dict[str, Features], own: Source | None, 
     return Compared({}, Sourced(chosen), compared, data.path, chosen.compute_fingerprint())
 
 
-def _place_statistics(statistics: Statistics) -> Statistics:
+def _move_statistics_to_device(statistics: Statistics) -> Statistics:
     """Moves statistics to the rank's device."""
     for field in fields(statistics):
         if isinstance(value := getattr(statistics, field.name), Tensor):
@@ -210,7 +212,7 @@ def build_quality(run: Run, system: System, train: Source, unseen: Source | None
     """
     metrics = run.samples.metrics
     with reword_errors(options=_OPTIONS):
-        table.require_known(metrics or (), run.samples.features)
+        table.require_known_metrics(metrics or (), run.samples.features)
     if run.every.metrics and metrics is None and run.samples.reference is not None:
         metrics = ("fid",) if system.num_frames is None else ("fvd",)
     elif run.every.metrics and metrics is None:

@@ -18,7 +18,7 @@ class Features(ABC):
     classes      names of what the logits tell apart, None where the classes have no use here
     videos       whether it takes clips uint8 (N, T, C, H, W) instead of images; None: it takes both
     spatial      for sFID: the network whose features keep positions, None for networks without one
-    parts        names of what `count_shown` tells beside the classes
+    parts        names of what `count_correct` tells beside the classes
     """
 
     name: str
@@ -38,9 +38,9 @@ class Features(ABC):
         return None
 
     def require_captions(self, captions: Sequence[str]) -> None:
-        """Raises ConfigError if `count_shown` does not know these captions of clips. By default it knows all."""
+        """Raises ConfigError if `count_correct` does not know these captions of clips. By default it knows all."""
 
-    def count_shown(
+    def count_correct(
         self, images: Tensor, logits: Tensor, labels: Tensor | None, captions: list[str] | None
     ) -> Tensor | None:
         """Counts, by class, the images that show what was asked for by labels (n,) or captions: float64 (2, classes),

@@ -175,7 +175,7 @@ def _read_pickle(path: Path) -> dict[str, Any]:
     }
 
 
-def is_written_here(path: Path) -> bool:
+def is_written_by_dstrain(path: Path) -> bool:
     """Returns whether a file holds statistics as `write_reference` writes them."""
     return zipfile.is_zipfile(path) and any(
         name.endswith(".fingerprint.npy") for name in zipfile.ZipFile(path).namelist()

@@ -32,7 +32,7 @@ class Statistics:
     kept: Tensor | None = None  # float32 (n, D), evenly spaced over the set
     fingerprint: str | None = None  # of the network; None in files of others
     scores: tuple[Tensor, Tensor, Tensor] | None = None  # arguments of distances.score_inception
-    right: Tensor | None = None  # float64 (2 or more, classes), see Features.count_shown
+    right: Tensor | None = None  # float64 (2 or more, classes), see Features.count_correct
     text_score: float | None = None  # 100 times the mean cosine with the captions, at least 0
     retrieved: tuple[float, int] | None = None  # share of images whose caption is the nearest of so many
     left_out: "Statistics | None" = None  # `right` and `text_score` of images whose captions data.leave_out names
@@ -80,14 +80,14 @@ class Collector:
         if self.scores:
             self._add_scores(torch.from_numpy(self._split[numbers.numpy()]), logits.double())
         if captions is None or not self.left_out:
-            self._add_shown("", images, features, logits, labels, captions)
+            self._add_correct_and_cosines("", images, features, logits, labels, captions)
         else:
             apart = np.array([any(match_caption(self.left_out, caption)) for caption in captions])
             for prefix, rows in (("", ~apart), (_APART, apart)):
                 own = torch.from_numpy(rows.nonzero()[0])
                 here = own.to(features.device)
                 if len(own):
-                    self._add_shown(
+                    self._add_correct_and_cosines(
                         prefix,
                         images[own.to(images.device)],
                         features[here],
@@ -96,9 +96,9 @@ class Collector:
                         [captions[place] for place in own.tolist()],
                     )
         if self.candidates:
-            self._add_sum("retrieved", self._is_nearest(features, captions).double().sum())
+            self._add_sum("retrieved", self._is_own_caption_nearest(features, captions).double().sum())
 
-    def _add_shown(
+    def _add_correct_and_cosines(
         self,
         prefix: str,
         images: Tensor,
@@ -110,13 +110,13 @@ class Collector:
         """Adds, to the sums whose names begin with `prefix`, the numbers of images that show their labels or captions,
         and the cosines between images and captions.
         """
-        if self.right and (right := self.network.count_shown(images, logits, labels, captions)) is not None:
+        if self.right and (right := self.network.count_correct(images, logits, labels, captions)) is not None:
             self._add_sum(f"{prefix}right", right)
         if self.texts and captions is not None:
             cosines = F.cosine_similarity(features, self.network.embed_texts(captions)).double()
             self._add_sum(f"{prefix}text", torch.stack((cosines.sum(), torch.ones_like(cosines).sum())))
 
-    def _is_nearest(self, features: Tensor, captions: list[str]) -> Tensor:
+    def _is_own_caption_nearest(self, features: Tensor, captions: list[str]) -> Tensor:
         """Returns for each image, bool (n,), whether its own caption is nearer to it than all other candidates. For a
         caption that is no candidate the last candidate is left out, so that it competes with equally many.
         """
@@ -163,7 +163,7 @@ class Collector:
         also those that have added nothing.
         """
         self._add_moments(at_least=1)
-        self._fill_missing()
+        self._add_zeros_for_missing_sums()
         sums = {name: group.sum_over_ranks(self._sums[name]) for name in sorted(self._sums)}
         count, result = sums["count"].item(), Statistics(fingerprint=self.network.fingerprint)
         result.count = int(count)
@@ -186,7 +186,7 @@ class Collector:
             result.retrieved = sums["retrieved"].item() / count, len(self.candidates)
         return result
 
-    def _fill_missing(self) -> None:
+    def _add_zeros_for_missing_sums(self) -> None:
         """Adds zeros for the sums that only other ranks have, so that all ranks merge the same tensors."""
         shapes = {}
         for sums in group.gather_objects({name: tuple(values.shape) for name, values in self._sums.items()}):

@@ -9,7 +9,7 @@ from dstrain.distributed import group
 from dstrain.distributed.progress import get_phases
 from dstrain.metrics import distances
 from dstrain.metrics.features import BUILT_IN, SOURCES, open_features, require_known_kind
-from dstrain.metrics.images import Batch, Begun, Images
+from dstrain.metrics.images import Batch, Images, ImagesWithFirstBatch
 from dstrain.metrics.network import Features
 from dstrain.metrics.reference import INCEPTIONS
 from dstrain.metrics.statistics import KEPT, Collector, Statistics
@@ -97,7 +97,7 @@ _APART = ("accuracy", "clip_score")  # tell pictures of captions that data.leave
 LOWER, HIGHER = ("fd", "fid", "sfid", "kid", "fd_dinov2", "fd_clip", "fvd"), ("accuracy", "clip_score", "retrieval")
 
 
-def require_known(metrics: Sequence[str], paths: Sequence[str]) -> None:
+def require_known_metrics(metrics: Sequence[str], paths: Sequence[str]) -> None:
     """Raises ConfigError if a metric, or the kind of a network among `paths` (KIND:PATH), is unknown."""
     unknown = [name for name in metrics if name not in METRICS]
     if unknown:
@@ -108,14 +108,14 @@ def require_known(metrics: Sequence[str], paths: Sequence[str]) -> None:
         require_known_kind(words)
 
 
-def choose_networks(metrics: Sequence[str], paths: Sequence[str]) -> dict[str, Features]:
+def open_metric_networks(metrics: Sequence[str], paths: Sequence[str]) -> dict[str, Features]:
     """Opens the networks of the metrics, each once, and returns them by name of the metric. A metric takes the first of
     `paths` (KIND:PATH) that suits it, else a built-in network.
 
-    Raises ConfigError if a metric has no network, if no metric takes a network, or as `require_known` and
+    Raises ConfigError if a metric has no network, if no metric takes a network, or as `require_known_metrics` and
     `open_features`.
     """
-    require_known(metrics, paths)
+    require_known_metrics(metrics, paths)
     chosen = {}
     for name in metrics:
         kinds = METRICS[name].kinds
@@ -156,7 +156,7 @@ def collect_statistics(
     Prints a note if images could not be read. Raises ConfigError if captions or labels are needed and the set has none,
     or if there are fewer than two images.
     """
-    require_enough(len(images))
+    require_enough_images(len(images))
     needs = _list_needs(networks, compared)
     by_name = {network.name: network for network in networks.values()}
     candidates = tuple(islice(dict.fromkeys(images.captions or ()), _CANDIDATES))
@@ -176,7 +176,7 @@ def collect_statistics(
     }
     for batch in images.iterate_batches(size):
         for name, collector in collectors.items():
-            _require_suitable(batch, by_name[name], needs[name])
+            _require_suitable_batch(batch, by_name[name], needs[name])
             collector.add_batch(batch.numbers, batch.images, batch.labels, batch.captions)
         get_phases().record_progress()
         progress(len(batch.numbers))
@@ -198,21 +198,21 @@ def prepare_set(images: Images, networks: dict[str, Features], size: int, keep: 
 
     Raises ConfigError as `collect_statistics` does, or if there are too few images for pr and dc.
     """
-    require_enough(len(images))
-    require_neighbours(networks, min(len(images), keep))
+    require_enough_images(len(images))
+    require_enough_for_neighbours(networks, min(len(images), keep))
     if images.clips is not None:
         for metric, network in networks.items():
             _require_images_or_clips(network, images.clips)
             if images.clips and images.captions and "right" in METRICS[metric].needs:
                 network.require_captions(images.captions)
-    begun, by_name = Begun(images, size), {network.name: network for network in networks.values()}
+    begun, by_name = ImagesWithFirstBatch(images, size), {network.name: network for network in networks.values()}
     if begun.first is not None:
         for name, needs in _list_needs(networks).items():
-            _require_suitable(begun.first, by_name[name], needs)
+            _require_suitable_batch(begun.first, by_name[name], needs)
     return begun
 
 
-def require_neighbours(metrics: Iterable[str], count: int, of: str = "") -> None:
+def require_enough_for_neighbours(metrics: Iterable[str], count: int, of: str = "") -> None:
     """Raises ConfigError if pr or dc is among the metrics and `count` images are too few for the neighbours that they
     look for. `of` follows the number in the message.
     """
@@ -224,15 +224,16 @@ def require_neighbours(metrics: Iterable[str], count: int, of: str = "") -> None
         )
 
 
-def require_enough(count: int, option: str = "") -> None:
+def require_enough_images(count: int, option: str = "") -> None:
     """Raises ConfigError, which begins with `option`, if a set has fewer than two images."""
     if count < 2:
         raise ConfigError(f"{option}metrics compare sets of images: give two or more")
 
 
 def _list_needs(networks: dict[str, Features], compared: bool = False) -> dict[str, set[str]]:
-    """Returns the attributes of Statistics that the metrics need of a set, by name of their network. compared: the set
-    is the reference, so only metrics that compare need anything.
+    """Returns the attributes of Statistics that metrics need, by the name of their network. `networks` has the network
+    of each metric. compared: returns those that are needed of the reference set, which only metrics with a reference
+    read.
     """
     needs: dict[str, set[str]] = {}
     for metric, network in networks.items():
@@ -241,7 +242,7 @@ def _list_needs(networks: dict[str, Features], compared: bool = False) -> dict[s
     return needs
 
 
-def _require_suitable(batch: Batch, network: Features, needs: set[str]) -> None:
+def _require_suitable_batch(batch: Batch, network: Features, needs: set[str]) -> None:
     """Raises ConfigError if the network does not take such images, or if captions or labels are needed and the batch
     has none.
     """
@@ -267,7 +268,7 @@ def _require_images_or_clips(network: Features, clips: bool) -> None:
         )
 
 
-def list_insufficient(networks: dict[str, Features], statistics: dict[str, Statistics]) -> list[str]:
+def list_metrics_without_statistics(networks: dict[str, Features], statistics: dict[str, Statistics]) -> list[str]:
     """Returns those of the metrics in `networks` that compare with a reference and need statistics of it that
     `statistics` lacks.
     """

@@ -36,7 +36,7 @@ class FiniteScalar(nn.Module):
 
     def forward(self, x: Tensor, weight: Tensor) -> Quantized:
         """Quantizes vectors (B, ..., dim), see Quantized. All terms are 0 (B,); `weight` is unused."""
-        z = bound_levels(widen_precision(self.project_in(x)), self.levels)  # (B, ..., d)
+        z = bound_to_levels(widen_precision(self.project_in(x)), self.levels)  # (B, ..., d)
         rounded = z + (z.round() - z).detach()
         nothing = z.new_zeros(len(x))
         return Quantized(
@@ -50,7 +50,7 @@ class FiniteScalar(nn.Module):
 
     def encode(self, x: Tensor) -> Tensor:
         """Returns the tokens: (B, ..., dim) -> int64 (B, ...)."""
-        return join_levels(bound_levels(widen_precision(self.project_in(x)), self.levels), self.levels)
+        return join_levels(bound_to_levels(widen_precision(self.project_in(x)), self.levels), self.levels)
 
     def decode(self, tokens: Tensor) -> Tensor:
         """Returns the vectors: int64 (B, ...) -> (B, ..., dim)."""
@@ -58,7 +58,7 @@ class FiniteScalar(nn.Module):
         return self.project_out(code.to(self.project_out.weight.dtype))
 
 
-def bound_levels(z: Tensor, levels: tuple[int, ...]) -> Tensor:
+def bound_to_levels(z: Tensor, levels: tuple[int, ...]) -> Tensor:
     """Bounds z by a tanh, so that number i rounds to one of the integers -(L_i // 2) to (L_i - 1) // 2: (..., d) ->
     (..., d). 0 stays 0.
     """

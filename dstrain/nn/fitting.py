@@ -65,7 +65,7 @@ def refill_table(state: dict[str, Tensor], shapes: Shapes, name: str, std: float
     ]
 
 
-def note_unused_weights(names: Iterable[str]) -> list[str]:
+def describe_unused_weights(names: Iterable[str]) -> list[str]:
     """Returns a list with a note for the user on these weights of a folder, for which the network has no place; [] if
     there are none.
     """

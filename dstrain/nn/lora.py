@@ -70,7 +70,7 @@ def add_adapters(network: nn.Module, lora: Lora | None, usual: Sequence[str]) ->
     """
     if lora is None:
         return network
-    layers = {name: module for name, module in network.named_modules() if _can_have(module)}
+    layers = {name: module for name, module in network.named_modules() if _can_be_adapted(module)}
     chosen: dict[str, nn.Module] = {}
     for pattern in lora.targets or usual:
         found = {name: module for name, module in layers.items() if fnmatchcase(name, pattern)}
@@ -89,7 +89,7 @@ def add_adapters(network: nn.Module, lora: Lora | None, usual: Sequence[str]) ->
     return network
 
 
-def _can_have(module: nn.Module) -> bool:
+def _can_be_adapted(module: nn.Module) -> bool:
     return isinstance(module, (nn.Linear, Pointwise)) or (isinstance(module, nn.Conv2d) and module.groups == 1)
 
 
@@ -124,7 +124,9 @@ def merge_adapters(state: dict[str, Tensor], lora: Lora) -> dict[str, Tensor]:
     return merged
 
 
-def describe_for_peft(state: Mapping[str, Tensor], lora: Lora, base: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
+def convert_adapters_to_peft(
+    state: Mapping[str, Tensor], lora: Lora, base: str
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Returns the adapters in a state dict under peft's names, and the content of its adapter_config.json. `base` is
     the name or path of the network that they adapt.
     """

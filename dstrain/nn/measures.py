@@ -49,7 +49,7 @@ def _make_gaussian_window(size: int, like: Tensor) -> Tensor:
     return weight / weight.sum()
 
 
-def measure_likeness(picture: Tensor, truth: Tensor) -> dict[str, Tensor]:
+def measure_psnr_and_ssim(picture: Tensor, truth: Tensor) -> dict[str, Tensor]:
     """Returns the terms psnr and ssim, (B,) each, of two pictures (B, C, H, W) in [-1, 1], clamped to it."""
     picture, truth = ((x.clamp(-1, 1) + 1) / 2 for x in (picture, truth))
     return {"psnr": compute_psnr(picture, truth), "ssim": compute_ssim(picture, truth)}

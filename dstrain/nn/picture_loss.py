@@ -56,7 +56,7 @@ class Penalty(Section):
     """approximate: length of the step, in standard deviations of a pixel in [-1, 1]."""
 
 
-def require_pictures(
+def require_suitable_pictures(
     judge: Perceptual | None, discriminator: Discriminator | None, shape: tuple[int, int, int], prefix: str = ""
 ) -> None:
     """Raises ConfigError if the perceptual distance `judge` or the discriminator, unless it is None, cannot take
@@ -153,7 +153,7 @@ class PictureLoss:
             self.network = perceptual.load_distance(self.judge.path)
         return self.network
 
-    def sum_terms(self, terms: Mapping[str, Tensor]) -> Tensor:
+    def compute_reconstruction_loss(self, terms: Mapping[str, Tensor]) -> Tensor:
         """Returns the term recon, plus the weighted term perceptual if there is one: (B,)."""
         return terms["recon"] + self.judge.weight * terms["perceptual"] if self.perceives else terms["recon"]
 

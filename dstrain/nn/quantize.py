@@ -34,7 +34,7 @@ def relax_tokens(logits: Tensor, noise: Tensor, temperature: Tensor, sampling: s
 
     soft              softmax((theta + g) / temperature): a mixture of tokens; the relaxed loss has its exact gradient.
     straight_through  one token, with the gradient of soft.
-    reinmax           one token, with a gradient of second order, see _reinmax.
+    reinmax           one token, with a gradient of second order, see _make_reinmax_surrogate.
     """
     temperature = temperature.view(-1, *(1,) * (logits.ndim - 1)).to(logits.dtype)
     noisy = logits + noise
@@ -44,13 +44,13 @@ def relax_tokens(logits: Tensor, noise: Tensor, temperature: Tensor, sampling: s
     if sampling == "straight_through":
         smooth = (noisy / temperature).softmax(1)
     elif sampling == "reinmax":
-        smooth = _reinmax(logits, hard, temperature)
+        smooth = _make_reinmax_surrogate(logits, hard, temperature)
     else:
         raise ConfigError(f"sampling: {sampling!r} is unknown; one of {', '.join(SAMPLINGS)}")
     return hard + (smooth - smooth.detach())  # the value of hard, the gradient of smooth
 
 
-def _reinmax(logits: Tensor, hard: Tensor, temperature: Tensor) -> Tensor:
+def _make_reinmax_surrogate(logits: Tensor, hard: Tensor, temperature: Tensor) -> Tensor:
     """Returns a tensor whose Jacobian with respect to the logits is 2 J((pi_temperature + D) / 2) - J(pi) / 2.
 
     Liu et al. 2023 ("Bridging discrete and backpropagation", arXiv:2304.08612): differences of the loss between tokens
@@ -60,10 +60,10 @@ def _reinmax(logits: Tensor, hard: Tensor, temperature: Tensor) -> Tensor:
     pi = logits.detach().softmax(1)
     halfway = ((logits.detach() / temperature).softmax(1) + hard) / 2
 
-    def with_jacobian_of(p):
+    def make_tensor_with_softmax_jacobian(p):
         return p * (logits - (p * logits).sum(1, keepdim=True))
 
-    return 2 * with_jacobian_of(halfway) - with_jacobian_of(pi) / 2
+    return 2 * make_tensor_with_softmax_jacobian(halfway) - make_tensor_with_softmax_jacobian(pi) / 2
 
 
 def compute_kl_to_uniform(logits: Tensor) -> Tensor:

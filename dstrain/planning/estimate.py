@@ -12,7 +12,7 @@ from typing import Any
 from dstrain.engine.settings import is_optimizer_offloaded, read_offload, read_precision, read_stage
 from dstrain.planning.counts import Collective, Counts, Layout
 from dstrain.planning.states import count_weights, describe_memory_of_states
-from dstrain.planning.step import choose_step
+from dstrain.planning.step import choose_measured_step
 from dstrain.recipe import Run
 from dstrain.systems.base import System
 from dstrain.tracking.flops import count_step_flops
@@ -175,7 +175,11 @@ def describe_costs(run: Run, system: System, settings: dict[str, Any], world: in
     numbers, _ = count_weights(run, system)
     try:
         largest = " of the largest bucket" if run.data.buckets else ""
-        work = count_step_flops(system, run.batch.global_, choose_step(run, system), run.train_only) / world / 1e12
+        work = (
+            count_step_flops(system, run.batch.global_, choose_measured_step(run, system), run.train_only)
+            / world
+            / 1e12
+        )
         work = f"; a step{largest} is {work:.3g} TFLOP a rank"
     except (RuntimeError, TypeError, ValueError):  # Code on the meta device asks for values.
         work = ""

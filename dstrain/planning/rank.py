@@ -12,7 +12,7 @@ from dstrain.engine.planning.memory_kinds import OFFLOADED, count_saved_bytes
 from dstrain.engine.settings import read_offload, read_stage
 from dstrain.planning.counts import Collective, Counts, Layout
 from dstrain.planning.states import count_states, count_weights
-from dstrain.planning.step import Measured, choose_step, measure_states, measure_step
+from dstrain.planning.step import Measured, choose_measured_step, measure_states, measure_step
 from dstrain.recipe import ConfigError, Run
 from dstrain.systems.base import System
 from dstrain.tracking.flops import count_step_flops
@@ -28,7 +28,9 @@ def count_as_rank_0(run: Run, settings: dict[str, Any], layout: Layout, device: 
     _require_countable(settings)
     run = run.model_copy(update={"compile": "off"})
     system = systems.build(run.system, run.model)
-    flops = count_step_flops(system, run.batch.global_, choose_step(run, system), run.train_only) / layout.world
+    flops = (
+        count_step_flops(system, run.batch.global_, choose_measured_step(run, system), run.train_only) / layout.world
+    )
     weights, checkpoint = count_weights(run, system)
     measured, own = measure_as_rank_0(run, settings, system, layout.world, device)
     peak = max((measured.passes, measured.update), key=lambda kinds: sum(kinds.values()))

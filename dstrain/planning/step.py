@@ -79,7 +79,7 @@ def measure_step(
         updates: list[int] = []  # where they begin and end, in turn
         begun: list[Done] = []
         _label_tensors_by_maker(watch, system, engines, updates, begun)
-        last = choose_step(run, system)
+        last = choose_measured_step(run, system)
         for number in range(last - _WARM[read_stage(settings)], last + 1):
             _label_states(watch, engines, ema)
             begun.clear()
@@ -186,7 +186,7 @@ def _label_states(watch: Watch, engines: Engines, ema: EmaShadow) -> None:
     watch.recomputed, watch.moved = 0.0, 0
 
 
-def choose_step(run: Run, system: System) -> int:
+def choose_measured_step(run: Run, system: System) -> int:
     """Returns the number of the step to measure: of the first step and the last 4,096, one with the most work and,
     among these, one in which penalties of every 16th step are due.
     """

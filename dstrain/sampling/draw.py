@@ -123,13 +123,13 @@ def draw_all_on_first_rank(system: System, nets: Nets, request: Request, chunk: 
     the other ranks. No rank's GPU holds more than its own samples.
     """
     rounds = [
-        group.gather_rows_on_first_rank(images, count_shares(len(request.seeds), number, chunk))
+        group.gather_rows_on_first_rank(images, count_samples_by_rank(len(request.seeds), number, chunk))
         for number, (_, images) in enumerate(draw_own_share(system, nets, request, chunk))
     ]
     return None if rounds[0] is None else torch.cat(rounds)
 
 
-def count_shares(total: int, round: int, chunk: int) -> list[int]:
+def count_samples_by_rank(total: int, round: int, chunk: int) -> list[int]:
     """Returns, for each rank, how many of its `chunk` samples of a round are among the `total`. The others repeat
     samples.
     """
@@ -150,7 +150,7 @@ def draw_pictures_on_first_rank(system: System, nets: Nets, batch: Batch, chunk:
         with set_eval_mode(nets):
             for name, images in system.pictures(nets, system.encode(rows)).items():
                 pictures.setdefault(name, []).append(
-                    group.gather_rows_on_first_rank(images, count_shares(total, round, chunk))
+                    group.gather_rows_on_first_rank(images, count_samples_by_rank(total, round, chunk))
                 )
     return {name: None if rounds[0] is None else torch.cat(rounds) for name, rounds in pictures.items()}
 
@@ -199,7 +199,7 @@ class Means:
         sums = torch.stack((values.sum(0), values.square().sum(0), counted.expand_as(values).sum(0)))  # (3, K)
         self.sums[kind, name] = self.sums.get((kind, name), 0) + sums
 
-    def average_ranks(self) -> dict[str, Any]:
+    def average_over_ranks(self) -> dict[str, Any]:
         """Returns the means over the samples of all ranks, which must have added terms of the same names: figures and
         standard_errors {name: float}, curves {name: (K,)} and quarters {name: (4,)} float64, timesteps (of the curves'
         columns, or None) and nonfinite_samples (their number). All ranks call it together.
@@ -244,7 +244,7 @@ def score_batches(
             terms = system.evaluate(nets, system.encode(batch))
         require_valid_scores(system, terms, len(valid))
         means.add_terms({name: values for name, values in terms.items() if name != "quartile"}, valid)
-    result = means.average_ranks()
+    result = means.average_over_ranks()
     if curves is not None:
         curves |= {name: mean.tolist() for name, mean in result["curves"].items()}
     bad = result["nonfinite_samples"]  # a mean that such a sample enters is NaN

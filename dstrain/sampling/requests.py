@@ -117,7 +117,7 @@ def list_built_in_texts(data: Data, system: System) -> tuple[str, ...]:
     return ()
 
 
-def choose_all_classes(samples: Samples, data: Data, system: System) -> Samples:
+def adapt_samples_for_metrics(samples: Samples, data: Data, system: System) -> Samples:
     """Returns the samples section for a set that metrics compare with the data. It has all classes in turn, whatever
     labels the grids show; all captions of the built-in data, or else the recipe's own prompts; and the size of the
     data's squares.

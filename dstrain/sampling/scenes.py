@@ -98,7 +98,7 @@ def draw_scenes(
     return clips
 
 
-def read_prime(path: Path, data: Data, unit: int, primed: int, exactly: bool) -> Tensor:
+def read_prime_frames(path: Path, data: Data, unit: int, primed: int, exactly: bool) -> Tensor:
     """Reads the frames that clips go on from, uint8 (N, K, C, H, W): the last K frames of a video or picture, of each
     in a folder, or of each sample in an .npz.
 

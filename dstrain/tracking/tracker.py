@@ -122,7 +122,7 @@ class Tracker:
         self._meter.add_terms(part, terms)
 
     def move_progress_bar(self, done: int) -> None:
-        """Moves the progress bar, if there is one, to `done` steps."""
+        """Records that `done` steps are complete, and moves the progress bar to them if there is one."""
         self._done = done
         if self._bar is not None:
             self._bar.update(done - self._bar.n)
@@ -139,7 +139,7 @@ class Tracker:
         self._append_to_file(
             "metrics.jsonl", _format_line({"step": done, **steady, "timing": timing | {"time": time.time()}})
         )
-        self.note(self._format_for_person(done, values))
+        self.note(self._format_log_line(done, values))
         get_phases().begin_steps()
         self._send_values(
             {f"train/{name}": value for name, value in steady.items()}
@@ -158,7 +158,7 @@ class Tracker:
             return
         named = {f"{kind}/{name}": value for name, value in scores.items()}
         self._append_to_file("metrics.jsonl", _format_line({"step": done, **named}))
-        self.note(self._format_for_person(done, named))
+        self.note(self._format_log_line(done, named))
         self._send_values(named, done)
         for name, values in (curves or {}).items():
             path = self.folder / "samples" / f"step_{done:08d}_{name}.png"
@@ -283,7 +283,7 @@ class Tracker:
                 sink.close()
         self._bar = self._board = None
 
-    def _format_for_person(self, done: int, values: dict[str, float]) -> str:
+    def _format_log_line(self, done: int, values: dict[str, float]) -> str:
         """Formats a report as one line of log.txt, without the means by quarter of the timesteps."""
         shown = [
             f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}"

@@ -27,7 +27,7 @@ from dstrain.data.batches import iterate_held_out
 from dstrain.data.sources.images import open_images
 from dstrain.metrics import distances
 from dstrain.metrics.builtin import Builtin
-from dstrain.nn.measures import measure_likeness
+from dstrain.nn.measures import measure_psnr_and_ssim
 from dstrain.nn.pixels import convert_to_uint8
 from dstrain.recipe import ConfigError
 from dstrain.runs import trained
@@ -65,7 +65,7 @@ def row(folder: Path) -> list[str]:
         originals.append(network(samples["image"])[0][valid])
         made.append(features[valid])
         right.append((logits.argmax(1) == labels)[valid].float())
-        alike.append(torch.stack(list(measure_likeness(picture, example["x_start"]).values()), 1)[valid])
+        alike.append(torch.stack(list(measure_psnr_and_ssim(picture, example["x_start"]).values()), 1)[valid])
     psnr, ssim = torch.cat(alike).mean(0).tolist()
     distance = distances.measure_frechet(*moments(torch.cat(made)), *moments(torch.cat(originals)))
     figures = measure_source(system, nets, source, batch=_BATCH, seed=run.seed)["figures"]

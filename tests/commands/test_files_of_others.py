@@ -69,7 +69,7 @@ def test_a_file_of_the_command_is_replaced(tmp_path):
         write_table(table)
     assert table.read_text().splitlines()[0] == "path,label"
     reference.write_reference(statistics := tmp_path / "a.npz", {})
-    assert not reference.is_written_here(statistics)  # it holds none
+    assert not reference.is_written_by_dstrain(statistics)  # it holds none
     (tmp_path / "empty").touch()
     require_replaceable(tmp_path / "empty", "--out", lambda path: False)
     with pytest.raises(ConfigError, match="/dev/null"):

@@ -8,7 +8,7 @@ from diffusers import DDIMScheduler, DDPMScheduler, DiffusionPipeline, UNet2DMod
 
 from dstrain.diffusion import schedule
 from dstrain.diffusion.gaussian import GaussianDiffusion
-from dstrain.diffusion.published import add_to_model_index, choose_even_steps, make_scheduler_arguments
+from dstrain.diffusion.published import add_to_model_index, find_largest_divisor, make_scheduler_arguments
 from dstrain.systems.iddpm.pipeline import ConditionalUNetPipeline
 
 
@@ -34,7 +34,7 @@ def test_what_they_do_not_know():
 @pytest.mark.parametrize("count, steps", [(1000, 20), (400, 20), (420, 20), (99, 11), (97, 1), (14, 14), (996, 12)])
 def test_steps_that_stride_alike(count, steps):
     """Oracle: diffusers' timesteps of so many steps against ours of the same name, and division by hand."""
-    assert choose_even_steps(count) == steps
+    assert find_largest_divisor(count) == steps
     scheduler = DDIMScheduler(num_train_timesteps=count)
     scheduler.set_timesteps(steps)
     assert scheduler.timesteps.tolist() == schedule.space_timesteps(count, f"ddim{steps}")[::-1]

@@ -228,6 +228,7 @@ GROUPS = {
         ("convert KIND PATH --out SHARDS", ""),
     ],
 }
+SD3_ADAPTERS = "tests/systems/dit/test_adapters.py exports such a run"
 LEFT_OUT = "tests/data/test_left_out.py, tests/metrics/test_in_training.py"
 NOT_RUN = {
     "evaluate runs/t2i-left --metrics fd,accuracy --num-samples 1000": LEFT_OUT,
@@ -251,7 +252,7 @@ NOT_RUN = {
     "export --format safetensors": AN_OPTION,
     "export --format peft": AN_OPTION,
     "export --format diffusers-lora": AN_OPTION,
-    "export runs/sd3-lora --out adapters --format diffusers-lora": "tests/systems/dit/test_adapters.py",
+    "export runs/sd3-lora --out adapters --format diffusers-lora": SD3_ADAPTERS,
     "reconstruct --sweep --num-samples N": AN_OPTION,
     "keep --min-hosts N": AN_OPTION,
     "keep --min-hosts 2": "tests/commands/test_keep.py",

@@ -16,7 +16,7 @@ from torch._dynamo.utils import counters
 from torch.fx import GraphModule
 
 from dstrain.engine import blocks
-from dstrain.engine.blocks import describe_structure, prepare_blocks, require_leaf_modules
+from dstrain.engine.blocks import _ensure_input_gradient, describe_structure, prepare_blocks, require_leaf_modules
 from dstrain.recipe import ConfigError
 from dstrain.systems.dit.blocks import Block
 from dstrain.systems.dit.network import DiT
@@ -309,6 +309,14 @@ def test_a_compiled_block_looks_for_no_weight(monkeypatch):
         return weight * (2 if linear.is_zero_param(weight) else 1)
 
     assert doubled_if_away(away) == 1
+
+
+def test_inputs_without_fractions_stay():
+    """Oracle: the inputs themselves: whole numbers cannot require a gradient, and None is no tensor."""
+    inputs = torch.arange(3), None
+    assert all(value is given for value, given in zip(_ensure_input_gradient(Tiny(), inputs), inputs, strict=True))
+    _, first, _ = _ensure_input_gradient(Tiny(), (None, torch.ones(2), torch.ones(2)))
+    assert first.requires_grad
 
 
 @pytest.mark.parametrize(

@@ -188,7 +188,7 @@ def test_towers(tmp_path):
         open_features(f"dinov2:{tmp_path / 'video'}")
 
     towers.clip(tmp_path / "clip")
-    networks = table.choose_networks(("clip_score", "fd_clip"), [f"clip:{tmp_path / 'clip'}"])
+    networks = table.open_metric_networks(("clip_score", "fd_clip"), [f"clip:{tmp_path / 'clip'}"])
     clip, captions = networks["clip_score"], ["a red cat", "the blue dog on the moon"]
     path = arrays(tmp_path / "c.npz", batch, prompts=np.array(captions))
     statistics = table.collect_statistics(images.open_set(path, "--images"), networks, 2)
@@ -210,7 +210,7 @@ def test_towers(tmp_path):
 def test_networks_are_chosen(tmp_path):
     """Oracle: the first that serves; what is missing, unused or unknown is refused with the remedy."""
     words = f"torchscript:{detector(tmp_path / 'detector.pt')}"
-    networks = table.choose_networks(("fid", "pr"), [words])
+    networks = table.open_metric_networks(("fid", "pr"), [words])
     assert networks["fid"] is networks["pr"] and networks["fid"].size == 96
     for metrics, paths, message in (
         (("is",), (words,), "is needs a network: --features inception:PATH"),
@@ -219,7 +219,7 @@ def test_networks_are_chosen(tmp_path):
         (("fd_dinov2",), (), "hf download"),
     ):
         with pytest.raises(ConfigError, match=message):
-            table.choose_networks(metrics, paths)
+            table.open_metric_networks(metrics, paths)
 
 
 def test_torchscript_features(tmp_path):
@@ -239,7 +239,7 @@ def test_fvd_of_clips(tmp_path):
     """Oracle: means of channels and frames, and the Frechet distance of their moments, by numpy."""
     words = f"i3d:{detector(tmp_path / 'i3d.pt', VideoDetector)}"
     clips = noise(2 * 14 * 16, 6, 5).view(2, 14, 16, 3, 6, 5)
-    networks = table.choose_networks(("fvd",), [words])
+    networks = table.open_metric_networks(("fvd",), [words])
     paths = [arrays(tmp_path / f"{number}.npz", part) for number, part in enumerate((clips[0], clips[1] // 2))]
     sides = [table.collect_statistics(images.open_set(path, "--images"), networks, 4) for path in paths]
     rows = [

@@ -8,7 +8,7 @@ import torch
 
 from dstrain.nn.finite_scalar import (
     FiniteScalar,
-    bound_levels,
+    bound_to_levels,
     join_levels,
     require_levels,
     scale_levels,
@@ -33,7 +33,7 @@ def test_tokens_count_the_levels(levels):
 def test_bound(levels):
     """Oracle: the paper's formula at its ends and its middle: every level can be reached, none beyond, 0 stays 0."""
     far = torch.full((1, len(levels)), 30.0)
-    low, high, middle = (bound_levels(z, levels) for z in (-far, far, 0 * far))
+    low, high, middle = (bound_to_levels(z, levels) for z in (-far, far, 0 * far))
     sizes = torch.tensor(levels)
     assert torch.equal(low.round()[0], -(sizes // 2).float()) and torch.equal(
         high.round()[0], ((sizes - 1) // 2).float()
@@ -43,7 +43,7 @@ def test_bound(levels):
     # Between two levels, where the bound is half-way: atanh of that share of its range.
     z = torch.full((1, len(levels)), 0.7)
     half, even = (sizes - 1) * 1.001 / 2, 0.5 * (1 - sizes % 2)
-    torch.testing.assert_close(bound_levels(z, levels)[0], half * torch.tanh(0.7 + torch.atanh(even / half)) - even)
+    torch.testing.assert_close(bound_to_levels(z, levels)[0], half * torch.tanh(0.7 + torch.atanh(even / half)) - even)
 
 
 def test_encode_decode_and_gradient():
@@ -53,7 +53,7 @@ def test_encode_decode_and_gradient():
     passed = quantizer(x, torch.ones(2, 3, 4))
     assert torch.equal(quantizer.encode(x), passed.tokens) and passed.tokens.shape == (2, 3, 4)
     torch.testing.assert_close(quantizer.decode(passed.tokens), passed.x, rtol=1e-5, atol=1e-6)
-    smooth = quantizer.project_out(scale_levels(bound_levels(quantizer.project_in(x), (8, 6, 5)), (8, 6, 5)))
+    smooth = quantizer.project_out(scale_levels(bound_to_levels(quantizer.project_in(x), (8, 6, 5)), (8, 6, 5)))
     weights = torch.randn_like(smooth)
     ours, theirs = (torch.autograd.grad((out * weights).sum(), x)[0] for out in (passed.x, smooth))
     torch.testing.assert_close(ours, theirs)

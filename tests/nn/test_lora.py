@@ -8,7 +8,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from dstrain import systems
-from dstrain.nn.lora import ATTENTION, Lora, add_adapters, describe_for_peft, merge_adapters
+from dstrain.nn.lora import ATTENTION, Lora, add_adapters, convert_adapters_to_peft, merge_adapters
 from dstrain.nn.measures import measure_relative_error
 from dstrain.recipe import ConfigError
 from dstrain.runs.weights import fit_weights
@@ -84,7 +84,7 @@ def test_peft_computes_the_same(case, tmp_path):
     name, model, _ = CASES[case]
     plain = systems.build(name, model).networks()["denoiser"].eval()
     plain.load_state_dict({name: network.state_dict()[name] for name in plain.state_dict()})
-    adapters, described = describe_for_peft(network.state_dict(), lora, "weights.pt")
+    adapters, described = convert_adapters_to_peft(network.state_dict(), lora, "weights.pt")
     save_file(adapters, tmp_path / "adapter_model.safetensors")
     (tmp_path / "adapter_config.json").write_text(json.dumps(described))
     expected = predict(network, system)

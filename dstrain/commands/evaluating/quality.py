@@ -62,7 +62,7 @@ def measure_quality(options: EvaluateOptions) -> tuple[Path | None, dict[str, An
             values = clips.score_scenes(images.sum_story_scores(networks["scenes"]))
     else:
         _require_enough_samples(options)
-        networks = table.choose_networks(options.metrics or (), options.features)
+        networks = table.open_metric_networks(options.metrics or (), options.features)
         images, facts = _open_measured_data(options, run)
         compared = _open_reference(options, run, networks)
         with use_precision(options.precision), reword_errors(options=OPTIONS):
@@ -104,13 +104,13 @@ def require_measurable(options: EvaluateOptions) -> None:
     network or the reference is absent or does not serve the metrics, or if too few images are asked for.
     """
     _require_enough_samples(options)
-    networks = table.choose_networks(options.metrics or (), options.features)
+    networks = table.open_metric_networks(options.metrics or (), options.features)
     _open_reference(options, trained.read_recipe(options.run_folder), networks)
 
 
 def _require_enough_samples(options: EvaluateOptions) -> None:
     if options.num is not None:
-        table.require_enough(options.num, f"--num-samples {options.num}: ")
+        table.require_enough_images(options.num, f"--num-samples {options.num}: ")
 
 
 def write_reference(options: EvaluateOptions) -> str:
@@ -123,11 +123,11 @@ def write_reference(options: EvaluateOptions) -> str:
     assert path is not None
     if path.suffix != ".npz":
         raise ConfigError(f"--write-reference {path}: name a file that ends in .npz")
-    require_replaceable(path, "--write-reference", reference.is_written_here)
+    require_replaceable(path, "--write-reference", reference.is_written_by_dstrain)
     _require_enough_samples(options)
     trained.require_writable(path.parent, "--write-reference")
     metrics = options.metrics or ()
-    networks = table.choose_networks(metrics, options.features)
+    networks = table.open_metric_networks(metrics, options.features)
     networks = {name: network for name, network in networks.items() if table.METRICS[name].compares}
     if not networks:
         raise ConfigError(f"--metrics {','.join(metrics)}: these compare with no reference; name fid, say")

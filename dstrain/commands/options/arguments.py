@@ -147,7 +147,9 @@ def parse_labels(text: str) -> tuple[int, ...]:
 
 
 def make_words_parser(*known: str) -> Callable[[str], tuple[str, ...]]:
-    """Returns a parser of words between commas, such as gif,mp4, that accepts the `known` ones alone."""
+    """Returns a parser of a list with commas, such as gif,mp4. The parser returns a tuple of the words, without
+    duplicates and without spaces around them. It raises ArgumentTypeError for a word that is not in `known`.
+    """
 
     def parse_words(text: str) -> tuple[str, ...]:
         words = tuple(dict.fromkeys(word.strip() for word in text.split(",")))

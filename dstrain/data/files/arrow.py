@@ -115,9 +115,9 @@ class ParquetFile:
             yield from rows
 
     def read_plain_chunk(self, group: int, column: str) -> "PlainChunk | None":
-        """Reads the bytes of a column in a row group if its values are bytes and not compressed; else returns None.
-
-        Raises ConfigError if they have more than 1 GB.
+        """Returns the stored bytes of a column of byte strings, or of its field "bytes", in row group `group`. Returns
+        None if the column is compressed or absent. Raises ConfigError if it has more than 1 GiB there, compressed or
+        not.
         """
         for chunk in self._list_chunks(group, [column]):
             if chunk.physical_type != "BYTE_ARRAY":

@@ -243,8 +243,8 @@ def peek_names(files: Files, folder: str = "") -> list[tuple[str, bool]]:
 
 
 def peek_files(files: Files, folder: str = "", above: tuple[str, ...] = ()) -> Iterator[str]:
-    """Yields the relative paths of some files: at most 4096 of a folder, and of at most 8 of its subfolders, three
-    levels deep. The files of a folder come before those of its subfolders.
+    """Yields the relative paths of some files in a folder, then in up to 8 of its subfolders, and so on three levels
+    down. Reads at most 4096 entries of a local folder, but all of an address or a given list.
 
     above: the real paths of the folders from the root down to this one's parent; links back to them are not followed.
     """

@@ -182,8 +182,8 @@ class Indexed(Source):
         return f"bytes={total} contents={digest.hexdigest()}"
 
     def _hash_texts(self, numbers: Sequence[int]) -> bytes:
-        """Returns a hash of what is known of these files beside names, labels and sizes, such as captions, for the
-        fingerprint.
+        """Returns the index's hash of all its columns but names and labels, such as captions and listed sizes; b"" if
+        it has no others. `numbers` is for subclasses that hash captions in other files.
         """
         return self.index.rest.encode()
 

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dstrain import rng
-from dstrain.encoders.reader import Reader, TextInputs, draw_synthetic_texts, select_texts
+from dstrain.encoders.reader import Reader, TextInputs, draw_synthetic_texts, select_text_inputs
 from dstrain.nn.layers import Embedding, Linear, compute_timestep_features
 from dstrain.nn.tokens import RMSNorm
 from dstrain.recipe import ConfigError
@@ -376,7 +376,7 @@ class Text(Condition):
         self.reader = reader
 
     def prepare_example(self, batch: Batch) -> Example:
-        example = self._fill_empty_texts(_make_text_arguments(self.reader.of_batch(batch)))
+        example = self._fill_empty_texts(_make_text_arguments(self.reader.make_batch_inputs(batch)))
         # A model without a null text waits for the device here; others have something to read in any case.
         if not self.reader.config.has_null and not example["text"].is_meta and not example["mask"].any(1).all():
             raise ConfigError(
@@ -389,8 +389,10 @@ class Text(Condition):
         return {"text": example["text"], "mask": example["text_mask"]}
 
     def read_request(self, request: Request) -> Arguments:
-        inputs = select_texts(request.conditions) or self.reader.of_nothing(len(request.seeds))
-        arguments = self._fill_empty_texts(_make_text_arguments(self.reader.of_batch({**inputs, "key": request.seeds})))
+        inputs = select_text_inputs(request.conditions) or self.reader.make_null_inputs(len(request.seeds))
+        arguments = self._fill_empty_texts(
+            _make_text_arguments(self.reader.make_batch_inputs({**inputs, "key": request.seeds}))
+        )
         return {name: value.to(request.seeds.device) for name, value in arguments.items()}
 
     def make_null(self, arguments: Arguments) -> Arguments:
@@ -415,7 +417,7 @@ class Text(Condition):
         if config.learns_null or not config.has_null:
             return arguments
         text, mask = arguments["text"], arguments["mask"]
-        empty = _make_text_arguments(self.reader.of_empty(text.device))
+        empty = _make_text_arguments(self.reader.encode_empty_text(text.device))
         read = mask.any(1)[:, None]
         return {
             "text": torch.where(read[..., None], text, empty["text"].to(text.dtype)),

@@ -13,7 +13,7 @@ from dstrain.diffusion.schedule import make_betas
 from dstrain.encoders import autoencoder
 from dstrain.encoders.frozen import is_available_here
 from dstrain.encoders.precision import find_precision_problem
-from dstrain.encoders.reader import Reader, ReadsTexts, complete_texts, replace_encoder
+from dstrain.encoders.reader import Reader, ReadsTexts, fill_in_text_fields, replace_text_encoder
 from dstrain.nn.lora import list_lora_conflicts
 from dstrain.recipe import ConfigError, Run
 from dstrain.recipe.shapes import require_multiples
@@ -204,7 +204,7 @@ class Config(Fields):
             codes = {name: getattr(index, name) for name in ("shape", "scaling_factor", "first_stage")}
             if model.get("condition") == "text":
                 codes |= {"text": index.text, "text_encoder": index.text_encoder}
-                from_data |= complete_texts(model, index)
+                from_data |= fill_in_text_fields(model, index)
             from_data["in_channels"] = index.shape[0]
             if isinstance(first_stage, dict):
                 first_stage = {"factor": max(run.data.image_size // index.shape[1], 1), **first_stage}
@@ -320,7 +320,7 @@ class Config(Fields):
         cls, model: dict[str, Any], text_encoder: str | None = None, tokenizer: str | None = None
     ) -> dict[str, Any]:
         if text_encoder is not None and model.get("condition") == "text":
-            model, text_encoder = replace_encoder(model, text_encoder, True), None
+            model, text_encoder = replace_text_encoder(model, text_encoder, True), None
         return super().with_encoders(model, text_encoder, tokenizer)
 
     def make_network_arguments(self) -> dict[str, Any]:
@@ -354,7 +354,7 @@ class Config(Fields):
             "pooled_dim": self.text_pooled_dim,
             "tokens": self.tokens.model_dump(),
             **({} if reads_labels else {"num_classes": 0}),  # none would be read
-            "text": self.text_arguments() | {"projection": self.text_projection} if self.reads_texts else None,
+            "text": self.make_text_arguments() | {"projection": self.text_projection} if self.reads_texts else None,
             "base_depth": self.internal.depth if self.internal else 0,
             "align": self.align.make_network_arguments() if self.align else None,
             "routed": self.find_routed_blocks(),

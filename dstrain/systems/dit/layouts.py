@@ -305,7 +305,7 @@ def translate_adapters_to_layout(
 ) -> dict[str, Tensor]:
     """Returns the adapters (nn/lora.py) of a state dict with our weights under a published layout's names; `theirs` and
     `depth` as in `translate_to_layout`. Where a layer of ours lies in several of theirs, each of these gets the whole
-    lora_A and its own rows of lora_B.
+    lora_A and its own rows of lora_B. Raises ConfigError for an adapter whose layer the layout's network has not.
     """
     layers = [key.removesuffix(".lora_A.weight") for key in state if key.endswith(".lora_A.weight")]
     numbers = {f"{layer}.weight": number for number, layer in enumerate(layers)}
@@ -315,12 +315,18 @@ def translate_adapters_to_layout(
         for key, value in state.items()
         if not is_adapter(key)
     }
-    found = {}
+    found, left = {}, set(range(len(layers)))
     for key, moved in translate_to_layout(rows, name, theirs, depth).items():
         if (number := int(moved[0, 0])) >= 0:
+            left.discard(number)
             layer = key.removesuffix(".weight")
             found[f"{layer}.lora_A.weight"] = state[f"{layers[number]}.lora_A.weight"].clone()
             found[f"{layer}.lora_B.weight"] = state[f"{layers[number]}.lora_B.weight"][moved[:, 1]]
+    if left:
+        raise ConfigError(
+            f"model.lora: the adapter of {layers[min(left)]} has no place in the layout {name}; take --format peft, "
+            "whose names are our network's, or --format diffusers, which merges the adapters"
+        )
     return found
 
 

@@ -166,7 +166,7 @@ def save_pipeline(config: Config, network: DiT, vae: Any, scheduler: Any, folder
 
 
 def build_empty_transformer(config: Config) -> nn.Module:
-    """Returns diffusers' class of the model, without memory for its weights (on torch's meta device)."""
+    """Returns an untrained SD3Transformer2DModel for `config` on torch's meta device, without memory for weights."""
     from diffusers import SD3Transformer2DModel
 
     with torch.device("meta"):

@@ -78,10 +78,10 @@ class DiTSystem(System):
 
     @torch.no_grad()
     def encode(self, batch: Batch) -> Example:
-        """Returns the example of a batch: x_start, the conditions' tensors, and the other inputs unchanged. x_start is
-        latents drawn from cached moments or by the first stage; without either, pixels in [-1, 1]. For clips it is what
-        encode_clips returns. Raises ConfigError if the model reads cached latents and the batch has images, or if
-        x_start has not the network's shape.
+        """Returns the example of a batch: x_start, the conditions' tensors, and inputs that are neither pixels, latents
+        nor captions, unchanged. x_start is latents (B, C, h, w), drawn from cached moments or by the first stage;
+        without either, pixels in [-1, 1]; of clips (B, C, T, h, w). Raises ConfigError if a condition is missing or
+        wrong, if the model reads cached latents and the batch has images, or if x_start does not fit the network.
         """
         inputs = ("image", "video", "frames", "latent_mean", "latent_std", "caption", *NAMES)
         example = {name: tensor for name, tensor in batch.items() if name not in inputs}
@@ -214,7 +214,9 @@ class DiTSystem(System):
         return self._leave_out_full_mask(arguments)
 
     def _leave_out_full_mask(self, arguments: Arguments) -> Arguments:
-        """Returns the arguments without a mask that shows all tokens: attention without one has faster kernels."""
+        """Returns the arguments without the mask if the model reads whole texts: attention without one has faster
+        kernels.
+        """
         whole = self.config.reads_whole_texts
         return {name: value for name, value in arguments.items() if name != "mask" or not whole}
 
@@ -230,7 +232,7 @@ class DiTSystem(System):
                 f"labels: {list(labels)} mean nothing to a model of texts; leave them out, and give texts (--prompts "
                 "FILE, or samples.prompts)"
             )
-        return self.texts.of_nothing(num)
+        return self.texts.make_null_inputs(num)
 
     @property
     def takes_texts(self) -> bool:
@@ -242,7 +244,7 @@ class DiTSystem(System):
         """
         if not self.takes_texts:
             return super().conditions_from_texts(texts)
-        return self.texts.of_prompts(texts)
+        return self.texts.make_prompt_inputs(texts)
 
     def conditions_to_avoid(self, text: str, num: int) -> dict[str, Tensor]:
         return {f"{NEGATIVE}{name}": value for name, value in self.conditions_from_texts([text] * num).items()}
@@ -378,7 +380,7 @@ class DiTSystem(System):
             self.config.guidance_channels,
             rescale=request.guidance_rescale,
             guide=guide,
-            active=samplers.limit_guidance(request.guidance_interval, self.process.compute_noise_ratio),
+            active=samplers.make_guidance_mask(request.guidance_interval, self.process.compute_noise_ratio),
         )
 
     def cannot_draw(self) -> str | None:
@@ -406,7 +408,7 @@ class DiTSystem(System):
         values, notes = weights.adapt_weights(state, network)
         lacks_null = weights.NULL_TEXT in values and weights.NULL_TEXT not in state
         if lacks_null and self.config.text_projection == "mlp" and self.config.text_encoder:
-            inputs = self.texts.of_texts([""])
+            inputs = self.texts.make_text_inputs([""])
             states = inputs["text_encodings"][inputs["text_mask"]]  # (tokens of the empty text, E)
             if len(states) == 1:
                 values[weights.NULL_TEXT] = weights.project_states(states, values)

@@ -205,24 +205,26 @@ def rename_adapters(system: DiTSystem, state: Mapping[str, Tensor]) -> tuple[dic
     """Returns the adapters of a state dict under the names of diffusers' transformer, and whether its pipeline loads
     adapters by itself (load_lora_weights).
 
-    Raises ConfigError if diffusers' transformers cannot hold the model, or have no texts.
+    Raises ConfigError if the model reads no texts, if an adapter has no place in diffusers' transformer, or if PixArt's
+    positions are not those that it computes.
     """
     config = system.config
-    system.require_expressible()
     if not config.reads_texts:
         raise ConfigError(
             "--format diffusers-lora: of models with texts alone; take --format diffusers, which merges the adapters"
         )
-    name, build = ("sd3", sd3.build_empty_transformer) if config.block.joint else ("pixart", _build_empty_pixart)
-    transformer = build(config)
-    adapters = translate_adapters_to_layout(
-        state, name, list(transformer.state_dict()), config.get_network_shape()["depth"]
-    )
+    if config.block.joint:
+        name, transformer = "sd3", sd3.build_empty_transformer(config)
+    else:
+        name, transformer = "pixart", _build_empty_pixart(config)
+        _require_computed_positions(state["pos_embed"], system.build_part_on_meta("denoiser"))
+    theirs = list(transformer.state_dict())
+    adapters = translate_adapters_to_layout(state, name, theirs, config.get_network_shape()["depth"])
     return adapters, hasattr(transformer, "load_lora_adapter")
 
 
 def _build_empty_pixart(config: Config) -> nn.Module:
-    """Returns diffusers' class of the model, without memory for its weights (on torch's meta device)."""
+    """Returns an untrained PixArtTransformer2DModel for `config` on torch's meta device, without memory for weights."""
     from diffusers import PixArtTransformer2DModel
 
     with torch.device("meta"):
@@ -236,7 +238,7 @@ def _build_empty_pixart(config: Config) -> nn.Module:
 def _save_pixart(system: DiTSystem, network: DiT, folder: Path) -> None:
     from diffusers import PixArtAlphaPipeline
 
-    _require_computed_positions(network)
+    _require_computed_positions(network.pos_embed, network)
     transformer = _build_empty_pixart(system.config)
     state = _copy_weights_in_float32(network)
     transformer.load_state_dict(translate_to_layout(state, "pixart", list(transformer.state_dict())), assign=True)
@@ -383,12 +385,12 @@ def _uses_stock_pipeline(system: DiTSystem) -> bool:
     )
 
 
-def _require_computed_positions(network: DiT) -> None:
-    """Raises ConfigError if the network's positions differ from those that diffusers' transformers compute, as after an
-    interpolation.
+def _require_computed_positions(positions: Tensor, network: DiT) -> None:
+    """Raises ConfigError for positions that diffusers' transformers, which compute those of the network's grid, do not
+    compute.
     """
-    computed = make_sincos_positions(network.pos_embed.shape[-1], network.grid, network.grid, network.range)[None]
-    if not torch.allclose(network.pos_embed.float().cpu(), computed, rtol=0, atol=1e-6):
+    computed = make_sincos_positions(positions.shape[-1], network.grid, network.grid, network.range)[None]
+    if not torch.allclose(positions.float().cpu(), computed, rtol=0, atol=1e-6):
         raise ConfigError(
             "pos_embed: these positions were interpolated from another resolution, and diffusers' "
             "transformers compute their own; take --format safetensors"
@@ -402,7 +404,7 @@ def _build_stock_transformer(system: DiTSystem, network: DiT) -> nn.Module:
     from diffusers import DiTTransformer2DModel
 
     config = system.config
-    _require_computed_positions(network)
+    _require_computed_positions(network.pos_embed, network)
     rows = _NULL if _uses_stock_pipeline(system) else config.num_classes
     state = weights.rename_to_diffusers(
         _copy_weights_in_float32(network), len(network.blocks), rows, bool(config.class_dropout_prob)

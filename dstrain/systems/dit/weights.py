@@ -193,7 +193,7 @@ def rename_from_diffusers(
             raise ConfigError(f"weights: {missing[0]} is missing, num_layers in config.json is {depth}; fetch it again")
         parts = {other: unused.pop(other) for other in diffusers_names}
         renamed[name] = torch.cat(list(parts.values())) if ".qkv." in name else _merge_equal_copies(parts)
-    notes = fitting.note_unused_weights(unused)
+    notes = fitting.describe_unused_weights(unused)
     grid = diffusers_config["sample_size"] // diffusers_config["patch_size"]
     renamed[_POSITIONS] = make_sincos_positions(renamed["x_embedder.proj.weight"].shape[0], grid, grid)[None]
     renamed[_CLASSES] = _remove_padding_rows(renamed[_CLASSES], config, notes)

@@ -143,7 +143,7 @@ class IDDPMSystem(System):
             arguments | null,
             request.guidance_scale,
             rescale=request.guidance_rescale,
-            active=samplers.limit_guidance(request.guidance_interval, self.process.compute_noise_ratio),
+            active=samplers.make_guidance_mask(request.guidance_interval, self.process.compute_noise_ratio),
         )
 
     @torch.no_grad()

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from dstrain import rng
 from dstrain.diffusion import samplers
-from dstrain.diffusion.published import add_to_model_index, choose_even_steps
+from dstrain.diffusion.published import add_to_model_index, find_largest_divisor
 from dstrain.distributed import group
 from dstrain.nn.measures import measure_relative_error
 from dstrain.nn.pixels import convert_to_uint8
@@ -80,7 +80,7 @@ def describe_export(system: IDDPMSystem) -> tuple[str, str, str]:
     if system.starts_from_data:
         code += _LOW_RES.format(shape=", ".join(map(str, _choose_small_shape(system))))
     arguments = ", ".join(inputs or [f"batch_size={_DRAWN}"])
-    code += _DRAW.format(inputs=arguments, steps=choose_even_steps(config.diffusion_steps))
+    code += _DRAW.format(inputs=arguments, steps=find_largest_divisor(config.diffusion_steps))
     return "UNet2DModel" if inputs else "DDPMPipeline", "; ".join(notes), code
 
 
@@ -155,7 +155,7 @@ def draw_expected(system: IDDPMSystem, nets: Mapping[str, nn.Module]) -> Tensor:
     network and our ancestral sampler from the same noise.
     """
     generator, device, conditions = torch.Generator().manual_seed(0), group.device(), {}
-    labels, steps = _choose_labels(system), choose_even_steps(system.config.diffusion_steps)
+    labels, steps = _choose_labels(system), find_largest_divisor(system.config.diffusion_steps)
     if system.starts_from_data:
         conditions["low_res"] = (torch.rand(_choose_small_shape(system), generator=generator) * 2 - 1).to(device)
     if system.config.class_cond:

@@ -240,7 +240,7 @@ def rename_from_diffusers(
             if (value := state.pop(f"{diffusers_name}.{kind}", None)) is not None:
                 is_map = name.endswith(".proj_out") and kind == "weight"
                 renamed[f"{name}.{kind}"] = value[..., None] if is_map else value
-    return renamed, fitting.note_unused_weights(state)
+    return renamed, fitting.describe_unused_weights(state)
 
 
 def _require_same_config(diffusers_config: Mapping[str, Any], config: Config) -> None:

@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from dstrain.encoders.frozen import is_available_here
-from dstrain.encoders.reader import ReadsTexts, complete_texts, replace_encoder
+from dstrain.encoders.reader import ReadsTexts, fill_in_text_fields, replace_text_encoder
 from dstrain.recipe import MAY_CHANGE, ConfigError, Run, Section, mark_filled_in, mark_fixed
 from dstrain.systems.base import SystemConfig, list_indivisible
 from dstrain.systems.beginnings import require_shares
@@ -229,7 +229,7 @@ class Config(SystemConfig, ReadsTexts):
             if codes.codebook_size:
                 added["codebook_size"] = codes.codebook_size
             if not model.get("unconditional"):
-                added |= complete_texts(model, codes)
+                added |= fill_in_text_fields(model, codes)
         # Always from the index of these data: a section that a run wrote down may be of another cache.
         index = codes.model_dump(include=set(Codes.model_fields)) if cached else None
         return added | model | {"codes": index} | ({"tokenizer": stage} if stage else {})
@@ -275,7 +275,7 @@ class Config(SystemConfig, ReadsTexts):
         cls, model: dict[str, Any], text_encoder: str | None = None, tokenizer: str | None = None
     ) -> dict[str, Any]:
         if text_encoder is not None:
-            model = replace_encoder(model, text_encoder, not model.get("unconditional"))
+            model = replace_text_encoder(model, text_encoder, not model.get("unconditional"))
         if tokenizer is not None:
             model = model | {"tokenizer": (model.get("tokenizer") or {}) | {"path": tokenizer}}
         return model
@@ -313,6 +313,6 @@ class Config(SystemConfig, ReadsTexts):
 
     def make_trunk_arguments(self) -> dict[str, Any]:
         """Returns the keyword arguments of maskgit.Trunk, except num_tokens."""
-        text = self.text_arguments() if self.reads_texts else None
+        text = self.make_text_arguments() if self.reads_texts else None
         same = ("token_shape", "dim", "depth", "heads", "dim_head", "peg", "dropout", "gradient_shrink")
         return {**{name: getattr(self, name) for name in same}, "text": text}

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dstrain import rng
-from dstrain.encoders.reader import NAMES, Reader, draw_synthetic_texts, select_texts
+from dstrain.encoders.reader import NAMES, Reader, draw_synthetic_texts, select_text_inputs
 from dstrain.nn.pixels import convert_to_uint8
 from dstrain.recipe import ConfigError
 from dstrain.systems.base import Batch, Example, Nets, Request, System, Terms
@@ -95,7 +95,7 @@ class PhenakiSystem(System):
             )
         if frames is not None:
             example["real"] = mark_whole_latent_frames(frames, self.temporal_patch_size, shape[0])
-        return example | self.texts.of_batch(batch)
+        return example | self.texts.make_batch_inputs(batch)
 
     def accepts(self, source: Any) -> None:
         """Encodes the first clip of the source as a check. Raises ConfigError if its shape, tokens or texts do not fit
@@ -213,7 +213,7 @@ class PhenakiSystem(System):
         """
         masked, total = self._get_masked_tokens(example), self._count_maskable_tokens(example)
         weights = 1 / (masking.MEAN_RATIO * total)  # (B,)
-        conditions = {"real": example.get("real"), "dropped": dropped} | select_texts(example)
+        conditions = {"real": example.get("real"), "dropped": dropped} | select_text_inputs(example)
         drawn: dict[str, Any] = {}
         if self.config.critic is not None and self.config.train != "maskgit":
             drawn = {
@@ -271,7 +271,7 @@ class PhenakiSystem(System):
         return example.get("real", torch.ones_like(example["tokens"][:, :, 0, 0], dtype=torch.bool))
 
     def _run_critic(self, critic: Any, example: Example, dropped: Tensor | None) -> Tensor:
-        return critic(example["filled"], example.get("real"), dropped, **select_texts(example))
+        return critic(example["filled"], example.get("real"), dropped, **select_text_inputs(example))
 
     def _compute_critic_terms(self, logits: Tensor, example: Example) -> Terms:
         """Returns the critic's terms, (B,) each, from its logits (B, t, h, w): its loss, its accuracy, and `replaced`,
@@ -330,7 +330,9 @@ class PhenakiSystem(System):
         bool (N, t, h, w), stay. See decoding.py.
         """
         network, real = nets["maskgit"], request.conditions.get("real")
-        text = self.texts.of_batch(select_texts(request.conditions) or self.texts.of_nothing(len(tokens)))
+        text = self.texts.make_batch_inputs(
+            select_text_inputs(request.conditions) or self.texts.make_null_inputs(len(tokens))
+        )
         text = {name: value.to(tokens.device) for name, value in text.items()}
 
         def seen(x):
@@ -372,14 +374,14 @@ class PhenakiSystem(System):
                 f"labels: {list(labels)} mean nothing to phenaki, which knows no classes; leave them out"
                 + ("" if self.config.unconditional else ", and give texts (--prompts FILE)")
             )
-        return self.texts.of_nothing(num)
+        return self.texts.make_null_inputs(num)
 
     @property
     def takes_texts(self) -> bool:
         return not self.config.unconditional
 
     def conditions_from_texts(self, texts: list[str]) -> dict[str, Tensor]:
-        return self.texts.of_texts(texts)
+        return self.texts.make_text_inputs(texts)
 
     def describe_cut(self, texts: list[str], what: str) -> str:
         return self.texts.describe_cut(texts, what)

@@ -112,7 +112,7 @@ class PriorPipeline(DiffusionPipeline):
             if guidance_scale != 1:
                 without = self.prior(x, t, *null, torch.ones_like(conditions[2])).predicted_image_embedding
                 out = without + guidance_scale * (out - without)
-            out = self._clamp_prediction(out, x, t) if options.sampling_clamp_l2norm else out
+            out = self._rescale_prediction(out, x, t) if options.sampling_clamp_l2norm else out
             respaced = {"prev_timestep": following} if isinstance(self.scheduler, UnCLIPScheduler) else {}
             x = self.scheduler.step(out, t, x, generator=generator, **respaced).prev_sample
         x = self._rescale(x) if options.sampling_final_clamp_l2norm else x
@@ -127,7 +127,7 @@ class PriorPipeline(DiffusionPipeline):
         """Returns x rescaled to the length of training data: that of a unit vector divided by clip_std."""
         return F.normalize(x, dim=-1) / self.prior.clip_std
 
-    def _clamp_prediction(self, out, x, t):
+    def _rescale_prediction(self, out, x, t):
         """Returns the network's output changed so that the x_start it stands for has the length of training data."""
         kind, signal = self.scheduler.config.prediction_type, self.scheduler.alphas_cumprod[t].sqrt().to(x.device)
         noise = (1 - signal**2).sqrt()

@@ -297,7 +297,7 @@ class PriorSystem(System):
         """
         scale, active = (
             request.guidance_scale,
-            samplers.limit_guidance(request.guidance_interval, self.diffusion.compute_noise_ratio),
+            samplers.make_guidance_mask(request.guidance_interval, self.diffusion.compute_noise_ratio),
         )
         if scale != 1 and not self.config.text_cond_drop_prob:
             raise ConfigError(
@@ -329,9 +329,11 @@ class PriorSystem(System):
     def _measure_similarities(
         self, nets: Nets, example: Example, steps: tuple[int, ...], progress: Progress = iter
     ) -> Terms:
-        """Draws one embedding for each sample by DDIM, without guidance, in each number of steps in `steps`. Returns
-        its cosines (B,) with the image embedding and, if widths are equal, with the text embedding and that of another
-        pair; {} if `steps` is empty.
+        """Draws one embedding for each sample and each number of DDIM steps in `steps`, without guidance. Returns
+        cosines (B,): similarity/STEPS/image with the image embedding. If text and image embeddings have one width, also
+        similarity/STEPS/text, similarity/STEPS/other_text (if the example has another pair's text),
+        similarity/text_image of the data, and similarity/STEPS/above_baseline, which is text minus text_image. Returns
+        {} if `steps` is empty.
         """
         if not steps:
             return {}

@@ -129,7 +129,9 @@ def _adapt_lucidrains(state: dict[str, Tensor], network: nn.Module, config: Conf
     shapes, notes = fitting.list_shapes(network), []
     if is_original := any(name.startswith("net.") for name in state):
         _require_same_betas(state.get("noise_scheduler.betas"), config)
-        notes = fitting.note_unused_weights(name for name in state if not name.startswith(("net.", "noise_scheduler.")))
+        notes = fitting.describe_unused_weights(
+            name for name in state if not name.startswith(("net.", "noise_scheduler."))
+        )
         state = {name.removeprefix("net."): values for name, values in state.items() if name.startswith("net.")}
     rotary = [name for name in state if name.endswith("rotary_emb.freqs")]
     if bool(rotary) != config.lucidrains.rotary_emb and (rotary or is_original):

@@ -7,7 +7,7 @@ from typing import Any, Literal
 from pydantic import Field, PositiveInt, model_validator
 
 from dstrain.nn.finite_scalar import require_levels
-from dstrain.nn.picture_loss import Discriminator, Perceptual, describe_missing_weights, require_pictures
+from dstrain.nn.picture_loss import Discriminator, Perceptual, describe_missing_weights, require_suitable_pictures
 from dstrain.nn.quantize import SAMPLINGS
 from dstrain.recipe import ConfigError, Run, Section
 from dstrain.systems.base import SystemConfig
@@ -167,7 +167,7 @@ class Config(SystemConfig):
                     f"discrete.normalization has {len(means)} means and {len(stds)} deviations, channels "
                     f"is {self.channels}: give one of each for every channel"
                 )
-        require_pictures(self.kind.perceptual, self.kind.discriminator, self.shape, f"{self.kind_name}.")
+        require_suitable_pictures(self.kind.perceptual, self.kind.discriminator, self.shape, f"{self.kind_name}.")
         return self
 
     @property

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dstrain.nn.measures import measure_codebook_usage, measure_likeness, measure_token_shares
+from dstrain.nn.measures import measure_codebook_usage, measure_psnr_and_ssim, measure_token_shares
 from dstrain.nn.quantize import compute_kl_to_uniform, draw_gumbel
 from dstrain.systems.base import Example, Nets, Terms
 from dstrain.systems.vae import losses
@@ -74,10 +74,13 @@ class DiscreteSystem(AutoencoderSystem):
         passed = self._run_network(nets, example)
         terms, coding = self._compute_code_terms(passed, example)
         terms |= self.compute_distance(nets, passed.out, example)
-        tokens, loss = self._choose_tokens(passed), self.picture_loss.sum_terms(terms) + coding
+        tokens, loss = self._choose_tokens(passed), self.picture_loss.compute_reconstruction_loss(terms) + coding
         usage = measure_token_shares(tokens, self.codebook_size)
         return (
-            terms | {"loss": loss} | measure_likeness(self.decode(nets, tokens), example["x_start"]) | {"usage": usage}
+            terms
+            | {"loss": loss}
+            | measure_psnr_and_ssim(self.decode(nets, tokens), example["x_start"])
+            | {"usage": usage}
         )
 
     def digest(self, means: dict[str, Tensor]) -> dict[str, float]:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from dstrain import rng
 from dstrain.encoders.autoencoder import read_autoencoder_identity
-from dstrain.nn.measures import measure_likeness
+from dstrain.nn.measures import measure_psnr_and_ssim
 from dstrain.systems.base import Example, Nets, Terms
 from dstrain.systems.vae import kl, losses
 from dstrain.systems.vae.config import Config
@@ -71,8 +71,13 @@ class KLSystem(AutoencoderSystem):
         """
         passed = self._run_network(nets, example)
         terms = {"kl": _compute_kl_to_normal(passed)} | self.compute_distance(nets, passed.picture, example)
-        loss = self.picture_loss.sum_terms(terms) + self._weight_kl(terms["kl"])
-        return terms | {"loss": loss} | measure_likeness(passed.picture, example["x_start"]) | _average_moments(passed)
+        loss = self.picture_loss.compute_reconstruction_loss(terms) + self._weight_kl(terms["kl"])
+        return (
+            terms
+            | {"loss": loss}
+            | measure_psnr_and_ssim(passed.picture, example["x_start"])
+            | _average_moments(passed)
+        )
 
     def digest(self, means: dict[str, Tensor]) -> dict[str, float]:
         """Returns latent_std, the standard deviation of latents over all held-out samples, places and channels, and

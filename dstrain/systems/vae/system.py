@@ -66,17 +66,21 @@ class AutoencoderSystem(System):
             out, terms, coding = self.run_pass(nets, example)
         if not self.picture_loss.adversarial:
             terms |= self.compute_distance(nets, out, example)
-            loss = (self.picture_loss.sum_terms(terms) + coding).mean()
+            loss = (self.picture_loss.compute_reconstruction_loss(terms) + coding).mean()
         else:
             leaf = out.detach().requires_grad_()
             terms |= self.compute_distance(nets, leaf, example)
-            of_distance = compute_picture_gradient(self.picture_loss.sum_terms(terms), leaf)
+            of_distance = compute_picture_gradient(self.picture_loss.compute_reconstruction_loss(terms), leaf)
             layer = LastLayer(entered[0], last.kernel_size[0]) if by_last_layer else None
             critique, of_critique = self.picture_loss.compute_critique(
                 nets, example, self.convert_to_picture(nets, leaf), example["x_start"], of_distance, leaf, layer
             )
             terms |= critique
-            value = self.picture_loss.sum_terms(terms) + terms["critique_weight"] * terms["critique"] + coding
+            value = (
+                self.picture_loss.compute_reconstruction_loss(terms)
+                + terms["critique_weight"] * terms["critique"]
+                + coding
+            )
             pull = (out * (of_distance + of_critique)).flatten(1).sum(1) + coding
             loss = make_loss_with_gradient(value, pull)
         return {name: term.detach() for name, term in terms.items()} | {"loss": loss}

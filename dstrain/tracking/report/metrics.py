@@ -77,8 +77,8 @@ def read_columns(path: Path) -> Metrics:
 
 
 def read_newest_values(path: Path) -> tuple[dict[str, float], float | None]:
-    """Returns the newest value of each name in the last 256 KiB of a metrics.jsonl, and the time of the newest line, or
-    None if it has none. Raises OSError as `read_columns`.
+    """Returns the newest value of each name in the last 256 KiB of a metrics.jsonl, and the newest time of a line
+    there, or None if no line has one. Raises OSError as `read_columns`.
     """
     latest: dict[str, float] = {}
     for entry in _read_entries(path, _TAIL):
@@ -99,8 +99,9 @@ def _replace_invalid_time(value: float) -> float:
 
 
 def _read_entries(path: Path, tail: int | None = None) -> Iterator[dict[str, Any] | None]:
-    """Yields each line as a dictionary if it has a step, else as None. `tail`: reads only the last bytes, as many as it
-    says.
+    """Reads a file of JSON lines. Yields each line's dictionary, or None for a line that is broken, longer than 1 MB,
+    or without a step (an integer from 0). Yields nothing if the file does not exist. Raises OSError if `path` is not a
+    regular file. tail: reads only the last `tail` bytes, without the line that their beginning cuts.
     """
     if not path.exists():
         return
@@ -154,7 +155,7 @@ def count_hours(metrics: Metrics, starts: list[float]) -> np.ndarray | None:
     """Returns the hours of training at each row, (rows,), without the pauses before `starts`, seconds since 1970.
 
     For lines without a time, as earlier versions wrote them, the hours follow from samples and samples per second.
-    Returns None if no line has either.
+    Returns None if no line has either, or if there is one time alone and no start.
     """
     rate, seen = np.full((2, len(metrics.steps)), np.nan)
     for target, name in ((rate, "samples_per_second"), (seen, "images_seen")):

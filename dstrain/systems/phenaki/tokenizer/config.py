@@ -6,7 +6,13 @@ from pydantic import Field, PositiveInt, model_validator
 
 from dstrain.nn.finite_scalar import require_levels
 from dstrain.nn.lookup_free import count_bits
-from dstrain.nn.picture_loss import Discriminator, Penalty, Perceptual, describe_missing_weights, require_pictures
+from dstrain.nn.picture_loss import (
+    Discriminator,
+    Penalty,
+    Perceptual,
+    describe_missing_weights,
+    require_suitable_pictures,
+)
 from dstrain.recipe import ConfigError, Run
 from dstrain.systems.base import SystemConfig, list_indivisible
 
@@ -94,7 +100,7 @@ class Config(SystemConfig):
                 f"num_frames {self.num_frames} is not 1 + a multiple of temporal_patch_size {p}: take "
                 f"{fewer} or {fewer + p}"
             )
-        require_pictures(self.perceptual, self.discriminator, self.shape)
+        require_suitable_pictures(self.perceptual, self.discriminator, self.shape)
         return self
 
     @property

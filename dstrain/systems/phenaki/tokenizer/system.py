@@ -17,7 +17,7 @@ from dstrain import rng
 from dstrain.nn.adversarial import compute_picture_gradient
 from dstrain.nn.fitting import list_shapes, require_fit
 from dstrain.nn.lookup_free import Usage, count_bits
-from dstrain.nn.measures import measure_codebook_usage, measure_likeness, measure_token_shares
+from dstrain.nn.measures import measure_codebook_usage, measure_psnr_and_ssim, measure_token_shares
 from dstrain.nn.picture_loss import PictureLoss, make_loss_with_gradient
 from dstrain.nn.pixels import convert_to_uint8, require_shape
 from dstrain.recipe import ConfigError
@@ -102,11 +102,15 @@ class TokenizerSystem(System):
         coding = self._compute_code_loss(terms)
         if not self.picture_loss.adversarial:
             terms |= self._compute_distances(passed.video, example)
-            loss = (self.picture_loss.sum_terms(terms) + coding).mean()
+            loss = (self.picture_loss.compute_reconstruction_loss(terms) + coding).mean()
         else:
             judged, pull = self._compute_critique(nets, passed.video, example)
             terms |= judged
-            value = self.picture_loss.sum_terms(terms) + terms["critique_weight"] * terms["critique"] + coding
+            value = (
+                self.picture_loss.compute_reconstruction_loss(terms)
+                + terms["critique_weight"] * terms["critique"]
+                + coding
+            )
             loss = make_loss_with_gradient(value, pull + coding)
         return {name: term.detach() for name, term in terms.items()} | {"loss": loss} | shares
 
@@ -189,13 +193,13 @@ class TokenizerSystem(System):
         passed: Pass = nets["tokenizer"](example["x_start"], example["frames"])
         terms = self._select_code_terms(passed) | self._compute_distances(passed.video, example)
         counted, tokens = self._mark_frames_with_tokens(example), passed.tokens
-        by_frame = measure_likeness(passed.video.flatten(0, 1), example["x_start"].flatten(0, 1))
+        by_frame = measure_psnr_and_ssim(passed.video.flatten(0, 1), example["x_start"].flatten(0, 1))
         by_clip = {name: _average_counted(values.view(counted.shape), counted) for name, values in by_frame.items()}
         real = mark_whole_latent_frames(example["frames"], self.temporal_patch_size, tokens.shape[1])  # (B, t)
         usage = measure_token_shares(tokens, self.codebook_size, real[:, :, None, None].expand_as(tokens))
         return (
             terms
-            | {"loss": self.picture_loss.sum_terms(terms) + self._compute_code_loss(terms)}
+            | {"loss": self.picture_loss.compute_reconstruction_loss(terms) + self._compute_code_loss(terms)}
             | by_clip
             | {"usage": usage}
         )
