@@ -45,10 +45,10 @@ def list_systems_learning_from(kind: str) -> list[str]:
 
 
 def build(name: str, model: dict[str, Any]) -> System:
-    """Builds the system `name` from the model section of a recipe.
+    """Builds the system `name` from the model section of a recipe, and sets the system's num_labels from this section.
 
     Raises ConfigError if the name or a field is unknown, if a value is out of range, or if the package's build()
-    returns something else than a System.
+    returns something else than a System, or a System whose attributes `require_valid_attributes` refuses.
     """
     section = check_config(name, model)
     system = import_package(name).build(section)
@@ -74,7 +74,7 @@ def check_config(name: str, model: dict[str, Any]) -> SystemConfig:
 
 def find_config_class(name: str) -> type[SystemConfig]:
     """Returns the Config class of a system: the fields of its model section, with their defaults and descriptions.
-    Raises ConfigError if `import_package` does.
+    Raises ConfigError in the cases of `import_package`.
     """
     return import_package(name).Config
 
@@ -84,11 +84,12 @@ def _list_entry_points() -> dict[str, importlib.metadata.EntryPoint]:
 
 
 def import_package(name: str) -> ModuleType:
-    """Imports the package of a system and returns it.
+    """Imports the package of a system and returns the package.
 
-    Raises ConfigError if there is no such package, if it lacks Config or build, if Config.learns_from is no tuple of
-    known kinds of data, or if it is neither dstrain's nor an entry point and the user has not named it
-    (recipe/trust.py).
+    Raises ConfigError if `name` is not a valid package name, if there is no such package, if the package lacks Config
+    or build, if Config.learns_from is no tuple of known kinds of data, or if the package belongs neither to dstrain nor
+    to an entry point, is not imported yet, and was not named by the user (recipe/trust.py). An exception within the
+    module of an entry point is raised with a note that names the entry point.
     """
     if not all(word.isidentifier() for word in name.replace("-", "_").split(".")) or len(name) > 200:
         raise ConfigError(f"system: {name[:200]!r} is no name of a package: write letters, digits and dots")
@@ -127,7 +128,9 @@ def import_package(name: str) -> ModuleType:
 
 
 def find_outside_file(name: str) -> Path | None:
-    """Returns the path of the file of a system that another package holds; None for one of dstrain's own."""
+    """Returns the path of the `__init__.py`, or of the module's file, of a system that is not dstrain's own; None for
+    one of dstrain's own. Imports the package, and raises ConfigError in the cases of `import_package`.
+    """
     file = Path(import_package(name).__file__ or "")
     return None if Path(__file__).parent in file.parents else file
 
@@ -138,8 +141,8 @@ def _suggest_name(name: str) -> str:
 
 
 def _can_be_imported(name: str) -> bool:
-    """Returns whether Python finds a package of this name. An error within a parent package that is imported for this,
-    such as a library that it lacks, is raised as it is.
+    """Returns whether Python finds a package of this name. To find it Python imports the parent packages; an error
+    within these, such as a missing library, is raised unchanged.
     """
     try:
         return importlib.util.find_spec(name) is not None

@@ -81,23 +81,23 @@ class SystemConfig(Section):
         """Returns the section with values from the rest of the recipe, such as the image size, for fields that it
         leaves out. By default returns it unchanged.
 
-        `run.data.codes` describes the cache that the data are read from, None if it is none. The completed section is
-        what a run saves in its folder.
+        `run.data.codes` describes the cache that the data are read from, None if the data are no cache. The completed
+        section is what a run saves in its folder.
         """
         return model
 
     @classmethod
     def recorded(cls, model: dict[str, Any]) -> dict[str, Any]:
-        """Returns the section of a saved run.yaml with defaults for fields that older versions did not write; by
-        default unchanged.
+        """Returns the section of a saved run.yaml with defaults for fields that older versions did not write. By
+        default returns the section unchanged.
         """
         return model
 
     @classmethod
     def without_files(cls, run: Run) -> tuple[Run, str]:
-        """Returns a run that trains the same networks but does without the files of frozen networks that are missing on
-        this machine, and a line about what it leaves out, or "". For `dstrain plan`. By default returns the run itself
-        and "".
+        """Returns the run changed so that it trains the same networks without the files of frozen networks that are
+        missing on this machine, and a line for the user about what is left out; "" if nothing is. `dstrain plan` calls
+        this. By default returns the run unchanged and "".
         """
         return run, ""
 
@@ -115,7 +115,7 @@ class SystemConfig(Section):
 
     def conflicts_among(self, ranks: int) -> list[str]:
         """Returns the reasons why `ranks` ranks (parallel.sequence) cannot share the tokens of a sample, as messages
-        like those of `conflicts`; [] if they can.
+        like those of `conflicts`; [] if the ranks can.
 
         By default no ranks can. A system whose networks share tokens (nn/sequence.py) returns what list_indivisible
         returns.
@@ -153,8 +153,8 @@ class SystemConfig(Section):
         return model
 
     def unequal(self, run: Run, **fields: str) -> list[str]:
-        """Returns a message for `conflicts` for each keyword argument KEY="FIELD" whose data.KEY and
-        model.FIELD differ.
+        """Returns messages that `conflicts` can return: one for each keyword argument KEY="FIELD" for which data.KEY of
+        the run and model.FIELD differ; [] if all are equal.
         """
         pairs = ((key, getattr(run.data, key), field, getattr(self, field)) for key, field in fields.items())
         return [
@@ -165,8 +165,8 @@ class SystemConfig(Section):
 
 
 def list_indivisible(ranks: int, counts: Mapping[str, int]) -> list[str]:
-    """Returns a message for `conflicts_among` for each entry of `counts` (what is counted -> how many) that is no
-    multiple of `ranks`; [] if all are.
+    """Returns messages that `conflicts_among` can return: one for each entry of `counts` (what is counted -> how many)
+    that is no multiple of `ranks`; [] if all are multiples.
     """
     fits = format_divisors(math.gcd(*counts.values()))
     return [
@@ -202,8 +202,8 @@ class System(Figures, Stateful, Prompted, Sampling, Videos, FirstStage, Imports,
         raise ConfigError(f"a {type(self).__name__} draws no samples")
 
     def encode(self, batch: Batch) -> Example:
-        """Returns an example, which is what the losses read, made from a batch: by default x_start, the images in
-        [-1, 1], and the batch's other tensors unchanged. No gradient flows through it.
+        """Returns an example, which is what the losses read, made from a batch: by default x_start, the images in [-1,
+        1], and the batch's other tensors unchanged. No gradient flows through the example.
         """
         example = {name: tensor for name, tensor in batch.items() if name != "image"}
         example["x_start"] = batch["image"].float() / 127.5 - 1
@@ -265,8 +265,8 @@ class System(Figures, Stateful, Prompted, Sampling, Videos, FirstStage, Imports,
             )
 
     def accepts(self, source: Any) -> None:
-        """Checks a data source before the training starts. Raises ConfigError if its samples do not fit the model; by
-        default accepts all.
+        """Checks a data source before the training starts. Raises ConfigError if the source's samples do not fit the
+        model; by default raises nothing.
         """
 
     def fingerprint(self, source: Any) -> str:

@@ -1,5 +1,5 @@
-"""Short steps of training, which see only the first frames of their clips and so cost less: the shares of such
-steps.
+"""Chooses, from shares that the recipe gives, the training steps that see only the first frames of their clips, and so
+cost less.
 """
 
 from itertools import accumulate
@@ -10,8 +10,8 @@ _GOLDEN = 0.6180339887498949  # (sqrt(5) - 1) / 2: its multiples modulo 1 fill [
 
 
 def find_last_kept_frame(shares: tuple[float, ...], step: int) -> int | None:
-    """Returns the last latent frame, counted from 0, that the clips of a step keep: frame f in a share shares[f] of all
-    steps, spread evenly. Returns None for the other steps, which keep whole clips.
+    """Returns the last latent frame, counted from 0, that the clips of a training step keep. A share shares[f] of all
+    steps, spread evenly, keeps frames 0 to f. The other steps keep whole clips: for these returns None.
     """
     place = step * _GOLDEN % 1.0
     for frame, end in enumerate(accumulate(shares)):

@@ -92,9 +92,10 @@ class Codec(Frozen):
         """Returns the codes of pixels by name: tokens int64, or latent_mean and latent_std float32, (B, *codes_shape)
         each.
 
-        pixels: images (B, C, H, W) or videos (B, T, C, H, W), float in [-1, 1]. frames: how many frames of each video
-        are real, int64 (B,), None for all; tokens of the others mean nothing. Raises ConfigError for pixels of another
-        height, width or number of channels, for a number of frames that does not fit, and for videos if it encodes
+        pixels: images (B, C, H, W) or videos (B, T, C, H, W), float in [-1, 1]. A first stage of videos takes an image
+        as a video of one frame. frames: how many frames of each video are real, int64 (B,), None for all; tokens of
+        padded frames have no meaning. Raises ConfigError for pixels of another height, width or number of channels, for
+        a number of frames that is not 1 + a multiple of temporal_patch_size, and for videos if the first stage encodes
         images.
         """
         self.require_shape(tuple(pixels.shape[-3:]))
@@ -152,8 +153,8 @@ class Codec(Frozen):
 
 
 def require_codes(system: System, run: Run, path: str | Path, key: str) -> None:
-    """Raises ConfigError if the system of a run is no first stage, that is, has no codes for other systems to
-    learn from.
+    """Raises ConfigError if the system of the run at `path` is no first stage, that is, has no codes for other systems
+    to learn from. key: the option or recipe key that names `path`, for the message.
     """
     if not system.encodes:
         raise ConfigError(
@@ -163,8 +164,8 @@ def require_codes(system: System, run: Run, path: str | Path, key: str) -> None:
 
 
 def _require_export(folder: Path, key: str) -> None:
-    """Raises ConfigError if the folder does not exist or holds no recipe.yaml. The message says what it holds
-    instead.
+    """Raises ConfigError if the folder does not exist or holds no recipe.yaml. The message says if the folder is a run
+    or holds weights of diffusers.
     """
     if (folder / "recipe.yaml").is_file():
         return
@@ -179,8 +180,9 @@ def _require_export(folder: Path, key: str) -> None:
 
 
 def _read_weights(folder: Path, part: str) -> dict[str, Tensor]:
-    """Reads the part's state dict: PART.safetensors of an export; of a consolidated run the files in PART/, or in the
-    folder itself where it has one part. Raises OSError if there are none.
+    """Reads a part's state dict from the folder: from PART.safetensors of an export, or else, of a consolidated run,
+    from all model*.safetensors in PART/, or in the folder itself if there is no PART/. Raises OSError if there is no
+    such file.
     """
     files = [folder / f"{part}.safetensors"]
     if not files[0].is_file():

@@ -17,9 +17,10 @@ class Figures:
 
     def measure(self, nets: Nets, example: Example, num_steps: int | None = None, progress: Progress = iter) -> Terms:
         """Returns the terms that `dstrain evaluate` averages over held-out samples: values (B,), or curves (B, K) such
-        as bits by timestep. By default those of `evaluate`.
+        as bits by timestep. By default returns the terms of `evaluate`.
 
-        num_steps: how many steps of a chain to take; None takes them all. progress: shows the progress of such a chain.
+        num_steps: how many steps of a chain to take; None takes all steps. progress: shows the progress of such a
+        chain.
         """
         return self.evaluate(nets, example)
 
@@ -76,14 +77,15 @@ class Prompted:
         raise ConfigError(f"a {type(self).__name__} takes no texts")
 
     def conditions_to_avoid(self, text: str, num: int) -> dict[str, Tensor]:
-        """Returns the conditions of a negative prompt by name, (num, ...) each. Guidance leads `num` samples away from
-        it. Raises ConfigError by default.
+        """Returns the conditions of a negative prompt `text` by name, (num, ...) each, for `num` samples. Guidance
+        leads the samples away from this prompt. Raises ConfigError by default.
         """
         raise ConfigError(f"a {type(self).__name__} is led away from no text")
 
     def describe_cut(self, texts: list[str], what: str) -> str:
-        """Returns a line that says how much of the texts is cut off since the model does not read so many tokens; "" if
-        nothing is. what: what the line calls the texts, such as prompts or captions.
+        """Returns a line that says how many tokens of the texts are cut off, since the model reads only a limited
+        number of them; "" if none is, and by default. what: the word for the texts in this line, such as prompts or
+        captions.
         """
         return ""
 
@@ -98,7 +100,7 @@ class Prompted:
         A system of videos takes their first frames, (N, K, C, H, W) with K = 1 + m * temporal_patch_size. A system of
         embeddings takes float32 (N, takes_embeddings).
 
-        Raises ConfigError if the system begins from noise, or the pictures do not fit.
+        Raises ConfigError if the system begins from noise alone, as by default, or if the pictures do not fit.
         """
         raise ConfigError(f"a {type(self).__name__} begins from noise and takes no pictures")
 
@@ -154,26 +156,29 @@ class FirstStage:
 
     def codes(self, nets: Nets, example: Example) -> dict[str, Tensor]:
         """Returns the codes of example["x_start"] by name, without any noise. For images (B, C, H, W): latent_mean and
-        latent_std, float32 (B, C, h, w), or tokens, int64 (B, h, w). For videos (B, T, C, H, W): tokens, int64
-        (B, t, h, w); of each video the first example["frames"] (B,) frames are real.
+        latent_std, float32 (B, C, h, w), or tokens, int64 (B, h, w). For videos (B, T, C, H, W): tokens, int64 (B, t,
+        h, w); of each video the first example["frames"] (B,) frames are real. Raises ConfigError by default.
         """
         raise ConfigError(f"a {type(self).__name__} encodes nothing that others learn from")
 
     def decode(self, nets: Nets, codes: Tensor) -> Tensor:
         """Decodes codes to pixels, float32 in [-1, 1]. Tokens (B, h, w), or latents (B, C, h, w), which are a mean or a
-        draw from the posterior, become images (B, C, H, W). Tokens (B, t, h, w) become videos (B, T, C, H, W).
+        draw from the posterior, become images (B, C, H, W). Tokens (B, t, h, w) become videos (B, T, C, H, W). Raises
+        ConfigError by default.
         """
         raise ConfigError(f"a {type(self).__name__} decodes nothing that others draw")
 
     def identity(self, nets: Nets) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """Returns what the `codes` depend on, from whose hash first stages are told apart: the config, of values that
-        JSON can hold, and the weights by name. Raises ConfigError if the system has no codes.
+        """Returns what `codes` depends on: the config, whose values JSON can hold, and the weights by name. A hash of
+        both is the first stage's fingerprint. Raises ConfigError if the system has no codes, as by default.
         """
         raise ConfigError(f"a {type(self).__name__} encodes nothing that others learn from")
 
 
 class Imports:
-    """Weights of elsewhere that a system starts from, and its export for diffusers."""
+    """Imports weights that other programs have saved, for a system to start from, and says whether diffusers can hold
+    the model.
+    """
 
     in_pipeline: str = ""  # where a pipeline of diffusers keeps what `from_diffusers` takes
 
@@ -196,10 +201,11 @@ class Imports:
         return state, []
 
     def adapt(self, part: str, state: dict[str, Tensor]) -> tuple[dict[str, Tensor], list[str]]:
-        """Returns weights from elsewhere fitted to the part's network, and notes on what was changed. By default
-        changes nothing.
+        """Returns weights that other programs have saved, fitted to the part's network, and notes on what was changed.
+        By default returns a copy with unchanged values and no notes.
 
-        Raises ConfigError for the first difference that cannot be bridged, with both shapes and the remedy.
+        Raises ConfigError for the first difference of names or shapes that the system cannot bridge (by default any),
+        with both shapes and the remedy.
         """
         expected = self.build_part_on_meta(part).state_dict()
         for name in [*expected, *state]:
@@ -216,10 +222,10 @@ class Imports:
     def from_diffusers(
         self, state: dict[str, Tensor], diffusers_config: Mapping[str, Any]
     ) -> tuple[dict[str, Tensor], list[str]]:
-        """Returns weights that diffusers has saved of the first part's network under the names that `adapt` takes, and
-        notes for the user. diffusers_config: their config.json.
+        """Returns the weights of the first part's network that diffusers has saved, under the names that `adapt` takes,
+        and notes for the user. diffusers_config: the content of their config.json.
 
-        Raises ConfigError if they are of another class, or a field differs from the recipe's.
+        Raises ConfigError if the weights are of another class or a field differs from the recipe's, and by default.
         """
         raise ConfigError(
             f"weights: config.json is of class {diffusers_config.get('_class_name')} of diffusers, which "
@@ -228,6 +234,6 @@ class Imports:
 
     def require_expressible(self) -> None:
         """Raises ConfigError if `dstrain export` cannot write this model for diffusers, whatever its weights. By
-        default it cannot.
+        default raises it.
         """
         raise ConfigError(f"a {type(self).__name__} has no form in diffusers: take --format safetensors")

@@ -14,7 +14,7 @@ def gather_source(root: type, replaced: Mapping[str, str]) -> str:
     """Returns Python source with a class, and before it the imports and the classes, functions and constants that it
     needs.
 
-    replaced: by the name of a module, source that takes the place of all definitions from this module.
+    replaced: name of a module of dstrain -> source that is written in place of all definitions from this module.
     """
     gathered = _Gatherer(replaced)
     gathered.add(root.__module__, root.__name__)
@@ -22,8 +22,8 @@ def gather_source(root: type, replaced: Mapping[str, str]) -> str:
 
 
 class _Gatherer:
-    """Collects the lines of imports (`imports`), and the sources of definitions (`definitions`), each after those that
-    it uses.
+    """Collects the lines of imports (`imports`) and the sources of definitions (`definitions`). Each definition comes
+    after those that it uses.
     """
 
     def __init__(self, replaced: Mapping[str, str]) -> None:
@@ -34,8 +34,8 @@ class _Gatherer:
         self._modules: dict[str, tuple[str, dict[str, ast.stmt]]] = {}
 
     def add(self, module: str, name: str) -> None:
-        """Adds what `name` means in a module: the line of an import, or a definition after all that it needs. Adds
-        nothing if this was done before, or the name is that of a builtin or a local variable.
+        """Adds what `name` refers to in a module: the line of an import, or a definition after all definitions that it
+        needs. Adds nothing if the name was added before, or is that of a builtin or a local variable.
         """
         source, statements = self._read_module(module)
         statement = statements.get(name)
@@ -58,8 +58,8 @@ class _Gatherer:
             self.definitions.append(self.replaced[module])
 
     def _mark_added(self, module: str, name: str) -> bool:
-        """Remembers that `name` of this module is added. Returns False if it was added before. Fails by an assertion if
-        it was added from another module.
+        """Records that `name` of this module is added, and returns True; returns False if the name was added before.
+        Fails by an assertion if the name was added from another module.
         """
         if name not in self._owners:
             self._owners[name] = module
