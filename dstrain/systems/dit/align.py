@@ -68,8 +68,8 @@ class Align(Section):
 
     @classmethod
     def completed(cls, section: dict[str, Any]) -> dict[str, Any]:
-        """Returns the section with the width and the fingerprint of the encoder in its folder. Returns it unchanged for
-        another kind than repa, and if the folder does not exist.
+        """Returns the section with the width and the fingerprint of the encoder in its folder. Returns the section
+        unchanged for another kind than repa, and if no folder is named or the folder does not exist.
 
         Raises ConfigError if the section names another width or fingerprint.
         """
@@ -106,7 +106,7 @@ class Align(Section):
         return []
 
     def make_network_arguments(self) -> dict[str, Any]:
-        """Returns the value of DiT's argument `align`."""
+        """Returns the value of the argument `align` of DiT (network.py), by kind."""
         if self.kind == "layersync":
             return {"depth": self.depth, "target": self.target}
         return {"depth": self.depth, "widths": [self.width], "hidden": self.hidden}
@@ -156,8 +156,8 @@ class Alignment:
         self._tower: VisionTower | None = None
 
     def begin_step(self, step: int) -> None:
-        """Sets `active`: whether this step aligns. It is called where the host knows the step, since reading
-        example["step"] would wait for the GPU.
+        """Sets `active` to whether the loss of this step aligns tokens. The caller passes `step`, a number that the
+        host knows, since reading example["step"] would wait for the GPU.
         """
         self.active = self.is_due(step)
 
@@ -172,8 +172,8 @@ class Alignment:
         return self.active or self.section.kind == "repa"
 
     def frozen(self) -> tuple[nn.Module, ...]:
-        """Returns (encoder,) for kind=repa if the encoder's folder exists; else (), since a finished run draws
-        without it.
+        """Returns (encoder,) for kind=repa if the encoder's folder exists; else (), since samples are drawn without the
+        encoder.
         """
         if self.section.kind != "repa" or self.section.path is None or not Path(self.section.path).is_dir():
             return ()
@@ -206,8 +206,8 @@ class Alignment:
 
     @torch.no_grad()
     def find_targets(self, example: Example, grid: tuple[int, int]) -> Tensor:
-        """Returns the targets of kind=repa, float32 (B, N, width): the example's features, or else what the encoder
-        sees in the example's images.
+        """Returns the targets of kind=repa, float32 (B, N, width): the example's cached features if there are any, or
+        else the encoder's features of the example's images. Moves the encoder to the images' device.
         """
         if "features" in example:
             return example["features"]
@@ -233,8 +233,8 @@ def require_features(section: Align, sample: Mapping[str, Any]) -> None:
 
 
 def warn_of_few_tokens(count: int) -> None:
-    """Prints a warning if an image has too few tokens (`count`) for routing to pay: at 256 pixels PRX's FID rose from
-    18.2 to 21.6.
+    """Prints a warning if `count`, the number of tokens of an image, is below 1,000: with fewer tokens routing saves
+    little and makes pictures worse (at 256 pixels PRX's FID rose from 18.2 to 21.6).
     """
     if count < _FEW:
         get_phases().print_lines(
@@ -244,8 +244,8 @@ def warn_of_few_tokens(count: int) -> None:
 
 
 def adapt_projectors(state: dict[str, Tensor], shapes: Shapes) -> list[str]:
-    """Changes the projectors in a file's state dict to those that the network has: deletes them if it has none, and
-    adds initial values, equal on all ranks, for all if the file has none. Returns notes for the user.
+    """Changes, in place, the projectors in a file's state dict to those of the network: deletes them if the network has
+    none, and adds initial values, equal on all ranks, if the file has none. Returns notes for the user.
     """
     given, needed = ([name for name in names if name.startswith("projectors.")] for names in (state, shapes))
     if given and not needed:
@@ -263,8 +263,8 @@ def adapt_projectors(state: dict[str, Tensor], shapes: Shapes) -> list[str]:
 
 
 def add_internal_guidance(network: Callable[..., Any], scale: float) -> Callable[..., Tensor]:
-    """Returns a function that predicts base + scale (out - base), which leads away from the second head's prediction
-    `base`, in one forward pass. Returns `network` itself for scale 1.
+    """Returns a function that predicts base + scale (out - base), where `out` is the network's prediction and `base`
+    that of its second head, from one forward pass. Returns `network` itself for scale 1.
     """
     if scale == 1:
         return network

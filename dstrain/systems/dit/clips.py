@@ -54,8 +54,8 @@ class Video(Section):
         return 1 + (frames - 1) // self.patch_frames
 
     def count_frames_at_step(self, step: int) -> int:
-        """Returns how many first frames of its clips a training step sees, by the shares of `beginnings`; in the other
-        steps all.
+        """Returns how many first frames of each clip a training step sees: fewer than all in those steps that the
+        shares of `beginnings` choose, all in the other steps.
         """
         cut = find_last_kept_frame(self.beginnings, step)
         return self.frames if cut is None else 1 + cut * self.patch_frames
@@ -92,8 +92,8 @@ class Video(Section):
 
     @classmethod
     def completed(cls, section: dict[str, Any], run: Run) -> dict[str, Any]:
-        """Returns the section with the data's number of frames and height, where the data have these and the section
-        leaves them out.
+        """Returns the section with the data's number of frames and height, for those of the two that the data have and
+        the section leaves out.
         """
         of_data = {"frames": run.data.num_frames, "height": run.data.height}
         return {name: value for name, value in of_data.items() if value is not None} | section
@@ -126,8 +126,8 @@ def list_clip_problems(video: Video | None, run: Run, image_size: int) -> list[s
 
 
 class Given(Condition):
-    """The first frames of a clip that are given, (B, C + 1, T, H, W): the frames and, as the last channel, 1 where they
-    stand. All else is zero.
+    """The first frames of a clip that are given, (B, C + 1, T, H, W): the frames and, as the last channel, 1 in these
+    frames. All else is zero.
     """
 
     name, argument = PRIME, "given"
@@ -187,8 +187,8 @@ class Given(Condition):
 
 
 def _mark_given(clips: Tensor, count: Tensor) -> Tensor:
-    """Sets all but the first `count` (B,) frames of clips (B, C, T, H, W) to zero, and appends a channel that is 1 in
-    those first frames: (B, C + 1, T, H, W).
+    """Returns clips (B, C + 1, T, H, W) made from clips (B, C, T, H, W): all but the first `count` int64 (B,) frames
+    are set to zero, and the last channel is 1 in these first frames and 0 elsewhere.
     """
     is_given = torch.arange(clips.shape[2], device=clips.device) < count[:, None]  # (B, T)
     mark = is_given[:, None, :, None, None].to(clips.dtype).expand(-1, 1, -1, *clips.shape[3:])
@@ -196,8 +196,8 @@ def _mark_given(clips: Tensor, count: Tensor) -> Tensor:
 
 
 def encode_clips(pixels: Tensor, key: Tensor, first_stage: Autoencoder | None) -> Tensor:
-    """Returns x_start of clips (B, T, C, H, W) in [-1, 1]: (B, c, T, h, w), the latents of each frame, each with noise
-    of its own; without a first stage the pixels.
+    """Returns x_start (B, c, T, h, w) of clips (B, T, C, H, W) in [-1, 1]: the latents of each frame, each drawn with
+    noise of its own; without a first stage the pixels, (B, C, T, H, W).
     """
     if first_stage is None:
         return pixels.transpose(1, 2)
@@ -207,7 +207,7 @@ def encode_clips(pixels: Tensor, key: Tensor, first_stage: Autoencoder | None) -
 
 def decode_clips(x_start: Tensor, first_stage: Autoencoder | None) -> Tensor:
     """Returns the clips (B, T, C, H, W) of x_start (B, c, T, h, w): the inverse of `encode_clips`. Decodes one clip
-    after the other.
+    after another, to save memory.
     """
     clips = x_start.transpose(1, 2)
     return clips if first_stage is None else torch.stack([first_stage.decode(clip) for clip in clips])

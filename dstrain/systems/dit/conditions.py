@@ -223,15 +223,15 @@ class TextTokens(nn.Module):
 
 class Condition:
     """One condition of the network: reads it from a batch or a request, and returns it as keyword arguments of the
-    network, (B, ...) each. Of the class attributes, `name` is its key in a batch, and `argument` that keyword.
+    network, (B, ...) each. Class attributes: `name`, the condition's key in a batch, and `argument`, the keyword.
     """
 
     name: ClassVar[str]
     argument: ClassVar[str]
 
     def check(self, batch: Mapping[str, Tensor]) -> None:
-        """Raises ConfigError if a batch, or a request's conditions, lacks this condition or holds it in another form.
-        By default checks nothing.
+        """Raises ConfigError if a batch, or a request's conditions, lacks this condition or holds it with a wrong
+        shape. By default checks nothing.
         """
 
     def prepare_example(self, batch: Batch) -> Example:
@@ -264,7 +264,8 @@ class Condition:
 
     def make_start_conditions(self, images: Tensor) -> dict[str, Tensor]:
         """Returns the conditions of a request whose samples begin from `images` (pictures, clips or embeddings); {} if
-        this condition takes none.
+        this condition takes none of them, and by default. Raises ConfigError if this condition takes them and they do
+        not fit.
         """
         return {}
 
@@ -276,7 +277,7 @@ class Condition:
 
 
 class Label(Condition):
-    """The number of a class, int64 (B,); num_classes stands for no label."""
+    """The number of a class, int64 (B,); the number num_classes means no label."""
 
     name, argument = "label", "y"
 
@@ -330,7 +331,7 @@ class Sizes(Condition):
 
 
 class ImageEmbedding(Condition):
-    """The embedding of an image, (B, width); zeros stand for none."""
+    """The embedding of an image, (B, width); zeros mean no embedding."""
 
     name, argument = "image_embed", "embed"
 
@@ -367,7 +368,7 @@ class ImageEmbedding(Condition):
 
 class Text(Condition):
     """A text: ids of hashed words int64 (B, L), or encodings (B, L, E), with a mask bool (B, L), True where a token is
-    read. A text of which no token is read stands for none.
+    read. If no token of a text is read, the sample has no text.
     """
 
     name, argument = "text", "text"

@@ -184,8 +184,8 @@ class Config(Fields):
     @classmethod
     def completed(cls, model: dict[str, Any], run: Run) -> dict[str, Any]:
         """Returns the section with fields that it leaves out filled in: size, channels and clips from the data, text
-        encodings and latents from the cache, and what is known of the autoencoder and the vision encoder from their
-        folders. The fields sizes, size_conditions and codes are always replaced by those of the data.
+        encodings and latents from the cache, and scale, width and fingerprints from the folders of the autoencoder and
+        the vision encoder. The fields sizes, size_conditions and codes are always replaced by those of the data.
         """
         from_data: dict[str, Any] = {"image_size": run.data.image_size}
         first_stage, index, codes, stage = model.get("first_stage"), run.data.codes, None, None

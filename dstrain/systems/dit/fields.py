@@ -152,8 +152,8 @@ class Fields(SystemConfig, ReadsTexts):
 
     @property
     def reads_whole_texts(self) -> bool:
-        """Tells whether all tokens of all texts are read, padding too, as SD3 reads them: encoders/joined_text.py masks
-        none, and a text that is dropped becomes the encoders' of "".
+        """Returns whether all tokens of all texts are read, also padding, as in SD3: encoders/joined_text.py masks no
+        token, and a dropped text is replaced by the encoders' states of "".
         """
         return self.reads_texts and self.block.joint and self.text_pooled_dim > 0 and self.null_text == "encoder"
 

@@ -78,7 +78,8 @@ class Latents(Section):
     @classmethod
     def completed(cls, section: dict[str, Any], codes: RunCodes | None, stage: Autoencoder | None) -> dict[str, Any]:
         """Returns the section with the mean and std of each channel, from the cache or else from the autoencoder's
-        config, if normalize=channels names neither; else unchanged.
+        config, if normalize=channels and the section has neither of the two. Otherwise, or if no source has them,
+        returns it unchanged.
         """
         if section.get("normalize") != "channels" or section.get("mean") or section.get("std"):
             return section
@@ -88,8 +89,8 @@ class Latents(Section):
         return section | dict(zip(("mean", "std"), moments or ()))
 
     def check(self, channels: int) -> None:
-        """Raises ConfigError if normalize=channels lacks the mean and std of each channel, or normalize=scale
-        has them.
+        """Raises ConfigError if normalize=channels lacks the mean and std of each channel, if normalize=scale has one
+        of them, or if their number is not `channels`.
         """
         if self.normalize == "scale" and (self.mean or self.std):
             raise ConfigError("latents.mean, latents.std: they are read by latents.normalize=channels alone")
@@ -107,10 +108,11 @@ class Latents(Section):
 def load_first_stage(
     section: FirstStage, codes: Codes | None, in_channels: int, image_size: int, scale: tuple[Values, Values]
 ) -> Autoencoder:
-    """Loads the autoencoder; without its encoder if the latents are cached (`codes`). scale: what
+    """Loads the autoencoder; drops its encoder if the latents are cached (`codes`). scale: what
     Config.get_latent_scale_and_shift returns.
 
-    Raises ConfigError if the autoencoder is not the one that the recipe, the run or the cache names.
+    Raises ConfigError if the autoencoder's factor, channels or image size differ from the recipe's, or if its
+    fingerprint is not that of the section or of the cache.
     """
     path = section.path
     autoencoder = Autoencoder(path, *scale)

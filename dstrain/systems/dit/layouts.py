@@ -221,8 +221,8 @@ LAYOUTS = {
 
 
 def recognise_layout(names: Mapping[str, Tensor]) -> str | None:
-    """Returns the name of the layout whose marks are all among the names of a file's weights; None if there is none,
-    and for SiT's files, which have no mark of their own.
+    """Returns the name of the layout whose marks are all among the names of a file's weights; None if there is no such
+    layout, and for SiT's files, whose names have no mark of their own.
     """
     for name, layout in LAYOUTS.items():
         for prefix in (layout.prefix, ""):
@@ -287,8 +287,8 @@ def translate_from_layout(
 def translate_to_layout(
     state: Mapping[str, Tensor], name: str, theirs: Sequence[str], depth: int = 0
 ) -> dict[str, Tensor]:
-    """Returns our weights under the names of a published layout. theirs: all names of its network; depth: number of
-    blocks, 0 unless the layout swaps halves.
+    """Returns our weights under the names of a published layout. theirs: the names of all weights of the published
+    network; depth: number of blocks, read only if the layout swaps scale and shift (Layout.swapped).
     """
     layout, found, state = LAYOUTS[name], {}, dict(state)
     _swap_halves(state, layout, depth)
@@ -305,7 +305,7 @@ def translate_adapters_to_layout(
 ) -> dict[str, Tensor]:
     """Returns the adapters (nn/lora.py) of a state dict with our weights under a published layout's names; `theirs` and
     `depth` as in `translate_to_layout`. Where a layer of ours lies in several of theirs, each of these gets the whole
-    lora_A and its own rows of lora_B. Raises ConfigError for an adapter whose layer the layout's network has not.
+    lora_A and its own rows of lora_B. Raises ConfigError for an adapter of a layer that the layout's network lacks.
     """
     layers = [key.removesuffix(".lora_A.weight") for key in state if key.endswith(".lora_A.weight")]
     numbers = {f"{layer}.weight": number for number, layer in enumerate(layers)}
@@ -331,8 +331,8 @@ def translate_adapters_to_layout(
 
 
 def _swap_halves(state: dict[str, Tensor], layout: Layout, depth: int) -> None:
-    """Swaps, in place, scale and shift of the layers in which the layout has them in the other order. Twice, it changes
-    nothing.
+    """Swaps, in place, scale and shift in the layers that the layout lists as `swapped`. Calling it twice changes
+    nothing. depth: number of blocks.
     """
     for layer in layout.swapped:
         for name in (f"{layer.format(last=depth - 1)}.{kind}" for kind in ("weight", "bias")):
@@ -342,11 +342,11 @@ def _swap_halves(state: dict[str, Tensor], layout: Layout, depth: int) -> None:
 
 
 def reverse_time(state: dict[str, Tensor], negate: bool) -> None:
-    """Changes, in place, the weights of a network of time t into those of the same network of time 1 - t. Twice, it
-    changes nothing.
+    """Changes, in place, the weights of a network of time t into those of the same network of time 1 - t. Calling it
+    twice changes nothing.
 
-    The sinusoids of 1 - t are a linear map of those of t, which goes into the layer that reads them. negate: changes
-    the sign of the heads, too, as that of a velocity changes.
+    The sinusoids of 1 - t are a linear map of those of t, which goes into the layer that reads them. negate: whether to
+    change the sign of the heads, too, as for velocities.
     """
     weight = state[f"{_TIME}.weight"]
     frequencies = compute_timestep_frequencies(weight.shape[1]).to(weight.device)
@@ -376,8 +376,8 @@ def _find_our_name(key: str, layout: Layout, depth: int) -> str:
 
 
 def _require_same_rotations(key: str, table: Tensor, kind: str, grid: int, head_dims: Sequence[int]) -> None:
-    """Raises ConfigError if a file's table of rotations differs from the one that this network computes, or is of heads
-    of another width.
+    """Raises ConfigError if a file's table of rotations differs from the one that this network computes, or is made for
+    heads of another width. kind: cos or sin, the table that it is.
     """
     if table.shape[-1] not in head_dims:
         raise ConfigError(

@@ -277,8 +277,8 @@ class DiT(nn.Module):
         return (1 + (x.shape[2] - 1) // self.patch_frames, *sides) if self.patch_frames else sides
 
     def find_positions(self, grid: tuple[int, ...]) -> Tensor:
-        """Returns the positions of a grid of patches, (1, N, D): the table if the grid is the network's own square,
-        else sines over the same range, which are computed once. For clips adds the positions in time.
+        """Returns the positions of a grid of patches, (1, N, D): the table pos_embed if the grid is the network's own
+        square, else sines over the same range, which are cached by grid. For clips the positions in time are added.
         """
         *times, high, wide = grid
         positions = self.pos_embed
@@ -300,7 +300,7 @@ class DiT(nn.Module):
 
     def find_rotation(self, grid: tuple[int, ...], head_dim: int, after: int, device: torch.device) -> Tensor:
         """Returns the rotations (see make_rotations) of the tokens of a grid, whose sides run over the range of the
-        network's own square, and of `after` tokens behind them, which are not turned. Computes them once.
+        network's own square, and of `after` tokens behind them, which are not turned. They are cached.
         """
         key = grid, head_dim, after
         if key not in self._rotations:

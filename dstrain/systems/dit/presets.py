@@ -1,4 +1,4 @@
-"""Published sizes of DiT and of its kin: name -> fields of the model's section, which an entry of one's own overrules.
+"""Published sizes of DiT and of its kin: name -> fields of the model's section, which an entry in the recipe overrules.
 
 Sources: Peebles & Xie 2022, table 1 (DiT; SiT, Ma et al. 2024, and REPA, Yu et al. 2024, have its networks); Yao et al.
 2025 (LightningDiT); Li & He 2025 (JiT); Zheng et al. 2025 (RAE); nanovisionx/RAEv2; Chen et al. 2023 (PixArt-alpha);

@@ -119,7 +119,7 @@ class DiTSystem(System):
     def compute_denoiser_loss(self, nets: Nets, example: Example) -> Terms:
         """Returns the terms of a training step: `loss`, the mean over samples, loss_each (B,), and those that the
         process reports. Draws a timestep and a noise for each sample, and drops its conditions with class_dropout_prob.
-        In a step of short clips cuts x_start in the example.
+        In a step of short clips cuts x_start of the example, in place.
         """
         if self._end is not None:
             example["x_start"] = example["x_start"][:, :, : self._end]

@@ -205,8 +205,8 @@ def rename_adapters(system: DiTSystem, state: Mapping[str, Tensor]) -> tuple[dic
     """Returns the adapters of a state dict under the names of diffusers' transformer, and whether its pipeline loads
     adapters by itself (load_lora_weights).
 
-    Raises ConfigError if the model reads no texts, if an adapter has no place in diffusers' transformer, or if PixArt's
-    positions are not those that it computes.
+    Raises ConfigError if the model reads no texts, if an adapter has no place in diffusers' transformer, or if the
+    positions are not those that PixArt's transformer computes.
     """
     config = system.config
     if not config.reads_texts:
@@ -253,7 +253,8 @@ def measure_errors(
     system: DiTSystem, nets: Mapping[str, nn.Module], folder: Path, example: Example
 ) -> dict[str, float]:
     """Returns the relative errors of the exported network's predictions, as diffusers loads it, against the trained
-    network's: "with label" or "with text", and "without ..." if it was trained so. The timesteps cover the whole chain.
+    network's: "with label" or "with text", and "without label" or "without text" if the model was trained with dropped
+    conditions. The timesteps cover the whole chain.
     """
     from diffusers import DiTTransformer2DModel
 
@@ -338,8 +339,8 @@ def _make_predictor(system: DiTSystem, nets: Mapping[str, nn.Module]) -> Callabl
 
 
 def _make_exported_predictor(system: DiTSystem, nets: Mapping[str, nn.Module]) -> Callable[..., Tensor]:
-    """Returns a function that computes with the trained network what the exported one should predict: guided as in
-    `_make_predictor`, and converted to velocities for a flow.
+    """Returns a function that computes, with the trained network, the predictions that are expected of the exported
+    one: with internal guidance as in `_make_predictor`, and converted to velocities for a flow.
     """
     network, process = _make_predictor(system, nets), system.process
     if system.config.objective != "flow":
@@ -386,8 +387,8 @@ def _uses_stock_pipeline(system: DiTSystem) -> bool:
 
 
 def _require_computed_positions(positions: Tensor, network: DiT) -> None:
-    """Raises ConfigError for positions that diffusers' transformers, which compute those of the network's grid, do not
-    compute.
+    """Raises ConfigError if `positions` (1, N, D) are not the sines of the network's grid, which diffusers'
+    transformers compute themselves.
     """
     computed = make_sincos_positions(positions.shape[-1], network.grid, network.grid, network.range)[None]
     if not torch.allclose(positions.float().cpu(), computed, rtol=0, atol=1e-6):
@@ -465,10 +466,11 @@ def _build_scheduler(system: DiTSystem) -> Any:
 
 
 def _load_first_stage(config: Config) -> nn.Module | None:
-    """Loads the first stage again, since the system may have dropped its encoder, and sets the scale of the run in its
-    config; None if the model has none.
+    """Returns diffusers' autoencoder of the first stage with the run's scale in its config; None if the model has no
+    first stage. Loads it again, since the system may have dropped its encoder.
 
-    Raises ConfigError if its folder now holds another autoencoder, or one that diffusers has no pipeline for.
+    Raises ConfigError if the folder now holds another autoencoder, or an AutoencoderRAE, for which diffusers has no
+    pipeline.
     """
     if config.first_stage is None:
         return None

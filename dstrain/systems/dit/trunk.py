@@ -89,13 +89,13 @@ def take_tokens(x: Tensor, keep: Tensor) -> Tensor:
 
 
 def _put_tokens(x: Tensor, keep: Tensor, taken: Tensor) -> Tensor:
-    """Returns x (B, N, D) with `taken` (B, M, D) in the places `keep`."""
+    """Returns a copy of x (B, N, D) with the tokens `taken` (B, M, D) at the positions `keep`, int64 (B, M)."""
     return x.scatter(1, keep[..., None].expand(-1, -1, x.shape[-1]), taken)
 
 
 def _take_rotations(rotation: Tensor | None, keep: Tensor, count: int) -> Tensor | None:
-    """Returns the rotations (B, 2, M + K, d) of the `keep` (B, M) among the first `count` tokens, and of all K tokens
-    behind these. Returns None for None.
+    """Returns the rotations (B, 2, M + K, d) of those of the first `count` tokens whose numbers are in `keep` (B, M),
+    and of all K tokens behind the first `count`. Returns None if `rotation` is None.
     """
     if rotation is None:
         return None

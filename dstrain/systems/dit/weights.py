@@ -109,9 +109,9 @@ def adapt_weights(state: dict[str, Tensor], network: nn.Module) -> fitting.Fitte
 
     Positions are interpolated to another resolution (bicubic, on the square grid). A class table with another number of
     rows is replaced by new rows, normal(0.02); its last row, "no label", is the file's. An embedder of sizes or of
-    image embeddings that the file lacks is a new one, whose last layer is zero: the network computes what it did.
-    Projectors of an alignment are left out if the network has none, and begin anew if the file has none; a null text
-    that the file lacks begins as normal(0.02).
+    image embeddings that the file lacks is added with a last layer of zeros, so that the network's output does not
+    change. Projectors of an alignment are left out if the network has none, and get initial values if the file has
+    none. A null text that the file lacks is normal(0.02).
 
     Raises ConfigError for the first difference beyond these, with both shapes and the remedy.
     """
@@ -292,8 +292,8 @@ def _merge_equal_copies(copies: dict[str, Tensor]) -> Tensor:
 
 def _remove_padding_rows(table: Tensor, config: Config, notes: list[str]) -> Tensor:
     """Returns a label table without the rows by which diffusers fills it up: those from num_classes on, if all are
-    equal. Keeps one as "no label" if class_dropout_prob is above 0; else appends a note that it is left out, unless it
-    is 0. Returns a table without such rows unchanged.
+    equal. Keeps one of these rows as "no label" if class_dropout_prob is above 0; else appends a note to `notes` that
+    the row is left out, unless its values are 0. Returns a table without such rows unchanged.
     """
     count = config.num_classes
     if len(table) <= count or not torch.equal(table[count:], table[-1:].expand_as(table[count:])):

@@ -230,7 +230,7 @@ class Config(SystemConfig):
 
     @property
     def has_null(self) -> bool:
-        """Returns whether the label table has a null row, number num_classes, which means "no label" in guidance."""
+        """Returns whether the label table has a null row, number num_classes, which means "no label"."""
         return self.class_cond and self.class_dropout_prob > 0
 
     @property
@@ -294,8 +294,8 @@ class Config(SystemConfig):
 
 
 def _propose_mults(image_size: int) -> list[int]:
-    """Returns a channel_mult to propose in error messages: 1 for the first level, then 2 for each level. The side is
-    halved while it is even and above 8, five times at most.
+    """Returns a channel_mult to propose in error messages: 1 for the first level, 2 for each further one. There is one
+    level, and one more for each halving of image_size: it is halved while it is even and above 8, five times at most.
     """
     levels = 1
     while levels < 6 and image_size % 2**levels == 0 and image_size // 2 ** (levels - 1) > 8:

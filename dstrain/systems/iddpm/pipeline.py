@@ -35,14 +35,16 @@ class ConditionalUNetPipeline(DiffusionPipeline):
         self.register_to_config(enlarges=enlarges, id2label=id2label, has_null=has_null)
 
     def save_config(self, save_directory, **kwargs):
-        """Saves model_index.json and, beside it, this file as pipeline.py; save_pretrained and push_to_hub call it."""
+        """Writes model_index.json into the folder and, beside it, this file as pipeline.py, where diffusers looks for
+        the class. save_pretrained and push_to_hub call this.
+        """
         Path(save_directory).mkdir(parents=True, exist_ok=True)
         (Path(save_directory) / "pipeline.py").write_text(self._source, encoding="utf-8")
         super().save_config(save_directory, **kwargs)
 
     def to_json_string(self):
-        """Returns the text of model_index.json, in which the class is ["pipeline", name]: so from_pretrained finds it
-        in pipeline.py.
+        """Returns the text of model_index.json, in which the class is ["pipeline", name]: by this from_pretrained finds
+        the class in pipeline.py.
         """
         index = json.loads(super().to_json_string()) | {"_class_name": ["pipeline", type(self).__name__]}
         return json.dumps(index, indent=2) + "\n"
@@ -60,7 +62,7 @@ class ConditionalUNetPipeline(DiffusionPipeline):
         guidance_interval=None,
     ):
         """Draws one picture for each label in `class_labels` and each small picture in `low_res`, (B, C, h, w) in [-1,
-        1], if the UNet takes them.
+        1], as far as the UNet takes them: one of the two may be None.
 
         latents: the noise to begin from, (B, C, H, W); None draws it with the generator. output_type: pil, np or pt.
         guidance_interval: (LOW, HIGH), the noise levels sigma / alpha between which predictions are guided; None: all.

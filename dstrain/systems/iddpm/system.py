@@ -74,9 +74,10 @@ class IDDPMSystem(System):
         return example
 
     def compute_denoiser_loss(self, nets: Nets, example: Example) -> Terms:
-        """Computes the training loss at one random time of each sample, with noise drawn from its key; labels are
-        dropped with probability class_dropout_prob. With the sampler loss-second-moment the terms, except `quartile`,
-        are multiplied by the weight of the drawn timestep.
+        """Returns the terms of a training step at one random time of each sample, with noise drawn from the sample's
+        key: `loss`, the mean over samples, loss_each (B,), and the other terms of the process. Labels are dropped with
+        probability class_dropout_prob. With the sampler loss-second-moment all terms but `quartile` are multiplied by
+        the weight of the drawn timestep, and `timestep` and `loss_seen`, the unweighted loss, are added, (B,) each.
         """
         if self.config.has_null:
             dropped = rng.uniform(example["key"], "drop") < self.config.class_dropout_prob
@@ -101,9 +102,9 @@ class IDDPMSystem(System):
 
     @torch.no_grad()
     def evaluate(self, nets: Nets, example: Example) -> Terms:
-        """Computes the loss of each sample, (B,), at a random time, with every label in place. Times are drawn
-        uniformly (for a flow from its density), and not by the training's timestep sampler: so losses of different
-        steps can be compared.
+        """Returns the terms of each sample, (B,), at one random time, with no label dropped. Times are drawn uniformly
+        (for a flow from its density of times), and not by the timestep sampler of the training, so that losses of
+        different steps can be compared.
         """
         return self._compute_losses(nets, example)
 
@@ -125,8 +126,8 @@ class IDDPMSystem(System):
         return arguments | ({"y": _get_label(conditions)} if self.config.class_cond else {})
 
     def bind_guided_network(self, nets: Nets, conditions: dict[str, Tensor], request: Request) -> Network:
-        """Returns a function of x_t and t that calls the denoiser with these conditions, and guides its output away
-        from the null label as the request says.
+        """Returns a function of x_t and t that calls the denoiser with these conditions, and guides the output away
+        from that for the null label, with the scale, interval and rescaling of the request.
 
         Raises ConfigError if the request asks for guidance and the model has no null label.
         """
@@ -148,9 +149,10 @@ class IDDPMSystem(System):
 
     @torch.no_grad()
     def measure(self, nets: Nets, example: Example, num_steps: int | None = None, progress: Progress = iter) -> Terms:
-        """Measures bits/dim of each sample, for super-resolution given its small picture. `num_steps` is the number of
-        timesteps of a chain, or of network calls for a flow. None takes all timesteps of a chain, or those that
-        timestep_respacing keeps, and 100 calls for a flow. A flow's terms also have the loss of `evaluate`.
+        """Returns terms with the bits/dim of each sample, for super-resolution those given the small picture.
+        `num_steps` is the number of timesteps of a chain, or of network calls for a flow. None takes all timesteps of a
+        chain, or those that timestep_respacing keeps, and 100 calls for a flow. For a flow the terms also have the loss
+        of `evaluate`.
         """
         network = self.bind_conditions(nets, example)
         terms = self.process.measure_bits(network, example["x_start"], example["key"], num_steps, progress)
@@ -195,8 +197,8 @@ class IDDPMSystem(System):
 
     def conditions_from(self, images: Tensor) -> dict[str, Tensor]:
         """Returns {"low_res": float32 (N, C, small, small) in [-1, 1]} of uint8 pictures (N, C, H, W). Pictures of
-        small_size are kept, those of image_size are shrunk to it. Raises ConfigError for other shapes, and for a model
-        that is not for super-resolution.
+        small_size keep their size, those of image_size are shrunk to small_size. Raises ConfigError for other shapes,
+        and for a model that is not for super-resolution.
         """
         if not self.starts_from_data:
             return super().conditions_from(images)
@@ -255,8 +257,8 @@ class IDDPMSystem(System):
         return (ResBlock, AttentionBlock)
 
     def synthetic(self, batch_size: int) -> Batch:
-        """Returns a batch of random pixels with keys, and with labels if the model takes them. Of several sizes it
-        takes the largest.
+        """Returns a batch of random pixels with keys, and with labels if the model takes them. If the model has several
+        sizes, the images have the largest.
         """
         batch = {"key": rng.keys(0, 0, torch.arange(batch_size))}
         if self.config.class_cond:

@@ -121,8 +121,8 @@ def save_export(
 def measure_errors(
     system: IDDPMSystem, nets: Mapping[str, nn.Module], folder: Path, example: Example
 ) -> dict[str, float]:
-    """Returns the largest relative error of the exported UNet's predictions at timesteps over the whole chain, at most
-    four samples: "prediction", and "without label" for a model with a null label.
+    """Returns the largest relative error of the exported UNet's predictions at timesteps over the whole chain, of at
+    most four samples: by name "prediction", and "without label" for a model with a null label.
     """
     from diffusers import UNet2DModel
 

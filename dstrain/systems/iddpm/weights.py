@@ -70,10 +70,10 @@ def adapt_weights(state: dict[str, Tensor], network: nn.Module, config: Config) 
     shapes are read, so it may be on the meta device.
 
     A label table is made to fit: a missing null row is added, a surplus one is removed, and a table of any other number
-    of rows is replaced by new rows, normal(1). The notes say whether the file's last row was taken for a null row,
-    which no file tells, and list the flags that no file tells: if the recipe has one of them wrong, pictures are wrong
-    and no error is raised. Raises ConfigError for the first difference that remains, with both shapes and the flags
-    that decide them.
+    of rows is replaced by new rows, normal(1). The notes say whether the last row of the file's table was taken for a
+    null row, since a file does not say this. The notes also list the flags that neither names nor shapes show: if one
+    of these is wrong in the recipe, pictures are wrong and no error is raised. Raises ConfigError for the first
+    difference that remains, with both shapes and the flags that decide them.
     """
     shapes = fitting.list_shapes(network)
     state = dict(state)
@@ -92,8 +92,8 @@ def adapt_weights(state: dict[str, Tensor], network: nn.Module, config: Config) 
 
 def _fit_null_row(state: dict[str, Tensor], config: Config) -> list[str]:
     """Adds a null row, the mean of the labels' rows, to the label table in `state` if the model has one and the file
-    does not; removes it in the opposite case. Returns a note on what the rows were taken for; [] if the table has
-    num_classes rows and needs no null row, or has another number of rows.
+    does not; removes the null row in the opposite case. Returns a note on what the rows were taken for; [] if the table
+    has num_classes rows and needs no null row, or has another number of rows.
     """
     table, count = state[_LABELS], config.num_classes
     if config.has_null and len(table) == count:
@@ -214,7 +214,7 @@ def rename_to_diffusers(state: Mapping[str, Tensor], config: Config) -> dict[str
 def rename_from_diffusers(
     state: Mapping[str, Tensor], diffusers_config: Mapping[str, Any], config: Config
 ) -> fitting.Fitted:
-    """Returns a UNet2DModel's weights under our names, as `adapt_weights` takes them, and a note on unused ones.
+    """Returns a UNet2DModel's weights under our names, as `adapt_weights` takes them, and a note on unused weights.
     diffusers_config is the content of its config.json.
 
     Raises ConfigError if the class, a field or the table of timesteps is not that of the recipe. A weight that the file
@@ -307,8 +307,8 @@ def _find_head_width(config: Config) -> int | None:
 
 
 def _needs_time_table(config: Config) -> bool:
-    """Returns whether the timesteps that the network sees are not 0, 1, 2, ...: then the diffusers model needs a table
-    of their sinusoids.
+    """Returns whether the timesteps that the network sees are not 0, 1, 2, ...: then UNet2DModel needs a table of the
+    sinusoids of these timesteps.
     """
     return config.rescale_timesteps and config.diffusion_steps != 1000
 

@@ -52,14 +52,14 @@ class Decoding(Section):
     """Over the steps: fixed, decay (to 0 at the last), or increase (from 0)."""
 
     def compute_temperature(self, done: float) -> float:
-        """Returns the sample temperature of the decoding step with which the share `done` of all steps is complete,
-        above 0 up to 1.
+        """Returns the sample temperature of a decoding step. done: share of all decoding steps that are complete after
+        this step, above 0 and up to 1.
         """
         return self.sample_temperature * (1 - done if self.sample_temperature_schedule == "decay" else 1)
 
     def compute_critic_noise(self, done: float) -> float:
-        """Returns the width of the noise on the critic's logits in the decoding step with which the share `done` of all
-        steps is complete, above 0 up to 1.
+        """Returns the width of the uniform noise on the critic's logits in a decoding step. done: share of all decoding
+        steps that are complete after this step, above 0 and up to 1.
         """
         return self.critic_noise * {"fixed": 1.0, "decay": 1 - done, "increase": done}[self.critic_noise_schedule]
 
@@ -282,7 +282,9 @@ class Config(SystemConfig, ReadsTexts):
 
     @property
     def samplers(self) -> tuple[str, ...]:
-        """Returns the names of the samplers: confidence and, with a critic, then the usual one, critic."""
+        """Returns the names of the samplers: ("confidence",), or with a critic ("confidence", "critic"). The last one
+        is the default.
+        """
         return SAMPLERS if self.critic else SAMPLERS[:1]
 
     @property
@@ -295,8 +297,8 @@ class Config(SystemConfig, ReadsTexts):
         return 1 + (self.token_shape[0] - 1) * self.temporal_patch_size
 
     def count_latent_frames(self, name: str, frames: int) -> int:
-        """Returns the number of latent frames that stand for `frames` frames. Raises ConfigError, which begins with
-        `name`, if they do not fit the temporal patch, or are more than those of the longest clip.
+        """Returns the number of latent frames of a clip of `frames` frames. Raises ConfigError, which begins with
+        `name`, if `frames` is not 1 + a multiple of temporal_patch_size, or more than the longest clip has.
         """
         step, most = self.temporal_patch_size, self.num_frames
         if frames < 1 or (frames - 1) % step:

@@ -80,7 +80,8 @@ def _decode_frames_together(
     criticize: Criticize | None,
 ) -> Tensor:
     """Decodes the tokens that are not `known`, of all frames at the same time. Each step but the last draws all masked
-    tokens and masks the least certain ones again; the last one draws all. Arguments as those of `decode_tokens`.
+    tokens and masks the least certain ones again; the last step only draws. Returns all tokens, int64 (B, t, h, w).
+    Arguments as those of `decode_tokens`.
     """
     shape, count = tokens.shape, tokens[0].numel()
     free = ~known.flatten(1)  # (B, N)

@@ -125,8 +125,9 @@ class MaskGit(nn.Module):
         return tokens.flatten().scatter(0, places, ids).view_as(tokens), spread.view(tokens.shape)
 
     def criticize(self, tokens: Tensor, real: Tensor | None, text: dict[str, Tensor]) -> Tensor:
-        """Returns the self critic's logits, float32 (B, t, h, w), for tokens int64 (B, t, h, w). They say how likely a
-        token was masked, or has a wrong id: model.critic_labels decides which of the two the critic has learned.
+        """Returns the self critic's logits, float32 (B, t, h, w), for tokens int64 (B, t, h, w). A high logit means
+        that the token was probably masked, or has a wrong id: model.critic_labels decides which of the two the critic
+        has learned.
         """
         return self.to_critic(self.trunk(tokens, real, None, **text))[..., 0].float()
 
@@ -211,8 +212,8 @@ class Trunk(nn.Module):
 
 
 class Text(nn.Module):
-    """Makes a context of width dim from texts, for cross-attention; with learns_null a learned null text stands before
-    it.
+    """Makes a context of width dim from texts, for cross-attention; with learns_null a learned null text is put before
+    the context.
 
     num_words, max_text_len  rows of the table of hashed words, and number of positions; or
     encodings_dim            E, the width of text encodings, which are projected to dim.
@@ -235,8 +236,8 @@ class Text(nn.Module):
         text_encodings: Tensor | None = None,
         text_mask: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Returns the context (B, M, dim), and bool (B, M), True for what attention sees. M is L, or L + 1 with a null
-        text, which is seen only by samples whose text is `dropped` or empty.
+        """Returns the context (B, M, dim), and bool (B, M), True for the entries that attention sees. M is L, or L + 1
+        with a null text, which only samples see whose text is `dropped` (bool (B,); None: none) or has no tokens.
         """
         if self.words is not None:
             context, seen = self.words(words), words != 0

@@ -18,8 +18,8 @@ def compute_masked_share(u: Tensor) -> Tensor:
 
 
 def count_masked(u: Tensor, real: Tensor) -> Tensor:
-    """Returns how many tokens of each clip are masked in training, max(1, round(real * r)) int64 (B,), if it has `real`
-    int64 (B,) real tokens.
+    """Returns the number of tokens of each clip that are masked in training, max(1, round(real * cos(pi/2 u))), int64
+    (B,). u: float (B,) in [0, 1); real: int64 (B,), the number of the clip's real tokens.
     """
     return (real * compute_masked_share(u)).round().long().clamp(min=1)
 
@@ -36,9 +36,9 @@ def mark_lowest(scores: Tensor, count: Tensor) -> Tensor:
 
 
 def draw_mask(u: Tensor, noise: Tensor, real: Tensor) -> Tensor:
-    """Returns which tokens are masked in training, bool (B, N): the count_masked(u) real tokens of each clip with the
-    lowest `noise` (B, N), in [0, 1).
+    """Returns bool (B, N), True for the tokens that are masked in training: of each clip the real tokens with the
+    lowest `noise` (B, N) in [0, 1), as many as `count_masked` returns for u (B,).
 
-    real  bool (B, N), False for padding, which is never masked.
+    real bool (B, N), False for padding, which is never masked.
     """
     return mark_lowest(torch.where(real, noise, 2.0), count_masked(u, real.sum(1)))

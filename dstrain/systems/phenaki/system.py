@@ -98,8 +98,9 @@ class PhenakiSystem(System):
         return example | self.texts.make_batch_inputs(batch)
 
     def accepts(self, source: Any) -> None:
-        """Encodes the first clip of the source as a check. Raises ConfigError if its shape, tokens or texts do not fit
-        the model, or the tokenizer or text encoder that it needs does not.
+        """Encodes the first clip of the source as a check. Raises ConfigError if captions are missing, if shape, tokens
+        or texts do not fit the model, or if the tokenizer or text encoder that the model needs is missing or does not
+        fit.
         """
         if self.config.tokenizer is not None:
             self.get_tokenizer()
@@ -120,8 +121,9 @@ class PhenakiSystem(System):
         return source.compute_fingerprint() + self.texts.fingerprint()
 
     def get_tokenizer(self, device: torch.device | None = None) -> Codec:
-        """Returns the frozen tokenizer, on `device` if one is given. The first call loads it, so that a run with cached
-        tokens does not need it. Raises ConfigError if the recipe names none, or it does not fit the model.
+        """Returns the frozen tokenizer, on `device` if one is given. The first call loads the tokenizer, so that a run
+        with cached tokens does not need one. Raises ConfigError if the recipe names no tokenizer, or the tokenizer does
+        not fit the model.
         """
         if self._tokenizer is None:
             if problem := self.cannot_draw():
@@ -139,8 +141,8 @@ class PhenakiSystem(System):
         return None
 
     def turns(self, step: int) -> tuple[str, ...]:
-        """Returns the names of both parts, or of the one that model.train names. Also remembers, for the losses of this
-        step, after which latent frame its clips are cut.
+        """Returns the names of both parts, or of the one that model.train names. Also stores, for the losses of this
+        step, the last latent frame that its clips keep.
         """
         # The shapes of a step depend on it, and only here does the host know the step.
         self._cut = find_last_kept_frame(self.config.beginnings, step)
@@ -152,9 +154,9 @@ class PhenakiSystem(System):
         return len(self.parts) if self.config.train == "both" else 1, frames, masked
 
     def compute_maskgit_loss(self, nets: Nets, example: Example) -> Terms:
-        """Computes MaskGit's loss, the cross-entropy at masked tokens; texts are dropped with probability
-        cond_drop_prob. A self critic's loss is added. Cuts the clips in `example` as `_cut_clips` does and, for a token
-        critic, stores the filled tokens there.
+        """Returns the terms of MaskGit's turn: `loss`, the weighted cross-entropy at masked tokens, plus that of a self
+        critic; loss_each (B,); and the terms of `_run_maskgit`. Texts are dropped with probability cond_drop_prob.
+        Changes the example: cuts its clips as `_cut_clips` does and, for a token critic, stores the filled tokens.
         """
         self._cut_clips(example)
         passed, terms = self._run_maskgit(nets, example, self._draw_dropped_texts(example))
@@ -170,8 +172,9 @@ class PhenakiSystem(System):
         return terms | {"loss": loss, "loss_each": terms["loss"]}
 
     def compute_critic_loss(self, nets: Nets, example: Example) -> Terms:
-        """Computes the token critic's loss on the example's tokens, whose masked ones MaskGit has filled. If it has had
-        no turn in this step, its ids are drawn here.
+        """Returns the terms of the token critic's turn, on tokens whose masked ones MaskGit has filled: `loss`,
+        loss_each (B,), and those of `_compute_critic_terms`. If MaskGit had no turn in this step, its ids are drawn
+        here. Cuts the example's clips as `_cut_clips` does.
         """
         self._cut_clips(example)
         dropped = self._draw_dropped_texts(example)
@@ -184,8 +187,8 @@ class PhenakiSystem(System):
 
     @torch.no_grad()
     def evaluate(self, nets: Nets, example: Example) -> Terms:
-        """Returns MaskGit's terms of each sample, (B,), with all texts in place, and the critic's as critic_... if it
-        learns. `loss` is MaskGit's, or the critic's if the critic learns alone.
+        """Returns MaskGit's terms of each sample, (B,), with no text dropped; if a critic learns, also the critic's
+        terms, whose names begin with critic_. `loss` is MaskGit's, or the critic's if the critic alone learns.
         """
         example = dict(example)
         passed, terms = self._run_maskgit(nets, example, None)
@@ -201,15 +204,15 @@ class PhenakiSystem(System):
         return terms | {f"critic_{name}": value for name, value in judged.items()}
 
     def _draw_dropped_texts(self, example: Example) -> Tensor | None:
-        """Draws the samples whose text is dropped, True in bool (B,). Returns None, for no sample, if the model has no
-        null text.
+        """Draws, from the samples' keys, which texts are dropped: bool (B,), True with probability cond_drop_prob.
+        Returns None, for no sample, if the model has no null text.
         """
         return rng.uniform(example["key"], "drop") < self.config.cond_drop_prob if self.config.has_null else None
 
     def _run_maskgit(self, nets: Nets, example: Example, dropped: Tensor | None) -> tuple[Pass, Terms]:
-        """Runs MaskGit on clips whose tokens are masked by the samples' keys; `dropped` are the samples without text.
-        Returns its Pass, and its terms of each sample (B,). Stores the filled tokens in the example if there is a self
-        critic.
+        """Runs MaskGit on clips whose tokens are masked by the samples' keys. `dropped`, bool (B,), marks the samples
+        whose text is replaced by the null text; None: none. Returns MaskGit's Pass, and the terms of each sample, (B,).
+        For a self critic first draws ids without gradient, and stores the filled tokens in the example.
         """
         masked, total = self._get_masked_tokens(example), self._count_maskable_tokens(example)
         weights = 1 / (masking.MEAN_RATIO * total)  # (B,)
@@ -246,8 +249,8 @@ class PhenakiSystem(System):
 
     def _cut_clips(self, example: Example) -> None:
         """Cuts the clips in the example, in place, after the latent frame that `turns` has chosen for this step, and
-        stores as "asked" which frame is the last real one of each clip. Does nothing if this step keeps whole clips, or
-        they are cut already.
+        stores as "asked" bool (B, t), True for the last real frame of each clip. Does nothing if this step keeps whole
+        clips, or the clips are cut already.
         """
         if self._cut is None or "asked" in example:
             return
@@ -261,8 +264,8 @@ class PhenakiSystem(System):
         return self._mark_maskable_frames(example).sum(1) * (self.config.token_shape[1] * self.config.token_shape[2])
 
     def _mark_maskable_frames(self, example: Example) -> Tensor:
-        """Returns bool (B, t), True for the latent frames whose tokens may be masked: all without padding or, after
-        `_cut_clips` has cut the clips, only the last one of these.
+        """Returns bool (B, t), True for the latent frames whose tokens may be masked: all that are no padding or, if
+        `_cut_clips` has cut the clips, only the last real one.
         """
         return example["asked"] if "asked" in example else self._mark_real_frames(example)
 
@@ -326,8 +329,8 @@ class PhenakiSystem(System):
         return video if prime is None else torch.cat((prime, video[:, prime.shape[1] :]), dim=1)
 
     def draw_tokens(self, nets: Nets, tokens: Tensor, known: Tensor, request: Request) -> Tensor:
-        """Draws the tokens of a request's samples, and returns all tokens, int64 (N, t, h, w). Those that are `known`,
-        bool (N, t, h, w), stay. See decoding.py.
+        """Returns tokens int64 (N, t, h, w): those at which `known`, bool (N, t, h, w), is True are kept from `tokens`,
+        and all others are drawn, for the seeds and conditions of the request. See decoding.py.
         """
         network, real = nets["maskgit"], request.conditions.get("real")
         text = self.texts.make_batch_inputs(
@@ -387,7 +390,7 @@ class PhenakiSystem(System):
         return self.texts.describe_cut(texts, what)
 
     def conditions_from(self, images: Tensor) -> dict[str, Tensor]:
-        """Returns {"prime": videos uint8 (N, K, C, H, W)}, the frames from which samples go on. Pictures (N, C, H, W)
+        """Returns {"prime": videos uint8 (N, K, C, H, W)}, the frames that the samples continue. Pictures (N, C, H, W)
         become videos of one frame. Raises ConfigError if the frames do not fit the model or its tokenizer.
         """
         video = images if images.ndim == 5 else images[:, None]

@@ -196,9 +196,9 @@ class Attention(nn.Module):
 
 
 def _sum_biases(bias: Tensor | None, mask: Tensor | None, causal: bool, query: Tensor, count: int) -> Tensor | None:
-    """Returns the sum of what is added to the scores, (B or 1, heads or 1, N or 1, M): `bias`, and large negative
-    numbers for tokens that `mask` or `causal` hides. Returns None if neither bias nor mask is given, also with
-    `causal`.
+    """Returns the sum of all biases that are added to the scores, (B or 1, heads or 1, N or 1, M): `bias`, and large
+    negative numbers for tokens that `mask` or `causal` hides. Returns None if neither bias nor mask is given, even if
+    `causal` is set.
     """
     if bias is None and mask is None:
         return None
@@ -293,7 +293,9 @@ class PositionBias(nn.Module):
 
 
 def _index_differences(sides: tuple[int, ...], device: torch.device) -> Tensor:
-    """Returns int64 (N, N): for each pair of tokens the row of the table of all distances that holds theirs."""
+    """Returns int64 (N, N): for each pair of tokens of a grid with these `sides`, the index of the pair's distance in
+    the table of all distances that PositionBias computes.
+    """
     row = torch.zeros((), dtype=torch.int64, device=device)
     places = torch.meshgrid(*(torch.arange(side, device=device) for side in sides), indexing="ij")
     for side, place in zip(sides, places):

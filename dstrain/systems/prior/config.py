@@ -171,8 +171,8 @@ class Config(SystemConfig):
 
     @property
     def text_tokens(self) -> int:
-        """Returns the number of text encodings of each sample that the network reads; 0 if it reads only the text
-        embedding.
+        """Returns the number of text encodings of each sample that the network reads; 0 if the network reads only the
+        text embedding.
         """
         reads = self.lucidrains is None or self.lucidrains.condition_on_text_encodings
         return self.max_text_len if reads else 0

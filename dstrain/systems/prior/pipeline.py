@@ -49,8 +49,8 @@ class PriorPipeline(DiffusionPipeline):
         )
 
     def save_config(self, save_directory, **kwargs):
-        """Saves model_index.json, the null text if there is one, and this file as pipeline.py, where diffusers finds
-        the class.
+        """Writes into the folder model_index.json, prior/null_text.safetensors if there is a null text, and this file
+        as pipeline.py, where diffusers looks for the class. save_pretrained and push_to_hub call this.
         """
         (Path(save_directory) / "prior").mkdir(parents=True, exist_ok=True)
         (Path(save_directory) / "pipeline.py").write_text(self._source, encoding="utf-8")
@@ -59,8 +59,8 @@ class PriorPipeline(DiffusionPipeline):
         super().save_config(save_directory, **kwargs)
 
     def to_json_string(self):
-        """Returns the text of model_index.json, in which the class is ["pipeline", name]: so from_pretrained finds it
-        in pipeline.py.
+        """Returns the text of model_index.json, in which the class is ["pipeline", name]: by this from_pretrained finds
+        the class in pipeline.py.
         """
         index = json.loads(super().to_json_string()) | {"_class_name": ["pipeline", type(self).__name__]}
         return json.dumps(index, indent=2) + "\n"
@@ -81,8 +81,8 @@ class PriorPipeline(DiffusionPipeline):
         text's embedding.
 
         text_embed (B, T); if the prior reads tokens, also text_encodings (B, up to L, E) and text_mask (B, up to L),
-        True for a token; text_mask None: all are. null_text_embed and null_text_encodings, (1, ...), are those of
-        prior/null_text.safetensors; guidance needs them.
+        True for a token; text_mask None: all are tokens. null_text_embed and null_text_encodings, (1, ...), are the
+        tensors in prior/null_text.safetensors, which guidance needs.
         """
         device, dtype, options = self._execution_device, self.prior.dtype, self.config
         text = text_embed.to(device, dtype)
@@ -128,7 +128,9 @@ class PriorPipeline(DiffusionPipeline):
         return F.normalize(x, dim=-1) / self.prior.clip_std
 
     def _rescale_prediction(self, out, x, t):
-        """Returns the network's output changed so that the x_start it stands for has the length of training data."""
+        """Returns the network's output changed so that the x_start that follows from it (by the scheduler's
+        prediction_type) has the length of training data.
+        """
         kind, signal = self.scheduler.config.prediction_type, self.scheduler.alphas_cumprod[t].sqrt().to(x.device)
         noise = (1 - signal**2).sqrt()
         x_start = self._rescale(

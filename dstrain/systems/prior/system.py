@@ -69,7 +69,7 @@ class PriorSystem(System):
         is the text embedding of another pair, if the batch has one.
 
         If the data lack text embeddings, or encodings that the model reads, both are made from the captions by the text
-        encoder. Raises ConfigError if widths differ from the model's, or neither texts nor captions are there.
+        encoder. Raises ConfigError if widths differ from the model's, or the batch has neither texts nor captions.
         """
         inputs = ("image_embed", "caption", "other_text_embed", "other_caption", *TEXT)
         example = {name: values for name, values in batch.items() if name not in inputs}
@@ -89,14 +89,14 @@ class PriorSystem(System):
         return example
 
     def accepts(self, source: Any) -> None:
-        """Encodes the first pair of the source as a check. Raises ConfigError if its widths differ from the model's, or
-        texts or the text encoder are missing.
+        """Encodes the first pair of the source as a check. Raises ConfigError if the pair's widths differ from the
+        model's, or texts or the text encoder are missing.
         """
         self.encode({name: values[None] for name, values in source.read_first().items()})
 
     def fingerprint(self, source: Any) -> str:
-        """Returns the source's hash. Behind it stand the hash of image_embed_stats, if given, and that of the text
-        encoder, if it encodes the captions.
+        """Returns the source's fingerprint, followed by the hash of the embeddings' mean and std, if image_embed_stats
+        is given, and by the fingerprint of the text encoder, if it encodes the captions.
         """
         result = source.compute_fingerprint()
         if self.config.image_embed_stats is not None:
@@ -106,8 +106,8 @@ class PriorSystem(System):
         return result
 
     def _find_missing_input(self, names: Container[str]) -> str | None:
-        """Returns the first text input of the network that is not among `names`, and so is made from captions; None if
-        all are.
+        """Returns the first of the network's text inputs (text_embed, text_encodings) that is not among `names`; None
+        if all are. A missing input has to be computed from captions.
         """
         needed = ("text_embed", "text_encodings") if self.config.text_tokens else ("text_embed",)
         return next((name for name in needed if name not in names), None)
@@ -155,22 +155,23 @@ class PriorSystem(System):
 
     def get_text_encoder(self, device: torch.device) -> TextEncoder:
         """Returns the frozen text encoder, on `device`. The first call loads it, so that a run with cached embeddings
-        does not need it.
+        does not need one. Raises ConfigError if model.text_encoder names none.
         """
         if self._encoder is None:
             self._encoder = load_text_encoder(self.config.text_encoder, self.config.text_tokens or None)
         return self._encoder.to(device)
 
     def compute_denoiser_loss(self, nets: Nets, example: Example) -> Terms:
-        """Computes the training loss at one random timestep of each sample, with noise drawn from its key; texts are
-        dropped with probability text_cond_drop_prob.
+        """Returns the terms of a training step at one random timestep of each sample, with noise drawn from the
+        sample's key: `loss`, the mean over samples, loss_each (B,) and quartile (B,). Texts are dropped with
+        probability text_cond_drop_prob.
         """
         terms = self._compute_losses(nets, example, self.config.text_cond_drop_prob)
         return {**terms, "loss": terms["loss"].mean(), "loss_each": terms["loss"].detach()}
 
     @torch.no_grad()
     def evaluate(self, nets: Nets, example: Example) -> Terms:
-        """Computes the loss of each sample, (B,), with every text in place, and the similarities of embeddings that are
+        """Returns the loss of each sample, (B,), with no text dropped, and the similarities of embeddings that are
         drawn in `evaluate_steps` steps.
         """
         terms = self._compute_losses(nets, example, drop_prob=0.0)
@@ -178,8 +179,9 @@ class PriorSystem(System):
 
     @torch.no_grad()
     def measure(self, nets: Nets, example: Example, num_steps: int | None = None, progress: Progress = iter) -> Terms:
-        """Measures, for each sample (B,), the loss and the similarities of embeddings that are drawn in num_steps
-        steps. None takes evaluate_steps, or 64 if that is empty, or all timesteps if they are fewer.
+        """Returns, for each sample (B,), the loss and the similarities of embeddings that are drawn in num_steps steps.
+        If num_steps is None, the numbers of steps are evaluate_steps; if that is empty, 64, or all timesteps if they
+        are fewer.
         """
         steps = self.config.evaluate_steps or (min(MEASURED_STEPS, self.config.timesteps),)
         terms = self._compute_losses(nets, example, drop_prob=0.0)
@@ -211,8 +213,8 @@ class PriorSystem(System):
         self, conditions: dict[str, Tensor], dropped: Tensor, image_dropped: Tensor | None = None
     ) -> dict[str, Tensor]:
         """Returns the network's keyword arguments for these text inputs. `dropped` bool (B,) marks samples whose text
-        is replaced by the null text, if the model has one. `image_dropped` bool (B,) does so for image embeddings;
-        None: as `dropped`.
+        is replaced by the null text, if the model has one. `image_dropped` bool (B,) marks samples whose noisy image
+        embedding is replaced, if image_drop_prob is above 0; None: the same samples as `dropped`.
         """
         inputs = {name: conditions[name] for name in TEXT if name in conditions}
         inputs.setdefault("text_mask", dropped.new_ones(len(dropped), 0))  # attention is causal only with a mask
@@ -239,8 +241,8 @@ class PriorSystem(System):
 
     @torch.no_grad()
     def sample(self, nets: Nets, request: Request) -> Tensor:
-        """Draws image embeddings float32 (N, D): for each seed num_candidates, of which it returns the one nearest to
-        the text's embedding.
+        """Draws image embeddings float32 (N, D): for each seed num_candidates, of which the one nearest to the text's
+        embedding is returned.
 
         Conditions: text_embed (N, T) and, if the model reads tokens, text_encodings (N, L, E), text_mask (N, L). Raises
         ConfigError if text_embed is missing, for more steps than the chain has, and for guidance without a null text.
@@ -290,8 +292,9 @@ class PriorSystem(System):
         choose_eta(self.sampler(samples.sampler, "samples.sampler"), samples.eta)
 
     def _make_chain_network(self, nets: Nets, conditions: dict[str, Tensor], request: Request) -> Network:
-        """Returns a function of x_t and t that calls the denoiser with these conditions and guides its output as the
-        request says. It serves one chain: with self_cond it remembers the x_start that it predicts for its next call.
+        """Returns a function of x_t and t that calls the denoiser with these conditions and guides the output with the
+        scale, interval and rescaling of the request. Each chain needs a function of its own: with self_cond the
+        function stores the x_start that it predicts for its next call.
 
         Raises ConfigError if the request asks for guidance and the model has no null text.
         """
@@ -361,14 +364,16 @@ class PriorSystem(System):
 
     def _read_built_in_embeds(self, texts: list[str]) -> Tensor | None:
         """Returns the text embeddings (N, T) of built-in captions, which the package holds. Returns None if a text is
-        no such caption, or the model has another text encoder or reads tokens.
+        no such caption, if model.text_encoder is not the encoder of the built-in captions, or if max_text_len is above
+        0.
         """
         built_in = self.config.text_encoder == emoji.TEXT_ENCODER and not self.config.max_text_len
         return emoji.read_text_embeds(texts) if built_in else None
 
     def conditions_from_texts(self, texts: list[str]) -> dict[str, Tensor]:
         """Returns the network's text inputs, (N, ...) each, on the CPU: those of built-in captions from the package,
-        all others from the text encoder.
+        all others from the text encoder. Raises ConfigError if that encoder is needed and model.text_encoder names
+        none.
         """
         if (embeds := self._read_built_in_embeds(texts)) is not None:
             return self._prepare_texts({"text_embed": embeds})

@@ -39,8 +39,8 @@ def read_statistics(config: Config) -> tuple[Tensor, Tensor]:
     """Returns the mean and standard deviation, float32 (D,) each, by which image embeddings are normalized: those in
     image_embed_stats, else 0 and 1 / image_embed_scale.
 
-    Raises ConfigError if image_embed_stats cannot be read, lacks one of them, has another width, or a deviation that is
-    not above 0.
+    Raises ConfigError if image_embed_stats cannot be read, lacks one of the two, has another width, or a standard
+    deviation that is not above 0.
     """
     dim = config.image_embed_dim
     if config.image_embed_stats is None:
@@ -73,9 +73,10 @@ def adapt_weights(
 ) -> fitting.Fitted:
     """Returns a state dict that fits `network`, of which only names and shapes are read, and notes on what was changed.
 
-    A file's clip_mean and clip_std are left out, since the recipe gives `mean` and `std` (D,), but must be equal to
-    these. Null texts and the layer of the previous prediction begin at 0 if the file lacks them. Raises ConfigError for
-    the first other difference, with both sides and the remedy.
+    A file's clip_mean and clip_std are left out, since the recipe gives `mean` and `std` (D,), but unless clip_std is
+    zero, both must be equal to these. Null texts and the layer of the previous prediction begin at 0 if the file lacks
+    them. Raises ConfigError if the file is a prior of DALLE2-pytorch and model.lucidrains is not set, or the reverse,
+    and for the first other difference, with both sides and the remedy.
     """
     is_lucidrains = any("causal_transformer." in name for name in state)
     if config.lucidrains is not None:
@@ -123,7 +124,7 @@ def _adapt_lucidrains(state: dict[str, Tensor], network: nn.Module, config: Conf
     """Returns a state dict that fits `network`, a LucidrainsPrior, and notes on what was left out or added. `state` is
     that of DALLE2-pytorch's DiffusionPrior, or of the network in it.
 
-    The betas of a DiffusionPrior must be the recipe's. Null inputs begin at 0 if the file lacks them. Raises
+    The betas of a DiffusionPrior must be equal to the recipe's. Null inputs begin at 0 if the file lacks them. Raises
     ConfigError for the first other difference, with both sides and the remedy.
     """
     shapes, notes = fitting.list_shapes(network), []

@@ -95,8 +95,9 @@ class DiscreteVAE(nn.Module):
         )
 
     def forward(self, x: Tensor, noise: Tensor | None = None, temperature: Tensor | None = None) -> Relaxed | Rounded:
-        """Reconstructs images (B, C, H, W) in [0, 1]. With gumbel it draws relaxed tokens by `noise` (B, K, h, w) at
-        `temperature` (B,), and returns Relaxed. With other quantizers both are None, and it returns Rounded.
+        """Reconstructs images (B, C, H, W) in [0, 1]. With gumbel relaxed tokens are drawn by `noise` (B, K, h, w) at
+        `temperature` (B,), and Relaxed is returned. With other quantizers both arguments are None, and Rounded is
+        returned.
         """
         if self.quantizer is None:
             logits = widen_precision(self._encode_features(x))  # (B, K, h, w)

@@ -57,8 +57,8 @@ class DiscreteSystem(AutoencoderSystem):
         )
 
     def run_pass(self, nets: Nets, example: Example) -> tuple[Tensor, Terms, Tensor]:
-        """Runs the network. Returns the decoder's output (B, C or 2C, H, W), the terms of the code, and the code's part
-        of the loss, (B,), see `_compute_code_terms`.
+        """Runs the network. Returns the decoder's output (B, C or 2C, H, W), and the terms of the code and the code's
+        part of the loss, (B,), as `_compute_code_terms` does. With kl_form=legacy this part is multiplied by B.
         """
         passed = self._run_network(nets, example)
         terms, coding = self._compute_code_terms(passed, example)
@@ -69,7 +69,7 @@ class DiscreteSystem(AutoencoderSystem):
     @torch.no_grad()
     def evaluate(self, nets: Nets, example: Example) -> Terms:
         """Returns the terms of each sample, (B,), at the final temperature and KL weight. psnr and ssim are those of
-        the reconstruction from the (likeliest) tokens; usage (B, K) has the share of each token.
+        the reconstruction from the tokens, with gumbel the likeliest ones; usage (B, K) has the share of each token.
         """
         passed = self._run_network(nets, example)
         terms, coding = self._compute_code_terms(passed, example)
@@ -91,7 +91,7 @@ class DiscreteSystem(AutoencoderSystem):
 
     def reconstruct(self, nets: Nets, example: Example) -> list[Tensor]:
         """Returns reconstructions, (B, C, H, W) each: with gumbel first that from relaxed tokens at the final
-        temperature, then that from the (likeliest) tokens.
+        temperature, then that from the likeliest tokens; with other quantizers only that from the tokens.
         """
         passed = self._run_network(nets, example)
         relaxed = [self.convert_to_picture(nets, passed.out).clamp(-1, 1)] if self.relaxed else []

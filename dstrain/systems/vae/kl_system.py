@@ -80,7 +80,7 @@ class KLSystem(AutoencoderSystem):
         )
 
     def digest(self, means: dict[str, Tensor]) -> dict[str, float]:
-        """Returns latent_std, the standard deviation of latents over all held-out samples, places and channels, and
+        """Returns latent_std, the standard deviation of latents over all held-out samples, positions and channels, and
         scaling_factor, 1 / latent_std, which brings latents to unit variance.
         """
         std = compute_latent_std(means)
@@ -129,7 +129,7 @@ class KLSystem(AutoencoderSystem):
 
 
 def compute_latent_std(means: dict[str, Tensor]) -> float:
-    """Returns the standard deviation of latents over all samples, places and channels. `means` has the averages over
+    """Returns the standard deviation of latents over all samples, positions and channels. `means` has the averages over
     all samples of latent_mean and latent_square, (c,) each, see `_average_moments`.
     """
     variance = means["latent_square"].double().mean() - means["latent_mean"].double().mean().square()
@@ -145,8 +145,8 @@ def _compute_kl_to_normal(passed: Pass) -> Tensor:
 
 
 def _average_moments(passed: Pass) -> Terms:
-    """Returns latent_mean and latent_square, (B, c) each: the means over places of the expected value and the expected
-    square of the latents. They are computed from the posterior's moments; nothing is drawn.
+    """Returns latent_mean and latent_square, (B, c) each: the means over positions of the expected value and the
+    expected square of the latents. Both follow from the posterior's moments; nothing is drawn.
     """
     square = passed.mean.square() + passed.log_variance.exp()
     return {"latent_mean": passed.mean.mean((2, 3)), "latent_square": square.mean((2, 3))}

@@ -1,4 +1,4 @@
-"""What both kinds of autoencoder have in common: the loss, reconstructions in place of samples, and loading of weights.
+"""The base class of both kinds of autoencoder: the loss, reconstructions in place of samples, and loading of weights.
 
 The loss of a sample is its reconstruction error (a mean over the values of its image) plus kl_weight * KL in nats /
 number of these values. With kl_weight 1 and a log likelihood this is minus the evidence lower bound by value, so that
@@ -57,8 +57,8 @@ class AutoencoderSystem(System):
         return self.picture_loss.list_turns("autoencoder", step)
 
     def compute_autoencoder_loss(self, nets: Nets, example: Example) -> Terms:
-        """Computes the autoencoder's loss: reconstruction, code and, from the discriminator's start on, its critique of
-        the reconstruction.
+        """Returns the terms of the autoencoder's turn: `loss`, a scalar, and, detached, (B,) each, the reconstruction
+        error, the terms of the code and, from the discriminator's start on, its critique of the reconstruction.
         """
         discriminator, last = self.config.kind.discriminator, self.find_last_layer(nets)
         by_last_layer = self.picture_loss.adversarial and discriminator.balance == "last_layer"
@@ -93,8 +93,8 @@ class AutoencoderSystem(System):
 
     @abstractmethod
     def compute_distance(self, nets: Nets, out: Tensor, example: Example) -> Terms:
-        """Returns the distances of the decoder's output from the image, (B,) each: recon and, if it has a weight,
-        perceptual.
+        """Returns the distances of the decoder's output from the image, (B,) each: recon and, if the perceptual
+        distance has a weight above 0, perceptual.
         """
 
     @abstractmethod
@@ -122,19 +122,19 @@ class AutoencoderSystem(System):
 
     @abstractmethod
     def reconstruct(self, nets: Nets, example: Example) -> list[Tensor]:
-        """Returns the kinds of reconstructions that `pictures` shows beside the original, float (B, C, H, W) in about
-        [-1, 1] each.
+        """Returns the reconstructions that `pictures` shows beside the original, one tensor for each kind, float (B, C,
+        H, W) in about [-1, 1] each.
         """
 
     def adapt(self, part: str, state: dict[str, Tensor]) -> Fitted:
-        """Returns a state dict, also one of an original trainer, with the part's names and shapes, and notes for the
-        user. See weights.adapt_weights.
+        """Returns the state dict with the names and shapes of the part's network, and notes for the user. The file may
+        be of another trainer, see weights.adapt_weights.
         """
         return weights.adapt_weights(state, self.build_part_on_meta(part), self.remedies[part])
 
     def from_diffusers(self, state: dict[str, Tensor], diffusers_config: Mapping[str, Any]) -> Fitted:
-        """Returns the state dict unchanged, without notes: diffusers has the same names. Raises ConfigError if the
-        configs differ.
+        """Returns the state dict unchanged, without notes: diffusers has the same names. Raises ConfigError if
+        config.json does not fit the network, see weights.require_same_config.
         """
         weights.require_same_config(diffusers_config, getattr(self.build_part_on_meta("autoencoder"), "config", {}))
         return state, []

@@ -21,10 +21,10 @@ def adapt_weights(
     state: dict[str, Tensor], network: nn.Module, remedies: Remedies
 ) -> tuple[dict[str, Tensor], list[str]]:
     """Returns a state dict that fits `network`, of which only names and shapes are read, and notes on what was changed.
-    Of a DALL-E checkpoint it takes the VAE alone; old names of attention layers become those of today.
+    Of a DALL-E checkpoint only the VAE is taken; old names of attention layers are replaced by today's.
 
-    Raises ConfigError for the first other difference, with both shapes, for the other kind of autoencoder, and for
-    placeholders of weights that ZeRO-3 had scattered.
+    Raises ConfigError for the first other difference, with both shapes, if the file is of the other kind of
+    autoencoder, and for placeholders of weights that ZeRO-3 had scattered.
     """
     shapes, notes = list_shapes(network), []
     inner = {name.removeprefix(_PART): tensor for name, tensor in state.items() if name.startswith(_PART)}

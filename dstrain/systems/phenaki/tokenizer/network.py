@@ -111,8 +111,8 @@ class CViViT(nn.Module):
         return Pass(self._decode(quantized.x, bias), *quantized[1:])
 
     def encode_tokens(self, video: Tensor, frames: Tensor | None = None) -> Tensor:
-        """Encodes clips (B, T, C, H, W) to tokens int64 (B, t, h, w). `frames` int64 (B,) says how many frames of each
-        clip are real; None: all.
+        """Encodes clips (B, T, C, H, W) to tokens int64 (B, t, h, w). frames: int64 (B,), the number of real frames of
+        each clip; None: all are real.
         """
         if frames is None:
             frames = torch.full((len(video),), video.shape[1], device=video.device)
@@ -166,19 +166,21 @@ class CViViT(nn.Module):
 
 
 def mark_whole_latent_frames(frames: Tensor, temporal_patch_size: int, count: int) -> Tensor:
-    """Returns bool (B, count), True for the latent frames without padding, if int64 (B,) `frames` of each clip are
-    real.
+    """Returns bool (B, count), True for the latent frames of each clip that contain no padding. frames: int64 (B,), the
+    number of real frames of each clip; count: number of latent frames.
     """
     return torch.arange(count, device=frames.device) < 1 + (frames[:, None] - 1) // temporal_patch_size
 
 
 def count_frames_with_tokens(frames: Tensor, temporal_patch_size: int) -> Tensor:
-    """Counts the frames that lie in whole latent frames; the rest is padding: int64 (B,) -> (B,)."""
+    """Returns how many frames of each clip lie in latent frames without padding, int64 (B,). frames: int64 (B,), the
+    number of real frames of each clip. All further frames count as padding.
+    """
     return 1 + temporal_patch_size * ((frames - 1) // temporal_patch_size)
 
 
 def mark_frames_with_tokens(frames: Tensor, temporal_patch_size: int, total: int) -> Tensor:
-    """Returns bool (B, total), True for the frames that lie in latent frames without padding, if int64 (B,) `frames` of
-    each clip are real.
+    """Returns bool (B, total), True for the frames of each clip that lie in latent frames without padding. frames:
+    int64 (B,), the number of real frames of each clip; total: number of all frames.
     """
     return torch.arange(total, device=frames.device) < count_frames_with_tokens(frames, temporal_patch_size)[:, None]

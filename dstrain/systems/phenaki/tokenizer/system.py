@@ -91,8 +91,9 @@ class TokenizerSystem(System):
         return self.picture_loss.list_turns("tokenizer", step)
 
     def compute_tokenizer_loss(self, nets: Nets, example: Example) -> Terms:
-        """Computes the tokenizer's loss: reconstruction, quantizer and, from the discriminator's start on, its critique
-        of one frame.
+        """Returns the terms of the tokenizer's turn: `loss`, a scalar, and, detached, (B,) each, the reconstruction,
+        the quantizer's terms and, from the discriminator's start on, the discriminator's critique of one frame. With
+        quantizer lookup_free also `shares` of codes, for `observe`.
         """
         passed = nets["tokenizer"](example["x_start"], example["frames"])
         terms, shares = self._select_code_terms(passed), {}
@@ -150,8 +151,8 @@ class TokenizerSystem(System):
         return {"commitment": passed.commitment, other: getattr(passed, other)}
 
     def _compute_code_loss(self, terms: Terms) -> Tensor | float:
-        """Returns the quantizer's part of the loss, (B,), 0 for fsq. Held-out terms have no `diversity`, whose
-        reference moves with the steps, so that losses of different steps can be compared.
+        """Returns the quantizer's part of the loss, (B,), 0 for fsq. Held-out terms lack `diversity`, since its
+        reference changes from step to step: so losses of different steps can be compared.
         """
         config = self.config
         if config.quantizer == "fsq":
@@ -224,7 +225,9 @@ class TokenizerSystem(System):
 
     @torch.no_grad()
     def codes(self, nets: Nets, example: Example) -> dict[str, Tensor]:
-        """Returns {"tokens": int64 (B, t, h, w)} of an example. Tokens of latent frames with padding mean nothing."""
+        """Returns {"tokens": int64 (B, t, h, w)} of an example. Tokens of latent frames with padding are
+        meaningless.
+        """
         return {"tokens": nets["tokenizer"].encode_tokens(example["x_start"], example["frames"])}
 
     @torch.no_grad()
@@ -278,8 +281,8 @@ class TokenizerSystem(System):
             self._usage.q = state["usage"].clone()
 
     def synthetic(self, batch_size: int) -> Batch:
-        """Returns a batch of random clips with keys and positions. In turn all frames of a clip are real, about half of
-        them, or one.
+        """Returns a batch of random clips with keys and positions. Of every three clips the first has only real frames,
+        the second about half real frames, and the third one real frame.
         """
         positions, total, p = torch.arange(batch_size), self.config.num_frames, self.temporal_patch_size
         key = rng.keys(0, 0, positions)
@@ -295,5 +298,5 @@ def _take_frame(video: Tensor, place: Tensor) -> Tensor:
 
 
 def _average_counted(values: Tensor, counted: Tensor) -> Tensor:
-    """Returns the means of `values` over the frames where `counted` is True: two (B, T) -> (B,)."""
+    """Returns the mean of `values` (B, T) of each clip over the frames where `counted`, bool (B, T), is True: (B,)."""
     return torch.where(counted, values, 0.0).sum(1) / counted.sum(1)
