@@ -351,7 +351,7 @@ def set_up(run: Run, settings: dict[str, Any], resume: Resume, watchdog: Watchdo
         resumed_step=first,
         settings=settings,
         weights=weights,
-        system=systems.find_outside_file(run.system),
+        system=systems.find_external_file(run.system),
     )
     saves.saver.report = tracker.note
     throughput = Throughput(

@@ -67,7 +67,7 @@ def evaluate_run(options: EvaluateOptions) -> tuple[Path, dict[str, Any]]:
     begun = time.perf_counter()
     run = trained.read_recipe(options.run_folder)
     system = systems.build(run.system, run.model)
-    source = Spread(_open_source(options, run, systems.check_config(run.system, run.model).num_labels), options.num)
+    source = Spread(_open_source(options, run, systems.build_config(run.system, run.model).num_labels), options.num)
     if group.rank() == 0:  # stdout is for the figures
         print(f"data: {options.data or run.data.path}, {_name_split(options)}: {source.describe()}", file=sys.stderr)
     checkpoint = trained.find_checkpoint(options.run_folder, options.step, options.ema)

@@ -75,7 +75,7 @@ def export_run(options: ExportOptions) -> Exported:
     if options.statistics and options.format != "diffusers":
         raise ConfigError("--statistics gives a scaling_factor, which --format diffusers alone writes: leave it out")
     run = trained.read_recipe(options.run)
-    config = systems.check_config(run.system, run.model)
+    config = systems.build_config(run.system, run.model)
     field = config.adapters_field
     lora = getattr(config, field) if field else None
     if options.format in ADAPTER_FORMATS:

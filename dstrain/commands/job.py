@@ -61,7 +61,7 @@ def prepare_job(options: JobOptions, world: int | None = None, device_type: str 
             before=before,
         )
     if not problems:
-        problems += systems.check_config(run.system, run.model).conflicts_at(settings.read_stage(resolved))
+        problems += systems.build_config(run.system, run.model).conflicts_at(settings.read_stage(resolved))
     if not problems and group.read_place().rank == 0:
         with _collect_problems(problems):
             checked_remarks, notes = _check_data_and_folder(run, options, resolved, world)
@@ -120,7 +120,7 @@ def check_recipe(run: Run, overrides: Sequence[str] = ()) -> tuple[Run, list[str
                 "system=phenaki.tokenizer"
             )
         run = recipe.check_model(run, schema, overrides)
-        config = systems.check_config(run.system, run.model)
+        config = systems.build_config(run.system, run.model)
         captioned = config.reads_texts and find_contents(run.data) == "images"
         run = run.model_copy(update={"data": run.data.model_copy(update={"captioned": captioned})})
         problems += recipe.list_replaced_entries("data", given, run.data.model_dump(include={*given}), overrides)
@@ -226,7 +226,7 @@ def _check_data_and_folder(
     system.accepts(source)
     _require_drawable_samples(run, system)
     cut = system.describe_cut([*run.samples.prompts], "samples.prompts") if run.samples.prompts else ""
-    config = systems.check_config(run.system, run.model)
+    config = systems.build_config(run.system, run.model)
     require_classes(
         run.data.path,
         source,

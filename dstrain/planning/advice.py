@@ -224,7 +224,7 @@ def _list_sequence_sizes(case: Case) -> list[int]:
     the system allow.
     """
     ranks, layout = [case.run.parallel.sequence], case.layout
-    config = systems.check_config(case.run.system, case.run.model)
+    config = systems.build_config(case.run.system, case.run.model)
     most = math.gcd(layout.world, layout.gpus_per_node)
     while most % (2 * ranks[-1]) == 0 and not config.conflicts_among(2 * ranks[-1]):
         ranks.append(2 * ranks[-1])

@@ -18,7 +18,7 @@ from dstrain.recipe import ConfigError, Data, reword_errors
 from dstrain.runs import trained
 from dstrain.runs.weights import require_unaltered_files
 from dstrain.systems.base import Batch
-from dstrain.systems.codec import Codec, require_codes
+from dstrain.systems.codec import Codec, require_first_stage
 
 _RUN = "RUN"  # the folder's name in the usage of dstrain encode
 
@@ -74,7 +74,7 @@ def _open_checkpoint(folder: Path, ema: float | None, raw: bool, step: int | Non
     """Opens the codec of a run, with the weights of one of its checkpoints. Raises ConfigError as `open_run`."""
     run = trained.read_recipe(folder)
     system = systems.build(run.system, run.model)
-    require_codes(system, run, folder, _RUN)
+    require_first_stage(system, run, folder, _RUN)
     checkpoint = trained.find_checkpoint(folder, step, ema)
     kinds = trained.choose_kinds(system, checkpoint, run.samples.ema if ema is None else ema, raw)
     first = next(iter(system.parts))  # another part, such as a discriminator, encodes nothing

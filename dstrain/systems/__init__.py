@@ -50,7 +50,7 @@ def build(name: str, model: dict[str, Any]) -> System:
     Raises ConfigError if the name or a field is unknown, if a value is out of range, or if the package's build()
     returns something else than a System, or a System whose attributes `require_valid_attributes` refuses.
     """
-    section = check_config(name, model)
+    section = build_config(name, model)
     system = import_package(name).build(section)
     if not isinstance(system, System):
         raise ConfigError(f"system: build() of {name} returns a {type(system).__name__}: return a System")
@@ -59,9 +59,9 @@ def build(name: str, model: dict[str, Any]) -> System:
     return system
 
 
-def check_config(name: str, model: dict[str, Any]) -> SystemConfig:
-    """Returns the model section of a recipe as the system's Config: checked, with defaults for the fields that it
-    leaves out.
+def build_config(name: str, model: dict[str, Any]) -> SystemConfig:
+    """Returns the model section of a recipe as the system's Config: checked, with defaults for the fields that the
+    section leaves out.
 
     Raises ConfigError if the name or a field is unknown, or a value is out of range.
     """
@@ -127,7 +127,7 @@ def import_package(name: str) -> ModuleType:
     return module
 
 
-def find_outside_file(name: str) -> Path | None:
+def find_external_file(name: str) -> Path | None:
     """Returns the path of the `__init__.py`, or of the module's file, of a system that is not dstrain's own; None for
     one of dstrain's own. Imports the package, and raises ConfigError in the cases of `import_package`.
     """

@@ -75,7 +75,7 @@ class Codec(Frozen):
                 f"{key}: {folder / 'recipe.yaml'} is no recipe of a run ({shorten_error(error)}); "
                 "export the run once more"
             ) from None
-        require_codes(system, run, path, key)
+        require_first_stage(system, run, path, key)
         part = next(iter(system.parts))
         network = system.networks()[part]
         try:
@@ -152,7 +152,7 @@ class Codec(Frozen):
             )
 
 
-def require_codes(system: System, run: Run, path: str | Path, key: str) -> None:
+def require_first_stage(system: System, run: Run, path: str | Path, key: str) -> None:
     """Raises ConfigError if the system of the run at `path` is no first stage, that is, has no codes for other systems
     to learn from. key: the option or recipe key that names `path`, for the message.
     """

@@ -45,7 +45,7 @@ class _Gatherer:
             entry = next(entry for entry in statement.names if name in (entry.asname, entry.name))
             alone = ast.Import([entry]) if isinstance(statement, ast.Import) else None
             self.imports.add(ast.unparse(alone or ast.ImportFrom(statement.module, [entry], 0)))
-        elif statement is not None and self._mark_added(module, name):
+        elif statement is not None and self._mark_added_if_new(module, name):
             for node in ast.walk(statement):
                 if isinstance(node, ast.Name) and node.id != name:
                     self.add(module, node.id)
@@ -54,10 +54,10 @@ class _Gatherer:
     def _add_definition(self, module: str, name: str) -> None:
         if module not in self.replaced:
             self.add(module, name)
-        elif self._mark_added(module, module):
+        elif self._mark_added_if_new(module, module):
             self.definitions.append(self.replaced[module])
 
-    def _mark_added(self, module: str, name: str) -> bool:
+    def _mark_added_if_new(self, module: str, name: str) -> bool:
         """Records that `name` of this module is added, and returns True; returns False if the name was added before.
         Fails by an assertion if the name was added from another module.
         """

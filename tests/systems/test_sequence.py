@@ -186,7 +186,7 @@ def test_shared_networks_are_the_networks(tmp_path, world, teams):
 
 
 def conflicts(name: str, ranks: int, **model) -> list[str]:
-    return systems.check_config(name, model).conflicts_among(ranks)
+    return systems.build_config(name, model).conflicts_among(ranks)
 
 
 def test_what_ranks_cannot_share_is_named():

@@ -159,9 +159,9 @@ class Alignment:
         """Sets `active` to whether the loss of this step aligns tokens. The caller passes `step`, a number that the
         host knows, since reading example["step"] would wait for the GPU.
         """
-        self.active = self.is_due(step)
+        self.active = self.is_active_at_step(step)
 
-    def is_due(self, step: int) -> bool:
+    def is_active_at_step(self, step: int) -> bool:
         return not self.section.until or step < self.section.until
 
     @property
@@ -194,7 +194,7 @@ class Alignment:
             drawn = found["projected"][0]
             if not self.active:
                 return 0 * drawn.float().mean((1, 2))  # The projectors' gradient is zero, and not absent.
-            towards = self.find_targets(example, grid)
+            towards = self.read_or_compute_targets(example, grid)
         if drawn.shape[1] < towards.shape[1]:  # A tap among routed blocks sees some tokens alone.
             towards = take_tokens(towards, keep)
         elif drawn.shape[1] > towards.shape[1]:
@@ -205,7 +205,7 @@ class Alignment:
         return -(F.normalize(drawn, dim=-1) * F.normalize(towards, dim=-1)).sum(-1).mean(1)
 
     @torch.no_grad()
-    def find_targets(self, example: Example, grid: tuple[int, int]) -> Tensor:
+    def read_or_compute_targets(self, example: Example, grid: tuple[int, int]) -> Tensor:
         """Returns the targets of kind=repa, float32 (B, N, width): the example's cached features if there are any, or
         else the encoder's features of the example's images. Moves the encoder to the images' device.
         """
@@ -226,13 +226,13 @@ class Alignment:
         return self._tower
 
 
-def require_features(section: Align, sample: Mapping[str, Any]) -> None:
+def require_encoder_or_features(section: Align, sample: Mapping[str, Any]) -> None:
     """Raises ConfigError for kind=repa if the section names no encoder and the data's `sample` has no features."""
     if section.kind == "repa" and section.path is None and "features" not in sample:
         raise ConfigError(f"{_KEY}: no encoder is named; give the local folder of one, such as DINOv2's")
 
 
-def warn_of_few_tokens(count: int) -> None:
+def warn_if_few_tokens(count: int) -> None:
     """Prints a warning if `count`, the number of tokens of an image, is below 1,000: with fewer tokens routing saves
     little and makes pictures worse (at 256 pixels PRX's FID rose from 18.2 to 21.6).
     """

@@ -143,10 +143,10 @@ class Given(Condition):
         x_start, key, step = example["x_start"], example["key"], self.video.patch_frames
         choices = self.video.count_patches(min(self.video.given, x_start.shape[2] - step))
         if choices < 1:  # an image, or a clip that a step has cut to one
-            return {"given": _mark_given(x_start, torch.zeros_like(key))}
+            return {"given": _mask_and_mark_given(x_start, torch.zeros_like(key))}
         count = 1 + step * rng.integers(key, "given", choices)
         share = rng.uniform(key, "given_share")
-        return {"given": _mark_given(x_start, torch.where(share < self.video.given_share, count, 0))}
+        return {"given": _mask_and_mark_given(x_start, torch.where(share < self.video.given_share, count, 0))}
 
     def read_request(self, request: Request) -> Arguments:
         """Returns {"given": the frames that DiTSystem.sample has put into the request, (N, C + 1, T, H, W)}; zeros if
@@ -183,10 +183,10 @@ class Given(Condition):
                 "frames, of the clip's size"
             )
         clips[:, :, : given.shape[2]] = given
-        return _mark_given(clips, torch.full((len(given),), given.shape[2], device=given.device))
+        return _mask_and_mark_given(clips, torch.full((len(given),), given.shape[2], device=given.device))
 
 
-def _mark_given(clips: Tensor, count: Tensor) -> Tensor:
+def _mask_and_mark_given(clips: Tensor, count: Tensor) -> Tensor:
     """Returns clips (B, C + 1, T, H, W) made from clips (B, C, T, H, W): all but the first `count` int64 (B,) frames
     are set to zero, and the last channel is 1 in these first frames and 0 elsewhere.
     """

@@ -25,7 +25,7 @@ from dstrain.nn.pixels import convert_to_uint8, require_shape
 from dstrain.recipe import ConfigError, Samples, reword_errors
 from dstrain.systems.base import CHOICES, Batch, Example, Nets, Progress, Request, System, Terms
 from dstrain.systems.dit import sd3, weights
-from dstrain.systems.dit.align import Alignment, add_internal_guidance, require_features, warn_of_few_tokens
+from dstrain.systems.dit.align import Alignment, add_internal_guidance, require_encoder_or_features, warn_if_few_tokens
 from dstrain.systems.dit.blocks import Block, JointBlock
 from dstrain.systems.dit.clips import PRIME, Given, decode_clips, encode_clips
 from dstrain.systems.dit.conditions import NEGATIVE, Arguments
@@ -162,7 +162,7 @@ class DiTSystem(System):
 
     def workload(self, step: int) -> tuple[int, ...]:
         frames = self.config.video.count_frames_at_step(step) if self.config.video else 1
-        return 1, frames, int(self.alignment is not None and self.alignment.is_due(step))
+        return 1, frames, int(self.alignment is not None and self.alignment.is_active_at_step(step))
 
     def _compute_losses(self, nets: Nets, example: Example, learns: bool = False) -> Terms:
         """Returns the loss and other terms, (B,) each, at one random timestep and noise for each sample. learns: as in
@@ -267,9 +267,9 @@ class DiTSystem(System):
         embeddings or texts of another width; warns where routing saves nothing.
         """
         if self.config.align:
-            require_features(self.config.align, source.read_first())
+            require_encoder_or_features(self.config.align, source.read_first())
         if self.config.routing:
-            warn_of_few_tokens(self.config.count_tokens(self.shape))
+            warn_if_few_tokens(self.config.count_tokens(self.shape))
         if self.takes_embeddings:
             self._check_conditions(
                 {name: value[None] for name, value in source.read_first().items() if name == "image_embed"}

@@ -268,7 +268,7 @@ def measure_errors(
     null = exported.config.num_embeds_ada_norm  # in the trained network it is num_classes
     t = system.process.spread_times(len(key), device)
     x, y = rng.normal(key, "start", system.shape), rng.integers(key, "label", config.num_classes)
-    network = _make_exported_predictor(system, nets)
+    network = _make_expected_predictor(system, nets)
     results = {"with label": measure_relative_error(exported(x, t, y).sample, network(x, t, y=y))}
     if config.class_dropout_prob:
         truth = network(x, t, y=torch.full_like(y, config.num_classes))
@@ -338,7 +338,7 @@ def _make_predictor(system: DiTSystem, nets: Mapping[str, nn.Module]) -> Callabl
     return add_internal_guidance(nets["denoiser"], internal.scale) if internal else nets["denoiser"]
 
 
-def _make_exported_predictor(system: DiTSystem, nets: Mapping[str, nn.Module]) -> Callable[..., Tensor]:
+def _make_expected_predictor(system: DiTSystem, nets: Mapping[str, nn.Module]) -> Callable[..., Tensor]:
     """Returns a function that computes, with the trained network, the predictions that are expected of the exported
     one: with internal guidance as in `_make_predictor`, and converted to velocities for a flow.
     """

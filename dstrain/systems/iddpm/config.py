@@ -119,13 +119,13 @@ class Config(SystemConfig):
         if self.channel_mult is None and self.image_size not in CHANNEL_MULT:
             raise ConfigError(
                 f"channel_mult must be given where image_size is {self.image_size}, for example "
-                f"{_propose_mults(self.image_size)}; it is known for {', '.join(map(str, CHANNEL_MULT))}"
+                f"{_propose_channel_mult(self.image_size)}; it is known for {', '.join(map(str, CHANNEL_MULT))}"
             )
         mults, sides = self.mults, self.sides
         if not mults or min(mults) < 1:
             raise ConfigError(
                 f"channel_mult {list(mults)} needs a factor of 1 or more for each level, for example "
-                f"{_propose_mults(self.image_size)}"
+                f"{_propose_channel_mult(self.image_size)}"
             )
         unit = 2 ** (len(mults) - 1)
         if self.image_size % unit:
@@ -293,7 +293,7 @@ class Config(SystemConfig):
         return ChainProcess(diffusion, self.noise_schedule, clip=True, respacing=self.timestep_respacing)
 
 
-def _propose_mults(image_size: int) -> list[int]:
+def _propose_channel_mult(image_size: int) -> list[int]:
     """Returns a channel_mult to propose in error messages: 1 for the first level, 2 for each further one. There is one
     level, and one more for each halving of image_size: it is halved while it is even and above 8, five times at most.
     """

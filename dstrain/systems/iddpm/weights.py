@@ -272,10 +272,10 @@ def _count_heads(config: Config, width: int | None) -> list[int]:
     """Returns the number of heads of each level with attention, then that of the middle, if a head has `width`
     channels, as attention_head_dim in diffusers; None means one head.
     """
-    return [1 if width is None else channels // width for channels in _list_attending_channels(config)]
+    return [1 if width is None else channels // width for channels in _list_channels_with_attention(config)]
 
 
-def _list_attending_channels(config: Config) -> list[int]:
+def _list_channels_with_attention(config: Config) -> list[int]:
     """Returns the numbers of channels of each level with attention, then that of the middle."""
     return [
         factor * config.num_channels
@@ -289,7 +289,7 @@ def _find_head_width(config: Config) -> int | None:
 
     Raises ConfigError if heads differ in width between levels, or their number differs between the ways down and up.
     """
-    widths = sorted({channels // config.num_heads for channels in _list_attending_channels(config)})
+    widths = sorted({channels // config.num_heads for channels in _list_channels_with_attention(config)})
     if config.attention_resolutions and config.heads_upsample != config.num_heads:
         raise ConfigError(
             f"num_heads_upsample: diffusers' UNet2DModel has as many heads on the way up as on the way "

@@ -25,7 +25,7 @@ from dstrain import rng
 from dstrain.nn.quantize import draw_gumbel
 from dstrain.recipe import ConfigError
 from dstrain.systems.phenaki.config import Decoding
-from dstrain.systems.phenaki.masking import compute_masked_share, mark_lowest
+from dstrain.systems.phenaki.masking import compute_masked_share, mark_lowest_scores
 
 # Takes tokens int64 (B, t, h, w) with mask tokens, uniforms (B, N) and a temperature. Returns the tokens with ids in
 # place of the mask tokens, and the log-probability of each id, (B, t, h, w) both.
@@ -107,5 +107,7 @@ def _decode_frames_together(
             noise = rng.uniform(key, f"critic/{step}", (count,)) - 0.5
             confidence = -criticize(tokens.view(shape)).flatten(1) + choices.compute_critic_noise(done) * noise
             eligible = free
-        tokens = torch.where(mark_lowest(torch.where(eligible, confidence, torch.inf), again), mask_token, tokens)
+        tokens = torch.where(
+            mark_lowest_scores(torch.where(eligible, confidence, torch.inf), again), mask_token, tokens
+        )
     return tokens.view(shape)

@@ -17,14 +17,14 @@ def compute_masked_share(u: Tensor) -> Tensor:
     return torch.cos(u.double() * (math.pi / 2))
 
 
-def count_masked(u: Tensor, real: Tensor) -> Tensor:
+def count_tokens_to_mask(u: Tensor, real: Tensor) -> Tensor:
     """Returns the number of tokens of each clip that are masked in training, max(1, round(real * cos(pi/2 u))), int64
     (B,). u: float (B,) in [0, 1); real: int64 (B,), the number of the clip's real tokens.
     """
     return (real * compute_masked_share(u)).round().long().clamp(min=1)
 
 
-def mark_lowest(scores: Tensor, count: Tensor) -> Tensor:
+def mark_lowest_scores(scores: Tensor, count: Tensor) -> Tensor:
     """Returns bool (B, N), True at the `count` int64 (B,) lowest scores of each row of (B, N). Of equal scores the
     first ones count as lower.
     """
@@ -37,8 +37,8 @@ def mark_lowest(scores: Tensor, count: Tensor) -> Tensor:
 
 def draw_mask(u: Tensor, noise: Tensor, real: Tensor) -> Tensor:
     """Returns bool (B, N), True for the tokens that are masked in training: of each clip the real tokens with the
-    lowest `noise` (B, N) in [0, 1), as many as `count_masked` returns for u (B,).
+    lowest `noise` (B, N) in [0, 1), as many as `count_tokens_to_mask` returns for u (B,).
 
     real bool (B, N), False for padding, which is never masked.
     """
-    return mark_lowest(torch.where(real, noise, 2.0), count_masked(u, real.sum(1)))
+    return mark_lowest_scores(torch.where(real, noise, 2.0), count_tokens_to_mask(u, real.sum(1)))

@@ -214,7 +214,7 @@ class PhenakiSystem(System):
         whose text is replaced by the null text; None: none. Returns MaskGit's Pass, and the terms of each sample, (B,).
         For a self critic first draws ids without gradient, and stores the filled tokens in the example.
         """
-        masked, total = self._get_masked_tokens(example), self._count_maskable_tokens(example)
+        masked, total = self._get_or_draw_mask(example), self._count_maskable_tokens(example)
         weights = 1 / (masking.MEAN_RATIO * total)  # (B,)
         conditions = {"real": example.get("real"), "dropped": dropped} | select_text_inputs(example)
         drawn: dict[str, Any] = {}
@@ -236,7 +236,7 @@ class PhenakiSystem(System):
             "quartile": (4 * count // total).clamp(max=3),
         }
 
-    def _get_masked_tokens(self, example: Example) -> Tensor:
+    def _get_or_draw_mask(self, example: Example) -> Tensor:
         """Returns bool (B, t, h, w), True for the tokens that are hidden from MaskGit. The first call draws them from
         the samples' keys and stores them in the example.
         """
@@ -280,7 +280,7 @@ class PhenakiSystem(System):
         """Returns the critic's terms, (B,) each, from its logits (B, t, h, w): its loss, its accuracy, and `replaced`,
         the share of masked tokens that were filled with a wrong id.
         """
-        masked, total = self._get_masked_tokens(example), self._count_maskable_tokens(example)
+        masked, total = self._get_or_draw_mask(example), self._count_maskable_tokens(example)
         replaced = example["filled"] != example["tokens"]
         count = masked.flatten(1).sum(1)
         if self.config.critic_labels == "masked":

@@ -77,7 +77,7 @@ class Vocabulary(Linear):
             )
             return TokenLoss(total, *(rows[:count] for rows in of_rows))
         ids, certainty = [uniforms.new_zeros(0, dtype=torch.int64)], [uniforms.new_zeros(0)]
-        for rows, logits in _chunk_logits(x, self.weight, self.bias, self.chunk):
+        for rows, logits in _iterate_logit_chunks(x, self.weight, self.bias, self.chunk):
             ids.append(_draw_ids(logits, uniforms[rows], temperature))
             certainty.append(logits.gather(1, ids[-1][:, None])[:, 0] - logits.logsumexp(1))
         return torch.cat(ids)[:count], torch.cat(certainty)[:count]
@@ -93,7 +93,7 @@ def _pad_rows(rows: Tensor | None) -> Tensor | None:
     return F.pad(rows, (0, 0) * (rows.ndim - 1) + (0, -len(rows) % step))
 
 
-def _chunk_logits(x: Tensor, weight: Tensor, bias: Tensor, size: int) -> Iterator[tuple[slice, Tensor]]:
+def _iterate_logit_chunks(x: Tensor, weight: Tensor, bias: Tensor, size: int) -> Iterator[tuple[slice, Tensor]]:
     """Yields for each chunk of `size` rows the slice of these rows, and their logits (C, V), computed in the layer's
     precision and then widened to float32 at least.
     """
@@ -126,7 +126,7 @@ class _CrossEntropy(torch.autograd.Function):
         if learns:  # these sum over many chunks in float32, since bfloat16 would lose small terms
             to_x, to_bias = torch.empty_like(x), torch.zeros_like(bias, dtype=loss.dtype)
             to_weight = torch.zeros_like(weight, dtype=loss.dtype)
-        for rows, logits in _chunk_logits(x, weight, bias, chunk):
+        for rows, logits in _iterate_logit_chunks(x, weight, bias, chunk):
             target, log_norm = targets[rows, None], logits.logsumexp(1)
             loss[rows] = log_norm - (1 - smoothing) * logits.gather(1, target)[:, 0]
             if smoothing:

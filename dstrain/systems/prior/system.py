@@ -275,7 +275,7 @@ class PriorSystem(System):
             return torch.cat([rng.normal(keys, prefix + name, self.shape) for prefix in prefixes])
 
         repeated = {name: value.repeat(count, *[1] * (value.ndim - 1)) for name, value in conditions.items()}
-        network = self._make_chain_network(nets, repeated, request)
+        network = self._make_guided_network(nets, repeated, request)
         x = draw_normal("start")  # (count * N, D)
         if self.config.init_image_embed_l2norm:
             x = self._rescale_to_data_length(x)
@@ -291,7 +291,7 @@ class PriorSystem(System):
         super().check_sampling(samples)
         choose_eta(self.sampler(samples.sampler, "samples.sampler"), samples.eta)
 
-    def _make_chain_network(self, nets: Nets, conditions: dict[str, Tensor], request: Request) -> Network:
+    def _make_guided_network(self, nets: Nets, conditions: dict[str, Tensor], request: Request) -> Network:
         """Returns a function of x_t and t that calls the denoiser with these conditions and guides the output with the
         scale, interval and rescaling of the request. Each chain needs a function of its own: with self_cond the
         function stores the x_start that it predicts for its next call.

@@ -157,7 +157,7 @@ def draw_expected(system: PriorSystem, nets: Mapping[str, nn.Module]) -> Tensor:
     conditions, count = system._prepare_texts(texts), config.num_candidates
     repeated = {name: value.repeat(count, *[1] * (value.ndim - 1)) for name, value in conditions.items()}
     scale = _SCALE if config.text_cond_drop_prob else 1.0
-    network = system._make_chain_network(nets, repeated, Request(torch.arange(2), guidance_scale=scale))
+    network = system._make_guided_network(nets, repeated, Request(torch.arange(2), guidance_scale=scale))
 
     def draw_noise(*_):
         return draw_normal(2 * count, *system.shape)

@@ -56,7 +56,7 @@ class DiscreteSystem(AutoencoderSystem):
             normalization=discrete.normalization,
         )
 
-    def run_pass(self, nets: Nets, example: Example) -> tuple[Tensor, Terms, Tensor]:
+    def compute_output_and_code_loss(self, nets: Nets, example: Example) -> tuple[Tensor, Terms, Tensor]:
         """Runs the network. Returns the decoder's output (B, C or 2C, H, W), and the terms of the code and the code's
         part of the loss, (B,), as `_compute_code_terms` does. With kl_form=legacy this part is multiplied by B.
         """
@@ -102,9 +102,9 @@ class DiscreteSystem(AutoencoderSystem):
         if not self.relaxed:
             return nets["autoencoder"](x)
         noise = draw_gumbel(example["key"], "gumbel", self.latent_shape)
-        return nets["autoencoder"](x, noise, self._compute_schedules(example)[0])
+        return nets["autoencoder"](x, noise, self._compute_temperature_and_kl_weight(example)[0])
 
-    def _compute_schedules(self, example: Example) -> tuple[Tensor, Tensor]:
+    def _compute_temperature_and_kl_weight(self, example: Example) -> tuple[Tensor, Tensor]:
         """Returns the temperature and the KL weight of each sample, (B,) each, at the example's step. Held-out data
         have no step, and get the final values of both schedules.
         """
@@ -125,7 +125,7 @@ class DiscreteSystem(AutoencoderSystem):
         squared distances between vectors and entries; of fsq: none.
         """
         if self.relaxed:
-            temperature, weight = self._compute_schedules(example)
+            temperature, weight = self._compute_temperature_and_kl_weight(example)
             kl = compute_kl_to_uniform(passed.logits)
             unit = (
                 1 if self.discrete.kl_form == "legacy" else self.values

@@ -50,7 +50,7 @@ class KLSystem(AutoencoderSystem):
             config.mid_block_add_attention,
         )
 
-    def run_pass(self, nets: Nets, example: Example) -> tuple[Tensor, Terms, Tensor]:
+    def compute_output_and_code_loss(self, nets: Nets, example: Example) -> tuple[Tensor, Terms, Tensor]:
         """Runs the network. Returns the picture (B, C, H, W), the term kl (B,) in nats, summed over a sample's latents,
         and the KL's part of the loss, (B,).
         """

@@ -63,7 +63,7 @@ class AutoencoderSystem(System):
         discriminator, last = self.config.kind.discriminator, self.find_last_layer(nets)
         by_last_layer = self.picture_loss.adversarial and discriminator.balance == "last_layer"
         with record_inputs(last) if by_last_layer else nullcontext([]) as entered:
-            out, terms, coding = self.run_pass(nets, example)
+            out, terms, coding = self.compute_output_and_code_loss(nets, example)
         if not self.picture_loss.adversarial:
             terms |= self.compute_distance(nets, out, example)
             loss = (self.picture_loss.compute_reconstruction_loss(terms) + coding).mean()
@@ -86,7 +86,7 @@ class AutoencoderSystem(System):
         return {name: term.detach() for name, term in terms.items()} | {"loss": loss}
 
     @abstractmethod
-    def run_pass(self, nets: Nets, example: Example) -> tuple[Tensor, Terms, Tensor]:
+    def compute_output_and_code_loss(self, nets: Nets, example: Example) -> tuple[Tensor, Terms, Tensor]:
         """Runs the network. Returns the decoder's output (B, ...), the terms of the code, (B,) each, and the code's
         part of the loss, (B,).
         """

@@ -68,7 +68,7 @@ def test_features_are_those_of_transformers(tmp_path: Path, kind: str, sides: tu
     torch.testing.assert_close(found.patches, states[:, before:], rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(found.first, states[:, 0], rtol=1e-5, atol=1e-5)
     alignment = Alignment(Align(kind="repa", path=str(tmp_path), width=12))
-    features = alignment.find_targets({"image": image}, (sides[0] // 2, sides[1] // 2))
+    features = alignment.read_or_compute_targets({"image": image}, (sides[0] // 2, sides[1] // 2))
     torch.testing.assert_close(features, states[:, before:], rtol=1e-5, atol=1e-5)
 
 

@@ -75,7 +75,7 @@ def test_positions(high, wide, base):
 def test_another_square_is_that_of_diffusers():
     """Oracle: diffusers' DiTTransformer2DModel of the same weights at a size that it was not made for."""
     net = network(time_freq="diffusers", learn_sigma=True)
-    config = systems.check_config("dit", TINY | {"time_freq": "diffusers"})
+    config = systems.build_config("dit", TINY | {"time_freq": "diffusers"})
     theirs = DiTTransformer2DModel(**weights.make_dit_arguments(config), num_embeds_ada_norm=10).eval()
     theirs.load_state_dict(weights.rename_to_diffusers(net.state_dict(), 2, 10, True), strict=False)
     x, t, y = torch.randn(2, 1, 12, 12), torch.tensor([3, 400]), torch.tensor([1, 9])

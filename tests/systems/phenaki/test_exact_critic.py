@@ -25,7 +25,9 @@ CLIPS = 600
 def chance_of_masks() -> Tensor:
     """Of each mask in training, (512,): the numbers that the schedule gives, all places alike."""
     grid = (torch.arange(20_000, dtype=torch.float64) + 0.5) / 20_000
-    numbers = torch.bincount(masking.count_masked(grid, torch.full((20_000,), TOKENS)), minlength=TOKENS + 1) / 20_000
+    numbers = (
+        torch.bincount(masking.count_tokens_to_mask(grid, torch.full((20_000,), TOKENS)), minlength=TOKENS + 1) / 20_000
+    )
     of_masks = MASKS.sum(1)
     return numbers[of_masks] / torch.tensor([math.comb(TOKENS, int(number)) for number in of_masks])
 

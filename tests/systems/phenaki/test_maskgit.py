@@ -72,8 +72,8 @@ def test_no_row_is_scanned_alone(monkeypatch):
 @pytest.mark.parametrize("count, filled", [(0, 0), (1, 1), (17, 18), (70, 72), (512, 512), (513, 576), (3001, 3008)])
 def test_few_numbers_of_rows(monkeypatch, count, filled):
     """Oracle: by hand: an eighth more rows at most, multiples of 64 from 512 on; the added ones change nothing."""
-    seen, chunks = [], vocabulary._chunk_logits
-    monkeypatch.setattr(vocabulary, "_chunk_logits", lambda x, *rest: seen.append(len(x)) or chunks(x, *rest))
+    seen, chunks = [], vocabulary._iterate_logit_chunks
+    monkeypatch.setattr(vocabulary, "_iterate_logit_chunks", lambda x, *rest: seen.append(len(x)) or chunks(x, *rest))
     torch.manual_seed(0)
     head, x, targets = Vocabulary(5, 23, 512), torch.randn(count, 5), torch.randint(0, 23, (count,))
     found = head(x, None, 1.0, targets, torch.ones(count))

@@ -16,7 +16,7 @@ from dstrain.systems.phenaki.tokenizer.network import mark_whole_latent_frames
 @pytest.mark.parametrize("real", [1, 4, 100, 9216])
 def test_number(u, real):
     """Oracle: max(1, round(real cos(pi/2 u))) by the math library."""
-    found = masking.count_masked(torch.tensor([u], dtype=torch.float64), torch.tensor([real]))
+    found = masking.count_tokens_to_mask(torch.tensor([u], dtype=torch.float64), torch.tensor([real]))
     assert found.item() == max(1, round(real * math.cos(math.pi / 2 * u)))
 
 
@@ -42,9 +42,9 @@ def test_masks(seed, count, data):
 
 def test_equal_scores():
     """Oracle: the first of equal ones, so that no device's sorting decides; never more than were asked for."""
-    found = masking.mark_lowest(torch.tensor([[1.0, 0.0, 1.0, 1.0]]), torch.tensor([2]))
+    found = masking.mark_lowest_scores(torch.tensor([[1.0, 0.0, 1.0, 1.0]]), torch.tensor([2]))
     assert found.tolist() == [[True, True, False, False]]
-    assert masking.mark_lowest(torch.zeros(2, 3), torch.tensor([0, 3])).tolist() == [[False] * 3, [True] * 3]
+    assert masking.mark_lowest_scores(torch.zeros(2, 3), torch.tensor([0, 3])).tolist() == [[False] * 3, [True] * 3]
 
 
 @pytest.mark.parametrize("patch", [1, 2, 4])

@@ -173,7 +173,7 @@ class TokenizerSystem(System):
 
     def _compute_recon(self, video: Tensor, example: Example) -> Tensor:
         """Returns the mean squared error of each clip over its real frames, (B,)."""
-        return _average_counted(
+        return _average_marked_frames(
             (video - example["x_start"]).square().flatten(2).mean(2), self._mark_frames_with_tokens(example)
         )
 
@@ -195,7 +195,9 @@ class TokenizerSystem(System):
         terms = self._select_code_terms(passed) | self._compute_distances(passed.video, example)
         counted, tokens = self._mark_frames_with_tokens(example), passed.tokens
         by_frame = measure_psnr_and_ssim(passed.video.flatten(0, 1), example["x_start"].flatten(0, 1))
-        by_clip = {name: _average_counted(values.view(counted.shape), counted) for name, values in by_frame.items()}
+        by_clip = {
+            name: _average_marked_frames(values.view(counted.shape), counted) for name, values in by_frame.items()
+        }
         real = mark_whole_latent_frames(example["frames"], self.temporal_patch_size, tokens.shape[1])  # (B, t)
         usage = measure_token_shares(tokens, self.codebook_size, real[:, :, None, None].expand_as(tokens))
         return (
@@ -297,6 +299,6 @@ def _take_frame(video: Tensor, place: Tensor) -> Tensor:
     return video[torch.arange(len(video), device=place.device), place]
 
 
-def _average_counted(values: Tensor, counted: Tensor) -> Tensor:
+def _average_marked_frames(values: Tensor, counted: Tensor) -> Tensor:
     """Returns the mean of `values` (B, T) of each clip over the frames where `counted`, bool (B, T), is True: (B,)."""
     return torch.where(counted, values, 0.0).sum(1) / counted.sum(1)
