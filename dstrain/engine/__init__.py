@@ -1,4 +1,4 @@
-"""How it scales: the only place where DeepSpeed is imported."""
+"""Training with DeepSpeed: settings, engines, checkpoints and averages. Only this folder imports DeepSpeed."""
 
 import hashlib
 import logging
@@ -11,11 +11,12 @@ from dstrain.recipe import ConfigError
 
 
 def prepare_environment() -> None:
-    """Sets the environment variables that DeepSpeed and torch read when DeepSpeed is imported: DS_ACCELERATOR, the
-    folders of compiled extensions and of Triton's cache, and PATH, to which the folder of this Python is added.
-    Values that the user has set stay, but for folders that cannot be written.
+    """Sets the environment variables that DeepSpeed and torch read when they are imported or compile: DS_ACCELERATOR
+    (cuda or cpu, as torch finds), TORCH_EXTENSIONS_DIR, on a GPU TRITON_CACHE_DIR, and PATH, to which the folder of
+    this Python is added. Values that the user has set stay; only a folder that is not absolute or cannot be written is
+    replaced by a private temporary one. On a CPU it also silences torch's warning of a missing CUDA.
 
-    Raises ConfigError if DS_ACCELERATOR is set to another device than torch finds here, cuda or cpu.
+    Raises ConfigError if DS_ACCELERATOR is set to another device than torch finds.
     """
     import torch
 
@@ -41,8 +42,8 @@ def prepare_environment() -> None:
 
 
 def _ensure_writable(variable: str, default: str) -> None:
-    """Sets an environment variable to a folder that can be written: its present value, or `default` if it is not set.
-    If that folder cannot be written or is no absolute path, to a private one below the folder for temporary files.
+    """Sets an environment variable to its present value, or to `default` if it is not set. If that folder cannot be
+    written or is no absolute path, sets the variable to a private folder below the one for temporary files.
     """
     folder = Path(os.path.expanduser(os.environ.get(variable) or default))
     usable = folder.is_absolute() and can_write(folder)

@@ -1,17 +1,19 @@
-"""The repeated blocks of a network: compiled one by one, and what each keeps for the backward pass.
+"""Replaces the forward methods of a network's repeated blocks, so that torch compiles each block by itself and the
+backward pass recomputes activations.
 
-A block keeps its place and its names; only its `forward` is replaced, so that hooks of modules stay outside of what is
-compiled. ZeRO-3 has hooks before and after each module, which Dynamo cannot trace: a block whose layers have hooks is
-cut at each of them. Nor may they run within recompute=attention, which expects the same operations again.
-`prepare_blocks` makes such blocks leaves: one hook gathers the weights of the whole block.
+A block keeps its place in the network and the names of its weights; only its `forward` is replaced, so that hooks of
+modules stay outside of what is compiled. ZeRO-3 has hooks before and after each module, which Dynamo cannot trace: a
+block whose layers have hooks is split into several graphs at each of them. Such hooks may not run within
+recompute=attention either, which expects the same operations again. `prepare_blocks` makes such blocks leaf modules:
+one hook gathers the weights of the whole block.
 
-Tried for a DiT of 4 blocks at stage 3: as leaves, one graph and no break; DeepSpeed's `engine.compile`, of the whole
-network, 35 graphs and 44 breaks. Its DeepCompile is built for CUDA alone, and has not been tried.
+Tried for a DiT of 4 blocks at stage 3: as leaf modules, one graph and no break; DeepSpeed's `engine.compile`, of the
+whole network, 35 graphs and 44 breaks. Its DeepCompile is built for CUDA alone, and has not been tried.
 
-Dynamo keeps graphs by code object, at most eight of each, and its guards tell them apart one after the other. So each
-kind of block gets a copy of the function: a kind is a structure, the shapes of its inputs, and whether gradients are
-recorded. Without gradients the batch may have any size: then a kind has a graph for batches of one and another for all
-longer ones, and evaluation, the last short batch and a batch doubled by guidance share it.
+Dynamo keeps at most eight graphs of each code object, and checks their guards one after the other. So each kind of
+block gets a copy of the function: a kind is a structure, the shapes of its inputs, and whether gradients are recorded.
+Without gradients the batch may have any size: then a kind has a graph for batches of one and another for all longer
+ones, and evaluation, the last short batch and a batch doubled by guidance share it.
 """
 
 import difflib
@@ -44,7 +46,7 @@ def prepare_blocks(
     host: "HostMemory | None" = None,
 ) -> None:
     """Replaces the forward method of each repeated block of a network by one that recomputes and compiles as the recipe
-    asks. Call it before deepspeed.initialize.
+    asks; a block for which the recipe asks neither stays as it is. Call it before deepspeed.initialize.
 
     blocks      classes of the repeated blocks
     recompute   model.recompute: none, attention, all, offload, or a number k: all for every k-th block, none for the
@@ -53,6 +55,9 @@ def prepare_blocks(
     scattered   whether ZeRO-3 will partition the weights; if so, blocks that are compiled or have recompute=attention
                 become leaf modules
     host        keeps the first inputs of blocks with recompute=offload; None: a new HostMemory
+
+    If blocks are compiled or have recompute=attention, ZeRO-3's linear layer is replaced in the whole process
+    (patches.replace_zero_linear).
     """
     host = host or HostMemory()
     repeated = [module for module in network.modules() if isinstance(module, blocks)]
@@ -80,7 +85,7 @@ def prepare_blocks(
 
 def require_leaf_modules(networks: Mapping[str, nn.Module], settings: dict[str, Any]) -> None:
     """Raises ConfigError if, at stage 3, a class, name or suffix in zero_optimization.leaf_module of DeepSpeed's JSON
-    fits no module of the networks (by part), or one of these lists is empty. DeepSpeed would only warn.
+    matches no module of any of the networks (by part), or one of its lists is empty. DeepSpeed would only warn.
     """
     chosen = settings.get("zero_optimization", {}).get("leaf_module")
     if not chosen or read_stage(settings) < 3:
@@ -111,8 +116,9 @@ def require_leaf_modules(networks: Mapping[str, nn.Module], settings: dict[str, 
 
 
 def prepare_leaf_modules(network: nn.Module, settings: dict[str, Any]) -> None:
-    """Marks, at stage 3, the modules that zero_optimization.leaf_module of DeepSpeed's JSON names as leaf modules. Adds
-    a hook to each of them by which one of its inputs requires a gradient. Call it before deepspeed.initialize.
+    """At stage 3, marks the modules that zero_optimization.leaf_module of DeepSpeed's JSON names as ZeRO's leaf
+    modules, whose weights are gathered together. Adds a hook to each that makes one of its inputs require a gradient.
+    Does nothing at lower stages or without that section. Call it before deepspeed.initialize.
     """
     chosen = settings.get("zero_optimization", {}).get("leaf_module")
     if not chosen or read_stage(settings) < 3:
@@ -125,8 +131,8 @@ def prepare_leaf_modules(network: nn.Module, settings: dict[str, Any]) -> None:
 
 
 def _require_input_gradient(module: nn.Module, inputs: tuple) -> tuple:
-    """Returns a module's inputs as `_ensure_input_gradient` does. Raises ConfigError if gradients are recorded and none
-    of the inputs can require one.
+    """Returns the inputs of a module as `_ensure_input_gradient` does. Raises ConfigError if gradients are recorded and
+    none of the inputs is a floating-point tensor, so that none can require a gradient.
     """
     inputs = _ensure_input_gradient(module, inputs)
     if torch.is_grad_enabled() and not any(isinstance(value, Tensor) and value.requires_grad for value in inputs):
@@ -138,9 +144,9 @@ def _require_input_gradient(module: nn.Module, inputs: tuple) -> tuple:
 
 
 def _ensure_input_gradient(_: nn.Module, inputs: tuple) -> tuple:
-    """Returns a block's inputs. If gradients are recorded and no input requires one, the first floating-point tensor is
-    replaced by a view that does: without one DeepSpeed would release a leaf module's weights before its backward
-    pass.
+    """Returns a module's inputs. If gradients are recorded and no input tensor requires one, the first floating-point
+    tensor is replaced by a detached view that requires a gradient: otherwise DeepSpeed would release a leaf module's
+    weights before the module's backward pass.
     """
     tensors = [value for value in inputs if isinstance(value, Tensor)]
     if not torch.is_grad_enabled() or any(tensor.requires_grad for tensor in tensors):
@@ -173,14 +179,14 @@ def _make_product_context() -> tuple[Any, Any]:
 
 
 class HostMemory:
-    """Runs blocks so that the first input of each waits for the backward pass in the host's memory
+    """Runs blocks and keeps the first input of each in the host's memory until the backward pass
     (model.recompute=offload).
     """
 
     def forward(self, plain: Callable, *inputs: Any, **named: Any) -> Any:
-        """Returns the output of `plain`, the forward pass of a block, which the backward pass computes again. Until
-        then the first input is kept in the host's memory. The other inputs, which blocks share, stay on their
-        device.
+        """Returns the output of `plain`, the forward pass of a block. If gradients are recorded, the first input is
+        moved to the host's memory, and the backward pass fetches it and computes the block again. The other inputs,
+        which blocks share, stay on their device.
         """
         if not torch.is_grad_enabled():
             return plain(*inputs, **named)
@@ -190,20 +196,22 @@ class HostMemory:
             return checkpoint(lambda *first: plain(*first, *others, **named), *inputs[:1], use_reentrant=False)
 
     def send_to_host(self, tensor: Tensor) -> tuple[torch.device, Tensor]:
-        """Returns a tensor's device and a copy of the tensor in the host's memory. Does not wait until a GPU has copied
-        it.
+        """Returns a tensor's device and a copy of the tensor in the host's memory. Does not wait until a GPU has
+        finished the copy.
         """
         return tensor.device, _copy_to(torch.device("cpu"), tensor)
 
     def fetch_from_host(self, sent: tuple[torch.device, Tensor]) -> Tensor:
-        """Returns a copy, on its former device, of a tensor for which `send_to_host` returned `sent`."""
+        """Returns a copy of a tensor on the device that it had before. `sent` is what `send_to_host` returned for
+        it.
+        """
         return _copy_to(*sent)
 
 
 @torch.no_grad()
 def _copy_to(device: torch.device, tensor: Tensor) -> Tensor:
-    """Returns a copy of a tensor on a device, with the same strides; a meta tensor, which has no values, is returned
-    itself.
+    """Returns a copy of a tensor on a device, with the same strides; a meta tensor, which has no values, is returned as
+    it is. The copy may still run when this returns.
 
     torch.autograd.graph.save_on_cpu would turn NHWC into NCHW, so that other kernels would compute the block again.
     """
@@ -214,14 +222,16 @@ def _copy_to(device: torch.device, tensor: Tensor) -> Tensor:
 
 
 class Graphs:
-    """Compiles the forward passes of a network's blocks: one graph for all calls of one kind (see above)."""
+    """Compiles the forward passes of a network's blocks. All calls of one kind share a graph: calls with the same
+    structure of the block, the same recomputation and shapes of inputs, all with or all without gradients.
+    """
 
     def __init__(self) -> None:
         self._by_kind: dict[tuple, Callable] = {}
 
     def forward(self, module: nn.Module, recompute: str, built: tuple, *inputs: Any, **named: Any) -> Any:
-        """Returns what `run_block` returns, by the compiled graph of the call's kind, which the first such call
-        compiles.
+        """Returns what `run_block` returns, computed by the compiled graph of the call's kind. The first call of a kind
+        compiles that graph.
 
         built   the structure of the module, as `describe_structure` returns it
         """
@@ -264,9 +274,9 @@ def describe_structure(block: nn.Module) -> tuple:
 
 def make_channels_last(network: nn.Module) -> None:
     """Adds a hook by which a network gets its inputs of four dimensions, images (B, C, H, W), in torch's memory format
-    channels_last (NHWC). The layers that follow keep it.
+    channels_last (NHWC). The network's layers keep that format.
 
-    The weights stay as they are: they lie in ZeRO's flat buffers, which know one layout only.
+    The weights keep their format: they are views of ZeRO's flat buffers, which have one layout only.
     """
     network.register_forward_pre_hook(
         lambda _, inputs: tuple(_to_channels_last(x) if torch.is_tensor(x) and x.ndim == 4 else x for x in inputs)

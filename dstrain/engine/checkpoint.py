@@ -53,8 +53,10 @@ class Checkpoints:
     """Saves and loads the checkpoints of a run in `folder`: engines, averages and the system's small state. All ranks
     call each method together.
 
-    report   is called with each line for the user
-    saved    is called on rank 0 with each step whose checkpoint is whole
+    report         is called with each line for the user
+    saved          is called on rank 0 with each step whose checkpoint is complete
+    course         the record of skipped steps and rollbacks, which checkpoints contain; None: a new one
+    trust_pickle   whether DeepSpeed's own files, which are pickled, may be loaded
     """
 
     def __init__(
@@ -86,24 +88,27 @@ class Checkpoints:
         )
 
     def report_ended_save(self) -> None:
-        """Reports, on rank 0, saves of checkpoints and snapshots that have ended since the last call. It waits for
-        nothing, so that it can be called at each step.
+        """Reports, on rank 0, saves of checkpoints and snapshots that have ended since the last call. Does not wait for
+        saves that still run, so that it can be called at each step.
         """
         self.saver.report_ended_save()
         self.averages.saver.report_ended_save()
 
     def close(self) -> None:
-        """Waits for pending saves of checkpoints and snapshots and reports them, see Saver.close."""
+        """Waits for pending saves of checkpoints and snapshots and reports them. Does neither while a KeyboardInterrupt
+        is handled.
+        """
         self.saver.close()
         self.averages.saver.close()
 
     def resume(self, step: int | None = None) -> int:
-        """Loads the newest checkpoint whose files verify, or with `step` that of this step, and puts snapshots of later
-        steps aside. Returns the step of the loaded checkpoint; 0 if `step` is None and the folder holds no
-        checkpoint.
+        """Loads the newest checkpoint whose files match their hashes, or with `step` the checkpoint of this step, also
+        if a rollback has renamed it. Renames snapshots of later steps, so that they no longer count. Returns the step
+        of the loaded checkpoint; 0 if `step` is None and the folder holds no checkpoint.
 
-        Raises ConfigError if no checkpoint verifies, there is none of `step`, it does not fit these networks, or it
-        holds DeepSpeed's own files and is not trusted. Raises NotRead if its storage fails after it was verified.
+        Raises ConfigError if no checkpoint is intact, there is none of `step`, it does not fit these networks, or it
+        holds DeepSpeed's own files and trust_pickle is False. Raises NotRead if its files cannot be read after they
+        were verified.
         """
         get_phases().enter_phase("reading the newest checkpoint")
         if step is not None:
@@ -136,7 +141,7 @@ class Checkpoints:
 
     def _load_verified(self, path: Path) -> State:
         """Loads a checkpoint whose files have just been verified; returns its record of skipped steps and rollbacks.
-        Raises NotRead if its storage fails now.
+        Raises NotRead if the files cannot be read any more.
         """
         try:
             self.load(path)
@@ -154,10 +159,11 @@ class Checkpoints:
 
     def go_back(self, done: int, trouble: str) -> int:
         """Loads the newest good checkpoint from before the trouble that was seen after `done` steps; returns its step.
-        Checkpoints and snapshots of later steps are put aside.
+        Renames checkpoints and snapshots of later steps, so that they no longer count.
 
-        Raises FloatingPointError, which begins with the message `trouble`, if no such checkpoint is left, it holds
-        DeepSpeed's own files and is not trusted, or the run has gone back faults.max_rollbacks times.
+        Raises FloatingPointError, whose message begins with `trouble`, if no such checkpoint is left, it holds
+        DeepSpeed's own files and trust_pickle is False, or the run has gone back faults.max_rollbacks times since a
+        user last changed the run.
         """
         course = self.course
         self.saver.wait_for_save()
@@ -183,16 +189,16 @@ class Checkpoints:
         raise FloatingPointError(f"{trouble}. {reason}. {advise_user(self.store)}")
 
     def save(self, step: int, last: bool = False, score: float | None = None, routine: bool = True) -> None:
-        """Saves a checkpoint of `step`: beside training where save.asynchronous allows it, else, and if it is the
-        `last` save of the run, before this returns. A save that fails is reported, older checkpoints stay whole, and
-        training goes on.
+        """Saves a checkpoint of `step`. With save.asynchronous a thread writes the files while training goes on;
+        without it, and for the `last` save of the run, this waits until they are written. A failed save is reported,
+        older checkpoints stay intact, and training goes on.
 
         score     the lowest one marks the best checkpoint, which is kept longest; None: not measured
         routine   True if the recipe asks for a checkpoint at this step, False if the run only saves because it is
                   stopped
 
-        Raises FloatingPointError if weights are not finite, NotSaved after three failures in a row or one of the `last`
-        save.
+        Raises FloatingPointError if weights are not finite, NotSaved after three failures in a row or if the `last`
+        save fails.
         """
         require_finite_weights(self._engines.masters, step, self.store)
         self.averages.saver.wait_for_save()
@@ -216,8 +222,9 @@ class Checkpoints:
         )
 
     def add_rollbacks_to_checkpoint(self, step: int) -> None:
-        """Writes the rollbacks of the run, if there were any, into the manifest of the checkpoint of `step`: call it
-        where the run stops at the very checkpoint to which it went back.
+        """Writes the run's record of skipped steps and rollbacks into the manifest of the checkpoint of `step`; does
+        nothing if there were no rollbacks. Call it where the run stops at the checkpoint to which it has just gone
+        back.
         """
         if self.course.rollbacks:
             self.store.add_manifest_entries(step, course=self.course.state.model_dump())
@@ -235,8 +242,8 @@ class Checkpoints:
             yield f"ema.{decay!r}", flats
 
     def _list_entries(self) -> Entries:
-        """Returns by part the (kind, fragment, values) that this rank writes. Most values are views of live memory, so
-        that they change as training goes on.
+        """Returns by part the (kind, fragment, values) that this rank writes into a checkpoint. Most values are views
+        of live memory, so that they change as training goes on.
         """
         return {
             part: [
@@ -250,8 +257,9 @@ class Checkpoints:
         }
 
     def _write_files(self, folder: Path, entries: Entries, common: validate.Common) -> Hashes:
-        """Writes this rank's files of a checkpoint into `folder`; returns {name: {size, hash}} of its shards. Keeps
-        what `_write_indices` needs of them.
+        """Writes this rank's shards of a checkpoint into `folder`, rank 0 also common.safetensors, and with
+        save.format=deepspeed DeepSpeed's own files; returns {name: {size, hash}} of the shards. Keeps their index rows
+        for `_write_indices`.
         """
         if self._native:
             with defer_errors(self._engines.values()):
@@ -280,8 +288,8 @@ class Checkpoints:
         return total
 
     def _collect_common(self, parts: Collection[str] | None = None) -> validate.Common:
-        """Returns the content of common.safetensors for `parts` (None: all): the system's state and the parts' buffers,
-        by name, as copies on the host, since training may go on; and the counters of each part.
+        """Returns the content of common.safetensors for `parts` (None: all): tensors by name, namely the system's state
+        and the parts' buffers, as copies on the host, and the counters of each part.
         """
         tensors = {f"system/{name}": tensor for name, tensor in self._system.state_dict().items()}
         counters: dict[str, Any] = {}
@@ -300,10 +308,10 @@ class Checkpoints:
         return {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}, counters
 
     def load(self, path: Path) -> None:
-        """Loads a checkpoint into the engines, averages and system, over whatever they hold. It may come from any world
-        size and stage, but from the present ones alone if it holds DeepSpeed's own files.
+        """Loads a checkpoint into the engines, averages and system; all their present values are replaced. The
+        checkpoint may come from any world size and stage; only DeepSpeed's own files need the present ones.
 
-        Raises ConfigError if it does not fit, or holds DeepSpeed's own files and is not trusted.
+        Raises ConfigError if it does not fit, or holds DeepSpeed's own files and trust_pickle is False.
         """
         if (path / "deepspeed").is_dir() and not self._trust_pickle:
             raise ConfigError(
@@ -380,8 +388,8 @@ class Checkpoints:
         masters.publish_masters()
 
     def _load_native(self, part: str, path: Path, stage: int) -> None:
-        """Loads masters and moments of a part from DeepSpeed's own files, which are unpickled: they have been verified
-        before. Raises ConfigError if they were written at another stage or world size, or are missing.
+        """Loads masters and moments of a part from DeepSpeed's own files, which are unpickled; their hashes have been
+        verified before. Raises ConfigError if they were written at another stage or world size, or are missing.
         """
         world, own_stage = read_manifest(path)["world"], self._engines.masters[part].stage
         if (stage, world) != (own_stage, group.world()):
@@ -399,9 +407,9 @@ def read_weights(path: Path, part: str, kind: str = "master", at_once: bool = Tr
     """Returns the whole float32 weights and the buffers of one part, by state-dict name, from a checkpoint's folder.
 
     kind      master, or ema.NUMBER with the decay or width of an average
-    at_once   False: each weight is a StoredWeight (fragments.py), whose values are read when they are used
+    at_once   False: each weight is a StoredWeight (fragments.py), whose values are read only when they are used
 
-    Raises ConfigError if there is no such part or kind, or the masters are in DeepSpeed's own files.
+    Raises ConfigError if there is no such part or kind, or DeepSpeed's own files hold the masters.
     """
     with open_shards(path, part) as shards:
         if kind == "master" and (path / "deepspeed").is_dir():
@@ -423,7 +431,9 @@ def read_weights(path: Path, part: str, kind: str = "master", at_once: bool = Tr
 
 
 def read_ema_decays(path: Path, part: str) -> list[float]:
-    """Returns the decays and widths of the averages that a checkpoint holds of a part, in the order of the recipe."""
+    """Returns the numbers that name the averages of a part in a checkpoint, decays and widths, in the order of the
+    recipe.
+    """
     return open_shards(path, part).list_decays()
 
 

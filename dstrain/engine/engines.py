@@ -1,6 +1,6 @@
-"""One DeepSpeed engine for each trained network, with the rules that keep several of them right.
+"""Makes one DeepSpeed engine for each trained network, and keeps several engines from disturbing each other.
 
-An engine hooks the outputs of its network, so two engines in one graph are silently wrong at stages 1 and 3:
+An engine hooks the outputs of its network, so two engines in one graph give silently wrong gradients at stages 1 and 3:
 `freeze_all_but` gives the engine of the part that learns and the bare, frozen networks of the others.
 """
 
@@ -108,9 +108,10 @@ class Engines(Mapping[str, Any]):
 
     def draw_weights(self, known: Mapping[str, Mapping[str, Tensor]] | None = None) -> None:
         """Sets all weights and buffers: to the values in `known`, by part and state-dict name, and the others to
-        initial values that follow from the seed.
+        initial values that follow from the seed. Call it on all ranks.
 
-        A rank draws only modules of which it owns a part; it gets the others' weights when the masters are published.
+        A rank draws only modules of which it owns some weights; the other weights reach its network when all ranks copy
+        their masters into it.
         """
         for part, values in self._initial.items():
             given = (known or {}).get(part, {})
@@ -157,8 +158,8 @@ class Engines(Mapping[str, Any]):
 
     @property
     def modules(self) -> dict[str, nn.Module]:
-        """Returns the networks by part without their engines, for sampling and evaluation. All ranks must call them in
-        the same order.
+        """Returns the networks by part without their engines, for sampling and evaluation. All ranks must call the
+        networks in the same order.
         """
         return {part: engine.module for part, engine in self._engines.items()}
 
@@ -167,8 +168,8 @@ class Engines(Mapping[str, Any]):
         return {name: find_full_shape(weight) for name, weight in self[part].module.named_parameters()}
 
     def count_weights(self, frozen: Iterable[nn.Module]) -> dict[str, int]:
-        """Returns how many weights each part trains, and as "frozen", if there are any, how many are not trained, of
-        the parts and of the networks `frozen`.
+        """Returns how many weights each part trains and, under "frozen", how many are not trained, both of the parts
+        and of the networks `frozen`. The key "frozen" is absent if that number is 0.
         """
         counts = dict.fromkeys(self, 0)
         still = sum(find_full_shape(weight).numel() for network in frozen for weight in network.parameters())
@@ -183,7 +184,8 @@ class Engines(Mapping[str, Any]):
 
     def set_weights(self, part: str, values: Iterable[tuple[str, Tensor]]) -> None:
         """Sets the weights and buffers of a part from (state-dict name, whole value) pairs, which are taken one at a
-        time. Buffers get the dtype of their values. Call it on all ranks.
+        time; names that the network does not have are ignored. Buffers get the dtype of their values. Call it on all
+        ranks.
         """
         self._fill_masters_and_buffers(part, values)
         self.masters[part].publish_masters()
@@ -217,8 +219,8 @@ class Engines(Mapping[str, Any]):
                 weight.requires_grad_(True)
 
     def learn(self, part: str, loss: Tensor) -> None:
-        """Runs the backward pass of a part's loss and, on the last micro-batch of a step, updates its weights. If a
-        gradient of the step is not finite, nothing is updated.
+        """Runs the backward pass of a part's loss and, on the last micro-batch of a step, updates the part's weights,
+        unless a gradient of the step is not finite.
         """
         self._learned.add(part)
         self.masters[part].update_loss_scale()
@@ -238,8 +240,8 @@ class Engines(Mapping[str, Any]):
         return max(masters.skipped for masters in self.masters.values())
 
     def begin_step(self, lr: float) -> None:
-        """Begins a step: sets the learning rate of all weights, times each group's factor from optimizer.rates, and
-        forgets which parts had a turn in the step before.
+        """Begins a step: sets the learning rate of all weights to `lr` times their group's factor (optimizer.rates),
+        and clears the record of which parts had a turn.
         """
         self._learned.clear()
         for engine in self._engines.values():
@@ -247,8 +249,9 @@ class Engines(Mapping[str, Any]):
                 param_group["lr"] = lr * param_group.get("rate", 1.0)
 
     def collect_figures(self) -> dict[str, float]:
-        """Returns figures by part: grad_norm, of the last step before clipping, if it was computed; param_norm, of the
-        fp32 weights; loss_scale under fp16. Call on all ranks, and only for a report: it waits for the device.
+        """Returns metrics of each part: grad_norm of its last step before clipping, if it was computed; param_norm of
+        its fp32 weights; loss_scale under fp16. With several parts a name is PART/NAME. Call it on all ranks, and only
+        for a report, since it waits for the device.
         """
         figures: dict[str, float] = {}
         for part, masters in self.masters.items():

@@ -1,6 +1,6 @@
 """The networks of a run and their initial weights: equal at every stage, precision and number of ranks.
 
-There are two ways, and `build` chooses one for all networks of a system.
+There are two ways, and `build_networks` chooses one for all networks of a system.
 
     by modules        Every module draws its own weights in `reset_parameters`, and nobody changes them afterwards. Then
                       the weights are constructed on the meta device, and a run that begins calls `reset_parameters` for
@@ -75,11 +75,11 @@ def build_networks(
     networks: Networks, seed: int, note: Callable[[str], None] = lambda text: None
 ) -> dict[str, tuple[nn.Module, Values]]:
     """Returns by part a new network and the function that yields the initial values of its parameters and buffers
-    (Values).
+    (Values). Call it on all ranks.
 
-    If modules draw their own weights, parameters are on the meta device, where a network can be built so. Else networks
-    hold their values, and `note` is called with the reason. Call it on all ranks. Raises RuntimeError on all ranks if
-    constructors leave other weights on some rank than on rank 0.
+    If modules draw their own weights, the parameters are on the meta device, unless a network cannot be built there.
+    Otherwise the parameters hold what the constructors have set, and `note` is called with the reason. Raises
+    RuntimeError on all ranks if constructors leave other weights on some rank than on rank 0.
     """
     reason = explain_constructed_weights(networks)
     with torch.random.fork_rng(devices=[]):
@@ -107,9 +107,10 @@ def build_networks(
 
 
 def draw_weights(network: nn.Module, seed: int, names: Container[str] | None = None) -> Iterator[tuple[str, Tensor]]:
-    """Yields (state-dict name, float32 value) of every parameter and buffer, drawn by modules; integers stay integers.
+    """Yields (state-dict name, float32 value) of every parameter and buffer, drawn by the `reset_parameters` of each
+    module under a seed made of `seed` and the module's name. Integers keep their dtype.
 
-    With `names`, only modules that own a buffer or one of these parameters are drawn. The network is left as it was. It
+    With `names`, only modules that own a buffer or one of these parameters are drawn. The network is not changed. It
     may be on the meta device or partitioned by ZeRO-3: only the full shapes of its parameters are read.
     """
     for prefix, module in network.named_modules():
@@ -129,8 +130,8 @@ def _pop_values(values: list[tuple[str, Tensor]], names: object = None) -> Itera
 
 @contextmanager
 def place_weights_on_meta() -> Iterator[None]:
-    """Puts parameters that modules register inside the block on the meta device: they take no memory, and drawing them
-    no time. Buffers take both.
+    """Inside the block, puts each parameter that a module registers on the meta device, where it takes no memory and
+    its initialization no time. Buffers stay on their device.
     """
     moved: Any = WeakTensorKeyDictionary()  # tied weights stay tied
 
@@ -150,11 +151,11 @@ def place_weights_on_meta() -> Iterator[None]:
 
 
 def explain_constructed_weights(networks: Networks) -> str | None:
-    """Returns the reason why the initial weights of these networks are what their constructors leave; None if each
-    module draws its own weights.
+    """Returns the reason why the initial weights of these networks must be the ones that their constructors leave; None
+    if each module draws its own weights. One reason is that the networks cannot be constructed on the meta device.
 
-    The networks are constructed on the meta device, which costs no memory, and every operation on a tensor is watched.
-    Modules draw their own weights if, for each parameter and buffer, the `reset_parameters` of its module set it last.
+    The networks are constructed there, which costs no memory, and every operation on a tensor is watched. Modules draw
+    their own weights if, for each parameter and buffer, the `reset_parameters` of its module set it last.
     """
     writes = _Writes()
     try:
@@ -173,9 +174,10 @@ def explain_constructed_weights(networks: Networks) -> str | None:
 
 
 class _Writes(TorchDispatchMode):
-    """Records, for each storage, which module's `reset_parameters` changed it last, and whether it has set all of it.
+    """Inside the block, records for each storage which module's `reset_parameters` changed it last, and whether that
+    method has set all of it.
 
-    Storages are the right key: views, `.data` and nn.Parameter share them with the tensor that they come from.
+    Storages are the right key: views, `.data` and nn.Parameter share the storage of the tensor that they come from.
     """
 
     def __init__(self) -> None:
@@ -217,9 +219,10 @@ class _Writes(TorchDispatchMode):
 
 
 def _find_resetting_module() -> nn.Module | None:
-    """Returns the module in whose `reset_parameters` the caller runs, the innermost if there are several.
+    """Returns the module whose `reset_parameters` is running and has led to this call, the innermost one if there are
+    several.
 
-    Returns None if there is none, or if that method takes arguments, since another call could not repeat this one.
+    Returns None if there is none, or if that method takes arguments, since a later call could not repeat it.
     """
     frame = sys._getframe(1)
     while frame is not None:
@@ -261,7 +264,7 @@ def _list_own_tensors(module: nn.Module) -> dict[str, Tensor]:
 @torch.no_grad()
 def _draw_module_weights(module: nn.Module, seed: int) -> dict[str, Tensor]:
     """Returns, by name, the values that the module's `reset_parameters` gives its own weights and buffers under a seed,
-    on the CPU. The module is left as it was.
+    on the CPU. The module is not changed.
     """
     originals = [
         (tensors, name, tensor)
@@ -284,9 +287,10 @@ def _draw_module_weights(module: nn.Module, seed: int) -> dict[str, Tensor]:
 
 def allocate_weights(network: nn.Module, groups: list[dict[str, Any]], settings: dict[str, Any]) -> None:
     """Replaces the weights of a network that are on the meta device by allocated ones, in its modules and in the
-    "params" of its optimizer's groups; their values are not set. At stage 3 each rank gets its share of them.
+    "params" of its optimizer's groups; their values are not set. At stage 3 each rank allocates its share of them.
 
-    Other weights stay. Buffers move to the rank's device. Call it on all ranks, before the optimizer is made.
+    Weights on other devices stay; buffers move to the rank's device. Call it on all ranks, before the optimizer is
+    made.
     """
     options = {"dtype": _DTYPES[read_precision(settings)], "device": group.device()}
     for buffer in network.buffers():
@@ -330,8 +334,8 @@ class _OneByOne(nn.Module):
 
 
 def _pack_weights(weights: Weights, options: dict[str, Any]) -> Iterator[nn.Parameter]:
-    """Yields a new parameter without values (torch.empty) for each weight. All of them lie one after another in one
-    tensor, which ends with room for DeepSpeed's padding.
+    """Yields a new parameter without values (torch.empty) for each weight. All of them are views, one after another, of
+    one tensor, which has room for DeepSpeed's padding at its end.
     """
     counts = [weight.numel() for weight in weights]
     flat = torch.empty(sum(counts) + _PADDING * group.world(), **options)
@@ -348,8 +352,9 @@ def _make_parameter_like(weight: nn.Parameter, values: Tensor) -> nn.Parameter:
 
 
 def release_memory() -> None:
-    """Gives freed memory of this process back to the system, if the C library is glibc, which would keep it. At stage
-    3, where each weight was made whole, that is as much as one of 8 ranks needs.
+    """Returns freed memory of this process to the system if the C library is glibc, which would keep it; does nothing
+    otherwise. At stage 3 each weight was allocated whole for a moment: with 8 ranks, glibc would keep as much memory as
+    a rank needs in all.
     """
     libc = ctypes.CDLL(None)
     if hasattr(libc, "malloc_trim"):

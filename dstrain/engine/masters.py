@@ -1,9 +1,10 @@
-"""The fp32 weights that this rank owns, as named fragments, and the optimizer's state; frozen weights beside them.
+"""Finds the fp32 weights that this rank owns, as named fragments, with the optimizer's state and the frozen weights.
 
 It reads DeepSpeed's internals: see patches.py.
 
 A *flat* is one live fp32 tensor that the optimizer steps: a partition of a parameter group under ZeRO, a whole
-parameter at stage 0. A fragment is the part of one named parameter that lies in one flat; the rest is padding.
+parameter at stage 0. A fragment is the part of one named parameter that lies in one flat; the rest of a flat is
+padding.
 
     stage 3           fp32_partitioned_groups_flat, one flat for each sub-group
     stage 1, 2        single_partition_of_fp32_groups, one flat for each parameter group
@@ -37,9 +38,9 @@ from dstrain.engine.updates import Updates
 
 
 def cut_into_shares(sizes: Iterable[int], share: int, ranks: range) -> Iterator[tuple[int, int, int, int, int]]:
-    """Yields the pieces of weights that some ranks own, where weights lie one behind the other and are cut into shares,
-    one for each rank: index of the weight, rank, first element of the weight, number of elements, and where they
-    begin in the share.
+    """Yields the pieces of weights that the given ranks own. The weights lie one after another and are cut into equal
+    shares, one for each rank. A piece is (index of the weight, rank, its first element in the weight, number of
+    elements, its offset in the share).
 
     sizes, share    numbers of elements: of each weight, and of a share
     """
@@ -53,7 +54,7 @@ def cut_into_shares(sizes: Iterable[int], share: int, ranks: range) -> Iterator[
 
 
 class Masters(Updates):
-    """The fp32 weights (masters) of one engine: finds where they lie and what they are called, and copies them into the
+    """Locates the fp32 weights (masters) of one engine in its flats, gives them their names, and copies them into the
     weights that the network computes with.
     """
 
@@ -147,7 +148,7 @@ class Masters(Updates):
                 yield fragment, values
 
     def list_owned_names(self) -> set[str]:
-        """Returns the names of the weights of which this rank holds some elements."""
+        """Returns the names of the weights, trained or frozen, of which this rank holds some elements."""
         return {fragment.name for fragment, *_ in (*self.fragments, *self.frozen)}
 
     def _list_fragments_by_rank(self) -> dict[int, Sequence[tuple[Fragment, int, int]]]:
@@ -162,7 +163,9 @@ class Masters(Updates):
         return layouts
 
     def _list_compute_flats(self) -> Sequence[Tensor]:
-        """Returns this rank's shares of the weights that the network computes with, aligned with the flats."""
+        """Returns this rank's shares of the weights that the network computes with, one tensor for each flat, with the
+        same elements.
+        """
         if self.replicated:
             return [weight.data for weight in self._weights]
         if hasattr(self._zero, "fp16_partitioned_groups_flat"):
@@ -180,8 +183,8 @@ class Masters(Updates):
                 yield fragment, lines[number].narrow(0, offset, fragment.numel)
 
     def list_own_views(self, flats: Sequence[Tensor | None]) -> Iterator[tuple[Fragment, Tensor]]:
-        """Yields (fragment, its elements of the flat tensors) for the fragments that this rank writes into a
-        checkpoint; over all ranks each fragment comes once.
+        """Yields (fragment, view of its elements in `flats`) for the fragments that this rank writes into a checkpoint;
+        over all ranks each fragment comes once.
         """
         rank, world = group.rank(), group.world()
         for number, view in enumerate(self.list_views(flats)):
@@ -208,7 +211,9 @@ class Masters(Updates):
                 view.copy_(read_elements(value, fragment.start, fragment.numel))
 
     def publish_masters(self) -> None:
-        """Copies the masters into the weights that the network computes with. Call it on all ranks."""
+        """Copies the masters into the weights that the network computes with, and drops ZeRO++'s second copies of
+        frozen weights, which would hold earlier values. Call it on all ranks.
+        """
         for weight in self.engine.module.parameters():
             if not weight.requires_grad and hasattr(weight, "ds_secondary_tensor"):
                 weight.ds_secondary_tensor = None  # ZeRO++'s second copy, of earlier values
@@ -249,11 +254,11 @@ class Masters(Updates):
             )
 
     def reset_optimizer_state(self) -> None:
-        """Clears the optimizer's state; at stage 0 DeepSpeed has already made one by a step on zero gradients."""
+        """Clears the optimizer's state. At stage 0 DeepSpeed has already made a state by a step on zero gradients."""
         self._get_inner_optimizer().state.clear()
 
     def list_optimizer_state(self) -> list[dict[str, Any]]:
-        """Returns the optimizer's state of each weight or flat, a live dict."""
+        """Returns the optimizer's state of each weight or flat as a live dict, where it has one."""
         return list(self._get_inner_optimizer().state.values())
 
     @property
@@ -264,11 +269,10 @@ class Masters(Updates):
         )
 
     def read_moments(self, kind: str) -> list[Tensor | None]:
-        """Returns the moment `kind` of each flat; None for a flat whose optimizer keeps no such moment. Before the
-        first step it is made of zeros.
+        """Returns the moment `kind` of each flat; None for a flat whose optimizer keeps no such moment. A moment is 0
+        before the first step.
 
-        The tensors are the optimizer's own. Those of 8 bits are fp32 copies: `write_moments` writes changes of them
-        back.
+        The tensors are the optimizer's own; only moments of 8 bits are fp32 copies, which `write_moments` writes back.
         """
         return [
             read_moment(self._get_state(number), kind) if kind in self._list_moments_of_flat(number) else None
@@ -284,7 +288,7 @@ class Masters(Updates):
         """Yields (kind, name, live tensor) for the 8-bit codes and the scales of each flat. The name contains a hash of
         the flat's layout.
 
-        A run that resumes with them goes on bit for bit; moments quantized anew from fp32 would get other scales.
+        A run that loads them resumes bit for bit; moments that are quantized again from fp32 would get other scales.
         """
         for number, flat in enumerate(self.flats):
             state = self._get_state(number)
@@ -293,8 +297,9 @@ class Masters(Updates):
             yield from ((kind, f"{layout}.{kind}", state[kind]) for kind in CODES if "absmax1" in state)
 
     def list_own_coded_moments(self) -> Iterator[tuple[str, Fragment, Tensor]]:
-        """Yields (kind, fragment, float32 values) of the 8-bit moments that this rank writes into a checkpoint. What is
-        equal on all ranks comes from one of them only.
+        """Yields (kind, fragment, values) for the 8-bit codes and scales that this rank writes into a checkpoint;
+        values are their bytes as float32 (n,). At stage 0, where all ranks have the same, each comes from one rank
+        only.
         """
         for number, (kind, name, tensor) in enumerate(self.list_coded_moments()):
             if not self.replicated or number % group.world() == group.rank():
@@ -305,8 +310,8 @@ class Masters(Updates):
         return self._get_inner_optimizer().param_groups[self._groups[number]]["moments"]
 
     def _find_stepped_tensor(self, number: int) -> Tensor:
-        """Returns the tensor that the optimizer steps: at stage 0 in fp32 the parameter itself, whose data the
-        flat is.
+        """Returns the tensor that the optimizer steps for flat `number`: the flat or, at stage 0 in fp32, the parameter
+        whose data the flat is.
         """
         return self._weights[number] if self._torch_fp32 else self.flats[number]
 
@@ -317,8 +322,8 @@ class Masters(Updates):
 
     @property
     def updates(self) -> int:
-        """Returns the number of updates that the optimizer has applied, skipped steps left out; 0 on a rank that owns
-        no flat.
+        """Returns the number of updates that the optimizer has applied, without skipped steps; 0 on a rank that owns no
+        flat.
         """
         return int(self._get_state(0)["step"]) if self.flats else 0
 

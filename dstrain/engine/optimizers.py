@@ -94,8 +94,8 @@ def freeze_weights(networks: Mapping[str, nn.Module], train_only: Sequence[str] 
 def group_weights(
     network: nn.Module, choice: Optimizer, decays: Decays, blocks: tuple[type[nn.Module], ...], part: str = ""
 ) -> Iterator[Group]:
-    """Yields the optimizer's parameter groups of a network, without frozen weights: a group for each combination of
-    Muon's matrices or other weights, with or without decay, and factor of the learning rate (optimizer.rates).
+    """Yields the optimizer's parameter groups of a network, without frozen weights. Weights of one group are all Muon's
+    matrices or none is, all decay or none does, and they have one factor of the learning rate (optimizer.rates).
 
     Raises ConfigError if a weight has no elements, or Muon finds no matrices.
     """
@@ -128,8 +128,8 @@ def group_weights(
 
 
 def get_state(optimizer: torch.optim.Optimizer, weight: Tensor, moments: Sequence[str]) -> dict[str, Any]:
-    """Returns the optimizer's live state of a weight or flat. If it has none, makes one first, with 0 steps and moments
-    of zeros by the names in `moments`.
+    """Returns the optimizer's live state of a weight or flat. If there is none, it is created first, with 0 steps and
+    with moments of zeros under the names in `moments` (bitsandbytes names its own).
     """
     state = optimizer.state[weight]
     if not state:
@@ -147,7 +147,7 @@ def get_state(optimizer: torch.optim.Optimizer, weight: Tensor, moments: Sequenc
 
 
 def read_moment(state: dict[str, Any], kind: str) -> Tensor:
-    """Returns the moment `kind` of a state in fp32: the live tensor, or of an 8-bit moment a copy, which `write_moment`
+    """Returns the moment `kind` of a state in fp32: the live tensor, or a copy of an 8-bit moment, which `write_moment`
     can write back.
     """
     if kind in state:
@@ -164,8 +164,8 @@ def read_moment(state: dict[str, Any], kind: str) -> Tensor:
 
 
 def write_moment(state: dict[str, Any], kind: str, values: Tensor) -> None:
-    """Quantizes `values` into the 8-bit moment `kind` of a state; does nothing if the state has no 8-bit moments, since
-    `read_moment` returns others live.
+    """Quantizes `values` into the 8-bit moment `kind` of a state. Does nothing if the state has no 8-bit moments, since
+    `read_moment` returns other moments themselves.
     """
     if "absmax1" not in state:
         return
@@ -178,9 +178,7 @@ def write_moment(state: dict[str, Any], kind: str, values: Tensor) -> None:
 
 
 def convert_bytes_to_floats(tensor: Tensor) -> Tensor:
-    """Returns the bytes of a tensor reinterpreted as float32 (n,), after zero bytes at the end up to a multiple of
-    four.
-    """
+    """Returns the bytes of a tensor, padded with zeros to a multiple of four and reinterpreted as float32 (n,)."""
     octets = tensor.view(-1).view(torch.uint8)
     return torch.nn.functional.pad(octets, (0, -octets.numel() % 4)).view(torch.float32)
 
@@ -215,10 +213,10 @@ class Lion(torch.optim.Optimizer):
 
 
 def _unscale_gradient(optimizer: torch.optim.Optimizer, gradient: Tensor) -> tuple[Tensor, Tensor | float]:
-    """Returns the gradient divided by the optimizer's grad_scale, and the factor by which the step counts: 1, or 0 if
-    the step is skipped. The gradient is then 0, too.
+    """Returns the gradient divided by the optimizer's grad_scale, and the factor by which the step is applied: 1, or 0
+    if the step is skipped, when the gradient is 0, too.
 
-    Where the optimizer has a found_inf, the factor is a tensor on the device, and the host does not wait for it.
+    If the optimizer has a found_inf, the factor is a tensor on the device, and the host does not wait for it.
     """
     found_inf, scale = getattr(optimizer, "found_inf", None), getattr(optimizer, "grad_scale", None)
     if scale is not None:
@@ -240,7 +238,7 @@ class Piece:
 
 @dataclass
 class Matrix:
-    """A matrix (rows, columns) in pieces, in order. `owner` is the rank that makes its updates orthogonal."""
+    """A matrix (rows, columns) in pieces, in order. `owner` is the rank that makes the matrix's updates orthogonal."""
 
     rows: int
     columns: int
@@ -263,9 +261,10 @@ class Muon(torch.optim.AdamW):
     """Muon for the groups with a "momentum", AdamW for the others.
 
     The momentum is elementwise, so each rank keeps that of its own flat. The orthogonal update needs whole matrices:
-    the rank that holds most of one collects it and hands the slices back, in bf16, in which it is computed in any case.
-    That is two all-to-all exchanges for a flat: at stages 1 and 2 of the matrices that lie on several ranks, at stage 3
-    of all, 2 x 2 bytes for each element that a rank owns. At stage 0 each rank computes all by itself.
+    the rank that holds most of a matrix collects the update in bf16, the precision in which it is computed in any case,
+    and sends the slices back. That is two all-to-all exchanges for a flat: at stages 1 and 2 of the matrices that lie
+    on several ranks, at stage 3 of all, 2 x 2 bytes for each element that a rank owns. At stage 0 each rank computes
+    all updates by itself.
     """
 
     def __init__(self, groups: list[Group], **options: Any):
@@ -273,13 +272,13 @@ class Muon(torch.optim.AdamW):
         self._matrices: dict[Tensor, list[Matrix]] | None = None
 
     def assign_matrices(self, flats: Sequence[Tensor], layouts: Mapping[int, Sequence[tuple[Any, int, int]]]) -> None:
-        """Finds the pieces of each matrix in the flats of all ranks, and chooses for each the rank that makes its
-        update orthogonal.
+        """Finds the pieces of each matrix in the flats of all ranks, and chooses for each matrix the rank that makes
+        its update orthogonal: the one with the largest piece, among equals the one with the least work so far.
 
         flats     those of this rank
         layouts   by rank, its fragments: each with the number of its flat and its offset in it
 
-        A step before this call changes no matrix: DeepSpeed takes one on zero gradients when it starts.
+        A step before this call changes no matrix: DeepSpeed takes a step on zero gradients when it starts.
         """
         self._matrices = {flat: [] for flat in flats}
         load = [0] * ranks.world()
@@ -332,11 +331,11 @@ class Muon(torch.optim.AdamW):
 
 
 def orthogonalize(matrix: Tensor) -> Tensor:
-    """Returns an approximation of the orthogonal factor of a matrix (rows, columns) in bf16: its singular values are
-    about 0.7 to 1.2.
+    """Returns an approximation of the orthogonal factor of a matrix (rows, columns), in the matrix's dtype: its
+    singular values are about 0.7 to 1.2.
 
-    It takes five steps of the quintic Newton-Schulz iteration with the coefficients of Jordan et al., in bf16, but in
-    fp32 on a CPU that emulates bf16, where the products would take thirty times as long.
+    It takes five steps of the quintic Newton-Schulz iteration with the coefficients of Jordan et al., in the matrix's
+    dtype, which is bf16; on a CPU that emulates bf16 in fp32, since bf16 products would take thirty times as long.
     """
     a, b, c = 3.4445, -4.7750, 2.0315
     tall = matrix.shape[0] > matrix.shape[1]
@@ -351,7 +350,9 @@ def orthogonalize(matrix: Tensor) -> Tensor:
 
 
 def orthogonalize_shared(update: Tensor, matrices: Sequence[Matrix]) -> None:
-    """Makes matrices that lie on several ranks orthogonal, in place in the flat `update`; on all ranks together."""
+    """Replaces matrices that lie on several ranks by their orthogonal factors, in place in this rank's flat `update`.
+    The owner of each matrix collects its pieces and sends the results back. Call it on all ranks.
+    """
     rank, world = ranks.rank(), ranks.world()
     mine = [
         [

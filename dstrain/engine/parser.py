@@ -1,4 +1,4 @@
-"""Which keys and values of a JSON the installed DeepSpeed takes.
+"""Checks the keys and values of DeepSpeed's JSON against the installed release of DeepSpeed.
 
 DeepSpeed ignores unknown top-level keys silently, and its parser stops at the first fault; here all are named at once.
 """
@@ -55,13 +55,13 @@ def drop_nulls(settings: dict[str, Any], prefix: str = "") -> None:
 
 
 def _is_known_key(key: str) -> bool:
-    """Returns whether dstrain knows a key: one of a value, or one of a section with such keys in it."""
+    """Returns whether dstrain has a decision on a key or on a key within it, if it is a section."""
     return find_decision(key) is not None or any(each.startswith(f"{key}.") for each in list_decisions())
 
 
 class _Asked(dict):
     """A dict that records in `asked` each key that DeepSpeed looks up: these are the keys that the installed release
-    knows.
+    reads.
     """
 
     def __init__(self, values: dict[str, Any]):
@@ -88,8 +88,9 @@ class _Asked(dict):
 
 
 def list_refusals(settings: dict[str, Any]) -> Iterator[str]:
-    """Yields a message for each value that the installed DeepSpeed refuses or reads as another one, and for each key
-    that it does not know and would ignore.
+    """Yields a message for each value that the installed DeepSpeed refuses or would convert to another type, and for
+    each key that it does not know and would ignore. If a value has a wrong type or place, only such values are
+    reported.
     """
     settings = {key: _drop_auto_entries(value) for key, value in settings.items() if key not in UNSUPPORTED}
     prepare_environment()
@@ -154,8 +155,10 @@ def list_refusals(settings: dict[str, Any]) -> Iterator[str]:
 
 
 def _describe_fault(key: str, item: dict[str, Any], known: Iterable[str]) -> str:
-    """Returns a message with the remedy for a fault of a key: `item` is pydantic's description of it. known: the keys
-    from which the nearest is suggested.
+    """Returns a message, with the remedy, on what is wrong with a key.
+
+    item    pydantic's description of the fault
+    known   the keys from which the nearest is suggested
     """
     if item["type"] == "extra_forbidden":
         return f'"{key}" is no key of DeepSpeed{suggest_key(key, known)}: correct or remove it'
@@ -170,8 +173,8 @@ def _describe_fault(key: str, item: dict[str, Any], known: Iterable[str]) -> str
 
 
 def _list_converted_values(section: str, block: dict[str, Any], parsed: Any) -> Iterator[str]:
-    """Yields a message for each value that a model of DeepSpeed has converted to another type, such as "yes" to true or
-    true to a number: dstrain would read it differently. parsed: the model made of `block`.
+    """Yields a message for each value that a pydantic model of DeepSpeed has converted to another type, such as "yes"
+    to true or true to a number: dstrain would read the unconverted value. parsed: the model made of `block`.
     """
     names = {field.alias or name: name for name, field in type(parsed).model_fields.items()}
     for key, value in block.items():

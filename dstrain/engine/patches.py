@@ -69,10 +69,10 @@ REPLACED = {
 
 def import_deepspeed() -> ModuleType:
     """Prepares the environment and returns DeepSpeed, imported with all that its engines import, but without torch's
-    compiler, whose import takes 1.2 s.
+    compiler, whose import takes 1.2 s. Removes DeepSpeed's warning of untested optimizers from its log.
 
-    DeepSpeed decorates its own Muon with torch.compile, and imports it only to ask whether an optimizer is one.
-    dstrain's is another, see optimizers.py. A release of DeepSpeed without that module is imported as it is.
+    DeepSpeed decorates its own Muon with torch.compile, and imports that class only to recognize it as an optimizer;
+    dstrain has another Muon (optimizers.py). A release of DeepSpeed without that module is imported as it is.
     """
     prepare_environment()
     import deepspeed
@@ -92,7 +92,9 @@ def import_deepspeed() -> ModuleType:
 
 
 def _is_worth_logging(record: logging.LogRecord) -> bool:
-    """Returns False for DeepSpeed's warning of any optimizer but its own: ours are tested at every stage of ZeRO."""
+    """Returns False for DeepSpeed's warning that an optimizer is untested, else True: dstrain's are tested at every
+    stage of ZeRO.
+    """
     return "untested" not in record.getMessage()
 
 
@@ -106,8 +108,8 @@ def replace_current_stream(index: int) -> None:
 
 
 def set_group_timeout(timeout: timedelta) -> None:
-    """Sets the timeout of all process groups that are made from now on: one given to the first group does not hold for
-    those that DeepSpeed and dstrain make later.
+    """Sets the timeout of all process groups that are made from now on. A timeout given to the first group would not
+    apply to those that DeepSpeed and dstrain make later.
     """
     groups = torch.distributed.distributed_c10d
     groups.default_pg_timeout = groups.default_pg_nccl_timeout = timeout
@@ -133,8 +135,8 @@ def forget_groups_at_end() -> Iterator[None]:
 
 
 def replace_zero_linear() -> None:
-    """Replaces the forward pass of ZeRO-3's linear layer, and the function by which it tells whether weights are
-    partitioned.
+    """Replaces the forward pass of ZeRO-3's linear layer, and the function by which that layer tells whether a weight
+    is partitioned, in the whole process.
     """
     from deepspeed.runtime.zero import linear
 
@@ -143,18 +145,20 @@ def replace_zero_linear() -> None:
 
 
 def _apply_linear(values: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Stands in for ZeRO-3's linear layer, which replaces torch's in the whole process. Its own adds the bias in place
-    to the product. recompute=attention keeps that: when it is used again, the bias would be in it twice. And in a
-    compiled block torch 2.11 silently loses the gradient of what an autograd function has changed in place: it would be
-    0 for the layer and for all before it (github.com/pytorch/pytorch/issues/180642).
+    """Returns values @ weight.T + bias, by one operation of torch; replaces the forward pass of ZeRO-3's linear layer.
+
+    The replaced one adds the bias in place to the product. recompute=attention keeps the product: when it is used
+    again, it would contain the bias twice. And in a compiled block torch 2.11 silently loses the gradient of what an
+    autograd function has changed in place: it would be 0 for the layer and for all before it
+    (github.com/pytorch/pytorch/issues/180642).
     """
     return torch.ops.aten.linear(values, weight, bias)
 
 
 def _may_be_scattered(weight: Tensor) -> bool:
-    """Returns whether ZeRO-3 has partitioned a weight, so that its linear layer asks in the backward pass whether to
-    gather it. In compiled blocks False: there the weight is gathered, and to ask would compile each block anew under
-    torch 2.11.
+    """Returns whether ZeRO-3 has partitioned a weight, which its linear layer then gathers in the backward pass if
+    needed. Always returns False in compiled blocks: their weights are gathered, and under torch 2.11 the check would
+    compile each block anew.
     """
     return not torch.compiler.is_compiling() and hasattr(weight, "ds_id")
 
@@ -181,8 +185,9 @@ def flatten_in_place() -> Iterator[None]:
 
 @torch.no_grad()
 def _find_flat(tensors: Sequence[Tensor]) -> Tensor | None:
-    """Returns the one tensor (n,) in which weights of initial.py's `_pack_weights` lie from its beginning, after
-    copying the padding that follows them in `tensors` into its end; None if they do not lie so.
+    """Returns the flat tensor (n,) whose beginning the weights in `tensors` are, as initial.py's `_pack_weights`
+    allocates them; None if they do not lie one after another in one tensor, or that is too short. Copies the tensors
+    behind the weights, DeepSpeed's padding, into its end.
     """
     weights = [tensor for tensor in tensors if getattr(tensor, "lies_in_one", False)]
     padding = sum(tensor.numel() for tensor in tensors[len(weights) :])
@@ -201,8 +206,8 @@ def _find_flat(tensors: Sequence[Tensor]) -> Tensor | None:
 
 
 def make_universal_info() -> dict[str, Any]:
-    """Returns the entry that DeepSpeed's tool ds_to_universal requires in a checkpoint: the version of its format. No
-    weight is split in another way than by ZeRO, so it needs nothing more.
+    """Returns the entry that DeepSpeed's tool ds_to_universal requires in a checkpoint: the version of the universal
+    format. Since only ZeRO splits weights, the tool needs no more.
     """
     from deepspeed.checkpoint import constants
 
@@ -215,10 +220,11 @@ def make_universal_info() -> dict[str, Any]:
 
 @contextmanager
 def defer_errors(engines: Iterable[Any]) -> Iterator[None]:
-    """Inside the block, catches OSError and RuntimeError where the engines write files of a checkpoint; at its end
-    raises the first of them.
+    """Inside the block, catches OSError and RuntimeError where the engines write files of a checkpoint; at the end of
+    the block raises the first of them.
 
-    The ranks communicate between the files of a save_checkpoint: a rank that left there would leave them waiting.
+    The ranks communicate between the files of a save_checkpoint: a rank that raised at once would leave the others
+    waiting.
     """
     errors: list[OSError | RuntimeError] = []
 
@@ -245,11 +251,11 @@ def defer_errors(engines: Iterable[Any]) -> Iterator[None]:
 
 
 def forget_beta_powers(optimizer: Any, *_: Any) -> None:
-    """Makes DeepSpeed's AdamW for the CPU compute the next powers of beta from the number of the step, as after a
-    resume.
+    """Makes DeepSpeed's AdamW for the CPU compute the next powers of beta from the number of the step, as it does after
+    a resume.
 
-    In consecutive steps its C++ multiplies the powers of the last step, which no checkpoint holds, by beta: other bits
-    than std::pow gives. An update of no elements, at a step that no run reaches, interrupts that.
+    In consecutive steps its C++ multiplies the powers of the last step, which no checkpoint holds, by beta, and the
+    result differs in the last bits from std::pow. An update of no elements, at a step that no run reaches, resets them.
     """
     nothing = torch.zeros(0)
     betas = optimizer.param_groups[0]["betas"]
@@ -257,8 +263,8 @@ def forget_beta_powers(optimizer: Any, *_: Any) -> None:
 
 
 def prepare_for_fake_tensors() -> None:
-    """Makes DeepSpeed run on fake tensors, which have no values: it compiles no operators, measures no CPU, and
-    compares no values between ranks.
+    """Makes DeepSpeed run on fake tensors, which have no values: from now on it compiles no operators, does not measure
+    the CPU, and compares no values between ranks.
     """
     import cpuinfo
     import deepspeed
@@ -278,8 +284,8 @@ def prepare_for_fake_tensors() -> None:
 
 @torch.no_grad()
 def _make_zero_moments(optimizer: Any, closure: Callable | None = None) -> None:
-    """Stands in for the step of DeepSpeed's AdamW on the host: makes moments of zeros where a weight has none, and
-    updates nothing.
+    """Replaces the step of DeepSpeed's AdamW on the host: makes moments of zeros for each weight that has none, and
+    updates no weight.
     """
     for members in optimizer.param_groups:
         for weight in members["params"]:
@@ -316,8 +322,8 @@ def replace_step(engine: Any, step: Callable[[], None] | None) -> None:
 
 
 class _Followed(torch.cuda.Stream):
-    """A CUDA stream whose `synchronize` makes the current stream wait for it, and not the host. ZeRO-3 calls that at
-    the end of a backward pass for its reductions.
+    """A CUDA stream whose `synchronize` makes the current stream wait for it, and not the host. ZeRO-3 calls
+    `synchronize` at the end of a backward pass, to wait for its reductions.
     """
 
     def synchronize(self) -> None:
@@ -325,8 +331,8 @@ class _Followed(torch.cuda.Stream):
 
 
 def await_reductions_on_device(zero: Any, stage: int) -> None:
-    """At the end of a backward pass, makes the device's later work wait for DeepSpeed's reductions, in place of the
-    host.
+    """Makes later work on the device wait for DeepSpeed's reductions at the end of each backward pass; the host no
+    longer waits for them.
     """
     if stage == 3 and torch.cuda.is_available():
         zero.reduce_and_partition_stream = _Followed()
@@ -337,8 +343,8 @@ def await_reductions_on_device(zero: Any, stage: int) -> None:
 
 
 def _end_backward(zero: Any, epilogue: Callable[[], None]) -> None:
-    """Stands in for DeepSpeed's end of a backward pass at stages 1 and 2. With overlap_comm the host would wait there
-    for the whole device; here later work on the device waits for the reductions.
+    """Replaces DeepSpeed's end of a backward pass at stages 1 and 2. With overlap_comm the host would wait there for
+    the whole device; here later work on the device waits for the reductions.
     """
     zero.reduce_ipg_grads()
     if torch.cuda.is_available():
@@ -352,8 +358,8 @@ def _end_backward(zero: Any, epilogue: Callable[[], None]) -> None:
 
 
 def skip_reduction(zero: Any) -> None:
-    """Makes DeepSpeed leave the gradients of a single rank in `weight.grad` at stages 1 and 2. This saves its buckets,
-    a copy of all gradients, and 0.1 ms of the host for each weight.
+    """Makes DeepSpeed leave the gradients of a single rank in `weight.grad` at stages 1 and 2. This saves DeepSpeed's
+    buckets, which copy all gradients, and 0.1 ms of the host for each weight.
     """
     for hook in zero._grad_acc_hooks:
         hook.remove()
@@ -363,8 +369,8 @@ def skip_reduction(zero: Any) -> None:
 
 
 def disable_scale_updates(zero: Any) -> None:
-    """Keeps DeepSpeed from changing a dynamic loss scale, since updates.py does, and from raising an error at the least
-    scale, since recovery.py counts skipped steps.
+    """Keeps DeepSpeed from changing a dynamic loss scale, which updates.py changes, and from raising an error at the
+    least scale: recovery.py counts the skipped steps.
     """
     zero.loss_scaler.raise_error_at_min_scale = False
     zero._update_scale = lambda overflow: None

@@ -1,32 +1,33 @@
-"""The course of a run: which steps were in trouble, how often it went back, which batches it passes over.
+"""Detects when training diverges, and records skipped steps, rollbacks to earlier checkpoints, and unused batches.
 
     Trouble       More than faults.max_skipped steps in a row were not applied. Or, where faults.spike is set, the loss
                   of a step lies above faults.spike times its median over the last WINDOW steps: this is seen a step
                   later.
-    Read late     The device says how a step went when the next one has been handed to it; only where one step more
-                  would be trouble is it waited for. To look at `state` waits, too, and changes nothing in what follows:
-                  a run that saves or stops takes the same way as one that does not.
-    The way back  The run loads the newest good checkpoint, and passes over the batches that it has met since: step s
-                  learns from batch s + shift, and shift grows so far that the data never go back. Noise and dropout
+    Late reading  The host reads the result of a step when it has handed the next one to the device. It waits for the
+                  result only where one more skipped step would be trouble. Reading `state` waits, too, but does not
+                  change later steps: a run that saves or stops trains as one that does not.
+    Rollback      The run loads the newest good checkpoint, and does not use the batches since then again: step s
+                  learns from batch s + shift, and shift grows so that no batch comes twice. Noise and dropout
                   belong to the batch; learning rate, EMA and the systems' own schedules follow s.
-    Once more     Trouble before a newer checkpoint is saved: that one is held for bad, and the one before it is taken.
-    The end       After faults.max_rollbacks of them since the run began or was changed (--allow-change), or with no
-                  checkpoint left, FloatingPointError: exit code 3. The checkpoints that it went back to stay.
+    Once more     If trouble comes before a newer checkpoint is saved, the run loads the checkpoint before that one.
+    The end       After faults.max_rollbacks rollbacks since the run began or was changed (--allow-change), or with no
+                  checkpoint left, FloatingPointError: exit code 3. Checkpoints that the run went back to are kept.
 
-All this is the run's state. It stands in the manifest of every checkpoint, and it follows from means over all ranks,
-so it is equal on all of them. A run that is killed in the middle of trouble, or just after it went back, meets the same
-trouble again from an older checkpoint, and takes the same way.
+All this is the run's state. Every checkpoint's manifest contains it. It follows from means over all ranks, so it is
+equal on all of them. A run that is killed in the middle of trouble, or just after a rollback, meets the same trouble
+again from an older checkpoint, and does the same.
 
 Values that are not finite (NaN, infinity):
 
     A step      whose gradient is not finite on any rank changes no weight, no moment and no average, on any rank. The
-                norm of all gradients tells, on the device, and the host learns of it a step late (updates.py). With an
-                offloaded optimizer, and in bf16 at stage 0, DeepSpeed's own checks tell, at once. In fp16 the loss
-                scale falls as well. No setting switches this off.
+                norm of all gradients decides, on the device, and the host learns of it a step late (updates.py). With
+                an offloaded optimizer, and in bf16 at stage 0, DeepSpeed's own checks decide, at once. In fp16 the
+                loss scale falls as well. No setting switches this off.
     The run     counts such steps as `skipped` in its reports, and across resumes.
     A save      that is due while steps are skipped is left out. One that is made then because the run is stopped is
-                marked, and pushes out no good one (store.py). `require_finite_weights` refuses a save of weights that
-                are not finite, with FloatingPointError. Such weights come from an update that overflows, or bad memory.
+                marked, and no good one is deleted for it (store.py). `require_finite_weights` raises FloatingPointError
+                in place of a save of weights that are not finite. Such weights come from an update that overflows, or
+                bad memory.
     Reports     leave values that are not finite out of the means of losses and count them as `nonfinite`
                 (tracking/meter.py). One sample's NaN in a term that is only reported stops nothing.
     Evaluation  leaves nothing out: a held-out mean is NaN if one sample is. It is written as null, beside the number
@@ -55,7 +56,7 @@ WINDOW, _LEAST_LOSSES = 64, 16  # losses of each part in a running median, and t
 
 
 class Divergence:
-    """Follows the steps of a run, and finds trouble: too many skipped steps in a row, or a spike of the loss. All ranks
+    """Records the steps of a run, and finds trouble: too many skipped steps in a row, or a spike of the loss. All ranks
     call each method together.
     """
 
@@ -90,9 +91,9 @@ class Divergence:
     ) -> str | None:
         """Records a step, and returns a message on the trouble in it or in the step before; None if there is none.
 
-        done      steps that are done, this one included
+        done      number of steps that are done, this one included
         applied   whether the step was applied, for each part that had a turn
-        losses    by part, of each of this rank's micro-batches; only used where faults.spike is set
+        losses    by part, the loss of each of this rank's micro-batches; only used where faults.spike is set
         last      whether no step follows, so that the host waits for this one's result
         """
         state = self.state
@@ -105,7 +106,7 @@ class Divergence:
         return state.high[1] if state.high else None
 
     def _read_latest_step(self) -> None:
-        """Waits for the result of the latest step, if it was not read yet, and updates the record by it."""
+        """Waits for the result of the latest step and adds it to the record; does nothing if it was added before."""
         if self._unread is None:
             return
         (done, applied, losses), self._unread, state = self._unread, None, self._state
@@ -128,8 +129,8 @@ class Divergence:
         return (self.state.high[0] if self.state.high else done) - max(self.state.in_a_row, 1)
 
     def record_rollback(self, done: int, step: int, saved: Mapping[str, Any]) -> None:
-        """Records that the run goes back, from `done` steps to a checkpoint of `step` whose record is `saved`, and
-        passes over the batches that it has met since.
+        """Records that the run goes back, from `done` steps to a checkpoint of `step` whose record is `saved`, and that
+        it will not use the batches since then again.
         """
         rollbacks, clock = [*self.state.rollbacks, (done, step)], done + self.shift
         self.state = parse_state(saved).model_copy(
@@ -137,21 +138,23 @@ class Divergence:
         )
 
     def forgive_rollbacks(self) -> None:
-        """Makes earlier rollbacks no longer count against faults.max_rollbacks, since a user has changed the run. They
-        stay in the record.
+        """Excludes the rollbacks so far from the count against faults.max_rollbacks, since a user has changed the run.
+        They stay in the record.
         """
         self.state.forgiven = self.rollbacks
 
 
 def _average_losses(losses: Mapping[str, Sequence[Tensor]]) -> dict[str, AsyncHostCopy]:
-    """Returns the mean loss of each part over all micro-batches and ranks, on its way to the host."""
+    """Returns the mean loss of each part over all micro-batches and ranks, as copies to the host that have only been
+    started.
+    """
     own = torch.stack([torch.stack([loss.double() for loss in each]).mean() for each in losses.values()])
     return dict(zip(losses, map(AsyncHostCopy, (group.sum_over_ranks(own) / group.world()).unbind())))
 
 
 def advise_user(store: Store) -> str:
     """Returns advice for a user whose training has diverged, with the steps of the checkpoints in `store`. A rank may
-    call it alone.
+    call it without the others.
     """
     steps, aside = store.list_steps(), store.list_steps_put_aside()
     change = "Lower optimizer.lr, set optimizer.clip, or use bf16 in place of fp16"
@@ -166,10 +169,10 @@ def advise_user(store: Store) -> str:
 
 
 def require_finite_weights(masters: Mapping[str, Masters], step: int, store: Store) -> None:
-    """Raises FloatingPointError on every rank if an fp32 weight on any rank is not finite. Its message advises the user
-    by the checkpoints in `store`.
+    """Raises FloatingPointError on every rank if an fp32 weight on any rank is not finite. The message advises the user
+    by the checkpoints in `store`. Call it on all ranks.
 
-    Only fragments are looked at: at stage 3 DeepSpeed leaves in a flat's padding whatever the memory held.
+    Only fragments are checked: at stage 3 DeepSpeed leaves in a flat's padding whatever the memory held.
     """
     finite = are_all_finite([view for part in masters.values() for _, view in part.list_own_views(part.flats)])
     if group.is_true_on_any_rank(not finite):
@@ -177,8 +180,8 @@ def require_finite_weights(masters: Mapping[str, Masters], step: int, store: Sto
 
 
 def are_all_finite(tensors: Sequence[Tensor]) -> bool:
-    """Returns whether all elements of all tensors are finite. Waits for the device once if they are, and their sums,
-    too.
+    """Returns whether all elements of all tensors are finite. Reads from the device once if their sums are finite, too;
+    else once for each tensor up to the first one that is not finite.
     """
     sums = [tensor.sum() for tensor in tensors]
     if not sums or torch.isfinite(torch.stack(sums)).all().item():

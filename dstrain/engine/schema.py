@@ -261,7 +261,9 @@ def list_decisions() -> dict[str, Decision]:
 
 
 def list_unsupported(settings: dict[str, Any]) -> Iterator[str]:
-    """Yields a message for each section or value of a JSON that dstrain does not support, or that has no effect."""
+    """Yields a message for each section or value of DeepSpeed's JSON that dstrain does not support, or that has no
+    effect.
+    """
     for key, reason in UNSUPPORTED.items():
         if key in settings:
             yield f'dstrain does not support "{key}": {reason}; remove it'
@@ -281,8 +283,8 @@ def list_unsupported(settings: dict[str, Any]) -> Iterator[str]:
 
 
 def list_idle_keys(settings: dict[str, Any], stage: int) -> Iterator[str]:
-    """Yields remarks on keys that change nothing, but that many files have: those of REMARKED, unless log_level is info
-    or debug, and those of stage 3 at a lower stage.
+    """Yields a remark on each key of REMARKED that is set, unless log_level is info or debug, and one on all keys of
+    STAGE_3 at a lower stage: such keys change nothing, but many files have them.
     """
     if settings.get("log_level") not in ("info", "debug"):  # there DeepSpeed prints what it is asked for
         for key, reason in REMARKED.items():
@@ -325,5 +327,5 @@ def read_value(settings: Any, key: str) -> Any:
 
 
 def find_quoted_key(problem: str) -> str:
-    """Returns the first words in quotation marks in a message, which name a key of the JSON; "" if there are none."""
+    """Returns the first words in quotation marks in a message, such as a key of the JSON; "" if there are none."""
     return problem.partition('"')[2].partition('"')[0]

@@ -1,9 +1,9 @@
-"""The DeepSpeed settings of a run: a JSON of ds_configs/ and the recipe, merged and checked, one owner for each fact.
+"""Merges a JSON of ds_configs/ and the recipe into the DeepSpeed settings of a run, and checks them.
 
 The recipe owns batch, learning rate, betas, decay and clip; the JSON owns stage, precision, offload, overlap and
-buckets. What the JSON leaves out or "auto" is filled in from the recipe; what both give must agree. DeepSpeed itself
-ignores unknown keys, drops "auto" within a section and clips to 1.0 when it is told nothing, all silently: here the
-first two are errors and the clip is always written.
+buckets. What the JSON leaves out or sets to "auto" is filled in from the recipe; what both give must agree. DeepSpeed
+itself ignores unknown keys, drops "auto" within a section, and clips to 1.0 where no clip is given, all silently: here
+the first two are errors and the clip is always written.
 """
 
 import copy
@@ -54,14 +54,14 @@ def resolve_settings(
     sequence: int = 1,
     before: Settings | None = None,
 ) -> Settings:
-    """Returns the one checked dict for deepspeed.initialize on `world` ranks of a device type ("cuda" or "cpu").
+    """Returns the checked settings for deepspeed.initialize on `world` ranks of a device type ("cuda" or "cpu").
 
-    ds_config   the JSON's path, or what it holds
+    ds_config   the JSON's path, or its content
     batch, optimizer, faults    sections of the recipe
-    sequence    parallel.sequence of the recipe: ranks that share each sample
+    sequence    parallel.sequence of the recipe: number of ranks that share each sample
     before      the settings with which the run began: a run that resumes keeps its precision where that is "auto"
 
-    Raises ConfigError with every problem.
+    Raises ConfigError with all problems.
     """
     source = "ds_config" if isinstance(ds_config, dict) else str(ds_config)
     settings = copy.deepcopy(ds_config) if isinstance(ds_config, dict) else _read_json(ds_config)
@@ -89,7 +89,8 @@ def resolve_settings(
 
 
 def split_batch(batch: BatchSize, world: int, sequence: int = 1) -> tuple[int, int]:
-    """Returns the samples of a rank in one forward pass, and its forward passes in one optimizer step.
+    """Returns the samples of a rank in one forward pass, and the rank's forward passes in one optimizer step. If
+    batch.micro is not set, there is one pass.
 
     Raises ConfigError if `world` ranks, of which `sequence` share each sample, cannot share the batch evenly.
     """
@@ -128,7 +129,7 @@ def read_precision(settings: Settings) -> str:
 
 
 def read_offload(settings: Settings, what: str) -> str:
-    """Returns where offload_optimizer or offload_param puts its part: none, cpu or nvme."""
+    """Returns the device of `what`, offload_optimizer or offload_param: none, cpu or nvme."""
     return str((settings.get("zero_optimization", {}).get(what) or {}).get("device", "none"))
 
 
@@ -137,8 +138,8 @@ def is_optimizer_offloaded(settings: Settings) -> bool:
 
 
 def are_gradients_summed_in_fp32(settings: Settings) -> bool:
-    """Returns whether updates.py sums gradients of 16 bits in fp32: at stages 0 and 1 with grad_accum_dtype fp32, where
-    DeepSpeed cannot.
+    """Returns whether updates.py sums 16-bit gradients in fp32: at stages 0 and 1 with grad_accum_dtype fp32, which
+    DeepSpeed does not support there.
     """
     wide = settings.get("data_types", {}).get("grad_accum_dtype") == "fp32"
     return wide and read_stage(settings) < 2 and read_precision(settings) != "fp32"
@@ -162,7 +163,7 @@ def make_deepspeed_config(settings: Settings) -> Settings:
 
 
 def list_remarks(settings: Settings, device_type: str) -> list[str]:
-    """Returns remarks on settings that are allowed, but that a user should know of before the run."""
+    """Returns remarks for the user on settings that are allowed, but slow, costly or without effect."""
     zero, bf16 = settings.get("zero_optimization", {}), read_precision(settings) == "bf16"
     checked = settings.get("bf16", {}).get("check_grad_overflow", True) and zero.get("compute_grad_norm", True)
     lines = []
@@ -253,7 +254,7 @@ def _compare_optimizer(block: Any, optimizer: Optimizer) -> Iterator[str]:
 def _fill_in_recipe_values(
     settings: Settings, batch: BatchSize, optimizer: Optimizer, world: int, sequence: int
 ) -> Iterator[str]:
-    """Sets the keys of the JSON that the recipe owns to the recipe's values, and yields a message for each that had
+    """Sets the keys of the JSON that the recipe owns to the recipe's values, and yields a message for each key that had
     another value. Raises ConfigError if the ranks cannot share the batch evenly.
     """
     try:
@@ -279,8 +280,8 @@ def _compare_values(key: str, value: Any, recipe_key: str, own: Any) -> Iterator
 
 
 def _replace_auto_values(settings: Settings, device_type: str, before: Settings | None) -> Iterator[str]:
-    """Replaces "auto" by values for bf16 and for sizes of buckets, and yields a message for each other "auto". before:
-    the settings with which the run began, if it resumes.
+    """Replaces "auto" for bf16.enabled and for sizes of buckets by values, and yields a message for each other "auto".
+    before: the settings with which the run began, if it resumes.
     """
     if isinstance(settings.get("bf16"), dict) and settings["bf16"].get("enabled") == "auto":
         settings["bf16"]["enabled"] = (
@@ -343,7 +344,7 @@ def _find_autos(value: Any, key: str) -> Iterator[str]:
 
 def _check_sizes(settings: Settings) -> Iterator[str]:
     """Yields a message if the ZeRO stage is neither an integer nor "auto", and one for each size of a bucket or group,
-    in elements, that is a number out of range. DeepSpeed allocates buckets whole, so that such a size would fail in
+    in elements, that is out of range. DeepSpeed allocates buckets whole, so that a size that is too large would fail in
     training.
     """
     zero = settings.get("zero_optimization")
@@ -434,8 +435,8 @@ def _check_combinations(
 
 
 def _check_profile(profiler: Settings) -> Iterator[str]:
-    """Yields a message, on rank 0, if the output file of DeepSpeed's profiler cannot be written: it would fail amid
-    training.
+    """Yields a message, on rank 0, if flops_profiler is enabled and its output file cannot be written: DeepSpeed would
+    fail in the middle of training.
     """
     path = profiler.get("output_file")
     if not profiler.get("enabled") or not path or read_place().rank:
@@ -449,8 +450,9 @@ def _check_profile(profiler: Settings) -> Iterator[str]:
 def can_multiply_bf16() -> bool:
     """Returns whether this CPU has instructions for products of bf16, and oneDNN may use them.
 
-    It asks torch and measures nothing: ranks would measure different times, and must agree. The default recipe on one
-    thread of an AMD EPYC, samples a second in bf16 and fp32: 345 and 166; with ATen's AVX2 kernels 242 and 150.
+    It asks torch and measures nothing: ranks would measure different times, and must agree. Measured once, with the
+    default recipe on one thread of an AMD EPYC: 345 samples a second in bf16 and 166 in fp32; with ATen's AVX2 kernels
+    242 and 150.
     """
     import torch
 

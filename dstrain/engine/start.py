@@ -1,4 +1,4 @@
-"""The beginning of a process: joins the process group, whichever launcher has started the ranks."""
+"""Joins the process group of the launcher, whichever it is, or begins one of a single process."""
 
 import functools
 import io
@@ -27,7 +27,8 @@ exchanged = False  # Whether this process has begun a process group, whose threa
 
 
 def start_group(timeout_minutes: float = 30) -> None:
-    """Joins the process group of the launcher (deepspeed, torchrun, Slurm), or begins one of this process alone.
+    """Joins the process group of the launcher (deepspeed, torchrun, Slurm), or begins one of this process alone. Sets
+    the environment variables of rank and world, and imports DeepSpeed. Does not join again if a group is started.
 
     A rank that waits for others longer than `timeout_minutes` raises: see group.explain_lost_ranks. Raises ConfigError
     if the port is taken.
@@ -63,8 +64,8 @@ def start_group(timeout_minutes: float = 30) -> None:
 
 def _write_rank_variables() -> Place:
     """Sets RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE in the environment, which DeepSpeed reads, and MASTER_ADDR
-    and MASTER_PORT where they are missing; returns the place of this process. Several ranks agree on the port by
-    Slurm's job.
+    and MASTER_PORT where they are missing; returns rank and world of this process. Several ranks derive the same port
+    from Slurm's job; a single process takes a free one and meets at 127.0.0.1.
     """
     place = group.read_place()
     os.environ.update(
@@ -88,8 +89,8 @@ def _write_rank_variables() -> Place:
 
 
 def _warn_of_shared_store() -> None:
-    """Prints a note if torchrun lets machines join later and its agents share their store with the ranks: such a
-    machine would wait for the others at another port.
+    """Prints a note if torchrun lets machines join later and its agents share their store with the ranks: a machine
+    that joins later would wait for the others at another port.
     """
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return
@@ -104,8 +105,8 @@ def _warn_of_shared_store() -> None:
 
 @contextmanager
 def _announce_compiling() -> Iterator[None]:
-    """Prints, before and after the block, that DeepSpeed compiles its operator for exchanges on the CPU; silent on a
-    GPU, or if it is compiled already.
+    """Prints, before and after the block, that DeepSpeed compiles its operator for exchanges on the CPU. Prints nothing
+    on a GPU, or if the operator is compiled already.
     """
     module = Path(os.environ["TORCH_EXTENSIONS_DIR"]) / _OPERATOR / f"{_OPERATOR}.so"
     if group.device().type != "cpu" or module.exists():
@@ -121,10 +122,10 @@ def _announce_compiling() -> Iterator[None]:
 
 
 def _start_group_of_launch(backend: str, timeout: timedelta) -> None:
-    """Starts the process group over a store that only this launch uses. Leaves it to DeepSpeed, and does nothing, for
-    one rank and for ranks that torchrun has not restarted, since torchrun has a store for each launch.
+    """Starts the process group over a store that only this launch uses. Does nothing for one rank, and for ranks that
+    torchrun has started and not restarted: DeepSpeed then starts the group, since torchrun has a store for each launch.
 
-    Raises ConfigError if another launch has taken the port.
+    Raises ConfigError if another launch has taken the port, DistStoreError if rank 0 does not come in time.
     """
     attempt, place = os.environ.get("TORCHELASTIC_RESTART_COUNT"), group.read_place()
     # A store that torchrun's agents share with the ranks lives on, with the addresses of ranks that are gone. Otherwise
@@ -154,13 +155,13 @@ def _start_group_of_launch(backend: str, timeout: timedelta) -> None:
 
 @functools.cache
 def open_store() -> torch.distributed.Store:
-    """Returns a connection to the store of rank 0, which holds the names of rank 0's host and launch; the first call
-    makes it.
+    """Returns a connection to the store of rank 0, which holds the names of rank 0's host and launch. The first call
+    makes the connection; later calls return the same one.
 
     A launcher that starts several ranks on a host is the parent of them all. So a rank on rank 0's host with another
-    parent belongs to another launch that uses the same port: it raises ConfigError, as does a port that is taken.
+    parent belongs to another launch that uses the same port. Raises ConfigError in this case, and if the port is taken.
 
-    Rank 0 may open it before it lists data for long: the others wait there as long as it says that work goes on.
+    Rank 0 may open the store and then list data for long: the other ranks wait as long as rank 0 reports progress.
     """
     place = _write_rank_variables()
     try:
@@ -195,9 +196,10 @@ def _make_taken_port_error() -> ConfigError:
 
 
 def _unlink_buffers() -> None:
-    """Removes the names of DeepSpeed's shared buffers on the CPU, 69 MB for each rank, which it would leave behind.
+    """Removes the files of DeepSpeed's shared buffers on the CPU, 69 MB for each rank, which DeepSpeed would leave in
+    /dev/shm; does nothing on a GPU.
 
-    Every rank has mapped them by now, so the memory is given back when the last process ends.
+    Every rank has mapped them by now, so the memory is freed when the last process ends.
     """
     if group.device().type == "cpu":
         name = f"deepspeed_allreduce_buffer_*_{os.environ['MASTER_ADDR']}_{os.environ['MASTER_PORT']}_*"

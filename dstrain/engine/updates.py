@@ -1,22 +1,24 @@
-"""The optimizer's step of one engine: one norm that also checks the gradients, and a flag that is read a step late.
+"""Takes the optimizer's step of one engine: one norm also checks the gradients, and the host reads the result a step
+late.
 
 DeepSpeed checks each gradient by itself, computes each norm in fp64, and reads both on the host. Here a step computes
-one norm over the flat gradients of all ranks. It says whether they are finite, and by how much they are clipped. It
-stays on the device: the optimizer gets it as `found_inf` and `grad_scale`, as torch's GradScaler hands them to a fused
-AdamW, and where found_inf is 1 it changes no weight, no moment and no count. The host learns of it a step later.
+one norm over the flat gradients of all ranks, which decides whether they are finite, and by how much they are clipped.
+The norm stays on the device: the optimizer gets it as `found_inf` and `grad_scale`, as torch's GradScaler gives them to
+a fused AdamW, and where found_inf is 1 the optimizer changes no weight, no moment and no count. The host learns of it a
+step later.
 
-That needs an optimizer that takes both, and says so by `_step_supports_amp_scaling`, torch's own word for it. With any
-other one, with an optimizer that is offloaded, and at stage 0 in bf16, DeepSpeed's own step runs, and its checks, too,
-even where the JSON switches them off.
+This needs an optimizer that takes both, and says so by `_step_supports_amp_scaling`, as torch's do. With any other
+optimizer, with one that is offloaded, and at stage 0 in bf16, DeepSpeed's own step and checks run, even where the JSON
+switches the checks off.
 
 Gradients of 16 bits are summed in fp32 over the micro-batches of a step, since a 16-bit sum loses precision with each
 of them. At stages 2 and 3 DeepSpeed's `data_types.grad_accum_dtype` does so: it adds each reduced gradient to a
-partition in fp32. At stage 0 DeepSpeed refuses the key, and at stage 1 in bf16 it changes over to an optimizer with
-other checkpoints. There WideSums holds the sum in fp32 beside the weights, and hands it to DeepSpeed on the last
-micro-batch, in the precision of the network, which is also that of the reduction. One rank has nothing to reduce: its
-gradients are summed where the optimizer takes them, and the sum is not rounded.
+partition in fp32. At stage 0 DeepSpeed refuses the key, and at stage 1 in bf16 the key makes it use an optimizer with
+other checkpoints. There WideSums keeps the sum in fp32 beside the weights, and moves it into the weights' gradients on
+the last micro-batch, in the precision of the network, which is also that of the reduction. One rank has nothing to
+reduce: its gradients are summed where the optimizer reads them, and the sum is not rounded.
 
-It reads DeepSpeed's internals; what takes the place of some is put there by patches.py.
+It reads DeepSpeed's internals; patches.py replaces some of them.
 """
 
 import math
@@ -40,8 +42,8 @@ from dstrain.engine.patches import (
 
 
 class WideSums:
-    """Sums the gradients of `weights` in fp32 over the micro-batches of a step. Make it before the engine, so that its
-    hooks run before DeepSpeed's.
+    """Sums the gradients of `weights` in fp32 over the micro-batches of a step. Create it before the engine, so that
+    its hooks run before DeepSpeed's.
     """
 
     def __init__(self, weights: Iterable[nn.Parameter]):
@@ -50,27 +52,29 @@ class WideSums:
         self._hooks = [weight.register_post_accumulate_grad_hook(self._sum_gradient) for weight in weights]
 
     def attach(self, engine: Any) -> None:
-        """Connects the sums to an engine, which tells which micro-batch is the last. Before the engine reduces
-        gradients, sums that are left are moved into the weights' gradients.
+        """Connects the sums to an engine, which knows which micro-batch is the last. Each time before the engine
+        reduces gradients, `_hand_over_sums` is called.
         """
         self._engine, engine.wide_sums = engine, self
         call_before_reduction(engine, self._hand_over_sums)
 
     def _hand_over_sums(self) -> None:
-        """On the last micro-batch, moves the sums of weights that got no gradient in it into their gradients."""
+        """On the last micro-batch, moves the sums of weights that got no gradient in it into their `grad`; does nothing
+        on other micro-batches.
+        """
         if self._engine.is_gradient_accumulation_boundary():
             for weight in list(self._sums):
                 weight.grad = self._sums.pop(weight).to(weight.dtype)
 
     def detach(self) -> None:
-        """Removes the hooks, so that gradients are no longer summed."""
+        """Removes the hooks and disconnects the sums from the engine, so that gradients are no longer summed."""
         for hook in self._hooks:
             hook.remove()
         restore_reduction(self._engine)
         del self._engine.wide_sums
 
     def list_sums(self) -> Iterable[Tensor]:
-        """Returns the sums of the step so far, live."""
+        """Returns the live sums of the step so far, only for weights that have had a gradient."""
         return self._sums.values()
 
     @torch.no_grad()
@@ -89,8 +93,8 @@ class WideSums:
 
 @torch.no_grad()
 def move_gradients_to_master(master: Tensor, weights: Sequence[nn.Parameter]) -> None:
-    """Moves the gradients of a micro-batch: adds them to `master.grad`, in which they lie flat and one behind the
-    other, and sets those of `weights` to None.
+    """Adds the gradients of a micro-batch to the flat tensor `master.grad`, in which those of all `weights` lie one
+    after another, and sets the gradients of `weights` to None. Allocates `master.grad` if it is None.
     """
     if master.grad is None:
         master.grad = torch.zeros_like(master)
@@ -108,7 +112,7 @@ _ROW = 1 << 14  # elements in one sum of squares: on a CPU, a longer one in fp32
 
 
 class AsyncHostCopy:
-    """Starts to copy values to the host. `read` waits for the device's work before the copy, and not for later work."""
+    """Starts to copy values to the host. `read` waits until the copy is done, and not for later work of the device."""
 
     def __init__(self, values: Tensor):
         self._host = values.to("cpu", non_blocking=True)  # page-locked memory, where they cross
@@ -122,8 +126,8 @@ class AsyncHostCopy:
 
 
 class Flag:
-    """Whether an update was applied. `value` is 1.0 or 0.0, perhaps a tensor on the device; `bool` waits for it the
-    first time.
+    """Whether an update was applied. `value` is 1.0 or 0.0, a number or a tensor on the device. If it is a tensor, the
+    first bool(flag) waits for the device.
     """
 
     def __init__(self, value: Tensor | bool):
@@ -138,7 +142,7 @@ class Flag:
 
 
 class Updates:
-    """Takes the optimizer's steps of one engine, and skips those whose gradients are not finite."""
+    """Takes the optimizer's steps of one engine, and skips steps whose gradients are not finite."""
 
     def __init__(self, engine: Any):
         self.engine, self._zero = engine, engine.optimizer
@@ -162,8 +166,8 @@ class Updates:
             disable_scale_updates(self._zero)  # `count_last_step` changes it
 
     def step(self) -> None:
-        """Ends a micro-batch after its backward pass. On the last one of a step it takes the optimizer's step, unless a
-        gradient is not finite, and sets `applied`.
+        """Ends a micro-batch after its backward pass, and sets `applied`. On the last micro-batch of a step it takes
+        the optimizer's step, unless a gradient is not finite.
         """
         if self._sum_into_masters:
             for master, weights in zip(self._zero.single_partition_of_fp32_groups, self._zero.bit16_groups):
@@ -191,10 +195,11 @@ class Updates:
         self._unread = self.applied
 
     def count_last_step(self) -> None:
-        """Counts the latest step as skipped or not, once, and lowers or raises a dynamic loss scale by it.
+        """Counts the latest step as skipped or applied, and changes a dynamic loss scale accordingly. Does nothing if
+        the step was counted before. Waits for the device.
 
-        The scale changes after the step: DeepSpeed would raise it before it divides by it, and so halve the gradients
-        of that step.
+        The scale changes after the step: DeepSpeed would raise the scale before it divides by it, and so halve the
+        gradients of that step.
         """
         if self._unread is not None:
             flag, self._unread = self._unread, None
@@ -204,8 +209,8 @@ class Updates:
                 self._zero.loss_scaler.update_scale(not flag)
 
     def update_loss_scale(self) -> None:
-        """Updates a dynamic loss scale by the latest step, if it was not done yet. Call it before the backward pass,
-        for which the loss is multiplied by the scale.
+        """Updates a dynamic loss scale by the latest step, unless this was done before. Call it before the backward
+        pass, for which the loss is multiplied by the scale.
         """
         if self._has_dynamic_scale:
             self.count_last_step()
@@ -234,8 +239,8 @@ class Updates:
 
     @cached_property
     def _is_single_rank(self) -> bool:
-        """Returns whether one rank is alone at stage 1 or 2, and gradients would be reduced in their own type: then
-        they need neither reduction nor rounding.
+        """Returns whether one rank is alone at stage 1 or 2, and DeepSpeed would reduce gradients in their own dtype:
+        then they need neither reduction nor rounding.
         """
         zero = self._zero
         return (
@@ -245,8 +250,8 @@ class Updates:
         )
 
     def _skip_reduction(self) -> None:
-        """Makes DeepSpeed leave the gradients of a single rank where they are, and removes WideSums. If micro-batches
-        are summed in fp32, they are summed in the gradients of the masters from now on.
+        """Makes DeepSpeed leave the gradients of a single rank in `weight.grad`, and removes WideSums. If gradients are
+        summed in fp32 over micro-batches, their sums are kept in the gradients of the masters from now on.
         """
         skip_reduction(self._zero)
         aside = getattr(self.engine, "wide_sums", None)
@@ -255,7 +260,7 @@ class Updates:
         self._sum_into_masters = bool(aside) or self._zero.gradient_accumulation_dtype != self._zero.dtype
 
     def _list_gradients(self, number: int, master: Tensor) -> list[Tensor]:
-        """Returns the gradient of flat master `number` at stages 1 and 2 as tensors of one dimension, which follow one
+        """Returns the gradient of flat master `number` at stages 1 and 2, as tensors of one dimension that follow one
         another.
         """
         zero = self._zero
@@ -273,8 +278,8 @@ class Updates:
 
     @torch.no_grad()
     def _step_stage12(self) -> None:
-        """Stands in for DeepSpeed's step at stages 1 and 2. It does the same, with one norm in place of DeepSpeed's
-        checks, and without a second copy of the gradients.
+        """Takes the optimizer's step at stages 1 and 2 in place of DeepSpeed's method. It does the same, but with one
+        norm in place of DeepSpeed's checks, and without a second copy of the gradients.
         """
         zero, norms = self._zero, []
         masters = zero.single_partition_of_fp32_groups
@@ -303,8 +308,8 @@ class Updates:
 
     @torch.no_grad()
     def _step_stage3(self) -> None:
-        """Stands in for DeepSpeed's step at stage 3. It does the same, with one norm in place of DeepSpeed's checks,
-        and with one exchange for all weights that stay whole.
+        """Takes the optimizer's step at stage 3 in place of DeepSpeed's method. It does the same, but with one norm in
+        place of DeepSpeed's checks, and with one exchange for all weights that stay whole.
         """
         from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
@@ -337,13 +342,15 @@ class Updates:
 
     @cached_property
     def _partitioned_weights(self) -> list[Tensor]:
-        """Returns the weights that stage 3 partitions and gathers where they are used, without the small ones that stay
-        whole on each rank.
+        """Returns the weights that stage 3 partitions and gathers where they are used. Small weights, which stay whole
+        on each rank, are left out.
         """
         return [weight for weight in self.engine.module.parameters() if not weight.ds_persist]
 
     def _skip_step(self) -> None:
-        """Ends a step at stage 0 in fp32 without an update, counted as DeepSpeed counts the steps that it skips."""
+        """Ends a step at stage 0 in fp32 without an update, and counts it in the engine as DeepSpeed counts skipped
+        steps.
+        """
         self.engine.zero_grad()
         self.engine._step_applied = False
         self.engine.micro_steps += 1
@@ -390,8 +397,8 @@ class Updates:
 
     @property
     def scaler_state(self) -> dict[str, float]:
-        """Returns what a checkpoint keeps of a dynamic loss scale and its history; {} if the scale is fixed or there is
-        none.
+        """Returns the dynamic loss scale and its counters, by DeepSpeed's names, for a checkpoint; {} if the scale is
+        fixed or there is none.
         """
         self.count_last_step()
         return {name: getattr(self._zero.loss_scaler, name) for name in _SCALER_STATE if self._has_dynamic_scale}
@@ -404,8 +411,8 @@ class Updates:
 
 
 def _compute_row_norms(values: Tensor) -> Tensor:
-    """Returns the fp32 norms (n,) of consecutive pieces of a tensor, of 16,384 elements each; the norm of these is that
-    of the tensor.
+    """Returns the fp32 norms (n,) of consecutive pieces of a tensor, of 16,384 elements each; the norm of the result is
+    the norm of the tensor.
     """
     values = values.reshape(-1)
     whole = values.numel() // _ROW * _ROW

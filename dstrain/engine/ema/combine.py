@@ -1,6 +1,7 @@
-"""Averages of any width from a run's snapshots (snapshots.py), solved by profiles.py and combined by streaming.
+"""Makes averages of any width from a run's snapshots (snapshots.py): profiles.py solves for coefficients, and tensors
+are combined piece by piece.
 
-Memory holds one chunk of a tensor in float64 for each width, and where the tensors lie in all snapshots.
+Memory holds one chunk of a tensor in float64 for each width, and the positions of the tensors in all snapshots.
 """
 
 import hashlib
@@ -25,7 +26,7 @@ MISFIT = 0.1  # above it an average is refused: profiles.Solution
 
 
 class Snapshot(NamedTuple):
-    """A snapshot's folder, its step, and the counters of its parts: validate.read_counters."""
+    """A snapshot's folder, its step, and by part the counters that validate.read_counters returns."""
 
     path: Path
     step: int
@@ -81,7 +82,7 @@ class Combined:
 
     def solve(self, width: float) -> Solution:
         """Returns the coefficients with which the averages in all snapshots make the average of `width`. Raises
-        ConfigError if they make none of this width.
+        ConfigError if the profile of every combination differs from the wanted one by more than 10 %.
         """
         if not self._time:
             return Solution([1.0] + [0.0] * (len(self._sources) - 1), 0.0)
@@ -98,7 +99,7 @@ class Combined:
         return solution
 
     def can_make(self, width: float) -> bool:
-        """Returns whether the snapshots make an average of this width, so that `solve` does not raise."""
+        """Returns whether the snapshots make an average of this width, in which case `solve` does not raise."""
         return not self._time or self._find_solution(width).misfit <= MISFIT
 
     def _find_solution(self, width: float) -> Solution:
@@ -122,8 +123,8 @@ class Combined:
         return sum(4 * math.prod(shape) for _, shape in self.list_tensors())
 
     def combine_values(self, solutions: Sequence[Solution], shares: dict[str, range]) -> Iterator[np.ndarray]:
-        """Yields the averages of W solutions in chunks, float32 (W, n), each of elements of one tensor. shares: by
-        tensor, the range of its elements to combine; tensors come in this order.
+        """Yields the averages of W solutions in chunks of consecutive elements of one tensor, float32 (W, n). shares:
+        by tensor, the range of its elements to combine; the chunks come in this order.
         """
         coefficients = np.array([solution.coefficients for solution in solutions])  # (W, sources)
         with Files() as files:
@@ -150,8 +151,8 @@ class Combined:
         """Writes this rank's shards of averages, one file for each width, synced to the disk; returns {size, hash} of
         each.
 
-        Each rank writes its share of every tensor; one with fewer elements than ranks is rank 0's. Raises ConfigError
-        as `solve`.
+        Each rank writes its share of every tensor; rank 0 alone writes a tensor that has fewer elements than there are
+        ranks. Raises ConfigError as `solve`.
         """
         solutions, shapes = [self.solve(width) for width in widths], dict(self.list_tensors())
         shares = {

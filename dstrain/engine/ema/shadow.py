@@ -23,7 +23,9 @@ from dstrain.recipe import ConfigError, Ema
 
 
 class EmaShadow:
-    """Averages of the masters of every averaged part: `flats[part][decay or width]` in the masters' layout."""
+    """Averages of the masters of every averaged part: `flats[part][decay or width]` are tensors laid out like the
+    masters.
+    """
 
     def __init__(self, masters: Mapping[str, Masters], ema: Ema, averaged: tuple[str, ...]):
         self._masters = masters
@@ -43,16 +45,18 @@ class EmaShadow:
 
     @torch.no_grad()
     def reset(self) -> None:
-        """Starts every average anew from the present masters, as at step 0."""
+        """Sets every average to the present masters, with 0 updates, as at step 0."""
         for part, shadows in self.flats.items():
             self._copy_masters(part, shadows)
             self._restart(part, 0)
 
     @torch.no_grad()
     def update(self, step: int, applied: Mapping[str, Flag]) -> None:
-        """Updates the averages of the parts in `applied` with the weights that optimizer step `step` made.
+        """Updates the averages of the parts in `applied` with the weights that optimizer step `step` made. Other parts
+        keep theirs.
 
-        Whether a step was applied stays on the device: if it was not, the weights count nothing and add no time.
+        Whether a step was applied stays on the device. If it was not, neither the averages nor their number of updates
+        change.
         """
         for part, shadows in self.flats.items():
             if part not in applied:
@@ -70,8 +74,9 @@ class EmaShadow:
                     average.lerp_(master.detach(), weight)
 
     def list_counters(self, part: str) -> dict[str, Any]:
-        """Returns {"averages": their widths, the step at which they began, and the part's updates since}, which a
-        checkpoint keeps beside the values of a part's averages by width; {} if it has none.
+        """Returns {"averages": {"widths", "began", "updates"}}: the widths of a part's averages by width, the step at
+        which they began, and the part's updates since. A checkpoint keeps these beside the averages. Returns {} if the
+        part has no averages by width.
         """
         if part not in self._updates:
             return {}
@@ -80,10 +85,11 @@ class EmaShadow:
 
     @torch.no_grad()
     def resume_averages(self, part: str, counters: dict[str, Any] | None, step: int) -> bool:
-        """Restores the counters of a part's averages by width from those in a checkpoint of `step`; returns True.
+        """Restores the counters of a part's averages by width from `counters`, those in a checkpoint of `step`; returns
+        True. Returns True, too, if the part has no such averages.
 
-        If the checkpoint lacks one of the widths, it starts all of them anew from the masters and returns False: only
-        averages that began together can be combined.
+        If the checkpoint lacks one of the widths, all of them are set to the masters and begin at `step`, and the
+        result is False: only averages that began together can be combined.
         """
         if part not in self._updates:
             return True
@@ -108,8 +114,8 @@ class EmaShadow:
     def use_averages(self, name: float | None = None) -> Iterator[None]:
         """Puts the averages into the networks inside the block, and the training weights, bit for bit, back afterwards.
 
-        `name` is one of the configured decays and widths, None the first. All ranks enter and leave together. A part
-        without averages keeps its training weights. Raises ConfigError if there is no such average.
+        `name` is one of the configured decays and widths; None takes the first. All ranks enter and leave the block
+        together. A part without averages keeps its training weights. Raises ConfigError if there is no such average.
         """
         with ExitStack() as stack:
             for part, shadows in self.flats.items():

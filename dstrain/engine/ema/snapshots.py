@@ -1,11 +1,11 @@
-"""Snapshots of the averages by width, of which averages of any width are made when training is over.
+"""Writes snapshots of the averages by width, from which averages of any width are made when training is over.
 
     RUN/averages/step_N/PART-RRRRR-of-WWWWW.safetensors    fragments ema.WIDTH, float32 or bfloat16, of averaged parts
                         common.safetensors, manifest.json  as in a checkpoint; with the updates of each part
 
-They are written beside training, by a thread of their own, and none is deleted, but for those of steps behind which the
-run has gone back: these are put aside until they are passed again (store.py). Whatever a later checkpoint rests on is
-whole before that checkpoint is written, so that a run that goes on lacks none.
+A thread writes them while training goes on. None is deleted. After a rollback, snapshots of later steps are renamed, so
+that they no longer count, until the run passes these steps again (store.py). Before a checkpoint is written, all
+snapshots up to its step are complete, so that a run that resumes from it lacks none.
 """
 
 import sys
@@ -51,11 +51,11 @@ class Averages:
         self._masters, self._shadow, self._common = masters, shadow, common
 
     def take_snapshot(self, step: int, last: bool = False, wait: bool = False) -> None:
-        """Writes a snapshot of the averages at `step` if the recipe asks for one then (ema.snapshots), or it is the
-        run's `last`.
+        """Writes a snapshot of the averages at `step` if the recipe asks for one at this step (ema.snapshots), or it is
+        the run's `last`.
 
         Writes none at the step where the averages began, and none if there is one of this step. wait: writes before
-        this returns. Raises NotSaved as Saver.save.
+        this returns. Raises NotSaved as Saver.save. Call it on all ranks.
         """
         every = self._ema.snapshots
         if not every or step == self._shadow.began or not (last or step % every == 0):
@@ -85,8 +85,8 @@ class Averages:
         self.saver.save(step, entries, write, need_bytes=nbytes + (1 << 20), score=None, last=wait)
 
     def set_aside(self, after: int) -> None:
-        """Renames the snapshots of all steps after `after`, so that they no longer count: the run takes these steps
-        again.
+        """Renames the snapshots of all steps after `after`, so that they no longer count, since the run will take these
+        steps again. Raises NotSaved if that fails.
         """
         self.saver.wait_for_save()
         if max(group.broadcast_from_first(self.saver.store.list_steps()), default=0) > after:

@@ -1,1 +1,1 @@
-"""What a rank keeps and computes, counted on DeepSpeed itself without a GPU."""
+"""Counts the memory and the operations of a rank by running DeepSpeed itself without a GPU."""

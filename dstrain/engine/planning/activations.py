@@ -1,4 +1,6 @@
-"""What a forward pass keeps for the backward pass, in bytes, and the work of both, counted without doing it."""
+"""Counts the bytes that a forward pass keeps for the backward pass, and the operations of both, without computing
+values.
+"""
 
 import gc
 import math
@@ -16,8 +18,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 
 def count_kept_bytes(loss: Callable[[], Tensor], present: Iterable[Tensor]) -> int:
-    """Returns the bytes that the forward pass `loss` keeps for its backward pass, without those of `present`, the
-    weights and inputs.
+    """Returns the bytes that the forward pass `loss` keeps for its backward pass. Storages of the tensors `present`,
+    the weights and inputs, are left out.
 
     Tensors may be on the meta device. Attention runs by fused kernels, as on a GPU in 16 bits.
     """
@@ -31,8 +33,8 @@ def count_kept_bytes(loss: Callable[[], Tensor], present: Iterable[Tensor]) -> i
 
 
 def count_flops(loss: Callable[[], Tensor]) -> int:
-    """Returns the floating-point operations of the forward pass `loss` and of its backward pass, by torch's own count.
-    Attention counts as its two products.
+    """Returns the floating-point operations of the forward pass `loss` and of its backward pass, by torch's counter.
+    Attention is counted as its two matrix products.
     """
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
         loss().backward()
@@ -56,10 +58,10 @@ class _Storages(TorchDispatchMode):
 
 
 class Fused:
-    """Inside the block, attention runs by the fused kernels that torch takes on a GPU, also on the meta device, where
-    torch would take plain products.
+    """Inside the block, attention runs by the fused kernels that torch uses on a GPU, also on the meta device, where
+    torch would use plain products.
 
-    Torch's function is replaced, since a TorchFunctionMode does not hold within Tensor.backward, where blocks are
+    Torch's function is replaced, since a TorchFunctionMode has no effect within Tensor.backward, where blocks are
     computed again.
     """
 

@@ -1,8 +1,8 @@
-"""This process as rank 0 of any number of ranks, of which the others do not exist, with tensors that hold no values.
+"""Makes this process rank 0 of any number of ranks, of which the others do not exist, with tensors that hold no values.
 
-DeepSpeed runs as it always does. Its exchanges go to torch's fake process group, which answers at once and changes
-nothing. Its tensors are torch's fake ones, with shapes, types and devices: networks of any size take no memory.
-Where code reads a value, it gets zero, and where it selects elements by their values, none.
+DeepSpeed runs unchanged. Its collectives run in torch's fake process group, which returns at once and changes nothing.
+Its tensors are torch's fake ones, with shapes, types and devices: networks of any size take no memory. Where code reads
+a value, it gets zero, and where it selects elements by their values, none.
 """
 
 import os
@@ -29,7 +29,10 @@ from dstrain.engine.patches import forget_groups_at_end, import_deepspeed, prepa
 
 @contextmanager
 def enter_fake_world(world: int) -> Iterator[None]:
-    """Makes this process rank 0 of `world` ranks inside the block. It may be entered again, with another `world`."""
+    """Inside the block, this process is rank 0 of `world` ranks and its tensors are fake. Afterwards another block may
+    begin, with another `world`. The environment variables of rank and world, and the changes to DeepSpeed for fake
+    tensors, stay.
+    """
     os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world))
     deepspeed = import_deepspeed()
     from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -52,7 +55,9 @@ def enter_fake_world(world: int) -> Iterator[None]:
 
 
 class _Zeros(TorchDispatchMode):
-    """Gives zero where a value of a fake tensor is read, and nothing where elements are selected by a mask."""
+    """Inside the block, returns zero where a value of a fake tensor is read, and an empty tensor where elements are
+    selected by a mask.
+    """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         aten = torch.ops.aten
@@ -71,8 +76,9 @@ class _Zeros(TorchDispatchMode):
 
 
 class _Views(TorchDispatchMode):
-    """Makes views of fake tensors as torch makes those of others. They are most of what is done in a step, and torch's
-    own way for fake tensors takes up to forty times as long: it derives each new shape and offset in Python.
+    """Inside the block, makes views of fake tensors as torch makes views of real ones. Most operations of a step are
+    views, and torch's own way for fake tensors takes up to forty times as long: it derives each new shape and offset in
+    Python.
     """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
@@ -109,7 +115,7 @@ def _make_zero(tensor: torch.Tensor) -> bool | int | float:
 
 
 class FakeEngines(Engines):
-    """Engines whose networks have neither values nor memory before DeepSpeed gets them; they draw no weights."""
+    """Engines whose networks have neither values nor memory before DeepSpeed gets them. They draw no weights."""
 
     def _build_networks(self, networks: Networks, seed: int) -> dict[str, tuple[nn.Module, Values]]:
         with unset_fake_temporarily(), place_weights_on_meta():

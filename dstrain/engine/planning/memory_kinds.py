@@ -29,7 +29,9 @@ OFFLOADED = {
 
 
 def count_saved_bytes(masters: Mapping[str, Masters], ema: EmaShadow) -> int:
-    """Returns the bytes that this rank writes into a checkpoint: masters, moments, averages, frozen weights."""
+    """Returns the bytes of tensors that this rank writes into a checkpoint: masters, moments, averages, frozen
+    weights.
+    """
     kinds = [
         (own, [own.flats, *map(own.read_moments, own.kinds), *ema.flats.get(part, {}).values()])
         for part, own in masters.items()
@@ -42,8 +44,8 @@ def count_saved_bytes(masters: Mapping[str, Masters], ema: EmaShadow) -> int:
 
 
 def list_kept_tensors(masters: Mapping[str, Masters], ema: EmaShadow) -> Iterator[tuple[str, Tensor]]:
-    """Yields (kind, tensor) of the tensors that live from step to step. Several may share a storage: its kind is that
-    of the first.
+    """Yields (kind, tensor) of the tensors that live from step to step. Several may share a storage: it has the kind of
+    the first.
     """
     for own in masters.values():
         module = own.engine.module
@@ -70,8 +72,8 @@ def list_kept_tensors(masters: Mapping[str, Masters], ema: EmaShadow) -> Iterato
 
 
 def list_tensor_makers(masters: Masters) -> Iterator[tuple[Any, str, str]]:
-    """Yields (owner, method's name, kind) of DeepSpeed's methods that make tensors of one kind: gathered weights, or
-    buckets for gradients.
+    """Yields (owner, method's name, kind) of the methods of DeepSpeed that allocate tensors of one kind: gathered
+    weights at stage 3, or buckets for gradients.
     """
     zero = masters.engine.optimizer
     if hasattr(zero, "parameter_offload"):
