@@ -1,1 +1,1 @@
-"""Frozen networks of others."""
+"""Frozen networks of other projects that encode images, texts and pictures for dstrain's systems and metrics."""

@@ -77,15 +77,15 @@ class Autoencoder(Frozen):
         self.shift = (getattr(config, "shift_factor", None) or 0.0) if shift is None else shift
 
     def encode(self, image: Tensor, key: Tensor) -> Tensor:
-        """Draws float32 latents (B, c, h, w) of images (B, C, H, W) from the posterior, with the noise of the samples'
-        keys (B,).
+        """Returns float32 latents (B, c, h, w) of images (B, C, H, W) in [-1, 1], drawn from the posterior with the
+        noise of the samples' keys (B,).
         """
         with use_precision(self.precision):
             return self.draw_latents(*encode_posterior(self.vae, image), key)
 
     def draw_latents(self, mean: Tensor, std: Tensor, key: Tensor) -> Tensor:
-        """Draws float32 latents (B, c, h, w) as `encode` does, from a cached posterior: mean and std (B, c, h, w), key
-        (B,).
+        """Returns float32 latents (B, c, h, w) as `encode` does, drawn from a cached posterior: mean and std (B, c, h,
+        w), key (B,).
         """
         return draw_latents(mean, std, key, self.scaling_factor, self.shift)
 
@@ -105,12 +105,12 @@ class Autoencoder(Frozen):
         return hash_network(*read_autoencoder_identity(self.vae))
 
     def describe_latents(self) -> dict[str, Any]:
-        """Returns scaling_factor, shift and fingerprint, on which the latents of an image depend."""
+        """Returns {scaling_factor, shift, fingerprint}, on which the latents of an image depend."""
         return {"scaling_factor": self.scaling_factor, "shift": self.shift, "fingerprint": self.fingerprint()}
 
     def read_channel_moments(self) -> tuple[list[float], list[float]] | None:
         """Returns the mean and the standard deviation of each latent channel, from the autoencoder's own config.
-        Returns None if the config names none, or for an AutoencoderRAE, which normalizes its latents itself.
+        Returns None if the config gives none, or for an AutoencoderRAE, which normalizes its latents itself.
         """
         means, deviations = (getattr(self.vae.config, name, None) for name in ("latents_mean", "latents_std"))
         if self.of_representations or not means or not deviations:
@@ -118,7 +118,9 @@ class Autoencoder(Frozen):
         return [float(value) for value in means], [float(value) for value in deviations]
 
     def set_encode_precision(self, precision: Precision | None) -> None:
-        """Sets the precision of `encode`; None: tf32 if the GPU has it, else fp32. `decode` stays float32."""
+        """Sets the precision of `encode` and casts the encoder's weights to it; None: tf32 if the GPU has it, else
+        fp32. `decode` stays in float32.
+        """
         self.precision = precision = precision or choose_precision()
         for name in _ENCODING:
             if getattr(self.vae, name, None) is not None:
@@ -144,8 +146,8 @@ def encode_posterior(vae: nn.Module, image: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def draw_latents(mean: Tensor, std: Tensor, key: Tensor, scaling_factor: Values, shift: Values = 0.0) -> Tensor:
-    """Draws float32 latents (B, c, h, w) from their posterior with the noise of the samples' keys (B,), subtracts
-    `shift` and multiplies by `scaling_factor`.
+    """Returns float32 latents (B, c, h, w): draws from the posterior with the noise of the samples' keys (B,),
+    subtracts `shift` and multiplies by `scaling_factor`.
     """
     noise = rng.normal(key, "latent", tuple(mean.shape[1:]))
     return (mean.float() + std.float() * noise - broadcast_over_pixels(shift, noise)) * broadcast_over_pixels(
@@ -154,8 +156,8 @@ def draw_latents(mean: Tensor, std: Tensor, key: Tensor, scaling_factor: Values,
 
 
 def broadcast_over_pixels(values: Values, like: Tensor) -> float | Tensor:
-    """Returns a single number as it is. Returns one number for each channel as a tensor (C, 1, 1) with dtype and device
-    of `like`, which broadcasts over its pixels.
+    """Returns a single number as it is, and one number for each channel as a tensor (C, 1, 1) with dtype and device of
+    `like`, which broadcasts over pixels.
     """
     if isinstance(values, float | int):
         return values
@@ -163,15 +165,17 @@ def broadcast_over_pixels(values: Values, like: Tensor) -> float | Tensor:
 
 
 def is_representation_autoencoder(vae: nn.Module) -> bool:
-    """Returns whether an autoencoder is an AutoencoderRAE, which has images in [0, 1] and no posterior."""
+    """Returns whether an autoencoder is an AutoencoderRAE, whose images are in [0, 1] and which has no posterior."""
     return type(vae).__name__ == _OF_REPRESENTATIONS
 
 
 def read_autoencoder_identity(vae: nn.Module) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Returns what decides an autoencoder's codes: the keys of its config that do, and its weights by diffusers' names.
+    """Returns the config and the weights, by diffusers' names, that decide what an autoencoder encodes. The config has
+    only keys that matter and differ from diffusers' defaults.
 
-    Scale and shift of the latents are left out, since they come after the codes and may be measured later; but for an
-    AutoencoderRAE, which applies them itself.
+    Scale and shift of the latents are left out, since they are applied to the posterior sample and may be measured
+    later. The config of an AutoencoderRAE, which applies them itself, is complete except for them and private keys; its
+    weights contain them.
     """
     if is_representation_autoencoder(vae):
         own = {name: value for name, value in vae.config.items() if not name.startswith(("_", "latents_"))}
@@ -181,7 +185,9 @@ def read_autoencoder_identity(vae: nn.Module) -> tuple[dict[str, Any], dict[str,
 
 
 def hash_network(config: dict[str, Any], weights: dict[str, Tensor]) -> str:
-    """Returns a short hash of a frozen network: its config, as JSON, and every bit of its weights."""
+    """Returns a hash of a frozen network, 32 hexadecimal digits: of its config, as JSON, and of names, dtypes, shapes
+    and bytes of its weights.
+    """
     digest = hashlib.blake2b(json.dumps(config, sort_keys=True).encode(), digest_size=16)
     for name in sorted(weights):
         tensor = weights[name].detach().cpu().contiguous()

@@ -1,7 +1,8 @@
-"""The encoders of the built-in emoji pairs, as far as they are in the package: an image tower, and known captions.
+"""Encodes images and captions for the built-in emoji pairs: by an image tower in the package, and a table of known
+captions.
 
-make_emoji_pairs.py has trained the tower on the pairs that data.splits=[0.8,0.1,0.1] trains on, and says
-how good it is. Its embeddings are comparable with those of texts by all-MiniLM-L6-v2, which the package does not hold.
+make_emoji_pairs.py has trained the tower on the pairs that data.splits=[0.8,0.1,0.1] trains on, and says how good it
+is. Its embeddings are comparable with those of texts by all-MiniLM-L6-v2, which the package does not contain.
 """
 
 import itertools
@@ -34,7 +35,7 @@ class Tower(nn.Sequential):
 
 
 class EmojiTower:
-    """Embeds pictures by the trained tower of the package. fingerprint: a short hash of its file."""
+    """Embeds pictures by the trained tower of the package. Attribute fingerprint: a short hash of the tower's file."""
 
     def __init__(self, device: torch.device) -> None:
         self.fingerprint = blake2b(FILE.read_bytes(), digest_size=8).hexdigest()
@@ -52,8 +53,8 @@ class EmojiTower:
 
 
 def read_text_embeds(captions: list[str]) -> Tensor | None:
-    """Returns the embeddings, float32 (N, 384), of captions of the built-in pairs. Upper case and extra spaces do not
-    matter. Returns None if any text is no such caption.
+    """Returns the embeddings, float32 (N, 384), of captions of the built-in pairs; None if any text is no such caption.
+    Upper case and extra spaces do not matter.
     """
     known = embeddings.read_builtin_captions()
     rows = [known.get(" ".join(caption.lower().split())) for caption in captions]

@@ -1,8 +1,8 @@
-"""Frozen networks of others, and the one place that lets transformers and diffusers read them.
+"""Loads frozen networks of other projects by transformers and diffusers, without running code that comes with them.
 
 A folder of an encoder may come from anybody. Of its files only JSON, safetensors and vocabularies are read: its code is
-not imported (auto_map), its pickles are not opened, no other library is loaded because its config names it, nobody is
-asked a question, and the internet is not tried for a folder that is there.
+not imported (auto_map), its pickles are not opened, no other library is loaded because its config names it, no question
+is put to the user, and the internet is not used for a folder that is on this machine.
 """
 
 import json
@@ -20,7 +20,9 @@ _ATTENTION = (None, "eager", "sdpa")  # others are kernels, which transformers w
 
 
 class Frozen(nn.Module):
-    """A network that is never trained: it stays in evaluation mode, whatever the network around it does."""
+    """A network that is never trained: it stays in evaluation mode, also when `train` is called for a network that
+    contains it.
+    """
 
     def train(self, mode: bool = True) -> Self:
         return super().train(False)
@@ -28,7 +30,8 @@ class Frozen(nn.Module):
 
 def is_available_here(path: Any) -> bool:
     """Returns whether a network that a recipe names by `path` can be read offline: `path` is a folder, or the hub's
-    cache has its config.json or model_index.json (it does not look for weights). Returns True if `path` is no string.
+    cache has its config.json or model_index.json; weights are not looked for. Returns True if `path` is no string,
+    False if it cannot be a name on the hub.
     """
     if not isinstance(path, str) or Path(path).is_dir():
         return True
@@ -67,8 +70,8 @@ def explain_loading(kind: str, key: str, path: str, content: str, remedy: str = 
 
 
 def read_pretrained(loader: Any, path: str, **options: Any) -> Any:
-    """Reads a network, tokenizer or config from a folder or by a hub name, by from_pretrained of `loader`, a class of
-    transformers. Runs no code that comes with it.
+    """Returns a network, tokenizer or config from a folder or by a hub name, by from_pretrained of `loader`, a class of
+    transformers. Code that comes with it is not run, and a folder is read offline. Raises the errors of transformers.
     """
     from transformers import dynamic_module_utils
 
@@ -78,8 +81,8 @@ def read_pretrained(loader: Any, path: str, **options: Any) -> Any:
 
 
 def read_config(path: str, folder: str = "") -> Any:
-    """Reads the config of a network of transformers at `path`, or in its subfolder `folder`. Raises ValueError if it
-    asks for a kernel that would be downloaded, or for quantized weights.
+    """Returns the config of a network of transformers at `path`, or in its subfolder `folder`. Raises ValueError if it
+    asks for an attention kernel that would be downloaded, or for quantized weights.
     """
     from transformers import AutoConfig  # slow to import, and only users of such networks need it
 
@@ -95,15 +98,15 @@ def require_weights(missing: Iterable[str], unread: tuple[str, ...]) -> None:
     """Raises ValueError if a file lacks weights that are used, since libraries fill them at random and only warn.
 
     missing  names of the weights that the file lacks.
-    unread   parts of names of weights that are never used, and may be missing.
+    unread   parts of names: weights with one of these in their names are never used, and may be missing.
     """
     if lacking := [name for name in sorted(missing) if not any(part in name for part in unread)]:
         raise ValueError(f"its weights lack {len(lacking)} of the network's, such as {lacking[0]}")
 
 
 def read_network(loader: Any, path: str, config: Any, **options: Any) -> nn.Module:
-    """Reads a network of transformers, from safetensors alone, with a config of `read_config`. Raises ValueError if
-    weights are missing.
+    """Returns a network of transformers, read from safetensors alone, with a config of `read_config`. Raises ValueError
+    if weights are missing.
     """
     options |= {"config": config, "use_safetensors": True, "output_loading_info": True}
     network, report = read_pretrained(loader, path, **options)
@@ -112,14 +115,14 @@ def read_network(loader: Any, path: str, config: Any, **options: Any) -> nn.Modu
 
 
 def refuse_quantized_weights(config: Mapping[str, Any]) -> None:
-    """Raises ValueError for a config of quantized weights, which another library would have to read."""
+    """Raises ValueError if a config is that of quantized weights, which another library would have to read."""
     if config.get("quantization_config") is not None:
         raise ValueError("config.json has a quantization_config, and quantized weights are not read")
 
 
 def read_json(key: str, path: str, name: str) -> Any:
-    """Returns the content of a JSON file in an encoder's folder or on its hub page; None if there is none of that name.
-    Raises ConfigError, which names `key`, if it is no JSON.
+    """Returns the content of a JSON file in an encoder's folder or on its hub page; None if there is no such file, or
+    the hub cannot be reached. Raises ConfigError, which names `key`, if it is no JSON.
     """
     from transformers.utils import cached_file
 
@@ -133,13 +136,15 @@ def read_json(key: str, path: str, name: str) -> Any:
 
 
 def shorten_error(error: Exception) -> str:
-    """Returns an error's message without line breaks, at most 200 characters; its class if it has no message."""
+    """Returns an error's message without line breaks, cut after 200 characters; the name of its class if it has no
+    message.
+    """
     return (" ".join(str(error).split()) or type(error).__name__)[:200]
 
 
 def _may_be_hub_name(path: str) -> bool:
-    """Tells whether a path that is no folder can be a name on the hub. Others are not looked up there, which would take
-    half a minute.
+    """Returns whether a path that is no folder can be a name on the hub: NAME or OWNER/NAME, where OWNER is neither
+    "runs" nor a file here. Other paths are not looked up there, which would take half a minute.
     """
     owner = path.partition("/")[0]
     return bool(re.fullmatch(r"(\w[\w.-]*/)?\w[\w.-]*", path)) and owner != "runs" and not Path(owner).exists()

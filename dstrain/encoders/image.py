@@ -1,6 +1,6 @@
-"""Frozen image encoders: CLIP's image tower with the preprocessing that its folder names (Radford et al. 2021); and
-towers of local folders, whose features metrics compare and alignments take: DINOv2 and DINOv3 for images, VideoMAE for
-clips.
+"""Frozen image encoders: CLIP's image tower, and towers of local folders (DINOv2 and DINOv3 for images, VideoMAE for
+clips), whose features serve metrics and representation alignment. CLIP's preprocessing is that of its folder (Radford
+et al. 2021).
 """
 
 from collections.abc import Sequence
@@ -57,7 +57,7 @@ class ImageEncoder(Frozen):
 
 
 def _load_tower(path: str) -> tuple[nn.Module, nn.Module]:
-    """Returns CLIP's image tower and its projection."""
+    """Returns CLIP's image tower and its projection. Raises ConfigError if `path` holds no CLIP that can be loaded."""
     # Slow to import, and only users of images need it.
     from transformers import CLIPModel, CLIPVisionModelWithProjection
 
@@ -71,7 +71,7 @@ def _load_tower(path: str) -> tuple[nn.Module, nn.Module]:
 
 
 class Tokens(NamedTuple):
-    """Holds the tokens that a tower computes for each of N images or clips."""
+    """The tokens that a tower computes for each of N images or clips."""
 
     first: Tensor | None
     """The class token, (N, D); None: it has none."""
@@ -114,14 +114,14 @@ class VisionTower(Frozen):
         self.register_buffer("std", torch.tensor(_STD).view(3, 1, 1), persistent=False)
 
     def describe_tokens(self) -> dict[str, Any]:
-        """Returns width and fingerprint, which decide the tokens of an image. Call it before `set_precision`, which
+        """Returns {width, fingerprint}, which decide the tokens of an image. Call it before `set_precision`, which
         changes the weights.
         """
         return {"width": self.dim, "fingerprint": hash_network({"kind": self.kind}, self.model.state_dict())}
 
     def set_precision(self, precision: Precision | None) -> None:
-        """Sets the precision that callers of `read_tokens` are to use, and casts the weights to it; None: tf32 if the
-        GPU has it, else fp32.
+        """Casts the weights to a precision and sets the attribute `precision`; callers of `read_tokens` use it by
+        `use_precision`. None: tf32 if the GPU has it, else fp32.
         """
         self.precision = precision or choose_precision()
         cast_weights(self.model, self.precision)

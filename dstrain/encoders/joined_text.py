@@ -1,14 +1,15 @@
-"""The three text encoders of Stable Diffusion 3 as one: CLIP-L and CLIP-G, and T5 (Esser et al. 2024, section 5.2).
+"""Joins the three text encoders of Stable Diffusion 3 into one: CLIP-L and CLIP-G, and T5 (Esser et al. 2024, section
+5.2).
 
-They lie in a pipeline's folder of diffusers, or on the hub, as text_encoder, text_encoder_2 and text_encoder_3, each
+They are in a pipeline's folder of diffusers, or on the hub, as text_encoder, text_encoder_2 and text_encoder_3, each
 beside its tokenizer. A text becomes rows of the width E of T5's states,
 
-    1 row       the two CLIPs' pooled vectors, one behind the other, filled up with zeros
-    77 rows     the states before their last layer, side by side, filled up with zeros
+    1 row       the two CLIPs' pooled vectors, concatenated, padded with zeros
+    77 rows     the states before their last layer, side by side, padded with zeros
     the rest    T5's last states, or zeros where the folder has no T5
 
-so that what is cached, dropped or led away from is always a text's states together with its pooled vector. All rows are
-read, those of padding too, as in the original: no encoder is told where a text ends.
+so that a text's states are always cached, dropped and guided together with its pooled vector. All rows are read, those
+of padding too, as in the original: no encoder is told where a text ends.
 """
 
 from pathlib import Path
@@ -69,12 +70,12 @@ class JoinedTextEncoder(TextEncoder):
             )
 
     def fingerprint(self) -> str:
-        """Returns a short hash of what decides the rows: the class of this encoder, and all weights."""
+        """Returns a hash of what decides the rows: the class of this encoder, and all weights."""
         return hash_network({"class": type(self).__name__}, self.state_dict() | dict(self.named_buffers()))
 
     def count_tokens(self, captions: list[str]) -> list[int]:
-        """Counts the tokens of each caption before any cut, by the tokenizer of T5, or of the second CLIP where there
-        is no T5.
+        """Returns the number of tokens of each caption before truncation, by the tokenizer of T5, or of the second CLIP
+        if there is no T5.
         """
         return [len(ids) for ids in self.tokenizers[-1](captions, verbose=False)["input_ids"]]
 
@@ -111,8 +112,8 @@ class JoinedTextEncoder(TextEncoder):
 
 
 def open_text_encoder(path: str, max_length: int | None = None) -> TextEncoder:
-    """Opens the encoder of captions at `path`: a JoinedTextEncoder for a pipeline with several, else a TextEncoder.
-    Raises ConfigError as these do.
+    """Returns the encoder of captions at `path`: a JoinedTextEncoder for a pipeline with several, else a TextEncoder.
+    Raises ConfigError if nothing can be loaded or max_length does not fit.
     """
     if not (Path(path) / "config.json").is_file():
         with explain_loading("text encoder", "model.text_encoder", path, CONTENT):
@@ -123,7 +124,7 @@ def open_text_encoder(path: str, max_length: int | None = None) -> TextEncoder:
 
 
 def has_t5(path: str) -> bool:
-    """Tells whether a pipeline's folder, or name on the hub, has T5 as its third text encoder."""
+    """Returns whether a pipeline's folder, or name on the hub, has T5 as its third text encoder."""
     index = read_json("model.text_encoder", path, "model_index.json")
     return (index.get("text_encoder_3") or [None])[0] is not None
 
@@ -134,7 +135,9 @@ def _tokenize_captions(tokenizer: Any, captions: list[str], count: int, device: 
 
 
 def _load_network(path: str, folder: str, kind: str) -> torch.nn.Module:
-    """Reads a CLIP with its projection, or T5's encoder. Raises ValueError if the folder's network is another one."""
+    """Returns a CLIP with its projection, or T5's encoder, as `kind` ("clip" or "t5") says. Raises ValueError if the
+    folder's network is another one, or a CLIP reads fewer than 77 tokens.
+    """
     from transformers import CLIPTextModelWithProjection, T5EncoderModel
 
     config = read_config(path, folder)

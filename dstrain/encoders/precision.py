@@ -23,13 +23,13 @@ def choose_dtype(precision: Precision) -> torch.dtype:
 
 
 def choose_precision() -> Precision:
-    """Returns tf32 where the GPU has it, else fp32."""
+    """Returns tf32 if there is a GPU that has it, else fp32."""
     return "tf32" if torch.cuda.is_available() and torch.cuda.is_tf32_supported() else "fp32"
 
 
 def find_precision_problem(precision: Precision | None, key: str) -> str | None:
-    """Returns a message, which names `key`, if this machine cannot compute in the precision; None if it can. No other
-    precision is taken instead, since figures and caches name theirs.
+    """Returns a message, which names `key`, if this machine cannot compute in the precision; None if it can. Callers do
+    not use another precision instead, since reported values and caches name theirs.
     """
     if precision != "tf32" or choose_precision() == "tf32":
         return None
@@ -47,8 +47,8 @@ def require_precision(precision: Precision) -> None:
 
 @contextmanager
 def use_precision(precision: Precision) -> Iterator[None]:
-    """Within the block, lets products and convolutions in float32 use TF32 for tf32, and full precision otherwise.
-    Afterwards restores the settings of before.
+    """Inside the block, lets products and convolutions in float32 use TF32 if `precision` is tf32, and full precision
+    otherwise. Afterwards restores the settings of before.
     """
     before = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
     torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
@@ -61,6 +61,8 @@ def use_precision(precision: Precision) -> Iterator[None]:
 
 
 def cast_weights(network: nn.Module, precision: Precision) -> None:
-    """Casts a network's parameters to the dtype of a precision; buffers keep theirs. Hash the network before."""
+    """Casts a network's parameters to the dtype of a precision in place; buffers keep theirs. Compute a fingerprint of
+    the network before.
+    """
     for weight in network.parameters():
         weight.data = weight.data.to(choose_dtype(precision))

@@ -1,9 +1,9 @@
-"""Texts as networks read them: hashed words, or encodings of a frozen encoder; and the fields of a model section that
-say which.
+"""Makes the text inputs of networks from texts: hashed words, or encodings of a frozen encoder; and defines the fields
+of a model section that choose between them.
 
-Hashed words need no download. A word is a match of \\w+ in the lower-cased text, its id is 1 + crc32 modulo
-num_words - 1, and 0 is padding. Their vectors are learned. Two words may share a row: the probability that any two do
-is 0.45 for 100 words in 8192 rows, and 0.02 for 20 words.
+Hashed words need no download. A word is a match of \\w+ in the lower-cased text, its id is 1 + crc32 modulo num_words -
+1, and 0 is padding. Their vectors are learned. Two words may share a row: the probability that any two do is 0.45 for
+100 words in 8192 rows, and 0.02 for 20 words.
 """
 
 import re
@@ -47,17 +47,17 @@ class ReadsTexts(Section):
 
     @property
     def reads_texts(self) -> bool:
-        """Tells whether the model reads texts at all."""
+        """Returns whether the model reads texts at all."""
         raise NotImplementedError
 
     @property
     def has_null(self) -> bool:
-        """Tells whether the model has a null text, which stands for no text."""
+        """Returns whether the model has a null text, which is the input for samples without text."""
         return self.reads_texts and getattr(self, self.null_field) > 0
 
     @property
     def learns_null(self) -> bool:
-        """Tells whether the null text is a learned token, and not the encoding of an empty text."""
+        """Returns whether the null text is a learned token, and not the encoding of an empty text."""
         return self.has_null
 
     @property
@@ -110,8 +110,9 @@ class ReadsTexts(Section):
 
 
 def fill_in_text_fields(model: dict[str, Any], codes: Any) -> dict[str, Any]:
-    """Returns the fields on text encodings that a cache's index `codes` decides, to be added to the section `model`.
-    Returns {} if the cache has no text encodings, or the section hashes words (text_encodings_dim is null).
+    """Returns the fields on text encodings that a cache's index `codes` decides, to be added to the section `model`,
+    which is not changed. Returns {} if the cache has no text encodings, or the section hashes words (text_encodings_dim
+    is null).
     """
     if not codes.text or model.get("text_encodings_dim", "absent") is None:
         return {}
@@ -123,8 +124,8 @@ def fill_in_text_fields(model: dict[str, Any], codes: Any) -> dict[str, Any]:
 
 
 def replace_text_encoder(model: dict[str, Any], text_encoder: str, reads_texts: bool) -> dict[str, Any]:
-    """Returns the section `model` with text_encoder, a folder or hub name, replaced. Raises ConfigError if the model
-    reads no texts or hashes words.
+    """Returns a copy of the section `model` in which text_encoder, a folder or hub name, is replaced. Raises
+    ConfigError if the model reads no texts or hashes words.
     """
     if not reads_texts:
         raise ConfigError("--text-encoder: the model is unconditional and takes no texts; leave it out")
@@ -134,7 +135,9 @@ def replace_text_encoder(model: dict[str, Any], text_encoder: str, reads_texts: 
 
 
 class Reader:
-    """Makes the text inputs of a model with this config. For a model that reads no texts they are {}."""
+    """Makes the text inputs of a model with this config. For a model that reads no texts, batches and samples have the
+    inputs {}.
+    """
 
     def __init__(self, config: ReadsTexts) -> None:
         self.config = config
@@ -171,8 +174,8 @@ class Reader:
         """Returns the inputs of each text, on the CPU. Raises ConfigError if the model reads no texts, or no encoder
         can be loaded.
 
-        Each distinct text is encoded once, and its inputs are remembered for the next call. Where the data hold
-        encodings, the encoder serves prompts alone and is freed when they are encoded.
+        Each distinct text is encoded once, and if there are at most 256 their inputs are kept for the next call. Where
+        the data hold encodings, the encoder is only needed for prompts, and is freed after them.
         """
         if not self.config.reads_texts:
             raise ConfigError("prompts: this model is unconditional and reads no texts; leave them out")
@@ -188,8 +191,8 @@ class Reader:
         return {name: value[rows] for name, value in inputs.items()}
 
     def make_prompt_inputs(self, texts: list[str]) -> TextInputs:
-        """Returns the inputs of each prompt, as `make_text_inputs`. An empty prompt stands for the null text, whose
-        mask, if there is one, is False everywhere. Raises ConfigError for one if the model has no null text.
+        """Returns the inputs of each prompt, as `make_text_inputs`. An empty prompt gives the null text, whose mask, if
+        there is one, is False everywhere. Raises ConfigError for an empty prompt if the model has no null text.
         """
         empty = torch.tensor([not text.strip() for text in texts])
         if empty.any() and not self.config.has_null:
@@ -203,8 +206,9 @@ class Reader:
         return inputs
 
     def make_null_inputs(self, num: int) -> TextInputs:
-        """Returns the inputs of `num` samples without text, of which no token is read, so that the null text takes
-        their place. Returns {} if the model reads no texts. Raises ConfigError if it has no null text.
+        """Returns the inputs of `num` samples without text: words or encodings of zeros with a mask of False, for which
+        the network uses the null text. Returns {} if the model reads no texts. Raises ConfigError if it has no null
+        text.
         """
         if not self.config.reads_texts:
             return {}
@@ -218,8 +222,8 @@ class Reader:
         }
 
     def encode_empty_text(self, device: torch.device) -> TextInputs:
-        """Returns what the encoder makes of an empty text, one row, on `device`. It is encoded in the first call alone.
-        Raises ConfigError if the encoder reads no token of it.
+        """Returns the encoder's output for an empty text, one row, on `device`. Only the first call encodes it. Raises
+        ConfigError if the encoder reads no token of it.
         """
         if not self._empty:
             self._empty = self._read([""], torch.device("cpu"))
@@ -247,7 +251,9 @@ class Reader:
         return f" text_encoder={self._get_encoder().fingerprint()}" if reads else ""
 
     def describe_cut(self, texts: list[str], what: str) -> str:
-        """Returns a line that says how much of the texts the model cannot read; "" if it reads all."""
+        """Returns a line that says how much of the texts the model cannot read; "" if it reads all of them, or no texts
+        at all.
+        """
         if not self.config.reads_texts:
             return ""
         if self.config.text_encodings_dim is not None:
@@ -256,11 +262,13 @@ class Reader:
 
     @property
     def _cached(self) -> bool:
-        """Tells whether the data hold text encodings."""
+        """Returns whether the data hold text encodings."""
         return self.config.cached_text is not None
 
     def _get_encoder(self) -> TextEncoder:
-        """Returns the encoder, which the first call loads: cached encodings need none."""
+        """Returns the encoder. The first call loads it, since cached encodings need none. Raises ConfigError as
+        `load_text_encoder`.
+        """
         config = self.config
         if self.encoder is None:
             expected = config.text_encoder_fingerprint
@@ -269,7 +277,9 @@ class Reader:
 
 
 def select_text_inputs(tensors: dict[str, Tensor]) -> TextInputs:
-    """Picks the text inputs among the tensors of a batch, an example or conditions."""
+    """Returns the text inputs among the tensors of a batch, an example or conditions: those named words, text_encodings
+    and text_mask.
+    """
     return {name: tensors[name] for name in NAMES if name in tensors}
 
 
@@ -289,8 +299,8 @@ def hash_words(texts: list[str], num_words: int, max_text_len: int) -> Tensor:
 
 
 def draw_synthetic_texts(config: ReadsTexts, key: Tensor) -> dict[str, Tensor]:
-    """Draws the texts of a synthetic batch from the samples' keys (B,): encodings as a cache has them, or captions.
-    Returns {} for a model that reads no texts.
+    """Returns the texts of a synthetic batch, drawn from the samples' keys (B,): encodings and their mask as in a
+    cache, or captions of up to 8 words as bytes. Returns {} for a model that reads no texts.
     """
     longest = config.max_text_len
     if not config.reads_texts:

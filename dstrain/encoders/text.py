@@ -1,4 +1,4 @@
-"""Frozen text encoders: captions to one vector each and one for each token.
+"""Frozen text encoders: they encode a caption to one vector, and to one vector for each token.
 
 Two kinds are read, by a local folder or a name on the Hugging Face hub:
 
@@ -6,8 +6,9 @@ Two kinds are read, by a local folder or a name on the Hugging Face hub:
     sentence    any encoder with token states, such as MiniLM or T5's: text_embed is their mean, or the first one where
                 the 1_Pooling/config.json of sentence-transformers says so (Reimers & Gurevych 2019)
 
-text_encodings are the last token states; text_mask is true at tokens of the text and false at padding. What is longer
-than an encoder or a model reads is cut in training, caches and prompts alike: `describe_cut` counts it and says so.
+text_encodings are the last token states; text_mask is true at tokens of the text and false at padding. A text that is
+longer than an encoder or a model reads is truncated in training, caches and prompts alike: `describe_cut` counts such
+texts for the user.
 """
 
 from collections.abc import Callable, Iterable
@@ -55,12 +56,14 @@ class TextEncoder(Frozen):
         return hash_network(config, self.state_dict() | dict(self.named_buffers()))
 
     def count_tokens(self, captions: list[str]) -> list[int]:
-        """Counts the tokens of each caption before any cut, with the tokens that mark beginning and end."""
+        """Returns the number of tokens of each caption before truncation, with the tokens that mark beginning and
+        end.
+        """
         return [len(ids) for ids in self.tokenizer(captions, verbose=False)["input_ids"]]
 
     def describe_cut(self, captions: list[str], what: str) -> str:
-        """Returns a line on how many captions are cut and by how many tokens, see the function `describe_cut`; "" if
-        none is.
+        """Returns a line on how many captions are truncated and by how many tokens, see the function `describe_cut`; ""
+        if none is.
         """
         return describe_cut(self.count_tokens(captions), self.max_length, what)
 
@@ -69,7 +72,7 @@ class TextEncoder(Frozen):
         """Returns text_embed float32 (N, D), text_encodings float32 (N, L, E) and text_mask bool (N, L), on the
         encoder's device.
 
-        Nothing is normalized. Captions are cut after max_length tokens.
+        Nothing is normalized. Captions are truncated after max_length tokens.
         """
         device = next(self.model.parameters()).device
         tokens = self.tokenizer(
@@ -94,8 +97,8 @@ def load_text_encoder(
     expected: str | None = None,
     open_encoder: Callable[[str, int | None], TextEncoder] = TextEncoder,
 ) -> TextEncoder:
-    """Loads the encoder at `path`, which model.text_encoder names. Raises ConfigError if it is None, or if the encoder
-    has another fingerprint than `expected` (None: any).
+    """Returns the encoder at `path`, which model.text_encoder names, opened by `open_encoder`. Raises ConfigError if
+    `path` is None, or if the encoder has another fingerprint than `expected` (None: any).
     """
     if path is None:
         raise ConfigError(
@@ -112,7 +115,9 @@ def load_text_encoder(
 
 
 def encode_distinct(texts: list[str], encode: Callable[[list[str]], dict[str, Tensor]]) -> dict[str, Tensor]:
-    """Encodes each distinct text once, some at a time, and returns a row for each of `texts`, (N, ...)."""
+    """Returns the encodings of all texts, a row for each, (N, ...), by name. `encode` gets each distinct text once, 64
+    at a time.
+    """
     row_of: dict[str, int] = {}
     rows = torch.tensor([row_of.setdefault(text, len(row_of)) for text in texts])
     distinct = list(row_of)
@@ -121,8 +126,8 @@ def encode_distinct(texts: list[str], encode: Callable[[list[str]], dict[str, Te
 
 
 def describe_cut(lengths: Iterable[int], longest: int, what: str, unit: str = "tokens") -> str:
-    """Returns a line on how many texts are cut after `longest` units, and how many units are left out; "" if none is.
-    lengths: of all texts, in units. what: the texts' name in the line, such as prompts.
+    """Returns a line on how many texts are truncated after `longest` units, and how many units are left out; "" if none
+    is. lengths: of all texts, in units. what: the texts' name in the line, such as prompts.
     """
     lengths = list(lengths)
     cut = [length - longest for length in lengths if length > longest]
@@ -135,12 +140,16 @@ def describe_cut(lengths: Iterable[int], longest: int, what: str, unit: str = "t
 
 
 def unpack_captions(packed: Tensor) -> list[str]:
-    """Decodes captions as batches hold them, UTF-8 padded with zeros: uint8 (N, bytes) -> N strings."""
+    """Returns captions as strings, decoded from a batch's UTF-8 padded with zeros: uint8 (N, bytes) -> N strings. Bytes
+    that are no UTF-8 become U+FFFD.
+    """
     return [bytes(row).rstrip(b"\0").decode("utf-8", "replace") for row in packed.cpu().numpy()]
 
 
 def _load_encoder(path: str) -> tuple[nn.Module, nn.Module | None, object]:
-    """Returns the encoder, CLIP's projection (None for others) and the tokenizer."""
+    """Returns the encoder, CLIP's projection (None for others) and the tokenizer. Raises ConfigError if `path` gives
+    none.
+    """
     # Slow to import, and only users of captions need it.
     from transformers import (
         AutoModel,
@@ -167,7 +176,9 @@ def _load_encoder(path: str) -> tuple[nn.Module, nn.Module | None, object]:
 
 
 def load_t5(path: str) -> tuple[nn.Module, Any]:
-    """Returns T5's encoder and its tokenizer, as pipelines of diffusers hold them. Raises ConfigError for others."""
+    """Returns T5's encoder and its tokenizer, as pipelines of diffusers have them. Raises ConfigError if `path` gives
+    no T5.
+    """
     from transformers import AutoTokenizer, T5EncoderModel
 
     with explain_loading("T5", "model.text_encoder", path, CONTENT):
@@ -180,7 +191,9 @@ def load_t5(path: str) -> tuple[nn.Module, Any]:
 
 
 def set_padding(tokenizer: Any, path: str) -> None:
-    """Makes a tokenizer pad short texts at their end. Raises ConfigError if it has neither pad_token nor eos_token."""
+    """Makes a tokenizer pad short texts at their end, with eos_token if it has no pad_token. Raises ConfigError if it
+    has neither.
+    """
     if tokenizer.pad_token is None and tokenizer.eos_token is None:
         raise ConfigError(
             f"model.text_encoder: the tokenizer at {path} has neither pad_token nor eos_token to pad short "
@@ -192,7 +205,9 @@ def set_padding(tokenizer: Any, path: str) -> None:
 
 
 def _read_pooling(path: str) -> str:
-    """Reads how a sentence encoder makes one vector of its token states. Raises ConfigError unless by mean or cls."""
+    """Returns how a sentence encoder makes one vector of its token states: "mean" or "cls", the first one; "mean" if
+    its folder does not say. Raises ConfigError for another pooling or a further layer.
+    """
     for module in read_json("model.text_encoder", path, "modules.json") or []:
         kind = str(module.get("type", "")).rpartition(".")[2]
         if kind not in ("Transformer", "Pooling", "Normalize"):

@@ -1,8 +1,10 @@
-"""A discriminator of patches, its hinge loss and slope, and a weight that balances it against a reconstruction loss.
+"""Implements a discriminator of patches, its hinge loss and R1 penalty, and a weight that balances it against a
+reconstruction loss.
 
 Sources: Isola et al. 2017 (PatchGAN: a small strided network, each of whose outputs judges a patch), Lim & Ye 2017
 (hinge loss), Esser et al. 2021 (VQGAN: the balance), Mescheder et al. 2018 (R1: the squared slope at real pictures as a
-penalty), Lin et al. 2025 (arXiv:2501.08316: the slope from a small random step).
+penalty), Lin et al. 2025 (arXiv:2501.08316: the slope from a small random step). The slope is the gradient of a
+picture's summed logits with respect to the picture.
 """
 
 import math
@@ -22,7 +24,8 @@ _LEAST_RISE = 1e-3  # of the mean logit, by a step of length 1 in each value
 class PatchDiscriminator(nn.Module):
     """Judges patches of pictures (B, C, H, W): one logit for each patch, above 0 for real, float64 (B, 1, h, w).
 
-    n_layers layers halve the side, two more have stride 1. Channels double by layer from base_channels, at most thrice.
+    n_layers layers halve the side, two more have stride 1. Each layer doubles the channels, from base_channels on, but
+    at most thrice.
 
     The published network normalizes by BatchNorm. Its statistics would make a sample's loss depend on the other samples
     of its rank, so that the same global batch would train differently on two ranks than on one, and its running
@@ -45,9 +48,10 @@ class PatchDiscriminator(nn.Module):
         `sloped` pictures, (sloped,).
 
         The slope is the gradient of a picture's summed logits with respect to the picture; its square is divided by the
-        number of patches. The result has a gradient itself: the graph is run backward twice. The first backward pass
-        must lie within this call, since an engine hooks a network's outputs and would take a pass that starts there for
-        the loss's. Raises ConfigError if weights are scattered (ZeRO-3), and would be gone at the second pass.
+        number of patches. The squared slope has a gradient itself: the graph is run backward twice. The first backward
+        pass must be inside this call, since an engine hooks a network's outputs and would take a pass that starts there
+        for that of the loss. Raises ConfigError if ZeRO-3 has scattered the weights, which would be released before the
+        second pass.
         """
         if not sloped:
             return self._compute_logits(x)
@@ -87,21 +91,23 @@ class Judge(Filter):
 
 
 def find_least_size(n_layers: int) -> int:
-    """Returns the smallest side of a picture, in pixels, from which a discriminator with `n_layers` makes a patch."""
+    """Returns the smallest side of a picture, in pixels, for which a discriminator with `n_layers` returns at least one
+    logit.
+    """
     return 3 * 2**n_layers
 
 
 def compute_hinge_loss(real: Tensor, fake: Tensor) -> Tensor:
-    """Returns the discriminator's loss by sample, (relu(1 - real) + relu(1 + fake)) / 2, averaged over patches: two (B,
-    ...) -> (B,).
+    """Returns the discriminator's loss of each sample, (relu(1 - real) + relu(1 + fake)) / 2, averaged over patches:
+    two (B, ...) -> (B,).
     """
     return (F.relu(1 - real) + F.relu(1 + fake)).flatten(1).mean(1) / 2
 
 
 def estimate_squared_slope(logits: Tensor, stepped: Tensor, sigma: float) -> Tensor:
-    """Estimates the squared slope (B,) of PatchDiscriminator.forward by a small random step. `logits` (B, ...) are
-    those at pictures, `stepped` (B, ...) those at pictures + sigma * standard normal noise. As sigma goes to 0, the
-    mean over noise goes to the squared slope.
+    """Returns an estimate of the squared slope (B,) of PatchDiscriminator.forward, from a small random step. `logits`
+    (B, ...) are those at pictures, `stepped` (B, ...) those at pictures + sigma * standard normal noise. As sigma goes
+    to 0, the mean over noise goes to the squared slope.
     """
     return ((stepped - logits) / sigma).flatten(1).sum(1).square() / logits[0].numel()
 
@@ -110,12 +116,12 @@ def balance_gradients(
     of_reconstruction: Tensor, of_critique: Tensor, most: float | None = None
 ) -> tuple[Tensor, Tensor]:
     """Returns two values for each sample, (B,): a factor that scales the critique's gradient to the length of the
-    reconstruction's, and the length of the scaled gradient as a share of the reconstruction's.
+    reconstruction's, and the length of the scaled gradient divided by that of the reconstruction's.
 
-    Both gradients, (B, ...), are those of means over values. The share is 1, unless the critique is too flat to be told
-    from rounding: where it rises by less than 0.001 along a step of length 1 in each value (root mean square), the
-    factor is that for a rise of 0.001. That bound and the share depend neither on the number of values nor on the
-    loss's unit.
+    Both gradients, (B, ...), are those of means over values. The second value is 1, unless the critique is so flat that
+    its gradient may be rounding: where it rises by less than 0.001 along a step of length 1 in each value (root mean
+    square), the factor is that for a rise of 0.001. Neither this bound nor the second value depends on the number of
+    values or on the unit of the loss.
 
     most    VQGAN's bound instead, for gradients with respect to its last layer: 1e-4 is added to the length of the
             critique's gradient, and the factor is at most this.
@@ -130,7 +136,7 @@ def balance_gradients(
 
 @contextmanager
 def record_inputs(layer: nn.Module) -> Iterator[list[Tensor]]:
-    """Records the inputs of a layer during the block. Yields a list, to which each call of the layer adds its first
+    """Inside the block, records the inputs of a layer. Yields a list to which each call of the layer appends its first
     input, detached.
     """
     entered: list[Tensor] = []
@@ -139,11 +145,11 @@ def record_inputs(layer: nn.Module) -> Iterator[list[Tensor]]:
 
 
 def compute_filter_gradient(entered: Tensor, of_output: Tensor, side: int) -> Tensor:
-    """Returns the gradient of each sample's loss with respect to the filters, side x side, of a convolution of stride
-    1: float32 (B, C, c, side, side). `entered` is the input of the convolution (B, c, H, W), `of_output` the gradient
-    with respect to its output (B, C, H, W).
+    """Returns the gradient of each sample's loss with respect to the filters, side x side, of a convolution of stride 1
+    and padding side // 2: float32 (B, C, c, side, side). `entered` is the input of the convolution (B, c, H, W),
+    `of_output` the gradient with respect to its output (B, C, H, W).
 
-    It needs no weight, so it is the same where weights are scattered (ZeRO-3).
+    No weight is read, so the result is the same where weights are scattered (ZeRO-3).
     """
     (batch, before), after = entered.shape[:2], of_output.shape[1]
     of_all = torch.nn.grad.conv2d_weight(

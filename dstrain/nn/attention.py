@@ -1,4 +1,4 @@
-"""Scaled dot-product attention as every system calls it: torch's own, in the precision that the device is fast in."""
+"""Computes scaled dot-product attention for every system, by torch, in a precision in which the device is fast."""
 
 import torch
 import torch.nn.functional as F
@@ -22,15 +22,16 @@ def attend(
     """Returns softmax(query key^T scale + added) value: (B, heads, N, d), twice (B, heads, M, d) -> (B, heads, N, d).
 
     added      float, broadcast to (B, heads, N, M); or bool, True where a token is seen.
-    dropout    the share of weights that are dropped; 0 but in training.
-    causal     a token sees itself and those before it; without `added`.
+    dropout    the share of attention weights that are dropped; callers give 0 except in training.
+    causal     a token sees itself and those before it; only without `added`.
     scale      None: 1 / sqrt(d).
-    shared     where ranks share tokens (sequence.py): the runs of which each rank has a part, see
-               exchange_tokens_for_heads; `added` is of all tokens and heads. 0: all that is read is here.
+    shared     0, or outside of share_tokens (sequence.py): this rank has all tokens. Otherwise the tokens are `shared`
+               equal stretches, of each of which this rank has its part, see exchange_tokens_for_heads; `added` is of
+               all tokens and heads, and all ranks that share the tokens call this together.
 
-    On a CPU halves are widened first: the fused backward in bfloat16 takes 5 to 10 times as long as that in float32 at
-    the lengths of small pictures (the benchmark attention.py). The rule is fixed, and no measurement, so that every
-    rank and a run that goes on elsewhere compute alike.
+    On a CPU bfloat16 and float16 are computed in float32: the fused backward pass in bfloat16 takes 5 to 10 times as
+    long as that in float32 at the lengths of small pictures (the benchmark attention.py). This rule is fixed and
+    measures nothing, so that every rank, and a run that resumes on another machine, computes alike.
     """
     exchanges = shared > 0 and is_sharing()
     if exchanges:

@@ -16,7 +16,7 @@ BUILTIN = Path(__file__).parents[1] / "data" / "builtin"
 
 
 class Classifier(nn.Module):
-    """Classifies float32 (N, 1, 28, 28) in [0, 1]: returns features (N, 64) and logits (N, 10)."""
+    """Classifies images float32 (N, 1, 28, 28) in [0, 1]: returns features (N, 64) and logits (N, 10)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -34,7 +34,7 @@ class Classifier(nn.Module):
 
     def compute_stages(self, images: Tensor) -> list[Tensor]:
         """Returns the outputs of the four convolutions, (N, c, h, w) each, for images (N, 1, H, W) of 8 pixels or more.
-        From the second on, each sees half the side of the one before: 28, 14, 7, 3.
+        Each after the first gets its input at half the side: 28, 14, 7, 3.
         """
         x, outputs = images, []
         for number, convolution in enumerate(self.convolutions):
@@ -44,7 +44,7 @@ class Classifier(nn.Module):
 
     @classmethod
     def load(cls, path: Path) -> "Classifier":
-        """Loads the trained network, in evaluation mode and float32."""
+        """Returns the network with the trained weights of the file `path`, in evaluation mode and float32."""
         network = cls()
         network.load_state_dict(load_file(path))
         return network.eval()

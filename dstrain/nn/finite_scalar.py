@@ -1,12 +1,12 @@
 """Finite scalar quantization (FSQ; Mentzer et al. 2023, arXiv:2309.15505): a few numbers, each rounded to few levels.
 
 A vector is projected to d numbers z. Number i is bounded to the range of its L_i levels by a tanh and rounded, and the
-gradient passes straight through the rounding. All L_1 * ... * L_d combinations are the codebook: nothing of it is
-learned, so there is neither a commitment nor a term that spreads its use. Everything from z on is float32.
+gradient passes straight through the rounding. All L_1 * ... * L_d combinations are the codebook. It is not learned, so
+there is neither a commitment loss nor an entropy loss. Everything from z on is float32.
 
 The bound is the paper's: for an even number of levels it is shifted by half a level, and z = 0 still falls on a level.
-The paper suggests five levels or more for each number: [8, 6, 5] for about 2 ** 8 codes, [8, 5, 5, 5] for 2 ** 10,
-[7, 5, 5, 5, 5] for 2 ** 12, [8, 8, 8, 6, 5] for 2 ** 14, [8, 8, 8, 5, 5, 5] for 2 ** 16.
+The paper suggests five levels or more for each number: [8, 6, 5] for about 2 ** 8 codes, [8, 5, 5, 5] for 2 ** 10, [7,
+5, 5, 5, 5] for 2 ** 12, [8, 8, 8, 6, 5] for 2 ** 14, [8, 8, 8, 5, 5, 5] for 2 ** 16.
 """
 
 import math
@@ -25,8 +25,8 @@ _MOST = 1000  # levels of a number: then the bound is half a level above the las
 
 
 class FiniteScalar(nn.Module):
-    """Quantizes vectors to d = len(levels) projections, each rounded to one of its levels. It has the methods forward,
-    encode and decode of the quantizers in nn/lookup_free.py.
+    """Quantizes vectors to d = len(levels) projections, each rounded to one of its levels. The methods forward, encode
+    and decode are those of the quantizers in nn/lookup_free.py.
     """
 
     def __init__(self, dim: int, levels: tuple[int, ...]) -> None:
@@ -35,7 +35,9 @@ class FiniteScalar(nn.Module):
         self.project_in, self.project_out = Linear(dim, len(levels)), Linear(len(levels), dim)
 
     def forward(self, x: Tensor, weight: Tensor) -> Quantized:
-        """Quantizes vectors (B, ..., dim), see Quantized. All terms are 0 (B,); `weight` is unused."""
+        """Quantizes vectors x (B, ..., dim) and returns a Quantized, whose loss terms are all 0 (B,); `weight` is
+        unused.
+        """
         z = bound_to_levels(widen_precision(self.project_in(x)), self.levels)  # (B, ..., d)
         rounded = z + (z.round() - z).detach()
         nothing = z.new_zeros(len(x))
@@ -53,14 +55,14 @@ class FiniteScalar(nn.Module):
         return join_levels(bound_to_levels(widen_precision(self.project_in(x)), self.levels), self.levels)
 
     def decode(self, tokens: Tensor) -> Tensor:
-        """Returns the vectors: int64 (B, ...) -> (B, ..., dim)."""
+        """Returns the quantized vectors of tokens: int64 (B, ...) -> (B, ..., dim)."""
         code = scale_levels(split_into_levels(tokens, self.levels), self.levels)
         return self.project_out(code.to(self.project_out.weight.dtype))
 
 
 def bound_to_levels(z: Tensor, levels: tuple[int, ...]) -> Tensor:
-    """Bounds z by a tanh, so that number i rounds to one of the integers -(L_i // 2) to (L_i - 1) // 2: (..., d) ->
-    (..., d). 0 stays 0.
+    """Bounds each of d numbers z by a tanh, so that number i rounds to one of the integers -(L_i // 2) to (L_i - 1) //
+    2: (..., d) -> (..., d). 0 stays 0.
     """
     half = [(size - 1) * (1 + _MARGIN) / 2 for size in levels]
     offset = [0.0 if size % 2 else 0.5 for size in levels]
@@ -72,29 +74,32 @@ def bound_to_levels(z: Tensor, levels: tuple[int, ...]) -> Tensor:
 
 
 def join_levels(z: Tensor, levels: tuple[int, ...]) -> Tensor:
-    """Returns the token of the levels nearest to bounded z, the first level changing fastest: (..., d) -> int64 (...).
+    """Rounds bounded numbers z (..., d) to their levels, and returns the token of each combination, int64 (...). The
+    first number's level changes fastest from token to token.
 
-    NaN counts as 0, so that a pass that fails yields a token, which a histogram of tokens can count.
+    NaN is taken as 0, so that a failed forward pass yields a token, which a histogram of tokens can count.
     """
     places = z.nan_to_num().round().long() + _compute_level_middles(levels, z.device)
     return (places * _compute_level_strides(levels, z.device)).sum(-1)
 
 
 def split_into_levels(tokens: Tensor, levels: tuple[int, ...]) -> Tensor:
-    """Inverts `join_levels`: returns the integers to which bounded z was rounded, float32: int64 (...) -> (..., d)."""
+    """Returns the integers to which bounded z was rounded, from the tokens of `join_levels`: int64 (...) -> float32
+    (..., d).
+    """
     sizes = copy_to_device(torch.tensor(levels), tokens.device)
     return ((tokens[..., None] // _compute_level_strides(levels, tokens.device)) % sizes - sizes // 2).float()
 
 
 def scale_levels(rounded: Tensor, levels: tuple[int, ...]) -> Tensor:
-    """Divides each of the integers that bounded z was rounded to by L // 2, so that the decoder sees about [-1, 1]:
-    (..., d) -> (..., d).
+    """Divides the integers to which bounded z was rounded by L_i // 2, so that the decoder sees about [-1, 1]: (..., d)
+    -> (..., d).
     """
     return rounded / _compute_level_middles(levels, rounded.device)
 
 
 def require_levels(levels: tuple[int, ...], codebook_size: int, key: str) -> None:
-    """Raises ConfigError if a number has fewer than 3 or more than 1000 levels, or if their product is not
+    """Raises ConfigError if one of `levels` is below 3 or above 1000, or there is none, or if their product is not
     `codebook_size`, which the recipe gives as `key`.
 
     At two levels the bound has a slope of 0.001 at 0, and nothing is learned; beyond 1000 its margin is a whole level.

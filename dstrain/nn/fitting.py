@@ -1,4 +1,5 @@
-"""Fits a state dict from elsewhere to a network, as several systems do with published weights.
+"""Checks and changes a state dict from elsewhere so that a network can load it, for several systems with published
+weights.
 
 Only names and shapes are read, so a network on the meta device is enough. `shapes` are those of its weights, by name.
 """
@@ -23,7 +24,7 @@ def list_shapes(network: nn.Module) -> Shapes:
 
 def require_fit(state: dict[str, Tensor], shapes: Shapes, order: Iterable[str], remedies: Remedies) -> None:
     """Raises ConfigError at the first of the names in `order` that is in only one of `state` and `shapes`, or has
-    another shape in each.
+    another shape in each. Other names are not checked.
 
     The message gives both shapes and the fields of the first remedy whose pattern matches the name.
     """
@@ -39,12 +40,12 @@ def require_fit(state: dict[str, Tensor], shapes: Shapes, order: Iterable[str], 
 
 
 def make_natural_sort_key(name: str) -> list[tuple[int, str]]:
-    """Returns a sort key that puts blocks.2 before blocks.10, so that the first difference is the lowest block's."""
+    """Returns a key for sorting names of weights, by which blocks.2 comes before blocks.10."""
     return [(int(part), "") if part.isdigit() else (-1, part) for part in name.split(".")]
 
 
 def refill_table(state: dict[str, Tensor], shapes: Shapes, name: str, std: float, keep_last: bool = False) -> list[str]:
-    """Replaces the table `name` in `state` by fresh rows if its number of rows, and nothing else, differs from that in
+    """Replaces the table `name` in `state` by fresh rows if the number of rows is the only difference from its shape in
     `shapes`. Returns a list with a note on it for the user; [] if nothing is replaced.
 
     The rows are normal with deviation `std`, and the same on every rank. keep_last: the last row, "no label", stays
@@ -66,8 +67,8 @@ def refill_table(state: dict[str, Tensor], shapes: Shapes, name: str, std: float
 
 
 def describe_unused_weights(names: Iterable[str]) -> list[str]:
-    """Returns a list with a note for the user on these weights of a folder, for which the network has no place; [] if
-    there are none.
+    """Returns a list with one note for the user, which counts the weights `names` of a folder that the network does not
+    use, and names the first three; [] if there are none.
     """
     names = sorted(names)
     if not names:
@@ -82,7 +83,7 @@ def require_config(
     expected: dict[str, Any],
     fields: Mapping[str, str],
 ) -> None:
-    """Raises ConfigError if the config.json of a diffusers network is of none of the `classes`, or at the first of its
+    """Raises ConfigError if the class in a diffusers network's config.json is none of `classes`, or at the first of its
     fields that differs from `expected`.
 
     fields  for a field of config.json, the recipe's fields in `model` that decide it.

@@ -17,7 +17,9 @@ from dstrain.recipe import ConfigError
 
 
 class Linear(nn.Linear):
-    """A linear layer that knows its initialization: xavier (uniform), normal (std 0.02) or zero. Biases start at 0."""
+    """A linear layer with an initialization `init` of its weight: xavier (uniform), normal (std 0.02) or zero. Biases
+    start at 0. Raises ConfigError for any other name.
+    """
 
     def __init__(self, in_features: int, out_features: int, bias: bool = True, init: str = "xavier") -> None:
         self.init = init  # before the parent, whose constructor calls reset_parameters
@@ -47,7 +49,7 @@ class Pointwise(nn.Conv1d):
 
 
 class Patches(nn.Conv2d):
-    """Non-overlapping patches through one linear map: (B, C, H, W) -> (B, dim, H/p, W/p).
+    """Maps non-overlapping patches by one linear map: (B, C, H, W) -> (B, dim, H/p, W/p).
 
     The weight starts as that of a linear layer over flattened patches (xavier).
     """
@@ -66,7 +68,7 @@ class Patches(nn.Conv2d):
 
 
 class Embedding(nn.Embedding):
-    """A table of vectors, normal with standard deviation `std`."""
+    """A table of `count` vectors (dim,), which start normal with standard deviation `std`."""
 
     def __init__(self, count: int, dim: int, std: float = 0.02) -> None:
         self.std = std  # before the parent, whose constructor calls reset_parameters
@@ -77,29 +79,32 @@ class Embedding(nn.Embedding):
 
 
 def make_dropout(share: float) -> nn.Module:
-    """Returns a layer that drops this share of values in training. For 0 it is an identity, in training, too."""
+    """Returns a dropout layer that drops this share of values in training; for a share of 0 an identity."""
     return nn.Dropout(share) if share else nn.Identity()
 
 
 def chain_named_layers(**layers: nn.Module) -> nn.Sequential:
-    """Chains layers in an nn.Sequential, under the names that they have in published files."""
+    """Returns an nn.Sequential of layers under the given names, which are those in published files."""
     return nn.Sequential(OrderedDict(layers))
 
 
 def compute_timestep_frequencies(
     dim: int, max_period: float = 10000.0, shift: int = 0, device: torch.device | None = None
 ) -> Tensor:
-    """Returns the frequencies of `compute_timestep_features`, float64 (dim // 2,)."""
+    """Returns the angular frequencies of `compute_timestep_features`, max_period ** (-i / (dim // 2 - shift)) for i =
+    0, 1, ...: float64 (dim // 2,).
+    """
     half = dim // 2
     index = torch.arange(half, device=device).double()
     return torch.exp(-math.log(max_period) * index / (half - shift))
 
 
 def compute_timestep_features(t: Tensor, dim: int, max_period: float = 10000.0, shift: int = 0) -> Tensor:
-    """Returns sinusoids of timesteps, cosines first, always float32: (B,) -> (B, dim).
+    """Returns sinusoids of timesteps, cosines first, always float32: (B,) -> (B, dim). For an odd dim the last value is
+    0.
 
-    shift 0 spaces frequencies as DDPM's successors do, so that the lowest is not quite 1 / max_period; 1 is the
-    `downscale_freq_shift` of diffusers' DiT, which reaches it.
+    With shift 0 the lowest frequency is not quite 1 / max_period, as in DDPM's successors; with shift 1,
+    `downscale_freq_shift` of diffusers' DiT, it is.
 
     Frequencies are computed in float64 and rounded once: exp in float32 is up to 5 units in the last place off on some
     CPUs, which at t = 999 is 1e-4 in a phase, and a model would not be the same function everywhere.

@@ -1,4 +1,4 @@
-"""Quantizers that learn by gradient, without a moving average: lookup-free, and a codebook of unit vectors.
+"""Quantizers whose codebooks are fixed or learn by gradient, without a moving average: lookup-free, and unit vectors.
 
 Lookup-free (Yu et al. 2023, MAGVIT-v2, arXiv:2310.05737): a vector is projected to log2(K) numbers z, and the token is
 the binary code of their signs. Cosine (Yu et al. 2021, ViT-VQGAN, arXiv:2110.04627): the nearest of K unit vectors.
@@ -6,16 +6,17 @@ the binary code of their signs. Cosine (Yu et al. 2021, ViT-VQGAN, arXiv:2110.04
 Notation: B samples, N tokens of each, d = log2(K) bits, p(c|z) the softmax of 4 lambda z_i over the two signs of each
 bit, q(c) the share of code c among recent tokens. Everything from z on is float32.
 
-The package vector-quantize-pytorch does not serve here. Its codebook is a buffer, which each forward pass moves by an
-average over the rank's samples (with sync_codebook: over the micro-batch of all ranks); dead entries are drawn again
-from torch's generator. Master weights, EMA and sharding would not know of such a buffer, and runs would depend on how a
-batch is split. The entropy of its lookup-free quantizer is that of a micro-batch, too.
+The package vector-quantize-pytorch is not used. Its codebook is a buffer, which each forward pass moves by an average
+over the rank's samples (with sync_codebook: over the micro-batch of all ranks); dead entries are drawn again from
+torch's generator. Master weights, EMA and sharding would ignore such a buffer, and runs would depend on how a batch is
+split. The entropy of its lookup-free quantizer is that of a micro-batch, too.
 
 The entropy of the mean, H(E p), is not a mean over samples, so no sample has a share of it. But H(E p) is the smallest
 cross-entropy, min_q -E sum_c p(c) log q(c). The minimum lies at q = E p, where both have the same gradient. So each
-sample's loss is its own cross-entropy to a fixed q (`diversity`), and q, a mean over recent global batches, moves once
-a step (`Usage`). With that a loss belongs to its sample, on any rank and in any micro-batch. For more than 2^10 codes p
-and q are taken over groups of bits: the sum of the groups' entropies bounds the whole entropy (equal for d <= 10).
+sample's loss is its own cross-entropy to a fixed q (`Usage.compute_cross_entropy`), and q, a mean over recent global
+batches, moves once a step (`Usage`). So the loss of a sample does not depend on its rank or micro-batch. For more than
+2^10 codes p and q are taken over groups of bits: the sum of the groups' entropies bounds the whole entropy (equal for d
+<= 10).
 """
 
 from typing import NamedTuple
@@ -34,7 +35,7 @@ _CELLS = 1 << 24  # entries of the similarity matrix that are in memory at once
 
 
 class Quantized(NamedTuple):
-    """What a quantizer makes of vectors (B, ..., dim). The terms are weighted means over a sample's tokens."""
+    """The result of quantizing vectors (B, ..., dim). The loss terms are weighted means over a sample's tokens."""
 
     x: Tensor  # the quantized vectors, gradient straight through: (B, ..., dim)
     tokens: Tensor  # int64 (B, ...)
@@ -45,7 +46,7 @@ class Quantized(NamedTuple):
 
 
 class LookupFree(nn.Module):
-    """Quantizes vectors to the signs of log2(codebook_size) projections. inv_temperature is lambda.
+    """Quantizes vectors to the signs of log2(codebook_size) projections. inv_temperature is lambda of p(c|z).
 
     Raises ConfigError if codebook_size is no power of two.
     """
@@ -80,14 +81,12 @@ class LookupFree(nn.Module):
         return join_bits(widen_precision(self.project_in(x)))
 
     def decode(self, tokens: Tensor) -> Tensor:
-        """Returns the vectors: int64 (B, ...) -> (B, ..., dim)."""
+        """Returns the quantized vectors of tokens: int64 (B, ...) -> (B, ..., dim)."""
         return self.project_out(convert_tokens_to_signs(tokens, self.bits).to(self.project_out.weight.dtype))
 
 
 class CosineQuantizer(nn.Module):
-    """Quantizes vectors to the nearest of codebook_size unit vectors with codebook_dim entries, which learn by
-    gradient.
-    """
+    """Quantizes vectors to the nearest of codebook_size unit vectors (codebook_dim,), which learn by gradient."""
 
     def __init__(self, dim: int, codebook_size: int, codebook_dim: int = 32) -> None:
         super().__init__()
@@ -119,15 +118,15 @@ class CosineQuantizer(nn.Module):
         return self.codebook(F.normalize(widen_precision(self.project_in(x)), dim=-1))[0]
 
     def decode(self, tokens: Tensor) -> Tensor:
-        """Returns the vectors: int64 (B, ...) -> (B, ..., dim)."""
+        """Returns the quantized vectors of tokens: int64 (B, ...) -> (B, ..., dim)."""
         return self.project_out(self.codebook(tokens)[1].to(self.project_out.weight.dtype))
 
 
 class UnitCodebook(nn.Embedding):
-    """Looks up unit vectors: for z float32 (..., D) the nearest ones, for tokens int64 (...) their own. Returns the
-    tokens (...) and their vectors, float32 (..., D).
+    """Looks up unit vectors: for float32 vectors (..., D) the nearest ones, for int64 tokens (...) those of the tokens.
+    Returns the tokens (...) and their vectors, float32 (..., D).
 
-    One call serves both, since under ZeRO-3 the table is gathered during that call alone.
+    One call serves both, since under ZeRO-3 the table is gathered only during that call.
     """
 
     def forward(self, vectors_or_tokens: Tensor) -> tuple[Tensor, Tensor]:
@@ -141,8 +140,8 @@ class UnitCodebook(nn.Embedding):
 
 
 class Usage:
-    """Keeps `q`, the shares of codes by group over recent global batches, equal on all ranks. It is state, not a
-    weight.
+    """Keeps `q`, the shares of codes by group over recent global batches, equal on all ranks. `q` is part of the
+    system's state and has no gradient.
     """
 
     def __init__(self, bits: int, decay: float = 0.9) -> None:
@@ -150,8 +149,8 @@ class Usage:
         self.q = torch.cat([torch.full((1 << size,), 0.5**size) for size in split_bits(bits)])  # uniform at first
 
     def update_shares(self, shares: Tensor) -> None:
-        """Moves `q` towards the mean over samples of `shares` (N, codes), those of one step in the order of the global
-        batch. Leaves `q` as it is if the mean is not finite.
+        """Sets `q` to decay * q + (1 - decay) * mean of `shares` (N, codes) over the N samples of a step, which are in
+        the order of the global batch. Keeps `q` if the mean is not finite.
         """
         mean = shares.double().mean(0).float()  # a NaN would stay in q forever
         self.q = torch.where(
@@ -169,7 +168,9 @@ class Usage:
 
 
 def count_bits(codebook_size: int) -> int:
-    """Returns log2 of a codebook's size. Raises ConfigError if it is no power of two, with the powers next to it."""
+    """Returns log2 of a codebook's size. Raises ConfigError, whose message gives the nearest powers, if it is no power
+    of two or below 2.
+    """
     bits = codebook_size.bit_length() - 1
     if codebook_size < 2 or codebook_size != 1 << bits:
         raise ConfigError(
@@ -186,8 +187,8 @@ def split_bits(bits: int) -> list[int]:
 
 
 def join_bits(z: Tensor) -> Tensor:
-    """Returns the tokens, int64 (...), whose bits are set where z (..., d) is above 0; the first entry is the highest
-    bit.
+    """Returns the tokens, int64 (...), whose bits are set where z (..., d) is above 0; the first number gives the
+    highest bit.
     """
     powers = 1 << torch.arange(z.shape[-1] - 1, -1, -1, device=z.device)
     return ((z > 0) * powers).sum(-1)
@@ -200,8 +201,8 @@ def convert_tokens_to_signs(tokens: Tensor, bits: int) -> Tensor:
 
 
 def average_code_shares(logits: Tensor, weight: Tensor) -> Tensor:
-    """Averages p(c|z) over each sample's tokens, for each group of bits: (B, codes), where codes counts those of all
-    groups. `logits` (B, N, d) are those of a bit being +1, `weight` (B, N) is that of a token.
+    """Returns the mean of p(c|z) over each sample's tokens, weighted by `weight` (B, N): (B, codes), the codes of all
+    groups of bits side by side. `logits` (B, N, d) are those of a bit being +1.
     """
     shares = []
     for part in logits.split(split_bits(logits.shape[-1]), dim=-1):
@@ -213,5 +214,5 @@ def average_code_shares(logits: Tensor, weight: Tensor) -> Tensor:
 
 
 def compute_weighted_mean(values: Tensor, weight: Tensor) -> Tensor:
-    """Returns weighted means by sample: two (B, ...) -> (B,)."""
+    """Returns the mean of each sample's values with its weights: two (B, ...) -> (B,)."""
     return (values * weight).flatten(1).sum(1) / weight.flatten(1).sum(1)

@@ -44,8 +44,8 @@ class Lora(Section):
 
 
 def list_lora_conflicts(lora: Lora | None, run: Run) -> list[str]:
-    """Returns a message if the recipe has adapters (`lora` is not None) but no init_from, else []; for
-    SystemConfig.conflicts.
+    """Returns a list with one message if the recipe has adapters (`lora` is not None) but no init_from, else []. Called
+    by a system's SystemConfig.conflicts.
     """
     if lora is not None and run.init_from is None:
         return ["model.lora adapts trained weights, and init_from names none: write init_from=FILE"]
@@ -63,10 +63,10 @@ class _ZeroConv2d(nn.Conv2d):
 
 
 def add_adapters(network: nn.Module, lora: Lora | None, usual: Sequence[str]) -> nn.Module:
-    """Freezes a network, adds adapters to the layers that fit lora.targets (None: `usual`), and returns it. lora None
-    returns it as it is.
+    """Freezes a network, adds adapters in place to the layers whose names match lora.targets (None: `usual`), and
+    returns the network. If `lora` is None, returns it unchanged.
 
-    Raises ConfigError if no layer gets an adapter, or a pattern that the user wrote fits none.
+    Raises ConfigError if no layer gets an adapter, or a pattern that the user wrote matches no layer.
     """
     if lora is None:
         return network
@@ -112,8 +112,8 @@ def _add_update(layer: Any, inputs: tuple, output: Tensor) -> Tensor:
 
 
 def merge_adapters(state: dict[str, Tensor], lora: Lora) -> dict[str, Tensor]:
-    """Returns a state dict without adapters, in which each adapter's product is added to its layer's weight. A network
-    without adapters then computes the same.
+    """Returns a state dict without adapters, in which each adapter's product is added to its layer's weight, so that a
+    network without adapters computes the same. `state` is not changed.
     """
     merged = {name: value for name, value in state.items() if not is_adapter(name)}
     for name, down in state.items():

@@ -1,4 +1,4 @@
-"""Measures of how near one picture is to another, by sample, and of how a codebook is used, on held-out data.
+"""Measures how similar two pictures are, sample by sample, and how evenly a codebook is used.
 
 Pictures are float (B, C, H, W) in [0, 1]. PSNR in dB. SSIM after Wang et al. 2004 ("Image quality assessment: from
 error visibility to structural similarity"): a Gaussian window of 11 pixels, sigma 1.5, K1 = 0.01, K2 = 0.03; only
@@ -14,7 +14,9 @@ _LEAST_ERROR = 1e-10  # mean square: equal pictures have 100 dB
 
 
 def measure_relative_error(values: Tensor, truth: Tensor) -> float:
-    """Returns the largest difference, divided by the largest magnitude of `truth`. Equal zeros give 0."""
+    """Returns the largest absolute difference of two tensors, divided by the largest magnitude in `truth`. If all
+    values are zero, returns 0.
+    """
     return float((values - truth).abs().max() / truth.abs().max().clamp(min=torch.finfo(truth.dtype).tiny))
 
 
@@ -50,17 +52,20 @@ def _make_gaussian_window(size: int, like: Tensor) -> Tensor:
 
 
 def measure_psnr_and_ssim(picture: Tensor, truth: Tensor) -> dict[str, Tensor]:
-    """Returns the terms psnr and ssim, (B,) each, of two pictures (B, C, H, W) in [-1, 1], clamped to it."""
+    """Returns the terms psnr (dB) and ssim, (B,) each, of pictures and their truth (B, C, H, W) in [-1, 1]; values
+    outside are clamped.
+    """
     picture, truth = ((x.clamp(-1, 1) + 1) / 2 for x in (picture, truth))
     return {"psnr": compute_psnr(picture, truth), "ssim": compute_ssim(picture, truth)}
 
 
 def measure_token_shares(tokens: Tensor, num_tokens: int, counted: Tensor | None = None) -> Tensor:
-    """Returns the share of each token in each sample: int64 (B, ...) -> float32 (B, num_tokens), rows that sum to 1.
+    """Returns the share of each token among the tokens of each sample: int64 (B, ...) -> float32 (B, num_tokens), rows
+    that sum to 1.
 
-    counted  bool (B, ...), True at the tokens that count, such as those that are no padding; None: all.
+    counted  bool (B, ...), True at the tokens that are counted, such as those that are no padding; None: all.
 
-    The mean of rows over samples is the histogram of all samples, however they were batched.
+    The mean of the rows over samples is the histogram of all samples, however they were batched.
     """
     flat = tokens.flatten(1)  # (B, N)
     shares = torch.ones_like(flat, dtype=torch.float32) if counted is None else counted.flatten(1).float()

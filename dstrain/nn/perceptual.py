@@ -31,18 +31,20 @@ REMEDY = (
 
 
 class Distance(nn.Module):
-    """Measures the distance of pictures by a frozen network. A subclass sets `heads`, a weight for each channel of a
-    stage, and computes the stages' features.
+    """Measures the distance of pictures by the features of a frozen network. A subclass sets `heads`, a weight for each
+    channel of a stage, and computes the stages' features.
     """
 
     heads: nn.ParameterList
 
     def train(self, mode: bool = True) -> "Distance":
-        """Ignores `mode`: the network stays in evaluation mode, whatever the networks around it do."""
+        """Sets evaluation mode and ignores `mode`, since the network never trains. Returns the network."""
         return super().train(False)
 
     def forward(self, picture: Tensor, truth: Tensor) -> Tensor:
-        """Returns the distance by sample, of pictures in [-1, 1]: two (B, 1 or 3, H, W) -> float32 (B,)."""
+        """Returns the distance of each picture from its truth, both in [-1, 1]: two (B, 1 or 3, H, W) -> float32
+        (B,).
+        """
         distance = picture.new_zeros(len(picture), dtype=torch.float32)
         for features, true_features, head in zip(
             self._compute_stages(picture), self._compute_stages(truth), self.heads
@@ -54,13 +56,13 @@ class Distance(nn.Module):
         return distance
 
     def _compute_stages(self, x: Tensor) -> list[Tensor]:
-        """Returns the features of each stage, (B, c, h, w), of pictures in [-1, 1]."""
+        """Returns the features of each stage, (B, c, h, w), of pictures (B, 1 or 3, H, W) in [-1, 1]."""
         raise NotImplementedError
 
 
 class OfGarments(Distance):
-    """Measures the distance by the package's classifier of garments, which sees luminance. It is the mean over the four
-    stages, between 0 and 2.
+    """Measures the distance by the package's classifier of garments, which gets the pictures' luminance. The distance
+    is a mean over four stages, between 0 and 2.
     """
 
     def __init__(self) -> None:
@@ -124,8 +126,8 @@ class Perceptual(Distance):
 
 
 def load_distance(path: str) -> Distance:
-    """Loads the distance whose weights are at `path`; for BUILTIN it is the package's own. Raises ConfigError as
-    Perceptual.
+    """Returns the distance whose weights are in the file or folder `path`; for builtin:fashion the package's own.
+    Raises ConfigError if weights are missing or do not fit.
     """
     return OfGarments() if path == BUILTIN else Perceptual(path)
 
@@ -151,7 +153,7 @@ def _read_weights(file: Path) -> dict[str, Tensor]:
 
 def _rename_weights(state: dict[str, Tensor]) -> dict[str, Tensor]:
     """Returns the weights of torchvision's VGG (features.N) or of the LPIPS package (net.sliceM.N, linM.model.1) under
-    our names; heads flattened, other entries dropped.
+    the names of Perceptual; heads are flattened, other entries dropped.
     """
     weights = {}
     for name, tensor in state.items():

@@ -1,10 +1,12 @@
-"""The loss of a first stage's picture beside its reconstruction: a perceptual distance and a discriminator's critique.
+"""Computes the loss on a first stage's pictures beside the reconstruction loss: a perceptual distance and a
+discriminator's critique.
 
-The two engines of an adversarial run stay apart: an engine hooks the outputs of its network, so no graph may hold two.
-The first stage's loss therefore ends at its picture. The gradients with respect to the picture, from the reconstruction
-and from the discriminator, are taken on a detached copy, and the sum of picture * gradient is what descends. The
-discriminator learns from that same picture, detached, which the first turn leaves in the example: a second pass would
-cost as much again, and after an update the last micro-batch would have another picture than those before.
+The two engines of an adversarial run stay apart: an engine hooks the outputs of its network, so no graph may contain
+two. The graph of the first stage's loss therefore ends at its picture. The gradients with respect to the picture, from
+the reconstruction and from the discriminator, are computed on a detached copy, and the sum of picture * gradient is
+minimized. The discriminator learns from that same picture, detached, which the first stage's turn stores in the
+example: a second pass would cost as much again, and after an update the last micro-batch would have another picture
+than those before.
 """
 
 from collections.abc import Callable, Mapping
@@ -59,8 +61,8 @@ class Penalty(Section):
 def require_suitable_pictures(
     judge: Perceptual | None, discriminator: Discriminator | None, shape: tuple[int, int, int], prefix: str = ""
 ) -> None:
-    """Raises ConfigError if the perceptual distance `judge` or the discriminator, unless it is None, cannot take
-    pictures of this shape (C, H, W). The keys in the message begin with `prefix`.
+    """Raises ConfigError if the perceptual distance `judge` or the discriminator cannot take pictures of this shape (C,
+    H, W). One that is None is not checked. The keys in the message begin with `prefix`.
     """
     channels, height, width = shape
     if judge and channels == 4:
@@ -76,7 +78,7 @@ def require_suitable_pictures(
 
 def describe_missing_weights(judge: Perceptual | None, key: str) -> list[str]:
     """Returns a list with one message if the perceptual distance is used and its weights are not on this machine, else
-    []; for SystemConfig.conflicts. `key` is the recipe's section of the distance.
+    []. Called by a system's SystemConfig.conflicts. `key` is the recipe's section of the distance.
     """
     if judge is None or not judge.weight or judge.path == perceptual.BUILTIN:
         return []
@@ -86,16 +88,17 @@ def describe_missing_weights(judge: Perceptual | None, key: str) -> list[str]:
 
 
 class LastLayer(NamedTuple):
-    """A first stage's last convolution, of stride 1 and with its padding."""
+    """Describes a first stage's last convolution, which has stride 1 and keeps the size of its input."""
 
     entered: Tensor  # its input, without a graph: (B, c, H, W)
     side: int  # of its filters
 
 
 class PictureLoss:
-    """Computes the perceptual and the adversarial loss of a first stage. A section that is None leaves its part out.
+    """Computes the perceptual and the adversarial loss of a first stage. If a section is None, its loss is left out.
 
-    Attributes: perceives, whether there is a perceptual term; adversarial, whether there is a discriminator now.
+    Attributes: perceives, whether there is a perceptual term; adversarial, whether there is a discriminator and, after
+    `list_turns`, whether it learns at that step.
     """
 
     def __init__(
@@ -113,7 +116,7 @@ class PictureLoss:
         return {part: learn} | ({"discriminator": self.compute_discriminator_loss} if self.discriminator else {})
 
     def build_networks(self, channels: int) -> dict[str, nn.Module]:
-        """Builds the discriminator of pictures with that many channels; returns {} without one."""
+        """Returns {"discriminator": a new discriminator of pictures with that many channels}; {} if there is none."""
         if self.discriminator is None:
             return {}
         return {
@@ -123,8 +126,9 @@ class PictureLoss:
         }
 
     def list_turns(self, part: str, step: int) -> tuple[str, ...]:
-        """Returns the parts that learn at `step`: the first stage and, from its start on, the discriminator. Also
-        remembers for this step whether the first stage learns from the discriminator, and whether a penalty is due.
+        """Returns the parts that learn at `step`: the first stage and, from discriminator.start on, the discriminator.
+        Also stores, for the losses of this step, whether the first stage learns from the discriminator, and whether a
+        penalty is due.
         """
         # Remembered here, where the host knows the step: reading example["step"] would wait for the device.
         self.adversarial = self.discriminator is not None and step >= self.discriminator.start
@@ -132,8 +136,8 @@ class PictureLoss:
         return (part, "discriminator") if self.adversarial else (part,)
 
     def compute_perceptual(self, picture: Tensor, truth: Tensor) -> dict[str, Tensor]:
-        """Returns the term perceptual, the distance (B,) between pictures and their truth (B, C, H, W); {} where it has
-        no weight.
+        """Returns the term perceptual, the distance (B,) between pictures and their truth (B, C, H, W); {} if its
+        weight is 0 or there is none. Loads the distance at the first call, and moves it to the pictures' device.
         """
         if not self.perceives:
             return {}
@@ -143,8 +147,8 @@ class PictureLoss:
         return {"perceptual": network(picture, truth)}
 
     def list_frozen(self) -> tuple[nn.Module, ...]:
-        """Returns the frozen perceptual distance; () if it is not used, or its weights are absent, since a finished run
-        encodes and exports without it.
+        """Returns the frozen perceptual distance; () if it is not used, or its weights are not on this machine, since a
+        finished run encodes and exports without it.
         """
         return (self._load_distance(),) if self.perceives and not describe_missing_weights(self.judge, "") else ()
 
@@ -200,9 +204,9 @@ class PictureLoss:
         return terms, weight.view(-1, 1, 1, 1) * of_critique
 
     def compute_discriminator_loss(self, nets: Nets, example: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Returns the discriminator's loss on the originals and the reconstructions that the first stage's turn has
-        left in the example; the mean logits of both, `real` and `fake` (B,); and, if a penalty is due in this step,
-        `slope` (B,), the squared slope at the originals.
+        """Returns the discriminator's mean loss on the originals and the reconstructions that the first stage's turn
+        has stored in the example; the mean logits of both, `real` and `fake` (B,); and, if a penalty is due in this
+        step, `slope` (B,), the squared slope at the originals.
         """
         assert "reconstruction" in example, "the first stage's turn comes before the discriminator's"
         truth, network, penalty = example["original"], nets["discriminator"], self.penalty
@@ -225,7 +229,7 @@ class PictureLoss:
 
 
 def make_loss_with_gradient(value: Tensor, pull: Tensor) -> Tensor:
-    """Returns a scalar loss that has the value of the mean of `value` (B,), and the gradient of the mean of `pull`
+    """Returns a scalar loss whose value is the mean of `value` (B,), and whose gradient is that of the mean of `pull`
     (B,).
     """
     return (value.detach() + (pull - pull.detach())).mean()

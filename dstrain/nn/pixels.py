@@ -1,4 +1,4 @@
-"""Pixels as networks see them, in [-1, 1], and as pictures hold them, in bytes; the shape that a model takes."""
+"""Converts pixels in [-1, 1], as networks see them, to bytes, and checks the shape of a model's input."""
 
 import torch
 from torch import Tensor
@@ -7,13 +7,13 @@ from dstrain.recipe import ConfigError
 
 
 def convert_to_uint8(pixels: Tensor) -> Tensor:
-    """Maps [-1, 1] to 0, 1, ..., 255, of any shape; values beyond are clamped."""
+    """Returns pixels of any shape, mapped from [-1, 1] to 0, 1, ..., 255 and rounded; values outside are clamped."""
     return ((pixels + 1) * 127.5).round().clamp(0, 255).to(torch.uint8)
 
 
 def require_shape(x: Tensor, shape: tuple[int, int, int], channels: str) -> None:
-    """Raises ConfigError if x (..., C, H, W) is not of the `shape` (C, H, W) by the model's fields image_size and
-    `channels`.
+    """Raises ConfigError if x (..., C, H, W) does not have the `shape` (C, H, W) that the model's fields image_size and
+    `channels` give.
     """
     if tuple(x.shape[-3:]) != shape:
         raise ConfigError(

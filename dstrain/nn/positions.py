@@ -19,9 +19,9 @@ def make_sincos_positions(
     The first half of a vector encodes the column, the second the row; each half is sines, then cosines (Vaswani et al.
     2017, per axis as in He et al. 2021, MAE). By numpy, since zero.Init rounds tensors that torch creates to bfloat16.
 
-    base    both axes run over 0 .. base, however many patches they have, so that a network meets the positions of its
-            square grid of base x base patches at other sizes, too (PixArt-alpha, Chen et al. 2023); None: 0, 1, 2, ...
-    within  the positions are those in the middle of a larger grid, of so many patches a side (Stable Diffusion 3);
+    base    both axes run from 0 to below base, however many patches they have, so that a network meets the positions of
+            its square grid of base x base patches at other sizes, too (PixArt-alpha, Chen et al. 2023); None: 0, 1, ...
+    within  the positions are those in the middle of a larger grid, with `within` patches a side (Stable Diffusion 3);
             None: they begin at 0.
 
     Raises ConfigError if dim is no multiple of 4.
@@ -39,10 +39,10 @@ def make_sincos_positions(
 
 
 def make_sincos_times(dim: int, count: int) -> Tensor:
-    """Returns fixed positions of `count` frames in a row, float32 (count, dim): sines, then cosines less 1, as in
-    `make_sincos_positions`.
+    """Returns fixed positions of `count` frames in a row, float32 (count, dim): sines, then cosines minus 1, with the
+    frequencies of `make_sincos_positions`.
 
-    Those of the first frame are 0, so that weights of a network of images compute for it what they did.
+    The positions of the first frame are 0, so that weights of a network of images compute the same for it.
     """
     angles = np.arange(count)[:, None] * PERIOD ** (-np.arange(dim // 2) / (dim // 2))
     return torch.from_numpy(np.concatenate((np.sin(angles), np.cos(angles) - 1), axis=1).astype(np.float32))
@@ -54,9 +54,10 @@ def make_rotations(
     """Returns the cosines and sines of the angles by which the queries and keys of a grid of N tokens are rotated:
     float32 (1, 2, before + N + after, head_dim).
 
-    RoPE (Su et al. 2021) over 1 to 3 axes: each turns a share of a head's values, neighbours in pairs. All axes but the
-    first take equal even shares, and the first takes the rest (so do EVA-02's two axes and Wan's three). `before` and
-    `after` tokens, which have no place in the grid, are not turned. bases: as in `make_sincos_positions`, one an axis.
+    RoPE (Su et al. 2021) over 1 to 3 axes: each rotates a share of a head's values, neighbours in pairs. All axes but
+    the first take equal even shares, and the first takes the rest (so do EVA-02's two axes and Wan's three). `before`
+    and `after` are numbers of tokens around the grid, which are not rotated. bases: by axis, `base` of
+    `make_sincos_positions`.
     """
     share = 2 * (head_dim // (2 * len(sides)))
     widths = (head_dim - share * (len(sides) - 1), *(share,) * (len(sides) - 1))
@@ -72,7 +73,9 @@ def make_rotations(
 
 
 def rotate_values(x: Tensor, rotation: Tensor) -> Tensor:
-    """Rotates the pairs of neighbouring values of x (B, heads, N, d) by the angles of `rotation`, (1 or B, 2, N, d)."""
+    """Returns x (B, heads, N, d), in which each pair of neighbouring values is rotated by its angle in `rotation`, (1
+    or B, 2, N, d).
+    """
     turned = torch.stack((-x[..., 1::2], x[..., ::2]), dim=-1).flatten(-2)
     cosines, sines = rotation[:, :1], rotation[:, 1:]
     return (x * cosines + turned * sines).to(x.dtype)

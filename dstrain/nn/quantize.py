@@ -19,12 +19,16 @@ _LEAST = 2.0**-25  # below every uniform number but 0, and with a finite logarit
 
 
 def widen_precision(x: Tensor) -> Tensor:
-    """Widens x to float32 at least: bfloat16 is too coarse for softmax and logarithms over many tokens."""
+    """Returns x in float32, or as it is in float64: bfloat16 is too coarse for softmax and logarithms over many
+    tokens.
+    """
     return x if x.dtype == torch.float64 else x.float()
 
 
 def draw_gumbel(key: Tensor, name: str, shape: tuple[int, ...]) -> Tensor:
-    """Draws standard Gumbel noise float32, a stream for each key: (B,) -> (B, *shape); between -2.9 and 16.7."""
+    """Returns standard Gumbel noise, float32 (B, *shape), between -2.9 and 16.7, with a stream for each sample's key
+    (B,) and `name`.
+    """
     return -torch.log(-torch.log(rng.uniform(key, name, shape).clamp(min=_LEAST)))
 
 
@@ -35,6 +39,8 @@ def relax_tokens(logits: Tensor, noise: Tensor, temperature: Tensor, sampling: s
     soft              softmax((theta + g) / temperature): a mixture of tokens; the relaxed loss has its exact gradient.
     straight_through  one token, with the gradient of soft.
     reinmax           one token, with a gradient of second order, see _make_reinmax_surrogate.
+
+    Raises ConfigError for another `sampling`.
     """
     temperature = temperature.view(-1, *(1,) * (logits.ndim - 1)).to(logits.dtype)
     noisy = logits + noise
@@ -73,10 +79,10 @@ def compute_kl_to_uniform(logits: Tensor) -> Tensor:
 
 
 class Codebook(nn.Embedding):
-    """Looks up the vectors of tokens, int64 (B, h, w), or mixes them by weights of the K tokens, (B, K, h, w): -> (B,
-    D, h, w).
+    """Looks up the vectors of tokens, int64 (B, h, w), or mixes vectors by weights of the K tokens, (B, K, h, w): ->
+    (B, D, h, w).
 
-    One call serves both, since under ZeRO-3 the table is gathered during that call alone.
+    One call serves both, since under ZeRO-3 the table is gathered only during that call.
     """
 
     def forward(self, tokens: Tensor) -> Tensor:

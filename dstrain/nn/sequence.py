@@ -25,7 +25,7 @@ from torch.distributed import ProcessGroup
 
 
 class Team(NamedTuple):
-    """Describes the ranks that share samples, by values that a compiled block can hold."""
+    """Describes the ranks that share the tokens of a sample, by values that a compiled block can hold."""
 
     name: str  # of their process group
     size: int
@@ -37,7 +37,7 @@ _team: Team | None = None  # for all threads: on a GPU, one of autograd's comput
 
 @contextmanager
 def share_tokens(group: ProcessGroup | None) -> Iterator[None]:
-    """Within the block, the functions of this module share tokens among the ranks of `group`, in forward and backward
+    """Inside the block, the functions of this module share tokens among the ranks of `group`, in forward and backward
     passes; None: this rank shares none. Afterwards restores the group of before.
     """
     global _team
@@ -53,8 +53,8 @@ def is_sharing() -> bool:
 
 
 def take_own_part(x: Tensor, axis: int) -> Tensor:
-    """Returns this rank's part of an axis of x, which is equal on all ranks. The part is a copy, so that the whole of x
-    may be freed.
+    """Returns this rank's part of an axis of x, which is equal on all ranks; x itself if no tokens are shared. The part
+    is a copy, so that the whole of x may be freed. The ranks must divide the axis.
     """
     if _team is None:
         return x
@@ -71,7 +71,7 @@ def take_own_parts(x: Tensor, count: int, axis: int) -> Tensor:
 
 
 def order_as_gathered(x: Tensor, count: int, axis: int) -> Tensor:
-    """Returns x, the whole of an axis, in the order of tokens that `attend` has after it has gathered the parts that
+    """Returns x, whose axis is whole, in the order in which `attend` has the tokens when it has gathered the parts that
     `take_own_parts` gives to the ranks.
     """
     if _team is None:
@@ -81,23 +81,24 @@ def order_as_gathered(x: Tensor, count: int, axis: int) -> Tensor:
 
 
 def gather_parts(x: Tensor, axis: int) -> Tensor:
-    """Gathers the parts of an axis of all ranks, and returns the whole axis. What is computed from it must be the same
-    on all ranks.
+    """Returns the whole axis, gathered from the parts of all ranks. Call it on all of them; what follows must be
+    computed alike on all.
     """
     return x if _team is None else _Whole.apply(x, axis)
 
 
 def take_own_part_again(x: Tensor, axis: int) -> Tensor:
-    """Returns this rank's part of an axis that `gather_parts` has gathered. The backward pass gathers the gradients of
-    all parts.
+    """Returns this rank's part of an axis that `gather_parts` has gathered before. Its backward pass gathers the
+    gradients of all parts, so that all ranks must run it.
     """
     return x if _team is None else _OwnPart.apply(x, axis)
 
 
 def exchange_tokens_for_heads(x: Tensor, runs: int) -> Tensor:
-    """Exchanges own tokens of all heads for all tokens of own heads: (B, H, n, d) -> (B, H / N, N n, d).
+    """Exchanges own tokens of all heads for all tokens of own heads, among the ranks that share tokens: (B, H, n, d) ->
+    (B, H / N, N n, d).
 
-    runs    the number of equal stretches of the tokens, such as frames, of each of which a rank has its part.
+    runs    the number of equal stretches of the tokens, such as frames. A rank has its part of each.
     """
     return _exchange(x.unflatten(2, (runs, -1)), gather=3, give=1).flatten(2, 3)
 
@@ -118,7 +119,9 @@ def exchange_channels_for_parts(x: Tensor, axis: int) -> Tensor:
 
 
 def _exchange(x: Tensor, gather: int, give: int) -> Tensor:
-    """Gathers one axis of all ranks while it splits another among them. Its backward pass is the exchange back."""
+    """Returns x with the axis `gather` gathered from all ranks and the axis `give` split among them. The backward pass
+    exchanges the gradients back.
+    """
     parts = torch.stack(x.chunk(_team.size, give))  # (N, ...), one for each rank
     # A function of torch, for torch.compile: it may lose the gradient of an autograd.Function with collectives.
     return torch.cat(collectives.all_to_all_single_autograd(parts, None, None, _team.name).unbind(0), gather)
@@ -131,7 +134,7 @@ def _gather(x: Tensor, axis: int) -> Tensor:
 
 
 class _Whole(torch.autograd.Function):
-    """Gathers parts; backward: N times the gradient of the own part."""
+    """Gathers the parts of all ranks. Its backward pass returns N times the gradient of the own part."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, axis: int) -> Tensor:
@@ -144,7 +147,9 @@ class _Whole(torch.autograd.Function):
 
 
 class _OwnPart(torch.autograd.Function):
-    """Takes the own part; backward: the gradients of all parts, without the factor N that `_Whole` gives them again."""
+    """Takes the own part. Its backward pass gathers the gradients of all parts and divides them by N, the factor by
+    which `_Whole` will multiply them.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, axis: int) -> Tensor:

@@ -58,7 +58,7 @@ class Mlp(nn.Module):
 class SwiGLU(nn.Module):
     """A gated MLP (Shazeer 2020), gate and values from one map: (..., dim) -> (..., dim).
 
-    It is made with the `hidden` of an Mlp, and takes two thirds of it: so both have as many weights.
+    It is made with the `hidden` of an Mlp, and uses two thirds of that width, so that both have as many weights.
     """
 
     def __init__(self, dim: int, hidden: int) -> None:
@@ -80,8 +80,10 @@ class Attention(nn.Module):
 
     qk_norm       none; rms or layer: of each head's queries and keys; rms_all: of all heads at once, as in Wan.
     context_dim   width of the context; 0: the tokens attend to themselves.
-    init          initialization of the last map.
-    project       whether there is a last map; without, only `project_heads` is of use.
+    init          initialization of the output projection.
+    project       whether there is an output projection; without it only `project_heads` can be called.
+
+    Raises ConfigError if num_heads does not divide dim.
     """
 
     def __init__(
@@ -142,14 +144,14 @@ class Attention(nn.Module):
 
 
 def join_heads(x: Tensor) -> Tensor:
-    """Lays the heads side by side again: (B, h, N, d) -> (B, N, h d)."""
+    """Returns the heads' values concatenated in the last axis: (B, h, N, d) -> (B, N, h d)."""
     return x.transpose(1, 2).flatten(2)
 
 
 class OwnModulation(nn.Sequential):
     """Maps the condition to `count` vectors of the width D: (B, D) or (B, N, D) -> `count` times (B, 1 or N, D).
 
-    It begins as zero (adaLN-Zero, Peebles & Xie 2022).
+    The weights start at zero, and with them the vectors (adaLN-Zero, Peebles & Xie 2022).
     """
 
     def __init__(self, dim: int, count: int) -> None:
@@ -164,7 +166,8 @@ class OwnModulation(nn.Sequential):
 
 
 class SharedModulation(nn.Module):
-    """Adds a table of its own to vectors that all blocks share, (B, count, D) or (B, 1, D) -> `count` times (B, 1, D).
+    """Adds a table of its own to vectors that all blocks share, (B, count, D) or (B, 1, D), and returns `count` times
+    (B, 1, D); the condition `c` is unused.
 
     Chen et al. 2023 (PixArt-alpha), adaLN-single.
     """
@@ -183,7 +186,7 @@ class SharedModulation(nn.Module):
 
 
 class NoModulation(nn.Module):
-    """Returns shifts and scales of 0, and gates of 1."""
+    """Returns the first `count` of shift 0, scale 0 and gate 1, twice over, as numbers; its arguments are unused."""
 
     def __init__(self, dim: int, count: int) -> None:
         super().__init__()
