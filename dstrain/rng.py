@@ -47,8 +47,8 @@ def uniform(key: Tensor, name: str, shape: tuple[int, ...] = ()) -> Tensor:
 
 
 def normal(key: Tensor, name: str, shape: tuple[int, ...]) -> Tensor:
-    """Draws standard normal float32 from the stream `name` of each key: (B,) -> (B, *shape). Box-Muller,
-    both branches.
+    """Draws standard normal float32 from the stream `name` of each key: (B,) -> (B, *shape). Uses
+    both outputs of the Box-Muller transform.
     """
     numel = math.prod(shape)
     half = (numel + 1) // 2

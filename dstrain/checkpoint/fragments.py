@@ -42,7 +42,7 @@ def write_shard(
 
     Values are float32 or of 16 bits, of shape (fragment.numel,), on any device. They are copied to the host piece by
     piece. A tensor may come in several fragments; empty ones are left out. dtype: F32, or BF16, to which values are
-    rounded. Raises ConfigError for values of another shape or type.
+    rounded. Raises ConfigError for values of another shape or type, a "/" in a kind, or a "#" in a name.
     """
     keys: dict[str, tuple[Fragment, Tensor]] = {}
     for kind, fragment, values in entries:
@@ -83,8 +83,8 @@ def write_shard(
 
 
 class _Reader(Places):
-    """Reads the elements of tensors from their files. Leaving its `with` closes the files; a later read opens them
-    again.
+    """Reads the elements of tensors from their files. The end of its `with` block closes the files; a later read opens
+    them again.
     """
 
     def __init__(self, *arguments: Any) -> None:
@@ -136,7 +136,9 @@ class IndexedShards(_Reader, FragmentIndex):
 
 
 def open_shards(folder: Path, part: str) -> Shards | IndexedShards:
-    """Opens the shards of a part, by their index if it was made of these very shards, else by their headers."""
+    """Opens the shards of a part for reading. Finds tensors by the part's index file if this was made of the
+    present shards, else by the headers of the shards, and then raises ConfigError if a shard is missing or malformed.
+    """
     if (folder / name_index_file(part)).is_file():  # earlier versions wrote none
         indexed = IndexedShards(folder, part)
         if indexed.matches_shards(read_manifest(folder)["files"]):
@@ -145,8 +147,8 @@ def open_shards(folder: Path, part: str) -> Shards | IndexedShards:
 
 
 def _list_shards(folder: Path, part: str) -> list[str]:
-    """Returns the names of a part's shards in the order of ranks. Raises ConfigError if that of any rank is missing, or
-    there are shards of several world sizes.
+    """Returns the file names of a part's shards in the order of ranks. Raises ConfigError if the shard of any rank is
+    missing, or if there are shards of several world sizes.
     """
     names = {
         (int(match[2]), int(match[3])): path.name
@@ -184,7 +186,9 @@ class StoredWeight(torch.Tensor):
         return f"StoredWeight({'/'.join(self._place)}, {tuple(self.shape)})"
 
     def read_slice(self, start: int = 0, numel: int | None = None) -> Tensor:
-        """Reads elements start .. start + numel of the flattened tensor: (numel,)."""
+        """Reads `numel` elements of the flattened tensor from `start` on, to its end if `numel` is None: float32
+        (numel,) on the host. Closes the files afterwards.
+        """
         with self._shards:
             return self._shards.read(*self._place, start, numel)
 
@@ -202,7 +206,9 @@ class StoredWeight(torch.Tensor):
 
 
 def read_elements(value: Tensor, start: int, numel: int) -> Tensor:
-    """Returns elements start .. start + numel of a flattened tensor; of one in a checkpoint, no others are read."""
+    """Returns `numel` elements of a flattened tensor from `start` on. Of a StoredWeight, only these elements are read
+    from the files.
+    """
     return (
         value.read_slice(start, numel) if isinstance(value, StoredWeight) else value.reshape(-1)[start : start + numel]
     )

@@ -1,4 +1,4 @@
-"""The seal of a checkpoint: manifest.json, with size and hash of every file and a hash of itself.
+"""Reads and checks manifest.json of a checkpoint, which holds the size and hash of every file and a hash of itself.
 
 The hash of a file is blake2b over the blake2b of each of its 64 MB blocks, so that threads share a large file.
 """
@@ -50,8 +50,8 @@ class _Body(BaseModel):
 def read_manifest(path: str | os.PathLike) -> dict:
     """Returns the manifest of a checkpoint's folder: files, step, world, versions, extra.
 
-    Raises ConfigError if it is missing, truncated or altered, no plain file, or lacks an entry. The files themselves
-    are not compared with it.
+    Raises ConfigError if manifest.json is missing, truncated or altered, not a regular file, larger than _MAX_BYTES, or
+    lacks an entry, and OSError if the storage fails. The checkpoint's files are not compared with the manifest.
     """
     try:
         body = sealed.parse_sealed(small.read_bytes(Path(path) / NAME, _MAX_BYTES))
@@ -71,7 +71,9 @@ def read_manifest(path: str | os.PathLike) -> dict:
 
 
 def hash_files(folder: Path, names: list[str], sync: bool = False) -> dict[str, dict]:
-    """Returns {name: {size, hash}} of files below `folder`; `sync` also forces them to the disk."""
+    """Returns {name: {size, hash}} of the named files below `folder`, size in bytes. sync: also flushes the files to
+    the disk. Raises OSError if a file is missing or cannot be read.
+    """
 
     def hash_block(job: tuple[str, int]) -> bytes:
         name, start = job
@@ -131,8 +133,8 @@ class Digest:
                 self._whole.update(self._jobs.popleft().result())
 
     def make_entry(self) -> dict[str, Any]:
-        """Waits for the hashes of all blocks and returns {size, hash} for a manifest. Call it once, when all is
-        written.
+        """Waits for the hashes of all blocks and returns {size, hash} for a manifest. May be called only once,
+        after the last `update`.
         """
         if self.size % _BLOCK_BYTES or not self.size:
             self._end_block()
@@ -149,10 +151,10 @@ def _hash_pieces(pieces: list[memoryview]) -> bytes:
 
 
 def find_faults(folder: Path, names: list[str], listed: dict[str, dict]) -> list[str]:
-    """Returns a line for each of the named files that is missing or differs from its {size, hash} in `listed`; only one
-    line if files cannot be read.
+    """Returns a line for each of the named files that is missing or differs from its {size, hash} in `listed`, [] if
+    none does. If reading any file fails, returns one line with that error only.
 
-    Only plain files of the right size are read: a file may claim to have no end.
+    Only regular files of the listed size are read, since reading a device may not end.
     """
     try:
         sizes = {name: (folder / name).stat().st_size for name in names if (folder / name).is_file()}

@@ -53,7 +53,7 @@ class State(BaseModel):
 
 
 def parse_state(saved: Any) -> State:
-    """Returns a State made of the entry of a manifest. Raises ConfigError if the entry is malformed."""
+    """Returns the State in a manifest's entry "course". Raises ConfigError if that entry is malformed."""
     try:
         return State.model_validate(saved)
     except ValidationError as error:
@@ -62,7 +62,9 @@ def parse_state(saved: Any) -> State:
 
 
 def read_counters(path: Path) -> dict[str, dict[str, Any]]:
-    """Returns the counters of each part in a checkpoint. Raises ConfigError if they are missing or malformed."""
+    """Returns {part: counters} of a checkpoint, from the metadata of common.safetensors. Raises ConfigError if the
+    counters are missing or malformed.
+    """
     with safe_open(path / COMMON, "pt") as file:
         values = json.loads((file.metadata() or {}).get("counters", "null"))
     try:
@@ -75,8 +77,9 @@ def read_counters(path: Path) -> dict[str, dict[str, Any]]:
 
 
 def read_recovery_state(path: Path) -> State:
-    """Returns the record of skipped steps and rollbacks in a checkpoint's manifest. Earlier versions wrote none: then
-    the number of skipped steps is the largest of the parts' own, and all else is empty.
+    """Returns the record of skipped steps and rollbacks in a checkpoint's manifest. Earlier versions wrote no
+    record: then the number of skipped steps is the largest one among the parts' counters, and the other fields keep
+    their defaults. Raises ConfigError if the manifest, the record or the counters are malformed.
     """
     skipped = max((part["skipped"] for part in read_counters(path).values()), default=0)
     return parse_state(read_manifest(path)["extra"].get("course", {"skipped": skipped}))

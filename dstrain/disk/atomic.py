@@ -16,11 +16,12 @@ from dstrain.disk import owner
 
 @contextmanager
 def replace_file(path: str | os.PathLike, make: bool = True) -> Iterator[Path]:
-    """Yields a temporary path to write to, then renames it to `path`, so that readers see the old file or the whole new
-    one; after an error it removes the temporary one.
+    """Creates an empty temporary file and yields its path. When the block ends, the file is renamed to `path`, so that
+    readers see the old file or the whole new one; after an error in the block, the temporary file is removed instead.
 
-    make: creates the folder of `path`, too. A link at `path` is replaced. If several processes write it, the last one
-    wins, with its whole file. Raises TakenAway if this process has lost its claim on the folder.
+    make: creates the folder of `path`, too. A link at `path` is replaced. If several processes write `path`, the last
+    whole file stays. First removes temporary files of dead processes from the folder. Raises TakenAway if this process
+    has lost its claim on the folder.
     """
     path = Path(path)
     owner.check_claim(path)
@@ -41,8 +42,8 @@ def replace_file(path: str | os.PathLike, make: bool = True) -> Iterator[Path]:
 
 
 def write_file(path: str | os.PathLike, content: str | bytes, make: bool = True) -> None:
-    """Writes a file atomically, text as UTF-8: readers see the old content or the new one. make: creates its folder,
-    too.
+    """Writes a file atomically, text as UTF-8: readers see the old content or the new one. make: creates the folder
+    of `path`, too. Raises TakenAway if this process has lost its claim on the folder.
     """
     with replace_file(path, make) as temporary:
         temporary.write_bytes(content.encode() if isinstance(content, str) else content)
@@ -50,10 +51,11 @@ def write_file(path: str | os.PathLike, content: str | bytes, make: bool = True)
 
 @contextmanager
 def replace_folder(folder: str | os.PathLike) -> Iterator[Path]:
-    """Yields a temporary folder to fill, then renames it to `folder`, which readers see whole or not at all; after an
-    error it removes the temporary one. `folder` must be absent or empty.
+    """Yields a new temporary folder to fill. When the block ends, the temporary folder is renamed to `folder`, which
+    readers see whole or not at all; after an error it is removed instead.
 
-    First removes temporary folders of the same name whose processes have died.
+    Creates the parent folder, and first removes temporary folders of the same name whose processes have died. Raises
+    OSError if `folder` is not absent or empty, TakenAway if this process has lost its claim on it.
     """
     folder = Path(os.path.abspath(folder))
     owner.check_claim(folder)
@@ -69,7 +71,9 @@ def replace_folder(folder: str | os.PathLike) -> Iterator[Path]:
 
 
 def publish_folder(temporary: str | os.PathLike, folder: str | os.PathLike) -> None:
-    """Flushes a filled temporary folder to the disk and renames it to `folder`, which must be absent or empty."""
+    """Flushes a filled temporary folder to the disk and renames it to `folder`. Raises OSError if `folder` is not
+    absent or empty, TakenAway if this process has lost its claim on it.
+    """
     for place, _, names in os.walk(os.fspath(temporary)):
         for name in names:
             descriptor = os.open(os.path.join(place, name), os.O_RDONLY)
@@ -84,9 +88,9 @@ def publish_folder(temporary: str | os.PathLike, folder: str | os.PathLike) -> N
 
 
 def fsync_folder(path: str | os.PathLike) -> None:
-    """Flushes a folder's entries to the disk: without it a rename may be lost when the power fails.
+    """Flushes a folder's entries to the disk: without the flush a rename may be lost when the power fails.
 
-    Some file systems, mostly of a network, cannot flush folders: their error is ignored.
+    Some file systems, mostly network ones, cannot flush folders: their errors are ignored. Raises any other OSError.
     """
     descriptor = os.open(path, os.O_RDONLY)
     try:

@@ -12,11 +12,12 @@ _OPEN = os.O_RDWR | os.O_APPEND | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW
 
 
 def append_lines(path: str | os.PathLike, text: str) -> None:
-    """Appends whole lines to a file, after a line break if its last line has none. Raises OSError if they cannot be
-    added; then nothing is.
+    """Appends `text`, one or more whole lines, to a file, which is created if it is missing. If the file's last line
+    has no line break, first adds one.
 
-    Lines of several processes do not mix where one write takes them whole, as it does on a local disk. OSError is
-    raised for a link, a pipe, a device, or a folder on which this process has lost its claim.
+    Lines of several processes do not mix where one write call takes the whole text, as on a local disk. Raises OSError
+    if the text cannot be written, and then removes what was written of it; also if `path` is a link, a pipe or a
+    device, or if this process has lost its claim on the folder.
     """
     owner.check_claim(path)
     descriptor = _open_regular(path, _OPEN | os.O_CREAT)
@@ -35,8 +36,8 @@ def append_lines(path: str | os.PathLike, text: str) -> None:
 
 
 def remove_partial_line(path: str | os.PathLike) -> int:
-    """Truncates a file after its last line break, since a crash may leave half a line; returns how many bytes this
-    removed, 0 if there is no file.
+    """Truncates a file after its last line break, since a crash may leave half a line; a file without a line break
+    becomes empty. Returns the number of bytes removed, 0 if there is no file. Raises OSError for a link or a pipe.
     """
     try:
         descriptor = _open_regular(path, _OPEN)

@@ -9,7 +9,7 @@ from dstrain.disk.owner import make_mark
 
 def apply_umask(path: str | os.PathLike) -> None:
     """Sets the modes of a file, or of a folder and everything in it, to those of new files (0666 & ~umask) and new
-    folders (0777 & ~umask). Links stay as they are.
+    folders (0777 & ~umask). Links stay as they are. To learn both modes, makes and removes a file and a folder there.
     """
     path = Path(path)
     file, folder = _probe_modes(path if path.is_dir() else path.parent)

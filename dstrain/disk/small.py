@@ -31,21 +31,23 @@ def read_bytes(path: str | os.PathLike, most: int) -> bytes:
 
 
 def read_text(path: str | os.PathLike, most: int = 16 * MEGABYTE, errors: str = "strict") -> str:
-    """Reads the text (UTF-8) of a regular file. Raises OSError as `read_bytes`; UnicodeDecodeError if it is
-    not text.
+    """Reads the text (UTF-8) of a regular file of at most `most` bytes. errors: as of bytes.decode. Raises OSError as
+    `read_bytes` does, and UnicodeDecodeError if `errors` is "strict" and the bytes are not UTF-8.
     """
     return read_bytes(path, most).decode("utf-8", errors)
 
 
 def read_json(path: str | os.PathLike, most: int = 16 * MEGABYTE, **hooks: Any) -> Any:
-    """Reads and parses a small JSON file. Raises OSError as `read_text`, ValueError if it is not JSON or is nested too
-    deeply.
+    """Reads and parses a JSON file of at most `most` bytes. hooks: arguments of json.loads. Raises OSError as
+    `read_text` does, and ValueError if the file is not UTF-8 or not JSON, or is nested deeper than _MAX_DEPTH.
     """
     return parse_json(read_text(path, most), **hooks)
 
 
 def parse_json(text: str | bytes, **hooks: Any) -> Any:
-    """Parses a JSON text. Raises ValueError if it is not JSON or is nested too deeply."""
+    """Parses a JSON text. hooks: arguments of json.loads. Raises ValueError if the text is not JSON, or if its lists
+    and objects are nested deeper than _MAX_DEPTH.
+    """
     too_deep = ValueError(f"lists or sections are nested deeper than {_MAX_DEPTH}")
     try:
         value = json.loads(text, **hooks)
@@ -72,7 +74,8 @@ def parse_json_of_distinct_keys(text: str | bytes) -> Any:
 
 def require_distinct_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Returns the (key, value) pairs of a JSON object as a dict, for json's object_pairs_hook. Raises RepeatedKey if a
-    key has two different values, of which json itself would take the last one.
+    key has two different values, of which json itself would take the last one. Equal values of a
+    repeated key are accepted.
     """
     section = dict(pairs)
     if len(section) < len(pairs):
@@ -83,10 +86,10 @@ def require_distinct_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def describe_special_file(path: str | os.PathLike) -> str | None:
-    """Returns what stands at `path` if it is not a regular file ("a folder", "a pipe", ...), else None: opening a pipe
-    may block, and reading a device may not end.
+    """Returns None if `path` is a regular file, else what it is: "a folder", "a pipe", ... Callers ask before they open
+    a file, since opening a pipe may block, and reading a device may not end.
 
-    Raises OSError if nothing is there.
+    Raises OSError if nothing exists at `path`, or if `path` contains a NUL.
     """
     try:
         mode = os.stat(path).st_mode
@@ -98,14 +101,14 @@ def describe_special_file(path: str | os.PathLike) -> str | None:
 
 
 def require_regular_file(path: str | os.PathLike) -> None:
-    """Raises OSError if `path` is not a regular file."""
+    """Raises OSError if `path` is missing or is not a regular file."""
     if kind := describe_special_file(path):
         raise OSError(errno.EISDIR if kind == "a folder" else errno.EINVAL, f"it is {kind}, and no file", str(path))
 
 
 def read_stripped_text(path: Path, most: int = 4096) -> str | None:
-    """Returns the text of a file of at most `most` bytes without white space at its ends; None if it cannot be read or
-    is larger.
+    """Returns the text of a file of at most `most` bytes without white space at its ends; None if the file cannot be
+    read, is larger, or is not UTF-8.
     """
     try:
         return read_text(path, most).strip()

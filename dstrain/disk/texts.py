@@ -27,9 +27,10 @@ _LIST = re.compile(r"\[[-+0-9., ]*\]")  # of numbers, such as a box
 
 
 def decode_text(content: bytes) -> str:
-    """Decodes the bytes of a text file. Raises UnicodeDecodeError, a ValueError, if they are no text.
+    """Decodes the bytes of a text file: UTF-16 if they begin with its byte order mark, else UTF-8. The mark is dropped.
 
-    Bytes with a NUL are no text: they are numbers in binary, or UTF-16 without its byte order mark.
+    Raises UnicodeDecodeError, a ValueError, if the bytes cannot be decoded or the text contains a NUL: such bytes are
+    numbers in binary, or UTF-16 without its byte order mark.
     """
     marked = content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
     text = content.decode("utf-16" if marked else "utf-8-sig")
@@ -50,10 +51,10 @@ def split_lines(text: str) -> tuple[str, ...]:
 
 
 def list_captions(value: Any) -> tuple[str, ...]:
-    """Returns the captions in a value of a table or of JSON, a text or a list of texts; () if there are none. None,
-    blank texts and "nan" or "<NA>" are no captions.
+    """Returns the captions in a value of a table or of JSON, which is a text or a list of texts. Leaves out None, blank
+    texts, and words for a missing value such as "nan" or "<NA>"; returns () if nothing remains.
 
-    Raises ValueError if it holds anything but texts.
+    Raises ValueError if the value, or an entry of the list, is neither a text nor None.
     """
     texts = [text for text in (value if isinstance(value, list) else [value]) if text is not None]
     for text in texts:
@@ -65,8 +66,8 @@ def list_captions(value: Any) -> tuple[str, ...]:
 
 
 def find_captions(content: Any) -> tuple[str, ...]:
-    """Returns the captions in the JSON object beside a sample, in the first of its keys that is in TEXT_NAMES; () if it
-    has none.
+    """Returns the captions in the parsed JSON file beside a sample: those at the first of TEXT_NAMES that the object
+    has as a key. Values that are not texts are left out. Returns () if no key fits or `content` is not an object.
     """
     if isinstance(content, dict):
         value = next((content[name] for name in TEXT_NAMES if name in content), None)
@@ -76,8 +77,8 @@ def find_captions(content: Any) -> tuple[str, ...]:
 
 
 def parse_sidecar(name: str, content: bytes) -> tuple[str, ...]:
-    """Returns the captions in the bytes of X.txt (one a line) or X.json. Raises ValueError if they are no text or no
-    JSON.
+    """Returns the captions in the bytes of a sample's text file: if `name` ends in .json, by `find_captions`, else one
+    from each line. Raises ValueError if the bytes are no text or no JSON.
     """
     text = decode_text(content)
     if not name.lower().endswith(".json"):
@@ -86,9 +87,11 @@ def parse_sidecar(name: str, content: bytes) -> tuple[str, ...]:
 
 
 def read_label(value: Any, names: Container[str] = ()) -> str | None:
-    """Returns a label as text, a whole number without a fraction; None if there is no label.
+    """Returns a label as text, a whole number without its fraction ("10.0" gives "10"); None if `value` is None, NaN or
+    blank.
 
-    names: known classes, which may look like anything. Raises ValueError if it is neither a whole number nor a name.
+    names: known classes, each returned unchanged whatever it looks like. Raises ValueError if `value` is another type,
+    a word for a missing value, a list, a number with a fraction, or longer than _LONGEST_LABEL characters.
     """
     if value is None or (isinstance(value, float) and math.isnan(value)):
         return None
@@ -113,5 +116,7 @@ def parse_whole_number(text: str) -> int | None:
 
 
 def read_text(path: Path) -> str:
-    """Reads a text file as one caption. Raises OSError if it cannot be read, ValueError if it is no text."""
+    """Reads a text file as one caption, without white space at its ends. Raises OSError if the file cannot be read or
+    has more than LONGEST_TEXT bytes, ValueError if it is no text.
+    """
     return clean_text(decode_text(small.read_bytes(path, LONGEST_TEXT)))

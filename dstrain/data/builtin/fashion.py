@@ -34,7 +34,9 @@ def find_shades(images: torch.Tensor) -> torch.Tensor:
 
 
 def list_captions() -> dict[str, tuple[int, int]]:
-    """Returns every caption of the built-in images, first the dark items: (index into FASHION, index into SHADES)."""
+    """Returns {caption: (index into FASHION, index into SHADES)} of all captions of the built-in images, first those of
+    the first shade.
+    """
     return {
         f"a {shade} {name}": (item, number) for number, shade in enumerate(SHADES) for item, name in enumerate(FASHION)
     }

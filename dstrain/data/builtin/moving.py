@@ -81,12 +81,16 @@ class MovingFashion(Source):
         }
 
     def caption_clip(self, index: int) -> str:
-        """Returns the caption of a clip, such as "an ankle boot moving left"."""
+        """Returns the caption of a clip, such as "an ankle boot moving left". Raises IndexError if there is no clip
+        `index`.
+        """
         number, motion = self._find_item_and_motion(index)
         return make_caption(FASHION[int(self.items.labels[number])], motion)
 
     def _find_item_and_motion(self, index: int) -> tuple[int, str]:
-        """Returns the number of the item in a sample, and its motion, a key of MOTIONS."""
+        """Returns the index into `items` of the item in a clip, and the motion, a key of MOTIONS. Raises IndexError if
+        there is no clip `index`.
+        """
         if not 0 <= index < len(self):
             raise IndexError(index)
         number, motion = divmod(int(self.permutation[index]), len(MOTIONS))
@@ -133,7 +137,9 @@ def make_caption(name: str, motion: str) -> str:
 
 
 def list_captions() -> dict[str, tuple[int, int]]:
-    """Returns every caption of the built-in clips, motion by motion: (index into FASHION, index into MOTIONS)."""
+    """Returns {caption: (index into FASHION, index into MOTIONS)} of all captions of the built-in clips, motion by
+    motion.
+    """
     return {
         make_caption(name, motion): (item, number)
         for number, motion in enumerate(MOTIONS)
