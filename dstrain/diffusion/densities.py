@@ -63,9 +63,9 @@ def stratify_uniforms(uniforms: Tensor, position: Tensor, step: Tensor | None, s
     samples in a row, each part gets one.
 
     The part depends on the sample's `position` in the global batch and on the `step`, int64 (B,) each, so that a
-    position gets other parts in other steps; step None: on the position alone. Neighbours lie about a golden section
-    apart, so that a micro-batch, too, is spread over [0, 1). Within its part, a sample lies where its own uniform
-    number puts it. Source: Kingma et al. 2021 (VDM), appendix I.
+    position gets other parts in other steps. If step is None, the part depends on the position alone. Consecutive
+    positions get parts about 0.618 apart (modulo 1), so that a micro-batch, too, is spread over [0, 1). A sample's own
+    uniform number chooses the place within the part. Results are below 1. Source: Kingma et al. 2021 (VDM), appendix I.
     """
     stride = round(strata * (math.sqrt(5) - 1) / 2)
     while math.gcd(stride, strata) > 1:

@@ -93,8 +93,8 @@ class FlowMatching:
         return self.interpolant.convert_prediction(self.call_network(network, x_t, t), x_t, t, "velocity")
 
     def training_losses(self, network: Network, x_start: Tensor, t: Tensor, noise: Tensor) -> dict[str, Tensor]:
-        """Returns per-sample terms (B,): loss, which is Interpolant.compute_losses, with gradient; and mse, the same
-        without. `noise` has deviation 1, and is multiplied by noise_scale here.
+        """Returns per-sample terms (B,): `loss`, computed by Interpolant.compute_losses, and `mse`, the same values
+        detached from the graph. `noise` has deviation 1; this method multiplies it by noise_scale.
         """
         noise = self.scale_noise(noise)
         out = self.call_network(network, self.interpolant.mix_noise(x_start, noise, t), t)
@@ -237,8 +237,8 @@ class FlowMatching:
         method  sde: Euler-Maruyama, one call of the network a step; sde-heun: Heun's method after the noise has been
                 added, two calls a step.
 
-        With the usual coefficient, sigma, w times the score is -eta eps. With eta 0 it is the ODE. The last step is
-        made as the flow's `last` says.
+        With the usual coefficient, sigma, w times the score is -eta eps. With eta 0 the SDE is the ODE. The attribute
+        `last` chooses the method of the last step.
         """
         times = grid.tolist()
         for step in progress(range(len(times) - 1)):
@@ -300,7 +300,7 @@ def check_spacing(spacing: str | None) -> None:
 
 
 class _Denoiser:
-    """Adapts a flow's network to the interface of solvers.Denoiser. It knows every noise level."""
+    """Adapts a flow's network to the interface of solvers.Denoiser. Every noise level exists, as t is continuous."""
 
     def __init__(self, flow: FlowMatching, network: Network) -> None:
         self.flow, self.network = flow, network

@@ -210,7 +210,7 @@ class GaussianDiffusion:
 
     def compute_noise_ratio(self, x_t: Tensor, t: Tensor) -> Tensor:
         """Returns the noise ratio sigma / alpha at times t (B,) as the network sees them: (B, 1, ...), with as many
-        axes as x_t. It is right for a whole chain, and wrong for a respaced one.
+        axes as x_t. Call this on the original chain only: on a respaced chain the result is wrong.
         """
         if self.rescale_timesteps:
             t = (t * (self.original_steps / 1000)).round().long()

@@ -64,7 +64,7 @@ def find_time_of_noise(path: str, noise: float) -> float:
 
 
 class Interpolant:
-    """Holds a path between data and noise, what the network predicts on it, and the space of its loss.
+    """Holds a path between data and noise, the quantity that the network predicts, and the space of the loss.
 
     path         linear, gvp or vp.
     prediction   velocity, x, eps or score: the network's output.
@@ -117,8 +117,8 @@ class Interpolant:
 
     def compute_losses(self, out: Tensor, x_start: Tensor, noise: Tensor, t: Tensor) -> Tensor:
         """Returns the loss (B,) of each sample: the mean squared error of the predictions `out` (B, C, ...) in the
-        space `loss`. For likelihood it is multiplied by SiT's weight. If `cosine` is set, it adds that weight times 1 -
-        the cosine over channels.
+        space `loss`. For `loss` likelihood the error is multiplied by SiT's weight. If `cosine` is not 0, the loss also
+        has the term cosine * (1 - the cosine similarity of prediction and target over channels).
         """
         coefficients = self.compute_coefficients(self._clamp_times(t), out)
         alpha, sigma, alpha_slope, sigma_slope = coefficients

@@ -48,7 +48,8 @@ def compute_expm1(x: Tensor) -> Tensor:
 
 
 def can_read_values(x: Tensor) -> bool:
-    """Returns whether the host can read values now: x lies on the CPU, and no graph is being compiled."""
+    """Returns whether Python can read values of x at once: x is a plain tensor on the CPU, and torch.compile is not
+    tracing."""
     return type(x) is Tensor and x.device.type == "cpu" and not torch.compiler.is_compiling()
 
 

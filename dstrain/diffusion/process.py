@@ -63,7 +63,7 @@ class _Process:
 class ChainProcess(_Process):
     """A chain of discrete-time diffusion.
 
-    schedule    name of its betas, for `make_scheduler_arguments`.
+    schedule    name of the chain's betas, for `make_scheduler_arguments`.
     clip        whether the predicted x_start is kept in [-1, 1]: for pixels, not for latents.
     respacing   a subset of timesteps, see schedule.space_timesteps; "" for all. Samples are drawn over it where as many
                 calls are asked for, and bits are measured over it where no number of calls is given.

@@ -1,7 +1,7 @@
 """Makes the keyword arguments of diffusers' schedulers for a chain, without importing diffusers.
 
-Its schedulers compute in float32, from named betas or from a list, and gaussian.py in float64, but the chain is the
-same.
+The schedulers of diffusers compute in float32, from the name or a list of betas; gaussian.py computes in float64. Both
+follow the same chain.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""Shows figures to a person: an evaluation as a table and as a plot of its curves by timestep; a time in words.
+"""Formats an evaluation as a table and plots its curves by timestep; formats a duration in words.
 
 `result` is what commands/evaluate.py writes as JSON: figures, standard_errors {name: value}, curves {name: values by
 timestep}, timesteps, quarters {name: 4 values}; None stands for what is not finite. `vb` is special: bits per dimension
@@ -74,7 +74,8 @@ def plot_evaluation(path: str | os.PathLike, result: dict[str, Any]) -> None:
 
 
 def plot_columns(path: str | os.PathLike, headline: str, curves: dict[str, list[float]]) -> None:
-    """Writes a PNG of curves that are not by timestep, such as the use of each token, whole or not at all."""
+    """Writes a PNG of curves whose entries are not timesteps, such as the use of each token, atomically. Each curve is
+    sorted from its largest value down."""
     _draw_panels(path, headline, [_draw_columns], {"curves": curves})
 
 
@@ -142,7 +143,7 @@ def _draw_errors(axes: Any, result: dict[str, Any]) -> None:
 
 
 def _draw_columns(axes: Any, result: dict[str, Any]) -> None:
-    """Draws curves that are not by timestep, such as the use of each token, from the largest value down."""
+    """Draws curves whose entries are not timesteps, such as the use of each token, sorted from the largest value."""
     for index, (name, values) in enumerate(result["curves"].items()):
         values = sorted(_convert_none_to_nan(values), reverse=True)
         axes.plot(values, label=name, color=(_INK, _SECOND, _FAINT)[index % 3], **_choose_style(values))
@@ -172,8 +173,8 @@ def _list_sampling_steps(result: dict[str, Any]) -> list[int]:
 
 
 def _draw_similarities(axes: Any, result: dict[str, Any]) -> None:
-    """Draws the cosine similarity of the embeddings that a prior samples, by its number of steps, and the baseline, the
-    cosine of text and image.
+    """Draws the cosine similarity of the embeddings that a prior samples against the number of sampling steps; and, if
+    it was measured, the baseline: the cosine of text and image.
     """
     figures, steps = result["figures"], _list_sampling_steps(result)
     colors = {"image": _INK, "text": _SECOND, "other_text": "#3a7d44"}
@@ -202,7 +203,7 @@ def _draw_quarters(axes: Any, result: dict[str, Any]) -> None:
 
 
 def _draw_curve(axes: Any, result: dict[str, Any], values: list[float], **style: Any) -> None:
-    """Draws values by timestep; a nonlinear axis spreads the first timesteps, which hold most bits, and includes 0."""
+    """Draws values by timestep. From t = 20 on the axis is symlog, which spreads the first timesteps."""
     timesteps = result["timesteps"] or list(range(len(values)))
     last = timesteps[-1]
     if last >= 20:

@@ -28,9 +28,9 @@ _SAME = {torch.ops.aten.addmm_: torch.ops.aten.addmm}  # operations that torch h
 
 
 class Utilization:
-    """Computes TFLOPs and model FLOPs utilization of an interval of training, on rank 0 with a GPU. Elsewhere it
-    computes nothing: the ranks of a machine share its CPU, and only rank 0 reports. Nor does it, after a warning, for a
-    system whose loss needs values.
+    """Computes TFLOPs and model FLOPs utilization of an interval of training, on rank 0 with a GPU. On other
+    ranks and without a GPU it computes nothing: the ranks of a machine share its CPU, and only rank 0 reports. For a
+    system whose loss needs values it warns once and then computes nothing.
 
     batch       samples of a step, on all ranks together
     precision   fp32, bf16 or fp16
@@ -44,7 +44,8 @@ class Utilization:
 
     def compute_figures(self, first: int, done: int, seconds: float) -> dict[str, float]:
         """Returns `tflops` of one rank, in 10^12 operations a second, and `mfu`, its share of the chip's peak, for
-        steps `first` + 1 to `done`, which took `seconds`. Returns {} where nothing is computed.
+        steps `first` + 1 to `done`, which took `seconds`. Returns {} on other ranks, without a GPU, or, with a
+        warning the first time, if the operations cannot be counted.
         """
         if self._rate is None:
             return {}
@@ -103,8 +104,8 @@ def count_step_flops(system: System, batch: int, step: int = 0, train_only: Sequ
 class _Useful(TorchDispatchMode):
     """Sums the operations of the calls made within its block, without those that the backward pass recomputes.
 
-    While `backward` is set, calls without gradient are the backward formulas, and count; a recomputed forward runs with
-    gradient, and does not.
+    While `backward` is set, calls in no-grad mode belong to the backward pass and are counted; calls in grad mode are a
+    recomputed forward pass and are not counted.
     """
 
     def __init__(self) -> None:

@@ -41,7 +41,7 @@ def describe_machine(system: Path | None = None) -> dict[str, Any]:
 
 
 def read_commit(file: Path = Path(__file__).parents[1] / "__init__.py") -> dict[str, Any]:
-    """Returns the `commit` of the git checkout that holds a file, and whether it is `dirty`: whether code has changed
+    """Returns the `commit` of the git checkout that holds a file, and whether it is `dirty`: its code has changed
     or untracked files. The code is the file's package (or the file alone, if it is not an __init__.py) and the folders
     `launch` and `ds_configs` beside it. Returns {} if git does not track the file or cannot be run.
     """
@@ -68,7 +68,7 @@ def read_commit(file: Path = Path(__file__).parents[1] / "__init__.py") -> dict[
 
 
 def describe_memory_use() -> str:
-    """Returns a line about the memory that this process uses, and what is free."""
+    """Returns a line about the memory (GB) that this process uses, on its GPU if there is one, and the free memory."""
     own = torch.cuda.is_available()
     held = torch.cuda.memory_allocated() if own else _read_memory_kilobytes().get("VmRSS", 0) * 1000
     return (

@@ -64,9 +64,10 @@ class Meter:
 
     def compute_means(self) -> dict[str, float]:
         """Returns the means since the last call, over all ranks, and `nonfinite`, the number of values that were not
-        finite, if there were any. Begins anew afterwards.
+        finite, if any. Clears the sums. Returns {} if no terms were added.
 
-        All ranks call it, and all must have added terms of the same names. Terms without finite values are left out.
+        This is a collective: all ranks must call it, after terms of the same names. Terms without finite values are
+        left out.
         """
         if not self._sums:
             return {}

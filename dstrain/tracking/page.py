@@ -14,8 +14,8 @@ from dstrain.distributed.progress import get_phases
 
 
 class Page:
-    """Starts `python -m dstrain.tracking.report FOLDER` every `every` steps, never if that is 0. The first fault
-    becomes one line of the log, and training goes on.
+    """Starts `python -m dstrain.tracking.report FOLDER` every `every` steps; never if `every` is 0. The first error is
+    logged in one line, later errors are not; training continues.
     """
 
     def __init__(self, folder: Path, every: int, done: int, note: Callable[[str], None]) -> None:

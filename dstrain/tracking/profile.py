@@ -39,7 +39,7 @@ class Profile:
         self.start_or_stop(done)
 
     def start_or_stop(self, done: int) -> None:
-        """Starts recording after step A, and stops after step B."""
+        """Starts recording after step A. After step B, stops and writes the files. Else does nothing."""
         if self._waits and self._first <= done < self._last:
             self._start_recording()
         elif self._profiler is not None and done >= self._last:
@@ -56,8 +56,8 @@ class Profile:
         self._profiler.start()
 
     def stop_recording(self) -> None:
-        """Stops recording and writes the files, also when the run ends before step B. If they cannot be written,
-        training goes on.
+        """Stops recording and writes the files, also when the run ends before step B. Logs the folder, or
+        why the files cannot be written; no error is raised then. Does nothing if nothing is recorded.
         """
         profiler, self._profiler = self._profiler, None
         if profiler is None:

@@ -52,7 +52,7 @@ class Throughput:
         self.start_interval(first)
 
     def start_interval(self, done: int) -> None:
-        """Starts measuring anew after `done` steps, at the beginning of this command or after a rollback."""
+        """Discards all measurements and starts a new interval after `done` steps: at a start or a rollback."""
         self._reports.clear()
         self._reset_interval(done)
 
@@ -72,12 +72,12 @@ class Throughput:
             self._note(f"first step: {time.perf_counter() - self._begun:.1f} s{blocks}, loss of {', '.join(means)}")
 
     def close(self) -> None:
-        """Writes the profile if the run ends while it is recorded."""
+        """Stops a profile that is being recorded, and writes its files."""
         self._profile.stop_recording()
 
     @contextmanager
     def exclude_time(self) -> Iterator[None]:
-        """Leaves the time of the block out of the training time."""
+        """Excludes the time spent in the block from the training time. Waits for the GPU first."""
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         entered = time.perf_counter()
@@ -108,8 +108,8 @@ class Throughput:
         return figures | {"seconds_left": self._estimate_seconds_left(done, figures["step_seconds"])}
 
     def _estimate_seconds_left(self, done: int, step_seconds: float) -> float:
-        """Estimates the seconds to the run's end from the time of the last 20 reports, with their saves, pictures and
-        evaluations.
+        """Estimates the seconds to the run's end from the last 20 reports, including the checkpoints, pictures and
+        evaluations between them. With one report alone, uses `step_seconds`.
         """
         self._reports.append((done, time.perf_counter()))
         (first, then), (_, now) = self._reports[0], self._reports[-1]

@@ -5,7 +5,7 @@ metrics.jsonl      one JSON object a report: step, means, figures; figures that 
                    saves fall on reports
 events.jsonl       a line for each start, with the machine, and each rollback
 log.txt            the lines that were printed
-report.html        all of this for a person, see page.py and dstrain/report/
+report.html        all of this for a person, see page.py and report/
 samples/           step_00000500.png, grids; of videos step_00000500.gif, and frames side by side as .png
 wandb/             see wandb_sink.py
 tensorboard/       where run.track.tensorboard asks for it

@@ -37,8 +37,8 @@ class WandbSink:
     """Logs to one run of wandb. The file folder/wandb_id holds its id, which stays the same after a resume, and in a
     second line the number of entries reserved so far.
 
-    track.wandb is auto, online, offline or disabled; WANDB_MODE can make it quieter. `note` gets the few lines that a
-    person should read.
+    track.wandb is auto, online, offline or disabled; see `resolve_mode` for the effect of WANDB_MODE. `note` is called
+    with each message for the log.
     """
 
     def __init__(
@@ -202,7 +202,8 @@ class WandbSink:
 
 
 def resolve_mode(setting: str) -> str:
-    """Returns online, offline or disabled: the quieter one of the recipe's setting and WANDB_MODE."""
+    """Returns online, offline or disabled: the later one, in this order, of the recipe's setting and WANDB_MODE. The
+    setting auto is online with an API key, else offline."""
     if setting == "auto":
         setting = "online" if has_api_key() else "offline"
     variable = os.environ.get("WANDB_MODE", "").strip().lower().replace("dryrun", "offline")
@@ -240,8 +241,8 @@ def has_api_key() -> bool:
 
 
 def _probe_server(url: str) -> None:
-    """Raises OSError if the server does not answer within five seconds, since wandb's exit would wait for it long. Any
-    answer, also an HTTP error, will do.
+    """Raises OSError if the server does not answer within five seconds; an HTTP error is an answer. Without this check,
+    wandb would wait long for the server at exit.
     """
     with suppress(urllib.error.HTTPError):
         urllib.request.urlopen(url, timeout=_PROBE_SECONDS).close()

@@ -54,7 +54,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class Request:
-    """Says what a command wants from data: which files are samples, and where labels and captions stand."""
+    """Holds what a command reads from data: the suffixes of samples, and where labels and captions are found."""
 
     suffixes: tuple[str, ...]  # of the files that count, in lower case: pictures or clips
     noun: str = "images"  # what a message calls the samples
@@ -107,8 +107,8 @@ class Layout(ABC):
     def read(self, place: Place) -> Path | bytes:
         """Returns the path of the file that holds a sample, or the encoded bytes of such a file.
 
-        If it raises an error, this sample counts as unreadable and another takes its place; but if storage.py tells
-        that the storage has failed, the run ends.
+        If this method raises an error, the sample is unreadable, and another sample replaces it in the batch. The run
+        ends only if storage.py finds that the storage itself has failed.
         """
 
     @cached_property
@@ -139,8 +139,8 @@ class Layout(ABC):
         """
 
     def require_one_split(self, column: str, split: Any, at: str) -> None:
-        """Raises ConfigError if a row of a table names another split, such as test, than the first row with one. Keeps
-        the first split in `notes`.
+        """Raises ConfigError if a row of a table names another split, such as test, than the first checked row. Stores
+        the split of the first row in `notes`.
 
         column: the name of the column of splits. split: its value in this row. at: says which row it is, for the
         message.

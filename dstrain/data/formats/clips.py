@@ -21,8 +21,8 @@ from dstrain.recipe import ConfigError
 
 
 class Clips(Folders):
-    """Reads clips in folders, as Folders reads images, and their captions. Those of a captions file go into the index;
-    those in files beside the clips do not, and notes["beside"] says that they are there.
+    """Reads clips in folders, as Folders reads images, and their captions. The index stores the captions of a captions
+    file. It does not store captions in .txt files beside the clips; notes["beside"] is then True.
     """
 
     kind = "folder of clips"
@@ -61,7 +61,7 @@ class Clips(Folders):
     def _record_captions_beside(self, names: list[str]) -> None:
         """Sets notes["beside"]: whether the clips have their captions beside them, in .txt files.
 
-        Raises ConfigError if only some of these clips have one, or if earlier parts of the data say otherwise.
+        Raises ConfigError if only some clips have such a file, in this folder or in the folders listed before it.
         """
         beside, first = _have_texts_beside(self.root, names), self.notes.setdefault("first", names[0])
         if self.notes.setdefault("beside", beside) != beside:
@@ -124,7 +124,7 @@ def _have_texts_beside(root: str, names: list[str]) -> bool:
 def read_captions(file: Path) -> dict[str, str]:
     """Returns the caption of each file that a captions file names: lines NAME<TAB>CAPTION, a .csv or a .jsonl.
 
-    Raises ConfigError, which names the line, if a line lacks the file or the caption, or names a file again.
+    Raises ConfigError if `file` cannot be read, or if a line lacks the name or the caption, or repeats a name.
     """
     where = f"data.captions={file}"
     if file.exists() and not file.is_file():

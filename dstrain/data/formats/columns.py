@@ -34,8 +34,9 @@ class Columns(NamedTuple):
 def choose_columns(schema: pa.Schema, request: Request, where: str) -> Columns:
     """Returns the columns of images (or clips), labels and captions that are read. where: names the file in messages.
 
+    The captions are () unless the request asks for them.
     Raises ConfigError if no column or several may hold the images, if data.columns names a column that is not there, or
-    several for what needs one, or if the labels are neither whole numbers nor names.
+    several columns for the image or the label, or if the labels are neither whole numbers nor texts.
     """
     chosen = {key: [names] if isinstance(names, str) else names for key, names in request.columns.items()}
     for key in ("image", "label"):

@@ -25,8 +25,8 @@ Form = tuple[str, str]  # (what it is called, its folder or file below the root)
 
 
 def refuse_several_forms(root: str, files: Files, request: Request, forms: dict[Form, list[str]]) -> None:
-    """Raises ConfigError, which lists them, if a folder holds several forms of data, such as tars and class folders. A
-    file or a pattern is not checked, since it names what is meant.
+    """Raises ConfigError if a folder holds several forms of data, such as tars and class folders; the message lists the
+    forms. A single file or a pattern is not checked, since it selects one form already.
 
     forms: as `find_forms` returns them.
     """
@@ -46,8 +46,8 @@ def refuse_several_forms(root: str, files: Files, request: Request, forms: dict[
 def find_forms(files: Files, request: Request) -> dict[Form, list[str]]:
     """Returns the forms of data that a folder holds, each with the names of some of its files.
 
-    Folders of images, of parquet files or of Arrow files count as one form each. Tables that only list files do not
-    count where there is another form.
+    All folders of images are one form together; so are all parquet files, and all Arrow files. Parquet tables that
+    only list file names are left out if there is another form.
     """
     names = list(peek_files(files)) if isinstance(files, LocalFiles) else [name for name, _ in peek_names(files)]
     forms: dict[Form, list[str]] = {}
@@ -66,8 +66,8 @@ def find_forms(files: Files, request: Request) -> dict[Form, list[str]]:
 
 
 def _recognise_form(name: str, files: Files, request: Request) -> Form | None:
-    """Returns the form of data that a file belongs to, by its name. Returns None if the name shows none, as that of a
-    caption or of a list does.
+    """Returns the form of data that a file belongs to, by its name: (noun, path or pattern below the root). Returns
+    None if the name fits no form, such as the name of a caption or of a list.
     """
     folder, _, own = name.rpartition("/")
     if own.lower().endswith(request.suffixes):

@@ -36,8 +36,8 @@ class Folders(Layout):
         return isinstance(files, LocalFiles) and os.path.isdir(root)
 
     def list_parts(self) -> list[str]:
-        """Returns the class folders; or [""], which stands for all files, if there are none or a file or data.labels
-        says the labels.
+        """Returns the names of the class folders. Returns [""], which means all files, if there are none, or if
+        dataset.json or data.labels gives the labels.
 
         Raises ConfigError if there are no samples, if samples lie beside class folders, if a class folder is without
         samples, unknown to data.class_list or named as a split, or if a folder cannot be listed.
@@ -121,7 +121,7 @@ class Folders(Layout):
 
     def _require_labels(self, names: list[str]) -> None:
         """Raises ConfigError if a dataset.json gives labels, but none for one of these files. Counts as left out the
-        files that it names and that are not there.
+        files that dataset.json names and that do not exist.
         """
         by_name = self._by_name or {}
         if missing := [name for name in names if by_name and name not in by_name]:

@@ -41,7 +41,7 @@ _UNPACKING = Lock()  # Only one thread decodes a row group at a time, so that me
 
 
 class Tables(Layout):
-    """Reads files that are tables with a column of images. A sample is named by its file and its number in that."""
+    """Reads files that are tables with a column of images. A sample is named by its file and its position there."""
 
     suffix: str
     labels_written = True
@@ -76,7 +76,9 @@ class Tables(Layout):
         return "; ".join(filter(None, remarks))
 
     def _list_chosen_files(self) -> list[str]:
-        """Returns the files of the split train, or of the only split. Raises ConfigError if there is neither."""
+        """Returns the files of the split train, or of the only split. Raises ConfigError if there are several splits
+        without a train.
+        """
         splits = self._splits
         chosen = splits.get("train") or (next(iter(splits.values())) if len(splits) == 1 else None)
         if chosen is None:
@@ -134,12 +136,12 @@ class Tables(Layout):
         return choose_columns(self._open(part).schema, self.request, self._name_part(part))
 
     def _open_with_label_names(self, part: str) -> tuple[Any, list[int | str]]:
-        """Opens a file. Returns it, and for each number of its ClassLabel the class that it means: the number of that
-        name in the first file, or with data.class_list the name; [] without a ClassLabel.
+        """Opens a table. Returns the table, and a list that maps each number of its ClassLabel to a class: the number
+        which the first file gives that name, or, with data.class_list, the name. The list is [] without a ClassLabel.
 
-        For the first file, also counts as left out what lies beside the files, and missing shards.
-        Raises ConfigError if the file has other columns than the first, or names in its ClassLabel that the first has
-        not.
+        For the first file, also counts as left out the unread files beside the tables, and calls check_missing_shards.
+        Raises ConfigError if the file has other columns than the first, or a ClassLabel with names that the ClassLabel
+        of the first lacks.
         """
         if part == self._list_chosen_files()[0]:
             self.record_unread_files_beside()
@@ -213,8 +215,8 @@ class Tables(Layout):
         return Path(self.files.root, path)
 
     def _choose_listed_columns(self, names: list[str]) -> list[str]:
-        """Returns the columns that listing reads: those of the label, of captions and, last, of splits if there is one.
-        Sets `_split` to the last, or to None. names: all columns of the file.
+        """Returns the columns that listing reads: label, captions and, last, the column of splits if there is one.
+        Sets `_split` to the column of splits or None, and records a column of folds. names: all columns of the file.
         """
         own = [name for name in (self.columns.label, *self.columns.captions) if name]
         self.record_fold_column(names, own)

@@ -103,7 +103,7 @@ def read_titles(path: str, class_list: str | None, classes: tuple[str, ...]) -> 
     """Returns what people call each of the classes, such as "tench": the titles in the file `class_list`, or if this is
     None, in a LOC_synset_mapping.txt in or above the data at `path`.
 
-    Returns `classes` themselves if there is no such file, it has no titles, or a class is not in it.
+    Returns `classes` unchanged if there is no such file, or if it cannot be read, has no titles, or lacks a class.
     """
     file = class_list or next(
         filter(os.path.isfile, (place / _TITLES for place in _list_folder_and_parents(path))), None

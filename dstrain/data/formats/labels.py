@@ -204,8 +204,8 @@ def require_classes(
     """Raises ConfigError if the classes of the data do not suit a model that learns `number` labels. None means that
     the model learns no labels, and nothing is checked.
 
-    The data must have `number` classes; if it is 1, they may have none. If it is above 1, the held-out data must have
-    classes.
+    The data must have `number` classes; if `number` is 1, data without classes suit, too. If `number` is above 1, the
+    held-out data must have classes.
     path: names the data in messages. field, without: SystemConfig.num_labels_field and .without_labels. own: whether
     the held-out samples come from the same data.
     """
@@ -240,8 +240,8 @@ def _explain_no_held_out_classes(path: str, source: Source, held_out: Source, ow
 
 
 def _describe_prefixes(source: Source) -> str:
-    """Returns a remark for a message if all of some names begin with what may be classes, as cat_1.png and dog_7.png
-    do; else "".
+    """Checks some sample names, evenly spaced. Returns a remark for a message if every name begins with a possible
+    class and several names share a class, as in cat_1.png, cat_2.png, dog_7.png, dog_8.png; else "".
     """
     names = [
         source.name_sample(index).rpartition("/")[2]

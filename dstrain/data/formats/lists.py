@@ -142,8 +142,8 @@ class TableList(Layout):
         return "name it, data.columns={path: NAME}"
 
     def _require_columns_of_first_row(self, row: dict[str, Any], columns: dict[str, list[str]], at: str) -> None:
-        """Raises ConfigError if a row has a label, or a caption, that is asked for, and the first row of the table has
-        none.
+        """Raises ConfigError if the request asks for labels or captions, and this row has a column of them that
+        the first row of the table lacks.
         """
         wanted = ["label"] * (self.request.labels == "auto") + ["caption"] * self.request.captions
         for kind in wanted:
@@ -207,11 +207,11 @@ class TableList(Layout):
 
 
 class Metadata(TableList):
-    """Reads a folder with metadata.csv, .tsv, .jsonl or .parquet, as Hugging Face's `imagefolder` reads it: file_name
-    and more.
+    """Reads a folder with metadata.csv, .tsv, .jsonl or .parquet, as Hugging Face's `imagefolder` reads it: a column
+    file_name, and columns of labels or captions.
 
-    This layout is chosen only if the table has labels, or captions that are asked for: the folders themselves say
-    neither.
+    This layout is chosen only if the table has labels or captions that the request asks for. Folder names are then no
+    labels.
     """
 
     kind = "metadata.csv, metadata.jsonl or metadata.parquet beside files (Hugging Face)"
@@ -376,7 +376,7 @@ def _list_wanted_columns(table: Table, request: Request) -> list[str]:
 
 
 def _find_metadata(root: str, files: Files, request: Request, folder: str = "") -> list[Table]:
-    """Returns the metadata tables in a folder that have a column file_name. Others have another purpose."""
+    """Returns the metadata tables in a folder that have a column file_name; [] if there are none."""
     tables = []
     for name in (os.path.join(folder, name) for name in METADATA):
         if file_exists(files, name):

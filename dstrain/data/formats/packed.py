@@ -67,7 +67,7 @@ class Packed(NamedTuple):
 
 
 def name_shard(number: int) -> str:
-    """Returns the file name of a shard."""
+    """Returns the file name of the shard with this number, such as files_00002.safetensors."""
     return f"files_{number:05d}.safetensors"
 
 

@@ -78,7 +78,8 @@ def read_columns(path: Path) -> Metrics:
 
 def read_newest_values(path: Path) -> tuple[dict[str, float], float | None]:
     """Returns the newest value of each name in the last 256 KiB of a metrics.jsonl, and the newest time of a line
-    there, or None if no line has one. Raises OSError as `read_columns`.
+    there, or None if no line has one. Both are empty, ({}, None), if the
+    file is missing. Raises OSError if it is not a regular file or not readable.
     """
     latest: dict[str, float] = {}
     for entry in _read_entries(path, _TAIL):
@@ -101,7 +102,7 @@ def _replace_invalid_time(value: float) -> float:
 def _read_entries(path: Path, tail: int | None = None) -> Iterator[dict[str, Any] | None]:
     """Reads a file of JSON lines. Yields each line's dictionary, or None for a line that is broken, longer than 1 MB,
     or without a step (an integer from 0). Yields nothing if the file does not exist. Raises OSError if `path` is not a
-    regular file. tail: reads only the last `tail` bytes, without the line that their beginning cuts.
+    regular file. tail: reads only the last `tail` bytes, without the line that is cut off there.
     """
     if not path.exists():
         return

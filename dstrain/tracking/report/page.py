@@ -35,7 +35,8 @@ _COLORS = ("#1f4e9c", "#c2571a", "#3a7d44", "#7b4aa0", "#b0343c", "#2b8a9e", "#8
 def write_report(folders: Sequence[Path], out: Path) -> Path:
     """Writes the report of one run, or of several side by side, to `out`, whole or not at all; returns its path.
 
-    Raises ConfigError if a folder is not a run's, plotly is not installed, or `out` cannot be written.
+    Raises ConfigError if a folder is not a run's, plotly is not installed, or `out` is a folder, cannot be written or
+    is a file that may not be replaced, since it is no report.
     """
     _read_plotly()
     if out.is_dir():
@@ -156,8 +157,8 @@ def _make_charts(records: Sequence[Record]) -> list[dict[str, Any]]:
 
 
 def _list_uninformative_columns(records: Sequence[Record]) -> dict[str, str]:
-    """Returns the columns that tell a reader nothing in any run, with the reason: 0 throughout, or equal to an earlier
-    column.
+    """Returns the columns that the page leaves out, with the reason, which must hold in every run that has the column:
+    0 throughout, or equal to an earlier column.
     """
     reasons: dict[str, list[str]] = {}
     for record in records:

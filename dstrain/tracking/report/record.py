@@ -53,8 +53,8 @@ class Record:
 
 
 def read_record(folder: Path, label: str | None = None) -> Record:
-    """Reads all that a run's folder holds; `label` None names the run by its recipe. Raises ConfigError if it is not a
-    run's folder.
+    """Reads what a report shows of a run's folder. A file that cannot be read becomes a remark of the record. `label`
+    None names the run by its recipe. Raises ConfigError if the folder has no run.yaml.
     """
     if not (folder / "run.yaml").exists():
         if read_state(folder).state == "beginning":
@@ -119,8 +119,8 @@ def flatten_entries(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[
 
 
 def _list_changed_entries(run: Run, remarks: list[str]) -> list[tuple[str, Any, Any]]:
-    """Lists the entries of a recipe that differ from the defaults: key, value, default. Adds a remark if the defaults
-    of its model are unknown.
+    """Lists the entries of a recipe that differ from the defaults: key, value, default. Adds a remark if the
+    model's defaults are unknown; they are then None. Leaves out name and folder.
     """
     from dstrain import systems  # loads torch, which nothing else here needs
 

@@ -1,4 +1,4 @@
-"""Reads where a run stands from its folder, without disturbing it, and makes a table of all runs in a folder."""
+"""Reads the progress of a run from its folder, without disturbing it, and makes a table of all runs in a folder."""
 
 import fcntl
 import os
@@ -19,7 +19,7 @@ _DEPTH = 4  # levels of folders in which runs are looked for
 
 @dataclass(frozen=True)
 class State:
-    """Holds what a run's folder says of its progress; None stands for what it does not say."""
+    """Holds the progress of a run as read from its folder; an entry is None if it is unknown."""
 
     run: str
     state: str  # beginning (no report yet), running, complete, stopped, dead, imported, or
@@ -60,7 +60,7 @@ def _find_runs_within(folder: Path, depth: int) -> Iterator[Path]:
 
 
 def read_state(folder: Path) -> State:
-    """Reads the progress of the run in a folder. Entries that stand in an unreadable file become None."""
+    """Reads the progress of the run in a folder. Entries of a missing or unreadable file are None."""
     try:
         run = load_recipe(folder / "run.yaml")
     except ConfigError:
