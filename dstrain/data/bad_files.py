@@ -68,8 +68,9 @@ class BadFiles:
         self._read = 0  # bytes of the list that this process knows
 
     def add(self, bad: Bad) -> None:
-        """Adds to the list those (name, reason) whose name is not in it yet. Raises ConfigError if it then has more
-        names than the limit.
+        """Adds each pair (name, reason) whose name is not listed yet, and appends it to bad_files.txt. Warns instead if
+        there is no folder, or if the file cannot be written. Raises ConfigError if a name was new to this process and
+        the list has more names than the limit.
         """
         lines = [(make_printable(name), make_printable(reason)) for name, reason in bad]
         lines = [(name, reason) for name, reason in lines if name not in self.names]
@@ -88,8 +89,8 @@ class BadFiles:
             )
 
     def _read_new_lines(self) -> None:
-        """Reads the whole lines that any rank has added to the list since the last call; all of it if it was deleted
-        meanwhile.
+        """Adds to `names` those in the lines that any rank has appended to bad_files.txt since the last call. Reads the
+        file from its start if it has become shorter. A last line without a line break is left for the next call.
         """
         if self.path is None or not self.path.exists():
             return

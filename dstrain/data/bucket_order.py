@@ -37,7 +37,7 @@ class BucketOrder:
             raise ConfigError("an order needs at least one sample: is the data set empty?")
 
     def count_steps(self, epochs: int) -> int:
-        """Returns the steps of the first `epochs` passes over the data."""
+        """Returns the number of optimizer steps, each a full batch, in the first `epochs` passes over the data."""
         return sum(epochs * count // self.global_batch for count in self.counts)
 
     def find_batch(self, step: int) -> tuple[int, int]:

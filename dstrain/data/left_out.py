@@ -10,8 +10,8 @@ from dstrain.recipe.patterns import match_caption
 
 
 def match_captions(captions: Sequence[Sequence[str]], patterns: Sequence[str]) -> np.ndarray:
-    """Compares the captions of each sample with the patterns of data.leave_out. Returns bool (patterns, samples):
-    whether the pattern fits at least one caption of the sample.
+    """Returns for each pattern of data.leave_out and each sample whether the pattern fits at least one caption of the
+    sample: bool (patterns, samples).
     """
     fits = np.zeros((len(patterns), len(captions)), bool)
     for place, texts in enumerate(captions):

@@ -49,8 +49,8 @@ def _is_trained_on(data: Data, path: str) -> bool:
 
 
 def _list_read_paths(path: str, cache: Cache) -> set[str]:
-    """Returns the real paths of what is read at a path: the tables of one split if it holds tables of several splits,
-    else as `_resolve_pattern_paths`.
+    """Returns the real paths of the files that are read at `path`. If `path` holds tables of several splits, these are
+    the tables of the split that is read; else what `_resolve_pattern_paths` returns.
     """
     if not os.path.exists(path) and find_pattern_folder(path) is None:
         return _resolve_pattern_paths(path)

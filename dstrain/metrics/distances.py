@@ -55,7 +55,9 @@ def measure_kid(features: Tensor, reference: Tensor, subsets: int = 100, size: i
 
 
 def _average_kernel(x: Tensor, y: Tensor) -> Tensor:
-    """Averages the kernel over all pairs of rows; within one set it leaves out the pairs of a row with itself."""
+    """Returns the mean of the kernel (x y / D + 1)^3 over all pairs of a row of x (N, D) and a row of y (M, D), as a
+    float64 scalar. If x and y are the same tensor, leaves out the pairs of a row with itself.
+    """
     with use_precision("fp32"):
         kernel = (x @ y.T / x.shape[1] + 1).double().pow_(3)
     if x is not y:
@@ -115,8 +117,8 @@ def _compute_squared_distances(x: Tensor, y: Tensor) -> Tensor:
 
 
 def _find_radii(features: Tensor, neighbours: tuple[int, ...]) -> Tensor:
-    """Returns the squared distance of each row to its n-th neighbour among the other rows, for each n in `neighbours`:
-    (len(neighbours), N).
+    """Returns the squared distance of each row of `features` to its n-th nearest other row, for each n in
+    `neighbours`: (len(neighbours), N). Each rank computes its share of the rows; all ranks must call it.
     """
     radii = torch.zeros(len(neighbours), len(features), device=features.device)
     for rows in _list_own_rows(len(features)):

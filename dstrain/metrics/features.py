@@ -48,14 +48,14 @@ _TOWERS = {
 
 
 def require_known_kind(words: str) -> None:
-    """Raises ConfigError if KIND:PATH names no known kind; nothing is opened."""
+    """Raises ConfigError if `words`, such as KIND:PATH or builtin, names no known kind. The path is not checked."""
     if words not in BUILT_IN and words.partition(":")[0] not in SOURCES:
         known = (*BUILT_IN, *(f"{name}:PATH" for name in SOURCES))
         raise ConfigError(f"--features {words}: known are {', '.join(known)}")
 
 
 def open_features(words: str, device: torch.device | None = None) -> Features:
-    """Opens the network that `words`, KIND:PATH, names, on a device (None: the rank's).
+    """Opens the network that `words` names, such as KIND:PATH or builtin, on a device (None: the rank's device).
 
     Raises ConfigError if the kind is unknown, the path is absent, or the file holds another network.
     """

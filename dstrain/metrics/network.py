@@ -43,11 +43,11 @@ class Features(ABC):
     def count_correct(
         self, images: Tensor, logits: Tensor, labels: Tensor | None, captions: list[str] | None
     ) -> Tensor | None:
-        """Counts, by class, the images that show what was asked for by labels (n,) or captions: float64 (2, classes),
-        the numbers of images that are right, and of all images.
+        """Returns for each class how many images the network assigns to their label, and how many images have this
+        label: float64 (2, classes). logits (n, classes), labels (n,).
 
-        A subclass may add rows, named by `parts`, that count images with one part of it right. Returns None if nothing
-        was asked for. Raises ConfigError for a label that is no class.
+        A subclass may use the captions, and may add a row for each of `parts`: the number of images that show this part
+        rightly. Here only labels are used. Returns None if they are None. Raises ConfigError if a label is no class.
         """
         if labels is None:
             return None
@@ -63,13 +63,17 @@ class Features(ABC):
 
 
 def sum_by_class(labels: Tensor, classes: int, *rows: Tensor) -> Tensor:
-    """Sums each of the rows, bool (n,), by the samples' labels (n,): float64 (rows, classes)."""
+    """Returns for each of the rows, bool (n,), how many of its values are True in each class of labels (n,): float64
+    (rows, classes).
+    """
     sums = torch.zeros(len(rows), classes, dtype=torch.float64, device=labels.device)
     return sums.index_add_(1, labels, torch.stack(rows).double())
 
 
 def make_rgb(images: Tensor) -> Tensor:
-    """Converts images uint8 to RGB, (..., 3, H, W): grey is repeated, RGBA is laid on white."""
+    """Returns images uint8 (..., 1, 3 or 4, H, W) as RGB (..., 3, H, W): repeats a grey channel, and blends RGBA with
+    a white background.
+    """
     channels = images.shape[-3]
     if channels == 4:
         colour, alpha = images[..., :3, :, :].float(), images[..., 3:, :, :].float() / 255

@@ -45,7 +45,9 @@ def _are_held_out(numbers: np.ndarray, share: float) -> np.ndarray:
 
 
 def _count_members_by_block(number: int, share: float, split: str) -> np.ndarray:
-    """Returns how many members there are up to the end of each block of 128 numbers, cumulative: int64 (blocks,)."""
+    """Returns how many members there are from 0 up to the end of each block of 128 numbers: int64 (blocks,). Caches the
+    counts of the last `number` and `share`.
+    """
     if (number, share) not in _HELD_ENDS:
         counts = [
             np.add.reduceat(

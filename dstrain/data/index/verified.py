@@ -92,7 +92,9 @@ class Verified:
 
 
 def open_whole_column(path: Path, dtype: Any, size: int) -> Verified | None:
-    """Opens a column and checks it as `Verified.is_whole`; returns None if it is missing or altered."""
+    """Opens a column and checks it with `Verified.is_whole`. Returns None if its file or its checksums are missing, of
+    another size, or if the check fails.
+    """
     try:
         column = Verified(path, dtype, size)
     except (OSError, ValueError):
@@ -115,8 +117,8 @@ def open_shared_column(path: Path, dtype: Any, size: int) -> Verified:
 
 
 def map_file(path: Path) -> Any:
-    """Maps a file into memory, read only: the disk is read where bytes are used. Compares no checksum; an empty file
-    gives b"".
+    """Returns a file as a read-only memory map, or b"" if it is empty. Checks no checksum. Raises OSError if the file
+    cannot be opened.
     """
     with open(path, "rb") as file:
         size = os.fstat(file.fileno()).st_size
