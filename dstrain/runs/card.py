@@ -1,7 +1,8 @@
-"""Writes the model card of an export: README.md, which says what a folder is, how it came to be and how one draws from
-it.
+"""Writes the model card of an export: README.md, which says what a folder holds, how it was trained and how to draw
+from it.
 
-Its facts come from the run's folder (folders.py) and the checkpoint's manifest. The publisher adds the licence.
+The card's table is made from the run's folder (folders.py) and the checkpoint's manifest. The publisher adds the
+licence.
 """
 
 import importlib.metadata
@@ -42,10 +43,11 @@ numpy.save(sys.argv[2], drawn)
 
 
 def draw_example(folder: Path, title: str, code: str) -> np.ndarray:
-    """Runs the card's code on an export in `folder`, which the code knows as `title`, in a process without dstrain.
+    """Runs `code`, the Python of a model card, on the export in `folder`, in a new process that does not import
+    dstrain. Replaces "OUT" in the code by `title`, under which the process finds the folder.
 
-    Returns what it draws: float32 (N, ...), or pictures as uint8 (N, H, W) or (N, H, W, 3). Raises RuntimeError if the
-    code fails.
+    Returns the array that the code draws: float32 (N, ...), or pictures as uint8 (N, H, W) or (N, H, W, 3). Raises
+    RuntimeError if the code fails.
     """
     with tempfile.TemporaryDirectory(prefix="dstrain-card-") as name:
         place = Path(name)
@@ -71,6 +73,7 @@ def draw_example(folder: Path, title: str, code: str) -> np.ndarray:
 
 
 def _add_title(code: str, title: str) -> str:
+    """Returns the code with `title`, escaped as in JSON, instead of each OUT that follows a double quote."""
     return code.replace('"OUT', json.dumps(title, ensure_ascii=False)[:-1])
 
 
@@ -88,12 +91,13 @@ def write_card(
     limit: float,
     system: System,
 ) -> None:
-    """Writes OUT/README.md, and beside it the run's newest grid of samples, if there is one.
+    """Writes OUT/README.md, and copies the run's newest grid of samples into OUT if there is one. The recipe in the
+    card has no paths of this machine. Raises ConfigError if the checkpoint's manifest is damaged.
 
-    title    what the folder will be called                          note     what whoever loads it has to know
-    folder   of the run                                              code     Python that draws from "OUT": draw_example
-    kinds    of weights that were taken from `checkpoint`, by part   errors   relative, against the trained network
-    limit    of the error of the code
+    title    the name that the export gets                           note     a warning for users; "": none
+    folder   the run's folder                                        code     Python that draws from "OUT": draw_example
+    kinds    the kind of weights taken from `checkpoint`, by part    errors   relative errors, by name; one is "code"
+    limit    the relative error above which an export is refused
     """
     sealed, run = read_manifest(checkpoint), _hide_paths(run)
     imported = sealed["extra"].get("imported")  # of dstrain import's: not trained here
@@ -149,8 +153,8 @@ def write_card(
 
 
 def _describe_sampling(samples: Samples, system: System, class_name: str) -> str:
-    """Describes, in the words of diffusers' pipelines, how a run draws. Gives the scheduler if diffusers has that of
-    the run.
+    """Returns a phrase that says how a run draws its samples: steps, sampler, guidance and spacing, in the words of
+    diffusers' pipelines. It says which of these settings the pipeline `class_name` does not have.
     """
     sampler = system.sampler(samples.sampler)
     words = [f"{samples.num_steps} steps of {sampler}"]
@@ -182,8 +186,8 @@ def _describe_sampling(samples: Samples, system: System, class_name: str) -> str
 
 
 def _hide_paths(run: Run) -> Run:
-    """Returns the recipe without the paths of the run's machine: `folder` and `init_from` become None, and of each
-    other absolute path, and of the data's paths, only the last part stays.
+    """Returns a copy of the recipe without the paths of this machine: `folder` and `init_from` become None. Only the
+    last part stays of each absolute path in `data` and `model`, and of data.path and data.held_out_path.
     """
     data = {key: _strip_paths(value) for key, value in run.data}
     data |= {key: data[key] and _keep_last_path_part(data[key]) for key in ("path", "held_out_path")}
@@ -219,8 +223,8 @@ def _describe_kind(kind: str) -> str:
 
 
 def _find_grid(samples: Path) -> Path | None:
-    """Returns the newest grid of samples in a run's samples/, else the newest reconstruction, or None if there is
-    neither.
+    """Returns the newest grid of samples in `samples`, a run's folder samples/. If there is none, returns the newest
+    grid of reconstructions, or None if there is none either.
     """
     for pattern in (r"step_\d+\.png", r"step_\d+_reconstruction\w*\.png"):
         grids = [path for path in samples.glob("step_*.png") if re.fullmatch(pattern, path.name)]

@@ -1,4 +1,6 @@
-"""Opens the frozen first stage of dstrain encode: a run, its export, or diffusers' AutoencoderKL; and encodes by it."""
+"""Opens the frozen first stage of `dstrain encode` (a run, an export of a run, or diffusers' AutoencoderKL), and
+encodes samples with it.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -40,10 +42,12 @@ class FirstStage:
 def open_run(
     folder: Path, ema: float | None = None, raw: bool = False, step: int | None = None, precision: Precision = "fp32"
 ) -> FirstStage:
-    """Opens the first stage in a run's folder, or in one that `dstrain export RUN --format safetensors` or `dstrain
-    consolidate` has written. `ema` (None: the recipe's), `raw` and `step` (None: the newest) choose weights of a run.
+    """Opens the first stage in a run's folder, or in a folder that `dstrain export RUN --format safetensors` or
+    `dstrain consolidate` has written. `ema` (None: the recipe's average), `raw` (the training weights) and `step`
+    (None: the newest checkpoint) choose weights of a run. The network is moved to the rank's device.
 
-    Raises ConfigError if the folder is neither, if its system encodes nothing, or if weights are absent or damaged.
+    Raises ConfigError if the folder is neither, if its system encodes nothing, if weights are absent or damaged, or if
+    `ema`, `raw` or `step` is given for an export.
     """
     if not (folder / "run.yaml").exists() and (folder / "recipe.yaml").exists():
         if ema is not None or raw or step is not None:
@@ -71,7 +75,9 @@ def open_run(
 
 
 def _open_checkpoint(folder: Path, ema: float | None, raw: bool, step: int | None) -> Codec:
-    """Opens the codec of a run, with the weights of one of its checkpoints. Raises ConfigError as `open_run`."""
+    """Opens the codec of a run, with the weights of one of its checkpoints, in float32. Raises ConfigError as
+    `open_run` does.
+    """
     run = trained.read_recipe(folder)
     system = systems.build(run.system, run.model)
     require_first_stage(system, run, folder, _RUN)
@@ -83,9 +89,10 @@ def _open_checkpoint(folder: Path, ema: float | None, raw: bool, step: int | Non
 
 
 def open_diffusers(path: str, image_size: int | None, precision: Precision = "fp32") -> FirstStage:
-    """Opens an AutoencoderKL of diffusers, given by its folder or its name on the hub.
+    """Opens an AutoencoderKL of diffusers on the rank's device. `path` is its folder or its name on the hub.
+    `image_size` (in pixels) is only checked; None: no check.
 
-    Raises ConfigError if it cannot be loaded, or cannot encode pictures of `image_size`.
+    Raises ConfigError if the autoencoder cannot be loaded, or cannot encode pictures of `image_size`.
     """
     with reword_errors(
         options={"model.first_stage.path=": "--first-stage ", "model.first_stage.path:": f"--first-stage {path}:"}
@@ -105,25 +112,27 @@ def open_diffusers(path: str, image_size: int | None, precision: Precision = "fp
 
 
 def _make_moments(mean: Tensor, std: Tensor) -> np.ndarray:
+    """Returns the mean and the standard deviation, (b, ...) each, as one float32 array (b, 2, ...)."""
     return torch.stack((mean, std), dim=1).float().cpu().numpy()  # (B, 2, c, h, w)
 
 
 class Encoder:
-    """Encodes samples into the arrays of a shard, see data/cached/shards.py, in batches of one fixed shape.
+    """Encodes samples into the arrays of a shard (data/cached/shards.py), in batches of one fixed shape.
 
-    stage     encodes images or clips.
-    texts     encodes captions; None leaves them as they are.
-    encoding  describes the shards, as commands/encoding/plan.py makes it and the folder's index keeps it.
+    stage     encodes images or clips
+    texts     encodes captions; None: captions are kept as bytes
+    encoding  describes the shards; made by commands/encoding/plan.py and kept in the folder's index
     """
 
     def __init__(self, stage: FirstStage, texts: TextEncoder | None, encoding: dict[str, Any]) -> None:
         self.stage, self.texts, self.encoding = stage, texts, encoding
 
     def encode_batch(self, batch: Batch) -> dict[str, np.ndarray]:
-        """Encodes n samples, at most encoding["batch"]. Returns codes (n, flips, ...) and all else (n, ...), by name.
+        """Encodes n samples, at most encoding["batch"]. Returns arrays by name: the codes, "tokens" or "moments", (n,
+        views, ...), the encoded texts, and the other entries of the batch except pixels, (n, ...) each.
 
-        A smaller batch is filled up with its last sample, so that networks see one shape. Raises ConfigError if codes
-        are not finite.
+        A smaller batch is filled up with copies of its last sample, so that networks see one shape. Raises ConfigError
+        if a value cannot be stored as a finite number.
         """
         encoding, count = self.encoding, len(next(iter(batch.values())))
         rows = torch.arange(encoding["batch"]).clamp(max=count - 1)
@@ -137,8 +146,8 @@ class Encoder:
         return arrays | {name: values.numpy() for name, values in batch.items() if name not in inputs}
 
     def _encode_views(self, batch: Batch) -> np.ndarray:
-        """Encodes b images or clips with their crops and mirror images, into (b, crops * flips, ...). With several
-        crops the images are (b, crops, C, H, W).
+        """Encodes all views of b images or clips: each crop, and its mirror image if encoding["flips"] is 2. Returns
+        (b, crops * flips, ...). With several crops the images of the batch are (b, crops, C, H, W).
         """
         on_device = {name: values.to(group.device()) for name, values in batch.items()}
         views = [on_device]
@@ -149,8 +158,8 @@ class Encoder:
         return np.stack([self.stage.codes(view) for view in views], axis=1)
 
     def _encode_texts(self, captions: Tensor) -> dict[str, np.ndarray]:
-        """Encodes captions uint8 (b, bytes), or several of each sample (b, K, bytes), into text_encodings and text_mask
-        (b, ...) or (b, K, ...). Each call of the encoder takes b captions.
+        """Encodes captions, uint8 (b, bytes), or K captions of each sample, (b, K, bytes). Returns the arrays
+        text_encodings and text_mask by name, (b, ...) or (b, K, ...). Each call of the text encoder gets b captions.
         """
         several = captions if captions.ndim == 3 else captions[:, None]
         encoded = [self.texts.encode(unpack_captions(several[:, k])) for k in range(several.shape[1])]
@@ -161,8 +170,8 @@ class Encoder:
         return arrays if captions.ndim == 3 else {name: array[:, 0] for name, array in arrays.items()}
 
     def _convert_for_storage(self, name: str, array: np.ndarray) -> np.ndarray:
-        """Converts an array to the dtype in which shards hold it. Raises ConfigError if a value is not finite in that
-        dtype.
+        """Returns an array in the dtype in which shards store it: int32 for tokens, the dtypes in `encoding` for
+        floats, and unchanged for all else. Raises ConfigError if a float is not finite in that dtype.
         """
         if array.dtype.kind != "f":
             return array.astype(np.int32) if name == "tokens" else array

@@ -1,12 +1,12 @@
-"""Keeps the folder of a run: what it holds, and whether a command may go on in it.
+"""Manages the folder of a run: what it holds, whether a command may start or resume in it, and its lock.
 
 run.yaml           the whole recipe as resolved          ds_config.json   the whole DeepSpeed config as resolved
 data.txt           fingerprint of the data               saved            the last step that was saved; 0: none yet
 checkpoints/       step_N/, see dstrain/checkpoint/store.py  samples/         step_N.png, grids from the EMA
-averages/          snapshots of averages by width        reconstructed/   others, made of these
+averages/          snapshots of averages by width        reconstructed/   averages made of these by dstrain reconstruct
 metrics.jsonl      a line per report                     log.txt          what was printed
 bad_files.txt      unreadable files, with reasons        wandb/           the tracker's own
-events.jsonl       starts and rollbacks                 report.html      all of it for a person
+events.jsonl       starts and rollbacks                 report.html      the run's report for people
 earlier_N/         --from-scratch, --step put it here   stop             make this file to stop the run
 index/             the list of samples of large data  .run, .lease-N     whose the folder is, see disk/owner.py
 """
@@ -63,10 +63,11 @@ _BESIDE = re.compile(  # what may lie beside a run, and stays
 
 
 def check_start(run: Run, fingerprint: str, resume: Resume) -> None:
-    """Checks that this run may start or go on in its folder; changes nothing. Raises ConfigError with the remedy.
-
-    It refuses a run that has lost its checkpoints, so that nothing is trained twice unnoticed: `saved`, which is 0 from
-    the start until the first checkpoint, is missing or names one that is not there.
+    """Checks that this run may start or resume in its folder; changes nothing. Raises ConfigError with the remedy if
+    the folder holds other files, links, imported weights, another run's checkpoints, another recipe or other data, or a
+    run whose checkpoints are lost: `saved`, which is 0 from the start until the first checkpoint, is missing or names a
+    step while no checkpoint is there. `resume` can skip the comparisons (allow_change) or all checks of an earlier run
+    (from_scratch).
     """
     folder = run.directory
     if folder.exists() and not folder.is_dir():
@@ -121,8 +122,8 @@ def check_start(run: Run, fingerprint: str, resume: Resume) -> None:
 
 
 def _is_run(folder: Path) -> bool:
-    """Returns whether a folder holds, or has held, a run. A name of any program, such as samples/, is no proof
-    alone.
+    """Returns whether a folder holds, or has held, a run: two files that only runs write; or one such file and
+    checkpoints; or an identity, without step_* directly in the folder. A common name, such as samples/, is not enough.
     """
     marks = sum(os.path.lexists(folder / name) for name in _MARKS)
     if marks > 1 or (marks > 0 and _list_steps(folder)):
@@ -131,9 +132,8 @@ def _is_run(folder: Path) -> bool:
 
 
 def require_no_links(folder: Path) -> None:
-    """Raises ConfigError if a file in a run's folder is a link, through which others' files would be written.
-
-    The folder of checkpoints may be one, to a larger disk, but not to another run's.
+    """Raises ConfigError if a file or folder of a run is a symbolic link: writing through it would change others'
+    files. `checkpoints` may be a link to a folder, such as one on a larger disk, unless another run's folder holds it.
     """
     for path in (folder / name for name in (*OF_RUN, "index")):
         if not path.is_symlink():
@@ -151,8 +151,9 @@ def _make_link_error(path: Path) -> ConfigError:
 
 
 def prepare_start(run: Run, fingerprint: str, resume: Resume) -> None:
-    """Checks as `check_start`, in a folder that this process has locked. Then moves an earlier run aside if `resume`
-    asks for it, and gives the folder its identity.
+    """Checks as `check_start` does, in a folder that this process has locked. With `resume.from_scratch` it then moves
+    an earlier run into earlier_N. It writes the folder's identity, a new one if the folder is a copy of another run's,
+    and then removes the copied wandb_id. Raises ConfigError as `check_start` does, or if the folder cannot be written.
     """
     check_start(run, fingerprint, resume)
     folder, checkpoints = run.directory, run.directory / "checkpoints"
@@ -173,7 +174,7 @@ def prepare_start(run: Run, fingerprint: str, resume: Resume) -> None:
 
 
 def _describe_lost_checkpoints(folder: Path) -> str | None:
-    """Describes how the folder shows that checkpoints were lost, such as "has saved step 40 ..."; None if none were."""
+    """Returns how checkpoints of the run were lost, as "has saved step 40 and holds ..."; None if none were lost."""
     checkpoints, steps, noted = folder / "checkpoints", _list_steps(folder), _read_saved_file(folder)
     if checkpoints.is_symlink() and not checkpoints.exists():
         return f"has the link checkpoints, and {os.readlink(checkpoints)} is not there"
@@ -192,9 +193,10 @@ def _describe_lost_checkpoints(folder: Path) -> str | None:
 
 
 def read_recipe(folder: Path) -> Run:
-    """Reads the recipe that a run was trained with, as resolved; its `folder` becomes the one where it lies now.
+    """Reads the recipe that a run was trained with, as resolved. Its `folder` becomes the given one, if the run was
+    moved.
 
-    Raises ConfigError if run.yaml cannot be read or is empty, or if the folder holds links.
+    Raises ConfigError if run.yaml cannot be read, is empty or has unknown keys, or if the folder holds links.
     """
     require_no_links(folder)
     if small.read_stripped_text(folder / "run.yaml", small.MEGABYTE) == "":
@@ -209,18 +211,18 @@ def read_recipe(folder: Path) -> Run:
 
 
 def is_same_data(earlier: str, fingerprint: str) -> bool:
-    """Returns whether `earlier` is `fingerprint`, or its beginning, which is all that earlier versions saved."""
+    """Returns whether `earlier` is `fingerprint` or its first words; earlier versions saved only the first words."""
     return f"{fingerprint} ".startswith(f"{earlier} ")
 
 
 class Claimed:
-    """Holds the lock and the lease of a folder, into which this process alone writes until `close`."""
+    """Holds a folder's lock and lease until `close` or the end of its block; only this process writes there then."""
 
     def __init__(self, folder: Path, lock: IO[str]) -> None:
         self._folder, self._lock = folder, lock
 
     def close(self) -> None:
-        """Releases the lock and the lease; may be called again."""
+        """Releases the lock and the lease of the folder. Later calls do nothing."""
         if not self._lock.closed:
             owner.release_folder(self._folder / "checkpoints")  # claimed where it is a link
             owner.release_folder(self._folder)
@@ -234,11 +236,12 @@ class Claimed:
 
 
 def lock_folder(folder: Path, patience: float = 60.0, busy: str | None = None, verb: str = "train") -> Claimed:
-    """Claims the folder for this process, by a lock and by a lease (disk/owner.py). Call it on rank 0 only.
+    """Makes the folder if it is missing, and claims it for this process by a lock and a lease (disk/owner.py). Call it
+    on rank 0 only. The lock ends with its process, and earlier versions of dstrain know it; the lease also works on a
+    file system without locks.
 
-    The lock ends with its process, and earlier versions know it; the lease also works on a file system without locks.
-    Ranks of an earlier command may still be saving, so this waits for them. Raises ConfigError, with the message `busy`
-    if it is given, if another process still has the folder after `patience` seconds.
+    Ranks of an earlier command may still be saving, so it waits for them. Raises ConfigError if the folder cannot be
+    written, or, with the message `busy` if given, if another process has the folder after `patience` seconds.
     """
     get_phases().enter_phase(f"waiting for another command in {folder}, {patience:g} s at most")
     end = time.monotonic() + patience
@@ -271,9 +274,7 @@ def lock_folder(folder: Path, patience: float = 60.0, busy: str | None = None, v
 
 @contextmanager
 def _ignore_unsupported_locks() -> Iterator[None]:
-    """Ignores the block's OSError of a file system without locks. A BlockingIOError (another process has it) passes
-    through.
-    """
+    """Suppresses the block's OSError, since some file systems have no locks, but not BlockingIOError (lock is held)."""
     try:
         yield
     except BlockingIOError:
@@ -284,10 +285,9 @@ def _ignore_unsupported_locks() -> Iterator[None]:
 
 @contextmanager
 def claim_output(out: Path, named: str, verb: str) -> Iterator[None]:
-    """Makes the folder `out`, and keeps other commands from writing into it within the block; on all ranks together.
-    Removes a new folder that is empty at the end.
-
-    Raises ConfigError, which begins with `named`, if another command writes into it, or it cannot be written.
+    """Makes the folder `out` and claims it: no other command writes into it within the block. At the end waits for all
+    ranks, and removes the folder if it is new and empty. Call it on all ranks. Raises ConfigError on all ranks, which
+    begins with `named`, if another command writes into the folder or it cannot be written.
     """
     problem, is_new = None, False
     if group.rank() == 0:
@@ -314,8 +314,7 @@ def claim_output(out: Path, named: str, verb: str) -> Iterator[None]:
 
 
 def share_claim(folder: Path) -> None:
-    """Gives rank 0's claim on the folder to all ranks, which compare it before each write; on all ranks together.
-
+    """Registers rank 0's claim on the folder on every rank, which checks it before each write. Call it on all ranks.
     Waits up to 20 s until this rank sees the folder's identity, which a network file system may show late.
     """
     claim, end = group.broadcast_from_first(owner.find_claim(folder)), time.monotonic() + 20
@@ -339,19 +338,19 @@ def _open_lock_file(folder: Path) -> IO[str]:
 
 
 def report_disk_errors(folder: Path) -> AbstractContextManager[None]:
-    """Returns a context manager that turns the block's OSError, as of a full disk, into a ConfigError about folder=."""
+    """Returns a context manager that turns its block's OSError, as of a full disk, into a ConfigError about folder=."""
     return explain_write_errors(f"folder={folder}", "make room there, or name another folder=")
 
 
 def remove_unused_folder(folder: Path) -> None:
-    """Removes a folder if it holds nothing but the lock and the lease; on rank 0 only."""
+    """Removes a folder if it holds nothing but files of locks and leases. Call it on rank 0 only."""
     if all(path.name.startswith((".lock", ".lease-")) for path in folder.iterdir()):
         shutil.rmtree(folder)
 
 
 def write_run(run: Run, settings: dict[str, Any], fingerprint: str) -> None:
-    """Writes recipe, settings, fingerprint and, if it is missing, `saved` into the run's folder; on rank 0 only, after
-    `check_start`. Raises ConfigError if they cannot be written.
+    """Writes run.yaml, data.txt and ds_config.json into a run's folder, and `saved` if it is missing or damaged. Call
+    it on rank 0 only, after `check_start`. Raises ConfigError if a file cannot be written.
     """
     folder = run.directory
     with report_disk_errors(folder):
@@ -388,7 +387,7 @@ def make_folder(out: Path) -> Iterator[Path]:
 
 
 def require_step_within_run(run: Run, step: int) -> None:
-    """Raises ConfigError if `step`, at which the run stands, lies beyond the recipe's steps."""
+    """Raises ConfigError if `step`, the step of the checkpoint to resume from, is greater than the recipe's `steps`."""
     if step > run.steps:
         raise ConfigError(
             f"steps={run.steps}, and {run.directory / 'checkpoints'} is at step {step} already; raise "
@@ -397,7 +396,7 @@ def require_step_within_run(run: Run, step: int) -> None:
 
 
 def read_last_saved_step(folder: Path) -> int:
-    """Returns the step that was saved last, by the file `saved` and the checkpoints; 0 if none was."""
+    """Returns the largest step that the file `saved` or the name of a checkpoint gives; 0 if there is none."""
     return max(_read_saved_file(folder) or 0, *_list_steps(folder), 0)
 
 
@@ -408,13 +407,13 @@ def _read_saved_file(folder: Path) -> int | None:
 
 
 def _list_steps(folder: Path) -> list[int]:
-    """Lists the steps of all checkpoints, whole or damaged, without half-written ones, whose names end in .tmp."""
+    """Returns the steps of a run's checkpoints, whole or damaged, in no order. Unfinished ones (*.tmp) are left out."""
     names = [path.name for path in (folder / "checkpoints").glob("step_*[0-9]") if path.is_dir()]
     return [int(name[5:]) for name in names if name[5:].isdigit()]
 
 
 def read_earlier_settings(folder: Path) -> dict[str, Any]:
-    """Returns the resolved DeepSpeed config of the run in a folder; {} if it has saved no step or cannot be read."""
+    """Returns the content of a run's ds_config.json; {} if the run has saved no step or the file cannot be read."""
     try:
         settings = small.read_json(folder / "ds_config.json") if read_last_saved_step(folder) else {}
     except (OSError, ValueError):
@@ -423,13 +422,15 @@ def read_earlier_settings(folder: Path) -> dict[str, Any]:
 
 
 def write_saved_step(folder: Path, step: int) -> None:
-    """Writes the newest saved step into the file `saved` of a run's folder."""
+    """Writes `step` into the file `saved` of a run's folder. Raises OSError if the folder is gone or is not
+    writable.
+    """
     atomic.write_file(folder / "saved", f"{step}\n", make=False)  # a run's folder that was taken away stays so
 
 
 def move_run_aside(folder: Path) -> None:
-    """Moves all that an earlier run has written into earlier_N, so that beginning anew loses nothing. Other files stay.
-    Raises OSError if something cannot be moved.
+    """Moves all that an earlier run has written into a new folder earlier_N, so that a new start loses nothing. Other
+    files stay. Does nothing if there is no such file. Raises OSError if something cannot be moved.
     """
     if old := [folder / name for name in OF_RUN if os.path.lexists(folder / name)]:
         earlier = _make_folder_for_earlier_run(folder)
@@ -442,8 +443,9 @@ def move_run_aside(folder: Path) -> None:
 
 
 def move_newer_steps_aside(folder: Path, step: int) -> None:
-    """Moves checkpoints and averages after `step` into earlier_N, the newest first, with a copy of metrics.jsonl. Then
-    `step` is the last saved one. Raises ConfigError if another command reads one of them.
+    """Moves checkpoints and averages after `step` into a new earlier_N, the newest first, with a copy of metrics.jsonl.
+    Then writes `step` into `saved`. Does nothing if there are none. Raises ConfigError if another command reads one of
+    them, or if the disk fails.
     """
     newer = [
         path
@@ -467,7 +469,7 @@ def move_newer_steps_aside(folder: Path, step: int) -> None:
 
 
 def _require_unread(paths: Iterable[Path]) -> None:
-    """Raises ConfigError if another command is reading one of the paths, which are to be moved aside."""
+    """Raises ConfigError if another command is reading one of the paths (disk/owner.py), which are to be moved."""
     for path in paths:
         if owner.is_held(path):
             raise ConfigError(f"{path} is being read by another command: wait for its end, and give this one again")
@@ -484,9 +486,9 @@ def _make_folder_for_earlier_run(folder: Path) -> Path:
 def describe_end(
     run: Run, folder: Path, first: int, done: int, saved: int, reason: str | None, left: bool = False
 ) -> str:
-    """Returns the last line of training: how the run ended, and what to do next. It began at step `first` and ended at
-    `done`. `reason`: why it was stopped early. `left`: before it had drawn and measured what is due after its last
-    step.
+    """Returns the last line of training: how the run ended, and what to do next. `first`, `done` and `saved` are the
+    steps at which this command began and ended, and which was saved last. `reason`: why it stopped early; None: another
+    rank was stopped. `left`: it stopped before the samples and metrics after the last step were made.
     """
     if first == run.steps and not left:
         return f"{folder} is complete: {run.steps} steps. Raise steps= to train on, or name another folder."

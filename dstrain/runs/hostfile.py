@@ -17,8 +17,8 @@ _SECONDS = 20  # that a host has in all: one that hangs behind its ssh does not 
 
 
 def read_hosts(command: Sequence[str]) -> list[str]:
-    """Returns the hosts in a command's hostfile. Raises ConfigError if the command names no readable hostfile, or if it
-    has options, such as --include, that choose among the hosts.
+    """Returns the hosts in a command's hostfile, in the file's order. Raises ConfigError if the command names no
+    readable hostfile, or if it has options, such as --include, that choose among the hosts.
     """
     options = {word.partition("=")[0]: place for place, word in enumerate(command)}
     if chosen := next((name for name in _CHOICES if name in options), None):
@@ -35,8 +35,8 @@ def read_hosts(command: Sequence[str]) -> list[str]:
 
 
 def require_enough_hosts(command: Sequence[str], least: int) -> None:
-    """Raises ConfigError if a command's hostfile names fewer hosts than `least`: a supervisor would wait for them for
-    ever.
+    """Raises ConfigError if the hostfile of `command` names fewer hosts than `least`, for which a supervisor would wait
+    for ever, or as `read_hosts` does.
     """
     if len(hosts := read_hosts(command)) < least:
         raise ConfigError(
@@ -45,7 +45,9 @@ def require_enough_hosts(command: Sequence[str], least: int) -> None:
 
 
 def find_unreachable_hosts(hosts: Sequence[str]) -> list[str]:
-    """Returns the hosts that ssh does not reach without a password, in their order. All are asked at once."""
+    """Returns the hosts on which ssh cannot run a command without a password within a fixed time, in the given order.
+    Tests all hosts at the same time.
+    """
     with ThreadPoolExecutor(max(len(hosts), 1)) as threads:
         return [host for host, answers in zip(hosts, threads.map(_can_reach, hosts)) if not answers]
 
@@ -59,8 +61,8 @@ def _can_reach(host: str) -> bool:
 
 
 def leave_out_hosts(command: Sequence[str], hosts: Sequence[str], missing: Sequence[str]) -> list[str]:
-    """Returns the command with an option that excludes the `missing` hosts. If a single host is left, also adds
-    --force_multi: without it DeepSpeed would start the ranks on the machine of the command.
+    """Returns the command with an --exclude option for the `missing` hosts, if there are any. If a single host of
+    several is left, also adds --force_multi: without it DeepSpeed would start the ranks on this machine.
     """
     place = next(place for place, word in enumerate(command) if word.partition("=")[0] in _HOSTFILE)
     words = [f"--exclude={'@'.join(missing)}"] if missing else []

@@ -1,7 +1,8 @@
-"""Checks what all ranks must have in common before they train: the run's folder, the recipe, the code.
+"""Checks before training that all ranks have the same folder, recipe and code, and while training that the folder is
+still the run's.
 
-On one machine they have it in common. On several, each machine may have a folder of its own, an older copy of the code,
-or another version of a package: training would begin all the same, and what it saved could not be put together.
+On several machines, each may have another folder under the same name, an older copy of the code, or another version of
+a package: training would start all the same, and its checkpoints could not be put together.
 """
 
 import hashlib
@@ -31,9 +32,10 @@ def check_hosts(run: Run, settings: dict[str, Any], patience: float = 20.0) -> N
     """Compares the folder, recipe, settings and code of every rank with those of rank 0. Call it on all ranks, once
     rank 0 has claimed the folder. In one process it does nothing.
 
-    A folder is shared if each rank sees a file there that rank 0 has just made, within `patience` seconds: a network
-    file system may show it late. The file is removed again. If something differs, rank 0 raises a ConfigError that
-    names it and the remedy, and the other ranks end with the same exit code.
+    A folder is shared if each rank sees, within `patience` seconds, a file that rank 0 has just made there; a network
+    file system may show it late. Rank 0 removes that file, and after a problem also a folder that holds nothing else.
+    If something differs, rank 0 raises a ConfigError that names the difference and the remedy, and the other ranks exit
+    with the same code.
     """
     if group.world() == 1:
         return
@@ -70,8 +72,8 @@ def check_hosts(run: Run, settings: dict[str, Any], patience: float = 20.0) -> N
 
 
 def run_on_first(action: Callable[[], None]) -> None:
-    """Runs an action on rank 0, while the other ranks wait. If it raises ConfigError, rank 0 raises that, and the other
-    ranks end with the same exit code.
+    """Calls `action` on rank 0, while the other ranks wait. If it raises ConfigError, rank 0 raises a ConfigError with
+    the same problems, and the other ranks exit with the same code. Call it on all ranks.
     """
     problems: list[str] = []
     if group.rank() == 0:
@@ -84,10 +86,10 @@ def run_on_first(action: Callable[[], None]) -> None:
 
 def require_own_folder(folder: Path, patience: float = 2.0) -> None:
     """Raises NotSaved, on all ranks, if the run's folder was moved or removed while the run trains, or now belongs to
-    another run.
+    another run. Call it on all ranks.
 
-    A write would otherwise make the folder anew, without its recipe, and no command could resume in it. Waits up to
-    `patience` seconds for a run.yaml that is missing, since an editor may be writing it, or a network file system may
+    A write would otherwise make the folder again, without its recipe, and no command could resume in it. Rank 0 waits
+    up to `patience` seconds for a missing run.yaml, since an editor may be writing it, or a network file system may
     show it late.
     """
     fault = None
@@ -112,8 +114,8 @@ def require_own_folder(folder: Path, patience: float = 2.0) -> None:
 
 
 def has_lost_folder(folder: Path) -> bool:
-    """Returns whether a folder that this process has claimed is no longer its own. Looks every five seconds at most,
-    and returns False in between.
+    """Returns whether a folder that this process has claimed now belongs to another process. It reads the disk at most
+    once in five seconds, and otherwise, or if the disk cannot be read, returns False.
     """
     global _looked
     if time.monotonic() - _looked < _LOOK_SECONDS:
@@ -129,8 +131,8 @@ def has_lost_folder(folder: Path) -> bool:
 
 
 def _end_all_ranks(problems: list[str]) -> None:
-    """Ends all ranks if there are problems: rank 0 raises a ConfigError with the first 8 of them, the others exit with
-    code 2, three seconds later. Does nothing if there are none.
+    """Ends all ranks if `problems` is not empty: rank 0 raises a ConfigError with the first 8 of them and the number of
+    the others, and the other ranks exit with code 2 after three seconds.
     """
     if problems and group.rank() == 0:
         more = [f"... and {len(problems) - _SHOWN} more"] if len(problems) > _SHOWN else []
@@ -141,8 +143,8 @@ def _end_all_ranks(problems: list[str]) -> None:
 
 
 def _describe_code() -> dict[str, str]:
-    """Returns the versions of torch and DeepSpeed, and a hash of dstrain's files: one version of dstrain has many
-    states in a repository.
+    """Returns, by package, the versions of torch and DeepSpeed, and for dstrain a hash of its source files, since the
+    files may change without a new version.
     """
     package, digest = Path(__file__).parents[1], hashlib.sha256()
     for path in sorted(package.rglob("*.py")):
@@ -151,8 +153,8 @@ def _describe_code() -> dict[str, str]:
 
 
 def _list_changes(first_run: Run, first_settings: dict[str, Any], run: Run, settings: dict[str, Any]) -> list[str]:
-    """Lists the entries of the recipe and of the DeepSpeed settings that differ from rank 0's, as "KEY=here (not
-    there)"; at most 8.
+    """Returns the entries of the recipe and of the DeepSpeed settings that differ from rank 0's, as "KEY=VALUE HERE
+    (not VALUE OF RANK 0)"; at most 8.
     """
     changes = list_differences(first_run, run)
     changes += [
@@ -164,7 +166,9 @@ def _list_changes(first_run: Run, first_settings: dict[str, Any], run: Run, sett
 
 
 def _is_seen_within(path: Path, patience: float) -> bool:
-    """Returns whether a file can be seen, at once or within `patience` seconds."""
+    """Returns True as soon as a file or folder exists, or False if it does not within `patience` seconds. Opens the
+    folders above it again and again, so that NFS looks for it anew.
+    """
     end = time.monotonic() + patience
     while not path.exists():
         if time.monotonic() > end:

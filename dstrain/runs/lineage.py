@@ -1,9 +1,10 @@
-"""Tells whose checkpoints lie in a run's folder: its own, those of the run that it is a copy of, or another run's.
+"""Checks which run has written the checkpoints in a run's folder: this run, the run that it is a copy of, or another
+one.
 
 Each manifest names the run that has written it, by its identity (disk/owner.py), as extra["run"]. The folder's file
-`.ancestors` lists other identities whose checkpoints belong there, one a line: a copy gets an identity of its own, and
-keeps that of what it was copied from. A folder without an identity, such as one whose hidden files were deleted, owns
-what lies in it.
+`.ancestors` lists other identities, one a line, whose checkpoints also belong to this run: a copy of a run gets a new
+identity, and lists the identity of the original. A folder without an identity, such as one whose hidden files were
+deleted, accepts all checkpoints in it.
 """
 
 import re
@@ -21,8 +22,8 @@ _NEWEST = 10  # checkpoints that are looked at: a run goes on from one of them
 
 
 def require_own_checkpoints(folder: Path, step: int | None) -> None:
-    """Raises ConfigError if another run has written a checkpoint from which this run may go on: one of the newest, or
-    that of `step`.
+    """Raises ConfigError if another run has written a checkpoint from which this run may resume: one of the newest, or
+    the one at `step`. Does nothing if the folder has no identity. Checkpoints that name no run are accepted.
     """
     own = owner.read_identity(folder)
     if own is None:
@@ -41,9 +42,11 @@ def require_own_checkpoints(folder: Path, step: int | None) -> None:
 
 
 def write_ancestors(folder: Path, adopts: bool) -> None:
-    """Adds to .ancestors which other runs' checkpoints belong to a run: those of the run that its folder is a copy of;
-    all that lie there if `adopts`, or if the folder has no identity yet. Call it before the folder gets its identity.
-    Raises OSError if the file cannot be written.
+    """Appends to the folder's .ancestors the identities of other runs whose checkpoints belong to this run: the present
+    identity if the folder is a copy of another run's; and the writers of its newest checkpoints if `adopts` is True, or
+    if the folder has no identity yet. Writes nothing if there is no new one.
+
+    Call it before the folder gets its identity. Raises OSError if the file cannot be written.
     """
     own, known = owner.read_identity(folder), _read_ancestors(folder)
     found = {own} if own and owner.find_other_run(folder, folder) else set()  # a copy's, which is renewed
@@ -54,7 +57,9 @@ def write_ancestors(folder: Path, adopts: bool) -> None:
 
 
 def require_own_link(folder: Path) -> None:
-    """Raises ConfigError if the folder of checkpoints is a link, as `cp -r` copies it, to those of another run."""
+    """Raises ConfigError if the folder's `checkpoints` is a symbolic link to checkpoints of another run, as `cp -r`
+    makes it.
+    """
     checkpoints = folder / "checkpoints"
     if checkpoints.is_symlink() and (other := owner.find_other_run(checkpoints, folder)):
         target = checkpoints.resolve()
@@ -65,8 +70,8 @@ def require_own_link(folder: Path) -> None:
 
 
 def claim_checkpoints(checkpoints: Path) -> None:
-    """Claims a folder of checkpoints on another disk. Raises ConfigError if another process still has it after the time
-    in which a lease without signs of life ends.
+    """Claims a folder of checkpoints on another disk for this process. While another process has it, waits for as long
+    as a lease lasts after its process has died. Raises ConfigError if the other process still has it then.
     """
     end = time.monotonic() + owner.SILENT_SECONDS + owner.BEAT_SECONDS
     while True:
@@ -83,14 +88,15 @@ def claim_checkpoints(checkpoints: Path) -> None:
 
 
 def _read_ancestors(folder: Path) -> list[str]:
+    """Returns the identities in the folder's .ancestors; [] if the file is missing or cannot be read."""
     with suppress(OSError, UnicodeDecodeError):
         return small.read_text(folder / ANCESTORS, small.MEGABYTE).split()
     return []
 
 
 def _read_writers(folder: Path, step: int | None) -> dict[int, str]:
-    """Returns, by step, the identity of the run that has written each of the newest checkpoints, and that of `step`.
-    Checkpoints of earlier versions, which wrote none, are left out.
+    """Returns, by step, the identity of the run that has written each of the newest checkpoints, and the one at `step`
+    (None: the newest alone). Leaves out damaged checkpoints, and those of earlier versions, which name no run.
     """
     writers: dict[int, str] = {}
     steps = Store(folder / "checkpoints").list_steps()

@@ -5,7 +5,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class Resume:
-    """Says how a command begins in its folder; by default it goes on from the newest checkpoint."""
+    """The options that say how a training command begins in its folder. By default it resumes from the newest
+    checkpoint.
+    """
 
     from_scratch: bool = False  # begins anew; what the folder holds is moved aside
     allow_change: bool = False  # goes on although the recipe or the data changed

@@ -1,5 +1,5 @@
-"""Reads the folder of a finished or running run for the verbs that come after training: recipe, checkpoint,
-networks.
+"""Reads the folder of a finished or running run for the verbs that come after training: its recipe, a checkpoint, and
+networks with that checkpoint's weights.
 """
 
 import os
@@ -25,7 +25,9 @@ Guide = tuple[Path, float | str | None, int | None]  # a run; a decay or width o
 
 
 def read_recipe(folder: Path) -> Run:
-    """Reads the recipe that a run was trained with, as resolved. Raises ConfigError if it is no run's folder."""
+    """Reads the recipe that a run was trained with, as resolved. Raises ConfigError if `folder` is no run's, or if its
+    recipe cannot be read.
+    """
     if not (folder / "run.yaml").exists():
         raise ConfigError(
             f"{folder} is not a run's folder: it holds no run.yaml; name one that training has made, for "
@@ -35,11 +37,12 @@ def read_recipe(folder: Path) -> Run:
 
 
 def find_checkpoint(folder: Path, step: int | None = None, ema: float | None = None) -> Path:
-    """Returns the folder of a run's checkpoint: that of `step`, or the newest whole one if `step` is None. If it lacks
-    the average `ema`, returns instead what `dstrain reconstruct` has made of that average, if it has.
+    """Returns the folder of a run's checkpoint at `step`, or of the newest whole one if `step` is None. If `ema` is
+    given and that checkpoint lacks this average, returns instead the folder in which `dstrain reconstruct` has made it,
+    if there is one. With `step` None that folder may be of an earlier step; then rank 0 prints a note.
 
-    The folder is held: a training run does not remove it before this process ends or calls `owner.release_holds`.
-    Raises ConfigError if there is no such checkpoint, or if it is damaged.
+    A training run does not remove the folder before this process ends or calls `owner.release_holds`. Raises
+    ConfigError if there is no such checkpoint, or if it is damaged. Call it on all ranks.
     """
     steps = [folder / "checkpoints" / f"step_{step:08d}"] if step is not None else []
     with hold_while_choosing(steps or (folder / "checkpoints").glob("step_*[0-9]")) as keep:
@@ -47,6 +50,7 @@ def find_checkpoint(folder: Path, step: int | None = None, ema: float | None = N
 
 
 def _choose_checkpoint(folder: Path, step: int | None, ema: float | None) -> Path:
+    """Returns what `find_checkpoint` returns, without protecting the folder from removal."""
     store = Store(folder / "checkpoints", check=check_checkpoint)
     if step is not None:
         own = store.folder / f"step_{step:08d}" if step in store.list_steps() else None
@@ -75,8 +79,8 @@ def _choose_checkpoint(folder: Path, step: int | None, ema: float | None) -> Pat
 
 
 def require_writable(folder: Path, option: str = "--out") -> None:
-    """Makes a folder and checks that it can be written, before hours are spent. Raises ConfigError, which names the
-    `option`, if it cannot.
+    """Makes a folder if it is missing. Raises ConfigError, which names the `option`, if the folder cannot be made or
+    written.
     """
     with explain_write_errors(f"{option} {folder}", "name a folder that can be written"):
         folder.mkdir(parents=True, exist_ok=True)
@@ -87,12 +91,12 @@ def require_writable(folder: Path, option: str = "--out") -> None:
 def choose_kinds(
     system: System, checkpoint: Path, ema: float | None = None, raw: bool = False, every: bool = False
 ) -> dict[str, str]:
-    """Returns which weights to take of each part: "ema.DECAY" of the average `ema` (None: the first), or "master", the
-    training weights, if `raw`.
+    """Returns the kind of weights to take of each part: "ema.DECAY" of the average `ema` (None: the first), or
+    "master", the training weights, if `raw`.
 
-    Parts without averages, such as a discriminator, are left out. With `every` they are taken, too, as "master", if the
-    checkpoint holds them; one that `dstrain reconstruct` has made does not. Raises ConfigError if there is no such
-    average.
+    Parts without averages, such as a discriminator, are left out. With `every` they are included, as "master", if the
+    checkpoint holds files of theirs; a checkpoint that `dstrain reconstruct` has made does not. Raises ConfigError if
+    there is no such average.
     """
     return {
         part: choose_kind(checkpoint, part, ema) if part in system.averaged and not raw else "master"
@@ -104,8 +108,9 @@ def choose_kinds(
 def load_networks(
     system: System, checkpoint: Path, kinds: dict[str, str], dtype: torch.dtype, device: torch.device | None = None
 ) -> dict[str, nn.Module]:
-    """Builds the networks of the parts in `kinds`, loads those weights of a checkpoint into them, and returns them in
-    eval mode on a device (None: the rank's).
+    """Builds the networks of the parts in `kinds`, loads those weights of a checkpoint into them, and returns the
+    networks by part, in eval mode on a device (None: the rank's). Also moves the system's frozen networks there. Raises
+    ConfigError if weights are absent or damaged.
     """
     states = ((part, read_weights(checkpoint, part, kind)) for part, kind in kinds.items())
     return build_loaded_networks(system, states, dtype, device or group.device())
@@ -114,9 +119,9 @@ def load_networks(
 def build_loaded_networks(
     system: System, states: Iterable[tuple[str, dict[str, Tensor]]], dtype: torch.dtype, device: torch.device
 ) -> dict[str, nn.Module]:
-    """Builds the system's networks, loads `states`, pairs of a part and its state dict, into them, and returns them by
-    part in eval mode on a device. Weights get `dtype`, buffers keep their own. The system's frozen networks move to the
-    device, too.
+    """Builds the system's networks, loads `states`, pairs of a part and its state dict, into them, and returns the
+    networks of these parts, by part, in eval mode on a device. Weights are converted to `dtype`; buffers keep their
+    dtype. Also moves the system's frozen networks to the device.
     """
     fresh, loaded = system.networks(), {}
     for part, state in states:
@@ -132,9 +137,11 @@ def build_loaded_networks(
 
 
 def load_guide(guide: Guide, system: System, scale: float, dtype: torch.dtype) -> nn.Module:
-    """Returns the network of another run, checkpoint or average that guides samples (Karras et al. 2024).
+    """Returns the network of another run, checkpoint or average that guides samples (Karras et al. 2024), in eval mode
+    on the rank's device.
 
-    Raises ConfigError if it cannot guide those of `system`, or if there is no guidance, since `scale` is 1.
+    Raises ConfigError if it cannot be loaded, if it cannot guide samples of `system`, or if `scale` is 1, at which
+    guidance has no effect.
     """
     folder, weights, step = guide
     if scale == 1:
@@ -150,8 +157,8 @@ def load_guide(guide: Guide, system: System, scale: float, dtype: torch.dtype) -
 
 
 def require_outside_run_folders(out: Path) -> None:
-    """Raises ConfigError if `out` lies in a folder that a run writes itself, such as its samples/, and that
-    --from-scratch would move aside.
+    """Raises ConfigError if `out` is, or is inside, a folder that a run writes itself, such as its samples/, and that
+    --from-scratch would move.
     """
     path = out.resolve()
     for inner in (path, *path.parents):

@@ -1,6 +1,4 @@
-"""Reads weights to start from: published files, exports and dstrain's own runs. Runs nothing that is pickled in
-them.
-"""
+"""Reads weights to start from: published files, exports and dstrain's own runs. Executes no code from pickled files."""
 
 import argparse
 import re
@@ -96,8 +94,9 @@ def fit_weights(path: Path, system: System, parts: Iterable[str] | None = None) 
 
 
 def _read_checkpoint(path: Path, system: System, first: str, others: list[str]) -> tuple[Adapted, list[str]]:
-    """Reads and adapts the parts of one of dstrain's checkpoints. Also returns a note on each part that is left out,
-    since only DeepSpeed's own files hold it. Raises ConfigError if the first part is absent.
+    """Reads and adapts the parts of one of dstrain's checkpoints, of each the first average, or the training weights if
+    it has none. Returns them, and a note on each part that is left out, since only DeepSpeed's own files hold it.
+    Raises ConfigError if the first part is absent.
     """
     parts = {file.name.rpartition("-of-")[0].rpartition("-")[0] for file in path.glob("*-of-*.safetensors")}
     if first not in parts:
@@ -119,8 +118,8 @@ def _read_checkpoint(path: Path, system: System, first: str, others: list[str]) 
 
 
 def _find_consolidated_parts(path: Path, first: str, others: list[str]) -> dict[str, Path]:
-    """Returns the file or folder of each part in a folder that `dstrain consolidate` or `dstrain export` has written;
-    {} if neither has written it.
+    """Returns, by part, the file or folder of weights in a folder that `dstrain consolidate` or `dstrain export` has
+    written; {} if the first part is not there. Other parts that are absent are left out.
     """
     if (path / first / "model.safetensors").exists() or (path / first / _INDEX).exists():
         return {part: path / part for part in (first, *others) if part == first or (path / part).is_dir()}
@@ -129,10 +128,11 @@ def _find_consolidated_parts(path: Path, first: str, others: list[str]) -> dict[
 
 
 def require_unaltered_files(paths: Iterable[Path], together: bool = False) -> None:
-    """Compares files in a consolidated folder with their recorded hashes. `paths` are files or folders in it; all files
-    in them are checked. Does nothing if they lie in no consolidated folder. Raises ConfigError if a file was altered.
+    """Compares files of a consolidated folder with their recorded hashes. `paths` are files or folders in it; all
+    recorded files in these folders are checked. Does nothing if the first path is in no consolidated folder. Raises
+    ConfigError if a file was altered or the record is damaged.
 
-    `together`: it is called on all ranks, each of which reads its share.
+    together   whether all ranks call it: then each rank checks a share of the files, and all raise the same error
     """
     paths = [path.absolute() for path in paths]
     above = (paths[0], *paths[0].parents)[:3]  # a file, its part's folder, all parts' folder
@@ -152,8 +152,8 @@ def require_unaltered_files(paths: Iterable[Path], together: bool = False) -> No
 
 
 def _read_universal_folder(folder: Path) -> dict[str, Tensor]:
-    """Reads fp32 weights and buffers from a folder that DeepSpeed's ds_to_universal has made. Runs nothing that is
-    pickled there. Raises ConfigError if a file is damaged.
+    """Reads fp32 weights and buffers, by state-dict name, from a folder that DeepSpeed's ds_to_universal has made.
+    Executes nothing that is pickled there. Raises ConfigError if a file is damaged.
     """
     merged = deepspeed_files.read_checkpoint(folder, trusted=True, dtype="F32")
     for span, crc in merged.sums.items():
@@ -171,9 +171,10 @@ def _read_universal_folder(folder: Path) -> dict[str, Tensor]:
 def _adapt_part(
     system: System, part: str, state: dict[str, Tensor], origin: object
 ) -> tuple[dict[str, Tensor], list[str]]:
-    """Adapts the weights of a part to its network, as the system says. Returns them, and notes, the first of which
-    counts the tensors that were loaded, replaced and left out. LoRA adapters that the file lacks begin anew. Raises
-    ConfigError if the file holds other adapters than the network.
+    """Adapts the weights of a part to its network with the system's `adapt`. Returns the values by state-dict name, and
+    notes, the first of which counts the tensors that were loaded, replaced and left out. LoRA adapters that `state`
+    lacks are not in the result, and keep their initial values. Raises ConfigError if `state` holds other adapters than
+    the network.
     """
     adapters = {name: value for name, value in system.build_part_on_meta(part).state_dict().items() if is_adapter(name)}
     given = {name: tuple(value.shape) for name, value in state.items() if is_adapter(name)}
@@ -195,15 +196,15 @@ def _adapt_part(
 
 
 def _make_tensor_identity(tensor: Tensor) -> int:
-    """Returns a number that is equal for tensors that share their values."""
+    """Returns a number that is equal for two tensors if they share their memory, or are the same stored weight."""
     return id(tensor) if isinstance(tensor, StoredWeight) else tensor.data_ptr()
 
 
 def _find_diffusers_config(path: Path, system: System) -> Path | None:
-    """Returns the path of config.json of a network of diffusers, in `path` or in a pipeline there, or None if there is
+    """Returns the path of config.json of a diffusers network, in `path` or in the pipeline there; None if there is
     none.
 
-    Raises ConfigError if the file is damaged, or if `path` is a pipeline without the network that this system takes.
+    Raises ConfigError if the file is damaged, or if `path` is a pipeline without the network that this system needs.
     """
     inner = path / system.in_pipeline / "config.json"
     for config in (path / "config.json", inner):
@@ -221,9 +222,9 @@ def _find_diffusers_config(path: Path, system: System) -> Path | None:
 
 
 def write_parts(checkpoint: Path, parts: Iterable[str], ema: float | None, folder: Path) -> None:
-    """Writes FOLDER/PART.safetensors of each part of a checkpoint, in one process, and copies the run's recipe there.
-    Takes of each part the average `ema` if it is there, else the first average, else the training weights. Raises
-    ConfigError or OSError if the weights cannot be read or written.
+    """Writes FOLDER/PART.safetensors of each part of a checkpoint, in one process, and copies the run's run.yaml there
+    if it exists. Takes of each part the average `ema` if the checkpoint has it, else the first average, else the
+    training weights. Raises ConfigError or OSError if weights cannot be read or written.
     """
     folder.mkdir(parents=True, exist_ok=True)
     if (recipe := checkpoint.parent.parent / "run.yaml").exists():
@@ -240,9 +241,9 @@ def write_parts(checkpoint: Path, parts: Iterable[str], ema: float | None, folde
 
 @contextmanager
 def hold_while_choosing(candidates: Iterable[Path]) -> Iterator[Callable[[Path], Path]]:
-    """Holds the `candidates`, checkpoints, within the block, so that a training run does not remove them. Yields a
-    function that takes the chosen one, holds it also after the block, and returns it. Call it on all ranks, of which
-    rank 0 holds.
+    """Within the block, a training run does not remove the `candidates`, which are folders of checkpoints. Yields a
+    function that takes the chosen folder, protects it from removal also after the block, until this process ends or
+    calls `owner.release_holds`, and returns it. Call it on all ranks; rank 0 alone writes the holds.
     """
     held = {path: owner.Hold(path) for path in candidates} if group.rank() == 0 else {}
 
@@ -259,15 +260,18 @@ def hold_while_choosing(candidates: Iterable[Path]) -> Iterator[Callable[[Path],
 
 
 def require_whole_checkpoint(checkpoint: Path) -> Path:
-    """Checks the hashes of a checkpoint's files, and returns its folder. Raises ConfigError if a file is damaged."""
+    """Checks the hashes of a checkpoint's files. Returns `checkpoint`, or raises ConfigError if a file is missing or
+    damaged.
+    """
     if fault := Store(checkpoint.parent, check=check_checkpoint).find_fault(int(checkpoint.name.removeprefix("step_"))):
         raise ConfigError(f"checkpoint {checkpoint} is damaged ({fault}): take another step")
     return checkpoint
 
 
 def choose_kind(path: Path, part: str, ema: float | None = None) -> str:
-    """Returns the kind of weights to take from a checkpoint: ema.DECAY of the average asked for, else of the first one,
-    else master. Raises ConfigError if there is no such average.
+    """Returns the kind of weights to take of a part of the checkpoint `path`: "ema.DECAY" of the average `ema` or, if
+    `ema` is None, of the first average, or "master" if there is no average. Raises ConfigError if the checkpoint lacks
+    the average `ema`.
     """
     decays = read_ema_decays(path, part)
     if ema is not None and ema not in decays:
@@ -292,10 +296,11 @@ def _describe_averages(run: Path, ema: float) -> str:
 
 
 def read_state(path: str | Path) -> dict[str, Tensor]:
-    """Reads the state dict in a file, or in the files of a folder, on the CPU.
+    """Reads the state dict in a file, or in the files of a folder, on the CPU. Of a file with averages it returns an
+    average. Prefixes of DataParallel and torch.compile are removed from the names.
 
-    Pickled files are read by torch's restricted unpickler: nothing in them is executed. Raises ConfigError for a file
-    that is missing, damaged, holds other objects than tensors and plain values, or no state dict.
+    Pickled files are read by torch's restricted unpickler: nothing in them is executed. Raises ConfigError if a file is
+    missing or damaged, holds other objects than tensors and plain values, or holds no state dict.
     """
     path = Path(path)
     files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
@@ -338,10 +343,10 @@ def read_state(path: str | Path) -> dict[str, Tensor]:
 
 
 def _is_mappable(path: Path) -> bool:
-    """Returns whether torch can map a weights file into memory: the file is a zip archive, as torch.save writes it
-    today, and not compressed.
+    """Returns whether torch can map a weights file into memory: it must be a zip archive without compression, as
+    torch.save writes it today.
 
-    The ranks of a machine share the pages of a mapped file, and each reads what it owns.
+    The ranks of a machine share the pages of a mapped file, and each reads only the weights that it owns.
     """
     if not zipfile.is_zipfile(path):
         return False
@@ -350,8 +355,8 @@ def _is_mappable(path: Path) -> bool:
 
 
 def _list_indexed_files(index: Path) -> list[Path]:
-    """Returns the paths of the files that the index of a folder of weights names. Raises ConfigError if it is
-    damaged.
+    """Returns the paths of the files that `index`, the JSON index of a folder of weights, names, each once and sorted.
+    Raises ConfigError if the index is damaged.
     """
     try:
         names = read_json(index)["weight_map"].values()
