@@ -26,6 +26,9 @@ def find_path_problems(data: Data) -> list[str]:
 
 
 def _find_path_problem(key: str, path: str) -> str | None:
+    """Returns a message, which begins with `key`, if a path does not exist, holds no data, or names no built-in data
+    set. Returns None for all others, and for addresses and patterns, which are not checked.
+    """
     if BuiltinData.recognises(Data(path=path)):
         return None if path in BUILTINS else f"{key}={path}: the built-in data sets are {', '.join(BUILTINS)}"
     if is_address_or_pattern(path):  # whether it is there shows when it is listed

@@ -46,8 +46,8 @@ class View(Source):
 
 
 class Remade(View):
-    """All samples of `whole`, which a subclass reads in another way in `read`; `read` gets the random number that
-    `whole` would.
+    """All samples of `whole`, in its order, for subclasses that change the items. A subclass overrides `read(index,
+    chance)`, whose argument `chance` is the same random number that `whole.read` takes.
     """
 
     def __init__(self, whole: Source) -> None:
@@ -65,9 +65,10 @@ class Remade(View):
 
 
 class Spread(View):
-    """`num` evenly spaced samples of `whole`, since a folder lists one class after the other; None takes all.
+    """`num` samples of `whole`, evenly spaced over its order, so that many classes are among them where a folder lists
+    one class after the other. None or 0 takes all samples, as does a `num` above their number.
 
-    `unreadable`: names of the samples that this rank could not read.
+    `unreadable` collects the names of the samples that this rank could not read.
     """
 
     def __init__(self, whole: Source, num: int | None = None) -> None:

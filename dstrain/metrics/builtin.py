@@ -1,7 +1,7 @@
 """The metrics of the built-in data by nn/classifier.py, a small classifier of Fashion-MNIST's ten classes.
 
-Its features are the 64 numbers before the last layer. Of a clip they are means over its frames, at the place of the
-item (clips.py). The emoji's names are measured by the image tower in this package.
+Its features are the 64 inputs of the last layer. The features of a clip are means over its frames, each cropped to the
+item (clips.py). Pictures of the built-in emoji are measured by the image tower in this package.
 """
 
 from collections.abc import Sequence
@@ -24,11 +24,11 @@ SIDE = 28  # pixels of an image that the network sees
 
 
 def prepare_images(images: Tensor) -> Tensor:
-    """Converts uint8 (N, C, H, W) to the classifier's input, float32 (N, 1, 28, 28) in [0, 1]. Colours become luminance
-    (Rec. 601).
+    """Converts images uint8 (N, C, H, W) to the classifier's input, float32 (N, 1, 28, 28) in [0, 1]. Colours become
+    luminance (Rec. 601).
 
-    Images of 28 pixels stay as they are. Others are resized to 32, bilinear and antialiased, and cropped to their
-    middle 28, since the built-in data have a border at any size but 28.
+    Images of 28 x 28 pixels are not resized. Others are resized to 32 x 32, bilinear and antialiased, and cropped to
+    the middle 28 x 28, since the built-in data have a border at any size but 28.
     """
     images = make_rgb(images).float() / 255
     images = torch.einsum("nchw,c->nhw", images, images.new_tensor([0.299, 0.587, 0.114]))[:, None]
@@ -65,6 +65,9 @@ class Builtin(Features):
         return features.view(clips, frames, -1).mean(1), logits.view(clips, frames, -1).mean(1)
 
     def require_captions(self, captions: Sequence[str], clips: bool = True) -> None:
+        """Raises ConfigError if one of the captions is none of the built-in clips (or of the built-in images, with
+        clips=False).
+        """
         known = moving.list_captions() if clips else list_captions()
         if unknown := [caption for caption in captions if caption not in known]:
             raise ConfigError(
@@ -75,13 +78,12 @@ class Builtin(Features):
     def count_correct(
         self, images: Tensor, logits: Tensor, labels: Tensor | None, captions: list[str] | None
     ) -> Tensor | None:
-        """Counts, by class, the images that show what was asked for: float64 (4, classes), the numbers of images that
-        are right, of all images, of those with the right item, and of those with the right motion (clips) or shade
-        (images).
+        """Returns float64 (4, classes), numbers of images by the class that their caption names: those that show their
+        caption, all, those with the right item, and those with the right motion (clips) or shade (images). Sets `parts`
+        to the names of the last two rows.
 
-        Captions say what was asked for of clips, and of images without labels; otherwise the result is that of
-        Features.count_correct. Sets `parts` to the names of the last two rows. Raises ConfigError for a caption of
-        other data.
+        Images with labels, and all images if `captions` is None, are counted as by Features.count_correct. Raises
+        ConfigError for a caption that the built-in data do not have.
         """
         clips = images.ndim == 5
         if captions is None or (labels is not None and not clips):
@@ -99,9 +101,7 @@ class Builtin(Features):
 
 
 class Emoji(Features):
-    """Embeds pictures by the emoji image tower, whose vectors are comparable with those of the built-in pairs'
-    captions.
-    """
+    """Embeds pictures by the emoji image tower, comparable with the embeddings of the built-in emoji's names."""
 
     name = "emoji"
     size = emoji.DIM
@@ -115,6 +115,9 @@ class Emoji(Features):
             return self.tower.encode(make_rgb(images)), None
 
     def embed_texts(self, captions: list[str]) -> Tensor:
+        """Returns embeddings float32 (N, D) of names of emoji. Raises ConfigError if a caption is no name of a built-in
+        emoji.
+        """
         embeds = emoji.read_text_embeds(captions)
         if embeds is None:
             raise ConfigError(

@@ -1,9 +1,10 @@
-"""Reads the built-in clips without a network: where the item is, and which of the five motions it makes.
+"""Finds the item and its motion, one of five, in the built-in clips without a network, and scores long clips.
 
 The clips (data/builtin/moving.py) show one bright item on black, whose side is two thirds of the canvas's shorter one.
 
-A story is a long clip of S scenes. Two questions are asked of it: whether it keeps its item from scene to scene, and
-whether it moves as each scene says. A scene's frames are those that it drew, without those that it goes on from.
+A story is a long clip of S scenes, each drawn with its own motion. Its scores say whether the item stays the same from
+scene to scene, and whether each scene shows its motion. The frames of the previous scene that a scene was conditioned
+on do not belong to it.
 """
 
 import torch
@@ -22,16 +23,16 @@ _EDGE = 0.01  # of the brightness lies beyond either edge of an item
 
 
 def average_colours(videos: Tensor) -> Tensor:
-    """Averages the colours of uint8 (N, T, C, H, W): float32 (N, T, H, W) in [0, 1]."""
+    """Returns clips uint8 (N, T, C, H, W) averaged over their channels: float32 (N, T, H, W) in [0, 1]."""
     return videos.float().mean(2) / 255
 
 
 def cut_items(frames: Tensor, side: int = 28) -> Tensor:
-    """Cuts the item out of each frame float32 (N, H, W), as the built-in classifier takes it: float32 (N, 1, side,
-    side).
+    """Crops each frame float32 (N, H, W) to its item and resizes it to the input of the built-in classifier: float32
+    (N, 1, side, side).
 
-    The item's square is as wide as the clips are made, and lies around the middle between its edges. Its inner 28/32
-    are taken, the rest being the border that the data have at any size but 28.
+    The crop is centred between the item's edges. It is 28/32 as wide as the item's square, two thirds of the frame's
+    shorter side, since the outer part of this square is a border.
     """
     height, width = frames.shape[-2:]
     shown = 2 * min(height, width) // 3 * 28 / 32  # pixels
@@ -45,12 +46,12 @@ def cut_items(frames: Tensor, side: int = 28) -> Tensor:
 
 
 def find_motions(videos: Tensor) -> Tensor:
-    """Finds the motion of clips float32 (N, T, H, W), T >= 2: its index in MOTIONS, or NO_MOTION if the item hardly
-    moves or a frame is black, int64 (N,).
+    """Returns the motion of each clip float32 (N, T, H, W), T >= 2: int64 (N,), its index in MOTIONS, or NO_MOTION if
+    the item hardly moves or a frame is black.
 
-    The centre of brightness stands for the item. An item bounces if its paths along both axes are of similar length;
-    else it moves along the axis of the larger displacement. All true clips of five frames or more on a square are
-    right; an oblong canvas needs more frames, since a fast item turns between two of them.
+    The item's position is its centre of brightness. The item bounces if its paths along both axes are of similar
+    length; else it moves along the axis of the larger displacement. For all square built-in clips of five or more
+    frames the result is right; other shapes need more frames, since a fast item turns between two frames.
     """
     height, width = videos.shape[-2:]
     free = min(height, width) - 2 * min(height, width) // 3
@@ -67,7 +68,9 @@ def find_motions(videos: Tensor) -> Tensor:
 
 
 def _find_centre(profile: Tensor) -> Tensor:
-    """Returns the centre of brightness along the last axis, in pixels; NaN if all values are 0."""
+    """Returns the centre of brightness of profiles (..., L) along their last axis: (...,) in pixels, NaN if all values
+    of a profile are 0.
+    """
     return (profile * (torch.arange(profile.shape[-1], device=profile.device) + 0.5)).sum(-1) / profile.sum(-1)
 
 
@@ -87,8 +90,8 @@ def _find_middle(profile: Tensor) -> Tensor:
 
 
 def make_stories(seeds: Tensor) -> tuple[Tensor, Tensor]:
-    """Makes one story for each seed, int64 (N,). Returns their items (N,), which go through all items in turn, and the
-    motions of their scenes (N, SCENES), of which no two in a story are equal; int64 both.
+    """Chooses the item and the motions of one story for each seed, int64 (N,). Returns the items int64 (N,), the seed
+    modulo the number of items, and the motions of the scenes int64 (N, SCENES), no two of a story equal.
     """
     items = seeds % (len(list_captions()) // len(MOTIONS))
     return items, rng.uniform(rng.keys_of_seeds(seeds), "motions", (len(MOTIONS),)).argsort(1)[:, :SCENES]
@@ -98,12 +101,13 @@ def sum_scenes(network: Features, videos: Tensor, ends: list[int], items: Tensor
     """Returns, for each of S scenes, sums over stories from which `score_scenes` computes the scores: float64 (6, S).
     Sums of several ranks may be added.
 
-    The rows count stories, right items, items equal to that of the first scene and right motions, and add up the change
-    at the seam before the scene and the mean change between frames within it.
+    The first four rows are the numbers of stories, of right items, of items equal to that of the first scene, and of
+    right motions. The last two are sums of the mean absolute change of pixels: from the frame before the scene to its
+    first frame, and between the frames within the scene.
 
     videos        uint8 (N, T, C, H, W).
-    ends          the number of the frame behind each scene.
-    items, asked  the items (N,) and the motions (N, S) that were asked for, int64.
+    ends          for each scene, the index of the first frame after it.
+    items, asked  the items (N,) and the motions (N, S) with which the stories were drawn, int64.
     """
     shades = average_colours(videos)
     jumps = shades.diff(dim=1).abs().mean((2, 3))  # (N, T - 1)
@@ -132,12 +136,13 @@ def sum_scenes(network: Features, videos: Tensor, ends: list[int], items: Tensor
 
 
 def score_scenes(sums: Tensor) -> dict[str, tuple[float, float | None]]:
-    """Computes scores from the sums of `sum_scenes`: (score, None) by name, scenes_NAME the mean over scenes and
-    scenes_NAME/I of scene I. The best value of all four is 1.
+    """Returns scores computed from the sums of `sum_scenes`: (score, None) by name. scenes_NAME is the mean over
+    scenes, and scenes_NAME/I the score of scene I, from 1. kept and seam have no score of the first scene. The best
+    value of each NAME is 1.
 
-    item, kept, motion  shares of stories whose item is right, is that of the first scene, or moves as asked for.
-    seam                change from the last frame of the scene before to the first one, divided by the mean change
-                        between frames within scenes.
+    item, kept, motion  shares of stories whose item is right, is that of the first scene, or has the right motion.
+    seam                change from the last frame of the previous scene to the first frame of the scene, divided by the
+                        mean change between frames within scenes.
     """
     stories, item, kept, motion, seam, within = sums
     values = {

@@ -1,4 +1,4 @@
-"""What metrics compare with: statistics of a file, and images for what the file lacks."""
+"""Opens the reference that metrics compare with: statistics of a file, and images for statistics that it lacks."""
 
 import os
 from collections.abc import Callable
@@ -18,7 +18,7 @@ Collect = Callable[[Images, dict[str, Features]], dict[str, Statistics]]
 
 @dataclass(frozen=True)
 class Compared:
-    """Holds an opened reference: statistics that a file has, and images whose statistics are not computed yet."""
+    """Holds an opened reference: the statistics that its file has, and images for the statistics that it lacks."""
 
     statistics: dict[str, Statistics] = field(default_factory=dict)  # of a file, by name of their network
     images: Images | None = None
@@ -27,8 +27,8 @@ class Compared:
     identity: object = None  # another one where the images may be others
 
     def read_statistics(self, collect: Collect) -> dict[str, Statistics]:
-        """Returns the reference's statistics by name of their network: those of the file, completed by those that
-        `collect` computes from the images, if there are any.
+        """Returns the reference's statistics by name of their network. If the reference has images, calls
+        `collect(images, networks)` for the statistics that its file lacks; the file's mean and covariance are kept.
         """
         statistics = dict(self.statistics)
         if self.images is None:
@@ -44,12 +44,14 @@ class Compared:
 
 
 def open_reference(path: Path, networks: dict[str, Features], kept: int, upright: bool = True) -> Compared:
-    """Opens the reference at a path, a file of statistics or a set of images, for the metrics in `networks`.
+    """Opens the reference at a path, a file of statistics or a set of images, for the metrics in `networks`. Images are
+    opened only if statistics that the metrics need are not in the file.
 
-    kept     the most features of a set that are compared with those of another.
-    upright  of images, as data.upright.
+    kept     the most features of a set that kid, pr and dc compare.
+    upright  as data.upright: whether images are turned and mirrored as their EXIF data say.
 
-    Raises ConfigError if it holds less than the metrics need.
+    Raises ConfigError if the path cannot be read, if the file was made with other weights, if it has neither the
+    statistics that the metrics need nor images, or if it has too few images for them.
     """
     statistics = {}
     if path.suffix in reference.SUFFIXES and path.is_file():
@@ -75,11 +77,12 @@ def open_reference(path: Path, networks: dict[str, Features], kept: int, upright
 
 
 def open_recipe_reference(place: str, data: Data, networks: dict[str, Features], kept: int) -> Compared:
-    """Opens samples.reference, here `place`, of a run on `data`: a file as `open_reference` does, or images in any form
-    that data.path takes.
+    """Opens the reference of a run on `data`. place: the value of samples.reference. An .npz, .pkl or .zip file is
+    opened as by `open_reference`, any other path as data.path would be.
 
-    Images in such a form are cropped and resized as in training, so that what a model draws may equal them. Raises
-    ConfigError if they cannot be read, or do not suffice for the metrics in `networks`.
+    Images of such a path are cropped and resized as in training, so that a model can draw equal ones. Raises
+    ConfigError if no metric compares with a reference, or if the reference cannot be read, holds no pixels, or has too
+    few images for the metrics in `networks`.
     """
     key, path = f"samples.reference={place}", os.path.expanduser(place)
     if not networks:

@@ -1,6 +1,6 @@
-"""Figures that compare two sets of features, or describe one. All ranks call them with the same arguments.
+"""Computes metrics of two sets of features, or of one. All ranks must call them with the same arguments.
 
-Work is shared in pieces of a fixed size, so that a figure does not depend on the number of ranks.
+The ranks share the work in pieces of a fixed size, so that a result does not depend on the number of ranks.
 """
 
 import math
@@ -30,7 +30,9 @@ def measure_frechet(mean: Tensor, covariance: Tensor, other_mean: Tensor, other_
 
 
 def _factor_covariance(covariance: Tensor) -> Tensor:
-    """Returns a factor A (D, r) of the covariance S = A A^T, without the directions in which S is zero to rounding."""
+    """Returns a factor A (D, r) of the covariance S (D, D), S = A A^T. r is the number of eigenvalues that are not zero
+    within rounding.
+    """
     values, vectors = torch.linalg.eigh(covariance)
     real = values > values[-1] * len(values) * torch.finfo(values.dtype).eps
     return vectors[:, real] * values[real].sqrt()
@@ -40,8 +42,9 @@ def measure_kid(features: Tensor, reference: Tensor, subsets: int = 100, size: i
     """Returns the kernel distance of features float32 (N, D) and (M, D) (Binkowski et al. 2018): its mean and its
     standard deviation over subsets.
 
-    It is the unbiased estimate with the kernel (x y / D + 1)^3. Each subset has `size` rows of both sets, or fewer
-    where a set has fewer. The subsets are torch-fidelity's.
+    The estimate is unbiased, with the kernel (x y / D + 1)^3. Each subset has `size` rows of either set, or as many as
+    the smaller set has. The subsets are drawn as in torch-fidelity. Each rank computes its share of the subsets; all
+    ranks must call it.
     """
     size = min(size, len(features), len(reference))
     random, values = np.random.RandomState(_SEED), torch.zeros(subsets, dtype=torch.float64, device=features.device)
@@ -69,14 +72,14 @@ def measure_manifold(
     features: Tensor, reference: Tensor, neighbours: int = 3, near: int = NEIGHBOURS
 ) -> dict[str, float]:
     """Returns precision, recall, density and coverage of features float32 (N, D) against a reference (M, D); NaN for
-    all four if a set has no more than `near` rows.
+    all four if a set has no more than `near` rows. A ball is centred at each row of a set, and its radius is the
+    distance to the k-th nearest other row of the same set. Each rank computes its share; all ranks must call it.
 
-    precision  share of features within a ball of the reference. The radius of a ball is the distance to the third
-               neighbour in its set (Kynkaanniemi et al. 2019).
-    recall     share of the reference within a ball of the features, of the same kind.
-    density    how many balls of the reference a feature lies in, divided by 5. Here the radius is the distance to the
-               fifth neighbour (Naeem et al. 2020).
-    coverage   share of the reference's balls, of this second kind, in which a feature lies.
+    precision  share of features within a ball of the reference, k = `neighbours` (Kynkaanniemi et al. 2019).
+    recall     share of the reference's rows within a ball of the features, k = `neighbours`.
+    density    mean number of the reference's balls that contain a feature, k = `near`, divided by `near` (Naeem et al.
+               2020).
+    coverage   share of the reference's balls that contain a feature, k = `near`.
     """
     if min(len(features), len(reference)) <= near:
         return dict.fromkeys(("precision", "recall", "density", "coverage"), math.nan)
@@ -103,7 +106,7 @@ def measure_manifold(
 
 
 def _list_own_rows(count: int) -> list[slice]:
-    """Returns the slices of `count` rows that are this rank's share."""
+    """Returns slices of at most 512 rows each: this rank's share of `count` rows."""
     return [
         slice(begin, min(begin + _ROWS, count)) for begin in range(group.rank() * _ROWS, count, _ROWS * group.world())
     ]
@@ -132,10 +135,11 @@ def _find_radii(features: Tensor, neighbours: tuple[int, ...]) -> Tensor:
 
 def score_inception(probabilities: Tensor, entropies: Tensor, counts: Tensor) -> tuple[float, float]:
     """Returns the Inception Score (Salimans et al. 2016), exp(mean KL to the marginal): its mean and its standard
-    deviation over S splits.
+    deviation over S splits. Let p be the K class probabilities of a sample.
 
-    The arguments are sums over the samples of each split, float64: probabilities, of p (S, K); entropies, of sum p log
-    p (S,); counts, of 1 (S,).
+    probabilities  float64 (S, K): the sum of p over the samples of each split.
+    entropies      float64 (S,): the sum of p log p over the samples and classes of each split.
+    counts         float64 (S,): the number of samples of each split.
     """
     counts = counts.clamp(min=1)
     marginal = probabilities / counts[:, None]

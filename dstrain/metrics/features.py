@@ -1,4 +1,4 @@
-"""The networks whose features metrics compare, opened by kind and path.
+"""Opens the networks whose features metrics compare, each by KIND:PATH, or by its name if it is built in.
 
     inception:FILE       Inception as FID needs it, by pytorch-fid's weights (pt_inception-2015-12-05-*.pth) or by those
                          of torch-fidelity (weights-inception-2015-12-05-*.pth); images are resized as in TensorFlow 1,
@@ -13,7 +13,7 @@
     builtin              the classifier in this package, for the built-in clothes
     emoji                the image tower in this package, for pictures of the built-in emoji's names
 
-Nothing is fetched: what is not there is a ConfigError that says where to get it.
+Nothing is downloaded: if a file or folder is absent, `open_features` raises a ConfigError that says where to get it.
 """
 
 from pathlib import Path
@@ -48,14 +48,16 @@ _TOWERS = {
 
 
 def require_known_kind(words: str) -> None:
-    """Raises ConfigError if `words`, such as KIND:PATH or builtin, names no known kind. The path is not checked."""
+    """Raises ConfigError if `words`, such as inception:FILE or builtin, begins with an unknown kind of network. The
+    path is not checked.
+    """
     if words not in BUILT_IN and words.partition(":")[0] not in SOURCES:
         known = (*BUILT_IN, *(f"{name}:PATH" for name in SOURCES))
         raise ConfigError(f"--features {words}: known are {', '.join(known)}")
 
 
 def open_features(words: str, device: torch.device | None = None) -> Features:
-    """Opens the network that `words` names, such as KIND:PATH or builtin, on a device (None: the rank's device).
+    """Opens the network that `words` names, such as inception:FILE or builtin, on a device (None: the rank's device).
 
     Raises ConfigError if the kind is unknown, the path is absent, or the file holds another network.
     """

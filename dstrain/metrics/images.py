@@ -1,4 +1,4 @@
-"""Sets of images to measure: folders, zips, arrays in an .npz, and our own data sources; dealt to the ranks in turn."""
+"""Sets of images to measure: folders, zips, arrays in an .npz, and data sources. Each rank reads its share of a set."""
 
 import zipfile
 import zlib
@@ -27,33 +27,33 @@ from dstrain.recipe import ConfigError, reword_errors
 class Batch:
     """Holds some images of a set, all of one size."""
 
-    numbers: Tensor  # int64 (n,), their places in the set
+    numbers: Tensor  # int64 (n,), indices within the set
     images: Tensor  # uint8 (n, C, H, W); of clips (n, T, C, H, W)
     labels: Tensor | None = None  # int64 (n,)
     captions: list[str] | None = None
 
 
 class Images(ABC):
-    """Gives the images of a set, dealt to the ranks."""
+    """A set of images or clips, of which each rank reads its share."""
 
-    captions: Sequence[str] | None = None  # of all images, or those that they repeat; None: they are not known
-    clips: bool | None = None  # whether they are clips; None: it shows in each
+    captions: Sequence[str] | None = None  # one for each image, or all different ones; None: they are not known
+    clips: bool | None = None  # whether the set holds clips; None: only its batches show it
 
     @abstractmethod
     def __len__(self) -> int:
-        """Counts the images of the set, on all ranks."""
+        """Returns the number of images of the whole set, not only of this rank's share."""
 
     @abstractmethod
     def iterate_batches(self, size: int) -> Iterator[Batch]:
-        """Yields this rank's images, at most `size` at a time."""
+        """Yields batches of at most `size` images: this rank's share of the set."""
 
     def list_unreadable(self) -> dict[str, str]:
-        """Returns names and reasons of images that this rank could not read, and for which it yielded others."""
+        """Returns {name: reason} of the images that this rank could not read and replaced by others so far."""
         return {}
 
 
 class ImagesWithFirstBatch(Images):
-    """Wraps a set and reads its first batch at once, so that its faults show before a large reference is read."""
+    """Wraps a set. The constructor reads its first batch, so that errors come before a large reference is read."""
 
     def __init__(self, images: Images, size: int) -> None:
         self.captions, self._length, self._size = images.captions, len(images), size
@@ -64,8 +64,8 @@ class ImagesWithFirstBatch(Images):
         return self._length
 
     def iterate_batches(self, size: int) -> Iterator[Batch]:
-        """Yields this rank's images in batches of `size`, which must be that of the constructor. It can be called only
-        once.
+        """Yields this rank's batches of at most `size` images, the first batch included. `size` must be the
+        constructor's; a second call yields the first batch alone.
         """
         assert size == self._size
         if self.first is not None:
@@ -74,7 +74,7 @@ class ImagesWithFirstBatch(Images):
 
 
 def _deal_numbers(count: int, size: int) -> Iterator[range]:
-    """Yields this rank's share of the numbers below `count`, as ranges of at most `size` numbers."""
+    """Yields ranges of at most `size` indices: this rank's share of the indices 0 to `count` - 1."""
     for begin in range(group.rank() * size, count, size * group.world()):
         yield range(begin, min(begin + size, count))
 
@@ -83,7 +83,7 @@ def open_set(path: Path, option: str, upright: bool = True) -> Images:
     """Opens a set of images: a folder, with images at any depth or the .npz of dstrain generate; a .zip of images; or
     an .npz with arr_0.
 
-    upright: as data.upright.
+    upright: as data.upright, whether images are turned and mirrored as their EXIF data say.
 
     Raises ConfigError, which begins with `option`, if the path cannot be read or holds fewer than two images.
     """
@@ -121,6 +121,7 @@ def _open_images(path: Path, option: str, upright: bool) -> Images:
 
 @contextmanager
 def _report_damage(path: Path, option: str) -> Iterator[None]:
+    """Within the block, an error of reading `path` is raised as ConfigError, which begins with `option`."""
     try:
         yield
     except ConfigError:  # a ValueError that already says what to do
@@ -132,8 +133,10 @@ def _report_damage(path: Path, option: str) -> Iterator[None]:
 
 
 class Files(Images):
-    """Reads PNG, JPEG, WebP and BMP of a folder or a .zip, in the order of `names`. Each keeps its own size: nothing is
-    cropped or resized, as in other tools.
+    """Reads PNG, JPEG, WebP and BMP files of a folder or a .zip, in the order of `names`, as RGB. No image is cropped
+    or resized. Images of several sizes are yielded as one batch for each size.
+
+    The constructor raises ConfigError if `names` is empty, and `iterate_batches` if a file cannot be read.
     """
 
     def __init__(self, path: Path, names: list[str], archive: Path | None, option: str, upright: bool) -> None:
@@ -160,7 +163,11 @@ class Files(Images):
 
 
 class Arrays(Images):
-    """Reads arr_0 of an .npz, uint8 (N, H, W, C) or (N, T, H, W, C), arr_1 as labels, and prompts, if it has them."""
+    """Reads images from an .npz: arr_0, uint8 (N, H, W, C) or (N, T, H, W, C), and if present labels from arr_1 and
+    captions from prompts. An arr_1 with other than one axis is ignored.
+
+    The constructor raises ValueError or KeyError if the file is damaged or its arrays do not fit.
+    """
 
     def __init__(self, path: Path, option: str) -> None:
         self.path, self.option, others = path, option, {}
@@ -187,8 +194,8 @@ class Arrays(Images):
 
     @contextmanager
     def _open_stream(self) -> Iterator[tuple[BinaryIO, tuple[int, ...]]]:
-        """Opens arr_0 for the block, and yields its pixels as a stream, so that memory does not grow with N, and its
-        shape. Raises ValueError if it is no array of images.
+        """Within the block, arr_0 is open. Yields a stream of its pixels, so that memory does not grow with N, and its
+        shape. Raises ValueError if arr_0 is no C-ordered uint8 array of images with 1 or 3 channels.
         """
         with zipfile.ZipFile(self.path) as archive, archive.open("arr_0.npy") as stream:
             version = np.lib.format.read_magic(stream)
@@ -219,7 +226,9 @@ class Arrays(Images):
 
 
 class Sourced(Images):
-    """Reads images or clips of one of our data sources as training sees them, cropped and resized."""
+    """Reads the images or clips of a data source, cropped and resized as in training. The constructor raises
+    ConfigError if the source holds codes or embeddings instead of pixels.
+    """
 
     def __init__(self, source: Source) -> None:
         self.source, self._unreadable = source, {}

@@ -1,8 +1,8 @@
-"""Metrics while a run trains (every.metrics): what dstrain evaluate --metrics measures, of fewer pictures.
+"""Metrics while a run trains (every.metrics): the same as of dstrain evaluate --metrics, with fewer pictures.
 
-They are drawn of all classes or captions in turn, with the recipe's sampler, and belong to their seeds: the figures are
-the same on any number of ranks. They are compared with the run's own data, or with samples.reference. The statistics of
-these are computed once, and kept in the run's folder.
+Pictures are drawn with the recipe's sampler, for all classes or captions in turn. Each depends on its seed alone, so
+the metrics are equal on any number of ranks. The pictures are compared with the run's own data, or with
+samples.reference, whose statistics are computed once and cached in the run's folder.
 """
 
 import hashlib
@@ -37,10 +37,10 @@ _OPTIONS = {"--features ": "samples.features: ", "--metrics ": "samples.metrics:
 
 
 class Quality:
-    """Measures the metrics samples.metrics of what a model draws while it trains.
+    """Measures metrics of pictures that a model draws while it trains. Call `prepare_reference` once before `measure`.
 
-    The constructor raises ConfigError, with the remedy, if what the recipe asks for cannot be measured; it draws
-    nothing.
+    The constructor raises ConfigError if the system or the data do not suit the metrics, or if networks or the
+    reference cannot be opened; it draws nothing.
     """
 
     def __init__(self, run: Run, metrics: Sequence[str], system: System, train: Source, unseen: Source | None) -> None:
@@ -88,8 +88,8 @@ class Quality:
             )
 
     def prepare_reference(self, folder: Path) -> None:
-        """Prepares the reference's statistics for `measure`, by all ranks together: reads those that an earlier command
-        has written into the run's folder, or computes them.
+        """Prepares the reference's statistics for `measure`: reads them from the file that an earlier command has
+        written into the run's folder, or computes them and writes this file. All ranks call it together.
         """
         get_phases().enter_phase("describing the data for every.metrics")
         self._data = self._compared.read_statistics(partial(self._read_or_collect_statistics, folder))
@@ -97,8 +97,10 @@ class Quality:
     def _read_or_collect_statistics(
         self, folder: Path, images: Images, compared: dict[str, Features]
     ) -> dict[str, Statistics]:
-        """Returns the reference's statistics by name of their network. Reads them from the run's folder, if it has
-        those of these images and networks; else computes them and writes them there.
+        """Returns the reference's statistics by name of their network, on the rank's device. Reads them from the run's
+        folder if a file of the same images and networks is there; else computes them, and rank 0 writes the file
+        (without an error on a full disk) and notes if earlier metrics of the run had another reference. All ranks call
+        it together.
         """
         networks = {network.name: network for network in compared.values()}
         data = self._run.data
@@ -129,8 +131,8 @@ class Quality:
         return {name: _move_statistics_to_device(values) for name, values in statistics.items()}
 
     def measure(self, nets: Nets, micro: int) -> dict[str, float]:
-        """Draws pictures with the networks, at most `micro` of a rank at a time, and returns the figures of all metrics
-        by name, without figures of single classes. All ranks call it together and return the same.
+        """Draws pictures with the networks, at most `micro` of a rank at a time. Returns the value of each metric by
+        name, without values of single classes. All ranks call it together and get the same.
         """
         drawn = _Drawn(self, nets)
         chunk = min(micro, -(-len(drawn) // group.world()))
@@ -139,8 +141,8 @@ class Quality:
         return {name: value for name, (value, _) in values.items() if "/" not in name}
 
     def score(self, figures: dict[str, float]) -> float | None:
-        """Returns the figure that save.best names, negated where a higher one is better, so that the lowest score is
-        the best. Returns None if save.best names no metric.
+        """Returns the value of the metric that save.best names, from the values that `measure` returned. It is negated
+        if higher is better, so that the lowest score is the best. Returns None if save.best names no metric.
         """
         best = self._run.save.best
         if not isinstance(best, str):
@@ -149,7 +151,7 @@ class Quality:
 
 
 class _Drawn(Images):
-    """Gives a set of images that the networks draw, each rank its own share."""
+    """The set of images that the networks draw for the request of a Quality; each rank draws its share."""
 
     def __init__(self, quality: Quality, nets: Nets) -> None:
         self.quality, self.nets = quality, nets
@@ -166,7 +168,9 @@ class _Drawn(Images):
 def draw_batches(
     system: System, nets: Nets, request: Request, captions: list[str] | None, size: int
 ) -> Iterator[Batch]:
-    """Draws the samples of a request by all ranks together, and yields this rank's share, at most `size` at a time."""
+    """Draws the samples of a request and yields this rank's share in batches of at most `size`. All ranks must call it
+    and take all batches.
+    """
     labels, count = request.conditions.get("label"), len(request.seeds)
     for numbers, images in draw_own_share(system, nets, request, size):
         numbers = numbers[numbers < count]
@@ -180,8 +184,8 @@ def draw_batches(
 
 
 def _open_own_reference(run: Run, compared: dict[str, Features], own: Source | None, source: Source | None) -> Compared:
-    """Opens the run's own data as the reference. Raises ConfigError if they hold codes instead of pictures, or if
-    held-out data are asked for and none are held out.
+    """Returns the run's own data as the reference: `own` if given, else `source`. Raises ConfigError if both are None,
+    since no data are held out, or if the data are cached codes instead of pictures.
     """
     data = run.data
     if own is None and source is None:
@@ -196,7 +200,7 @@ def _open_own_reference(run: Run, compared: dict[str, Features], own: Source | N
 
 
 def _move_statistics_to_device(statistics: Statistics) -> Statistics:
-    """Moves statistics to the rank's device."""
+    """Moves the tensors of `statistics` to the rank's device, in place, and returns `statistics`."""
     for field in fields(statistics):
         if isinstance(value := getattr(statistics, field.name), Tensor):
             setattr(statistics, field.name, value.to(group.device()))
@@ -204,11 +208,12 @@ def _move_statistics_to_device(statistics: Statistics) -> Statistics:
 
 
 def build_quality(run: Run, system: System, train: Source, unseen: Source | None) -> Quality | None:
-    """Returns the Quality for every.metrics, whose reference is not prepared yet; None if the run measures nothing. If
-    the recipe names no metrics, they follow from its reference or its built-in data.
+    """Returns a Quality for every.metrics; its `prepare_reference` is not called yet. Returns None if every.metrics is
+    0 or there is no metric. If samples.metrics is None, the metrics are fid or fvd with a samples.reference; else fd,
+    and accuracy if labels or captions are drawn for, with built-in clothes or clips; else none.
 
-    Raises ConfigError for a metric of an unknown name, also where nothing is measured, since a run may be resumed with
-    every.metrics; if save.best names a metric that is not measured; or as Quality does.
+    Raises ConfigError as the constructor of Quality, if save.best names a metric that is not measured, or if a metric
+    or a network is unknown, even with every.metrics=0.
     """
     metrics = run.samples.metrics
     with reword_errors(options=_OPTIONS):
@@ -235,10 +240,8 @@ def build_quality(run: Run, system: System, train: Source, unseen: Source | None
 
 
 def open_quality(run: Run, system: System, train: Source, unseen: Source | None) -> Quality | None:
-    """Returns the Quality for every.metrics, ready to measure; None if the run measures nothing. All ranks call it
-    together.
-
-    Raises ConfigError as `build_quality` does.
+    """Returns the Quality of `build_quality` after its `prepare_reference`, which may compute statistics of the whole
+    reference; None if the run measures no metrics. All ranks call it together. Raises ConfigError as `build_quality`.
     """
     quality = build_quality(run, system, train, unseen)
     if quality is not None:

@@ -28,6 +28,7 @@ Convolutions = dict[str, tuple]
 
 
 def _describe_block_a(pooled: int) -> Convolutions:
+    """Returns the convolutions of the blocks Mixed_5b to Mixed_5d. pooled: output channels of the pool's branch."""
     return {
         "branch1x1": ("x", 64, 1),
         "branch5x5_1": ("x", 48, 1),
@@ -40,6 +41,7 @@ def _describe_block_a(pooled: int) -> Convolutions:
 
 
 def _describe_block_c(width: int) -> Convolutions:
+    """Returns the convolutions of the blocks Mixed_6b to Mixed_6e. width: channels between the 7 x 7 convolutions."""
     return {
         "branch1x1": ("x", 192, 1),
         "branch7x7_1": ("x", width, 1),
@@ -55,8 +57,8 @@ def _describe_block_c(width: int) -> Convolutions:
 
 
 def _describe_blocks() -> dict[str, tuple[str, Convolutions]]:
-    """Returns the pool and the convolutions of each block, by name. The pools mean and max keep the size; halved is the
-    maximum with stride 2.
+    """Returns {block: (pool, convolutions)} in the network's order. The pools "mean" and "max" have stride 1 and keep
+    the size; "halved" is the maximum with stride 2.
     """
     e = {
         "branch1x1": ("x", 320, 1),
@@ -99,7 +101,7 @@ def _describe_blocks() -> dict[str, tuple[str, Convolutions]]:
 
 
 class Convolution(nn.Module):
-    """Applies a convolution without bias, batch norm, ReLU."""
+    """A convolution without bias, then batch norm and ReLU. `padded`: with padding for stride 1 that keeps the size."""
 
     def __init__(
         self, before: int, after: int, kernel: int | tuple[int, int], stride: int = 1, padded: bool = True
@@ -115,7 +117,7 @@ class Convolution(nn.Module):
 
 
 class Block(nn.Module):
-    """Computes one row of `_describe_blocks`: (N, before, h, w) -> (N, after, h, w), half the size by a halved pool."""
+    """One block of `_describe_blocks`: (N, before, h, w) -> (N, width, h, w), about h / 2 and w / 2 if `pool` is halved."""
 
     def __init__(self, before: int, pool: str, convolutions: Convolutions) -> None:
         super().__init__()
@@ -155,7 +157,7 @@ class Inception(nn.Module):
         self.fc = nn.Linear(width, 1008)
 
     def forward(self, x: Tensor, until: str | None = None) -> Tensor:
-        """Returns the features (N, 2048), or the input of the block that `until` names."""
+        """Returns the features (N, 2048), or, if `until` names a block, the input (N, C, h, w) of this block."""
         x = self.Conv2d_2b_3x3(self.Conv2d_2a_3x3(self.Conv2d_1a_3x3(x)))
         x = self.Conv2d_4a_3x3(self.Conv2d_3b_1x1(F.max_pool2d(x, 3, 2)))
         x = F.max_pool2d(x, 3, 2)
@@ -188,8 +190,8 @@ def resize_as_pytorch_fid(images: Tensor) -> Tensor:
 
 
 def resize_as_clean_fid(images: Tensor) -> Tensor:
-    """Resizes float32 (N, C, h, w) to 299 x 299 by Pillow's bicubic in floats, with smoothing where it reduces (Parmar
-    2022).
+    """Resizes float32 (N, C, h, w) to 299 x 299 by Pillow's antialiased bicubic filter in floats, clamped to [0, 255]
+    (Parmar 2022). Runs on the CPU; returns the result on the device of `images`.
     """
     planes = images.flatten(0, 1).cpu().numpy()
     resized = [np.asarray(Image.fromarray(plane).resize((SIDE, SIDE), Image.Resampling.BICUBIC)) for plane in planes]
@@ -206,8 +208,8 @@ KINDS = {
 
 
 class InceptionFeatures(Features):
-    """Gives the features of the last pool, and logits of 1008 classes without their bias, as Inception Scores take
-    them.
+    """Computes the features of Inception's last pool (N, 2048), and the logits (N, 1008) without the bias, as the
+    Inception Score needs them.
     """
 
     size = 2048
@@ -230,7 +232,7 @@ class InceptionFeatures(Features):
 
 
 class InceptionSpatial(Features):
-    """Gives what sFID compares (Nash et al. 2021): seven maps of 17 x 17 in the middle of Inception, as ADM does."""
+    """Computes the features for sFID (Nash et al. 2021): seven maps of 17 x 17 from the middle of Inception, as ADM."""
 
     name, size = "inception-spatial", 17 * 17 * _SPATIAL_CHANNELS
 
@@ -246,8 +248,8 @@ class InceptionSpatial(Features):
 
 
 def open_inception(kind: str, path: Path, device: torch.device) -> InceptionFeatures:
-    """Opens a file of Inception's weights, as features of a kind, one of KINDS. Raises ConfigError if the file holds
-    none of this network.
+    """Opens a file of Inception's weights. kind: a key of KINDS, which decides how images are resized. Raises
+    ConfigError if the file cannot be read or does not hold the weights of this network.
     """
     network = Inception()
     try:

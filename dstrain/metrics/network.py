@@ -10,15 +10,15 @@ from dstrain.recipe import ConfigError
 
 
 class Features(ABC):
-    """Describes each image by a vector, by a frozen network in fp32.
+    """A frozen network that computes one feature vector of each image or clip, in fp32.
 
-    name         the kind, such as inception; figures of different kinds are never compared
-    size         D, the length of the vector
-    fingerprint  a short hash of what decides the features: weights and preprocessing
-    classes      names of what the logits tell apart, None where the classes have no use here
-    videos       whether it takes clips uint8 (N, T, C, H, W) instead of images; None: it takes both
-    spatial      for sFID: the network whose features keep positions, None for networks without one
-    parts        names of what `count_correct` tells beside the classes
+    name         the kind of network, such as inception; statistics of different kinds are never compared
+    size         D, the length of a feature vector
+    fingerprint  a short hash of the weights and the preprocessing; statistics are compared only if it is equal
+    classes      names of the classes of the logits; None if accuracy cannot be measured with this network
+    videos       True: the network takes clips uint8 (N, T, C, H, W); False: images; None: both
+    spatial      the network that sFID needs, whose features keep positions within the image; None: there is none
+    parts        names of the rows that `count_correct` returns after the first two
     """
 
     name: str
@@ -34,20 +34,25 @@ class Features(ABC):
         """Returns features float32 (N, D), and logits float32 (N, K) or None, of uint8 (N, C, H, W) on any device."""
 
     def embed_texts(self, captions: list[str]) -> Tensor | None:
-        """Returns vectors float32 (N, D) of texts, comparable with those of images; None: it reads no texts."""
+        """Returns embeddings float32 (N, D) of the captions, comparable with the features of images. Returns None if
+        the network has no text encoder, as by default.
+        """
         return None
 
     def require_captions(self, captions: Sequence[str]) -> None:
-        """Raises ConfigError if `count_correct` does not know these captions of clips. By default it knows all."""
+        """Raises ConfigError if `count_correct` cannot count clips that have one of these captions. By default nothing
+        is checked.
+        """
 
     def count_correct(
         self, images: Tensor, logits: Tensor, labels: Tensor | None, captions: list[str] | None
     ) -> Tensor | None:
-        """Returns for each class how many images the network assigns to their label, and how many images have this
-        label: float64 (2, classes). logits (n, classes), labels (n,).
+        """Returns float64 (2, classes): for each class, how many images with this label the network assigns to it, and
+        how many images have this label. logits (n, classes), labels (n,).
 
-        A subclass may use the captions, and may add a row for each of `parts`: the number of images that show this part
-        rightly. Here only labels are used. Returns None if they are None. Raises ConfigError if a label is no class.
+        The captions are not used, but a subclass may use them, and may add a row for each of `parts`: the number of
+        images in which this part is right. Returns None if `labels` is None. Raises ConfigError if a label is below 0
+        or at least the number of classes.
         """
         if labels is None:
             return None
@@ -63,16 +68,16 @@ class Features(ABC):
 
 
 def sum_by_class(labels: Tensor, classes: int, *rows: Tensor) -> Tensor:
-    """Returns for each of the rows, bool (n,), how many of its values are True in each class of labels (n,): float64
-    (rows, classes).
+    """Returns float64 (rows, classes): for each of the rows, bool (n,), and each class, the number of items with this
+    label for which the row is True. labels: int64 (n,).
     """
     sums = torch.zeros(len(rows), classes, dtype=torch.float64, device=labels.device)
     return sums.index_add_(1, labels, torch.stack(rows).double())
 
 
 def make_rgb(images: Tensor) -> Tensor:
-    """Returns images uint8 (..., 1, 3 or 4, H, W) as RGB (..., 3, H, W): repeats a grey channel, and blends RGBA with
-    a white background.
+    """Converts images uint8 (..., 1, 3 or 4, H, W) to RGB uint8 (..., 3, H, W): repeats a grey channel, blends RGBA
+    with a white background, and returns RGB as it is.
     """
     channels = images.shape[-3]
     if channels == 4:

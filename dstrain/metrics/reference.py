@@ -27,10 +27,11 @@ _EDM2 = {"fid": INCEPTIONS, "fd_dinov2": ("dinov2",)}
 
 
 def read_reference(path: Path, networks: Iterable[Features], device: torch.device) -> dict[str, Statistics]:
-    """Returns the statistics that a file holds of these networks, by name of the network; a network of which it holds
-    none is left out.
+    """Returns the statistics that a file holds of these networks, by name of the network. The result has no entry for a
+    network of which the file holds none.
 
-    Raises ConfigError if it cannot be read, or its statistics are of other networks.
+    Raises ConfigError if the file cannot be read, or if its arrays are damaged or were made with other weights or
+    another preprocessing.
     """
     try:
         arrays = _read_pickle(path) if path.suffix == ".pkl" else _read_npz(path)
@@ -53,8 +54,8 @@ def read_reference(path: Path, networks: Iterable[Features], device: torch.devic
 
 
 def has_images(path: Path) -> bool:
-    """Returns whether a path may hold images: a folder, a zip, an .npz with arr_0. Raises ConfigError if
-    it is absent.
+    """Returns whether images may be read from a path: False for a .pkl and for an .npz without arr_0, True for any
+    other path, unread. Raises ConfigError if nothing exists at the path.
     """
     if not path.exists():
         raise ConfigError(f"--reference {path}: there is no such file or folder")
@@ -67,6 +68,10 @@ def has_images(path: Path) -> bool:
 def _select_statistics(
     network: Features, arrays: dict[str, Any], path: Path, device: torch.device
 ) -> Statistics | None:
+    """Returns the statistics of one network from the arrays of the file `path`; None if it has none of this network.
+    Arrays without the name of a network are taken as Inception's. Raises ConfigError if an array has a wrong shape, is
+    not finite or no covariance, or was made with another network.
+    """
     name, end = network.name, ""
     prefix = f"{name}." if any("." in key for key in arrays) else ""
     if not prefix and name == "inception-spatial":
@@ -113,10 +118,9 @@ def _select_statistics(
 
 
 def _get_checked_array(rows: Any, name: str, axes: str) -> np.ndarray | None:
-    """Returns `rows` as an array, after checking that its numbers are finite and that it has as many axes as `axes` has
-    letters, equally long where all letters are the same. Returns None for None.
+    """Returns `rows` as an array; None for None. axes: one letter for each axis, such as "nD"; "DD" means a square.
 
-    Raises ConfigError, which begins with `name`, if it fails a check.
+    Raises ConfigError, which begins with `name`, if `rows` is empty, has other axes, or a value that is not finite.
     """
     if rows is None:
         return None
@@ -142,8 +146,8 @@ def _make_tensor(array: np.ndarray | None, dtype: torch.dtype, device: torch.dev
 
 
 def _read_npz(path: Path) -> dict[str, Any]:
-    """Returns the arrays of an .npz by name, without images, labels (arr_...) and prompts. Raises ValueError for other
-    files.
+    """Returns the arrays of an .npz by name, without images and labels (arr_0, arr_1) and prompts. Raises ValueError if
+    the file is no .npz.
     """
     if not zipfile.is_zipfile(path):  # numpy would advise to read it unsafely
         raise ValueError("it is no whole .npz")
@@ -152,7 +156,9 @@ def _read_npz(path: Path) -> dict[str, Any]:
 
 
 class _Arrays(pickle.Unpickler):
-    """Unpickles arrays and dictionaries alone. Raises UnpicklingError for anything else, which could run code."""
+    """Unpickles NumPy arrays, dictionaries and plain values. Raises UnpicklingError for any other class or function,
+    since it could run code.
+    """
 
     def find_class(self, module: str, name: str) -> Any:
         if name in ("_reconstruct", "ndarray", "dtype", "scalar", "_frombuffer") and module.split(".")[0] == "numpy":
@@ -161,8 +167,8 @@ class _Arrays(pickle.Unpickler):
 
 
 def _read_pickle(path: Path) -> dict[str, Any]:
-    """Returns the statistics in EDM2's {"fid": {"mu": ..., "sigma": ...}, "fd_dinov2": ...}, by the names that our
-    files use.
+    """Returns the arrays of EDM2's {"fid": {"mu": ..., "sigma": ...}, "fd_dinov2": ...} by the names that our files
+    use, such as dinov2.mu. Inception's are returned under each name of INCEPTIONS.
     """
     with open(path, "rb") as file:
         content = _Arrays(file).load()
@@ -183,8 +189,8 @@ def is_written_by_dstrain(path: Path) -> bool:
 
 
 def write_reference(path: Path, statistics: dict[str, Statistics]) -> None:
-    """Writes statistics, given by name of their network, into an .npz. Raises ConfigError if it cannot be written, such
-    as on a full disk.
+    """Writes statistics, given by name of their network, to an .npz; replaces a file at `path`. Raises ConfigError if
+    the file cannot be written, such as on a full disk.
     """
     arrays = {}
     for name, of_network in statistics.items():

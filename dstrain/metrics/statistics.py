@@ -1,6 +1,6 @@
-"""What is kept of a set of images: mean and covariance of their features, some features, sums for scores.
+"""Collects statistics of a set of images: mean and covariance of the features, some features, and sums for scores.
 
-Its size does not depend on the number of images, but for 8 bytes each where an Inception Score shuffles them.
+Memory does not grow with the number of images, except by 8 bytes for each image if an Inception Score is computed.
 """
 
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ _APART = "left out: "  # before the names of sums over images that are counted a
 
 @dataclass
 class Statistics:
-    """Describes a set of images as one network sees it; what was not collected is None."""
+    """Statistics of a set of images, computed from the features of one network. Statistics not collected are None."""
 
     mean: Tensor | None = None  # float64 (D,)
     covariance: Tensor | None = None  # float64 (D, D), of the population, divided by count - 1
@@ -40,8 +40,8 @@ class Statistics:
 
 @dataclass
 class Collector:
-    """Collects the statistics of a set for one network from this rank's batches; `merge_ranks` merges those of all
-    ranks.
+    """Collects the statistics of a set for one network: `add_batch` adds a batch of this rank, and `merge_ranks`
+    returns the statistics over all ranks.
     """
 
     network: Features
@@ -70,7 +70,9 @@ class Collector:
     def add_batch(
         self, numbers: Tensor, images: Tensor, labels: Tensor | None = None, captions: list[str] | None = None
     ) -> None:
-        """Adds images uint8 (n, C, H, W), or clips, with their numbers int64 (n,) in the set, classes and captions."""
+        """Adds a batch: images uint8 (n, C, H, W), or clips (n, T, C, H, W); their indices within the set, `numbers`
+        int64 (n,); labels int64 (n,). Raises ConfigError as the network's `count_correct` and `embed_texts`.
+        """
         features, logits = self.network(images)
         self._add_sum("count", torch.tensor(len(features), dtype=torch.float64, device=features.device))
         if self.moments:
@@ -107,8 +109,8 @@ class Collector:
         labels: Tensor | None,
         captions: list[str] | None,
     ) -> None:
-        """Adds, to the sums whose names begin with `prefix`, the numbers of images that show their labels or captions,
-        and the cosines between images and captions.
+        """Adds to the sums "PREFIXright" the counts of `count_correct`, if `right` is set, and to "PREFIXtext" the
+        cosines between images and captions and their number, if `texts` is set and there are captions.
         """
         if self.right and (right := self.network.count_correct(images, logits, labels, captions)) is not None:
             self._add_sum(f"{prefix}right", right)
@@ -117,8 +119,9 @@ class Collector:
             self._add_sum(f"{prefix}text", torch.stack((cosines.sum(), torch.ones_like(cosines).sum())))
 
     def _is_own_caption_nearest(self, features: Tensor, captions: list[str]) -> Tensor:
-        """Returns for each image, bool (n,), whether its own caption is nearer to it than all other candidates. For a
-        caption that is no candidate the last candidate is left out, so that it competes with equally many.
+        """Returns bool (n,): for each image, whether its caption's embedding is nearer to the image (in cosine) than
+        those of all other candidates. A caption that is no candidate replaces the last one, so that each caption is
+        compared with equally many.
         """
         if not self._texts:
             self._texts.append(F.normalize(self.network.embed_texts([*self.candidates]), dim=1))  # (K, D)
@@ -133,8 +136,8 @@ class Collector:
         self._sums[name] = values if name not in self._sums else self._sums[name].add_(values)
 
     def _add_moments(self, at_least: int) -> None:
-        """Adds the waiting features to the sums of the moments if there are `at_least` so many. A product of few rows
-        costs as much as one of many.
+        """If at least `at_least` features wait in `_waiting`, adds them to the sums of the moments and empties it; else
+        does nothing, since a product of few rows costs as much as one of many.
         """
         if sum(map(len, self._waiting)) >= at_least:
             rows, self._waiting = torch.cat(self._waiting).double(), []
@@ -142,6 +145,7 @@ class Collector:
             self._add_sum("products", rows.T @ rows)
 
     def _keep_features(self, numbers: Tensor, features: Tensor) -> None:
+        """Keeps those features whose numbers are among `keep` numbers evenly spaced over the whole set."""
         keep = min(self.keep, self.total)
         slots = numbers * keep // self.total
         chosen = slots != (numbers - 1) * keep // self.total if keep else torch.zeros(len(numbers), dtype=torch.bool)
@@ -159,8 +163,8 @@ class Collector:
         self._add_sum("p count", zeros.index_add(0, split, torch.ones_like(logs[:, 0])))
 
     def merge_ranks(self) -> Statistics:
-        """Returns the statistics of the whole set, merged from what all ranks have added. All ranks call it together,
-        also those that have added nothing.
+        """Returns the statistics of the whole set, merged from the batches of all ranks. All ranks must call it
+        together, also those that have added no batch.
         """
         self._add_moments(at_least=1)
         self._add_zeros_for_missing_sums()
@@ -187,7 +191,9 @@ class Collector:
         return result
 
     def _add_zeros_for_missing_sums(self) -> None:
-        """Adds zeros for the sums that only other ranks have, so that all ranks merge the same tensors."""
+        """Adds zeros for each sum that this rank lacks and another rank has, so that all ranks reduce the same tensors.
+        All ranks call it together.
+        """
         shapes = {}
         for sums in group.gather_objects({name: tuple(values.shape) for name, values in self._sums.items()}):
             shapes |= sums

@@ -1,4 +1,4 @@
-"""The metrics by name: which networks each may be taken with, what it needs of a set, and its figures."""
+"""Lists the metrics by name, with the networks and statistics that each needs, and computes their values."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -24,9 +24,9 @@ _CANDIDATES = 100  # captions among which retrieval looks for an image's own
 class Metric:
     """Describes a metric.
 
-    kinds    the networks that it may be taken with, of which the first that is opened serves.
+    kinds    the kinds of networks whose features it can use.
     needs    the attributes of Statistics that it reads.
-    figures  computes its figures from (name, network, statistics of the drawn set, statistics of the reference).
+    figures  computes its values from (name, network, statistics of the drawn set, statistics of the reference).
     """
 
     kinds: Sequence[str]
@@ -98,7 +98,9 @@ LOWER, HIGHER = ("fd", "fid", "sfid", "kid", "fd_dinov2", "fd_clip", "fvd"), ("a
 
 
 def require_known_metrics(metrics: Sequence[str], paths: Sequence[str]) -> None:
-    """Raises ConfigError if a metric, or the kind of a network among `paths` (KIND:PATH), is unknown."""
+    """Raises ConfigError if a metric, or the kind of network of one of `paths` (KIND:PATH or a built-in name), is
+    unknown.
+    """
     unknown = [name for name in metrics if name not in METRICS]
     if unknown:
         raise ConfigError(
@@ -109,11 +111,11 @@ def require_known_metrics(metrics: Sequence[str], paths: Sequence[str]) -> None:
 
 
 def open_metric_networks(metrics: Sequence[str], paths: Sequence[str]) -> dict[str, Features]:
-    """Opens the networks of the metrics, each once, and returns them by name of the metric. A metric takes the first of
-    `paths` (KIND:PATH) that suits it, else a built-in network.
+    """Returns the network of each metric by name of the metric, and opens each network once. A metric uses the first of
+    `paths` (KIND:PATH) whose kind suits it, else a built-in network.
 
-    Raises ConfigError if a metric has no network, if no metric takes a network, or as `require_known_metrics` and
-    `open_features`.
+    Raises ConfigError if there is no network for a metric, if one of `paths` is used by no metric, or as
+    `require_known_metrics` and `open_features`.
     """
     require_known_metrics(metrics, paths)
     chosen = {}
@@ -147,14 +149,14 @@ def collect_statistics(
     """Computes the statistics of a set that the metrics in `networks` need, and returns them by name of the network.
     All ranks call it together.
 
-    size      images of one rank at a time.
+    size      images of one rank in a batch.
     keep      the most features that are kept, for kid, pr and dc.
-    compared  whether the set is the reference, of which scores are not needed.
-    progress  is called after each batch with the number of its images.
-    left_out  patterns of captions; accuracy and clip_score count the images of such captions apart.
+    compared  True if the set is the reference: only statistics of metrics with a reference are computed.
+    progress  called after each batch with the number of its images.
+    left_out  patterns of captions; `left_out` of the result has accuracy and clip_score of images with such captions.
 
-    Prints a note if images could not be read. Raises ConfigError if captions or labels are needed and the set has none,
-    or if there are fewer than two images.
+    Prints a note if images could not be read. Raises ConfigError if the set has fewer than two images, if it has no
+    captions or labels where a metric needs them, or if a network takes clips and the set has images, or the reverse.
     """
     require_enough_images(len(images))
     needs = _list_needs(networks, compared)
@@ -193,8 +195,9 @@ def collect_statistics(
 
 
 def prepare_set(images: Images, networks: dict[str, Features], size: int, keep: int = KEPT) -> Images:
-    """Checks that a set suits the metrics, reads its first batch, and returns a set for `collect_statistics` with the
-    same arguments. All ranks call it together. Checks that need no images come first, before any is drawn.
+    """Checks that a set suits the metrics, reads its first batch, and returns the set with this batch. Pass the result
+    to `collect_statistics` with the same `size`, once. Checks that need no image are made before one is drawn. All
+    ranks call it together.
 
     Raises ConfigError as `collect_statistics` does, or if there are too few images for pr and dc.
     """
@@ -213,8 +216,8 @@ def prepare_set(images: Images, networks: dict[str, Features], size: int, keep: 
 
 
 def require_enough_for_neighbours(metrics: Iterable[str], count: int, of: str = "") -> None:
-    """Raises ConfigError if pr or dc is among the metrics and `count` images are too few for the neighbours that they
-    look for. `of` follows the number in the message.
+    """Raises ConfigError if pr or dc is among the metrics and `count` is at most 5, the number of neighbours of each
+    image that these metrics need. `of` follows the number in the message.
     """
     by_neighbours = [name for name in metrics if name in ("pr", "dc")]
     if by_neighbours and count <= distances.NEIGHBOURS:
@@ -225,15 +228,14 @@ def require_enough_for_neighbours(metrics: Iterable[str], count: int, of: str = 
 
 
 def require_enough_images(count: int, option: str = "") -> None:
-    """Raises ConfigError, which begins with `option`, if a set has fewer than two images."""
+    """Raises ConfigError, which begins with `option`, if `count`, the images of a set, is below two."""
     if count < 2:
         raise ConfigError(f"{option}metrics compare sets of images: give two or more")
 
 
 def _list_needs(networks: dict[str, Features], compared: bool = False) -> dict[str, set[str]]:
-    """Returns the attributes of Statistics that metrics need, by the name of their network. `networks` has the network
-    of each metric. compared: returns those that are needed of the reference set, which only metrics with a reference
-    read.
+    """Returns the attributes of Statistics that the metrics need, by the name of their network. networks: the network
+    of each metric. compared: leaves out metrics that are not compared with a reference.
     """
     needs: dict[str, set[str]] = {}
     for metric, network in networks.items():
@@ -243,8 +245,8 @@ def _list_needs(networks: dict[str, Features], compared: bool = False) -> dict[s
 
 
 def _require_suitable_batch(batch: Batch, network: Features, needs: set[str]) -> None:
-    """Raises ConfigError if the network does not take such images, or if captions or labels are needed and the batch
-    has none.
+    """Raises ConfigError if the batch holds clips and the network takes images, or the reverse, or if the batch has no
+    captions or labels and one of `needs`, attributes of Statistics, is computed from them.
     """
     _require_images_or_clips(network, batch.images.ndim == 5)
     shown = batch.captions if batch.labels is None else batch.labels  # captions of built-in data name the item
@@ -258,7 +260,7 @@ def _require_suitable_batch(batch: Batch, network: Features, needs: set[str]) ->
 
 
 def _require_images_or_clips(network: Features, clips: bool) -> None:
-    """Raises ConfigError if the network takes images and these are clips, or the other way round."""
+    """Raises ConfigError if the network takes images and `clips` is True, or if it takes clips and `clips` is False."""
     if network.videos not in (None, clips):
         kinds = ("clips", "images") if network.videos else ("images", "clips")
         metrics = ", ".join(name for name, metric in METRICS.items() if network.name in metric.kinds)
@@ -269,8 +271,8 @@ def _require_images_or_clips(network: Features, clips: bool) -> None:
 
 
 def list_metrics_without_statistics(networks: dict[str, Features], statistics: dict[str, Statistics]) -> list[str]:
-    """Returns those of the metrics in `networks` that compare with a reference and need statistics of it that
-    `statistics` lacks.
+    """Returns the metrics in `networks` that compare with a reference and need one of its statistics that is not in
+    `statistics`.
     """
     return [
         name
@@ -281,8 +283,8 @@ def list_metrics_without_statistics(networks: dict[str, Features], statistics: d
 
 
 def name_needed_inputs(metrics: Sequence[str]) -> set[str]:
-    """Returns the words for the statistics of a reference that these metrics need: mean, covariance, features. All of
-    them must be metrics that compare with a reference.
+    """Returns a subset of {"mean", "covariance", "features"}: the statistics of a reference that these metrics need.
+    Each metric must be one that compares with a reference.
     """
     words = {"mean": "mean", "covariance": "covariance", "kept": "features"}
     return {words[need] for name in metrics for need in METRICS[name].needs}
@@ -291,10 +293,11 @@ def name_needed_inputs(metrics: Sequence[str]) -> set[str]:
 def compute_figures(
     networks: dict[str, Features], drawn: dict[str, Statistics], reference: dict[str, Statistics]
 ) -> Figures:
-    """Returns the figures, (value, deviation or None) by name, of all metrics in `networks`. Statistics of the drawn
-    set and of the reference are given by name of the network. All ranks call it together.
+    """Returns {name: (value, deviation or None)} of all metrics in `networks`. A metric may have several values, such
+    as precision and recall, or one for each class. `drawn` and `reference` have statistics by name of the network. All
+    ranks call it together.
 
-    Figures of images whose captions data.leave_out names are called accuracy_left_out and the like.
+    accuracy_left_out and clip_score_left_out are of the images whose captions data.leave_out names.
     """
     values: Figures = {}
     for name, network in networks.items():

@@ -1,4 +1,4 @@
-"""Features of towers and TorchScript files: DINOv2, CLIP, VideoMAE, and the detectors of StyleGAN and EDM."""
+"""Networks for metrics from files: DINOv2, CLIP and VideoMAE, and the TorchScript detectors of StyleGAN and EDM."""
 
 import warnings
 from pathlib import Path
@@ -15,7 +15,7 @@ from dstrain.recipe import ConfigError, reword_errors
 
 
 class Dino(Features):
-    """Gives the class token of DINOv2."""
+    """Computes the class token of DINOv2 (N, D)."""
 
     name = "dinov2"
 
@@ -30,8 +30,8 @@ class Dino(Features):
 
 
 class VideoMae(Dino):
-    """Gives the mean token of VideoMAE. A clip of another number of frames than its own is read at evenly spaced
-    frames.
+    """Computes the mean token of VideoMAE (N, D). From each clip it takes as many evenly spaced frames as the network
+    has inputs, and repeats frames of shorter clips.
     """
 
     name, videos = "videomae", True
@@ -46,7 +46,9 @@ class VideoMae(Dino):
 
 
 class Clip(Features):
-    """Gives CLIP's image embedding, not normalized, and its embedding of texts."""
+    """Computes CLIP's embeddings of images, which are not normalized, and of texts. The text encoder is opened at the
+    first use.
+    """
 
     name = "clip"
 
@@ -68,7 +70,9 @@ class Clip(Features):
 
 
 class Scripted(Features):
-    """Runs a TorchScript detector of StyleGAN and EDM, which takes uint8 images of any size and resizes them itself."""
+    """Runs a TorchScript detector of StyleGAN or EDM on uint8 images of any size, which the detector resizes. The
+    constructor raises ConfigError if the file is no TorchScript.
+    """
 
     name = "torchscript"
     _probe = (1, 3, 64, 64)
@@ -94,7 +98,7 @@ class Scripted(Features):
 
 
 class ScriptedVideo(Scripted):
-    """Runs the I3D of StyleGAN-V on clips of at least 10 frames: features of FVD (Unterthiner et al. 2018)."""
+    """Computes the features for FVD (Unterthiner et al. 2018) by StyleGAN-V's I3D, of clips of 10 or more frames."""
 
     name, videos = "i3d", True
     _probe = (1, 16, 3, 64, 64)

@@ -1,4 +1,4 @@
-"""Which numbers of 0 .. n - 1 belong to a split by hash, found without a list of them.
+"""Finds which of the numbers 0 .. n - 1 belong to a split, by a hash of each number, without a list of all numbers.
 
 The hash of a number decides whether it is held out, so only the count of members in each block of 128 numbers is kept:
 6 MB for 100 million samples. A lookup hashes one block a sample, some 4 us.
@@ -15,8 +15,8 @@ _HELD_ENDS: dict[tuple[int, float], np.ndarray] = {}  # of the folder that was o
 
 
 class Members:
-    """The numbers below `number` that belong to a split, in ascending order: for "held_out" a share `held_out` of them,
-    chosen by hash; for any other split the rest.
+    """The members of a split among the numbers 0 to `number` - 1, in ascending order. The split "held_out" has the
+    numbers whose hash, uniform in [0, 1), is below the share `held_out`; any other split has all other numbers.
     """
 
     def __init__(self, number: int, held_out: float, split: str) -> None:

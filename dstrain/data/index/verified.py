@@ -33,11 +33,12 @@ def write_checksums_beside(path: Path, values: Any) -> None:
 
 
 class Verified:
-    """A column in a file that is mapped, of values of `dtype` (None: bytes), indexed by an int, a slice or an array of
-    ints >= 0. A dtype of several values makes a table, whose rows are indexed. It is pickled as its path.
+    """A column of values of `dtype` (None: bytes) in a memory-mapped file, indexed by an int, a slice or an array of
+    ints >= 0. If `dtype` is structured or has a shape, an index selects rows of a table. Pickling stores the path, and
+    unpickling opens the file again.
 
-    size: bytes that the file must have. Raises OSError or ValueError if the file or its checksums are missing, or of
-    another size.
+    size: bytes that the file must have. Raises OSError or ValueError if the file or its checksums are missing, or if
+    either has another size.
     """
 
     def __init__(self, path: Path, dtype: Any, size: int) -> None:
@@ -65,8 +66,8 @@ class Verified:
         return self._values[key]
 
     def is_whole(self) -> bool:
-        """Returns whether all blocks fit their checksums; True for a file above 512 MB, which is only verified as it is
-        used.
+        """Returns whether all blocks match their checksums. Returns True without a check for a file above 512 MB, whose
+        blocks are checked when they are read.
         """
         if len(self._view) > CHECKED:
             return True
@@ -92,8 +93,8 @@ class Verified:
 
 
 def open_whole_column(path: Path, dtype: Any, size: int) -> Verified | None:
-    """Opens a column and checks it with `Verified.is_whole`. Returns None if its file or its checksums are missing, of
-    another size, or if the check fails.
+    """Opens a column. Returns None if its file or its checksums are missing or of another size, or if a block does not
+    match its checksum; the blocks of a file above 512 MB are checked only when they are read.
     """
     try:
         column = Verified(path, dtype, size)
@@ -103,9 +104,9 @@ def open_whole_column(path: Path, dtype: Any, size: int) -> Verified | None:
 
 
 def open_shared_column(path: Path, dtype: Any, size: int) -> Verified:
-    """Opens a column that this or another process has found whole before.
+    """Opens a column that this or another process has checked before. Its blocks are checked when they are read.
 
-    Raises ConfigError if it cannot be opened from here.
+    Raises ConfigError if this machine cannot open the file or its checksums, or if either has another size.
     """
     try:
         return Verified(path, dtype, size)
@@ -117,8 +118,8 @@ def open_shared_column(path: Path, dtype: Any, size: int) -> Verified:
 
 
 def map_file(path: Path) -> Any:
-    """Returns a file as a read-only memory map, or b"" if it is empty. Checks no checksum. Raises OSError if the file
-    cannot be opened.
+    """Returns a read-only memory map of a file, or b"" for an empty file. No checksum is checked. Raises OSError if
+    the file cannot be opened.
     """
     with open(path, "rb") as file:
         size = os.fstat(file.fileno()).st_size
