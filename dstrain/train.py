@@ -26,7 +26,7 @@ from dstrain.engine.engines import Engines
 from dstrain.engine.recovery import Divergence
 from dstrain.engine.settings import list_remarks, read_precision
 from dstrain.engine.start import start_group
-from dstrain.metrics.in_training import Quality, open_quality
+from dstrain.metrics.in_training import Quality, build_and_prepare_quality
 from dstrain.nn.sequence import share_tokens
 from dstrain.recipe import NotSaved, Run, dump_run
 from dstrain.runs import folders, hosts
@@ -337,7 +337,7 @@ def set_up(run: Run, settings: dict[str, Any], resume: Resume, watchdog: Watchdo
         flip=run.data.flip,
         steps=run.steps + course.shift,
     )
-    quality = open_quality(run, system, source, held_out_source)
+    quality = build_and_prepare_quality(run, system, source, held_out_source)
     tracker = Tracker(
         folder,
         run.track,

@@ -40,7 +40,7 @@ class BucketOrder:
         """Returns the number of optimizer steps, each a full batch, in the first `epochs` passes over the data."""
         return sum(epochs * count // self.global_batch for count in self.counts)
 
-    def find_batch(self, step: int) -> tuple[int, int]:
+    def find_bucket_and_batch(self, step: int) -> tuple[int, int]:
         """Returns the bucket from which a step takes its batch, and the number of that batch in the bucket's stream,
         from 0.
         """
@@ -68,7 +68,7 @@ class BucketOrder:
         steps = position // self.global_batch
         for step in steps.unique().tolist():
             rows = steps == step
-            bucket, batch = self.find_batch(step)
+            bucket, batch = self.find_bucket_and_batch(step)
             order = Order(self.counts[bucket], self.seed ^ _STRIDE * (bucket + 1))
             within = position[rows] + (batch - step) * self.global_batch
             index[rows] = order.index_at(within) + sum(self.counts[:bucket])

@@ -17,7 +17,7 @@ def find_path_problems(data: Data) -> list[str]:
     problems = []
     for section, part in zip(sections, parts):
         for key, path in ((f"{section}.path", part.path), (f"{section}.held_out_path", part.held_out_path)):
-            if path is not None and (problem := _find_path_problem(key, path)):
+            if path is not None and (problem := _describe_unusable_path(key, path)):
                 problems.append(problem)
     for part in parts:
         if part.held_out and BuiltinData.recognises(part):
@@ -25,7 +25,7 @@ def find_path_problems(data: Data) -> list[str]:
     return problems
 
 
-def _find_path_problem(key: str, path: str) -> str | None:
+def _describe_unusable_path(key: str, path: str) -> str | None:
     """Returns a message, which begins with `key`, if a path does not exist, holds no data, or names no built-in data
     set. Returns None for all others, and for addresses and patterns, which are not checked.
     """

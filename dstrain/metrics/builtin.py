@@ -15,22 +15,22 @@ from dstrain.data.builtin import moving
 from dstrain.data.builtin.fashion import FASHION, find_shades, list_captions
 from dstrain.encoders import emoji
 from dstrain.encoders.precision import use_precision
-from dstrain.metrics.clips import average_colours, cut_items, find_motions
-from dstrain.metrics.network import Features, make_rgb, sum_by_class
+from dstrain.metrics.clips import average_channels, classify_motions, crop_items
+from dstrain.metrics.network import Features, convert_to_rgb, count_true_by_class
 from dstrain.nn.classifier import BUILTIN, FILE, Classifier
 from dstrain.recipe import ConfigError
 
 SIDE = 28  # pixels of an image that the network sees
 
 
-def prepare_images(images: Tensor) -> Tensor:
+def convert_to_classifier_input(images: Tensor) -> Tensor:
     """Converts images uint8 (N, C, H, W) to the classifier's input, float32 (N, 1, 28, 28) in [0, 1]. Colours become
     luminance (Rec. 601).
 
     Images of 28 x 28 pixels are not resized. Others are resized to 32 x 32, bilinear and antialiased, and cropped to
     the middle 28 x 28, since the built-in data have a border at any size but 28.
     """
-    images = make_rgb(images).float() / 255
+    images = convert_to_rgb(images).float() / 255
     images = torch.einsum("nchw,c->nhw", images, images.new_tensor([0.299, 0.587, 0.114]))[:, None]
     if images.shape[-2:] == (SIDE, SIDE):
         return images
@@ -59,8 +59,8 @@ class Builtin(Features):
         images = images.to(self._device)
         with use_precision("fp32"):
             if images.ndim == 4:
-                return self._network(prepare_images(images))
-            features, logits = self._network(cut_items(average_colours(images).flatten(0, 1)))
+                return self._network(convert_to_classifier_input(images))
+            features, logits = self._network(crop_items(average_channels(images).flatten(0, 1)))
         clips, frames = images.shape[:2]
         return features.view(clips, frames, -1).mean(1), logits.view(clips, frames, -1).mean(1)
 
@@ -94,10 +94,10 @@ class Builtin(Features):
         item = logits.argmax(1) == labels
         self.parts = ("item", "motion" if clips else "shade")
         if clips:
-            second = find_motions(average_colours(images.to(logits.device))) == asked
+            second = classify_motions(average_channels(images.to(logits.device))) == asked
         else:
-            second = find_shades((255 * prepare_images(images.to(logits.device))[:, 0]).round()) == asked
-        return sum_by_class(labels, len(FASHION), item & second, torch.ones_like(item), item, second)
+            second = find_shades((255 * convert_to_classifier_input(images.to(logits.device))[:, 0]).round()) == asked
+        return count_true_by_class(labels, len(FASHION), item & second, torch.ones_like(item), item, second)
 
 
 class Emoji(Features):
@@ -112,7 +112,7 @@ class Emoji(Features):
 
     def __call__(self, images: Tensor) -> tuple[Tensor, None]:
         with use_precision("fp32"):
-            return self.tower.encode(make_rgb(images)), None
+            return self.tower.encode(convert_to_rgb(images)), None
 
     def embed_texts(self, captions: list[str]) -> Tensor:
         """Returns embeddings float32 (N, D) of names of emoji. Raises ConfigError if a caption is no name of a built-in

@@ -22,12 +22,12 @@ _BOTH = 0.5  # of the longer axis's path: with one as long on the shorter axis, 
 _EDGE = 0.01  # of the brightness lies beyond either edge of an item
 
 
-def average_colours(videos: Tensor) -> Tensor:
+def average_channels(videos: Tensor) -> Tensor:
     """Returns clips uint8 (N, T, C, H, W) averaged over their channels: float32 (N, T, H, W) in [0, 1]."""
     return videos.float().mean(2) / 255
 
 
-def cut_items(frames: Tensor, side: int = 28) -> Tensor:
+def crop_items(frames: Tensor, side: int = 28) -> Tensor:
     """Crops each frame float32 (N, H, W) to its item and resizes it to the input of the built-in classifier: float32
     (N, 1, side, side).
 
@@ -38,14 +38,14 @@ def cut_items(frames: Tensor, side: int = 28) -> Tensor:
     shown = 2 * min(height, width) // 3 * 28 / 32  # pixels
     steps = (torch.arange(side, device=frames.device) + 0.5) / side - 0.5  # (side,)
     axes = [
-        2 * (_find_middle(frames.sum(dim))[:, None] + shown * steps) / length - 1
+        2 * (_find_item_middle(frames.sum(dim))[:, None] + shown * steps) / length - 1
         for dim, length in ((1, width), (2, height))
     ]  # x and y: (N, side) each
     grid = torch.stack((axes[0][:, None, :].expand(-1, side, -1), axes[1][:, :, None].expand(-1, -1, side)), -1)
     return F.grid_sample(frames[:, None], grid, mode="bilinear", align_corners=False)
 
 
-def find_motions(videos: Tensor) -> Tensor:
+def classify_motions(videos: Tensor) -> Tensor:
     """Returns the motion of each clip float32 (N, T, H, W), T >= 2: int64 (N,), its index in MOTIONS, or NO_MOTION if
     the item hardly moves or a frame is black.
 
@@ -55,7 +55,9 @@ def find_motions(videos: Tensor) -> Tensor:
     """
     height, width = videos.shape[-2:]
     free = min(height, width) - 2 * min(height, width) // 3
-    places = torch.stack([_find_centre(videos.sum(2)), _find_centre(videos.sum(3))], -1)  # (N, T, 2): x, y in pixels
+    places = torch.stack(
+        [_find_brightness_centre(videos.sum(2)), _find_brightness_centre(videos.sum(3))], -1
+    )  # (N, T, 2): x, y in pixels
     paths = places.diff(dim=1).abs().sum(1)  # (N, 2)
     net = places[:, -1] - places[:, 0]
     axis = net.abs().argmax(1)  # (N,)
@@ -67,14 +69,14 @@ def find_motions(videos: Tensor) -> Tensor:
     return torch.where(still | ~places.isfinite().all(2).all(1), NO_MOTION, result)
 
 
-def _find_centre(profile: Tensor) -> Tensor:
+def _find_brightness_centre(profile: Tensor) -> Tensor:
     """Returns the centre of brightness of profiles (..., L) along their last axis: (...,) in pixels, NaN if all values
     of a profile are 0.
     """
     return (profile * (torch.arange(profile.shape[-1], device=profile.device) + 0.5)).sum(-1) / profile.sum(-1)
 
 
-def _find_middle(profile: Tensor) -> Tensor:
+def _find_item_middle(profile: Tensor) -> Tensor:
     """Returns the middle between the edges of the item, in pixels (N,), from brightness (N, L) along one axis; L / 2 if
     all values are 0.
     """
@@ -89,7 +91,7 @@ def _find_middle(profile: Tensor) -> Tensor:
     return (edges[0] + edges[1]) / 2
 
 
-def make_stories(seeds: Tensor) -> tuple[Tensor, Tensor]:
+def choose_story_conditions(seeds: Tensor) -> tuple[Tensor, Tensor]:
     """Chooses the item and the motions of one story for each seed, int64 (N,). Returns the items int64 (N,), the seed
     modulo the number of items, and the motions of the scenes int64 (N, SCENES), no two of a story equal.
     """
@@ -97,9 +99,9 @@ def make_stories(seeds: Tensor) -> tuple[Tensor, Tensor]:
     return items, rng.uniform(rng.keys_of_seeds(seeds), "motions", (len(MOTIONS),)).argsort(1)[:, :SCENES]
 
 
-def sum_scenes(network: Features, videos: Tensor, ends: list[int], items: Tensor, asked: Tensor) -> Tensor:
-    """Returns, for each of S scenes, sums over stories from which `score_scenes` computes the scores: float64 (6, S).
-    Sums of several ranks may be added.
+def sum_scene_measurements(network: Features, videos: Tensor, ends: list[int], items: Tensor, asked: Tensor) -> Tensor:
+    """Returns float64 (6, S): for each of S scenes, sums over stories, from which `compute_scene_scores` computes the
+    scores. Sums of several ranks may be added.
 
     The first four rows are the numbers of stories, of right items, of items equal to that of the first scene, and of
     right motions. The last two are sums of the mean absolute change of pixels: from the frame before the scene to its
@@ -109,13 +111,13 @@ def sum_scenes(network: Features, videos: Tensor, ends: list[int], items: Tensor
     ends          for each scene, the index of the first frame after it.
     items, asked  the items (N,) and the motions (N, S) with which the stories were drawn, int64.
     """
-    shades = average_colours(videos)
+    shades = average_channels(videos)
     jumps = shades.diff(dim=1).abs().mean((2, 3))  # (N, T - 1)
     columns, first = [], None
     for number, (begin, end) in enumerate(zip([0, *ends], ends)):
         shown = network(videos[:, begin:end])[1].argmax(1)
         first = shown if first is None else first
-        moves = find_motions(shades[:, begin:end]) == asked[:, number].to(shown.device)
+        moves = classify_motions(shades[:, begin:end]) == asked[:, number].to(shown.device)
         seam = jumps[:, begin - 1] if begin else torch.zeros_like(jumps[:, 0])
         columns.append(
             torch.stack(
@@ -135,10 +137,10 @@ def sum_scenes(network: Features, videos: Tensor, ends: list[int], items: Tensor
     return torch.stack(columns, 1)
 
 
-def score_scenes(sums: Tensor) -> dict[str, tuple[float, float | None]]:
-    """Returns scores computed from the sums of `sum_scenes`: (score, None) by name. scenes_NAME is the mean over
-    scenes, and scenes_NAME/I the score of scene I, from 1. kept and seam have no score of the first scene. The best
-    value of each NAME is 1.
+def compute_scene_scores(sums: Tensor) -> dict[str, tuple[float, float | None]]:
+    """Returns {name: (score, None)} from the sums of `sum_scene_measurements`. scenes_NAME is the mean over scenes, and
+    scenes_NAME/I the score of scene I, from 1. kept and seam have no score of the first scene. The best value of each
+    NAME is 1.
 
     item, kept, motion  shares of stories whose item is right, is that of the first scene, or has the right motion.
     seam                change from the last frame of the previous scene to the first frame of the scene, divided by the

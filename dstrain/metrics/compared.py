@@ -8,7 +8,7 @@ from pathlib import Path
 from dstrain.data.open import open_sources
 from dstrain.distributed import group
 from dstrain.metrics import reference, table
-from dstrain.metrics.images import Images, Sourced, open_set
+from dstrain.metrics.images import Images, Sourced, open_image_set
 from dstrain.metrics.network import Features
 from dstrain.metrics.statistics import Statistics
 from dstrain.recipe import ConfigError, Data, reword_errors
@@ -56,16 +56,16 @@ def open_reference(path: Path, networks: dict[str, Features], kept: int, upright
     statistics = {}
     if path.suffix in reference.SUFFIXES and path.is_file():
         by_name = {network.name: network for network in networks.values()}
-        statistics = reference.read_reference(path, by_name.values(), group.device())
+        statistics = reference.read_reference_statistics(path, by_name.values(), group.device())
     lacking = table.list_metrics_without_statistics(networks, statistics)
-    if lacking and not reference.has_images(path):
+    if lacking and not reference.can_hold_images(path):
         by = " and ".join(dict.fromkeys(networks[name].name for name in lacking))
         raise ConfigError(
-            f"--reference {path} holds no {' and no '.join(sorted(table.name_needed_inputs(lacking)))} for "
+            f"--reference {path} holds no {' and no '.join(sorted(table.name_needed_statistics(lacking)))} for "
             f"--metrics {','.join(lacking)}, which are taken by {by}: give images, or write it with "
             "--write-reference"
         )
-    images = open_set(path, "--reference", upright) if lacking else None
+    images = open_image_set(path, "--reference", upright) if lacking else None
     for name, network in networks.items():
         if "kept" in table.METRICS[name].needs:
             known = images if name in lacking else statistics[network.name].kept

@@ -73,13 +73,13 @@ class ImagesWithFirstBatch(Images):
         yield from self._rest
 
 
-def _deal_numbers(count: int, size: int) -> Iterator[range]:
+def _iterate_own_ranges(count: int, size: int) -> Iterator[range]:
     """Yields ranges of at most `size` indices: this rank's share of the indices 0 to `count` - 1."""
     for begin in range(group.rank() * size, count, size * group.world()):
         yield range(begin, min(begin + size, count))
 
 
-def open_set(path: Path, option: str, upright: bool = True) -> Images:
+def open_image_set(path: Path, option: str, upright: bool = True) -> Images:
     """Opens a set of images: a folder, with images at any depth or the .npz of dstrain generate; a .zip of images; or
     an .npz with arr_0.
 
@@ -149,7 +149,7 @@ class Files(Images):
 
     def iterate_batches(self, size: int) -> Iterator[Batch]:
         archive = zipfile.ZipFile(self.archive) if self.archive else None
-        for turn in _deal_numbers(len(self), size):
+        for turn in _iterate_own_ranges(len(self), size):
             images = []
             for name in (self.names[number] for number in turn):
                 with _report_damage(self.path / name, self.option):
@@ -211,7 +211,7 @@ class Arrays(Images):
         with self._open_stream() as (stream, shape):
             bytes_each = int(np.prod(shape[1:]))
             start = stream.tell()
-            for turn in _deal_numbers(len(self), size):
+            for turn in _iterate_own_ranges(len(self), size):
                 with _report_damage(self.path, self.option):
                     stream.seek(start + turn[0] * bytes_each)
                     content = stream.read(len(turn) * bytes_each)
@@ -246,7 +246,7 @@ class Sourced(Images):
         return self._unreadable
 
     def iterate_batches(self, size: int) -> Iterator[Batch]:
-        for turn in _deal_numbers(len(self), size):
+        for turn in _iterate_own_ranges(len(self), size):
             samples, bad = self.source.read_batch(torch.tensor(turn))
             self._unreadable.update(bad)
             captions = samples.get("caption")

@@ -107,7 +107,7 @@ class Quality:
         key = json.dumps(
             [
                 {name: network.fingerprint for name, network in networks.items()},
-                sorted(table.name_needed_inputs(list(compared))),
+                sorted(table.name_needed_statistics(list(compared))),
                 self._compared.identity,
                 [data.image_size, data.height, data.num_frames, data.channels, data.draft, data.upright],
             ]
@@ -116,7 +116,7 @@ class Quality:
         statistics = {}
         if group.rank() == 0 and path.exists():
             with suppress(ConfigError):  # a damaged file is written anew
-                statistics = reference.read_reference(path, networks.values(), "cpu")
+                statistics = reference.read_reference_statistics(path, networks.values(), "cpu")
         statistics = group.broadcast_from_first(statistics)
         if table.list_metrics_without_statistics(compared, statistics):
             if group.rank() == 0 and not path.exists() and any(folder.glob("metrics_data_*.npz")):
@@ -239,7 +239,7 @@ def build_quality(run: Run, system: System, train: Source, unseen: Source | None
     return quality
 
 
-def open_quality(run: Run, system: System, train: Source, unseen: Source | None) -> Quality | None:
+def build_and_prepare_quality(run: Run, system: System, train: Source, unseen: Source | None) -> Quality | None:
     """Returns the Quality of `build_quality` after its `prepare_reference`, which may compute statistics of the whole
     reference; None if the run measures no metrics. All ranks call it together. Raises ConfigError as `build_quality`.
     """

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from dstrain.encoders.autoencoder import hash_network
 from dstrain.encoders.precision import use_precision
-from dstrain.metrics.network import Features, make_rgb
+from dstrain.metrics.network import Features, convert_to_rgb
 from dstrain.recipe import ConfigError
 
 SIDE = 299  # pixels of what the network sees
@@ -117,7 +117,7 @@ class Convolution(nn.Module):
 
 
 class Block(nn.Module):
-    """One block of `_describe_blocks`: (N, before, h, w) -> (N, width, h, w), about h / 2 and w / 2 if `pool` is halved."""
+    """One block of `_describe_blocks`: (N, before, h, w) -> (N, width, h, w), half the size if `pool` is halved."""
 
     def __init__(self, before: int, pool: str, convolutions: Convolutions) -> None:
         super().__init__()
@@ -221,7 +221,7 @@ class InceptionFeatures(Features):
 
     def prepare(self, images: Tensor) -> Tensor:
         """Returns images uint8 (N, C, h, w) as the network's input, float32 (N, 3, 299, 299) in about [-1, 1]."""
-        images = make_rgb(images).to(self._network.fc.weight.device).float()
+        images = convert_to_rgb(images).to(self._network.fc.weight.device).float()
         return self._resize(images) / self._middle - 1
 
     @torch.no_grad()

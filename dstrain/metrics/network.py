@@ -64,10 +64,10 @@ class Features(ABC):
                 "leave out the metric accuracy"
             )
         right = logits.argmax(1) == labels
-        return sum_by_class(labels, len(self.classes), right, torch.ones_like(right))
+        return count_true_by_class(labels, len(self.classes), right, torch.ones_like(right))
 
 
-def sum_by_class(labels: Tensor, classes: int, *rows: Tensor) -> Tensor:
+def count_true_by_class(labels: Tensor, classes: int, *rows: Tensor) -> Tensor:
     """Returns float64 (rows, classes): for each of the rows, bool (n,), and each class, the number of items with this
     label for which the row is True. labels: int64 (n,).
     """
@@ -75,7 +75,7 @@ def sum_by_class(labels: Tensor, classes: int, *rows: Tensor) -> Tensor:
     return sums.index_add_(1, labels, torch.stack(rows).double())
 
 
-def make_rgb(images: Tensor) -> Tensor:
+def convert_to_rgb(images: Tensor) -> Tensor:
     """Converts images uint8 (..., 1, 3 or 4, H, W) to RGB uint8 (..., 3, H, W): repeats a grey channel, blends RGBA
     with a white background, and returns RGB as it is.
     """

@@ -26,7 +26,7 @@ INCEPTIONS = ("inception", "torchscript", "pytorch-fid", "clean-fid")  # network
 _EDM2 = {"fid": INCEPTIONS, "fd_dinov2": ("dinov2",)}
 
 
-def read_reference(path: Path, networks: Iterable[Features], device: torch.device) -> dict[str, Statistics]:
+def read_reference_statistics(path: Path, networks: Iterable[Features], device: torch.device) -> dict[str, Statistics]:
     """Returns the statistics that a file holds of these networks, by name of the network. The result has no entry for a
     network of which the file holds none.
 
@@ -34,7 +34,7 @@ def read_reference(path: Path, networks: Iterable[Features], device: torch.devic
     another preprocessing.
     """
     try:
-        arrays = _read_pickle(path) if path.suffix == ".pkl" else _read_npz(path)
+        arrays = _read_edm2_pickle(path) if path.suffix == ".pkl" else _read_npz_statistics(path)
     except (
         OSError,
         EOFError,
@@ -53,7 +53,7 @@ def read_reference(path: Path, networks: Iterable[Features], device: torch.devic
     return {name: of_network for name, of_network in statistics.items() if of_network is not None}
 
 
-def has_images(path: Path) -> bool:
+def can_hold_images(path: Path) -> bool:
     """Returns whether images may be read from a path: False for a .pkl and for an .npz without arr_0, True for any
     other path, unread. Raises ConfigError if nothing exists at the path.
     """
@@ -145,7 +145,7 @@ def _make_tensor(array: np.ndarray | None, dtype: torch.dtype, device: torch.dev
     return None if array is None else torch.from_numpy(array).to(device, dtype)
 
 
-def _read_npz(path: Path) -> dict[str, Any]:
+def _read_npz_statistics(path: Path) -> dict[str, Any]:
     """Returns the arrays of an .npz by name, without images and labels (arr_0, arr_1) and prompts. Raises ValueError if
     the file is no .npz.
     """
@@ -166,7 +166,7 @@ class _Arrays(pickle.Unpickler):
         raise pickle.UnpicklingError(f"it holds {module}.{name}, and only arrays are read from a .pkl")
 
 
-def _read_pickle(path: Path) -> dict[str, Any]:
+def _read_edm2_pickle(path: Path) -> dict[str, Any]:
     """Returns the arrays of EDM2's {"fid": {"mu": ..., "sigma": ...}, "fd_dinov2": ...} by the names that our files
     use, such as dinov2.mu. Inception's are returned under each name of INCEPTIONS.
     """

@@ -159,7 +159,7 @@ def collect_statistics(
     captions or labels where a metric needs them, or if a network takes clips and the set has images, or the reverse.
     """
     require_enough_images(len(images))
-    needs = _list_needs(networks, compared)
+    needs = _list_needed_statistics(networks, compared)
     by_name = {network.name: network for network in networks.values()}
     candidates = tuple(islice(dict.fromkeys(images.captions or ()), _CANDIDATES))
     collectors = {
@@ -194,7 +194,9 @@ def collect_statistics(
     return {name: collector.merge_ranks() for name, collector in collectors.items()}
 
 
-def prepare_set(images: Images, networks: dict[str, Features], size: int, keep: int = KEPT) -> Images:
+def check_set_and_read_first_batch(
+    images: Images, networks: dict[str, Features], size: int, keep: int = KEPT
+) -> Images:
     """Checks that a set suits the metrics, reads its first batch, and returns the set with this batch. Pass the result
     to `collect_statistics` with the same `size`, once. Checks that need no image are made before one is drawn. All
     ranks call it together.
@@ -210,7 +212,7 @@ def prepare_set(images: Images, networks: dict[str, Features], size: int, keep: 
                 network.require_captions(images.captions)
     begun, by_name = ImagesWithFirstBatch(images, size), {network.name: network for network in networks.values()}
     if begun.first is not None:
-        for name, needs in _list_needs(networks).items():
+        for name, needs in _list_needed_statistics(networks).items():
             _require_suitable_batch(begun.first, by_name[name], needs)
     return begun
 
@@ -233,7 +235,7 @@ def require_enough_images(count: int, option: str = "") -> None:
         raise ConfigError(f"{option}metrics compare sets of images: give two or more")
 
 
-def _list_needs(networks: dict[str, Features], compared: bool = False) -> dict[str, set[str]]:
+def _list_needed_statistics(networks: dict[str, Features], compared: bool = False) -> dict[str, set[str]]:
     """Returns the attributes of Statistics that the metrics need, by the name of their network. networks: the network
     of each metric. compared: leaves out metrics that are not compared with a reference.
     """
@@ -282,7 +284,7 @@ def list_metrics_without_statistics(networks: dict[str, Features], statistics: d
     ]
 
 
-def name_needed_inputs(metrics: Sequence[str]) -> set[str]:
+def name_needed_statistics(metrics: Sequence[str]) -> set[str]:
     """Returns a subset of {"mean", "covariance", "features"}: the statistics of a reference that these metrics need.
     Each metric must be one that compares with a reference.
     """

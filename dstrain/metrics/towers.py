@@ -10,7 +10,7 @@ from dstrain.encoders.autoencoder import hash_network
 from dstrain.encoders.image import ImageEncoder, VisionTower
 from dstrain.encoders.precision import use_precision
 from dstrain.encoders.text import TextEncoder
-from dstrain.metrics.network import Features, make_rgb
+from dstrain.metrics.network import Features, convert_to_rgb
 from dstrain.recipe import ConfigError, reword_errors
 
 
@@ -26,7 +26,7 @@ class Dino(Features):
     @torch.no_grad()
     def __call__(self, images: Tensor) -> tuple[Tensor, None]:
         with use_precision("fp32"):
-            return self.tower.encode(make_rgb(images).to(self.tower.mean.device)), None
+            return self.tower.encode(convert_to_rgb(images).to(self.tower.mean.device)), None
 
 
 class VideoMae(Dino):
@@ -60,7 +60,7 @@ class Clip(Features):
 
     def __call__(self, images: Tensor) -> tuple[Tensor, None]:
         with use_precision("fp32"):
-            return self.tower.encode(make_rgb(images).to(self.tower.mean.device)), None
+            return self.tower.encode(convert_to_rgb(images).to(self.tower.mean.device)), None
 
     def embed_texts(self, captions: list[str]) -> Tensor:
         if self._reader is None:
@@ -94,7 +94,7 @@ class Scripted(Features):
     @torch.no_grad()
     def __call__(self, images: Tensor) -> tuple[Tensor, None]:
         with use_precision("fp32"):
-            return self.network(make_rgb(images).to(self.device), return_features=True).float(), None
+            return self.network(convert_to_rgb(images).to(self.device), return_features=True).float(), None
 
 
 class ScriptedVideo(Scripted):
@@ -105,6 +105,6 @@ class ScriptedVideo(Scripted):
 
     @torch.no_grad()
     def __call__(self, images: Tensor) -> tuple[Tensor, None]:
-        clips = make_rgb(images).to(self.device).transpose(1, 2).float()  # (N, 3, T, H, W)
+        clips = convert_to_rgb(images).to(self.device).transpose(1, 2).float()  # (N, 3, T, H, W)
         with use_precision("fp32"):
             return self.network(clips, rescale=True, resize=True, return_features=True).float(), None

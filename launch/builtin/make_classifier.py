@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn import functional as F
 
-from dstrain.metrics.builtin import prepare_images
+from dstrain.metrics.builtin import convert_to_classifier_input
 from dstrain.nn.classifier import FILE, Classifier
 
 EPOCHS, BATCH, LR, WEIGHT_DECAY, SEED = 10, 128, 4e-3, 5e-2, 0
@@ -40,7 +40,7 @@ def main(output: Path) -> None:
         order, total = torch.randperm(len(images)), 0.0
         for batch in order[: len(order) // BATCH * BATCH].split(BATCH):
             shown = varied(images[batch])
-            loss = F.cross_entropy(network(prepare_images(shown))[1], labels[batch], label_smoothing=0.05)
+            loss = F.cross_entropy(network(convert_to_classifier_input(shown))[1], labels[batch], label_smoothing=0.05)
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
@@ -86,7 +86,10 @@ def measure(path: Path) -> None:
     small = F.interpolate(F.pad(images, (2, 2, 2, 2)).float(), (16, 16), mode="bilinear", antialias=True)
     for name, shown in (("28 pixels", images), ("16 pixels", small.round().byte())):
         with torch.no_grad():
-            right = torch.cat([network(prepare_images(part))[1].argmax(1) for part in shown.split(1000)]) == labels
+            right = (
+                torch.cat([network(convert_to_classifier_input(part))[1].argmax(1) for part in shown.split(1000)])
+                == labels
+            )
         classes = " ".join(f"{right[labels == label].float().mean():.3f}" for label in range(10))
         print(f"{name}: {right.float().mean():.4f} of the test images; by class {classes}")
 

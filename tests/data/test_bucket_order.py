@@ -26,7 +26,7 @@ def test_each_epoch_takes_each_sample_once(counts, batch, seed, epochs):
     steps = order.count_steps(epochs)
     taken = [[] for _ in counts]
     for step in range(steps):
-        bucket, number = order.find_batch(step)
+        bucket, number = order.find_bucket_and_batch(step)
         index = order.index_at(torch.arange(step * batch, (step + 1) * batch)).numpy()
         assert (_bucket_of(counts, index) == bucket).all()
         taken[bucket].append((number, index))
@@ -47,7 +47,7 @@ def test_a_far_step_belongs_to_its_epoch(counts, batch, epoch):
     """
     order = BucketOrder(counts, batch, 3)
     first, last = order.count_steps(epoch), order.count_steps(epoch + 1)
-    drawn = sorted(order.find_batch(step) for step in range(first, last))
+    drawn = sorted(order.find_bucket_and_batch(step) for step in range(first, last))
     assert drawn == [
         (bucket, number)
         for bucket, count in enumerate(counts)
@@ -68,11 +68,11 @@ def test_any_division_of_a_step_gives_the_same_samples():
 def test_batches_of_buckets_are_mixed():
     """Oracle: two buckets of 500 batches each; without a permutation they would change once, not about 500 times."""
     order = BucketOrder((5000, 5000), 10)
-    buckets = [order.find_batch(step)[0] for step in range(1000)]
+    buckets = [order.find_bucket_and_batch(step)[0] for step in range(1000)]
     assert 400 < np.count_nonzero(np.diff(buckets)) < 600
-    again = [order.find_batch(step)[0] for step in range(1000, 2000)]
+    again = [order.find_bucket_and_batch(step)[0] for step in range(1000, 2000)]
     assert again != buckets and buckets != [
-        BucketOrder((5000, 5000), 10, 1).find_batch(step)[0] for step in range(1000)
+        BucketOrder((5000, 5000), 10, 1).find_bucket_and_batch(step)[0] for step in range(1000)
     ]
 
 

@@ -86,7 +86,7 @@ def measured(first: Path, second: Path, size: int, keep: int = 10_000) -> dict[s
     """Figures of two files in batches of a size."""
     networks = dict.fromkeys(("fid", "kid", "pr", "dc", "is", "accuracy"), Projected())
     sides = [
-        table.collect_statistics(images.open_set(path, "--images"), networks, size, keep, compared)
+        table.collect_statistics(images.open_image_set(path, "--images"), networks, size, keep, compared)
         for path, compared in ((first, False), (second, True))
     ]
     return {name: value for name, (value, _) in table.compute_figures(networks, *sides).items()}

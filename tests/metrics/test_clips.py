@@ -6,7 +6,7 @@ from torch.nn import functional as F
 
 from dstrain.data.builtin.fashion import FASHION
 from dstrain.data.builtin.moving import MOTIONS, MovingFashion, list_captions
-from dstrain.metrics.clips import NO_MOTION, average_colours, cut_items, find_motions
+from dstrain.metrics.clips import NO_MOTION, average_channels, classify_motions, crop_items
 
 
 def clips(source: MovingFashion, step: int) -> tuple[torch.Tensor, list[str]]:
@@ -25,7 +25,7 @@ def test_motions_of_true_clips(frames, height, width, channels, split):
     """Oracle: the captions of the clips, which say how they were made, bouncing included; all are right."""
     source = MovingFashion(frames, height, width, channels, split)
     videos, texts = clips(source, len(source) // 200)
-    assert find_motions(average_colours(videos)).tolist() == [list_captions()[text][1] for text in texts]
+    assert classify_motions(average_channels(videos)).tolist() == [list_captions()[text][1] for text in texts]
 
 
 def test_captions_are_those_of_the_clips():
@@ -45,7 +45,7 @@ def test_what_does_not_move():
     video[1:, :, 8:16, 8:16] = 1
     video[2] += 0.02 * torch.rand(6, 24, 24, generator=torch.Generator().manual_seed(0))
     video[3] = torch.stack([torch.roll(video[1, 0], shift, 1) for shift in range(6)])
-    assert find_motions(video).tolist() == [NO_MOTION] * 3 + [list(MOTIONS).index("moving right")]
+    assert classify_motions(video).tolist() == [NO_MOTION] * 3 + [list(MOTIONS).index("moving right")]
 
 
 @pytest.mark.parametrize("height, width", [(48, 48), (42, 60)])
@@ -69,7 +69,7 @@ def test_items_are_cut_out(height, width):
         )[None],
         align_corners=False,
     )[0]
-    found = cut_items(frames)
+    found = crop_items(frames)
     assert found.shape == (3, 1, 28, 28)
     assert (found - inner).abs().mean() < 0.05  # edges of brightness are not quite the square's
     torch.testing.assert_close(found[0], found[1], atol=1e-4, rtol=0)  # and the place does not matter

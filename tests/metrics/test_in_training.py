@@ -17,7 +17,7 @@ from dstrain.distributed.watchdog import Watchdog
 from dstrain.engine.ema.shadow import EmaShadow
 from dstrain.metrics import table
 from dstrain.metrics.features import open_features
-from dstrain.metrics.in_training import build_quality, open_quality
+from dstrain.metrics.in_training import build_and_prepare_quality, build_quality
 from dstrain.recipe import ConfigError, Run
 from dstrain.systems.base import Batch, Nets, Request, System
 from tests.support import counting, gloo, towers
@@ -59,7 +59,7 @@ def measured(rank: int, *folders: str) -> list[tuple[dict[str, float], int, list
     results = []
     for folder in folders:
         system, source = Copies(), Fashion(28, 1)
-        figures = open_quality(run_in(Path(folder)), system, source, None).measure({}, 16)
+        figures = build_and_prepare_quality(run_in(Path(folder)), system, source, None).measure({}, 16)
         results.append((figures, system.calls, sorted(path.name for path in Path(folder).iterdir())))
     return results
 
@@ -99,7 +99,7 @@ def told_of(folder: str, samples: dict[str, Any] | None = None, **data: Any) -> 
 
 def told(rank: int, folder: str, patterns: tuple[str, ...]) -> dict[str, float]:
     run = told_of(folder, leave_out=patterns)
-    return open_quality(run, Told(), Fashion(28, 1), None).measure({}, 16)
+    return build_and_prepare_quality(run, Told(), Fashion(28, 1), None).measure({}, 16)
 
 
 def test_captions_left_out_are_counted_apart(tmp_path):
@@ -146,7 +146,7 @@ def test_features_of_the_data_are_kept(tmp_path, monkeypatch):
 
     def opened(**samples) -> int:
         described.clear()
-        open_quality(run_in(path, samples=samples), Copies(), Fashion(28, 1), source)
+        build_and_prepare_quality(run_in(path, samples=samples), Copies(), Fashion(28, 1), source)
         return len(described)
 
     assert [opened(metrics_split="held_out"), opened(metrics_split="held_out"), opened()] == [1, 0, 1]
@@ -280,7 +280,10 @@ class Shifted(Copies):
 def test_every_average_is_measured(tmp_path):
     """Oracle: Quality.measure of networks with each average's weight, a decay and a width; the first has no prefix."""
     run, masters, reports = run_in(tmp_path, ema={"decays": [0.9], "profiles": [0.1]}), {"net": Shown()}, []
-    ema, quality = EmaShadow(masters, run.ema, ("net",)), open_quality(run, system := Shifted(), Fashion(28, 1), None)
+    ema, quality = (
+        EmaShadow(masters, run.ema, ("net",)),
+        build_and_prepare_quality(run, system := Shifted(), Fashion(28, 1), None),
+    )
     expected = {}
     for name, prefix, weight in ((0.9, "", 40.0), (0.1, "ema_0.1/", 700.0)):
         ema.flats["net"][name][0].fill_(weight)

@@ -8,7 +8,7 @@ import pytest
 from PIL import Image
 
 from dstrain.data.sources.images import open_images
-from dstrain.metrics.images import open_set
+from dstrain.metrics.images import open_image_set
 
 
 def picture(path: Path, value: int = 0) -> None:
@@ -71,6 +71,6 @@ def test_one_walker(tmp_path, layout, zipped):
             for file in sorted(folder.rglob("*")):
                 if file.is_file():
                     archive.write(file, file.relative_to(folder))
-    found = open_set(path, "--reference")
+    found = open_image_set(path, "--reference")
     assert len(found) == len(open_images(str(path), 8, split="all"))
     assert sum(len(batch.numbers) for batch in found.iterate_batches(4)) == len(found)

@@ -12,7 +12,7 @@ from dstrain.commands.generate import GenerateOptions, generate_samples
 from dstrain.commands.options.evaluate import EvaluateOptions
 from dstrain.data.builtin.fashion import FASHION, Fashion
 from dstrain.data.builtin.moving import MOTIONS, MovingFashion, _paste_item, make_caption
-from dstrain.metrics.clips import SCENES, make_stories, score_scenes, sum_scenes
+from dstrain.metrics.clips import SCENES, choose_story_conditions, compute_scene_scores, sum_scene_measurements
 from dstrain.metrics.features import open_features
 from tests.support import checkpoints, gloo, tokenizer
 from tests.support.launch import here
@@ -54,14 +54,17 @@ def test_true_stories(network):
     """Oracle: how they were made: every motion is right, steps at seams are as long as others, and the item is as well
     known in each scene as in single clips of this size (86 %).
     """
-    items, motions = make_stories(torch.arange(NUM))
+    items, motions = choose_story_conditions(torch.arange(NUM))
     images = Fashion(SIZE, 1, "held_out")
     numbers = [np.flatnonzero(images.labels == item)[turn // 10] for turn, item in enumerate(items.tolist())]
     videos = torch.stack(
         [true_story(images[number]["image"][0], asked) for number, asked in zip(numbers, motions.tolist())]
     )
     shown = {
-        name: value for name, (value, _) in score_scenes(sum_scenes(network, videos, ENDS, items, motions)).items()
+        name: value
+        for name, (value, _) in compute_scene_scores(
+            sum_scene_measurements(network, videos, ENDS, items, motions)
+        ).items()
     }
     assert shown["scenes_motion"] == 1 and shown["scenes_kept"] > 0.95 and shown["scenes_item"] > 0.8
     assert shown["scenes_seam"] == pytest.approx(1, abs=0.1)
@@ -70,13 +73,16 @@ def test_true_stories(network):
 
 def test_stories_glued_from_others(network):
     """Oracle: chance: a tenth of unrelated clips shows the first one's item, a fifth moves as told; seams are jumps."""
-    items, motions = make_stories(torch.arange(NUM))
+    items, motions = choose_story_conditions(torch.arange(NUM))
     source = MovingFashion(9, SIDE, SIDE, 1, "held_out")
     clips = torch.stack([source[number]["video"] for number in range(4 * NUM)])
     clips = clips.view(NUM, SCENES, 9, 1, SIDE, SIDE)
     videos = torch.cat([clips[:, 0], *(clips[:, scene, 1:] for scene in range(1, SCENES))], 1)
     shown = {
-        name: value for name, (value, _) in score_scenes(sum_scenes(network, videos, ENDS, items, motions)).items()
+        name: value
+        for name, (value, _) in compute_scene_scores(
+            sum_scene_measurements(network, videos, ENDS, items, motions)
+        ).items()
     }
     assert shown["scenes_kept"] < 0.25 and shown["scenes_motion"] < 0.35 and shown["scenes_item"] < 0.25
     assert shown["scenes_seam"] > 2
@@ -84,11 +90,11 @@ def test_stories_glued_from_others(network):
 
 def test_seeds_tell_stories():
     """Oracle: what a story is: every item in turn, four different motions, all of which come first now and then."""
-    items, motions = make_stories(torch.arange(100))
+    items, motions = choose_story_conditions(torch.arange(100))
     assert items.tolist() == [*range(len(FASHION))] * 10
     assert all(len({*row}) == SCENES for row in motions.tolist())
     assert {*motions[:, 0].tolist()} == {*motions[:, -1].tolist()} == {*range(len(MOTIONS))}
-    assert torch.equal(make_stories(torch.arange(40, 60))[1], motions[40:60])
+    assert torch.equal(choose_story_conditions(torch.arange(40, 60))[1], motions[40:60])
 
 
 @pytest.fixture(scope="module")
@@ -137,7 +143,7 @@ def test_a_run_tells_stories(run, network, tmp_path):
     """Oracle: the stories that generate --scenes draws for the same seeds, one by one; and two ranks, one of which is
     left without a story in the last round.
     """
-    items, motions = make_stories(3 + torch.arange(5))
+    items, motions = choose_story_conditions(3 + torch.arange(5))
     videos = []
     for number, (item, asked) in enumerate(zip(items.tolist(), motions.tolist())):
         texts = tuple(make_caption(FASHION[item], list(MOTIONS)[motion]) for motion in asked)
@@ -151,7 +157,9 @@ def test_a_run_tells_stories(run, network, tmp_path):
     ends = [5, 9, 13, 17]
     expected = {
         name: value
-        for name, (value, _) in score_scenes(sum_scenes(network, torch.stack(videos), ends, items, motions)).items()
+        for name, (value, _) in compute_scene_scores(
+            sum_scene_measurements(network, torch.stack(videos), ends, items, motions)
+        ).items()
     }
     figures_of_one = measured(0, run, tmp_path / "one")
     assert figures_of_one == pytest.approx(expected, rel=1e-5) and len(expected) == 4 + 4 + 3 + 4 + 3

@@ -64,29 +64,29 @@ def test_folder_zip_and_npz(tmp_path):
         for file in files.iterdir():
             archive.write(file, file.name)
     for path in (tmp_path / "files", tmp_path / "files.zip", arrays(tmp_path / "a.npz", pixels)):
-        batches = [*images.open_set(path, "--images").iterate_batches(4)]
+        batches = [*images.open_image_set(path, "--images").iterate_batches(4)]
         read = {number: image for batch in batches for number, image in zip(batch.numbers.tolist(), batch.images)}
         assert all(torch.equal(read[number], image) for number, image in enumerate(pixels))
         assert len(read) == (5 if path.suffix == ".npz" else 6)
     for name, content in (("x.npz", b"no"), ("empty", None), ("x.zip", b"no"), ("x.txt", b"no")):
         (tmp_path / name).write_bytes(content) if content else (tmp_path / name).mkdir()
         with pytest.raises(ConfigError, match=f"--against .*{name}"):
-            images.open_set(tmp_path / name, "--against")
+            images.open_image_set(tmp_path / name, "--against")
     with pytest.raises(ConfigError, match="^--against .*empty holds no images"):  # and nothing before it
-        images.open_set(tmp_path / "empty", "--against")
+        images.open_image_set(tmp_path / "empty", "--against")
     for others, message in (
         ({"arr_1": np.arange(4)}, "arr_1 has 4 entries, and arr_0 5 images"),
         ({"arr_1": np.arange(5) / 2}, "arr_1 is float64, and labels are whole numbers"),
         ({"prompts": np.array(["a"])}, "prompts has 1 entries"),
     ):
         with pytest.raises(ConfigError, match=f"--images .*b.npz.*{message}"):
-            images.open_set(arrays(tmp_path / "b.npz", pixels, **others), "--images")
+            images.open_image_set(arrays(tmp_path / "b.npz", pixels, **others), "--images")
     for unfit, message in (
         (pixels[:1], "holds 1 image, and metrics compare sets"),
         (pixels[:, :, :0], "cannot be read .*arr_0 is uint8 .5, 0, 5, 3."),
     ):
         with pytest.raises(ConfigError, match=f"--against .*c.npz {message}"):
-            images.open_set(arrays(tmp_path / "c.npz", unfit), "--against")
+            images.open_image_set(arrays(tmp_path / "c.npz", unfit), "--against")
 
 
 def test_sets_that_are_none(tmp_path):
@@ -102,12 +102,12 @@ def test_sets_that_are_none(tmp_path):
         ("turned.npz", "cannot be read .*Fortran's order"),
     ):
         with pytest.raises(ConfigError, match=f"--images .*{name}:? {message}"):
-            images.open_set(tmp_path / name, "--images")
+            images.open_image_set(tmp_path / name, "--images")
     content = bytearray(arrays(tmp_path / "flipped.npz", noise(5)).read_bytes())
     content[600] ^= 1
     (tmp_path / "flipped.npz").write_bytes(content)
     with pytest.raises(ConfigError, match="--images .*flipped.npz cannot be read .*CRC"):
-        [*images.open_set(tmp_path / "flipped.npz", "--images").iterate_batches(5)]
+        [*images.open_image_set(tmp_path / "flipped.npz", "--images").iterate_batches(5)]
 
 
 @pytest.mark.parametrize(
@@ -131,7 +131,7 @@ def test_statistics_of_other_shapes(tmp_path, content, message):
     """Oracle: the line that names the file, the array and what it should be."""
     np.savez(tmp_path / "f.npz", **content)
     with pytest.raises(ConfigError, match=f"--reference .*f.npz: {message}"):
-        reference.read_reference(tmp_path / "f.npz", [Projected()], torch.device("cpu"))
+        reference.read_reference_statistics(tmp_path / "f.npz", [Projected()], torch.device("cpu"))
 
 
 def test_files_of_statistics(tmp_path):
@@ -144,28 +144,28 @@ def test_files_of_statistics(tmp_path):
     np.savez(tmp_path / "kid.npz", feats=rows)
     statistics = {"fid": {"mu": mu, "sigma": sigma}, "fd_dinov2": {"mu": mu, "sigma": sigma}, "num_images": 50}
     (tmp_path / "edm2.pkl").write_bytes(pickle.dumps(statistics))
-    statistics = reference.read_reference(tmp_path / "adm.npz", [network], device)
+    statistics = reference.read_reference_statistics(tmp_path / "adm.npz", [network], device)
     statistics["inception"].kept = torch.from_numpy(rows).float()
     statistics["inception"].count, statistics["inception"].fingerprint = 50, "seeded"
     reference.write_reference(tmp_path / "ours.npz", statistics)
     for name in ("adm.npz", "clean.npz", "edm2.pkl", "ours.npz"):
-        found = reference.read_reference(tmp_path / name, [network], device)["inception"]
+        found = reference.read_reference_statistics(tmp_path / name, [network], device)["inception"]
         assert np.array_equal(found.mean, mu) and np.array_equal(found.covariance, sigma)
     for name in ("kid.npz", "ours.npz"):
-        found = reference.read_reference(tmp_path / name, [network], device)["inception"]
+        found = reference.read_reference_statistics(tmp_path / name, [network], device)["inception"]
         assert np.array_equal(found.kept, rows.astype(np.float32))
     with np.load(tmp_path / "ours.npz") as file:  # other tools know these names
         assert np.array_equal(file["mu"], mu) and np.array_equal(file["sigma"], sigma)
-    assert [reference.has_images(tmp_path / name) for name in ("adm.npz", "clean.npz")] == [True, False]
+    assert [reference.can_hold_images(tmp_path / name) for name in ("adm.npz", "clean.npz")] == [True, False]
     network.fingerprint = "other"
     with pytest.raises(ConfigError, match="other weights"):
-        reference.read_reference(tmp_path / "ours.npz", [network], device)
+        reference.read_reference_statistics(tmp_path / "ours.npz", [network], device)
     network.size = 7
     with pytest.raises(ConfigError, match="24 features, and inception has 7"):
-        reference.read_reference(tmp_path / "adm.npz", [network], device)
+        reference.read_reference_statistics(tmp_path / "adm.npz", [network], device)
     (tmp_path / "evil.pkl").write_bytes(pickle.dumps(Path("x")))
     with pytest.raises(ConfigError, match="only arrays are read"):
-        reference.read_reference(tmp_path / "evil.pkl", [network], device)
+        reference.read_reference_statistics(tmp_path / "evil.pkl", [network], device)
 
 
 def test_towers(tmp_path):
@@ -191,20 +191,20 @@ def test_towers(tmp_path):
     networks = table.open_metric_networks(("clip_score", "fd_clip"), [f"clip:{tmp_path / 'clip'}"])
     clip, captions = networks["clip_score"], ["a red cat", "the blue dog on the moon"]
     path = arrays(tmp_path / "c.npz", batch, prompts=np.array(captions))
-    statistics = table.collect_statistics(images.open_set(path, "--images"), networks, 2)
+    statistics = table.collect_statistics(images.open_image_set(path, "--images"), networks, 2)
     cosine = torch.cosine_similarity(clip(batch)[0], clip.embed_texts(captions)).mean().item()
     assert table.compute_figures(networks, statistics, statistics)["clip_score"][0] == pytest.approx(
         max(100 * cosine, 0)
     )
-    apart = table.collect_statistics(images.open_set(path, "--images"), networks, 2, left_out=("*MOON",))
+    apart = table.collect_statistics(images.open_image_set(path, "--images"), networks, 2, left_out=("*MOON",))
     figures = table.compute_figures(networks, apart, statistics)
     for name, row in (("clip_score", 0), ("clip_score_left_out", 1)):
         cosine = torch.cosine_similarity(clip(batch)[0], clip.embed_texts(captions))[row].item()
         assert figures[name][0] == pytest.approx(max(100 * cosine, 0), abs=1e-5)
-    alone = table.collect_statistics(images.open_set(path, "--images"), networks, 2, left_out=("*a*", "the *"))
+    alone = table.collect_statistics(images.open_image_set(path, "--images"), networks, 2, left_out=("*a*", "the *"))
     assert {*table.compute_figures(networks, alone, statistics)} == {"clip_score_left_out", "fd_clip"}
     with pytest.raises(ConfigError, match="clip_score needs captions"):
-        table.collect_statistics(images.open_set(arrays(tmp_path / "d.npz", batch), "--images"), networks, 2)
+        table.collect_statistics(images.open_image_set(arrays(tmp_path / "d.npz", batch), "--images"), networks, 2)
 
 
 def test_networks_are_chosen(tmp_path):
@@ -241,7 +241,7 @@ def test_fvd_of_clips(tmp_path):
     clips = noise(2 * 14 * 16, 6, 5).view(2, 14, 16, 3, 6, 5)
     networks = table.open_metric_networks(("fvd",), [words])
     paths = [arrays(tmp_path / f"{number}.npz", part) for number, part in enumerate((clips[0], clips[1] // 2))]
-    sides = [table.collect_statistics(images.open_set(path, "--images"), networks, 4) for path in paths]
+    sides = [table.collect_statistics(images.open_image_set(path, "--images"), networks, 4) for path in paths]
     rows = [
         np.concatenate((part.mean((1, 3, 4)), part.mean((2, 3, 4))), 1)
         for part in (clips[0].double().numpy(), (clips[1] // 2).double().numpy())
@@ -251,7 +251,7 @@ def test_fvd_of_clips(tmp_path):
         distances.measure_frechet(*first, *second), rel=1e-5
     )
     with pytest.raises(ConfigError, match="i3d .*: it takes clips, and these are images"):
-        table.collect_statistics(images.open_set(arrays(tmp_path / "x.npz", noise(3)), "--images"), networks, 4)
+        table.collect_statistics(images.open_image_set(arrays(tmp_path / "x.npz", noise(3)), "--images"), networks, 4)
 
 
 def test_labels_are_needed(tmp_path):
@@ -264,4 +264,4 @@ def test_labels_are_needed(tmp_path):
     ):
         path = arrays(tmp_path / f"{name}.npz", noise(9), **others)
         with pytest.raises(ConfigError, match=message):
-            table.collect_statistics(images.open_set(path, "--images"), networks, 9)
+            table.collect_statistics(images.open_image_set(path, "--images"), networks, 9)

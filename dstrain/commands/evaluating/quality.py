@@ -27,7 +27,7 @@ from dstrain.encoders.precision import choose_dtype, require_precision, use_prec
 from dstrain.metrics import clips, reference, table
 from dstrain.metrics.compared import Compared, open_recipe_reference, open_reference
 from dstrain.metrics.features import open_features
-from dstrain.metrics.images import Images, Sourced, open_set
+from dstrain.metrics.images import Images, Sourced, open_image_set
 from dstrain.metrics.network import Features
 from dstrain.metrics.statistics import KEPT, Statistics
 from dstrain.recipe import ConfigError, Run, require_replaceable, reword_errors
@@ -59,14 +59,14 @@ def measure_quality(options: EvaluateOptions) -> tuple[Path | None, dict[str, An
         images, facts = _open_measured_data(options, run)
         assert isinstance(images, Stories)
         with use_precision(options.precision), reword_errors(options=OPTIONS):
-            values = clips.score_scenes(images.sum_story_scores(networks["scenes"]))
+            values = clips.compute_scene_scores(images.sum_story_scores(networks["scenes"]))
     else:
         _require_enough_samples(options)
         networks = table.open_metric_networks(options.metrics or (), options.features)
         images, facts = _open_measured_data(options, run)
         compared = _open_reference(options, run, networks)
         with use_precision(options.precision), reword_errors(options=OPTIONS):
-            images = table.prepare_set(images, networks, options.batch, options.kept or KEPT)
+            images = table.check_set_and_read_first_batch(images, networks, options.batch, options.kept or KEPT)
         known, place = compared.read_statistics(partial(_collect_statistics, options, compared=True)), compared.place
         with use_precision(options.precision):
             measured = _collect_statistics(options, images, networks, left_out=run.data.leave_out if run else ())
@@ -134,7 +134,7 @@ def write_reference(options: EvaluateOptions) -> str:
     if options.images is None:
         images = _open_data_of_run(options, trained.read_recipe(options.run_folder))
     else:
-        images = open_set(options.images, "--images")
+        images = open_image_set(options.images, "--images")
     statistics = _collect_statistics(options, images, networks, compared=True)
     if group.rank() == 0:
         reference.write_reference(path, statistics)
@@ -148,7 +148,7 @@ def _open_measured_data(options: EvaluateOptions, run: Run | None) -> tuple[Imag
     """
     if run is None:
         assert options.images is not None
-        return open_set(options.images, "--images"), {"step": 0, "weights": {}, "split": "all"}
+        return open_image_set(options.images, "--images"), {"step": 0, "weights": {}, "split": "all"}
     system = systems.build(run.system, run.model)
     if problem := system.cannot_draw():
         raise ConfigError(f"{options.folder} trains {run.system}, which cannot draw: {problem}")

@@ -181,7 +181,7 @@ def _find_index(
     watched = index and read_sealed_file(folder / WATCHED)
     if not watched:
         return None
-    if not index.is_whole():
+    if not index.is_intact_or_large():
         if anew:
             get_phases().print_lines(f"data: {path}: the index in {folder} was altered; listing the data anew")
         return None

@@ -89,11 +89,11 @@ class Index:
     def __len__(self) -> int:
         return self.header["number"]
 
-    def is_whole(self) -> bool:
+    def is_intact_or_large(self) -> bool:
         """Returns whether all columns are as they were written; columns above 512 MB are not read here, but verified
         when used.
         """
-        return all(column.is_whole() for column in self._columns.values())
+        return all(column.is_intact_or_large() for column in self._columns.values())
 
     def read_name(self, index: int) -> str:
         return os.fsdecode(self.read_name_bytes(index))
@@ -178,7 +178,7 @@ class Index:
         out.
         """
         splits = self._open_splits(held_out, leave_out) if held_out or leave_out else {}
-        return splits is not None and all(own.members.is_whole() for own in splits.values())
+        return splits is not None and all(own.members.is_intact_or_large() for own in splits.values())
 
     def write_splits(self, held_out: float, leave_out: Sequence[str] = ()) -> None:
         """Writes both splits beside an index on a disk, a chunk at a time.

@@ -65,7 +65,7 @@ class Verified:
             self._verify((int(key) * self._width // _BLOCK,))
         return self._values[key]
 
-    def is_whole(self) -> bool:
+    def is_intact_or_large(self) -> bool:
         """Returns whether all blocks match their checksums. Returns True without a check for a file above 512 MB, whose
         blocks are checked when they are read.
         """
@@ -92,7 +92,7 @@ class Verified:
         return open_shared_column, (self._path, self._dtype, len(self._view))
 
 
-def open_whole_column(path: Path, dtype: Any, size: int) -> Verified | None:
+def open_column_if_intact(path: Path, dtype: Any, size: int) -> Verified | None:
     """Opens a column. Returns None if its file or its checksums are missing or of another size, or if a block does not
     match its checksum; the blocks of a file above 512 MB are checked only when they are read.
     """
@@ -100,7 +100,7 @@ def open_whole_column(path: Path, dtype: Any, size: int) -> Verified | None:
         column = Verified(path, dtype, size)
     except (OSError, ValueError):
         return None
-    return column if column.is_whole() else None
+    return column if column.is_intact_or_large() else None
 
 
 def open_shared_column(path: Path, dtype: Any, size: int) -> Verified:

@@ -21,7 +21,7 @@ from dstrain.data.bucket_order import BucketOrder, choose_buckets, compute_upsca
 from dstrain.data.index.build import make_files_once
 from dstrain.data.index.index import CHUNK, HEADER, read_sealed_file
 from dstrain.data.index.source import Indexed
-from dstrain.data.index.verified import Verified, open_shared_column, open_whole_column, write_checksums_beside
+from dstrain.data.index.verified import Verified, open_column_if_intact, open_shared_column, write_checksums_beside
 from dstrain.data.source import Chance, Item, Source
 from dstrain.data.sources.images import Images
 from dstrain.data.sources.sizes import measure_clips, measure_images
@@ -202,7 +202,9 @@ def _read_header(folder: Path, dtype: str) -> dict[str, Any] | None:
     """Returns the header of a folder of buckets; None if the header or members.bin is missing or damaged."""
     header = read_sealed_file(folder / HEADER)
     return (
-        header if header and open_whole_column(folder / _MEMBERS, dtype, _compute_members_size(header, dtype)) else None
+        header
+        if header and open_column_if_intact(folder / _MEMBERS, dtype, _compute_members_size(header, dtype))
+        else None
     )
 
 

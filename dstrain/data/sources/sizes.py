@@ -23,8 +23,8 @@ from dstrain.data.index.index import CHUNK, Index
 from dstrain.data.index.verified import (
     Verified,
     map_file,
+    open_column_if_intact,
     open_shared_column,
-    open_whole_column,
     write_checksums_beside,
 )
 from dstrain.data.source import BadSample, report_bad_sample
@@ -82,7 +82,7 @@ def _open_or_measure(
     chunk: samples between two writes. Raises ConfigError if the file cannot be written.
     """
     path, dtype = index.folder / f"{name}.bin", np.dtype((np.int32, (width,)))
-    found = partial(open_whole_column, path, dtype, len(index) * dtype.itemsize)
+    found = partial(open_column_if_intact, path, dtype, len(index) * dtype.itemsize)
     make_files_once(index, found, lambda: _write_measures(path, layout, index, dtype, measure, chunk))
     return open_shared_column(path, dtype, len(index) * dtype.itemsize)
 

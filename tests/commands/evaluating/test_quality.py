@@ -17,7 +17,7 @@ from dstrain.commands.options.evaluate import EvaluateOptions
 from dstrain.data.open import open_sources
 from dstrain.data.views import Spread
 from dstrain.metrics.features import open_features
-from dstrain.metrics.images import open_set
+from dstrain.metrics.images import open_image_set
 from dstrain.recipe import ConfigError
 from dstrain.runs import trained
 from dstrain.tracking.report.record import _read_evaluations
@@ -340,7 +340,7 @@ def test_adm_files(words, tmp_path):
         for path in (whole, mixed)
     )
     assert by_both["kid"] == by_images["kid"]
-    (batch,) = open_set(images, "--images").iterate_batches(20)
+    (batch,) = open_image_set(images, "--images").iterate_batches(20)
     means = torch.nn.functional.adaptive_avg_pool2d(batch.images.double() / 255, (4, 4)).flatten(1)
     rows = torch.cat((means, means.square()), 1)
     assert by_both["fid"] == pytest.approx((rows.mean(0).square().sum() + rows.var(0).sum()).item(), rel=1e-5)

@@ -21,7 +21,7 @@ from dstrain.data.decode.pixels import to_tensor
 from dstrain.data.open import open_sources
 from dstrain.data.sources.sizes import read_image_size
 from dstrain.metrics.compared import open_recipe_reference
-from dstrain.metrics.images import open_set
+from dstrain.metrics.images import open_image_set
 from dstrain.recipe import ConfigError, Data
 from tests.data.formats import test_silence
 from tests.data.formats.test_silence import encode, make_table, pack_tar, pack_zip, put, put_tables, read
@@ -157,9 +157,9 @@ def test_the_size_of_a_turned_picture(tmp_path, place, turn):
     for data in (Data(path=str(tmp_path), image_size=8, upright=flag) for flag in (True, False)):
         source, expected = open_sources(data)[0], upright if data.upright else plain
         assert read_image_size(source.layout, source.index.read_place(0)) == (expected.shape[2], expected.shape[1])
-        (batch,) = open_set(tmp_path, "--reference", data.upright).iterate_batches(2)
+        (batch,) = open_image_set(tmp_path, "--reference", data.upright).iterate_batches(2)
         assert torch.equal(batch.images, torch.stack([expected] * 2))
-    assert torch.equal(next(open_set(tmp_path, "--reference").iterate_batches(2)).images[0], upright)
+    assert torch.equal(next(open_image_set(tmp_path, "--reference").iterate_batches(2)).images[0], upright)
 
 
 def test_buckets_of_pictures_that_are_not_turned(tmp_path):
@@ -391,7 +391,7 @@ def test_two_members_of_one_name_in_a_zip(tmp_path, names):
     pack_zip(tmp_path / "x.zip", ("2.png", encode(30)), *zip(names, contents))
     assert f"it has two members {names[0]}" in read(tmp_path / "x.zip")
     with pytest.raises(ConfigError, match=f"it has two members {names[0]}"):
-        open_set(tmp_path / "x.zip", "--reference")
+        open_image_set(tmp_path / "x.zip", "--reference")
 
 
 @case("10:1=t0 20:0=t1; 1 without a caption are left out")

@@ -25,7 +25,7 @@ from dstrain.data.open import open_sources
 from dstrain.data.source import BadSample
 from dstrain.data.sources.images import open_images
 from dstrain.encoders.text import unpack_captions
-from dstrain.metrics.images import open_set
+from dstrain.metrics.images import open_image_set
 from dstrain.recipe import ConfigError, Data
 from launch.convert.mnist import read_mnist
 
@@ -219,7 +219,7 @@ def make_set(root: Path) -> Path:
 @case("a/0.png a/1.png a/2.png b/0.png b/1.png b/2.png; 0:a 1:a 2:a 0:b 1:b 2:b")
 def the_set_that_is_compared(d):
     root = make_set(d / "set")
-    return f"{' '.join(open_set(root, '--reference').names)}; {read(root)}"
+    return f"{' '.join(open_image_set(root, '--reference').names)}; {read(root)}"
 
 
 @case("b/0.png b/1.png b/2.png; 0:b 1:b 2:b|b/0.png b/1.png b/2.png; 0 1 2")
@@ -228,7 +228,7 @@ def the_zip_that_is_compared(d):
     names = [path.relative_to(root).as_posix() for path in root.rglob("*.png")]
     names = [name for name in names if not name.startswith("b/up")]
     pack_zip(d / "set.zip", *((name, (root / name).read_bytes()) for name in names))
-    return f"{' '.join(open_set(d / 'set.zip', '--reference').names)}; {read(d / 'set.zip')}"
+    return f"{' '.join(open_image_set(d / 'set.zip', '--reference').names)}; {read(d / 'set.zip')}"
 
 
 @case("0 0 1 1 2 2")
