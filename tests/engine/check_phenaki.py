@@ -1,11 +1,10 @@
-"""Launched on 2 ranks by test_phenaki.py: MaskGit with either critic, against plain torch; figures as JSON.
+"""Run by test_phenaki.py on 2 ranks: MaskGit with either critic, against plain torch; figures as JSON.
 
 The steps are the loop's own. The reference has all logits at once, an optimizer for each part and no engine.
 """
 
 import json
 import math
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,7 +16,6 @@ from dstrain.distributed import group
 from dstrain.engine.checkpoint import Checkpoints
 from dstrain.engine.ema.shadow import EmaShadow
 from dstrain.engine.initial import draw_weights
-from dstrain.engine.start import start_group
 from dstrain.recipe import Run
 from dstrain.train import take_step
 from tests.engine.check_engines import Micros, furthest, gathered
@@ -42,6 +40,9 @@ MODEL = {
     "critic_loss_weight": WEIGHT,
 }
 CRITICS = ("token", "self")
+# Critic, stage and micro-batch; of all of them CI's, with every critic, stage and size.
+EVERY = [(critic, stage, micro) for critic in CRITICS for stage in (0, 1, 2, 3) for micro in (4, 2)]
+SAMPLE = [("token", 0, 4), ("self", 1, 2), ("self", 2, 4), ("token", 3, 2)]
 
 
 def recipe(micro: int, critic: str) -> Run:
@@ -74,7 +75,7 @@ def batch(step: int) -> dict[str, torch.Tensor]:
 
 
 class Trial:
-    def __init__(self, stage: int, micro: int, critic: str, folder: Path | None = None):
+    def __init__(self, critic: str, stage: int, micro: int, folder: Path):
         self.run = recipe(micro, critic)
         config = {"zero_optimization": {"stage": stage}}
         if stage == 3:
@@ -83,7 +84,7 @@ class Trial:
         settings = resolve(config, self.run, group.world(), "cpu")
         self.engines = engines_for(self.system.networks, self.run, settings, self.system.decays, self.system.blocks())
         self.ema = EmaShadow(self.engines.masters, self.run.ema, self.system.averaged)
-        self.saves = Checkpoints(folder, self.engines, self.ema, self.system) if folder else None
+        self.saves = Checkpoints(folder, self.engines, self.ema, self.system)
         self.batches = Micros(batch, micro)
 
     def steps(self, first: int, last: int) -> None:
@@ -92,7 +93,7 @@ class Trial:
             take_step(step, self.run, self.system, self.engines, self.batches, tracker)
             self.ema.update(step, self.engines.collect_applied_flags())
             assert all(self.engines.collect_applied_flags().values())
-            if self.saves and step + 1 == SAVED:
+            if first == 0 and step + 1 == SAVED:
                 self.saves.save(step + 1, last=True)
 
     def weights(self) -> dict[str, dict[str, torch.Tensor]]:
@@ -183,8 +184,9 @@ def losses(nets, whole, critic):
         yield "critic", criticism(nets["critic"])
 
 
-def measure(stage: int, micro: int, critic: str, expected: tuple[dict, dict]) -> dict:
-    trial = Trial(stage, micro, critic)
+def measure(case: tuple[str, int, int], expected: tuple[dict, dict], folder: Path) -> dict:
+    """Trains; and goes on from its own checkpoint: the names of what differs then."""
+    trial = Trial(*case, folder)
     begun = trial.weights()
     trial.steps(0, STEPS)
     ended, averages = trial.weights(), trial.averages()
@@ -193,37 +195,23 @@ def measure(stage: int, micro: int, critic: str, expected: tuple[dict, dict]) ->
         "moved": {part: furthest(begun[part], expected[0][part]) for part in ended},
         "ema": {part: furthest(averages[part], expected[1][part]) for part in ended},
         "updates": {part: masters.updates for part, masters in trial.engines.masters.items()},
+        "resumed": resumed(case, trial.state(), folder),
     }
 
 
-def resumed(stage: int, critic: str, folder: Path) -> list[str]:
-    """Saved, and gone on with: the names of what differs from a run without a break."""
-    whole = Trial(stage, 2, critic, folder / f"{critic}-{stage}")
-    whole.steps(0, STEPS)
-    truth = whole.state()
-    trial = Trial(stage, 2, critic, folder / f"{critic}-{stage}")
+def resumed(case: tuple[str, int, int], truth: dict[str, torch.Tensor], folder: Path) -> list[str]:
+    """Goes on from a checkpoint: the names of what differs from `truth`, a run without a break."""
+    trial = Trial(*case, folder)
     trial.steps(0, 1)  # other weights, which the checkpoint must replace
     trial.saves.load(trial.saves.store.folder / f"step_{SAVED:08d}")
-    trial.saves = None
     trial.steps(SAVED, STEPS)
     state = trial.state()
     return [name for name in truth if not torch.equal(state[name], truth[name])]
 
 
-def main(folder: Path) -> None:
-    start_group()
-    figures = {}
-    for critic in CRITICS:
-        expected = reference(critic)
-        figures |= {
-            f"{critic}-{stage}-{micro}": measure(stage, micro, critic, expected)
-            for stage in (0, 1, 2, 3)
-            for micro in (4, 2)
-        }
-        figures |= {f"{critic}-{stage}-resumed": resumed(stage, critic, folder) for stage in (0, 1, 2, 3)}
+def main(folder: Path, cases: list[tuple[str, int, int]]) -> None:
+    expected = {critic: reference(critic) for critic in CRITICS}
+    names = ["-".join(map(str, case)) for case in cases]
+    figures = {name: measure(case, expected[case[0]], folder / name) for name, case in zip(names, cases, strict=True)}
     if group.rank() == 0:
         (folder / "figures.json").write_text(json.dumps(figures))
-
-
-if __name__ == "__main__":
-    main(Path(next(argument for argument in sys.argv[1:] if not argument.startswith("--"))))

@@ -4,17 +4,18 @@ import json
 
 import pytest
 
-from tests.engine.check_phenaki import CRITICS, STEPS
-from tests.support.launch import launch
+from tests.engine import check_phenaki
+from tests.engine.check_phenaki import EVERY, SAMPLE, STEPS
+from tests.support.sample import sampled, wants_all
 
-CASES = [f"{critic}-{stage}-{micro}" for critic in CRITICS for stage in (0, 1, 2, 3) for micro in (4, 2)]
+CASES = sampled(*(["-".join(map(str, case)) for case in cases] for cases in (EVERY, SAMPLE)))
 pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
-def figures(tmp_path_factory):
+def figures(on_ranks, tmp_path_factory, request):
     folder = tmp_path_factory.mktemp("phenaki")
-    launch("tests/engine/check_phenaki.py", folder, num=2, timeout=600)
+    on_ranks(2, check_phenaki.main, folder, EVERY if wants_all(request) else SAMPLE)
     return json.loads((folder / "figures.json").read_text())
 
 
@@ -32,8 +33,7 @@ def test_weights(figures, case):
     assert set(found["weights"]) == ({"maskgit", "critic"} if case.startswith("token") else {"maskgit"})
 
 
-@pytest.mark.parametrize("stage", (0, 1, 2, 3))
-@pytest.mark.parametrize("critic", CRITICS)
-def test_resume(figures, critic, stage):
+@pytest.mark.parametrize("case", CASES)
+def test_resume(figures, case):
     """Oracle: the run without a break, bit for bit: weights, moments and averages of all parts."""
-    assert figures[f"{critic}-{stage}-resumed"] == []
+    assert figures[case]["resumed"] == []
