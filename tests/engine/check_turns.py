@@ -1,10 +1,10 @@
-"""Launched on 2 ranks by test_turns.py: two networks that learn in turns, against plain torch; figures as JSON.
+"""Run by test_turns.py on 2 ranks: two networks that learn in turns, against plain torch; figures as JSON.
 
 The system is a tiny KL autoencoder with a discriminator that starts at step START; the step is the loop's own.
 """
 
 import json
-import sys
+from collections.abc import Iterable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,7 +16,6 @@ from dstrain.distributed import group
 from dstrain.engine.checkpoint import Checkpoints
 from dstrain.engine.ema.shadow import EmaShadow
 from dstrain.engine.initial import draw_weights
-from dstrain.engine.start import start_group
 from dstrain.recipe import Run
 from dstrain.train import take_step
 from tests.engine.check_engines import Micros, furthest, gathered
@@ -24,6 +23,10 @@ from tests.support.engines import engines_for, resolve
 
 STEPS, START, GLOBAL, SEED = 8, 3, 8, 5
 SAVED = (2, 5)  # before the discriminator's start, and after
+# Stage, micro-batch (2: two micro-steps), and the saves that another training goes on from; of all of them CI's, with
+# every stage, size and save.
+EVERY = {(stage, micro): SAVED for stage in (0, 1, 2, 3) for micro in (4, 2)}
+SAMPLE = {(0, 4): SAVED[:1], (1, 2): SAVED[1:], (2, 4): SAVED[1:], (3, 2): SAVED[:1]}
 # With a small eps Adam divides rounding by rounding: at 1e-6 plain torch moves by 2e-5 when a batch is permuted.
 DECAY, LR, EPS, WEIGHT_DECAY = 0.9, 5e-4, 1e-4, 0.05
 KL_WEIGHT, WEIGHT = 0.1, 0.7
@@ -66,7 +69,7 @@ def batch(step: int) -> dict[str, torch.Tensor]:
 
 
 class Trial:
-    def __init__(self, stage: int, micro: int, folder: Path | None = None):
+    def __init__(self, stage: int, micro: int, folder: Path):
         self.run = recipe(micro)
         config = {"zero_optimization": {"stage": stage}}
         if stage == 3:
@@ -75,16 +78,16 @@ class Trial:
         settings = resolve(config, self.run, group.world(), "cpu")
         self.engines = engines_for(self.system.networks, self.run, settings, self.system.decays, self.system.blocks())
         self.ema = EmaShadow(self.engines.masters, self.run.ema, self.system.averaged)
-        self.saves = Checkpoints(folder, self.engines, self.ema, self.system) if folder else None
+        self.saves = Checkpoints(folder, self.engines, self.ema, self.system)
         self.batches, self.seen, self.applied = Micros(batch, micro), [], []
 
-    def steps(self, first: int, last: int) -> None:
+    def steps(self, first: int, last: int, saved: Iterable[int] = ()) -> None:
         tracker = SimpleNamespace(add_terms=lambda part, terms: self.seen.append((part, terms["loss"])))
         for step in range(first, last):
             take_step(step, self.run, self.system, self.engines, self.batches, tracker)
             self.ema.update(step, self.engines.collect_applied_flags())
             self.applied.append(self.engines.collect_applied_flags())
-            if self.saves and step + 1 in SAVED:
+            if step + 1 in saved:
                 self.saves.save(step + 1, last=True)
 
     def weights(self) -> dict[str, dict[str, torch.Tensor]]:
@@ -154,13 +157,14 @@ def reference() -> dict[str, dict[str, torch.Tensor]]:
     return found | {"ema": shadow}
 
 
-def measure(stage: int, micro: int, expected: dict) -> dict:
-    trial = Trial(stage, micro)
+def measure(case: tuple[int, int], saved: Iterable[int], expected: dict, folder: Path) -> dict:
+    """Trains; and goes on from its own checkpoints: by their step, the names of what differs then."""
+    trial = Trial(*case, folder)
     begun = trial.weights()
-    trial.steps(0, START)
+    trial.steps(0, START, saved)
     waited = trial.weights()
     counts = {part: masters.updates for part, masters in trial.engines.masters.items()}
-    trial.steps(START, STEPS)
+    trial.steps(START, STEPS, saved)
     ended = trial.weights()
     average = gathered(trial.engines.masters["autoencoder"], trial.ema.flats["autoencoder"][DECAY])
     return {
@@ -174,33 +178,25 @@ def measure(stage: int, micro: int, expected: dict) -> dict:
         "all_applied": all(all(applied.values()) for applied in trial.applied),
         "skipped": trial.engines.count_skipped(),
         "figures": sorted(trial.engines.collect_figures()),
+        "resumed": {step: resumed(case, step, trial.state(), folder) for step in saved},
     }
 
 
-def resumed(stage: int, folder: Path) -> dict:
-    """Saved before and after the start and gone on with: the names of what differs from a run without a break."""
-    whole = Trial(stage, 2, folder / f"stage{stage}")
-    whole.steps(0, STEPS)
-    truth, figures = whole.state(), {}
-    for step in SAVED:
-        trial = Trial(stage, 2, folder / f"stage{stage}")
-        trial.steps(0, 1)  # other weights, which the checkpoint must replace
-        trial.saves.load(trial.saves.store.folder / f"step_{step:08d}")
-        trial.saves = None
-        trial.steps(step, STEPS)
-        state = trial.state()
-        figures[str(step)] = [name for name in truth if not torch.equal(state[name], truth[name])]
-    return figures
+def resumed(case: tuple[int, int], step: int, truth: dict[str, torch.Tensor], folder: Path) -> list[str]:
+    """Goes on from the checkpoint of a step: the names of what differs from `truth`, a run without a break."""
+    trial = Trial(*case, folder)
+    trial.steps(0, 1)  # other weights, which the checkpoint must replace
+    trial.saves.load(trial.saves.store.folder / f"step_{step:08d}")
+    trial.steps(step, STEPS)
+    state = trial.state()
+    return [name for name in truth if not torch.equal(state[name], truth[name])]
 
 
-def main(folder: Path) -> None:
-    start_group()
+def main(folder: Path, cases: dict[tuple[int, int], Iterable[int]]) -> None:
     expected = reference()
-    figures = {f"{stage}-{micro}": measure(stage, micro, expected) for stage in (0, 1, 2, 3) for micro in (4, 2)}
-    figures["resumed"] = {stage: resumed(stage, folder) for stage in (0, 1, 2, 3)}
+    figures = {}
+    for case, saved in cases.items():
+        name = "{}-{}".format(*case)
+        figures[name] = measure(case, saved, expected, folder / name)
     if group.rank() == 0:
         (folder / "figures.json").write_text(json.dumps(figures))
-
-
-if __name__ == "__main__":
-    main(Path(next(argument for argument in sys.argv[1:] if not argument.startswith("--"))))

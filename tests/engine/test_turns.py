@@ -4,17 +4,21 @@ import json
 
 import pytest
 
-from tests.engine.check_turns import SAVED, START, STEPS
-from tests.support.launch import launch
+from tests.engine import check_turns
+from tests.engine.check_turns import EVERY, SAMPLE, START, STEPS
+from tests.support.sample import sampled, wants_all
 
-CASES = [f"{stage}-{micro}" for stage in (0, 1, 2, 3) for micro in (4, 2)]  # micro-batch 2: two micro-steps
+CASES = sampled(*(["{}-{}".format(*case) for case in cases] for cases in (EVERY, SAMPLE)))
+SAVES = sampled(
+    *(["{}-{}-{}".format(*case, step) for case, saved in cases.items() for step in saved] for cases in (EVERY, SAMPLE))
+)
 pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
-def figures(tmp_path_factory):
+def figures(on_ranks, tmp_path_factory, request):
     folder = tmp_path_factory.mktemp("turns")
-    launch("tests/engine/check_turns.py", folder, num=2, timeout=600)
+    on_ranks(2, check_turns.main, folder, EVERY if wants_all(request) else SAMPLE)
     return json.loads((folder / "figures.json").read_text())
 
 
@@ -38,7 +42,8 @@ def test_a_part_that_waits(figures, case):
     assert {"autoencoder/grad_norm", "discriminator/param_norm"} <= set(found["figures"])
 
 
-@pytest.mark.parametrize("stage", (0, 1, 2, 3))
-def test_resume(figures, stage):
+@pytest.mark.parametrize("save", SAVES)
+def test_resume(figures, save):
     """Oracle: the run without a break, bit for bit: weights, moments, average and counts of both parts."""
-    assert figures["resumed"][str(stage)] == {str(step): [] for step in SAVED}
+    case, _, step = save.rpartition("-")
+    assert figures[case]["resumed"][step] == []
