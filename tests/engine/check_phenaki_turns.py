@@ -1,11 +1,10 @@
-"""Launched on 2 ranks by test_phenaki_turns.py: Phenaki's tokenizer and its adversary, against plain torch, as JSON.
+"""Run by test_phenaki_turns.py on 2 ranks: Phenaki's tokenizer and its adversary, against plain torch, as JSON.
 
 Clips of several lengths; two of the steps hold images alone, where the weights for later frames learn nothing. The
 discriminator begins at step START, with a penalty at every second step. The step is the loop's own.
 """
 
 import json
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,7 +14,6 @@ import torch.nn.functional as F
 from dstrain import rng, systems
 from dstrain.distributed import group
 from dstrain.engine.initial import draw_weights
-from dstrain.engine.start import start_group
 from dstrain.recipe import Run
 from dstrain.train import take_step
 from tests.engine.check_engines import Micros, furthest, gathered
@@ -23,6 +21,15 @@ from tests.support.engines import engines_for, resolve
 
 STEPS, START, GLOBAL, SEED, EVERY = 6, 2, 8, 5, 2
 IMAGES_ALONE = (1, 4)
+# Form of the penalty, stage and micro-batch (2: two micro-steps); of all of them CI's, with every form, stage and size.
+ALL = [
+    (form, stage, micro)
+    for form, stages in (("approximate", (0, 1, 2, 3)), ("exact", (0, 1, 2)))
+    for stage in stages
+    for micro in (4, 2)
+]
+SAMPLE = [("approximate", 0, 4), ("exact", 1, 2), ("exact", 2, 4), ("approximate", 3, 2)]
+ALL_BF16, SAMPLE_BF16 = (1, 3), (3,)  # stages
 # The last bias of a discriminator adds to all logits: its gradient is rounding, which Adam divides by what is as small.
 LR, EPS, WEIGHT_DECAY, WEIGHT, DECAY, SIGMA, PENALTY = 5e-4, 1e-3, 0.05, 0.7, 0.5, 0.3, 0.8
 COMMIT, ENTROPY, GAMMA = 0.25, 0.1, 1.5
@@ -81,7 +88,7 @@ def batch(step: int) -> dict[str, torch.Tensor]:
     return {"video": video, "frames": frames, "key": key, "position": position, "step": torch.full_like(position, step)}
 
 
-def trained(stage: int, micro: int, form: str, bf16: bool = False) -> dict:
+def trained(form: str, stage: int, micro: int, bf16: bool = False) -> dict:
     """Weights by part after all steps, the loss of each and what the system learned on the side."""
     run, config = recipe(micro, form), {"zero_optimization": {"stage": stage}}
     if stage == 3:
@@ -158,8 +165,8 @@ def reference(form: str) -> dict:
     return found | {"usage": q}
 
 
-def measure(stage: int, micro: int, form: str, expected: dict) -> dict:
-    found = trained(stage, micro, form)
+def measure(case: tuple[str, int, int], expected: dict) -> dict:
+    found = trained(*case)
     return {
         "weights": {part: furthest(found[part], expected[part]) for part in ("tokenizer", "discriminator")},
         "moved": {part: furthest(found["begun"][part], expected[part]) for part in ("tokenizer", "discriminator")},
@@ -171,26 +178,18 @@ def measure(stage: int, micro: int, form: str, expected: dict) -> dict:
 
 def refusal(stage: int) -> str:
     try:
-        trained(stage, 4, "exact")
+        trained("exact", stage, 4)
     except ValueError as error:
         return str(error)
     return "nothing was refused"
 
 
-def main(folder: Path) -> None:
-    start_group()
-    figures = {}
-    for form, stages in (("approximate", (0, 1, 2, 3)), ("exact", (0, 1, 2))):
-        expected = reference(form)
-        figures |= {
-            f"{form}-{stage}-{micro}": measure(stage, micro, form, expected) for stage in stages for micro in (4, 2)
-        }
-    bf16 = {stage: trained(stage, 4, "approximate", bf16=True) for stage in (1, 3)}
+def main(folder: Path, cases: list[tuple[str, int, int]], stages: tuple[int, ...]) -> None:
+    """stages: those that are trained in bf16, too."""
+    expected = {form: reference(form) for form in ("approximate", "exact")}
+    figures = {"-".join(map(str, case)): measure(case, expected[case[0]]) for case in cases}
+    bf16 = {stage: trained("approximate", stage, 4, bf16=True) for stage in stages}
     figures["bf16"] = {stage: {"losses": found["losses"], "skipped": found["skipped"]} for stage, found in bf16.items()}
     figures["refused"] = refusal(3)
     if group.rank() == 0:
         (folder / "figures.json").write_text(json.dumps(figures))
-
-
-if __name__ == "__main__":
-    main(Path(next(argument for argument in sys.argv[1:] if not argument.startswith("--"))))

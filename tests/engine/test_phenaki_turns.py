@@ -5,22 +5,19 @@ import math
 
 import pytest
 
-from tests.engine.check_phenaki_turns import START, STEPS
-from tests.support.launch import launch
+from tests.engine import check_phenaki_turns
+from tests.engine.check_phenaki_turns import ALL, ALL_BF16, SAMPLE, SAMPLE_BF16, START, STEPS
+from tests.support.sample import sampled, wants_all
 
-CASES = [
-    f"{form}-{stage}-{micro}"
-    for form, stages in (("approximate", (0, 1, 2, 3)), ("exact", (0, 1, 2)))
-    for stage in stages
-    for micro in (4, 2)
-]  # micro-batch 2: two micro-steps
+CASES = sampled(*(["-".join(map(str, case)) for case in cases] for cases in (ALL, SAMPLE)))
 pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
-def figures(tmp_path_factory):
+def figures(on_ranks, tmp_path_factory, request):
     folder = tmp_path_factory.mktemp("phenaki_turns")
-    launch("tests/engine/check_phenaki_turns.py", folder, num=2, timeout=600)
+    cases = (ALL, ALL_BF16) if wants_all(request) else (SAMPLE, SAMPLE_BF16)
+    on_ranks(2, check_phenaki_turns.main, folder, *cases)
     return json.loads((folder / "figures.json").read_text())
 
 
@@ -33,12 +30,12 @@ def test_weights(figures, case):
     assert found["usage"] < 1e-6 < 1e-3 < found["learned"] and found["skipped"] == 0
 
 
-@pytest.mark.parametrize("stage", ("1", "3"))
+@pytest.mark.parametrize("stage", sampled(ALL_BF16, SAMPLE_BF16))
 def test_bf16(figures, stage):
     """Oracle: finite losses of every turn, none passed over."""
-    losses = figures["bf16"][stage]["losses"]
-    assert len(losses) == STEPS + STEPS - START and all(math.isfinite(value) for _, value in losses)
-    assert figures["bf16"][stage]["skipped"] == 0
+    found = figures["bf16"][str(stage)]
+    assert len(found["losses"]) == STEPS + STEPS - START and all(math.isfinite(value) for _, value in found["losses"])
+    assert found["skipped"] == 0
 
 
 def test_an_exact_slope_of_scattered_weights(figures):
