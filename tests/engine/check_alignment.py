@@ -1,6 +1,7 @@
 """Run by test_alignment.py on 1, 2 and 4 ranks: a modern DiT with LayerSync, REPA, texts or clips, against plain
 torch."""
 
+import itertools
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +15,6 @@ from dstrain.data.source import stack_texts
 from dstrain.distributed import group
 from dstrain.engine.checkpoint import Checkpoints
 from dstrain.engine.ema.shadow import EmaShadow
-from dstrain.engine.start import start_group
 from dstrain.recipe import Run
 from dstrain.systems.dit.align import Align
 from dstrain.systems.dit.config import Config
@@ -60,6 +60,13 @@ CASES = {
     },
 }
 STAGES = {1: (0,), 2: (0, 1, 2, 3), 4: (2,)}  # by the number of ranks
+# Cases and stages by the number of ranks; of all of them CI's, with every case, stage and number.
+EVERY = {world: [(case, stage) for case in CASES for stage in stages] for world, stages in STAGES.items()}
+SAMPLE = {
+    1: [("repa", 0)],
+    2: [("layersync", 2), ("repa", 3), ("text", 1), ("cross", 0), ("video", 3)],
+    4: [("cross", 2)],
+}
 
 
 def system_of(case: str, encoder: Path) -> DiTSystem:
@@ -161,12 +168,11 @@ def resumed(trial: Trial, again: Trial, told: list[float]) -> bool:
     return same and all(torch.equal(there[name], here[name]) for name in there)
 
 
-def main(folder: Path, encoder: Path) -> None:
-    start_group()
+def main(folder: Path, encoder: Path, cases: list[tuple[str, int]]) -> None:
     figures = {}
-    for case in CASES:
+    for case, chosen in itertools.groupby(cases, key=lambda pair: pair[0]):
         expected, felt, losses = reference(case, encoder)
-        for stage in STAGES[group.world()]:
+        for _, stage in chosen:
             name = f"{case}-{group.world()}-{stage}"
             trial = Trial(case, encoder, stage, folder / name)
             begun, told = trial.weights(), trial.steps(0, SAVED)

@@ -5,23 +5,25 @@ import json
 import pytest
 
 from tests.engine import check_alignment
+from tests.engine.check_alignment import EVERY, SAMPLE
 from tests.support import towers
+from tests.support.sample import sampled, wants_all
 
-NAMES = [
-    f"{case}-{world}-{stage}"
-    for case in check_alignment.CASES
-    for world, stages in check_alignment.STAGES.items()
-    for stage in stages
-]
+NAMES = sampled(
+    *(
+        [f"{case}-{world}-{stage}" for world, pairs in cases.items() for case, stage in pairs]
+        for cases in (EVERY, SAMPLE)
+    )
+)
 
 
 @pytest.fixture(scope="module")
-def figures(tmp_path_factory, on_ranks):
+def figures(tmp_path_factory, on_ranks, request):
     folder = tmp_path_factory.mktemp("alignment")
     towers.dinov2(folder / "encoder")
     found = {}
-    for world in check_alignment.STAGES:
-        on_ranks(world, check_alignment.main, folder, folder / "encoder")
+    for world, cases in (EVERY if wants_all(request) else SAMPLE).items():
+        on_ranks(world, check_alignment.main, folder, folder / "encoder", cases)
         found |= json.loads((folder / f"figures-{world}.json").read_text())
     return found
 
