@@ -110,9 +110,15 @@ class Losses:
 
 
 def train(
-    name: str, stage: int, sequence: int, recompute: str = "none", compiled: bool = False, **more: Any
+    name: str,
+    stage: int,
+    sequence: int,
+    recompute: str = "none",
+    compiled: bool = False,
+    steps: int = STEPS,
+    **more: Any,
 ) -> dict[str, Any]:
-    """Trains a system: the losses of all steps, the norms of their gradients, the bytes that went to the host, and how
+    """Trains a system: the losses of the steps, the norms of their gradients, the bytes that went to the host, and how
     many samples it observed after each step. more: words of zero_optimization.
     """
     run = recipe(name, sequence, recompute, compiled)
@@ -132,7 +138,7 @@ def train(
         observe(terms)
 
     engines.host.send_to_host, system.observe = count, count_rows
-    for step in range(STEPS):
+    for step in range(steps):
         take_step(step, run, system, engines, batches, losses)
         told["losses"].append(losses.take())
         told["norms"].append([masters.grad_norm for _, masters in sorted(engines.masters.items())])
