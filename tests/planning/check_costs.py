@@ -69,6 +69,25 @@ STAGES = {
     },
     4: {"dit summed": (2, 3), "vae": (1,), "phenaki": (3,), "muon": (1,), "secondary": (3,)},
 }
+# Of these CI's sample: every case, stage and number of ranks.
+SAMPLE = {
+    1: {"vae": (0,)},
+    2: {
+        "dit summed": (2, 3),
+        "dit fp32": (2,),
+        "dit at the host": (3,),
+        "phenaki": (0,),
+        "iddpm": (2,),
+        "prior": (2,),
+        "tokenizer": (1,),
+        "muon": (3,),
+        "8 bits": (3,),
+        "offloaded summed": (2,),
+        "all offloaded": (3,),
+        "dit frozen": (1,),
+    },
+    4: {"secondary": (3,)},
+}
 EVERY = {world: dict.fromkeys(("dit summed", "vae", "phenaki"), range(4)) for world in STAGES}
 
 

@@ -5,11 +5,19 @@ import json
 import pytest
 
 from tests.planning import check_costs
-from tests.planning.check_costs import EVERY, configurations
-from tests.planning.check_costs import STAGES as SOME
+from tests.planning.check_costs import EVERY, SAMPLE, STAGES, configurations
+from tests.support.sample import sampled, wants_all
 
 STATES = ("weights", "persistent", "masters", "moments", "gradients", "average", "staging")
-ALL = [f"{world} {case} {stage}" for world in SOME for case, stage in configurations(SOME[world])]
+
+
+def list_names(stages):
+    """The configurations of check_costs.py, by the names that tests give them."""
+    return [f"{world} {case} {stage}" for world in stages for case, stage in configurations(stages[world])]
+
+
+ALL = sampled(list_names(STAGES), list_names(SAMPLE))
+SAVED = [name for name in list_names(STAGES) if name[-1] in "13"]
 
 
 def both(on_ranks, in_fork, folder, stages):
@@ -30,8 +38,8 @@ def both(on_ranks, in_fork, folder, stages):
 
 
 @pytest.fixture(scope="module")
-def figures(on_ranks, in_fork, tmp_path_factory):
-    return both(on_ranks, in_fork, tmp_path_factory.mktemp("costs"), SOME)
+def figures(on_ranks, in_fork, tmp_path_factory, request):
+    return both(on_ranks, in_fork, tmp_path_factory.mktemp("costs"), STAGES if wants_all(request) else SAMPLE)
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -94,7 +102,7 @@ def test_every_stage_on_every_number_of_ranks(on_ranks, in_fork, tmp_path):
         test_states_without_a_count(found, name)
 
 
-@pytest.mark.parametrize("stage", (2, 3))
+@pytest.mark.parametrize("stage", sampled((2, 3), (3,)))
 def test_inputs_on_the_host(figures, stage):
     """Oracle: by hand: six blocks send 2 samples of 16 tokens of width 32 in bf16, in each of two micro-batches, of
     which one is there at a time. Real ranks send as much.
@@ -109,7 +117,7 @@ def test_computed_again(figures):
     assert min(again) == max(again) > 0
 
 
-@pytest.mark.parametrize("name", [name for name in ALL if name[-1] in "13"])
+@pytest.mark.parametrize("name", sampled(SAVED, [name for name in SAVED if name in list_names(SAMPLE)]))
 def test_checkpoint(figures, name):
     """Oracle: the tensors in the files of a real checkpoint. Small flats have no moments of 8 bits."""
     real, counted = figures[name]
