@@ -1,4 +1,5 @@
-"""Run by test_systems.py: every system saves, and goes on at other stages and numbers of ranks; figures as JSON.
+"""Run by test_systems.py with a folder and the name of one of PLANS: every system saves, and goes on at other stages
+and numbers of ranks; figures as JSON.
 
     2 ranks, stage 2    BEFORE steps, a checkpoint, AFTER + EXTRA more: the truth
     4, 2, 1 ranks       each of PLACES for some systems: that checkpoint, AFTER steps, compared with the truth
@@ -15,8 +16,11 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -42,6 +46,7 @@ BEFORE, AFTER, EXTRA = 8, 12, 5
 ROUNDING = 1e-7  # the root mean square of a gradient that is nothing else
 GAME = 14  # the vae's step from which its adversary plays
 NATIVE, LATE = (("vae", 1), ("vae", 2), ("vae", 3), ("dit", 2)), 16  # in DeepSpeed's own files; the step
+NATIVE_SAMPLE = (("vae", 1), ("vae", 3), ("dit", 2))  # of these CI's
 
 # Recipe and overrides. With dropout the micro-batch is named, since masks belong to it; the others' is what each number
 # of ranks makes of the global batch. Discriminators begin before the checkpoint, or after it.
@@ -104,6 +109,30 @@ PLACES = {
     (1, 3): ("vae",),
 }
 BACK, RETURNING = (1, 2), ("iddpm", "tokenizer", "phenaki")  # from what 4 ranks saved at stage 3
+# Of these CI's: each system goes to one place, and each place has a system.
+PLACES_SAMPLE = {
+    (4, 3): ("iddpm", "phenaki"),
+    (4, 1): ("vae",),
+    (2, 3): ("dvae", "decoder"),
+    (1, 0): ("dit", "modern", "tokenizer", "prior"),
+    (1, 3): ("vae",),
+}
+RETURNING_SAMPLE = ("iddpm",)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is done in one process group after another."""
+
+    places: dict[tuple[int, int], tuple[str, ...]]
+    returning: tuple[str, ...]
+    native: tuple[tuple[str, int], ...]
+
+
+PLANS = {
+    "sample": Plan(PLACES_SAMPLE, RETURNING_SAMPLE, NATIVE_SAMPLE),
+    "all": Plan(PLACES, RETURNING, NATIVE),
+}
 
 
 def steady(case: str, first: int) -> int:
@@ -205,7 +234,7 @@ class Trial:
         self.saves.save(step, last=True)  # which raises where it fails
 
 
-def truth(folder: Path) -> None:
+def truth(folder: Path, plan: Plan) -> None:
     for case in CASES:
         trial = Trial(folder, case, 2)
         trial.steps(0, BEFORE)
@@ -217,17 +246,17 @@ def truth(folder: Path) -> None:
             torch.save(found, folder / case / "truth.pt")
 
 
-def elsewhere(folder: Path) -> None:
+def elsewhere(folder: Path, plan: Plan) -> None:
     """Goes on from the 2 ranks' checkpoint at each of this world's stages."""
     figures = {}
-    for (world, stage), cases in PLACES.items():
+    for (world, stage), cases in plan.places.items():
         for case in cases if world == group.world() else ():
             began = time.process_time()
             trial = Trial(folder, case, stage)
             first = trial.saves.resume()
             assert first == BEFORE
             steps = trial.steps(first, first + EXTRA)
-            if (world, stage) == (4, 3) and case in RETURNING:
+            if (world, stage) == (4, 3) and case in plan.returning:
                 other = Checkpoints(folder / case / "of4", trial.engines, trial.ema, trial.system)
                 other.save(first + EXTRA, last=True)
             steps += trial.steps(first + EXTRA, first + AFTER)
@@ -236,9 +265,9 @@ def elsewhere(folder: Path) -> None:
     write(folder, figures, f"{group.world()}")
 
 
-def back(folder: Path) -> None:
+def back(folder: Path, plan: Plan) -> None:
     figures = {}
-    for case in RETURNING:
+    for case in plan.returning:
         trial = Trial(folder, case, BACK[1], "of4")
         first = trial.saves.resume()
         assert first == BEFORE + EXTRA
@@ -288,13 +317,13 @@ def compared(folder: Path, case: str, trial: Trial, first: int, steps: list[dict
     }
 
 
-def native(folder: Path) -> None:
+def native(folder: Path, plan: Plan) -> None:
     """save.format=deepspeed on 2 ranks: a run's folder for each of NATIVE, gone on from, and by DeepSpeed's own tools.
 
     What the tools make of it: CASE-STAGE/merged.pt, by zero_to_fp32, and CASE-STAGE/universal/PART, by ds_to_universal.
     """
     figures = {}
-    for case, stage in NATIVE:
+    for case, stage in plan.native:
         name = f"{case}-{stage}"
         trial = Trial(folder, case, stage, f"{name}/checkpoints", ("save.format=deepspeed",))
         trial.steps(0, LATE)
@@ -330,13 +359,13 @@ def crossed(at: Path, plain: Trial, own: Trial, wanted: dict[str, Tensor]) -> li
     return said + lost + [key for key in wanted if not torch.equal(wanted[key], state[key])]
 
 
-def tools(folder: Path) -> None:
+def tools(folder: Path, plan: Plan) -> None:
     """DeepSpeed's two tools on what `native` left, in one process; and one rank, which cannot go on from it."""
     from deepspeed.checkpoint import ds_to_universal
     from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
     figures = {}
-    for case, stage in NATIVE:
+    for case, stage in plan.native:
         name = f"{case}-{stage}"
         at = folder / case / name / "checkpoints" / f"step_{LATE:08d}" / "deepspeed"
         parts = sorted(path.name for path in at.iterdir() if path.is_dir())
@@ -374,16 +403,16 @@ def write(folder: Path, figures: dict, name: str) -> None:
         (folder / f"figures-{name}.json").write_text(json.dumps(figures))
 
 
-def on_ranks(world: int, work: Callable[[Path], None], folder: Path) -> None:
-    """`work` on `world` forked ranks, to their end."""
+def on_ranks(world: int, work: Callable[..., None], *arguments: Any) -> None:
+    """work(*arguments) on `world` forked ranks, to their end."""
     began, port = time.perf_counter(), free_port()
-    pids = [fork(rank, world, port, work, folder) for rank in range(world)]
+    pids = [fork(rank, world, port, partial(work, *arguments)) for rank in range(world)]
     failed = [os.waitpid(pid, 0)[1] for pid in pids]
     print(f"{work.__name__} on {world} ranks: {time.perf_counter() - began:.1f} s", flush=True)
     assert not any(failed), f"{work.__name__} on {world} ranks ended with {failed}"
 
 
-def fork(rank: int, world: int, port: int, work: Callable[[Path], None], folder: Path) -> int:
+def fork(rank: int, world: int, port: int, work: Callable[[], None]) -> int:
     pid = os.fork()
     if pid:
         return pid
@@ -394,7 +423,7 @@ def fork(rank: int, world: int, port: int, work: Callable[[Path], None], folder:
         )
         torch.set_num_threads(1)
         start_group()
-        work(folder)
+        work()
         group.leave_process_group()
         code = 0
     except BaseException:
@@ -405,7 +434,7 @@ def fork(rank: int, world: int, port: int, work: Callable[[Path], None], folder:
         os._exit(code)
 
 
-def main(folder: Path) -> None:
+def main(folder: Path, plan: Plan) -> None:
     prepare_environment()
     import deepspeed.checkpoint.ds_to_universal  # noqa: F401  once, for all the forks
 
@@ -417,13 +446,13 @@ def main(folder: Path) -> None:
             zero |= {"sub_group_size": 3000, "stage3_param_persistence_threshold": 300}
         (folder / f"zero{stage}.json").write_text(json.dumps({"zero_optimization": zero}))
     tokenizers.save(folder / "tokens", patch_size=8)
-    on_ranks(2, truth, folder)
+    on_ranks(2, truth, folder, plan)
     for world in (4, 2, 1):
-        on_ranks(world, elsewhere, folder)
-    on_ranks(1, back, folder)
-    on_ranks(2, native, folder)
-    on_ranks(1, tools, folder)
+        on_ranks(world, elsewhere, folder, plan)
+    on_ranks(1, back, folder, plan)
+    on_ranks(2, native, folder, plan)
+    on_ranks(1, tools, folder, plan)
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), PLANS[sys.argv[2]])

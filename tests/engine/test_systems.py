@@ -10,20 +10,29 @@ import torch
 from dstrain.commands import evaluate, generate
 from dstrain.commands.job import JobOptions, prepare_job
 from dstrain.recipe import ConfigError
-from tests.engine.check_systems import AFTER, BACK, CASES, LATE, NATIVE, PLACES, RETURNING
+from tests.engine.check_systems import AFTER, BACK, CASES, LATE, PLANS, Plan
 from tests.support.launch import ROOT, environment
+from tests.support.sample import sampled, wants_all
 
 pytestmark = pytest.mark.slow
-WAYS = [f"{case} 2/2 -> {world}/{stage}" for (world, stage), cases in PLACES.items() for case in cases]
 LOSSES = {"vae": 1e-4, "tokenizer": 1e-4}  # relative; two networks against each other; else 1e-5
-WAYS += ["{} 4/3 -> {}/{}".format(case, *BACK) for case in RETURNING]
+
+
+def list_ways(plan: Plan) -> list[str]:
+    """The ways of a plan by name: case, ranks and stage before and after."""
+    there = [f"{case} 2/2 -> {world}/{stage}" for (world, stage), cases in plan.places.items() for case in cases]
+    return there + ["{} 4/3 -> {}/{}".format(case, *BACK) for case in plan.returning]
+
+
+WAYS = sampled(*(list_ways(PLANS[name]) for name in ("all", "sample")))
+NATIVE = sampled(*([f"{case}-{stage}" for case, stage in PLANS[name].native] for name in ("all", "sample")))
 
 
 @pytest.fixture(scope="module")
-def checked(tmp_path_factory):
+def checked(tmp_path_factory, request):
     """The folder that check_systems.py leaves, and all its figures."""
     folder = tmp_path_factory.mktemp("systems")
-    words = [sys.executable, ROOT / "tests/engine/check_systems.py", folder]
+    words = [sys.executable, ROOT / "tests/engine/check_systems.py", folder, "all" if wants_all(request) else "sample"]
     done = subprocess.run(
         words,
         env=environment(),
@@ -98,13 +107,13 @@ def test_what_does_not_divide_is_refused(tmp_path):
     assert prepared(2, *legacy, "batch.micro=2", recipe="tiny-vae") == (2, 2)
 
 
-@pytest.mark.parametrize("case, stage", NATIVE)
-def test_deepspeeds_own_files(checked, case, stage):
+@pytest.mark.parametrize("name", NATIVE)
+def test_deepspeeds_own_files(checked, name):
     """Oracle: the masters as they were saved, to the bit: read by dstrain, by zero_to_fp32 and by ds_to_universal,
     and by runs that go over to the other format; at another stage or on 1 rank a refusal that names the remedy.
     """
     folder, figures = checked
-    name = f"{case}-{stage}"
+    case, stage = name.split("-")
     found, at = figures["figures-native"][name], folder / case / name
     assert found["differ"] == [] and found["losses"] and found["crossed"] == []
     for said in (found["refused"], figures["figures-tools"][name]["refused"]):
@@ -118,15 +127,16 @@ def test_deepspeeds_own_files(checked, case, stage):
         assert masters.keys() <= merged[part].keys()
         for weight, value in masters.items():
             universal = torch.load(at / "universal" / part / "zero" / weight / "fp32.pt", weights_only=False)
-            universal = universal["param"] if stage < 3 else universal  # as the tool writes them
+            universal = universal["param"] if stage != "3" else universal  # as the tool writes them
             assert torch.equal(merged[part][weight], value) and torch.equal(universal.view_as(value), value)
 
 
-def test_what_comes_after_deepspeeds_own_files(checked, tmp_path):
+@pytest.mark.parametrize("stages", sampled(((1, 3), (2,)), ((1, 3),)), ids=str)
+def test_what_comes_after_deepspeeds_own_files(checked, tmp_path, stages):
     """Oracle: the averages lie in fragments: evaluated and drawn from, though a discriminator's weights do not;
     training weights are refused, and the message says how they are merged.
     """
-    for stage in (1, 2, 3):
+    for stage in stages:
         run = checked[0] / "vae" / f"vae-{stage}"
         _, result = evaluate.evaluate_run(
             evaluate.EvaluateOptions(run, num=8, batch=8, out=tmp_path / f"evaluation{stage}")
