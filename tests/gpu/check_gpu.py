@@ -1,4 +1,6 @@
-"""Run by test_gpu.py on the GPU that computes nothing: what the kit asks of steps, saves and resumed runs; as JSON."""
+"""Run by test_gpu.py on the GPU that computes nothing, with a folder and stages as JSON: what the kit asks of steps,
+saves and resumed runs; as JSON.
+"""
 
 import json
 import sys
@@ -11,7 +13,7 @@ import torch
 from dstrain.checkpoint.fragments import Fragment
 from dstrain.checkpoint.saver import HostCopies
 from dstrain.engine import patches
-from kit import correct, jobs, report
+from kit import correct, report
 
 KNOWN_WAITS = {
     "a value that is read": lambda ones: ones.sum().item(),
@@ -61,8 +63,9 @@ def followed() -> bool:
     return waited == [(torch.cuda.current_stream(), stream)]
 
 
-def main(folder: Path) -> None:
-    steps = {system: rows_of(folder, correct.no_reads, system, "bf16", (1, 3)) for system in jobs.STEPPED}
+def main(folder: Path, stages: dict[str, list[int]]) -> None:
+    """stages: those in which the steps of a system are looked at, by its name."""
+    steps = {system: rows_of(folder, correct.no_reads, system, "bf16", own) for system, own in stages.items()}
     # IDDPM's timesteps have a state of their own; the tokenizer has two networks.
     saves = {system: rows_of(folder, correct.check, system, "bf16", (1,), False) for system in ("iddpm", "tokenizer")}
     (folder / "found.json").write_text(
@@ -78,4 +81,5 @@ def main(folder: Path) -> None:
     )
 
 
-main(Path(sys.argv[1]))
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), json.loads(sys.argv[2]))
