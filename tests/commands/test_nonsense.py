@@ -1,5 +1,6 @@
 """Every key of a recipe with a value that means nothing: refused before a start, by a line that names the key."""
 
+import functools
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ from dstrain.commands.job import prepare_job
 from dstrain.commands.options.train import JobOptions
 from dstrain.recipe import ConfigError, Run
 from dstrain.recipe.section import iterate_fields
+from dstrain.systems.phenaki import codec
 from tests.support import tokenizer
 
 ROOT = Path(__file__).parents[2]
@@ -108,6 +110,7 @@ def test_the_sections_of_all_systems(tmp_path, monkeypatch, system):
     words: tuple[str, ...] = ()
     if system == "phenaki":
         tokenizer.save(tmp_path / "tokenizer")
+        monkeypatch.setattr(codec, "load_tokenizer", functools.cache(codec.load_tokenizer))  # once for all commands
         words = ("data.path=builtin:moving-fashion", "data.image_size=12", "data.height=8", "data.held_out=0")
         words += (f"model.tokenizer.path={tmp_path / 'tokenizer'}", "every.evaluate=0", "every.metrics=0")
     recipe = f"tiny-{system.replace('.', '-')}"

@@ -46,15 +46,26 @@ def test_the_table():
 
 
 @pytest.mark.slow
-def test_the_script(tmp_path):
-    """Oracle: two trainings write two lines; the same command again writes none, with equal CPU seconds one more."""
-    command = [sys.executable, str(ROOT / "launch/bench/ablation.py"), "--out", str(tmp_path), "--rows", "modern block"]
-    command += ["--seeds", "0", "--steps", "3", "--num-samples", "20", "samples.num_steps=2", "optimizer.warmup=1"]
-    for more, expected in ([], 2), ([], 2), (["--equal", "cpu", "--margin", "0"], 3):
-        done = subprocess.run([*command, *more], capture_output=True, text=True, env=environment(), timeout=400)
-        assert done.returncode == 0, done.stderr
+def test_the_script(tmp_path, monkeypatch, capsys):
+    """Oracle: a training writes a line beside the one that is there; the same command again writes none, with equal CPU
+    seconds one more.
+    """
+    words = ["--out", str(tmp_path), "--rows", "modern block", "--seeds", "0", "--steps", "3", "--num-samples", "20"]
+    words += ["samples.num_steps=2", "optimizer.warmup=1"]
+    there = {"row": "baseline", "seed": 0, "equal": "images", "steps": 3, "images": 384, "weights": 9, "fd": 9.0}
+    there |= {"cpu_seconds": 30.0, "accuracy": 0.9, "accuracy/bag": 0.8}
+    (tmp_path / "results.jsonl").write_text(json.dumps(there) + "\n")
+    command = [sys.executable, str(ROOT / "launch/bench/ablation.py"), *words]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment(), timeout=400)
+    assert done.returncode == 0, done.stderr
+    for name, value in environment().items():
+        monkeypatch.setenv(name, value)
+    for more, expected in ([], 2), (["--equal", "cpu", "--margin", "0"], 3):  # in this process, without its imports
+        monkeypatch.setattr(sys, "argv", [command[1], *words, *more])
+        ablation.main()
         lines = [json.loads(line) for line in (tmp_path / "results.jsonl").read_text().splitlines()]
-        assert len(lines) == expected, done.stdout
-    assert [line["row"] for line in lines] == ["baseline", "modern block", "modern block"]
-    assert lines[2]["steps"] == round(3 * lines[0]["cpu_seconds"] / lines[1]["cpu_seconds"])
-    assert "| modern block | cpu |" in done.stdout and (tmp_path / "ablation.png").stat().st_size > 5000
+        assert len(lines) == expected
+    assert [line["row"] for line in lines] == ["baseline", "modern block", "modern block"] and lines[0] == there
+    assert lines[2]["steps"] == round(3 * 30.0 / lines[1]["cpu_seconds"])
+    told = capsys.readouterr().out
+    assert "| modern block | cpu |" in told and (tmp_path / "ablation.png").stat().st_size > 5000
