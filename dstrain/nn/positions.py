@@ -76,9 +76,12 @@ def rotate_values(x: Tensor, rotation: Tensor) -> Tensor:
     """Returns x (B, heads, N, d), in which each pair of neighbouring values is rotated by its angle in `rotation`, (1
     or B, 2, N, d).
     """
-    turned = torch.stack((-x[..., 1::2], x[..., ::2]), dim=-1).flatten(-2)
     cosines, sines = rotation[:, :1], rotation[:, 1:]
-    return (x * cosines + turned * sines).to(x.dtype)
+    # The signs go to the small table of sines, and the values change places by roll: slices of x would be scattered one
+    # by one in the backward pass.
+    sines = torch.stack((-sines[..., ::2], sines[..., 1::2]), dim=-1).flatten(-2)
+    swapped = x.unflatten(-1, (-1, 2)).roll(1, -1).flatten(-2)
+    return (x * cosines + swapped * sines).to(x.dtype)
 
 
 def _spread_positions(count: int, base: float | None, within: int | None = None) -> np.ndarray:
