@@ -8,6 +8,7 @@ pixels is blended with its background.
 
 from dataclasses import dataclass
 from hashlib import blake2b
+from operator import itemgetter
 
 import numpy as np
 import torch
@@ -55,9 +56,10 @@ class MovingFashion(Source):
     light = True
 
     def __post_init__(self) -> None:
-        side = 2 * min(self.height, self.width) // 3
+        key, shorter = min(("image_size", self.width), ("height", self.height), key=itemgetter(1))
+        side = 2 * shorter // 3
         if side < 5:
-            raise ConfigError(f"data.image_size={self.width} leaves items of {side} pixels: give at least 8, better 24")
+            raise ConfigError(f"data.{key}={shorter} leaves items of {side} pixels: give at least 8, better 24")
         self.items = Fashion(side, 1, self.split)
         number = len(self.items) * len(MOTIONS)
         self.permutation = Order(number).index_at(np.arange(number)).astype(np.int32)

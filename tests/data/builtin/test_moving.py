@@ -12,7 +12,7 @@ from dstrain.data.builtin.fashion import Fashion
 from dstrain.data.builtin.moving import MOTIONS, MovingFashion
 from dstrain.data.open import open_sources
 from dstrain.encoders.text import unpack_captions
-from dstrain.recipe import Data
+from dstrain.recipe import ConfigError, Data
 
 DIRECTIONS = {"moving left": (-1, 0), "moving right": (1, 0), "moving up": (0, -1), "moving down": (0, 1)}
 
@@ -120,3 +120,10 @@ def test_batches_of_the_recipe():
     assert torch.equal(batch["video"], torch.stack([sample["video"] for sample in samples]))
     texts = [bytes(row.numpy()).rstrip(b"\0") for row in batch["caption"]]
     assert texts == [bytes(sample["caption"].numpy()).rstrip(b"\0") for sample in samples]
+
+
+@pytest.mark.parametrize("sides, named", [((7, 32), "data.height=7"), ((32, 6), "data.image_size=6")])
+def test_small_items_are_refused(sides, named):
+    """Oracle: a ConfigError that names the key of the shorter side, of which items take two thirds."""
+    with pytest.raises(ConfigError, match=f"{named} leaves items of {2 * min(sides) // 3} pixels"):
+        MovingFashion(9, *sides)
