@@ -1,7 +1,7 @@
-"""The environment of a command, read in one place before torch is: what cannot work is refused, in one line each.
+"""Checks the environment of a command before torch is imported: a value that cannot work gets one line of error.
 
-What can be mended is: closed streams, a HOME that is no folder, a path too long for the sockets of worker processes.
-launcher.py reads the launcher's variables, and engine/ those of DeepSpeed, which asks torch.
+It repairs what it can: closed streams, a HOME that is no folder, a path too long for the sockets of worker processes.
+launcher.py reads the launcher's variables, and engine/ reads those of DeepSpeed.
 """
 
 import os
@@ -22,8 +22,9 @@ _DEBUG_LEVELS = ("OFF", "INFO", "DETAIL")
 
 
 def prepare_process() -> list[str]:
-    """Checks the environment of this process; returns a message for each fault that only a user can mend. If there is
-    none, it replaces a HOME that is no folder, and makes sockets of worker processes use a short path.
+    """Checks the environment of this process, and returns an error message for each fault. If there is none, sets HOME
+    to a private folder if it is no folder, and moves the sockets of worker processes to a shorter path if theirs is too
+    long. With several ranks it looks up the host of rank 0, which takes up to 5 s if it fails.
     """
     problems = [*_check_launch_variables(), *_check_temporary_folder(), *_check_debug_level()]
     if not problems:
@@ -33,8 +34,8 @@ def prepare_process() -> list[str]:
 
 
 def open_closed_standard_streams() -> None:
-    """Opens closed standard streams on the null device: else the next file that is opened gets the number of stderr,
-    and what a library prints is written into it.
+    """Opens each closed standard stream on the null device. Otherwise the next file that is opened would get the number
+    of stderr, and what a library prints there would be written into that file.
     """
     for number, (name, mode) in enumerate((("stdin", "r"), ("stdout", "w"), ("stderr", "w"))):
         try:
@@ -45,9 +46,11 @@ def open_closed_standard_streams() -> None:
 
 
 def make_private_folder(name: str) -> Path:
-    """Makes the folder `name` below a folder of this user's own among the temporary files, and returns it.
+    """Makes the folder `name` below dstrain-UID in the folder for temporary files, unless it is there, and returns its
+    path.
 
-    Nobody else can have put anything into it: if another user owns the user's folder, it makes one with a random name.
+    Nobody else can have put a file into it: if another user owns or can write dstrain-UID, or if that is a link, uses a
+    new folder with a random name instead. Raises OSError if no folder can be made.
     """
     folder = Path(tempfile.gettempdir()) / f"dstrain-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
@@ -59,15 +62,15 @@ def make_private_folder(name: str) -> Path:
 
 
 def can_write(folder: Path) -> bool:
-    """Returns whether files can be made in a folder, which is made if it is missing."""
+    """Makes a folder if it is missing, and returns whether files can be made in it."""
     with suppress(OSError):
         folder.mkdir(parents=True, exist_ok=True)
     return folder.is_dir() and os.access(folder, os.W_OK | os.X_OK)
 
 
 def find_writable_cache(name: str) -> Path:
-    """Makes and returns a folder for files that later commands find again: `name` below XDG_CACHE_HOME or ~/.cache or,
-    where that cannot be written, below the folder for temporary files.
+    """Makes and returns a folder for files that later commands find again: `name` below XDG_CACHE_HOME or ~/.cache. If
+    that cannot be written, uses `name` below a private folder for temporary files.
     """
     folder = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / name
     return folder if can_write(folder) else make_private_folder(name)
@@ -96,8 +99,8 @@ def _check_launch_variables() -> Iterator[str]:
 
 
 def _check_address(host: str) -> Iterator[str]:
-    """Yields a message if the host of rank 0 has no address, after three attempts in 5 s: torch would ask again and
-    again.
+    """Yields a message if the host of rank 0 has no address, after three attempts in 5 s. Without this check torch
+    would try again and again.
     """
     fault: Exception | None = None
     for patience in (1, 4, 0):  # seconds: a name server may be slow when hundreds of ranks ask at once
@@ -111,8 +114,8 @@ def _check_address(host: str) -> Iterator[str]:
 
 
 def _check_hosts(place: Place) -> Iterator[str]:
-    """Yields a message if mpirun starts ranks on several machines without MASTER_ADDR, since mpirun tells them no
-    address.
+    """Yields a message if mpirun starts ranks on several machines and MASTER_ADDR is not set, since mpirun gives the
+    ranks no address.
     """
     by_mpirun = any(os.environ.get(name) for name in _MPI_SIZES)
     if by_mpirun and place.local_world < place.world and "MASTER_ADDR" not in os.environ:
@@ -132,6 +135,7 @@ def _check_interfaces() -> Iterator[str]:
 
 
 def _check_temporary_folder() -> Iterator[str]:
+    """Yields a message if no folder for temporary files can be written."""
     try:
         tempfile.gettempdir()
     except OSError as error:
@@ -146,15 +150,15 @@ def _check_debug_level() -> Iterator[str]:
 
 
 def _replace_home() -> None:
-    """Sets HOME to a private folder if it is no folder or is empty, since libraries keep files there."""
+    """Sets HOME to a private folder if it is empty or no folder, since libraries write files there."""
     home = os.path.expanduser("~")
     if not os.path.isdir(home) or os.environ.get("HOME") == "":
         os.environ["HOME"] = str(make_private_folder("home"))
 
 
 def _shorten_socket_paths() -> Iterator[str]:
-    """Makes multiprocessing put its sockets into a short folder if that for temporary files has a long path: a socket's
-    path has 107 letters at most. Yields a message if no short folder can be written.
+    """Makes multiprocessing put its sockets into a folder with a short path, if the folder for temporary files has a
+    long one: the path of a socket has at most 107 bytes. Yields a message if no short folder can be written.
     """
     own = tempfile.gettempdir()
     if len(os.fsencode(own)) <= _LONGEST:

@@ -1,7 +1,7 @@
-"""Exit codes of a command, and how its ranks tell them to dstrain keep whatever their launcher makes of them.
+"""The exit codes of commands, and the file in which ranks report them to `dstrain keep`.
 
-torchrun ends with 1 where a rank ends with any code but 0, so ranks also write theirs, a line each, into the file that
-the environment variable DSTRAIN_ENDED names.
+torchrun exits with 1 if a rank exits with any code but 0. So each rank also appends its code, in a line, to the file
+that the environment variable DSTRAIN_ENDED names.
 """
 
 import contextlib
@@ -19,8 +19,8 @@ _VARIABLE = "DSTRAIN_ENDED"
 
 
 def append_exit_code(code: int) -> None:
-    """Appends the exit code of this rank to the file that DSTRAIN_ENDED names; does nothing if the variable is not set
-    or the file cannot be written.
+    """Appends the exit code of this rank to the file whose path is in the environment variable DSTRAIN_ENDED. Does
+    nothing if the variable is not set or the file cannot be written.
     """
     if path := os.environ.get(_VARIABLE):
         with contextlib.suppress(OSError), open(path, "a", encoding="ascii") as file:
@@ -28,11 +28,13 @@ def append_exit_code(code: int) -> None:
 
 
 def make_exit_code_environment(path: str) -> dict[str, str]:
-    """Returns a copy of this process's environment that tells ranks to write their exit codes into the file `path`."""
+    """Returns a copy of this process's environment in which DSTRAIN_ENDED is `path`, the file for exit codes."""
     return {**os.environ, _VARIABLE: path}
 
 
 def read_exit_codes(path: str) -> list[int]:
-    """Returns the exit codes that ranks of this machine have written into a file, in the order in which they ended."""
+    """Returns the exit codes that ranks have appended to a file, in the order of the file. Leaves out lines that are no
+    number. Raises OSError if the file cannot be read.
+    """
     with open(path, encoding="ascii") as file:
         return [int(line) for line in file if line.strip().isdigit()]

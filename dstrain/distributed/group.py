@@ -56,32 +56,35 @@ def world() -> int:
 
 
 def device() -> torch.device:
-    """Returns the accelerator of this rank, or the CPU."""
+    """Returns the GPU of this rank, chosen by its rank on this machine, or the CPU if there is no GPU."""
     if torch.cuda.is_available():
         return torch.device("cuda", read_place().local_rank % torch.cuda.device_count())
     return torch.device("cpu")
 
 
 def copy_to_device(values: Tensor, device: torch.device) -> Tensor:
-    """Returns a tensor's copy on a device. The host does not wait until a GPU has done it."""
+    """Returns a tensor on `device`: a copy, or the tensor itself if it is there already. The host does not wait until a
+    copy to a GPU is done.
+    """
     if values.device.type == "cpu" and device.type == "cuda":
         values = values.pin_memory()
     return values.to(device, non_blocking=device.type == "cuda")
 
 
 def barrier() -> None:
-    """Waits until all ranks have called it; does not wait for the work on their GPUs."""
+    """Waits until all ranks have called this function. Does not wait for the work on their GPUs."""
     if world() > 1:
         dist.barrier(group=_get_host_group())
 
 
 def leave_process_group(seconds: float = 60.0) -> None:
-    """Ends the process group, at the end of a command: no rank ends its process while another still exchanges data.
+    """Destroys the process group at the end of a command, once all ranks have reached this call: no rank ends its
+    process while another still exchanges data. Call it on all ranks. Does nothing for one rank.
 
-    A barrier alone is not enough: the first rank that comes out of it and ends closes connections that another may
-    still read from (gloo's issue 155), and with rank 0 ends the store. So each rank writes into the store that it is
-    out of the barrier, and rank 0 leaves last. A rank that dies after the barrier is waited for no longer than
-    `seconds`; one that has died before it, until the connection breaks or the process group times out.
+    A barrier alone is not enough: the first rank that leaves it and ends closes connections that another rank may still
+    read from (gloo's issue 155), and when rank 0 ends, the store ends, too. So each rank writes into the store that it
+    has left the barrier, and rank 0 leaves last. If a rank dies after the barrier, the others wait at most `seconds`
+    for it. If it has died before the barrier, they wait until the connection breaks or the process group times out.
     """
     if world() == 1:
         return
@@ -100,14 +103,14 @@ def leave_process_group(seconds: float = 60.0) -> None:
 
 
 def forget_process_group() -> None:
-    """Forgets groups made from the present process group, so that another one can begin after it has ended."""
+    """Clears the caches of groups made from the present process group, so that another one can be started later."""
     _make_host_group_unless_gloo.cache_clear()
     get_neighbour_group.cache_clear()
 
 
 def explain_lost_ranks(error: BaseException) -> str | None:
-    """Returns a message for the user if an error means that the connection to other ranks is lost; None for other
-    errors.
+    """Returns a message for the user if `error` means that the connection to another rank is lost; None for another
+    error.
     """
     text = str(error).lower()
     remote = isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and ("gloo" in text or _CUT in text))
@@ -132,11 +135,11 @@ def explain_lost_ranks(error: BaseException) -> str | None:
 
 
 def explain_and_end_later(error: BaseException, seconds: float = 60.0) -> str:
-    """Returns the line that a rank logs when an error ends it. If other ranks are lost, a timer also ends this process
-    after `seconds`, in case its cleanup still waits then.
+    """Returns the line that a rank logs when an error ends it. If the error means that other ranks are lost, also
+    starts a timer that ends this process with exit code 1 after `seconds`, if it still runs then.
 
-    The cleanup may wait for ever for a thread that exchanges data with lost ranks, or for a file system behind a broken
-    network.
+    Without the timer, a process could wait for ever for a thread that exchanges data with lost ranks, or for a file
+    system behind a broken network.
     """
     if world() > 1 and explain_lost_ranks(error):
         timer = threading.Timer(seconds, end_process, (error,))
@@ -149,7 +152,9 @@ def explain_and_end_later(error: BaseException, seconds: float = 60.0) -> str:
 
 
 def end_process(error: BaseException) -> None:
-    """Ends this process at once, with the traceback of an error and exit code 1: it waits for no thread and no rank."""
+    """Prints the traceback of an error and a message, and ends this process at once with exit code 1, without waiting
+    for threads or ranks.
+    """
     try:
         traceback.print_exception(error)
         print(f"error: {explain_lost_ranks(error) or error}", file=sys.stderr, flush=True)
@@ -158,13 +163,13 @@ def end_process(error: BaseException) -> None:
 
 
 def open_store() -> dist.Store | None:
-    """Returns a new connection to the store of the process group; None if there is one rank alone."""
+    """Returns a new connection to the store of the process group; None if there is only one rank."""
     return dist.distributed_c10d._get_default_store().clone() if world() > 1 else None
 
 
 def make_host_group() -> dist.ProcessGroup | None:
-    """Returns a new gloo group of all ranks, for exchanges that do not wait for the GPU's queue; None if there is one
-    rank alone. Call it on all ranks.
+    """Makes and returns a new gloo group of all ranks, for exchanges that do not wait for the GPU's queue; None if
+    there is only one rank. Call it on all ranks.
     """
     made = dist.new_group(backend="gloo") if world() > 1 else None
     return made if isinstance(made, dist.ProcessGroup) else None
@@ -172,8 +177,8 @@ def make_host_group() -> dist.ProcessGroup | None:
 
 @functools.cache
 def get_neighbour_group(size: int) -> dist.ProcessGroup | None:
-    """Returns the group of the `size` neighbouring ranks that share samples with this one; None if `size` is 1. The
-    first call makes the group, so these ranks must make it together.
+    """Returns the group of `size` ranks to which this rank belongs (ranks 0 to size - 1, and so on), which work on the
+    same samples; None if `size` is 1. The first call on a rank makes the group and waits for the other ranks in it.
     """
     if size == 1:
         return None
@@ -184,7 +189,9 @@ def get_neighbour_group(size: int) -> dist.ProcessGroup | None:
 
 @contextmanager
 def use_group(group: dist.ProcessGroup | None) -> Iterator[None]:
-    """Inside the block, this thread's exchanges use `group`, so that they never mix with those of another thread."""
+    """Within the block, this thread's exchanges between hosts use `group` (None: the default one), so that they never
+    mix with exchanges of another thread.
+    """
     _thread.group = group
     try:
         yield
@@ -193,6 +200,9 @@ def use_group(group: dist.ProcessGroup | None) -> Iterator[None]:
 
 
 def _get_host_group() -> dist.ProcessGroup | None:
+    """Returns the group that `use_group` has set for this thread, else the gloo group of all ranks; None stands for
+    torch's default group, if that is gloo. The first call makes the group, on all ranks together.
+    """
     return getattr(_thread, "group", None) or _make_host_group_unless_gloo()
 
 
@@ -202,14 +212,15 @@ def _make_host_group_unless_gloo() -> dist.ProcessGroup | None:
 
 
 def is_true_on_any_rank(flag: bool) -> bool:
-    """Returns True on every rank if the flag is true on any rank."""
+    """Returns, on every rank, whether `flag` is True on any rank. Call it on all ranks."""
     return find_max_over_ranks(int(flag)) > 0
 
 
 class Ballot:
-    """A vote that is counted while the ranks work on: every rank casts it, and later asks for the outcome.
+    """A vote whose exchange runs in the background: each rank casts its vote, computes, and waits for the outcome
+    later.
 
-    wish   returns whether this rank votes for it
+    wish   returns whether this rank votes yes
     """
 
     def __init__(self, wish: Callable[[], bool]) -> None:
@@ -217,13 +228,17 @@ class Ballot:
         self._count: dist.Work | None = None
 
     def cast_vote(self) -> None:
-        """Starts the exchange of all ranks' votes with this rank's present wish; does not wait for it."""
+        """Calls `wish`, and starts to exchange the votes of all ranks without waiting for them. Call it on all
+        ranks.
+        """
         if world() > 1:
             self._largest = torch.tensor(int(self._wish()))
             self._count = dist.all_reduce(self._largest, op=dist.ReduceOp.MAX, group=_get_host_group(), async_op=True)
 
     def await_outcome(self) -> bool:
-        """Waits for the votes of all ranks; returns True on every rank if any rank voted for it."""
+        """Waits for the votes of all ranks, and returns, on every rank, whether any rank voted yes. Before the first
+        `cast_vote`, and with one rank, returns what `wish` returns now.
+        """
         if self._count is None:
             return self._wish()
         self._count.wait()
@@ -231,7 +246,7 @@ class Ballot:
 
 
 def find_max_over_ranks(value: int) -> int:
-    """Returns the largest of all ranks' integers."""
+    """Returns the largest of all ranks' integers, on every rank. Call it on all ranks."""
     if world() == 1:
         return value
     largest = torch.tensor(value, dtype=torch.int64)
@@ -240,7 +255,9 @@ def find_max_over_ranks(value: int) -> int:
 
 
 def sum_over_ranks(values: Tensor) -> Tensor:
-    """Returns the sum of a tensor over ranks; the argument is left as it is."""
+    """Returns the sum of a tensor over all ranks, on every rank, and does not change `values`. With one rank returns
+    `values` itself. Call it on all ranks.
+    """
     if world() == 1:
         return values
     values = values.clone()
@@ -249,11 +266,16 @@ def sum_over_ranks(values: Tensor) -> Tensor:
 
 
 def gather_rows(values: Tensor) -> Tensor:
-    """Returns the rows of all ranks in rank order: (b, ...) -> (sum of all b, ...); b may differ between ranks."""
+    """Returns the rows of all ranks in rank order, on every rank: (b, ...) -> (sum of all b, ...), where b may differ
+    between ranks. Call it on all ranks.
+    """
     return values if world() == 1 else _gather_padded(values, gather_objects(len(values)))
 
 
 def _gather_padded(values: Tensor, counts: list[int]) -> Tensor:
+    """Returns the rows of all ranks in rank order. `counts` has the number of rows of each rank; shorter tensors are
+    padded for the exchange.
+    """
     padded = torch.cat((values, values.new_zeros((max(counts) - len(values), *values.shape[1:]))))
     rows = [torch.empty_like(padded) for _ in range(world())]
     dist.all_gather(rows, padded.contiguous())
@@ -261,11 +283,11 @@ def _gather_padded(values: Tensor, counts: list[int]) -> Tensor:
 
 
 def gather_in_order(positions: Tensor, rows: dict[str, Tensor], copies: int = 1) -> dict[str, Tensor]:
-    """Returns, on all ranks, the rows of all ranks by name, sorted by their positions: from `positions` (b,) and rows
-    (b, ...) of each rank, (world * b / copies, ...).
+    """Returns, on every rank, the rows of all ranks by name, sorted by position: from `positions` (b,) and `rows` (b,
+    ...) on each rank, (world * b / copies, ...). Call it on all ranks.
 
-    b is the same on all ranks, so that no host waits for another. copies: as many ranks have the same rows, of which
-    one is kept.
+    b must be the same on all ranks, so that no host waits for another. If every position occurs on `copies` ranks, one
+    row of each is kept.
     """
     if world() > 1:
         counts = [len(positions)] * world()
@@ -278,7 +300,7 @@ def gather_in_order(positions: Tensor, rows: dict[str, Tensor], copies: int = 1)
 
 
 def gather_objects(value: Any) -> list[Any]:
-    """Returns every rank's small Python value, in rank order."""
+    """Returns every rank's small Python value, in rank order, on every rank. Call it on all ranks."""
     if world() == 1:
         return [value]
     values: list[Any] = [None] * world()
@@ -287,7 +309,7 @@ def gather_objects(value: Any) -> list[Any]:
 
 
 def gather_on_first_rank(value: Any) -> list[Any] | None:
-    """Returns every rank's Python value in rank order, on rank 0; None on the others."""
+    """Returns every rank's Python value in rank order on rank 0, and None on the others. Call it on all ranks."""
     if world() == 1:
         return [value]
     values: list[Any] | None = [None] * world() if rank() == 0 else None
@@ -296,9 +318,10 @@ def gather_on_first_rank(value: Any) -> list[Any] | None:
 
 
 def gather_rows_on_first_rank(rows: Tensor, counts: list[int]) -> Tensor | None:
-    """Returns the first counts[rank] rows of each rank in rank order, on the host of rank 0; None on the others.
+    """Returns the first counts[r] rows of each rank r, in rank order, as a tensor on the CPU of rank 0; None on the
+    other ranks. Call it on all ranks.
 
-    `counts` is the same on all ranks, and so are the shape and type of a row. No GPU holds rows of other ranks.
+    `counts` must be the same on all ranks, and so must the shape and dtype of a row. No GPU holds rows of other ranks.
     """
     rows = rows.detach().cpu()
     if world() == 1:
@@ -317,10 +340,10 @@ def gather_rows_on_first_rank(rows: Tensor, counts: list[int]) -> Tensor | None:
 
 
 def wait_for_first_rank(store: dist.Store, key: str, seconds: float) -> bool:
-    """Waits until rank 0 sets a key in the store; returns whether it did.
+    """Waits until rank 0 sets `key` in the store, and returns whether it did.
 
-    It waits as long as rank 0 reports there that pieces of its work end (stops.py). It returns False if none has ended
-    for `seconds`, if rank 0 reports nothing, or if the store has ended.
+    Rank 0 reports in the store for how long it has made no progress (stops.py). Returns False if that is more than
+    `seconds`, or if rank 0 reports nothing for `seconds` (at least one wait of 5 s or less), or if the store has ended.
     """
     idle = 0.0
     while idle <= seconds:
@@ -337,8 +360,8 @@ def wait_for_first_rank(store: dist.Store, key: str, seconds: float) -> bool:
 
 
 def broadcast_from_first(value: Any) -> Any:
-    """Returns rank 0's small Python value on every rank. The others wait as long as rank 0 reports that its work goes
-    on.
+    """Returns rank 0's small Python value on every rank. The other ranks wait as long as rank 0 makes progress, even
+    beyond the timeout of the process group. Call it on all ranks.
     """
     if world() == 1:
         return value

@@ -1,4 +1,4 @@
-"""Where a process stands among those that a launcher has started, read from the environment, without torch.
+"""Reads this process's rank and the world size from the environment that a launcher has set, without torch.
 
 RANK, WORLD_SIZE, LOCAL_RANK           the `deepspeed` launcher (LOCAL_SIZE), torchrun (LOCAL_WORLD_SIZE)
 OMPI_COMM_WORLD_*, MV2_*, PMI_*        mpirun of Open MPI, MVAPICH, MPICH and Intel MPI
@@ -28,7 +28,7 @@ _RANKS_ALONE = ("PMIX_RANK", "PALS_RANKID", "FLUX_TASK_RANK")
 
 @dataclass(frozen=True)
 class Place:
-    """Where this process stands: rank of world, its number on this machine, and how many ranks this machine has."""
+    """The rank of this process, the world size, its rank among the processes of this machine, and their number."""
 
     rank: int = 0
     world: int = 1
@@ -37,10 +37,11 @@ class Place:
 
 
 def read_place() -> Place:
-    """Returns where this process stands, from the launcher's environment; rank 0 of 1 if there is no launcher.
+    """Returns the rank and the sizes of this process, from the launcher's environment; rank 0 of 1 if there is no
+    launcher.
 
-    Raises ValueError if a variable is no number, the rank is not below the world size, or one of the two is missing,
-    with which several processes would each train alone.
+    Raises ValueError if a variable is no number, the rank is not below the world size, or one of the two is missing:
+    without this check, several processes could each train alone.
     """
     halves = []
     for rank, world, local, sizes in _SOURCES:
@@ -74,6 +75,9 @@ def read_place() -> Place:
 
 
 def _read_number(name: str) -> int:
+    """Returns an environment variable as an integer of at least 0; 0 if it is not set or empty. Raises ValueError if it
+    is no such number.
+    """
     text = os.environ.get(name) or "0"
     if not (text.isascii() and text.isdigit()):
         raise ValueError(
@@ -84,7 +88,10 @@ def _read_number(name: str) -> int:
 
 
 def _read_node_entry(name: str, node: int) -> int:
-    """Returns the entry of one node in Slurm's list of tasks for each node: 4 of "4(x2),3" and of "4"."""
+    """Returns how many tasks node number `node` has, from Slurm's list in the variable `name`: "4(x2),3" means 4, 4 and
+    3, and "4" means 4 on every node. A node beyond the list has the last number. Raises ValueError if the list is
+    malformed.
+    """
     sizes, numbers = os.environ.get(name) or "1", []
     for word in sizes.split(","):
         match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", word.strip(), re.ASCII)

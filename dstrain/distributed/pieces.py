@@ -1,8 +1,8 @@
-"""Long work in pieces: after each the watchdog knows that it goes on, and the ranks may leave it together for a stop.
+"""Divides long work into pieces: after each, the watchdog learns of progress, and the ranks may stop together.
 
-A piece is a call of the networks while samples are drawn or scored, or a micro-batch of a step. All ranks do equally
-many, which ZeRO-3 needs anyway, so that a vote at the same piece of each is a vote of all. They vote about once a
-second, after as many pieces as the last second had on the slowest rank.
+A piece is a call of the networks while samples are drawn or scored, or a micro-batch of a step. All ranks do the same
+number of pieces, which ZeRO-3 needs anyway, so all ranks vote after the same piece. They vote about once a second, as
+measured on the slowest rank.
 """
 
 import time
@@ -18,17 +18,17 @@ _STOP = 1 << 40  # a vote to stop, above all milliseconds
 
 
 class Pieces:
-    """Counts pieces of work, of which all ranks do equally many, and lets the ranks leave the work together."""
+    """Counts pieces of work, of which all ranks do the same number, and lets the ranks vote on a stop between them."""
 
     def __init__(self, stops: Stops) -> None:
         self._stops = stops
 
     @contextmanager
     def allow_stops(self) -> Iterator[None]:
-        """Inside the block, `end_piece` may raise Stopped, on all ranks together, once any of them has a reason to
-        stop.
+        """Within the block, `end_piece` may raise Stopped, on all ranks together, once any rank has a reason to stop.
+        Enter it on all ranks.
 
-        The pieces inside are of one kind, and take about as long.
+        All pieces within one block must take about the same time.
         """
         self._every, self._left, self._last = 1, 1, time.monotonic()
         _open.append(self)
@@ -38,8 +38,8 @@ class Pieces:
             _open.remove(self)
 
     def count_and_vote(self) -> None:
-        """Counts a piece of work; about once a second, all ranks vote on a stop. Raises Stopped on all ranks if any
-        voted for it.
+        """Counts a piece of work. After the first piece, and then about once a second, all ranks vote on a stop, and
+        Stopped is raised on all ranks if any has a reason to stop. Call it on all ranks, equally often.
         """
         self._left -= 1
         if self._left > 0:
@@ -56,8 +56,9 @@ _open: list[Pieces] = []
 
 
 def end_piece() -> None:
-    """Records that a piece of work is done, for the watchdog. Inside of `Pieces.allow_stops`, raises Stopped on all
-    ranks together if any has a reason to stop.
+    """Records for the watchdog that a piece of work is done. Within `Pieces.allow_stops` also counts the piece there:
+    all ranks must call this function equally often, and Stopped is raised on all ranks together if any has a reason to
+    stop.
     """
     get_phases().record_progress()
     if _open:

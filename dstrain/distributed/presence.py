@@ -1,12 +1,13 @@
-"""Ranks of one machine know each other's processes, from before they meet: a dead one ends the others.
+"""Lets the ranks of one machine watch each other's processes from their start: a dead rank ends the others.
 
 A launcher ends all ranks when one has died. Ranks that were started by hand, or by srun without --kill-on-bad-exit,
-would wait for it until faults.timeout_minutes, where they have not met yet or compute on GPUs. So each rank writes its
-pid into a file of the launch, in the folder for temporary files, and looks at those of the others. Ranks of one launch
-have one parent, their launcher or the script that started them: two commands on one machine never know each other. A
-parent may start the same ranks again: then each finds a file of its own number, and enters the next attempt.
+would wait for the dead rank until faults.timeout_minutes, if they are not connected yet or compute on GPUs. So each
+rank writes its pid into a file of the launch, in the folder for temporary files, and reads the files of the others.
+Ranks of one launch have the same parent process, their launcher or the script that started them, so two commands on one
+machine never watch each other. If a parent starts the same ranks again, each rank finds a file of its own number, and
+uses the folder of the next attempt.
 
-    TMP/dstrain-UID/LAUNCH/ATTEMPT/RANK    pid and start time of the process; or that it has left as it should
+    TMP/dstrain-UID/LAUNCH/ATTEMPT/RANK    pid and start time of the process, or "left" once it has ended in order
 """
 
 import contextlib
@@ -31,9 +32,10 @@ _LAUNCH = ("MASTER_ADDR", "MASTER_PORT", "SLURM_JOB_ID", "SLURM_STEP_ID", "TORCH
 
 
 class Presence:
-    """Knows the other ranks of this launch on this machine.
+    """Watches the other ranks of this launch on this machine, and ends this process after one of them has died.
 
-    patience: seconds that this rank has to end by itself, with a better message, once another has died.
+    patience: seconds between the death of another rank and the end of this process, which may fail with a better
+    message meanwhile.
     """
 
     def __init__(self, patience: float = 20.0):
@@ -41,8 +43,9 @@ class Presence:
         self._file: Path | None = None
 
     def announce_process(self) -> None:
-        """Writes the pid of this process and watches the other ranks in a thread; does nothing where no file can be
-        made.
+        """Writes the pid of this process into a file for the other ranks, and starts a thread that ends this process
+        with exit code 1 once another rank of this machine has been dead for `patience` seconds. Does nothing if the
+        file cannot be made.
         """
         folder = Path(tempfile.gettempdir()) / f"dstrain-{os.getuid()}" / name_launch_folder()
         try:
@@ -55,8 +58,8 @@ class Presence:
         threading.Thread(target=self._watch_others, name="presence", daemon=True).start()
 
     def list_other_ranks(self) -> dict[int, Process]:
-        """Returns {rank: (pid, start time)} of the other ranks of this launch on this machine that have not ended in
-        order, dead ones included.
+        """Returns {rank: (pid, start time)} of the other ranks of this launch on this machine, dead ones included,
+        except those that have called `mark_ended`. Returns {} before `announce_process`.
         """
         mine, found = self._file, {}
         for path in sorted(mine.parent.glob("*")) if mine else ():
@@ -67,7 +70,9 @@ class Presence:
         return found
 
     def mark_ended(self) -> None:
-        """Marks this rank as ended in order, so that the others go on. The last rank removes the files of all."""
+        """Writes that this rank has ended in order, so that the others do not end with it. The last rank that does so
+        deletes the files of all ranks. Does nothing before `announce_process`.
+        """
         mine, self._file = self._file, None
         if mine:
             with contextlib.suppress(OSError):
@@ -77,6 +82,9 @@ class Presence:
                     mine.parent.parent.rmdir()  # unless there is another attempt
 
     def _watch_others(self) -> None:
+        """Looks every second for ranks that have died. Once one has been dead for `patience` seconds, prints an error
+        and ends this process with exit code 1. Never returns.
+        """
         since: float | None = None
         while True:
             time.sleep(1)
@@ -97,13 +105,13 @@ class Presence:
 
 @functools.cache
 def get_presence() -> Presence:
-    """Returns the Presence of this process, which the first call makes."""
+    """Returns the one Presence of this process; the first call makes it."""
     return Presence()
 
 
 def name_launch_folder() -> str:
-    """Returns the name of a folder, equal for all ranks of one launch on this machine; each container counts as a
-    machine.
+    """Returns a folder name that is equal for all ranks of one launch on this machine, and differs between launches and
+    between containers.
     """
     try:
         processes = os.readlink("/proc/self/ns/pid")
@@ -115,8 +123,8 @@ def name_launch_folder() -> str:
 
 
 def _write_process_file(folder: Path) -> Path:
-    """Writes this process into a file of its rank, and returns the file: in the folder of the newest attempt, or if
-    that has this rank already, of the next one.
+    """Writes the pid and start time of this process into FOLDER/ATTEMPT/RANK, and returns that path. ATTEMPT is the
+    newest attempt, or the next one if this rank has a file there already. Raises OSError if it cannot be written.
     """
     attempt = max((int(path.name) for path in folder.iterdir()), default=0)
     while True:

@@ -1,6 +1,7 @@
-"""Reads where threads of this process stand, and other processes of this machine from /proc, without torch.
+"""Finds the code line that a thread of this process executes, and reads other processes of this machine from /proc,
+without torch.
 
-Without /proc there seem to be no other processes.
+On a system without /proc, every other process seems to have ended.
 """
 
 import faulthandler
@@ -14,15 +15,15 @@ _DEBUGGERS = ("pdb.py", "bdb.py", "pydevd.py")
 
 
 def read_start_time(pid: int) -> str:
-    """Returns when a process started, in clock ticks as a string, which tells it from a later process with its pid; ""
-    if it has ended, also as a zombie.
+    """Returns when a process started, in clock ticks as a string, or "" if it has ended or is a zombie. A later process
+    with the same pid has another start time.
     """
     fields = _read_stat(pid)
     return fields[19] if len(fields) > 19 and fields[0] != "Z" else ""
 
 
 def is_suspended(pid: int) -> bool:
-    """Returns whether a process is suspended, by SIGSTOP or by a debugger."""
+    """Returns whether a process is suspended by SIGSTOP or by a debugger; False if it has ended."""
     return _read_stat(pid)[:1] in (["T"], ["t"])
 
 
@@ -33,7 +34,9 @@ def read_parent(pid: int) -> int:
 
 
 def list_descendants(pid: int) -> list[int]:
-    """Returns the pids of the living children of a process, their children, and so on; zombies are left out."""
+    """Returns the pids of the living children of a process, then of their children, and so on. Leaves out zombies.
+    Raises FileNotFoundError if there is no /proc.
+    """
     parents = {
         int(name): read_parent(int(name))
         for name in os.listdir("/proc")
@@ -47,7 +50,7 @@ def list_descendants(pid: int) -> list[int]:
 
 
 def read_command(pid: int) -> str:
-    """Returns a process's command line, its words separated by NUL; "" if the process has ended."""
+    """Returns a process's command line, its words separated by NUL; "" if the process has ended or cannot be read."""
     try:
         return Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace")
     except OSError:
@@ -55,8 +58,8 @@ def read_command(pid: int) -> str:
 
 
 def _read_stat(pid: int) -> list[str]:
-    """Returns the fields of /proc/PID/stat from the third on, the state; [] if the process has ended. The second field
-    may hold blanks and brackets.
+    """Returns the fields of /proc/PID/stat from the third one (the state) on; [] if the process has ended. The second
+    field, the program's name, may hold blanks and brackets.
     """
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
@@ -65,13 +68,16 @@ def _read_stat(pid: int) -> list[str]:
 
 
 def print_stacks_on_request() -> None:
-    """Installs a handler by which `kill -USR2 PID` prints the stacks of all threads of this process on stderr."""
+    """Installs a handler for SIGUSR2: after `kill -USR2 PID`, this process prints the stacks of all its threads on
+    stderr.
+    """
     faulthandler.register(signal.SIGUSR2, file=2, all_threads=True)
 
 
 def find_current_line(thread: int) -> tuple[str, bool]:
-    """Returns the innermost line of dstrain that a thread is in, as "FILE:LINE (FUNCTION)", and whether the thread
-    exchanges data with other ranks there.
+    """Returns the innermost line of dstrain, outside distributed/group.py, that a thread executes, as "FILE:LINE
+    (FUNCTION)", and whether the thread exchanges data with other ranks there. Without such a line, returns the thread's
+    outermost line; "" and False if there is no such thread.
     """
     frame, place, exchanges = sys._current_frames().get(thread), "", False
     while frame is not None and not place:
@@ -84,7 +90,7 @@ def find_current_line(thread: int) -> tuple[str, bool]:
 
 
 def is_debugged(thread: int) -> bool:
-    """Returns whether a thread stands in a debugger of Python."""
+    """Returns whether a thread is inside a Python debugger, such as pdb."""
     frame = sys._current_frames().get(thread)
     while frame is not None:
         if Path(frame.f_code.co_filename).name in _DEBUGGERS:

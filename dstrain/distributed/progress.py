@@ -1,11 +1,12 @@
-"""What a run is at, on rank 0: a line for each phase of its beginning, and a word wherever nothing is heard for long.
+"""Prints on rank 0 what a run is doing: a line for each phase of its start, and one whenever nothing was printed for
+long.
 
-    main thread    say("data: ..."): a line at once, which also goes to log.txt once there is one
-                   at("listing data/images"), beat(): nothing is printed yet; the watchdog sees that work goes on
+    main thread    print_lines("data: ..."): prints a line at once, which also goes to log.txt later
+                   enter_phase("listing data/images"), record_progress(): print nothing, but tell the watchdog
     a thread       after 20 s without a line: "still listing data/images, for 20 s, at folder.py:33 (_scan)", and again
 
-It imports no torch, since that alone may take half a minute from a network file system. Words go to stderr, and into no
-file.
+It imports no torch, since that alone may take half a minute from a network file system. The thread's lines go to
+stderr, and into no file.
 """
 
 import functools
@@ -28,7 +29,7 @@ _TICK = 1.0  # seconds between two looks
 
 
 class Phases(AbstractContextManager):
-    """Inside its `with`, a thread of rank 0 prints what the main thread is doing, whenever no line was printed for
+    """Within its block, a thread of rank 0 prints what the main thread is doing, whenever nothing was printed for
     `quiet` seconds.
     """
 
@@ -57,14 +58,14 @@ class Phases(AbstractContextManager):
         self._left.set()
 
     def enter_phase(self, phase: str) -> None:
-        """Records that the main thread makes progress, and the phase in which it is from now on."""
+        """Records that the main thread makes progress, and that its phase is `phase` from now on."""
         self.record_progress()
         if phase != self._phase[0]:
             self._phase = (phase, self.beaten)
 
     def record_progress(self, ago: float = 0.0) -> None:
-        """Records, for the watchdog, that a piece of work was done `ago` seconds ago. It takes no lock and exchanges
-        nothing.
+        """Records for the watchdog that a piece of work ended `ago` seconds ago, separately for the main thread and for
+        all other threads. Takes no lock and exchanges nothing between ranks.
         """
         if threading.get_ident() == self._main:
             self.beaten = time.monotonic() - ago
@@ -76,7 +77,7 @@ class Phases(AbstractContextManager):
         return self._phase[0]
 
     def print_lines(self, *lines: str) -> None:
-        """Prints lines on rank 0, and keeps them for `take_printed_lines`."""
+        """Prints lines on stdout, and keeps them for `take_printed_lines`; on rank 0 only. Ignores a closed stdout."""
         if read_place().rank == 0:
             self._lines += lines
             with suppress(OSError, ValueError):  # a closed pipe or terminal ends no training
@@ -85,26 +86,32 @@ class Phases(AbstractContextManager):
             self.record_output()
 
     def take_printed_lines(self) -> list[str]:
-        """Returns the lines that `print_lines` has printed since the last call, for the run's log."""
+        """Returns the lines that `print_lines` has printed since the last call, and forgets them."""
         lines, self._lines = self._lines, []
         return lines
 
     def record_output(self) -> None:
-        """Records that something was printed now, so that no line about silence is due."""
+        """Records that something was printed just now, so that the next line about silence comes `quiet`
+        seconds later.
+        """
         self._heard = time.monotonic()
 
     def begin_steps(self) -> None:
-        """Makes lines about silence rarer from now on, since steps are reported: a phase no longer than `quiet` gets
-        none.
+        """Makes lines about silence rarer from now on, since training reports its steps: only a phase that lasts longer
+        than `quiet` seconds gets one.
         """
         self._settled = True
 
     def redirect_output(self, write: Callable[[str], None]) -> None:
-        """Prints lines about silence by `write` from now on, such as one that does not break a progress bar."""
+        """From now on calls `write` with each line about silence, instead of writing it to stderr: `write` may respect
+        a progress bar.
+        """
         self._print = write
 
     def _is_line_due(self, now: float) -> bool:
-        """Returns whether nothing was printed for so long that a line is due."""
+        """Returns whether nothing was printed for `quiet` seconds; after `begin_steps`, whether the phase has also
+        lasted that long.
+        """
         since = max(self._phase[1], self._heard) if self._settled else self._heard
         return now - since >= self._quiet
 
@@ -124,7 +131,7 @@ class Phases(AbstractContextManager):
 
 
 def make_greeting() -> str:
-    """Returns the first line that a command prints: version, rank, world size, process, host and Python."""
+    """Returns the first line that a command prints: version, rank, world size, process id, host and Python."""
     own = read_place()
     return (
         f"dstrain {__version__}: rank {own.rank} of {own.world}, process {os.getpid()} on {socket.gethostname()}, "
@@ -133,8 +140,8 @@ def make_greeting() -> str:
 
 
 def _write_to_stderr(text: str) -> None:
-    """Writes a line to stderr without the lock of sys.stderr, which a process that is forked at this moment would
-    inherit.
+    """Writes a line to stderr by its number. The lock of sys.stderr is not taken: a process forked at this moment would
+    inherit it locked.
     """
     with suppress(OSError):
         os.write(2, f"{text}\n".encode("ascii", "backslashreplace"))
@@ -142,13 +149,13 @@ def _write_to_stderr(text: str) -> None:
 
 @functools.cache
 def get_phases() -> Phases:
-    """Returns the Phases of this process, which the first call makes."""
+    """Returns the one Phases of this process; the first call makes it."""
     return Phases()
 
 
 class Bar(tqdm):
-    """A progress bar of tqdm on rank 0, hidden on other ranks and if `show` is False; `phase`, such as "drawing", and
-    its count are the phase of the process.
+    """A progress bar of tqdm on rank 0; hidden on other ranks, or if `show` is False. Each update also enters the phase
+    "PHASE: COUNT of TOTAL" of this process, on all ranks.
     """
 
     def __init__(self, phase: str, *, show: bool = True, **options: Any) -> None:

@@ -1,14 +1,15 @@
-"""When to stop early: SIGTERM, SIGINT, SIGUSR1 or SIGHUP to any rank, a file named `stop`, a launcher that has gone.
+"""Detects reasons to stop early: SIGTERM, SIGINT, SIGUSR1 or SIGHUP to any rank, a file named `stop`, the end of the
+launcher.
 
-    at once       while nothing is unsaved (every verb, and the start of training): the main thread leaves what it is at
-    at a look     while training: the ranks vote on it with each step's last micro-batch (group.Ballot) and between the
+    at once       while nothing is unsaved (every verb, and the start of training): Stopped is raised in the main thread
+    by a vote     while training: the ranks vote with each step's last micro-batch (group.Ballot) and between the
                   pieces of long work (pieces.py), so that all save the same step and end together
 
-A handler only notes the reason. A thread looks for the other reasons, tells the other ranks over the store, and ends a
-process with nothing unsaved whose main thread does not come back from C, such as an exchange that waits.
-DeepSpeed's launcher leaves its ranks running when it is killed, so each rank watches the launchers which started it, or
-its ssh session on another machine. A second Ctrl-C ends at once, without saving. Under nohup SIGHUP, which a closed
-terminal sends, stays ignored.
+A signal handler only records the reason. A thread checks for the other reasons, tells the other ranks over the store,
+and, while nothing is unsaved, ends a process whose main thread does not return from C code, such as an exchange that
+waits. DeepSpeed's launcher leaves its ranks running when it is killed, so each rank watches the launchers that started
+it, or its ssh session on another machine. A second Ctrl-C ends the process at once, without saving. Under nohup SIGHUP,
+which a closed terminal sends, stays ignored.
 """
 
 import functools
@@ -40,19 +41,19 @@ _PATIENCE = 8.0  # seconds that the main thread has to leave where nothing is un
 
 
 class Stopped(SystemExit):
-    """Raised to leave work that a stop need not wait for. If nobody catches it, the process ends with exit code 75."""
+    """Raised to leave work because of a reason to stop. If nobody catches it, the process ends with exit code 75."""
 
     def __init__(self) -> None:
         super().__init__(exit_codes.STOPPED)
 
 
 class Stops:
-    """Collects reasons to stop: signals, a file, the end of the launcher, other ranks' reasons. Make it in the main
-    thread, since it installs handlers of signals.
+    """Collects reasons to stop: signals, a file, the end of the launcher, other ranks' reasons. Create it in the main
+    thread, since it installs signal handlers.
 
-    folder           where a file named `stop` is looked for; None: nowhere
+    folder           the folder in which a file named `stop` is a reason; None: no such file
     watch_launcher   whether the end of the launcher is a reason
-    at_once          whether a reason interrupts the main thread by Stopped; else it must ask `is_requested`
+    at_once          whether a reason raises Stopped in the main thread; else the main thread must call `is_requested`
     """
 
     def __init__(self, folder: Path | None = None, watch_launcher: bool = True, at_once: bool = False):
@@ -71,34 +72,38 @@ class Stops:
         threading.Thread(target=self._watch_for_reasons, args=(numbers,), name="stops", daemon=True).start()
 
     def install_handlers(self, *numbers: int) -> None:
-        """Installs handlers by which signals of these numbers are reasons to stop. SIGHUP stays ignored if it is."""
+        """Installs handlers that make these signals reasons to stop. Does not touch SIGHUP if it is ignored."""
         for number in numbers:
             if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
                 self._before.setdefault(number, signal.signal(number, self._handle_signal))
 
     def watch_for_stop(self, folder: Path | None, launcher: bool = True) -> None:
-        """Watches for the file `stop` in a folder from now on (None: for no file), and for the end of the launchers if
-        `launcher` is True.
+        """From now on, watches for the file `stop` in `folder` (None: for no file). `launcher` False ends the watch
+        over the launchers, for good.
         """
         self._file = folder / "stop" if folder else None
         self._launchers = self._launchers if launcher else []
 
     def exchange_reasons(self, store: Any) -> None:
-        """Sets the store over which this rank tells other ranks that it has a reason to stop, and learns of theirs."""
+        """Sets the store through which this rank tells the other ranks that it has a reason to stop, and learns that
+        another has one.
+        """
         self._store = store
 
     def defer_to_main_thread(self, patience: float | None) -> None:
-        """From now on a reason to stop does not interrupt the main thread, which must ask `is_requested`. Raises
-        Stopped if it was interrupted before.
+        """From now on a reason to stop no longer raises Stopped in the main thread, which must call `is_requested`. If
+        a reason has already raised Stopped there, raises Stopped once more, since other code may have caught it.
 
-        patience   seconds from a reason to the end of the process, whatever the main thread does; None: it is not ended
+        patience   seconds after a reason at which the process is ended, whatever the main thread does; None: never
         """
         self.at_once, self.patience = False, patience
         if self._left:  # its exception was raised where nobody let it through
             raise Stopped
 
     def is_requested(self) -> bool:
-        """Returns whether this rank has a reason to stop. It is cheap enough for every step."""
+        """Returns whether this rank has a reason to stop, and records the reason. Checks the file `stop` and the
+        launchers on each call, which is cheap enough for every step.
+        """
         if self.reason is None and self._file and _is_stop_file(self._file):
             self.reason = f"the file {self._file}"
         if self.reason is None and any(read_start_time(pid) != born for pid, born in self._launchers):
@@ -106,8 +111,8 @@ class Stops:
         return self.reason is not None
 
     def remove_stop_file(self) -> None:
-        """Removes the file `stop`, so that the same command goes on next time; leaves it if another run owns the
-        folder.
+        """Removes the file `stop`, so that the same command can resume. Leaves the file if another run owns the folder,
+        and ignores errors of the disk.
         """
         if self._file and _is_stop_file(self._file):
             with suppress(OSError):  # the run is saved in any case; another run's file stays
@@ -115,8 +120,8 @@ class Stops:
                 self._file.unlink()
 
     def announce_end(self) -> None:
-        """Prints why the process ends while nothing is unsaved, after giving the other ranks time to learn the reason,
-        and removes the file `stop`.
+        """Prints the reason for which the process ends while nothing is unsaved, and removes the file `stop`. With a
+        store, first tells the other ranks and waits until they have read it.
         """
         if self._store is not None:
             self._exchange_once()
@@ -130,7 +135,7 @@ class Stops:
         )
 
     def restore_handlers(self) -> None:
-        """Puts the earlier handlers of signals back and ends the thread; `get_stops` makes new Stops afterwards."""
+        """Restores the signal handlers of before, and ends the thread. The next `get_stops` makes a new Stops."""
         if not self._closed.is_set():
             signal.set_wakeup_fd(self._wakeup_before)
             self._closed.set()
@@ -139,6 +144,9 @@ class Stops:
         get_stops.cache_clear()
 
     def _handle_signal(self, number: int, frame: FrameType | None) -> None:
+        """Records a signal as the reason to stop, and the first time raises Stopped if reasons act at once. Raises
+        KeyboardInterrupt at the second SIGINT.
+        """
         if number == signal.SIGINT and self._interrupted:
             raise KeyboardInterrupt
         self._interrupted |= number == signal.SIGINT
@@ -183,23 +191,25 @@ class Stops:
 
 @functools.cache
 def get_stops() -> Stops:
-    """Returns the Stops of this process, which the first call makes. A reason to stop interrupts the main thread until
-    it calls `defer_to_main_thread`.
+    """Returns the one Stops of this process, which the first call makes. A reason to stop raises Stopped in the main
+    thread until that calls `defer_to_main_thread`.
     """
     return Stops(at_once=True)
 
 
 def _is_stop_file(path: Path) -> bool:
-    """Returns whether a path asks for a stop. A folder does not, since it could not be removed as a file."""
+    """Returns whether a path exists and is no folder, which could not be removed as a file."""
     return path.exists() and not path.is_dir()
 
 
 def _find_launchers() -> list[tuple[int, str]]:
-    """Returns the launchers among the ancestors of this process, from its parent up, as (pid, start time).
+    """Returns the launchers among the ancestors of this process, from its parent up, as (pid, start time); [] if there
+    are none.
 
-    `deepspeed --hostfile` has sshd start a shell that runs deepspeed.launcher.launch, or becomes it, and sshd's process
-    for this session ends with its connection. Where someone has typed `deepspeed` in an ssh session, that session may
-    end without ending the run: there another launcher, or the shell of the session, stands between.
+    For `deepspeed --hostfile`, sshd starts a shell that runs deepspeed.launcher.launch, or becomes it. Then the sshd
+    process of this connection is included, since it ends with the connection. If someone has typed `deepspeed` in an
+    ssh session, the session may end without ending the run; it is not included, since another launcher, or the
+    session's shell, is between.
     """
     launchers, pid = [], os.getppid()
     while pid > 1 and _is_launcher(pid):
@@ -216,8 +226,8 @@ def _find_launchers() -> list[tuple[int, str]]:
 def _is_launcher(pid: int) -> bool:
     """Returns whether a process is a launcher, by the names of its program and script without their folders.
 
-    A shell is none: its script may be called deepspeed.sh, yet it launches no ranks. Nor is dstrain keep, which has the
-    launcher's command line behind `--`.
+    A shell is no launcher: its script may be called deepspeed.sh, yet it launches no ranks. Nor is `dstrain keep`,
+    which has the launcher's command line after `--`.
     """
     words = read_command(pid).partition("\0--\0")[0].split("\0")[:4]
     names = [Path(word).name for word in words]  # a folder, too, may be called deepspeed
@@ -225,4 +235,5 @@ def _is_launcher(pid: int) -> bool:
 
 
 def _is_shell(pid: int) -> bool:
+    """Returns whether the program of a process is a shell, by its name."""
     return Path(read_command(pid).partition("\0")[0]).name.removeprefix("-") in _SHELLS

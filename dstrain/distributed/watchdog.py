@@ -1,13 +1,13 @@
-"""Sees a run that hangs: writes the stacks of all ranks, names the one at fault, and ends the run.
+"""Detects that a run hangs, writes the stacks of all ranks, names the ranks at fault, and ends the run.
 
-    main thread     says at each step and phase where it stands, and at each piece of work that it goes on (progress.py)
-    watch           a thread that looks every second how long that is ago; after too long it asks who is at fault
-    publisher       a thread that tells the other ranks where this one stands, over the store of the process group
+    main thread     records each step and phase that it enters, and each piece of work that ends (progress.py)
+    watch           a thread that checks every second how long ago that was; after too long it finds who is at fault
+    publisher       a thread that exchanges the states of all ranks, over the store of the process group
 
-A step takes too long at `factor` times the median of the steps so far, at least `least` seconds. All else, the start
-and the first steps included, takes too long when no piece of it has ended for `most` seconds, however long the whole
-lasts. Nothing is done while a rank that answers is within its own limit: rank 0 may be writing pictures, for which the
-others wait. Time during which the whole process was suspended does not count.
+A step is too long after `factor` times the median of the steps so far, but at least `least` seconds. Any other work,
+such as the start and the first steps, is too long when no piece of it has ended for `most` seconds, however long the
+whole lasts. While any rank that answers is within its limit, nothing happens: rank 0 may be writing pictures, for which
+the others wait. Time during which the whole process was suspended does not count.
 """
 
 import faulthandler
@@ -51,7 +51,9 @@ _KEY = "dstrain/stand"
 
 @dataclass(frozen=True)
 class RankStatus:
-    """What a rank tells the others about itself: what it is doing, and for how long it has made no progress."""
+    """What a rank tells the other ranks about itself: its step, phase and code line, and for how long it has made no
+    progress.
+    """
 
     rank: int
     host: str
@@ -69,12 +71,12 @@ class RankStatus:
 
 
 class Watchdog(AbstractContextManager):
-    """Watches, in a thread, whether the main thread of this rank makes progress, until its `with` is left. If the run
+    """Checks in a thread, until the end of its block, whether the main thread of this rank makes progress. If the run
     hangs, ends this process with exit code 4.
 
-    folder        of the run; stacks are written to stacks/ in it
-    factor        a step takes too long at this many times the median step; 0: only `most` counts
-    least, most   seconds: a step of less is never too long, anything of more without progress always is
+    folder        the run's folder; stacks are written to stacks/ in it
+    factor        a step is too long after this many times the median step; 0: only `most` counts
+    least, most   seconds: a step below `least` is never too long, and `most` without progress is always too long
     """
 
     def __init__(self, folder: Path, factor: float, least: float, most: float):
@@ -92,8 +94,8 @@ class Watchdog(AbstractContextManager):
         threading.Thread(target=self._watch_progress, name="watch", daemon=True).start()
 
     def start_publisher(self) -> None:
-        """Starts a thread that tells the other ranks, over the store of the process group, what this one is doing; does
-        nothing for one rank alone. The process group must exist.
+        """Starts a thread that exchanges the states of the ranks over the store of the process group, which must exist.
+        Does nothing if there is only one rank.
         """
         if store := group.open_store():
             threading.Thread(
@@ -101,7 +103,9 @@ class Watchdog(AbstractContextManager):
             ).start()
 
     def enter_phase(self, step: int, phase: str = STEP) -> None:
-        """Records the step and phase in which the main thread is from now on."""
+        """Records that the main thread enters a phase of a step, and the duration of the step that it leaves, if it
+        leaves one.
+        """
         now = time.monotonic()
         before, _, since = self._now
         if before == STEP:
@@ -110,9 +114,9 @@ class Watchdog(AbstractContextManager):
         get_phases().enter_phase(f"{phase} {step}")
 
     def handle_lost_ranks(self, error: BaseException) -> None:
-        """If an error means that other ranks are lost, ends suspended ranks of this machine, after writing stacks if it
-        is a timeout. If this rank made no progress for too long, it ends the run as the watch does. Ignores other
-        errors.
+        """If `error` means that other ranks are lost, closes the watchdog and kills suspended ranks of this machine;
+        after a timeout it writes the stacks first. If this rank has also made no progress for too long, ends this
+        process with exit code 4 instead. Does nothing for other errors.
         """
         if self._closed.is_set() or not (text := group.explain_lost_ranks(error)):
             return
@@ -129,13 +133,16 @@ class Watchdog(AbstractContextManager):
         self._closed.set()
 
     def _find_last_progress(self) -> float:
-        """Returns the time (time.monotonic) at which a piece of work last ended. In a step, only work of the main
-        thread counts, and not that of a thread which saves.
+        """Returns the time (time.monotonic) at which a piece of work last ended. During a step, only the main thread's
+        work counts, and not the work of a thread that saves.
         """
         beside = 0.0 if self._now[0] == STEP else get_phases().beaten_beside
         return max(get_phases().beaten, beside, self._base)
 
     def _choose_limit(self, phase: str) -> float:
+        """Returns the seconds without progress that are too long in a phase: `most`, or less in a step once enough
+        steps are measured.
+        """
         if phase != STEP or not self._factor or len(self._steps) < _FIRST:
             return self._most
         return min(self._most, max(self._least, self._factor * statistics.median(list(self._steps))))
@@ -158,11 +165,11 @@ class Watchdog(AbstractContextManager):
                 self._end_run(reasons, at_fault)
 
     def _find_faults(self, now: float, began: float, suspended: set[int]) -> tuple[list[str], set[int]]:
-        """Returns a line for each rank at fault, or none while that is not known yet, and the ranks that cannot end by
-        themselves.
+        """Returns a line for each rank at fault, and the ranks that must be killed because they cannot end themselves;
+        two empty results while the fault is not known, or some rank is within its limit.
 
-        began       when this rank became overdue
-        suspended   suspended ranks of this machine
+        began       the time at which this rank became overdue
+        suspended   the suspended ranks of this machine
         """
         me = self._make_status()
         heard = {rank: stand for rank, (stand, when) in dict(self._heard).items() if when > max(began, now - _SILENT)}
@@ -190,10 +197,11 @@ class Watchdog(AbstractContextManager):
         )
 
     def _exchange_status_until_closed(self, store: dist.Store) -> None:
-        """Until the watchdog is closed, writes what this rank is doing into the store, every second, or less often in a
-        large world. While this rank is overdue, it also reads what the others are doing.
+        """Until the watchdog is closed, writes the state of this rank into the store, every second, or less often with
+        more than 256 ranks. While this rank is overdue, it also reads the states of the others.
 
-        Before that it reads only rank 0's, once, since the store would end with rank 0.
+        Before that it reads only the state of rank 0, once, since the store would end with rank 0. Ends when the store
+        ends.
         """
         others = [rank for rank in range(group.world()) if rank != group.rank()]
         beat, pause = 0, max(_TICK, group.world() / 256)
@@ -232,7 +240,7 @@ class Watchdog(AbstractContextManager):
 
     def _end_run(self, reasons: list[str], at_fault: set[int]) -> None:
         """Writes stacks and reasons, kills the ranks at fault on this machine, and ends this process with exit code 4.
-        Writing is given up after 5 s, since disks may hang.
+        Each write may take 5 s at most, since disks may hang. Never returns.
         """
         self._ending.acquire()  # the watch and the main thread may both come here
         self._signal_ranks(at_fault - self._list_suspended_ranks(), signal.SIGUSR2)  # they write their stacks on stderr
@@ -243,6 +251,7 @@ class Watchdog(AbstractContextManager):
         os._exit(exit_codes.HUNG)
 
     def _report_hang(self, reasons: list[str]) -> None:
+        """Prints the reasons on stderr. Rank 0, or rank 1 if rank 0 is at fault, also appends them to log.txt."""
         phase, step, _ = self._now
         me = self._make_status()
         text = (
@@ -255,7 +264,9 @@ class Watchdog(AbstractContextManager):
             append_lines(self._folder / "log.txt", f"{text}\n")
 
     def _write_stacks(self) -> None:
-        """Writes the stacks of all threads of this rank into the run's folder, or on stderr if that has no run.yaml."""
+        """Writes the stacks of all threads of this rank into stacks/ of the run's folder, or on stderr if the folder
+        has no run.yaml.
+        """
         me = self._make_status()
         if not (self._folder / "run.yaml").exists():
             faulthandler.dump_traceback(2, all_threads=True)
@@ -268,21 +279,24 @@ class Watchdog(AbstractContextManager):
 
     @staticmethod
     def _signal_ranks(ranks: set[int], number: int) -> None:
-        """Sends a signal to those of the ranks that live on this machine, without this one."""
+        """Sends a signal to those of `ranks` that run on this machine and are alive, except this one."""
         for rank, (pid, born) in get_presence().list_other_ranks().items():
             if rank in ranks and read_start_time(pid) == born:
                 os.kill(pid, number)
 
     @staticmethod
     def _run_within(seconds: float, work: Callable[..., None], *arguments: Any) -> None:
+        """Calls `work` in a new thread, and returns when it has ended or after `seconds`, while the thread may still
+        run.
+        """
         thread = threading.Thread(target=work, args=arguments, daemon=True)
         thread.start()
         thread.join(seconds)
 
 
 def _describe_late_ranks(stands: list[RankStatus]) -> list[str]:
-    """Returns a line for each rank that the others wait for: those behind the furthest step, or else those that are in
-    no exchange. If that tells nothing, one line that refers to the stacks.
+    """Returns a line for each rank that the others wait for: the ranks behind the furthest step, or, if there are none,
+    those that exchange nothing. If these are all ranks or none, returns one line that refers to the stacks.
     """
     stands = sorted(stands, key=lambda stand: stand.rank)
     furthest = max(stand.step for stand in stands)

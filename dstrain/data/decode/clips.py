@@ -1,16 +1,16 @@
-"""From a video file to a clip: the frames of one window, cropped as images are.
+"""Reads a clip from a video file: the frames of one window, cropped as images are.
 
     window      frames start, start + stride, ..., at most num_frames of them; see Cut.choose_window
-    clip        uint8 (T, C, H, W) with T = num_frames; behind the last real frame, that frame is repeated
+    clip        uint8 (T, C, H, W) with T = num_frames; a short window is filled up with copies of its last frame
 
 PyAV (FFmpeg) reads mp4, webm, avi, mov and mkv. Pillow reads animated and still pictures; a still one is a clip of one
 frame. Frames are numbered as a decoder outputs them, never by time.
 
-A window deep in a file is decoded from the keyframe before it, where the number of that keyframe is certain: in
-containers that list their packets, and for codecs whose packets are one picture each. All packets before a keyframe are
-shown before it, but pictures that follow it in the file may be shown before it, too ("leading" pictures of an open
-group of pictures). So the number of a keyframe is its place among the packets plus its leading pictures. Other files
-are decoded from the start. Both ways give the same frames.
+A window deep in a file is decoded from the keyframe before it, if the number of that keyframe is certain: in containers
+that list their packets, and for codecs whose packets are one picture each. All packets before a keyframe are shown
+before it, but pictures that follow the keyframe in the file may be shown before it, too ("leading" pictures of an open
+group of pictures). So the number of a keyframe is its position among the packets plus the number of its leading
+pictures. Other files are decoded from the start. Both ways give the same frames.
 """
 
 import io
@@ -52,8 +52,8 @@ _PICTURE_CODECS = ("h264", "hevc", "av1", "vp9", "ffv1", "mjpeg", "rawvideo", "p
 
 @dataclass(frozen=True)
 class Cut:
-    """Says what is cut out of a file. stride: every stride-th frame is taken. still: only the first frame is taken, and
-    repeated.
+    """How a clip is cut out of a file. stride: every stride-th frame is taken. still: only the first frame is taken,
+    and repeated.
     """
 
     num_frames: int
@@ -69,10 +69,10 @@ class Cut:
         return -(-count // self.stride)
 
     def choose_window(self, count: int, chance: float | None = None) -> range:
-        """Returns the numbers of the frames to take from a file of `count` >= 1 frames: fewer than num_frames if it is
-        too short.
+        """Returns the numbers of the frames to take from a file of `count` >= 1 frames: num_frames of them, or fewer if
+        the file is too short; only frame 0 if `still`.
 
-        chance: in [0, 1), chooses the start in a longer file uniformly; None takes the middle.
+        chance: a number in [0, 1) that chooses the start uniformly; None takes the middle of the file.
         """
         if self.still:
             return range(1)
@@ -84,7 +84,7 @@ class Cut:
 
 
 class Listing(NamedTuple):
-    """Says how many frames a file has, and at which keyframes decoding may begin."""
+    """The number of frames of a file, and the keyframes at which decoding can begin."""
 
     count: int
     keyframes: tuple[tuple[int, int], ...] = ()  # (place among the packets, time)
@@ -95,13 +95,14 @@ class Listing(NamedTuple):
 def read_clip(
     file: Path | bytes, cut: Cut, chance: float | None = None, listing: Listing | None = None
 ) -> tuple[Tensor, int, Listing]:
-    """Returns a clip uint8 (T, C, H, W), how many of its frames are real, and the listing of the file, with which the
-    next call is cheaper.
+    """Returns a clip uint8 (T, C, H, W), the number of frames read (the others repeat the last one), and the file's
+    listing, which makes the next call for this file cheaper. Tries again if the storage fails.
 
     file: the path of a video or a picture, or its encoded bytes. chance: see `Cut.choose_window`. listing: from an
-    earlier call for the same file.
-    Raises ConfigError if the file has no frame, ends early, has a damaged frame, or has too many pixels; also whatever
-    FFmpeg or Pillow raise on a broken file.
+    earlier call for the same file; None: it is read.
+
+    Raises ConfigError if the file has no frame, ends early, has a damaged frame, or has too many pixels; also any error
+    of FFmpeg or Pillow for a broken file.
     """
 
     def read() -> tuple[list[Tensor], Listing]:
@@ -116,13 +117,14 @@ def read_clip(
 
 
 def _is_picture(file: Path | bytes) -> bool:
+    """Returns whether a file is a picture, by the suffix of its path or the first of its bytes."""
     if isinstance(file, Path):
         return file.suffix.lower() in PICTURES
     return file.startswith(_SIGNATURES) or (file[:4] == b"RIFF" and file[8:12] == b"WEBP")
 
 
 def count_frames(file: Path | bytes) -> int:
-    """Returns the number of frames of a video or a picture file. Raises as `read_clip`."""
+    """Returns the number of frames of a video or a picture file. Raises what `read_clip` raises for a broken file."""
 
     def count() -> int:
         if not _is_picture(file):
@@ -134,8 +136,8 @@ def count_frames(file: Path | bytes) -> int:
 
 
 def read_frame_listing(path: Path | bytes) -> Listing:
-    """Returns the number of frames of a video, from its index, else from its packets, else by decoding all of it. Its
-    keyframes are listed only in the first two cases.
+    """Returns the number of frames of a video, from its index, else from its packets, else by decoding all of it, and
+    its keyframes; no keyframes in the last case.
 
     Raises ConfigError if the file has no frame.
     """
@@ -165,6 +167,9 @@ def _list_keyframes(packets: list[Any], timestamp: str) -> tuple[tuple[int, int]
 
 @contextmanager
 def _open_container(file: Path | bytes) -> Iterator[tuple[Any, Any]]:
+    """Opens a video for the block, and yields PyAV's container and its first video stream that is no cover picture.
+    Raises ConfigError if there is no such stream, or if its frames have too many pixels.
+    """
     import av  # only videos need it
 
     if isinstance(file, Path):
@@ -184,6 +189,9 @@ def _open_container(file: Path | bytes) -> Iterator[tuple[Any, Any]]:
 
 
 def _decode_window(path: Path | bytes, cut: Cut, window: range, listing: Listing) -> list[Tensor]:
+    """Returns the frames of a window, cropped, each uint8 (C, H, W). Raises ConfigError if one is damaged or the file
+    ends before.
+    """
     frames: list[Tensor] = []
     number = -1
     for number, frame in _decode_frames(path, window[0], listing):
@@ -197,8 +205,8 @@ def _decode_window(path: Path | bytes, cut: Cut, window: range, listing: Listing
 
 
 def _decode_frames(path: Path | bytes, first: int, listing: Listing) -> Iterator[tuple[int, Any]]:
-    """Yields (number, frame) from a keyframe at or before frame `first` on; from the first frame of the file if the
-    number of no such keyframe is certain.
+    """Yields (number, frame) in order, from a keyframe at or before frame `first`, or from frame 0 if no such keyframe
+    has a certain number.
     """
     places = {time: place for place, time in listing.keyframes}
     before = [time for place, time in listing.keyframes if 0 < place <= first]
@@ -225,10 +233,10 @@ def _decode_frames(path: Path | bytes, first: int, listing: Listing) -> Iterator
 
 
 def _read_leading_packets(packets: Iterator[Any]) -> tuple[list[Any], int]:
-    """Returns the packets from a keyframe to the first one that is shown after it, and how many of these are leading,
-    that is, shown before it.
+    """Reads the packets from a keyframe to the first one that is shown after it, and returns them and how many of them
+    are leading, that is, shown before the keyframe.
 
-    Returns ([], 0) if the first packet is no keyframe, or a packet has no time.
+    Returns ([], 0) if the first packet is no keyframe, or a packet has no timestamp.
     """
     head: list[Any] = []
     for packet in packets:
@@ -254,8 +262,8 @@ def _convert_frame(frame: Any, cut: Cut) -> Tensor:
 
 
 def _find_transpositions(display_matrix: np.ndarray) -> list[Image.Transpose] | None:
-    """Returns the transpositions that a display matrix int32 (9,) stands for; None if it does more than turn by
-    quarters and mirror.
+    """Returns the transpositions that equal a display matrix int32 (9,), in order; None if the matrix does more than
+    turn by quarters and mirror.
 
     The matrix moves the pixel (x, y) to (a x + c y, b x + d y), with a, b, c, d = display_matrix[[0, 1, 3, 4]].
     """
@@ -280,8 +288,8 @@ def _read_pictures(file: Path | bytes, cut: Cut, chance: float | None) -> tuple[
 
 
 def _count_skipped_frames(image: Image.Image) -> int:
-    """Returns how many pictures come before the first frame: 1 in an animated PNG with a picture for viewers that
-    cannot play it, else 0.
+    """Returns how many pictures of a file come before its first frame: 1 in an animated PNG with a substitute picture
+    for viewers that cannot play it, else 0.
     """
     return int(getattr(image, "n_frames", 1) > 1 and bool(image.info.get("default_image")))
 

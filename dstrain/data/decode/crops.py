@@ -28,8 +28,8 @@ _SCALES = {"random": (0.8, 1.0), "random_resized": (0.08, 1.0)}
 
 
 class Cut(NamedTuple):
-    """Holds a crop, and its distances in pixels from the top, the left and the right of the image, as scaled before the
-    cut.
+    """A cropped image, and the distances of the crop from the top, the left and the right edge of the whole image, in
+    pixels of the crop's scale.
     """
 
     image: Image.Image
@@ -40,8 +40,8 @@ class Cut(NamedTuple):
 
 @dataclass(frozen=True)
 class Crop:
-    """Crops RGB, RGBA and L images to a size. kind: see above. scale, ratio: of random crops; None for the published
-    ones.
+    """Crops RGB, RGBA and L images to a size. kind: a value of data.crop, see above. scale, ratio: ranges of random
+    crops, see above; None: the published ones.
     """
 
     kind: str = "center"
@@ -54,12 +54,12 @@ class Crop:
 
     @property
     def num_randoms(self) -> int:
-        """Returns how many random numbers in [0, 1) a crop takes; 0 if it is not random."""
+        """How many random numbers in [0, 1) a call needs; 0 if this kind of crop is not random."""
         return _NUMBERS.get(self.kind, 0)
 
     def __call__(self, image: Image.Image, width: int, height: int, numbers: Sequence[float] | None = None) -> Cut:
-        """Returns a crop of `width` x `height` pixels. numbers: `num_randoms` random numbers in [0, 1); None gives the
-        centre crop.
+        """Returns a crop of `width` x `height` pixels. numbers: `num_randoms` random numbers in [0, 1), which choose
+        scale and position; None gives the centre crop.
 
         Raises ValueError if the kind is `none` and the image does not have this size.
         """
@@ -124,8 +124,8 @@ def _crop_dalle(image: Image.Image, width: int, height: int, numbers: Sequence[f
 
 
 def _crop_anywhere(image: Image.Image, width: int, height: int, numbers: Sequence[float]) -> Cut:
-    """Cuts a part of this size out of an image. The first two `numbers` in [0, 1) choose its distance from the top and
-    left.
+    """Returns a crop of this size, without resizing. The first two of `numbers`, in [0, 1), choose its distances from
+    the top and the left.
     """
     top = int(numbers[0] * (image.height - height + 1))
     left = int(numbers[1] * (image.width - width + 1))
@@ -133,7 +133,9 @@ def _crop_anywhere(image: Image.Image, width: int, height: int, numbers: Sequenc
 
 
 def _resize_crop(part: Cut, width: int, height: int, filter_: Image.Resampling = Image.Resampling.BILINEAR) -> Cut:
-    """Returns a crop resized to width x height, with its distances scaled likewise."""
+    """Returns a crop with its image resized to width x height pixels, and its three distances scaled by the same
+    factors and rounded to pixels.
+    """
     across, down = width / part.image.width, height / part.image.height
     return Cut(
         part.image.resize((width, height), filter_),

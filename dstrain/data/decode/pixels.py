@@ -1,10 +1,10 @@
-"""From an image file to a square of pixels: guarded decoding, RGB, and the ADM centre crop.
+"""Decodes image files, guarded against hostile ones, converts them to RGB, and makes the ADM centre crop.
 
 The crop is the one of Dhariwal and Nichol 2021 (ADM), which DiT and the ImageNet literature use: halve with BOX while
 the shorter side is at least twice the target, resize it to the target with BICUBIC, cut out the middle. Pictures are
-turned as EXIF says, unless data.upright=false: ADM does not. Unlike in ADM, transparency is laid on white (without its
-alpha channel an image shows whatever colours lie beneath), and 16-bit grey is scaled to 8 bits (Pillow would clip it at
-255).
+turned as EXIF says, unless data.upright=false: ADM does not turn them. Unlike in ADM, transparency is laid on white
+(without its alpha channel an image shows whatever colours lie beneath), and 16-bit grey is scaled to 8 bits (Pillow
+would clip it at 255).
 """
 
 import math
@@ -35,20 +35,21 @@ _PNG_HEAD, _PNG_TEXTS = 8, (b"eXIf", b"iTXt", b"tEXt", b"zTXt")  # bytes before 
 
 
 def read_image(path: str | Path, image_size: int, channels: int = 3, draft: bool = False) -> Tensor:
-    """Reads and centre-crops one image file: uint8 (channels, image_size, image_size). Reads again if the storage
-    fails.
+    """Reads one image file, turns it upright and centre-crops it: uint8 (channels, image_size, image_size). Tries again
+    if the storage fails.
 
-    draft: lets JPEG decode at 1/2, 1/4 or 1/8 of its size, if that is no smaller than the crop: faster, with other
-    pixels.
-    Raises ConfigError if the path is no file, or, before anything is decoded, if its header says more pixels than
-    PIXEL_CAP; OSError if the storage keeps failing; and whatever Pillow raises on a broken file.
+    draft: lets JPEG decode at 1/2, 1/4 or 1/8 of its size, if that is no smaller than the crop: faster, with slightly
+    different pixels.
+
+    Raises ConfigError if the path is no file or, before anything is decoded, if its header gives more pixels than
+    PIXEL_CAP; OSError if the storage keeps failing; and any error of Pillow for a broken file.
     """
     return retry(lambda: decode_image(path, image_size, channels, draft))
 
 
 def decode_image(file: str | Path | BinaryIO, image_size: int, channels: int = 3, draft: bool = False) -> Tensor:
-    """Decodes and centre-crops an image as `read_image`, without reading again. It may be an open file, such as a
-    member of an archive.
+    """Decodes and centre-crops an image as `read_image` does, but tries once only. `file` may be an open file, such as
+    a member of an archive.
     """
     return to_tensor(
         crop_center(decode_sample(file, channels, (image_size, image_size) if draft else None), image_size)
@@ -58,10 +59,10 @@ def decode_image(file: str | Path | BinaryIO, image_size: int, channels: int = 3
 def decode_sample(
     file: str | Path | BinaryIO, channels: int, draft: tuple[int, int] | None = None, upright: bool = True
 ) -> Image.Image:
-    """Decodes an image file as L, RGB or RGBA for 1, 3 or 4 channels.
+    """Decodes an image file, uncropped, as L, RGB or RGBA for 1, 3 or 4 channels. Raises what `open_image` raises.
 
-    draft: (width, height) that a JPEG decoded at a reduced size must still cover; None for the full size. upright:
-    turns the image as its EXIF orientation says.
+    draft: (width, height) that a JPEG decoded at a reduced size must still cover; None: full size. upright: turns the
+    image as its EXIF orientation says.
     """
     with open_image(file, FORMATS) as image:
         if draft:
@@ -71,7 +72,9 @@ def decode_sample(
 
 
 def turn_upright(image: Image.Image) -> Image.Image:
-    """Returns a picture turned and mirrored as its EXIF orientation says; as it is, if that is missing or invalid."""
+    """Returns a picture turned and mirrored as its EXIF orientation says, or unchanged if the orientation is missing or
+    invalid.
+    """
     try:
         return ImageOps.exif_transpose(image)
     except Exception:  # whatever Pillow's parser of hostile EXIF raises
@@ -79,7 +82,7 @@ def turn_upright(image: Image.Image) -> Image.Image:
 
 
 def read_upright_size(image: Image.Image) -> tuple[int, int]:
-    """Returns the width and height that an opened picture has when it is turned upright. Does not decode its pixels."""
+    """Returns the width and height that an opened picture has after `turn_upright`, without decoding its pixels."""
     if isinstance(image, PngImagePlugin.PngImageFile) and "exif" not in image.info:
         _read_texts_behind_pixels(image)
     try:
@@ -91,7 +94,7 @@ def read_upright_size(image: Image.Image) -> tuple[int, int]:
 
 
 def _read_texts_behind_pixels(image: PngImagePlugin.PngImageFile) -> None:
-    """Reads the texts and EXIF that stand behind the pixels of a PNG, and adds them to `image.info`."""
+    """Reads the texts and EXIF that come after the pixels of a PNG, and adds them to `image.info`. Ignores damage."""
     file, kind, behind = image.fp, b"", False
     png = PngImagePlugin.PngStream(file)
     file.seek(_PNG_HEAD)
@@ -107,8 +110,7 @@ def _read_texts_behind_pixels(image: PngImagePlugin.PngImageFile) -> None:
 
 @contextmanager
 def open_image(file: str | Path | BinaryIO, formats: Sequence[str]) -> Iterator[Image.Image]:
-    """Opens an image with Pillow for the block, and reads its header. formats: names of Pillow's formats that are
-    tried.
+    """Opens an image with Pillow for the block, and reads its header. formats: names of Pillow's formats to try.
 
     Raises ConfigError if it is no regular file, is a video, or has more pixels than PIXEL_CAP or more than 1 MB of
     texts; UnidentifiedImageError if Pillow cannot read it.
@@ -134,8 +136,8 @@ def open_image(file: str | Path | BinaryIO, formats: Sequence[str]) -> Iterator[
 
 
 def _scale_transparent_colour(image: Image.Image) -> None:
-    """Scales the colour that a PNG declares transparent to the 8 bits to which Pillow scales the pixels, in
-    `image.info`.
+    """Scales the transparent colour of a PNG in `image.info` to 8 bits, if the PNG has 2, 4 or 16 bits, as Pillow
+    scales the pixels.
     """
     clear, raw = image.info.get("transparency"), image.tile[0].args if image.tile else None
     if isinstance(clear, int) and raw in ("L;2", "L;4"):
@@ -145,7 +147,9 @@ def _scale_transparent_colour(image: Image.Image) -> None:
 
 
 def _refuse_video(file: str | Path | BinaryIO) -> None:
-    """Raises ConfigError if a file begins as .mp4, .mov, .webm, .mkv and .avi files do."""
+    """Raises ConfigError if a file begins as .mp4, .mov, .webm, .mkv and .avi files do. Moves the position of an open
+    file.
+    """
     with open(file, "rb") if isinstance(file, (str, Path)) else nullcontext(file) as stream:
         stream.seek(0)
         head = stream.read(12)
@@ -163,7 +167,7 @@ def require_below_pixel_cap(width: int, height: int) -> None:
 
 
 def convert_mode(image: Image.Image, channels: int) -> Image.Image:
-    """Returns a Pillow image as RGBA (channels 4), RGB (3) or L (1).
+    """Returns a Pillow image as L, RGB or RGBA for 1, 3 or 4 channels; `image` itself if nothing changes.
 
     Unless there are 4 channels, transparency is laid on white. 16-bit grey is scaled to 8 bits.
     """
@@ -182,17 +186,18 @@ def convert_mode(image: Image.Image, channels: int) -> Image.Image:
 
 
 def crop_center(image: Image.Image, width: int, height: int | None = None) -> Image.Image:
-    """Returns the ADM centre crop, bit for bit, of an RGB, RGBA or L image: width x height, or without a height a
-    square.
+    """Returns the ADM centre crop of an RGB, RGBA or L image, equal bit by bit: width x height pixels; a square if
+    `height` is None.
 
-    For a rectangle, an image is halved while both sides are at least twice the target's, then resized to just cover it.
+    For a rectangle, an image is halved while both sides are at least twice the target's, then resized to just cover the
+    target.
 
     The colours of RGBA are weighted by opacity, as Pillow does in each pass; here it is done once for all passes, so
     that invisible colours never show at an edge.
 
-    Pillow resizes columns first, then rows, and rounds to 8 bits in between. Hence the two passes may be called one by
-    one, and the middle be cut out between them, without a changed bit. (A `box` would save more, but its corners are
-    float32 inside Pillow, which changes a few pixels.) Recent versions take rows first where an image is more than
+    Pillow resizes columns first, then rows, and rounds to 8 bits in between. Hence the two passes may be called
+    separately, and the middle be cut out between them, with no bit changed. (A `box` would save more, but its corners
+    are float32 inside Pillow, which changes a few pixels.) Recent versions take rows first if an image is more than
     twice as high as wide: such an image, and any near that shape, is resized in one call.
     """
     height = height or width
@@ -212,7 +217,9 @@ def crop_center(image: Image.Image, width: int, height: int | None = None) -> Im
 
 
 def halve_repeatedly(image: Image.Image, width: float, height: float) -> Image.Image:
-    """Returns an image halved as often as needed, until one of its sides is less than twice the target's."""
+    """Returns an image halved until one of its sides is less than twice the target's; `image` itself if one is already.
+    Odd sizes are rounded down.
+    """
     while image.width >= 2 * width and image.height >= 2 * height:
         image = image.resize((image.width // 2, image.height // 2), Image.Resampling.BOX)
     return image
@@ -234,15 +241,18 @@ def _resize_columns(image: Image.Image, wide: int, high: int, y: int, height: in
 
 
 def to_tensor(image: Image.Image) -> Tensor:
-    """Returns a copy of an image as uint8 (C, H, W). Copying its bands takes half as long as transposing it."""
+    """Returns a copy of an image as uint8 (C, H, W). Copying band by band takes half as long as transposing (H,
+    W, C).
+    """
     bands = image.split()
     pixels = bytearray().join(band.tobytes() for band in bands)
     return torch.frombuffer(pixels, dtype=torch.uint8).view(len(bands), image.height, image.width)
 
 
 def read_pictures(path: Path, channels: int) -> Tensor:
-    """Returns all pictures of a folder, sorted by name and cropped to squares, or those in an .npz of `dstrain
-    generate`: uint8 (N, channels, H, W). channels: 1 or 3.
+    """Returns all pictures of a folder, sorted by name and centre-cropped to squares, or those of an .npz that `dstrain
+    generate` has written: uint8 (N, channels, H, W). channels: 1 or 3. For a folder that holds one samples_*.npz, reads
+    that file.
 
     Raises ConfigError if there are no such pictures, one cannot be read, or they have several sizes.
     """
@@ -269,7 +279,8 @@ def read_pictures(path: Path, channels: int) -> Tensor:
 
 
 def find_samples_file(path: Path) -> Path:
-    """Returns the samples_*.npz that `dstrain generate` wrote into a folder; `path` itself if it is a file or has none.
+    """Returns the file samples_*.npz in the folder `path`, as `dstrain generate` writes it; `path` itself if it is a
+    file or holds none.
 
     Raises ConfigError if the folder has several.
     """
@@ -280,7 +291,9 @@ def find_samples_file(path: Path) -> Path:
 
 
 def read_samples(path: Path) -> np.ndarray:
-    """Returns `arr_0` of an .npz as `dstrain generate` writes it. Raises ConfigError if there is none."""
+    """Returns the array `arr_0` of an .npz that `dstrain generate` has written. Raises ConfigError if the file has none
+    or cannot be read.
+    """
     try:
         with np.load(path, allow_pickle=False) as file:
             return file["arr_0"]
