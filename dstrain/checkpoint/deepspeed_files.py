@@ -1,4 +1,5 @@
-"""The full weights in a checkpoint of DeepSpeed's own, ZeRO 1, 2 or 3, without DeepSpeed, torch or a process group.
+"""Reads the full weights from a checkpoint in DeepSpeed's own format, ZeRO 1, 2 or 3, without DeepSpeed, torch or a
+process group.
 
     mp_rank_00_model_states.pt                    stages 0-2: the module's state dict, in the precision it computes in
     zero_pp_rank_R_mp_rank_00_model_states.pt     stage 3: buffers, and rank R's shares of the frozen weights
@@ -6,10 +7,10 @@
     zero/NAME/fp32.pt                             a universal folder, of ds_to_universal: a whole fp32 master in a file,
                                                   flat at stage 3, in place of the partitions
 
-The names to be written are those of the module's state dict, in its order, and a checkpoint that lacks one of them is
-refused. Trained weights are taken from the masters, frozen weights and buffers from the model's files, and a tied
-weight from its other name. DeepSpeed's own zero_to_fp32 drops frozen weights at stage 1, leaves them in bf16 at 2 and
-3, refuses stage 0 and stage 1 with fp32 accumulation, and cannot write tied weights as safetensors.
+The weights get the names of the module's state dict, in its order, and a checkpoint that lacks one of them is refused.
+Trained weights are taken from the masters, frozen weights and buffers from the model's files, and a tied weight from
+the weight that it is tied to. DeepSpeed's own zero_to_fp32 drops frozen weights at stage 1, leaves them in bf16 at 2
+and 3, refuses stage 0 and stage 1 with fp32 accumulation, and cannot write tied weights as safetensors.
 
 Source: DeepSpeed 0.19.8, runtime/engine.py, runtime/zero/stage_1_and_2.py and stage3.py, utils/zero_to_fp32.py.
 """
@@ -37,7 +38,7 @@ _UNSUPPORTED = {
 
 
 class Checkpoint(NamedTuple):
-    """The merged weights of one tag's folder, to be written, and where their bytes lie."""
+    """The full weights in the folder of one tag, as entries to be written, and the files and offsets of their bytes."""
 
     entries: list[Entry]  # by state-dict name, in its order
     tied: dict[str, str]  # name: the other name of the same weight
@@ -46,10 +47,11 @@ class Checkpoint(NamedTuple):
 
 
 def find_tag_folder(path: Path, tag: str | None = None) -> Path | None:
-    """Returns the folder of one tag: `path` itself, or a folder in it: that of `tag`, the one that the file `latest`
-    names, or the only one. Returns None if there is no checkpoint.
+    """Returns the folder of a DeepSpeed checkpoint in `path`: the subfolder `tag`; or, if `tag` is None, `path` itself
+    if it is one, else the subfolder that the file `latest` names, else the only one. Returns None if `path` is no
+    folder or holds no checkpoint.
 
-    Raises ConfigError if there is no folder of the tag, or several to choose from.
+    Raises ConfigError if there is no checkpoint of the tag, or there are several to choose from.
     """
     if not path.is_dir():
         return None
@@ -70,8 +72,8 @@ def find_tag_folder(path: Path, tag: str | None = None) -> Path | None:
 
 
 def read_checkpoint(folder: Path, trusted: bool, dtype: str) -> Checkpoint:
-    """Returns the weights of a tag's folder, to be written as `dtype`. Buffers keep their type, but those of 16 bits
-    become float32. No values are read yet.
+    """Returns the weights of a checkpoint in `folder`, the folder of one tag, to be written as `dtype`. Buffers keep
+    their dtype, but those of 16 bits become float32. Reads the pickles, but not yet the values of tensors.
 
     Raises ConfigError if files are missing or damaged, the checkpoint is of a kind that cannot be merged, or its
     pickles name other classes than those of tensors and plain values and `trusted` is False.
@@ -117,12 +119,14 @@ def read_checkpoint(folder: Path, trusted: bool, dtype: str) -> Checkpoint:
 
 
 def list_files(folder: Path) -> list[str]:
-    """Returns the names of DeepSpeed's files of models and optimizers that lie directly in a folder, sorted."""
+    """Returns the sorted names of DeepSpeed's model and optimizer files directly in a folder."""
     return sorted(path.name for path in folder.iterdir() if path.name.endswith(("model_states.pt", "optim_states.pt")))
 
 
 def is_universal(folder: Path) -> bool:
-    """Returns whether a tag's folder was written by DeepSpeed's ds_to_universal, also where a part of it is missing."""
+    """Returns whether DeepSpeed's ds_to_universal has written a folder: it has zero/ and no optimizer files. True also
+    if some of its files are missing.
+    """
     if not (folder / "zero").is_dir() or list(folder.glob("*optim_states.pt")):
         return False
     return bool(list_files(folder)) or any(folder.glob("zero/*/fp32.pt"))
@@ -134,7 +138,7 @@ def _is_tag(folder: Path) -> bool:
 
 def _find_files_by_rank(folder: Path) -> tuple[dict[int, Path], dict[int, Path]]:
     """Returns the optimizer files and the model files, each by data-parallel rank. Raises ConfigError for files of
-    other kinds of parallelism.
+    another kind of parallelism, two files of one rank, or if rank 0's model file is missing.
     """
     optimizers: dict[int, Path] = {}
     models: dict[int, Path] = {}
@@ -171,9 +175,10 @@ def _find_files_by_rank(folder: Path) -> tuple[dict[int, Path], dict[int, Path]]
 def _merge_weights(
     folder: Path, models: Mapping[int, Any], states: Mapping[int, Any], masters: Mapping[str, Any] | None, dtype: str
 ) -> Checkpoint:
-    """Returns the weights of all ranks, merged.
+    """Returns the full weights, merged from the files of all ranks. Raises ConfigError for a pipeline- or
+    tensor-parallel run, or if a weight of the network is in no file.
 
-    models, states   by rank, the content of its model file and of its optimizer file
+    models, states   by rank, the content of the model file and of the optimizer file
     masters          by name, the content of the files of a universal folder; None: the masters are in `states`
     """
     first = models[0]
@@ -242,7 +247,9 @@ def _merge_weights(
 def _require_complete(
     folder: Path, optimizers: Mapping[int, Path], models: Mapping[int, Path], states: Mapping[int, Any]
 ) -> None:
-    """Raises ConfigError if a rank's file is missing, or the folder also holds files of another world size."""
+    """Raises ConfigError if a rank's file is missing, the folder also holds files of another world size, or the weights
+    are partitioned over groups of experts.
+    """
     counts = next(iter(states.values()))["partition_count"]
     world = max(counts) if isinstance(counts, (list, tuple)) else int(counts)
     if not 0 < world < 1 << 20:
@@ -263,7 +270,9 @@ def _require_complete(
 
 
 class _Line:
-    """Several 1-D tensors in files, taken as one long tensor."""
+    """Several 1-D tensors in files, treated as one long tensor. Raises TypeError if they have strides or several
+    dtypes.
+    """
 
     def __init__(self, flats: Sequence[Stored]) -> None:
         self.flats = [flat for flat in flats if flat.numel]
@@ -273,8 +282,8 @@ class _Line:
             raise TypeError("partitions that are not flat, or of several types")
 
     def locate_elements(self, start: int, numel: int) -> Iterator[Span]:
-        """Yields the spans of the bytes of elements start .. start + numel. Raises IndexError if there are fewer
-        elements.
+        """Yields the spans of the bytes of the `numel` elements from element `start` on. Raises IndexError if there are
+        fewer.
         """
         size, done, end = SIZES[self.dtype], 0, start + numel
         if not 0 <= start <= end <= self.numel:
@@ -290,8 +299,8 @@ class _Line:
 def _collect_trained_weights(
     folder: Path, first: Mapping[str, Any], states: Mapping[int, Any], sharded: bool
 ) -> dict[str, Stored]:
-    """Returns the trained weights by name: the fp32 masters in the ranks' optimizer files or, at stage 0, where these
-    are missing, the network's own weights. first: the content of rank 0's model file.
+    """Returns the trained weights by name: the fp32 masters in the ranks' optimizer files, or the network's own weights
+    at stage 0, which has no such files. first: the content of rank 0's model file.
 
     Raises ConfigError if optimizer files of stages 1 to 3 are missing, or the network's own weights have 16 bits.
     """
@@ -320,8 +329,8 @@ def _collect_trained_weights(
 def _collect_stage12(
     folder: Path, shapes: list[dict[str, tuple]], states: Mapping[int, Any]
 ) -> Iterator[tuple[str, Stored]]:
-    """Yields the weights of stages 1 and 2: a group's lie one after another over all ranks' partitions, with gaps where
-    DeepSpeed says so.
+    """Yields (name, tensor) of the weights of stages 1 and 2. The weights of a group are stored one after another over
+    all ranks' partitions, with padding between them where DeepSpeed records it.
     """
     ranks = range(len(states))
     for number, group in enumerate(shapes):
@@ -347,8 +356,8 @@ def _collect_stage12(
 def _collect_stage3(
     folder: Path, shapes: list[dict[str, tuple]], states: Mapping[int, Any]
 ) -> Iterator[tuple[str, Stored]]:
-    """Yields the weights of stage 3: each is cut into equal shares, the last one padded, and a rank's shares lie one
-    after another.
+    """Yields (name, tensor) of the weights of stage 3: each weight is cut into equal shares, the last one padded, and a
+    rank's shares are stored one after another. Raises ConfigError at the end if the sizes do not fit.
     """
     lines = [_Line(states[rank]["fp32_flat_groups"]) for rank in range(len(states))]
     offset = 0
@@ -370,8 +379,8 @@ def _collect_stage3(
 
 
 def _has_stage3_files(folder: Path, models: Mapping[int, Any]) -> bool:
-    """Returns whether a universal folder has a model file for each rank, as stage 3 writes them. Raises ConfigError if
-    one of these is missing.
+    """Returns whether a universal folder has a model file for each rank, as stage 3 writes them; False if it has the
+    single file of other stages. Raises ConfigError if the file of a rank is missing.
     """
     if (folder / "mp_rank_00_model_states.pt").exists():
         return False
@@ -399,6 +408,9 @@ def _collect_universal(
 
 
 def _collect_frozen_weights(folder: Path, models: Mapping[int, Any], sharded: bool) -> Iterator[tuple[str, Stored]]:
+    """Yields (name, tensor) of the frozen weights in the model files; at stage 3 (`sharded`) joins the shares of all
+    ranks.
+    """
     for name, shape in (models[0].get("frozen_param_shapes") or {}).items():
         shares = [models[rank]["frozen_param_fragments"][name] for rank in range(len(models) if sharded else 1)]
         if sharded:
@@ -410,6 +422,7 @@ def _collect_frozen_weights(folder: Path, models: Mapping[int, Any], sharded: bo
 
 
 def _require_whole_tensor(folder: Path, name: str, tensor: Stored) -> Stored:
+    """Returns `tensor`. Raises ConfigError if its spans have another number of bytes than its shape needs."""
     actual, expected = sum(span.nbytes for span in tensor.spans), tensor.numel * SIZES[tensor.dtype]
     if actual != expected:
         raise ConfigError(

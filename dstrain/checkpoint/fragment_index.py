@@ -1,12 +1,13 @@
-"""index-PART.safetensors: where every fragment of a part lies, for a rank that reads few of them.
+"""Writes and reads index-PART.safetensors, which lists where every fragment of a part is stored, for a rank that reads
+few of them.
 
     fragments    int64 (5, N): key, first element, number of elements, rank of the shard, byte in the shard; by key and
                  first element. A key is the first 8 bytes of blake2b of "kind/name".
     metadata     kinds, the shapes of the trained tensors, the number of shards, a hash of their hashes
 
-The headers of all shards say the same. Reading these takes 16 us a fragment, on every rank: 38 s for the 2.4 million
-fragments of 1,000 ranks. This file is mapped, and searched for what a rank owns. It holds for the very shards of which
-it was made: where somebody has written one anew, the headers count.
+The headers of all shards hold the same. Reading these takes 16 us a fragment, on every rank: 38 s for the 2.4 million
+fragments of 1,000 ranks. This file is mapped, and a rank searches it for the fragments that it owns. It is valid only
+for the very shards of which it was made: if another program has rewritten one, the headers are used.
 """
 
 import hashlib
@@ -32,8 +33,8 @@ def name_index_file(part: str) -> str:
 
 
 class Rows(NamedTuple):
-    """What a rank has written of a part: its kinds, in the order of writing; the rows of the index, int64 (N, 5), in
-    which each rank is 0; and the hash of its shard.
+    """The index rows of the shard that one rank has written of a part: its kinds, in the order of writing; the rows,
+    int64 (N, 5), in which the rank is still 0; and the hash of the shard.
     """
 
     kinds: list[str]
@@ -42,8 +43,8 @@ class Rows(NamedTuple):
 
 
 def collect_rows(entries: Iterable[tuple[str, Fragment, Any]], written: dict[str, Any]) -> Rows:
-    """Returns the index's rows of a shard, from the (kind, fragment, ...) entries that fragments.write_shard has
-    written, and what it returned.
+    """Returns the index rows of a shard. entries: the (kind, fragment, ...) that fragments.write_shard has written;
+    written: what it has returned. Empty fragments are left out.
     """
     fragments = [(kind, fragment) for kind, fragment, *_ in entries if fragment.numel]
     place = written["size"] - SIZES["F32"] * sum(fragment.numel for _, fragment in fragments)  # behind the header
@@ -57,8 +58,8 @@ def collect_rows(entries: Iterable[tuple[str, Fragment, Any]], written: dict[str
 def write_indices(
     folder: Path, own: dict[str, Rows], shapes: Callable[[str], dict[str, tuple[int, ...]]]
 ) -> dict[str, dict[str, Any]]:
-    """Writes the indices of all parts, on rank 0, from the rows of all ranks. Returns {name: {size, hash}} on rank 0,
-    {} on the others.
+    """Writes the index files of all parts on rank 0, from the rows of all ranks. Returns {file name: {size, hash}} on
+    rank 0, and {} on the others. Call it on all ranks.
     """
     gathered = group.gather_on_first_rank(own)
     if gathered is None:
@@ -70,7 +71,9 @@ def write_indices(
 
 
 def write_index(folder: Path, part: str, by_rank: Sequence[Rows], shapes: dict[str, tuple[int, ...]]) -> dict[str, Any]:
-    """Writes the index of the shards that the ranks have written, synced to the disk; returns its {size, hash}."""
+    """Writes the index file of a part from the rows of all ranks, in rank order, and syncs it to the disk. Returns its
+    {size, hash}.
+    """
     table = np.concatenate([own.table for own in by_rank])
     table[:, 3] = np.repeat(np.arange(len(by_rank)), [len(own.table) for own in by_rank])
     table = np.ascontiguousarray(table[np.lexsort((table[:, 1], table[:, 0]))].T)  # (5, N)
@@ -119,7 +122,9 @@ class FragmentIndex(Places):
         )
 
     def matches_shards(self, files: dict[str, dict[str, Any]]) -> bool:
-        """Returns whether the shards are those of which the index was made, by the hashes in a manifest."""
+        """Returns whether the shards in a manifest's `files` are those of which the index was made, by their names and
+        hashes.
+        """
         names = [name_shard(self.part, rank, self._shards) for rank in range(min(self._shards, len(files) + 1))]
         return (
             all(name in files for name in names) and _hash_shards(files[name]["hash"] for name in names) == self._sealed
@@ -158,7 +163,9 @@ class FragmentIndex(Places):
         return pieces
 
     def _find_rows(self, kind: str, name: str) -> tuple[int, int]:
-        """Returns the range of rows with a tensor's fragments: the first row, and the one behind the last."""
+        """Returns the first row of a tensor's fragments in the table and the row after its last; two equal numbers if
+        it has none.
+        """
         keys, key = self._table[0], _hash_key(kind, name)
         return int(np.searchsorted(keys, key)), int(np.searchsorted(keys, key, "right"))
 

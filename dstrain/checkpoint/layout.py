@@ -1,12 +1,13 @@
-"""The files of dstrain's checkpoints and where tensors lie in them. Reads headers and no data; does not import torch.
+"""Finds the tensors in the files of dstrain's checkpoints. Reads headers, but no data of tensors; does not import
+torch.
 
     PART-RRRRR-of-WWWWW.safetensors    fragments of a part's tensors, under "kind/name" (kind: master, ema.0.9999, ...);
                                        the metadata's entry "fragments" maps these keys to [shape, start, numel];
                                        float32, or bfloat16 in snapshots of averages; one type in a part
-    index-PART.safetensors             where all fragments lie, see fragment_index.py; earlier versions wrote none
+    index-PART.safetensors             where all fragments are stored, see fragment_index.py; earlier versions: none
     common.safetensors                 buffers as buffer/PART/NAME, the system's state as system/NAME
 
-fragments.py writes the shards and reads values from them; consolidation copies bytes, and needs this file alone.
+fragments.py writes the shards and reads values from them. Consolidation copies bytes, and needs this file alone.
 """
 
 import difflib
@@ -28,7 +29,9 @@ SHARD = re.compile(r"(\w[\w.-]*)-(\d{5,})-of-(\d{5,})\.safetensors")  # part, ra
 
 @dataclass(frozen=True)
 class Fragment:
-    """Elements start .. start + numel of the flattened tensor `name` of `shape`."""
+    """Elements start .. start + numel of the flattened tensor `name` of `shape`. Raises ConfigError if they are outside
+    of it.
+    """
 
     name: str
     shape: tuple[int, ...]
@@ -52,7 +55,7 @@ def make_damage_error(checkpoint: Path, reason: str) -> ConfigError:
 
 
 class Places(ABC):
-    """Finds the files and bytes in which the elements of one part's tensors lie: subclasses know them from the shards'
+    """Finds the files and byte offsets of the elements of one part's tensors. Subclasses read them from the shards'
     headers (Index) or from an index file (FragmentIndex).
     """
 
@@ -71,8 +74,8 @@ class Places(ABC):
     def has_tensor(self, kind: str, name: str) -> bool: ...
 
     def find_kinds_by_name(self, kind: str) -> dict[str, str]:
-        """Returns, by name of each tensor of the network, the kind under which to read it where `kind` is wanted:
-        `kind` itself, or master for frozen weights, which have no averages.
+        """Returns, for the name of each tensor of the network, the kind to read when `kind` is wanted: `kind` itself,
+        or "master" for frozen weights, which have no averages.
         """
         own = self.list_tensor_names(kind)
         return dict.fromkeys(self.list_tensor_names("master"), "master") | dict.fromkeys(own, kind)
@@ -82,24 +85,27 @@ class Places(ABC):
 
     @abstractmethod
     def _find_fragments(self, kind: str, name: str, start: int, end: int) -> list[tuple[int, Span]]:
-        """Returns (first element, span of its bytes) of a tensor's fragments, in order. It may leave out those that do
+        """Returns (first element, span of its bytes) of a tensor's fragments, in order. May leave out fragments that do
         not overlap elements start .. end.
         """
 
     def list_decays(self) -> list[float]:
-        """Returns the decays and widths of the averages, in the order of the recipe."""
+        """Returns the decays or widths of all averages, in the order of the recipe."""
         return [float(kind.removeprefix("ema.")) for kind in self.list_kinds() if kind.startswith("ema.")]
 
     def find_shape(self, name: str) -> tuple[int, ...]:
+        """Returns the shape of a tensor. Raises ConfigError, which names the most similar one, if there is no such
+        tensor.
+        """
         if name not in self._shapes:
             raise self._make_unknown_error(name, self._shapes)
         return self._shapes[name]
 
     def find_spans(self, kind: str, name: str, start: int = 0, end: int | None = None) -> list[Span]:
         """Returns the spans of the bytes of elements start .. end of a flattened tensor, in order, each element once.
-        end: None: the tensor's end.
+        end: None means the end of the tensor.
 
-        Raises ConfigError for an unknown tensor, or elements that are outside of it or in no shard.
+        Raises ConfigError for an unknown tensor, or if elements are outside of it or in no shard.
         """
         if not self.has_tensor(kind, name):
             raise self._make_unknown_error(name, self.list_tensor_names(kind), kind)
@@ -131,9 +137,9 @@ class Places(ABC):
 
 
 class Index(Places):
-    """Finds where the elements of one part's tensors lie by reading the headers of its shards.
+    """Finds the elements of one part's tensors by reading the headers of its shards.
 
-    Raises ConfigError for a file that is no shard, or one tensor in two shapes; FileNotFoundError for a missing file.
+    Raises ConfigError for a file that is no shard, or if a tensor has two shapes; FileNotFoundError for a missing file.
     """
 
     def __init__(self, folder: Path, part: str, names: Iterable[str]) -> None:
@@ -185,7 +191,7 @@ class Index(Places):
 
 
 class Fragments(Index):
-    """Finds the tensors of one part in the shards that a checkpoint's manifest lists. Raises ConfigError if one is
+    """Finds the tensors of one part in the shards that a checkpoint's manifest lists. Raises ConfigError if a shard is
     damaged or missing.
     """
 
@@ -199,8 +205,8 @@ class Fragments(Index):
             raise make_damage_error(folder, str(error)) from None
 
     def list_tensors(self, kind: str) -> Iterator[tuple[str, Stored]]:
-        """Yields (name, where it lies) of every tensor of a kind, in the order of saving, frozen weights included.
-        Raises ConfigError if elements are in no shard.
+        """Yields the name of every tensor of a kind and its position in the files, in the order of saving. Frozen
+        weights are included, from the masters. Raises ConfigError if elements are in no shard.
         """
         for name, found in self.find_kinds_by_name(kind).items():
             try:
@@ -210,10 +216,10 @@ class Fragments(Index):
 
 
 def find_reconstructed_folder(folder: Path, width: float, step: int | None, checkpoint: Path | None) -> Path | None:
-    """Returns the folder in which `dstrain reconstruct` has put a run's average of `width` at `step` (None: the
-    newest).
+    """Returns the folder in which `dstrain reconstruct` has written the average of `width` of the run in `folder`, at
+    `step` (None: the newest).
 
-    Returns None if there is none, or if `checkpoint`, the run's own of that step, holds this average itself.
+    Returns None if there is none, or if `checkpoint`, the run's own checkpoint of that step, holds this average itself.
     """
     paths = (folder / RECONSTRUCTED / repr(width)).glob("step_*")
     made = {int(path.name[5:]): path for path in paths if path.name[5:].isdigit()}
@@ -223,14 +229,16 @@ def find_reconstructed_folder(folder: Path, width: float, step: int | None, chec
 
 
 def list_averages(checkpoint: Path) -> set[float]:
-    """Returns the decays and widths of the averages that a checkpoint holds, of all parts together."""
+    """Returns the decays or widths of all averages in a checkpoint, of all parts together. Raises ConfigError if a
+    shard is damaged.
+    """
     shards = [match for path in checkpoint.glob("*.safetensors") if (match := SHARD.fullmatch(path.name))]
     return {number for match in shards for number in Index(checkpoint, match[1], [match[0]]).list_decays()}
 
 
 def iterate_buffers(checkpoint: Path, part: str) -> Iterator[Entry]:
-    """Yields the buffers of a part, which are equal on all ranks. Those of 16 bits are to be written as float32, as
-    networks keep them. Raises ConfigError if their file is missing or damaged.
+    """Yields the buffers of a part, which are equal on all ranks, as entries to be written; those of 16 bits as
+    float32, as networks keep them. Raises ConfigError if common.safetensors is missing or damaged.
     """
     try:
         tensors, _ = read_header(checkpoint / COMMON)

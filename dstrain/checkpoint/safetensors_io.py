@@ -1,10 +1,11 @@
-"""Tensors as runs of bytes in files, and safetensors files made of them without holding one of them.
+"""Finds tensors as spans of bytes in files, and writes them as safetensors files without loading a whole tensor.
 
-A *span* is a run of bytes in a file; a stored tensor is its spans, in the order of its elements. The header of the
-file to be written follows from names, types and shapes alone, so it comes first, and the bytes go through one buffer.
+A *span* is a range of bytes in a file; a stored tensor is its spans, in the order of its elements. The header of the
+file to be written depends on names, dtypes and shapes alone, so it is written first, and the bytes go through one
+buffer.
 
-Nothing here imports torch, whose import takes more time and memory than the rest of a consolidation; numpy is
-imported only to change a type. Types have the names of the safetensors format (github.com/huggingface/safetensors).
+This module does not import torch, whose import takes more time and memory than the rest of a consolidation; it imports
+numpy only to change a dtype. Dtypes have the names of the safetensors format (github.com/huggingface/safetensors).
 """
 
 import json
@@ -52,8 +53,8 @@ class Span(NamedTuple):
 
 
 class Stored(NamedTuple):
-    """A tensor in files: its type, shape, and the spans of its bytes. `strides`, in elements, are None if it is
-    row-major; else there is one span.
+    """A tensor in files: its dtype, shape, and the spans of its bytes. `strides`, in elements, is None if the tensor is
+    row-major; a tensor with strides has one span.
 
     Span and Stored are tuples because torch_files makes them while unpickling, and a pickle can alter other objects.
     """
@@ -69,7 +70,7 @@ class Stored(NamedTuple):
 
 
 class Entry(NamedTuple):
-    """A tensor to be written: its name, where it lies, and the type that it is to have."""
+    """A tensor to be written: its name, its position in files, and the dtype in which it is written."""
 
     name: str
     source: Stored
@@ -81,8 +82,8 @@ class Entry(NamedTuple):
 
 
 def read_header(path: Path) -> tuple[dict[str, Stored], dict[str, str]]:
-    """Returns the tensors of a safetensors file by name, and its metadata. Raises ConfigError if it is no such file,
-    with a message that does not name the path.
+    """Returns the tensors of a safetensors file by name, and the file's metadata; reads no data. Raises ConfigError,
+    whose message does not name the path, if it is no safetensors file or is truncated.
     """
     tensors = {}
     try:
@@ -106,8 +107,9 @@ def read_header(path: Path) -> tuple[dict[str, Stored], dict[str, str]]:
 
 
 def render_header(path: Path, tensors: Iterable[tuple[str, str, Sequence[int]]], metadata: dict[str, str]) -> bytes:
-    """Returns the bytes before the data of a safetensors file with these (name, type, shape): the header and its
-    length. Raises ConfigError if the header is longer than readers accept.
+    """Returns the bytes before the data of a safetensors file: the length of the header, and the header for tensors of
+    these (name, dtype, shape). Writes nothing; `path` is for the error. Raises ConfigError if the header is longer than
+    readers accept.
     """
     header: dict[str, Any] = {"__metadata__": metadata}
     offset = 0
@@ -126,7 +128,9 @@ def render_header(path: Path, tensors: Iterable[tuple[str, str, Sequence[int]]],
 
 
 def split_entries(entries: list[Entry], shard_size: int) -> list[list[Entry]]:
-    """Splits entries, in order, into files of at most `shard_size` bytes; a larger entry has a file of its own."""
+    """Splits entries, in order, into lists of at most `shard_size` bytes, one for each file; a larger entry gets a file
+    alone.
+    """
     files: list[list[Entry]] = [[]]
     room = shard_size
     for entry in entries:
@@ -141,9 +145,9 @@ def split_entries(entries: list[Entry], shard_size: int) -> list[list[Entry]]:
 def write_model(
     folder: Path, entries: list[Entry], shard_size: int, metadata: dict[str, str], progress: Callable[[int], Any]
 ) -> dict[Path, dict[str, Any]]:
-    """Writes tensors in Hugging Face's layout: model.safetensors, or numbered files of at most `shard_size` bytes with
-    an index. Returns {path: {size, hash}} of each file. `progress` is called with the bytes of each piece that is
-    written.
+    """Writes tensors in Hugging Face's layout, synced to the disk: model.safetensors, or numbered files of at most
+    `shard_size` bytes and an index. Returns {path: {size, hash}} of all files. Calls `progress` with the number of
+    bytes after each piece.
     """
     files = split_entries(entries, shard_size)
     names = [f"model-{number:05d}-of-{len(files):05d}.safetensors" for number in range(1, len(files) + 1)]
@@ -190,7 +194,9 @@ def _write_all(file: BinaryIO, data: memoryview) -> None:
 
 
 class Files:
-    """Reads spans of files. The 64 files that were read last stay open, since one tensor's spans may lie in many."""
+    """Reads spans of files. Keeps the 64 files that were read last open, since one tensor's spans may be in many files;
+    closes them at the end of its block.
+    """
 
     def __init__(self) -> None:
         self._open: OrderedDict[Path, FileIO] = OrderedDict()
@@ -203,8 +209,8 @@ class Files:
             self._open.popitem()[1].close()
 
     def read(self, span: Span, into: memoryview) -> None:
-        """Reads the bytes of a span into `into`, which is as long as the span. Raises ConfigError if the file ends
-        before.
+        """Reads the bytes of a span into `into`, which must be as long as the span. Raises ConfigError if the file is
+        too short.
         """
         if span.path not in self._open:
             if len(self._open) >= _OPEN_FILES:
@@ -221,8 +227,9 @@ class Files:
 
 
 def convert_entry(entry: Entry, files: Files, chunk: memoryview) -> Iterator[memoryview]:
-    """Yields the bytes of a tensor in row-major order and in the entry's type, piece by piece. A piece is valid until
-    the next one is asked for.
+    """Yields the bytes of a tensor, row-major and in the entry's dtype, piece by piece. The next piece may overwrite a
+    piece. `chunk` is the buffer; a tensor with strides is read as a whole. Raises ConfigError if a value is too large
+    for the dtype.
     """
     source = entry.source
     for span in source.spans:
@@ -236,6 +243,7 @@ def convert_entry(entry: Entry, files: Files, chunk: memoryview) -> Iterator[mem
 
 
 def _gather_strided_tensor(source: Stored, raw: memoryview) -> memoryview:
+    """Returns the bytes of a strided tensor in row-major order."""
     import numpy as np
 
     size = SIZES[source.dtype]
@@ -248,7 +256,9 @@ def _gather_strided_tensor(source: Stored, raw: memoryview) -> memoryview:
 
 
 def decode_floats(raw: memoryview, dtype: str) -> Any:
-    """Returns the bytes `raw` of a floating-point type as a numpy array; of BF16, which numpy lacks, as float32."""
+    """Returns the bytes `raw` as a 1-D numpy array of a floating-point dtype; those of BF16, which numpy lacks, as
+    float32.
+    """
     import numpy as np
 
     if dtype == "BF16":
@@ -257,8 +267,8 @@ def decode_floats(raw: memoryview, dtype: str) -> Any:
 
 
 def _cast_floats(raw: memoryview, dtype: str, entry: Entry) -> memoryview:
-    """Returns the bytes of floating-point values in the entry's type, rounded to nearest even as torch does. Raises
-    ConfigError if a finite value would become infinite, except in BF16.
+    """Returns the bytes of floating-point values in the entry's dtype, rounded to nearest even as torch does. Raises
+    ConfigError if a finite value would become infinite; a cast to BF16 is not checked.
     """
     import numpy as np
 

@@ -1,9 +1,9 @@
-"""When checkpoints are written: before training goes on, or beside it, in one thread of every rank.
+"""Writes checkpoints, while training waits or while it continues, in one thread of every rank.
 
-In the second case training waits only while HostCopies copies the values to the host's memory. The thread writes,
-hashes and seals the files, and communicates over a process group of its own. One save is under way at a time: the next
-one and the end of the run wait for it. A save that fails is reported, older checkpoints stay whole, and training goes
-on.
+In the second case training waits only while HostCopies copies the values to the host's memory. The thread writes and
+hashes the files, writes the manifest, and communicates over its own process group. Only one save runs at a time: the
+next one and the end of the run wait for it. A save that fails is reported, older checkpoints stay whole, and training
+continues.
 """
 
 import math
@@ -39,7 +39,7 @@ _MAX_FAILURES = 3  # failed saves in a row that end the run
 
 @dataclass
 class _Pending:
-    """A save from its beginning until all ranks know how it ended."""
+    """A save, until all ranks know whether it has failed."""
 
     step: int
     score: float | None
@@ -55,10 +55,11 @@ class _Pending:
 
 
 class Saver:
-    """Saves steps into a store, one after another. All ranks call each method but `report_ended_save` together.
+    """Saves steps into a store, one after another. All ranks must call each method together, except
+    `report_ended_save`.
 
     report   is called with each line for the user, in the main thread of rank 0
-    saved    is called with each step that is whole, on rank 0, in any thread
+    saved    is called with each step whose checkpoint is whole, on rank 0, in any thread
     """
 
     def __init__(self, store: Store, asynchronous: bool, report: Callable[[str], None], saved: Callable[[int], None]):
@@ -84,14 +85,16 @@ class Saver:
         last: bool,
         extra: dict[str, Any] | None = None,
     ) -> None:
-        """Saves `step`: every rank calls `write(folder, entries)` to fill its folder, which is then sealed with `extra`
-        (see Store). It waits for the save before, but writes this one beside training unless it is the `last`.
+        """Saves `step`: every rank calls `write(folder, entries)` to write its files, and rank 0 writes the manifest,
+        with `extra` (see Store). Waits for the save before. Then returns while a thread still writes, unless saves are
+        synchronous or this one is the `last`.
 
-        entries      live values, by part; beside training, copies of them are written
-        need_bytes   what this rank will write at most
+        entries      live values, by part; a thread writes copies of them
+        need_bytes   the most bytes that this rank will write
+        score        is kept in the manifest, for the choice of the best checkpoint; None: not measured
 
-        Raises NotSaved after three failures in a row, for which the third attempt is waited for, or a failure of the
-        `last` save.
+        Raises NotSaved after three failures in a row, since the third attempt is waited for, or if the `last` save
+        fails.
         """
         began = time.perf_counter()
         self.wait_for_save()
@@ -129,7 +132,9 @@ class Saver:
             pending.waited = pending.seconds
 
     def wait_for_save(self) -> None:
-        """Waits for a pending save, and reports it; afterwards all ranks know whether it failed."""
+        """Waits for a pending save and reports it, so that all ranks know whether it has failed. Does nothing if none
+        is pending. Call it on all ranks.
+        """
         pending = self._pending
         if pending is None:
             return
@@ -142,7 +147,9 @@ class Saver:
             self.newest, self._failures = pending.step, 0
 
     def add_score(self, step: int, score: float) -> None:
-        """Waits for a pending save, and adds a score to the manifest of a step, if it is saved."""
+        """Waits for a pending save, and then writes a score into the manifest of a step. Does nothing more if the step
+        has no checkpoint. Call it on all ranks.
+        """
         self.wait_for_save()
         self.store.add_score(step, score)
 
@@ -152,8 +159,8 @@ class Saver:
         return self._pending is not None and not self._pending.ended.is_set()
 
     def report_ended_save(self) -> None:
-        """Reports, on rank 0, a save that has ended since the last call. It waits for nothing, so that it can be called
-        at each step.
+        """Reports, on rank 0, whether the latest save succeeded, once it has ended and if it is not reported yet. Never
+        waits, so that it can be called at each step.
         """
         pending = self._pending
         if pending is None or pending.reported or self.under_way or group.rank() != 0:
@@ -168,8 +175,8 @@ class Saver:
             self.report(f"saving step {pending.step} failed: {pending.error}; older checkpoints are whole")
 
     def is_improvement(self, score: float) -> bool:
-        """Returns, on all ranks, whether a score is finite and lower than those of all checkpoints so far, a pending
-        one included.
+        """Returns, on all ranks, whether a score is finite and lower than the scores of all checkpoints, a pending one
+        included; True if no checkpoint has a score. Call it on all ranks.
         """
         best, pending = self.store.find_best(), self._pending
         scores = [best[1]] if best else []
@@ -178,16 +185,16 @@ class Saver:
         return group.broadcast_from_first(_is_finite(score) and all(score < earlier for earlier in scores))
 
     def close(self) -> None:
-        """Waits for a pending save and reports it, also if an error ends the run. It does neither while a
-        KeyboardInterrupt is handled, with which the user asks to end at once.
+        """Waits for a pending save and reports it, also after an error. While a KeyboardInterrupt is handled it does
+        nothing, since the user asks to end at once.
         """
         if self._pending is not None and not isinstance(sys.exc_info()[1], KeyboardInterrupt):
             self._pending.ended.wait()
             self.report_ended_save()
 
     def _take_copies(self, entries: Entries) -> Entries | None:
-        """Returns copies of entries in the host's memory, to be written beside training. Returns None on all ranks if
-        the recipe wants no such saves or some host lacks memory; later calls then return None, too.
+        """Returns copies of entries in the host's memory. Returns None on all ranks if saves are synchronous or some
+        host lacks memory; in the latter case rank 0 reports it, and later saves are synchronous. Call it on all ranks.
         """
         if not self._asynchronous:
             return None
@@ -233,14 +240,14 @@ def _first_line(error: BaseException) -> str:
 
 
 class HostCopies:
-    """Copies the values of a checkpoint into the host's memory, into the same buffers each time."""
+    """Copies the values of a checkpoint into the host's memory, into the same buffers at each call."""
 
     def __init__(self) -> None:
         self._buffers: dict[str, Tensor] = {}
 
     def find_shortage(self, entries: dict[str, list[Entry]]) -> str | None:
-        """Returns, on all ranks, why copies do not fit into the memory of some host; None if they fit everywhere, or
-        their buffers exist already. Call it on all ranks.
+        """Returns, on all ranks, a message if copies do not fit into the free memory of some host; None if they fit
+        everywhere, or their buffers exist already. Call it on all ranks.
         """
         if self._buffers:
             return None
@@ -259,8 +266,8 @@ class HostCopies:
         return None
 
     def take_copies(self, entries: dict[str, list[Entry]]) -> dict[str, list[Entry]]:
-        """Returns the entries by part with copies of their values in place of these. The copies lie in buffers that the
-        next call overwrites.
+        """Returns the entries by part, with copies of their values on the host. Waits until they are copied. The next
+        call overwrites them.
         """
         copies: dict[str, list[Entry]] = {}
         for part, live in entries.items():
@@ -276,8 +283,9 @@ class HostCopies:
         return copies
 
     def _allocate_host_buffer(self, numel: int) -> Tensor:
-        """Returns float32 (numel,) without values in the host's memory, page-locked if this process has a GPU, which
-        then copies at the bus's full rate. torch's own pinned allocator would round the size up to a power of two.
+        """Returns an uninitialized float32 tensor (numel,) in the host's memory. With a GPU it is page-locked if
+        possible, so that the GPU copies at the bus's full rate. torch's own pinned allocator would round the size up to
+        a power of two.
         """
         buffer = torch.empty(numel, dtype=torch.float32)
         if torch.cuda.is_available() and numel:
@@ -289,8 +297,8 @@ class HostCopies:
 
 
 def _call_cuda(call: Callable[..., Any], *arguments: int) -> bool:
-    """Calls a function of CUDA and returns whether it succeeded. If not, clears its error, else the next kernel would
-    raise it.
+    """Calls a function of the CUDA runtime, and returns whether it succeeded. After a failure clears CUDA's error,
+    which the next kernel would raise otherwise.
     """
     failed = int(call(*arguments))
     if failed:
@@ -301,7 +309,7 @@ def _call_cuda(call: Callable[..., Any], *arguments: int) -> bool:
 
 def measure_free_memory() -> int:
     """Returns the bytes of memory that are free on this host or, if that is less, in this process's container;
-    sys.maxsize if the system does not say.
+    sys.maxsize if the system has no /proc/meminfo.
     """
     try:
         lines = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())

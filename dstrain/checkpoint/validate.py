@@ -1,4 +1,6 @@
-"""What the small files of a checkpoint must hold, beyond being those of its manifest: any program can seal any file."""
+"""Checks what the small files of a checkpoint hold. The hashes of its manifest prove only that files are unchanged, and
+any program can write a manifest.
+"""
 
 import json
 from pathlib import Path
@@ -86,7 +88,9 @@ def read_recovery_state(path: Path) -> State:
 
 
 def write_common(folder: Path, common: Common) -> None:
-    """Writes common.safetensors into a folder: small tensors, and the counters of each part. One rank calls it."""
+    """Writes common.safetensors into a folder: small tensors, and the counters of each part. Call it on one
+    rank only.
+    """
     tensors, by_part = common
     save_file(tensors, folder / COMMON, metadata={"counters": json.dumps(by_part)})
     apply_umask(folder / COMMON)
@@ -106,10 +110,14 @@ def check_checkpoint(path: Path) -> None:
 
 
 def select_by_prefix(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    """Returns the tensors whose names begin with `prefix`, by their names without it."""
     return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
 
 
 def require_same_shapes(path: Path, part: str, saved: dict[str, tuple], expected: dict[str, tuple]) -> None:
+    """Raises ConfigError if the saved and the expected tensors of a part, shapes by name, differ in a name or a
+    shape.
+    """
     for name in [*expected, *saved]:
         if saved.get(name) != expected.get(name):
             raise ConfigError(
