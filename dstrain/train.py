@@ -1,4 +1,4 @@
-"""Training: set_up, run_steps, take_step, save_and_measure_step, finish_run. Here alone learning meets sharding."""
+"""Trains a run: set_up, run_steps, take_step, save_and_measure_step, finish_run. Only here learning meets sharding."""
 
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -43,7 +43,7 @@ _FIRST_STEP = 12.0  # seconds that the first step may take to end, once a stop i
 
 @dataclass(frozen=True)
 class Training:
-    """Holds all that the loop works with."""
+    """The objects that the training loop uses."""
 
     run: Run
     system: System
@@ -71,8 +71,8 @@ class Training:
 
 
 def train(run: Run, settings: dict[str, Any], resume: Resume = Resume()) -> int:
-    """Trains to run.steps from the newest whole checkpoint, or as `resume` says; returns DONE, or STOPPED if
-    cut short.
+    """Trains to run.steps from the newest whole checkpoint, or as `resume` says. Returns DONE, or STOPPED if it was
+    stopped before. Call it on all ranks. Raises ConfigError, NotSaved or FloatingPointError if it cannot go on.
     """
     first = group.read_place().rank == 0
     lock = folders.lock_folder(run.directory) if first else nullcontext()  # one run in a folder
@@ -98,7 +98,7 @@ def train(run: Run, settings: dict[str, Any], resume: Resume = Resume()) -> int:
 def run_steps(training: Training) -> tuple[int, bool]:
     """Takes steps until the run is complete or stopped early; saves, draws and measures what is due.
 
-    Returns how many steps are done, and whether a stop has cut short what follows the last one.
+    Returns how many steps are done, and whether a stop has skipped drawing or measuring after the last one.
     """
     run, every, done, stop = training.run, training.run.every, training.first, False
     engines, tracker, course, throughput = training.engines, training.tracker, training.course, training.throughput
@@ -148,16 +148,16 @@ def run_steps(training: Training) -> tuple[int, bool]:
 
 
 def wants_stop(training: Training) -> bool:
-    """Returns whether this rank has a reason to stop: a request, no more samples, or a folder that is no longer this
-    run's.
+    """Returns whether this rank has a reason to stop: a request, no samples for the next step, or, on rank 0, a run's
+    folder that now belongs to another process.
     """
     lost = group.rank() == 0 and hosts.has_lost_folder(training.run.directory)
     return lost or training.stops.is_requested() or training.batches.problem is not None
 
 
 def save_and_measure_step(training: Training, done: int, stop: bool) -> bool:
-    """Saves what is due after a step, the checkpoint and the averages, and then, unless `stop`, draws and measures what
-    is due. Returns whether a stop has cut the drawing and measuring short. Raises NotSaved if the folder is gone.
+    """Saves the checkpoint and averages that are due after a step, and then, unless `stop`, draws and measures what is
+    due. Returns whether a stop has cut that short; the step is then saved, too. Raises NotSaved if the folder is gone.
     """
     run, every, last = training.run, training.run.every, stop or done == training.run.steps
     hosts.require_own_folder(run.directory)
@@ -176,9 +176,9 @@ def save_and_measure_step(training: Training, done: int, stop: bool) -> bool:
 def measure_step(training: Training, done: int, saved: bool, held: tuple[bool, ...] = (False, False, False)) -> bool:
     """Draws and measures what is due after step `done`. Returns False if a stop has cut that short.
 
-    `held` says which of pictures, held-out figures and metrics the run's folder holds already; these are left out.
-    `saved` says whether the step has a checkpoint, to which the score of save.best is added. A step without one is
-    saved now if its score is the best.
+    `held` says which of pictures, held-out figures and metrics are in the run's folder already, and are left out.
+    `saved` says whether the step has a checkpoint, to which the score of save.best is added. Without one, a checkpoint
+    is saved now if the score is the best.
     """
     every, last = training.run.every, done == training.run.steps
     tasks: tuple[tuple[Callable[[Training, int], float | None], int, Any], ...] = (
@@ -203,7 +203,7 @@ def measure_step(training: Training, done: int, saved: bool, held: tuple[bool, .
 
 def raise_data_problem(training: Training, done: int) -> None:
     """Raises, on all ranks, the ConfigError or NotRead of a rank that has no samples for the next step; does nothing if
-    no rank has one. Call it after step `done` is saved.
+    no rank has one. Call it on all ranks after step `done` is saved.
     """
     for problem in filter(None, group.gather_objects(training.batches.problem)):
         training.tracker.note(f"stopped at step {done}, which is saved, since samples cannot be read: {problem}")
@@ -211,8 +211,8 @@ def raise_data_problem(training: Training, done: int) -> None:
 
 
 def measure_resumed_step(training: Training, done: int) -> bool:
-    """Draws and measures what was due at the step from which a run goes on, if its folder does not hold it yet. Returns
-    whether a stop has cut that short.
+    """Draws and measures what was due at the step from which a run resumes, unless its folder holds that, and saves its
+    snapshot of averages. Returns whether a stop has cut this short.
     """
     held = training.tracker.has_written_step(done)
     training.saves.averages.take_snapshot(done, done == training.run.steps, wait=True)
@@ -220,8 +220,8 @@ def measure_resumed_step(training: Training, done: int) -> bool:
 
 
 def go_back(training: Training, done: int, trouble: str) -> int:
-    """Restores the newest checkpoint from before the trouble, skips the batches trained on since, and returns
-    its step.
+    """Restores the newest checkpoint from before the trouble, returns its step, and makes training skip the batches
+    that were read since. Raises an error if no rollback is possible.
     """
     training.watchdog.enter_phase(done, "way back from step")
     hosts.require_own_folder(training.run.directory)
@@ -243,10 +243,10 @@ def take_step(
     shift: int = 0,
     vote: Callable[[], None] | None = None,
 ) -> dict[str, list[Tensor]]:
-    """Takes one optimizer step of every network whose turn it is. Returns the losses of its micro-batches by network.
+    """Takes one optimizer step of every part whose turn it is. Returns the losses of its micro-batches by part.
 
-    The step learns from the batch of `step + shift`, with the noise and dropout of that one; all else follows `step`.
-    `vote` is called on the last micro-batch, when `batches` know whether the next step has samples.
+    The batch, and the noise and dropout of its samples, are those of `step + shift`; all else depends on `step`. `vote`
+    is called on the last micro-batch, when `batches` know whether the next step has samples.
     """
     engines.begin_step(run.optimizer.compute_lr(step, run.steps))
     sequence, watched = run.parallel.sequence, []
@@ -278,7 +278,7 @@ def take_step(
 
 
 def set_up(run: Run, settings: dict[str, Any], resume: Resume, watchdog: Watchdog, stops: Stops) -> Training:
-    """Joins the ranks, builds networks, engines and averages, and loads the newest checkpoint, or that of `resume`."""
+    """Joins the ranks, builds networks, engines and averages, loads weights, and writes the run's files."""
     folder, say = run.directory, get_phases().print_lines
     start_group(run.faults.timeout_minutes)
     watchdog.start_publisher()
@@ -392,7 +392,7 @@ def set_up(run: Run, settings: dict[str, Any], resume: Resume, watchdog: Watchdo
 def build_engines(
     run: Run, settings: dict[str, Any], system: System, draw: bool = True, kind: type[Engines] = Engines
 ) -> Engines:
-    """Builds the engines of a system's networks as the recipe asks; without `draw` their weights are to be loaded."""
+    """Builds the engines of a system's networks as the recipe asks. With `draw` False their weights are set later."""
     return kind(
         system.networks,
         settings,
@@ -411,8 +411,8 @@ def build_engines(
 def load_weights(
     run: Run, engines: Engines, ema: EmaShadow, saves: Checkpoints, system: System, request: int | None
 ) -> int:
-    """Sets the weights from the checkpoint of step `request` (None: the newest), else from `init_from` or the
-    initialization; returns the step, 0 without a checkpoint.
+    """Sets the weights from the checkpoint of step `request` (None: the newest), else from `init_from` or at random;
+    returns the step, 0 without a checkpoint. With `request`, moves later checkpoints into earlier_N.
     """
     step = saves.resume(request)
     folders.require_step_within_run(run, step)
@@ -432,8 +432,8 @@ def load_weights(
 
 
 def finish_run(training: Training, done: int, left: bool) -> None:
-    """Reports how the run ended, writes the last report, and leaves the group of ranks. Gives the weights to the
-    tracker if this command has saved the last step, and not if `left`: a stop has cut short what follows that step.
+    """Reports how the run ended, writes the last report, and leaves the process group. Gives the weights to the tracker
+    if this command saved the last step, and not if `left`: a stop has skipped the work after that step.
     """
     run, tracker, saved = training.run, training.tracker, training.saver.newest
     training.watchdog.enter_phase(done, "end at step")
@@ -447,8 +447,8 @@ def finish_run(training: Training, done: int, left: bool) -> None:
 
 
 def draw_samples(training: Training, done: int) -> None:
-    """Draws and saves the recipe's grid and the system's own pictures, from the EMA, with the same seeds and data each
-    time.
+    """Draws and saves the recipe's grid and the system's own pictures, with the weights of the EMA that samples are
+    drawn from, and with the same seeds and data each time.
     """
     training.watchdog.enter_phase(done, "samples of step")
     with training.ema.use_averages(training.run.samples.ema):
@@ -458,9 +458,8 @@ def draw_samples(training: Training, done: int) -> None:
 
 
 def evaluate_loss(training: Training, done: int) -> float | None:
-    """Reports held-out means: of the EMA that samples are drawn from and, as raw/..., of the training weights. Also
-    reports the EMA's curves, such as the use of each token. Returns the loss for save.best, or None if save.best
-    chooses by something else.
+    """Reports means over held-out samples: of the EMA that samples are drawn from and, as raw/..., of the training
+    weights. Also reports curves of the EMA. Returns the EMA's loss if it decides save.best, else None.
     """
     training.watchdog.enter_phase(done, "evaluation of step")
     run, source = training.run, Spread(training.held_out, training.run.every.evaluate_samples or None)
@@ -478,8 +477,8 @@ def evaluate_loss(training: Training, done: int) -> float | None:
 
 
 def measure_quality(training: Training, done: int) -> float | None:
-    """Reports samples.metrics of every EMA. Returns the score for save.best (the lower the better) of the EMA that
-    samples are drawn from, or None if no metric is the score.
+    """Reports samples.metrics of every EMA (without one, of the training weights). Returns the score for save.best,
+    lower is better, of the EMA that samples are drawn from, or None if no metric decides it.
     """
     training.watchdog.enter_phase(done, "metrics of step")
     run, scores = training.run, {}
@@ -493,7 +492,7 @@ def measure_quality(training: Training, done: int) -> float | None:
 
 
 def is_due(interval: int, done: int, last: bool = False) -> bool:
-    """Returns whether something is due after step `done`: at every `interval` steps, and at the `last` one. An interval
+    """Returns whether something is due after step `done`: at every `interval` steps, and if `last` is True. An interval
     of 0 means never.
     """
     return interval > 0 and (done % interval == 0 or last)

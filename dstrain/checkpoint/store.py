@@ -1,14 +1,14 @@
-"""A folder of checkpoints that survives kill -9, a full disk and damaged files.
+"""Keeps a folder of checkpoints that survives kill -9, a full disk and damaged files.
 
-    FOLDER/step_00000500/       whole, once it has this name: files and manifest.json
+    FOLDER/step_00000500/       a whole checkpoint: files and manifest.json
     FOLDER/step_00000550.MARK.tmp/   being written, or left over by a crash; removed at the next begin
-    FOLDER/step_00000500.aside/ behind which a run has gone back; kept until a step as late is whole again
-    FOLDER/newest               a hint for people and scripts; resume does not trust it
-    FOLDER/best                 likewise a hint: the step of the lowest score of one metric in its manifest
+    FOLDER/step_00000500.aside/ later than the step of a rollback; kept until a later step is whole again
+    FOLDER/newest               the newest step, for people and scripts; resume does not trust it
+    FOLDER/best                 likewise: the step whose manifest has the lowest score of one metric
 
-The manifest is written last and synced, and then the folder is renamed. A step that verifies is never written again.
-Every method but list_steps() and list_steps_put_aside() is called on all ranks and has the same outcome on all of them,
-whatever fails on any one; all ranks share the folder. What the files hold is known to `check` alone.
+The manifest is written last and synced, and then the folder is renamed. A step whose hashes agree is never written
+again. All ranks share the folder. Every method but list_steps() and list_steps_put_aside() is called on all ranks and
+has the same outcome on all of them, whatever fails on one rank. What the files must hold is checked by `check` alone.
 
 A rank hashes its own files and sends one list to rank 0, which writes the manifest: a folder holds files of every rank,
 and if each of a thousand ranks listed them with their sizes, the file system would get a million requests.
@@ -42,14 +42,14 @@ ROUTINE, STOP, TROUBLE = "routine", "stop", "trouble"  # kinds of checkpoints, s
 
 
 class Store:
-    """Saves checkpoints in `folder`, and keeps the newest `keep`, the newest `keep` routine ones, multiples of
-    `keep_every`, and the best.
+    """Saves checkpoints in `folder`. Keeps the newest `keep`, the newest `keep` routine ones (see `commit`), those
+    whose step is a multiple of `keep_every` (0: none), and the best one.
 
-    metric   the name of the scores by which one is the best
-    check    is called on rank 0 with a checkpoint whose files verify; raises an error if a reader could not use them
+    metric   the name of the score whose lowest value is the best
+    check    is called on rank 0 with a checkpoint whose hashes agree; raises an error if its files cannot be used
     finish   is called on all ranks when all have written, and returns {name: {size, hash}} of files that it has added
 
-    After a call that failed, `error` says why, on all ranks.
+    After a call that failed, `error` is the reason, on all ranks.
     """
 
     def __init__(
@@ -71,10 +71,10 @@ class Store:
     def save(
         self, step: int, write: Callable[[Path], Hashes | None], extra: dict | None = None, need_bytes: int = 0
     ) -> bool:
-        """Saves a step: calls `begin`, `write(folder)` on every rank, and `commit`. Returns whether the step exists and
-        is whole.
+        """Saves a step: calls `begin`, `write(folder)` on every rank, and `commit`. Returns whether a whole checkpoint
+        of the step exists. Call it on all ranks.
 
-        `write` gives {name: {size, hash}} of the files that it has synced and hashed while it wrote them.
+        `write` returns {name: {size, hash}} of the files that it has synced and hashed while it wrote them.
         """
         folder = self.begin(step, need_bytes)
         if folder is None:
@@ -87,10 +87,11 @@ class Store:
         return self.commit(step, extra, failed, hashed)
 
     def begin(self, step: int, need_bytes: int = 0) -> Path | None:
-        """Makes the empty folder to write `step` into, and returns it. need_bytes: what this rank will write.
+        """Makes an empty temporary folder for the files of `step`, and returns it; removes those of earlier attempts.
+        need_bytes: the bytes that this rank will write. Call it on all ranks.
 
-        Returns None if the step exists and verifies, as after a resume without a new step (`error` is None), or if the
-        folder cannot be made (`error` says why, such as no space).
+        Returns None if the step exists and is whole, as after a resume without a new step (`error` is None), or if the
+        folder cannot be made (`error` is the reason, such as no space).
         """
         self.error = None
         if self.find_fault(step) is None:
@@ -115,16 +116,16 @@ class Store:
     def commit(
         self, step: int, extra: dict | None = None, failed: str | None = None, hashed: Hashes | None = None
     ) -> bool:
-        """Seals what the ranks have written since `begin`; returns whether the checkpoint is whole. `hashed`: see
-        `save`.
+        """Makes a checkpoint of what the ranks have written since `begin`: writes the manifest, renames the folder, and
+        deletes outdated checkpoints. Returns whether the new one is whole. Call it on all ranks. `hashed`: see `save`.
 
-        `failed`: why this rank's writing went wrong. The attempt is then thrown away on all ranks, as after any fault
-        here; older checkpoints stay as they are. `extra`: a small value of rank 0 for manifest(path)["extra"]. The
-        checkpoint with the lowest extra["score"] of extra["metric"] (absent: loss) is the best one. extra["kind"] is
-        ROUTINE, as where it is absent: made by the recipe's own clock; STOP: made because the run was stopped there, so
-        that it deletes no routine one; or TROUBLE: made while steps were not applied, so that it deletes nothing good
-        and goes when a newer one is whole. extra["stays"] are steps to keep as well. extra["run"] is the identity of
-        the run in the folder above, if this process has claimed it.
+        `failed`: the reason for which this rank could not write; None: it could. After any failure the temporary folder
+        is deleted, and older checkpoints stay unchanged. `extra`: a small value of rank 0 for manifest(path)["extra"].
+        The checkpoint with the lowest extra["score"] of extra["metric"] (absent: loss) is the best one. extra["kind"]
+        is ROUTINE (also if absent): saved at the recipe's interval; STOP: saved because the run was stopped there, so
+        that it replaces no routine one; or TROUBLE: saved while steps were not applied, so that it replaces no other
+        and is deleted when a newer one is whole. extra["stays"] are further steps to keep. extra["run"] is the identity
+        of the run in the folder above, if this process has claimed that.
         """
         tmp = self._make_path(step, f".{self._mark}.tmp")
         self.error = find_first_failure(group.gather_objects(failed))
@@ -151,10 +152,9 @@ class Store:
         return True
 
     def find_best(self) -> tuple[int, float] | None:
-        """Returns the step of the lowest finite extra["score"], the first of several equal ones, and that score; None
-        if no step has one.
-
-        Scores of another metric do not count: a run may go on with another save.best.
+        """Returns the step of the lowest finite extra["score"] of `metric`, the first of several equal ones, and that
+        score; None if no step has one. Scores of another metric are ignored, since a run may resume with another
+        save.best.
         """
         scores = {
             step: extra.get("score")
@@ -169,12 +169,14 @@ class Store:
         return min(scored)[::-1] if scored else None
 
     def add_score(self, step: int, score: float) -> None:
-        """Adds a score, measured after the step was saved, to the manifest of the step."""
+        """Writes a score, measured after the step was saved, into the manifest of the step, as `add_manifest_entries`
+        does.
+        """
         self.add_manifest_entries(step, score=score, metric=self.metric)
 
     def add_manifest_entries(self, step: int, **entries: Any) -> None:
-        """Adds entries to manifest["extra"] of a step; does nothing if the step has no readable manifest. Then deletes
-        checkpoints that need not stay. Call it on all ranks.
+        """Writes entries into manifest["extra"] of a step, and deletes outdated checkpoints. Does nothing if the step
+        has no readable manifest, and ignores failures. Call it on all ranks.
         """
 
         def write() -> None:
@@ -186,10 +188,11 @@ class Store:
         self._run_on_first(write)
 
     def list_rollback_steps(self, before: int, bad_from: int | None = None) -> list[int]:
-        """Returns the steps up to `before` that a run in trouble may go back to: those of routine checkpoints, or if
-        there are none, those of stops. Their files are not verified.
+        """Returns the steps up to `before` to which a run in trouble may roll back: those of routine checkpoints or, if
+        there are none, of stops. Does not verify their files. Call it on all ranks.
 
-        bad_from   the step to which the run went back last: if it is still the newest of them, it is left out as bad
+        bad_from   the step of the latest rollback; None: there was none. If it is still the newest of these steps, it
+        is left out, with all later ones
         """
         kinds = {
             step: extra.get("kind", ROUTINE)
@@ -205,10 +208,10 @@ class Store:
     def find_newest(
         self, report: Callable[[str], None] = print, among: list[int] | None = None
     ) -> tuple[int, Path] | None:
-        """Returns the newest step whose files all verify, and its folder; None if there is none. among: the steps to
-        look at; None: all.
+        """Returns the newest step whose files are whole, and its folder; None if there is none. among: the steps to
+        look at; None: all. Call it on all ranks.
 
-        A damaged one is passed over and added to `damaged`; on rank 0, `report` gets a line about it.
+        A damaged step is skipped and added to `damaged`; on rank 0, `report` is called with a line about it.
         """
         for step in sorted(group.broadcast_from_first(self.list_steps()) if among is None else among, reverse=True):
             reason = self.find_fault(step)
@@ -220,18 +223,18 @@ class Store:
         return None
 
     def list_steps(self) -> list[int]:
-        """Lists the steps that have a folder, ascending, whether they verify or not."""
+        """Returns the steps that have a folder, ascending, whether they are whole or damaged."""
         return self._list_steps_with_suffix("")
 
     def list_steps_put_aside(self) -> list[int]:
-        """Lists the steps that `set_aside` has renamed, ascending."""
+        """Returns the steps whose folders `set_aside` has renamed, ascending."""
         return self._list_steps_with_suffix(_ASIDE)
 
     def set_aside(self, after: int) -> None:
-        """Renames the checkpoints of all steps after `after`, so that resuming ignores them. The newest goes first: a
-        crash then leaves an earlier state of the run.
+        """Renames the checkpoints of all steps after `after`, so that resuming ignores them, the newest first: after a
+        crash an earlier state of the run remains. Deletes older ones of the same new names. Call it on all ranks.
 
-        Raises NotSaved if it cannot be done.
+        Raises NotSaved if a rename fails.
         """
 
         def rename() -> None:
@@ -247,12 +250,14 @@ class Store:
             raise NotSaved(f"checkpoints after step {after} in {self.folder} cannot be put aside: {reason}")
 
     def restore_step(self, step: int) -> None:
-        """Gives a checkpoint that `set_aside` has renamed its name back, so that it counts again."""
+        """Renames a checkpoint that `set_aside` has renamed back, so that it is used again. Ignores failures. Call it
+        on all ranks.
+        """
         self._run_on_first(lambda: os.rename(self._make_path(step, _ASIDE), self._make_path(step)))
 
     def find_fault(self, step: int) -> str | None:
-        """Returns, on all ranks, why the checkpoint of a step does not verify; None if it does. Each rank reads its
-        share of the files.
+        """Returns, on all ranks, a description of what is damaged or missing in the checkpoint of a step; None if it is
+        whole. Each rank hashes a share of the files. Call it on all ranks.
         """
         path, body = self._make_path(step), {}
 
@@ -275,7 +280,9 @@ class Store:
         return sorted(int(match[1]) for name in names if (match := re.fullmatch(rf"step_(\d{{8,}}){suffix}", name)))
 
     def _read_manifest_extras(self) -> dict[int, dict]:
-        """Returns manifest["extra"] of every step that is not known to be damaged, by step, ascending."""
+        """Returns manifest["extra"] by step, ascending, without steps that are in `damaged` or have no readable
+        manifest.
+        """
         extras = {}
         for step in self.list_steps():
             if step not in self.damaged:
@@ -301,8 +308,8 @@ class Store:
         atomic.write_file(self.folder / pointer, f"{self._make_path(step).name}\n", make=False)
 
     def _delete_outdated_steps(self) -> None:
-        """Writes the pointer to the best step, and deletes the steps that need not stay. A damaged one, or one saved in
-        trouble, goes when a newer one is whole. One that a process reads stays.
+        """Writes the file `best`, and deletes the checkpoints that need not be kept. One that is damaged, or saved in
+        trouble, is deleted when a newer one exists. One that a process reads is not deleted.
         """
         owner.check_claim(self.folder)
         best = self.find_best()
@@ -329,7 +336,7 @@ class Store:
             owner.remove_path(gone)
 
     def _run_on_first(self, action: Callable[[], Any]) -> str | None:
-        """Runs an action on rank 0. Returns, on all ranks, the description of its error, or None if it succeeded."""
+        """Calls `action` on rank 0. Returns, on all ranks, the description of its error, or None if it succeeded."""
         failure = None
         if _is_first_rank():
             try:
@@ -344,15 +351,15 @@ def _is_first_rank() -> bool:
 
 
 def hash_all_files(folder: Path, hashed: Hashes, finish: Callable[[Path], Hashes]) -> tuple[Hashes, str | None]:
-    """Returns the hashes of all files in `folder` on rank 0, {} on the others; and the reason of a failure, None for
-    success, on all ranks. Call it on all ranks.
+    """Returns the hashes of all files in `folder` on rank 0, {} on the others; and on all ranks the reason of a
+    failure, or None. Call it on all ranks.
 
-    hashed   of the files that this rank has hashed while it wrote them
+    hashed   hashes of the files that this rank has hashed while it wrote them
     finish   is called with the folder on all ranks, and returns the hashes of files that it has added
 
-    These files are not read again, but their sizes must agree. So the hash is that of the bytes that were to be
-    written, and damage by the storage shows when the step is verified. Each other file is hashed, and synced to the
-    disk, by one rank.
+    The files in `hashed` are not read again, but their sizes must agree. Their hash is that of the bytes as they were
+    passed to the storage, and damage by the storage shows when the step is verified. Each other file is hashed, and
+    synced to the disk, by one rank.
     """
     names, fault = list(hashed), None
     try:
@@ -378,9 +385,9 @@ def hash_all_files(folder: Path, hashed: Hashes, finish: Callable[[Path], Hashes
 def _merge_hashes(
     folder: Path, gathered: list[tuple[Hashes, list[str], str | None]] | None, expected: list[str] | None = None
 ) -> tuple[Hashes, list[str], str | None]:
-    """Merges on rank 0 the hashes that were gathered there from all ranks, and broadcasts the outcome; call on all
-    ranks. Returns the hashes ({} on other ranks); and on all ranks the names of files that are still to be hashed, and
-    the reason of a failure, None for success.
+    """Merges on rank 0 the hashes that were gathered there from all ranks. Returns the hashes ({} on other ranks); and
+    on all ranks the names of files that are still to be hashed, and the reason of a failure, or None. Call it on all
+    ranks.
 
     gathered   on rank 0, each rank's hashes, names of the files that it sees, and reason of a failure; None on the
                others
@@ -404,8 +411,8 @@ def _merge_hashes(
 
 
 def find_first_failure(reasons: list[str | None]) -> str | None:
-    """Returns the reason of the lowest rank that has one, after the rank's number if there are several ranks; None if
-    no rank has failed.
+    """Returns the first reason in `reasons`, which are ordered by rank; with several ranks the rank's number comes
+    before it. Returns None if no rank has failed.
     """
     for rank, failure in enumerate(reasons):
         if failure is not None:
@@ -414,6 +421,7 @@ def find_first_failure(reasons: list[str | None]) -> str | None:
 
 
 def describe_error(error: Exception) -> str:
+    """Returns the message of an error, with the name of its class unless it is a ValueError."""
     return str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
 
 
@@ -422,6 +430,6 @@ def _list_files(folder: Path) -> list[str]:
 
 
 def _choose_hashing_rank(name: str) -> int:
-    """Returns the rank that hashes a file: the one that its name contains, else one that follows from the name."""
+    """Returns the rank that hashes a file: the rank that its name contains, else a rank computed from the name."""
     writer = _WRITTEN_BY.fullmatch(name)
     return (int(writer[1]) if writer else zlib.crc32(name.encode())) % group.world()

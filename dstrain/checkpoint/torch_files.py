@@ -1,9 +1,9 @@
-"""What lies in a file of torch.save, read without torch and without running anything that is in it.
+"""Reads files of torch.save without torch, and without executing anything in them.
 
-Such a file is a zip archive: a pickle, and beside it the bytes of each storage, uncompressed. The pickle is read by an
-unpickler that knows tensors, sizes and Python's own containers. Every other class or function that it names becomes an
-empty *shell*, which accepts all arguments and does nothing; the names asked for are kept. A tensor becomes a
-safetensors_io.Stored, so none of its bytes is read here.
+Such a file is a zip archive: a pickle, and the uncompressed bytes of each storage as further members. The pickle is
+read by an unpickler that knows tensors, sizes and Python's own containers. Every other class or function that the
+pickle names becomes an empty *shell*, which accepts all arguments and does nothing; these names are kept. A tensor
+becomes a safetensors_io.Stored, so its bytes are not read here.
 
 Source of the layout: torch/serialization.py and torch/_utils.py of torch 2.
 """
@@ -68,13 +68,13 @@ _MAX_PICKLE_BYTES = 1 << 30  # bytes: no checkpoint's structure is larger
 
 
 class DType(NamedTuple):
-    """A torch.dtype or a class of typed storages."""
+    """A torch.dtype, or a class of storages with a dtype."""
 
     name: str
 
 
 class Shell:
-    """Stands for an object of a class that was not imported, with the `args` and attributes that the pickle holds."""
+    """Replaces an object of a class that was not imported; has the `args` and attributes that the pickle holds."""
 
     def __new__(cls, *args: Any, **_: Any) -> "Shell":
         shell = super().__new__(cls)
@@ -100,10 +100,10 @@ class Shell:
 
 
 class Content(NamedTuple):
-    """What a file of torch.save holds.
+    """The content of a file of torch.save.
 
     value   the unpickled object, with Stored in place of tensors, and shells in place of other objects
-    asked   the classes and functions for which shells stand, as module.name
+    asked   the names, module.name, of the classes and functions that shells replace
     sums    the CRC-32 of each storage
     """
 
@@ -113,8 +113,8 @@ class Content(NamedTuple):
 
 
 def is_altered(span: Span, crc: int) -> bool:
-    """Returns whether the bytes of a span do not match their CRC-32; False if `crc` is 0, since torch then wrote no
-    sum.
+    """Returns whether the bytes of a span do not match their CRC-32, or the file is too short. False if `crc` is 0:
+    torch then wrote no sum.
     """
     actual, left = 0, span.nbytes
     with open(span.path, "rb") as file:
@@ -129,8 +129,8 @@ def is_altered(span: Span, crc: int) -> bool:
 
 
 def load_torch_file(path: Path) -> Content:
-    """Returns the content of a file of torch.save, without running anything in it. Raises ConfigError if the file is
-    damaged, of another format, or holds a tensor that safetensors cannot represent.
+    """Returns the content of a file of torch.save, without executing anything in it. Raises ConfigError if the file
+    cannot be read, is damaged, of another format, or holds a tensor that safetensors cannot represent.
     """
     try:
         with zipfile.ZipFile(path) as archive, open(path, "rb") as file:
@@ -226,7 +226,9 @@ class _Unpickler(pickle.Unpickler):
 
 
 class _Rebuild:
-    """A function that a pickle may call. It has no attributes, because the pickle's opcode BUILD could alter them."""
+    """Replaces a function that a pickle may call. It has no attributes, because the pickle's opcode BUILD could alter
+    them.
+    """
 
     __slots__ = ()
 
@@ -237,8 +239,9 @@ class _Rebuild:
 
 
 class _Tensor(_Rebuild):
-    """Stands for torch's function that rebuilds a tensor: returns a Stored. Offset and strides count elements. `more`
-    holds its type, if its storage has none, and metadata, which are refused.
+    """Replaces torch's function that rebuilds a tensor, and returns a Stored. Offset and strides count elements. `more`
+    has the dtype, if the storage has none, and metadata. Raises ConfigError if there are metadata, if safetensors lacks
+    the dtype, or if the tensor reaches beyond its storage.
     """
 
     __slots__ = ()
@@ -269,7 +272,7 @@ class _Tensor(_Rebuild):
 
 
 class _Parameter(_Rebuild):
-    """Stands for torch's function that rebuilds a parameter: returns its tensor."""
+    """Replaces torch's function that rebuilds a parameter, and returns the parameter's tensor."""
 
     __slots__ = ()
 
@@ -278,8 +281,8 @@ class _Parameter(_Rebuild):
 
 
 class _Typed(_Rebuild):
-    """Stands for torch's function that rebuilds a tensor with Python attributes: returns the Stored without them, or a
-    shell if its class is not one of torch's.
+    """Replaces torch's function that rebuilds a tensor with Python attributes. Returns the Stored without them, or a
+    shell if the tensor's class is not one of torch's.
     """
 
     __slots__ = ()

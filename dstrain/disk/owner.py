@@ -1,18 +1,19 @@
-"""Who may write where: marks of living processes, leases on folders, and holds on what is being read.
+"""Coordinates which process may write where: marks of living processes, leases on folders, and holds on files being
+read.
 
-A mark is a file that says whose it is, MACHINE-PID-START-RANDOM: nobody else can have its name, and anybody can tell
-whether its owner still lives. On the owner's machine (one boot, one container) the process is looked for. Elsewhere a
-mark is dead when nobody has touched it for long: leases and holds are touched every few seconds by a thread.
+A mark is a file that names its owner, MACHINE-PID-START-RANDOM: no other process can have this name, and any process
+can tell whether the owner still lives. On the owner's machine (one boot, one container) the pid is looked up. Elsewhere
+a mark is dead when nobody has touched it for long: leases and holds are touched every few seconds by a thread.
 
     FOLDER/.lease-N           its owner alone writes into FOLDER. The next owner makes N + 1, which one process can
-    FOLDER/.run               the identity of a run, and the device, inode and path of its folder, which a copy has not.
+    FOLDER/.run               the identity of a run, and the device, inode and path of its folder, which a copy lacks.
                               In a folder that RUN/checkpoints is a link to: RUN's, and then its own device, ...
-    FOLDER/.NAME.MARK.hold    somebody reads FOLDER/NAME, which must stay
+    FOLDER/.NAME.MARK.hold    a process reads FOLDER/NAME, which must not be removed
     FOLDER/.NAME.MARK.tmp     NAME while it is written, see atomic.py
 
-Whatever writes through dstrain/disk below a folder that this process has claimed first compares lease and identity. So
-a process whose folder was removed, moved or taken over by a new run writes nothing more. This module needs the standard
-library only, and no file system with locks.
+Every write through dstrain/disk into a folder that this process has claimed first compares lease and identity. So a
+process whose folder was removed, moved or taken over by a new run writes nothing more. This module needs only the
+standard library, and no locks of the file system.
 """
 
 import atexit
@@ -46,16 +47,16 @@ _swept: set[str] = set()  # folders that this process has looked through for fil
 
 
 class TakenAway(OSError):
-    """A folder was removed or moved, or belongs to another command, since this process began to write there."""
+    """Raised if a claimed folder was removed or moved, or now belongs to another command."""
 
 
 class Held(Exception):
-    """A folder belongs to a living process; the text says which."""
+    """Raised if a folder belongs to another living process; the message names that process."""
 
 
 @dataclass(frozen=True)
 class Claim:
-    """What this process knows of a folder that it has claimed, and compares before each write below it."""
+    """A claim of this process on a folder: the values to compare with the folder before each write into it."""
 
     mark: str  # of the lease
     number: int
@@ -64,27 +65,30 @@ class Claim:
 
 
 def make_mark() -> str:
-    """Returns a new mark of this process: a name that no other process can have."""
+    """Returns a new mark: a name with this process's machine, pid and start time, which no other process can make."""
     pid = os.getpid()
     return f"{_hash_machine()}-{pid}-{_read_start_time(pid)}-{secrets.token_hex(4)}"
 
 
 def make_hidden_path(path: Path, kind: str = "tmp") -> Path:
-    """Returns a hidden path in the folder of `path`, made of its name, a new mark of this process and `kind`."""
+    """Returns a new hidden path in the folder of `path`, ".NAME.MARK.KIND", where MARK is a new mark of this process.
+    Creates nothing. NAME is cut to 180 characters.
+    """
     return path.with_name(f".{path.name[:180]}.{make_mark()}.{kind}")
 
 
 def find_final_name(path: Path) -> str | None:
-    """Returns the name that a temporary file or folder gets when it is complete; None if `path` is not a
-    temporary one.
+    """Returns the name that a temporary file or folder gets when it is complete; None if `path` has no
+    temporary name.
     """
     match = _NAMED.fullmatch(path.name)
     return match["name"] if match and match["kind"] == "tmp" else None
 
 
 def remove_abandoned_files(folder: Path, name: str | None = None) -> None:
-    """Removes temporary files and folders in `folder` that dead processes have left: those that were to become `name`.
-    With None it removes all, but only at the first call for a folder in this process.
+    """Removes the temporary files and folders in `folder` that dead processes have left on the way to `name`. With None
+    it removes all of them, whatever their name, but only at the first call for a folder in this process. Ignores errors
+    of the disk.
     """
     if name is None:
         if (key := os.path.abspath(folder)) in _swept:
@@ -98,7 +102,7 @@ def remove_abandoned_files(folder: Path, name: str | None = None) -> None:
 
 
 def remove_path(path: Path) -> None:
-    """Removes a file, a folder with its content, or a link without its target."""
+    """Removes a file, a folder with its content, or a link, but not the link's target. A missing file is no error."""
     if path.is_symlink() or not path.is_dir():
         path.unlink(missing_ok=True)
     else:
@@ -106,10 +110,11 @@ def remove_path(path: Path) -> None:
 
 
 class Hold:
-    """Keeps `path`, such as a checkpoint, from being removed while it is read, until `release` is called or the process
-    ends.
+    """Protects `path`, such as a checkpoint, from removal while this process reads it, until `release` is called or the
+    process ends.
 
-    A process that wants to remove it calls `is_held` first. If the folder cannot be written to, nothing is held.
+    Any process that wants to remove a path calls `is_held` first. If the folder cannot be written, there is no
+    protection.
     """
 
     def __init__(self, path: Path) -> None:
@@ -124,7 +129,7 @@ class Hold:
             self._mark = None
 
     def release(self) -> None:
-        """Removes this hold's mark, so that others may remove the path."""
+        """Removes the mark of this hold, so that others may remove the path. Later calls do nothing."""
         if self._mark is not None:
             _remove_mark(self._mark)
             self._mark = None
@@ -137,7 +142,9 @@ def release_holds() -> None:
 
 
 def is_held(path: Path) -> bool:
-    """Returns whether a living process holds `path`; removes the marks that dead processes have left on it."""
+    """Returns whether a living process, this one included, holds `path`. Removes the marks that dead processes have
+    left on it. False if the folder cannot be read.
+    """
     held = False
     with suppress(OSError):
         for mark in list(path.parent.iterdir()):
@@ -151,10 +158,11 @@ def is_held(path: Path) -> bool:
 
 
 def claim_folder(folder: Path, verb: str) -> Claim:
-    """Makes this process the only one that may write into the existing `folder`, until `release_folder`. verb: the
-    command, for messages.
+    """Writes a lease into the existing `folder`: only this process may write there until `release_folder`. Removes
+    leases of dead processes, and starts a thread that touches the lease. verb: the command, for other processes'
+    messages.
 
-    Raises Held if a living process has claimed it, OSError if nothing can be written there.
+    Raises Held if a living process has claimed the folder, OSError if nothing can be written there.
     """
     folder = Path(os.path.abspath(folder))
     while True:
@@ -180,11 +188,11 @@ def claim_folder(folder: Path, verb: str) -> Claim:
 
 
 def identify_folder(folder: Path, run: Path | None = None) -> Claim:
-    """Adds the identity of its run to a claimed folder's claim, so that later writes compare it, and returns the claim.
-    Takes the identity in the folder, or a new one if there is none or if the folder is a copy of another run; writes it
-    anew.
+    """Writes the file .run into a claimed folder, adds the identity in it to the claim, so that later writes compare
+    it, and returns the claim. Keeps the folder's identity, but makes a new one if there is none or if the folder is a
+    copy of another run's.
 
-    run: the claimed folder of the run whose files `folder` will hold, whose identity is then taken.
+    run: the claimed folder of a run whose files `folder` will hold; its identity is used instead.
     """
     identity = None if find_other_run(folder, folder) else read_identity(folder)
     known = _claims[os.path.abspath(run)].record if run else f"{identity or secrets.token_hex(16)}\n"
@@ -195,10 +203,11 @@ def identify_folder(folder: Path, run: Path | None = None) -> Claim:
 
 
 def find_other_run(folder: Path, run: Path) -> str | None:
-    """Returns the path of the run that `folder` belongs to, if that is another run than `run` and still exists; else
-    None.
+    """Returns the path of the run that `folder` belongs to by its file .run, if that is another run than `run` and
+    still exists; else None.
 
-    A run that was moved has kept its inode, or lies on another disk and has left nothing at its former path.
+    A run that was moved is the same run: it has the same inode, or it is on another disk now and nothing is left at its
+    former path.
     """
     identity, place, path, own, own_path = _read_lines(folder / IDENTITY)
     if _is_recorded_folder(run, place, path, IDENTITY, identity) or not _is_recorded_folder(
@@ -210,15 +219,16 @@ def find_other_run(folder: Path, run: Path) -> str | None:
 
 
 def _describe_folder_identity(folder: Path) -> str:
-    """Returns two lines by which a folder is told from its copies: device and inode, and its real path."""
+    """Returns two lines in which a folder differs from its copies: device and inode, and the real path."""
     return f"{os.stat(folder).st_dev}:{os.stat(folder).st_ino}\n{os.path.realpath(folder)}\n"
 
 
 def _is_recorded_folder(folder: Path, place: str, path: str, name: str, mark: str) -> bool:
     """Returns whether `folder` is the one that a record describes by `place` (device and inode) and `path`: a folder
-    that was restored has the same path, one that was moved the same inode.
+    that was restored has the same path, one that was moved has the same inode.
 
-    Other disks have the same inodes, so it was not moved if the file `name` with this mark still lies at `path`.
+    Another disk may have the same inode, so the folder was not moved if the file `name` with this mark is still at
+    `path`.
     """
     if path in ("", os.path.realpath(folder)):
         return True
@@ -231,13 +241,15 @@ def _is_recorded_folder(folder: Path, place: str, path: str, name: str, mark: st
 
 
 def read_identity(folder: Path) -> str | None:
-    """Returns the identity of the run in a folder; None if it has none, as runs of earlier versions."""
+    """Returns the identity of the run in a folder, 32 hex digits; None if it has none, as in runs of earlier
+    versions.
+    """
     text = _read_lines(folder / IDENTITY)[0]
     return text if re.fullmatch(r"[0-9a-f]{32}", text) else None
 
 
 def find_claim(folder: Path) -> Claim | None:
-    """Returns this process's claim on a folder; None if it has none."""
+    """Returns this process's claim on exactly this folder; None if it has none."""
     return _claims.get(os.path.abspath(folder))
 
 
@@ -250,7 +262,9 @@ def register_claim(folder: Path, claim: Claim | None) -> None:
 
 
 def release_folder(folder: Path) -> None:
-    """Gives up this process's claim on a folder, and removes its lease if this process made it."""
+    """Drops this process's claim on a folder, and removes the lease if this process made it. Does nothing without a
+    claim.
+    """
     folder = Path(os.path.abspath(folder))
     claim = _claims.pop(str(folder), None)
     if claim is None:
@@ -263,7 +277,9 @@ def release_folder(folder: Path) -> None:
 
 
 def check_claim(path: str | os.PathLike) -> None:
-    """Raises TakenAway if `path` lies in a folder that this process has claimed and has lost since."""
+    """Raises TakenAway if `path` is in a folder that this process has claimed, and that was since removed, moved or
+    claimed by another process. Writes a missing .run again. Does nothing for other paths.
+    """
     place = os.path.abspath(path)
     for folder, claim in list(_claims.items()):
         if place == folder or place.startswith(folder + os.sep):
@@ -299,14 +315,18 @@ def _list_leases(folder: Path) -> dict[int, Path]:
 
 
 def _describe_lease(path: Path) -> str:
-    """Returns in words, for messages, who holds a lease: its command, process and host, and the lease's file."""
+    """Returns a phrase, for messages, that names the owner of a lease (command, process and host) and the
+    lease's file.
+    """
     mark, host, verb, *_ = _read_lines(path)
     match = re.fullmatch(_MARK, mark)
     return f"{verb or 'a command'} (process {match['pid']} on {host}), by {path}" if match else f"somebody, by {path}"
 
 
 def _create_file(path: Path, text: str) -> Path:
-    """Creates a small file with `text`. Raises OSError if something is there, even a link."""
+    """Creates a small file with `text`, and returns `path`. Raises OSError if the path exists, even as a link, or
+    cannot be written.
+    """
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
     try:
         os.write(descriptor, text.encode("utf-8", "surrogateescape"))
@@ -331,17 +351,18 @@ def _read_mark(path: Path) -> str:
 
 
 def _read_lines(path: Path) -> list[str]:
-    """Returns the first five lines of a lease or a record; "" for each that is missing."""
+    """Returns the first five lines of a lease or a record; "" for each that is missing or cannot be read."""
     with suppress(OSError):
         return (_read_text(path).split("\n") + [""] * 5)[:5]
     return [""] * 5
 
 
 def _is_dead(path: Path, patience: float) -> bool:
-    """Returns whether the process that made a mark has ended, or the mark was copied here with its folder. False if the
-    mark is gone.
+    """Returns whether the process that made a mark has ended, or the mark was copied to this folder. False if the mark
+    is gone.
 
-    If the mark names no process of this machine, it is dead when it was not touched for more than `patience` seconds.
+    If the mark names no process of this machine, it is dead when nobody has touched it for more than `patience`
+    seconds.
     """
     try:
         named = _NAMED.fullmatch(path.name)
@@ -358,8 +379,8 @@ def _is_dead(path: Path, patience: float) -> bool:
 
 
 def _is_untouched(path: Path) -> bool:
-    """Waits SILENT_SECONDS, and returns whether nobody has touched the mark meanwhile; for marks whose time is in the
-    future.
+    """Waits SILENT_SECONDS, and returns whether nobody has touched the mark meanwhile. It is for marks whose time is in
+    the future.
     """
     before = os.lstat(path).st_mtime_ns
     time.sleep(SILENT_SECONDS)
@@ -367,8 +388,8 @@ def _is_untouched(path: Path) -> bool:
 
 
 def _measure_age(path: Path) -> float:
-    """Returns the seconds since the last write to a file, or to a folder or a file in it, by the clock of its file
-    system.
+    """Returns the seconds since the last write to `path` or, if it is a folder, to a file in it, by the clock of the
+    file system; by this machine's clock if nothing can be written there.
     """
     newest = os.lstat(path).st_mtime
     for place, _, names in os.walk(path):
@@ -408,7 +429,7 @@ def _remove_mark(path: Path) -> None:
 
 @cache
 def _hash_machine() -> str:
-    """Returns a hash of host, boot and container, within which a pid is unique."""
+    """Returns a hash, 8 hex digits, of host, boot and container, within which a pid is unique."""
     words = [socket.gethostname()]
     with suppress(OSError):
         words.append(Path("/proc/sys/kernel/random/boot_id").read_text())
@@ -417,7 +438,7 @@ def _hash_machine() -> str:
 
 
 def _read_start_time(pid: int) -> str:
-    """Returns when a process began, in clock ticks since boot; "" if it has ended or /proc does not say."""
+    """Returns when a process started, in clock ticks since boot; "" if it has ended or there is no /proc."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
