@@ -69,7 +69,9 @@ class Case:
         sequence: int | None = None,
         offload: tuple[str, ...] = (),
     ) -> "Case":
-        """Returns the case with other choices; what is None or empty stays."""
+        """Returns a copy of the case with other choices: the micro-batch, recomputation, ZeRO stage, ranks for each
+        sample, and the names in `offload`, which go to the CPU. A choice that is None or () stays.
+        """
         run, ds_config = self.run, copy.deepcopy(self.ds_config)
         if micro is not None:
             run = run.model_copy(update={"batch": run.batch.model_copy(update={"micro": micro})})
@@ -108,8 +110,9 @@ def find_smallest_change(estimate: Estimate, case: Case) -> Estimate | None:
 
 
 def find_sample_sharing(case: Case) -> Estimate | None:
-    """Returns the estimate with the fewest ranks for each sample, more than now, at which a run fits with all else that
-    saves memory; None if there is none.
+    """Returns the estimate of the case with more ranks for each sample, the fewest with which the run fits. All else
+    saves memory: stage 3, micro-batches of one sample, and recompute=all or offload. Returns None if no such number of
+    ranks makes it fit.
     """
     for ranks in _list_sequence_sizes(case)[1:] if case.chip.memory > CONTEXT else ():
         if fitting := _estimate_with_least_memory(case.change(sequence=ranks)):
@@ -118,10 +121,10 @@ def find_sample_sharing(case: Case) -> Estimate | None:
 
 
 def find_more_gpus(case: Case) -> Estimate | None:
-    """Returns the estimate on the smallest of 2, 4, 8, ... times as many GPUs on which a run fits with all that saves
-    memory.
-
-    Returns None if it fits on no number up to MAX_RANKS that divides batch.global.
+    """Returns the estimate of the case on 2, 4, 8, ... times as many GPUs, the fewest on which the run fits. All else
+    saves memory: stage 3, micro-batches of one sample, and recompute=all or offload.
+    Returns None if the run fits on none of these numbers up to MAX_RANKS, or up to the first that does not divide
+    batch.global.
     """
     world = 2 * case.layout.world
     while world <= MAX_RANKS and case.run.batch.global_ % world == 0 and case.chip.memory > CONTEXT:
@@ -143,8 +146,8 @@ def _estimate_with_least_memory(case: Case) -> Estimate | None:
 
 
 def _find_fitting(case: Case, changes: dict[str, list[Any]]) -> Iterator[Estimate]:
-    """Yields the estimates that fit: for each combination of new values of the other choices in `changes`, the one with
-    the largest micro-batch.
+    """Yields, for each combination of the values in `changes` without "micro", the estimate that fits with the largest
+    micro-batch of changes["micro"]. Skips a combination that fits with none.
     """
     others = [[(name, value) for value in values] for name, values in changes.items() if name != "micro"]
     for way in itertools.product(*others):
@@ -181,10 +184,9 @@ def _find_first_that_fits(
 
 def search_choices(case: Case, report: Callable[[Estimate], None]) -> list[Estimate]:
     """Counts every combination of stage, micro-batch and recomputation, and returns the estimates that fit, the fastest
-    first. Where one sample does not fit, more ranks share it.
-
-    If the chip's rates are unknown, what computes and exchanges least comes first. `report` is called with each
-    estimate, those that do not fit included.
+    first. If one sample does not fit on a rank, more ranks share each sample.
+    If the chip's rates are unknown, the estimates are sorted by the host's memory, then by recomputed operations, then
+    by exchanged bytes. `report` is called with each estimate, those that do not fit included.
     """
     fitting: list[Estimate] = []
     if case.chip.memory <= CONTEXT:
@@ -199,8 +201,8 @@ def search_choices(case: Case, report: Callable[[Estimate], None]) -> list[Estim
 
 
 def _search_sizes(case: Case, report: Callable[[Estimate], None]) -> list[Estimate]:
-    """Counts micro-batches, from the smallest, until one does not fit, and a rank's whole share of a step in any case;
-    returns the estimates that fit.
+    """Counts the case with larger and larger micro-batches until one does not fit, and in any case with all of a rank's
+    samples of a step in one micro-batch. Calls `report` with each estimate, and returns those that fit.
     """
     share, full, fitting = _count_share(case), False, []
     for micro in reversed(_list_halves(share)):
@@ -215,13 +217,13 @@ def _search_sizes(case: Case, report: Callable[[Estimate], None]) -> list[Estima
 
 
 def _count_share(case: Case) -> int:
-    """Returns the samples of a step for each rank, or for each group of ranks that share samples."""
+    """Returns the number of samples in a step for each rank, or for each group of ranks that share samples."""
     return case.run.batch.global_ * case.run.parallel.sequence // case.layout.world
 
 
 def _list_sequence_sizes(case: Case) -> list[int]:
-    """Returns how many ranks may share a sample: the recipe's number, and its doubles as far as a machine's GPUs and
-    the system allow.
+    """Returns how many ranks may share a sample: the recipe's number, twice, four times, ... as many, as long as the
+    number divides the GPUs of a machine and of the run, and the system allows it.
     """
     ranks, layout = [case.run.parallel.sequence], case.layout
     config = systems.build_config(case.run.system, case.run.model)
@@ -232,7 +234,9 @@ def _list_sequence_sizes(case: Case) -> list[int]:
 
 
 def _try_case(case: Case) -> Estimate | None:
-    """Returns the estimate of a case; None if the settings refuse its choices together."""
+    """Returns the estimate of a case, or None if estimating it raises ConfigError, such as for choices that do not go
+    together.
+    """
     try:
         return case.estimate_costs()
     except ConfigError:
@@ -240,7 +244,9 @@ def _try_case(case: Case) -> Estimate | None:
 
 
 def _make_cost_key(estimate: Estimate) -> tuple[float, ...]:
-    """Returns a key to sort estimates by, the cheapest first."""
+    """Returns a key to sort estimates by, the cheapest first: by time, or, if the chip's rates are unknown, by the
+    host's memory, recomputed operations and exchanged bytes.
+    """
     if estimate.time is None:
         exchanged = sum(call.bytes for call in estimate.counts.collectives)
         return estimate.host, estimate.counts.recomputed, exchanged, -estimate.micro_batch, estimate.needed

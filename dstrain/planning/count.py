@@ -29,13 +29,11 @@ T = TypeVar("T")
 
 
 def count_costs(run: Run, settings: dict[str, Any], layout: Layout, device: str = "cuda") -> Counts:
-    """Counts a checked recipe with `settings`, which engine/settings.py resolves for layout.world.
-
+    """Returns the costs of a checked recipe with `settings`, which engine/settings.py resolves for layout.world.
     device      "cuda", or "cpu" to count attention as the CPU computes it
-
     The first call takes the time of torch's and DeepSpeed's imports.
     Raises ConfigError if the settings ask for ZeRO++'s quantization, which cannot be counted.
-    Raises RuntimeError, TypeError or ValueError if the system's code asks for values.
+    Raises RuntimeError, TypeError or ValueError if the system's code needs the values of tensors, which have none here.
     """
     from dstrain.planning.rank import count_as_rank_0
 
@@ -43,7 +41,9 @@ def count_costs(run: Run, settings: dict[str, Any], layout: Layout, device: str 
 
 
 def run_in_worker(work: Callable[..., T], *arguments: Any) -> T:
-    """Calls a function in the process that counts. Ctrl-C ends that process, too, since a count may take minutes."""
+    """Calls a function in the process that counts, and returns its result or raises its exception. Ctrl-C ends that
+    process, too, since a count may take minutes; the next call then starts a new one.
+    """
     worker = _start_worker()
     try:
         return worker.submit(_call_with_portable_errors, list_trusted_packages(), work, *arguments).result()
@@ -55,8 +55,8 @@ def run_in_worker(work: Callable[..., T], *arguments: Any) -> T:
 
 
 def _call_with_portable_errors(trusted: list[str], work: Callable[..., T], *arguments: Any) -> T:
-    """Calls a function in a worker, where the `trusted` packages may be systems; an error that cannot be pickled
-    becomes a RuntimeError with its text.
+    """Calls `work` in a worker, and returns its result. First allows the worker to import the `trusted` packages as
+    systems. An exception that cannot be pickled becomes a RuntimeError with the traceback as text.
     """
     for name in trusted:
         trust_system(name)
@@ -72,13 +72,12 @@ def _call_with_portable_errors(trusted: list[str], work: Callable[..., T], *argu
 
 @functools.cache
 def _start_worker() -> ProcessPoolExecutor:
-    """Starts the process that counts, and keeps it for the next call."""
+    """Returns the pool of one process that counts. The first call makes the pool, later calls return the same one."""
     return ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), _prepare_worker)
 
 
 def _prepare_worker() -> None:
-    """Prepares the process that counts: it uses no GPU, prints nothing, and ends with its parent.
-
+    """Prepares the process that counts: it uses no GPU, prints nothing, ignores SIGINT, and ends with its parent.
     DeepSpeed would print about ranks that do not exist. Whenever it shards weights it collects garbage, so what is
     imported here is kept out of the collector's way.
     """
@@ -95,6 +94,6 @@ def _prepare_worker() -> None:
 
 
 def _end_with_parent() -> None:
-    """Waits for the parent's end, and ends this process."""
+    """Waits until the parent process has ended, then ends this process with exit code 1."""
     multiprocessing.parent_process().join()
     os._exit(1)

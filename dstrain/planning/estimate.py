@@ -52,7 +52,7 @@ class Estimate:
 
     @property
     def needed(self) -> int:
-        """Returns the bytes of a GPU's memory that are counted."""
+        """Returns the bytes of a GPU's memory that the counted tensors take at the peak of a step."""
         return sum(self.counts.device.values())
 
     @property
@@ -148,7 +148,9 @@ def _time_collective(call: Collective, layout: Layout, chip: Chip) -> float:
 
 
 def describe_memory(estimate: Estimate) -> str:
-    """Returns a text on how much of a GPU's memory a run would take, and of the host's if that is too much."""
+    """Returns a text on how many GB of a GPU's memory a run would take; also of the host's memory, if the host has too
+    little.
+    """
     chip, total = estimate.chip, estimate.needed + estimate.reserve
     text = f"{total / 1e9:.2f} GB of the {chip.memory / 1e9:.1f} GB of a GPU"
     if chip.host is not None and estimate.host > _HOST * chip.host:
@@ -170,7 +172,7 @@ def list_changes(before: Estimate, after: Estimate) -> dict[str, Any]:
 
 def describe_costs(run: Run, system: System, settings: dict[str, Any], world: int) -> str:
     """Returns a text on what is known within a second: weights, operations, and the bytes that a rank keeps between
-    steps.
+    steps. Leaves the operations out if the system's code needs the values of tensors.
     """
     numbers, _ = count_weights(run, system)
     try:

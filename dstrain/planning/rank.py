@@ -24,7 +24,9 @@ _MICRO_BATCHES = 3  # A step of more is counted from so many: each further one d
 
 
 def count_as_rank_0(run: Run, settings: dict[str, Any], layout: Layout, device: str) -> Counts:
-    """Returns the counts of count.count_costs. Call it in the process that counts."""
+    """Returns the costs on rank 0, see count.count_costs. Call it only in the process that count.py starts. Raises
+    ConfigError if weights or gradients are quantized.
+    """
     _require_countable(settings)
     run = run.model_copy(update={"compile": "off"})
     system = systems.build(run.system, run.model)
@@ -63,7 +65,8 @@ def measure_as_rank_0(
     run: Run, settings: dict[str, Any], system: System, world: int, device: str
 ) -> tuple[Measured, int]:
     """Measures a step of rank 0 of `world` fake ranks; returns the measures, and the bytes that the rank writes into a
-    checkpoint. A long step, or one of many ranks at stage 3, is computed from a smaller one.
+    checkpoint. A step of more than 3 micro-batches is extrapolated from one of 3. At stage 3, a step of more than about
+    8 ranks is extrapolated from one of about 8.
     """
     accumulation = settings["gradient_accumulation_steps"]
     if accumulation > _MICRO_BATCHES:
@@ -86,8 +89,8 @@ def measure_as_rank_0(
 
 
 def _add_micro_batches(measured: Measured, more: int) -> Measured:
-    """Returns the measures of a step with `more` micro-batches, each with the costs of the last but one. The most bytes
-    at a time stay.
+    """Returns the measures of a step with `more` micro-batches, each of which costs as much as the last but one that
+    was measured. The peaks of memory do not change.
     """
     before, after = measured.begun[-2:]
     known = {(each.operation, each.ranks): each for each in before.collectives}

@@ -38,9 +38,8 @@ def count_weights(run: Run, system: System) -> tuple[dict[str, int], int]:
 
 
 def count_states(run: Run, system: System, settings: dict[str, Any], world: int) -> dict[str, int]:
-    """Returns the bytes that a rank of `world` keeps, by the kinds of memory_kinds.py; as gradients the sums of
+    """Returns the bytes that a rank of `world` keeps, by the kinds of memory_kinds.py; "gradients" are the sums over
     micro-batches. Padding and buffers are not counted.
-
     Raises ConfigError if the recipe or DeepSpeed's JSON names weights or modules that the networks lack.
     """
     level, wide = read_stage(settings), read_precision(settings) == "fp32"
@@ -78,7 +77,7 @@ def describe_memory_of_states(run: Run, system: System, settings: dict[str, Any]
 
 
 def _build_and_freeze_networks(run: Run, system: System) -> dict[str, nn.Module]:
-    """Returns the networks by part on the meta device, with the weights frozen that the recipe freezes."""
+    """Returns the networks by part, built on the meta device. The weights that the recipe freezes are frozen."""
     networks = system.build_networks_on_meta()
     freeze_weights(networks, run.train_only, run.optimizer)
     return networks

@@ -175,8 +175,8 @@ def wrap_method(owner: Any, name: str, context: Callable[[], AbstractContextMana
 
 
 def _label_states(watch: Watch, engines: Engines, ema: EmaShadow) -> None:
-    """Labels the tensors that live between two steps by their owners, and sets the counts of exchanges and operations
-    to zero.
+    """Labels the tensors that live between two steps by their owners, and resets the watch's counts of collectives,
+    recomputed operations and bytes moved to the host.
     """
     for kind, tensor in list_kept_tensors(engines.masters, ema):
         watch.mark([tensor], kind, (*MADE_IN_A_STEP, "buckets"))

@@ -46,20 +46,17 @@ class Done(NamedTuple):
 
 
 def _computes_again() -> bool:
-    """Returns whether the present operation repeats one of a forward pass, for model.recompute. Call it during a
-    backward pass.
-
-    Such passes build a graph. The linear layers of ZeRO-3 build none, since they compute in a function of their own:
-    there the hook tells that torch.utils.checkpoint puts around a repetition.
+    """Returns whether the current operation repeats an operation of a forward pass, for model.recompute. Call it only
+    during a backward pass.
+    A repeated forward pass builds a graph. Only the linear layers of ZeRO-3 build none, since they compute in a
+    function of their own: there the hook for saved tensors shows the repetition, which torch.utils.checkpoint sets.
     """
     return torch.is_grad_enabled() or torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
 
 
 class Watch(TorchDispatchMode):
-    """Records every storage that operations make inside the block, with its size and kind: `kind` at that moment, which
-    `mark` can change.
-
-    What has the kind ON_HOST is no memory of the GPU.
+    """Records, within the block, the size and kind of each storage that an operation makes. The kind is the value of
+    `kind` at that moment; `mark` can change it. Storages of the kind ON_HOST are not in the GPU's memory.
     """
 
     def __init__(self) -> None:
@@ -91,7 +88,7 @@ class Watch(TorchDispatchMode):
         return out
 
     def record(self, tensor: Tensor) -> int:
-        """Returns the number of a tensor's storage, and records the storage if no operation has made it inside."""
+        """Records the storage of a tensor, unless it is recorded already, and returns the storage's number."""
         storage = tensor.untyped_storage()
         address, size = storage._cdata, storage.nbytes()
         if address not in self._numbers:
@@ -115,7 +112,7 @@ class Watch(TorchDispatchMode):
 
     @contextmanager
     def mark_made(self, kind: str) -> Iterator[None]:
-        """Sets the kind of all storages that are made inside the block."""
+        """Gives the kind `kind` to all storages that are made within the block."""
         before, self.kind = self.kind, kind
         try:
             yield
@@ -135,8 +132,8 @@ class Watch(TorchDispatchMode):
         return len(self._events)
 
     def find_peak(self, spans: Iterable[tuple[int, int]]) -> Counter[str]:
-        """Returns the GPU's living bytes by kind at the event of these spans at which they are most. spans: numbers of
-        the first and last event.
+        """Returns the bytes of living storages on the GPU, by kind, at the event within `spans` at which their sum is
+        largest. A span is (number of its first event, number of its last event).
         """
         sizes = (0 if self.kinds[number] == ON_HOST else size for number, size in self._events)
         totals = list(accumulate(sizes, initial=0))
@@ -154,7 +151,7 @@ class Watch(TorchDispatchMode):
         return max(accumulate(pinned, initial=0))
 
     def mark_rest(self, kind: str, instead_of: tuple[str, ...]) -> None:
-        """Sets the kind of all living storages that have one of the kinds `instead_of`."""
+        """Sets the kind of all living storages whose kind is one of `instead_of`."""
         for number in self._numbers.values():
             if self.kinds[number] in instead_of:
                 self.kinds[number] = kind
@@ -178,14 +175,16 @@ class Watch(TorchDispatchMode):
             self._bytes[key] += max(args[0].nbytes, out.nbytes)
 
     def take_collectives(self) -> tuple[Collective, ...]:
-        """Returns the exchanges since the last call, and resets their counts."""
+        """Returns the collectives since the last call, and resets their counts."""
         found = self._list_collectives()
         self._calls.clear()
         self._bytes.clear()
         return found
 
     def count_so_far(self) -> Done:
-        """Returns what was done since the counts were set to zero, and goes on counting."""
+        """Returns the collectives, recomputed operations and bytes moved to the host since their counts were reset.
+        Does not reset them.
+        """
         return Done(self._list_collectives(), self.recomputed, self.moved)
 
     def _list_collectives(self) -> tuple[Collective, ...]:

@@ -16,8 +16,8 @@ Change = tuple[str, Any, Any]  # dotted key, old value, new value
 
 
 def list_differences(old: Run, new: Run) -> list[Change]:
-    """Lists (dotted key, old value, new value) for each key whose value differs between two Runs. A value is None if
-    its Run does not have the key.
+    """Lists (dotted key, old value, new value) for each key whose value differs between two Runs. The value of a key
+    that a Run does not have is None.
     """
     before, after = _flatten_run(old), _flatten_run(new)
     keys = [*before, *(key for key in after if key not in before)]
@@ -25,9 +25,10 @@ def list_differences(old: Run, new: Run) -> list[Change]:
 
 
 def list_refused_changes(old: Run, new: Run, system: type[BaseModel]) -> list[Change]:
-    """Lists the changes from `old` to `new` that a resumed run may not have, as `list_differences` does. `system` is
-    the Config class of the section `model`; keys that an older version did not write count as its defaults. A change of
-    `steps` is refused as optimizer.decay_steps if it would bend the learning rate's schedule.
+    """Lists (dotted key, old value, new value) for each difference between two Runs that a resumed run may not have.
+    `system` is the Config class of the section `model`; a key that the section lacks has the default of that class.
+    If both learning rates decay, another last step of the decay (decay_steps, or `steps` without it) is listed as
+    optimizer.decay_steps.
     """
 
     def is_allowed(key: str, before: Any) -> bool:
@@ -45,8 +46,8 @@ def list_refused_changes(old: Run, new: Run, system: type[BaseModel]) -> list[Ch
 
 
 def _fill_in_defaults(model: dict[str, Any], system: type[BaseModel]) -> dict[str, Any]:
-    """Returns a copy of the section `model` with defaults for keys that an older version of dstrain did not write, also
-    in those of its sections that are given.
+    """Returns a copy of the section `model` in which missing keys have the defaults of the Config class `system`.
+    Sections within it that are given as dicts are completed in the same way.
     """
     defaults = system.model_construct().model_dump(mode="json", warnings=False)
     filled = defaults | model
@@ -58,8 +59,8 @@ def _fill_in_defaults(model: dict[str, Any], system: type[BaseModel]) -> dict[st
 
 
 def make_refused_changes_error(changes: Iterable[Change], folder: Path, system: type[BaseModel]) -> ConfigError:
-    """Returns a ConfigError about changes that a resumed run may not have: for each key its old and new value, and the
-    remedies. `folder` is that of the run; `system` is the Config class of the section `model`.
+    """Returns a ConfigError about changes that a resumed run may not have: for each key its old value, its new value
+    and the remedies. `folder` is the run's folder; `system` is the Config class of the section `model`.
     """
     lines = []
     for key, old, new in changes:

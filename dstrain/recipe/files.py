@@ -25,8 +25,9 @@ _LARGEST, _DEEPEST = 20_000, 32  # entries and levels of a recipe, far above any
 
 
 def load_recipe(recipe: Path | None, overrides: Iterable[str] = ()) -> Run:
-    """Reads a recipe file, applies `key=value` overrides to it, and returns the Run. If `recipe` is None, the schema's
-    defaults take the place of the file. Raises ConfigError with every problem that was found.
+    """Reads a recipe file, applies `key=value` overrides to it, and returns the checked Run. If `recipe` is None, the
+    schema's defaults take the place of the file. In the file of a run or an export, a section `data` without `upright`
+    gets upright=False. Raises ConfigError with every problem that was found.
     """
     values = _read_recipe(recipe) if recipe is not None else {}
     if recipe is not None and lies_in_run_or_export(recipe) and isinstance(values.get("data"), dict):
@@ -70,10 +71,9 @@ def check_model(run: Run, config_class: Any, typed: Iterable[str] = ()) -> Run:
 def list_replaced_entries(
     section: str, given: dict[str, Any], completed: dict[str, Any], typed: Iterable[str]
 ) -> list[str]:
-    """Lists a problem, one line each, for the entries of a section that an override in `typed` gives, and whose value
-    `completed` has replaced by one from the data.
-
-    An entry that only the file gives is replaced without a message: a run has written it, maybe for other data.
+    """Lists a message for each entry of a section that an override in `typed` sets, and whose value in `completed`,
+    which was filled in from the data, differs from the one in `given`.
+    An entry that only the file sets is replaced without a message: a run has written it, maybe for other data.
     """
     keys = [override.partition("=")[0].strip().split(".") for override in typed]
     names = {key[1] for key in keys if key[0] == section and len(key) > 1}
@@ -89,8 +89,8 @@ def list_replaced_entries(
 
 
 def _keeps_given_value(given: Any, completed: Any) -> bool:
-    """Returns whether completing a section has kept a given value. Entries that were added to a section, or filled in
-    for null, count as kept.
+    """Returns whether `completed` keeps a given value: it equals the value, or both are sections, and `completed` keeps
+    each entry of `given` that is not null.
     """
     if isinstance(given, dict) and isinstance(completed, dict):
         return all(value is None or _keeps_given_value(value, completed.get(name)) for name, value in given.items())
@@ -191,8 +191,8 @@ def _set_key(values: dict[str, Any], key: str, value: Any) -> None:
 
 
 def _move_init_from(values: dict[str, Any], overridden: set[str]) -> list[str]:
-    """Moves the key model.init_from, a synonym, to init_from, in place. If both are given, the one that the command
-    line alone gives wins. Returns a problem, in a list, if they differ otherwise.
+    """Moves the key model.init_from, a synonym of init_from, to init_from, in place. If their values differ, the key
+    that only the command line sets is kept; if none is such, returns a list with one problem. Otherwise returns [].
     """
     model = values.get("model")
     if not isinstance(model, dict) or "init_from" not in model:
@@ -207,7 +207,7 @@ def _move_init_from(values: dict[str, Any], overridden: set[str]) -> list[str]:
 
 
 def _parse_yaml(text: str) -> Any:
-    """Parses a YAML text as _Loader reads it. Raises YAMLError if it cannot be parsed."""
+    """Returns the value of a YAML text, read by _Loader. Raises YAMLError if the text cannot be parsed."""
     try:
         return yaml.load(text, _Loader)
     except ValueError as error:  # a number of thousands of digits
@@ -221,9 +221,8 @@ class _Unspaced(yaml.constructor.ConstructorError):
 class _Loader(yaml.SafeLoader):
     """Reads YAML with the scalars of YAML 1.2: 3e-4 is a number, off is a text, there are no dates. Raises YAMLError
     for repeated keys, keys that are no texts, tags, and texts that are too large or too deeply nested.
-
-    What an alias stands for counts towards the size each time that it is used, since a few lines of nested aliases can
-    stand for more than memory holds.
+    The size of a text includes the node of an alias once for each use, since a few lines of nested aliases can unfold
+    to more than memory holds.
     """
 
     yaml_implicit_resolvers: ClassVar[dict[str, Any]] = {}

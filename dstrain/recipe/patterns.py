@@ -12,26 +12,27 @@ Pattern = Annotated[str, Field(min_length=1, max_length=500)]
 
 
 def fits_pattern(pattern: str, part: str, name: str) -> bool:
-    """Returns whether a shell pattern fits a weight's name in the state dict, or PART/NAME with the part it is of. *
-    also fits dots.
+    """Returns whether a shell pattern matches the whole `name` of a weight in the state dict of a part's network, or
+    the whole PART/NAME. A * also matches dots, and upper and lower case differ.
     """
     return fnmatchcase(name, pattern) or fnmatchcase(f"{part}/{name}", pattern)
 
 
 def match_caption(patterns: Sequence[str], caption: str) -> list[bool]:
-    """Returns for each shell pattern whether it fits the whole caption, in any case of letters."""
+    """Returns for each shell pattern whether it matches the whole caption. Upper and lower case do not differ."""
     text = caption.casefold()
     return [fnmatchcase(text, pattern.casefold()) for pattern in patterns]
 
 
 def is_adapter(name: str) -> bool:
-    """Returns whether a weight of this name in a state dict is that of a LoRA adapter, see nn/lora.py."""
+    """Returns whether `name`, of a weight in a state dict, is the name of a LoRA adapter's weight (nn/lora.py)."""
     return ".lora_A." in name or ".lora_B." in name
 
 
 def is_learned(train_only: Sequence[str] | None, part: str, name: str, built: bool) -> bool:
-    """Returns whether a weight is trained. With patterns in `train_only`: if one of them fits its name, or it is an
-    adapter's (nn/lora.py). With None: `built`, its requires_grad as the network was built.
+    """Returns whether a weight is trained. If `train_only` is None, this is `built`, the weight's requires_grad when
+    its network was built. Otherwise a pattern of `train_only` has to match the weight, or the weight is one of a LoRA
+    adapter (nn/lora.py).
     """
     if train_only is None:
         return built

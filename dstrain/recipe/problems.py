@@ -162,9 +162,8 @@ def _describe_problem(item: Any, key: str, prefix: str, known: list[str]) -> lis
 
 def suggest_key(key: str, known: Iterable[str]) -> str:
     """Returns " (did you mean ...?)" with at most three of the `known` keys that are similar to an unknown dotted key,
-    else "".
-
-    Spelling is compared by the last word alone: a long section's name would make all of its entries look alike.
+    or "" if none is similar.
+    Only the last words of the keys are compared: with a long section's name all keys of the section would look alike.
     """
     known = list(known)
     section, _, leaf = key.lower().replace("-", "_").rpartition(".")
@@ -209,8 +208,8 @@ def suggest_files(path: Path, pattern: str) -> str:
 
 
 def format_divisors(number: int) -> str:
-    """Returns the divisors of a number as text, "1, 2, 4", for messages about batch sizes. Of more than 16 it gives the
-    first eight and the last seven.
+    """Returns the divisors of a number as text, "1, 2, 4", for messages about batch sizes. If there are more than 16,
+    the text has the first eight, "..." and the last seven.
     """
     small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
     all_of_them = sorted({*small, *(number // d for d in small)})
@@ -218,8 +217,8 @@ def format_divisors(number: int) -> str:
 
 
 def format_value(value: Any) -> str:
-    """Returns a value as it is written in an override, such as null for None. A text of more than 60 characters is cut
-    and ends with "...".
+    """Returns a value as text, as it is written in an override, such as null for None. If the text has more than 60
+    characters, it is cut to 57 and ends with "...".
     """
     if isinstance(value, str):
         value = value.replace("\0", "\\0")

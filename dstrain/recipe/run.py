@@ -24,7 +24,9 @@ WIDEST = 0.288  # relative width of an average by a power of time: all steps cou
 
 
 def _raise_failed_checks(*checks: tuple[Any, str]) -> None:
-    """Raises ValueError with the messages, a line each, of all checks (is wrong, message) that are wrong, if any is."""
+    """Raises ValueError with the messages, a line each, of all `checks` that have failed. Does nothing if none has. A
+    check is (whether it has failed, message).
+    """
     if messages := [message for wrong, message in checks if wrong]:
         raise ValueError("\n".join(messages))
 
@@ -245,7 +247,9 @@ class Optimizer(Section):
         return next((rate for pattern, rate in self.rates.items() if fits_pattern(pattern, part, name)), 1.0)
 
     def compute_lr(self, step: int, steps: int) -> float:
-        """Returns the learning rate of the next update after `step` updates, in a run of `steps` updates."""
+        """Returns the learning rate of the update that follows `step` updates, in a run of `steps` updates: first the
+        linear warm-up, then the schedule, which reaches final_lr at decay_steps, or at `steps` if decay_steps is None.
+        """
         if step < self.warmup:
             return self.lr * (step + 1) / self.warmup
         if self.schedule == "constant":
@@ -295,7 +299,9 @@ class Ema(Section):
         return self
 
     def compute_decay(self, decay: float, step: int) -> float:
-        """Returns the decay of the update after `step` updates: `decay`, or less in the warm-up."""
+        """Returns the decay of the update that follows `step` updates: `decay`, but with ema.warmup at most (1 + step)
+        / (10 + step).
+        """
         return min(decay, (1 + step) / (10 + step)) if self.warmup else decay
 
 

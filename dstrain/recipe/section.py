@@ -118,7 +118,7 @@ def find_section_class(field: FieldInfo) -> type[BaseModel] | None:
 
 
 def iterate_fields(schema: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
-    """Yields (dotted key, field) for each field of a schema. Behind a section come the fields within it."""
+    """Yields (dotted key, field) for each field of a schema. The fields within a section follow the section."""
     for name, field in schema.model_fields.items():
         key = f"{prefix}.{field.alias or name}" if prefix else field.alias or name
         yield key, field
@@ -127,8 +127,8 @@ def iterate_fields(schema: type[BaseModel], prefix: str = "") -> Iterator[tuple[
 
 
 def is_known_key(key: str, schema: type[BaseModel], system: type[BaseModel]) -> bool:
-    """Returns whether a dotted key is one of the schema, or lies below a plain value of it. Keys below `model` are
-    those of the Config class `system`.
+    """Returns whether the words of a dotted key name fields of the schema. Words below a field that holds a plain value
+    are not checked. Keys below `model` are those of the Config class `system`.
     """
     return all(field is not None for field in _iterate_fields_along_key(key, schema, system))
 
@@ -146,8 +146,8 @@ def find_resume_rule(key: str, schema: type[BaseModel], system: type[BaseModel])
 def _iterate_fields_along_key(
     key: str, schema: type[BaseModel] | None, system: type[BaseModel]
 ) -> Iterator[FieldInfo | None]:
-    """Yields the fields that the words of a dotted key name, from the outermost section on. It ends with None at a word
-    that the schema does not have, and without it below a plain value.
+    """Yields the field that each word of a dotted key names, from the outermost section on. Yields None for the first
+    word that the schema does not have, and then ends. After a field that holds a plain value it ends without None.
     """
     for depth, name in enumerate(key.split(".")):
         if schema is None:  # below a value

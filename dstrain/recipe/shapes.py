@@ -34,8 +34,9 @@ class BucketRule(Section):
     ratio: Annotated[float, Field(ge=1, le=16)] = 2.0  # of the longer side to the shorter one, at most
 
     def list_shapes(self) -> tuple[tuple[int, int], ...]:
-        """Returns the shapes (width, height) of the rule, the widest first. For each short side it has the longest
-        other side that `pixels` allows, if `ratio` allows it, in both orientations.
+        """Returns the shapes (width, height) of the rule, the widest first. Each shorter side, a multiple of `step`,
+        has the longest other side that `pixels` allows, in both orientations; it is left out if `ratio` does not allow
+        that.
         """
         square = int(self.pixels**0.5) // self.step * self.step
         shapes = set()

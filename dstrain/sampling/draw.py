@@ -40,9 +40,8 @@ def set_eval_mode(nets: Nets) -> Iterator[None]:
 def draw_rounds(
     system: System, nets: Nets, request: Request, chunk: int, device: torch.device | None = None
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Draws all samples of a request by all ranks together, and yields (numbers, images) of each round. The numbers are
-    the samples' places in the request, int64 (n,); the images are what System.sample returns for them, (n, ...).
-
+    """Draws all samples of a request by all ranks together, and yields (numbers, images) of each round. The numbers,
+    int64 (n,), are the samples' indices in the request; the images, (n, ...), are what System.sample returns for them.
     All ranks receive all images, on the CPU. `chunk` is the number of samples in one call of the networks by one rank.
     """
     total, world = len(request.seeds), group.world()
@@ -130,8 +129,8 @@ def draw_all_on_first_rank(system: System, nets: Nets, request: Request, chunk: 
 
 
 def count_samples_by_rank(total: int, round: int, chunk: int) -> list[int]:
-    """Returns, for each rank, how many of its `chunk` samples of a round are among the `total`. The others repeat
-    samples.
+    """Returns, for each rank, how many of its `chunk` samples of a round are among the first `total`. The rest of the
+    `chunk` repeats other samples.
     """
     first = round * chunk * group.world()
     return [min(max(total - first - rank * chunk, 0), chunk) for rank in range(group.world())]
@@ -229,12 +228,11 @@ class Means:
 def score_batches(
     system: System, nets: Nets, batches: Iterable[Batch], curves: dict[str, list[float]] | None = None
 ) -> dict[str, float]:
-    """Returns the means of the system's evaluation terms over held-out samples, by name, with what System.digest makes
-    of the curves. They are the same for any number of ranks, which call this together.
-
+    """Returns the means of the system's evaluation terms over held-out samples, by name, and the figures that
+    System.digest computes from the curves. They are the same for any number of ranks. All ranks call this together.
     A batch's `valid`, bool (B,), is False for the repetitions that fill up a rank's last batch. The dict `curves`
-    receives the means of terms (B, K), such as the use of each token. A sample whose term is not finite makes that mean
-    so; `nonfinite_samples` is the number of such samples, and is left out if it is 0.
+    receives the means of terms (B, K), such as the use of each token. A value that is not finite makes the mean of its
+    term not finite; `nonfinite_samples` is the number of samples with such values, and is left out if it is 0.
     """
     means = Means()
     for batch in batches:

@@ -93,7 +93,9 @@ class Pictures:
             {"gif": save_gif, "mp4": save_mp4}[kind](f"{stem}.{kind}", frames, self.about.fps)
 
     def close(self) -> None:
-        """Writes, on rank 0, the files about all samples: the grid, the prompts, and last the .npz."""
+        """Writes the files about all samples on rank 0: the grid, the prompts, and last the .npz. Does nothing on other
+        ranks.
+        """
         if group.rank() != 0:
             return
         about, first = self.about, torch.cat(self.first)[: _CLIPS_IN_GRID if self.videos else _IN_GRID]
@@ -144,8 +146,7 @@ def _write_prompts(out: Path, texts: Sequence[str]) -> None:
 
 def choose_folder(out: Path | None, parent: Path) -> Path:
     """Returns the folder to write into: `out`, or for None the first of PARENT/generated, generated_2, ... that holds
-    no samples.
-
+    no samples and is no symbolic link. Does not make the folder.
     Raises ConfigError if `out` cannot be written, or holds samples already.
     """
 

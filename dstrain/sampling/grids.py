@@ -14,8 +14,9 @@ from dstrain.systems.base import Batch, Nets, Request, System
 
 
 def make_grid_request(samples: Samples, system: System, data: Batch) -> tuple[Request, list[str] | None]:
-    """Returns the request for the samples of a grid, and their captions or None. If `data` is not empty, one sample
-    begins from each of its rows and takes its labels.
+    """Returns the request for the samples of a grid, and their captions or None. If `data` is not empty, one sample is
+    drawn for each row of `data`: it begins from the row's image or embedding, and takes conditions from the row, such
+    as its label. Raises ConfigError if the system returns conditions of another number of rows.
     """
     request, captions = make_request(samples, system, len(data["key"]) if data else samples.num, samples.seed)
     if data:
@@ -29,9 +30,9 @@ def make_grid_request(samples: Samples, system: System, data: Batch) -> tuple[Re
 def draw_grids(
     run: Run, system: System, nets: Nets, source: Source, micro: int
 ) -> Iterator[tuple[Tensor | None, str, int | None, list[str] | None]]:
-    """Yields each grid: its images uint8 (N, ...) on the host of rank 0, None on the others; its name, columns and
-    captions.
-
+    """Yields (images, name, columns, captions) of each grid. The images, uint8 (N, ...), are on the CPU of rank 0, and
+    None on the other ranks; columns are None unless each class has one, captions None without texts. All ranks call it
+    together.
     `source` holds the samples from which some systems begin to draw, such as super-resolution. At most `micro` samples
     of a rank are drawn in one call.
     """

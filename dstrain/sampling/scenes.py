@@ -24,7 +24,9 @@ _LATEST = 1 - 2**-53  # of read_clip's chances: the last window of a file
 
 @dataclass(frozen=True)
 class Length:
-    """Holds the frames of one clip, and how many of them are given: `primed`, taken from what comes before."""
+    """Holds the number of frames of one clip, and `primed`: how many of them are given, the last frames of an earlier
+    clip.
+    """
 
     frames: int
     primed: int
@@ -40,13 +42,12 @@ class Scene:
 
 
 def choose_length(system: System, frames: int | None, primed: int | None, scenes: bool) -> Length:
-    """Returns the Length of a clip. frames None takes as many as the system's longest clip has. primed None takes 1
-    given frame with scenes; otherwise 1 + p frames, or 1 if a clip has no more than 1 + p.
-
-    With scenes 1 given frame is the default: with more, the earlier motion goes on against the text. See
+    """Returns the Length of a clip. If `frames` is None, it is that of the system's longest clip. If `primed` is None,
+    1 frame is given with scenes; otherwise 1 + p frames, p being the system's temporal_patch_size, or 1 if a clip has
+    no more than 1 + p.
+    With scenes 1 given frame is the default: with more, the earlier motion continues against the text. See
     docs/guides/scenes.md.
-
-    Raises ConfigError for frames that the system's clips cannot have.
+    Raises ConfigError if the system's clips cannot have so many frames, or so many given ones.
     """
     unit, frames = system.temporal_patch_size, frames or system.num_frames
     if (frames - 1) % unit:
@@ -67,7 +68,9 @@ def choose_length(system: System, frames: int | None, primed: int | None, scenes
 
 
 def assign_frames(captions: tuple[str, ...], length: Length) -> list[Scene]:
-    """Assigns the frames of the long clip to its scenes: a frame belongs to the scene that drew it."""
+    """Returns a Scene for each caption, with the frames of the long clip that are drawn for it: length.frames for the
+    first scene, length.frames - length.primed for each later one.
+    """
     ends = [length.frames + number * (length.frames - length.primed) for number in range(len(captions))]
     return [Scene(caption, first, end - first) for caption, first, end in zip(captions, [0, *ends], ends)]
 
