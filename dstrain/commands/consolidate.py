@@ -44,7 +44,7 @@ _STEP = re.compile(r"step_(\d{8,})")
 
 @dataclass
 class Plan:
-    """Describes what a consolidation writes, and how its source is verified before."""
+    """Describes what a consolidation writes, and how the source is verified before anything is written."""
 
     parts: dict[str, list[Entry]]  # the name is "" for DeepSpeed's one network
     weights: dict[str, str]  # part: raw or ema:DECAY
@@ -60,7 +60,9 @@ class Plan:
 
 
 def run_verb(order: Order) -> None:
-    """Consolidates the checkpoint that the options name, and prints what was written."""
+    """Consolidates the checkpoint that the options name, and prints what was written. On SIGTERM it removes what is
+    half written, and ends with exit code 143. Raises ConfigError if nothing can be written.
+    """
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that half a folder is removed
     bars = []
 
@@ -179,7 +181,8 @@ def _find_checkpoint(source: Path, step: int | None) -> Path | None:
 
 def _find_reconstructed_folder(order: Order) -> Path | None:
     """Returns the folder in which `dstrain reconstruct` has written the average that --weights ema:WIDTH asks for.
-    Returns None if --weights gives no number, if the run's own checkpoint holds that average, or if nobody has made it.
+    Returns None if --weights gives no number, if the run's own checkpoint holds that average, or if it was never
+    written.
     """
     try:
         width = float((order.weights or "").partition(":")[2])
@@ -246,7 +249,8 @@ def _plan_dstrain_checkpoint(order: Order, checkpoint: Path) -> Plan:
 
 def _describe_checkpoint(checkpoint: Path, body: dict, recipe: Path | None) -> dict[str, Any]:
     """Returns the entries of consolidated.json that describe a checkpoint: step, seed, system, data, versions and more.
-    An entry is None if the run's recipe or data.txt is missing. `body` is the checkpoint's manifest.
+    Entries from the run's recipe or data.txt are None if that file is missing. `body` is the checkpoint's manifest.
+    Raises ConfigError if recipe or data.txt is damaged.
     """
     import yaml
 
@@ -266,10 +270,11 @@ def _describe_checkpoint(checkpoint: Path, body: dict, recipe: Path | None) -> d
 
 
 def _choose_kind(order: Order, checkpoint: Path, part: str, decays: dict[str, list[float]]) -> str:
-    """Returns which values of a part's weights --weights asks for: "master" or "ema.DECAY". `decays` lists the averages
-    of each part. A part without averages gives "master" if another part has some.
+    """Returns which values of a part's weights --weights asks for: "master" for raw, else "ema.DECAY", which without a
+    number is the part's first average. A part without averages gives "master". `decays` lists the averages of each
+    part.
 
-    Raises ConfigError if --weights names an average that the checkpoint does not hold.
+    Raises ConfigError if --weights asks for an average and no part has any, or for one that this part does not hold.
     """
     weights, _, text = (order.weights or "").partition(":")
     if weights == "raw":

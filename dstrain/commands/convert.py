@@ -65,7 +65,9 @@ def convert_data(options: ConvertOptions) -> str:
 
 
 def load_converter(name: str) -> ModuleType:
-    """Loads one of the converters that are shipped with dstrain, such as "lsun", and returns its module."""
+    """Executes the module NAME.py of the converters that are shipped with dstrain, such as "lsun", and returns the
+    module.
+    """
     path = find_shipped_folder(".py") / f"{name}.py"
     loader = SourceFileLoader(f"dstrain.shipped.convert.{name}", str(path))
     module = ModuleType(loader.name)
@@ -101,9 +103,10 @@ def _convert_latents(options: ConvertOptions) -> str:
 
 def write_splits(out: Path, splits: dict[str, Pictures], of: str) -> dict[str, int]:
     """Writes the pictures of each split as shards: a single split into `out` itself, "train" and "held_out" into
-    folders of these names. Returns the number of pictures of each split. `of` is the kind of the data.
+    folders of these names in `out`. Returns the number of pictures of each split. `of` is the kind of the data.
 
-    Raises ConfigError if the folder holds other files, or if a label does not belong to a class.
+    Raises ConfigError if a folder holds other files or cannot be written, or if a label is not below the number of
+    classes.
     """
     folders = {split: out / split if len(splits) > 1 else out for split in splits}
     for folder in folders.values():

@@ -201,7 +201,7 @@ def _find_conflict(out: Path, encoding: dict[str, Any], names: dict[str, str]) -
 
 
 def _estimate_sample_bytes(encoding: dict[str, Any]) -> int:
-    """Estimates the bytes of one sample in a shard. Each caption counts as shards.CAPTION_BYTES."""
+    """Estimates the bytes of one sample in a shard. Each caption is taken to have shards.CAPTION_BYTES bytes."""
     numbers = math.prod(encoding["shape"]) * encoding["flips"] * encoding.get("crops", 1)
     numbers *= encoding.get("moments", 2) if encoding["kind"] == "latents" else 1
     several, texts = encoding.get("num_captions", 1), shards.CAPTION_BYTES * ("captions" in encoding)
@@ -211,8 +211,8 @@ def _estimate_sample_bytes(encoding: dict[str, Any]) -> int:
 
 
 def _find_or_remove_shard(out: Path, encoding: dict[str, Any], number: int) -> dict[str, Any] | None:
-    """Returns the record of shard `number` if its file is whole and has this encoding. Otherwise removes the file, if
-    there is one, and returns None.
+    """Returns the record of shard `number` if its file is whole, has this encoding, and has no captions that an older
+    dstrain cut. Otherwise prints why and removes the file, if there is one, and returns None.
     """
     path = out / shards.name_shard(number)
     if not path.exists():
@@ -296,8 +296,8 @@ def _read_samples(
 
 
 def _read_crops(source: Source, index: int, encoding: dict[str, Any]) -> tuple[list[Item], Bad]:
-    """Reads sample `index` once for each crop; once if the encoding has no crops. Where the crops lie is a function of
-    `index`. Returns the items, and (name, reason) of each unreadable sample that was replaced by a later one.
+    """Reads sample `index` once for each crop of the encoding, or once without crops. The positions of the crops depend
+    on `index` alone. Returns the items, and (name, reason) of each unreadable sample that was replaced by a later one.
     """
     if "crops" not in encoding:
         return read_items(source, [index])
@@ -312,7 +312,7 @@ def _write_shard(
     out: Path, number: int, encoding: dict[str, Any], arrays: shards.Arrays, bad: list[tuple[str, str]]
 ) -> dict[str, Any]:
     """Writes shard `number`, whole or not at all, and returns its record for the index. `bad` has (name, reason) of the
-    unreadable files in its range.
+    unreadable files in its range. Raises ConfigError if the file cannot be written.
     """
     codes = arrays["tokens" if encoding["kind"] == "tokens" else "moments"]
     facts = {

@@ -130,9 +130,10 @@ def measure_source(
     """Computes the means of System.measure over all samples of a source, on all ranks together. Every rank calls the
     networks equally often, with at most `batch` samples at a time.
 
-    Returns figures and standard_errors {name: mean}, curves {name: [mean of each column]}, timesteps (of the columns,
-    or None), quarters {name: [mean in each quarter of the timesteps]} and nonfinite_samples. Figures that are not
-    finite are None. `show` draws a progress bar, on a terminal.
+    Returns figures and standard_errors {name: mean or error}, curves {name: [mean of each column]}, timesteps (of the
+    columns, or None), quarters {name: [mean in each quarter of the timesteps]} and nonfinite_samples (their number).
+    Figures that are not finite are None, and so are the errors of figures from System.digest. `show` draws a progress
+    bar, on a terminal.
     """
     rounds = -(-len(source) // (batch * group.world()))
     batch = -(-len(source) // (rounds * group.world()))  # as little filling as can be
@@ -163,8 +164,8 @@ def _convert_to_json(value: Any) -> Any:
 
 
 def _make_progress(bar: Bar, rounds: int) -> Any:
-    """Returns a System's Progress, a function that yields the given steps of a batch and moves the bar by each. The
-    first batch also sets the bar's end, since each of the `rounds` batches takes the same steps.
+    """Returns a System's Progress: a function that yields the given steps of a batch, and advances the bar after each.
+    It also sets the bar's total to the steps of all `rounds` batches, which take equally many.
     """
 
     def show_rounds(steps: Iterable[int]) -> Iterator[int]:

@@ -109,7 +109,7 @@ def _find_group_module() -> ModuleType | None:
 
 def _record_exit_code(code: int, at_once: bool = False) -> None:
     """Records this rank's exit code for a supervisor. If the code is DONE or STOPPED, also tells the other ranks of
-    this machine that they may go on; not if this rank has left its work `at_once`: then they end, too.
+    this machine that this rank has ended as planned; not if it has stopped `at_once`: then the other ranks end, too.
     """
     exit_codes.append_exit_code(code)
     if code in (exit_codes.DONE, exit_codes.STOPPED) and not at_once:

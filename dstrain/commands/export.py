@@ -131,7 +131,9 @@ def export_run(options: ExportOptions) -> Exported:
 
 
 def _import_writer(run: Run, system: System) -> ModuleType:
-    """Imports the module that writes models of a system for diffusers. Raises ConfigError if it cannot write this."""
+    """Imports the module that writes models of a system for diffusers, and returns it. Raises ConfigError if diffusers
+    cannot express this model.
+    """
     system.require_expressible()
     return importlib.import_module(f"{systems.import_package(run.system).__name__}.to_diffusers")
 
@@ -182,8 +184,8 @@ def _require_adapters(options: ExportOptions, run: Run, lora: Lora | None) -> No
 
 
 def _read_merged_weights(checkpoint: Path, part: str, kind: str, lora: Lora | None) -> dict[str, torch.Tensor]:
-    """Reads the weights of a part, such as its "master" or "ema.0.9999". If `lora` is given, merges the adapters into
-    them.
+    """Reads the weights of a part; `kind` is "master" or an average such as "ema.0.9999". If `lora` is given, merges
+    the adapters into the weights.
     """
     weights = read_weights(checkpoint, part, kind)
     return merge_adapters(weights, lora) if lora else weights
@@ -198,9 +200,9 @@ def _export_adapters(
     lora: Lora,
     out: Path,
 ) -> Exported:
-    """Writes the adapters of the first part as peft does: adapter_model.safetensors and adapter_config.json. By the
-    names of diffusers also as diffusers does, where its pipeline loads them by itself:
-    pytorch_lora_weights.safetensors.
+    """Writes the adapters of the first part as peft does, into adapter_model.safetensors and adapter_config.json. With
+    --format diffusers-lora the names are those of diffusers, and if its pipeline loads adapters,
+    pytorch_lora_weights.safetensors is written, too.
 
     Raises ConfigError if the system has no names of diffusers for adapters.
     """

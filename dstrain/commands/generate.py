@@ -47,7 +47,7 @@ class ReadyRun:
 
 
 def run_verb(options: GenerateOptions) -> None:
-    """Draws the samples, and prints on rank 0 where they are."""
+    """Draws the samples, and prints on rank 0 how many were written into which folder."""
     out = generate_samples(options)
     if group.rank() == 0:
         print(f"{options.num} samples in {out}")

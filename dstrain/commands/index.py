@@ -49,9 +49,8 @@ def run_verb(options: IndexOptions) -> None:
 
 def index_data(data: Data, captions: bool = False, check: bool = False) -> dict[str, Any]:
     """Makes the index of the data, or opens the existing one, and returns a dict for JSON that describes what it holds.
-
     captions: also lists the captions of images. check: reads every sample, to find unreadable ones. Raises ConfigError
-    as `open_index` does.
+    if the data cannot be indexed, see `open_index`.
     """
     layout, index = open_section_index(data, captions)
     images = data.num_frames is None
@@ -118,8 +117,8 @@ def _summarize_captions(layout: Layout, index: Index) -> dict[str, Any] | None:
 
 
 def _count_durations(frames: Verified, data: Data) -> dict[str, int]:
-    """Counts clips by the longest duration in data.buckets, in frames, that fits into them; "fewer" counts those into
-    which none fits.
+    """Counts clips by the longest duration in data.buckets, in frames, that a clip fills, as {"17 or more": number}.
+    "fewer" counts the clips that are shorter than all of these durations. Unreadable clips are not counted.
     """
     cut, table = Cut(data.num_frames or 1, 1, 1, stride=data.frame_stride), Counter[int]()
     for start in range(0, len(frames), CHUNK):
@@ -189,7 +188,7 @@ def _iterate_unreadable_samples(data: Data, captions: bool, layout: Layout, inde
 
 
 def format_report(result: dict[str, Any]) -> str:
-    """Formats what `index_data` returned as text for a person."""
+    """Returns the dict of `index_data` as a text of several lines."""
     lines = [
         f"{result['path']}: {result['layout']}, {result['samples']:,} sample{'s' * (result['samples'] != 1)}",
         f"index: {result['index']}, {result['bytes'] / 1e6:,.1f} MB",

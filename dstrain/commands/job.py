@@ -72,8 +72,8 @@ def prepare_job(options: JobOptions, world: int | None = None, device_type: str 
 
 
 def load_recipe(path: Path, overrides: Sequence[str], note: Callable[[str], None] | None = None) -> Run:
-    """Returns the Run of a recipe. All of it is checked except the data, which need not be here. Raises ConfigError
-    with every problem.
+    """Returns the Run of a recipe file with overrides, completed and checked except for the data, which need not be
+    here. Raises ConfigError with every problem.
 
     `note`, if given, permits that files of frozen networks are missing: the Run then leaves these networks out, and
     `note` is called with a line that names them.
@@ -145,8 +145,8 @@ def check_recipe(run: Run, overrides: Sequence[str] = ()) -> tuple[Run, list[str
 
 
 def _take_upright_of_resumed_run(run: Run) -> Data:
-    """Returns the data section. If it does not set `upright`, and a run in its folder will be resumed, takes the value
-    of that run.
+    """Returns the data section of a Run. If the section does not set `upright`, and the run's folder holds a run,
+    `upright` has the value of that run.
     """
     if "upright" not in run.data.model_fields_set and (run.directory / "run.yaml").is_file():
         with suppress(ConfigError):  # a damaged one is reported later
@@ -272,8 +272,8 @@ def _check_data_and_folder(
 
 
 def _check_step(run: Run, options: JobOptions) -> None:
-    """Raises ConfigError if the run would begin beyond its last step, if --step names no checkpoint of the folder, or
-    if it is given with --from-scratch.
+    """Raises ConfigError if the run would begin beyond its last step, if the run's folder holds no checkpoint of
+    --step, or if --step is given with --from-scratch.
     """
     if not options.from_scratch:
         folders.require_step_within_run(
@@ -293,8 +293,8 @@ def _check_step(run: Run, options: JobOptions) -> None:
 
 
 def _check_profile(run: Run, options: JobOptions) -> None:
-    """Raises ConfigError if the steps of --profile lie beyond the end of the run. tracking/profile.py finds other
-    faults of it.
+    """Raises ConfigError if the steps of --profile are beyond the end of the run. tracking/profile.py finds other
+    faults of --profile.
     """
     if options.profile is not None and options.profile[1] > run.steps:
         raise ConfigError(f"--profile: step {options.profile[1]} lies beyond steps={run.steps}: name steps up to that")
@@ -334,8 +334,8 @@ def _require_drawable_samples(run: Run, system: System) -> None:
 
 
 def _check_initial_weights(run: Run, system: System, options: JobOptions) -> list[str]:
-    """Checks that the weights of `init_from` fit, if the run begins with them. Returns, for --dry-run only, lines that
-    say what is loaded. Raises ConfigError if the weights do not fit.
+    """Checks that the weights of `init_from` fit, unless the run resumes or has no init_from. Returns, with --dry-run,
+    lines that say what is loaded; otherwise []. Raises ConfigError if the weights do not fit.
     """
     from dstrain.runs.weights import fit_weights
 

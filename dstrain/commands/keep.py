@@ -97,8 +97,8 @@ class _Supervisor:
         return _convert_exit_code(code) or exit_codes.BUG  # 0, and the run is not complete
 
     def _drop_silent_hosts(self, words: list[str]) -> list[str]:
-        """Returns the command without the hosts that do not answer; waits while fewer than --min-hosts answer. Without
-        --min-hosts, or after a signal, returns it unchanged.
+        """Returns the command without the hosts that do not answer; waits while fewer than --min-hosts answer. Writes a
+        line about missing hosts. Without --min-hosts, or after a signal, returns the command unchanged.
         """
         least, told = self._options.min_hosts, None
         while least and not self._signal:
@@ -144,8 +144,8 @@ class _Supervisor:
         return next((number for number in exit_codes.DELIBERATE if number in noted), code) if vague else code
 
     def _end_leftover_ranks(self) -> None:
-        """Waits until the ranks that a launcher has left behind have saved and ended; kills them after
-        faults.timeout_minutes.
+        """Waits until the ranks that a launcher has left running have saved and ended; after faults.timeout_minutes
+        kills them.
         """
         end = time.monotonic() + 60 * self._run.faults.timeout_minutes
         while rest := list_descendants(os.getpid()):
@@ -172,8 +172,8 @@ class _Supervisor:
         )
 
     def _make_restart_command(self) -> list[str]:
-        """Returns the command for a restart. Leaves out the options that are meant for a single start, such as
-        --from-scratch, if a start has obeyed them already.
+        """Returns the command for a restart. If an earlier start has saved a step or moved files aside, leaves out
+        --from-scratch, --step and --profile, which are meant for a single start.
         """
         words = list(self._options.words)
         if self._new or self._read_folder_progress() != self._before:
@@ -208,8 +208,8 @@ class _Supervisor:
             time.sleep(0.1)
 
     def _write_line(self, text: str) -> None:
-        """Writes a line, with the time, to stderr and to restarts.log. The latter waits until the folder holds
-        a run.
+        """Writes a line, with the time, to stderr and to restarts.log. Until the folder holds a run, lines for
+        restarts.log are kept in memory.
         """
         line = f"{datetime.now().astimezone().isoformat(timespec='seconds')} keep: {text}"
         print(line, file=sys.stderr, flush=True)

@@ -210,8 +210,8 @@ def _read_records(out: Path) -> dict[int, dict[str, Any]]:
 def _find_or_remove_shard(
     out: Path, kind: str, number: int, earlier: dict[int, dict[str, Any]]
 ) -> dict[str, Any] | None:
-    """Returns the record of shard `number` if its file has the recorded size and hash. Otherwise removes the file, if
-    there is one, and returns None. `earlier` are the records of a finished command.
+    """Returns the record of shard `number` if its file has the recorded size and hash. Otherwise removes the file with
+    a message, if there is one, and returns None. `earlier` are the records of a finished command.
     """
     path, record = _name_shard(out, kind, number), _name_record(out, number)
     known = earlier.get(number) or (sealed.parse_sealed(record.read_bytes()) if record.is_file() else None)
@@ -290,8 +290,8 @@ def _read_samples(
 
 
 def _read_bytes(content: Path | bytes) -> bytes:
-    """Returns the bytes of a file; bytes are returned as they are. Raises ConfigError if there are none or more than
-    256 MiB, or if the path is no regular file.
+    """Returns the bytes of a file, or bytes that are given. Raises ConfigError if there are none or more than 256 MiB,
+    or if the path is no regular file.
     """
     if isinstance(content, Path):
         refuse_special_file(content)

@@ -90,8 +90,8 @@ def make_case(
 
 
 def describe_plan(case: Case, json: bool = False) -> tuple[str, bool]:
-    """Returns the costs of a run as text, and whether it fits; if not, the text names the smallest change by which it
-    does.
+    """Returns the costs of a run as text, or as JSON if `json`, and whether the run fits. If not, the text names the
+    smallest change with which the run fits, or says that there is none. Prints lines on stderr while it counts.
     """
     estimate = case.estimate_costs()
     change = (
@@ -115,8 +115,8 @@ def describe_plan(case: Case, json: bool = False) -> tuple[str, bool]:
 
 
 def describe_choices(case: Case, json: bool = False) -> tuple[str, bool]:
-    """Returns a table of the combinations of stage, micro-batch and recomputation that fit, the fastest first, and
-    whether any does.
+    """Returns a table of the combinations of stage, micro-batch and recomputation that fit, and whether any does. The
+    table has the first 20, the fastest first; if `json`, the text is JSON of all.
 
     Each row is also printed on stderr as soon as it is counted, since all of them may take an hour.
     """
@@ -215,7 +215,9 @@ def _describe_step(estimate: Estimate) -> list[str]:
 
 
 def _list_launch_warnings(estimate: Estimate) -> list[str]:
-    """Returns a list with one warning if the estimated time of a step is too short to be true, else []."""
+    """Returns a list with one warning if the estimated time of a step is below LAUNCHES and so too short to be true,
+    else [].
+    """
     if estimate.time is None or estimate.time.total >= LAUNCHES:
         return []
     return [

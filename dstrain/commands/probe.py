@@ -58,13 +58,12 @@ class _Enough(Exception):
 def probe_system(run: Run, system: System, source: Any, precision: str = "fp32") -> list[str]:
     """Takes two samples of `source` through `encode` and the loss of every part that learns at the first or the last
     step. Then evaluates them and draws two samples in two steps, if the run will do so. Returns remarks, a line each.
-
     Call it on rank 0 alone, and last with this `system`: its frozen networks may be on the meta device afterwards.
+
     Torch's random state, the run's folder and the source stay as they are. precision: that of the weights in training,
     fp32, bf16 or fp16.
-
-    Raises ConfigError if the system breaks the contract of systems/base.py, or if ids are out of range. Other
-    exceptions pass through.
+    Raises ConfigError if the system does or returns something that systems/base.py forbids, or if ids are out of range.
+    Other exceptions pass through.
     """
     with torch.random.fork_rng(devices=[]):
         networks = _build_networks(run.system, system)
@@ -225,8 +224,9 @@ def _try_parts(
 
 
 def _cache_output_shapes(network: nn.Module) -> None:
-    """Replaces the `forward` of a network on the meta device. A call without gradient, for inputs of shapes and dtypes
-    that it has met before, returns an empty tensor of the same shape as then: a deep network takes half a second.
+    """Replaces the `forward` of a network on the meta device by one that computes once for each combination of shapes
+    and dtypes of its inputs. Later calls without gradient return an empty tensor of the same shape, since a deep
+    network would take half a second. The first axis may differ.
     """
     forward = network.forward
     outputs: dict[Any, Any] = {}
@@ -249,7 +249,7 @@ def _cache_output_shapes(network: nn.Module) -> None:
 
 def _try_saving_state(name: str, system: System) -> None:
     """Calls `state_dict` of a system and gives the result to `load_state_dict`, as a save and a resume do. Raises
-    ConfigError if it is no dict of tensors, or is refused.
+    ConfigError if the result is no dict of tensors, or if `load_state_dict` refuses it.
     """
     state = system.state_dict()
     if not isinstance(state, dict) or not all(map(torch.is_tensor, state.values())):
@@ -279,8 +279,8 @@ def _try_evaluation(run: Run, system: System, networks: Nets, example: Example) 
 
 
 def _try_drawing(run: Run, system: System, networks: Nets, data: Batch, example: Example) -> None:
-    """Draws two samples of the grid in two steps, and the system's pictures beside them, if it has such. Raises
-    ConfigError if they have a wrong shape or dtype.
+    """Draws two samples of the grid in two steps if the system generates, and the system's pictures if it begins from
+    data. Raises ConfigError if they have a wrong shape or dtype.
     """
     device = example["key"].device
     if system.generates and not system.cannot_draw():
@@ -328,8 +328,8 @@ def _limit_calls(networks: Nets) -> Iterator[None]:
 
 @contextmanager
 def _explain_casts(place: str, half: torch.dtype | None) -> Iterator[None]:
-    """Turns the block's RuntimeError about inputs in float32 that meet weights in `half` precision into a ConfigError
-    that says what to do. Changes nothing if `half` is None.
+    """Turns the block's RuntimeError about inputs in float32 that meet weights of the dtype `half` into a ConfigError
+    with a remedy. Changes nothing if `half` is None.
     """
     try:
         yield
@@ -344,8 +344,8 @@ def _explain_casts(place: str, half: torch.dtype | None) -> Iterator[None]:
 
 
 def _require_parts(name: str, system: System, networks: dict[str, nn.Module]) -> None:
-    """Raises ConfigError if `networks`, `averaged` or `turns` name other parts than `parts`, or if a weight has no
-    elements.
+    """Raises ConfigError unless `networks` has exactly the names of System.parts, and `averaged` and `turns` only such
+    names, or if a weight has no elements.
     """
     parts = list(system.parts)
     if set(networks) != set(parts) or not {*system.averaged, *system.turns(0)} <= set(parts):

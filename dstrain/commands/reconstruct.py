@@ -34,7 +34,7 @@ USUAL = (0.01, 0.02, 0.03, 0.04, 0.05, 0.06, 0.075, 0.1, 0.125, 0.15, 0.2, 0.25)
 
 @dataclass(frozen=True)
 class Made:
-    """Describes one average that is there, made now or earlier."""
+    """Describes one average that was written, now or by an earlier command."""
 
     width: float
     path: Path
@@ -68,7 +68,7 @@ def run_verb(options: ReconstructOptions) -> None:
 
 
 def make_averages(options: ReconstructOptions) -> list[Made]:
-    """Writes the averages, each whole or not at all, on all ranks together, each of which makes its share of the
+    """Writes an average of each width, whole or not at all. All ranks call it together; each makes its share of the
     elements. Averages that are there already are kept. Returns all of them.
 
     Raises ConfigError if there are no such snapshots, or if they make no average of some width.
@@ -131,16 +131,16 @@ def list_usable_snapshots(folder: Path, step: int | None) -> list[Snapshot]:
 
 
 def _is_made(store: Store, step: int, origin: dict[str, Any]) -> bool:
-    """Returns whether the store holds a whole average of `step` that was made from the same snapshots, which `origin`
-    names.
+    """Returns whether the store holds a whole average of `step` that was made from the snapshots in `origin`. All ranks
+    call it together.
     """
     made = step in group.broadcast_from_first(store.list_steps()) and store.find_fault(step) is None
     return made and origin.items() <= read_manifest(_name_folder(store, step))["extra"].items()
 
 
 def _remove_outdated_averages(stores: Iterable[Store], step: int) -> None:
-    """Removes averages of this step that were made from other snapshots. Raises ConfigError if another process reads
-    one.
+    """Removes the folders of this step from the stores, which were made from other snapshots or are damaged. All ranks
+    call it together. Raises ConfigError if another process reads one of the folders.
     """
     paths = [path for path in (_name_folder(store, step) for store in stores) if path.is_dir()]
     if read := group.broadcast_from_first([path for path in paths if is_held(path)]):
@@ -184,7 +184,7 @@ def _name_folder(store: Store, step: int) -> Path:
 
 
 def describe_made_averages(made: Sequence[Made]) -> str:
-    """Describes the averages that were made, in lines that are printed in the end."""
+    """Returns a line for each average: its folder, and its misfit if that is above 0.05 %."""
     return "\n".join(
         f"--ema {one.width}: {one.path}" + (f"; its profile is met to {one.misfit:.1%}" if one.misfit > 5e-4 else "")
         for one in made

@@ -123,6 +123,7 @@ def find_sample_sharing(case: Case) -> Estimate | None:
 def find_more_gpus(case: Case) -> Estimate | None:
     """Returns the estimate of the case on 2, 4, 8, ... times as many GPUs, the fewest on which the run fits. All else
     saves memory: stage 3, micro-batches of one sample, and recompute=all or offload.
+
     Returns None if the run fits on none of these numbers up to MAX_RANKS, or up to the first that does not divide
     batch.global.
     """
@@ -185,6 +186,7 @@ def _find_first_that_fits(
 def search_choices(case: Case, report: Callable[[Estimate], None]) -> list[Estimate]:
     """Counts every combination of stage, micro-batch and recomputation, and returns the estimates that fit, the fastest
     first. If one sample does not fit on a rank, more ranks share each sample.
+
     If the chip's rates are unknown, the estimates are sorted by the host's memory, then by recomputed operations, then
     by exchanged bytes. `report` is called with each estimate, those that do not fit included.
     """

@@ -30,7 +30,9 @@ T = TypeVar("T")
 
 def count_costs(run: Run, settings: dict[str, Any], layout: Layout, device: str = "cuda") -> Counts:
     """Returns the costs of a checked recipe with `settings`, which engine/settings.py resolves for layout.world.
+
     device      "cuda", or "cpu" to count attention as the CPU computes it
+
     The first call takes the time of torch's and DeepSpeed's imports.
     Raises ConfigError if the settings ask for ZeRO++'s quantization, which cannot be counted.
     Raises RuntimeError, TypeError or ValueError if the system's code needs the values of tensors, which have none here.
@@ -78,6 +80,7 @@ def _start_worker() -> ProcessPoolExecutor:
 
 def _prepare_worker() -> None:
     """Prepares the process that counts: it uses no GPU, prints nothing, ignores SIGINT, and ends with its parent.
+
     DeepSpeed would print about ranks that do not exist. Whenever it shards weights it collects garbage, so what is
     imported here is kept out of the collector's way.
     """

@@ -40,6 +40,7 @@ def count_weights(run: Run, system: System) -> tuple[dict[str, int], int]:
 def count_states(run: Run, system: System, settings: dict[str, Any], world: int) -> dict[str, int]:
     """Returns the bytes that a rank of `world` keeps, by the kinds of memory_kinds.py; "gradients" are the sums over
     micro-batches. Padding and buffers are not counted.
+
     Raises ConfigError if the recipe or DeepSpeed's JSON names weights or modules that the networks lack.
     """
     level, wide = read_stage(settings), read_precision(settings) == "fp32"

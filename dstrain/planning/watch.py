@@ -48,6 +48,7 @@ class Done(NamedTuple):
 def _computes_again() -> bool:
     """Returns whether the current operation repeats an operation of a forward pass, for model.recompute. Call it only
     during a backward pass.
+
     A repeated forward pass builds a graph. Only the linear layers of ZeRO-3 build none, since they compute in a
     function of their own: there the hook for saved tensors shows the repetition, which torch.utils.checkpoint sets.
     """

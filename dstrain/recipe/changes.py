@@ -27,6 +27,7 @@ def list_differences(old: Run, new: Run) -> list[Change]:
 def list_refused_changes(old: Run, new: Run, system: type[BaseModel]) -> list[Change]:
     """Lists (dotted key, old value, new value) for each difference between two Runs that a resumed run may not have.
     `system` is the Config class of the section `model`; a key that the section lacks has the default of that class.
+
     If both learning rates decay, another last step of the decay (decay_steps, or `steps` without it) is listed as
     optimizer.decay_steps.
     """

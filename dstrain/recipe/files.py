@@ -73,6 +73,7 @@ def list_replaced_entries(
 ) -> list[str]:
     """Lists a message for each entry of a section that an override in `typed` sets, and whose value in `completed`,
     which was filled in from the data, differs from the one in `given`.
+
     An entry that only the file sets is replaced without a message: a run has written it, maybe for other data.
     """
     keys = [override.partition("=")[0].strip().split(".") for override in typed]
@@ -221,6 +222,7 @@ class _Unspaced(yaml.constructor.ConstructorError):
 class _Loader(yaml.SafeLoader):
     """Reads YAML with the scalars of YAML 1.2: 3e-4 is a number, off is a text, there are no dates. Raises YAMLError
     for repeated keys, keys that are no texts, tags, and texts that are too large or too deeply nested.
+
     The size of a text includes the node of an alias once for each use, since a few lines of nested aliases can unfold
     to more than memory holds.
     """

@@ -163,6 +163,7 @@ def _describe_problem(item: Any, key: str, prefix: str, known: list[str]) -> lis
 def suggest_key(key: str, known: Iterable[str]) -> str:
     """Returns " (did you mean ...?)" with at most three of the `known` keys that are similar to an unknown dotted key,
     or "" if none is similar.
+
     Only the last words of the keys are compared: with a long section's name all keys of the section would look alike.
     """
     known = list(known)

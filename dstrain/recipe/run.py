@@ -24,9 +24,7 @@ WIDEST = 0.288  # relative width of an average by a power of time: all steps cou
 
 
 def _raise_failed_checks(*checks: tuple[Any, str]) -> None:
-    """Raises ValueError with the messages, a line each, of all `checks` that have failed. Does nothing if none has. A
-    check is (whether it has failed, message).
-    """
+    """Raises ValueError with the messages of all checks that have failed, if any. A check is (has failed, message)."""
     if messages := [message for wrong, message in checks if wrong]:
         raise ValueError("\n".join(messages))
 
@@ -247,9 +245,7 @@ class Optimizer(Section):
         return next((rate for pattern, rate in self.rates.items() if fits_pattern(pattern, part, name)), 1.0)
 
     def compute_lr(self, step: int, steps: int) -> float:
-        """Returns the learning rate of the update that follows `step` updates, in a run of `steps` updates: first the
-        linear warm-up, then the schedule, which reaches final_lr at decay_steps, or at `steps` if decay_steps is None.
-        """
+        """Returns the learning rate of the update after `step` of `steps` updates: warm-up, then the schedule."""
         if step < self.warmup:
             return self.lr * (step + 1) / self.warmup
         if self.schedule == "constant":
@@ -299,8 +295,8 @@ class Ema(Section):
         return self
 
     def compute_decay(self, decay: float, step: int) -> float:
-        """Returns the decay of the update that follows `step` updates: `decay`, but with ema.warmup at most (1 + step)
-        / (10 + step).
+        """Returns the decay of the update after `step` updates: `decay`, with ema.warmup at most (1 + step) / (10 +
+        step).
         """
         return min(decay, (1 + step) / (10 + step)) if self.warmup else decay
 

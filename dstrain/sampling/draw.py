@@ -230,6 +230,7 @@ def score_batches(
 ) -> dict[str, float]:
     """Returns the means of the system's evaluation terms over held-out samples, by name, and the figures that
     System.digest computes from the curves. They are the same for any number of ranks. All ranks call this together.
+
     A batch's `valid`, bool (B,), is False for the repetitions that fill up a rank's last batch. The dict `curves`
     receives the means of terms (B, K), such as the use of each token. A value that is not finite makes the mean of its
     term not finite; `nonfinite_samples` is the number of samples with such values, and is left out if it is 0.

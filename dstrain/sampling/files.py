@@ -147,6 +147,7 @@ def _write_prompts(out: Path, texts: Sequence[str]) -> None:
 def choose_folder(out: Path | None, parent: Path) -> Path:
     """Returns the folder to write into: `out`, or for None the first of PARENT/generated, generated_2, ... that holds
     no samples and is no symbolic link. Does not make the folder.
+
     Raises ConfigError if `out` cannot be written, or holds samples already.
     """
 

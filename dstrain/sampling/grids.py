@@ -33,6 +33,7 @@ def draw_grids(
     """Yields (images, name, columns, captions) of each grid. The images, uint8 (N, ...), are on the CPU of rank 0, and
     None on the other ranks; columns are None unless each class has one, captions None without texts. All ranks call it
     together.
+
     `source` holds the samples from which some systems begin to draw, such as super-resolution. At most `micro` samples
     of a rank are drawn in one call.
     """

@@ -45,6 +45,7 @@ def choose_length(system: System, frames: int | None, primed: int | None, scenes
     """Returns the Length of a clip. If `frames` is None, it is that of the system's longest clip. If `primed` is None,
     1 frame is given with scenes; otherwise 1 + p frames, p being the system's temporal_patch_size, or 1 if a clip has
     no more than 1 + p.
+
     With scenes 1 given frame is the default: with more, the earlier motion continues against the text. See
     docs/guides/scenes.md.
     Raises ConfigError if the system's clips cannot have so many frames, or so many given ones.

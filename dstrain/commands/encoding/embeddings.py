@@ -145,7 +145,7 @@ def _prepare_folder(options: EncodeOptions, plan: dict[str, Any]) -> str | None:
 
 
 def _read_record_if_whole(out: Path, number: int) -> dict[str, Any] | None:
-    """Returns what done/shard_N.json says of a shard, or None unless all files of the shard have the hashes in it."""
+    """Returns the content of a shard's done/shard_N.json; None unless all files of the shard have the hashes in it."""
     try:
         note = json.loads(_name_shard_record(out, number).read_text(encoding="utf-8"))
         whole = all(_hash_bytes((out / name).read_bytes()) == digest for name, digest in note["files"].items())
@@ -165,8 +165,9 @@ def _hash_bytes(data: bytes) -> str:
 def _make_shards(
     options: EncodeOptions, encoders: Encoders, source: Source, missing: list[int]
 ) -> dict[int, dict[str, Any]]:
-    """Embeds and writes this rank's share of the shards in `missing`. Returns, by shard number, what done/shard_N.json
-    says: hashes of its files, and its unreadable pairs. Raises ConfigError if too many pairs are unreadable.
+    """Embeds and writes this rank's share of the shards in `missing`. Returns, by shard number, the content of
+    done/shard_N.json: hashes of the shard's files, and its unreadable pairs. Raises ConfigError if too many pairs are
+    unreadable, or if a file cannot be written.
     """
     notes: dict[int, dict[str, Any]] = {}
     all_bad: dict[str, str] = {}
@@ -213,8 +214,9 @@ def _embed_batch(options: EncodeOptions, encoders: Encoders, items: Sequence[dic
 
 
 def _write_shard(out: Path, number: int, parts: list[dict[str, Any]], bad: list[tuple[str, str]]) -> dict[str, Any]:
-    """Writes the files of one shard, and last its done/shard_N.json. Returns the content of that: hashes of the files,
-    and the unreadable pairs in `bad`. `parts` are the shard's batches.
+    """Writes the files of one shard, and last its done/shard_N.json. Returns the content of done/shard_N.json: hashes
+    of the files, and the unreadable pairs in `bad`. `parts` are the shard's batches. Raises ConfigError if a file
+    cannot be written.
     """
     note: dict[str, Any] = {"files": {}, "unreadable": bad}
     with explain_write_errors(f"--out {out}", SAME_COMMAND):

@@ -21,8 +21,8 @@ SAME_COMMAND = "what is there is whole: give the same command again once it can"
 def claim_folder(
     out: Path, verb: str, prepare: Callable[[], str | None], numbers: range | None = None, shared: bool = False
 ) -> Iterator[None]:
-    """Runs `prepare` on rank 0, and keeps other commands from writing into `out` within the block. Call it on all
-    ranks.
+    """Runs `prepare` on rank 0, and keeps other commands from writing into `out` within the block. At its end the ranks
+    wait for each other. Call it on all ranks.
 
     `numbers` are the shards that this command writes. If `shared`, other commands may write other shards at the same
     time: then the whole folder is locked only while `prepare` runs, and these shards alone afterwards. Raises
@@ -60,7 +60,8 @@ def _lock_shards(file: IO[str], numbers: range) -> bool:
     """Locks one byte of the file for each of the numbers, until the file is closed. Waits up to a minute for other
     processes.
 
-    Returns False if another process still holds some; True, without a lock, if the file system has no locks.
+    Returns False if another process still holds one of the locks. Returns True without a lock if the file system has no
+    locks.
     """
     end = time.monotonic() + _PATIENCE
     while True:
@@ -100,8 +101,8 @@ def count_samples(numbers: Iterable[int], size: int, total: int) -> int:
 
 
 def describe_changes(earlier: dict[str, Any], now: dict[str, Any], keys: Iterable[str]) -> str:
-    """Describes the `keys` whose values have changed since the folder was made, as "KEY OLD there, NEW here"; "" if
-    none has.
+    """Describes the `keys` whose values in `earlier` and `now` differ, as "KEY OLD there, NEW here" for each; returns
+    "" if none differ.
     """
     changes = [
         f"{key} {earlier.get(key)} there, {now.get(key)} here" for key in keys if earlier.get(key) != now.get(key)

@@ -115,9 +115,10 @@ def _require_enough_samples(options: EvaluateOptions) -> None:
 
 def write_reference(options: EvaluateOptions) -> str:
     """Writes the statistics of a set of images, or of a run's data, to options.write_reference, which --reference takes
-    later. Returns the line to print.
+    later. Returns the line to print. All ranks call it together.
 
-    Raises ConfigError, with the remedy, if that cannot be done.
+    Raises ConfigError, with the remedy, if the file does not end in .npz or may not be replaced, if no metric compares
+    with a reference, or if images or networks cannot be opened.
     """
     path = options.write_reference
     assert path is not None
@@ -207,8 +208,8 @@ def _open_low_res(options: EvaluateOptions, run: Run) -> Source:
 
 
 def _open_data_of_run(options: EvaluateOptions, run: Run) -> Images:
-    """Opens the images of a split of the run's data, cropped as in training, but never mirrored. Raises ConfigError if
-    the run has no such split.
+    """Opens the images of a split of the run's data, cropped as in training, but never mirrored; with --write-reference
+    at most --num-samples of them. Raises ConfigError if the run has no such split.
     """
     split = options.split or "train"
     source = None if split == "test" else open_builtin(run.data, split)  # codes of them are compared as pictures, too
@@ -224,8 +225,8 @@ def _open_data_of_run(options: EvaluateOptions, run: Run) -> Images:
 
 
 def _open_reference(options: EvaluateOptions, run: Run | None, networks: dict[str, Features]) -> Compared:
-    """Opens what the metrics compare with; nothing if none of them compares. Raises ConfigError if it is absent, or
-    holds less than they need.
+    """Opens the reference that the metrics compare with, or an empty one if none of them compares. Raises ConfigError
+    if the reference is absent, or lacks something that a metric needs.
     """
     path = options.reference or options.against
     if not any(table.METRICS[name].compares for name in networks):
@@ -278,7 +279,9 @@ def _name_result_file(options: EvaluateOptions, result: dict[str, Any]) -> str:
 
 
 def format_report(result: dict[str, Any]) -> str:
-    """Formats a result as text for a person."""
+    """Returns a result as a text of several lines: the figures, the reference, and how many images kid, pr and dc
+    compare.
+    """
     lines = [figures.format_table(result)]
     if result["reference"]:
         lines.append(f"  against {result['reference']}")

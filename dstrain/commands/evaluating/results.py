@@ -33,8 +33,8 @@ def describe_command(options: EvaluateOptions, begun: float) -> dict[str, Any]:
 def publish_result(
     path: Path | None, result: dict[str, Any], text: str, plot: Callable[[Path, dict[str, Any]], None] | None = None
 ) -> None:
-    """Prints `text` on rank 0, then writes `result` as JSON to `path`, and a plot beside it if `plot` is given. Only
-    prints if `path` is None. Since it prints first, a full disk loses no measurement.
+    """Prints `text` on rank 0, then writes `result` as JSON to `path`, and a plot beside it if `plot` is given. Writes
+    no file if `path` is None. All ranks call it together. Since it prints first, a full disk loses no measurement.
 
     Raises ConfigError if the files cannot be written.
     """

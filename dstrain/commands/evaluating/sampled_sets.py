@@ -29,8 +29,8 @@ _REQUESTED = 1024  # prompts that are encoded, or images that are read, at a tim
 
 
 class Drawn(Images):
-    """Is a set of images that a run draws when they are read, each rank its own share. A super-resolution run enlarges
-    the images of `source`, which are made small first.
+    """Draws images by a run whenever they are read, each rank its own share. A super-resolution run enlarges the images
+    of `source`, which are made small first.
     """
 
     def __init__(

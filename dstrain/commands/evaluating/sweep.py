@@ -79,7 +79,7 @@ def sweep_metric(options: EvaluateOptions, widths: Sequence[float]) -> tuple[Pat
     """Measures one metric of the pictures that each average draws, from the same noise at every width. Returns the path
     of the JSON file, and its content.
 
-    Raises ConfigError as `measure_quality`, and if the metric has several figures.
+    Raises ConfigError if the metric has several figures, or if something cannot be measured, see `measure_quality`.
     """
     require_sweep_possible(options.run_folder, options)
     (metric,) = options.metrics or ("",)
@@ -95,8 +95,9 @@ def _publish_scores(
     widths: Sequence[float],
     scores: Sequence[Mapping[str, float | None]],
 ) -> tuple[Path, dict[str, Any]]:
-    """Prints and writes the scores of all widths, with the best width by the score `judge`. Returns the path of the
-    JSON file, and its content.
+    """Prints the scores of all widths, and writes them as a JSON file with a plot into RUN/reconstructed. The best
+    width is the one by the score `judge`, None if no such score is finite. Returns the path of the JSON file, and its
+    content.
     """
     columns = {name: [replace_nonfinite_by_none(one[name]) for one in scores] for name in scores[0]}
     finite = [(value, width) for width, value in zip(widths, columns[judge]) if value is not None]
@@ -109,7 +110,7 @@ def _publish_scores(
 
 
 def format_report(result: dict[str, Any]) -> str:
-    """Formats the scores as text for a person."""
+    """Returns the scores as a text: a line for each width, then the best width."""
     judge = result["judge"]
     name = "held-out loss" if judge == "loss" else judge
     lines = [f"{name} of {result['samples']} samples at step {result['step']}, by width"]

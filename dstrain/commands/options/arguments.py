@@ -35,7 +35,9 @@ class Parser(argparse.ArgumentParser):
         return self.read_values(self.parse_args(argv))
 
     def read_values(self, parsed: argparse.Namespace) -> dict[str, Any]:
-        """Returns the values of arguments that are parsed already, as `parse_words` does."""
+        """Returns the values of the parsed arguments, or the defaults, by name, without help and local_rank. Prints
+        `text` and ends the process with exit code 0 if --help was typed.
+        """
         words = vars(parsed)
         if words.pop("help"):
             print(self.text, end="")
@@ -45,21 +47,21 @@ class Parser(argparse.ArgumentParser):
 
 
 def parse_positive_integer(text: str) -> int:
-    """Parses a count: an integer above 0."""
+    """Parses an integer above 0. Raises ArgumentTypeError for any other text."""
     if not text.isdigit() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
     return int(text)
 
 
 def parse_nonnegative_integer(text: str) -> int:
-    """Parses an integer from 0 on."""
+    """Parses an integer from 0 on. Raises ArgumentTypeError for any other text."""
     if not text.isdigit():
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 0 on")
     return int(text)
 
 
 def parse_nonnegative_number(text: str) -> float:
-    """Parses a finite number from 0 on."""
+    """Parses a finite number from 0 on. Raises ArgumentTypeError for any other text."""
     try:
         value = float(text)
     except ValueError:
@@ -70,7 +72,7 @@ def parse_nonnegative_number(text: str) -> float:
 
 
 def parse_fraction_below_1(text: str) -> float:
-    """Parses a fraction from 0 on and below 1."""
+    """Parses a fraction from 0 on and below 1. Raises ArgumentTypeError for any other text."""
     value = parse_nonnegative_number(text)
     if value >= 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a fraction below 1")
@@ -78,7 +80,9 @@ def parse_fraction_below_1(text: str) -> float:
 
 
 def parse_part(text: str) -> tuple[int, int]:
-    """Parses N/PARTS, such as 3/16, into the number of a part, from 1 on, and the number of all parts."""
+    """Parses K/N, such as 3/16, into K, the number of a part from 1 on, and N, the number of all parts. Raises
+    ArgumentTypeError for any other text, and if K is above N.
+    """
     place, slash, parts = text.partition("/")
     if not (slash and place.isdecimal() and parts.isdecimal() and 1 <= int(place) <= int(parts)):
         raise argparse.ArgumentTypeError(f"{text!r} is no part such as 3/16, the third of 16")
@@ -86,7 +90,9 @@ def parse_part(text: str) -> tuple[int, int]:
 
 
 def parse_widths(text: str) -> tuple[float, ...]:
-    """Parses relative widths of averages, such as 0.05,0.10, without repetitions. A width lies from 0.001 to WIDEST."""
+    """Parses relative widths of averages, such as 0.05,0.10, and drops repeated ones. Raises ArgumentTypeError unless
+    all are numbers from 0.001 to WIDEST.
+    """
     values = tuple(dict.fromkeys(parse_nonnegative_number(word.strip()) for word in text.split(",")))
     if not all(0.001 <= value <= WIDEST for value in values):
         raise argparse.ArgumentTypeError(f"{text!r}: a width lies from 0.001 to {WIDEST}, such as 0.05,0.10,0.15")
@@ -94,7 +100,7 @@ def parse_widths(text: str) -> tuple[float, ...]:
 
 
 def parse_fraction(text: str) -> float:
-    """Parses a fraction from 0 to 1."""
+    """Parses a fraction from 0 to 1. Raises ArgumentTypeError for any other text."""
     value = parse_nonnegative_number(text)
     if value > 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a fraction from 0 to 1")
@@ -102,7 +108,9 @@ def parse_fraction(text: str) -> float:
 
 
 def parse_interval(text: str) -> tuple[float, float]:
-    """Parses two numbers from 0 on, the lower first, such as 0.2,1.6."""
+    """Parses two numbers from 0 on, such as 0.2,1.6. Raises ArgumentTypeError for any other text, and if the first is
+    above the second.
+    """
     values = tuple(map(parse_nonnegative_number, text.split(",")))
     if len(values) != 2 or values[0] > values[1]:
         raise argparse.ArgumentTypeError(f"{text!r} is not LO,HI, such as 0.2,1.6")
@@ -110,8 +118,9 @@ def parse_interval(text: str) -> tuple[float, float]:
 
 
 def parse_guide(text: str) -> tuple[Path, float | str | None, int | None]:
-    """Parses the run that guides, into its folder, its weights and its step: RUN, RUN:0.995 (the average of that decay
-    or width), RUN:raw, RUN@400 and RUN@400:raw. Weights and step are None if they are not given.
+    """Parses the run that guides into (its folder, its weights, its step): RUN, RUN:0.995 (the average of that decay or
+    width), RUN:raw, RUN@400 and RUN@400:raw. Weights and step are None if they are not given. An existing folder whose
+    name has : or @ is taken whole. Raises ArgumentTypeError if weights or step are no such numbers.
     """
     run, colon, name = (text, "", "") if Path(text).is_dir() else text.rpartition(":")
     run, weights = (run, name if name == "raw" else parse_fraction_below_1(name)) if colon else (text, None)
@@ -120,7 +129,9 @@ def parse_guide(text: str) -> tuple[Path, float | str | None, int | None]:
 
 
 def parse_window(text: str) -> tuple[int, int, int]:
-    """Parses A:B or A:B:N, the steps after A up to B on every Nth rank, into (A, B, N); N is 1 if left out."""
+    """Parses A:B or A:B:N, the steps after A up to B on every Nth rank, into (A, B, N); N is 1 if left out. Raises
+    ArgumentTypeError for any other text, unless A is below B, and if N is 0.
+    """
     words = text.split(":")
     if len(words) not in (2, 3) or not all(word.isdigit() for word in words):
         raise argparse.ArgumentTypeError(
@@ -134,7 +145,9 @@ def parse_window(text: str) -> tuple[int, int, int]:
 
 
 def parse_size(text: str) -> tuple[int, int]:
-    """Parses WIDTHxHEIGHT in pixels, such as 320x192, into (width, height)."""
+    """Parses WIDTHxHEIGHT in pixels, such as 320x192, into (width, height). Raises ArgumentTypeError for any other
+    text.
+    """
     sides = text.lower().split("x")
     if len(sides) != 2:
         raise argparse.ArgumentTypeError(f"{text} is not WIDTHxHEIGHT in pixels, such as 320x192")
@@ -142,13 +155,13 @@ def parse_size(text: str) -> tuple[int, int]:
 
 
 def parse_labels(text: str) -> tuple[int, ...]:
-    """Parses class numbers, such as 3,5,5."""
+    """Parses class numbers, such as 3,5,5. Raises ArgumentTypeError if one is no integer from 0 on."""
     return tuple(parse_nonnegative_integer(word.strip()) for word in text.split(","))
 
 
 def make_words_parser(*known: str) -> Callable[[str], tuple[str, ...]]:
     """Returns a parser of a list with commas, such as gif,mp4. The parser returns a tuple of the words, without
-    duplicates and without spaces around them. It raises ArgumentTypeError for a word that is not in `known`.
+    repeated ones and without spaces around them. It raises ArgumentTypeError for a word that is not in `known`.
     """
 
     def parse_words(text: str) -> tuple[str, ...]:
@@ -188,7 +201,9 @@ _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12} | 
 
 
 def parse_file_size(text: str) -> int:
-    """Parses a number of bytes, such as 5GB (5 x 10^9) or 2GiB (2 x 2^30)."""
+    """Parses a size such as 5GB (5 x 10^9) or 2GiB (2 x 2^30) into bytes, rounded down, at least 1. Raises
+    ArgumentTypeError for any other text, and for 0.
+    """
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", text)
     if not match or match[2].upper() not in _UNITS or float(match[1]) <= 0:
         raise argparse.ArgumentTypeError(f"{text!r} is no size; write 5GB, 500MB or 2GiB")
@@ -196,6 +211,8 @@ def parse_file_size(text: str) -> int:
 
 
 def parse_binary_size(text: str) -> int:
-    """Parses a number of bytes with K, M or G for powers of 1024, such as 256M, which is 256 x 2^20."""
+    """Parses a size with K, M or G for powers of 1024, such as 256M, which is 256 x 2^20, into bytes. Raises
+    ArgumentTypeError for any other text, and for 0.
+    """
     factor = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}.get(text[-1:].upper())
     return parse_positive_integer(text[:-1] if factor else text) * (factor or 1)

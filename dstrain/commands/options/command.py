@@ -57,19 +57,19 @@ def option(default: Any, text: str, kind: Callable[[str], Any] = str, **more: An
 
 
 def argument(metavar: str, text: str, kind: Callable[[str], Any] = str, **more: Any) -> Any:
-    """Returns a dataclass field for a word without dashes. If the word is left out, the field is None, or an error if
-    `missing` has a message for that.
+    """Returns a dataclass field for a word without dashes. If the word is left out, the field is None; if `missing` has
+    a message, `parse_options` then raises ConfigError with it.
     """
     return field(default=None, metadata={_SPEC: Spec(text, kind, metavar=metavar, positional="?", **more)})
 
 
 def make_words_field(metavar: str, text: str, kind: Callable[[str], Any] = str, **more: Any) -> Any:
-    """Returns a dataclass field, a tuple, for all remaining words without dashes."""
+    """Returns a dataclass field for all remaining words without dashes. Its value is a tuple."""
     return field(default=(), metadata={_SPEC: Spec(text, kind, metavar=metavar, positional="*", **more)})
 
 
 def make_trailing_field(metavar: str, text: str) -> Any:
-    """Returns a dataclass field that takes the words after -- on the command line, a tuple."""
+    """Returns a dataclass field for the words after -- on the command line. Its value is a tuple."""
     return field(default=(), metadata={_SPEC: Spec(text, metavar=metavar, positional=_BEHIND)})
 
 
@@ -85,7 +85,9 @@ class Command:
 
 
 def list_specs(command: type[Command]) -> list[tuple[Field, Spec]]:
-    """Returns (field, spec) of each option, grouped by heading; in a group, keyword-only fields come last."""
+    """Returns (field, spec) of each option. Options with the same heading are neighbours; among them keyword-only
+    fields come last.
+    """
     found = [(entry, entry.metadata[_SPEC]) for entry in fields(command) if _SPEC in entry.metadata]
     found.sort(key=lambda pair: bool(pair[0].kw_only))
     headings = list(dict.fromkeys(spec.heading for _, spec in found))
@@ -93,9 +95,11 @@ def list_specs(command: type[Command]) -> list[tuple[Field, Spec]]:
 
 
 def parse_options(command: type[C], argv: Sequence[str]) -> C:
-    """Returns the checked options that a command line gives. --help prints and ends the process.
+    """Returns the options that a command line gives, after their `check_options`. Prints the help and ends the process
+    if --help was typed.
 
-    Raises ConfigError if an option does not exist, a value is not of its kind, or options do not go together.
+    Raises ConfigError if an option does not exist or is missing, if a value is not of its kind, or if options do not go
+    together.
     """
     parser = Parser(format_help(command))
     found, values, words = list_specs(command), {}, list(argv)
@@ -116,8 +120,8 @@ def parse_options(command: type[C], argv: Sequence[str]) -> C:
 
 
 def _make_nonempty_parser(kind: Callable[[str], Any]) -> Callable[[str], Any]:
-    """Returns a parser that refuses an empty word and passes any other to `kind`. Path would turn an empty word into
-    the current folder.
+    """Returns a parser that raises ArgumentTypeError for an empty word, and passes any other word to `kind`. Without it
+    Path would turn an empty word into the current folder.
     """
 
     def parse_word(text: str) -> Any:
@@ -155,7 +159,7 @@ def _add_options(parser: Parser, found: list[tuple[Field, Spec]]) -> None:
 
 def _parse_words(parser: Parser, words: list[str], overrides: bool) -> dict[str, Any]:
     """Returns the values that were typed, or the defaults, by name. Raises ConfigError with a line for each unknown
-    word. `overrides`: words such as KEY=VALUE may stand among the options.
+    option. `overrides`: words such as KEY=VALUE may be typed between the options.
     """
     parsed, unknown = (parser.parse_known_intermixed_args if overrides else parser.parse_known_args)(words)
     values = parser.read_values(parsed)

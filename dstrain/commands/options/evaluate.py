@@ -156,7 +156,7 @@ class EvaluateOptions(Weights, Sampling):
 
     @property
     def run_folder(self) -> Path:
-        """Returns the folder of the run that is measured. Call it only where there is one."""
+        """Returns the folder of the run that is measured. Call it only if `folder` is not None."""
         assert self.folder is not None
         return self.folder
 

@@ -34,7 +34,9 @@ class ReportOptions(Trusting):
 
     @property
     def page_path(self) -> Path:
-        """Returns the path at which the page is written."""
+        """Returns the path at which the page is written: --out, else report.html, in the run's folder for one run, in
+        the current folder for several.
+        """
         if self.out is not None:
             return self.out
         alone = len(set(self.runs)) == 1

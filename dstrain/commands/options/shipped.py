@@ -21,12 +21,16 @@ def find_shipped_folder(suffix: str) -> Path:
 
 
 def find_recipe(path: Path) -> Path:
-    """Returns the path of the recipe that --recipe names. Raises ConfigError as `find_shipped_file`."""
+    """Returns the path of the recipe that --recipe names: an existing file, else a shipped one. Raises ConfigError if
+    there is no such file.
+    """
     return find_shipped_file(path, ".yaml", "--recipe")
 
 
 def find_ds_config(path: Path) -> Path:
-    """Returns the path of the DeepSpeed JSON that --ds_config names. Raises ConfigError as `find_shipped_file`."""
+    """Returns the path of the DeepSpeed JSON that --ds_config names: an existing file, else a shipped one. Raises
+    ConfigError if there is no such file.
+    """
     return find_shipped_file(path, ".json", "--ds_config")
 
 
