@@ -24,7 +24,7 @@ WIDEST = 0.288  # relative width of an average by a power of time: all steps cou
 
 
 def _raise_failed_checks(*checks: tuple[Any, str]) -> None:
-    """Raises ValueError with the messages of all checks that have failed, if any. A check is (has failed, message)."""
+    """Raises ValueError with the messages of all failed checks, if any. A check is (whether it has failed, message)."""
     if messages := [message for wrong, message in checks if wrong]:
         raise ValueError("\n".join(messages))
 
@@ -295,9 +295,7 @@ class Ema(Section):
         return self
 
     def compute_decay(self, decay: float, step: int) -> float:
-        """Returns the decay of the update after `step` updates: `decay`, with ema.warmup at most (1 + step) / (10 +
-        step).
-        """
+        """Returns the decay after `step` updates: `decay`, with ema.warmup at most (1 + step) / (10 + step)."""
         return min(decay, (1 + step) / (10 + step)) if self.warmup else decay
 
 
