@@ -31,7 +31,7 @@ from dstrain.nn.sequence import share_tokens
 from dstrain.recipe import NotSaved, Run, dump_run
 from dstrain.runs import folders, hosts
 from dstrain.runs.resume import Resume
-from dstrain.runs.weights import fit_weights, write_parts
+from dstrain.runs.weights import fit_weights, write_part_weights
 from dstrain.sampling.draw import score_batches
 from dstrain.sampling.grids import draw_grids
 from dstrain.systems.base import System
@@ -88,7 +88,9 @@ def train(run: Run, settings: dict[str, Any], resume: Resume = Resume()) -> int:
             if stops.patience is not None and stops.is_requested():
                 raise Stopped from error  # another rank has left at once, too
             watchdog.handle_lost_ranks(error)
-            training.tracker.log_failure(group.explain_and_end_later(error), page=isinstance(error, FloatingPointError))
+            training.tracker.log_failure(
+                group.explain_error_and_schedule_end(error), page=isinstance(error, FloatingPointError)
+            )
             raise
         finally:
             training.close()
@@ -106,7 +108,7 @@ def run_steps(training: Training) -> tuple[int, bool]:
     left = measure_resumed_step(training, done)
     while done < run.steps and not (stop or left):
         training.watchdog.enter_phase(done + 1)
-        ballot = group.Ballot(lambda: wants_stop(training))
+        ballot = group.Ballot(lambda: has_reason_to_stop(training))
         try:
             with training.pieces.allow_stops():
                 losses = take_step(
@@ -128,7 +130,7 @@ def run_steps(training: Training) -> tuple[int, bool]:
         training.saves.report_ended_save()  # reports saves that have ended meanwhile
         stop = ballot.await_outcome()  # everyone together
         if trouble := course.find_trouble(done, engines.collect_applied_flags().values(), losses, done == run.steps):
-            done, stop = go_back(training, done, trouble), False  # raises where there is no way back
+            done, stop = roll_back(training, done, trouble), False  # raises where there is no way back
             continue
         last = stop or done == run.steps
         if is_due(every.report, done) or last:
@@ -143,11 +145,11 @@ def run_steps(training: Training) -> tuple[int, bool]:
                 left = save_and_measure_step(training, done, stop)
     if stop or left:
         training.stops.remove_stop_file()
-        raise_data_problem(training, done)
+        raise_if_data_problem(training, done)
     return done, left
 
 
-def wants_stop(training: Training) -> bool:
+def has_reason_to_stop(training: Training) -> bool:
     """Returns whether this rank has a reason to stop: a request, no samples for the next step, or, on rank 0, a run's
     folder that now belongs to another process.
     """
@@ -201,7 +203,7 @@ def measure_step(training: Training, done: int, saved: bool, held: tuple[bool, .
     return True
 
 
-def raise_data_problem(training: Training, done: int) -> None:
+def raise_if_data_problem(training: Training, done: int) -> None:
     """Raises, on all ranks, the ConfigError or NotRead of a rank that has no samples for the next step; does nothing if
     no rank has one. Call it on all ranks after step `done` is saved.
     """
@@ -219,13 +221,13 @@ def measure_resumed_step(training: Training, done: int) -> bool:
     return done > 0 and not measure_step(training, done, True, held)
 
 
-def go_back(training: Training, done: int, trouble: str) -> int:
+def roll_back(training: Training, done: int, trouble: str) -> int:
     """Restores the newest checkpoint from before the trouble, returns its step, and makes training skip the batches
     that were read since. Raises an error if no rollback is possible.
     """
     training.watchdog.enter_phase(done, "way back from step")
     hosts.require_own_folder(training.run.directory)
-    step = training.saves.go_back(done, trouble)
+    step = training.saves.roll_back(done, trouble)
     training.batches.set_step_count(training.run.steps + training.course.shift)
     training.tracker.report_rollback(step, done, trouble)
     training.tracker.note(f"{trouble}: back from step {done} to step {step}, and past the {done - step} batches since")
@@ -283,7 +285,7 @@ def set_up(run: Run, settings: dict[str, Any], resume: Resume, watchdog: Watchdo
     start_group(run.faults.timeout_minutes)
     watchdog.start_publisher()
     options = {f"--{name.replace('_', '-')}": getattr(resume, name) for name in Resume.__dataclass_fields__}
-    hosts.check_hosts(run, settings | options)  # before anything is moved or written
+    hosts.require_same_setup_on_all_ranks(run, settings | options)  # before anything is moved or written
     source, held_out_source = open_sources(run.data, run=folder)
     if group.rank() == 0:
         say(*describe_data(run.data, source, held_out_source, folder))
@@ -321,7 +323,7 @@ def set_up(run: Run, settings: dict[str, Any], resume: Resume, watchdog: Watchdo
         say(f"step {earlier} was saved here, and step {first} is the newest whole checkpoint")
     elif first == 0 and (folder / "metrics.jsonl").exists():
         say("an earlier command ended before it saved anything: training begins at step 1 again")
-    hosts.run_on_first(lambda: folders.write_run(run, settings, system.fingerprint(source)))
+    hosts.run_on_first(lambda: folders.write_run_files(run, settings, system.fingerprint(source)))
     micro, sequence = settings["train_micro_batch_size_per_gpu"], run.parallel.sequence
     batches = Batches(
         source,
@@ -440,7 +442,7 @@ def finish_run(training: Training, done: int, left: bool) -> None:
     if training.first < saved == run.steps and not left:
         checkpoint = run.directory / "checkpoints" / f"step_{run.steps:08d}"
         parts = training.system.averaged or training.engines
-        tracker.log_model(done, lambda into: write_parts(checkpoint, parts, run.samples.ema, into))
+        tracker.log_model(done, lambda into: write_part_weights(checkpoint, parts, run.samples.ema, into))
     tracker.note(folders.describe_end(run, run.directory, training.first, done, saved, training.stops.reason, left))
     tracker.write_last_report(done)
     group.leave_process_group()  # signals are still caught and ignored: all is saved

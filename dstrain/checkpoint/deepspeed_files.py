@@ -101,7 +101,7 @@ def read_checkpoint(folder: Path, trusted: bool, dtype: str) -> Checkpoint:
     try:
         states = {rank: values[path]["optimizer_state_dict"] for rank, path in optimizers.items()}
         if states:
-            _require_complete(folder, optimizers, models, states)
+            _require_all_rank_files(folder, optimizers, models, states)
         known = {name: values[path] for name, path in masters.items()} if is_universal(folder) else None
         by_rank = {rank: values[path] for rank, path in models.items()}
         merged = _merge_weights(folder, by_rank, states, known, dtype)
@@ -244,7 +244,7 @@ def _merge_weights(
     )
 
 
-def _require_complete(
+def _require_all_rank_files(
     folder: Path, optimizers: Mapping[int, Path], models: Mapping[int, Path], states: Mapping[int, Any]
 ) -> None:
     """Raises ConfigError if a rank's file is missing, the folder also holds files of another world size, or the weights
@@ -269,7 +269,7 @@ def _require_complete(
         raise ConfigError(f"{folder} is partitioned over groups of experts: see DeepSpeed's ds_to_universal.py")
 
 
-class _Line:
+class _JoinedFlats:
     """Several 1-D tensors in files, treated as one long tensor. Raises TypeError if they have strides or several
     dtypes.
     """
@@ -334,8 +334,8 @@ def _collect_stage12(
     """
     ranks = range(len(states))
     for number, group in enumerate(shapes):
-        parts = [_Line([states[rank]["single_partition_of_fp32_groups"][number]]) for rank in ranks]
-        whole = _Line([flat for part in parts for flat in part.flats])
+        parts = [_JoinedFlats([states[rank]["single_partition_of_fp32_groups"][number]]) for rank in ranks]
+        whole = _JoinedFlats([flat for part in parts for flat in part.flats])
         paddings = states[0].get("param_alignment_paddings")
         gaps = paddings[number] if paddings else ()
         offset = 0
@@ -359,7 +359,7 @@ def _collect_stage3(
     """Yields (name, tensor) of the weights of stage 3: each weight is cut into equal shares, the last one padded, and a
     rank's shares are stored one after another. Raises ConfigError at the end if the sizes do not fit.
     """
-    lines = [_Line(states[rank]["fp32_flat_groups"]) for rank in range(len(states))]
+    lines = [_JoinedFlats(states[rank]["fp32_flat_groups"]) for rank in range(len(states))]
     offset = 0
     for name, shape in itertools.chain.from_iterable(group.items() for group in shapes):
         numel = math.prod(shape)
@@ -414,7 +414,7 @@ def _collect_frozen_weights(folder: Path, models: Mapping[int, Any], sharded: bo
     for name, shape in (models[0].get("frozen_param_shapes") or {}).items():
         shares = [models[rank]["frozen_param_fragments"][name] for rank in range(len(models) if sharded else 1)]
         if sharded:
-            line = _Line(shares)
+            line = _JoinedFlats(shares)
             spans = tuple(line.locate_elements(0, math.prod(shape)))
             yield name, _require_whole_tensor(folder, name, Stored(line.dtype, tuple(shape), spans))
         else:

@@ -42,7 +42,7 @@ class Rows(NamedTuple):
     hash: str
 
 
-def collect_rows(entries: Iterable[tuple[str, Fragment, Any]], written: dict[str, Any]) -> Rows:
+def make_index_rows(entries: Iterable[tuple[str, Fragment, Any]], written: dict[str, Any]) -> Rows:
     """Returns the index rows of a shard. entries: the (kind, fragment, ...) that fragments.write_shard has written;
     written: what it has returned. Empty fragments are left out.
     """

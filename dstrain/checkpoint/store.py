@@ -227,10 +227,10 @@ class Store:
         return self._list_steps_with_suffix("")
 
     def list_steps_put_aside(self) -> list[int]:
-        """Returns the steps whose folders `set_aside` has renamed, ascending."""
+        """Returns the steps whose folders `set_newer_steps_aside` has renamed, ascending."""
         return self._list_steps_with_suffix(_ASIDE)
 
-    def set_aside(self, after: int) -> None:
+    def set_newer_steps_aside(self, after: int) -> None:
         """Renames the checkpoints of all steps after `after`, so that resuming ignores them, the newest first: after a
         crash an earlier state of the run remains. Deletes older ones of the same new names. Call it on all ranks.
 
@@ -250,8 +250,8 @@ class Store:
             raise NotSaved(f"checkpoints after step {after} in {self.folder} cannot be put aside: {reason}")
 
     def restore_step(self, step: int) -> None:
-        """Renames a checkpoint that `set_aside` has renamed back, so that it is used again. Ignores failures. Call it
-        on all ranks.
+        """Gives a checkpoint that `set_newer_steps_aside` has renamed its old name, so that it is used again. Ignores
+        failures. Call it on all ranks.
         """
         self._run_on_first(lambda: os.rename(self._make_path(step, _ASIDE), self._make_path(step)))
 

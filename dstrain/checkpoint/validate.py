@@ -109,7 +109,7 @@ def check_checkpoint(path: Path) -> None:
         raise ConfigError(f"{unlisted[0]} is not in {NAME}")
 
 
-def select_by_prefix(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
+def select_and_strip_prefix(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
     """Returns the tensors whose names begin with `prefix`, by their names without it."""
     return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
 

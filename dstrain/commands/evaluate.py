@@ -75,7 +75,7 @@ def evaluate_run(options: EvaluateOptions) -> tuple[Path, dict[str, Any]]:
         system, checkpoint, run.samples.ema if options.ema is None else options.ema, options.raw
     )
     out = options.out or options.run_folder / "evaluation"
-    trained.require_writable(out)
+    trained.make_writable_folder(out)
     # All facts are read before the measurement: training may remove the checkpoint meanwhile.
     manifest = read_manifest(checkpoint)
     data: dict[str, Any] = {

@@ -35,7 +35,7 @@ def run_main(main: Callable[[], None], speaks: bool = True) -> None:
             _print_problems(problems)
             raise SystemExit(exit_codes.WRONG_INPUT)
         if read_place().world > 1:
-            get_presence().announce_process()
+            get_presence().announce_and_watch_ranks()
         with get_phases() if speaks else nullcontext():
             _run_with_exit_codes(main, speaks)
         code = exit_codes.DONE
@@ -113,7 +113,7 @@ def _record_exit_code(code: int, at_once: bool = False) -> None:
     """
     exit_codes.append_exit_code(code)
     if code in (exit_codes.DONE, exit_codes.STOPPED) and not at_once:
-        get_presence().mark_ended()
+        get_presence().mark_ended_and_clean_up()
 
 
 def _run_with_exit_codes(main: Callable[[], None], hears: bool) -> None:

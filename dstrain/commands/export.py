@@ -37,7 +37,7 @@ from dstrain.nn.lora import Lora, convert_adapters_to_peft, merge_adapters
 from dstrain.nn.measures import measure_relative_error
 from dstrain.recipe import ConfigError, Run
 from dstrain.runs import card, trained
-from dstrain.runs.folders import make_folder
+from dstrain.runs.folders import fill_new_folder
 from dstrain.runs.weights import read_state
 from dstrain.systems.base import Example, System
 
@@ -95,7 +95,7 @@ def export_run(options: ExportOptions) -> Exported:
         first = next(iter(system.parts))
         kinds = {first: kinds[first]}
     get_phases().enter_phase(f"writing {options.out}")
-    with make_folder(options.out) as folder:
+    with fill_new_folder(options.out) as folder:
         if options.format in ADAPTER_FORMATS and lora is not None:
             exported = _export_adapters(options, run, system, checkpoint, kinds, lora, folder)
         elif writer is None:
@@ -109,11 +109,11 @@ def export_run(options: ExportOptions) -> Exported:
             # What takes a process of its own comes last.
             get_phases().enter_phase("drawing from the export in a process without dstrain")
             title, code = options.out.absolute().name, writer.describe_export(system)[2]
-            drawn = card.draw_example(folder, title, code)
+            drawn = card.run_example_code(folder, title, code)
             with _compute_in_float32():
                 exported.errors["code"] = _measure_difference(drawn, writer.draw_expected(system, nets))
             _require_agreement(options.run, exported, writer.TOLERATED)
-            card.write_card(
+            card.write_model_card(
                 folder,
                 title,
                 run,

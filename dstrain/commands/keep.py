@@ -19,7 +19,7 @@ from dstrain.distributed import exit_codes
 from dstrain.distributed.processes import list_descendants
 from dstrain.recipe import ConfigError, Run, load_recipe
 from dstrain.runs import folders
-from dstrain.runs.hostfile import find_unreachable_hosts, leave_out_hosts, read_hosts, require_enough_hosts
+from dstrain.runs.hostfile import exclude_hosts_from_command, find_unreachable_hosts, read_hosts, require_enough_hosts
 
 FRUITLESS = 4  # starts in a row that save no step, after which it gives up
 _LONGEST = 300.0  # seconds between two starts
@@ -109,7 +109,7 @@ class _Supervisor:
                 what = "starting without them" if enough else f"waiting until {least} of {len(hosts)} hosts answer"
                 self._write_line(f"no answer from {', '.join(missing)}: {what}")
             if enough:
-                return leave_out_hosts(words, hosts, missing)
+                return exclude_hosts_from_command(words, hosts, missing)
             told = missing
             self._wait(min(self._options.backoff, _LONGEST))
         return words

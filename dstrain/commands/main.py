@@ -11,7 +11,7 @@ from typing import NamedTuple
 # Nothing else is imported here: the first line, and stacks on request, come before other imports.
 from dstrain import __version__
 from dstrain.distributed.environment import open_closed_standard_streams
-from dstrain.distributed.processes import print_stacks_on_request
+from dstrain.distributed.processes import install_stack_dump_handler
 from dstrain.distributed.progress import get_phases, make_greeting
 
 _BRIEF = {"--dry-run", "--print-config", "--help", "-h"}  # training that only prints what it is asked for
@@ -84,7 +84,7 @@ def start_verb(name: str) -> None:
     """Runs a verb with the options in sys.argv. Ends the process, see `run_main`, if the verb fails."""
     open_closed_standard_streams()
     if name == "train":
-        print_stacks_on_request()
+        install_stack_dump_handler()
         if not _BRIEF.intersection(sys.argv):
             with suppress(ValueError):  # run_main reports what is wrong with a launcher's variables
                 get_phases().print_lines(make_greeting())

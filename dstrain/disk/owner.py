@@ -187,7 +187,7 @@ def claim_folder(folder: Path, verb: str) -> Claim:
         return claim
 
 
-def identify_folder(folder: Path, run: Path | None = None) -> Claim:
+def write_folder_identity(folder: Path, run: Path | None = None) -> Claim:
     """Writes the file .run into a claimed folder, adds the identity in it to the claim, so that later writes compare
     it, and returns the claim. Keeps the folder's identity, but makes a new one if there is none or if the folder is a
     copy of another run's.

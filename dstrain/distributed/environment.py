@@ -68,7 +68,7 @@ def can_write(folder: Path) -> bool:
     return folder.is_dir() and os.access(folder, os.W_OK | os.X_OK)
 
 
-def find_writable_cache(name: str) -> Path:
+def make_cache_folder(name: str) -> Path:
     """Makes and returns a folder for files that later commands find again: `name` below XDG_CACHE_HOME or ~/.cache. If
     that cannot be written, uses `name` below a private folder for temporary files.
     """
@@ -94,7 +94,7 @@ def _check_launch_variables() -> Iterator[str]:
     if place.world > 1:
         if host:
             yield from _check_address(host)
-        yield from _check_hosts(place)
+        yield from _check_mpirun_address(place)
         yield from _check_interfaces()
 
 
@@ -113,7 +113,7 @@ def _check_address(host: str) -> Iterator[str]:
     yield f"MASTER_ADDR={host} in the environment has no address ({fault}): write the host of rank 0, or unset it"
 
 
-def _check_hosts(place: Place) -> Iterator[str]:
+def _check_mpirun_address(place: Place) -> Iterator[str]:
     """Yields a message if mpirun starts ranks on several machines and MASTER_ADDR is not set, since mpirun gives the
     ranks no address.
     """

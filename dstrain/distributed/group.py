@@ -99,10 +99,10 @@ def leave_process_group(seconds: float = 60.0) -> None:
     except dist.DistError:
         pass
     dist.destroy_process_group()
-    forget_process_group()
+    clear_group_caches()
 
 
-def forget_process_group() -> None:
+def clear_group_caches() -> None:
     """Clears the caches of groups made from the present process group, so that another one can be started later."""
     _make_host_group_unless_gloo.cache_clear()
     get_neighbour_group.cache_clear()
@@ -134,7 +134,7 @@ def explain_lost_ranks(error: BaseException) -> str | None:
     )
 
 
-def explain_and_end_later(error: BaseException, seconds: float = 60.0) -> str:
+def explain_error_and_schedule_end(error: BaseException, seconds: float = 60.0) -> str:
     """Returns the line that a rank logs when an error ends it. If the error means that other ranks are lost, also
     starts a timer that ends this process with exit code 1 after `seconds`, if it still runs then.
 

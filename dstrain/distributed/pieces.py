@@ -37,7 +37,7 @@ class Pieces:
         finally:
             _open.remove(self)
 
-    def count_and_vote(self) -> None:
+    def count_piece_and_vote(self) -> None:
         """Counts a piece of work. After the first piece, and then about once a second, all ranks vote on a stop, and
         Stopped is raised on all ranks if any has a reason to stop. Call it on all ranks, equally often.
         """
@@ -62,4 +62,4 @@ def end_piece() -> None:
     """
     get_phases().record_progress()
     if _open:
-        _open[-1].count_and_vote()
+        _open[-1].count_piece_and_vote()

@@ -42,7 +42,7 @@ class Presence:
         self._patience = patience
         self._file: Path | None = None
 
-    def announce_process(self) -> None:
+    def announce_and_watch_ranks(self) -> None:
         """Writes the pid of this process into a file for the other ranks, and starts a thread that ends this process
         with exit code 1 once another rank of this machine has been dead for `patience` seconds. Does nothing if the
         file cannot be made.
@@ -59,7 +59,7 @@ class Presence:
 
     def list_other_ranks(self) -> dict[int, Process]:
         """Returns {rank: (pid, start time)} of the other ranks of this launch on this machine, dead ones included,
-        except those that have called `mark_ended`. Returns {} before `announce_process`.
+        except those that have called `mark_ended_and_clean_up`. Returns {} before `announce_and_watch_ranks`.
         """
         mine, found = self._file, {}
         for path in sorted(mine.parent.glob("*")) if mine else ():
@@ -69,9 +69,9 @@ class Presence:
                     found[int(path.name)] = (int(pid), born)
         return found
 
-    def mark_ended(self) -> None:
+    def mark_ended_and_clean_up(self) -> None:
         """Writes that this rank has ended in order, so that the others do not end with it. The last rank that does so
-        deletes the files of all ranks. Does nothing before `announce_process`.
+        deletes the files of all ranks. Does nothing before `announce_and_watch_ranks`.
         """
         mine, self._file = self._file, None
         if mine:

@@ -67,7 +67,7 @@ def _read_stat(pid: int) -> list[str]:
         return []
 
 
-def print_stacks_on_request() -> None:
+def install_stack_dump_handler() -> None:
     """Installs a handler for SIGUSR2: after `kill -USR2 PID`, this process prints the stacks of all its threads on
     stderr.
     """

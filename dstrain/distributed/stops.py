@@ -84,7 +84,7 @@ class Stops:
         self._file = folder / "stop" if folder else None
         self._launchers = self._launchers if launcher else []
 
-    def exchange_reasons(self, store: Any) -> None:
+    def set_store(self, store: Any) -> None:
         """Sets the store through which this rank tells the other ranks that it has a reason to stop, and learns that
         another has one.
         """

@@ -34,9 +34,9 @@ from dstrain.distributed import exit_codes, group
 from dstrain.distributed.presence import get_presence
 from dstrain.distributed.processes import (
     find_current_line,
+    install_stack_dump_handler,
     is_debugged,
     is_suspended,
-    print_stacks_on_request,
     read_start_time,
 )
 from dstrain.distributed.progress import get_phases
@@ -90,7 +90,7 @@ class Watchdog(AbstractContextManager):
         self._heard: dict[int, tuple[RankStatus, float]] = {}  # the others' latest words, and when they came
         self._main = threading.get_ident()
         get_phases().record_progress()
-        print_stacks_on_request()
+        install_stack_dump_handler()
         threading.Thread(target=self._watch_progress, name="watch", daemon=True).start()
 
     def start_publisher(self) -> None:
@@ -159,12 +159,12 @@ class Watchdog(AbstractContextManager):
             began = began if self._overdue and overdue else now  # when it became overdue
             self._overdue = overdue
             suspended = self._list_suspended_ranks() if overdue else set()
-            reasons, at_fault = self._find_faults(now, began, suspended & before) if overdue else ([], set())
+            reasons, at_fault = self._find_ranks_at_fault(now, began, suspended & before) if overdue else ([], set())
             before = suspended
             if reasons and not self._closed.is_set():
                 self._end_run(reasons, at_fault)
 
-    def _find_faults(self, now: float, began: float, suspended: set[int]) -> tuple[list[str], set[int]]:
+    def _find_ranks_at_fault(self, now: float, began: float, suspended: set[int]) -> tuple[list[str], set[int]]:
         """Returns a line for each rank at fault, and the ranks that must be killed because they cannot end themselves;
         two empty results while the fault is not known, or some rank is within its limit.
 

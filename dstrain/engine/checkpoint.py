@@ -24,7 +24,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from dstrain.checkpoint import validate
-from dstrain.checkpoint.fragment_index import collect_rows, write_indices
+from dstrain.checkpoint.fragment_index import make_index_rows, write_indices
 from dstrain.checkpoint.fragments import list_stored_weights, open_shards, write_shard
 from dstrain.checkpoint.layout import COMMON, name_shard
 from dstrain.checkpoint.manifest import read_manifest
@@ -115,7 +115,7 @@ class Checkpoints:
             return self._resume_from(step)
         steps = group.broadcast_from_first(self.store.list_steps())
         if not steps:
-            self.averages.set_aside(0)
+            self.averages.set_newer_steps_aside(0)
             return 0
         newest = self.store.find_newest(self.saver.report)
         if newest is None:
@@ -155,9 +155,9 @@ class Checkpoints:
     def _adopt_checkpoint(self, step: int, path: Path) -> None:
         self.course.state = self._load_verified(path)
         self.saver.newest = step
-        self.averages.set_aside(step)
+        self.averages.set_newer_steps_aside(step)
 
-    def go_back(self, done: int, trouble: str) -> int:
+    def roll_back(self, done: int, trouble: str) -> int:
         """Loads the newest good checkpoint from before the trouble that was seen after `done` steps; returns its step.
         Renames checkpoints and snapshots of later steps, so that they no longer count.
 
@@ -182,8 +182,8 @@ class Checkpoints:
         else:
             step, path = newest
             course.record_rollback(done, step, self._load_verified(path).model_dump())
-            self.store.set_aside(step)
-            self.averages.set_aside(step)
+            self.store.set_newer_steps_aside(step)
+            self.averages.set_newer_steps_aside(step)
             self.saver.newest = step
             return step
         raise FloatingPointError(f"{trouble}. {reason}. {advise_user(self.store)}")
@@ -269,7 +269,7 @@ class Checkpoints:
                     )
         names = {part: name_shard(part, group.rank(), group.world()) for part in entries}
         hashes = {name: write_shard(folder / name, entries[part], {"part": part}) for part, name in names.items()}
-        self._rows = {part: collect_rows(entries[part], hashes[name]) for part, name in names.items()}
+        self._rows = {part: make_index_rows(entries[part], hashes[name]) for part, name in names.items()}
         if group.rank() == 0:
             validate.write_common(folder, common)
         return hashes
@@ -327,7 +327,7 @@ class Checkpoints:
         for part in self._engines:
             self._load_part(part, path, common, counters[part])
         try:
-            self._system.load_state_dict(validate.select_by_prefix(common, "system/"))
+            self._system.load_state_dict(validate.select_and_strip_prefix(common, "system/"))
         except ConfigError as error:  # only after --allow-change: the recipe is compared before
             if group.rank() == 0:
                 self.saver.report(f"the system's own state begins anew: {error}")
@@ -369,7 +369,7 @@ class Checkpoints:
             for kind, name, codes in masters.list_coded_moments():
                 if not anew and shards.has_tensor(kind, name):
                     restore_bytes_from_floats(codes, shards.read(kind, name))
-        buffers = validate.select_by_prefix(common, f"buffer/{part}/")
+        buffers = validate.select_and_strip_prefix(common, f"buffer/{part}/")
         for name, buffer in _list_saved_buffers(engine.module):
             if name in buffers:
                 saved = {name: tuple(buffers[name].shape)}
@@ -427,7 +427,7 @@ def read_weights(path: Path, part: str, kind: str = "master", at_once: bool = Tr
                 for name, k in shards.find_kinds_by_name(kind).items()
             }
         )
-    return weights | validate.select_by_prefix(load_file(path / COMMON), f"buffer/{part}/")
+    return weights | validate.select_and_strip_prefix(load_file(path / COMMON), f"buffer/{part}/")
 
 
 def read_ema_decays(path: Path, part: str) -> list[float]:

@@ -59,7 +59,7 @@ def start_group(timeout_minutes: float = 30) -> None:
         group.barrier()
         _unlink_buffers()
         if place.world > 1:
-            get_stops().exchange_reasons(group.open_store())
+            get_stops().set_store(group.open_store())
 
 
 def _write_rank_variables() -> Place:
@@ -180,7 +180,7 @@ def open_store() -> torch.distributed.Store:
         store.set("dstrain/launch", f"{host} {launch}")
     elif (first := store.get("dstrain/launch").decode()).startswith(f"{host} ") and first != f"{host} {launch}":
         raise _make_taken_port_error()
-    get_stops().exchange_reasons(store.clone())
+    get_stops().set_store(store.clone())
     return store
 
 

@@ -42,7 +42,7 @@ numpy.save(sys.argv[2], drawn)
 """
 
 
-def draw_example(folder: Path, title: str, code: str) -> np.ndarray:
+def run_example_code(folder: Path, title: str, code: str) -> np.ndarray:
     """Runs `code`, the Python of a model card, on the export in `folder`, in a new process that does not import
     dstrain. Replaces "OUT" in the code by `title`, under which the process finds the folder.
 
@@ -51,7 +51,7 @@ def draw_example(folder: Path, title: str, code: str) -> np.ndarray:
     """
     with tempfile.TemporaryDirectory(prefix="dstrain-card-") as name:
         place = Path(name)
-        (place / "code.py").write_text(_add_title(code, title), encoding="utf-8")
+        (place / "code.py").write_text(_replace_out_by_title(code, title), encoding="utf-8")
         (place / "here").mkdir()
         (place / "here" / title).symlink_to(folder.absolute())
         # The code of pipelines is ours, and is copied into a cache, which several exports at a time would share.
@@ -72,12 +72,12 @@ def draw_example(folder: Path, title: str, code: str) -> np.ndarray:
         return np.load(place / "drawn.npy")
 
 
-def _add_title(code: str, title: str) -> str:
+def _replace_out_by_title(code: str, title: str) -> str:
     """Returns the code with `title`, escaped as in JSON, instead of each OUT that follows a double quote."""
     return code.replace('"OUT', json.dumps(title, ensure_ascii=False)[:-1])
 
 
-def write_card(
+def write_model_card(
     out: Path,
     title: str,
     run: Run,
@@ -95,7 +95,7 @@ def write_card(
     card has no paths of this machine. Raises ConfigError if the checkpoint's manifest is damaged.
 
     title    the name that the export gets                           note     a warning for users; "": none
-    folder   the run's folder                                        code     Python that draws from "OUT": draw_example
+    folder   the run's folder                                        code     Python that draws; "OUT" is the folder
     kinds    the kind of weights taken from `checkpoint`, by part    errors   relative errors, by name; one is "code"
     limit    the relative error above which an export is refused
     """
@@ -126,7 +126,7 @@ def write_card(
         lines += [f"![samples of {grid.stem.replace('_', ' ')}]({GRID})", ""]
     cells = {key: value.replace("|", "\\|").replace("\n", " ") for key, value in facts.items()}
     lines += ["| | |", "|---|---|", *(f"| {key} | {value} |" for key, value in cells.items()), ""]
-    lines += ["```python", *_add_title(code, title).splitlines(), "```", ""]
+    lines += ["```python", *_replace_out_by_title(code, title).splitlines(), "```", ""]
     lines += [
         "This code was run on this folder when it was written, without dstrain. What it drew differs by "
         f"{errors['code']:.1e} (relative to the largest value) from what the trained network draws in dstrain "

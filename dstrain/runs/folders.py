@@ -43,8 +43,8 @@ from dstrain.recipe import (
 from dstrain.runs.lineage import (
     ANCESTORS,
     claim_checkpoints,
+    require_link_to_own_checkpoints,
     require_own_checkpoints,
-    require_own_link,
     write_ancestors,
 )
 from dstrain.runs.resume import Resume
@@ -86,7 +86,7 @@ def check_start(run: Run, fingerprint: str, resume: Resume) -> None:
     if resume.from_scratch:
         return
     require_no_links(folder)
-    require_own_link(folder)
+    require_link_to_own_checkpoints(folder)
     if (folder / "checkpoints" / "step_00000000").is_dir():
         raise ConfigError(
             f"folder={folder} holds imported weights, and no moments to go on with: train in another "
@@ -163,14 +163,14 @@ def prepare_start(run: Run, fingerprint: str, resume: Resume) -> None:
             move_run_aside(folder)
         if linked := checkpoints.is_symlink():
             claim_checkpoints(checkpoints)
-            require_own_link(folder)
+            require_link_to_own_checkpoints(folder)
         earlier = owner.read_identity(folder)
         if not resume.from_scratch:
             write_ancestors(folder, resume.allow_change)
-        if owner.identify_folder(folder).identity != earlier and earlier:
+        if owner.write_folder_identity(folder).identity != earlier and earlier:
             (folder / "wandb_id").unlink(missing_ok=True)  # it came here with a copy of another run
         if linked:
-            owner.identify_folder(checkpoints, folder)
+            owner.write_folder_identity(checkpoints, folder)
 
 
 def _describe_lost_checkpoints(folder: Path) -> str | None:
@@ -342,13 +342,13 @@ def report_disk_errors(folder: Path) -> AbstractContextManager[None]:
     return explain_write_errors(f"folder={folder}", "make room there, or name another folder=")
 
 
-def remove_unused_folder(folder: Path) -> None:
+def remove_folder_if_unused(folder: Path) -> None:
     """Removes a folder if it holds nothing but files of locks and leases. Call it on rank 0 only."""
     if all(path.name.startswith((".lock", ".lease-")) for path in folder.iterdir()):
         shutil.rmtree(folder)
 
 
-def write_run(run: Run, settings: dict[str, Any], fingerprint: str) -> None:
+def write_run_files(run: Run, settings: dict[str, Any], fingerprint: str) -> None:
     """Writes run.yaml, data.txt and ds_config.json into a run's folder, and `saved` if it is missing or damaged. Call
     it on rank 0 only, after `check_start`. Raises ConfigError if a file cannot be written.
     """
@@ -366,7 +366,7 @@ def write_run(run: Run, settings: dict[str, Any], fingerprint: str) -> None:
 
 
 @contextmanager
-def make_folder(out: Path) -> Iterator[Path]:
+def fill_new_folder(out: Path) -> Iterator[Path]:
     """Yields a temporary folder for the block to fill; renames it to `out` at the end, or removes it after an error.
 
     Raises ConfigError if `out` exists and is not an empty folder, or if it cannot be written.

@@ -60,7 +60,7 @@ def _can_reach(host: str) -> bool:
     return asked.returncode == 0
 
 
-def leave_out_hosts(command: Sequence[str], hosts: Sequence[str], missing: Sequence[str]) -> list[str]:
+def exclude_hosts_from_command(command: Sequence[str], hosts: Sequence[str], missing: Sequence[str]) -> list[str]:
     """Returns the command with an --exclude option for the `missing` hosts, if there are any. If a single host of
     several is left, also adds --force_multi: without it DeepSpeed would start the ranks on this machine.
     """

@@ -28,7 +28,7 @@ _looked = 0.0  # when this process compared its claim last
 _SHOWN = 8  # of what differs; hundreds of ranks may say the same
 
 
-def check_hosts(run: Run, settings: dict[str, Any], patience: float = 20.0) -> None:
+def require_same_setup_on_all_ranks(run: Run, settings: dict[str, Any], patience: float = 20.0) -> None:
     """Compares the folder, recipe, settings and code of every rank with those of rank 0. Call it on all ranks, once
     rank 0 has claimed the folder. In one process it does nothing.
 
@@ -53,7 +53,7 @@ def check_hosts(run: Run, settings: dict[str, Any], patience: float = 20.0) -> N
         for name, version in code.items()
         if version != first_code[name] and machine != host
     ]
-    if not problems and (changed := _list_changes(*pickle.loads(config), run, settings)):
+    if not problems and (changed := _list_setup_differences(*pickle.loads(config), run, settings)):
         problems.append(
             f"{me} has another recipe than {first}: {', '.join(changed)}; give all machines one command"
             ', and where their CPUs differ, true or false for an "auto" of the JSON'
@@ -67,8 +67,8 @@ def check_hosts(run: Run, settings: dict[str, Any], patience: float = 20.0) -> N
     if group.rank() == 0:
         probe.unlink()
         if problems:
-            folders.remove_unused_folder(folder)
-    _end_all_ranks(problems)
+            folders.remove_folder_if_unused(folder)
+    _end_all_ranks_if_problems(problems)
 
 
 def run_on_first(action: Callable[[], None]) -> None:
@@ -81,7 +81,7 @@ def run_on_first(action: Callable[[], None]) -> None:
             action()
         except ConfigError as error:
             problems = error.problems
-    _end_all_ranks(group.broadcast_from_first(problems))
+    _end_all_ranks_if_problems(group.broadcast_from_first(problems))
 
 
 def require_own_folder(folder: Path, patience: float = 2.0) -> None:
@@ -130,7 +130,7 @@ def has_lost_folder(folder: Path) -> bool:
     return False
 
 
-def _end_all_ranks(problems: list[str]) -> None:
+def _end_all_ranks_if_problems(problems: list[str]) -> None:
     """Ends all ranks if `problems` is not empty: rank 0 raises a ConfigError with the first 8 of them and the number of
     the others, and the other ranks exit with code 2 after three seconds.
     """
@@ -152,7 +152,9 @@ def _describe_code() -> dict[str, str]:
     return {"dstrain": digest.hexdigest()[:12]} | {package: version(package) for package in ("torch", "deepspeed")}
 
 
-def _list_changes(first_run: Run, first_settings: dict[str, Any], run: Run, settings: dict[str, Any]) -> list[str]:
+def _list_setup_differences(
+    first_run: Run, first_settings: dict[str, Any], run: Run, settings: dict[str, Any]
+) -> list[str]:
     """Returns the entries of the recipe and of the DeepSpeed settings that differ from rank 0's, as "KEY=VALUE HERE
     (not VALUE OF RANK 0)"; at most 8.
     """

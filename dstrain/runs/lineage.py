@@ -56,7 +56,7 @@ def write_ancestors(folder: Path, adopts: bool) -> None:
         atomic.write_file(folder / ANCESTORS, "".join(f"{identity}\n" for identity in [*known, *new]))
 
 
-def require_own_link(folder: Path) -> None:
+def require_link_to_own_checkpoints(folder: Path) -> None:
     """Raises ConfigError if the folder's `checkpoints` is a symbolic link to checkpoints of another run, as `cp -r`
     makes it.
     """

@@ -78,7 +78,7 @@ def _choose_checkpoint(folder: Path, step: int | None, ema: float | None) -> Pat
     return newest[1]
 
 
-def require_writable(folder: Path, option: str = "--out") -> None:
+def make_writable_folder(folder: Path, option: str = "--out") -> None:
     """Makes a folder if it is missing. Raises ConfigError, which names the `option`, if the folder cannot be made or
     written.
     """

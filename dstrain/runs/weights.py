@@ -221,7 +221,7 @@ def _find_diffusers_config(path: Path, system: System) -> Path | None:
     return None
 
 
-def write_parts(checkpoint: Path, parts: Iterable[str], ema: float | None, folder: Path) -> None:
+def write_part_weights(checkpoint: Path, parts: Iterable[str], ema: float | None, folder: Path) -> None:
     """Writes FOLDER/PART.safetensors of each part of a checkpoint, in one process, and copies the run's run.yaml there
     if it exists. Takes of each part the average `ema` if the checkpoint has it, else the first average, else the
     training weights. Raises ConfigError or OSError if weights cannot be read or written.

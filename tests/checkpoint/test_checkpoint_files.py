@@ -54,8 +54,8 @@ def test_deepspeeds_own_files(tmp_path, stage):
         read_weights(path, "b")
     assert read_weights(path, "a", "ema.0.5").keys() == trial.engines.modules["a"].state_dict().keys()
     with pytest.raises(FloatingPointError, match="which only --trust-pickle reads"):
-        trial.saves.go_back(3, "bad")
-    assert again.saves.go_back(3, "bad") == 2
+        trial.saves.roll_back(3, "bad")
+    assert again.saves.roll_back(3, "bad") == 2
     shutil.rmtree(path / "deepspeed" / "a")
     with pytest.raises(ConfigError, match="deepspeed/a holds no files of DeepSpeed"):
         again.saves.load(path)
@@ -170,7 +170,7 @@ def test_weights_that_are_not_finite(tmp_path, stage):
     flat[-1] = kept
     trial.saves.save(5)
     trial.saves.save(6)
-    trial.saves.store.set_aside(5)
+    trial.saves.store.set_newer_steps_aside(5)
     flat[0] = math.inf
     with pytest.raises(FloatingPointError, match=r"the steps 5 \(put aside: 6\)"):
         trial.saves.save(7)

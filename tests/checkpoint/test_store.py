@@ -430,7 +430,7 @@ def test_killed_while_checkpoints_are_put_aside(tmp_path):
                 rename(*paths)
 
             os.rename = counted
-            store.set_aside(5)
+            store.set_newer_steps_aside(5)
 
         os.waitpid(in_child(put_aside), 0)
         assert (
@@ -455,7 +455,7 @@ def test_a_step_that_is_a_link(tmp_path, aside):
     if aside:
         save(Store(store.folder, keep=2), 15)
         for _ in range(2):  # the second time, one put aside earlier gives way
-            store.set_aside(5)
+            store.set_newer_steps_aside(5)
             path.symlink_to(elsewhere)
         path.unlink()
     save(store, 20, 25)
@@ -496,10 +496,10 @@ def test_a_step_is_put_aside_again(tmp_path):
     """Oracle: the content of the later of two checkpoints of one step."""
     store = Store(tmp_path, keep=5)
     save(store, 5, 10)
-    store.set_aside(5)
+    store.set_newer_steps_aside(5)
     (tmp_path / "step_00000010.aside" / "of the first time").touch()
     save(store, 10)
-    store.set_aside(5)
+    store.set_newer_steps_aside(5)
     assert store.list_steps() == [5] and store.list_steps_put_aside() == [10]
     assert not (tmp_path / "step_00000010.aside" / "of the first time").exists()
 

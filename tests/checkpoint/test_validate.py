@@ -121,7 +121,7 @@ def test_small_tensors_and_counters(tmp_path):
     loaded = load_file(tmp_path / "common.safetensors")
     assert loaded.keys() == tensors.keys() and all(torch.equal(loaded[name], tensors[name]) for name in tensors)
     assert validate.read_counters(tmp_path) == FINE
-    within = validate.select_by_prefix(loaded, "buffer/net/")
+    within = validate.select_and_strip_prefix(loaded, "buffer/net/")
     assert list(within) == ["scale"] and torch.equal(within["scale"], tensors["buffer/net/scale"])
 
 

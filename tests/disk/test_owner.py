@@ -41,7 +41,7 @@ def claimed(tmp_path):
     folder = tmp_path / "run"
     folder.mkdir()
     owner.claim_folder(folder, "train")
-    owner.identify_folder(folder)
+    owner.write_folder_identity(folder)
     yield folder
     owner.release_folder(folder)
 
@@ -180,7 +180,7 @@ def test_a_run_keeps_its_identity(tmp_path):
         folder = tmp_path / name
         folder.mkdir(exist_ok=True)
         owner.claim_folder(folder, "train")
-        found.append(owner.identify_folder(folder).identity)
+        found.append(owner.write_folder_identity(folder).identity)
         owner.release_folder(folder)
     assert len(set(found[:3])) == 1 and found[3] != found[0]
 
@@ -253,7 +253,7 @@ def claim(folder: Path, *more: object) -> owner.Claim:
     """Claims a folder, identifies it, and gives it back."""
     owner.claim_folder(folder, "train")
     try:
-        return owner.identify_folder(folder, *more)
+        return owner.write_folder_identity(folder, *more)
     finally:
         owner.release_folder(folder)
 

@@ -129,9 +129,9 @@ def test_a_cache_that_cannot_be_written(tmp_path, monkeypatch, variables):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     for variable, value in variables.items():
         monkeypatch.setenv(variable, value)
-    assert environment.find_writable_cache("dstrain/index") == tmp_path / f"dstrain-{os.getuid()}" / "dstrain/index"
+    assert environment.make_cache_folder("dstrain/index") == tmp_path / f"dstrain-{os.getuid()}" / "dstrain/index"
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "own"))
-    assert environment.find_writable_cache("dstrain/index") == tmp_path / "own" / "dstrain" / "index"
+    assert environment.make_cache_folder("dstrain/index") == tmp_path / "own" / "dstrain" / "index"
 
 
 def test_a_private_folder_is_nobody_elses(tmp_path, monkeypatch):

@@ -283,7 +283,7 @@ try:
     group.is_true_on_any_rank(False)
 except RuntimeError as error:
     threading.Thread(target=threading.Event().wait).start()
-    print(group.explain_and_end_later(error, 0.5), flush=True)
+    print(group.explain_error_and_schedule_end(error, 0.5), flush=True)
     if sys.argv[3] == "end":
         group.end_process(error)
     raise

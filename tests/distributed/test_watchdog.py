@@ -22,7 +22,7 @@ from dstrain.distributed import group
 from dstrain.distributed.presence import get_presence
 from dstrain.distributed.watchdog import Watchdog
 folder, fault, at_fault = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
-get_presence().announce_process()
+get_presence().announce_and_watch_ranks()
 class Noted:  # the ranks' store, which notes what the watchdog asks it for, and whether its rank is overdue then
     def __init__(self, store):
         self.store, self.set, self.multi_get = store, store.set, store.multi_get
@@ -58,7 +58,7 @@ with Watchdog(folder, 20, float(sys.argv[4]), 600) as watchdog:
         if fault == "slow" and step == 60:
             break
         time.sleep(0.01)
-    get_presence().mark_ended()
+    get_presence().mark_ended_and_clean_up()
     group.leave_process_group()
 print("complete", flush=True)
 """

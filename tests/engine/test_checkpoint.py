@@ -182,23 +182,23 @@ def test_the_way_back(run):
         trouble = trial.course.find_trouble(done, [False], {})
     assert "3 steps in a row" in trouble
     trial.steps(5, 6)
-    assert trial.saves.go_back(7, trouble) == 4 and same(trial.state(), states[4])
+    assert trial.saves.roll_back(7, trouble) == 4 and same(trial.state(), states[4])
     assert trial.course.shift == 3 and trial.course.rollbacks == 1 and trial.saves.saver.newest == 4
-    assert trial.saves.go_back(6, "once more") == 3 and same(trial.state(), states[3])
+    assert trial.saves.roll_back(6, "once more") == 3 and same(trial.state(), states[3])
     assert trial.saves.store.list_steps() == [1, 2, 3] and trial.saves.store.list_steps_put_aside() == [4]
     assert trial.saves.saver.newest == 3
     assert trial.course.state.rollbacks == [(7, 4), (6, 3)] and trial.course.shift == 6
-    assert trial.saves.go_back(4, "again") == 2 and trial.course.shift == 8
+    assert trial.saves.roll_back(4, "again") == 2 and trial.course.shift == 8
     with pytest.raises(
         FloatingPointError,
         match=r"at last. The run has gone back 3 times \(faults.max_rollbacks=3.* "
         r"the steps 1, 2 \(put aside: 3, 4\)",
     ):
-        trial.saves.go_back(3, "at last")
+        trial.saves.roll_back(3, "at last")
     trial.course.forgive_rollbacks()
-    assert trial.saves.go_back(3, "forgiven") == 1 and trial.course.state.forgiven == 3
+    assert trial.saves.roll_back(3, "forgiven") == 1 and trial.course.state.forgiven == 3
     with pytest.raises(FloatingPointError, match="No checkpoint from before that is left to go back to"):
-        trial.saves.go_back(2, "nothing left")
+        trial.saves.roll_back(2, "nothing left")
     other = Trial(folder)
     assert other.saves.resume(3) == 3 and same(other.state(), states[3])
     assert other.saves.store.list_steps() == [1, 3] and other.saves.store.list_steps_put_aside() == [2, 4]
@@ -210,11 +210,11 @@ def test_no_way_back(tmp_path):
     """Oracle: by hand: a run without checkpoints, and one that may not go back."""
     trial = Trial(tmp_path / "none")
     with pytest.raises(FloatingPointError, match="bad. No checkpoint .* holds no checkpoint. .* --from-scratch"):
-        trial.saves.go_back(3, "bad")
+        trial.saves.roll_back(3, "bad")
     trial = Trial(tmp_path / "never", max_rollbacks=0)
     trial.saves.save(1)
     with pytest.raises(FloatingPointError, match="has gone back 0 times"):
-        trial.saves.go_back(3, "bad")
+        trial.saves.roll_back(3, "bad")
 
 
 def test_a_way_back_waits_for_the_save_under_way(tmp_path):
@@ -226,7 +226,7 @@ def test_a_way_back_waits_for_the_save_under_way(tmp_path):
     trial.saves.save(1)
     state = trial.state()
     trial.steps(1, 2)
-    assert trial.saves.go_back(3, "bad") == 1 and same(trial.state(), state)
+    assert trial.saves.roll_back(3, "bad") == 1 and same(trial.state(), state)
 
 
 def test_the_course_and_kinds(tmp_path):
@@ -236,7 +236,7 @@ def test_the_course_and_kinds(tmp_path):
     trial.course.find_trouble(2, [False], {})
     trial.saves.save(2, routine=False)
     assert read_manifest(tmp_path / "step_00000002")["extra"]["kind"] == "trouble"
-    assert trial.saves.go_back(2, "bad") == 1 and trial.course.shift == 1
+    assert trial.saves.roll_back(2, "bad") == 1 and trial.course.shift == 1
     for number in (2, 3, 4, 5):
         trial.saves.save(number, score=10.0 - number, routine=number != 5)
     assert trial.saves.store.list_steps() == [1, 3, 4, 5]

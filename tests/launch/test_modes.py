@@ -5,7 +5,7 @@ import stat
 
 import pytest
 
-from dstrain.runs.weights import write_parts
+from dstrain.runs.weights import write_part_weights
 from tests.launch.test_vae import train as train_vae
 from tests.support.launch import here, launch
 
@@ -41,7 +41,7 @@ def test_every_file_follows_the_umask(tmp_path, monkeypatch, capsys, umask):
     assert sorted(path.name for path in (dit / "profile").iterdir()) == [
         f"steps_1-2_rank_{rank}.json.gz" for rank in (0, 1)
     ]
-    write_parts(dit / "checkpoints" / "step_00000002", ["denoiser"], None, dit / "model")
+    write_part_weights(dit / "checkpoints" / "step_00000002", ["denoiser"], None, dit / "model")
     assert wrong_modes(dit, 0o002) == {}
     diffusers, out = tmp_path / "diffusers", "--out"
     for mask, folder, script, *words in (

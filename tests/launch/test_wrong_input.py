@@ -257,7 +257,7 @@ def test_a_resumed_run_keeps_its_precision(folder, monkeypatch):
         return settings.read_precision(prepare_job(parse_options(TrainOptions, [*words, *more])).settings)
 
     job = prepare_job(parse_options(TrainOptions, ["folder=run"]))
-    folders.write_run(job.run, job.settings | {"bf16": {"enabled": False}}, "builtin:fashion")
+    folders.write_run_files(job.run, job.settings | {"bf16": {"enabled": False}}, "builtin:fashion")
     assert precision() == "bf16", "nothing is saved: there is no run to go on with"
     folders.write_saved_step(job.run.directory, 300)
     (job.run.directory / "checkpoints" / "step_00000300").mkdir(parents=True)

@@ -44,7 +44,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 def prepare(wanted: Run, mark: str = MARK, from_scratch: bool = False) -> None:
     if from_scratch and wanted.directory.exists():
         folders.move_run_aside(wanted.directory)
-    folders.write_run(wanted, {"train_batch_size": 64}, mark)
+    folders.write_run_files(wanted, {"train_batch_size": 64}, mark)
 
 
 @pytest.fixture
@@ -576,7 +576,7 @@ def test_a_claim_waits_for_one_who_takes_the_folder_away(tmp_path):
     waiting = threading.Thread(target=lambda: got.append(folders.lock_folder(folder, patience=30)))
     waiting.start()
     time.sleep(0.2)
-    folders.remove_unused_folder(folder)
+    folders.remove_folder_if_unused(folder)
     assert not folder.exists()
     held.close()
     waiting.join()
@@ -589,7 +589,7 @@ def test_only_an_empty_folder_is_let_go(tmp_path):
     """Oracle: its files: with anything beside the claim it stays as it is."""
     with folders.lock_folder(tmp_path / "run"):
         (tmp_path / "run" / "run.yaml").touch()
-        folders.remove_unused_folder(tmp_path / "run")
+        folders.remove_folder_if_unused(tmp_path / "run")
     assert {path.name for path in (tmp_path / "run").iterdir()} == {".lock", "run.yaml"}
 
 
@@ -634,14 +634,14 @@ def test_a_new_folder_reaches_the_disk(tmp_path, events):
     folder of that name gives way, an error leaves nothing.
     """
     (tmp_path / "out").mkdir()
-    with folders.make_folder(tmp_path / "out") as folder:
+    with folders.fill_new_folder(tmp_path / "out") as folder:
         (folder / "inner").mkdir()
         for name in ("a", "inner/b"):
             (folder / name).write_text(name)
     inodes = {path.stat().st_ino for path in (tmp_path / "out", *(tmp_path / "out").rglob("*"))}
     assert events[-2:] == [("rename", "out"), ("sync", tmp_path.stat().st_ino)] and len(inodes) == 4
     assert {inode for kind, inode in events[:-2]} == inodes
-    with pytest.raises(RuntimeError), folders.make_folder(tmp_path / "other") as folder:
+    with pytest.raises(RuntimeError), folders.fill_new_folder(tmp_path / "other") as folder:
         raise RuntimeError
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 

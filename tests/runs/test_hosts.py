@@ -69,7 +69,7 @@ def _checked(
         hosts.socket.gethostname = lambda: names[rank]
     try:
         with redirect_stderr(said):
-            hosts.check_hosts(Run(folder=RUN, **words[rank]), settings[rank], patience)
+            hosts.require_same_setup_on_all_ranks(Run(folder=RUN, **words[rank]), settings[rank], patience)
     except ConfigError as error:
         return "refused", error.problems
     except SystemExit as ended:
@@ -104,7 +104,7 @@ def test_one_folder_recipe_and_code(two):
 
 def test_one_process_looks_at_nothing(tmp_path):
     """Oracle: a folder that does not exist, and still does not afterwards."""
-    hosts.check_hosts(Run(folder=tmp_path / "none"), {})
+    hosts.require_same_setup_on_all_ranks(Run(folder=tmp_path / "none"), {})
     assert not (tmp_path / "none").exists()
 
 

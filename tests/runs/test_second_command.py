@@ -52,7 +52,7 @@ def test_a_waiting_command_checks_again(tmp_path):
             while not holds(second.pid, folder / ".lock"):
                 assert second.poll() is None and time.monotonic() < end, log.read_text()
                 time.sleep(0.05)
-            folders.write_run(job.run, job.settings, "data")
+            folders.write_run_files(job.run, job.settings, "data")
             (folder / "checkpoints" / "step_00000002").mkdir(parents=True)
             folders.write_saved_step(folder, 2)
             (folder / "metrics.jsonl").write_text('{"step": 2, "loss": 1.0}\n')

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from dstrain import recipe, systems
 from dstrain.engine.checkpoint import read_weights
-from dstrain.runs.weights import choose_kind, fit_weights, read_state, write_parts
+from dstrain.runs.weights import choose_kind, fit_weights, read_state, write_part_weights
 from dstrain.systems.base import System
 from tests.support.launch import ROOT, environment, here
 
@@ -140,7 +140,7 @@ def test_parts_of_a_checkpoint(trained, tmp_path):
     """
     at = trained / "checkpoints" / "step_00000004"
     for number, (ema, kind) in enumerate(((None, "ema.0.9"), (0.99, "ema.0.99"), (0.5, "ema.0.9"))):
-        write_parts(at, ["denoiser"], ema, tmp_path / str(number))
+        write_part_weights(at, ["denoiser"], ema, tmp_path / str(number))
         found, expected = load_file(tmp_path / str(number) / "denoiser.safetensors"), read_weights(at, "denoiser", kind)
         assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in found)
 

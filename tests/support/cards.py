@@ -24,5 +24,5 @@ def draw_stock(writer, system, nets, folder: Path) -> tuple[torch.Tensor, torch.
     networks draw of the same, float32 (N, C, H, W) in levels of 255.
     """
     code = writer.describe_export(system)[2]
-    drawn = torch.from_numpy(card.draw_example(folder, folder.name, code)).movedim(-1, 1).float()
+    drawn = torch.from_numpy(card.run_example_code(folder, folder.name, code)).movedim(-1, 1).float()
     return drawn, writer.draw_expected(system, nets).float()

@@ -51,7 +51,7 @@ def measure_quality(options: EvaluateOptions) -> tuple[Path | None, dict[str, An
     assert measured_path is not None  # EvaluateOptions.check_options makes sure of it
     out = options.folder / "evaluation" if options.out is None and options.folder else options.out
     if out is not None:
-        trained.require_writable(out)
+        trained.make_writable_folder(out)
     networks: dict[str, Features]
     place, kept = None, {}
     if options.metrics == ("scenes",):
@@ -126,7 +126,7 @@ def write_reference(options: EvaluateOptions) -> str:
         raise ConfigError(f"--write-reference {path}: name a file that ends in .npz")
     require_replaceable(path, "--write-reference", reference.is_written_by_dstrain)
     _require_enough_samples(options)
-    trained.require_writable(path.parent, "--write-reference")
+    trained.make_writable_folder(path.parent, "--write-reference")
     metrics = options.metrics or ()
     networks = table.open_metric_networks(metrics, options.features)
     networks = {name: network for name, network in networks.items() if table.METRICS[name].compares}

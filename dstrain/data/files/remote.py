@@ -31,7 +31,7 @@ from dstrain.data.files.local import (
     select_names,
 )
 from dstrain.data.files.storage import retry
-from dstrain.distributed.environment import find_writable_cache
+from dstrain.distributed.environment import make_cache_folder
 from dstrain.recipe import Cache, ConfigError, NotRead
 
 SCHEMES = ("s3", "gs", "hf", "http", "https")
@@ -114,7 +114,7 @@ class RemoteFiles(Files):
 
     def __init__(self, root: str, cache: Cache) -> None:
         self.cache = DiskCache(
-            os.path.expanduser(cache.folder or find_writable_cache("dstrain/data")), int(cache.gb * 1e9)
+            os.path.expanduser(cache.folder or make_cache_folder("dstrain/data")), int(cache.gb * 1e9)
         )
         self._store = Store(root.partition("://")[0])
         self._store.open_file_system()  # What is not installed is told before any file is blamed.

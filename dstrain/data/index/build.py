@@ -34,7 +34,7 @@ from dstrain.data.index.columns import ELSEWHERE, Columns
 from dstrain.data.index.index import CHUNK, VERSION, WATCHED, Index, read_sealed_file
 from dstrain.disk import atomic, lines, sealed
 from dstrain.distributed import group
-from dstrain.distributed.environment import find_writable_cache
+from dstrain.distributed.environment import make_cache_folder
 from dstrain.distributed.progress import get_phases
 from dstrain.recipe import ConfigError, NotRead, explain_write_errors
 
@@ -136,7 +136,7 @@ def _hash_request(path: str, request: Request) -> str:
 
 def find_cache_folder() -> Path:
     """Returns the user's folder for indexes, which `dstrain index` and commands without a run use."""
-    return find_writable_cache("dstrain/index")
+    return make_cache_folder("dstrain/index")
 
 
 def _list_index_folders(run: Path | None) -> list[Path]:

@@ -84,10 +84,10 @@ class Averages:
         nbytes = sum(4 * view.numel() for own in entries.values() for _, _, view in own)
         self.saver.save(step, entries, write, need_bytes=nbytes + (1 << 20), score=None, last=wait)
 
-    def set_aside(self, after: int) -> None:
+    def set_newer_steps_aside(self, after: int) -> None:
         """Renames the snapshots of all steps after `after`, so that they no longer count, since the run will take these
         steps again. Raises NotSaved if that fails.
         """
         self.saver.wait_for_save()
         if max(group.broadcast_from_first(self.saver.store.list_steps()), default=0) > after:
-            self.saver.store.set_aside(after)
+            self.saver.store.set_newer_steps_aside(after)

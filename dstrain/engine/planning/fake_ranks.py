@@ -51,7 +51,7 @@ def enter_fake_world(world: int) -> Iterator[None]:
         finally:
             dist.destroy_process_group()
             torch.cuda.is_available = asked
-            group.forget_process_group()
+            group.clear_group_caches()
 
 
 class _Zeros(TorchDispatchMode):

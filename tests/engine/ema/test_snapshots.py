@@ -187,7 +187,7 @@ def test_the_way_back(tmp_path):
     trial.saves.resume()
     trial.steps(0, 8, save=4)
     before = seals(tmp_path)
-    assert trial.saves.go_back(8, "trouble") == 4
+    assert trial.saves.roll_back(8, "trouble") == 4
     assert [name for name in seals(tmp_path) if name.endswith(".aside")] == [
         "step_00000006.aside",
         "step_00000008.aside",

@@ -25,7 +25,7 @@ def made(folder: Path, *, steps: int = 40, lr: float = 1e-3, clips: bool = False
         **{"every": {"report": 8, "report_page": 0}} | entries,
     )
     folder.mkdir(parents=True)
-    folders.write_run(run, {"zero_optimization": {"stage": 2}, "gradient_clipping": lr}, "builtin:fashion n=2")
+    folders.write_run_files(run, {"zero_optimization": {"stage": 2}, "gradient_clipping": lr}, "builtin:fashion n=2")
     tracker = track_run(run, folder)
     for done in range(1, steps + 1):
         tracker.add_terms(
