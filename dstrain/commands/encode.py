@@ -31,7 +31,7 @@ from dstrain.commands.encoding.folder import (
     claim_folder,
     complete_shards,
     count_samples,
-    require_readable,
+    require_few_unreadable,
 )
 from dstrain.commands.encoding.plan import make_plan
 from dstrain.commands.options.encode import EncodeOptions
@@ -254,7 +254,7 @@ def _make_shards(
                 items, unread = zip(*islice(samples, len(rows[start : start + options.batch])))
                 parts.append(encoder.encode_batch(collate_items(list(items))))
                 bad.update(tuple(entry) for entries in unread for entry in entries)
-                _require_readable(bad_files | dict(bad), options, own)
+                _require_few_unreadable_files(bad_files | dict(bad), options, own)
                 # The other ranks are assumed to be as far.
                 bar.update(min(len(items) * min(group.world(), len(missing)), bar.total - bar.n))
             bad_files |= dict(bad)
@@ -330,9 +330,9 @@ def _write_shard(
     return shards.make_shard_record(path, shards.parse_shard_metadata(data))
 
 
-def _require_readable(bad: Mapping[str, str], options: EncodeOptions, total: int) -> None:
+def _require_few_unreadable_files(bad: Mapping[str, str], options: EncodeOptions, total: int) -> None:
     # A file is bad in each of its windows, and counts once.
-    require_readable(bad, total // (options.clips or 1), options.max_bad_fraction, "files")
+    require_few_unreadable(bad, total // (options.clips or 1), options.max_bad_fraction, "files")
 
 
 def _write_index(
@@ -359,7 +359,7 @@ def _write_index(
     index = shards.make_index_body(
         encoding, list(source.classes), [records[number] for number in sorted(records)], versions
     )
-    _require_readable(dict(index["bad_files"]), options, encoding["number"])
+    _require_few_unreadable_files(dict(index["bad_files"]), options, encoding["number"])
     if group.rank() == 0:
         # Two parts that end at the same time write the same index.
         with nullcontext() if options.part is None else folders.lock_folder(options.out):

@@ -19,7 +19,7 @@ from dstrain.distributed import group
 from dstrain.distributed.progress import get_phases
 from dstrain.engine import settings
 from dstrain.recipe import ConfigError, Data, Run, choose_write_remedy, format_value
-from dstrain.recipe.trust import lies_in_run_or_export, trust_system
+from dstrain.recipe.trust import is_in_run_or_export, trust_system
 from dstrain.runs import folders
 from dstrain.systems.base import System
 from dstrain.tracking.machine import describe_free_memory
@@ -95,9 +95,7 @@ def _read_recipe(path: Path, overrides: Sequence[str]) -> Run:
     """
     found = find_recipe(path)
     run = recipe.load_recipe(found, overrides)
-    if not lies_in_run_or_export(found) or any(
-        override.partition("=")[0].strip() == "system" for override in overrides
-    ):
+    if not is_in_run_or_export(found) or any(override.partition("=")[0].strip() == "system" for override in overrides):
         trust_system(run.system)
     return run
 
@@ -123,7 +121,7 @@ def check_recipe(run: Run, overrides: Sequence[str] = ()) -> tuple[Run, list[str
         config = systems.build_config(run.system, run.model)
         captioned = config.reads_texts and find_contents(run.data) == "images"
         run = run.model_copy(update={"data": run.data.model_copy(update={"captioned": captioned})})
-        problems += recipe.list_replaced_entries("data", given, run.data.model_dump(include={*given}), overrides)
+        problems += recipe.describe_replaced_entries("data", given, run.data.model_dump(include={*given}), overrides)
         fields = {"size_conditions": "size_conditions", "embeddings": "embedding_dim"}
         if not run.data.durations:
             fields["buckets"] = "sizes"

@@ -23,7 +23,7 @@ from dstrain.commands.encoding.folder import (
     complete_shards,
     count_samples,
     describe_changes,
-    require_readable,
+    require_few_unreadable,
 )
 from dstrain.commands.options.pack import PackOptions
 from dstrain.data.decode.pixels import FORMATS
@@ -255,7 +255,7 @@ def _make_shards(
                     "samples": here,
                     "bad": [list(entry) for entry in bad[before:]],
                 }
-            require_readable(dict(bad), total, options.max_bad_fraction, "files")
+            require_few_unreadable(dict(bad), total, options.max_bad_fraction, "files")
             with explain_write_errors(options.out, SAME_COMMAND):
                 atomic.write_file(_name_record(options.out, number), sealed.render_sealed(record))
             records[number] = record
@@ -360,7 +360,7 @@ def _write_index(
         "shards": [records[number] for number in sorted(records)],
     }
     bad = dict(entry for record in body["shards"] for entry in record["bad"])
-    require_readable(bad, len(index), options.max_bad_fraction, "files")
+    require_few_unreadable(bad, len(index), options.max_bad_fraction, "files")
     if group.rank() == 0:
         with explain_write_errors(options.out, SAME_COMMAND):
             if plan["format"] == "tar" and index.classes:

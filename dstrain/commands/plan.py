@@ -15,13 +15,13 @@ from dstrain.engine.settings import read_precision, read_stage, resolve_settings
 from dstrain.planning.advice import (
     MAX_RANKS,
     Case,
-    find_more_gpus,
-    find_sample_sharing,
+    find_estimate_with_more_gpus,
+    find_estimate_with_sample_sharing,
     find_smallest_change,
     search_choices,
 )
 from dstrain.planning.counts import Layout
-from dstrain.planning.estimate import EFFICIENCY, LAUNCHES, Estimate, describe_memory, format_json, list_changes
+from dstrain.planning.estimate import EFFICIENCY, LAUNCHES, Estimate, describe_memory, find_changed_choices, format_json
 from dstrain.recipe import ConfigError, Run
 from dstrain.tracking.hardware import parse_chip
 
@@ -97,10 +97,14 @@ def describe_plan(case: Case, json: bool = False) -> tuple[str, bool]:
     change = (
         None
         if estimate.fits
-        else find_smallest_change(estimate, case) or find_sample_sharing(case) or find_more_gpus(case)
+        else find_smallest_change(estimate, case)
+        or find_estimate_with_sample_sharing(case)
+        or find_estimate_with_more_gpus(case)
     )
     if json:
-        advised = None if change is None else change.list_figures() | {"changes": list_changes(estimate, change)}
+        advised = (
+            None if change is None else change.list_figures() | {"changes": find_changed_choices(estimate, change)}
+        )
         return format_json(estimate.list_figures() | ({} if estimate.fits else {"advice": advised})), estimate.fits
     lines = [
         *_describe_run(estimate),
@@ -249,7 +253,7 @@ def _describe_advice(estimate: Estimate, change: Estimate | None) -> list[str]:
             "no micro-batch, recomputation, stage and offload makes it fit, nor does any doubling of the GPUs that "
             f"divides batch.global={estimate.run.batch.global_}: take larger GPUs"
         ]
-    words = [_format_choice(name, value) for name, value in list_changes(estimate, change).items()]
+    words = [_format_choice(name, value) for name, value in find_changed_choices(estimate, change).items()]
     speed = f", {_format_seconds(change.time.total)} a step" if change.time else ""
     return [f"with {', '.join(words)} it fits: {describe_memory(change)}{speed}"]
 

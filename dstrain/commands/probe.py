@@ -67,7 +67,7 @@ def probe_system(run: Run, system: System, source: Any, precision: str = "fp32")
     """
     with torch.random.fork_rng(devices=[]):
         networks = _build_networks(run.system, system)
-        _require_parts(run.system, system, networks)
+        _require_consistent_parts(run.system, system, networks)
         weights = sum(weight.numel() for network in networks.values() for weight in network.parameters())
         frozen = sum(weight.numel() for network in system.frozen() for weight in network.parameters())
         batch = _read_batch(run, source)
@@ -198,7 +198,7 @@ def _try_parts(
             place = f"{run.system}: loss of {part}"
             with _explain_errors(place, ids, learning, tables), _explain_casts(place, half):
                 terms = system.loss(part, networks, example)
-            _require_terms(place, terms, system.watched)
+            _require_valid_terms(place, terms, system.watched)
             seen.update(terms)
             if learning.type == "cpu" and not terms["loss"].isfinite():
                 remarks.append(f"{place}: the first one is {terms['loss'].item()}")
@@ -343,7 +343,7 @@ def _explain_casts(place: str, half: torch.dtype | None) -> Iterator[None]:
         ) from error
 
 
-def _require_parts(name: str, system: System, networks: dict[str, nn.Module]) -> None:
+def _require_consistent_parts(name: str, system: System, networks: dict[str, nn.Module]) -> None:
     """Raises ConfigError unless `networks` has exactly the names of System.parts, and `averaged` and `turns` only such
     names, or if a weight has no elements.
     """
@@ -359,7 +359,7 @@ def _require_parts(name: str, system: System, networks: dict[str, nn.Module]) ->
                 raise ConfigError(f"{name}: {weight} of {part} has no elements, which none can learn: leave it out")
 
 
-def _require_terms(place: str, terms: dict[str, Tensor], watched: tuple[str, ...]) -> None:
+def _require_valid_terms(place: str, terms: dict[str, Tensor], watched: tuple[str, ...]) -> None:
     """Raises ConfigError unless the terms of a loss are tensors by name, with a scalar "loss" that has a gradient. Each
     other term is a scalar or one value a sample, (B,); those in `watched` may have more axes.
     """

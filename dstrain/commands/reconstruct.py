@@ -82,9 +82,11 @@ def make_averages(options: ReconstructOptions) -> list[Made]:
     folder = options.folder / RECONSTRUCTED
     with explain_write_errors(f"folder={options.folder}", "make room there"):
         stores = {width: Store(folder / repr(width), sys.maxsize, check=validate.check_checkpoint) for width in widths}
-        if any(not _is_made(store, step, origin) for store in stores.values()):
+        if any(not _has_made_average(store, step, origin) for store in stores.values()):
             with claim_output(folder, str(folder), "reconstruct"):
-                missing = {width: store for width, store in stores.items() if not _is_made(store, step, origin)}
+                missing = {
+                    width: store for width, store in stores.items() if not _has_made_average(store, step, origin)
+                }
                 _remove_outdated_averages(missing.values(), step)
                 _write_average(
                     snapshots[-1], parts, missing, {width: {**origin, "misfit": misfits[width]} for width in missing}
@@ -130,7 +132,7 @@ def list_usable_snapshots(folder: Path, step: int | None) -> list[Snapshot]:
     return select_combinable_snapshots(whole)
 
 
-def _is_made(store: Store, step: int, origin: dict[str, Any]) -> bool:
+def _has_made_average(store: Store, step: int, origin: dict[str, Any]) -> bool:
     """Returns whether the store holds a whole average of `step` that was made from the snapshots in `origin`. All ranks
     call it together.
     """

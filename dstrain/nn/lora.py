@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from dstrain.nn.layers import Linear, Pointwise, make_dropout
 from dstrain.recipe import ConfigError, Run, Section
-from dstrain.recipe.patterns import Pattern, is_adapter
+from dstrain.recipe.patterns import Pattern, is_adapter_weight
 
 # The attention of all networks here, and of a DiT the MLPs of its blocks.
 ATTENTION = ("*.attn.*", "*.attn2.*", "*.cross.*", "*blocks.*.mlp.*", "*.qkv", "*.proj_out")
@@ -115,7 +115,7 @@ def merge_adapters(state: dict[str, Tensor], lora: Lora) -> dict[str, Tensor]:
     """Returns a state dict without adapters, in which each adapter's product is added to its layer's weight, so that a
     network without adapters computes the same. `state` is not changed.
     """
-    merged = {name: value for name, value in state.items() if not is_adapter(name)}
+    merged = {name: value for name, value in state.items() if not is_adapter_weight(name)}
     for name, down in state.items():
         if ".lora_A." in name:
             up, base = state[name.replace(".lora_A.", ".lora_B.")], name.replace(".lora_A.", ".")
@@ -130,7 +130,9 @@ def convert_adapters_to_peft(
     """Returns the adapters in a state dict under peft's names, and the content of its adapter_config.json. `base` is
     the name or path of the network that they adapt.
     """
-    adapters = {f"base_model.model.{name}": value.contiguous() for name, value in state.items() if is_adapter(name)}
+    adapters = {
+        f"base_model.model.{name}": value.contiguous() for name, value in state.items() if is_adapter_weight(name)
+    }
     return adapters, {
         "peft_type": "LORA",
         "base_model_name_or_path": base,

@@ -91,11 +91,11 @@ def find_smallest_change(estimate: Estimate, case: Case) -> Estimate | None:
     """
     if case.chip.memory <= CONTEXT:
         return None
-    choices, share = estimate.list_choices(), _count_share(case)
+    choices, share = estimate.list_choices(), _count_samples_per_rank(case)
     now = RECOMPUTE.index(choices["model.recompute"]) if choices["model.recompute"] in RECOMPUTE else 0
     changes: dict[str, list[Any]] = {
         "recompute": [*RECOMPUTE[now + 1 :]] if "recompute" in case.run.model else [],
-        "micro": [micro for micro in _list_halves(share) if micro < estimate.micro_batch],
+        "micro": [micro for micro in _list_micro_batches(share) if micro < estimate.micro_batch],
         "stage": [*range(choices["zero_optimization.stage"] + 1, 4)],
         "offload": [
             names for names in _OFFLOADS if any(choices[f"zero_optimization.{name}"] == "none" for name in names)
@@ -103,13 +103,13 @@ def find_smallest_change(estimate: Estimate, case: Case) -> Estimate | None:
     }
     for size in range(1, len(changes) + 1):
         ways = [{name: changes[name] for name in names} for names in itertools.combinations(changes, size)]
-        fitting = [tried for way in ways for tried in _find_fitting(case, way)]
+        fitting = [tried for way in ways for tried in _iterate_fitting_estimates(case, way)]
         if fitting:
             return min(fitting, key=_make_cost_key)
     return None
 
 
-def find_sample_sharing(case: Case) -> Estimate | None:
+def find_estimate_with_sample_sharing(case: Case) -> Estimate | None:
     """Returns the estimate of the case with more ranks for each sample, the fewest with which the run fits. All else
     saves memory: stage 3, micro-batches of one sample, and recompute=all or offload. Returns None if no such number of
     ranks makes it fit.
@@ -120,7 +120,7 @@ def find_sample_sharing(case: Case) -> Estimate | None:
     return None
 
 
-def find_more_gpus(case: Case) -> Estimate | None:
+def find_estimate_with_more_gpus(case: Case) -> Estimate | None:
     """Returns the estimate of the case on 2, 4, 8, ... times as many GPUs, the fewest on which the run fits. All else
     saves memory: stage 3, micro-batches of one sample, and recompute=all or offload.
 
@@ -140,13 +140,13 @@ def _estimate_with_least_memory(case: Case) -> Estimate | None:
     recompute=offload; None if neither fits.
     """
     for recompute in RECOMPUTE[-2:] if "recompute" in case.run.model else (None,):
-        tried = _try_case(case.change(stage=3, recompute=recompute, micro=1))
+        tried = _estimate_or_none(case.change(stage=3, recompute=recompute, micro=1))
         if tried and tried.fits:
             return tried
     return None
 
 
-def _find_fitting(case: Case, changes: dict[str, list[Any]]) -> Iterator[Estimate]:
+def _iterate_fitting_estimates(case: Case, changes: dict[str, list[Any]]) -> Iterator[Estimate]:
     """Yields, for each combination of the values in `changes` without "micro", the estimate that fits with the largest
     micro-batch of changes["micro"]. Skips a combination that fits with none.
     """
@@ -162,7 +162,7 @@ def _try_size(case: Case, size: dict[str, int]) -> Estimate | None:
     """Returns the estimate of the case with `size`, {"micro": n} or {}, in place of its own micro-batch; None if it
     cannot be estimated.
     """
-    return _try_case(case.change(**size))
+    return _estimate_or_none(case.change(**size))
 
 
 def _find_first_that_fits(
@@ -196,21 +196,21 @@ def search_choices(case: Case, report: Callable[[Estimate], None]) -> list[Estim
     recompute = RECOMPUTE if "recompute" in case.run.model else (None,)
     for stage, choice in itertools.product((1, 2, 3), recompute):
         for ranks in _list_sequence_sizes(case):
-            if found := _search_sizes(case.change(stage=stage, recompute=choice, sequence=ranks), report):
+            if found := _search_micro_batches(case.change(stage=stage, recompute=choice, sequence=ranks), report):
                 fitting += found
                 break
     return sorted(fitting, key=_make_cost_key)
 
 
-def _search_sizes(case: Case, report: Callable[[Estimate], None]) -> list[Estimate]:
+def _search_micro_batches(case: Case, report: Callable[[Estimate], None]) -> list[Estimate]:
     """Counts the case with larger and larger micro-batches until one does not fit, and in any case with all of a rank's
     samples of a step in one micro-batch. Calls `report` with each estimate, and returns those that fit.
     """
-    share, full, fitting = _count_share(case), False, []
-    for micro in reversed(_list_halves(share)):
+    share, full, fitting = _count_samples_per_rank(case), False, []
+    for micro in reversed(_list_micro_batches(share)):
         if full and micro < share:  # more samples take more; a whole share sums no gradients
             continue
-        tried = _try_case(case.change(micro=micro))
+        tried = _estimate_or_none(case.change(micro=micro))
         full = tried is not None and not tried.fits
         if tried:
             report(tried)
@@ -218,7 +218,7 @@ def _search_sizes(case: Case, report: Callable[[Estimate], None]) -> list[Estima
     return fitting
 
 
-def _count_share(case: Case) -> int:
+def _count_samples_per_rank(case: Case) -> int:
     """Returns the number of samples in a step for each rank, or for each group of ranks that share samples."""
     return case.run.batch.global_ * case.run.parallel.sequence // case.layout.world
 
@@ -235,7 +235,7 @@ def _list_sequence_sizes(case: Case) -> list[int]:
     return ranks
 
 
-def _try_case(case: Case) -> Estimate | None:
+def _estimate_or_none(case: Case) -> Estimate | None:
     """Returns the estimate of a case, or None if estimating it raises ConfigError, such as for choices that do not go
     together.
     """
@@ -256,7 +256,7 @@ def _make_cost_key(estimate: Estimate) -> tuple[float, ...]:
     return estimate.time.total, estimate.host, -estimate.micro_batch
 
 
-def _list_halves(share: int) -> list[int]:
+def _list_micro_batches(share: int) -> list[int]:
     """Returns the micro-batches to try, from the largest: a rank's samples of a step divided by 1, 2, 4, ..., and 1."""
     sizes = [share]
     while sizes[-1] % 2 == 0:

@@ -11,7 +11,7 @@ from typing import Any
 
 from dstrain.engine.settings import is_optimizer_offloaded, read_offload, read_precision, read_stage
 from dstrain.planning.counts import Collective, Counts, Layout
-from dstrain.planning.states import count_weights, describe_memory_of_states
+from dstrain.planning.states import count_weights_and_checkpoint_bytes, describe_memory_of_states
 from dstrain.planning.step import choose_measured_step
 from dstrain.recipe import Run
 from dstrain.systems.base import System
@@ -77,7 +77,7 @@ class Estimate:
         if self.chip.name is None:
             return None
         rate = self.efficiency * self.chip.peak_flops(read_precision(self.settings))
-        sent = sum(_time_collective(call, self.layout, self.chip) for call in self.counts.collectives)
+        sent = sum(_estimate_collective_seconds(call, self.layout, self.chip) for call in self.counts.collectives)
         if is_optimizer_offloaded(self.settings):  # gradients go to the host, and weights come back
             width = 4 if read_precision(self.settings) == "fp32" else 2
             owned = self.counts.trained_weights / (self.layout.world if read_stage(self.settings) else 1)
@@ -136,7 +136,7 @@ class Estimate:
         return values
 
 
-def _time_collective(call: Collective, layout: Layout, chip: Chip) -> float:
+def _estimate_collective_seconds(call: Collective, layout: Layout, chip: Chip) -> float:
     """Returns the seconds that all calls of one kind take, each as a ring over a group that fills one machine after
     another.
     """
@@ -161,7 +161,7 @@ def describe_memory(estimate: Estimate) -> str:
     return text
 
 
-def list_changes(before: Estimate, after: Estimate) -> dict[str, Any]:
+def find_changed_choices(before: Estimate, after: Estimate) -> dict[str, Any]:
     """Returns, by name, the values of `after` for the choices in which it differs from `before`; for the number of
     GPUs, too, as world.
     """
@@ -174,7 +174,7 @@ def describe_costs(run: Run, system: System, settings: dict[str, Any], world: in
     """Returns a text on what is known within a second: weights, operations, and the bytes that a rank keeps between
     steps. Leaves the operations out if the system's code needs the values of tensors.
     """
-    numbers, _ = count_weights(run, system)
+    numbers, _ = count_weights_and_checkpoint_bytes(run, system)
     try:
         largest = " of the largest bucket" if run.data.buckets else ""
         work = (

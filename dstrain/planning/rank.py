@@ -11,7 +11,7 @@ from dstrain.engine.planning.fake_ranks import FakeEngines, enter_fake_world
 from dstrain.engine.planning.memory_kinds import OFFLOADED, count_saved_bytes
 from dstrain.engine.settings import read_offload, read_stage
 from dstrain.planning.counts import Collective, Counts, Layout
-from dstrain.planning.states import count_states, count_weights
+from dstrain.planning.states import count_bytes_of_states, count_weights_and_checkpoint_bytes
 from dstrain.planning.step import Measured, choose_measured_step, measure_states, measure_step
 from dstrain.recipe import ConfigError, Run
 from dstrain.systems.base import System
@@ -33,7 +33,7 @@ def count_as_rank_0(run: Run, settings: dict[str, Any], layout: Layout, device: 
     flops = (
         count_step_flops(system, run.batch.global_, choose_measured_step(run, system), run.train_only) / layout.world
     )
-    weights, checkpoint = count_weights(run, system)
+    weights, checkpoint = count_weights_and_checkpoint_bytes(run, system)
     measured, own = measure_as_rank_0(run, settings, system, layout.world, device)
     peak = max((measured.passes, measured.update), key=lambda kinds: sum(kinds.values()))
     moved = [kind for entry, kinds in OFFLOADED.items() if read_offload(settings, entry) != "none" for kind in kinds]
@@ -45,7 +45,7 @@ def count_as_rank_0(run: Run, settings: dict[str, Any], layout: Layout, device: 
         host["activations"] = measured.on_host
     elsewhen = {
         kind: size
-        for kind, size in count_states(run, system, settings, layout.world).items()
+        for kind, size in count_bytes_of_states(run, system, settings, layout.world).items()
         if kind not in {**on_device, **host}
     }
     return Counts(

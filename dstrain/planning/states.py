@@ -16,7 +16,7 @@ from dstrain.systems.base import System
 _EIGHT_BITS = 1 + 4 / 256  # Bytes of a moment: its code of one byte, and a scale of 4 bytes for each 256 codes.
 
 
-def count_weights(run: Run, system: System) -> tuple[dict[str, int], int]:
+def count_weights_and_checkpoint_bytes(run: Run, system: System) -> tuple[dict[str, int], int]:
     """Returns the number of weights of each part and, as frozen/NAME, of frozen ones; and the bytes of a checkpoint
     without the headers of its files.
     """
@@ -37,7 +37,7 @@ def count_weights(run: Run, system: System) -> tuple[dict[str, int], int]:
     return numbers, size
 
 
-def count_states(run: Run, system: System, settings: dict[str, Any], world: int) -> dict[str, int]:
+def count_bytes_of_states(run: Run, system: System, settings: dict[str, Any], world: int) -> dict[str, int]:
     """Returns the bytes that a rank of `world` keeps, by the kinds of memory_kinds.py; "gradients" are the sums over
     micro-batches. Padding and buffers are not counted.
 
@@ -67,7 +67,7 @@ def count_states(run: Run, system: System, settings: dict[str, Any], world: int)
 
 def describe_memory_of_states(run: Run, system: System, settings: dict[str, Any], world: int) -> str:
     """Returns a line on what a rank keeps, by kind, in GB, and which kinds lie in the host's memory."""
-    sizes = count_states(run, system, settings, world)
+    sizes = count_bytes_of_states(run, system, settings, world)
     offloaded = {
         kind for entry, kinds in OFFLOADED.items() if read_offload(settings, entry) != "none" for kind in kinds
     }

@@ -66,10 +66,10 @@ def measure_step(
     engines and the averages.
     """
     with Watch() as watch:
-        with watch.mark_made("buckets"):  # what is made here and has no other owner
+        with watch.mark_new_storages("buckets"):  # what is made here and has no other owner
             engines = build_engines(run, settings, system, kind=kind)
         ema = EmaShadow(engines.masters, run.ema, system.averaged)
-        with watch.mark_made("inputs"), unset_fake_temporarily():  # captions are read
+        with watch.mark_new_storages("inputs"), unset_fake_temporarily():  # captions are read
             batches = Repeated(
                 system, settings["train_micro_batch_size_per_gpu"], settings["gradient_accumulation_steps"]
             )
@@ -81,22 +81,22 @@ def measure_step(
         _label_tensors_by_maker(watch, system, engines, updates, begun)
         last = choose_measured_step(run, system)
         for number in range(last - _WARM[read_stage(settings)], last + 1):
-            _label_states(watch, engines, ema)
+            _label_states_and_reset_counts(watch, engines, ema)
             begun.clear()
             begin = watch.num_events
-            with watch.mark_made("activations"):
+            with watch.mark_new_storages("activations"):
                 take_step(max(0, number), run, system, engines, batches, NoTracker())
             updates.append(watch.num_events)
-            with watch.mark_made("working"):
+            with watch.mark_new_storages("working"):
                 ema.update(max(0, number), engines.collect_applied_flags())
             updates.append(watch.num_events)
         moments = [begin, *updates, watch.num_events]
         spans = list(itertools.pairwise(moments))  # passes, update, passes, ..., averages, nothing
         result = Measured(
-            dict(watch.sum_alive(begin)),
+            dict(watch.sum_living_bytes(begin)),
             dict(watch.find_peak(spans[::2])),
             dict(watch.find_peak(spans[1::2])),
-            watch.take_collectives(),
+            watch.pop_collectives(),
             watch.recomputed,
             watch.moved,
             watch.find_peak_on_host(),
@@ -120,7 +120,7 @@ def measure_states(
         for name, tensor in list_kept_tensors(engines.masters, ema):
             watch.mark([tensor], name, MADE_IN_A_STEP)
         watch.mark(list_gradients(engines.masters), "gradients", MADE_IN_A_STEP)
-        sizes = watch.sum_alive()
+        sizes = watch.sum_living_bytes()
     return {kind: size for kind, size in sizes.items() if kind not in MADE_IN_A_STEP}, engines, ema
 
 
@@ -139,13 +139,13 @@ def _label_tensors_by_maker(
 
     @contextmanager
     def mark_encoding() -> Iterator[None]:
-        begun.append(watch.count_so_far())
-        with watch.mark_made("inputs"):
+        begun.append(watch.read_counts())
+        with watch.mark_new_storages("inputs"):
             yield
 
     wrap_method(system, "encode", mark_encoding)
-    wrap_method(engines, "learn", lambda: watch.mark_made("working"))
-    wrap_method(engines.host, "send_to_host", lambda: watch.mark_made(ON_HOST))
+    wrap_method(engines, "learn", lambda: watch.mark_new_storages("working"))
+    wrap_method(engines.host, "send_to_host", lambda: watch.mark_new_storages(ON_HOST))
     system.observe = lambda rows: None  # it would read values
 
     @contextmanager
@@ -159,7 +159,7 @@ def _label_tensors_by_maker(
     for masters in engines.masters.values():
         wrap_method(masters, "step", mark_updating)
         for owner, name, kind in list_tensor_makers(masters):
-            wrap_method(owner, name, partial(watch.mark_made, kind))
+            wrap_method(owner, name, partial(watch.mark_new_storages, kind))
 
 
 def wrap_method(owner: Any, name: str, context: Callable[[], AbstractContextManager]) -> None:
@@ -174,15 +174,15 @@ def wrap_method(owner: Any, name: str, context: Callable[[], AbstractContextMana
     setattr(owner, name, call_within)
 
 
-def _label_states(watch: Watch, engines: Engines, ema: EmaShadow) -> None:
+def _label_states_and_reset_counts(watch: Watch, engines: Engines, ema: EmaShadow) -> None:
     """Labels the tensors that live between two steps by their owners, and resets the watch's counts of collectives,
     recomputed operations and bytes moved to the host.
     """
     for kind, tensor in list_kept_tensors(engines.masters, ema):
         watch.mark([tensor], kind, (*MADE_IN_A_STEP, "buckets"))
     watch.mark(list_gradients(engines.masters), "gradients", (*MADE_IN_A_STEP, "buckets"))
-    watch.mark_rest("other", MADE_IN_A_STEP)
-    watch.take_collectives()
+    watch.replace_kinds("other", MADE_IN_A_STEP)
+    watch.pop_collectives()
     watch.recomputed, watch.moved = 0.0, 0
 
 

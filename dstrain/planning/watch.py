@@ -45,7 +45,7 @@ class Done(NamedTuple):
     moved: int  # bytes that went to the host
 
 
-def _computes_again() -> bool:
+def _is_recomputing() -> bool:
     """Returns whether the current operation repeats an operation of a forward pass, for model.recompute. Call it only
     during a backward pass.
 
@@ -79,7 +79,7 @@ class Watch(TorchDispatchMode):
             self._count_exchange(func.name().partition(".")[0].removeprefix("c10d::").strip("_"), args)
         elif func.namespace == "_c10d_functional":
             self._count_functional_exchange(func.name().rpartition("::")[2], args, out)
-        elif self.kind == "working" and _computes_again():
+        elif self.kind == "working" and _is_recomputing():
             self.recomputed += count_operation_flops(func, args, kwargs or {}, out)
         for tensor in (out,) if isinstance(out, Tensor) else tree_leaves(out):
             if (
@@ -112,7 +112,7 @@ class Watch(TorchDispatchMode):
                 self.kinds[number] = kind
 
     @contextmanager
-    def mark_made(self, kind: str) -> Iterator[None]:
+    def mark_new_storages(self, kind: str) -> Iterator[None]:
         """Gives the kind `kind` to all storages that are made within the block."""
         before, self.kind = self.kind, kind
         try:
@@ -120,7 +120,7 @@ class Watch(TorchDispatchMode):
         finally:
             self.kind = before
 
-    def sum_alive(self, until: int | None = None) -> Counter[str]:
+    def sum_living_bytes(self, until: int | None = None) -> Counter[str]:
         """Returns the bytes of living storages by kind, now or after the first `until` events."""
         totals: Counter[str] = Counter()
         for number, size in self._events[:until]:
@@ -139,7 +139,7 @@ class Watch(TorchDispatchMode):
         sizes = (0 if self.kinds[number] == ON_HOST else size for number, size in self._events)
         totals = list(accumulate(sizes, initial=0))
         moments = (range(begin, end + 1) for begin, end in spans)
-        found = self.sum_alive(max(chain.from_iterable(moments), key=totals.__getitem__))
+        found = self.sum_living_bytes(max(chain.from_iterable(moments), key=totals.__getitem__))
         found.pop(ON_HOST, None)
         return found
 
@@ -151,7 +151,7 @@ class Watch(TorchDispatchMode):
         pinned = (int(math.copysign(2 ** (abs(size) - 1).bit_length(), size)) for size in changes)
         return max(accumulate(pinned, initial=0))
 
-    def mark_rest(self, kind: str, instead_of: tuple[str, ...]) -> None:
+    def replace_kinds(self, kind: str, instead_of: tuple[str, ...]) -> None:
         """Sets the kind of all living storages whose kind is one of `instead_of`."""
         for number in self._numbers.values():
             if self.kinds[number] in instead_of:
@@ -175,14 +175,14 @@ class Watch(TorchDispatchMode):
             self._calls[key] += 1
             self._bytes[key] += max(args[0].nbytes, out.nbytes)
 
-    def take_collectives(self) -> tuple[Collective, ...]:
+    def pop_collectives(self) -> tuple[Collective, ...]:
         """Returns the collectives since the last call, and resets their counts."""
         found = self._list_collectives()
         self._calls.clear()
         self._bytes.clear()
         return found
 
-    def count_so_far(self) -> Done:
+    def read_counts(self) -> Done:
         """Returns the collectives, recomputed operations and bytes moved to the host since their counts were reset.
         Does not reset them.
         """

@@ -15,7 +15,7 @@ from dstrain.recipe.errors import (
     require_replaceable,
     reword_errors,
 )
-from dstrain.recipe.files import check_model, dump_run, list_replaced_entries, load_recipe
+from dstrain.recipe.files import check_model, describe_replaced_entries, dump_run, load_recipe
 from dstrain.recipe.patterns import fits_pattern, is_learned
 from dstrain.recipe.problems import format_divisors, format_value, list_problems, suggest_files, suggest_key
 from dstrain.recipe.run import (
@@ -58,6 +58,7 @@ __all__ = [
     "Track",
     "check_model",
     "choose_write_remedy",
+    "describe_replaced_entries",
     "dump_run",
     "explain_write_errors",
     "fits_pattern",
@@ -67,7 +68,6 @@ __all__ = [
     "list_differences",
     "list_problems",
     "list_refused_changes",
-    "list_replaced_entries",
     "load_recipe",
     "make_refused_changes_error",
     "mark_filled_in",

@@ -19,7 +19,7 @@ from dstrain.recipe.errors import ConfigError
 from dstrain.recipe.problems import format_value, list_problems, suggest_files
 from dstrain.recipe.run import Run
 from dstrain.recipe.section import find_section_class
-from dstrain.recipe.trust import lies_in_run_or_export
+from dstrain.recipe.trust import is_in_run_or_export
 
 _LARGEST, _DEEPEST = 20_000, 32  # entries and levels of a recipe, far above any
 
@@ -30,7 +30,7 @@ def load_recipe(recipe: Path | None, overrides: Iterable[str] = ()) -> Run:
     gets upright=False. Raises ConfigError with every problem that was found.
     """
     values = _read_recipe(recipe) if recipe is not None else {}
-    if recipe is not None and lies_in_run_or_export(recipe) and isinstance(values.get("data"), dict):
+    if recipe is not None and is_in_run_or_export(recipe) and isinstance(values.get("data"), dict):
         values["data"].setdefault("upright", False)  # earlier versions did not write this key
     overridden, problems = _apply_overrides(values, overrides)
     problems += _move_init_from(values, overridden)
@@ -59,7 +59,7 @@ def check_model(run: Run, config_class: Any, typed: Iterable[str] = ()) -> Run:
     filled in from the data.
     """
     completed = config_class.completed(run.model, run)
-    if replaced := list_replaced_entries("model", run.model, completed, typed):
+    if replaced := describe_replaced_entries("model", run.model, completed, typed):
         raise ConfigError(*replaced)
     try:
         model = config_class.model_validate(completed)
@@ -68,7 +68,7 @@ def check_model(run: Run, config_class: Any, typed: Iterable[str] = ()) -> Run:
     return run.model_copy(update={"model": convert_to_plain_values(model)})
 
 
-def list_replaced_entries(
+def describe_replaced_entries(
     section: str, given: dict[str, Any], completed: dict[str, Any], typed: Iterable[str]
 ) -> list[str]:
     """Lists a message for each entry of a section that an override in `typed` sets, and whose value in `completed`,

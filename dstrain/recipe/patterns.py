@@ -24,7 +24,7 @@ def match_caption(patterns: Sequence[str], caption: str) -> list[bool]:
     return [fnmatchcase(text, pattern.casefold()) for pattern in patterns]
 
 
-def is_adapter(name: str) -> bool:
+def is_adapter_weight(name: str) -> bool:
     """Returns whether `name`, of a weight in a state dict, is the name of a LoRA adapter's weight (nn/lora.py)."""
     return ".lora_A." in name or ".lora_B." in name
 
@@ -36,4 +36,4 @@ def is_learned(train_only: Sequence[str] | None, part: str, name: str, built: bo
     """
     if train_only is None:
         return built
-    return is_adapter(name) or any(fits_pattern(pattern, part, name) for pattern in train_only)
+    return is_adapter_weight(name) or any(fits_pattern(pattern, part, name) for pattern in train_only)

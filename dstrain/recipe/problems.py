@@ -10,7 +10,7 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from dstrain.recipe.section import iterate_fields
-from dstrain.recipe.trust import lies_in_run_or_export
+from dstrain.recipe.trust import is_in_run_or_export
 
 # Names that other trainers use -> our keys. Names that are similar in spelling are found without this table.
 _SYNONYMS = {
@@ -65,7 +65,7 @@ def list_problems(
         key = _join_location(item["loc"], prefix)
         typed = any(_is_same_or_below(key, name) or _is_same_or_below(name, key) for name in overridden)
         origin = "command line" if typed else recipe
-        if item["type"] == "extra_forbidden" and recipe and not typed and lies_in_run_or_export(recipe):
+        if item["type"] == "extra_forbidden" and recipe and not typed and is_in_run_or_export(recipe):
             lines.append(f"{key}: there is no such key [{recipe}]; {OTHER_VERSION}")
             continue
         lines += [

@@ -26,7 +26,7 @@ def is_trusted(name: str) -> bool:
     return name in _trusted
 
 
-def lies_in_run_or_export(recipe: Path) -> bool:
+def is_in_run_or_export(recipe: Path) -> bool:
     """Returns whether a recipe file lies in a run's folder or an export, which others may have written: it is named
     run.yaml, or it is recipe.yaml beside consolidated.json or weights in safetensors.
     """

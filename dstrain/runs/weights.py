@@ -29,7 +29,7 @@ from dstrain.distributed import group
 from dstrain.engine.checkpoint import read_ema_decays, read_weights
 from dstrain.engine.ema import snapshots
 from dstrain.recipe import WIDEST, ConfigError
-from dstrain.recipe.patterns import is_adapter
+from dstrain.recipe.patterns import is_adapter_weight
 from dstrain.systems.base import System
 
 Adapted = dict[str, tuple[dict[str, Tensor], list[str]]]
@@ -176,8 +176,10 @@ def _adapt_part(
     lacks are not in the result, and keep their initial values. Raises ConfigError if `state` holds other adapters than
     the network.
     """
-    adapters = {name: value for name, value in system.build_part_on_meta(part).state_dict().items() if is_adapter(name)}
-    given = {name: tuple(value.shape) for name, value in state.items() if is_adapter(name)}
+    adapters = {
+        name: value for name, value in system.build_part_on_meta(part).state_dict().items() if is_adapter_weight(name)
+    }
+    given = {name: tuple(value.shape) for name, value in state.items() if is_adapter_weight(name)}
     if given and given != {name: tuple(value.shape) for name, value in adapters.items()}:
         raise ConfigError(
             f"weights: the file holds other adapters than the network, such as {min(given)} {given[min(given)]}: set "

@@ -153,7 +153,7 @@ def choose_folder(out: Path | None, parent: Path) -> Path:
 
     if out is None:
         paths = (parent / name for name in chain(["generated"], (f"generated_{number}" for number in count(2))))
-        return next(path for path in paths if not (_is_used(path) or path.is_symlink()))
+        return next(path for path in paths if not (_has_samples(path) or path.is_symlink()))
     existing = next(path for path in (out.absolute(), *out.absolute().parents) if path.exists())
     if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
         raise ConfigError(f"--out {out} cannot be made below {existing}: name a folder that can be written")
@@ -163,11 +163,11 @@ def choose_folder(out: Path | None, parent: Path) -> Path:
 
 def require_unused_folder(out: Path) -> None:
     """Raises ConfigError if a folder holds samples already."""
-    if _is_used(out):
+    if _has_samples(out):
         raise ConfigError(f"--out {out} holds samples already: name another folder, or empty it")
 
 
-def _is_used(path: Path) -> bool:
+def _has_samples(path: Path) -> bool:
     # Pictures alone are those of a command that was stopped: they would mix with others.
     return path.is_dir() and any(
         chain(path.glob("samples_*.npz"), path.glob("embeddings.npy"), path.glob(f"{SAMPLES}/*"))

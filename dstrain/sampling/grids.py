@@ -9,7 +9,7 @@ from dstrain.data.source import Source
 from dstrain.distributed import group
 from dstrain.recipe import Run, Samples
 from dstrain.sampling.draw import count_class_columns, draw_all_on_first_rank, draw_pictures_on_first_rank
-from dstrain.sampling.requests import make_request, require_rows
+from dstrain.sampling.requests import make_request, require_condition_rows
 from dstrain.systems.base import Batch, Nets, Request, System
 
 
@@ -23,7 +23,7 @@ def make_grid_request(samples: Samples, system: System, data: Batch) -> tuple[Re
         own = {name: data[name] for name in request.conditions}
         begin = data["image_embed" if system.takes_embeddings else "image"]
         request.conditions.update(system.conditions_from(begin) | own)
-        require_rows(system, request.conditions, len(request.seeds))
+        require_condition_rows(system, request.conditions, len(request.seeds))
     return request, captions
 
 

@@ -169,8 +169,8 @@ def counted(folder: Path, stages: dict[int, dict[str, Any]]) -> None:
             system = systems.build(run.system, run.model)
             measured = asdict(rank.measure_as_rank_0(run, settings, system, world, "cpu")[0])
             figures[f"{world} {case} {stage}"] = measured | {
-                "checkpoint": states.count_weights(run, system)[1],
-                "states": states.count_states(run, system, settings, world),
+                "checkpoint": states.count_weights_and_checkpoint_bytes(run, system)[1],
+                "states": states.count_bytes_of_states(run, system, settings, world),
             }
     (folder / "counted.json").write_text(json.dumps(figures))
 

@@ -12,7 +12,7 @@ from dstrain.engine.settings import read_offload
 from dstrain.engine.settings import read_stage as stage_of
 from dstrain.planning import advice
 from dstrain.planning.counts import Collective, Counts
-from dstrain.planning.estimate import list_changes
+from dstrain.planning.estimate import find_changed_choices
 from dstrain.recipe import ConfigError
 from dstrain.tracking.hardware import CHIPS, Chip
 from tests.support.launch import ROOT
@@ -110,10 +110,10 @@ def test_the_smallest_change(case):
     assert not tight.estimate_costs().fits
     change = advice.find_smallest_change(tight.estimate_costs(), tight)
     assert change.fits and takes(change) == least
-    assert list_changes(tight.estimate_costs(), change) == list_changes(
+    assert find_changed_choices(tight.estimate_costs(), change) == find_changed_choices(
         case.estimate_costs(), case.change(**ways[least]).estimate_costs()
     )
-    assert len(list_changes(tight.estimate_costs(), change)) == 1
+    assert len(find_changed_choices(tight.estimate_costs(), change)) == 1
 
 
 def test_what_computes_least(case):
@@ -140,7 +140,7 @@ def test_several_changes(case, counting):
     assert min(pairs) < min(singles)
     tight = on(case, min(singles) - 1)
     change = advice.find_smallest_change(tight.estimate_costs(), tight)
-    assert change.fits and len(list_changes(tight.estimate_costs(), change)) == 2 and takes(change) in pairs
+    assert change.fits and len(find_changed_choices(tight.estimate_costs(), change)) == 2 and takes(change) in pairs
 
 
 def test_sharing():
@@ -150,9 +150,9 @@ def test_sharing():
     shared = case.change(**least, sequence=2).estimate_costs()
     assert takes(shared) < takes(case.change(**least).estimate_costs())
     tight = on(case, takes(shared))
-    found = advice.find_sample_sharing(tight)
-    assert found.fits and list_changes(case.estimate_costs(), found)["parallel.sequence"] == 2
-    assert advice.find_sample_sharing(on(case, takes(shared) - 1)) is None
+    found = advice.find_estimate_with_sample_sharing(tight)
+    assert found.fits and find_changed_choices(case.estimate_costs(), found)["parallel.sequence"] == 2
+    assert advice.find_estimate_with_sample_sharing(on(case, takes(shared) - 1)) is None
     text = plan.describe_plan(replace(case, run=found.run))[0]  # it fits, so that no advice is looked for
     assert f"batch {BATCH} = {WORLD // 2} groups of 2 ranks x 1 x 4" in text
 

@@ -74,7 +74,7 @@ def exchange(out: Path) -> None:
     with enter_fake_world(8), Watch() as watch, share_tokens(group.get_neighbour_group(4)):
         query, key, value = (torch.randn(2, 8, 16, 16, requires_grad=True) for _ in range(3))
         attend(query, key, value, shared=1).sum().backward()
-        calls = [(call.operation, call.count, call.bytes, call.ranks) for call in watch.take_collectives()]
+        calls = [(call.operation, call.count, call.bytes, call.ranks) for call in watch.pop_collectives()]
     out.write_text(json.dumps(calls))
 
 

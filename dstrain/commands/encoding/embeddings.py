@@ -27,7 +27,7 @@ from dstrain.commands.encoding.folder import (
     complete_shards,
     count_samples,
     describe_changes,
-    require_readable,
+    require_few_unreadable,
 )
 from dstrain.commands.options.encode import EncodeOptions
 from dstrain.data.cached.embeddings import PLAN, read_plan
@@ -87,7 +87,7 @@ def embed_pairs(options: EncodeOptions) -> dict[str, Any]:
             lambda missing: _make_shards(options, encoders, source, missing),
         )
         bad = dict(entry for note in notes.values() for entry in note["unreadable"])
-        require_readable(bad, plan["pairs"], options.max_bad_fraction, "pairs")
+        require_few_unreadable(bad, plan["pairs"], options.max_bad_fraction, "pairs")
         plan |= {"complete": True, "unreadable": len(bad), "without_caption": source.num_uncaptioned}
         if group.rank() == 0:
             atomic.write_file(options.out / PLAN, json.dumps(plan, sort_keys=True, indent=1) + "\n")
@@ -182,7 +182,7 @@ def _make_shards(
                 rows = range(start, min(start + options.batch, stop))
                 items, bad = read_items(source, list(rows))
                 unreadable.update(bad)
-                require_readable(all_bad | dict(unreadable), total, options.max_bad_fraction, "pairs")
+                require_few_unreadable(all_bad | dict(unreadable), total, options.max_bad_fraction, "pairs")
                 parts.append(_embed_batch(options, encoders, items))
                 bar.update(len(rows))
             notes[number] = _write_shard(options.out, number, parts, sorted(unreadable))

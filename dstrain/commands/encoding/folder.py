@@ -110,7 +110,7 @@ def describe_changes(earlier: dict[str, Any], now: dict[str, Any], keys: Iterabl
     return "; ".join(changes)
 
 
-def require_readable(bad: Mapping[str, str], total: int, max_fraction: float, unit: str) -> None:
+def require_few_unreadable(bad: Mapping[str, str], total: int, max_fraction: float, unit: str) -> None:
     """Raises ConfigError if more than `max_fraction` of the samples are unreadable. A single one is always tolerated,
     unless the fraction is 0.
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from dstrain.nn.layers import compute_timestep_frequencies
 from dstrain.nn.positions import make_rotations, make_sincos_positions
 from dstrain.recipe import ConfigError
-from dstrain.recipe.patterns import is_adapter
+from dstrain.recipe.patterns import is_adapter_weight
 
 _TIME = "t_embedder.mlp.0"
 _HEADS = ("final_layer.linear", "base_layer.linear")
@@ -313,7 +313,7 @@ def translate_adapters_to_layout(
     rows = {
         key: torch.stack((torch.full((len(value),), numbers.get(key, -1)), torch.arange(len(value))), dim=1)
         for key, value in state.items()
-        if not is_adapter(key)
+        if not is_adapter_weight(key)
     }
     found, left = {}, set(range(len(layers)))
     for key, moved in translate_to_layout(rows, name, theirs, depth).items():
