@@ -1,4 +1,4 @@
-"""Which sample goes where: the batches of a rank as a function of the step.
+"""Computes which samples each rank reads at each step, and yields its batches.
 
     stream position     p = step * global_batch + position,       0 <= position < global_batch
     sample index        order.index_at(p), where order = source.make_order(global_batch, seed)
@@ -8,8 +8,9 @@
 The global batch of a step is thus the same samples with the same keys at any world size, micro-batch and worker count.
 Micro-step m of all ranks together is one contiguous block of it. Nothing here has a state to save.
 
-Samples that cannot be read are replaced (source.py), listed and limited (bad_files.py). A rank reads one step ahead of
-the one that it takes. So an error in the data ends a run between two steps, where all ranks can save.
+Samples that cannot be read are replaced by others (source.py); their names are written to a list, and a run ends if
+they are too many (bad_files.py). A rank prefetches the batches of the next step. So an error in the data ends a run
+between two steps, where all ranks can save.
 """
 
 import atexit
@@ -44,15 +45,16 @@ _BAD = "bad"  # entry of a worker's batch: (name, reason) of the samples that it
 
 
 class Batches(AbstractContextManager):
-    """The batches of one rank.
+    """Reads the batches of one rank. A `with` block ends the workers at its end.
 
     global_batch: samples of one optimizer step over all ranks and micro-steps. micro_batch: samples of one forward pass
-    of one rank. num_workers: processes that read ahead; 0 reads in this process, None chooses. folder: where
-    bad_files.txt is written; None writes none. max_bad_fraction: fraction of the data that may be unreadable (at least
-    one file is tolerated unless it is 0). flip: half of the samples are mirrored, by their key. steps: number of steps;
-    later ones are not read; None: without end.
+    of one rank. num_workers: processes that prefetch; 0 reads in this process; None chooses 0 for a source that is
+    cheap to read, else 1 to 8. folder: where bad_files.txt is written; None writes none. max_bad_fraction: fraction of
+    the data that may be unreadable (at least one file is tolerated unless it is 0). flip: mirrors a sample with
+    probability 0.5, decided by its key. steps: number of steps that can be read; None: no limit.
 
-    Raises ConfigError if global_batch is no multiple of micro_batch * world.
+    Raises ConfigError if global_batch is no multiple of micro_batch * world, if a size is below 1, or if `rank` is not
+    in 0 .. world - 1.
     """
 
     def __init__(
@@ -88,11 +90,12 @@ class Batches(AbstractContextManager):
     def read_step(self, step: int) -> Iterator[Batch]:
         """Yields the `accumulation` micro-batches of this rank at an optimizer step, on the device (captions: host).
 
-        Each holds the entries of the source's items, such as {"image": uint8 (b, C, H, W)}, and int64 (b,) {"label",
-        "key", "position", "step"}. Any step but the one after the last call's restarts the workers, which takes longer.
+        Each batch has the entries of the source's items, such as {"image": uint8 (b, C, H, W)}, and int64 (b,)
+        {"label", "key", "position", "step"}. If `step` is not the one after the previous call's, or that call's batches
+        were not all taken, the workers are restarted, which takes longer.
 
-        Raises ConfigError or NotRead if the samples cannot be read, which `problem` usually says one step earlier, and
-        ConfigError if `step` is beyond the last one.
+        Raises ConfigError or NotRead if the samples cannot be read; `problem` usually holds this error one step
+        earlier. Raises ConfigError if `step` is beyond the last one.
         """
         if self._steps is not None and step >= self._steps:
             raise ConfigError(f"step {step} lies beyond the last, {self._steps - 1}")
@@ -118,13 +121,13 @@ class Batches(AbstractContextManager):
         }
 
     def set_step_count(self, steps: int) -> None:
-        """Sets the number of steps to `steps`, so that a run can go on beyond its last one. The next `read_step`
-        restarts the workers.
+        """Sets the number of steps that can be read, for a run that is trained beyond its last step. The next
+        `read_step` restarts the workers.
         """
         self._steps, self._next = steps, -1
 
     def close(self) -> None:
-        """Ends the workers; `read_step` may be called again."""
+        """Ends the worker processes, if there are any. A later `read_step` starts new ones."""
         if self._release is not None:
             self._release()
             atexit.unregister(self._release)
@@ -134,6 +137,9 @@ class Batches(AbstractContextManager):
         self.close()
 
     def _restart(self, step: int) -> None:
+        """Ends the workers and starts new ones, whose first batch is that of `step`. Raises ConfigError or NotRead if
+        they cannot be started.
+        """
         self.close()
         self.problem = None
         options = {}
@@ -166,10 +172,10 @@ class Batches(AbstractContextManager):
         self._batches = _copy_ahead(host, self.device) if self.device.type == "cuda" else host
 
     def _read_step_ahead(self, reader: Iterator, semaphores: list) -> Iterator[Batch]:
-        """Yields the batches of `reader` in host memory. Before it yields one, it has read a whole step more, or only
-        one batch more if a step is larger than _AHEAD bytes.
+        """Yields the batches of `reader` in host memory. Before it yields a batch, it has prefetched the batches of one
+        step, or one batch if these are larger than 1 GiB.
 
-        Ends after the last batch, or when reading has failed, which `problem` then explains.
+        Ends after the last batch, or after an error, which is then in `problem`.
         """
         ahead: deque[Batch] = deque()
         fetched, batch, size = self._fetch_batches(reader, semaphores), {}, 0  # size: bytes of a batch
@@ -183,8 +189,9 @@ class Batches(AbstractContextManager):
             yield ahead.popleft()
 
     def _fetch_batches(self, reader: Iterator, semaphores: list) -> Iterator[Batch]:
-        """Yields the batches of `reader`, and adds their unreadable files to the list of bad files. Once all workers
-        run, it removes their semaphores. Ends after the last batch, or at an error, which it stores in `problem`.
+        """Yields the batches of `reader`, and adds their unreadable files to the list of bad files. Once every worker
+        has delivered a batch, removes the workers' semaphores. Ends after the last batch, or at an error, which it
+        stores in `problem`. Adds the time of waiting to `wait_seconds`.
         """
         for count in itertools.count(1):
             start = time.perf_counter()
@@ -221,13 +228,13 @@ def iterate_held_out(
     """Yields batches of the first `limit` held-out samples (None: all) in the order of their indices, divided among the
     ranks, never mirrored.
 
-    Every rank gets the same number of batches of the same size and, at each call, of the same shape, so that all call
-    the networks alike. The last batches of a shape are filled up with repetitions, for which `valid` bool (b,) is
-    False: a mean over the valid ones of all ranks is exact. Other entries are as in Batches.read_step; position is the
-    sample's index, and the key never changes, so that each evaluation has the same noise. Samples and keys do not
-    depend on the world size.
+    All ranks get the same number of batches, all of size `batch`, and their n-th batches have the same shape, so that
+    all ranks call the networks alike. The last batches of a shape are padded with repeated samples, for which `valid`
+    bool (b,) is False: a mean over the valid samples of all ranks is exact. Other entries are as in Batches.read_step;
+    position is the sample's index, and its key is the same at every call, so that each evaluation has the same noise.
+    Samples and keys do not depend on the world size. Warns of samples that could not be read and were replaced.
 
-    Raises ConfigError if `batch` is below 1, or `rank` is none of `world`.
+    Raises ConfigError if `batch` is below 1, or if `rank` is not in 0 .. world - 1.
     """
     if batch < 1 or not 0 <= rank < world:
         raise ConfigError(f"held-out batches of {batch} for rank {rank} of {world}: a batch has at least 1 sample")
@@ -247,8 +254,8 @@ def iterate_held_out(
 
 
 def _iterate_rounds(source: Source, count: int, size: int) -> Iterator[tuple[int, int]]:
-    """Divides the first `count` samples into rounds of at most `size` samples of one shape. Yields for each round its
-    first index, and the index after the last sample of its shape.
+    """Divides the first `count` samples into rounds of at most `size` samples of one shape. Yields for each round the
+    index of its first sample, and the index after the last sample of this shape (not of the round).
     """
     first = 0
     for end in source.ends:
@@ -267,7 +274,9 @@ def copy_batch_to_device(batch: Batch, device: torch.device | str, non_blocking:
 
 
 class _Stream:
-    """The data set that a DataLoader indexes: a range of stream positions gives one finished micro-batch."""
+    """The data set of a DataLoader. Its index is a range of stream positions, and its item the micro-batch of these
+    positions; if the source prefetches, the item of the next step is prefetched, too.
+    """
 
     def __init__(self, source: Source, order: Any, global_batch: int, seed: int, flip: bool) -> None:
         self.source, self.order, self.flip = source, order, flip
@@ -304,8 +313,8 @@ class _Stream:
 def _iterate_positions(
     step: int, steps: int | None, global_batch: int, micro_batch: int, rank: int, world: int
 ) -> Iterator[range]:
-    """Yields the range of stream positions of each micro-batch of a rank, from `step` on; before `steps`, or without
-    end if that is None.
+    """Yields the range of stream positions of each micro-batch of a rank, for the steps from `step` to `steps` - 1; for
+    all later steps if `steps` is None.
     """
     for number in itertools.count(step) if steps is None else range(step, steps):
         for offset in range(rank * micro_batch, global_batch, world * micro_batch):
@@ -314,7 +323,9 @@ def _iterate_positions(
 
 
 def _copy_ahead(batches: Iterator[Batch], device: torch.device) -> Iterator[Batch]:
-    """Copies pinned batches to a CUDA device on a stream of its own, one batch ahead of the one in use."""
+    """Yields `batches`, which are in pinned memory, as copies on a CUDA device. The copy of the next batch runs on a
+    second CUDA stream while the caller uses the current one.
+    """
     side = torch.cuda.Stream(device)
     ahead: list[tuple[Batch, torch.cuda.Event]] = []
     for host in itertools.chain(batches, [None]):  # None: the last copy is still to be handed over
@@ -332,6 +343,9 @@ def _copy_ahead(batches: Iterator[Batch], device: torch.device) -> Iterator[Batc
 
 
 def _require_sizes(global_batch: int, micro_batch: int, rank: int, world: int) -> None:
+    """Raises ConfigError if a size is below 1, if `rank` is not in 0 .. world - 1, or if global_batch is no multiple of
+    micro_batch * world.
+    """
     if min(global_batch, micro_batch, world) < 1 or not 0 <= rank < world:
         raise ConfigError(
             f"batch.global={global_batch} and batch.micro={micro_batch} are at least 1, and rank {rank} "
@@ -352,8 +366,8 @@ def _require_sizes(global_batch: int, micro_batch: int, rank: int, world: int) -
 
 
 def _choose_worker_count(num_workers: int | None, source: Source) -> int:
-    """Returns `num_workers`. If it is None, returns 0 for a source that is cheap to read, else the cores of this rank,
-    1 to 8.
+    """Returns `num_workers` if it is not None. Else returns 0 for a source that is cheap to read (`light`), and for any
+    other source the number of this rank's CPU cores, at least 1 and at most 8.
     """
     if num_workers is not None:
         return num_workers

@@ -1,4 +1,4 @@
-"""Mixes several sources to one: computes which source each sample comes from, and in which order each source is read.
+"""Mixes several sources into one: computes the source of each sample, and in which order each source is read.
 
     stream position p     lies in block p // 256, whose 256 positions are shuffled by the seed: p -> slot s
     slot s                belongs to source k, and is the n-th of its slots, where count_k(s) = n
@@ -36,10 +36,10 @@ _MIXED_ALIKE = (*ENCODED_ALIKE, "dtype", "flips")  # of the encodings of caches 
 
 @dataclass(frozen=True)
 class MixtureOrder:
-    """The infinite stream of sample indices of a mixture, in which its sources stand one after the other.
+    """The infinite stream of sample indices of a mixture. The indices of the first source come first, then those of the
+    second, and so on; the stream takes them from all sources in the ratio of the weights.
 
-    sizes: number of samples of each source. weights: of each source, whole numbers as `to_whole_numbers` returns. seed:
-    any int.
+    sizes: number of samples of each source. weights: one whole number for each source, as `to_whole_numbers` returns.
     """
 
     sizes: tuple[int, ...]
@@ -63,7 +63,9 @@ class MixtureOrder:
         return index
 
     def find_source_positions(self, position: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the source of each stream position int64 (...), and the position in that source's own stream."""
+        """Returns for each stream position int64 (...) the number of its source, and the position within the stream of
+        this source: int64 (...) both.
+        """
         slots = position - position % _BLOCK + Order(_BLOCK, _derive_seed(self.seed, -1)).index_at(position)
         before = self._count_slots_by_source(slots)  # (sources, ...)
         sources = (self._count_slots_by_source(slots + 1) - before).argmax(0)
@@ -87,9 +89,10 @@ class MixtureOrder:
 
 
 def to_whole_numbers(weights: Sequence[float]) -> tuple[int, ...]:
-    """Returns positive weights as whole numbers in the same ratio. A weight is what its decimals say: 0.3 is 3 / 10.
+    """Returns positive weights as whole numbers in the same ratio, without a common divisor. A weight is taken as the
+    decimal fraction that it prints as: 0.3 is 3 / 10.
 
-    If their sum would exceed 2^30, they are scaled down to it and rounded, each to 1 at least.
+    If the sum would exceed 2^30, the numbers are scaled to this sum and rounded down, to 1 at least.
     """
     exact = [Fraction(str(weight)) for weight in weights]
     common = math.lcm(*(weight.denominator for weight in exact))
@@ -101,16 +104,19 @@ def to_whole_numbers(weights: Sequence[float]) -> tuple[int, ...]:
 
 
 def _derive_seed(seed: int, source: int) -> int:
-    """Returns the seed of the order of the source with this number; for -1 the seed that shuffles the blocks."""
+    """Returns the seed by which the source of number `source` is shuffled, derived from the mixture's `seed`; for
+    `source` -1 the seed that shuffles the blocks.
+    """
     return int.from_bytes(blake2b(f"{seed} {source}".encode(), digest_size=8).digest(), "little")
 
 
 class Mixture(Source):
-    """The samples of several sources as one source: first all of the first source, then all of the next. Training takes
-    them by the weights of the sources.
+    """The samples of several sources as one source: first all of the first source, then all of the next. `make_order`
+    takes them in the ratio of the weights.
 
-    names: of the sources, all different. weights: one for each source; None: the numbers of their samples. classes: of
-    the mixture, by `join_classes`. Items have captions only if all sources have them.
+    names: names of the sources, all different. weights: one for each source; None: the numbers of their samples.
+    classes: those of the mixture, as `join_classes` returns; labels are indices into them. Items have captions only if
+    all sources have captions.
     """
 
     batched = True
@@ -157,9 +163,9 @@ class Mixture(Source):
     def read_batch(
         self, index: Tensor, mirrored: Tensor | None = None, chance: Tensor | None = None
     ) -> tuple[dict[str, Tensor], Bad]:
-        """Reads the samples at `index` int64 (b,) as Source does, each from its source, with the labels of the mixture.
-        Returns the batch, and (name, reason) of each sample that could not be read and was replaced by one of the same
-        source.
+        """Reads the samples at `index` int64 (b,), each from its source, in this order. Returns the batch, whose labels
+        are those of the mixture, and (SOURCE/name, reason) of each sample that could not be read and was replaced by
+        one of the same source. Raises ConfigError as Source.read_batch.
         """
         parts, rows, bad = [], [], []
         for source, here, places in self._group_by_source(index):
@@ -222,21 +228,21 @@ class Mixture(Source):
         return f"mixture n={len(self)} classes={len(self.classes)} {classes} of {parts}"
 
     def _locate_sample(self, index: int) -> tuple[int, int]:
-        """Returns the source that holds a sample of the mixture, and the sample's index in it."""
+        """Returns the number of the source that holds a sample of the mixture, and the index in this source."""
         source = int(torch.bucketize(index, self._ends, right=True))
         return source, index - int(self._ends[source]) + self.sizes[source]
 
     def _group_by_source(self, index: Tensor) -> list[tuple[int, Tensor, Tensor]]:
-        """Groups indices int64 (b,) of the mixture by source. Returns, for each source that holds some: its number,
-        their places in (b,), and their indices within the source.
+        """Groups indices int64 (b,) of the mixture by source. Returns for each source that occurs: its number, the
+        positions within `index` int64 (n,), and the indices within the source int64 (n,).
         """
         sources = torch.bucketize(index, self._ends, right=True)
         rows = [(source, torch.nonzero(sources == source)[:, 0]) for source in sources.unique().tolist()]
         return [(source, here, index[here] - self._ends[source] + self.sizes[source]) for source, here in rows]
 
     def _unify_item(self, source: int, item: dict) -> dict:
-        """Returns an item or a batch of a source with the labels of the mixture, and without its caption unless all
-        sources have captions.
+        """Returns an item or a batch of the source of number `source` with labels of the mixture, and without captions
+        unless all sources have them.
         """
         if not self.captioned:
             item = {name: values for name, values in item.items() if name != "caption"}
@@ -247,11 +253,12 @@ class Mixture(Source):
 
 
 def open_mixture(data: Data, opened: Callable[[Data], tuple[Source, Source | None]]) -> tuple[Mixture, Mixture | None]:
-    """Opens the training mixture and the held-out one of data.mixture; the latter is None if no source holds anything
-    out.
+    """Opens the sources of data.mixture. Returns the mixture to train on, and the mixture of the held-out samples, or
+    None instead if no source holds samples out.
 
-    opened: opens the training source and the held-out one, or None, of one source's section. Raises ConfigError as
-    `opened` and `join_classes`, and if held-out data lack the classes that the training data have.
+    opened: a function that opens the source to train on and the held-out one (or None) of the section of one source.
+    Raises ConfigError as `opened` and `join_classes`, and if the held-out samples have no classes and the training
+    samples have.
     """
     paths = [source.path for source in data.mixture]
     short = [os.path.basename(os.path.normpath(path)) for path in paths]
@@ -269,11 +276,11 @@ def open_mixture(data: Data, opened: Callable[[Data], tuple[Source, Source | Non
 
 
 def join_codes(data: Data, parts: Sequence[Data]) -> Data:
-    """Returns the section of a mixture with `codes` filled in from those of its sources; None if these have none.
-    parts: their completed sections.
+    """Returns the section of a mixture with `codes` set from the codes of its sources; `codes` is None if the sources
+    are not cached codes. parts: the sections of the sources, each with its `codes`.
 
-    The latents' scaling factor is 1 / the standard deviation of the mixture. Raises ConfigError if the sources were not
-    encoded alike.
+    The scaling factor of latents is 1 / the standard deviation of the mixture by its weights. Raises ConfigError if
+    only some sources are cached codes, or if the sources were not encoded alike.
     """
     codes = parts[0].codes
     for part in parts[1:]:
@@ -302,11 +309,11 @@ def join_codes(data: Data, parts: Sequence[Data]) -> Data:
 
 
 def join_classes(sources: Sequence[Source], names: Sequence[str], rule: str) -> tuple[str, ...]:
-    """Returns the classes of a mixture; () if no source has any.
+    """Returns the class names of a mixture; () if no source has classes. names: names of the sources, for messages.
 
-    rule: "same": all sources have the same class names; "first": the class names of the first source, which include
-    those of all others; "union": the class names of the first source, then those that the others add. Raises
-    ConfigError if the sources do not obey the rule, or if some have classes and others none.
+    rule: "same": all sources must have the same class names; "first": the other sources must have no class name that
+    the first source lacks; "union": the class names of the first source, then the new ones of the others. Raises
+    ConfigError if the sources break the rule, or if some have classes and others none.
     """
     first = sources[0].classes
     if without := [name for name, source in zip(names, sources) if bool(source.classes) != bool(first)]:

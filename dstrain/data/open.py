@@ -51,7 +51,7 @@ Split = tuple[Source, Source | None]  # the training source and the held-out one
 
 
 class Kind(ABC):
-    """One kind of data: a subclass recognises the sections of its kind, fills them in and opens their sources."""
+    """Base class of kinds of data. A subclass recognises data sections of its kind and opens their sources."""
 
     labelled_anew = False  # data.labels, data.class_list and data.columns may give such data other labels and captions
 
@@ -61,8 +61,8 @@ class Kind(ABC):
     @classmethod
     @abstractmethod
     def recognises(cls, data: Data) -> bool:
-        """Returns whether the section names data of this kind; called only if all earlier kinds in KINDS have returned
-        False.
+        """Returns whether the section names data of this kind. The result holds only if all earlier kinds in KINDS have
+        returned False.
         """
 
     @abstractmethod
@@ -71,10 +71,10 @@ class Kind(ABC):
 
     @abstractmethod
     def open(self, verify: bool, run: Path | None, mixed: bool) -> Split:
-        """Opens the training source and the held-out one or None. Arguments and errors are those of `open_sources`."""
+        """Opens the source to train on, and the held-out one or None. Arguments and errors are as in `open_sources`."""
 
     def complete_section(self) -> Data:
-        """Returns the section with `codes` filled in: None, except for cached codes. Raises ConfigError as
+        """Returns a copy of the section with `codes` set: to None, except for cached codes. Raises ConfigError as
         `complete_data`.
         """
         return self.data.model_copy(update={"codes": None})
@@ -87,7 +87,7 @@ class Kind(ABC):
         )
 
     def open_samples_index(self, captions: bool) -> tuple[Layout, Index]:
-        """Opens the layout and the index of the samples. Arguments and errors are those of `open_section_index`."""
+        """Opens the layout and the index of the samples. Arguments and errors are as in `open_section_index`."""
         data = self.data
         request = make_request(data, captions=captions)
         if data.num_frames is not None:
@@ -100,8 +100,8 @@ class Kind(ABC):
         return self.data.path
 
     def refuse_labels(self, mixed: bool) -> None:
-        """Raises ConfigError if the section sets labels, class_list or columns, and the labels of its data are fixed.
-        Passes if `mixed` or with a held_out_path, since these entries may be for the other data.
+        """Raises ConfigError if the section sets labels, class_list or columns, and data of this kind have fixed
+        labels. Accepts these entries if `mixed` or if there is a held_out_path, since they may be for the other data.
         """
         names = [
             f"data.{name}"
@@ -115,7 +115,7 @@ class Kind(ABC):
 
 
 class MixedData(Kind):
-    """Several sources of one kind, listed in data.mixture."""
+    """Data mixed from several sources of one kind, which data.mixture lists."""
 
     labelled_anew = True  # one of the sources may use these entries
 
@@ -146,7 +146,7 @@ class MixedData(Kind):
 
 
 class BuiltinData(Kind):
-    """Data of the package itself, at data.path=builtin:NAME: images, clips or embedding pairs."""
+    """Data that are part of the package, data.path=builtin:NAME: images, clips or embedding pairs."""
 
     @classmethod
     def recognises(cls, data: Data) -> bool:
@@ -277,7 +277,7 @@ class ClipsData(Kind):
 
 
 class ImagesData(Kind):
-    """Images in one of the layouts of data/formats. This last kind of KINDS recognises every path."""
+    """Images in one of the layouts of data/formats. Recognises every path, since it is the last of KINDS."""
 
     labelled_anew = True
 
@@ -299,12 +299,12 @@ KINDS: tuple[type[Kind], ...] = (MixedData, BuiltinData, PairsData, CodesData, C
 
 
 def recognise_kind(data: Data) -> Kind:
-    """Returns the kind of the data that a section names, decided by the paths alone, without other ranks."""
+    """Returns the kind of the data that a section names. Looks at the section and its paths on this rank alone."""
     return next(kind(data) for kind in KINDS if kind.recognises(data))
 
 
 def find_contents(data: Data) -> str:
-    """Returns what a system can learn from the data of a completed section: a key of CONTENTS."""
+    """Returns what a system can learn from the data of a section whose `codes` are set: a key of CONTENTS."""
     return (
         recognise_kind(data).name_contents()
         if data.codes is None
@@ -313,10 +313,10 @@ def find_contents(data: Data) -> str:
 
 
 def complete_data(data: Data) -> Data:
-    """Returns the section with `codes` filled in: from the index of a cache of codes; None for all other data.
+    """Returns a copy of the section with `codes` set: from the index of cached codes; to None for all other data.
 
-    Raises ConfigError if the index is damaged, if sizes, channels, frames or flips differ from those that were encoded,
-    or if data.embeddings goes with data other than one source of images.
+    Raises ConfigError if the index is damaged, if sizes, channels, frames or flips of the section differ from those
+    that were encoded, or if data.embeddings is set and the data are not one source of square images.
     """
     kind = recognise_kind(data)
     if data.embeddings is not None and kind.name_contents() != "images":
@@ -333,9 +333,9 @@ def complete_data(data: Data) -> Data:
 
 
 def require_contents(data: Data, system: str, learns_from: Sequence[str], learners: Callable[[str], list[str]]) -> None:
-    """Raises ConfigError if a system cannot learn from the data of a completed section, or if embedding pairs come with
-    held_out or held_out_path. Passes if data.path does not exist: opening it raises an error of its own. learners:
-    returns the systems that learn from a key of CONTENTS, for the message.
+    """Raises ConfigError if a system cannot learn from the data of a section whose `codes` are set, or if held_out or
+    held_out_path is set for embedding pairs. Does nothing if data.path does not exist, since opening it raises an
+    error. learners: returns the systems that learn from a key of CONTENTS, such as those in learns_from.
     """
     contents = find_contents(data)
     if contents == "pairs" and (data.held_out or data.held_out_path):
@@ -355,11 +355,11 @@ def require_contents(data: Data, system: str, learns_from: Sequence[str], learne
 
 
 def open_sources(data: Data, verify: bool = False, run: Path | None = None, mixed: bool = False) -> Split:
-    """Opens the training source and the held-out one, None if nothing is held out; call it on all ranks together.
+    """Opens the source to train on and the held-out one, None if nothing is held out. All ranks must call it.
 
-    verify: also compares hashes of cached codes. run: the command's run, whose folder has the index. mixed: `data` is
-    one source of a mixture. Raises ConfigError if the data cannot be opened (as `open_images` and `Latents`), if
-    entries of the section do not suit them, or if held-out files are trained on, too.
+    verify: also compares hashes of cached codes. run: the folder of the run, in which an index may be read or written.
+    mixed: `data` is one source of a mixture. Raises ConfigError if the data cannot be opened (as `open_images` and
+    `Latents`), if entries of the section have no effect on them, or if held-out files are trained on, too.
     """
     if not mixed and (data.mixture or data.held_out_path) and (problems := run_on_first(lambda: find_overlaps(data))):
         raise ConfigError(*problems)
@@ -385,7 +385,8 @@ def open_split(data: Data, split: str) -> Source | None:
 
 
 def open_section_index(data: Data, captions: bool = False) -> tuple[Layout, Index]:
-    """Opens the layout and the index of the data of a section; an index that is missing is made on the disk.
+    """Opens the layout and the index of the data of a section. If there is no index, makes it: in data.index, else in
+    the user's cache. All ranks must call it.
 
     captions: list the captions of images, too; those of clips are always listed. Raises ConfigError as `open_index`,
     and for built-in data.
@@ -394,8 +395,8 @@ def open_section_index(data: Data, captions: bool = False) -> tuple[Layout, Inde
 
 
 def open_builtin(data: Data, split: str, leave_out: tuple[str, ...] = ()) -> Source | None:
-    """Opens a split of the built-in images or clips, if `data` name them or were encoded from them; else returns None.
-    leave_out: patterns of captions; clips that they fit are left out.
+    """Opens a split of the built-in clothes or clips, if data.path names them or codes that were encoded from them;
+    else returns None. leave_out: patterns of captions; clips whose caption fits one are left out (images are not).
     """
     origin = find_origin(data)
     if origin == FASHION_PATH:
@@ -412,9 +413,8 @@ def find_origin(data: Data) -> str:
 
 
 def describe_data(data: Data, source: Source, held_out: Source | None, folder: Path | None = None) -> list[str]:
-    """Returns two lines for the start of a command: what it trains on, and what is held out.
-
-    folder: the run's folder; if it has a bad_files.txt, the first line says how many files that lists.
+    """Returns two lines for the start of a command: they describe the data to train on, and the held-out data. If the
+    run's `folder` has a bad_files.txt, the first line says how many files are in this list.
     """
     bad = count_listed_files(folder) if folder is not None else 0
     known = f"; {bad:,} unreadable files are listed in {folder / 'bad_files.txt'}" if bad else ""
@@ -425,7 +425,7 @@ def describe_data(data: Data, source: Source, held_out: Source | None, folder: P
 
 
 def make_request(data: Data, suffixes: tuple[str, ...] = SUFFIXES, **more: Any) -> Request:
-    """Returns the request by which a layout lists the data of a section. more: further fields of Request."""
+    """Returns the Request with which a layout lists the data of a section. more: further fields of Request."""
     return Request(
         suffixes,
         labels=data.labels,
@@ -459,7 +459,7 @@ def _open_images(data: Data, run: Path | None, mixed: bool, holds_out: bool) -> 
 
 
 def _wrap_images(data: Data, source: Source) -> Source:
-    """Returns the source with the embeddings or buckets that the section names, or as it is if it names neither."""
+    """Returns the source with embeddings or in buckets if the section sets these, else unchanged. All ranks call it."""
     if data.embeddings is not None:
         return add_embeddings(source, data.embeddings)
     if data.buckets is None:
@@ -472,8 +472,8 @@ def _wrap_images(data: Data, source: Source) -> Source:
 
 
 def _complete_split_paths(data: Data) -> Data:
-    """Returns the section with path and held_out_path set to the splits that the data have of their own; unchanged if
-    they have none, or if the section holds out other samples. Call it on all ranks together.
+    """Returns a copy of the section. If data.path holds splits such as train/ and val/, its path is the first, and its
+    held_out_path the second unless the section sets held_out or held_out_path. All ranks must call it.
     """
     path, held_out_path = run_on_first(
         lambda: find_split_paths(data.path, data.held_out, data.held_out_path, cache=data.cache)
@@ -492,7 +492,7 @@ def _explain_missing_frames(data: Data) -> ConfigError:
 
 
 def _has_videos(path: str) -> bool:
-    """Returns whether a folder seems to hold videos and no images, judged by the suffixes of some of its files."""
+    """Returns whether some of a folder's files have suffixes of videos, and none of those read has one of images."""
     if not os.path.isdir(path):
         return False
     suffixes = {os.path.splitext(name)[1].lower() for name in peek_files(LocalFiles(path))}

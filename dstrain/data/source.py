@@ -1,6 +1,6 @@
-"""The type of a data source: samples by index, what is known of them, and how a batch of them is read.
+"""Defines the base class of data sources: samples by index, their description, and how a batch is read.
 
-A sample that cannot be read is replaced by the next one of its shape that can, cyclically. The substitute is a function
+A sample that cannot be read is replaced by the next readable one of its shape, cyclically. The substitute is a function
 of the data and the index alone, so it is the same on any rank, in any worker and at any world size.
 """
 
@@ -32,7 +32,7 @@ _PACKED = ("caption", "other_caption")  # texts of any length: a batch fills the
 
 
 class BadSample(Exception):
-    """A sample that cannot be read: `path` (relative to the data) and `reason`, one line each."""
+    """Raised if a sample cannot be read. `path`, relative to the data, and `reason` are one line each."""
 
     def __init__(self, path: str, reason: str) -> None:
         super().__init__(path, reason)
@@ -41,10 +41,11 @@ class BadSample(Exception):
 
 @contextmanager
 def report_bad_sample(name: str, path: Path) -> Iterator[None]:
-    """Turns any exception that its block raises while it reads a file into BadSample; the reason says `name` instead of
-    `path`. Raises NotRead if the file is not at fault, but the storage or the machine.
+    """Within the block, any exception is raised as BadSample, whose reason says `name` instead of `path`. But NotRead
+    is raised if the storage or the machine is at fault and not the file. The block reads the sample `name` from the
+    file `path`.
 
-    A hostile file may raise anything. The caller limits how many samples may be bad.
+    Any exception counts, since a damaged file may raise anything. The caller limits how many samples may be bad.
     """
     try:
         yield
@@ -62,11 +63,12 @@ def report_bad_sample(name: str, path: Path) -> Iterator[None]:
 
 
 class Source(ABC):
-    """Data as samples 0 .. len - 1. The same index gives the same item each time, except where `read` chooses, such as
-    the window of a clip.
+    """The base class of data sources, whose samples are 0 .. len - 1. An index always gives the same item, unless
+    `read` is given a random number by which it chooses, for example the window of a clip.
 
-    An item is a dict such as {"image": uint8 (C, H, W), "label": int}; all items of a source have the same entries and
-    shapes. Each module of this folder says which entries its items have. Sources are pickled for the workers.
+    An item is a dict such as {"image": uint8 (C, H, W), "label": int}; all items of a source have the same entries, and
+    the same shapes except across buckets. Each module of this folder says which entries its items have. Sources are
+    pickled for the workers.
     """
 
     noun: str = "samples"  # what a message calls the samples
@@ -92,17 +94,19 @@ class Source(ABC):
 
     @abstractmethod
     def name_sample(self, index: int) -> str:
-        """Returns the name of a sample, as messages say it."""
+        """Returns the name of a sample for messages, such as its path relative to the data."""
 
     @abstractmethod
     def compute_fingerprint(self) -> str:
-        """Returns a short string that changes with the data; a run saves it to notice a change on resume.
+        """Returns a short string that changes if the data change; a run saves it and compares it on resume.
 
-        Of a folder it covers the sizes (and captions) of 10,000 files at most, so that it takes a second.
+        For a folder only the sizes (and captions) of at most 10,000 files are compared, so that it takes a second.
         """
 
     def compute_full_fingerprint(self) -> str:
-        """Returns the fingerprint over all files, which tells whether a cache was made of these data."""
+        """Returns a fingerprint that covers all files, to check whether a cache was made from these data. By default it
+        is `compute_fingerprint`.
+        """
         return self.compute_fingerprint()
 
     def describe(self) -> str:
@@ -115,7 +119,7 @@ class Source(ABC):
         return f"{words}, left out: {', '.join(f'{pattern} {count:,}' for pattern, count in self.left_out)}"
 
     def count_samples_by_source(self, seed: int, positions: int) -> dict[str, int]:
-        """Returns how many of the first `positions` samples in the order of training come from each source of a
+        """Returns how many samples at the first `positions` stream positions of training come from each source of a
         mixture, by the source's name; {} if the data are no mixture.
         """
         return {}
@@ -140,7 +144,9 @@ class Source(ABC):
         return "captions" if self.captioned else "no captions"
 
     def read_captions(self, index: int) -> tuple[str, ...]:
-        """Returns the captions of a sample, () where it has none. Raises BadSample if they cannot be read."""
+        """Returns the captions of a sample, () if it has none. By default reads the whole sample. Raises BadSample if
+        it cannot be read.
+        """
         packed = self[index].get("caption")
         return () if packed is None else (bytes(packed.numpy()).rstrip(b"\0").decode("utf-8", "replace"),)
 
@@ -171,13 +177,14 @@ class Source(ABC):
         return first + (index - first + count) % (last - first)
 
     def read(self, index: int, chance: Chance | None = None) -> Item:
-        """Reads one sample. A source with `chance_name` chooses by `chance`, uniform in [0, 1), which part or version
-        of the sample it reads; None always reads the same one. Raises BadSample or NotRead as `__getitem__`.
+        """Reads one sample. A source with `chance_name` chooses a part or version of the sample by `chance`: a number
+        uniform in [0, 1), or a list of `chance_count` such numbers. None always chooses the same. Raises BadSample or
+        NotRead as `__getitem__`.
         """
         return self[index]
 
     def read_first(self) -> Item:
-        """Reads the first sample that can be read. Raises ConfigError if none of the first 1000 can."""
+        """Reads the first readable sample of sample 0's shape. Raises ConfigError if 1000 in a row cannot be read."""
         return read_items(self, [0])[0][0]
 
     def prefetch(self, index: Tensor, mirrored: Tensor | None = None, chance: Tensor | None = None) -> None:
@@ -207,10 +214,11 @@ class Source(ABC):
 
 
 def read_items(source: Source, indices: list[int], chances: list[Chance] | None = None) -> tuple[list[Item], Bad]:
-    """Reads the items at `indices`. Returns them, with a substitute for each that cannot be read, and (name, reason) of
-    all that could not.
+    """Reads the items at `indices`, each unreadable one replaced by the next readable of its shape. Returns the items,
+    and (name, reason) of all samples that could not be read.
 
-    chances: for each item, see Source.read. Raises ConfigError if 1000 samples in a row cannot be read.
+    chances: for each item the argument `chance` of Source.read. Raises ConfigError if 1000 samples in a row cannot be
+    read.
     """
     items, bad = [], []
     tries = min(len(source), _MAX_TRIES)
@@ -232,21 +240,21 @@ def read_items(source: Source, indices: list[int], chances: list[Chance] | None 
 
 
 def collate_items(items: list[Item]) -> dict[str, Tensor]:
-    """Stacks items to a batch: numbers become int64 (b,), and captions are filled up with zeros to the longest."""
+    """Stacks items to a batch: numbers become int64 (b,), and captions are padded with zeros to the longest."""
     texts = {name: stack_texts([item[name] for item in items]) for name in _PACKED if name in items[0]}
     return default_collate([{name: item[name] for name in item if name not in texts} for item in items]) | texts
 
 
 def stack_texts(texts: Sequence[Tensor]) -> Tensor:
-    """Returns texts, each UTF-8 as uint8 (..., bytes), as one tensor (texts, ..., most bytes), filled up with zeros at
-    the end.
+    """Stacks texts, each UTF-8 as uint8 (..., bytes), to one tensor uint8 (texts, ..., W). W is the width of the
+    longest text; the others are padded with zeros at the end.
     """
     width = max(text.shape[-1] for text in texts)
     return torch.stack([F.pad(text, (0, width - text.shape[-1])) for text in texts])
 
 
 def join_batches(batches: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """Concatenates batches in their order to one; captions are filled up with zeros to the longest."""
+    """Concatenates batches, in their order, to one batch; captions are padded with zeros to the longest."""
     joined = {}
     for name in batches[0]:
         parts = [batch[name] for batch in batches]
@@ -255,8 +263,8 @@ def join_batches(batches: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
 
 
 def sample_captions(source: Source, most: int = _SAMPLED) -> list[str]:
-    """Returns the captions of at most `most` evenly spaced samples, without those that cannot be read; [] for a source
-    without captions.
+    """Returns all captions of at most `most` evenly spaced samples. Skips samples that cannot be read; returns [] for a
+    source without captions.
     """
     texts: list[str] = []
     for index in (
@@ -268,8 +276,8 @@ def sample_captions(source: Source, most: int = _SAMPLED) -> list[str]:
 
 
 def describe_truncated_captions(source: Source, reader: Any) -> list[str]:
-    """Looks at the captions of up to 1000 samples. Returns one line that says how many are longer than `reader` (a
-    system or a text encoder) reads; [] if it reads them whole.
+    """Returns a list with one line that says how many captions, of at most 1000 evenly spaced samples, are longer than
+    `reader` (a system or a text encoder) can read; [] if none is, or if there are no captions.
     """
     texts = sample_captions(source)
     line = (

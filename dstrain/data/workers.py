@@ -1,4 +1,4 @@
-"""Processes that read samples: how they start, which signals they ignore, and when they end.
+"""Starts and ends the worker processes that read samples, and sets which signals they ignore.
 
 They come from a fork server, a clean process that imports torch once and is forked for each worker. Until 4 workers
 delivered on two cores, it took 1.8 s the first time and 0.3 s again; spawn took 11 s and 8 s, fork 0.6 s and 0.3 s
@@ -40,14 +40,14 @@ def make_context() -> multiprocessing.context.BaseContext:
 
 @contextlib.contextmanager
 def guard_worker_start() -> Iterator[list[Callable[[], None]]]:
-    """Protects its block, which starts workers. Yields a list; after the block it holds functions that remove the
-    workers' semaphores, for `unlink_semaphores`. After an exception in the block, kills the workers that it has
-    started.
+    """A context manager for a block that starts workers. Yields a list, which is empty within the block; after it, the
+    list holds the functions that remove the workers' semaphores, for `unlink_semaphores`. If the block raises, kills
+    the workers that were started in it.
 
-    Signals are blocked meanwhile: server and workers inherit the mask, and so ignore those that a launcher sends to
-    every process that it sees, even before `prepare_worker` runs. Signals to this process arrive after the block. The
-    main module is hidden: a worker needs nothing of it, and would import the launch script again, and all of deepspeed
-    with it.
+    Within the block SIGTERM, SIGINT, SIGUSR1 and SIGHUP are blocked, and arrive after it. The fork server and the
+    workers inherit this mask, so they ignore signals that a launcher sends to all processes, even before
+    `prepare_worker` runs. The main module has no file within the block: else each worker would import the launch script
+    again, and deepspeed with it.
     """
     multiprocessing.resource_tracker.ensure_running()  # its start would lift the mask again
     main = sys.modules["__main__"]
@@ -74,19 +74,19 @@ def guard_worker_start() -> Iterator[list[Callable[[], None]]]:
 
 
 def unlink_semaphores(unlinkers: list[Callable[[], None]]) -> None:
-    """Removes the workers' semaphores from /dev/shm, and empties the list of `guard_worker_start`. Call it once every
-    worker has opened them.
+    """Removes the workers' semaphores from /dev/shm, and empties the list of `guard_worker_start`. Call it only after
+    every worker has opened the semaphores.
 
-    multiprocessing does so at exit, or its tracker process does. But a rank is often killed together with all of its
-    processes, and then nobody is left to do it.
+    multiprocessing or its tracker process would remove them at exit. But if a rank is killed together with all of its
+    processes, they would stay.
     """
     while unlinkers:
         unlinkers.pop()()
 
 
 def explain_worker_error(error: OSError | RuntimeError, count: int) -> ConfigError | NotRead:
-    """Returns the exception that tells a user why `count` workers failed: a ConfigError if /dev/shm is full, NotRead if
-    a worker was killed. Raises `error` again if it is neither.
+    """Returns the exception to raise for an error of `count` workers: ConfigError if /dev/shm is full, NotRead if a
+    worker was killed. Raises any other `error` again.
     """
     text = str(error)
     if "shared memory" in text or getattr(error, "errno", None) == errno.ENOSPC:  # 64 MB in a container of docker
@@ -106,7 +106,9 @@ def explain_worker_error(error: OSError | RuntimeError, count: int) -> ConfigErr
 
 
 def prepare_worker(_worker_id: int) -> None:
-    """Runs first in each new worker: makes it ignore signals, use one thread, and end as soon as its rank ends."""
+    """Prepares the worker process in which it is called: ignores SIGTERM, SIGINT, SIGUSR1 and SIGHUP, sets torch to one
+    thread, and makes the process end as soon as its rank ends.
+    """
     for number in _SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     torch.set_num_threads(1)
@@ -118,10 +120,10 @@ def prepare_worker(_worker_id: int) -> None:
 
 
 def end_workers(reader: object) -> None:
-    """Ends the worker processes of a DataLoader's iterator: tells them to stop, and kills those that still run after 1
-    s. Does nothing if there are none, or if they were ended before.
+    """Ends the worker processes of `reader`, the iterator of a DataLoader: asks them to stop, and kills those that
+    still run after 1 s. Does nothing if there are none, or if they were ended before.
 
-    torch alone would wait five seconds for each worker that is busy with a slow file, then send an ignored signal.
+    torch would wait five seconds for each worker that reads a slow file, and then send a signal that workers ignore.
     """
     processes = list(getattr(reader, "_workers", ()))
     if not processes or reader._shutdown:
@@ -145,5 +147,6 @@ def end_workers(reader: object) -> None:
 
 
 def _die_with_parent(sentinel: int) -> None:
+    """Waits until the process of `sentinel` ends, then kills this process by SIGKILL."""
     multiprocessing.connection.wait([sentinel])
     os.kill(os.getpid(), signal.SIGKILL)

@@ -1,10 +1,10 @@
 """Checks that all ranks see the same data: rank 0 lists them, and others may read a copy, or another folder.
 
-A view is a machine and the very file or folder that the data's path leads to there. One rank of each view but rank 0's
-compares what it sees with what rank 0 has listed: the sizes of 10,000 files and both ends of some, then the times of
-change of what the index watches, which are equal on a shared disk. Where they are not, as of copies, it lists the data
-again and compares them sample by sample, holding none. So the check takes a second at any number of samples, but for
-copies of so many single files.
+A view is a machine and the file or folder at the data's path there. One rank of each view other than rank 0's compares
+its files with those that rank 0 has listed: the sizes of 10,000 files and both ends of some, then the modification
+times of the files that the index watches, which are equal on a shared disk. If the times differ, as for copies, this
+rank lists the data again and compares them sample by sample. So the check takes a second at any number of samples,
+except for copies of many single files.
 """
 
 import os
@@ -32,10 +32,10 @@ _ENDS = 1 << 16  # bytes at either end
 
 
 def require_same_data(layout: Layout, index: Index, read_stats: Callable[[], list[Any]]) -> None:
-    """Checks that all machines see the same data; call it on all ranks together. Data at an address are not checked.
-    read_stats: reads size and time of change of each watched file.
+    """Raises ConfigError on all ranks if a machine has other data at the path than rank 0; the message names the
+    machine and the first difference. All ranks must call it. Data at an address such as s3:// are not checked.
 
-    Raises ConfigError on all ranks, which names a machine and the first difference that it sees.
+    read_stats: returns size and modification time of each file that the index watches.
     """
     if not layout.files.far:
         _compare_views(
@@ -47,8 +47,8 @@ def require_same_data(layout: Layout, index: Index, read_stats: Callable[[], lis
 
 
 def require_same_source(source: Source, path: str) -> None:
-    """Checks that all machines see cached data with the same fingerprint at `path`; call it on all ranks together.
-    Raises ConfigError on all ranks if they do not.
+    """Raises ConfigError on all ranks if cached data at `path` have another fingerprint on another machine. All ranks
+    must call it.
     """
     _compare_views(path, f"data.path={path}", source.compute_fingerprint, "{1!r}, not {0!r}".format)
 
@@ -56,11 +56,11 @@ def require_same_source(source: Source, path: str) -> None:
 def _compare_views(
     root: str, where: str, observe: Callable[[], Any], explain: Callable[[Any, Any], str | None]
 ) -> None:
-    """Lets one rank of each view observe the data, and compares each observation with rank 0's; call it on all ranks
-    together.
+    """Calls `observe` on one rank of each view, and compares each result with rank 0's. All ranks must call it. Does
+    nothing if all ranks have the same view.
 
-    explain: given rank 0's observation and another, returns how they differ, or None if they agree. Raises ConfigError
-    on all ranks if some differ, or if a rank cannot observe the data.
+    explain: given rank 0's result and another one, returns how they differ; None if they count as equal. Raises
+    ConfigError on all ranks if a result differs, or if `observe` raises ConfigError on a rank other than 0.
     """
     views = group.gather_objects(_find_view(root))
     if len(set(views)) == 1:
@@ -82,8 +82,8 @@ def _compare_views(
 
 
 def _find_view(root: str) -> tuple[Any, ...]:
-    """Returns what tells the views of the data apart: the host's name with the device and inode of `root`, or with its
-    absolute path if nothing stands there, such as for a pattern.
+    """Returns a tuple that identifies the view of the data on this rank: the host's name with the device and inode of
+    `root`, or with its absolute path if `root` cannot be found, such as a pattern.
     """
     try:
         status = os.stat(root)
@@ -93,8 +93,9 @@ def _find_view(root: str) -> tuple[Any, ...]:
 
 
 def _observe_files(layout: Layout, index: Index, stats: list[Any]) -> dict[str, Any]:
-    """Returns what this machine sees: `stats` of the watched files, the layout's parts, and (bytes, hash of both ends)
-    of at most 10,000 files, of which some 256 are hashed and the others have "".
+    """Returns a description of the files on this machine: `stats` as "watched", the layout's parts as "parts", and as
+    "files" (bytes, hash of both ends) by name, for at most 10,000 evenly spaced files. Some 256 of them are hashed; the
+    others have "" as their hash.
     """
     parts = [] if index.single else layout.list_parts()
     count = len(index) if index.single else len(parts)
@@ -130,8 +131,8 @@ def _hash_file_ends(layout: Layout, name: str) -> str:
 
 
 def _find_difference(layout: Layout, index: Index, expected: dict[str, Any], found: dict[str, Any]) -> str | None:
-    """Returns how this machine's observation `found` differs from rank 0's, `expected`, in words; None if
-    it does not.
+    """Returns in words the first difference of `found`, this machine's result of `_observe_files`, from rank 0's result
+    `expected`. If only watched files differ, lists the data anew to find one. Returns None if there is no difference.
     """
     for name, (size, ends) in expected["files"].items():
         own_size, own_ends = found["files"].get(name, (-1, ""))
@@ -147,7 +148,7 @@ def _find_difference(layout: Layout, index: Index, expected: dict[str, Any], fou
 
 
 def _iterate_differences(layout: Layout, index: Index) -> Iterator[str]:
-    """Lists the data on this machine anew, and yields in words how each sample differs from the index."""
+    """Lists the data on this machine anew, and yields in words each difference of a sample from the index."""
     own = recognise_layout(layout.root, open_data_files(layout.root, layout.request), layout.request)
     row = 0
     for part in own.list_parts():

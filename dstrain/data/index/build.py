@@ -1,4 +1,4 @@
-"""Makes the index of data on one rank, part by part, and finds it again in every later command.
+"""Makes the index of data on rank 0, and opens it in every later command.
 
     FOLDER/KEY/            the index; KEY is a hash of the data's path and of what a command asks of them
     FOLDER/KEY.building/   what is listed so far, with journal.jsonl: after an interruption it goes on from there
@@ -6,8 +6,8 @@
     FOLDER/KEY.lock        one command at a time lists
 
 FOLDER is data.index, else `index` in the folder of the run, or the user's cache (always for `dstrain index`).
-Without data.index, fewer than 50,000 samples are listed anew by each command, and kept in memory, unless buckets need
-their sizes, too, which take longer to read. Rank 0 lists, the others wait.
+Without data.index, up to 50,000 samples are listed anew by each command and kept in memory, unless buckets need their
+sizes, which take longer to read. Rank 0 lists the data while the other ranks wait.
 """
 
 import fcntl
@@ -50,11 +50,12 @@ _T = TypeVar("_T")
 def open_index(
     path: str | Path, request: Request, kept: str | Path | None = None, run: Path | None = None
 ) -> tuple[Layout, Index]:
-    """Opens the layout of the data at a path and their index, and makes the index if it is missing; call it on all
-    ranks together.
+    """Opens the layout of the data at a path and their index. Makes the index if there is none or if the data have
+    changed. All ranks must call it.
 
-    kept: data.index, where the index is written whatever its size. run: folder of the run that the command is about.
-    Raises ConfigError if there are no such data, if machines see other data or do not see the index, and as the layout.
+    kept: data.index, a folder to which an index of any size is written. run: the folder of the run, in which an index
+    is looked for and written otherwise. Raises ConfigError if there are no such data, if machines have other data at
+    the path or cannot open the index, and as the layout.
     """
     layout, index = run_on_first(lambda: _find_or_make_index(str(path), request, kept, run))
     missing = None
@@ -74,10 +75,8 @@ def open_index(
 
 
 def make_files_once(index: Index, is_there: Callable[[], Any], make: Callable[[], None]) -> None:
-    """Calls `make`, which writes files beside an index on a disk, unless `is_there` finds them: on rank 0, in one
-    command at a time. Call it on all ranks together.
-
-    Raises ConfigError if they cannot be written there.
+    """Calls `make`, which writes files beside an index on a disk, on rank 0, unless `is_there` returns a true value. A
+    lock makes other commands wait meanwhile. All ranks must call it. Raises ConfigError if the files cannot be written.
     """
 
     def make_missing() -> None:
@@ -90,8 +89,8 @@ def make_files_once(index: Index, is_there: Callable[[], Any], make: Callable[[]
 
 
 def run_on_first(make: Callable[[], _T]) -> _T:
-    """Calls `make` on rank 0, and returns its result, or raises its ConfigError or NotRead, on every rank. Call it on
-    all ranks together.
+    """Calls `make` on rank 0 alone, and returns its result on every rank, or raises its ConfigError or NotRead on every
+    rank. All ranks must call it.
     """
     if group.world() == 1:
         return make()
@@ -135,13 +134,13 @@ def _hash_request(path: str, request: Request) -> str:
 
 
 def find_cache_folder() -> Path:
-    """Returns the user's folder for indexes, which `dstrain index` and commands without a run use."""
+    """Returns the folder for indexes in the user's cache, which `dstrain index` and commands without a run use."""
     return make_cache_folder("dstrain/index")
 
 
 def _list_index_folders(run: Path | None) -> list[Path]:
-    """Returns the folders in which an index is looked for; a new one is made in the first: in the run's folder if there
-    is a run and it may be written to, else in the user's.
+    """Returns the folders in which an index is looked for: index/ in the run's folder, if there is a run, and the
+    folder in the user's cache. A new index is written to the first: the run's, unless this process may not write to it.
     """
     if run is None:
         return [find_cache_folder()]
@@ -156,8 +155,8 @@ def _name_building_folder(folder: Path) -> Path:
 
 @contextmanager
 def lock_index(folder: Path) -> Iterator[None]:
-    """Locks an index during its block, after waiting for any other command that makes it; without a lock if the file
-    system has none. Raises ConfigError if nothing can be written there.
+    """Within the block, this process alone holds the lock KEY.lock of the index in `folder`; waits for other commands
+    first. Takes no lock if the file system has none. Raises ConfigError if the lock file cannot be written.
     """
     with explain_write_errors(folder.parent, ELSEWHERE):
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -172,10 +171,8 @@ def lock_index(folder: Path) -> Iterator[None]:
 def _find_index(
     folder: Path, path: str, files: Files, request: Request, anew: bool = False
 ) -> tuple[Layout, Index] | None:
-    """Opens the layout and the index in `folder`; returns None if there is no index, if it was altered, or if the data
-    have changed since.
-
-    anew: the caller will then make the index anew, so this prints what has changed.
+    """Opens the layout and the index in `folder`. Returns None if there is no index, if it was altered, or if the data
+    have changed since. anew: prints what has changed, since the caller then makes the index anew.
     """
     index = Index.open(folder)
     watched = index and read_sealed_file(folder / WATCHED)
@@ -202,8 +199,9 @@ def _find_index(
 
 
 def _read_stats(layout: Layout, names: list[str]) -> list[list[int | str]]:
-    """Returns [size, version] of each name, a file or folder of the layout or a file that the request names; [-1, ""]
-    if it cannot be read.
+    """Returns [size, version] of each name: a file or folder of the layout, or KEY=PATH of a file that the request
+    names. The version is a modification time or a store's tag. A file that cannot be read has [-1, ""]; raises NotRead
+    if the storage fails.
     """
 
     def read_stat(name: str) -> list[int | str]:
@@ -240,7 +238,7 @@ def _list_watched_names(layout: Layout, index: Index) -> list[str]:
 
 
 def _list_in_memory(layout: Layout) -> Index | None:
-    """Lists the samples into an index in memory; returns None if there are more than 50,000."""
+    """Lists the samples and returns their index, in memory; returns None as soon as there are more than 50,000."""
     parts = layout.list_parts()
     columns = Columns(classes=layout.classes)
     for part in parts:
@@ -253,6 +251,9 @@ def _list_in_memory(layout: Layout) -> Index | None:
 
 
 def _list_on_disk(layout: Layout, folder: Path) -> Index:
+    """Lists the samples, writes their index to `folder`, and returns it. Continues what an interrupted command has
+    listed, if the data are the same. Replaces an index that is there.
+    """
     layout.notes.clear()  # They may be those of a listing in memory.
     building, parts = _name_building_folder(folder), layout.list_parts()
     watch_list = _choose_watched_names(layout)
@@ -290,8 +291,9 @@ def _list_on_disk(layout: Layout, folder: Path) -> Index:
 
 
 def _add_parts(layout: Layout, columns: Columns, parts: list[str], done: int, journal: Path) -> None:
-    """Adds the samples of the parts from number `done` on to the columns. After each write a line of the journal says
-    what is on the disk, so that an interrupted listing can go on there.
+    """Adds the samples of parts[done:] to the columns, and writes these to the disk about once a second and at the end,
+    also after an error. After each write a line of the journal says what is on the disk, from which an interrupted
+    listing can be continued.
     """
     state: dict[str, Any] | None = None
     synced, noun = time.monotonic(), layout.request.noun
@@ -324,15 +326,16 @@ def _add_parts(layout: Layout, columns: Columns, parts: list[str], done: int, jo
 
 
 def _wait_for_clock(stats: list[list[int | str]]) -> None:
-    """Waits until the clock has passed the times of change in `stats`, so that a later change has another time."""
+    """Waits until 20 ms after the latest modification time in `stats`, so that a later change gets another time."""
     times = [int(version) for _, version in stats if str(version).isdecimal()]
     while times and 0 <= time.time_ns() - max(times) < _TICK:
         time.sleep(_TICK / 4e9)
 
 
 def _resume_columns(building: Path, journal: Path, plan: dict[str, Any], layout: Layout) -> tuple[Columns | None, int]:
-    """Opens the columns that an interrupted command with the same plan has written, cut to what its journal says.
-    Returns them and the number of parts that they hold; (None, 0) if they cannot be used.
+    """Opens the columns that an interrupted command with the same plan has written, after truncating their files to the
+    sizes in its journal. Returns the columns and the number of parts whose samples they hold; (None, 0) if they cannot
+    be used.
     """
     try:
         lines.remove_partial_line(journal)

@@ -1,4 +1,4 @@
-"""The columns of an index while samples are added to it: written part by part, labelled and hashed in the end."""
+"""Collects samples into the columns of an index, writes them part by part, and finishes labels and hashes last."""
 
 import os
 import re
@@ -30,15 +30,15 @@ _CODES = {np.int32: "i", np.int64: "q", np.uint64: "Q"}
 
 
 class Columns:
-    """The columns of an index to which samples are added. They are in memory; with a folder, `write` moves them to the
-    disk.
+    """The columns of an index to which samples are added, in memory. If there is a folder, `write` moves their values
+    to files in it.
     """
 
     def __init__(
         self, folder: Path | None = None, classes: Sequence[str] = (), state: dict[str, Any] | None = None
     ) -> None:
-        """Begins empty columns; with a `state` of `get_state`, continues those on the disk. classes: known names of
-        classes, whose labels are their places; other names are numbered as they come.
+        """Makes empty columns, or continues those in `folder` if `state`, a result of `get_state`, is given. classes:
+        known class names, whose labels are their indices; further names are numbered in the order of their samples.
         """
         state = state or {"number": 0, "sizes": {}, "kinds": None, "classes": list(classes), "most": 0}
         self.folder = folder
@@ -57,8 +57,8 @@ class Columns:
         return bytearray() if dtype is None else array(_CODES[dtype])
 
     def _begin_column(self, name: str, default: int | None) -> None:
-        """Makes a column, unless it exists, with `default` for each sample that was added before (None: with no
-        values).
+        """Makes a column, unless it exists, with the value `default` for each sample that was added before; without
+        values if `default` is None.
         """
         if name not in self.buffers:
             self.sizes[name], self.buffers[name] = 0, self._make_buffer(name)
@@ -66,7 +66,9 @@ class Columns:
                 self.buffers[name].extend([default] * self.number)
 
     def add(self, sample: Sample, layout: Layout) -> None:
-        """Adds a sample. Raises ConfigError if its label or captions are of another kind than those before."""
+        """Adds a sample. Raises ConfigError if it has a caption and the first sample has none, or the reverse, if its
+        label is of another type than the first one's (text, number or none), or if a number is out of range.
+        """
         place, label, captions = sample.place, sample.label, sample.captions
         self._require_consistent_sample(sample, layout)
         encoded = os.fsencode(place.name)
@@ -123,8 +125,8 @@ class Columns:
             return int.from_bytes(file.read(8), sys.byteorder)
 
     def write(self, durable: bool = False) -> None:
-        """Moves what is in memory to the end of the files, and flushes them to the disk if `durable`. Raises
-        ConfigError if the disk is full.
+        """Appends the values in memory to the files, and removes them from memory. durable: also waits until the disk
+        has them. Raises ConfigError if the files cannot be written, such as on a full disk.
         """
         for name, buffer in self.buffers.items():
             with explain_write_errors(self.folder, ELSEWHERE), open(self.folder / f"{name}.bin", "ab") as file:
@@ -136,8 +138,8 @@ class Columns:
             self.buffers[name] = self._make_buffer(name)
 
     def get_state(self) -> dict[str, Any]:
-        """Returns the state as JSON values, with which listing can go on after an interruption once `write`
-        was called.
+        """Returns the state as JSON values, with which the constructor continues after an interruption. Its sizes
+        include the values in memory: call `write` first or next.
         """
         sizes = {
             name: self.sizes[name] + len(buffer) * getattr(buffer, "itemsize", 1)
@@ -152,8 +154,9 @@ class Columns:
         }
 
     def make_index(self, layout: Layout) -> Index:
-        """Returns the index of the samples that were added, written to the folder if there is one. Raises ConfigError
-        if there are no samples, or if labels are unknown.
+        """Returns the index of the samples that were added. If there is a folder, writes the index to it, deletes
+        journal.jsonl, and replaces the column of labels. Raises ConfigError if there are no samples, or if labels do
+        not suit the classes.
         """
         folder = self.folder
         if folder is not None:
@@ -197,11 +200,12 @@ class Columns:
         return Index(header, columns, folder)
 
     def _finish_labels(self, layout: Layout, columns: dict[str, Any]) -> tuple[tuple[str, ...], list[int]]:
-        """Returns the classes and how many samples each has; (), [] if samples have no labels. Class names were
-        numbered as they came: this changes each label to its class's place among the sorted or given classes, in
-        `columns`.
+        """Returns the class names and the number of samples of each class; ((), []) if samples have no labels. Changes
+        each label in `columns`, until now the number of its class in the order of the samples, to its index among the
+        classes. These are the layout's classes, else the sorted names, or "0", "1", ... if all names are numbers.
 
-        Raises ConfigError if labels are not among the given classes, out of range, or mixed with truth values.
+        Raises ConfigError if a label is not among the layout's classes or out of range, if numbers are mixed with truth
+        values, or if two names look alike.
         """
         kind, classes, names = self.kinds[0], layout.classes, list(self.numbers)
         if kind == "none":
@@ -240,8 +244,8 @@ class Columns:
         return classes, counts.tolist()
 
     def _renumber(self, columns: dict[str, Any], places: np.ndarray) -> None:
-        """Replaces each label by places[label] in `columns`; on the disk in a new file, since an interrupted listing
-        goes on from the old one.
+        """Replaces the column of labels by places[label] in `columns`. If there is a folder, writes it to a new file,
+        label.new, since an interrupted listing continues with the old one.
         """
         old = columns.get("label", np.broadcast_to(np.int32(0), self.number))  # a column of zeros is left out
         if self.folder is None:

@@ -1,4 +1,4 @@
-"""The index of data: of every sample its name, place, label and captions, listed once and mapped by all processes.
+"""The index of data: the name, place, label and captions of every sample, listed once and mapped by all processes.
 
     FOLDER/index.json       sealed (disk/sealed.py): numbers, classes, and the bytes of each column
     FOLDER/watched.json     sealed: sizes and times of change of the files and folders that were listed
@@ -47,8 +47,8 @@ SPLITS = ("train", "held_out")
 
 
 class Split(NamedTuple):
-    """The samples of one split. members: their rows in the index, None for all. counts: number of samples of each
-    class.
+    """The samples of one split. number: how many they are. members: their rows in the index, ascending; None: all rows.
+    counts: number of samples of each class.
     """
 
     number: int
@@ -59,9 +59,8 @@ class Split(NamedTuple):
 
 
 class Index:
-    """The samples 0 .. len - 1, in the order in which a layout lists them. An index on a disk is pickled as its path.
-
-    classes: names of the classes, () without labels.
+    """The samples 0 .. len - 1 in the order in which a layout lists them, with name, place, label and captions.
+    Pickling an index on a disk stores only its path and its identity. classes: the class names, () without labels.
     """
 
     def __init__(self, header: dict[str, Any], columns: dict[str, Any], folder: Path | None = None) -> None:
@@ -74,7 +73,9 @@ class Index:
 
     @classmethod
     def open(cls, folder: Path) -> "Index | None":
-        """Opens an index on a disk; returns None if there is none, or if it is damaged or of another version."""
+        """Opens the index in a folder. Returns None if there is none, if its header is damaged or of another version,
+        or if a column has a wrong size. Values are compared with checksums only when they are read.
+        """
         header = read_sealed_file(folder / HEADER)
         if header is None or header.get("version") != VERSION:
             return None
@@ -90,8 +91,8 @@ class Index:
         return self.header["number"]
 
     def is_intact_or_large(self) -> bool:
-        """Returns whether all columns are as they were written; columns above 512 MB are not read here, but verified
-        when used.
+        """Returns whether all columns match their checksums. A column above 512 MB counts as intact without a check;
+        its blocks are checked when they are read.
         """
         return all(column.is_intact_or_large() for column in self._columns.values())
 
@@ -99,20 +100,20 @@ class Index:
         return os.fsdecode(self.read_name_bytes(index))
 
     def read_name_bytes(self, index: int) -> bytes:
-        """Returns the name of a sample as bytes of the file system."""
+        """Returns the name of a sample as bytes, as the file system has it. Raises IndexError beyond the samples."""
         if not 0 <= index < len(self):
             raise IndexError(index)
         return self._read_text("names", "name_ends", index)
 
     def read_names(self, start: int, stop: int) -> list[bytes]:
-        """Returns the names of the samples start .. stop - 1 as bytes of the file system."""
+        """Returns the names of the samples start .. stop - 1 as bytes, as the file system has them."""
         text, ends = self.read_name_block(start, stop)
         places = ends.tolist()
         return [text[begin:end] for begin, end in itertools.pairwise(places)]
 
     def read_name_block(self, start: int, stop: int) -> tuple[bytes, np.ndarray]:
-        """Returns the names of the samples start .. stop - 1 joined to one text, and where each begins and the last
-        ends: (n + 1,) from 0.
+        """Returns the names of the n samples start .. stop - 1 joined without separator, and the offsets (n + 1,) at
+        which they begin and the last ends; the first offset is 0.
         """
         ends = self._read_ends("name_ends", start, stop)
         return self._columns["names"][int(ends[0]) : int(ends[-1])], ends - ends[0]
@@ -150,12 +151,12 @@ class Index:
         return [captions[begin:end] for begin, end in itertools.pairwise((numbers - numbers[0]).tolist())]
 
     def open_split(self, split: str, held_out: float, leave_out: Sequence[str] = ()) -> Split:
-        """Opens the split "train", "held_out" or "all". The hash of a name decides whether it is held out, so that
-        other names do not matter.
+        """Opens the split "train", "held_out" or "all". A sample is held out if the hash of its name is below the share
+        `held_out`, whatever other samples there are.
 
-        leave_out: patterns of captions; samples that they fit are in no split, and "all" is then what "train" would be.
-        For an index on a disk, call `write_splits` first. Raises ConfigError if the split was not written, or is
-        damaged.
+        leave_out: patterns of captions; samples with a caption that fits one are in no split, and "all" then returns
+        "train". Call `write_splits` first for an index on a disk, unless all samples are opened. Raises ConfigError if
+        the split was not written, or is damaged.
         """
         if not leave_out and (split == "all" or not held_out):
             return Split(len(self), None, self.header["counts"], self.header["names"])
@@ -174,16 +175,15 @@ class Index:
         return splits[split]
 
     def has_splits(self, held_out: float, leave_out: Sequence[str] = ()) -> bool:
-        """Returns whether the splits are on the disk, whole, and of this index; True if nothing is held out or left
-        out.
+        """Returns whether the splits are on the disk, belong to this index, and match their checksums (not checked
+        above 512 MB). Returns True if nothing is held out or left out.
         """
         splits = self._open_splits(held_out, leave_out) if held_out or leave_out else {}
         return splits is not None and all(own.members.is_intact_or_large() for own in splits.values())
 
     def write_splits(self, held_out: float, leave_out: Sequence[str] = ()) -> None:
-        """Writes both splits beside an index on a disk, a chunk at a time.
-
-        Other processes may have mapped the old files: they are replaced, never written to.
+        """Writes both splits to a folder beside the columns of an index on a disk. Old files are replaced and never
+        written to, since other processes may have mapped them.
         """
         folder, header = self._find_splits_folder(held_out, leave_out), {"index": self._make_identity()}
         left_out = np.zeros(len(leave_out), np.int64)
@@ -208,7 +208,9 @@ class Index:
         atomic.write_file(folder / HEADER, sealed.render_sealed(header))
 
     def _open_splits(self, held_out: float, leave_out: Sequence[str]) -> dict[str, Split] | None:
-        """Opens both splits on the disk; returns None if they are missing, damaged, or of another index."""
+        """Opens both splits on the disk, by name. Returns None if they are missing, have a wrong size, or belong to
+        another index.
+        """
         folder, dtype = self._find_splits_folder(held_out, leave_out), np.dtype(_choose_row_type(self))
         header = read_sealed_file(folder / HEADER)
         if header is None or header.get("index") != self._make_identity():
@@ -230,8 +232,8 @@ class Index:
         return folder.with_name(f"{folder.name}-left_out-{digest}")
 
     def _read_ends(self, name: str, start: int, stop: int) -> np.ndarray:
-        """Returns where the entries start .. stop - 1 of a column begin and end: (n + 1,), first the beginning of the
-        first.
+        """Returns uint64 (n + 1,) from the column of ends `name`: the beginning of entry `start`, then the ends of the
+        n entries start .. stop - 1.
         """
         ends = self._columns[name][max(start - 1, 0) : stop]
         return ends if start else np.concatenate((np.zeros(1, np.uint64), ends))
@@ -247,7 +249,9 @@ class Index:
         return f"{self.header['names']} {self.rest}"
 
     def __getstate__(self) -> dict[str, Any]:
-        """Returns, for an index on a disk, its folder and its identity: another process maps it when it uses it."""
+        """Returns for an index on a disk its folder and its identity alone: another process opens it at the first use.
+        An index in memory is pickled whole.
+        """
         if self.folder is None:
             return self.__dict__
         return {"folder": self.folder, "identity": self._make_identity()}
@@ -256,8 +260,8 @@ class Index:
         self.__dict__.update(state)
 
     def __getattr__(self, name: str) -> Any:
-        """Opens an index that was pickled as a path when it is first used. Raises ConfigError if it is not there, or
-        was made anew.
+        """Opens an unpickled index at the first use of an attribute, and returns the attribute. Raises ConfigError if
+        there is no index at its path, or another one.
         """
         if name.startswith("__") or "header" in self.__dict__ or self.__dict__.get("folder") is None:
             raise AttributeError(name)
@@ -273,7 +277,9 @@ class Index:
 
 
 def hash_columns(columns: dict[str, Any], number: int) -> tuple[str, str]:
-    """Returns a hash of all names followed by all labels, and one of the other columns, "" if there are none."""
+    """Returns two hexadecimal hashes: of all names followed by all labels, and of the other columns ("" if there are
+    none). number: the number of samples.
+    """
     names, rest = blake2b(digest_size=8), blake2b(digest_size=8)
     for start in range(0, len(columns["names"]), 1 << 20):
         names.update(columns["names"][start : start + (1 << 20)])
@@ -289,7 +295,7 @@ def hash_columns(columns: dict[str, Any], number: int) -> tuple[str, str]:
 
 
 def hash_name(name: bytes) -> int:
-    """Returns the hash of a name, 0 to 2^64 - 1, which decides on its split: below held_out * 2^64 it is held out."""
+    """Returns the hash of a name, 0 to 2^64 - 1. A sample is held out if this is below held_out * 2^64."""
     return int.from_bytes(blake2b(name, digest_size=8).digest(), "little")
 
 
@@ -300,8 +306,8 @@ def _choose_row_type(index: Index) -> type[np.unsignedinteger]:
 def _divide_rows(
     index: Index, held_out: float, leave_out: Sequence[str]
 ) -> Iterator[tuple[dict[str, tuple[np.ndarray, bytes]], np.ndarray]]:
-    """Yields for each chunk of the index: {split: (its rows, their names joined)}, and how many samples each pattern of
-    `leave_out` fits, int64 (patterns,). Rows that a pattern fits are in no split.
+    """Yields for each chunk of the index {split: (rows, names joined)}, and the number of samples with a caption that
+    each pattern of `leave_out` fits, int64 (patterns,). These samples are in no split.
     """
     action = f"holding out {held_out:g} of the samples" + ", and data.leave_out" * bool(leave_out)
     dtype = _choose_row_type(index)
@@ -322,15 +328,17 @@ def _divide_rows(
 
 
 def _join_names(text: bytes, ends: np.ndarray, own: np.ndarray) -> bytes:
-    """Returns the names of the rows where `own` bool (n,) is True, joined. text, ends: as `read_name_block` returns
-    them. It copies whole runs of rows, which are far fewer than rows.
+    """Returns, joined, the names of the rows where `own` bool (n,) is True. text, ends: as `read_name_block` returns
+    them. Copies each run of successive rows at once.
     """
     edges = ends[np.flatnonzero(np.diff(own, prepend=False, append=False))].tolist()
     return b"".join([text[begin:end] for begin, end in zip(edges[::2], edges[1::2])])
 
 
 def _make_split(index: Index, members: np.ndarray, names: Any) -> Split:
-    """Returns the Split of the rows `members`. names: the hash of their names, to which this adds their labels."""
+    """Returns the Split of the rows `members`. names: a hash object of their names; this function adds the labels to
+    it.
+    """
     counts = np.zeros(len(index.classes), np.int64)
     for start in range(0, len(members), CHUNK):
         labels = index.read_labels(members[start : start + CHUNK])
@@ -341,6 +349,7 @@ def _make_split(index: Index, members: np.ndarray, names: Any) -> Split:
 
 
 def read_sealed_file(path: Path) -> dict[str, Any] | None:
+    """Returns the content of a sealed file (disk/sealed.py); None if it cannot be read or was altered."""
     try:
         return sealed.parse_sealed(path.read_bytes())
     except OSError:

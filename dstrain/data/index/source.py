@@ -1,4 +1,4 @@
-"""The base of sources of images and of clips: the samples of one split of an index, their labels and fingerprint."""
+"""Base class for sources of images and of clips: the samples of one split of an index, their labels and fingerprint."""
 
 import json
 import shlex
@@ -24,12 +24,13 @@ _ASKED = 10_000  # files whose sizes are asked for whenever a run starts
 
 
 class Indexed(Source):
-    """The samples of one split of an index. Make it on all ranks together.
+    """The samples of one split of an index. All ranks must call the constructor; if the index is on a disk, it writes
+    the splits beside the index unless they are there.
 
-    split: "train", "held_out" or "all". held_out: fraction that is held out. classes: names that include the data's;
-    labels are then places among them; empty: the data's own. key: the recipe's entry, for messages. leave_out: patterns
-    of captions; samples that they fit are left out. Raises ConfigError if the data have other classes, no captions to
-    compare with `leave_out`, or no samples in the split.
+    split: "train", "held_out" or "all". held_out: fraction of the samples that is held out. classes: class names, among
+    which are all of the data's; labels are then indices into them; () takes the data's own. key: the recipe's entry,
+    for messages. leave_out: patterns of captions; samples with a caption that fits one are left out. Raises ConfigError
+    if the data have other classes, no captions to compare with `leave_out`, or no samples in the split.
     """
 
     def __init__(
@@ -85,7 +86,7 @@ class Indexed(Source):
         return self.index.read_name(self.find_row(index))
 
     def find_row(self, index: int) -> int:
-        """Returns the row of the index that holds a sample."""
+        """Returns the row in the index of the sample with number `index` in this split. Raises IndexError beyond it."""
         if not 0 <= index < len(self):
             raise IndexError(index)
         return index if self.chosen.members is None else int(self.chosen.members[index])
@@ -96,7 +97,7 @@ class Indexed(Source):
 
     @property
     def labels(self) -> np.ndarray:
-        """Returns the labels of all samples, int32 (N,), in memory; only for data that are known to be small."""
+        """Returns the labels of all samples, int32 (N,). Only for small data, since all are read into memory."""
         return np.concatenate([labels for _, labels in self._iterate_chunks()])
 
     def prefetch(self, index: Tensor, mirrored: Tensor | None = None, chance: Tensor | None = None) -> None:
@@ -125,12 +126,12 @@ class Indexed(Source):
 
     @abstractmethod
     def _summarize(self) -> str:
-        """Returns the beginning of the fingerprint: kind, split, numbers of samples and classes, and a hash
-        of names.
+        """Returns the beginning of the fingerprint: the kind of samples, the split, the numbers of samples and classes,
+        and a hash of names.
         """
 
     def _hash_names(self, texts: Iterable[bytes] = ()) -> str:
-        """Returns a hash of all names, then all labels, then `texts`."""
+        """Returns the hexadecimal hash of all names, then all labels, then `texts`."""
         if self._renumbered is None and not texts:
             return self.chosen.names
         digest = blake2b(digest_size=8)
@@ -143,7 +144,7 @@ class Indexed(Source):
         return digest.hexdigest()
 
     def _iterate_chunks(self) -> Iterator[tuple[range | np.ndarray, np.ndarray]]:
-        """Yields (rows of the index, their labels int32) of all samples, a chunk at a time."""
+        """Yields (rows in the index, labels int32) of all samples of the split, at most CHUNK at a time."""
         for start in range(0, len(self), CHUNK):
             stop = min(start + CHUNK, len(self))
             rows = range(start, stop) if self.chosen.members is None else self.chosen.members[start:stop]
@@ -168,10 +169,9 @@ class Indexed(Source):
             yield [self.name_sample(int(number)) if self.index.single else parts[number] for number in some]
 
     def _summarize_files(self, numbers: Sequence[int]) -> str:
-        """Returns as text the bytes of these files together, and a hash of their sizes (-1 where unknown) and of
-        `_hash_texts`.
-
-        Times do not count: a folder that was copied is the same data.
+        """Returns "bytes=SUM contents=HASH": the sum of the sizes of the files with these numbers, and a hash of the
+        sizes (-1 if unknown) and of `_hash_texts`. Modification times are ignored, so that a copied folder is the same
+        data.
         """
         total, digest = 0, blake2b(digest_size=8)
         for names in self._iterate_files(numbers):
@@ -182,14 +182,14 @@ class Indexed(Source):
         return f"bytes={total} contents={digest.hexdigest()}"
 
     def _hash_texts(self, numbers: Sequence[int]) -> bytes:
-        """Returns the index's hash of all its columns but names and labels, such as captions and listed sizes; b"" if
-        it has no others. `numbers` is for subclasses that hash captions in other files.
+        """Returns the index's hash of all columns other than names and labels, such as captions and sizes; b"" if there
+        are none. `numbers` is not used here: subclasses hash captions in the files with these numbers.
         """
         return self.index.rest.encode()
 
 
 def _make_check_command(layout: Layout) -> str:
-    """Returns the shell command by which `dstrain index` lists which of the samples cannot be read."""
+    """Returns the shell command `dstrain index ... --check`, which lists the samples that cannot be read."""
     request, words = layout.request, ["dstrain", "index", layout.root]
     entries = {
         "num_frames": None if request.suffixes == SUFFIXES else 1,
@@ -204,8 +204,8 @@ def _make_check_command(layout: Layout) -> str:
 
 
 def _describe_alike_classes(classes: Sequence[str]) -> str:
-    """Returns a remark on the first classes whose names differ only in case, which some file systems take for one; ""
-    if there are none.
+    """Returns a remark on the first group of classes whose names differ only in case, since some file systems do not
+    tell them apart; "" if there is none.
     """
     by_name: dict[str, list[str]] = {}
     for name in classes:
