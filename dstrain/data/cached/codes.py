@@ -1,4 +1,4 @@
-"""Completes a data section that names cached codes, and opens its sources."""
+"""Sets `codes` in a data section whose path is a cache of codes, and opens its sources."""
 
 from typing import Any
 
@@ -8,10 +8,10 @@ from dstrain.recipe import Codes, ConfigError, Data
 
 
 def complete_codes(data: Data) -> Data:
-    """Returns the data section with `codes` filled in from the index of its cache.
+    """Returns a copy of the data section with `codes` set from the index of the cache at its path.
 
-    Raises ConfigError if sizes, channels, frames or flips of the section are not those that were encoded, if it asks
-    for buckets, crops or size conditions, which codes cannot have, and as `Latents`.
+    Raises ConfigError if sizes, channels, frames or flips of the section differ from those that were encoded, if it
+    sets buckets, crop or size_conditions, which have no effect on codes, and as `Latents`.
     """
     if data.buckets or data.size_conditions or data.crop != "center":
         content = "images" if data.num_frames is None else "clips"
@@ -63,8 +63,9 @@ def _require_flips(data: Data, encoding: dict[str, Any]) -> None:
 
 
 def open_codes(data: Data, verify: bool) -> tuple[Latents, Latents | None]:
-    """Opens the cached codes to train on, and the held-out ones or None. verify: also compares hashes, as
-    `Latents.verify`. Raises ConfigError as `Latents`, and if the two were not encoded alike.
+    """Opens the cached codes to train on, and the held-out ones; None if the section holds nothing out. verify: also
+    compares hashes, as `Latents.verify`. Raises ConfigError as `Latents`, and if the codes at data.held_out_path were
+    encoded in another way than those at data.path, or have other classes.
     """
     if data.held_out_path is not None:
         train, unseen = _open_train_and_held_out(data)
@@ -78,8 +79,8 @@ def open_codes(data: Data, verify: bool) -> tuple[Latents, Latents | None]:
 
 
 def _open_train_and_held_out(data: Data) -> tuple[Latents, Latents]:
-    """Opens the caches at data.path and data.held_out_path. Raises ConfigError if the latter is no cache, or if they
-    were not encoded alike or have other classes.
+    """Opens the caches at data.path and data.held_out_path. Raises ConfigError if data.held_out_path is no cache, or if
+    the two caches differ in their encoding or their classes.
     """
     if not is_encoded(data.held_out_path):
         raise ConfigError(

@@ -48,12 +48,12 @@ def is_embeddings(path: str | Path) -> bool:
 
 
 def open_pairs(path: str | Path, splits: tuple[float, ...], split: str, world: int = 1) -> "Pairs | None":
-    """Opens the pairs (text embedding, image embedding) of one split; returns None if it has no pairs. split: one of
-    SPLITS, or "all" for every pair, for data that are held out as a whole.
+    """Opens the pairs (text embedding, image embedding) of one split; returns None if the split has no pairs. split:
+    one of SPLITS, or "all" for every pair. splits: the fraction of the pairs in each of SPLITS.
 
-    Raises ConfigError if the folder has another layout, rows do not match, fractions do not sum to 1, or a split leaves
-    one of the `world` ranks without a pair of its own. Raises it for a value that is NaN, too, if the data have at most
-    64 MB; in larger data such a value is found when it is read.
+    Raises ConfigError if the folder has another layout, if rows do not match, if the fractions do not sum to 1, or if a
+    split has fewer pairs than there are ranks, `world`. Raises ConfigError also for NaN, infinity and rows of zeros if
+    the data have at most 64 MB; in larger data reading such a row raises BadSample.
     """
     pairs = open_all_pairs(path)
     begin, end = (
@@ -63,29 +63,29 @@ def open_pairs(path: str | Path, splits: tuple[float, ...], split: str, world: i
 
 
 def open_all_pairs(path: str | Path) -> "Stored":
-    """Opens the pairs (text embedding, image embedding) of all splits in a folder. Raises ConfigError as
+    """Opens all pairs (text embedding, image embedding) in a folder, or the built-in ones. Raises ConfigError as
     `open_pairs`.
     """
     return open_builtin_pairs() if str(path) == BUILTIN else _open_folder(Path(path))
 
 
 def read_encoder_fingerprint(path: str | Path) -> str | None:
-    """Returns the fingerprint of the encoder that made the image embeddings ("builtin:emoji-pairs" for the built-in
-    ones); None if the folder does not name one.
+    """Returns the fingerprint of the encoder that made the image embeddings, from the folder's pairs.json;
+    "builtin:emoji-pairs" for the built-in pairs; None if pairs.json is missing or names no encoder.
     """
     return BUILTIN if str(path) == BUILTIN else (read_plan(Path(path) / PLAN) or {}).get("image_encoder")
 
 
 def read_data_fingerprint(path: str | Path) -> str | None:
-    """Returns the fingerprint of the images from which the embeddings in a folder were made; None if the folder names
-    none.
+    """Returns the fingerprint of the images from which the embeddings in a folder were made, from the folder's
+    pairs.json; None if this is missing or has no such fingerprint.
     """
     return (read_plan(Path(path) / PLAN) or {}).get("data")
 
 
 class Pairs(Source):
-    """One split of the pairs: the places from `begin` up to `end` (exclusive) in a fixed permutation of the rows of
-    `stored`.
+    """One split of the pairs: the rows of `stored` at the positions `begin` to `end` - 1 of a fixed permutation. Items
+    of a split other than "train" also have the text of the next pair, as other_text_embed or other_caption.
     """
 
     noun = "embedding pairs"
@@ -126,8 +126,9 @@ class Pairs(Source):
 
 
 class Stored:
-    """All rows of embedding pairs. tables: embeddings by their name in a batch. captions: given if a model may have to
-    encode them. Raises ConfigError if the tables have at most 64 MB and a row cannot be used.
+    """All rows of embedding pairs. tables: embeddings by their name in a batch. captions: the pairs' captions if models
+    read them, else None. Raises ConfigError if the tables have at most 64 MB and a row has NaN, infinity or, as an
+    embedding, only zeros.
     """
 
     def __init__(self, tables: dict[str, Table], captions: Captions | None = None) -> None:
@@ -141,8 +142,9 @@ class Stored:
         return len(self.tables["image_embed"])
 
     def read(self, row: int) -> dict[str, Tensor]:
-        """Reads one row as an item. A missing caption is "" if there is a text embedding. Raises BadSample if it is
-        missing without one, if a value is not finite, or if an embedding is all zeros.
+        """Reads one row as an item. A missing caption becomes "" if the row has a text embedding. Raises BadSample if
+        the caption is missing and there is no text embedding, if a value is not finite, or if an embedding is all
+        zeros.
         """
         item = {name: self.read_values(name, row) for name in self.tables}
         if self.captions is not None:
@@ -165,8 +167,8 @@ class Stored:
         return torch.from_numpy(values)
 
     def compute_fingerprint(self) -> str:
-        """Returns a hash of the files' names, lengths and ends, and one of all rows, or of 256 rows of each table if
-        the tables have more than 64 MB.
+        """Returns "shards=HASH rows=HASH": a hash of the name, length, first and last row of each file, and a hash of
+        all rows, or of 256 rows of each table if the tables have more than 64 MB.
         """
         digest, rows = blake2b(digest_size=8), blake2b(digest_size=8)
         for part in (*self.tables.values(), *([self.captions] if self.captions else [])):
@@ -177,6 +179,9 @@ class Stored:
 
 
 def _open_folder(root: Path) -> Stored:
+    """Opens the embeddings in a folder, and the captions if models read them. Raises ConfigError if the folder has
+    another layout, if `dstrain encode` has not finished it, or if files or rows do not match.
+    """
     if not is_embeddings(root):
         raise ConfigError(
             f"data.path={root} holds no embedding pairs: give a folder with img_emb/ and text_emb/ of "
@@ -218,7 +223,7 @@ def _open_folder(root: Path) -> Stored:
 
 
 def read_plan(path: Path) -> dict[str, Any] | None:
-    """Reads the JSON object in which `dstrain encode` describes a folder; returns None if it cannot be read."""
+    """Returns the JSON object in `path`, a pairs.json of `dstrain encode`; None if it is missing or damaged."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -227,8 +232,9 @@ def read_plan(path: Path) -> dict[str, Any] | None:
 
 
 def _require_matching_files(first: Table, other: Any) -> None:
-    """Raises ConfigError if two tables differ in the number of their files, in the numbers or words that end the files'
-    names, or in the rows of a file. The message names the first difference.
+    """Raises ConfigError if two tables differ in the number of files, in the number of rows of a file, or in the
+    numbers at the end of the files' names (or the words, if both folders share one). The message names the first
+    difference.
     """
     ends, others = ([_find_name_end(name) for name in names] for names in (first.names, other.names))
     for a, b, x, y in zip(first.names, other.names, ends, others):
@@ -252,8 +258,8 @@ def _require_matching_files(first: Table, other: Any) -> None:
 
 
 def _list_names(root: Path, folder: str, suffix: str) -> list[str]:
-    """Returns the files in root/folder with this suffix, as folder/NAME, in the order of the numbers in their names:
-    img_emb_2 before img_emb_10; [] if there is no such folder.
+    """Returns folder/NAME of the files in root/folder with this suffix, without hidden files, in the order of the
+    numbers in their names: img_emb_2 before img_emb_10. Returns [] if there is no such folder.
     """
     if not (root / folder).is_dir():
         return []
@@ -266,15 +272,15 @@ def _list_names(root: Path, folder: str, suffix: str) -> list[str]:
 
 
 def _find_name_end(name: str) -> str:
-    """Returns the part of a file's name after the last underscore and before the suffix; a number without leading
-    zeros.
+    """Returns the part of a file's name between the last underscore and the suffix, without leading zeros if it is a
+    number.
     """
     word = Path(name).stem.rpartition("_")[2]
     return str(int(word)) if word.isdigit() else word
 
 
 def open_builtin_pairs() -> Stored:
-    """Returns the built-in pairs, in the order of `read_builtin_captions`."""
+    """Returns the built-in pairs; row n belongs to the caption of row n in `read_builtin_captions`."""
     with np.load(_FILE) as file:
         tables = {}
         for key, name in (("image_embed", "image"), ("text_embed", "text")):
@@ -293,9 +299,9 @@ def read_builtin_captions() -> dict[str, int]:
 
 
 def _compute_split_bounds(count: int, splits: tuple[float, ...], world: int) -> list[tuple[int, int]]:
-    """Returns (begin, end) of each split among `count` rows: cumulative fractions of the rows, rounded, in exact
-    arithmetic. Raises ConfigError if the fractions do not sum to 1, or if a split has fewer rows than `world`, unless
-    its fraction is 0.
+    """Returns (begin, end) of each of SPLITS among `count` rows: the cumulative fractions times `count`, rounded, in
+    exact arithmetic. Raises ConfigError if the fractions do not sum to 1, or if a split has fewer rows than `world`;
+    a split other than train may have the fraction 0.
     """
     shares = json.dumps(list(splits))
     parts = [Fraction(str(fraction)) for fraction in splits]

@@ -1,16 +1,16 @@
 """Cached codes of a first stage as a source: latents or token ids that `dstrain encode` has written as shards.
 
 Items of images are {"latent_mean", "latent_std": (C, h, w), as stored; "label"}, or {"tokens": int64 (h, w), "label"}.
-Codes are never mirrored, since an encoder is not symmetric: the mirrored image was encoded by itself, and `read_codes`
-reads the codes of either.
+Codes are never mirrored, since an encoder is not symmetric: each image and its mirrored image were encoded separately,
+and `read_codes` reads the codes of one of the two.
 
 Items of videos are {"tokens": int64 (t, h, w), "frames", "label"}. Videos are never mirrored. With captions, an item of
 either has "caption" uint8 (bytes,), too; with encoded captions "text_encodings" (L, E), as stored, and
 "text_mask" bool (L,). If a sample has several crops or captions, its key chooses one of each; held-out samples take the
 first ones.
 
-Opening reads the index and the files' sizes alone; the samples are mapped into memory. What a rank or worker holds does
-not grow with the samples, but for the size of each shard and the counts of index/held_out.py.
+Opening reads only the index and the files' sizes; the samples are mapped into memory. The memory of a rank or worker
+does not grow with the samples, except by the size of each shard and the counts of index/held_out.py.
 """
 
 import hashlib
@@ -48,8 +48,8 @@ _REMEDY = "give the `dstrain encode` command that wrote the folder once more: it
 
 
 def is_encoded(path: str | Path) -> bool:
-    """Returns whether a folder holds cached codes, complete or not. A folder of images with an index.json of its own
-    does not.
+    """Returns whether a folder holds cached codes of `dstrain encode`, complete or not. False for a folder of images in
+    which another tool has written an index.json.
     """
     return is_cache(Path(path))
 
@@ -59,8 +59,9 @@ class Latents(Source):
     """The cached codes of one split of a folder.
 
     path: a folder that `dstrain encode` has written. split: "train", "held_out" or "all". held_out: share of the
-    samples that is held out, chosen by a hash of a sample's number. Raises ConfigError if the index or a shard is
-    missing, if a shard has another size than the index says, or if the split has no samples.
+    samples that is held out, chosen by a hash of the sample's number; 0: every split has all samples. Raises
+    ConfigError if the index or a shard is missing or damaged, if a shard has another size than the index says, or if
+    the split has no samples.
     """
 
     path: str | Path
@@ -126,11 +127,11 @@ class Latents(Source):
     def read_codes(
         self, index: Tensor, mirrored: Tensor | None = None, chance: Tensor | None = None
     ) -> dict[str, Tensor]:
-        """Reads the samples at `index` int64 (b,) as a batch. mirrored: bool (b,), True for samples whose mirrored
-        image's codes are read.
+        """Reads the samples at `index` int64 (b,) as a batch. mirrored: bool (b,), True to read the codes of the
+        mirrored image; None: never.
 
-        chance: uniform in [0, 1), (b, 2), which choose the crop and the caption; None takes the first ones. Raises
-        ConfigError if a sample is to be mirrored and the folder has no codes of mirrored images.
+        chance: float (b, 2), uniform in [0, 1), by which the crop and the caption are chosen; None takes the first
+        ones. Raises ConfigError if a value of `mirrored` is True and the folder has no codes of mirrored images.
         """
         shards, rows, codes_rows = self._locate_rows(index, mirrored, chance)
         groups = np.searchsorted(np.unique(shards), shards) // _count_mappable_shards()  # (b,)
@@ -163,8 +164,8 @@ class Latents(Source):
     def _locate_rows(
         self, index: Tensor, mirrored: Tensor | None, chance: Tensor | None
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Returns each sample's shard, its row there, and the row of its codes, int64 (b,) each: a sample has one row
-        of codes for each crop and each flip. Raises ConfigError as `read_codes`.
+        """Returns three int64 (b,): the number of each sample's shard, the sample's row in the shard, and the row of
+        its codes, of which a sample has one for each crop and each flip. Raises ConfigError as `read_codes`.
         """
         number = index.numpy() if self.members is None else self.members.find_members(index.numpy())
         flip = np.zeros(len(number), np.int64) if mirrored is None else mirrored.numpy().astype(np.int64)
@@ -175,16 +176,16 @@ class Latents(Source):
         return shards, rows, (rows * self.crops + crop) * self.encoding["flips"] + flip
 
     def _choose_text_rows(self, rows: np.ndarray, chance: Tensor | None, counts: Tensor | None) -> np.ndarray:
-        """Returns the row of one caption of each sample, int64 (b,): chosen by chance[:, 1] among the first `counts`
-        (b,) captions of the sample; the first one if `counts` or `chance` is None.
+        """Returns the row of one caption of each sample, int64 (b,): chosen by chance[:, 1] among the sample's
+        captions, whose number is in `counts` (b,); the first caption if `counts` or `chance` is None.
         """
         if counts is None or chance is None:
             return rows * self.num_captions
         return rows * self.num_captions + (chance[:, 1].double().numpy() * counts.numpy()).astype(np.int64)
 
     def prefetch(self, index: Tensor, mirrored: Tensor | None = None, chance: Tensor | None = None) -> None:
-        """Begins to read what `read_batch` with the same arguments will need, and does not wait. Reads all captions of
-        a sample, since their number, by which one is chosen, must be read first.
+        """Asks the kernel to read the bytes that `read_batch` with the same arguments will need, and does not wait.
+        These include all captions of a sample, since it is not known yet which one will be chosen.
         """
         shards, rows, codes_rows = self._locate_rows(index, mirrored, chance)
         for shard in np.unique(shards).tolist():
@@ -250,11 +251,10 @@ class Latents(Source):
         return arrays | {"codes": arrays[codes].reshape(rows * self.crops * encoding["flips"], -1)}
 
     def verify(self) -> None:
-        """Compares the hashes of the shards: of all if they have at most 4 GB together, else of random ones of 4 GB
-        together.
+        """Compares the hashes of all shards if they have at most 4 GiB together, else of randomly chosen ones of 4 GiB
+        together. Raises ConfigError, which names the first damaged shard.
 
-        `dstrain encode` verifies all of them whenever it runs again. Raises ConfigError, which names the first that is
-        damaged.
+        `dstrain encode` verifies all shards whenever it runs again.
         """
         shards, left = read_index(self.path)["shards"], _VERIFIED
         order = np.random.default_rng(time.time_ns()).permutation(len(shards))
@@ -282,15 +282,15 @@ class Latents(Source):
 
 
 def _count_mappable_shards() -> int:
-    """Returns how many shards may be mapped at a time: a quarter of the files that a process may have open, 1 to
-    _MAPPED.
+    """Returns how many shards a process may have mapped at a time: a quarter of the files that it may have open, at
+    least 1 and at most 4096.
     """
     return max(1, min(_MAPPED, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4))
 
 
 def _copy_rows(opened: dict[int, np.ndarray], shards: np.ndarray, rows: np.ndarray) -> np.ndarray:
-    """Returns a copy of row rows[i] of the array of shard shards[i], for each i: (n, ...). opened: arrays by shard.
-    Shorter captions are filled up with zeros.
+    """Returns copies (n, ...) of the rows opened[shards[i]][rows[i]]. opened: the array of each shard. Rows of another
+    width, which are captions, are padded with zeros to the widest.
     """
     if len(opened) == 1:
         return next(iter(opened.values()))[rows]
@@ -304,7 +304,7 @@ def _copy_rows(opened: dict[int, np.ndarray], shards: np.ndarray, rows: np.ndarr
 
 
 def _find_extra_shapes(encoding: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Returns the shape of each array that a sample has in a shard beside its codes and label, by name."""
+    """Returns {name: shape} of the arrays that each sample has in a shard, other than its codes and label."""
     shapes: dict[str, tuple[int, ...]] = {"frames": ()} if "num_frames" in encoding else {}
     several = (encoding["num_captions"],) if "num_captions" in encoding else ()
     if several:
@@ -318,8 +318,8 @@ def _find_extra_shapes(encoding: dict[str, Any]) -> dict[str, tuple[int, ...]]:
 
 
 def _find_codes_shape(encoding: dict[str, Any]) -> tuple[int, ...]:
-    """Returns the shape of one image's codes as stored: latents with mean and deviation as (2, C, h, w), or (1, C, h,
-    w) where only samples were stored; tokens as (h, w) or (t, h, w).
+    """Returns the shape of one image's or clip's codes in a shard: of latents (2, C, h, w) for mean and standard
+    deviation, or (1, C, h, w) if only samples were stored; of tokens (h, w) or (t, h, w).
     """
     moments = (encoding.get("moments", 2),) if encoding["kind"] == "latents" else ()
     return (*moments, *encoding["shape"])

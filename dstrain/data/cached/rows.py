@@ -1,4 +1,4 @@
-"""Rows of embeddings and captions on disk, each kind in several files. See embeddings.py for the layout."""
+"""Reads rows of embeddings from .npy files, and captions from parquet files. See embeddings.py for the layout."""
 
 import errno
 import zipfile
@@ -34,8 +34,8 @@ _AXES = {
 
 
 class Rows:
-    """Rows in several files, numbered from 0 through all of them. `names` are the files, `lengths` their numbers of
-    rows.
+    """Base class for rows that several files hold, numbered from 0 through all files. names: the files. lengths: the
+    number of rows of each.
     """
 
     names: list[str]
@@ -59,10 +59,11 @@ class Rows:
 
 
 class Table(Rows):
-    """Arrays (n, ...) of one kind, a key of FOLDERS. Rows are numbered through all arrays.
+    """Arrays (n, ...) of one kind, the `key` of FOLDERS. Rows are numbered through all arrays.
 
-    Files below `root` are mapped when they are read, and the _MAPPED last used ones stay mapped; without a root
-    `arrays` are kept in memory. Raises ConfigError if an array has a shape or dtype that this kind does not have.
+    Files below `root` are mapped when they are read; the 64 last used ones stay mapped. Without a root, `arrays` are
+    the rows, in memory. Raises ConfigError if an array has a wrong shape or dtype for its kind, or if a file cannot be
+    read.
     """
 
     def __init__(self, key: str, names: list[str], root: Path | None = None, arrays: list[np.ndarray] = ()) -> None:
@@ -107,8 +108,8 @@ class Table(Rows):
         return array
 
     def require_usable_rows(self) -> None:
-        """Reads all rows. Raises ConfigError, which names the row, if one holds NaN or infinity, or is an embedding of
-        zeros alone.
+        """Reads all rows. Raises ConfigError, which names the row, if a row has NaN or infinity, or if it is an
+        embedding and all zeros.
         """
         for number, name in enumerate(self.names):
             fault = find_fault(convert_to_float32(self._open_array(number)), self.key)
@@ -118,15 +119,15 @@ class Table(Rows):
                 )
 
     def hash_ends_into(self, digest: Any) -> None:
-        """Adds to a hash the name, length, row shape, and first and last row of each file."""
+        """Updates the hash object `digest` with the name, length, row shape, first and last row of each file."""
         for number, name in enumerate(self.names):
             last = int(self.ends[number]) - 1
             ends = b"".join(np.array(self[row]).tobytes() for row in (last + 1 - self.lengths[number], last))
             digest.update(f"{name} {self.lengths[number]} {self.shape} {zlib.crc32(ends)}\n".encode())
 
     def hash_rows_into(self, digest: Any, count: int | None) -> None:
-        """Adds to a hash all values (count None), or those of `count` evenly spaced rows; adds nothing for data inside
-        the package.
+        """Updates the hash object `digest` with all rows (count None), or with `count` evenly spaced rows. Does nothing
+        for arrays in memory, the data of the package.
         """
         if self.root is None:
             return
@@ -139,8 +140,8 @@ class Table(Rows):
 
 
 def map_array(root: Path, name: str) -> np.ndarray:
-    """Maps a .npy file into memory, read-only. Raises ConfigError, which names the file, if it cannot be read, holds no
-    rows, or too many files are open.
+    """Returns the array of a .npy file, mapped into memory read-only. Raises ConfigError, which names the file, if it
+    cannot be read, is no .npy file, or has no rows, or if too many files are open.
     """
     try:
         refuse_special_file(root / name)
@@ -163,8 +164,8 @@ def map_array(root: Path, name: str) -> np.ndarray:
 
 
 def read_embeddings(path: Path) -> Tensor:
-    """Reads float32 (N, D) from a .npy file. Raises ConfigError if it holds anything but floats (N, D), or no rows, or
-    a row with NaN, infinity or zeros alone.
+    """Returns the embeddings in a .npy file as float32 (N, D). Raises ConfigError if the file is no array of floats
+    (N, D) with N > 0, or if a row has NaN or infinity, or is all zeros.
     """
     array = map_array(path.parent, path.name)
     if array.ndim != 2 or array.dtype not in (np.float16, np.float32, np.float64):
@@ -176,15 +177,17 @@ def read_embeddings(path: Path) -> Tensor:
 
 
 def convert_to_float32(values: np.ndarray) -> np.ndarray:
-    """Returns a copy as float32, in which numbers beyond its range become infinite; bool arrays stay bool."""
+    """Returns a float32 copy, in which values beyond its range become infinite; a bool array is copied as bool."""
     with np.errstate(over="ignore"):
         return np.array(values, dtype=bool if values.dtype == bool else np.float32)
 
 
 class Captions(Rows):
-    """The captions in a column of parquet files. All captions of a file stay in memory once one of them was read.
+    """The captions in a column of parquet files: caption, else TEXT, else text. When the first caption of a file is
+    read, all captions of this file are kept in memory.
 
-    Raises ConfigError if a file cannot be read, or has no column of captions as text.
+    Raises ConfigError if a file cannot be read, or if it has no such column of text. Reading a row raises BadSample if
+    it has no caption.
     """
 
     def __init__(self, root: Path, names: list[str]) -> None:
@@ -208,8 +211,8 @@ class Captions(Rows):
 
     @staticmethod
     def has_captions(root: Path, names: list[str]) -> bool:
-        """Returns whether all files have a column of captions; True for unreadable files, which the constructor
-        refuses.
+        """Returns whether all files have a column of captions. Returns True if a file cannot be read; the constructor
+        then raises.
         """
         try:
             for name in names:
@@ -232,8 +235,8 @@ class Captions(Rows):
         return pack_caption(text)
 
     def hash_ends_into(self, digest: Any) -> None:
-        """Adds to a hash the name, number of rows, size, and first and last 64 KB of each file; the last hold the
-        offsets of all pages.
+        """Updates the hash object `digest` with the name, number of rows, size, first and last 64 KiB of each file. The
+        last bytes hold the offsets of all pages.
         """
         for name, length in zip(self.names, self.lengths):
             with open(self.root / name, "rb") as file:
@@ -245,13 +248,14 @@ class Captions(Rows):
 
 
 def pack_caption(caption: str) -> Tensor:
-    """Returns a caption of any length as it stands in items: UTF-8 as uint8 (bytes,)."""
+    """Returns a caption as items hold it: its UTF-8 bytes as uint8 (bytes,)."""
     return torch.tensor(list(caption.encode("utf-8", "replace")), dtype=torch.uint8)
 
 
 def find_fault(rows: np.ndarray, key: str) -> tuple[int, str] | None:
-    """Returns (number, reason) of a row of (n, ...) that cannot be used: the first with NaN or infinity; else, except
-    in text_encodings, the first of zeros alone. Returns None if all rows can be used; masks always can.
+    """Returns (number, reason) of one faulty row of `rows` (n, ...), or None. A row is faulty if it has NaN or
+    infinity, or is all zeros, which text_encodings may be. The first row with NaN or infinity is returned first. bool
+    rows are never faulty.
     """
     if rows.dtype == np.bool_:
         return None

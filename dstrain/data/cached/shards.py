@@ -71,7 +71,9 @@ def name_shard(number: int) -> str:
 
 
 def pack_shard(arrays: Arrays, facts: dict[str, Any]) -> bytes:
-    """Returns the bytes of a shard: a header with `facts` (values of JSON) and a hash of everything, then `arrays`."""
+    """Returns the bytes of a shard: a header with the JSON values `facts` and a hash of facts and arrays, then
+    `arrays`.
+    """
     # safetensors writes an array's memory as it lies, so the layout must be C-contiguous.
     arrays = {name: np.ascontiguousarray(arrays[name]) for name in sorted(arrays)}
     digest = hashlib.blake2b(json.dumps(facts, sort_keys=True).encode(), digest_size=32)
@@ -83,8 +85,8 @@ def pack_shard(arrays: Arrays, facts: dict[str, Any]) -> bytes:
 
 
 def parse_shard_metadata(data: bytes) -> dict[str, Any]:
-    """Returns the facts of `pack_shard` from the bytes of a shard, and beside them `hash`, `labels` (how often each
-    occurs) and `cut` (True if an older version may have truncated its captions).
+    """Returns the metadata in the bytes of a shard: the facts of `pack_shard`, `hash`, `labels` (how often each label
+    occurs) and `cut` (True if an older version may have truncated the captions).
 
     Raises ConfigError if a byte is missing or altered.
     """
@@ -100,8 +102,8 @@ def parse_shard_metadata(data: bytes) -> dict[str, Any]:
 
 
 def read_header_metadata(path: Path) -> dict[str, Any] | None:
-    """Returns the facts and `hash` in the header of a shard, and `labels` (how often each occurs), without comparing
-    the hash; None if the file cannot be read, or is no shard.
+    """Returns the metadata in the header of a shard: the facts of `pack_shard`, `hash`, and `labels` (how often each
+    label occurs). Does not compare the hash. Returns None if the file cannot be read, or is no shard.
     """
     try:
         if not path.is_file():  # a FIFO would wait for ever
@@ -123,9 +125,9 @@ def _count_labels(labels: np.ndarray) -> list[tuple[int, int]]:
 
 
 def read_verified_metadata(path: Path, entry: dict[str, Any] | None = None) -> dict[str, Any]:
-    """Returns the facts of a shard as `parse_shard_metadata`, after checking all of its bytes. entry: the shard's in an
-    index; its hash must be the same. Raises ConfigError, which names the file, if the shard is missing, damaged
-    or another one.
+    """Returns the metadata of a shard as `parse_shard_metadata`, after checking all bytes. entry: the shard's entry in
+    an index. Raises ConfigError, which names the file, if the shard is missing or damaged, or if its hash is not the
+    entry's.
     """
     try:
         facts = parse_shard_metadata(path.read_bytes())
@@ -139,15 +141,15 @@ def read_verified_metadata(path: Path, entry: dict[str, Any] | None = None) -> d
 
 
 def read_encoding_hash(path: Path) -> str | None:
-    """Returns the hash of the encoding (`hash_encoding`) from a shard's header; None if there is none, or the header
-    cannot be read.
+    """Returns the hash of the encoding (`hash_encoding`) from a shard's header; None if the header cannot be read or
+    has no such hash.
     """
     return (read_header_metadata(path) or {}).get("encoding")
 
 
 def make_shard_record(path: Path, facts: dict[str, Any]) -> dict[str, Any]:
-    """Returns what an index needs to know of a shard: name, size in bytes, and those of its facts that enter the index
-    or its statistics.
+    """Returns the record of a shard for `make_index_body`: its name, its size in bytes, and from `facts` hash, sums,
+    bad, labels and caption_bytes, as far as they are there.
     """
     return {
         "name": path.name,
@@ -157,15 +159,15 @@ def make_shard_record(path: Path, facts: dict[str, Any]) -> dict[str, Any]:
 
 
 def join_arrays(parts: list[Arrays]) -> Arrays:
-    """Concatenates the arrays of a shard's batches; captions are filled up to the longest, and to CAPTION_BYTES at
-    least.
+    """Concatenates the arrays of a shard's batches, by name. Captions are padded with zeros to the longest, and at
+    least to 512 bytes.
     """
     wide = max(CAPTION_BYTES, *(part["caption"].shape[-1] for part in parts if "caption" in part), 0)
     return {name: np.concatenate([_pad_captions(part[name], name, wide) for part in parts]) for name in parts[0]}
 
 
 def _pad_captions(array: np.ndarray, name: str, wide: int) -> np.ndarray:
-    """Returns an array named "caption" filled up with zero bytes to a width of `wide`; any other array as it is."""
+    """Returns `array` padded with zeros to the width `wide` if its `name` is "caption", else unchanged."""
     missing = wide - array.shape[-1] if name == "caption" else 0
     return np.pad(array, [*[(0, 0)] * (array.ndim - 1), (0, missing)]) if missing else array
 
@@ -174,11 +176,11 @@ Layout = dict[str, tuple[slice, type, list[int]]]  # of each array: bytes after 
 
 
 def map_shard(path: Path, size: int, layouts: dict[Any, Layout], kind: tuple[int, int]) -> Arrays:
-    """Maps the arrays of a shard of `size` bytes into memory, read-only. kind: (samples, bytes of a caption) of the
-    shard.
+    """Returns the arrays of a shard of `size` bytes by name, mapped into memory read-only. kind: the number of samples
+    and the bytes of a caption in the shard.
 
-    Shards of a folder that are of one kind have their arrays at the same places, counted from the end of the file. So
-    `layouts` keeps one header for each kind, added here, and mapping another shard reads nothing from the disk. Raises
+    Shards of one folder and kind have their arrays at the same offsets, counted from the end of the file. So this adds
+    the header of the first shard of each kind to `layouts`, and later shards are mapped without reading theirs. Raises
     ConfigError, which names the file, if it is missing or no shard, and NotRead if the storage fails.
     """
 
@@ -208,9 +210,9 @@ def map_shard(path: Path, size: int, layouts: dict[Any, Layout], kind: tuple[int
 
 
 def prefetch_rows(array: np.ndarray, rows: np.ndarray) -> None:
-    """Asks the kernel to read rows int64 (n,) of an array of `map_shard`, all at once, and does not wait.
+    """Asks the kernel to read the rows int64 (n,) of an array of `map_shard` into the page cache, and does not wait.
 
-    Otherwise each row that is not in memory costs a wait for the disk. Rows that are in memory cost a microsecond.
+    Without this, each row that is not in memory waits for the disk. A row that is in memory costs a microsecond.
     """
     whole = array
     while isinstance(whole.base, np.ndarray):
@@ -222,6 +224,7 @@ def prefetch_rows(array: np.ndarray, rows: np.ndarray) -> None:
 
 
 def _read_layout(file: BinaryIO) -> Layout:
+    """Returns the bytes after the header, dtype and shape of each array of a shard, from the header of `file`."""
     header = _read_header(file)
     header.pop("__metadata__", None)
     return {
@@ -230,8 +233,8 @@ def _read_layout(file: BinaryIO) -> Layout:
 
 
 def _read_header(file: BinaryIO) -> dict[str, Any]:
-    """Reads the JSON header at the beginning of a shard, after the 8 bytes of its length, and leaves the file's
-    position at the first array. Raises ConfigError if there is no header, or if it is truncated.
+    """Returns the JSON header of a shard, read from the beginning of `file`, whose position is then that of the first
+    array. Raises ConfigError if there is no header, or if it is truncated; ValueError if it is no JSON.
     """
     word = file.read(8)
     length = int.from_bytes(word, "little")
@@ -244,8 +247,9 @@ def _read_header(file: BinaryIO) -> dict[str, Any]:
 
 
 def summarize_codes(codes: np.ndarray) -> dict[str, Any]:
-    """Returns what the statistics need of the codes of one shard. Of latents: `first`, the sum of the means by channel,
-    and `second`, the sum of the second moments (mean^2 + variance) by channel. Of tokens: `largest`, the largest id.
+    """Returns sums over the codes of one shard, for `make_index_body`. codes: moments (n, views, 1 or 2, C, h, w) or
+    int32 tokens. For latents `first` is the sum of the means by channel, and `second` the sum of the second moments
+    (mean^2 + variance) by channel; for tokens `largest` is the largest id.
     """
     if codes.dtype == np.int32:
         return {"largest": int(codes.max())}
@@ -256,11 +260,11 @@ def summarize_codes(codes: np.ndarray) -> dict[str, Any]:
 
 
 def compute_statistics(shards: list[dict[str, list[float]]], count: int) -> dict[str, Any]:
-    """Returns mean and standard deviation of posterior samples, over all and by channel, and scaling_factor = 1 / std.
+    """Returns mean, std and scaling_factor = 1 / std of posterior samples over all channels (Rombach et al. 2022,
+    appendix G), and channel_mean and channel_std by channel.
 
-    shards: what `summarize_codes` returned for each. count: values of one channel in all shards. The sums are exact, so
-    they do not depend on the order of adding. scaling_factor is over all channels, as Rombach et al. 2022 (appendix G)
-    scale latents. Raises ConfigError if the standard deviation is 0 or not finite.
+    shards: the results of `summarize_codes` for latents. count: number of values of one channel in all shards. Sums are
+    exact, so that they do not depend on the order of adding. Raises ConfigError if std is 0 or not finite.
     """
     first = [math.fsum(values) for values in zip(*(shard["first"] for shard in shards))]
     second = [math.fsum(values) for values in zip(*(shard["second"] for shard in shards))]
@@ -283,15 +287,15 @@ def compute_statistics(shards: list[dict[str, list[float]]], count: int) -> dict
 
 
 def hash_encoding(encoding: dict[str, Any]) -> str:
-    """Returns a hash of an encoding, which each of its shards has in its header."""
+    """Returns a hash of an encoding's JSON. Each shard of the encoding has it in its header."""
     return hashlib.blake2b(json.dumps(encoding, sort_keys=True).encode(), digest_size=16).hexdigest()
 
 
 def make_index_body(
     encoding: dict[str, Any], classes: list[str] | None, records: list[dict[str, Any]], versions: dict[str, str]
 ) -> dict[str, Any]:
-    """Returns the body of an index. records: `make_shard_record` of all shards in order. classes: names of the classes;
-    None takes the numbers from 0 to the largest label.
+    """Returns the body of an index. records: results of `make_shard_record` for all shards, in their order. classes:
+    class names; None takes the numbers from 0 to the largest label. Raises ConfigError as `compute_statistics`.
     """
     summed = [record["sums"] for record in records]
     if encoding["kind"] == "tokens":
@@ -321,8 +325,8 @@ def make_index_body(
 
 
 def is_cache(folder: Path) -> bool:
-    """Returns whether `dstrain encode` has written into a folder. It looks at how the files begin, since other tools
-    use these names, too.
+    """Returns whether `dstrain encode` has written into a folder. Reads the beginning of index.json, encoding.json and
+    the first shard, since other tools write files of these names, too.
     """
     for name, begins in ((INDEX, rb'\{"hash": "[0-9a-f]{64}",\n"body": '), (ENCODING, rb'\{\s*"encoding": \{')):
         try:
@@ -337,8 +341,8 @@ def is_cache(folder: Path) -> bool:
 
 
 def read_earlier_encoding(folder: Path) -> dict[str, Any] | None:
-    """Returns the content of encoding.json; if that cannot be read, {"encoding": the one in the index}; None if neither
-    can be read.
+    """Returns the content of encoding.json; if it is missing or damaged, {"encoding": ...} from the index; None if the
+    index cannot be used either.
     """
     try:
         content = json.loads((folder / ENCODING).read_text(encoding="utf-8"))
@@ -353,16 +357,16 @@ def read_earlier_encoding(folder: Path) -> dict[str, Any] | None:
 
 
 def list_foreign_names(folder: Path) -> list[str]:
-    """Returns the sorted names in a folder, without hidden ones, that `dstrain encode` does not write. In a folder that
-    is no cache yet, these are all names.
+    """Returns the sorted names of the entries of a folder that `dstrain encode` does not write, without hidden entries.
+    If the folder is no cache, returns the names of all entries that are not hidden.
     """
     names = sorted(entry.name for entry in folder.iterdir() if entry.name[0] != ".")
     return [name for name in names if not _NAMES.fullmatch(name)] if is_cache(folder) else names
 
 
 def read_index(folder: Path) -> dict[str, Any]:
-    """Returns the body of a folder's index. Raises ConfigError if there is none, if it is altered, or of another
-    version's format.
+    """Returns the body of a folder's index.json. Raises ConfigError if it is missing, truncated or altered, or has the
+    format of another version.
     """
     path = folder / INDEX
     try:

@@ -31,7 +31,8 @@ _SEARCHED = 64  # bytes of a value that are searched for, before all of it is co
 class ArrowFile:
     """An Arrow file, mapped into memory; messages call it `where`.
 
-    Raises ConfigError if it is no Arrow file. Its methods do so if it is cut off, or compressed inside.
+    The constructor raises ConfigError if it is no Arrow file, and the methods if it is cut off or its record batches
+    are compressed.
     """
 
     def __init__(self, path: Path, where: str) -> None:
@@ -43,8 +44,8 @@ class ArrowFile:
             self.schema = pa.ipc.read_schema(self._bytes.slice(self._start))
 
     def iterate_batches(self) -> Iterator[tuple[int, pa.RecordBatch]]:
-        """Yields (first byte, record batch) of each record batch. Raises ConfigError if the file is cut off, or goes on
-        behind its end.
+        """Yields (offset in bytes, record batch) for each record batch. Raises ConfigError if the file is cut off, or
+        has bytes after its end, as after files were concatenated.
         """
         at = self._start
         while self._bytes[at : at + len(_END)].to_pybytes() != _END:
@@ -61,7 +62,7 @@ class ArrowFile:
             raise _explain_joined_files(self.where, at)
 
     def read_cell(self, at: int, row: int, column: str) -> Any:
-        """Returns the value of a column in one row of the record batch that begins at byte `at`."""
+        """Returns the value of a column in row `row` of the record batch that begins at byte `at` of the file."""
         batch = self._read_batch(pa.ipc.read_message(self._bytes.slice(at)))
         return read_value(batch.column(batch.schema.get_field_index(column)), row)
 
@@ -134,8 +135,8 @@ class ParquetFile:
         return None
 
     def require_single_file(self) -> None:
-        """Raises ConfigError if several parquet files were concatenated to this one: its footer would tell of the last
-        alone.
+        """Raises ConfigError if this file is several concatenated parquet files, since its footer lists only the rows
+        of the last one.
         """
         groups = (self._metadata.row_group(group) for group in range(self.num_groups))
         ends = [
@@ -165,8 +166,8 @@ class ParquetFile:
 
 
 class PlainChunk:
-    """Uncompressed bytes of a column, from byte `start` of the file on: values one after the other, each after its
-    length.
+    """The uncompressed bytes of a column, which begin at byte `start` of the file. Values follow each other, each
+    preceded by its length.
     """
 
     def __init__(self, start: int, content: bytes) -> None:
@@ -213,8 +214,8 @@ def can_hold_bytes(kind: pa.DataType) -> bool:
 
 @contextmanager
 def _report_damage(where: str, kind: str) -> Iterator[None]:
-    """Turns an error that its block raises while it reads a `kind` file into a ConfigError that calls the file damaged.
-    ConfigError and NotRead pass through, since a storage that fails is no file's fault.
+    """Within the block, an error of reading a `kind` file is raised as ConfigError, which says that the file `where` is
+    damaged. ConfigError and NotRead are raised unchanged.
     """
     try:
         yield

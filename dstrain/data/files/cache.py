@@ -41,10 +41,11 @@ class DiskCache:
         return os.path.exists(self.folder / key)
 
     def open_entry(self, key: str, size: int, fill: Callable[[Path], None], name: str) -> BinaryIO:
-        """Opens the entry of `size` bytes for reading.
+        """Opens the entry `key` of `size` bytes for reading.
 
-        If it is missing or has another size, one process writes it by `fill(path)`, and the others wait. Raises
-        ConfigError if it is larger than the cache; messages call it `name`.
+        If the entry is missing or has another size, one process calls `fill(path)`, which must write it to `path`, and
+        other processes wait. Older entries may be deleted to make room. Raises ConfigError if `size` is above the limit
+        of the cache; messages call the entry `name`.
         """
         if size > self.limit:
             raise ConfigError(
@@ -83,8 +84,8 @@ class DiskCache:
             temporary.unlink(missing_ok=True)
 
     def _reserve_space(self, temporary: Path, size: int) -> None:
-        """Reserves `size` bytes in the ledger, after removing old entries if needed, and makes the temporary file in
-        that size, so that a process which counts all files anew counts it.
+        """Reserves `size` bytes in the ledger, after deleting old entries if needed, and makes the temporary file with
+        this size, so that a process which counts all files anew counts it.
         """
         with self._lock(_LEDGER) as ledger:
             text = os.pread(ledger, 32, 0)
@@ -96,8 +97,8 @@ class DiskCache:
             os.pwrite(ledger, b"%032d" % (used + size), 0)
 
     def _free_space(self, size: int) -> int:
-        """Removes the least recently used entries if `size` bytes more exceed the limit, until they fit into 90 % of
-        it; returns the bytes of the remaining entries.
+        """If the entries and `size` more bytes exceed the limit, deletes the least recently used entries until both fit
+        into 90 % of the limit. Returns the bytes of the remaining entries.
         """
         entries = []
         for entry in os.scandir(self.folder):
@@ -118,8 +119,8 @@ class DiskCache:
 
     @contextlib.contextmanager
     def _lock(self, name: str) -> Iterator[int]:
-        """Locks a file of the cache's folder during its block, after waiting for other processes; yields the file's
-        descriptor. The kernel releases the lock if the process is killed.
+        """Within the block, this process alone holds the lock of the file `name` in the cache's folder; waits for other
+        processes first. Yields the file's descriptor. The kernel releases the lock if the process is killed.
         """
         self.folder.mkdir(parents=True, exist_ok=True)  # There is none yet on another machine.
         descriptor = os.open(self.folder / name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)

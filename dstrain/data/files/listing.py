@@ -24,8 +24,8 @@ _T, _A = TypeVar("_T"), TypeVar("_A")
 
 @contextmanager
 def report_listing_errors(root: str | Path, key: str = "data.path") -> Iterator[None]:
-    """Turns an OSError that its block raises into a ConfigError: a folder in `root` cannot be listed. key: the recipe's
-    entry that names `root`, for the message.
+    """Within the block, an OSError is raised as ConfigError, which says that a folder in `root` cannot be listed. key:
+    the recipe's entry that names `root`, for the message.
     """
     try:
         yield

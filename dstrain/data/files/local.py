@@ -143,8 +143,8 @@ def select_names(names: list[tuple[str, bool]], pattern: str) -> list[tuple[str,
 
 
 def require_pattern_files(data: str, files: Files) -> None:
-    """Raises ConfigError if the pattern of `files` fits no file, or if files that its braces list are missing; it looks
-    for some 1000 of them. data: how messages call the pattern.
+    """Raises ConfigError if the pattern of `files` fits no file, or if one of some 1000 of the files that its braces
+    list is missing. Does nothing for files without a pattern. data: how messages call the pattern.
     """
     if files.pattern is not None and not files.list_names():
         raise ConfigError(f"{data} fits no file: correct the pattern")
@@ -159,8 +159,8 @@ def require_pattern_files(data: str, files: Files) -> None:
 
 
 def find_pattern_folder(path: str) -> str | None:
-    """Returns the folder of a path before its first brace or star, such as x for x/{00..99}.tar; None if it has none of
-    both.
+    """Returns the part of a path before the last slash that precedes its first brace or star, such as x for
+    x/{00..99}.tar; None for a path without braces and stars.
     """
     place = re.search(r"[{*]", path)
     return path[: place.start()].rpartition("/")[0] if place else None

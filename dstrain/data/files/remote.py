@@ -179,10 +179,10 @@ class RemoteFiles(Files):
             return Path(file.name)
 
     def prefetch(self, read: Callable[[Any], Any], places: Iterable[Any]) -> None:
-        """Lets threads call `read` for each of `places`, so that their bytes are in the cache when they are needed, and
-        does not wait. Leaves out places if 1024 are waiting already.
+        """Puts `read` of each of `places` into a queue for 16 threads, so that the bytes are in the cache when they are
+        needed, and does not wait. Skips the remaining places if 1024 are in the queue.
 
-        What cannot be read is reported when it is needed.
+        Errors are ignored here, since they are raised again when the sample is needed.
         """
         if self._queue is None:
             self._queue = queue.Queue(_AHEAD)
@@ -193,8 +193,8 @@ class RemoteFiles(Files):
                 self._queue.put_nowait((read, place))
 
     def _open(self, name: str, first: int, last: int) -> BinaryIO:
-        """Opens the cache's entry of the bytes [first, last) of a file for reading, after fetching them if they are not
-        there.
+        """Opens the cache's entry of the bytes [first, last) of a file for reading. Fetches these bytes first if the
+        cache does not have them.
         """
         address, size, store = self._find_address(name), last - first, self._store
 

@@ -1,7 +1,7 @@
-"""Tells what fails when files are read: a file, or the storage under it, or the machine.
+"""Decides whether an error of reading is the fault of a file, or of the storage or the machine, and retries the latter.
 
-A file that fails is replaced by another sample, and listed. A storage that fails must not be: the run would learn from
-other samples than the next one. It is asked again, and then ends the run.
+A damaged file is replaced by another sample, and listed. If the storage fails, no sample may be replaced, since another
+run would then learn from other samples: reading is retried, and then the run ends.
 """
 
 import errno
@@ -79,8 +79,8 @@ def _is_transient(error: Exception) -> bool:
 
 
 def refuse_special_file(path: str | os.PathLike) -> None:
-    """Raises ConfigError if `path` is no regular file, since opening a pipe may wait for ever; OSError if nothing is
-    there.
+    """Raises ConfigError if `path` is no regular file, since opening a pipe may wait for ever; raises OSError if
+    nothing exists at `path`.
     """
     if kind := small.describe_special_file(path):
         raise ConfigError(f"it is {kind}, and no file")

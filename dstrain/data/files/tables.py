@@ -58,8 +58,8 @@ class Table(ABC):
 
 
 def match_names(known: Sequence[str], names: Sequence[str]) -> list[str]:
-    """Returns the columns among `names` that are in `known`, in the order of `known`, as the table spells them. Case
-    and white space around do not count: File_Name is file_name.
+    """Returns the columns among `names` that are in `known`, in the order of `known`, as `names` spells them. Names are
+    compared without case and surrounding white space: File_Name is file_name.
     """
     found = {name.strip().lower(): name for name in names} | {name: name for name in names}
     return [found[name] for name in known if name in found]
@@ -218,7 +218,7 @@ class Tsv(_Csv):
 
 
 def _unquote(field: str) -> str:
-    """Removes the quotation marks of a field that is quoted as a whole; returns other fields as they are."""
+    """Returns a field without its quotation marks if they enclose the whole field, else unchanged."""
     inner = field[1:-1].replace('""', "")
     quoted = len(field) > 1 and field[0] == field[-1] == '"' and '"' not in inner
     return field[1:-1].replace('""', '"') if quoted else field

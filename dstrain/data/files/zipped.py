@@ -1,4 +1,4 @@
-"""Members of zip files, found once by the directory at the file's end and then read by their places.
+"""Lists the members of zip files by the directory at the file's end, and reads members by their offsets.
 
 Nothing that a zip file says of itself is believed before it is checked: sizes, places, and how far a member inflates.
 Python's zipfile reads the directory, once; it would keep an object of each member in every worker. The format: PKWARE's
@@ -29,7 +29,7 @@ _INFLATING = Lock()
 
 
 class Members:
-    """The names and places of some members, in little memory: a zip file may have millions."""
+    """The names, offsets and compressed sizes of members, in little memory, since a zip file may have millions."""
 
     def __init__(self) -> None:
         self.names: list[str] = []
@@ -57,11 +57,11 @@ class Members:
 
 
 def iterate_members(file: BinaryIO) -> Iterator[zipfile.ZipInfo]:
-    """Yields every member of a zip file except folders. Their `orig_filename` is the name with slashes, without ./
-    before it.
+    """Yields every member of a zip file except folders. The `orig_filename` of a member is its name with slashes and
+    without a leading ./.
 
-    zipfile holds 0.6 KB a member meanwhile. Raises ConfigError if it is no zip file, truncated, damaged, or one of
-    several disks, if another zip file stands before it, or if two members have one name.
+    Takes 0.6 KB of memory for each member. Raises ConfigError if the file is no zip file, is truncated, damaged or one
+    of several disks, if another zip file precedes it, or if two members have the same name.
     """
     try:
         with zipfile.ZipFile(file) as archive:
@@ -94,10 +94,10 @@ def iterate_members(file: BinaryIO) -> Iterator[zipfile.ZipInfo]:
 
 
 def read_member(files: Files, name: str, offset: int, packed: int, most: int) -> bytes:
-    """Returns the content of one member of the zip file `name`. offset: of its local header. packed: its bytes in the
-    zip file. most: bytes that its content may have.
+    """Returns the content of one member of the zip file `name`. offset: byte of the member's local header. packed: its
+    compressed size in bytes. most: the largest allowed size of its content, in bytes.
 
-    Raises ConfigError if its header is wrong, if it is damaged, or if it is larger.
+    Raises ConfigError if the header or the content is damaged, or if the content is larger than `most`.
     """
     if packed > most:
         raise ConfigError(f"it has {packed:,} bytes, above the cap of {most:,}")
@@ -118,8 +118,8 @@ def read_member(files: Files, name: str, offset: int, packed: int, most: int) ->
 
 
 def inflate(content: bytes, most: int) -> bytes:
-    """Returns the content of deflated bytes. Raises ConfigError if they are damaged or cut off, or inflate to more than
-    `most` bytes.
+    """Returns the inflated content of deflated bytes. Raises ConfigError if they are damaged or cut off, or if the
+    content has more than `most` bytes.
     """
     stream = zlib.decompressobj(-15)
     try:

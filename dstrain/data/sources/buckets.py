@@ -37,8 +37,8 @@ _OUT = 65535  # uint16, the bucket of samples that are left out
 
 
 class Bucketed(Remade):
-    """Holds the samples of `whole` sorted by bucket; each is read in the shape of its bucket. All ranks make it
-    together.
+    """The samples of `whole` sorted by bucket, each read in the shape of its bucket. All ranks must call the
+    constructor, which writes the sorted order beside the index unless it is there.
 
     shapes: one entry for each bucket. table: a row for each sample of the index, by which its bucket is chosen
     (sizes.py). rule: what else the choice depends on; other shapes or another rule have files of their own. header: how
@@ -209,7 +209,7 @@ def _read_header(folder: Path, dtype: str) -> dict[str, Any] | None:
 
 
 def _compute_members_size(header: dict[str, Any], dtype: str) -> int:
-    """Returns the size of members.bin in bytes: that of at least one entry, since an empty file cannot be mapped."""
+    """Returns the size of members.bin in bytes, at least that of one entry, since an empty file cannot be mapped."""
     return max(sum(header["counts"]), 1) * np.dtype(dtype).itemsize
 
 

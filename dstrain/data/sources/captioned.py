@@ -67,9 +67,8 @@ class Captioned(Images):
         return f"captioned n={len(self)} names={digest.hexdigest()}"
 
     def _hash_texts(self, numbers: range) -> bytes:
-        """Returns a hash of the captions that stand in files beside the images, as these files are now.
-
-        Captions that stand elsewhere are hashed as in any source.
+        """Returns a hash of the captions in the text files beside the images, which are read now. For captions in other
+        files returns the same hash as any source.
         """
         if not isinstance(self.layout, Beside):
             return super()._hash_texts(numbers)
@@ -87,7 +86,9 @@ def hash_captions_beside(root: Path, files: Iterable[list[str]]) -> bytes:
 
 
 def hash_captions_into(digest: Any, root: Path, names: list[str]) -> None:
-    """Adds to a hash the text beside each file, X.txt of X.png; a text that cannot be read counts as empty."""
+    """Updates the hash object `digest` with the text beside each file, X.txt of X.png. A text that cannot be read is
+    taken as empty.
+    """
 
     def read_text_beside(name: str) -> bytes:
         try:

@@ -16,7 +16,7 @@ from dstrain.recipe import ConfigError, reword_errors
 
 
 class Embedded(Remade):
-    """Adds image_embed float32 (D,), as it is stored, to the items of `whole`, and leaves out their captions."""
+    """The samples of `whole`, whose items have image_embed float32 (D,), as stored, and no caption."""
 
     def __init__(self, whole: Emoji | Images, stored: Stored) -> None:
         super().__init__(whole)
@@ -42,9 +42,9 @@ class Embedded(Remade):
 
 
 def add_embeddings(images: Source, path: str) -> Embedded:
-    """Returns a source of the images with their embeddings. path: of data.embeddings.
+    """Returns a source of the images with their embeddings. path: the value of data.embeddings.
 
-    Raises ConfigError if the embeddings are of other images, or do not say of which.
+    Raises ConfigError if the embeddings were made of other images, or if their folder does not say of which images.
     """
     with reword_errors(options={"data.path=": "data.embeddings="}):
         stored = open_all_pairs(path)

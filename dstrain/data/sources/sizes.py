@@ -124,7 +124,9 @@ def _write_measures(
 
 
 def _append_rows(path: Path, block: np.ndarray, offset: int) -> None:
-    """Writes rows at `offset`, in bytes, after deleting what a crash may have left from there on."""
+    """Writes the rows of `block` to a file at byte `offset`, and deletes everything after them. Makes the file if
+    needed.
+    """
     with open(path, "r+b" if path.exists() else "wb") as file:
         file.truncate(offset)
         file.seek(offset)
