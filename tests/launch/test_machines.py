@@ -125,6 +125,7 @@ def kill(host: machines.Host, matches: Callable[[list[str]], bool]) -> int:
     return len(pids)
 
 
+@pytest.mark.faults  # in CI: distributed/test_stops.py, test_group.py, and the lost host below
 def test_a_lost_launcher_a_cut_link_and_the_same_command(train, hosts, tmp_path):
     """Oracle: an uninterrupted run on one machine: after both faults the same command ends with the same bits."""
     folder = tmp_path / "run"
