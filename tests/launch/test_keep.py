@@ -75,6 +75,7 @@ def equal(folder: Path, undisturbed: Path) -> bool:
     return metrics(folder) == metrics(undisturbed) and files(folder, STEPS) == files(undisturbed, STEPS)
 
 
+@pytest.mark.faults  # in CI: distributed/test_watchdog.py, and test_machines.py where the supervisor starts again
 def test_a_suspended_rank(undisturbed, tmp_path):
     """Oracle: the undisturbed run, bit for bit; the suspended pid, which is named and killed, and its peer's stacks.
 
