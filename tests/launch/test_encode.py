@@ -77,7 +77,7 @@ def test_the_same_bytes_on_two_ranks(made, tmp_path):
     assert len(content(made / "one")) == 14 and content(tmp_path / "two") == content(made / "one")
 
 
-@pytest.mark.parametrize("num, then", [(1, 2), (2, 1)])
+@pytest.mark.parametrize("num, then", [(1, 2), pytest.param(2, 1, marks=pytest.mark.faults)])  # CI: test_videos
 def test_killed_in_the_middle(made, tmp_path, num, then):
     """Oracle: the bytes of an undisturbed command. After kill -9 other ranks write the missing shards."""
     out = tmp_path / "out"
