@@ -42,7 +42,7 @@ def made(tmp_path_factory):
     assert "10000 samples" in output and "tokens int32 [3, 4, 4]" in output
     finish(command("launch/export.py", tokenizer, "--format", "safetensors", "--out", root / "export", num=1))
     words = [f"data.path={root / 'tokens'}", f"model.tokenizer.path={root / 'export'}"]
-    maskgit = killed_and_whole(root / "second", 2, *words, recipe=MASKGIT)
+    maskgit = killed_and_whole(root / "second", 1, *words, recipe=MASKGIT)
     return root, tokenizer, maskgit
 
 
