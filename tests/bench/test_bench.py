@@ -35,9 +35,22 @@ def test_all_sides_train_alike():
     assert found["flops"] > 6 * found["size"] * 16 * 8  # 16 tokens a sample; attention and the rest come on top
 
 
+# Runs a script of launch/bench with few repetitions: what they are called is looked at, and no time.
+BRIEFLY = """
+import functools, runpy, sys
+from kit import compare
+compare.ROUNDS = compare.STEPS = compare.WARM_UP = 1
+compare.ema_beside_copy = functools.partial(compare.ema_beside_copy, elements=1, rounds=1)
+del sys.argv[0]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
 def test_the_script():
     """Oracle: the names that docs/results.md and the docstrings give to what is printed, in four comparisons."""
     text = printed(
+        "-c",
+        BRIEFLY,
         ROOT / "launch/bench/step.py",
         "--recipe",
         ROOT / "tests/launch/tiny.yaml",
