@@ -134,10 +134,10 @@ GROUPS = {
     "latents": [
         ("train --recipe launch/recipes/vae-small.yaml", f"{TINY} optimizer.decay_steps=2"),
         ("export runs/vae-small --out runs/first_stage", ""),
-        ("encode runs/vae-small --out latents/fashion", "--batch 200"),
+        ("encode runs/vae-small --out latents/fashion", "--batch 200 --split held_out"),
         (
             "encode --first-stage runs/first_stage --data builtin:fashion --image-size 32 --no-flip --out runs/latents",
-            "--batch 200",
+            "--batch 200 --split held_out",
         ),
         ("train --recipe launch/recipes/dit-small-latents.yaml", DIT),
         ("generate runs/dit-small-latents --num-samples 40", DRAW),
