@@ -31,6 +31,20 @@ TRIED = ("dvae fp32", "DiT-XL/2 B=256 dstrain stock", "stall")
 # tests/gpu, the first command to tests/launch/test_resume.py.
 ELSEWHERE = ("check", "no_reads", "first_command")
 
+# Of the cases that time DiT-XL/2, those that CI runs: every side, every stage, precision and kind of switch. The others
+# differ by a value of the recipe or of the JSON, which test_every_switch_is_accepted reads: pytest -m faults runs them.
+SHORT = (
+    "B=32 dstrain plain stock accelerate fast-DiT",
+    "with the recipe as shipped",
+    "with model.recompute=attention",
+    "with ema.decays=[0.9999,0.999]",
+    "with 4 micro-batches",
+    "with stage 0",
+    "with stage 2",
+    "with stage 3, overlap_comm=False",
+    "with fp16",
+)
+
 
 @pytest.mark.slow
 def test_dry_run(tmp_path):
@@ -64,12 +78,19 @@ def test_dry_run(tmp_path):
     assert {"stock: share of matmul", "dstrain / stock", "stock: idle share"} <= speed.keys()
 
 
-@pytest.mark.slow
-def test_every_case(tmp_path):
+@pytest.mark.parametrize(
+    "count", [pytest.param("sample", marks=pytest.mark.slow), pytest.param("full", marks=pytest.mark.faults)]
+)
+def test_every_case(tmp_path, count):
     """Oracle: the kit's own targets that hold on any device, in every case but those that others try; a case without
     rows says what it needs.
     """
     names = [case.name for case in cases.cases() if case.work.__name__ not in ELSEWHERE or case.name == "dvae waits"]
+    if count == "sample":
+        timed = {case.name for case in cases.cases() if case.options.get("recipe") == "DiT-XL/2"}
+        kept = {f"DiT-XL/2 {name}" for name in SHORT}
+        assert kept < timed
+        names = [name for name in names if (name not in timed or name in kept) and name not in TRIED]
     done = subprocess.run(
         [sys.executable, "-m", "tests.launch.check_kit", tmp_path, *names],
         cwd=ROOT,
@@ -131,6 +152,22 @@ def test_precisions_are_taken(in_fork, tmp_path):
             ["high", True, "torch.float32"],
             ["highest", False, "torch.bfloat16"],
         ]
+
+
+def test_every_switch_is_accepted():
+    """Oracle: the checks of the recipe and of the settings, for what each case that is timed names."""
+    timed = [case.options for case in cases.cases() if case.work is speed.beside]
+    assert len(timed) > 20
+    for options in timed:
+        if options.get("precision") == "fp16":  # refused on a CPU
+            continue
+        batch = 2 * options.get("accumulation", 1)
+        words = [f"batch.global={batch}", "batch.micro=2", *options.get("overrides", ())]
+        run = jobs.published(options["recipe"], True, words)
+        try:
+            jobs.settings(run, options.get("stage", 1), options.get("precision", "bf16"), **options.get("zero", {}))
+        except ConfigError as error:  # the case says so, see test_a_refused_choice_is_left_out
+            assert options.get("overrides") and " needs " in error.problems[0]
 
 
 def test_cases():
