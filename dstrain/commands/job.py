@@ -43,7 +43,7 @@ def prepare_job(options: JobOptions, world: int | None = None, device_type: str 
     found.
     """
     world, device_type = world or group.read_place().world, device_type or group.device().type
-    run, problems = check_recipe(_read_recipe(options.recipe, options.overrides), options.overrides)
+    run, problems = complete_recipe(_read_recipe(options.recipe, options.overrides), options.overrides)
     problems += _list_path_problems(run)
     resolved: dict[str, Any] = {}
     remarks: list[str] = []
@@ -71,7 +71,7 @@ def prepare_job(options: JobOptions, world: int | None = None, device_type: str 
     return Job(run, resolved, settings.list_remarks(resolved, device_type) + remarks, notes)
 
 
-def load_recipe(path: Path, overrides: Sequence[str], note: Callable[[str], None] | None = None) -> Run:
+def load_checked_recipe(path: Path, overrides: Sequence[str], note: Callable[[str], None] | None = None) -> Run:
     """Returns the Run of a recipe file with overrides, completed and checked except for the data, which need not be
     here. Raises ConfigError with every problem.
 
@@ -83,7 +83,7 @@ def load_recipe(path: Path, overrides: Sequence[str], note: Callable[[str], None
         run, left_out = systems.find_config_class(run.system).without_files(run)
         if left_out:
             note(left_out)
-    run, problems = check_recipe(run, overrides)
+    run, problems = complete_recipe(run, overrides)
     if problems:
         raise ConfigError(*problems)
     return run
@@ -100,7 +100,7 @@ def _read_recipe(path: Path, overrides: Sequence[str]) -> Run:
     return run
 
 
-def check_recipe(run: Run, overrides: Sequence[str] = ()) -> tuple[Run, list[str]]:
+def complete_recipe(run: Run, overrides: Sequence[str] = ()) -> tuple[Run, list[str]]:
     """Completes the data and model sections of a Run, and checks them and the overrides. Returns the completed Run, and
     a list of problems, [] if there are none.
     """
@@ -117,7 +117,7 @@ def check_recipe(run: Run, overrides: Sequence[str] = ()) -> tuple[Run, list[str
                 f"data.buckets: {run.system} takes clips of one length: leave it out, or choose "
                 "system=phenaki.tokenizer"
             )
-        run = recipe.check_model(run, schema, overrides)
+        run = recipe.complete_model(run, schema, overrides)
         config = systems.build_config(run.system, run.model)
         captioned = config.reads_texts and find_contents(run.data) == "images"
         run = run.model_copy(update={"data": run.data.model_copy(update={"captioned": captioned})})

@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from dstrain.commands.job import load_recipe
+from dstrain.commands.job import load_checked_recipe
 from dstrain.commands.options.plan import PlanOptions
 from dstrain.commands.options.shipped import find_ds_config
 from dstrain.disk import small
@@ -38,7 +38,7 @@ def run_verb(options: PlanOptions) -> None:
     or with --search each of them, does not fit.
     """
     get_phases().enter_phase("checking the recipe")
-    run = load_recipe(options.recipe, options.overrides, lambda note: print(note, file=sys.stderr))
+    run = load_checked_recipe(options.recipe, options.overrides, lambda note: print(note, file=sys.stderr))
     ds_config = find_ds_config(options.ds_config)
     get_phases().enter_phase("counting")
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # the process that counts ends with this one

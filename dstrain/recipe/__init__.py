@@ -15,7 +15,7 @@ from dstrain.recipe.errors import (
     require_replaceable,
     reword_errors,
 )
-from dstrain.recipe.files import check_model, describe_replaced_entries, dump_run, load_recipe
+from dstrain.recipe.files import complete_model, describe_replaced_entries, dump_run, load_recipe
 from dstrain.recipe.patterns import fits_pattern, is_learned
 from dstrain.recipe.problems import format_divisors, format_value, list_problems, suggest_files, suggest_key
 from dstrain.recipe.run import (
@@ -56,8 +56,8 @@ __all__ = [
     "Save",
     "Section",
     "Track",
-    "check_model",
     "choose_write_remedy",
+    "complete_model",
     "describe_replaced_entries",
     "dump_run",
     "explain_write_errors",

@@ -1,8 +1,8 @@
 """Reads a recipe from a YAML file and `key=value` overrides as a checked Run, and writes a Run as YAML.
 
 All problems are collected and raised together as one ConfigError. Overrides are YAML values under dotted keys
-(`optimizer.betas=[0.9,0.95]`). `load_recipe` accepts any mapping as the section `model`; `check_model` checks it by the
-Config class of the system.
+(`optimizer.betas=[0.9,0.95]`). `load_recipe` accepts any mapping as the section `model`; `complete_model` checks it
+by the Config class of the system.
 """
 
 import math
@@ -51,7 +51,7 @@ def load_recipe(recipe: Path | None, overrides: Iterable[str] = ()) -> Run:
     return run
 
 
-def check_model(run: Run, config_class: Any, typed: Iterable[str] = ()) -> Run:
+def complete_model(run: Run, config_class: Any, typed: Iterable[str] = ()) -> Run:
     """Returns the Run with its section `model` completed from the rest of the recipe, checked by the system's Config,
     and with all defaults written out.
 

@@ -30,7 +30,7 @@ from dstrain.commands.export import (
     _read_statistics,
     export_run,
 )
-from dstrain.commands.job import JobOptions, check_recipe, prepare_job
+from dstrain.commands.job import JobOptions, complete_recipe, prepare_job
 from dstrain.data.open import open_sources
 from dstrain.data.views import Shuffled
 from dstrain.disk.sealed import render_sealed
@@ -56,7 +56,7 @@ def trained(tmp_path):
     folder_of_pictures(tmp_path / "data", 2, 25)
     words = [f"data.path={tmp_path / 'data'}", "model.kl.norm_num_groups=2"]
     run = recipe.load_recipe(ROOT / "tests/launch/tiny-vae.yaml", words)
-    run = recipe.check_model(run, systems.find_config_class("vae"))
+    run = recipe.complete_model(run, systems.find_config_class("vae"))
     system = systems.build("vae", run.model)
     return run, system, system.networks()
 
@@ -153,7 +153,7 @@ def begun(tmp_path, name, *words):
     """(folder, networks) of a run of tests/launch/NAME.yaml, whose weights are all random, with grids of two steps."""
     torch.manual_seed(0)
     run = recipe.load_recipe(ROOT / f"tests/launch/{name}.yaml", list(words))
-    run = recipe.check_model(run, systems.find_config_class(run.system))
+    run = recipe.complete_model(run, systems.find_config_class(run.system))
     nets = systems.build(run.system, run.model).networks()
     with torch.no_grad():
         for network in nets.values():
@@ -253,7 +253,7 @@ def test_an_export_and_its_card(tmp_path, name, words, kind, own):
 @pytest.mark.parametrize("path", sorted((ROOT / "launch" / "recipes").glob("*.yaml")), ids=lambda path: path.stem)
 def test_recipes_that_diffusers_cannot_express(tmp_path, path):
     """Oracle: the recipe's own header: `Export    Not to diffusers` where an export is refused, and nowhere else."""
-    run, _ = check_recipe(recipe.load_recipe(path))
+    run, _ = complete_recipe(recipe.load_recipe(path))
     latents = {"first_stage": None}
     if run.model.get("null_text") == "encoder":  # PixArt's and SD3's pipelines need an autoencoder
         latent_channels = PRESETS[run.model["size"]].get("in_channels", 4)

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from dstrain.commands import plan
-from dstrain.commands.job import load_recipe
+from dstrain.commands.job import load_checked_recipe
 from dstrain.engine.settings import read_offload
 from dstrain.engine.settings import read_stage as stage_of
 from dstrain.planning import advice
@@ -38,7 +38,7 @@ def _count_once():
 
 def tiny(ds_config, *overrides):
     """A tiny DiT on four GPUs of more memory than there are."""
-    run = load_recipe(ROOT / "tests/launch/tiny.yaml", ["model.hidden_size=64", *overrides])
+    run = load_checked_recipe(ROOT / "tests/launch/tiny.yaml", ["model.hidden_size=64", *overrides])
     return plan.make_case(run, ROOT / "ds_configs" / ds_config, WORLD, 8, "900TB", None)
 
 
