@@ -156,7 +156,7 @@ class Mixture(Source):
     def read(self, index: int, chance: float | None = None) -> Item:
         source, place = self._locate_sample(index)
         try:
-            return self._unify_item(source, self.sources[source].read(place, chance))
+            return self._convert_item_to_mixture(source, self.sources[source].read(place, chance))
         except BadSample as error:
             raise BadSample(f"{self.names[source]}/{error.path}", error.reason) from error
 
@@ -172,7 +172,7 @@ class Mixture(Source):
             part, unreadable = self.sources[source].read_batch(
                 places, *(None if values is None else values[here] for values in (mirrored, chance))
             )
-            parts.append(self._unify_item(source, part))
+            parts.append(self._convert_item_to_mixture(source, part))
             rows.append(here)
             bad += [(f"{self.names[source]}/{name}", reason) for name, reason in unreadable]
         order = torch.cat(rows).argsort()
@@ -240,7 +240,7 @@ class Mixture(Source):
         rows = [(source, torch.nonzero(sources == source)[:, 0]) for source in sources.unique().tolist()]
         return [(source, here, index[here] - self._ends[source] + self.sizes[source]) for source, here in rows]
 
-    def _unify_item(self, source: int, item: dict) -> dict:
+    def _convert_item_to_mixture(self, source: int, item: dict) -> dict:
         """Returns an item or a batch of the source of number `source` with labels of the mixture, and without captions
         unless all sources have them.
         """

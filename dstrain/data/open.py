@@ -14,7 +14,7 @@ from dstrain.data.builtin.fashion import FASHION_PATH, Fashion
 from dstrain.data.builtin.moving import MOVING, MovingFashion
 from dstrain.data.cached.codes import complete_codes, open_codes
 from dstrain.data.cached.embeddings import BUILTIN, is_embeddings, open_pairs
-from dstrain.data.cached.latents import is_encoded
+from dstrain.data.cached.latents import is_codes_cache
 from dstrain.data.cached.shards import read_index
 from dstrain.data.decode.clips import VIDEOS, Cut
 from dstrain.data.decode.crops import Crop
@@ -224,7 +224,7 @@ class CodesData(Kind):
 
     @classmethod
     def recognises(cls, data: Data) -> bool:
-        return is_encoded(data.path)
+        return is_codes_cache(data.path)
 
     def name_contents(self) -> str:
         encoding = read_index(Path(self.data.path))["encoding"]

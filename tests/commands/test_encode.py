@@ -15,7 +15,7 @@ from dstrain.commands.encode import EncodeOptions, encode_data
 from dstrain.commands.encoding.plan import make_plan
 from dstrain.data.batches import Batches, iterate_held_out
 from dstrain.data.cached import shards
-from dstrain.data.cached.latents import Latents, is_encoded
+from dstrain.data.cached.latents import Latents, is_codes_cache
 from dstrain.data.decode.crops import Crop
 from dstrain.data.open import complete_data, open_sources
 from dstrain.data.order import Order
@@ -255,7 +255,7 @@ def test_what_the_folder_is_of_can_be_repaired(tmp_path, vae, images, damage):
     for index in (True, False):
         spoil(index)
         kept = {path: path.stat().st_mtime_ns for path in out.glob("shard_*")}
-        assert is_encoded(out)
+        assert is_codes_cache(out)
         with pytest.raises(ConfigError, match="holds another encoding.*ame another"):
             encode_data(options(out, vae, images, flip=False))
         encode_data(options(out, vae, images))

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from dstrain.data.cached.latents import Latents, is_encoded
+from dstrain.data.cached.latents import Latents, is_codes_cache
 from dstrain.data.cached.shards import ENCODED_ALIKE
 from dstrain.recipe import Codes, ConfigError, Data
 
@@ -82,7 +82,7 @@ def _open_train_and_held_out(data: Data) -> tuple[Latents, Latents]:
     """Opens the caches at data.path and data.held_out_path. Raises ConfigError if data.held_out_path is no cache, or if
     the two caches differ in their encoding or their classes.
     """
-    if not is_encoded(data.held_out_path):
+    if not is_codes_cache(data.held_out_path):
         raise ConfigError(
             f"data.held_out_path={data.held_out_path} holds images, data.path={data.path} cached codes: "
             "encode the held-out images with the same first stage"

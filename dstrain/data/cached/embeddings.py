@@ -28,7 +28,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dstrain.data.cached.rows import FOLDERS, Captions, Table, convert_to_float32, find_fault, pack_caption
+from dstrain.data.cached.rows import FOLDERS, Captions, Table, convert_to_float32, find_faulty_row, pack_caption
 from dstrain.data.order import Order
 from dstrain.data.source import BadSample, Source
 from dstrain.recipe import ConfigError
@@ -162,7 +162,7 @@ class Stored:
         """
         table = self.tables[name]
         values = convert_to_float32(table[row])
-        if fault := find_fault(values[None], name):
+        if fault := find_faulty_row(values[None], name):
             raise BadSample(table.name_row(row), fault[1])
         return torch.from_numpy(values)
 

@@ -47,7 +47,7 @@ _VERIFIED = 4 << 30  # bytes whose hashes are compared before a run starts; take
 _REMEDY = "give the `dstrain encode` command that wrote the folder once more: it makes what is missing or damaged"
 
 
-def is_encoded(path: str | Path) -> bool:
+def is_codes_cache(path: str | Path) -> bool:
     """Returns whether a folder holds cached codes of `dstrain encode`, complete or not. False for a folder of images in
     which another tool has written an index.json.
     """

@@ -112,7 +112,7 @@ class Table(Rows):
         embedding and all zeros.
         """
         for number, name in enumerate(self.names):
-            fault = find_fault(convert_to_float32(self._open_array(number)), self.key)
+            fault = find_faulty_row(convert_to_float32(self._open_array(number)), self.key)
             if fault:
                 raise ConfigError(
                     f"data.path: {name}[{fault[0]}] {fault[1]}: remove that row from every folder, or embed it again"
@@ -171,7 +171,7 @@ def read_embeddings(path: Path) -> Tensor:
     if array.ndim != 2 or array.dtype not in (np.float16, np.float32, np.float64):
         raise ConfigError(f"{path} is {array.dtype} {array.shape}, and embeddings are float (N, D)")
     values = convert_to_float32(array)
-    if fault := find_fault(values, "image_embed"):
+    if fault := find_faulty_row(values, "image_embed"):
         raise ConfigError(f"{path}: row {fault[0]} {fault[1]}: leave it out, or embed it again")
     return torch.from_numpy(values)
 
@@ -252,7 +252,7 @@ def pack_caption(caption: str) -> Tensor:
     return torch.tensor(list(caption.encode("utf-8", "replace")), dtype=torch.uint8)
 
 
-def find_fault(rows: np.ndarray, key: str) -> tuple[int, str] | None:
+def find_faulty_row(rows: np.ndarray, key: str) -> tuple[int, str] | None:
     """Returns (number, reason) of one faulty row of `rows` (n, ...), or None. A row is faulty if it has NaN or
     infinity, or is all zeros, which text_encodings may be. The first row with NaN or infinity is returned first. bool
     rows are never faulty.

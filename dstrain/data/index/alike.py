@@ -62,7 +62,7 @@ def _compare_views(
     explain: given rank 0's result and another one, returns how they differ; None if they count as equal. Raises
     ConfigError on all ranks if a result differs, or if `observe` raises ConfigError on a rank other than 0.
     """
-    views = group.gather_objects(_find_view(root))
+    views = group.gather_objects(_identify_view(root))
     if len(set(views)) == 1:
         return
     rank, problem = group.rank(), None
@@ -81,7 +81,7 @@ def _compare_views(
             )
 
 
-def _find_view(root: str) -> tuple[Any, ...]:
+def _identify_view(root: str) -> tuple[Any, ...]:
     """Returns a tuple that identifies the view of the data on this rank: the host's name with the device and inode of
     `root`, or with its absolute path if `root` cannot be found, such as a pattern.
     """

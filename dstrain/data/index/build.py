@@ -257,7 +257,7 @@ def _list_on_disk(layout: Layout, folder: Path) -> Index:
     layout.notes.clear()  # They may be those of a listing in memory.
     building, parts = _name_building_folder(folder), layout.list_parts()
     watch_list = _choose_watched_names(layout)
-    _wait_for_clock(stats := _read_stats(layout, watch_list))
+    _wait_until_clock_passes(stats := _read_stats(layout, watch_list))
     plan = {
         "version": VERSION,
         "layout": type(layout).__name__,
@@ -325,7 +325,7 @@ def _add_parts(layout: Layout, columns: Columns, parts: list[str], done: int, jo
         bar.update(columns.number - bar.n)
 
 
-def _wait_for_clock(stats: list[list[int | str]]) -> None:
+def _wait_until_clock_passes(stats: list[list[int | str]]) -> None:
     """Waits until 20 ms after the latest modification time in `stats`, so that a later change gets another time."""
     times = [int(version) for _, version in stats if str(version).isdecimal()]
     while times and 0 <= time.time_ns() - max(times) < _TICK:

@@ -17,7 +17,7 @@ from dstrain import recipe, rng, systems
 from dstrain.commands.job import JobOptions, prepare_job
 from dstrain.data.batches import Batches, iterate_held_out
 from dstrain.data.cached import shards
-from dstrain.data.cached.latents import Latents, is_encoded
+from dstrain.data.cached.latents import Latents, is_codes_cache
 from dstrain.data.open import complete_data, open_sources
 from dstrain.data.order import Order
 from dstrain.disk.sealed import render_sealed
@@ -108,7 +108,7 @@ def test_items_and_batches_are_what_was_stored(tmp_path):
     codes = write(tmp_path / "x")
     source = Latents(tmp_path / "x")
     assert len(source) == 50 and source.classes == ("a", "b", "c") and source.light
-    assert is_encoded(tmp_path / "x") and not is_encoded(tmp_path)
+    assert is_codes_cache(tmp_path / "x") and not is_codes_cache(tmp_path)
     item = source[37]
     assert item["label"] == 37 % 3 and item["latent_mean"].dtype == torch.float16
     assert np.array_equal(item["latent_mean"], codes[37, 0, 0]) and np.array_equal(item["latent_std"], codes[37, 0, 1])
@@ -451,12 +451,12 @@ def test_an_image_folder_may_have_an_index(tmp_path):
     for name in ("index.json", "encoding.json"):
         for text in ("{}", '{"body": {}}', '{"hash": "abc"}', "", '["encoding"]'):
             (root / name).write_text(text)
-            assert not is_encoded(root) and complete_data(data).codes is None and len(open_sources(data)[0]) == 6
+            assert not is_codes_cache(root) and complete_data(data).codes is None and len(open_sources(data)[0]) == 6
     write(tmp_path / "x")
     index = tmp_path / "x" / "index.json"
     for damaged in (index.read_text()[:150], "", "{}"):
         index.write_text(damaged)
-        assert is_encoded(tmp_path / "x")
+        assert is_codes_cache(tmp_path / "x")
         with pytest.raises(ValueError, match="truncated or altered: repeat the `dstrain encode`") as caught:
             open_sources(data.model_copy(update={"path": str(tmp_path / "x")}))
         assert "delete" not in str(caught.value)

@@ -10,7 +10,7 @@ import tarfile
 import pytest
 
 from dstrain.commands.exits import run_main
-from dstrain.data.cached.latents import is_encoded
+from dstrain.data.cached.latents import is_codes_cache
 from dstrain.data.files import storage
 from dstrain.data.source import BadSample, report_bad_sample
 from dstrain.data.sources.captioned import open_captioned_source
@@ -54,7 +54,7 @@ def test_what_is_no_file_is_not_opened(tmp_path):
             videos.read(index)
     for name in ("index.json", "encoding.json", "shard_00000.safetensors"):
         os.mkfifo(root / name)
-    assert not is_encoded(root) and len(open_images(root, 16)) == 5
+    assert not is_codes_cache(root) and len(open_images(root, 16)) == 5
     os.mkfifo(root / "dataset.json")  # labels may stand there
     with pytest.raises(ConfigError, match="dataset.json cannot be read .*FIFO"):
         open_images(root, 16)
