@@ -129,7 +129,7 @@ def _write_planned_files(order: Order, plan: Plan, out: Path, update: Update) ->
         files |= {path.relative_to(out).as_posix(): entry for path, entry in written.items()}
     if plan.recipe:
         (out / "recipe.yaml").write_bytes(small.read_bytes(plan.recipe, small.MEGABYTE))
-    description = json.dumps({**_describe_plan(order, plan), "files": files}, indent=2)
+    description = json.dumps({**_make_description(order, plan), "files": files}, indent=2)
     (out / CONSOLIDATED).write_text(description + "\n", encoding="utf-8")
 
 
@@ -222,7 +222,7 @@ def _plan_dstrain_checkpoint(order: Order, checkpoint: Path) -> Plan:
     decays = {part: fragments.list_decays() for part, fragments in fragments_of.items()}
     used = {COMMON}
     for part, fragments in fragments_of.items():
-        kind = _choose_kind(order, checkpoint, part, decays)
+        kind = _choose_weights_kind(order, checkpoint, part, decays)
         native = checkpoint / "deepspeed" / part  # with save.format=deepspeed the training weights are there
         if kind == "master" and kind not in fragments.pieces:
             if not native.is_dir():
@@ -269,7 +269,7 @@ def _describe_checkpoint(checkpoint: Path, body: dict, recipe: Path | None) -> d
     }
 
 
-def _choose_kind(order: Order, checkpoint: Path, part: str, decays: dict[str, list[float]]) -> str:
+def _choose_weights_kind(order: Order, checkpoint: Path, part: str, decays: dict[str, list[float]]) -> str:
     """Returns which values of a part's weights --weights asks for: "master" for raw, else "ema.DECAY", which without a
     number is the part's first average. A part without averages gives "master". `decays` lists the averages of each
     part.
@@ -342,7 +342,7 @@ def _plan_deepspeed_checkpoint(order: Order, folder: Path) -> Plan:
     )
 
 
-def _describe_plan(order: Order, plan: Plan) -> dict[str, Any]:
+def _make_description(order: Order, plan: Plan) -> dict[str, Any]:
     parts = {
         part or "model": {
             "weights": plan.weights[part],

@@ -301,7 +301,7 @@ def _read_statistics(path: Path, run: Path, system: System, nets: dict[str, nn.M
 def _measure_statistics(num: int, run: Run, system: System, nets: dict[str, nn.Module]) -> dict[str, Any]:
     """Returns the statistics of latents, measured on the posteriors of `num` training samples."""
     shards, count = [], 0
-    for example in _encode_samples(num, run, system):
+    for example in _iterate_encoded_samples(num, run, system):
         codes = system.codes(nets, example)
         moments = torch.stack((codes["latent_mean"], codes["latent_std"]), dim=1)[:, None].cpu().numpy()
         shards.append(summarize_codes(moments[example["valid"].cpu().numpy()]))
@@ -309,7 +309,7 @@ def _measure_statistics(num: int, run: Run, system: System, nets: dict[str, nn.M
     return compute_statistics(shards, count)
 
 
-def _encode_samples(num: int, run: Run, system: System) -> Iterator[Example]:
+def _iterate_encoded_samples(num: int, run: Run, system: System) -> Iterator[Example]:
     source = Shuffled(open_sources(run.data, run=run.directory)[0], run.seed)
     print(f"data: {run.data.path}: {min(num, len(source)):,} of {source.describe()}", flush=True)
     for batch in iterate_held_out(source, min(_BATCH, num), device=group.device(), seed=run.seed, limit=num):

@@ -30,7 +30,7 @@ from dstrain.runs.trained import load_guide, require_outside_run_folders
 from dstrain.sampling.draw import count_class_columns, draw_all, draw_rounds
 from dstrain.sampling.files import FORMATS, About, Embeddings, Pictures, choose_folder, require_unused_folder
 from dstrain.sampling.requests import OPTIONS, choose_conditions, make_request
-from dstrain.sampling.scenes import Length, assign_frames, choose_length, draw_scenes, read_prime_frames
+from dstrain.sampling.scenes import Length, assign_frames, choose_clip_length, draw_scenes, read_prime_frames
 from dstrain.systems.base import CHOICES, Request, System
 
 Opened = tuple[Path, Run, System]
@@ -187,7 +187,7 @@ def _choose_clip_length(options: GenerateOptions, run: Run, system: System) -> L
         raise ConfigError("--prime-frames says what --scenes and --prime go on from: give one of them, or leave it out")
     if options.scenes is not None and (options.prompts or options.labels):
         raise ConfigError("--scenes gives the texts itself: leave out --prompts and --labels")
-    clip = choose_length(
+    clip = choose_clip_length(
         system, options.num_frames or run.samples.num_frames, options.prime_frames, options.scenes is not None
     )
     if going_on and clip.primed >= clip.frames:

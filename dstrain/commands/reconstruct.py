@@ -88,7 +88,7 @@ def make_averages(options: ReconstructOptions) -> list[Made]:
                     width: store for width, store in stores.items() if not _has_made_average(store, step, origin)
                 }
                 _remove_outdated_averages(missing.values(), step)
-                _write_average(
+                _write_averages(
                     snapshots[-1], parts, missing, {width: {**origin, "misfit": misfits[width]} for width in missing}
                 )
     return [Made(width, _name_folder(stores[width], step), max(misfits[width].values())) for width in widths]
@@ -153,7 +153,7 @@ def _remove_outdated_averages(stores: Iterable[Store], step: int) -> None:
     group.barrier()
 
 
-def _write_average(
+def _write_averages(
     last: Snapshot, parts: Sequence[Combined], stores: dict[float, Store], extras: dict[float, Any]
 ) -> None:
     need = (last.path / COMMON).stat().st_size + sum(part.bytes_per_average for part in parts) + (1 << 20)

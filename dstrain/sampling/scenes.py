@@ -41,7 +41,7 @@ class Scene:
     frames: int
 
 
-def choose_length(system: System, frames: int | None, primed: int | None, scenes: bool) -> Length:
+def choose_clip_length(system: System, frames: int | None, primed: int | None, scenes: bool) -> Length:
     """Returns the Length of a clip. If `frames` is None, it is that of the system's longest clip. If `primed` is None,
     1 frame is given with scenes; otherwise 1 + p frames, p being the system's temporal_patch_size, or 1 if a clip has
     no more than 1 + p.

@@ -24,8 +24,8 @@ from dstrain.commands.consolidate import consolidate_weights
 from dstrain.commands.encode import EncodeOptions, encode_data
 from dstrain.commands.export import (
     ExportOptions,
-    _encode_samples,
     _export_to_diffusers,
+    _iterate_encoded_samples,
     _measure_statistics,
     _read_statistics,
     export_run,
@@ -123,7 +123,7 @@ def test_measured_over_all_classes(trained):
     """Oracle: the files' own classes: the folder lists 25 of the one, then 25 of the other; and no mode left behind."""
     run, system, _ = trained
     labels, classes = [], []
-    for example in _encode_samples(12, run, system):
+    for example in _iterate_encoded_samples(12, run, system):
         assert torch.is_grad_enabled()
         labels += example["label"][example["valid"]].tolist()
     source, shuffled = open_sources(run.data)[0], Shuffled(open_sources(run.data)[0], run.seed)

@@ -57,7 +57,7 @@ def make_plan(options: EncodeOptions) -> Plan:
             )
     if _encodes_videos(stage) and options.num_captions is not None:
         raise ConfigError("--num-captions is for images, and each video has one caption: leave it out")
-    options = replace(options, upright=_turns_upright(options, stage))
+    options = replace(options, upright=_is_turned_upright(options, stage))
     texts = _open_text_encoder(options)
     return Plan(stage, texts, *_open_source_and_describe_encoding(options, stage, texts))
 
@@ -66,7 +66,7 @@ def _encodes_videos(stage: FirstStage) -> bool:
     return stage.data is not None and stage.data.num_frames is not None
 
 
-def _turns_upright(options: EncodeOptions, stage: FirstStage) -> bool:
+def _is_turned_upright(options: EncodeOptions, stage: FirstStage) -> bool:
     """Returns whether pictures are turned as their EXIF orientation says. This is so if the options, the run and the
     encoding that the folder already holds all say so.
     """

@@ -21,7 +21,7 @@ from dstrain.metrics.network import Features
 from dstrain.recipe import ConfigError, Run
 from dstrain.sampling.draw import set_eval_mode
 from dstrain.sampling.requests import adapt_samples_for_metrics, make_request
-from dstrain.sampling.scenes import assign_frames, choose_length, draw_scenes
+from dstrain.sampling.scenes import assign_frames, choose_clip_length, draw_scenes
 from dstrain.systems.base import CHOICES, Request, System
 
 SAMPLING = ("num_steps", "guidance_scale", *CHOICES)
@@ -107,7 +107,7 @@ class Stories(Drawn):
                 f"{find_origin(run.data)}, does not draw those from texts: choose other metrics"
             )
         self.num, self.prompts = options.num or 250, None
-        self.length = choose_length(system, self.samples.num_frames, options.prime_frames, True)
+        self.length = choose_clip_length(system, self.samples.num_frames, options.prime_frames, True)
         if self.length.frames < self.length.primed + 2:
             raise ConfigError(
                 f"--metrics scenes: of {self.length.frames} frames {self.length.primed} are taken over, "

@@ -14,7 +14,7 @@ from dstrain.commands.generate import generate_samples
 from dstrain.commands.options.generate import GenerateOptions
 from dstrain.encoders.autoencoder import Autoencoder
 from dstrain.recipe import ConfigError, Run, dump_run
-from dstrain.sampling.scenes import choose_length, draw_scenes
+from dstrain.sampling.scenes import choose_clip_length, draw_scenes
 from dstrain.systems.base import Request
 from dstrain.systems.dit.config import Config
 from dstrain.systems.dit.network import DiT, PatchEmbed
@@ -201,7 +201,7 @@ def test_scenes_go_on() -> None:
     """Oracle: by hand: of a clip of 5 frames and 1 given, two scenes have 9; each begins where the other ends."""
     system = build()
     nets = {"denoiser": fill(system.networks()["denoiser"])}
-    length = choose_length(system, None, None, scenes=True)
+    length = choose_clip_length(system, None, None, scenes=True)
     assert (length.frames, length.primed) == (5, 1)
     first = Request(torch.tensor([3]), system.conditions_from_texts(["a bag"]), 2)
     clip = system.sample(nets, first)
