@@ -1,4 +1,4 @@
-"""Trains a run: set_up, run_steps, take_step, save_and_measure_step, finish_run. Only here learning meets sharding."""
+"""Trains a run: set_up_training, run_steps, take_step, finish_run. Only here learning meets sharding."""
 
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -78,16 +78,16 @@ def train(run: Run, settings: dict[str, Any], resume: Resume = Resume()) -> int:
     lock = folders.lock_folder(run.directory) if first else nullcontext()  # one run in a folder
     limits = run.faults.hang_factor, run.faults.hang_seconds, 60 * run.faults.timeout_minutes
     stops = get_stops()
-    stops.watch_for_stop(run.directory if first else None, run.faults.orphan_check)
+    stops.watch_file_and_launchers(run.directory if first else None, run.faults.orphan_check)
     with lock, Watchdog(run.directory, *limits) as watchdog:
-        training = set_up(run, settings, resume, watchdog, stops)
+        training = set_up_training(run, settings, resume, watchdog, stops)
         try:
             done, left = run_steps(training)
             finish_run(training, done, left)
         except (RuntimeError, FloatingPointError, NotSaved) as error:
             if stops.patience is not None and stops.is_requested():
                 raise Stopped from error  # another rank has left at once, too
-            watchdog.handle_lost_ranks(error)
+            watchdog.handle_if_ranks_lost(error)
             training.tracker.log_failure(
                 group.explain_error_and_schedule_end(error), page=isinstance(error, FloatingPointError)
             )
@@ -184,7 +184,7 @@ def measure_step(training: Training, done: int, saved: bool, held: tuple[bool, .
     """
     every, last = training.run.every, done == training.run.steps
     tasks: tuple[tuple[Callable[[Training, int], float | None], int, Any], ...] = (
-        (draw_samples, every.sample, training.shown),
+        (draw_and_save_samples, every.sample, training.shown),
         (evaluate_loss, every.evaluate, training.held_out),
         (measure_quality, every.metrics, training.quality),
     )
@@ -279,7 +279,7 @@ def take_step(
     return losses
 
 
-def set_up(run: Run, settings: dict[str, Any], resume: Resume, watchdog: Watchdog, stops: Stops) -> Training:
+def set_up_training(run: Run, settings: dict[str, Any], resume: Resume, watchdog: Watchdog, stops: Stops) -> Training:
     """Joins the ranks, builds networks, engines and averages, loads weights, and writes the run's files."""
     folder, say = run.directory, get_phases().print_lines
     start_group(run.faults.timeout_minutes)
@@ -292,7 +292,7 @@ def set_up(run: Run, settings: dict[str, Any], resume: Resume, watchdog: Watchdo
     get_phases().enter_phase("building networks")
     system = systems.build(run.system, run.model)  # networks, losses, sampler: plain torch
     # Checked before, too; but a run that was waited for may have trained here since then.
-    hosts.run_on_first(lambda: folders.prepare_start(run, system.fingerprint(source), resume))
+    hosts.run_on_first(lambda: folders.check_and_prepare_run_folder(run, system.fingerprint(source), resume))
     folders.share_claim(folder)
 
     for network in system.frozen():
@@ -448,7 +448,7 @@ def finish_run(training: Training, done: int, left: bool) -> None:
     group.leave_process_group()  # signals are still caught and ignored: all is saved
 
 
-def draw_samples(training: Training, done: int) -> None:
+def draw_and_save_samples(training: Training, done: int) -> None:
     """Draws and saves the recipe's grid and the system's own pictures, with the weights of the EMA that samples are
     drawn from, and with the same seeds and data each time.
     """

@@ -17,7 +17,7 @@ from dstrain.runs.folders import describe_end
 from dstrain.sampling.draw import draw_all
 from dstrain.systems.base import Request, System
 from dstrain.tracking.videos import make_film_grid
-from dstrain.train import draw_samples
+from dstrain.train import draw_and_save_samples
 from tests.support import counting
 from tests.support.tracking import track_run
 
@@ -44,7 +44,7 @@ def shown(folder: Path, system: System, **samples) -> list[str]:
     tracker = track_run(run, folder, ("net",))
     engines, ema = SimpleNamespace(modules=system.networks()), SimpleNamespace(use_averages=lambda decay: nullcontext())
     watchdog = SimpleNamespace(enter_phase=lambda step, phase: None)
-    draw_samples(
+    draw_and_save_samples(
         SimpleNamespace(
             run=run, system=system, engines=engines, ema=ema, shown=Clips(), micro=2, tracker=tracker, watchdog=watchdog
         ),

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from dstrain.checkpoint.layout import Fragment, Places, name_shard
+from dstrain.checkpoint.layout import Fragment, TensorLocator, name_shard
 from dstrain.checkpoint.manifest import Digest
 from dstrain.checkpoint.safetensors_io import SIZES, Span, read_header, render_header
 from dstrain.distributed import group
@@ -99,7 +99,7 @@ def write_index(folder: Path, part: str, by_rank: Sequence[Rows], shapes: dict[s
     return digest.make_entry()
 
 
-class FragmentIndex(Places):
+class FragmentIndex(TensorLocator):
     """Finds the fragments of a part in its index file, which is mapped into memory. Raises ConfigError if the file is
     no such index, FileNotFoundError if there is none.
     """

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from dstrain.checkpoint.fragment_index import FragmentIndex, name_index_file
-from dstrain.checkpoint.layout import SHARD, Fragment, Index, Places, name_shard
+from dstrain.checkpoint.layout import SHARD, Fragment, Index, TensorLocator, name_shard
 from dstrain.checkpoint.manifest import THREADS, Digest, read_manifest
 from dstrain.checkpoint.safetensors_io import SIZES, Files, render_header
 from dstrain.distributed.progress import get_phases
@@ -82,7 +82,7 @@ def write_shard(
         return digest.make_entry()
 
 
-class _Reader(Places):
+class _Reader(TensorLocator):
     """Reads the elements of tensors from their files. The end of its `with` block closes the files; a later read opens
     them again.
     """

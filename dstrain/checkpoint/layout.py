@@ -54,7 +54,7 @@ def make_damage_error(checkpoint: Path, reason: str) -> ConfigError:
     return ConfigError(f"checkpoint {checkpoint} is damaged ({reason}): take an older one with --step")
 
 
-class Places(ABC):
+class TensorLocator(ABC):
     """Finds the files and byte offsets of the elements of one part's tensors. Subclasses read them from the shards'
     headers (Index) or from an index file (FragmentIndex).
     """
@@ -136,7 +136,7 @@ class Places(ABC):
         return ConfigError(f"{self.part}: the checkpoint {self.folder} holds no {kind} named {name}{nearest}")
 
 
-class Index(Places):
+class Index(TensorLocator):
     """Finds the elements of one part's tensors by reading the headers of its shards.
 
     Raises ConfigError for a file that is no shard, or if a tensor has two shapes; FileNotFoundError for a missing file.

@@ -154,7 +154,7 @@ class Saver:
         self.store.add_score(step, score)
 
     @property
-    def under_way(self) -> bool:
+    def is_writing(self) -> bool:
         """Returns whether this rank is still writing."""
         return self._pending is not None and not self._pending.ended.is_set()
 
@@ -163,7 +163,7 @@ class Saver:
         waits, so that it can be called at each step.
         """
         pending = self._pending
-        if pending is None or pending.reported or self.under_way or group.rank() != 0:
+        if pending is None or pending.reported or self.is_writing or group.rank() != 0:
             return
         pending.reported = True
         if pending.error is None:

@@ -12,7 +12,7 @@ from types import ModuleType
 from typing import NoReturn
 
 from dstrain.distributed import exit_codes
-from dstrain.distributed.environment import prepare_process
+from dstrain.distributed.environment import check_and_repair_environment
 from dstrain.distributed.launcher import read_place
 from dstrain.distributed.presence import get_presence
 from dstrain.distributed.progress import get_phases
@@ -31,7 +31,7 @@ def run_main(main: Callable[[], None], speaks: bool = True) -> None:
     _shorten_busy_waits()
     began = _has_begun_process_group()
     try:
-        if problems := prepare_process():
+        if problems := check_and_repair_environment():
             _print_problems(problems)
             raise SystemExit(exit_codes.WRONG_INPUT)
         if read_place().world > 1:
@@ -86,10 +86,10 @@ def _raise_stopped_on_request() -> Iterator[None]:
         if isinstance(error, RuntimeError) and not (stops.at_once and stops.is_requested()):
             raise
         if stops.patience is not None:  # of a lost rank: it has left, too
-            stops.announce_end()
+            stops.announce_end_and_remove_stop_file()
         raise Stopped from None
     finally:
-        stops.restore_handlers()
+        stops.restore_handlers_and_end_thread()
 
 
 def _shorten_busy_waits() -> None:

@@ -251,7 +251,7 @@ def _check_data_and_folder(
         remarks += lost
     _check_step(run, options)
     _check_profile(run, options)
-    folders.check_start(run, system.fingerprint(source), options)
+    folders.require_allowed_start(run, system.fingerprint(source), options)
     if options.print_config:
         return remarks, ()
     get_phases().enter_phase("trying two samples")

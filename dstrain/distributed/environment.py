@@ -21,7 +21,7 @@ _MPI_SIZES = ("OMPI_COMM_WORLD_LOCAL_SIZE", "MV2_COMM_WORLD_LOCAL_SIZE", "MPI_LO
 _DEBUG_LEVELS = ("OFF", "INFO", "DETAIL")
 
 
-def prepare_process() -> list[str]:
+def check_and_repair_environment() -> list[str]:
     """Checks the environment of this process, and returns an error message for each fault. If there is none, sets HOME
     to a private folder if it is no folder, and moves the sockets of worker processes to a shorter path if theirs is too
     long. With several ranks it looks up the host of rank 0, which takes up to 5 s if it fails.

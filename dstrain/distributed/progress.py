@@ -96,21 +96,21 @@ class Phases(AbstractContextManager):
         """
         self._heard = time.monotonic()
 
-    def begin_steps(self) -> None:
+    def print_fewer_silence_lines(self) -> None:
         """Makes lines about silence rarer from now on, since training reports its steps: only a phase that lasts longer
         than `quiet` seconds gets one.
         """
         self._settled = True
 
-    def redirect_output(self, write: Callable[[str], None]) -> None:
+    def redirect_silence_lines(self, write: Callable[[str], None]) -> None:
         """From now on calls `write` with each line about silence, instead of writing it to stderr: `write` may respect
         a progress bar.
         """
         self._print = write
 
     def _is_line_due(self, now: float) -> bool:
-        """Returns whether nothing was printed for `quiet` seconds; after `begin_steps`, whether the phase has also
-        lasted that long.
+        """Returns whether nothing was printed for `quiet` seconds; after `print_fewer_silence_lines`, whether the phase
+        has also lasted that long.
         """
         since = max(self._phase[1], self._heard) if self._settled else self._heard
         return now - since >= self._quiet

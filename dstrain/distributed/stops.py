@@ -61,7 +61,7 @@ class Stops:
         self.at_once, self.patience = at_once, _PATIENCE if at_once else None
         self._interrupted = self._left = False
         self._launchers = _find_launchers()
-        self.watch_for_stop(folder, watch_launcher)
+        self.watch_file_and_launchers(folder, watch_launcher)
         self._store: Any = None
         self._before: dict[int, Any] = {}
         self.install_handlers(*(number for number in SIGNALS if number != signal.SIGINT or not at_once))
@@ -77,7 +77,7 @@ class Stops:
             if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
                 self._before.setdefault(number, signal.signal(number, self._handle_signal))
 
-    def watch_for_stop(self, folder: Path | None, launcher: bool = True) -> None:
+    def watch_file_and_launchers(self, folder: Path | None, launcher: bool = True) -> None:
         """From now on, watches for the file `stop` in `folder` (None: for no file). `launcher` False ends the watch
         over the launchers, for good.
         """
@@ -119,7 +119,7 @@ class Stops:
                 check_claim(self._file)
                 self._file.unlink()
 
-    def announce_end(self) -> None:
+    def announce_end_and_remove_stop_file(self) -> None:
         """Prints the reason for which the process ends while nothing is unsaved, and removes the file `stop`. With a
         store, first tells the other ranks and waits until they have read it.
         """
@@ -134,7 +134,7 @@ class Stops:
             flush=True,
         )
 
-    def restore_handlers(self) -> None:
+    def restore_handlers_and_end_thread(self) -> None:
         """Restores the signal handlers of before, and ends the thread. The next `get_stops` makes a new Stops."""
         if not self._closed.is_set():
             signal.set_wakeup_fd(self._wakeup_before)
@@ -170,7 +170,7 @@ class Stops:
             if self.at_once and not self._left:
                 signal.pthread_kill(self._main, signal.SIGTERM)
             if self.patience is not None and time.monotonic() - heard > self.patience:
-                self.announce_end()
+                self.announce_end_and_remove_stop_file()
                 exit_codes.append_exit_code(exit_codes.STOPPED)
                 os._exit(exit_codes.STOPPED)
         os.close(self._numbers)

@@ -113,7 +113,7 @@ class Watchdog(AbstractContextManager):
         self._now = (phase, step, now)
         get_phases().enter_phase(f"{phase} {step}")
 
-    def handle_lost_ranks(self, error: BaseException) -> None:
+    def handle_if_ranks_lost(self, error: BaseException) -> None:
         """If `error` means that other ranks are lost, closes the watchdog and kills suspended ranks of this machine;
         after a timeout it writes the stacks first. If this rank has also made no progress for too long, ends this
         process with exit code 4 instead. Does nothing for other errors.
@@ -129,7 +129,7 @@ class Watchdog(AbstractContextManager):
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: Any) -> None:
         if error is not None:
-            self.handle_lost_ranks(error)
+            self.handle_if_ranks_lost(error)
         self._closed.set()
 
     def _find_last_progress(self) -> float:

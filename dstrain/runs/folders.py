@@ -62,7 +62,7 @@ _BESIDE = re.compile(  # what may lie beside a run, and stays
 )
 
 
-def check_start(run: Run, fingerprint: str, resume: Resume) -> None:
+def require_allowed_start(run: Run, fingerprint: str, resume: Resume) -> None:
     """Checks that this run may start or resume in its folder; changes nothing. Raises ConfigError with the remedy if
     the folder holds other files, links, imported weights, another run's checkpoints, another recipe or other data, or a
     run whose checkpoints are lost: `saved`, which is 0 from the start until the first checkpoint, is missing or names a
@@ -150,12 +150,12 @@ def _make_link_error(path: Path) -> ConfigError:
     )
 
 
-def prepare_start(run: Run, fingerprint: str, resume: Resume) -> None:
-    """Checks as `check_start` does, in a folder that this process has locked. With `resume.from_scratch` it then moves
-    an earlier run into earlier_N. It writes the folder's identity, a new one if the folder is a copy of another run's,
-    and then removes the copied wandb_id. Raises ConfigError as `check_start` does, or if the folder cannot be written.
+def check_and_prepare_run_folder(run: Run, fingerprint: str, resume: Resume) -> None:
+    """Checks as `require_allowed_start` does, in a folder that this process has locked. With `resume.from_scratch` then
+    moves an earlier run into earlier_N. Writes the folder's identity, a new one if the folder is a copy of another
+    run's, and then removes the copied wandb_id. Raises ConfigError also if the folder cannot be written.
     """
-    check_start(run, fingerprint, resume)
+    require_allowed_start(run, fingerprint, resume)
     folder, checkpoints = run.directory, run.directory / "checkpoints"
     with report_disk_errors(folder):
         if resume.from_scratch:
@@ -350,7 +350,7 @@ def remove_folder_if_unused(folder: Path) -> None:
 
 def write_run_files(run: Run, settings: dict[str, Any], fingerprint: str) -> None:
     """Writes run.yaml, data.txt and ds_config.json into a run's folder, and `saved` if it is missing or damaged. Call
-    it on rank 0 only, after `check_start`. Raises ConfigError if a file cannot be written.
+    it on rank 0 only, after `require_allowed_start`. Raises ConfigError if a file cannot be written.
     """
     folder = run.directory
     with report_disk_errors(folder):

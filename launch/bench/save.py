@@ -130,13 +130,13 @@ def beside_training(checkpoints: Any, step: Callable[[int], object]) -> dict[str
         begun = time.perf_counter()
         checkpoints.save(1 + number)
         stalls.append(time.perf_counter() - begun)
-        under_way = True
-        while under_way:
+        is_writing = True
+        while is_writing:
             step_begun = time.perf_counter()
             step(number)
             wait()
             steps.append(time.perf_counter() - step_begun)
-            under_way = group.is_true_on_any_rank(checkpoints.saver.under_way)
+            is_writing = group.is_true_on_any_rank(checkpoints.saver.is_writing)
         checkpoints.saver.wait_for_save()
         wholes.append(time.perf_counter() - begun)
     return {"first stall": stalls[0], "stall": min(stalls[1:]), "beside": min(wholes), "step beside": min(steps)}

@@ -130,14 +130,14 @@ def test_lines_on_what_is_written_beside_training(tmp_path, end):
     trial.saves.save(1)
     trial.saves.averages.take_snapshot(1)
     trial.saves.report_ended_save()
-    assert trial.lines == [] and trial.saves.saver.under_way and trial.saves.averages.saver.under_way
+    assert trial.lines == [] and trial.saves.saver.is_writing and trial.saves.averages.saver.is_writing
     if end == "close":
         threading.Timer(0.2, slow.set).start()
         trial.saves.close()
     else:
         slow.set()
         deadline = time.monotonic() + 60
-        while (trial.saves.saver.under_way or trial.saves.averages.saver.under_way) and time.monotonic() < deadline:
+        while (trial.saves.saver.is_writing or trial.saves.averages.saver.is_writing) and time.monotonic() < deadline:
             time.sleep(0.01)
         for _ in range(2):
             trial.saves.report_ended_save()

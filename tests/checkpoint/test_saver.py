@@ -127,7 +127,7 @@ def test_no_memory_and_no_thread(tmp_path, monkeypatch):
         patched.setattr(threading.Thread, "start", a_thread_less(threading.Thread.start))
         trial = Trial(tmp_path)
         trial.save(2)
-        assert trial.saver.store.list_steps() == [1, 2] and not trial.saver.under_way
+        assert trial.saver.store.list_steps() == [1, 2] and not trial.saver.is_writing
         assert trial.saver._pending.waited == trial.saver._pending.seconds > 0  # training waited for all of it
     trial.saver.wait_for_save()
     assert trial.saver.newest == 2
@@ -166,7 +166,7 @@ def test_the_save_in_flight_counts_as_the_best(tmp_path):
     assert not trial.saver.is_improvement(0.3) and trial.saver.is_improvement(0.2)
     with no_room():
         trial.save(3, score=0.1)
-        while trial.saver.under_way:
+        while trial.saver.is_writing:
             time.sleep(0.01)
     assert trial.saver.is_improvement(0.2) and not trial.saver.is_improvement(0.3), "what could not be saved counts"
 
@@ -218,7 +218,7 @@ def test_a_host_without_memory_saves_at_once(tmp_path, monkeypatch):
         patched.setattr(module, "measure_free_memory", lambda: 5 * SIZE)
         enough.gate.clear()
         enough.save(1)
-        assert enough.saver.under_way and enough.reports == []
+        assert enough.saver.is_writing and enough.reports == []
         enough.gate.set()
         enough.saver.wait_for_save()
     monkeypatch.setattr(module, "measure_free_memory", lambda: 5 * SIZE - 1)
@@ -277,7 +277,7 @@ def test_a_save_is_reported_once(tmp_path):
     """Oracle: by hand: one line, however often one looks before the next save."""
     trial = Trial(tmp_path)
     trial.save(1)
-    while trial.saver.under_way:
+    while trial.saver.is_writing:
         time.sleep(0.01)
     for _ in range(3):
         trial.saver.report_ended_save()

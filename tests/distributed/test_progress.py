@@ -67,7 +67,7 @@ def test_steps_that_are_reported_need_no_word(monkeypatch):
     now = 1019.0
     one.enter_phase("step 7")
     assert [one._is_line_due(when) for when in (1019, 1020, 1038, 1039)] == [False, True, True, True]
-    one.begin_steps()
+    one.print_fewer_silence_lines()
     assert [one._is_line_due(when) for when in (1019, 1020, 1038, 1039)] == [False, False, False, True]
     now = 1030.0
     one.enter_phase("step 7")  # still

@@ -47,7 +47,7 @@ def not_under_nohup():
 def stops(tmp_path):
     made = Stops(tmp_path, watch_launcher=False)
     yield made
-    made.restore_handlers()
+    made.restore_handlers_and_end_thread()
 
 
 @pytest.fixture
@@ -110,7 +110,7 @@ def test_under_nohup_a_closed_terminal_is_no_reason(tmp_path):
     made = Stops(tmp_path, watch_launcher=False)
     os.kill(os.getpid(), signal.SIGHUP)
     assert not made.is_requested() and signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
-    made.restore_handlers()
+    made.restore_handlers_and_end_thread()
     assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
 
 
@@ -154,7 +154,7 @@ def test_a_stop_file_is_obeyed_once(stops, tmp_path):
     for _ in range(2):
         stops.remove_stop_file()
     again = Stops(tmp_path, watch_launcher=False)
-    again.restore_handlers()
+    again.restore_handlers_and_end_thread()
     assert not (tmp_path / "stop").exists() and not again.is_requested()
 
 
@@ -166,7 +166,7 @@ def test_handlers_are_restored(tmp_path):
     try:
         made = Stops(tmp_path, watch_launcher=False)
         assert all(signal.getsignal(number) == made._handle_signal for number in SIGNALS)
-        made.restore_handlers()
+        made.restore_handlers_and_end_thread()
         os.kill(os.getpid(), signal.SIGUSR1)
         assert heard == [1] and made.reason is None
     finally:

@@ -25,11 +25,11 @@ PHASES = {
     "step": (f"{STEP}:8:3", (), 8),
     "micro-batch": ("dstrain.rng:seed_torch:14:5", ("batch.micro=1", "every.sample=0"), 1),
     "save": ("dstrain.checkpoint.store:Store.commit:1:3", (), None),
-    "grid": ("dstrain.train:draw_samples:1:0", GRID, 20),
+    "grid": ("dstrain.train:draw_and_save_samples:1:0", GRID, 20),
     "loss": ("dstrain.train:score_batches:1:0", ("data.path=builtin:fashion", *LOSS), 20),
     "metrics": ("dstrain.train:measure_quality:1:0", METRICS, 20),
     "save.best": ("dstrain.train:measure_quality:1:0", ("save.best=fd", "every.save=1000", *METRICS), 20),
-    "last": ("dstrain.train:draw_samples:1:0", ("steps=20", *GRID), 20),
+    "last": ("dstrain.train:draw_and_save_samples:1:0", ("steps=20", *GRID), 20),
 }
 SHORT = ("data", "a long first step", "micro-batch", "grid", "save.best")  # the others: pytest -m faults
 
@@ -92,7 +92,7 @@ def test_a_stop_while_it_catches_up(tmp_path):
     words = ("steps=20", "every.sample=20", "samples.num=200", "samples.num_steps=50", "every.evaluate=20")
     folder, whole = tmp_path / "run", tmp_path / "whole"
     for stop in ("file", "signal"):
-        process, log = begin_slowly(folder, "dstrain.train:draw_samples:1:0", *training(folder, *words), num=2)
+        process, log = begin_slowly(folder, "dstrain.train:draw_and_save_samples:1:0", *training(folder, *words), num=2)
         if stop == "file":
             (folder / "stop").touch()
         else:
@@ -112,7 +112,7 @@ def test_a_stop_while_it_catches_up(tmp_path):
 SLOW = ("faults.timeout_minutes=0.05", "steps=1", "save.asynchronous=false")  # 3 s, and 10 s more
 HANGS = {
     "engines": ("dstrain.train:build_engines:1:60", (), True),
-    "grid": ("dstrain.train:draw_samples:1:60", (), True),
+    "grid": ("dstrain.train:draw_and_save_samples:1:60", (), True),
     "metrics": ("dstrain.metrics.table:compute_figures:1:60", ("every.metrics=1",), True),
     "save": ("dstrain.checkpoint.store:Store.commit:1:60", (), True),
     "pieces of the data": ("dstrain.metrics.images:Batch:1:1", ("every.metrics=1",), False),
@@ -139,9 +139,9 @@ def test_a_long_phase(tmp_path, phase):
     "place, code",
     [
         ("dstrain.commands.job:_check_data_and_folder:1:-40", 0),
-        ("dstrain.runs.folders:prepare_start:1:-40", 0),
+        ("dstrain.runs.folders:check_and_prepare_run_folder:1:-40", 0),
         ("dstrain.commands.job:_check_data_and_folder:1:300", 1),
-        ("dstrain.runs.folders:prepare_start:1:300", 4),
+        ("dstrain.runs.folders:check_and_prepare_run_folder:1:300", 4),
     ],
 )
 def test_a_long_start_of_rank_0(tmp_path, place, code):

@@ -24,7 +24,7 @@ def run(folder: Path, *overrides: str) -> Run:
 
 
 def check(wanted: Run, mark: str = MARK, *, from_scratch: bool = False, allow_change: bool = False) -> None:
-    folders.check_start(wanted, mark, folders.Resume(from_scratch=from_scratch, allow_change=allow_change))
+    folders.require_allowed_start(wanted, mark, folders.Resume(from_scratch=from_scratch, allow_change=allow_change))
 
 
 def refusal(wanted: Run, mark: str = MARK, **flags: bool) -> str:
@@ -166,7 +166,7 @@ def start(folder: Path, **how: object) -> folders.Claimed:
     """Does what a command does before it trains; closing gives the folder back."""
     claimed = folders.lock_folder(folder, patience=0)
     try:
-        folders.prepare_start(run(folder), MARK, folders.Resume(**how))
+        folders.check_and_prepare_run_folder(run(folder), MARK, folders.Resume(**how))
     except BaseException:
         claimed.close()
         raise

@@ -139,7 +139,7 @@ def start_training(run) -> int:
     try:
         wanted = folders.read_recipe(run)
         with folders.lock_folder(run, patience=0):
-            folders.prepare_start(wanted, "made of nothing", folders.Resume(allow_change=True))
+            folders.check_and_prepare_run_folder(wanted, "made of nothing", folders.Resume(allow_change=True))
             folders.write_run_files(wanted, {}, "made of nothing")
     except ConfigError as error:
         assert str(error)

@@ -17,7 +17,7 @@ from tests.runs.test_folders import MARK, prepare, run
 def start(folder: Path, *steps: int, **flags: bool) -> None:
     """One command: it claims the folder, begins there, saves steps, and gives it back."""
     with folders.lock_folder(folder, patience=0):
-        folders.prepare_start(run(folder), MARK, folders.Resume(**flags))
+        folders.check_and_prepare_run_folder(run(folder), MARK, folders.Resume(**flags))
         prepare(run(folder))
         for step in steps:
             store = Store(folder / "checkpoints", keep=9)
