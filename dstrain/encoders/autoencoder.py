@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from dstrain import rng
 from dstrain.distributed.group import copy_to_device
-from dstrain.encoders.frozen import Frozen, explain_loading, refuse_quantized_weights, require_weights
+from dstrain.encoders.frozen import Frozen, explain_loading, refuse_quantized_weights, require_no_missing_weights
 from dstrain.encoders.precision import Precision, cast_weights, choose_precision, use_precision
 from dstrain.recipe import ConfigError
 
@@ -102,7 +102,7 @@ class Autoencoder(Frozen):
         """Returns a hash of architecture and weights, see `hash_network`. Call it before `drop_encoder` and
         `set_encode_precision`, which change the weights.
         """
-        return hash_network(*read_autoencoder_identity(self.vae))
+        return hash_network(*read_encoding_config_and_weights(self.vae))
 
     def describe_latents(self) -> dict[str, Any]:
         """Returns {scaling_factor, shift, fingerprint}, on which the latents of an image depend."""
@@ -169,7 +169,7 @@ def is_representation_autoencoder(vae: nn.Module) -> bool:
     return type(vae).__name__ == _OF_REPRESENTATIONS
 
 
-def read_autoencoder_identity(vae: nn.Module) -> tuple[dict[str, Any], dict[str, Tensor]]:
+def read_encoding_config_and_weights(vae: nn.Module) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Returns the config and the weights, by diffusers' names, that decide what an autoencoder encodes. The config has
     only keys that matter and differ from diffusers' defaults.
 
@@ -224,5 +224,5 @@ def _load_autoencoder(path: str) -> nn.Module:
         # low_cpu_mem_usage=False keeps diffusers from warning that accelerate is missing.
         options = {"use_safetensors": True, "low_cpu_mem_usage": False, "output_loading_info": True}
         vae, report = getattr(diffusers, name).from_pretrained(str(folder), local_files_only=local, **options)
-        require_weights(report["missing_keys"], unread=())
+        require_no_missing_weights(report["missing_keys"], unread=())
         return vae

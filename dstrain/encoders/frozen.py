@@ -53,7 +53,7 @@ def explain_loading(kind: str, key: str, path: str, content: str, remedy: str = 
     remedy  the advice of the message if the path is neither. Where it is given, a name on the hub needs an owner, as in
             OWNER/NAME.
     """
-    if not (Path(path).is_dir() or (_may_be_hub_name(path) and ("/" in path or not remedy))):
+    if not (Path(path).is_dir() or (_can_be_hub_name(path) and ("/" in path or not remedy))):
         remedy = remedy or f"give one that holds {content}, or a name on the hub"
         raise ConfigError(f"{key}: there is no folder {path}; {remedy}")
     if (Path(path) / "adapter_config.json").is_file():
@@ -94,7 +94,7 @@ def read_config(path: str, folder: str = "") -> Any:
     return config
 
 
-def require_weights(missing: Iterable[str], unread: tuple[str, ...]) -> None:
+def require_no_missing_weights(missing: Iterable[str], unread: tuple[str, ...]) -> None:
     """Raises ValueError if a file lacks weights that are used, since libraries fill them at random and only warn.
 
     missing  names of the weights that the file lacks.
@@ -110,7 +110,8 @@ def read_network(loader: Any, path: str, config: Any, **options: Any) -> nn.Modu
     """
     options |= {"config": config, "use_safetensors": True, "output_loading_info": True}
     network, report = read_pretrained(loader, path, **options)
-    require_weights(report["missing_keys"], unread=("pooler.", "decoder."))  # T5's decoder, BERT's pooled state
+    # Unread are T5's decoder and BERT's pooled state.
+    require_no_missing_weights(report["missing_keys"], unread=("pooler.", "decoder."))
     return network
 
 
@@ -142,7 +143,7 @@ def shorten_error(error: Exception) -> str:
     return (" ".join(str(error).split()) or type(error).__name__)[:200]
 
 
-def _may_be_hub_name(path: str) -> bool:
+def _can_be_hub_name(path: str) -> bool:
     """Returns whether a path that is no folder can be a name on the hub: NAME or OWNER/NAME, where OWNER is neither
     "runs" nor a file here. Other paths are not looked up there, which would take half a minute.
     """

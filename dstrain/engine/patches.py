@@ -140,7 +140,7 @@ def replace_zero_linear() -> None:
     """
     from deepspeed.runtime.zero import linear
 
-    linear.is_zero_param = _may_be_scattered
+    linear.is_zero_param = _can_be_scattered
     linear.LinearFunctionForZeroStage3.forward = staticmethod(_apply_linear)
 
 
@@ -155,7 +155,7 @@ def _apply_linear(values: Tensor, weight: Tensor, bias: Tensor | None = None) ->
     return torch.ops.aten.linear(values, weight, bias)
 
 
-def _may_be_scattered(weight: Tensor) -> bool:
+def _can_be_scattered(weight: Tensor) -> bool:
     """Returns whether ZeRO-3 has partitioned a weight, which its linear layer then gathers in the backward pass if
     needed. Always returns False in compiled blocks: their weights are gathered, and under torch 2.11 the check would
     compile each block anew.
@@ -321,7 +321,7 @@ def replace_step(engine: Any, step: Callable[[], None] | None) -> None:
         engine.optimizer.step = step
 
 
-class _Followed(torch.cuda.Stream):
+class _DeviceWaitStream(torch.cuda.Stream):
     """A CUDA stream whose `synchronize` makes the current stream wait for it, and not the host. ZeRO-3 calls
     `synchronize` at the end of a backward pass, to wait for its reductions.
     """
@@ -335,7 +335,7 @@ def await_reductions_on_device(zero: Any, stage: int) -> None:
     longer waits for them.
     """
     if stage == 3 and torch.cuda.is_available():
-        zero.reduce_and_partition_stream = _Followed()
+        zero.reduce_and_partition_stream = _DeviceWaitStream()
     elif stage < 3:
         zero.independent_gradient_partition_epilogue = partial(
             _end_backward, zero, zero.independent_gradient_partition_epilogue

@@ -128,13 +128,13 @@ def read_precision(settings: Settings) -> str:
     return next((name for name in ("bf16", "fp16") if settings.get(name, {}).get("enabled")), "fp32")
 
 
-def read_offload(settings: Settings, what: str) -> str:
+def read_offload_device(settings: Settings, what: str) -> str:
     """Returns the device of `what`, offload_optimizer or offload_param: none, cpu or nvme."""
     return str((settings.get("zero_optimization", {}).get(what) or {}).get("device", "none"))
 
 
 def is_optimizer_offloaded(settings: Settings) -> bool:
-    return read_offload(settings, "offload_optimizer") != "none"
+    return read_offload_device(settings, "offload_optimizer") != "none"
 
 
 def are_gradients_summed_in_fp32(settings: Settings) -> bool:
@@ -386,7 +386,7 @@ def _check_combinations(
     elif enabled == ["fp16"]:
         yield from _check_loss_scale(settings["fp16"], faults)
     for what, least in (("offload_optimizer", 1), ("offload_param", 3)):
-        device = read_offload(settings, what)
+        device = read_offload_device(settings, what)
         if device == "nvme":
             yield (
                 f'"zero_optimization.{what}.device" is "nvme", where the fp32 weights are out of reach of the EMA, '
@@ -421,7 +421,7 @@ def _check_combinations(
             f'"zero_optimization.zero_hpz_partition_size" is {local}, the ranks are {world}: write the number '
             f"of GPUs of a machine, one of {format_divisors(world)}, or remove it"
         )
-    if local > 1 and (is_optimizer_offloaded(settings) or read_offload(settings, "offload_param") != "none"):
+    if local > 1 and (is_optimizer_offloaded(settings) or read_offload_device(settings, "offload_param") != "none"):
         yield (
             f'"zero_optimization.zero_hpz_partition_size" is {local} beside "offload_optimizer" or "offload_param", '
             "where others saw losses of zero and nobody has seen right ones: remove one of them"

@@ -158,7 +158,7 @@ class Updates:
             replace_step(engine, None)
         elif self._check_on_device:
             replace_step(engine, self._step_stage3 if self.stage == 3 else self._step_stage12)
-            if self._is_single_rank:
+            if self._needs_no_reduction:
                 self._skip_reduction()
             elif engine.zero_overlap_comm() if self.stage == 3 else self._zero.overlap_comm:
                 await_reductions_on_device(self._zero, self.stage)
@@ -238,7 +238,7 @@ class Updates:
             inner.grad_scale = torch.full_like(norm, scale) if factor is None and scale != 1 else factor
 
     @cached_property
-    def _is_single_rank(self) -> bool:
+    def _needs_no_reduction(self) -> bool:
         """Returns whether one rank is alone at stage 1 or 2, and DeepSpeed would reduce gradients in their own dtype:
         then they need neither reduction nor rounding.
         """
@@ -264,7 +264,7 @@ class Updates:
         another.
         """
         zero = self._zero
-        if not self._is_single_rank:
+        if not self._needs_no_reduction:
             flat = zero._get_preflattened_grad_partition(number)  # fp32 sums over micro-batches lie so already
             return [piece.reshape(-1) for piece in zero.averaged_gradients[number]] if flat is None else [flat]
         if self._sum_into_masters:

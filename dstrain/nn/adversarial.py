@@ -90,7 +90,7 @@ class Judge(Filter):
         return self._conv_forward(x, self.weight, None).double() + self.bias.double().view(-1, 1, 1)
 
 
-def find_least_size(n_layers: int) -> int:
+def compute_min_picture_side(n_layers: int) -> int:
     """Returns the smallest side of a picture, in pixels, for which a discriminator with `n_layers` returns at least one
     logit.
     """
@@ -112,7 +112,7 @@ def estimate_squared_slope(logits: Tensor, stepped: Tensor, sigma: float) -> Ten
     return ((stepped - logits) / sigma).flatten(1).sum(1).square() / logits[0].numel()
 
 
-def balance_gradients(
+def compute_balance_factor(
     of_reconstruction: Tensor, of_critique: Tensor, most: float | None = None
 ) -> tuple[Tensor, Tensor]:
     """Returns two values for each sample, (B,): a factor that scales the critique's gradient to the length of the

@@ -43,7 +43,7 @@ class FiniteScalar(nn.Module):
         nothing = z.new_zeros(len(x))
         return Quantized(
             self.project_out(scale_levels(rounded, self.levels).to(x.dtype)),
-            join_levels(z, self.levels),
+            convert_levels_to_tokens(z, self.levels),
             nothing,
             nothing,
             nothing,
@@ -52,11 +52,11 @@ class FiniteScalar(nn.Module):
 
     def encode(self, x: Tensor) -> Tensor:
         """Returns the tokens: (B, ..., dim) -> int64 (B, ...)."""
-        return join_levels(bound_to_levels(widen_precision(self.project_in(x)), self.levels), self.levels)
+        return convert_levels_to_tokens(bound_to_levels(widen_precision(self.project_in(x)), self.levels), self.levels)
 
     def decode(self, tokens: Tensor) -> Tensor:
         """Returns the quantized vectors of tokens: int64 (B, ...) -> (B, ..., dim)."""
-        code = scale_levels(split_into_levels(tokens, self.levels), self.levels)
+        code = scale_levels(convert_tokens_to_levels(tokens, self.levels), self.levels)
         return self.project_out(code.to(self.project_out.weight.dtype))
 
 
@@ -73,7 +73,7 @@ def bound_to_levels(z: Tensor, levels: tuple[int, ...]) -> Tensor:
     return half * torch.tanh(z + shift) - offset
 
 
-def join_levels(z: Tensor, levels: tuple[int, ...]) -> Tensor:
+def convert_levels_to_tokens(z: Tensor, levels: tuple[int, ...]) -> Tensor:
     """Rounds bounded numbers z (..., d) to their levels, and returns the token of each combination, int64 (...). The
     first number's level changes fastest from token to token.
 
@@ -83,9 +83,9 @@ def join_levels(z: Tensor, levels: tuple[int, ...]) -> Tensor:
     return (places * _compute_level_strides(levels, z.device)).sum(-1)
 
 
-def split_into_levels(tokens: Tensor, levels: tuple[int, ...]) -> Tensor:
-    """Returns the integers to which bounded z was rounded, from the tokens of `join_levels`: int64 (...) -> float32
-    (..., d).
+def convert_tokens_to_levels(tokens: Tensor, levels: tuple[int, ...]) -> Tensor:
+    """Returns the integers to which bounded z was rounded, from the tokens of `convert_levels_to_tokens`: int64 (...)
+    -> float32 (..., d).
     """
     sizes = copy_to_device(torch.tensor(levels), tokens.device)
     return ((tokens[..., None] // _compute_level_strides(levels, tokens.device)) % sizes - sizes // 2).float()

@@ -53,7 +53,7 @@ class LookupFree(nn.Module):
 
     def __init__(self, dim: int, codebook_size: int, inv_temperature: float = 1.0) -> None:
         super().__init__()
-        self.bits, self.inv_temperature = count_bits(codebook_size), inv_temperature
+        self.bits, self.inv_temperature = compute_codebook_bits(codebook_size), inv_temperature
         self.project_in, self.project_out = Linear(dim, self.bits), Linear(self.bits, dim)
 
     def forward(self, x: Tensor, weight: Tensor) -> Quantized:
@@ -69,7 +69,7 @@ class LookupFree(nn.Module):
         entropy = compute_weighted_mean(of_bits.sum(-1), weight.flatten(1))
         return Quantized(
             self.project_out(through.to(x.dtype)),
-            join_bits(code),
+            convert_signs_to_tokens(code),
             commitment,
             torch.zeros_like(commitment),
             entropy,
@@ -78,7 +78,7 @@ class LookupFree(nn.Module):
 
     def encode(self, x: Tensor) -> Tensor:
         """Returns the tokens: (B, ..., dim) -> int64 (B, ...)."""
-        return join_bits(widen_precision(self.project_in(x)))
+        return convert_signs_to_tokens(widen_precision(self.project_in(x)))
 
     def decode(self, tokens: Tensor) -> Tensor:
         """Returns the quantized vectors of tokens: int64 (B, ...) -> (B, ..., dim)."""
@@ -167,7 +167,7 @@ class Usage:
         return -(shares * ((1 - _UNIFORM) * self.q + _UNIFORM * uniform).log()).sum(1)
 
 
-def count_bits(codebook_size: int) -> int:
+def compute_codebook_bits(codebook_size: int) -> int:
     """Returns log2 of a codebook's size. Raises ConfigError, whose message gives the nearest powers, if it is no power
     of two or below 2.
     """
@@ -186,7 +186,7 @@ def split_bits(bits: int) -> list[int]:
     return [bits // count + (number < bits % count) for number in range(count)]
 
 
-def join_bits(z: Tensor) -> Tensor:
+def convert_signs_to_tokens(z: Tensor) -> Tensor:
     """Returns the tokens, int64 (...), whose bits are set where z (..., d) is above 0; the first number gives the
     highest bit.
     """

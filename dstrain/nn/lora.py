@@ -85,7 +85,7 @@ def add_adapters(network: nn.Module, lora: Lora | None, usual: Sequence[str]) ->
     for layer in chosen.values():
         layer.lora_A, layer.lora_B = _make_factors(layer, lora.rank)
         layer.lora_dropout, layer.lora_scale = make_dropout(lora.dropout), lora.scale
-        layer.register_forward_hook(_add_update)
+        layer.register_forward_hook(_add_adapter_output)
     return network
 
 
@@ -107,7 +107,7 @@ def _make_factors(layer: Any, rank: int) -> tuple[nn.Module, nn.Module]:
     return factors
 
 
-def _add_update(layer: Any, inputs: tuple, output: Tensor) -> Tensor:
+def _add_adapter_output(layer: Any, inputs: tuple, output: Tensor) -> Tensor:
     return output + layer.lora_scale * layer.lora_B(layer.lora_A(layer.lora_dropout(inputs[0])))
 
 

@@ -69,7 +69,7 @@ def require_suitable_pictures(
         raise ConfigError(f"{prefix}perceptual sees 1 or 3 channels, channels is 4: leave it out, or take RGB")
     if judge and min(height, width) < 16:
         raise ConfigError(f"{prefix}perceptual halves the side four times, image_size is {height} x {width}: take 16")
-    if discriminator and min(height, width) < (least := adversarial.find_least_size(discriminator.n_layers)):
+    if discriminator and min(height, width) < (least := adversarial.compute_min_picture_side(discriminator.n_layers)):
         raise ConfigError(
             f"{prefix}discriminator.n_layers {discriminator.n_layers} needs pictures of {least} pixels, "
             f"image_size is {height} x {width}: take fewer layers"
@@ -185,9 +185,9 @@ class PictureLoss:
         critique = -nets["discriminator"](picture).flatten(1).mean(1)
         of_critique = adversarial.compute_picture_gradient(critique, picture if out is None else out)
         if last is None:
-            factor, share = adversarial.balance_gradients(of_mean, of_critique)
+            factor, share = adversarial.compute_balance_factor(of_mean, of_critique)
         else:
-            factor, share = adversarial.balance_gradients(
+            factor, share = adversarial.compute_balance_factor(
                 *(
                     adversarial.compute_filter_gradient(last.entered, of_output, last.side)
                     for of_output in (of_mean, of_critique)

@@ -32,7 +32,7 @@ def draw_gumbel(key: Tensor, name: str, shape: tuple[int, ...]) -> Tensor:
     return -torch.log(-torch.log(rng.uniform(key, name, shape).clamp(min=_LEAST)))
 
 
-def relax_tokens(logits: Tensor, noise: Tensor, temperature: Tensor, sampling: str) -> Tensor:
+def draw_relaxed_tokens(logits: Tensor, noise: Tensor, temperature: Tensor, sampling: str) -> Tensor:
     """Draws a token from each categorical distribution over axis 1, and returns the weights of its K tokens, (B, K,
     ...). `logits` and standard Gumbel `noise` are (B, K, ...), the temperature is (B,).
 

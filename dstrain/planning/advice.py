@@ -14,7 +14,7 @@ from typing import Any
 
 from dstrain import systems
 from dstrain.distributed.progress import get_phases
-from dstrain.engine.settings import read_offload as where
+from dstrain.engine.settings import read_offload_device as where
 from dstrain.engine.settings import read_stage as stage_of
 from dstrain.engine.settings import resolve_settings
 from dstrain.planning.count import count_costs

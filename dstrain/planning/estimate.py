@@ -9,7 +9,7 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-from dstrain.engine.settings import is_optimizer_offloaded, read_offload, read_precision, read_stage
+from dstrain.engine.settings import is_optimizer_offloaded, read_offload_device, read_precision, read_stage
 from dstrain.planning.counts import Collective, Counts, Layout
 from dstrain.planning.states import count_weights_and_checkpoint_bytes, describe_memory_of_states
 from dstrain.planning.step import choose_measured_step
@@ -91,7 +91,9 @@ class Estimate:
 
     def list_choices(self) -> dict[str, Any]:
         """Returns the choices that may be changed so that a run fits, by the names that a user writes."""
-        zero = {"stage": read_stage(self.settings)} | {name: read_offload(self.settings, name) for name in OPTIONAL}
+        zero = {"stage": read_stage(self.settings)} | {
+            name: read_offload_device(self.settings, name) for name in OPTIONAL
+        }
         return {
             "batch.micro": self.micro_batch,
             "model.recompute": self.run.model.get("recompute", "none"),

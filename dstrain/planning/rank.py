@@ -9,7 +9,7 @@ from dstrain import systems
 from dstrain.engine.planning.activations import Fused
 from dstrain.engine.planning.fake_ranks import FakeEngines, enter_fake_world
 from dstrain.engine.planning.memory_kinds import OFFLOADED, count_saved_bytes
-from dstrain.engine.settings import read_offload, read_stage
+from dstrain.engine.settings import read_offload_device, read_stage
 from dstrain.planning.counts import Collective, Counts, Layout
 from dstrain.planning.states import count_bytes_of_states, count_weights_and_checkpoint_bytes
 from dstrain.planning.step import Measured, choose_measured_step, measure_states, measure_step
@@ -36,7 +36,9 @@ def count_as_rank_0(run: Run, settings: dict[str, Any], layout: Layout, device: 
     weights, checkpoint = count_weights_and_checkpoint_bytes(run, system)
     measured, own = measure_as_rank_0(run, settings, system, layout.world, device)
     peak = max((measured.passes, measured.update), key=lambda kinds: sum(kinds.values()))
-    moved = [kind for entry, kinds in OFFLOADED.items() if read_offload(settings, entry) != "none" for kind in kinds]
+    moved = [
+        kind for entry, kinds in OFFLOADED.items() if read_offload_device(settings, entry) != "none" for kind in kinds
+    ]
     host = {kind: measured.kept[kind] for kind in moved if measured.kept.get(kind)}
     on_device = {kind: size - host.get(kind, 0) for kind, size in peak.items() if size > host.get(kind, 0)}
     if run.save.asynchronous and run.save.format != "deepspeed":

@@ -9,7 +9,7 @@ from torch import nn
 from dstrain.engine.blocks import require_leaf_modules
 from dstrain.engine.optimizers import freeze_weights, group_weights
 from dstrain.engine.planning.memory_kinds import OFFLOADED
-from dstrain.engine.settings import is_optimizer_offloaded, read_offload, read_precision, read_stage
+from dstrain.engine.settings import is_optimizer_offloaded, read_offload_device, read_precision, read_stage
 from dstrain.recipe import Run
 from dstrain.systems.base import System
 
@@ -69,7 +69,7 @@ def describe_memory_of_states(run: Run, system: System, settings: dict[str, Any]
     """Returns a line on what a rank keeps, by kind, in GB, and which kinds lie in the host's memory."""
     sizes = count_bytes_of_states(run, system, settings, world)
     offloaded = {
-        kind for entry, kinds in OFFLOADED.items() if read_offload(settings, entry) != "none" for kind in kinds
+        kind for entry, kinds in OFFLOADED.items() if read_offload_device(settings, entry) != "none" for kind in kinds
     }
     offloaded -= {"gradients"} if read_stage(settings) < 3 else set()  # They are summed on the GPU.
     kinds = ", ".join(f"{kind}{' (host)' * (kind in offloaded)} {size / 1e9:.3g}" for kind, size in sizes.items())

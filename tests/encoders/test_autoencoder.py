@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from dstrain import rng, systems
-from dstrain.encoders.autoencoder import Autoencoder, encode_posterior, hash_network, read_autoencoder_identity
+from dstrain.encoders.autoencoder import Autoencoder, encode_posterior, hash_network, read_encoding_config_and_weights
 from dstrain.recipe import ConfigError
 from dstrain.runs.first_stage import open_diffusers
 from dstrain.systems.base import Request
@@ -89,9 +89,9 @@ def test_fingerprint(tmp_path, monkeypatch):
     known = dict(vae.config)
     for config in (known | {"a_new_key": "x"}, {name: known[name] for name in known if name != "use_quant_conv"}):
         other = Namespace(config=config, state_dict=vae.state_dict)
-        assert hash_network(*read_autoencoder_identity(other)) == plain
+        assert hash_network(*read_encoding_config_and_weights(other)) == plain
     other = Namespace(config=known | {"mid_block_add_attention": False}, state_dict=vae.state_dict)
-    assert hash_network(*read_autoencoder_identity(other)) != plain
+    assert hash_network(*read_encoding_config_and_weights(other)) != plain
 
 
 def test_missing(tmp_path, monkeypatch):

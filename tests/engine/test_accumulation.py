@@ -97,7 +97,7 @@ def test_one_rank_needs_no_buckets(stage, precision, micros, monkeypatch):
 
     spared: list[bool] = []
     ours = [value.clone() for value in steps(stage)]
-    monkeypatch.setattr(Updates, "_is_single_rank", False)
+    monkeypatch.setattr(Updates, "_needs_no_reduction", False)
     theirs = steps(2 if (precision, micros) == ("bf16", 3) else stage)
     assert all(torch.equal(own, other) for own, other in zip(ours, theirs, strict=True))
     assert spared == ["sent" not in precision, False]  # what is sent in another type is rounded

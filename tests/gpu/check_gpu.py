@@ -54,7 +54,7 @@ def left_registered() -> tuple[int, int]:
 
 def followed() -> bool:
     """Whether the current stream waits for ZeRO-3's reductions where DeepSpeed would have the host wait."""
-    stream, waited, wait = patches._Followed(), [], torch.cuda.Stream.wait_stream
+    stream, waited, wait = patches._DeviceWaitStream(), [], torch.cuda.Stream.wait_stream
     torch.cuda.Stream.wait_stream = lambda waiting, other: waited.append((waiting, other))
     try:
         stream.synchronize()

@@ -5,12 +5,12 @@ import torch
 
 from dstrain.nn.adversarial import (
     PatchDiscriminator,
-    balance_gradients,
+    compute_balance_factor,
     compute_filter_gradient,
     compute_hinge_loss,
+    compute_min_picture_side,
     compute_picture_gradient,
     estimate_squared_slope,
-    find_least_size,
     record_inputs,
 )
 
@@ -33,7 +33,7 @@ def test_receptive_field_and_size():
 def test_least_size(n_layers):
     """Oracle: one logit at that size, and none below."""
     network = PatchDiscriminator(1, 8, n_layers)
-    side = find_least_size(n_layers)
+    side = compute_min_picture_side(n_layers)
     assert network(torch.zeros(1, 1, side, side)).shape == (1, 1, 1, 1)
     with pytest.raises(RuntimeError):
         network(torch.zeros(1, 1, side - 2**n_layers, side - 2**n_layers))
@@ -58,13 +58,13 @@ def test_balance():
     one, other = torch.zeros(3, 1, 2, 2), torch.zeros(3, 1, 2, 2)
     one[:, 0, 0], other[:, 0, 1, 0] = 3.0, torch.tensor([1.5, 0.0, 1e-6])
     one[0, 0, 0, 1] = 4.0
-    factor, share = balance_gradients(one, other)
+    factor, share = compute_balance_factor(one, other)
     torch.testing.assert_close(factor, torch.tensor([5 / 1.5, 18**0.5 / 5e-4, 18**0.5 / 5e-4]))
     torch.testing.assert_close(share, torch.tensor([1.0, 0.0, 1e-6 / 5e-4]))
-    factor, share = balance_gradients(one, other, most=7e3)
+    factor, share = compute_balance_factor(one, other, most=7e3)
     torch.testing.assert_close(factor, torch.tensor([5 / 1.5001, 7e3, 7e3]), rtol=1e-5, atol=0)
     torch.testing.assert_close(share, torch.tensor([1.5 / 1.5001, 0.0, 7e-3 / 18**0.5]), rtol=1e-5, atol=0)
-    assert balance_gradients(0 * one, other)[1].tolist() == [0, 0, 0]
+    assert compute_balance_factor(0 * one, other)[1].tolist() == [0, 0, 0]
 
 
 @pytest.mark.parametrize("flatness", [1.0, 1e-6])
@@ -80,7 +80,7 @@ def test_the_share_has_no_scale(flatness):
         larger.requires_grad_()
         reconstruction = of_loss * (larger - target).abs().mean((1, 2, 3))
         critique = flatness * (larger[:, 0] * larger[:, 1].sin()).mean((1, 2))
-        return balance_gradients(
+        return compute_balance_factor(
             compute_picture_gradient(reconstruction, larger), compute_picture_gradient(critique, larger)
         )[1]
 

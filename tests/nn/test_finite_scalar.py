@@ -9,10 +9,10 @@ import torch
 from dstrain.nn.finite_scalar import (
     FiniteScalar,
     bound_to_levels,
-    join_levels,
+    convert_levels_to_tokens,
+    convert_tokens_to_levels,
     require_levels,
     scale_levels,
-    split_into_levels,
 )
 
 LEVELS = [(8, 6, 5), (3, 4), (4, 4, 4, 4), (1000,), (999,)]
@@ -24,7 +24,8 @@ def test_tokens_count_the_levels(levels):
     digits = [range(-(size // 2), (size + 1) // 2) for size in reversed(levels)]
     every = torch.tensor([combination[::-1] for combination in itertools.product(*digits)], dtype=torch.float32)
     tokens = torch.arange(math.prod(levels))
-    assert torch.equal(join_levels(every, levels), tokens) and torch.equal(split_into_levels(tokens, levels), every)
+    assert torch.equal(convert_levels_to_tokens(every, levels), tokens)
+    assert torch.equal(convert_tokens_to_levels(tokens, levels), every)
     code = scale_levels(every, levels)
     assert float(code.min()) == -1 and float(code.max()) <= 1
 
@@ -39,7 +40,8 @@ def test_bound(levels):
         high.round()[0], ((sizes - 1) // 2).float()
     )
     torch.testing.assert_close(middle, 0 * far, rtol=0, atol=1e-6)
-    assert join_levels(high, levels).tolist() == [math.prod(levels) - 1] and join_levels(low, levels).tolist() == [0]
+    assert convert_levels_to_tokens(high, levels).tolist() == [math.prod(levels) - 1]
+    assert convert_levels_to_tokens(low, levels).tolist() == [0]
     # Between two levels, where the bound is half-way: atanh of that share of its range.
     z = torch.full((1, len(levels)), 0.7)
     half, even = (sizes - 1) * 1.001 / 2, 0.5 * (1 - sizes % 2)

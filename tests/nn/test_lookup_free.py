@@ -12,9 +12,9 @@ from dstrain.nn.lookup_free import (
     LookupFree,
     Usage,
     average_code_shares,
+    compute_codebook_bits,
+    convert_signs_to_tokens,
     convert_tokens_to_signs,
-    count_bits,
-    join_bits,
     split_bits,
 )
 
@@ -34,10 +34,10 @@ def posterior(z, inv_temperature):
 def test_tokens_are_the_binary_code_of_signs(bits):
     """Oracle: all codes in the order of the binary numbers, and back."""
     every = torch.arange(2**bits)
-    assert torch.equal(join_bits(signs_of(bits)), every) and torch.equal(
+    assert torch.equal(convert_signs_to_tokens(signs_of(bits)), every) and torch.equal(
         convert_tokens_to_signs(every, bits), signs_of(bits)
     )
-    assert join_bits(torch.tensor([[-0.1, 3.0, 0.0]])).tolist() == [2]  # 0 counts as below
+    assert convert_signs_to_tokens(torch.tensor([[-0.1, 3.0, 0.0]])).tolist() == [2]  # 0 counts as below
 
 
 def test_encode_and_decode():
@@ -178,4 +178,4 @@ def test_precision():
 def test_no_power_of_two(size, remedy):
     """Oracle: the ValueError, with the powers on both sides."""
     with pytest.raises(ValueError, match=f"codebook_size: {size} is no power of two.*{remedy}, or quantizer cosine"):
-        count_bits(size)
+        compute_codebook_bits(size)

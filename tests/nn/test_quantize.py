@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from dstrain import rng
-from dstrain.nn.quantize import Codebook, compute_kl_to_uniform, draw_gumbel, relax_tokens, widen_precision
+from dstrain.nn.quantize import Codebook, compute_kl_to_uniform, draw_gumbel, draw_relaxed_tokens, widen_precision
 
 LOGITS = torch.tensor([0.7, -0.4, 0.1], dtype=torch.float64)
 
@@ -34,7 +34,7 @@ def test_hard_samples_have_the_distribution():
     """Oracle: softmax of the logits, whatever the temperature."""
     noise = draw_gumbel(torch.arange(20000), "gumbel", (3,)).double()
     for sampling in ("straight_through", "reinmax"):
-        drawn = relax_tokens(LOGITS.expand(20000, 3), noise, torch.full((20000,), 0.3), sampling)
+        drawn = draw_relaxed_tokens(LOGITS.expand(20000, 3), noise, torch.full((20000,), 0.3), sampling)
         assert set(drawn.unique().tolist()) == {0.0, 1.0} and bool((drawn.sum(1) == 1).all())
         torch.testing.assert_close(drawn.mean(0), LOGITS.softmax(0), rtol=0, atol=0.015)
 
@@ -43,7 +43,7 @@ def test_soft_is_torchs():
     """Oracle: F.gumbel_softmax with the same noise, value and gradient; a temperature for each sample."""
     logits = torch.randn(2, 5, 3, dtype=torch.float64, requires_grad=True)
     noise = torch.randn(2, 5, 3, dtype=torch.float64)
-    found = relax_tokens(logits, noise, torch.tensor([0.5, 2.0]), "soft")
+    found = draw_relaxed_tokens(logits, noise, torch.tensor([0.5, 2.0]), "soft")
     expected = torch.stack([((logits[0] + noise[0]) / 0.5).softmax(0), ((logits[1] + noise[1]) / 2.0).softmax(0)])
     torch.testing.assert_close(found, expected)
     value = torch.randn_like(found)
@@ -58,7 +58,7 @@ def test_straight_through_gradient(temperature):
     noise = torch.tensor([[0.3, 1.1, -0.2]], dtype=torch.float64)
     logits = LOGITS[None].clone().requires_grad_()
     value = torch.tensor([[1.0, -2.0, 0.5]], dtype=torch.float64)
-    drawn = relax_tokens(logits, noise, torch.tensor([temperature]), "straight_through")
+    drawn = draw_relaxed_tokens(logits, noise, torch.tensor([temperature]), "straight_through")
     (found,) = torch.autograd.grad((drawn * value).sum(), logits)
     soft = ((LOGITS + noise[0]) / temperature).softmax(0)
     torch.testing.assert_close(found[0], jacobian_softmax(soft) @ value[0] / temperature)
@@ -72,7 +72,7 @@ def test_reinmax_gradient(temperature):
     for token in range(3):
         logits = LOGITS[None].clone().requires_grad_()
         noise = 50 * F.one_hot(torch.tensor([token]), 3).double()
-        drawn = relax_tokens(logits, noise, torch.tensor([temperature]), "reinmax")
+        drawn = draw_relaxed_tokens(logits, noise, torch.tensor([temperature]), "reinmax")
         (found,) = torch.autograd.grad((drawn * value).sum(), logits)
         hard = F.one_hot(torch.tensor(token), 3).double()
         halfway = ((LOGITS / temperature).softmax(0) + hard) / 2
@@ -98,7 +98,7 @@ def test_reinmax_is_of_second_order():
         for sampling in means:
             theta = LOGITS[None].clone().requires_grad_()
             if sampling == "reinmax":
-                drawn = relax_tokens(theta, 50 * tokens[token][None], torch.ones(1), sampling)
+                drawn = draw_relaxed_tokens(theta, 50 * tokens[token][None], torch.ones(1), sampling)
             else:  # without noise in its Jacobian, as the estimator is analysed
                 drawn = tokens[token] + theta.softmax(1) - theta.softmax(1).detach()
             means[sampling] = means[sampling] + pi[token] * torch.autograd.grad(loss(drawn[0]), theta)[0][0]
@@ -109,14 +109,14 @@ def test_reinmax_is_of_second_order():
 def test_reinmax_of_sure_tokens():
     """Oracle: finite gradients where softmax underflows, in float32."""
     logits = torch.tensor([[200.0, -200.0, 0.0]], requires_grad=True)
-    relax_tokens(logits, torch.zeros(1, 3), torch.tensor([0.1]), "reinmax")[0, 1].backward()
+    draw_relaxed_tokens(logits, torch.zeros(1, 3), torch.tensor([0.1]), "reinmax")[0, 1].backward()
     assert bool(logits.grad.isfinite().all())
 
 
 def test_unknown_sampling():
     """Oracle: a ValueError that lists what exists."""
     with pytest.raises(ValueError, match="'hard' is unknown; one of soft, straight_through, reinmax"):
-        relax_tokens(torch.zeros(1, 2), torch.zeros(1, 2), torch.ones(1), "hard")
+        draw_relaxed_tokens(torch.zeros(1, 2), torch.zeros(1, 2), torch.ones(1), "hard")
 
 
 def test_divergence():

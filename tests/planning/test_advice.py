@@ -8,7 +8,7 @@ import pytest
 
 from dstrain.commands import plan
 from dstrain.commands.job import load_checked_recipe
-from dstrain.engine.settings import read_offload
+from dstrain.engine.settings import read_offload_device
 from dstrain.engine.settings import read_stage as stage_of
 from dstrain.planning import advice
 from dstrain.planning.counts import Collective, Counts
@@ -60,7 +60,7 @@ def count_by_formula(run, settings, layout):
     """
     million, micro, ranks = 10**6, settings["train_micro_batch_size_per_gpu"], run.parallel.sequence
     kept, again = {"none": (16, 0), "attention": (10, 1), "all": (5, 4), "offload": (3, 4)}[run.model["recompute"]]
-    away = 4 if read_offload(settings, "offload_optimizer") != "none" else 0
+    away = 4 if read_offload_device(settings, "offload_optimizer") != "none" else 0
     sent = micro if run.model["recompute"] == "offload" else 0
     return Counts(
         weights={"denoiser": 1000},

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from dstrain.nn.finite_scalar import FiniteScalar
 from dstrain.nn.lookup_free import CosineQuantizer
-from dstrain.nn.quantize import Codebook, relax_tokens, widen_precision
+from dstrain.nn.quantize import Codebook, draw_relaxed_tokens, widen_precision
 from dstrain.recipe import ConfigError
 from dstrain.systems.vae.losses import decode_logit_laplace
 
@@ -44,7 +44,7 @@ class DiscreteVAE(nn.Module):
     """Encodes images to tokens, and decodes tokens to images.
 
     quantizer       gumbel, fsq with its `levels`, or cosine.
-    sampling        gumbel: how `forward` draws tokens, see nn/quantize.relax_tokens.
+    sampling        gumbel: how `forward` draws tokens, see nn/quantize.draw_relaxed_tokens.
     logit_laplace   whether the decoder has 2C outputs: means and log scales of a logit-Laplace distribution.
     normalization   means and standard deviations by channel; None: 0.5 and 0.5, for alpha 0 and 1.
 
@@ -101,7 +101,7 @@ class DiscreteVAE(nn.Module):
         """
         if self.quantizer is None:
             logits = widen_precision(self._encode_features(x))  # (B, K, h, w)
-            tokens = relax_tokens(logits, noise, temperature, self.sampling)
+            tokens = draw_relaxed_tokens(logits, noise, temperature, self.sampling)
             return Relaxed(widen_precision(self.decoder(self.codebook(tokens))), logits)
         vectors = self._encode_features(x).movedim(1, -1)  # (B, h, w, D)
         coded = self.quantizer(vectors, vectors.new_ones(vectors.shape[:-1], dtype=torch.float32))

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from dstrain import rng
-from dstrain.encoders.autoencoder import read_autoencoder_identity
+from dstrain.encoders.autoencoder import read_encoding_config_and_weights
 from dstrain.nn.measures import measure_psnr_and_ssim
 from dstrain.systems.base import Example, Nets, Terms
 from dstrain.systems.vae import kl, losses
@@ -119,7 +119,7 @@ class KLSystem(AutoencoderSystem):
         """Returns the config and weights by name that an AutoencoderKL with these weights has. So the hash of an
         exported one is that of the trained one.
         """
-        return read_autoencoder_identity(nets["autoencoder"])
+        return read_encoding_config_and_weights(nets["autoencoder"])
 
     def require_expressible(self) -> None:
         """Does nothing: AutoencoderKL can express every choice of model.kl."""

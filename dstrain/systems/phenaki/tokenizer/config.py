@@ -5,7 +5,7 @@ from typing import Any, Literal
 from pydantic import Field, PositiveInt, model_validator
 
 from dstrain.nn.finite_scalar import require_levels
-from dstrain.nn.lookup_free import count_bits
+from dstrain.nn.lookup_free import compute_codebook_bits
 from dstrain.nn.picture_loss import (
     Discriminator,
     Penalty,
@@ -79,7 +79,7 @@ class Config(SystemConfig):
     @model_validator(mode="after")
     def _check_choices(self) -> "Config":
         if self.quantizer == "lookup_free":
-            count_bits(self.codebook_size)
+            compute_codebook_bits(self.codebook_size)
         if (self.quantizer == "fsq") != (self.levels is not None):
             raise ConfigError(
                 "levels belong to quantizer=fsq, which needs them: write levels=[8,5,5,5] and "

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from dstrain import rng
 from dstrain.nn.adversarial import compute_picture_gradient
 from dstrain.nn.fitting import list_shapes, require_fit
-from dstrain.nn.lookup_free import Usage, count_bits
+from dstrain.nn.lookup_free import Usage, compute_codebook_bits
 from dstrain.nn.measures import measure_codebook_usage, measure_psnr_and_ssim, measure_token_shares
 from dstrain.nn.picture_loss import PictureLoss, make_loss_with_gradient
 from dstrain.nn.pixels import convert_to_uint8, require_shape
@@ -64,7 +64,8 @@ class TokenizerSystem(System):
         self.codebook_size, self.temporal_patch_size = config.codebook_size, config.temporal_patch_size
         self._usage: Usage | None = None  # running shares of codes, the reference of `diversity`
         if config.quantizer == "lookup_free":
-            self._usage, self.watched = Usage(count_bits(config.codebook_size), config.usage_decay), ("shares",)
+            self._usage = Usage(compute_codebook_bits(config.codebook_size), config.usage_decay)
+            self.watched = ("shares",)
 
     def networks(self) -> dict[str, nn.Module]:
         tokenizer = CViViT(**self.config.make_network_arguments())
@@ -98,7 +99,9 @@ class TokenizerSystem(System):
         passed = nets["tokenizer"](example["x_start"], example["frames"])
         terms, shares = self._select_code_terms(passed), {}
         if self._usage is not None:
-            terms["diversity"] = self._usage.compute_cross_entropy(passed.shares, count_bits(self.codebook_size))
+            terms["diversity"] = self._usage.compute_cross_entropy(
+                passed.shares, compute_codebook_bits(self.codebook_size)
+            )
             shares = {"shares": passed.shares.detach()}
         coding = self._compute_code_loss(terms)
         if not self.picture_loss.adversarial:
