@@ -136,7 +136,7 @@ def run_steps(training: Training) -> tuple[int, bool]:
         if is_due(every.report, done) or last:
             counts = {"skipped": course.state.skipped, "rollbacks": course.rollbacks}
             counts |= training.batches.count_samples_by_source(done)
-            tracker.report_means(done, throughput.compute_figures(done) | counts | engines.collect_figures())
+            tracker.report_means(done, throughput.compute_figures(done) | counts | engines.collect_metrics())
         if last or any(
             is_due(interval, done)
             for interval in (every.save, every.sample, every.evaluate, every.metrics, run.ema.snapshots)
@@ -168,7 +168,7 @@ def save_and_measure_step(training: Training, done: int, stop: bool) -> bool:
     saved = last or (is_due(every.save, done) and good)
     if saved:
         training.saves.save(done, last, routine=is_due(every.save, done) and good)  # written while training goes on
-    training.saves.averages.take_snapshot(done, done == run.steps, last)
+    training.saves.averages.write_snapshot_if_due(done, done == run.steps, last)
     left = not stop and not measure_step(training, done, saved)
     if left and not saved:
         training.saves.save(done, True, routine=False)
@@ -217,7 +217,7 @@ def measure_resumed_step(training: Training, done: int) -> bool:
     snapshot of averages. Returns whether a stop has cut this short.
     """
     held = training.tracker.has_written_step(done)
-    training.saves.averages.take_snapshot(done, done == training.run.steps, wait=True)
+    training.saves.averages.write_snapshot_if_due(done, done == training.run.steps, wait=True)
     return done > 0 and not measure_step(training, done, True, held)
 
 
@@ -318,7 +318,7 @@ def set_up_training(run: Run, settings: dict[str, Any], resume: Resume, watchdog
     )
     first = load_weights(run, engines, ema, saves, system, resume.step)
     if resume.allow_change:
-        course.forgive_rollbacks()
+        course.exclude_rollbacks_from_limit()
     if first < (earlier := folders.read_last_saved_step(folder)):
         say(f"step {earlier} was saved here, and step {first} is the newest whole checkpoint")
     elif first == 0 and (folder / "metrics.jsonl").exists():

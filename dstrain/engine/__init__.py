@@ -32,16 +32,16 @@ def prepare_environment() -> None:
     # One folder of compiled extensions for each environment, or two of them rebuild over each other.
     environment = f"{sys.prefix}-{sys.version_info[:2]}-{torch.__version__}"
     name = f"dstrain-{hashlib.sha1(environment.encode()).hexdigest()[:12]}"
-    _ensure_writable("TORCH_EXTENSIONS_DIR", f"~/.cache/torch_extensions/{name}")
+    _set_writable_folder("TORCH_EXTENSIONS_DIR", f"~/.cache/torch_extensions/{name}")
     if device == "cuda":
-        _ensure_writable("TRITON_CACHE_DIR", "~/.triton/cache")
+        _set_writable_folder("TRITON_CACHE_DIR", "~/.triton/cache")
     # ninja lies beside python in an environment that was not activated.
     beside = str(Path(sys.executable).parent)
     if beside not in os.environ.get("PATH", "").split(os.pathsep):
         os.environ["PATH"] = beside + os.pathsep + os.environ.get("PATH", "")
 
 
-def _ensure_writable(variable: str, default: str) -> None:
+def _set_writable_folder(variable: str, default: str) -> None:
     """Sets an environment variable to its present value, or to `default` if it is not set. If that folder cannot be
     written or is no absolute path, sets the variable to a private folder below the one for temporary files.
     """

@@ -66,7 +66,7 @@ def prepare_blocks(
 
         set_z3_leaf_modules(network, list({type(module) for module in repeated}))
         for module in repeated:
-            module.register_forward_pre_hook(_ensure_input_gradient)  # before DeepSpeed's own hooks
+            module.register_forward_pre_hook(_make_input_require_grad)  # before DeepSpeed's own hooks
     if repeated and (compiled or recompute == "attention"):  # at every stage: its layer outlives a ZeRO-3
         replace_zero_linear()
     graphs = Graphs()
@@ -83,7 +83,7 @@ def prepare_blocks(
             module.forward = partial(run_block, module, keeps)
 
 
-def require_leaf_modules(networks: Mapping[str, nn.Module], settings: dict[str, Any]) -> None:
+def check_leaf_module_names(networks: Mapping[str, nn.Module], settings: dict[str, Any]) -> None:
     """Raises ConfigError if, at stage 3, a class, name or suffix in zero_optimization.leaf_module of DeepSpeed's JSON
     matches no module of any of the networks (by part), or one of its lists is empty. DeepSpeed would only warn.
     """
@@ -115,7 +115,7 @@ def require_leaf_modules(networks: Mapping[str, nn.Module], settings: dict[str, 
                 )
 
 
-def prepare_leaf_modules(network: nn.Module, settings: dict[str, Any]) -> None:
+def mark_leaf_modules(network: nn.Module, settings: dict[str, Any]) -> None:
     """At stage 3, marks the modules that zero_optimization.leaf_module of DeepSpeed's JSON names as ZeRO's leaf
     modules, whose weights are gathered together. Adds a hook to each that makes one of its inputs require a gradient.
     Does nothing at lower stages or without that section. Call it before deepspeed.initialize.
@@ -127,14 +127,14 @@ def prepare_leaf_modules(network: nn.Module, settings: dict[str, Any]) -> None:
     from deepspeed.utils.z3_leaf_module import apply_zero_leaf_module_config
 
     for module in apply_zero_leaf_module_config(network, DeepSpeedZeroLeafModuleConfig(**chosen)):
-        module.register_forward_pre_hook(_require_input_gradient)
+        module.register_forward_pre_hook(_make_input_require_grad_or_raise)
 
 
-def _require_input_gradient(module: nn.Module, inputs: tuple) -> tuple:
-    """Returns the inputs of a module as `_ensure_input_gradient` does. Raises ConfigError if gradients are recorded and
-    none of the inputs is a floating-point tensor, so that none can require a gradient.
+def _make_input_require_grad_or_raise(module: nn.Module, inputs: tuple) -> tuple:
+    """Returns the inputs of a module as `_make_input_require_grad` does. Raises ConfigError if gradients are recorded
+    and none of the inputs is a floating-point tensor, so that none can require a gradient.
     """
-    inputs = _ensure_input_gradient(module, inputs)
+    inputs = _make_input_require_grad(module, inputs)
     if torch.is_grad_enabled() and not any(isinstance(value, Tensor) and value.requires_grad for value in inputs):
         raise ConfigError(
             f'--ds_config: "zero_optimization.leaf_module" names a {type(module).__name__}, which is given no '
@@ -143,7 +143,7 @@ def _require_input_gradient(module: nn.Module, inputs: tuple) -> tuple:
     return inputs
 
 
-def _ensure_input_gradient(_: nn.Module, inputs: tuple) -> tuple:
+def _make_input_require_grad(_: nn.Module, inputs: tuple) -> tuple:
     """Returns a module's inputs. If gradients are recorded and no input tensor requires one, the first floating-point
     tensor is replaced by a detached view that requires a gradient: otherwise DeepSpeed would release a leaf module's
     weights before the module's backward pass.
@@ -170,11 +170,11 @@ def run_block(module: nn.Module, recompute: str, *inputs: Any, **named: Any) -> 
     if recompute == "none" or not torch.is_grad_enabled():
         return plain(*inputs, **named)
     if recompute == "attention":
-        return checkpoint(plain, *inputs, use_reentrant=False, context_fn=_make_product_context, **named)
+        return checkpoint(plain, *inputs, use_reentrant=False, context_fn=_make_selective_checkpoint_contexts, **named)
     return checkpoint(plain, *inputs, use_reentrant=False, **named)
 
 
-def _make_product_context() -> tuple[Any, Any]:
+def _make_selective_checkpoint_contexts() -> tuple[Any, Any]:
     return create_selective_checkpoint_contexts([getattr(torch.ops.aten, name).default for name in PRODUCTS])
 
 
@@ -272,7 +272,7 @@ def describe_structure(block: nn.Module) -> tuple:
     return tuple(list_entries())
 
 
-def make_channels_last(network: nn.Module) -> None:
+def convert_inputs_to_channels_last(network: nn.Module) -> None:
     """Adds a hook by which a network gets its inputs of four dimensions, images (B, C, H, W), in torch's memory format
     channels_last (NHWC). The network's layers keep that format.
 

@@ -37,7 +37,7 @@ from dstrain.engine.ema.shadow import EmaShadow
 from dstrain.engine.engines import Engines
 from dstrain.engine.optimizers import CODES, restore_bytes_from_floats
 from dstrain.engine.patches import defer_errors, make_universal_info
-from dstrain.engine.recovery import Divergence, State, advise_user, require_finite_weights
+from dstrain.engine.recovery import Divergence, State, make_divergence_advice, require_finite_weights
 from dstrain.recipe import ConfigError, NotRead, Save
 
 
@@ -123,7 +123,7 @@ class Checkpoints:
                 f"none of the {len(steps)} checkpoints in {self.store.folder} is whole; see the reasons "
                 "above, restore one, or begin anew with --from-scratch"
             )
-        self._adopt_checkpoint(*newest)
+        self._resume_from_checkpoint(*newest)
         return self.saver.newest
 
     def _resume_from(self, step: int) -> int:
@@ -136,7 +136,7 @@ class Checkpoints:
         newest = self.store.find_newest(self.saver.report, among=[step])
         if newest is None:
             raise ConfigError(f"--step {step}: that checkpoint is not whole; see the reason above")
-        self._adopt_checkpoint(*newest)
+        self._resume_from_checkpoint(*newest)
         return step
 
     def _load_verified(self, path: Path) -> State:
@@ -152,7 +152,7 @@ class Checkpoints:
                 "is whole; the same command goes on when the storage is back"
             ) from error
 
-    def _adopt_checkpoint(self, step: int, path: Path) -> None:
+    def _resume_from_checkpoint(self, step: int, path: Path) -> None:
         self.course.state = self._load_verified(path)
         self.saver.newest = step
         self.averages.set_newer_steps_aside(step)
@@ -186,7 +186,7 @@ class Checkpoints:
             self.averages.set_newer_steps_aside(step)
             self.saver.newest = step
             return step
-        raise FloatingPointError(f"{trouble}. {reason}. {advise_user(self.store)}")
+        raise FloatingPointError(f"{trouble}. {reason}. {make_divergence_advice(self.store)}")
 
     def save(self, step: int, last: bool = False, score: float | None = None, routine: bool = True) -> None:
         """Saves a checkpoint of `step`. With save.asynchronous a thread writes the files while training goes on;
@@ -213,7 +213,7 @@ class Checkpoints:
             extra["metric"] = self.store.metric
         self.saver.save(
             step,
-            self._list_entries(),
+            self._list_fragments_to_save(),
             lambda folder, entries: self._write_files(folder, entries, common),
             need_bytes=self._estimate_bytes(),
             score=score,
@@ -241,7 +241,7 @@ class Checkpoints:
         for decay, flats in self._ema.flats.get(part, {}).items():
             yield f"ema.{decay!r}", flats
 
-    def _list_entries(self) -> Entries:
+    def _list_fragments_to_save(self) -> Entries:
         """Returns by part the (kind, fragment, values) that this rank writes into a checkpoint. Most values are views
         of live memory, so that they change as training goes on.
         """
@@ -251,8 +251,8 @@ class Checkpoints:
                 for kind, flats in self._list_kinds(part, self._native)
                 for fragment, view in masters.list_own_views(flats)
             ]
-            + list(masters.list_own_coded_moments())
-            + [("master", fragment, values) for fragment, values in masters.list_own_frozen()]
+            + list(masters.list_coded_moments_to_save())
+            + [("master", fragment, values) for fragment, values in masters.list_frozen_to_save()]
             for part, masters in self._engines.masters.items()
         }
 
@@ -284,7 +284,7 @@ class Checkpoints:
         total = 1 << 20
         for part, masters in self._engines.masters.items():
             total += sum(copies[part] * (4 * view.numel() + entry) for _, view in masters.list_own_views(masters.flats))
-            total += sum(4 * values.numel() + entry for _, values in masters.list_own_frozen())
+            total += sum(4 * values.numel() + entry for _, values in masters.list_frozen_to_save())
         return total
 
     def _collect_common(self, parts: Collection[str] | None = None) -> validate.Common:
@@ -337,7 +337,7 @@ class Checkpoints:
         anew = False
         with open_shards(path, part) as shards:
             if native := (path / "deepspeed").is_dir():  # this run may save in the other format
-                self._load_native(part, path, counters["stage"])
+                self._load_deepspeed_files(part, path, counters["stage"])
             else:
                 saved = {name: shards.find_shape(name) for name in shards.list_tensor_names("master")}
                 expected = {name: tuple(shape) for name, shape in self._engines.list_shapes(part).items()}
@@ -385,9 +385,9 @@ class Checkpoints:
             )
         masters.updates, masters.skipped = 0 if anew else counters["updates"], counters["skipped"]
         masters.scaler_state = counters["scaler"]
-        masters.publish_masters()
+        masters.copy_masters_to_network()
 
-    def _load_native(self, part: str, path: Path, stage: int) -> None:
+    def _load_deepspeed_files(self, part: str, path: Path, stage: int) -> None:
         """Loads masters and moments of a part from DeepSpeed's own files, which are unpickled; their hashes have been
         verified before. Raises ConfigError if they were written at another stage or world size, or are missing.
         """

@@ -16,13 +16,13 @@ from dstrain.distributed.group import world
 from dstrain.distributed.progress import get_phases
 from dstrain.engine.blocks import (
     HostMemory,
-    make_channels_last,
+    check_leaf_module_names,
+    convert_inputs_to_channels_last,
+    mark_leaf_modules,
     prepare_blocks,
-    prepare_leaf_modules,
-    require_leaf_modules,
     should_compile,
 )
-from dstrain.engine.initial import Networks, Values, allocate_weights, build_networks, release_memory
+from dstrain.engine.initial import Networks, Values, allocate_weights, build_networks, return_freed_memory_to_system
 from dstrain.engine.masters import Masters
 from dstrain.engine.optimizers import Decays, build_optimizer, find_full_shape, freeze_weights, group_weights
 from dstrain.engine.patches import flatten_in_place
@@ -76,19 +76,19 @@ class Engines(Mapping[str, Any]):
         built = self._build_networks(networks, seed)
         bare = {part: network for part, (network, _) in built.items()}
         freeze_weights(bare, train_only, optimizer)
-        require_leaf_modules(bare, settings)
+        check_leaf_module_names(bare, settings)
         self._initial = {part: values for part, (_, values) in built.items()}
         for part, (network, values) in built.items():
             if channels_last:
-                make_channels_last(network)
+                convert_inputs_to_channels_last(network)
             prepare_blocks(network, blocks, recompute, compiled, scattered=read_stage(settings) == 3, host=self.host)
-            prepare_leaf_modules(network, settings)
+            mark_leaf_modules(network, settings)
             self._engines[part] = self._initialize_engine(part, network, optimizer, decays, blocks)
             self.masters[part] = Masters(self._engines[part])
             self.masters[part].reset_optimizer_state()
             if not draw:
                 self._fill_masters_and_buffers(part, values(()))
-        release_memory()
+        return_freed_memory_to_system()
         if draw:
             self.draw_weights()
 
@@ -188,7 +188,7 @@ class Engines(Mapping[str, Any]):
         ranks.
         """
         self._fill_masters_and_buffers(part, values)
-        self.masters[part].publish_masters()
+        self.masters[part].copy_masters_to_network()
 
     @torch.no_grad()
     def _fill_masters_and_buffers(self, part: str, values: Iterable[tuple[str, Tensor]]) -> None:
@@ -248,7 +248,7 @@ class Engines(Mapping[str, Any]):
             for param_group in engine.optimizer.param_groups:
                 param_group["lr"] = lr * param_group.get("rate", 1.0)
 
-    def collect_figures(self) -> dict[str, float]:
+    def collect_metrics(self) -> dict[str, float]:
         """Returns metrics of each part: grad_norm of its last step before clipping, if it was computed; param_norm of
         its fp32 weights; loss_scale under fp16. With several parts a name is PART/NAME. Call it on all ranks, and only
         for a report, since it waits for the device.

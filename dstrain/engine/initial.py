@@ -306,7 +306,7 @@ def allocate_weights(network: nn.Module, groups: list[dict[str, Any]], settings:
         in_groups = [[weight for weight in members["params"] if weight.is_meta] for members in groups]
         frozen = [weight for weight in on_meta if not weight.requires_grad]
         on_meta = [weight for weights in (*in_groups, frozen) for weight in weights]
-        fresh = [weight for weights in in_groups for weight in _pack_weights(weights, options)]
+        fresh = [weight for weights in in_groups for weight in _allocate_in_one_tensor(weights, options)]
         fresh += [_make_parameter_like(weight, torch.empty(weight.shape, **options)) for weight in frozen]
     new = dict(zip(map(id, on_meta), fresh, strict=True))
     for module in network.modules():
@@ -333,7 +333,7 @@ class _OneByOne(nn.Module):
             yield self.made[-1]
 
 
-def _pack_weights(weights: Weights, options: dict[str, Any]) -> Iterator[nn.Parameter]:
+def _allocate_in_one_tensor(weights: Weights, options: dict[str, Any]) -> Iterator[nn.Parameter]:
     """Yields a new parameter without values (torch.empty) for each weight. All of them are views, one after another, of
     one tensor, which has room for DeepSpeed's padding at its end.
     """
@@ -351,7 +351,7 @@ def _make_parameter_like(weight: nn.Parameter, values: Tensor) -> nn.Parameter:
     return fresh
 
 
-def release_memory() -> None:
+def return_freed_memory_to_system() -> None:
     """Returns freed memory of this process to the system if the C library is glibc, which would keep it; does nothing
     otherwise. At stage 3 each weight was allocated whole for a moment: with 8 ranks, glibc would keep as much memory as
     a rank needs in all.

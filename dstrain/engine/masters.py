@@ -64,7 +64,7 @@ class Masters(Updates):
         self.flats: list[Tensor] = []
         self.fragments: list[tuple[Fragment, int, int]] = []  # fragment, number of its flat, offset in it
         self._groups: list[int] = []  # the parameter group of each flat
-        self.frozen = list(self._find_frozen())  # weights that do not learn, in the precision of the network
+        self.frozen = list(self._list_frozen_fragments())  # weights that do not learn, in the precision of the network
         self.replicated = self.stage == 0
         {0: self._locate_stage0, 1: self._locate_stage12, 2: self._locate_stage12, 3: self._locate_stage3}[self.stage]()
         if isinstance(self._get_inner_optimizer(), Muon):
@@ -104,9 +104,9 @@ class Masters(Updates):
 
     def _set_own_fragments(self) -> None:
         rank = dist.get_rank(self._zero.dp_process_group)
-        self.fragments = [fragment for _, fragment in self._cut_fragments(range(rank, rank + 1))]
+        self.fragments = [fragment for _, fragment in self._list_fragments_of_ranks(range(rank, rank + 1))]
 
-    def _cut_fragments(self, ranks: range) -> Iterator[tuple[int, tuple[Fragment, int, int]]]:
+    def _list_fragments_of_ranks(self, ranks: range) -> Iterator[tuple[int, tuple[Fragment, int, int]]]:
         """Yields (rank, (fragment, number of its flat, offset in it)) for all fragments that these ranks own at stages
         1 to 3. It computes them, and the ranks exchange nothing.
         """
@@ -124,7 +124,7 @@ class Masters(Updates):
                 fragment = Fragment(self._names[id(weights[index])], shapes[index], start, numel)
                 yield rank, (fragment, number, begin + offset)
 
-    def _find_frozen(self) -> Iterator[tuple[Fragment, Tensor]]:
+    def _list_frozen_fragments(self) -> Iterator[tuple[Fragment, Tensor]]:
         """Yields the fragments of frozen weights that this rank holds, with their elements (numel,): at stage 3 its
         share of each, else all.
         """
@@ -139,7 +139,7 @@ class Masters(Updates):
             if values.numel():
                 yield Fragment(name, tuple(find_full_shape(weight)), start, values.numel()), values
 
-    def list_own_frozen(self) -> Iterator[tuple[Fragment, Tensor]]:
+    def list_frozen_to_save(self) -> Iterator[tuple[Fragment, Tensor]]:
         """Yields (fragment, values) of the frozen weights that this rank writes into a checkpoint; over all ranks each
         element comes once.
         """
@@ -158,7 +158,7 @@ class Masters(Updates):
         if self.replicated:
             return {group.rank(): self.fragments}
         layouts: dict[int, list[tuple[Fragment, int, int]]] = {rank: [] for rank in range(group.world())}
-        for rank, fragment in self._cut_fragments(range(group.world())):
+        for rank, fragment in self._list_fragments_of_ranks(range(group.world())):
             layouts[rank].append(fragment)
         return layouts
 
@@ -201,7 +201,7 @@ class Masters(Updates):
     @torch.no_grad()
     def fill_masters(self, values: Iterable[tuple[str, Tensor]]) -> None:
         """Sets the masters and frozen weights of this rank from (name, whole weight) pairs; other names are ignored.
-        Call `publish_masters` afterwards.
+        Call `copy_masters_to_network` afterwards.
         """
         own: dict[str, list[tuple[Fragment, Tensor]]] = {}
         for fragment, view in chain(self.list_views(self.flats), self.frozen):
@@ -210,7 +210,7 @@ class Masters(Updates):
             for fragment, view in own.get(name, ()):
                 view.copy_(read_elements(value, fragment.start, fragment.numel))
 
-    def publish_masters(self) -> None:
+    def copy_masters_to_network(self) -> None:
         """Copies the masters into the weights that the network computes with, and drops ZeRO++'s second copies of
         frozen weights, which would hold earlier values. Call it on all ranks.
         """
@@ -275,7 +275,7 @@ class Masters(Updates):
         The tensors are the optimizer's own; only moments of 8 bits are fp32 copies, which `write_moments` writes back.
         """
         return [
-            read_moment(self._get_state(number), kind) if kind in self._list_moments_of_flat(number) else None
+            read_moment(self._get_state(number), kind) if kind in self._list_moment_names_of_flat(number) else None
             for number in range(len(self.flats))
         ]
 
@@ -296,7 +296,7 @@ class Masters(Updates):
             layout = f"{zlib.crc32(repr((flat.numel(), pieces)).encode()):08x}-{number}"
             yield from ((kind, f"{layout}.{kind}", state[kind]) for kind in CODES if "absmax1" in state)
 
-    def list_own_coded_moments(self) -> Iterator[tuple[str, Fragment, Tensor]]:
+    def list_coded_moments_to_save(self) -> Iterator[tuple[str, Fragment, Tensor]]:
         """Yields (kind, fragment, values) for the 8-bit codes and scales that this rank writes into a checkpoint;
         values are their bytes as float32 (n,). At stage 0, where all ranks have the same, each comes from one rank
         only.
@@ -306,7 +306,7 @@ class Masters(Updates):
                 values = convert_bytes_to_floats(tensor)
                 yield kind, Fragment(name, (values.numel(),), 0, values.numel()), values
 
-    def _list_moments_of_flat(self, number: int) -> tuple[str, ...]:
+    def _list_moment_names_of_flat(self, number: int) -> tuple[str, ...]:
         return self._get_inner_optimizer().param_groups[self._groups[number]]["moments"]
 
     def _find_stepped_tensor(self, number: int) -> Tensor:
@@ -317,7 +317,7 @@ class Masters(Updates):
 
     def _get_state(self, number: int) -> dict[str, Any]:
         return get_state(
-            self._get_inner_optimizer(), self._find_stepped_tensor(number), self._list_moments_of_flat(number)
+            self._get_inner_optimizer(), self._find_stepped_tensor(number), self._list_moment_names_of_flat(number)
         )
 
     @property

@@ -146,7 +146,7 @@ def list_refusals(settings: dict[str, Any]) -> Iterator[str]:
         except ValidationError as error:
             for item in error.errors():
                 key = ".".join([name, *map(str, item["loc"])])
-                if key not in REMOVED:  # list_unsupported names these
+                if key not in REMOVED:  # describe_unsupported_keys names these
                     yield _describe_fault(key, item, [*known, *list_decisions()])
         except AssertionError as error:
             yield f'"{name}": {error}'

@@ -185,9 +185,9 @@ def flatten_in_place() -> Iterator[None]:
 
 @torch.no_grad()
 def _find_flat(tensors: Sequence[Tensor]) -> Tensor | None:
-    """Returns the flat tensor (n,) whose beginning the weights in `tensors` are, as initial.py's `_pack_weights`
-    allocates them; None if they do not lie one after another in one tensor, or that is too short. Copies the tensors
-    behind the weights, DeepSpeed's padding, into its end.
+    """Returns the flat tensor (n,) whose beginning the weights in `tensors` are, as initial.py's
+    `_allocate_in_one_tensor` allocates them; None if they do not lie one after another in one tensor, or that is too
+    short. Copies the tensors behind the weights, DeepSpeed's padding, into its end.
     """
     weights = [tensor for tensor in tensors if getattr(tensor, "lies_in_one", False)]
     padding = sum(tensor.numel() for tensor in tensors[len(weights) :])

@@ -137,7 +137,7 @@ class Divergence:
             update={"shift": clock - step, "rollbacks": rollbacks, "forgiven": self.state.forgiven}
         )
 
-    def forgive_rollbacks(self) -> None:
+    def exclude_rollbacks_from_limit(self) -> None:
         """Excludes the rollbacks so far from the count against faults.max_rollbacks, since a user has changed the run.
         They stay in the record.
         """
@@ -152,7 +152,7 @@ def _average_losses(losses: Mapping[str, Sequence[Tensor]]) -> dict[str, AsyncHo
     return dict(zip(losses, map(AsyncHostCopy, (group.sum_over_ranks(own) / group.world()).unbind())))
 
 
-def advise_user(store: Store) -> str:
+def make_divergence_advice(store: Store) -> str:
     """Returns advice for a user whose training has diverged, with the steps of the checkpoints in `store`. A rank may
     call it without the others.
     """
@@ -176,7 +176,9 @@ def require_finite_weights(masters: Mapping[str, Masters], step: int, store: Sto
     """
     finite = are_all_finite([view for part in masters.values() for _, view in part.list_own_views(part.flats)])
     if group.is_true_on_any_rank(not finite):
-        raise FloatingPointError(f"the weights of step {step} are not finite and are not saved. {advise_user(store)}")
+        raise FloatingPointError(
+            f"the weights of step {step} are not finite and are not saved. {make_divergence_advice(store)}"
+        )
 
 
 def are_all_finite(tensors: Sequence[Tensor]) -> bool:

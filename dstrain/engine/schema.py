@@ -260,7 +260,7 @@ def list_decisions() -> dict[str, Decision]:
     }
 
 
-def list_unsupported(settings: dict[str, Any]) -> Iterator[str]:
+def describe_unsupported_keys(settings: dict[str, Any]) -> Iterator[str]:
     """Yields a message for each section or value of DeepSpeed's JSON that dstrain does not support, or that has no
     effect.
     """
@@ -282,7 +282,7 @@ def list_unsupported(settings: dict[str, Any]) -> Iterator[str]:
             yield f'"{key}" is {quote(value)}, which changes nothing: {reason}; remove it'
 
 
-def list_idle_keys(settings: dict[str, Any], stage: int) -> Iterator[str]:
+def describe_idle_keys(settings: dict[str, Any], stage: int) -> Iterator[str]:
     """Yields a remark on each key of REMARKED that is set, unless log_level is info or debug, and one on all keys of
     STAGE_3 at a lower stage: such keys change nothing, but many files have them.
     """
@@ -295,7 +295,7 @@ def list_idle_keys(settings: dict[str, Any], stage: int) -> Iterator[str]:
         yield f'"zero_optimization" has words of stage 3 that change nothing at stage {stage}: {", ".join(higher)}'
 
 
-def list_unknown_keys(settings: dict[str, Any]) -> Iterator[str]:
+def describe_unknown_keys(settings: dict[str, Any]) -> Iterator[str]:
     """Yields a message for each key that dstrain does not know, such as one of a newer release of DeepSpeed."""
     for key in list_keys(settings):
         if find_decision(key) is None:

@@ -18,7 +18,13 @@ from typing import Any
 from dstrain.disk import small
 from dstrain.distributed.launcher import read_place
 from dstrain.engine.parser import drop_nulls, list_refusals
-from dstrain.engine.schema import find_quoted_key, list_idle_keys, list_unknown_keys, list_unsupported, quote
+from dstrain.engine.schema import (
+    describe_idle_keys,
+    describe_unknown_keys,
+    describe_unsupported_keys,
+    find_quoted_key,
+    quote,
+)
 from dstrain.recipe import BatchSize, ConfigError, Faults, Optimizer, format_divisors, suggest_files
 
 # Values of ONEDNN_MAX_CPU_ISA within which products of bf16 are emulated, whatever the CPU has.
@@ -67,21 +73,21 @@ def resolve_settings(
     settings = copy.deepcopy(ds_config) if isinstance(ds_config, dict) else _read_json(ds_config)
     if "bfloat16" in settings and "bf16" not in settings:
         settings["bf16"] = settings.pop("bfloat16")
-    problems = list(list_unsupported(settings))
+    problems = list(describe_unsupported_keys(settings))
     drop_nulls(settings)
-    problems += _compare_optimizer(settings.pop("optimizer", {}), optimizer)
+    problems += _list_optimizer_contradictions(settings.pop("optimizer", {}), optimizer)
     problems += _fill_in_recipe_values(settings, batch, optimizer, world, sequence)
     problems += _replace_auto_values(settings, device_type, before)
     for key, value in _DEFAULTS.items():
         settings.setdefault(key, value)
-    problems += _check_sizes(settings)
+    problems += _list_size_problems(settings)
     named = {find_quoted_key(problem) for problem in problems}  # our own words come first, and each key is named once
     problems += (refusal for refusal in list_refusals(settings) if find_quoted_key(refusal) not in named)
     if not problems:  # the types are right from here on
-        problems += list_unknown_keys(settings)
+        problems += describe_unknown_keys(settings)
         problems += [
-            *_check_combinations(settings, optimizer, faults, world, device_type),
-            *_decide_gradient_sum_type(settings),
+            *_list_combination_problems(settings, optimizer, faults, world, device_type),
+            *_set_gradient_sum_type(settings),
         ]
     if problems:
         raise ConfigError(*(f"{source}: {problem}" for problem in problems))
@@ -183,7 +189,7 @@ def list_remarks(settings: Settings, device_type: str) -> list[str]:
     if bf16 and device_type == "cpu" and not can_multiply_bf16():
         lines.append("this CPU emulates bf16, up to ten times slower than fp32: take ds_configs/zero2_fp32.json")
     asked = {key: value for key, value in settings.items() if _DEFAULTS.get(key) != value}
-    return [*lines, *list_idle_keys(asked, read_stage(settings))]
+    return [*lines, *describe_idle_keys(asked, read_stage(settings))]
 
 
 def _read_json(path: Path) -> Settings:
@@ -225,7 +231,7 @@ def _parse_finite(text: str) -> float:
     return value
 
 
-def _compare_optimizer(block: Any, optimizer: Optimizer) -> Iterator[str]:
+def _list_optimizer_contradictions(block: Any, optimizer: Optimizer) -> Iterator[str]:
     """Yields a message for each entry of the JSON's section optimizer that contradicts the recipe or has no effect,
     since dstrain builds the optimizer.
     """
@@ -244,7 +250,7 @@ def _compare_optimizer(block: Any, optimizer: Optimizer) -> Iterator[str]:
     }
     for key, value in block.get("params", {}).items():
         if key in own:
-            yield from _compare_values(f"optimizer.params.{key}", value, f"optimizer.{key}", own[key])
+            yield from _list_contradictions(f"optimizer.params.{key}", value, f"optimizer.{key}", own[key])
         elif (key, value) != ("adam_w_mode", True):
             yield f'"optimizer.params.{key}" has no effect, since dstrain builds the optimizer: remove it'
     for key in sorted(set(block) - {"type", "params"}):
@@ -267,11 +273,11 @@ def _fill_in_recipe_values(
         ("gradient_accumulation_steps", f"batch.global / batch.micro / {world} ranks", accumulation),
         ("gradient_clipping", "optimizer.clip", optimizer.clip),
     ):
-        yield from _compare_values(key, settings.get(key, "auto"), recipe_key, own)
+        yield from _list_contradictions(key, settings.get(key, "auto"), recipe_key, own)
         settings[key] = own
 
 
-def _compare_values(key: str, value: Any, recipe_key: str, own: Any) -> Iterator[str]:
+def _list_contradictions(key: str, value: Any, recipe_key: str, own: Any) -> Iterator[str]:
     if value not in ("auto", own):
         yield (
             f'"{key}" is {json.dumps(value)}, {recipe_key} in the recipe is {json.dumps(own)}: write "auto" in the '
@@ -290,7 +296,7 @@ def _replace_auto_values(settings: Settings, device_type: str, before: Settings 
     zero = settings.get("zero_optimization")
     if isinstance(zero, dict):
         zero.update({key: own for key, own in _AUTO_ZERO.items() if zero.get(key) == "auto"})
-    for key in _find_autos(settings, ""):
+    for key in _list_auto_keys(settings, ""):
         section, _, name = key.rpartition(".")
         within = f" within {section}" if section else ""
         yield (
@@ -300,7 +306,7 @@ def _replace_auto_values(settings: Settings, device_type: str, before: Settings 
         )
 
 
-def _check_loss_scale(fp16: Settings, faults: Faults) -> Iterator[str]:
+def _list_loss_scale_problems(fp16: Settings, faults: Faults) -> Iterator[str]:
     """Yields a message if a dynamic loss scale may skip more steps in a row on its way down than faults.max_skipped."""
     skips = fp16.get("initial_scale_power", 16) + fp16.get("hysteresis", 2) - 1
     if not fp16.get("loss_scale", 0) and skips > faults.max_skipped:
@@ -311,7 +317,7 @@ def _check_loss_scale(fp16: Settings, faults: Faults) -> Iterator[str]:
         )
 
 
-def _decide_gradient_sum_type(settings: Settings) -> Iterator[str]:
+def _set_gradient_sum_type(settings: Settings) -> Iterator[str]:
     """Sets data_types.grad_accum_dtype to fp32 if it is not given, the networks compute in 16 bits, and a step has
     several micro-batches. Yields a message for each entry of data_types that does not suit the precision.
     """
@@ -333,16 +339,16 @@ def _decide_gradient_sum_type(settings: Settings) -> Iterator[str]:
         )
 
 
-def _find_autos(value: Any, key: str) -> Iterator[str]:
+def _list_auto_keys(value: Any, key: str) -> Iterator[str]:
     if value == "auto":
         yield key
     elif isinstance(value, dict):
         for name, inner in value.items():
             if (key, name) != ("data_types", "keep_in_fp32_modules"):  # there DeepSpeed knows the word
-                yield from _find_autos(inner, f"{key}.{name}" if key else name)
+                yield from _list_auto_keys(inner, f"{key}.{name}" if key else name)
 
 
-def _check_sizes(settings: Settings) -> Iterator[str]:
+def _list_size_problems(settings: Settings) -> Iterator[str]:
     """Yields a message if the ZeRO stage is neither an integer nor "auto", and one for each size of a bucket or group,
     in elements, that is out of range. DeepSpeed allocates buckets whole, so that a size that is too large would fail in
     training.
@@ -365,7 +371,7 @@ def _check_sizes(settings: Settings) -> Iterator[str]:
             )
 
 
-def _check_combinations(
+def _list_combination_problems(
     settings: Settings, optimizer: Optimizer, faults: Faults, world: int, device_type: str
 ) -> Iterator[str]:
     """Yields a message for each setting that DeepSpeed or dstrain cannot use with the others, or on this device."""
@@ -384,7 +390,7 @@ def _check_combinations(
             'multiply the loss by it: write "zero_optimization": {"stage": 1}, for one GPU as well'
         )
     elif enabled == ["fp16"]:
-        yield from _check_loss_scale(settings["fp16"], faults)
+        yield from _list_loss_scale_problems(settings["fp16"], faults)
     for what, least in (("offload_optimizer", 1), ("offload_param", 3)):
         device = read_offload_device(settings, what)
         if device == "nvme":
@@ -412,7 +418,7 @@ def _check_combinations(
         )
     if (factor := settings.get("gradient_predivide_factor", 1.0)) != 1:
         yield f'"gradient_predivide_factor" is {quote(factor)}, and DeepSpeed knows 1 alone with ZeRO: remove it'
-    yield from _check_profile(settings.get("flops_profiler", {}))
+    yield from _list_profiler_problems(settings.get("flops_profiler", {}))
     if (zero.get("offload_optimizer") or {}).get("ratio", 1.0) < 1:
         yield 'dstrain does not support "zero_optimization.offload_optimizer.ratio" below 1: remove it'
     local = zero.get("zero_hpz_partition_size", 1)
@@ -434,7 +440,7 @@ def _check_combinations(
                 yield f'"zero_optimization.{key}" needs a GPU: take ds_configs/zero3.json here'
 
 
-def _check_profile(profiler: Settings) -> Iterator[str]:
+def _list_profiler_problems(profiler: Settings) -> Iterator[str]:
     """Yields a message, on rank 0, if flops_profiler is enabled and its output file cannot be written: DeepSpeed would
     fail in the middle of training.
     """

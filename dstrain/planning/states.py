@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from dstrain.engine.blocks import require_leaf_modules
+from dstrain.engine.blocks import check_leaf_module_names
 from dstrain.engine.optimizers import freeze_weights, group_weights
 from dstrain.engine.planning.memory_kinds import OFFLOADED
 from dstrain.engine.settings import is_optimizer_offloaded, read_offload_device, read_precision, read_stage
@@ -49,7 +49,7 @@ def count_bytes_of_states(run: Run, system: System, settings: dict[str, Any], wo
     moment = _EIGHT_BITS if run.optimizer.name == "adamw8bit" else 4
     sizes = dict.fromkeys(("weights", "masters", "moments", "gradients", "average", "staging"), 0.0)
     networks = _build_and_freeze_networks(run, system)
-    require_leaf_modules(networks, settings)
+    check_leaf_module_names(networks, settings)
     for part, network in networks.items():
         sizes["weights"] += width * _count_frozen_weights(network) / (world if level == 3 else 1)
         for count, moments, averages in _count_group_sizes(run, system, part, network):

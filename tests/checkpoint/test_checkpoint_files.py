@@ -128,7 +128,7 @@ def test_lines_on_what_is_written_beside_training(tmp_path, end):
     trial.steps(0, 1)
     trial.saves.averages.saver.store.list_steps = lambda: []
     trial.saves.save(1)
-    trial.saves.averages.take_snapshot(1)
+    trial.saves.averages.write_snapshot_if_due(1)
     trial.saves.report_ended_save()
     assert trial.lines == [] and trial.saves.saver.is_writing and trial.saves.averages.saver.is_writing
     if end == "close":

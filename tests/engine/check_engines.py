@@ -165,9 +165,9 @@ def measure(stage: int, precision: str, micro: int, expected: dict, norm: float)
         "applied": all(applied),
         "updates": masters.updates,
         "buffer": (engines.modules["tiny"].scale.table - full["scale.table"]).abs().max().item(),
-        "norm": engines.collect_figures()["grad_norm"],
+        "norm": engines.collect_metrics()["grad_norm"],
         "true_norm": norm,
-        "param_norm": engines.collect_figures()["param_norm"],
+        "param_norm": engines.collect_metrics()["param_norm"],
         "true_param_norm": torch.cat(
             [weight.double().flatten() for weight in gathered(masters, masters.flats).values()]
         )

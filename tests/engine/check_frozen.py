@@ -133,7 +133,7 @@ class Trial:
         """Masters and frozen weights, whole."""
         full = gathered(self.masters, self.masters.flats)
         for own in group.gather_objects(
-            [(fragment, values.float()) for fragment, values in self.masters.list_own_frozen()]
+            [(fragment, values.float()) for fragment, values in self.masters.list_frozen_to_save()]
         ):
             for fragment, values in own:
                 whole = full.setdefault(fragment.name, torch.full(fragment.shape, torch.nan))
@@ -183,7 +183,7 @@ def measure(stage: int, precision: str, expected: dict, folder: Path, other: int
         "read": [sorted(weights) == sorted(plain.state_dict()) for weights in read.values()],
         "kept": all(torch.equal(weights[name], held[name]) for weights in read.values() for name in still),
         "counts": trial.engines.count_weights(()),
-        "norm": trial.engines.collect_figures()["param_norm"],
+        "norm": trial.engines.collect_metrics()["param_norm"],
         "true_norm": torch.cat([weight.double().flatten() for weight in owners.values()]).norm().item(),
     }
 

@@ -122,7 +122,7 @@ def train(stage: int, folder: str, **keys: Any) -> dict[str, torch.Tensor]:
                 engines.learn("tiny", loss)
             figures.append(loss.item())
         shadow.update(step, engines.collect_applied_flags())
-        figures += [engines.collect_figures()["grad_norm"], engines.collect_figures()["param_norm"]]
+        figures += [engines.collect_metrics()["grad_norm"], engines.collect_metrics()["param_norm"]]
     masters = engines.masters["tiny"]
     return {
         "figures": torch.tensor(figures),

@@ -178,7 +178,7 @@ class Trial:
                             loss_of(nets[part], x[row : row + MICRO], y[row : row + MICRO], part, step, group.rank()),
                         )
             self.ema.update(step, self.engines.collect_applied_flags())
-            figures = self.engines.collect_figures()
+            figures = self.engines.collect_metrics()
             reports.append(
                 {
                     part: {

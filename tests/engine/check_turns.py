@@ -177,7 +177,7 @@ def measure(case: tuple[int, int], saved: Iterable[int], expected: dict, folder:
         "applied": [sorted(applied) for applied in trial.applied],
         "all_applied": all(all(applied.values()) for applied in trial.applied),
         "skipped": trial.engines.count_skipped(),
-        "figures": sorted(trial.engines.collect_figures()),
+        "figures": sorted(trial.engines.collect_metrics()),
         "resumed": {step: resumed(case, step, trial.state(), folder) for step in saved},
     }
 

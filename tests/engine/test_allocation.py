@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from dstrain.engine.initial import allocate_weights, place_weights_on_meta, release_memory
+from dstrain.engine.initial import allocate_weights, place_weights_on_meta, return_freed_memory_to_system
 from dstrain.engine.patches import flatten_in_place
 
 SIZES = {"fp32": 4, "bf16": 2, "fp16": 2}
@@ -138,7 +138,7 @@ def hold_and_free(path):
     size()
     del pieces[:-1]  # the last one lies behind the others on the heap
     size()
-    release_memory()
+    return_freed_memory_to_system()
     size()
 
 

@@ -16,7 +16,7 @@ from torch._dynamo.utils import counters
 from torch.fx import GraphModule
 
 from dstrain.engine import blocks
-from dstrain.engine.blocks import _ensure_input_gradient, describe_structure, prepare_blocks, require_leaf_modules
+from dstrain.engine.blocks import _make_input_require_grad, check_leaf_module_names, describe_structure, prepare_blocks
 from dstrain.recipe import ConfigError
 from dstrain.systems.dit.blocks import Block
 from dstrain.systems.dit.network import DiT
@@ -331,8 +331,8 @@ def test_a_compiled_block_looks_for_no_weight(monkeypatch):
 def test_inputs_without_fractions_stay():
     """Oracle: the inputs themselves: whole numbers cannot require a gradient, and None is no tensor."""
     inputs = torch.arange(3), None
-    assert all(value is given for value, given in zip(_ensure_input_gradient(Tiny(), inputs), inputs, strict=True))
-    _, first, _ = _ensure_input_gradient(Tiny(), (None, torch.ones(2), torch.ones(2)))
+    assert all(value is given for value, given in zip(_make_input_require_grad(Tiny(), inputs), inputs, strict=True))
+    _, first, _ = _make_input_require_grad(Tiny(), (None, torch.ones(2), torch.ones(2)))
     assert first.requires_grad
 
 
@@ -349,8 +349,8 @@ def test_leaves_that_are_not_there(key, words, nearest):
     """Oracle: by hand: names of Tiny's modules; DeepSpeed only warns of others. Nothing is gathered below stage 3."""
     config = {"zero_optimization": {"stage": 3, "leaf_module": {key: words}}}
     with pytest.raises(ConfigError, match=f'leaf_module.{key}" is .* fits no module of tiny; the nearest is {nearest}'):
-        require_leaf_modules({"tiny": Tiny()}, config)
-    require_leaf_modules({"tiny": Tiny()}, {"zero_optimization": {**config["zero_optimization"], "stage": 2}})
+        check_leaf_module_names({"tiny": Tiny()}, config)
+    check_leaf_module_names({"tiny": Tiny()}, {"zero_optimization": {**config["zero_optimization"], "stage": 2}})
 
 
 @pytest.mark.parametrize("words", [[], ""])
@@ -358,7 +358,7 @@ def test_no_leaves_at_all(words):
     """Oracle: the message names the key, what it is, and the remedy."""
     config = {"zero_optimization": {"stage": 3, "leaf_module": {"names": words}}}
     with pytest.raises(ConfigError, match='leaf_module.names" is empty, which fits no module of tiny: .*remove it'):
-        require_leaf_modules({"tiny": Tiny()}, config)
+        check_leaf_module_names({"tiny": Tiny()}, config)
 
 
 def test_leaves_that_are_there():
@@ -366,7 +366,7 @@ def test_leaves_that_are_there():
     words = {"names": ["hidden.0"], "name_suffixes": "n.1", "classes": ["Scale", "tests.support.tiny.Scale"]}
     config = {"zero_optimization": {"stage": 3, "leaf_module": words}}
     network = Tiny()
-    require_leaf_modules({"tiny": network, "other": nn.Linear(1, 1)}, config)
+    check_leaf_module_names({"tiny": network, "other": nn.Linear(1, 1)}, config)
     assert (
         len(apply_zero_leaf_module_config(network, DeepSpeedZeroConfig(**config["zero_optimization"]).leaf_module)) == 3
     )

@@ -195,7 +195,7 @@ def test_the_way_back(run):
         r"the steps 1, 2 \(put aside: 3, 4\)",
     ):
         trial.saves.roll_back(3, "at last")
-    trial.course.forgive_rollbacks()
+    trial.course.exclude_rollbacks_from_limit()
     assert trial.saves.roll_back(3, "forgiven") == 1 and trial.course.state.forgiven == 3
     with pytest.raises(FloatingPointError, match="No checkpoint from before that is left to go back to"):
         trial.saves.roll_back(2, "nothing left")

@@ -119,7 +119,7 @@ def test_a_weight_without_a_gradient(stage):
     engines.begin_step(LR)
     step(engines, "a")
     after = weights(engines, "a")
-    assert applied(engines) == {"a": True} and math.isfinite(engines.collect_figures()["grad_norm"])
+    assert applied(engines) == {"a": True} and math.isfinite(engines.collect_metrics()["grad_norm"])
     torch.testing.assert_close(after["idle.bias"], begun["idle.bias"], rtol=0, atol=0)
     assert not torch.equal(after["last.weight"], begun["last.weight"])
 
@@ -136,5 +136,5 @@ def test_one_group_of_weights(stage):
     """Oracle: torch's norm of the weights; the only group of the optimizer has the recipe's decay."""
     engines = engines_of(stage, parts=("a",), network=Matrices)
     whole = torch.cat([weight.flatten() for weight in weights(engines, "a").values()])
-    assert engines.collect_figures()["param_norm"] == pytest.approx(whole.norm().item())
+    assert engines.collect_metrics()["param_norm"] == pytest.approx(whole.norm().item())
     assert [group["weight_decay"] for group in engines["a"].optimizer.param_groups] == [DECAY]

@@ -80,7 +80,7 @@ def check_matrices(exponent: float, stage: int, width: int, depth: int, piece: i
         masters = engines.masters["tiny"]
         layouts, sizes = masters._list_fragments_by_rank(), [flat.numel() for flat in masters.flats]
         matrices = [matrix for flat in masters._get_inner_optimizer()._matrices.values() for matrix in flat]
-        by_muon = [masters._list_moments_of_flat(number) == ("momentum",) for number in range(len(sizes))]
+        by_muon = [masters._list_moment_names_of_flat(number) == ("momentum",) for number in range(len(sizes))]
         shapes = engines.list_shapes("tiny")
     assert layouts[0] == masters.fragments and list(layouts) == list(range(world))
     held = [(fragment.name, fragment.start, fragment.numel) for each in layouts.values() for fragment, *_ in each]

@@ -129,7 +129,7 @@ def test_before_the_first_step(stage, precision):
             assert [moment.shape for moment in masters.read_moments(kind)] == [flat.shape for flat in masters.flats]
             assert not any(moment.any() for moment in masters.read_moments(kind))
     names = ["param_norm", *(["loss_scale"] if precision == "fp16" else [])]
-    assert {name for name in engines.collect_figures() if "grad_norm" not in name} == {
+    assert {name for name in engines.collect_metrics() if "grad_norm" not in name} == {
         f"{part}/{name}" for part in "ab" for name in names
     }
 
@@ -160,7 +160,7 @@ def test_a_step_by_hand(stage, precision):
         decayed = begun[name] * (1 - LR / 2 * (DECAY if g.ndim >= 2 else 0))
         mine = first[name] / (1 - BETAS[0])  # the gradient that the engine has computed itself
         torch.testing.assert_close(after[name], decayed - LR / 2 * mine / (mine.abs() + EPS), rtol=1e-4, atol=1e-6)
-    figures = engines.collect_figures()
+    figures = engines.collect_metrics()
     norm = torch.cat([g.flatten() for g in gradients.values()]).norm().item()
     assert figures["a/grad_norm"] == pytest.approx(norm, rel=1e-5 if precision == "fp32" else 2e-2)
     assert figures["a/param_norm"] == pytest.approx(torch.cat([w.flatten() for w in after.values()]).norm().item())
@@ -231,7 +231,7 @@ def test_moments_of_8_bits(stage, precision):
         assert applied(engines)["a"] == (factor == 1.0) == (not unchanged)
     assert engines.count_skipped() == 2 and codes
     for (kind, fragment, values), (same_kind, name, code) in zip(
-        masters.list_own_coded_moments(), masters.list_coded_moments(), strict=True
+        masters.list_coded_moments_to_save(), masters.list_coded_moments(), strict=True
     ):
         assert (kind, fragment) == (same_kind, Fragment(name, (len(values),), 0, len(values)))
         saved = torch.empty_like(code)
@@ -301,7 +301,7 @@ def test_weights_that_are_set_and_shown(stage, precision):
             torch.testing.assert_close(network(x), expected, rtol=0, atol=1e-6)
         for flat in masters.flats:
             flat.detach().mul_(0)
-        masters.publish_masters()
+        masters.copy_masters_to_network()
         # What is too small to be cut at stage 3 is whole between steps, too, so that no step has to gather it.
         kept = [weight for weight in network.parameters() if stage == 3 and weight.ds_persist]
         assert bool(kept) == (stage == 3) and all(weight.numel() == weight.ds_numel for weight in kept)
@@ -378,7 +378,7 @@ def test_one_part_and_a_clip(stage):
     first = gathered(masters, masters.read_moments("exp_avg"))
     for name, weight in network.named_parameters():
         torch.testing.assert_close(first[name], weight.grad * (1 - BETAS[0]), rtol=1e-4, atol=1e-9)
-    figures = engines.collect_figures()
+    figures = engines.collect_metrics()
     assert set(figures) == {"grad_norm", "param_norm"} and figures["grad_norm"] == pytest.approx(norm, rel=1e-5)
     assert norm > 0.01
 
@@ -400,14 +400,14 @@ def test_a_scale_and_its_state(stage):
         assert applied(engines) == {"a": factor == 1.0}
         if factor == 1.0:  # also where the scale grows at the end of this step
             norm = torch.nn.utils.get_total_norm(weight.grad for weight in network.parameters()).item()
-            assert engines.collect_figures()["a/grad_norm"] == pytest.approx(norm, rel=2e-2)
+            assert engines.collect_metrics()["a/grad_norm"] == pytest.approx(norm, rel=2e-2)
         seen.append(engines.masters["a"].loss_scale)
     assert seen == [16, 8, 8, 8, 16, 8, 4] and engines.masters["b"].loss_scale == 16 and engines.count_skipped() == 3
     kept = engines.masters["a"].scaler_state
     assert kept["cur_scale"] == 4 and kept["cur_iter"] == 7
     other = engines_of(stage, "fp16", parts=("a",), scale=scale)
     other.masters["a"].scaler_state = kept
-    assert other.masters["a"].scaler_state == kept and other.collect_figures()["loss_scale"] == 4
+    assert other.masters["a"].scaler_state == kept and other.collect_metrics()["loss_scale"] == 4
     other.masters["a"].scaler_state = {}
     assert other.masters["a"].scaler_state == kept
     fixed = engines_of(stage, "fp16", parts=("a",), scale={"loss_scale": 32.0})

@@ -7,7 +7,7 @@ import torch
 
 from dstrain.checkpoint.store import Store
 from dstrain.engine.checkpoint import read_weights
-from dstrain.engine.recovery import advise_user, are_all_finite
+from dstrain.engine.recovery import are_all_finite, make_divergence_advice
 from tests.support.runs import finish, metrics, train
 
 NAN, INF = float("nan"), float("inf")
@@ -47,7 +47,7 @@ def test_advice(tmp_path, steps, aside, words):
         (tmp_path / f"step_{step:08d}").mkdir()
     for step in aside:
         (tmp_path / f"step_{step:08d}.aside").mkdir()
-    text = advise_user(Store(tmp_path))
+    text = make_divergence_advice(Store(tmp_path))
     assert words in text and ("--step N" in text) == bool(steps or aside) and "--from-scratch" in text
 
 

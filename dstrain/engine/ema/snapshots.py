@@ -50,7 +50,7 @@ class Averages:
         self._ema: Ema = shadow.ema
         self._masters, self._shadow, self._common = masters, shadow, common
 
-    def take_snapshot(self, step: int, last: bool = False, wait: bool = False) -> None:
+    def write_snapshot_if_due(self, step: int, last: bool = False, wait: bool = False) -> None:
         """Writes a snapshot of the averages at `step` if the recipe asks for one at this step (ema.snapshots), or it is
         the run's `last`.
 

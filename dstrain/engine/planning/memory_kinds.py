@@ -38,8 +38,8 @@ def count_saved_bytes(masters: Mapping[str, Masters], ema: EmaShadow) -> int:
     ]
     total = sum(view.nbytes for own, layouts in kinds for flats in layouts for _, view in own.list_own_views(flats))
     for own in masters.values():
-        total += sum(codes.nbytes for *_, codes in own.list_own_coded_moments())
-        total += sum(4 * values.numel() for _, values in own.list_own_frozen())
+        total += sum(codes.nbytes for *_, codes in own.list_coded_moments_to_save())
+        total += sum(4 * values.numel() for _, values in own.list_frozen_to_save())
     return total
 
 

@@ -62,7 +62,7 @@ class Trial:
         values = {f"system/{name}": value.clone() for name, value in self.system.state_dict().items()}
         return values | {
             f"{part}/{kind}/{fragment.name}": value.clone()
-            for part, entries in self.saves._list_entries().items()
+            for part, entries in self.saves._list_fragments_to_save().items()
             for kind, fragment, value in entries
         }
 

@@ -56,7 +56,7 @@ def stall(record: Record, stage: int) -> None:
     with tempfile.TemporaryDirectory(prefix="dstrain-kit-") as folder:
         lines: list[str] = []
         saves = Checkpoints(Path(folder), trained.engines, trained.ema, trained.system, Save(), lines.append)
-        values = [value for entries in saves._list_entries().values() for _, _, value in entries]
+        values = [value for entries in saves._list_fragments_to_save().values() for _, _, value in entries]
         size = 4 * sum(value.numel() for value in values)
         target = torch.empty(max(value.numel() for value in values), pin_memory=group.device().type == "cuda")
         copy = min(

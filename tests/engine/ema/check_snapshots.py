@@ -71,7 +71,7 @@ class Trial:
             self.track(PARTS if step % 2 else PARTS[:1])
             if step + 1 == save:
                 self.saves.save(save)
-            self.saves.averages.take_snapshot(step + 1, last=False, wait=step + 1 == last)
+            self.saves.averages.write_snapshot_if_due(step + 1, last=False, wait=step + 1 == last)
         self.saves.close()
 
     def track(self, parts: tuple[str, ...]) -> None:

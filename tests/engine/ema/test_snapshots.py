@@ -165,7 +165,7 @@ def test_profiles_that_begin_later(tmp_path):
     late = Trial(tmp_path, 2, "fp32")
     assert late.saves.resume() == 6
     assert sum("of a begin at step 6: widths are shares of the updates since then" in line for line in late.lines) == 1
-    late.saves.averages.take_snapshot(6, last=True)
+    late.saves.averages.write_snapshot_if_due(6, last=True)
     assert not (tmp_path / "averages").exists(), "of no time"
     late.steps(6, 66, save=66)
     [made] = make_averages(ReconstructOptions(tmp_path, (0.075,)))

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from dstrain.engine.blocks import make_channels_last
+from dstrain.engine.blocks import convert_inputs_to_channels_last
 from dstrain.systems.iddpm.network import AttentionBlock, ResBlock, SuperResUNet, UNet
 
 SMALL = {
@@ -156,6 +156,6 @@ def test_channels_last(kind, channels):
     given = [randn(3, channels, 8, 8), torch.tensor([0, 7, 900])]
     given += [randn(3, channels, 4, 4, seed=1)] * (kind is SuperResUNet)
     out = network(*given)
-    make_channels_last(network)
+    convert_inputs_to_channels_last(network)
     torch.testing.assert_close(network(*given), out, rtol=1e-4, atol=1e-5)
     assert [h.is_contiguous(memory_format=torch.channels_last) for h in seen] == [False, True]
