@@ -2,7 +2,7 @@
 
     python launch/bench/ablation.py --out runs/ablation [--rows flow recipe --seeds 0 1 2 --steps 800 --equal cpu]
     python launch/bench/ablation.py --out runs/quality --against "recipe before" --rows "recipe before" --steps 1200
-    python launch/bench/ablation.py --out runs/quality --against "recipe before" --rows "recipe, guidance 7" \\
+    python launch/bench/ablation.py --out runs/quality --against "recipe before" --rows "recipe, guidance 8" \\
         --steps 850
 
 Every row is launch/recipes/dit-small.yaml with the words of ROWS, trained by a process of its own on one thread, and
@@ -37,6 +37,7 @@ from dstrain.data.sources.images import open_images
 
 RECIPE = "launch/recipes/dit-small.yaml"
 PLAIN = (
+    "model.num_heads=4",
     "model.block={norm: layer, mlp: gelu, qk_norm: none, rope: false}",
     *("model.objective=diffusion", "samples.sampler=ddim", "samples.spacing=trailing"),
 )
@@ -64,7 +65,7 @@ ROWS = {
     "flow, logit-normal, modern block": (*NORMAL, BLOCK),
     "all": (*NORMAL, BLOCK, LAYERSYNC, INTERNAL),
     "recipe": (),
-    "recipe, guidance 7": ("samples.guidance_scale=7", "samples.guidance_interval=[0.05,4]"),
+    "recipe, guidance 8": ("samples.guidance_scale=8", "samples.guidance_interval=[0.2,8]"),
     "recipe before": (*PLAIN, "batch.global=64", "optimizer.lr=3e-3", "samples.guidance_interval=[0.2,5]"),
 }
 """Words by which each row differs from the recipe. The last row is what it was before November 2026."""
