@@ -141,7 +141,7 @@ class ChainProcess(_Process):
         """
         return self.diffusion.compute_noise_ratio(x_t, scaled)
 
-    def spread_times(self, count: int, device: torch.device) -> Tensor:
+    def make_even_times(self, count: int, device: torch.device) -> Tensor:
         """Returns `count` evenly spaced times from data to noise, as the network sees them: int64 (count,)."""
         return torch.linspace(0, self.diffusion.num_timesteps - 1, count, device=device).long()
 
@@ -184,7 +184,7 @@ class FlowProcess(FlowMatching, _Process):
     def draw_as_diffusers(self, network: Network, x: Tensor) -> Tensor:
         return self.sample_euler(network, x, self.card_steps)
 
-    def spread_times(self, count: int, device: torch.device) -> Tensor:
+    def make_even_times(self, count: int, device: torch.device) -> Tensor:
         return torch.linspace(0, self.time_scale, count, device=device)
 
     def measure_bits(

@@ -25,7 +25,7 @@ from dstrain.disk.atomic import replace_file, write_file
 from dstrain.distributed import group
 from dstrain.recipe import ConfigError
 from dstrain.sampling.scenes import Scene
-from dstrain.tracking.pictures import Album, lay_on_white, make_grid, save_png
+from dstrain.tracking.pictures import Album, composite_on_white, make_grid, save_png
 from dstrain.tracking.videos import FPS, make_film, make_film_grid, make_safe_name, make_strip, save_gif, save_mp4
 
 FORMATS = ("gif", "mp4")
@@ -79,7 +79,7 @@ class Pictures:
             if sum(map(len, self.first)) < (_CLIPS_IN_GRID if self.videos else _IN_GRID):
                 self.first.append(samples)
             # The layout of ADM's evaluator: channels last, grey repeated.
-            samples = lay_on_white(samples)
+            samples = composite_on_white(samples)
             array = samples.expand(*samples.shape[:-3], 3, *samples.shape[-2:]).movedim(-3, -1).contiguous().numpy()
             self.album = self.album or Album(self.out, (self.about.num, *array.shape[1:]))
             self.album.add_pictures(array)

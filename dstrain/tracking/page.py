@@ -65,7 +65,7 @@ class Page:
                 stderr=self._errors,
             )
         except OSError as error:
-            self._note_fault(str(error))
+            self._log_first_fault(str(error))
 
     def _wait_for_writer(self, seconds: float = 0.0) -> bool:
         """Waits at most `seconds` for the writer, which keeps its output open until its end. Returns whether no writer
@@ -78,7 +78,9 @@ class Page:
         if self._starter.stdout.read() != b"written":
             self._errors.seek(0)
             lines = self._errors.read().decode("utf-8", "replace").split("\n")
-            self._note_fault(next((line.strip() for line in reversed(lines) if line.strip()), "its process was ended"))
+            self._log_first_fault(
+                next((line.strip() for line in reversed(lines) if line.strip()), "its process was ended")
+            )
         self._close_writer()
         return True
 
@@ -88,7 +90,7 @@ class Page:
         self._starter.wait()
         self._starter = None
 
-    def _note_fault(self, reason: str) -> None:
+    def _log_first_fault(self, reason: str) -> None:
         if not self._failed:
             self._failed = True
             self._note(f"report.html was not written, and training goes on: {reason}")

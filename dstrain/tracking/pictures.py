@@ -42,7 +42,7 @@ def enlarge_pictures(images: Tensor, side: int = _SIDE) -> np.ndarray:
     """Enlarges images by the integer factor that brings their shorter side nearest to `side` pixels, and lays RGBA on
     white: (N, C, H, W) -> (N, H', W', 1 or 3).
     """
-    pictures = lay_on_white(images).detach().cpu().permute(0, 2, 3, 1).numpy()
+    pictures = composite_on_white(images).detach().cpu().permute(0, 2, 3, 1).numpy()
     factor = max(1, round(side / min(pictures.shape[1:3])))
     return pictures.repeat(factor, 1).repeat(factor, 2)
 
@@ -96,7 +96,7 @@ def _wrap_text(text: str, font: ImageFont.FreeTypeFont, width: int) -> list[str]
     return lines
 
 
-def lay_on_white(images: Tensor) -> Tensor:
+def composite_on_white(images: Tensor) -> Tensor:
     """Composites RGBA on white, uint8 (..., 4, H, W) -> (..., 3, H, W); returns other images unchanged."""
     if images.shape[-3] != 4:
         return images

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from dstrain.disk import atomic
 from dstrain.recipe import ConfigError
-from dstrain.tracking.pictures import draw_captions, enlarge_pictures, lay_on_white, make_grid, tile_pictures
+from dstrain.tracking.pictures import composite_on_white, draw_captions, enlarge_pictures, make_grid, tile_pictures
 
 FPS = 10  # frames a second: a whole number of a GIF's hundredths of a second, too
 _STRIP_FRAMES = 9  # of a clip in a strip
@@ -26,7 +26,7 @@ _PALETTE_PIXELS = 1 << 16  # from which a palette is made
 
 def make_film(clip: Tensor) -> np.ndarray:
     """Converts one clip uint8 (T, 1, 3 or 4, H, W) to a film of the same height and width; lays RGBA on white."""
-    return lay_on_white(clip).detach().cpu().permute(0, 2, 3, 1).numpy()
+    return composite_on_white(clip).detach().cpu().permute(0, 2, 3, 1).numpy()
 
 
 def make_film_grid(clips: Tensor, columns: int | None = None, captions: Sequence[str] | None = None) -> np.ndarray:

@@ -16,7 +16,7 @@ from dstrain.data.decode.clips import Cut
 from dstrain.data.sources.videos import open_videos
 from dstrain.recipe import ConfigError, Run
 from dstrain.sampling.files import About, Pictures, choose_folder
-from dstrain.tracking.pictures import Album, lay_on_white, save_png
+from dstrain.tracking.pictures import Album, composite_on_white, save_png
 from tests.support import counting, gloo
 
 PROMPTS = ("a sneaker moving left", "ein Ru\u0308ckl\u00e4ufer/../../etc", "")
@@ -143,7 +143,7 @@ def test_files_of_pictures(tmp_path, channels):
         assert np.array_equal(found, picture.permute(1, 2, 0).numpy())
     with np.load(tmp_path / "samples_5x7x6x3.npz") as file:
         assert file["arr_1"].tolist() == [3, 1, 3, 1, 3] and file["arr_1"].dtype == np.int64
-        white = lay_on_white(pictures).permute(0, 2, 3, 1).expand(-1, -1, -1, 3).numpy()
+        white = composite_on_white(pictures).permute(0, 2, 3, 1).expand(-1, -1, -1, 3).numpy()
         assert np.array_equal(file["arr_0"], white)
 
 

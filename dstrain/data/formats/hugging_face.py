@@ -97,7 +97,7 @@ class Tables(Layout):
         """
         splits: dict[str, list[str]] = {}
         with report_listing_errors(self.root, self.request.key):
-            for name in find_files(self.files, self.suffix):
+            for name in iterate_files_by_suffix(self.files, self.suffix):
                 splits.setdefault("" if self.files.pattern else find_split_in_path(name), []).append(name)
         if len(splits) > 1 and "" in splits:
             unnamed = [name for name in splits.pop("") if self._has_images(name)]
@@ -443,7 +443,7 @@ class ParquetTables(Tables):
         return _open_parquet(self.files, part, self._name_part(part))
 
 
-def find_files(files: Files, *suffixes: str, folder: str = "") -> Iterator[str]:
+def iterate_files_by_suffix(files: Files, *suffixes: str, folder: str = "") -> Iterator[str]:
     """Yields the files below `folder`, sorted by name, that end in one of the suffixes, in upper or lower case."""
     if isinstance(files, LocalFiles) and not (files.listed or files.pattern):
         names = walk_files(Path(files.root), folder, suffixes)
@@ -452,7 +452,7 @@ def find_files(files: Files, *suffixes: str, folder: str = "") -> Iterator[str]:
     for name, is_folder in files.list_names(folder):
         path = f"{folder}/{name}" if folder else name
         if is_folder:
-            yield from find_files(files, *suffixes, folder=path)
+            yield from iterate_files_by_suffix(files, *suffixes, folder=path)
         elif name.lower().endswith(suffixes):
             yield path
 

@@ -220,13 +220,13 @@ class Metadata(TableList):
     def recognises(cls, root: str, files: Files, request: Request) -> bool:
         if request.captions_file is not None:
             return False
-        tables = _find_metadata(root, files, request)
+        tables = _open_metadata_tables(root, files, request)
         if len(tables) > 1:
             raise ConfigError(
                 f"{request.key}={root} has {' and '.join(table.name for table in tables)}: which of them "
                 "counts? Keep one"
             )
-        counts = any(_list_wanted_columns(table, request) for table in tables)
+        counts = any(_list_wanted_fields(table, request) for table in tables)
         if counts and request.labels == "auto" and read_labels(Path(root), request.key) is not None:
             raise ConfigError(f"{request.key}={root} has {LABELS} and {tables[0].name}: which of them counts? Keep one")
         return counts
@@ -250,7 +250,7 @@ class Metadata(TableList):
         self.record_unread_files(others)
 
     def _open(self) -> Table:
-        return _find_metadata(self.root, self.files, self.request)[0]
+        return _open_metadata_tables(self.root, self.files, self.request)[0]
 
 
 class WebVid(TableList):
@@ -357,8 +357,8 @@ def refuse_inner_metadata(root: str, files: Files, request: Request, names: list
     that are asked for, since such files are read in the root alone. names: the relative paths of these files.
     """
     for folder in sorted({os.path.dirname(name) for name in names} - {""}):
-        tables = _find_metadata(root, files, request, folder) if request.captions_file is None else []
-        said = [(table.name, words) for table in tables if (words := _list_wanted_columns(table, request))]
+        tables = _open_metadata_tables(root, files, request, folder) if request.captions_file is None else []
+        said = [(table.name, words) for table in tables if (words := _list_wanted_fields(table, request))]
         if request.labels == "auto" and read_labels(Path(root, folder), request.key):
             said.append((os.path.join(folder, LABELS), ["labels"]))
         for name, words in said:
@@ -369,13 +369,13 @@ def refuse_inner_metadata(root: str, files: Files, request: Request, names: list
             )
 
 
-def _list_wanted_columns(table: Table, request: Request) -> list[str]:
+def _list_wanted_fields(table: Table, request: Request) -> list[str]:
     """Returns what is asked for and what a table has a column for: "labels", "captions", both or neither."""
     wanted = ["label"] * (request.labels == "auto") + ["caption"] * request.captions
     return [f"{kind}s" for kind in wanted if _find_columns(kind, table, request)]
 
 
-def _find_metadata(root: str, files: Files, request: Request, folder: str = "") -> list[Table]:
+def _open_metadata_tables(root: str, files: Files, request: Request, folder: str = "") -> list[Table]:
     """Returns the metadata tables in a folder that have a column file_name; [] if there are none."""
     tables = []
     for name in (os.path.join(folder, name) for name in METADATA):

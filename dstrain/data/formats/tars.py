@@ -19,7 +19,7 @@ from typing import Any, BinaryIO
 from dstrain.data.files.local import Files, is_hidden_path
 from dstrain.data.files.remote import Missing
 from dstrain.data.formats.base import UNCAPTIONED, Layout, Place, Request, Sample, peek_names
-from dstrain.data.formats.hugging_face import find_files
+from dstrain.data.formats.hugging_face import iterate_files_by_suffix
 from dstrain.data.formats.shards import check_missing_shards
 from dstrain.data.formats.splits import find_split_in_path, is_split_name, refuse_split_names
 from dstrain.disk import small
@@ -68,7 +68,7 @@ class Tars(Layout):
         """
         several = _names_several_files(self.root)
         top = (name for name, inner in self.files.list_names() if not inner)
-        names = [name for name in (find_files(self.files, *_ENDS) if several else top) if _is_tar(name)]
+        names = [name for name in (iterate_files_by_suffix(self.files, *_ENDS) if several else top) if _is_tar(name)]
         for name in names:
             packed = next((end for end in _UNPACK if name.lower().endswith(end)), None)
             if packed and (name[: -len(packed)] + ".tar") not in names:

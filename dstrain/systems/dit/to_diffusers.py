@@ -266,7 +266,7 @@ def measure_errors(
     kind = _import_class(own[0]) if own else DiTTransformer2DModel
     exported = kind.from_pretrained(folder / "transformer", low_cpu_mem_usage=False).to(device).eval()
     null = exported.config.num_embeds_ada_norm  # in the trained network it is num_classes
-    t = system.process.spread_times(len(key), device)
+    t = system.process.make_even_times(len(key), device)
     x, y = rng.normal(key, "start", system.shape), rng.integers(key, "label", config.num_classes)
     network = _make_expected_predictor(system, nets)
     results = {"with label": measure_relative_error(exported(x, t, y).sample, network(x, t, y=y))}
@@ -285,7 +285,7 @@ def _measure_errors_with_texts(
     kind = sd3.CLASS if pooled_dim else "PixArtTransformer2DModel"
     exported = getattr(diffusers, kind).from_pretrained(folder / "transformer", low_cpu_mem_usage=False)
     exported = exported.to(key.device).eval()
-    t, x = system.process.spread_times(len(key), key.device), rng.normal(key, "start", system.shape)
+    t, x = system.process.make_even_times(len(key), key.device), rng.normal(key, "start", system.shape)
     cases = {"with text": {"text": example["text"][:_COUNT], "mask": example["text_mask"][:_COUNT]}}
     if pooled_dim:  # whose pipeline reads all tokens
         cases["with text"]["mask"] = torch.ones_like(cases["with text"]["mask"])
