@@ -129,8 +129,9 @@ def _count_durations(frames: Verified, data: Data) -> dict[str, int]:
 
 
 def _count_sizes(sizes: Verified) -> dict[str, Any]:
-    """Counts the images by size (the ten most common ones; "other_sizes" is the number of others), by range of the
-    shorter side in pixels, and by the nearest aspect ratio.
+    """Returns counts of images: "sizes" (the ten most common "WIDTHxHEIGHT"), "shorter_sides" (by range, in pixels) and
+    "aspect_ratios" (by the nearest of _RATIOS). "other_sizes" is the number of further distinct sizes. Images with a
+    side of 0, which could not be read, are not counted.
     """
     exact, sides, ratios = Counter[str](), Counter[str](), Counter[str]()
     names, logs = list(_RATIOS), np.log(list(_RATIOS.values()))

@@ -169,7 +169,9 @@ ETAS = {"ddim": 0.0, "dpm++sde": 1.0, "edm": 1.0, "sde": 1.0, "sde-heun": 1.0}
 
 
 def choose_eta(sampler: str, eta: float | None) -> float:
-    """Returns eta, or the sampler's usual one for None. Raises ConfigError if the sampler has no choice of eta."""
+    """Returns eta, or the sampler's default if eta is None: 0 for a sampler that takes no eta. Raises ConfigError if
+    eta is given and the sampler takes none.
+    """
     if eta is not None and sampler not in ETAS:
         raise ConfigError(
             f"eta={eta:g}: the noise of sampler {sampler} cannot be chosen; leave it out, or take one of "

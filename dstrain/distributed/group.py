@@ -189,8 +189,9 @@ def get_neighbour_group(size: int) -> dist.ProcessGroup | None:
 
 @contextmanager
 def use_group(group: dist.ProcessGroup | None) -> Iterator[None]:
-    """Within the block, this thread's exchanges between hosts use `group` (None: the default one), so that they never
-    mix with exchanges of another thread.
+    """Within the block, this thread's exchanges through CPU memory use `group`, so that they never mix with exchanges
+    of another thread. None: the gloo group of all ranks, which the thread also uses after the block. Blocks are not
+    nested.
     """
     _thread.group = group
     try:

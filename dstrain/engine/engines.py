@@ -234,8 +234,8 @@ class Engines(Mapping[str, Any]):
         return {part: masters.applied for part, masters in self.masters.items() if part in self._learned}
 
     def count_skipped(self) -> int:
-        """Returns how many steps were skipped since the run began, since a gradient was not finite: the largest of the
-        parts' numbers.
+        """Returns the number of steps skipped because a gradient was not finite, counted from the start of the run
+        across resumes. If the parts differ, returns the largest number.
         """
         return max(masters.skipped for masters in self.masters.values())
 

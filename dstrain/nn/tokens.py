@@ -114,8 +114,8 @@ class Attention(nn.Module):
     def project_heads(
         self, x: Tensor, context: Tensor | None = None, rotation: Tensor | None = None
     ) -> tuple[Tensor, ...]:
-        """Returns queries (B, h, N, d), keys and values (B, h, M, d); queries and keys normed if qk_norm is set, then
-        rotated if `rotation` is given.
+        """Returns queries (B, h, N, d) of x, and keys and values (B, h, M, d) of `context`, or of x if `context` is
+        None. Queries and keys are normalized if the layer has qk_norm, and then rotated if `rotation` is given.
         """
         if context is None:
             projected = self.qkv(x).unflatten(-1, (3, -1)).unbind(2)

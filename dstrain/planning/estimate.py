@@ -173,8 +173,9 @@ def find_changed_choices(before: Estimate, after: Estimate) -> dict[str, Any]:
 
 
 def describe_costs(run: Run, system: System, settings: dict[str, Any], world: int) -> str:
-    """Returns a text on what is known within a second: weights, operations, and the bytes that a rank keeps between
-    steps. Leaves the operations out if the system's code needs the values of tensors.
+    """Returns a text with the costs that take less than a second to count: the number of weights of each part, the
+    TFLOP of one step on a rank, and the bytes that a rank keeps between steps. Leaves the TFLOP out if the system's
+    code needs the values of tensors, which the meta device lacks.
     """
     numbers, _ = count_weights_and_checkpoint_bytes(run, system)
     try:

@@ -150,8 +150,8 @@ def list_captions() -> dict[str, tuple[int, int]]:
 
 
 def _paste_item(item: Tensor, x: Tensor, y: Tensor, height: int, width: int) -> Tensor:
-    """Returns a video uint8 (T, height, width) of an item uint8 (S, S) on black, whose upper left corner is at x, y
-    float32 (T,) each, in pixels.
+    """Returns a video uint8 (T, height, width) that shows `item`, uint8 (S, S), on black. x, y: float32 (T,), the
+    position of the item's upper left corner in each frame, in pixels. Fractions of a pixel are interpolated bilinearly.
     """
     side, frames = len(item), torch.zeros(len(x), height + 1, width + 1)
     near = F.pad(item.float(), (1, 1, 1, 1))  # (S + 2, S + 2)

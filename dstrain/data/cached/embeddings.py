@@ -63,8 +63,9 @@ def open_pairs(path: str | Path, splits: tuple[float, ...], split: str, world: i
 
 
 def open_all_pairs(path: str | Path) -> "Stored":
-    """Opens all pairs (text embedding, image embedding) in a folder, or the built-in ones. Raises ConfigError as
-    `open_pairs`.
+    """Opens all pairs (text embedding, image embedding) in a folder, or the built-in ones. Raises ConfigError if the
+    folder has another layout, if rows do not match, or, for data of at most 64 MB, if a row has NaN or infinity or is
+    an embedding of zeros.
     """
     return open_builtin_pairs() if str(path) == BUILTIN else _open_folder(Path(path))
 
@@ -167,8 +168,10 @@ class Stored:
         return torch.from_numpy(values)
 
     def compute_fingerprint(self) -> str:
-        """Returns "shards=HASH rows=HASH": a hash of the name, length, first and last row of each file, and a hash of
-        all rows, or of 256 rows of each table if the tables have more than 64 MB.
+        """Returns "shards=HASH rows=HASH". The first hash covers each file: its name, its length, and its first and
+        last row (of a file of captions: its size and its first and last 64 KiB). The second covers the rows of the
+        tables of embeddings: all rows, or 256 evenly spaced rows of each table if the tables have more than 64 MB
+        together. It leaves out captions and built-in data.
         """
         digest, rows = blake2b(digest_size=8), blake2b(digest_size=8)
         for part in (*self.tables.values(), *([self.captions] if self.captions else [])):

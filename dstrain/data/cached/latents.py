@@ -176,8 +176,9 @@ class Latents(Source):
         return shards, rows, (rows * self.crops + crop) * self.encoding["flips"] + flip
 
     def _choose_text_rows(self, rows: np.ndarray, chance: Tensor | None, counts: Tensor | None) -> np.ndarray:
-        """Returns the row of one caption of each sample, int64 (b,): chosen by chance[:, 1] among the sample's
-        captions, whose number is in `counts` (b,); the first caption if `counts` or `chance` is None.
+        """Returns, for each sample, the row of one of its captions in the table of texts: int64 (b,). chance float (b,
+        2), uniform in [0, 1): column 1 chooses among the sample's first counts[i] captions. counts int64 (b,). If
+        `counts` or `chance` is None, returns the row of the first caption.
         """
         if counts is None or chance is None:
             return rows * self.num_captions

@@ -294,8 +294,10 @@ def hash_encoding(encoding: dict[str, Any]) -> str:
 def make_index_body(
     encoding: dict[str, Any], classes: list[str] | None, records: list[dict[str, Any]], versions: dict[str, str]
 ) -> dict[str, Any]:
-    """Returns the body of an index. records: results of `make_shard_record` for all shards, in their order. classes:
-    class names; None takes the numbers from 0 to the largest label. Raises ConfigError as `compute_statistics`.
+    """Returns the content of a cache's index file: encoding, statistics of the codes (of tokens: the largest id), names
+    and counts of classes, versions, shards, and files that could not be read. records: results of `make_shard_record`
+    for all shards, in order. classes: names of classes; None: the numbers from 0 to the largest label. versions:
+    version by package. Raises ConfigError if the standard deviation of latents is 0 or not finite.
     """
     summed = [record["sums"] for record in records]
     if encoding["kind"] == "tokens":

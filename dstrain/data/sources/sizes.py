@@ -90,8 +90,9 @@ def _open_or_measure(
 def _write_measures(
     path: Path, layout: Layout, index: Index, dtype: np.dtype, measure: Callable[[Place], tuple[int, ...]], chunk: int
 ) -> None:
-    """Measures all samples and writes the result to `path`, with checksums. Appends `chunk` samples at a time to a file
-    PATH.part, where the next command resumes after an interruption.
+    """Measures all samples and writes one row of int32 for each to `path`; the row of a sample that cannot be read is
+    zeros. Writes checksums to a file beside it. Appends `chunk` rows at a time to a file with the suffix .part, from
+    which the next call goes on after an interruption.
     """
 
     def measure_or_zero(row: int) -> tuple[int, ...]:

@@ -122,11 +122,11 @@ class Routing(Section):
 
 
 def check_block_numbers(align: Align | None, routed: tuple[int, int] | None, internal: int | None, depth: int) -> None:
-    """Raises ConfigError if alignment or routing name blocks that a network of `depth` blocks lacks, or if the second
-    head reads the tokens between two routed blocks, where some are missing.
+    """Raises ConfigError if alignment or routing names a block above `depth`, if routing ends before it starts, or if
+    the second head follows a block after which routed tokens are still missing.
 
-    routed: the first and the last block that tokens may skip; internal: the block that the second head follows. Blocks
-    count from 1; None: there is none.
+    routed: the first and the last block that tokens may skip. internal: the block that the second head follows. Blocks
+    count from 1. None: the model has no such feature.
     """
     if align:
         names = ("depth", "target") if align.kind == "layersync" else ("depth",)
