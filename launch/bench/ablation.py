@@ -66,7 +66,10 @@ ROWS = {
     "all": (*NORMAL, BLOCK, LAYERSYNC, INTERNAL),
     "recipe": (),
     "recipe, guidance 8": ("samples.guidance_scale=8", "samples.guidance_interval=[0.2,8]"),
-    "recipe before": (*PLAIN, "batch.global=64", "optimizer.lr=3e-3", "samples.guidance_interval=[0.2,5]"),
+    "recipe before": (
+        *PLAIN,
+        *("batch.global=64", "optimizer.lr=3e-3", "samples.guidance_scale=5", "samples.guidance_interval=[0.2,5]"),
+    ),
 }
 """Words by which each row differs from the recipe. The last row is what it was before November 2026."""
 
