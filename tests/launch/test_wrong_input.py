@@ -120,7 +120,7 @@ WRONG = {
     "unknown system": (["system=ditt"], "did you mean dit?"),
     "unknown size": (["model.size=DiT-XXL/2"], "DiT-XL/2"),
     "typo in the model": (["model.dpeth=3"], "did you mean model.depth?"),
-    "heads and width": (["model.hidden_size=190"], "num_heads"),
+    "heads and width": (["model.hidden_size=189"], "num_heads"),
     "patches and image": (["model.patch_size=5"], "multiple of 5, patch_size"),
     "image sizes differ": (["data.image_size=64", "model.image_size=32"], "make both equal"),
     "label out of range": (["samples.labels=[3,10]"], "labels are 0 to 9"),
