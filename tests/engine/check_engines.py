@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 
@@ -93,6 +94,17 @@ def gathered(masters, flats) -> dict[str, torch.Tensor]:
 def applied(engines) -> dict[str, bool]:
     """engines.collect_applied_flags(), read off the device."""
     return {part: bool(flag) for part, flag in engines.collect_applied_flags().items()}
+
+
+def list_differences_after_resume(trial: Any, step: int, last: int, truth: dict[str, torch.Tensor]) -> list[str]:
+    """Goes on from the trial's checkpoint of a step to the step `last`; returns the names of what differs from `truth`,
+    the state of a run without a break.
+    """
+    trial.steps(0, 1)  # other weights, which the checkpoint must replace
+    trial.saves.load(trial.saves.store.folder / f"step_{step:08d}")
+    trial.steps(step, last)
+    state = trial.state()
+    return [name for name in truth if not torch.equal(state[name], truth[name])]
 
 
 def furthest(a: dict, b: dict) -> float:

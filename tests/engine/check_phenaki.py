@@ -18,7 +18,7 @@ from dstrain.engine.ema.shadow import EmaShadow
 from dstrain.engine.initial import draw_weights
 from dstrain.recipe import Run
 from dstrain.train import take_step
-from tests.engine.check_engines import Micros, furthest, gathered
+from tests.engine.check_engines import Micros, furthest, gathered, list_differences_after_resume
 from tests.support.engines import engines_for, resolve
 
 STEPS, GLOBAL, SEED, SAVED = 6, 8, 5, 3
@@ -195,18 +195,8 @@ def measure(case: tuple[str, int, int], expected: tuple[dict, dict], folder: Pat
         "moved": {part: furthest(begun[part], expected[0][part]) for part in ended},
         "ema": {part: furthest(averages[part], expected[1][part]) for part in ended},
         "updates": {part: masters.updates for part, masters in trial.engines.masters.items()},
-        "resumed": resumed(case, trial.state(), folder),
+        "resumed": list_differences_after_resume(Trial(*case, folder), SAVED, STEPS, trial.state()),
     }
-
-
-def resumed(case: tuple[str, int, int], truth: dict[str, torch.Tensor], folder: Path) -> list[str]:
-    """Goes on from a checkpoint: the names of what differs from `truth`, a run without a break."""
-    trial = Trial(*case, folder)
-    trial.steps(0, 1)  # other weights, which the checkpoint must replace
-    trial.saves.load(trial.saves.store.folder / f"step_{SAVED:08d}")
-    trial.steps(SAVED, STEPS)
-    state = trial.state()
-    return [name for name in truth if not torch.equal(state[name], truth[name])]
 
 
 def main(folder: Path, cases: list[tuple[str, int, int]]) -> None:

@@ -18,7 +18,7 @@ from dstrain.engine.ema.shadow import EmaShadow
 from dstrain.engine.initial import draw_weights
 from dstrain.recipe import Run
 from dstrain.train import take_step
-from tests.engine.check_engines import Micros, furthest, gathered
+from tests.engine.check_engines import Micros, furthest, gathered, list_differences_after_resume
 from tests.support.engines import engines_for, resolve
 
 STEPS, START, GLOBAL, SEED = 8, 3, 8, 5
@@ -178,18 +178,10 @@ def measure(case: tuple[int, int], saved: Iterable[int], expected: dict, folder:
         "all_applied": all(all(applied.values()) for applied in trial.applied),
         "skipped": trial.engines.count_skipped(),
         "figures": sorted(trial.engines.collect_metrics()),
-        "resumed": {step: resumed(case, step, trial.state(), folder) for step in saved},
+        "resumed": {
+            step: list_differences_after_resume(Trial(*case, folder), step, STEPS, trial.state()) for step in saved
+        },
     }
-
-
-def resumed(case: tuple[int, int], step: int, truth: dict[str, torch.Tensor], folder: Path) -> list[str]:
-    """Goes on from the checkpoint of a step: the names of what differs from `truth`, a run without a break."""
-    trial = Trial(*case, folder)
-    trial.steps(0, 1)  # other weights, which the checkpoint must replace
-    trial.saves.load(trial.saves.store.folder / f"step_{step:08d}")
-    trial.steps(step, STEPS)
-    state = trial.state()
-    return [name for name in truth if not torch.equal(state[name], truth[name])]
 
 
 def main(folder: Path, cases: dict[tuple[int, int], Iterable[int]]) -> None:
