@@ -132,7 +132,7 @@ def describe_choices(case: Case, json: bool = False) -> tuple[str, bool]:
         return "no stage, micro-batch and recomputation fits: take more GPUs, or offload", False
     lines = [
         f"{case.run.name} on {_name_machines(estimates[0])}: what fits, "
-        + ("the fastest first" if case.chip.name else "the least memory first"),
+        + ("the fastest first" if case.chip.name else "the least memory of the host, recomputation and exchange first"),
         _HEAD,
         *map(_format_row, estimates[:_ROWS]),
     ]
