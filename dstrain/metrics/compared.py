@@ -28,7 +28,8 @@ class Compared:
 
     def read_statistics(self, collect: Collect) -> dict[str, Statistics]:
         """Returns the reference's statistics by name of their network. If the reference has images, calls
-        `collect(images, networks)` for the statistics that its file lacks; the file's mean and covariance are kept.
+        `collect(images, networks)` for the statistics that its file lacks. Mean and covariance are the file's where it
+        has them; features are the file's where none were collected.
         """
         statistics = dict(self.statistics)
         if self.images is None:
@@ -39,6 +40,7 @@ class Compared:
                 other,
                 mean=other.mean if mine.mean is None else mine.mean,
                 covariance=other.covariance if mine.covariance is None else mine.covariance,
+                kept=mine.kept if other.kept is None else other.kept,
             )
         return statistics
 

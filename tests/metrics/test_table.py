@@ -12,8 +12,9 @@ from PIL import Image
 from torch.nn import functional as F
 from transformers import Dinov2Config, Dinov2Model, VideoMAEConfig, VideoMAEModel
 
-from dstrain.metrics import distances, images, reference, table
+from dstrain.metrics import compared, distances, images, reference, table
 from dstrain.metrics.features import open_features
+from dstrain.metrics.statistics import Statistics
 from dstrain.recipe import ConfigError
 from tests.metrics.oracles import Projected, VideoDetector, arrays, detector, measured, noise, two_sets
 from tests.support import towers
@@ -166,6 +167,19 @@ def test_files_of_statistics(tmp_path):
     (tmp_path / "evil.pkl").write_bytes(pickle.dumps(Path("x")))
     with pytest.raises(ConfigError, match="only arrays are read"):
         reference.read_reference_statistics(tmp_path / "evil.pkl", [network], device)
+
+
+def test_statistics_that_a_file_lacks_are_taken_of_its_images(tmp_path):
+    """Oracle: the features in the file, and mean and covariance of its images as computed from all at once."""
+    network, pixels = Projected(), noise(30, 6, 3)
+    feats = noise(20, 6, 4).flatten(1)[:, :24].numpy().astype(np.float64)
+    path = arrays(tmp_path / "feats.npz", pixels, feats=feats)
+    opened = compared.open_reference(path, {"fid": network, "kid": network}, 20)
+    rows = network(pixels)[0].double()
+    collected = Statistics(rows.mean(0), torch.cov(rows.T), len(rows))
+    found = opened.read_statistics(lambda images, networks: {"inception": collected})["inception"]
+    assert list(opened.networks) == ["fid"] and torch.equal(found.mean, rows.mean(0))
+    assert np.array_equal(found.kept, feats.astype(np.float32))
 
 
 def test_towers(tmp_path):
