@@ -40,7 +40,7 @@ class _Body(BaseModel):
 
     @field_validator("files")
     @classmethod
-    def _require_names_below(cls, files: dict[str, _Entry]) -> dict[str, _Entry]:
+    def _require_paths_within_folder(cls, files: dict[str, _Entry]) -> dict[str, _Entry]:
         for path in map(PurePosixPath, files):
             if path.is_absolute() or ".." in path.parts or "\0" in str(path):
                 raise ValueError(f"{str(path)!r} is no path below the checkpoint's folder")
@@ -54,7 +54,7 @@ def read_manifest(path: str | os.PathLike) -> dict:
     lacks an entry, and OSError if the storage fails. The checkpoint's files are not compared with the manifest.
     """
     try:
-        body = sealed.parse_sealed(small.read_bytes(Path(path) / NAME, _MAX_BYTES))
+        body = sealed.parse_sealed_content(small.read_bytes(Path(path) / NAME, _MAX_BYTES))
     except (FileNotFoundError, NotADirectoryError):
         raise ConfigError(f"{NAME} is missing") from None
     except OSError as error:

@@ -188,11 +188,11 @@ def _read_plan(out: Path) -> dict[str, Any]:
     return small.read_json(out / PACKING)["plan"]
 
 
-def _name_shard(out: Path, kind: str, number: int) -> Path:
+def _make_shard_path(out: Path, kind: str, number: int) -> Path:
     return out / (packed.name_shard(number) if kind == "shards" else f"files-{number:06d}.tar")
 
 
-def _name_record(out: Path, number: int) -> Path:
+def _make_record_path(out: Path, number: int) -> Path:
     return out / _RECORDS / f"{number}.json"
 
 
@@ -201,7 +201,7 @@ def _read_records(out: Path) -> dict[int, dict[str, Any]]:
     else {}.
     """
     for name in (INDEX, _TARS):
-        body = sealed.parse_sealed((out / name).read_bytes()) if (out / name).is_file() else None
+        body = sealed.parse_sealed_content((out / name).read_bytes()) if (out / name).is_file() else None
         if body is not None:
             return dict(enumerate(body["shards"]))
     return {}
@@ -213,8 +213,8 @@ def _find_or_remove_shard(
     """Returns the record of shard `number` if its file has the recorded size and hash. Otherwise removes the file with
     a message, if there is one, and returns None. `earlier` are the records of a finished command.
     """
-    path, record = _name_shard(out, kind, number), _name_record(out, number)
-    known = earlier.get(number) or (sealed.parse_sealed(record.read_bytes()) if record.is_file() else None)
+    path, record = _make_shard_path(out, kind, number), _make_record_path(out, number)
+    known = earlier.get(number) or (sealed.parse_sealed_content(record.read_bytes()) if record.is_file() else None)
     if (
         known is not None
         and path.is_file()
@@ -244,7 +244,7 @@ def _make_shards(
     with Bar("packing", total=total, initial=done, unit=f" {plan['noun']}", unit_scale=True) as bar:
         for number in mine:
             here, before = min(size, total - number * size), len(bad)
-            path = _name_shard(options.out, plan["format"], number)
+            path = _make_shard_path(options.out, plan["format"], number)
             with explain_write_errors(path, SAME_COMMAND), atomic.replace_file(path) as temporary:
                 with open(temporary, "wb") as file:
                     write(file, islice(samples, here), number * size, files.layout.request.suffixes)
@@ -257,7 +257,7 @@ def _make_shards(
                 }
             require_few_unreadable(dict(bad), total, options.max_bad_fraction, "files")
             with explain_write_errors(options.out, SAME_COMMAND):
-                atomic.write_file(_name_record(options.out, number), sealed.render_sealed(record))
+                atomic.write_file(_make_record_path(options.out, number), sealed.render_sealed(record))
             records[number] = record
             # The other ranks are assumed to be as far.
             bar.update(min(here * min(group.world(), len(missing)), bar.total - bar.n))
@@ -369,7 +369,7 @@ def _write_index(
                 options.out / (INDEX if plan["format"] == "shards" else _TARS), sealed.render_sealed(body)
             )
             for number in records:
-                _name_record(options.out, number).unlink(missing_ok=True)
+                _make_record_path(options.out, number).unlink(missing_ok=True)
             if (options.out / _RECORDS).is_dir():
                 (options.out / _RECORDS).rmdir()
     return body

@@ -16,7 +16,7 @@ from dstrain.planning.advice import (
     MAX_RANKS,
     Case,
     find_estimate_with_more_gpus,
-    find_estimate_with_sample_sharing,
+    find_fit_with_shared_samples,
     find_smallest_change,
     search_choices,
 )
@@ -98,7 +98,7 @@ def describe_plan(case: Case, json: bool = False) -> tuple[str, bool]:
         None
         if estimate.fits
         else find_smallest_change(estimate, case)
-        or find_estimate_with_sample_sharing(case)
+        or find_fit_with_shared_samples(case)
         or find_estimate_with_more_gpus(case)
     )
     if json:

@@ -101,9 +101,9 @@ class GaussianDiffusion:
 
     def respace(self, spec: str | Sequence[int]) -> "GaussianDiffusion":
         """Returns the chain over the subset `spec` of this one's timesteps, see schedule.space_timesteps."""
-        return self.select_timesteps(schedule.space_timesteps(self.num_timesteps, spec))
+        return self.respace_chain(schedule.space_timesteps(self.num_timesteps, spec))
 
-    def select_timesteps(self, timesteps: Sequence[int]) -> "GaussianDiffusion":
+    def respace_chain(self, timesteps: Sequence[int]) -> "GaussianDiffusion":
         """Returns the chain that visits only `timesteps` of this one, ascending indices in [0, T), with the same
         marginals there.
         """

@@ -13,7 +13,7 @@ def render_sealed(body: dict[str, Any]) -> bytes:
     return f'{{"hash": "{digest}",\n"body": {text}}}\n'.encode()
 
 
-def parse_sealed(content: bytes) -> dict[str, Any] | None:
+def parse_sealed_content(content: bytes) -> dict[str, Any] | None:
     """Returns the body of a sealed file after checking its hash; None if any byte is missing or altered."""
     try:
         body = json.loads(content)["body"]

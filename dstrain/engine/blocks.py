@@ -259,7 +259,7 @@ def describe_structure(block: nn.Module) -> tuple:
     weights.
     """
 
-    def list_entries() -> Iterator[tuple]:
+    def list_settings_and_shapes() -> Iterator[tuple]:
         for module in block.modules():
             settings = (
                 (name, value)
@@ -269,7 +269,7 @@ def describe_structure(block: nn.Module) -> tuple:
             shapes = ((name, tuple(find_full_shape(weight))) for name, weight in module.named_parameters(recurse=False))
             yield type(module), *settings, *shapes
 
-    return tuple(list_entries())
+    return tuple(list_settings_and_shapes())
 
 
 def convert_inputs_to_channels_last(network: nn.Module) -> None:

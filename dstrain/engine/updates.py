@@ -179,7 +179,7 @@ class Updates:
         self.count_last_step()
         if self._torch_fp32:
             # DeepSpeed has just averaged the gradients over all ranks, so that all of them see the same norm.
-            self._compute_norm_and_scale(
+            self._compute_norm_and_set_scale(
                 [
                     _compute_row_norms(weight.grad)
                     for weight in self.engine.module.parameters()
@@ -216,7 +216,7 @@ class Updates:
             self.count_last_step()
 
     @torch.no_grad()
-    def _compute_norm_and_scale(self, norms: Sequence[Tensor], ranks: dist.ProcessGroup | None) -> None:
+    def _compute_norm_and_set_scale(self, norms: Sequence[Tensor], ranks: dist.ProcessGroup | None) -> None:
         """Computes the norm of all gradients before clipping, without the loss scale, into `_norm`. If the optimizer
         can skip a step on the device, sets its `found_inf`, 1 where the norm is not finite, and its `grad_scale`, by
         which it divides the gradients for the loss scale and for clipping.
@@ -299,7 +299,7 @@ class Updates:
             zero.averaged_gradients[number] = zero.all_grad_tensors[number] = None
             zero.free_grad_in_param_list(zero.bit16_groups[number])
             del pieces
-        self._compute_norm_and_scale(norms, zero.dp_process_group)
+        self._compute_norm_and_set_scale(norms, zero.dp_process_group)
         zero.optimizer.step()
         for master in masters:
             master.grad = None
@@ -317,7 +317,7 @@ class Updates:
         zero._pre_step()
         if any(weight.ds_status is not ZeroParamStatus.NOT_AVAILABLE for weight in self._partitioned_weights):
             zero._partition_all_parameters()
-        self._compute_norm_and_scale([_compute_row_norms(zero.grad_partitions_flat_buffer)], zero.dp_process_group)
+        self._compute_norm_and_set_scale([_compute_row_norms(zero.grad_partitions_flat_buffer)], zero.dp_process_group)
         zero.zero_grad(set_to_none=True)
         for number, master in enumerate(zero.fp32_partitioned_groups_flat):
             zero._prepare_sub_group(number, set())

@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dstrain.nn.sequence import exchange_heads_for_tokens, exchange_tokens_for_heads, is_sharing, take_own_part
+from dstrain.nn.sequence import gather_heads_and_split_tokens, gather_tokens_and_split_heads, is_sharing, take_own_part
 
 _HALVES = (torch.bfloat16, torch.float16)
 
@@ -26,8 +26,8 @@ def attend(
     causal     a token sees itself and those before it; only without `added`.
     scale      None: 1 / sqrt(d).
     shared     0, or outside of share_tokens (sequence.py): this rank has all tokens. Otherwise the tokens are `shared`
-               equal stretches, of each of which this rank has its part, see exchange_tokens_for_heads; `added` is of
-               all tokens and heads, and all ranks that share the tokens call this together.
+               equal stretches, of each of which this rank has its part, see gather_tokens_and_split_heads; `added` is
+               of all tokens and heads, and all ranks that share the tokens call this together.
 
     On a CPU bfloat16 and float16 are computed in float32: the fused backward pass in bfloat16 takes 5 to 10 times as
     long as that in float32 at the lengths of small pictures (the benchmark attention.py). This rule is fixed and
@@ -35,7 +35,7 @@ def attend(
     """
     exchanges = shared > 0 and is_sharing()
     if exchanges:
-        query, key, value = (exchange_tokens_for_heads(x, shared) for x in (query, key, value))
+        query, key, value = (gather_tokens_and_split_heads(x, shared) for x in (query, key, value))
         if added is not None and added.shape[1] > 1:
             added = take_own_part(added, 1)
     narrow = query.dtype
@@ -44,4 +44,4 @@ def attend(
         added = added.float() if added is not None and added.is_floating_point() else added
     out = F.scaled_dot_product_attention(query, key, value, added, dropout, is_causal=causal, scale=scale)
     out = out.to(narrow)
-    return exchange_heads_for_tokens(out, shared) if exchanges else out
+    return gather_heads_and_split_tokens(out, shared) if exchanges else out

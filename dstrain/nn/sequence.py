@@ -94,7 +94,7 @@ def take_own_part_again(x: Tensor, axis: int) -> Tensor:
     return x if _team is None else _OwnPart.apply(x, axis)
 
 
-def exchange_tokens_for_heads(x: Tensor, runs: int) -> Tensor:
+def gather_tokens_and_split_heads(x: Tensor, runs: int) -> Tensor:
     """Exchanges own tokens of all heads for all tokens of own heads, among the ranks that share tokens: (B, H, n, d) ->
     (B, H / N, N n, d).
 
@@ -103,18 +103,18 @@ def exchange_tokens_for_heads(x: Tensor, runs: int) -> Tensor:
     return _exchange(x.unflatten(2, (runs, -1)), gather=3, give=1).flatten(2, 3)
 
 
-def exchange_heads_for_tokens(x: Tensor, runs: int) -> Tensor:
-    """Inverts `exchange_tokens_for_heads`: (B, H / N, N n, d) -> (B, H, n, d)."""
+def gather_heads_and_split_tokens(x: Tensor, runs: int) -> Tensor:
+    """Inverts `gather_tokens_and_split_heads`: (B, H / N, N n, d) -> (B, H, n, d)."""
     return _exchange(x.unflatten(2, (runs, -1)), gather=1, give=3).flatten(2, 3)
 
 
-def exchange_parts_for_channels(x: Tensor, axis: int) -> Tensor:
+def gather_parts_and_split_channels(x: Tensor, axis: int) -> Tensor:
     """Exchanges own parts of an axis for own channels, the last axis: (..., n, ..., D) -> (..., N n, ..., D / N)."""
     return x if _team is None else _exchange(x, gather=axis, give=x.ndim - 1)
 
 
-def exchange_channels_for_parts(x: Tensor, axis: int) -> Tensor:
-    """Inverts `exchange_parts_for_channels`."""
+def gather_channels_and_split_parts(x: Tensor, axis: int) -> Tensor:
+    """Inverts `gather_parts_and_split_channels`."""
     return x if _team is None else _exchange(x, gather=x.ndim - 1, give=axis)
 
 

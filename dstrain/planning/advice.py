@@ -109,7 +109,7 @@ def find_smallest_change(estimate: Estimate, case: Case) -> Estimate | None:
     return None
 
 
-def find_estimate_with_sample_sharing(case: Case) -> Estimate | None:
+def find_fit_with_shared_samples(case: Case) -> Estimate | None:
     """Returns the estimate of the case with more ranks for each sample, the fewest with which the run fits. All else
     saves memory: stage 3, micro-batches of one sample, and recompute=all or offload. Returns None if no such number of
     ranks makes it fit.

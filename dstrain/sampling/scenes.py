@@ -114,7 +114,7 @@ def read_prime_frames(path: Path, data: Data, unit: int, primed: int, exactly: b
     clips = (
         _read_npz(path, data)
         if path.suffix == ".npz"
-        else [_read_frames(file, data, primed) for file in _list_files(path)]
+        else [_read_frames(file, data, primed) for file in _list_prime_files(path)]
     )
     shortest = min(map(len, clips))
     if exactly and shortest < primed:
@@ -126,7 +126,7 @@ def read_prime_frames(path: Path, data: Data, unit: int, primed: int, exactly: b
     return torch.stack([clip[-count:] for clip in clips])
 
 
-def _list_files(path: Path) -> list[Path]:
+def _list_prime_files(path: Path) -> list[Path]:
     if not path.is_dir():
         return [path]
     files = [path / name for name in sorted(walk_files(path, "", (*VIDEOS, *PICTURES)))]

@@ -65,7 +65,7 @@ def draw_captions(captions: Sequence[str], width: int, channels: int) -> np.ndar
     most 4.
     """
     font = ImageFont.load_default(_FONT_SIZE)
-    wrapped = [_wrap_text(text, font, width) for text in captions]
+    wrapped = [_wrap_and_cut_text(text, font, width) for text in captions]
     bars = []
     for lines in wrapped:
         bar = Image.new("L", (width, max(map(len, wrapped)) * (_FONT_SIZE + 2) + 2))
@@ -74,7 +74,7 @@ def draw_captions(captions: Sequence[str], width: int, channels: int) -> np.ndar
     return np.stack(bars)[..., None].repeat(channels, 3)
 
 
-def _wrap_text(text: str, font: ImageFont.FreeTypeFont, width: int) -> list[str]:
+def _wrap_and_cut_text(text: str, font: ImageFont.FreeTypeFont, width: int) -> list[str]:
     """Wraps a text at blanks, or within words that are too long; cuts off what does not fit into 4 lines."""
     letters = (letter for letter in unicodedata.normalize("NFKD", text) if not unicodedata.combining(letter))
     words = "".join(letter if letter.isascii() else "?" for letter in letters).split()  # Pillow's font is ASCII only

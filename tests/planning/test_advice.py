@@ -150,9 +150,9 @@ def test_sharing():
     shared = case.change(**least, sequence=2).estimate_costs()
     assert takes(shared) < takes(case.change(**least).estimate_costs())
     tight = on(case, takes(shared))
-    found = advice.find_estimate_with_sample_sharing(tight)
+    found = advice.find_fit_with_shared_samples(tight)
     assert found.fits and find_changed_choices(case.estimate_costs(), found)["parallel.sequence"] == 2
-    assert advice.find_estimate_with_sample_sharing(on(case, takes(shared) - 1)) is None
+    assert advice.find_fit_with_shared_samples(on(case, takes(shared) - 1)) is None
     text = plan.describe_plan(replace(case, run=found.run))[0]  # it fits, so that no advice is looked for
     assert f"batch {BATCH} = {WORLD // 2} groups of 2 ranks x 1 x 4" in text
 

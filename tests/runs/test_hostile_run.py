@@ -10,7 +10,7 @@ import torch
 
 from dstrain import recipe, systems
 from dstrain.checkpoint.manifest import NAME
-from dstrain.disk.sealed import parse_sealed, render_sealed
+from dstrain.disk.sealed import parse_sealed_content, render_sealed
 from dstrain.recipe import ConfigError
 from dstrain.runs import folders
 from tests.support import checkpoints
@@ -68,7 +68,7 @@ def manifest(name):
 
     def plant(run, outside):
         path = run / STEP / NAME
-        body = parse_sealed(path.read_bytes())
+        body = parse_sealed_content(path.read_bytes())
         body["files"][name.format(outside=outside)] = next(iter(body["files"].values()))
         path.write_bytes(render_sealed(body))
 

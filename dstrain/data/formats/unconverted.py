@@ -60,14 +60,14 @@ def refuse_unconverted_data(root: str, files: Files, request: Request, forms: It
             path = root if os.path.isfile(root) else "/".join(filter(None, (root.rstrip("/"), place)))
             if os.path.isfile(root) and kind.startswith("cifar"):
                 path = os.path.dirname(root)
-            raise _explain_refusal(root, noun, kind, path, request.key, files.far)
+            raise _make_refusal(root, noun, kind, path, request.key, files.far)
     if is_npz(files):
-        raise _explain_refusal(root, "the arrays of an .npz", "npz", root, request.key, files.far)
+        raise _make_refusal(root, "the arrays of an .npz", "npz", root, request.key, files.far)
     if request.labels == "auto" and not request.captions and find_validation_labels(root, files):
         _refuse_flat_validation(root, request)
 
 
-def _explain_refusal(root: str, noun: str, kind: str, path: str, key: str, far: bool) -> ConfigError:
+def _make_refusal(root: str, noun: str, kind: str, path: str, key: str, far: bool) -> ConfigError:
     return ConfigError(f"{key}={root} holds {noun}: {describe_conversion(kind, path, key, far)}")
 
 

@@ -351,6 +351,6 @@ def _make_split(index: Index, members: np.ndarray, names: Any) -> Split:
 def read_sealed_file(path: Path) -> dict[str, Any] | None:
     """Returns the content of a sealed file (disk/sealed.py); None if it cannot be read or was altered."""
     try:
-        return sealed.parse_sealed(path.read_bytes())
+        return sealed.parse_sealed_content(path.read_bytes())
     except OSError:
         return None

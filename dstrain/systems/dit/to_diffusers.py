@@ -76,7 +76,7 @@ def take_own_part(x, *_):
 
 
 take_own_parts = order_as_gathered = gather_parts = take_own_part
-exchange_tokens_for_heads = exchange_heads_for_tokens = take_own_part
+gather_tokens_and_split_heads = gather_heads_and_split_tokens = take_own_part
 """
 _PIXART = """\
 import torch

@@ -30,7 +30,7 @@ from dstrain.systems.phenaki import codec, masking
 from dstrain.systems.phenaki.config import Config
 from dstrain.systems.phenaki.decoding import decode_tokens
 from dstrain.systems.phenaki.maskgit import MaskGit, Pass, TokenCritic
-from dstrain.systems.phenaki.tokenizer.network import mark_whole_latent_frames
+from dstrain.systems.phenaki.tokenizer.network import mark_latent_frames_without_padding
 from dstrain.systems.phenaki.transformer import TransformerBlock
 
 
@@ -94,7 +94,7 @@ class PhenakiSystem(System):
                 f"{self.config.token_shape}; leave model.token_shape out, or encode other clips"
             )
         if frames is not None:
-            example["real"] = mark_whole_latent_frames(frames, self.temporal_patch_size, shape[0])
+            example["real"] = mark_latent_frames_without_padding(frames, self.temporal_patch_size, shape[0])
         return example | self.texts.make_batch_inputs(batch)
 
     def accepts(self, source: Any) -> None:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from dstrain.nn.attention import attend
 from dstrain.nn.layers import Linear, make_dropout
 from dstrain.nn.quantize import widen_precision
-from dstrain.nn.sequence import exchange_channels_for_parts, exchange_parts_for_channels, take_own_part
+from dstrain.nn.sequence import gather_channels_and_split_parts, gather_parts_and_split_channels, take_own_part
 from dstrain.recipe import ConfigError
 
 _HIDDEN = -10000.0  # added to scores of hidden tokens: its exp is 0, float16 can hold it
@@ -259,12 +259,12 @@ class PositionEncoder3d(nn.Conv3d):
         self.before = 2 if causal else 1
 
     def forward(self, x: Tensor) -> Tensor:
-        x = exchange_parts_for_channels(
+        x = gather_parts_and_split_channels(
             x, ROWS
         )  # a rank that shares rows encodes all of them, of a part of the channels
         x = F.pad(x.movedim(-1, 1), (1, 1, 1, 1, self.before, 2 - self.before))  # (B, dim, t, h, w)
         x = F.conv3d(x, take_own_part(self.weight, 0), take_own_part(self.bias, 0), groups=x.shape[1])
-        return exchange_channels_for_parts(x.movedim(1, -1), ROWS)
+        return gather_channels_and_split_parts(x.movedim(1, -1), ROWS)
 
 
 class PositionBias(nn.Module):

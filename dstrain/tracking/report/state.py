@@ -76,7 +76,7 @@ def read_state(folder: Path) -> State:
         left = latest.get("seconds_left") or (steps - step) * run.batch.global_ / rate
     if steps is not None and step is not None and step >= steps:
         word = "complete"  # though it may be held until the last files are written
-    elif (held := _is_locked(folder / ".lock")) is not False and not _has_stopped(folder, note):
+    elif (held := _is_locked(folder / ".lock")) is not False and not _has_logged_a_stop(folder, note):
         word = "beginning" if step is None else "running"
         if not held:
             word = "unknown"
@@ -165,7 +165,7 @@ def _find_ending(note: str | None) -> str | None:
     return next((word for begins, word in words.items() if (note or "").startswith(begins)), None)
 
 
-def _has_stopped(folder: Path, note: str | None) -> bool:
+def _has_logged_a_stop(folder: Path, note: str | None) -> bool:
     """Returns whether a run has logged that it was stopped, and no command has claimed its folder since."""
     try:
         written, taken = ((folder / name).stat().st_mtime_ns for name in ("log.txt", ".lock"))

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from dstrain import rng
 from dstrain.systems.phenaki import masking
-from dstrain.systems.phenaki.tokenizer.network import mark_whole_latent_frames
+from dstrain.systems.phenaki.tokenizer.network import mark_latent_frames_without_padding
 
 
 @pytest.mark.parametrize("u", [0.0, 0.1, 0.5, 0.9, 0.999])
@@ -51,6 +51,6 @@ def test_equal_scores():
 def test_real_frames(patch):
     """Oracle: a count of the latent frames whose last frame, 1 + k patch, is a real one."""
     frames = torch.arange(1, 14)
-    found = mark_whole_latent_frames(frames, patch, 13)
+    found = mark_latent_frames_without_padding(frames, patch, 13)
     assert found.sum(1).tolist() == [sum(1 + k * patch <= count for k in range(13)) for count in range(1, 14)]
     assert not bool((found[:, 1:] & ~found[:, :-1]).any())

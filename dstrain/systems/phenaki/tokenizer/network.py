@@ -106,7 +106,7 @@ class CViViT(nn.Module):
         """
         bias = self.spatial_rel_pos_bias(*self.grid)  # (heads, hw, hw)
         x = self._encode(video, frames, bias)
-        real = mark_whole_latent_frames(frames, self.temporal_patch_size, x.shape[1])[:, :, None, None]
+        real = mark_latent_frames_without_padding(frames, self.temporal_patch_size, x.shape[1])[:, :, None, None]
         quantized: Quantized = self.vq(x, real.expand(x.shape[:-1]).float())
         return Pass(self._decode(quantized.x, bias), *quantized[1:])
 
@@ -165,7 +165,7 @@ class CViViT(nn.Module):
         return x.permute(0, 1, 4, 5, 2, 6, 3, 7).reshape(batch, count * length, channels, h * s, w * s)
 
 
-def mark_whole_latent_frames(frames: Tensor, temporal_patch_size: int, count: int) -> Tensor:
+def mark_latent_frames_without_padding(frames: Tensor, temporal_patch_size: int, count: int) -> Tensor:
     """Returns bool (B, count), True for the latent frames of each clip that contain no padding. frames: int64 (B,), the
     number of real frames of each clip; count: number of latent frames.
     """

@@ -28,7 +28,7 @@ from dstrain.systems.phenaki.tokenizer.network import (
     Pass,
     count_frames_with_tokens,
     mark_frames_with_tokens,
-    mark_whole_latent_frames,
+    mark_latent_frames_without_padding,
 )
 from dstrain.systems.phenaki.transformer import TransformerBlock
 
@@ -201,7 +201,8 @@ class TokenizerSystem(System):
         by_clip = {
             name: _average_marked_frames(values.view(counted.shape), counted) for name, values in by_frame.items()
         }
-        real = mark_whole_latent_frames(example["frames"], self.temporal_patch_size, tokens.shape[1])  # (B, t)
+        # (B, t)
+        real = mark_latent_frames_without_padding(example["frames"], self.temporal_patch_size, tokens.shape[1])
         usage = measure_token_shares(tokens, self.codebook_size, real[:, :, None, None].expand_as(tokens))
         return (
             terms
