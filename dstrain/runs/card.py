@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from pydantic import BaseModel
 
 from dstrain import __version__
 from dstrain.checkpoint.manifest import read_manifest
@@ -27,6 +28,7 @@ from dstrain.systems.base import System
 GRID = "samples.png"
 _KINDS = {"master": "the training weights", "ema": "an average of the training weights, decay"}
 _LIBRARIES = ("torch", "diffusers", "safetensors")
+_KIND_AND_PATH = re.compile(r"((?:\w[\w.+-]*:)?)(.*)", re.DOTALL)  # KIND: of samples.features, or nothing, and a path
 # Runs the code argv[1] and writes what it drew to argv[2]. dstrain cannot be imported, nor can what only it needs: for
 # diffusers, bitsandbytes is seconds of importing.
 _RUNNER = """\
@@ -186,31 +188,30 @@ def _describe_sampling(samples: Samples, system: System, class_name: str) -> str
 
 
 def _hide_paths(run: Run) -> Run:
-    """Returns a copy of the recipe without the paths of this machine: `folder` and `init_from` become None. Only the
-    last part stays of each absolute path in `data` and `model`, and of data.path and data.held_out_path.
+    """Returns a copy of the recipe without the paths of this machine. `folder` and `init_from` become None; only the
+    last part stays of data.path, of data.held_out_path, and of each absolute path anywhere in the recipe.
     """
-    data = {key: _strip_paths(value) for key, value in run.data}
-    data |= {key: data[key] and _keep_last_path_part(data[key]) for key in ("path", "held_out_path")}
-    return run.model_copy(
-        update={
-            "folder": None,
-            "init_from": None,
-            "data": run.data.model_copy(update=data),
-            "model": _strip_paths(run.model),
-        }
-    )
+    run = _strip_paths(run)
+    places = {"path": run.data.path, "held_out_path": run.data.held_out_path}
+    last = {key: place and _keep_last_path_part(place) for key, place in places.items()}
+    return run.model_copy(update={"folder": None, "init_from": None, "data": run.data.model_copy(update=last)})
 
 
 def _strip_paths(value: Any) -> Any:
+    """Returns a value in which only the last part stays of each absolute path, also within sections, dicts, lists and
+    tuples, and behind KIND: in a text such as "dinov2:/models/dinov2".
+    """
+    if isinstance(value, BaseModel):
+        return value.model_copy(update={name: _strip_paths(inner) for name, inner in value})
     if isinstance(value, dict):
         return {key: _strip_paths(inner) for key, inner in value.items()}
     if isinstance(value, (list, tuple)):
         return type(value)(_strip_paths(inner) for inner in value)
-    return (
-        _keep_last_path_part(value)
-        if isinstance(value, (str, Path)) and Path(value).expanduser().is_absolute()
-        else value
-    )
+    if isinstance(value, (str, Path)):
+        kind, path = _KIND_AND_PATH.fullmatch(str(value)).groups()
+        if Path(path).expanduser().is_absolute() and not path.startswith("//"):
+            return type(value)(kind + str(_keep_last_path_part(path)))
+    return value
 
 
 def _keep_last_path_part(path: Any) -> Any:
