@@ -81,7 +81,9 @@ def main() -> None:
 
 
 def start_verb(name: str) -> None:
-    """Runs a verb with the options in sys.argv. Ends the process, see `run_main`, if the verb fails."""
+    """Runs a verb with the options in sys.argv. Ends the process if the verb fails, and after a success as well if it
+    has begun a process group; see `run_main`.
+    """
     open_closed_standard_streams()
     if name == "train":
         install_stack_dump_handler()

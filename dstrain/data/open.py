@@ -29,7 +29,7 @@ from dstrain.data.left_out import require_applicable_leave_out
 from dstrain.data.mixture import join_codes, open_mixture
 from dstrain.data.overlap import find_overlaps
 from dstrain.data.source import Source
-from dstrain.data.sources.buckets import Sized, sort_by_duration
+from dstrain.data.sources.buckets import Sized, bucket_by_duration
 from dstrain.data.sources.embedded import add_embeddings
 from dstrain.data.sources.images import Images, open_images
 from dstrain.data.sources.videos import CLIPS, open_videos
@@ -273,7 +273,7 @@ class ClipsData(Kind):
             unseen = open_videos(data.path, cut, split="held_out", **common)
         if not data.buckets:
             return train, unseen
-        return sort_by_duration(train, data.durations), unseen and sort_by_duration(unseen, data.durations)
+        return bucket_by_duration(train, data.durations), unseen and bucket_by_duration(unseen, data.durations)
 
 
 class ImagesData(Kind):

@@ -59,7 +59,7 @@ def _list_read_paths(path: str, cache: Cache) -> set[str]:
     return (
         _resolve_pattern_paths(path)
         if tables is None
-        else {os.path.realpath(files.fetch_local(part)) for part in tables.list_parts()}
+        else {os.path.realpath(files.fetch_local(part)) for part in tables.list_pieces()}
     )
 
 

@@ -234,7 +234,7 @@ def guide_network(
     return call_guided_network
 
 
-def make_guidance_mask(
+def make_guidance_condition(
     interval: tuple[float, float] | None, noise_of: Callable[[Tensor, Tensor], Tensor]
 ) -> Callable[[Tensor, Tensor], Tensor] | None:
     """Returns a function for the argument `active` of `guide_network`, which is true where the noise ratio sigma /

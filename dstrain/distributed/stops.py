@@ -120,8 +120,8 @@ class Stops:
                 self._file.unlink()
 
     def announce_end_and_remove_stop_file(self) -> None:
-        """Prints the reason for which the process ends while nothing is unsaved, and removes the file `stop`. With a
-        store, first tells the other ranks and waits until they have read it.
+        """Removes the file `stop`, and prints why the process ends and that nothing was unsaved. With a store, first
+        tells the other ranks, and gives them 2 seconds to read it.
         """
         if self._store is not None:
             self._exchange_once()

@@ -113,7 +113,7 @@ class VisionTower(Frozen):
         self.register_buffer("mean", torch.tensor(_MEAN).view(3, 1, 1), persistent=False)
         self.register_buffer("std", torch.tensor(_STD).view(3, 1, 1), persistent=False)
 
-    def describe_tokens(self) -> dict[str, Any]:
+    def describe_encoder(self) -> dict[str, Any]:
         """Returns {width, fingerprint}, which decide the tokens of an image. Call it before `set_precision`, which
         changes the weights.
         """

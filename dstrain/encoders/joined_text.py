@@ -51,7 +51,7 @@ class JoinedTextEncoder(TextEncoder):
                 self.tokenizers.append(_load_tokenizer(path, "tokenizer_3"))
                 self.encodings_dim = self.t5.config.d_model
             else:
-                self.encodings_dim = _read_width(path)
+                self.encodings_dim = _read_joint_attention_dim(path)
         self.eval().requires_grad_(False)
         first, second = (clip.config for clip in self.clips)
         self.embed_dim = first.projection_dim + second.projection_dim
@@ -159,7 +159,7 @@ def _load_tokenizer(path: str, folder: str) -> Any:
     return tokenizer
 
 
-def _read_width(path: str) -> int:
+def _read_joint_attention_dim(path: str) -> int:
     """Returns the width of text states that a pipeline's transformer takes, from its config. Raises ValueError if that
     names none.
     """

@@ -184,8 +184,9 @@ def draw_batches(
 
 
 def _open_own_reference(run: Run, compared: dict[str, Features], own: Source | None, source: Source | None) -> Compared:
-    """Returns the run's own data as the reference: `own` if given, else `source`. Raises ConfigError if both are None,
-    since no data are held out, or if the data are cached codes instead of pictures.
+    """Returns the run's own data as the reference: `own`, the built-in pictures of the split, or if it is None a view
+    of `source`, the split's data, with square pictures. Raises ConfigError if both are None, since no data are held
+    out, or if `own` is None and the data are cached codes instead of pictures.
     """
     data = run.data
     if own is None and source is None:

@@ -49,9 +49,9 @@ class PatchDiscriminator(nn.Module):
 
         The slope is the gradient of a picture's summed logits with respect to the picture; its square is divided by the
         number of patches. The squared slope has a gradient itself: the graph is run backward twice. The first backward
-        pass must be inside this call, since an engine hooks a network's outputs and would take a pass that starts there
-        for that of the loss. Raises ConfigError if ZeRO-3 has scattered the weights, which would be released before the
-        second pass.
+        pass must be inside this call: an engine hooks the network's outputs, and would mistake a backward pass that
+        starts from them for the loss's. Raises ConfigError if `sloped` is above 0 and ZeRO-3 has partitioned the
+        weights, which would be released before the second pass.
         """
         if not sloped:
             return self._compute_logits(x)

@@ -103,8 +103,8 @@ def compute_timestep_features(t: Tensor, dim: int, max_period: float = 10000.0, 
     """Returns sinusoids of timesteps, cosines first, always float32: (B,) -> (B, dim). For an odd dim the last value is
     0.
 
-    With shift 0 the lowest frequency is not quite 1 / max_period, as in DDPM's successors; with shift 1,
-    `downscale_freq_shift` of diffusers' DiT, it is.
+    With shift 1 (`downscale_freq_shift` of diffusers' DiT) the lowest frequency is 1 / max_period; with shift 0 (DDPM's
+    successors) it is a little higher.
 
     Frequencies are computed in float64 and rounded once: exp in float32 is up to 5 units in the last place off on some
     CPUs, which at t = 999 is 1e-4 in a phase, and a model would not be the same function everywhere.

@@ -29,7 +29,8 @@ T = TypeVar("T")
 
 
 def count_costs(run: Run, settings: dict[str, Any], layout: Layout, device: str = "cuda") -> Counts:
-    """Returns the costs of a checked recipe with `settings`, which engine/settings.py resolves for layout.world.
+    """Returns what a step of a checked recipe costs, see Counts. settings: DeepSpeed's, which engine/settings.py
+    resolves for layout.world ranks.
 
     device      "cuda", or "cpu" to count attention as the CPU computes it
 

@@ -71,10 +71,13 @@ def complete_model(run: Run, config_class: Any, typed: Iterable[str] = ()) -> Ru
 def describe_replaced_entries(
     section: str, given: dict[str, Any], completed: dict[str, Any], typed: Iterable[str]
 ) -> list[str]:
-    """Lists a message for each entry of a section that an override in `typed` sets, and whose value in `completed`,
-    which was filled in from the data, differs from the one in `given`.
+    """Returns a message for each entry of a section that the user has set by an override, and the data have changed.
 
-    An entry that only the file sets is replaced without a message: a run has written it, maybe for other data.
+    given       the entries as the user set them       typed   the overrides, such as "model.num_classes=10"
+    completed   the entries after filling in from the data
+
+    There is no message for an entry that is null in `given`, nor for one that only the recipe file sets, since a run
+    may have written that for other data.
     """
     keys = [override.partition("=")[0].strip().split(".") for override in typed]
     names = {key[1] for key in keys if key[0] == section and len(key) > 1}

@@ -192,7 +192,7 @@ def test_guidance_interval(sampler, guide):
         {"y": torch.zeros(3)},
         3.0,
         guide=guide and counted(guide),
-        active=samplers.make_guidance_mask((0.2, 5.0), diffusion.compute_noise_ratio),
+        active=samplers.make_guidance_condition((0.2, 5.0), diffusion.compute_noise_ratio),
     )
 
     def watched(x, t):

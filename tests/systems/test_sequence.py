@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from dstrain import systems
 from dstrain.nn.sequence import gather_parts, order_as_gathered, take_own_part, take_own_parts
-from dstrain.systems.dit.blocks import JointBlock, Seen
+from dstrain.systems.dit.blocks import BlockInputs, JointBlock
 from dstrain.systems.dit.network import DiT
 from dstrain.systems.phenaki.maskgit import MaskGit, TokenCritic
 from dstrain.systems.phenaki.tokenizer.network import CViViT
@@ -52,7 +52,7 @@ class Joint(nn.Module):
     def forward(self, x: Tensor, c: Tensor, mask: Tensor, patches: int) -> Tensor:
         ordered = order_as_gathered(mask, patches, 1)[:, None, None]
         x = take_own_parts(x, patches, 1)
-        seen = Seen(c, mask=ordered, images=take_own_part(torch.arange(patches), 0).numel())
+        seen = BlockInputs(c, mask=ordered, images=take_own_part(torch.arange(patches), 0).numel())
         for block in self.blocks:
             x = block(x, *seen)
         return gather_parts(x, 1)

@@ -50,8 +50,10 @@ class Spec:
 
 
 def option(default: Any, text: str, kind: Callable[[str], Any] = str, **more: Any) -> Any:
-    """Returns a dataclass field for the option --NAME; `more` are fields of Spec. A bool makes a flag without a value:
-    its default is False, or True if it is named no-SOMETHING.
+    """Returns a dataclass field for the option --NAME. `text` is its help, and `more` are fields of Spec.
+
+    With a bool as `default` the option is a flag without a value: give False, or True for a flag named no-SOMETHING,
+    which sets False.
     """
     return field(default=default, metadata={_SPEC: Spec(text, kind, **more)})
 
@@ -124,14 +126,14 @@ def _make_nonempty_parser(kind: Callable[[str], Any]) -> Callable[[str], Any]:
     Path would turn an empty word into the current folder.
     """
 
-    def parse_word(text: str) -> Any:
+    def parse_nonempty_word(text: str) -> Any:
         if not text.strip():
             raise argparse.ArgumentTypeError(
                 "gives nothing, as where a variable of the shell is not set: write a value, or leave it out"
             )
         return kind(text)
 
-    return parse_word
+    return parse_nonempty_word
 
 
 def _add_options(parser: Parser, found: list[tuple[Field, Spec]]) -> None:

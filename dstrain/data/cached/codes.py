@@ -21,7 +21,7 @@ def complete_codes(data: Data) -> Data:
         )
     index = Latents(data.path).index
     encoding = index["encoding"]
-    _require_shape(data, encoding)
+    _require_settings_of_encoding(data, encoding)
     _require_flips(data, encoding)
     text = encoding.get("text") or {}
     codes = Codes(
@@ -37,7 +37,10 @@ def complete_codes(data: Data) -> Data:
     return data.model_copy(update={"codes": codes})
 
 
-def _require_shape(data: Data, encoding: dict[str, Any]) -> None:
+def _require_settings_of_encoding(data: Data, encoding: dict[str, Any]) -> None:
+    """Raises ConfigError if size, channels, number or stride of frames in the section `data` are not those with which
+    the pictures were encoded.
+    """
     videos = "num_frames" in encoding
     of_images = {"num_frames": None, "frame_stride": 1, "height": data.image_size}
     for key in ("image_size", "channels", *of_images):

@@ -1,7 +1,7 @@
 """The interface of a layout: one form in which people keep data, such as class folders, tar shards or a parquet list.
 
 A layout lists its samples once, on one rank, for the index (data/index/). Every worker then reads samples by
-their places. A layout is pickled to the workers, so it keeps the names of its parts and never a list of samples.
+their places. A layout is pickled to the workers, so it keeps the names of its pieces and never a list of samples.
 """
 
 import os
@@ -38,7 +38,7 @@ class Place(NamedTuple):
     """Says where the bytes of a sample are. Each layout defines what `file`, `offset` and `size` mean for it."""
 
     name: str  # of the sample; of a file below the root: its relative path
-    file: int = 0  # number of the file that holds it, mostly a place in `list_parts()`
+    file: int = 0  # number of the file that holds it, mostly a place in `list_pieces()`
     offset: int = 0  # a byte, or a row
     size: int = -1  # bytes there; -1: not known
 
@@ -94,14 +94,14 @@ class Layout(ABC):
         """Returns whether these data have this form, judged by names and first bytes alone."""
 
     @abstractmethod
-    def list_parts(self) -> list[str]:
-        """Returns the names of the parts of the data: folders or shards. They are listed one after the other, and a
-        listing that was interrupted does not list the finished parts again.
+    def list_pieces(self) -> list[str]:
+        """Returns the names of the pieces of the data: folders or shards. They are listed one after the other, and a
+        listing that was interrupted does not list the finished pieces again.
         """
 
     @abstractmethod
-    def iterate_samples(self, part: str) -> Iterator[Sample]:
-        """Yields the samples of a part. Their order is the same each time, as long as the data are."""
+    def iterate_samples(self, piece: str) -> Iterator[Sample]:
+        """Yields the samples of a piece. Their order is the same each time, as long as the data are."""
 
     @abstractmethod
     def read(self, place: Place) -> Path | bytes:
@@ -205,7 +205,9 @@ class Layout(ABC):
         return "; ".join(filter(None, remarks))
 
     def prefetch(self, places: Iterable[Place]) -> None:
-        """Starts to fetch the bytes of samples that will be read soon, if the data are at an address. Does not wait."""
+        """Starts to fetch the bytes of samples that will be read soon, if the data are remote (s3://, hf://, http://).
+        Does not wait.
+        """
         self.files.prefetch(self.read, places)
 
     def iterate_files(self) -> Iterator[str]:
@@ -218,7 +220,7 @@ class Layout(ABC):
         """Returns the files and folders whose sizes and times of change tell whether the data have changed since they
         were listed.
         """
-        return self.list_parts()
+        return self.list_pieces()
 
     def check_after_listing(self) -> None:
         """Raises ConfigError for a fault that shows only after all samples are listed, such as captions of files that

@@ -35,14 +35,14 @@ class Clips(Folders):
     def recognises(cls, root: str, files: Files, request: Request) -> bool:
         return request.noun == "clips" and super().recognises(root, files, request)
 
-    def list_parts(self) -> list[str]:
-        parts = super().list_parts()
+    def list_pieces(self) -> list[str]:
+        pieces = super().list_pieces()
         file = self.request.captions_file
         self._captions = None if file is None else read_captions(Path(file))
-        return parts
+        return pieces
 
-    def iterate_samples(self, part: str) -> Iterator[Sample]:
-        samples = list(super().iterate_samples(part))
+    def iterate_samples(self, piece: str) -> Iterator[Sample]:
+        samples = list(super().iterate_samples(piece))
         names = [sample.place.name for sample in samples]
         _require_distinct_stems(self.root, names)
         if self._captions is None:

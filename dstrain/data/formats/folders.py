@@ -28,14 +28,14 @@ class Folders(Layout):
 
     def __init__(self, root: str, files: Files, request: Request) -> None:
         super().__init__(root, files, request)
-        self._deeper: list[str] = []  # folders that were listed below the parts
+        self._deeper: list[str] = []  # folders that were listed below the pieces
         self._by_name: dict[str, int] | None = None  # of a dataset.json
 
     @classmethod
     def recognises(cls, root: str, files: Files, request: Request) -> bool:
         return isinstance(files, LocalFiles) and os.path.isdir(root)
 
-    def list_parts(self) -> list[str]:
+    def list_pieces(self) -> list[str]:
         """Returns the names of the class folders. Returns [""], which means all files, if there are none, or if
         dataset.json or data.labels gives the labels.
 
@@ -110,12 +110,12 @@ class Folders(Layout):
                 "leave it out, or write data.labels=prefix for files such as cat_1.png"
             )
 
-    def iterate_samples(self, part: str) -> Iterator[Sample]:
+    def iterate_samples(self, piece: str) -> Iterator[Sample]:
         with report_listing_errors(self.root, self.request.key):
-            names = self._list_files_below(part)
+            names = self._list_files_below(piece)
         self._require_labels(names)
         if self._by_name is None:
-            yield from (Sample(Place(name), self.resolve_label(part or None, name)) for name in names)
+            yield from (Sample(Place(name), self.resolve_label(piece or None, name)) for name in names)
         else:
             yield from (Sample(Place(name), self.resolve_label(self._by_name.get(name), name)) for name in names)
 

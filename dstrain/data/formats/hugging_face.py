@@ -56,13 +56,13 @@ class Tables(Layout):
         """Returns the columns of the first file that are read; every other file must have the same."""
         return self._choose_columns(self._list_chosen_files()[0])
 
-    def list_parts(self) -> list[str]:
+    def list_pieces(self) -> list[str]:
         self.classes = self.class_list.classes or self.columns.classes
         return self._list_chosen_files()
 
     def list_watched_files(self) -> list[str]:
-        parts = self.list_parts()
-        return [*sorted({"", *(part.rpartition("/")[0] for part in parts)}), *parts]
+        pieces = self.list_pieces()
+        return [*sorted({"", *(piece.rpartition("/")[0] for piece in pieces)}), *pieces]
 
     def find_held_out_path(self) -> str | None:
         splits = self._splits
@@ -111,10 +111,10 @@ class Tables(Layout):
                 )
         return splits
 
-    def _has_images(self, part: str) -> bool:
+    def _has_images(self, piece: str) -> bool:
         from dstrain.data.formats.columns import find_image_columns
 
-        return bool(find_image_columns(self._open(part).schema, self.request))
+        return bool(find_image_columns(self._open(piece).schema, self.request))
 
     def _make_split_path(self, split: str, names: list[str]) -> str:
         """Returns the data.path of one split alone: a file, a folder, a pattern, or the list {A,B} of its files."""
@@ -126,16 +126,16 @@ class Tables(Layout):
             folder, name = "", f"{{{','.join(names)}}}"
         return "/".join(filter(None, (self.root.rstrip("/"), folder, name)))
 
-    def _open(self, part: str) -> Any:
+    def _open(self, piece: str) -> Any:
         """Opens a file as an ArrowFile or a ParquetFile."""
         raise NotImplementedError
 
-    def _choose_columns(self, part: str) -> Any:
+    def _choose_columns(self, piece: str) -> Any:
         from dstrain.data.formats.columns import choose_columns
 
-        return choose_columns(self._open(part).schema, self.request, self._name_part(part))
+        return choose_columns(self._open(piece).schema, self.request, self._describe_piece(piece))
 
-    def _open_with_label_names(self, part: str) -> tuple[Any, list[int | str]]:
+    def _open_with_label_names(self, piece: str) -> tuple[Any, list[int | str]]:
         """Opens a table. Returns the table, and a list that maps each number of its ClassLabel to a class: the number
         which the first file gives that name, or, with data.class_list, the name. The list is [] without a ClassLabel.
 
@@ -143,30 +143,30 @@ class Tables(Layout):
         Raises ConfigError if the file has other columns than the first, or a ClassLabel with names that the ClassLabel
         of the first lacks.
         """
-        if part == self._list_chosen_files()[0]:
+        if piece == self._list_chosen_files()[0]:
             self.record_unread_files_beside()
             check_missing_shards(self, self._list_chosen_files())
-        first, own = self.columns, self._choose_columns(part)
+        first, own = self.columns, self._choose_columns(piece)
         if own._replace(classes=first.classes) != first:
             raise ConfigError(
-                f"{self._name_part(part)} has {own.describe()}, and {self._list_chosen_files()[0]} {first.describe()}: "
-                "write it anew with the same columns, or take it away"
+                f"{self._describe_piece(piece)} has {own.describe()}, and {self._list_chosen_files()[0]} "
+                f"{first.describe()}: write it anew with the same columns, or take it away"
             )
         names, unknown = own.classes, [name for name in own.classes if name not in set(first.classes)]
         if unknown or bool(names) != bool(first.classes) or (names != first.classes and len(set(names)) < len(names)):
             raise ConfigError(
-                f"{self._name_part(part)} names its labels {join_first(names) or 'not at all'}, and "
+                f"{self._describe_piece(piece)} names its labels {join_first(names) or 'not at all'}, and "
                 f"{self._list_chosen_files()[0]} {join_first(first.classes) or 'not at all'}, so that its numbers may "
                 "mean others: write it anew with the same ClassLabel, or take it away"
             )
         if self.class_list.classes:
-            return self._open(part), list(names)
-        return self._open(part), [
+            return self._open(piece), list(names)
+        return self._open(piece), [
             at if names == first.classes else first.classes.index(name) for at, name in enumerate(names)
         ]
 
-    def _name_part(self, part: str) -> str:
-        return f"{self.request.key}={self.root}: {part}"
+    def _describe_piece(self, piece: str) -> str:
+        return f"{self.request.key}={self.root}: {piece}"
 
     def _make_sample(self, place: Place, row: dict[str, Any], names: list[int | str]) -> Sample:
         """Returns a sample with its label and captions, from a row of the table.
@@ -236,14 +236,14 @@ class ArrowTables(Tables):
     def recognises(cls, root: str, files: Files, request: Request) -> bool:
         return any(name.lower().endswith(cls.suffix) for name in peek_files(files))
 
-    def iterate_samples(self, part: str) -> Iterator[Sample]:
+    def iterate_samples(self, piece: str) -> Iterator[Sample]:
         from dstrain.data.files.arrow import list_rows
 
-        file, names = self._open_with_label_names(part)
+        file, names = self._open_with_label_names(piece)
         columns = self._choose_listed_columns(file.schema.names)
         for at, batch in file.iterate_batches():
             for row, values in enumerate(list_rows(batch.select(columns))):
-                yield self._make_sample(Place(f"{part}/{at}/{row}", 0, at // 8 * _ROW + row), values, names)
+                yield self._make_sample(Place(f"{piece}/{at}/{row}", 0, at // 8 * _ROW + row), values, names)
 
     def read(self, place: Place) -> bytes | Path:
         at, row = divmod(place.offset, _ROW)
@@ -306,8 +306,8 @@ class ArrowTables(Tables):
             )
         return values
 
-    def _open(self, part: str) -> Any:
-        return _open_arrow(self.files, part, self._name_part(part))
+    def _open(self, piece: str) -> Any:
+        return _open_arrow(self.files, piece, self._describe_piece(piece))
 
 
 class HubTables(ArrowTables):
@@ -399,7 +399,7 @@ class ParquetTables(Tables):
         return is_file and any(can_hold_bytes(field.type) for field in schemas[0])
 
     def describe_advice(self) -> str:
-        remarks, file = [super().describe_advice()], self._open(self.list_parts()[0])
+        remarks, file = [super().describe_advice()], self._open(self.list_pieces()[0])
         size = file.count_bytes(0, [self.columns.image])
         if size >= _HUGE and file.is_compressed(self.columns.image):
             remarks.append(
@@ -408,8 +408,8 @@ class ParquetTables(Tables):
             )
         return "; ".join(filter(None, remarks))
 
-    def iterate_samples(self, part: str) -> Iterator[Sample]:
-        (file, names), image, count = self._open_with_label_names(part), self.columns.image, 0
+    def iterate_samples(self, piece: str) -> Iterator[Sample]:
+        (file, names), image, count = self._open_with_label_names(piece), self.columns.image, 0
         file.require_single_file()
         columns = self._choose_listed_columns(file.schema.names)
         for group in range(file.num_groups):
@@ -423,24 +423,24 @@ class ParquetTables(Tables):
                         chunk = None  # It is coded, and so is the rest of the row group.
                     else:
                         offset, size = at, len(content)
-                yield self._make_sample(Place(f"{part}/{count}", 0, offset, size), values, names)
+                yield self._make_sample(Place(f"{piece}/{count}", 0, offset, size), values, names)
                 count += 1
 
     def read(self, place: Place) -> bytes | Path:
         from dstrain.data.files.arrow import read_value
 
-        part = place.name.rpartition("/")[0]
+        piece = place.name.rpartition("/")[0]
         if place.size >= 0:
-            return self.files.read_span(part, place.offset, place.size)
+            return self.files.read_span(piece, place.offset, place.size)
         group, row = divmod(place.offset, _ROW)
         with _UNPACKING:
-            column = _read_group_column(self.files, part, self._name_part(part), group, self.columns.image)
+            column = _read_group_column(self.files, piece, self._describe_piece(piece), group, self.columns.image)
             if row >= len(column):
                 raise ConfigError("is not in the file any more")
             return self._read_image(read_value(column, row))
 
-    def _open(self, part: str) -> Any:
-        return _open_parquet(self.files, part, self._name_part(part))
+    def _open(self, piece: str) -> Any:
+        return _open_parquet(self.files, piece, self._describe_piece(piece))
 
 
 def iterate_files_by_suffix(files: Files, *suffixes: str, folder: str = "") -> Iterator[str]:
@@ -463,20 +463,20 @@ def _find_encoded_image(value: Any) -> bytes | None:
 
 
 @lru_cache(_MAPPED)
-def _open_arrow(files: Files, part: str, where: str) -> Any:
+def _open_arrow(files: Files, piece: str, where: str) -> Any:
     from dstrain.data.files.arrow import ArrowFile
 
-    return ArrowFile(files.fetch_local(part), where)
+    return ArrowFile(files.fetch_local(piece), where)
 
 
-def _open_parquet(files: Files, part: str, where: str) -> Any:
+def _open_parquet(files: Files, piece: str, where: str) -> Any:
     from dstrain.data.files.arrow import ParquetFile
 
-    return ParquetFile(files, part, where)
+    return ParquetFile(files, piece, where)
 
 
 @lru_cache(1)
-def _read_group_column(files: Files, part: str, where: str, group: int, column: str) -> Any:
+def _read_group_column(files: Files, piece: str, where: str, group: int, column: str) -> Any:
     """Returns a column of a row group as a ChunkedArray. The last result is cached, since neighbouring samples lie in
     the same row group.
 
@@ -487,9 +487,9 @@ def _read_group_column(files: Files, part: str, where: str, group: int, column: 
     from dstrain.data.files.arrow import MAX_GROUP
 
     batches, size = [], 0
-    for batch in _open_parquet(files, part, where).iterate_batches(group, [column]):
+    for batch in _open_parquet(files, piece, where).iterate_batches(group, [column]):
         batches.append(batch.column(0))
         size += batch.nbytes
         if size > MAX_GROUP:
-            raise ConfigError(f"{part} has row groups beyond {MAX_GROUP / 1e9:.3g} GB: write it anew")
+            raise ConfigError(f"{piece} has row groups beyond {MAX_GROUP / 1e9:.3g} GB: write it anew")
     return pyarrow.chunked_array(batches)

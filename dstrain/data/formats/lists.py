@@ -68,7 +68,7 @@ class TableList(Layout):
         # A parquet file with the pictures themselves is no list, but another layout's.
         return "path" in request.columns or not open_table(files, name, f"{request.key}={root}").has_files()
 
-    def list_parts(self) -> list[str]:
+    def list_pieces(self) -> list[str]:
         if self.request.captions_file is not None:
             raise ConfigError(
                 f"data.captions={self.request.captions_file}: {self.root} is a list, and its captions "
@@ -80,8 +80,8 @@ class TableList(Layout):
     def list_watched_files(self) -> list[str]:
         return [self._open().name]
 
-    def iterate_samples(self, part: str) -> Iterator[Sample]:
-        group = part.rpartition(":")[2]
+    def iterate_samples(self, piece: str) -> Iterator[Sample]:
+        group = piece.rpartition(":")[2]
         table = self._open()
         columns = self._choose_columns(table)
         label = columns["label"] if self.request.labels == "auto" else []
@@ -231,10 +231,10 @@ class Metadata(TableList):
             raise ConfigError(f"{request.key}={root} has {LABELS} and {tables[0].name}: which of them counts? Keep one")
         return counts
 
-    def iterate_samples(self, part: str) -> Iterator[Sample]:
-        if part == self.list_parts()[0] and isinstance(self.files, LocalFiles):
+    def iterate_samples(self, piece: str) -> Iterator[Sample]:
+        if piece == self.list_pieces()[0] and isinstance(self.files, LocalFiles):
             self._record_files_without_row()
-        yield from super().iterate_samples(part)
+        yield from super().iterate_samples(piece)
 
     def _record_files_without_row(self) -> None:
         """Counts as left out the files that have no row in the table, and files of types that are not read."""

@@ -232,7 +232,7 @@ class PackedFiles(Layout):
     def recognises(cls, root: str, files: Files, request: Request) -> bool:
         return file_exists(files, INDEX) or (file_exists(files, PACKING) and file_exists(files, name_shard(0)))
 
-    def list_parts(self) -> list[str]:
+    def list_pieces(self) -> list[str]:
         """Returns the names of the shards.
 
         Raises ConfigError if the data are not packed to the end, a shard is missing or has another size, or if images
@@ -267,10 +267,10 @@ class PackedFiles(Layout):
         self.classes = () if self.request.labels == "none" else tuple(body["classes"])
         return [shard["name"] for shard in body["shards"]]
 
-    def iterate_samples(self, part: str) -> Iterator[Sample]:
-        number = int(part.removeprefix("files_").partition(".")[0])
+    def iterate_samples(self, piece: str) -> Iterator[Sample]:
+        number = int(piece.removeprefix("files_").partition(".")[0])
         try:
-            for packed in iterate_packed_samples(self.files, part):
+            for packed in iterate_packed_samples(self.files, piece):
                 yield Sample(
                     Place(packed.name, number, packed.offset, packed.size),
                     None if self.request.labels == "none" else packed.label,
@@ -286,4 +286,4 @@ class PackedFiles(Layout):
         return self.files.read_span(name_shard(place.file), place.offset, place.size)
 
     def list_watched_files(self) -> list[str]:
-        return [INDEX, *self.list_parts()]
+        return [INDEX, *self.list_pieces()]

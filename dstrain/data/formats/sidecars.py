@@ -60,7 +60,7 @@ class Beside(Folders):
             suffixes = [spell(text) for text in _TEXTS for spell in (str.lower, str.upper, str.title)]
             return any(os.path.lexists(os.path.join(root, stem + suffix)) for stem in stems for suffix in suffixes)
 
-    def list_parts(self) -> list[str]:
+    def list_pieces(self) -> list[str]:
         with report_listing_errors(self.root, self.request.key):
             refuse_splits(Path(self.root), self.request.key)
         self.classes = self.class_list.classes
@@ -68,7 +68,7 @@ class Beside(Folders):
             self._read_labels()
         return [""]
 
-    def iterate_samples(self, part: str) -> Iterator[Sample]:
+    def iterate_samples(self, piece: str) -> Iterator[Sample]:
         with report_listing_errors(self.root, self.request.key):
             files = self._list_files_below("", *_TEXTS)
         texts = {name for name in files if name.lower().endswith(_TEXTS)}

@@ -60,7 +60,7 @@ class Tars(Layout):
             return _is_tar(root)
         return any(_is_tar(name) for name, inner in peek_names(files) if not inner)
 
-    def list_parts(self) -> list[str]:
+    def list_pieces(self) -> list[str]:
         """Returns the names of the .tar files.
 
         Raises ConfigError if one is compressed, since its members cannot be read by their offsets, and the unpacked one
@@ -96,15 +96,15 @@ class Tars(Layout):
             )
 
     def list_watched_files(self) -> list[str]:
-        return ["", *self.list_parts()]
+        return ["", *self.list_pieces()]
 
-    def iterate_samples(self, part: str) -> Iterator[Sample]:
-        if part == self._first:
+    def iterate_samples(self, piece: str) -> Iterator[Sample]:
+        if piece == self._first:
             self.record_unread_files_beside()
-            check_missing_shards(self, self.list_parts())
-        members = self._group_members(part)
+            check_missing_shards(self, self.list_pieces())
+        members = self._group_members(piece)
         folders = {f"{key.rpartition('/')[0]}/" for key in members}
-        refuse_split_names(folders, f"{self.request.key}={self.root}: {part}")
+        refuse_split_names(folders, f"{self.request.key}={self.root}: {piece}")
         if not (self.files.pattern or _names_several_files(self.root)):  # Else their user has chosen them.
             self._named |= {folder for folder in folders if is_split_name(folder.split("/")[-2])}
             refuse_split_names(self._named, f"{self.request.key}={self.root}")
@@ -114,7 +114,7 @@ class Tars(Layout):
             if "place" not in sample:
                 if "dotted" in sample:
                     raise ConfigError(
-                        f"{self.request.key}={self.root}: {part}: {sample['dotted']} has several dots. A "
+                        f"{self.request.key}={self.root}: {piece}: {sample['dotted']} has several dots. A "
                         "key ends at the first one, so its suffix is not known: pack it under a name "
                         "with one dot"
                     )
@@ -124,7 +124,7 @@ class Tars(Layout):
             own = _find_label(sample)
             if labelled and "damaged" in sample and own is None:
                 raise ConfigError(
-                    f"{self.request.key}={self.root}: {part}: {sample['damaged']} is empty or damaged, "
+                    f"{self.request.key}={self.root}: {piece}: {sample['damaged']} is empty or damaged, "
                     "and other samples have labels: mend it, take its sample out, or write "
                     "data.labels=none"
                 )
@@ -132,7 +132,7 @@ class Tars(Layout):
             if self.request.captions and not captions and self.request.noun != "clips":
                 self.record_left_out(UNCAPTIONED)
                 continue
-            name = f"{part}/{key}"
+            name = f"{piece}/{key}"
             if self.request.labels == "auto":
                 label = self.class_list.read_label(own, f"{self.request.key}={self.root}: {name}")
             else:
@@ -140,9 +140,9 @@ class Tars(Layout):
             yield Sample(Place(name, 0, *sample["place"]), label, captions)
 
     def iterate_files(self) -> Iterator[str]:
-        for part in self.list_parts():
-            with self.files.open(part) as file:
-                yield from (f"{part}/{member.name}" for member in _iterate_headers(file) if member.isreg())
+        for piece in self.list_pieces():
+            with self.files.open(piece) as file:
+                yield from (f"{piece}/{member.name}" for member in _iterate_headers(file) if member.isreg())
 
     def read(self, place: Place) -> bytes:
         if place.size > MAX_BYTES:
@@ -150,7 +150,7 @@ class Tars(Layout):
         end = place.name.lower().index(".tar/") + len(".tar")
         return self.files.read_span(place.name[:end], place.offset, place.size)
 
-    def _group_members(self, part: str) -> dict[str, dict[str, Any]]:
+    def _group_members(self, piece: str) -> dict[str, dict[str, Any]]:
         """Returns, for each key in a shard, what its members say: "place" is the (offset, size) of the sample, "txt"
         and "captions" its captions, "cls" and "label" its label. "dotted", "damaged" and "other" name members that are
         not read.
@@ -160,7 +160,7 @@ class Tars(Layout):
         members: dict[str, dict[str, Any]] = {}
         others, suffixes = Counter(), self.request.suffixes
         try:
-            with self.files.open(part) as file:
+            with self.files.open(piece) as file:
                 for member in _iterate_headers(file):
                     folder, _, name = member.name.rpartition("/")
                     stem, _, suffix = name.partition(".")
@@ -187,7 +187,7 @@ class Tars(Layout):
             raise
         except (tarfile.TarError, OSError, ValueError) as error:
             raise ConfigError(
-                f"{self.request.key}={self.root}: {part} is no readable tar file ({error}); make it "
+                f"{self.request.key}={self.root}: {piece} is no readable tar file ({error}); make it "
                 "anew, or take it away"
             ) from None
         self.record_unread_files(others)

@@ -39,10 +39,10 @@ class Zips(Layout):
         names = peek_names(files)
         return len(names) == 1 and names[0][0].lower().endswith(".zip") and not names[0][1]
 
-    def list_parts(self) -> list[str]:
+    def list_pieces(self) -> list[str]:
         return [self.name]
 
-    def iterate_samples(self, part: str) -> Iterator[Sample]:
+    def iterate_samples(self, piece: str) -> Iterator[Sample]:
         """Yields the members that are samples.
 
         Raises ConfigError if the file is no zip file or a damaged one, if a member is encrypted or compressed by an
@@ -50,12 +50,12 @@ class Zips(Layout):
         """
         try:
             with report_listing_errors(self.root, self.request.key):
-                members, labels, top = self._list_members_and_labels(part)
+                members, labels, top = self._list_members_and_labels(piece)
             members.require_no_overlap()
         except Missing:
             raise
         except ConfigError as error:
-            raise self._make_error(f"{part} cannot be read: {error}; pack it anew") from None
+            raise self._make_error(f"{piece} cannot be read: {error}; pack it anew") from None
         names = [name[len(top) :] for name in members.names]
         if labels is None or self.request.labels != "auto":
             refuse_split_names(names, f"{self.request.key}={self.root}")
@@ -88,7 +88,7 @@ class Zips(Layout):
     def read(self, place: Place) -> bytes:
         return read_member(self.files, self.name, place.offset, place.size, MAX_BYTES)
 
-    def _list_members_and_labels(self, part: str) -> tuple[Members, dict[str, int] | None, str]:
+    def _list_members_and_labels(self, piece: str) -> tuple[Members, dict[str, int] | None, str]:
         """Returns the members that are samples, the labels of dataset.json by name (None if there is no such file), and
         the folder that holds all of them: "", or its path with a slash at the end.
 
@@ -97,7 +97,7 @@ class Zips(Layout):
         """
         members, tables, top, others = Members(), [], None, Counter()
         stems, texts = set(), []  # of samples, and of files that may be their captions
-        with self.files.open(part) as file:
+        with self.files.open(piece) as file:
             for member in iterate_members(file):
                 name = member.orig_filename
                 folders, is_sample = name.split("/"), name.lower().endswith(self.request.suffixes)
@@ -153,7 +153,7 @@ class Zips(Layout):
                 size, packed = table.file_size, table.compress_size
                 if size > MAX_LABELS_BYTES:
                     raise ConfigError(f"its {LABELS} has {size:,} bytes")
-                content = read_member(self.files, part, table.header_offset, packed, max(size, packed))
+                content = read_member(self.files, piece, table.header_offset, packed, max(size, packed))
                 try:
                     labels = parse_labels(small.parse_json_of_distinct_keys(content), self.root, self.request.key)
                 except ValueError as error:

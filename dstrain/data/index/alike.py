@@ -93,19 +93,19 @@ def _identify_view(root: str) -> tuple[Any, ...]:
 
 
 def _observe_files(layout: Layout, index: Index, stats: list[Any]) -> dict[str, Any]:
-    """Returns a description of the files on this machine: `stats` as "watched", the layout's parts as "parts", and as
-    "files" (bytes, hash of both ends) by name, for at most 10,000 evenly spaced files. Some 256 of them are hashed; the
-    others have "" as their hash.
+    """Returns a description of the files on this machine: `stats` as "watched", the names of the layout's pieces as
+    "parts", and as "files" (bytes, hash of both ends) by name, for at most 10,000 evenly spaced files. Some 256 of them
+    are hashed; the others have "" as their hash.
     """
-    parts = [] if index.single else layout.list_parts()
-    count = len(index) if index.single else len(parts)
+    pieces = [] if index.single else layout.list_pieces()
+    count = len(index) if index.single else len(pieces)
     numbers = np.unique(np.linspace(0, count - 1, min(count, _SIZED)).astype(int)).tolist()
-    names = [index.read_name(number) if index.single else parts[number] for number in numbers]
+    names = [index.read_name(number) if index.single else pieces[number] for number in numbers]
     read = set(names[:: -(-len(names) // _READ)])
     files = map_in_threads(
         lambda name: (count_bytes(layout, name), _hash_file_ends(layout, name) if name in read else ""), names
     )
-    return {"watched": stats, "files": dict(zip(names, files)), "parts": parts}
+    return {"watched": stats, "files": dict(zip(names, files)), "parts": pieces}
 
 
 def count_bytes(layout: Layout, name: str) -> int:
@@ -151,8 +151,8 @@ def _iterate_differences(layout: Layout, index: Index) -> Iterator[str]:
     """Lists the data on this machine anew, and yields in words each difference of a sample from the index."""
     own = recognise_layout(layout.root, open_data_files(layout.root, layout.request), layout.request)
     row = 0
-    for part in own.list_parts():
-        for sample in own.iterate_samples(part):
+    for piece in own.list_pieces():
+        for sample in own.iterate_samples(piece):
             if row % CHUNK == 0:
                 get_phases().enter_phase(
                     f"comparing {layout.root} with what rank 0 has listed: {row:,} of {len(index):,}"

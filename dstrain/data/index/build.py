@@ -239,10 +239,10 @@ def _list_watched_names(layout: Layout, index: Index) -> list[str]:
 
 def _list_in_memory(layout: Layout) -> Index | None:
     """Lists the samples and returns their index, in memory; returns None as soon as there are more than 50,000."""
-    parts = layout.list_parts()
+    pieces = layout.list_pieces()
     columns = Columns(classes=layout.classes)
-    for part in parts:
-        for sample in layout.iterate_samples(part):
+    for piece in pieces:
+        for sample in layout.iterate_samples(piece):
             columns.add(sample, layout)
             if columns.number > _SMALL:
                 return None
@@ -255,15 +255,15 @@ def _list_on_disk(layout: Layout, folder: Path) -> Index:
     listed, if the data are the same. Replaces an index that is there.
     """
     layout.notes.clear()  # They may be those of a listing in memory.
-    building, parts = _name_building_folder(folder), layout.list_parts()
+    building, pieces = _name_building_folder(folder), layout.list_pieces()
     watch_list = _choose_watched_names(layout)
     _wait_until_clock_passes(stats := _read_stats(layout, watch_list))
     plan = {
         "version": VERSION,
         "layout": type(layout).__name__,
-        "number": len(parts),
+        "number": len(pieces),
         "watched": [watch_list, stats],
-        "parts": blake2b("\0".join(parts).encode("utf-8", "surrogateescape"), digest_size=8).hexdigest(),
+        "parts": blake2b("\0".join(pieces).encode("utf-8", "surrogateescape"), digest_size=8).hexdigest(),
     }
     journal = building / "journal.jsonl"
     columns, done = _resume_columns(building, journal, plan, layout)
@@ -272,7 +272,7 @@ def _list_on_disk(layout: Layout, folder: Path) -> Index:
         building.mkdir(parents=True)
         lines.append_lines(journal, json.dumps(plan) + "\n")
         columns, done = Columns(building, classes=layout.classes), 0
-    _add_parts(layout, columns, parts, done, journal)
+    _add_pieces(layout, columns, pieces, done, journal)
     layout.check_after_listing()
     more = [name for name in _choose_watched_names(layout) if name not in set(watch_list)]  # folders met while listing
     get_phases().enter_phase(f"writing the index of {layout.root}")
@@ -290,9 +290,9 @@ def _list_on_disk(layout: Layout, folder: Path) -> Index:
     return Index.open(folder)
 
 
-def _add_parts(layout: Layout, columns: Columns, parts: list[str], done: int, journal: Path) -> None:
-    """Adds the samples of parts[done:] to the columns, and writes these to the disk about once a second and at the end,
-    also after an error. After each write a line of the journal says what is on the disk, from which an interrupted
+def _add_pieces(layout: Layout, columns: Columns, pieces: list[str], done: int, journal: Path) -> None:
+    """Adds the samples of pieces[done:] to the columns, and writes these to the disk about once a second and at the
+    end, also after an error. After each write a line of the journal says what is on the disk, from which an interrupted
     listing can be continued.
     """
     state: dict[str, Any] | None = None
@@ -306,14 +306,14 @@ def _add_parts(layout: Layout, columns: Columns, parts: list[str], done: int, jo
         initial=columns.number, unit=f" {noun}", unit_scale=True, delay=2, disable=None, desc=f"listing {layout.root}"
     ) as bar:
         try:
-            for number, part in enumerate(parts[done:], done + 1):
-                for sample in layout.iterate_samples(part):
+            for number, piece in enumerate(pieces[done:], done + 1):
+                for sample in layout.iterate_samples(piece):
                     columns.add(sample, layout)
                     if columns.number % CHUNK == 0:
                         columns.write()
                         bar.update(columns.number - bar.n)
                         get_phases().enter_phase(
-                            f"listing {layout.root}: {columns.number:,} {noun}, part {number:,} of {len(parts):,}"
+                            f"listing {layout.root}: {columns.number:,} {noun}, part {number:,} of {len(pieces):,}"
                         )
                 state = {"done": number, "notes": dict(layout.notes)} | columns.get_state()
                 if time.monotonic() - synced > _SYNC:
@@ -334,7 +334,7 @@ def _wait_until_clock_passes(stats: list[list[int | str]]) -> None:
 
 def _resume_columns(building: Path, journal: Path, plan: dict[str, Any], layout: Layout) -> tuple[Columns | None, int]:
     """Opens the columns that an interrupted command with the same plan has written, after truncating their files to the
-    sizes in its journal. Returns the columns and the number of parts whose samples they hold; (None, 0) if they cannot
+    sizes in its journal. Returns the columns and the number of pieces whose samples they hold; (None, 0) if they cannot
     be used.
     """
     try:

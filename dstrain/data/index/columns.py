@@ -1,4 +1,4 @@
-"""Collects samples into the columns of an index, writes them part by part, and finishes labels and hashes last."""
+"""Collects samples into the columns of an index, writes them piece by piece, and finishes labels and hashes last."""
 
 import os
 import re

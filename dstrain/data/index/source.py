@@ -157,16 +157,16 @@ class Indexed(Source):
         return [self.index.read_name_bytes(row) for row in rows.tolist()]
 
     def _count_files(self) -> int:
-        return len(self) if self.index.single else len(self.layout.list_parts())
+        return len(self) if self.index.single else len(self.layout.list_pieces())
 
     def _iterate_files(self, numbers: Sequence[int]) -> Iterator[list[str]]:
         """Yields the names of the files with these numbers, a chunk at a time. A file is one sample, or a part of the
         layout if it holds several.
         """
-        parts = [] if self.index.single else self.layout.list_parts()
+        pieces = [] if self.index.single else self.layout.list_pieces()
         for start in range(0, len(numbers), CHUNK):
             some = numbers[start : start + CHUNK]
-            yield [self.name_sample(int(number)) if self.index.single else parts[number] for number in some]
+            yield [self.name_sample(int(number)) if self.index.single else pieces[number] for number in some]
 
     def _summarize_files(self, numbers: Sequence[int]) -> str:
         """Returns "bytes=SUM contents=HASH": the sum of the sizes of the files with these numbers, and a hash of the

@@ -187,7 +187,7 @@ class Timed(Bucketed):
         return words + ([f"{short:,} shorter than {least}: their last frame is repeated"] if short else [])
 
 
-def sort_by_duration(source: Videos | Mixed, durations: tuple[int, ...]) -> Timed | Mixed:
+def bucket_by_duration(source: Videos | Mixed, durations: tuple[int, ...]) -> Timed | Mixed:
     """Returns the samples of a source of clips sorted into buckets by duration. If images are mixed into the clips,
     they become clips of one frame, in a bucket of their own.
 

@@ -76,7 +76,7 @@ class Align(Section):
         path = section.get("path")
         if section.get("kind") != "repa" or not isinstance(path, str) or not Path(path).is_dir():
             return section
-        facts = VisionTower(Path(path), KINDS, _KEY).describe_tokens()
+        facts = VisionTower(Path(path), KINDS, _KEY).describe_encoder()
         for name, actual in facts.items():
             if section.get(name) not in (None, actual):
                 raise ConfigError(

@@ -1,8 +1,8 @@
 """The repeated blocks of a DiT and its head: choices of norm, MLP, attention and modulation, and nothing else.
 
-B samples, N tokens of which the first `images` are patches, D = dim. A block takes the tokens and, by position, what
-all blocks of a forward pass see (`Seen`). The names of weights are the published DiT's; xavier linear layers, and zero
-for every modulation and for the head, so that each block begins as identity.
+B samples, N tokens of which the first `images` are patches, D = dim. A block takes the tokens and, by position, the
+inputs that all blocks of a forward pass share (`BlockInputs`). The names of weights are the published DiT's; xavier
+linear layers, and zero for every modulation and for the head, so that each block begins as identity.
 """
 
 from typing import NamedTuple
@@ -15,7 +15,7 @@ from dstrain.nn.layers import Linear
 from dstrain.nn.tokens import MLPS, MODULATIONS, Attention, build_norm, join_heads, modulate
 
 
-class Seen(NamedTuple):
+class BlockInputs(NamedTuple):
     """The inputs that all blocks of a forward pass share. Blocks take them as separate arguments, since hooks and
     graphs look for tensors there.
     """
@@ -68,9 +68,9 @@ class Block(nn.Module):
         self.mlp = MLPS[mlp](dim, int(dim * mlp_ratio))
         self.adaLN_modulation = MODULATIONS[modulation](dim, vectors)
 
-    def forward(self, x: Tensor, *seen: Tensor | int | None) -> Tensor:
-        """Maps tokens (B, N, D) to tokens (B, N, D). seen: the fields of `Seen`, in order."""
-        c, shared, rotation, text, mask, _ = Seen(*seen)
+    def forward(self, x: Tensor, *inputs: Tensor | int | None) -> Tensor:
+        """Maps tokens (B, N, D) to tokens (B, N, D). inputs: the fields of `BlockInputs`, in order."""
+        c, shared, rotation, text, mask, _ = BlockInputs(*inputs)
         shift_msa, scale_msa, gate_msa, shift_mlp, scale_mlp, gate_mlp = self.adaLN_modulation(c, shared)
         own = mask if text is None else None
         x = x + gate_msa * self.attn(modulate(self.norm1(x), shift_msa, scale_msa), rotation=rotation, mask=own)
@@ -102,11 +102,11 @@ class JointBlock(nn.Module):
         if dual:
             self.attn2 = Attention(dim, num_heads, qk_norm)
 
-    def forward(self, x: Tensor, *seen: Tensor | int | None) -> Tensor:
+    def forward(self, x: Tensor, *inputs: Tensor | int | None) -> Tensor:
         """Maps tokens (B, N, D), the patches first and the text's behind them, to tokens (B, N, D); if it is the last
-        block, to the patches alone. seen: the fields of `Seen`, in order.
+        block, to the patches alone. inputs: the fields of `BlockInputs`, in order.
         """
-        c, _, _, _, mask, images = Seen(*seen)
+        c, _, _, _, mask, images = BlockInputs(*inputs)
         image, words = x[:, :images], x[:, images:]
         shift_msa, scale_msa, gate_msa, shift_mlp, scale_mlp, gate_mlp, *again = self.image.adaLN_modulation(c)
         of_words = self.text.adaLN_modulation(c)

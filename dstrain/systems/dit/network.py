@@ -18,7 +18,7 @@ from dstrain.nn.layers import Embedding, Linear, Patches, chain_named_layers
 from dstrain.nn.positions import make_rotations, make_sincos_positions, make_sincos_times
 from dstrain.nn.sequence import gather_parts, order_as_gathered, take_own_part, take_own_parts
 from dstrain.recipe import ConfigError
-from dstrain.systems.dit.blocks import Block, FinalLayer, JointBlock, Seen
+from dstrain.systems.dit.blocks import Block, BlockInputs, FinalLayer, JointBlock
 from dstrain.systems.dit.conditions import (
     SIZE_EMBEDDERS,
     ImageEmbedder,
@@ -220,22 +220,22 @@ class DiT(nn.Module):
         if self.wide:
             c = F.silu(c)  # as published: a second time before every modulation
         patches, count = x.shape[1], 0 if tokens is None else tokens.shape[1]
-        seen = Seen(c)
+        inputs = BlockInputs(c)
         if hasattr(self, "t_block"):
-            seen = seen._replace(shared=self.t_block(c).unflatten(-1, (6, -1)))
+            inputs = inputs._replace(shared=self.t_block(c).unflatten(-1, (6, -1)))
         if self.rope:
             rotation = self.find_rotation(grid, self.head_dim, count, x.device)
-            seen = seen._replace(rotation=take_own_parts(rotation, patches, 2))
+            inputs = inputs._replace(rotation=take_own_parts(rotation, patches, 2))
         if words is not None and self.cross_attention:
-            seen = seen._replace(text=words, mask=None if read is None else read[:, None, None])
+            inputs = inputs._replace(text=words, mask=None if read is None else read[:, None, None])
         elif read is not None:
             read = F.pad(read, (patches + count - read.shape[1], 0), value=True)
-            seen = seen._replace(mask=order_as_gathered(read, patches, 1)[:, None, None])
+            inputs = inputs._replace(mask=order_as_gathered(read, patches, 1)[:, None, None])
         x, tokens = take_own_part(x, 1), None if tokens is None else take_own_part(tokens, 1)
         if self.joint:
-            seen = seen._replace(images=x.shape[1])
+            inputs = inputs._replace(images=x.shape[1])
         taps = {self.base_depth, self.align_depth, self.align_target} if extras else ()
-        x, tapped = self.blocks(x, seen, tokens, taps, keep)
+        x, tapped = self.blocks(x, inputs, tokens, taps, keep)
         if self.wide:
             rotation = self.find_rotation(grid, self.final_layer.head_dim, 0, x.device) if self.rope else None
             out = self.final_layer(image, F.silu(time[:, None] + x), rotation)
@@ -374,7 +374,7 @@ class WideHead(nn.Module):
         c, x = self.projector(conditions), take_own_part(self.x_embedder(image), 1)
         if rotation is not None:
             rotation = take_own_part(rotation, 2)
-        x, _ = self.blocks(x, Seen(c, rotation=rotation))
+        x, _ = self.blocks(x, BlockInputs(c, rotation=rotation))
         return self.final_layer(x, c)
 
 

@@ -136,8 +136,8 @@ class DiTSystem(System):
     @torch.no_grad()
     def measure(self, nets: Nets, example: Example, num_steps: int | None = None, progress: Progress = iter) -> Terms:
         """Returns the bits/dim of a model of 8-bit pixels, with no condition dropped: the whole variational bound of a
-        diffusion, the likelihood of a flow by its ODE. For a model of latents returns the terms of `evaluate`; then
-        raises ConfigError for num_steps.
+        diffusion, the likelihood of a flow by its ODE. For a model of latents returns the terms of `evaluate`. Raises
+        ConfigError if such a model is given num_steps.
         """
         if self.config.models_pixels:
             network = partial(nets["denoiser"], **self._read_conditions(example))
@@ -380,7 +380,7 @@ class DiTSystem(System):
             self.config.guidance_channels,
             rescale=request.guidance_rescale,
             guide=guide,
-            active=samplers.make_guidance_mask(request.guidance_interval, self.process.compute_noise_ratio),
+            active=samplers.make_guidance_condition(request.guidance_interval, self.process.compute_noise_ratio),
         )
 
     def cannot_draw(self) -> str | None:

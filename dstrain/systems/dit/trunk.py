@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from dstrain import rng
-from dstrain.systems.dit.blocks import Seen
+from dstrain.systems.dit.blocks import BlockInputs
 
 
 class Trunk(nn.ModuleList):
@@ -25,23 +25,23 @@ class Trunk(nn.ModuleList):
     def forward(
         self,
         x: Tensor,
-        seen: Seen,
+        inputs: BlockInputs,
         tokens: Tensor | None = None,
         taps: Collection[int] = (),
         keep: Tensor | None = None,
     ) -> tuple[Tensor, dict[int, Tensor]]:
         """Returns the image's tokens (B, N, D), and by number, counted from 1, those after each of the blocks `taps`.
 
-        tokens: condition tokens (B, K, D); None: none. seen.rotation is of N + K tokens, and so is seen.mask without
-        cross-attention: each block gets the part for its tokens.
+        tokens: condition tokens (B, K, D); None: none. inputs.rotation is of N + K tokens, and so is inputs.mask
+        without cross-attention: each block gets the part for its tokens.
 
         keep: int64 (B, M), which of the image's tokens go through the `routed` blocks (TREAD, Krause et al. 2025); the
         others skip these and are put back unchanged after the last of them. None: all go through. A tap between two
         routed blocks has the M tokens alone, (B, M, D).
         """
-        count, whole, tapped, passing = x.shape[1], seen.rotation, {}, x
-        rotation, mask = whole, seen.mask if seen.text is None else None
-        joint = seen.images is not None
+        count, whole, tapped, passing = x.shape[1], inputs.rotation, {}, x
+        rotation, mask = whole, inputs.mask if inputs.text is None else None
+        joint = inputs.images is not None
         start, end = self.routed if keep is not None else (0, 0)
         for number, block in enumerate(self, 1):
             if number == start:
@@ -51,12 +51,12 @@ class Trunk(nn.ModuleList):
             if tokens is not None and number == self.joins + 1:
                 x = torch.cat((x, tokens), dim=1)
             if mask is not None:
-                seen = seen._replace(mask=_crop_mask(mask, x, keep) if number > self.joins else None)
+                inputs = inputs._replace(mask=_crop_mask(mask, x, keep) if number > self.joins else None)
             if rotation is not None:
-                seen = seen._replace(rotation=rotation[:, :, : x.shape[1]])
+                inputs = inputs._replace(rotation=rotation[:, :, : x.shape[1]])
             if joint:
-                seen = seen._replace(images=count)
-            x = block(x, *seen)
+                inputs = inputs._replace(images=count)
+            x = block(x, *inputs)
             if number == end:
                 x = torch.cat((_put_tokens(passing, keep, x[:, :count]), x[:, count:]), dim=1)
                 count, rotation = passing.shape[1], whole

@@ -144,7 +144,7 @@ class IDDPMSystem(System):
             arguments | null,
             request.guidance_scale,
             rescale=request.guidance_rescale,
-            active=samplers.make_guidance_mask(request.guidance_interval, self.process.compute_noise_ratio),
+            active=samplers.make_guidance_condition(request.guidance_interval, self.process.compute_noise_ratio),
         )
 
     @torch.no_grad()

@@ -300,7 +300,7 @@ class PriorSystem(System):
         """
         scale, active = (
             request.guidance_scale,
-            samplers.make_guidance_mask(request.guidance_interval, self.diffusion.compute_noise_ratio),
+            samplers.make_guidance_condition(request.guidance_interval, self.diffusion.compute_noise_ratio),
         )
         if scale != 1 and not self.config.text_cond_drop_prob:
             raise ConfigError(

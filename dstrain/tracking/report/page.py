@@ -85,7 +85,7 @@ def render_page(records: Sequence[Record]) -> str:
         version=__version__,
         duration=format_duration,
         now=datetime.now().astimezone().strftime("%Y-%m-%d %H:%M %Z"),
-        facts=[_describe_run_figures(record) for record in records],
+        facts=[_describe_run_facts(record) for record in records],
         differences=_list_differences(records),
         show=format_value,
         when=_format_time,
@@ -213,7 +213,7 @@ def _collect_pictures(records: Sequence[Record]) -> tuple[list[dict[str, Any]], 
     return [{"title": kind, "runs": runs} for kind, runs in grids.items()], embedded
 
 
-def _describe_run_figures(record: Record) -> dict[str, str]:
+def _describe_run_facts(record: Record) -> dict[str, str]:
     """Returns the figures and other texts for the table at the top of a run's page, by name."""
     state, columns = record.state, record.metrics
     step = "none" if state.step is None else f"{state.step:,}" + (f" of {state.steps:,}" if state.steps else "")

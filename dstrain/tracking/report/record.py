@@ -82,7 +82,7 @@ def read_record(folder: Path, label: str | None = None) -> Record:
         folder, label or (run.name if run else folder.name), read_state(folder), columns, run, remarks=remarks
     )
     if run is not None:
-        record.differing, record.recipe = _list_changed_entries(run, remarks), dump_run(run)
+        record.differing, record.recipe = _list_nondefault_entries(run, remarks), dump_run(run)
     settings = read_or_remark("ds_config.json", small.read_json, {})
     record.settings = settings if isinstance(settings, dict) else {}
     events = read_or_remark("events.jsonl", _read_events, [])
@@ -118,7 +118,7 @@ def flatten_entries(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[
             yield f"{prefix}{name}", value
 
 
-def _list_changed_entries(run: Run, remarks: list[str]) -> list[tuple[str, Any, Any]]:
+def _list_nondefault_entries(run: Run, remarks: list[str]) -> list[tuple[str, Any, Any]]:
     """Lists the entries of a recipe that differ from the defaults: key, value, default. Adds a remark if the
     model's defaults are unknown; they are then None. Leaves out name and folder.
     """

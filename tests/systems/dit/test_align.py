@@ -17,7 +17,7 @@ from dstrain.planning.step import choose_measured_step
 from dstrain.recipe import ConfigError, Run
 from dstrain.systems.base import Request
 from dstrain.systems.dit.align import Align, Alignment
-from dstrain.systems.dit.blocks import Seen
+from dstrain.systems.dit.blocks import BlockInputs
 from dstrain.systems.dit.config import Config
 from dstrain.systems.dit.network import DiT
 from dstrain.systems.dit.system import DiTSystem
@@ -217,18 +217,18 @@ def test_routed_tokens_keep_their_places() -> None:
     key = rng.keys(0, 0, torch.arange(3))
     x, c, tokens = (rng.normal(key, name, shape) for name, shape in (("x", (15, 32)), ("c", (32,)), ("k", (2, 32))))
     keep, rotation = choose_kept_tokens(key, 15, 0.4), network.find_rotation((3, 5), 16, 2, x.device)
-    found, _ = network.blocks(x, Seen(c, rotation=rotation), tokens, (), keep)
+    found, _ = network.blocks(x, BlockInputs(c, rotation=rotation), tokens, (), keep)
     one, two, three, four = network.blocks
     for number in range(3):
         here, own = keep[number], slice(number, number + 1)
-        y = one(x[own], *Seen(c[own], rotation=rotation[:, :, :15]))
+        y = one(x[own], *BlockInputs(c[own], rotation=rotation[:, :, :15]))
         places = torch.cat((here, torch.tensor([15, 16])))
         z = torch.cat((y[:, here], tokens[own]), dim=1)
         for block in (two, three):
-            z = block(z, *Seen(c[own], rotation=rotation[:, :, places]))
+            z = block(z, *BlockInputs(c[own], rotation=rotation[:, :, places]))
         y = y.clone()
         y[:, here] = z[:, : len(here)]
-        y = four(torch.cat((y, z[:, len(here) :]), dim=1), *Seen(c[own], rotation=rotation))
+        y = four(torch.cat((y, z[:, len(here) :]), dim=1), *BlockInputs(c[own], rotation=rotation))
         torch.testing.assert_close(found[own], y[:, :15], rtol=1e-5, atol=1e-5)
 
 

@@ -22,7 +22,7 @@ from dstrain.nn.positions import make_rotations, make_sincos_positions
 from dstrain.recipe import ConfigError, Run
 from dstrain.runs.weights import fit_weights
 from dstrain.systems.base import Request
-from dstrain.systems.dit.blocks import Block, FinalLayer, JointBlock, Seen
+from dstrain.systems.dit.blocks import Block, BlockInputs, FinalLayer, JointBlock
 from dstrain.systems.dit.config import Config
 from dstrain.systems.dit.layouts import LAYOUTS, recognise_layout, reverse_time, translate_from_layout
 from dstrain.systems.dit.network import DiT
@@ -167,7 +167,7 @@ def test_pixart_blocks() -> None:
     shared = linear(state, "adaln_single.linear")(F.silu(time)).unflatten(-1, (6, -1))
     text = chain(state, "caption_projection", tensors["in/text"], partial(F.gelu, approximate="tanh"))
     for mask, expected in ((tensors["in/mask"].bool()[:, None, None], "out/masked"), (None, "out/unmasked")):
-        tokens, _ = trunk(x, Seen(None, shared, None, text, mask))
+        tokens, _ = trunk(x, BlockInputs(None, shared, None, text, mask))
         out = head(tokens, None, time[:, None]).view(-1, 4, 4, 2, 2, 8).permute(0, 5, 1, 3, 2, 4).reshape(-1, 8, 8, 8)
         assert torch.allclose(out, tensors[expected], atol=2e-5)
 
@@ -190,7 +190,9 @@ def test_wan_blocks() -> None:
     )
     shared = linear(state, "condition_embedder.time_proj")(F.silu(time)).unflatten(-1, (6, -1))
     text = chain(state, "condition_embedder.text_embedder", tensors["in/text"], partial(F.gelu, approximate="tanh"))
-    tokens, _ = trunk(x.flatten(2).transpose(1, 2), Seen(None, shared, make_rotations(sides, dim // heads), text))
+    tokens, _ = trunk(
+        x.flatten(2).transpose(1, 2), BlockInputs(None, shared, make_rotations(sides, dim // heads), text)
+    )
     out = head(tokens, None, time[:, None]).view(-1, *sides, 1, 2, 2, 4).permute(0, 7, 1, 4, 2, 5, 3, 6)
     assert torch.allclose(out.reshape(tensors["in/x"].shape), tensors["out/velocity"], atol=2e-5)
 
@@ -225,7 +227,7 @@ def test_sd3_blocks() -> None:
     c = chain(state, "time_text_embed.timestep_embedder", compute_timestep_features(tensors["in/t"], 256))
     c = c + chain(state, "time_text_embed.text_embedder", tensors["in/pooled"])
     text = linear(state, "context_embedder")(tensors["in/text"])
-    tokens, _ = trunk(x.flatten(2).transpose(1, 2) + table, Seen(c, images=16), text)
+    tokens, _ = trunk(x.flatten(2).transpose(1, 2) + table, BlockInputs(c, images=16), text)
     out = head(tokens, c).view(-1, 4, 4, 2, 2, 4).permute(0, 5, 1, 3, 2, 4).reshape(-1, 4, 8, 8)
     assert torch.allclose(out, tensors["out/velocity"], atol=2e-5)
 
