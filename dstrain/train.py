@@ -292,7 +292,7 @@ def set_up_training(run: Run, settings: dict[str, Any], resume: Resume, watchdog
     get_phases().enter_phase("building networks")
     system = systems.build(run.system, run.model)  # networks, losses, sampler: plain torch
     # Checked before, too; but a run that was waited for may have trained here since then.
-    hosts.run_on_first(lambda: folders.check_and_prepare_run_folder(run, system.fingerprint(source), resume))
+    hosts.run_on_rank_0_or_exit(lambda: folders.check_and_prepare_run_folder(run, system.fingerprint(source), resume))
     folders.share_claim(folder)
 
     for network in system.frozen():
@@ -323,7 +323,7 @@ def set_up_training(run: Run, settings: dict[str, Any], resume: Resume, watchdog
         say(f"step {earlier} was saved here, and step {first} is the newest whole checkpoint")
     elif first == 0 and (folder / "metrics.jsonl").exists():
         say("an earlier command ended before it saved anything: training begins at step 1 again")
-    hosts.run_on_first(lambda: folders.write_run_files(run, settings, system.fingerprint(source)))
+    hosts.run_on_rank_0_or_exit(lambda: folders.write_run_files(run, settings, system.fingerprint(source)))
     micro, sequence = settings["train_micro_batch_size_per_gpu"], run.parallel.sequence
     batches = Batches(
         source,
@@ -419,7 +419,7 @@ def load_weights(
     step = saves.resume(request)
     folders.require_step_within_run(run, step)
     if request is not None:
-        hosts.run_on_first(lambda: folders.move_newer_steps_aside(run.directory, step))
+        hosts.run_on_rank_0_or_exit(lambda: folders.move_newer_steps_aside(run.directory, step))
     if step == 0:
         loaded = fit_weights(run.init_from, system) if run.init_from is not None else {}
         get_phases().print_lines(*(f"init_from: {change}" for _, changes in loaded.values() for change in changes))

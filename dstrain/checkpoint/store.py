@@ -110,7 +110,7 @@ class Store:
                 raise ConfigError(f"{self.folder} has {free / 1e6:.1f} MB free, {needed / 1e6:.1f} MB are needed")
             tmp.mkdir()
 
-        self.error = self._run_on_first(prepare_folder)
+        self.error = self._run_on_rank_0(prepare_folder)
         return tmp if self.error is None else None
 
     def commit(
@@ -141,14 +141,14 @@ class Store:
                 "extra": writer | (extra or {}),
                 "versions": {"dstrain": dstrain.__version__, "torch": torch.__version__},
             }
-            self.error = self._run_on_first(lambda: self._seal_step(step, tmp, body))
+            self.error = self._run_on_rank_0(lambda: self._seal_step(step, tmp, body))
         if self.error is not None:
-            self._run_on_first(lambda: shutil.rmtree(tmp, ignore_errors=True))
+            self._run_on_rank_0(lambda: shutil.rmtree(tmp, ignore_errors=True))
             return False
         self.damaged.discard(step)
         # The step is saved, whatever fails from here on.
-        self._run_on_first(lambda: self._write_pointer("newest", step))
-        self._run_on_first(self._delete_outdated_steps)
+        self._run_on_rank_0(lambda: self._write_pointer("newest", step))
+        self._run_on_rank_0(self._delete_outdated_steps)
         return True
 
     def find_best(self) -> tuple[int, float] | None:
@@ -185,7 +185,7 @@ class Store:
             atomic.write_file(self._make_path(step) / NAME, render_sealed(body), make=False)
             self._delete_outdated_steps()
 
-        self._run_on_first(write)
+        self._run_on_rank_0(write)
 
     def list_rollback_steps(self, before: int, bad_from: int | None = None) -> list[int]:
         """Returns the steps up to `before` to which a run in trouble may roll back: those of routine checkpoints or, if
@@ -246,14 +246,14 @@ class Store:
             atomic.fsync_folder(self.folder)
             self._write_pointer("newest", after)
 
-        if reason := self._run_on_first(rename):
+        if reason := self._run_on_rank_0(rename):
             raise NotSaved(f"checkpoints after step {after} in {self.folder} cannot be put aside: {reason}")
 
     def restore_step(self, step: int) -> None:
         """Gives a checkpoint that `set_newer_steps_aside` has renamed its old name, so that it is used again. Ignores
         failures. Call it on all ranks.
         """
-        self._run_on_first(lambda: os.rename(self._make_path(step, _ASIDE), self._make_path(step)))
+        self._run_on_rank_0(lambda: os.rename(self._make_path(step, _ASIDE), self._make_path(step)))
 
     def find_fault(self, step: int) -> str | None:
         """Returns, on all ranks, a description of what is damaged or missing in the checkpoint of a step; None if it is
@@ -266,14 +266,14 @@ class Store:
             if body["step"] != step:
                 raise ConfigError(f"{NAME} is of step {body['step']}")
 
-        if reason := self._run_on_first(read):
+        if reason := self._run_on_rank_0(read):
             return reason
         files = group.broadcast_from_first(body)["files"]
         largest_first = sorted(files, key=lambda name: (-files[name]["size"], name))
         share = largest_first[group.rank() % group.world() :: group.world()]
         problems = list(itertools.chain.from_iterable(group.gather_objects(find_faults(path, share, files))))
         more = f" and {len(problems) - 3} more" if len(problems) > 3 else ""
-        return ", ".join(problems[:3]) + more or self._run_on_first(lambda: self._check(path))
+        return ", ".join(problems[:3]) + more or self._run_on_rank_0(lambda: self._check(path))
 
     def _list_steps_with_suffix(self, suffix: str) -> list[int]:
         names = [path.name for path in self.folder.iterdir()] if self.folder.is_dir() else []
@@ -335,7 +335,7 @@ class Store:
         for gone in self.folder.glob("step_*.tmp"):
             owner.remove_path(gone)
 
-    def _run_on_first(self, action: Callable[[], Any]) -> str | None:
+    def _run_on_rank_0(self, action: Callable[[], Any]) -> str | None:
         """Calls `action` on rank 0. Returns, on all ranks, the description of its error, or None if it succeeded."""
         failure = None
         if _is_first_rank():

@@ -105,7 +105,8 @@ def _write_samples(
         with reword_errors(options=OPTIONS):
             first = next(rounds)  # before the folder is made: this may be refused
         claims.enter_context(claim_output(out, f"--out {out}", "generate"))
-        hosts.run_on_first(lambda: require_unused_folder(out))  # another command may have ended there meanwhile
+        # Once more, since another command may have ended there meanwhile.
+        hosts.run_on_rank_0_or_exit(lambda: require_unused_folder(out))
         about = About(
             options.num,
             options.seed,

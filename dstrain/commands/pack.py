@@ -32,7 +32,7 @@ from dstrain.data.files.storage import refuse_special_file, retry
 from dstrain.data.formats import packed
 from dstrain.data.formats.base import Layout
 from dstrain.data.formats.packed import FORMAT, INDEX, PACKING, ShardWriter, hash_file
-from dstrain.data.index.build import run_on_first
+from dstrain.data.index.build import run_on_rank_0
 from dstrain.data.index.index import Index
 from dstrain.data.index.source import Indexed
 from dstrain.data.open import BuiltinData, find_contents, open_section_index
@@ -116,13 +116,13 @@ def pack_data(options: PackOptions) -> dict[str, Any]:
     layout, index = _open_index(options, data)
     first = group.rank() == 0
     files = _Packable(layout, index)  # on all ranks together
-    plan = run_on_first(lambda: _make_plan(options, files))
+    plan = run_on_rank_0(lambda: _make_plan(options, files))
     if first:
         print(f"data: {data.path}: {files.describe()}; {plan['shard_samples']:,} a shard", flush=True)
     with claim_folder(options.out, "packs", lambda: _prepare_folder(options, plan)):
-        plan = run_on_first(lambda: _read_plan(options.out))  # an earlier command may have counted other sizes
+        plan = run_on_rank_0(lambda: _read_plan(options.out))  # an earlier command may have counted other sizes
         count = -(-len(index) // plan["shard_samples"])
-        earlier = run_on_first(lambda: _read_records(options.out))
+        earlier = run_on_rank_0(lambda: _read_records(options.out))
         records = complete_shards(
             range(count),
             lambda number: _find_or_remove_shard(options.out, plan["format"], number, earlier),

@@ -23,7 +23,7 @@ from dstrain.data.files.local import LocalFiles
 from dstrain.data.formats.base import Layout, Request, peek_files
 from dstrain.data.formats.imagenet import find_split_paths
 from dstrain.data.index.alike import require_same_source
-from dstrain.data.index.build import find_cache_folder, open_index, run_on_first
+from dstrain.data.index.build import find_cache_folder, open_index, run_on_rank_0
 from dstrain.data.index.index import Index
 from dstrain.data.left_out import require_applicable_leave_out
 from dstrain.data.mixture import join_codes, open_mixture
@@ -361,7 +361,7 @@ def open_sources(data: Data, verify: bool = False, run: Path | None = None, mixe
     mixed: `data` is one source of a mixture. Raises ConfigError if the data cannot be opened (as `open_images` and
     `Latents`), if entries of the section have no effect on them, or if held-out files are trained on, too.
     """
-    if not mixed and (data.mixture or data.held_out_path) and (problems := run_on_first(lambda: find_overlaps(data))):
+    if not mixed and (data.mixture or data.held_out_path) and (problems := run_on_rank_0(lambda: find_overlaps(data))):
         raise ConfigError(*problems)
     kind = recognise_kind(data)
     kind.refuse_labels(mixed)
@@ -475,7 +475,7 @@ def _complete_split_paths(data: Data) -> Data:
     """Returns a copy of the section. If data.path holds splits such as train/ and val/, its path is the first, and its
     held_out_path the second unless the section sets held_out or held_out_path. All ranks must call it.
     """
-    path, held_out_path = run_on_first(
+    path, held_out_path = run_on_rank_0(
         lambda: find_split_paths(data.path, data.held_out, data.held_out_path, cache=data.cache)
     )
     return data.model_copy(update={"path": path, "held_out_path": held_out_path})

@@ -14,9 +14,7 @@ from typing import Any
 
 from dstrain import systems
 from dstrain.distributed.progress import get_phases
-from dstrain.engine.settings import read_offload_device as where
-from dstrain.engine.settings import read_stage as stage_of
-from dstrain.engine.settings import resolve_settings
+from dstrain.engine.settings import read_offload_device, read_stage, resolve_settings
 from dstrain.planning.count import count_costs
 from dstrain.planning.counts import Layout
 from dstrain.planning.estimate import CONTEXT, EFFICIENCY, Estimate
@@ -53,8 +51,8 @@ class Case:
             sequence=self.run.parallel.sequence,
         )
         micro, recompute = settings["train_micro_batch_size_per_gpu"], self.run.model.get("recompute", "none")
-        work = f"counting stage {stage_of(settings)}, micro-batch {micro}, recompute {recompute}"
-        work += "".join(f", {name}" for name in _OFFLOADS[-1] if where(settings, name) != "none")
+        work = f"counting stage {read_stage(settings)}, micro-batch {micro}, recompute {recompute}"
+        work += "".join(f", {name}" for name in _OFFLOADS[-1] if read_offload_device(settings, name) != "none")
         print(f"{work} ...", file=sys.stderr, flush=True)
         get_phases().enter_phase(work)
         counts = count_costs(self.run, settings, self.layout)

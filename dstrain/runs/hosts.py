@@ -71,7 +71,7 @@ def require_same_setup_on_all_ranks(run: Run, settings: dict[str, Any], patience
     _end_all_ranks_if_problems(problems)
 
 
-def run_on_first(action: Callable[[], None]) -> None:
+def run_on_rank_0_or_exit(action: Callable[[], None]) -> None:
     """Calls `action` on rank 0, while the other ranks wait. If it raises ConfigError, rank 0 raises a ConfigError with
     the same problems, and the other ranks exit with the same code. Call it on all ranks.
     """

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from dstrain.data.builtin.fashion import FASHION_PATH, list_captions
 from dstrain.data.builtin.moving import MOVING
-from dstrain.data.builtin.moving import list_captions as built_in_captions
+from dstrain.data.builtin.moving import list_captions as list_captions_of_clips
 from dstrain.data.open import find_origin
 from dstrain.recipe import ConfigError, Data, Samples
 from dstrain.systems.base import CHOICES, Request, System
@@ -111,7 +111,7 @@ def list_built_in_texts(data: Data, system: System) -> tuple[str, ...]:
     """
     name = find_origin(data)
     if system.takes_texts and name == MOVING:
-        return tuple(built_in_captions())
+        return tuple(list_captions_of_clips())
     if system.takes_texts and name == FASHION_PATH and (data.captioned or data.codes is not None):
         return tuple(list_captions())
     return ()

@@ -11,7 +11,7 @@ from dstrain.data.cached.shards import read_earlier_encoding
 from dstrain.data.decode.crops import Crop
 from dstrain.data.decode.pixels import SUFFIXES
 from dstrain.data.formats.base import Request
-from dstrain.data.index.build import run_on_first
+from dstrain.data.index.build import run_on_rank_0
 from dstrain.data.open import BuiltinData, CodesData, make_request, open_sources
 from dstrain.data.source import Source, read_items
 from dstrain.data.sources.images import open_images
@@ -72,7 +72,7 @@ def _is_turned_upright(options: EncodeOptions, stage: FirstStage) -> bool:
     """
     earlier = None
     with suppress(OSError):  # reported when the folder is prepared
-        earlier = run_on_first(lambda: read_earlier_encoding(options.out))
+        earlier = run_on_rank_0(lambda: read_earlier_encoding(options.out))
     older = earlier is not None and "upright" not in earlier["encoding"]
     return options.upright and not older and (stage.data is None or stage.data.upright)
 

@@ -57,7 +57,7 @@ def open_index(
     is looked for and written otherwise. Raises ConfigError if there are no such data, if machines have other data at
     the path or cannot open the index, and as the layout.
     """
-    layout, index = run_on_first(lambda: _find_or_make_index(str(path), request, kept, run))
+    layout, index = run_on_rank_0(lambda: _find_or_make_index(str(path), request, kept, run))
     missing = None
     try:
         len(index)
@@ -85,10 +85,10 @@ def make_files_once(index: Index, is_there: Callable[[], Any], make: Callable[[]
                 if not is_there():
                     make()
 
-    run_on_first(make_missing)
+    run_on_rank_0(make_missing)
 
 
-def run_on_first(make: Callable[[], _T]) -> _T:
+def run_on_rank_0(make: Callable[[], _T]) -> _T:
     """Calls `make` on rank 0 alone, and returns its result on every rank, or raises its ConfigError or NotRead on every
     rank. All ranks must call it.
     """

@@ -22,7 +22,7 @@ from dstrain.data.decode.pixels import SUFFIXES, decode_sample, to_tensor
 from dstrain.data.files.storage import retry
 from dstrain.data.formats.base import Layout, Place, Request
 from dstrain.data.formats.imagenet import find_split_paths
-from dstrain.data.index.build import open_index, run_on_first
+from dstrain.data.index.build import open_index, run_on_rank_0
 from dstrain.data.index.index import Index
 from dstrain.data.index.source import Indexed
 from dstrain.data.source import Chance, Item, report_bad_sample
@@ -75,7 +75,7 @@ def open_images(
         return Fashion(image_size, channels, split, captioned=captioned, leave_out=leave_out)
     request = request or Request(SUFFIXES)
     if not builtin:
-        path, held_out_path = run_on_first(
+        path, held_out_path = run_on_rank_0(
             lambda: find_split_paths(path, held_out, held_out_path, split == "all", request.cache)
         )
     if held_out_path is None and split == "held_out" and held_out == 0:
