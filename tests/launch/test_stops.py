@@ -181,7 +181,7 @@ def test_a_stop_while_ranks_meet(tmp_path):
     try:
         while "weights" not in log.read_text() and "memory" not in log.read_text():
             time.sleep(0.1)
-        time.sleep(12)
+        time.sleep(1)
         process.send_signal(signal.SIGTERM)
         assert process.wait(SECONDS) == 75, log.read_text()
     finally:
