@@ -174,9 +174,9 @@ def test_signal_to_a_rank(tmp_path):
     """Oracle: the documented exit code 75, a checkpoint of the step that the log names, and a page that says so, though
     no page was due; the lines of a beginning, in the order of what is done, and no warning of what is in order.
     """
-    folder, words = tmp_path / "run", ("steps=100000", "every.save=50", "every.report_page=1000000", "data.workers=1")
+    folder, words = tmp_path / "run", ("steps=100000", "every.save=10", "every.report_page=1000000", "data.workers=1")
     process = begin(train(folder, 2, *words, launcher=True), tmp_path / "log")
-    wait_for(folder / "checkpoints" / "step_00000050", process, tmp_path / "log")
+    wait_for(folder / "checkpoints" / "step_00000010", process, tmp_path / "log")
     os.kill(ranks_of(process.pid)[-1], signal.SIGUSR1)
     assert process.wait(60) == 75
     wait_for_end(process.pid)
