@@ -55,7 +55,7 @@ def undisturbed(tmp_path_factory):
 def test_kill_minus_nine(undisturbed, stage):
     """Oracle: the undisturbed run, bit for bit, with loss-aware timesteps, dropout and two averages.
 
-    That run's ranks are forked, as those that are killed; at stage 2 those that go on are the real launcher's.
+    The real launcher's ranks are test_resume.py's.
     """
     folder = undisturbed(stage)
     sampler, state = history(folder, 10)
@@ -65,7 +65,7 @@ def test_kill_minus_nine(undisturbed, stage):
     killed = folder.parent / "killed"
     kill_in_the_middle(train(killed, stage, recipe=RECIPE), killed, 10)
     assert not (killed / "checkpoints" / f"step_{STEPS:08d}").exists(), "killed too late to show anything"
-    finish(train(killed, stage, recipe=RECIPE, launcher=stage == 2))
+    finish(train(killed, stage, recipe=RECIPE))
     assert_equal_runs(folder, killed, STEPS)
 
 
@@ -96,6 +96,7 @@ def test_one_rank_meets_the_same(undisturbed, tmp_path):
     assert {"metrics/fd", "metrics/ema_0.9/fd", "metrics/accuracy"} <= set().union(*metrics(two))
 
 
+@pytest.mark.faults  # in CI: engine/test_systems.py, to other ranks and stages, with the same history
 def test_goes_on_at_another_stage_and_world(undisturbed, tmp_path):
     """Oracle: the history of an undisturbed run at stage 2: 2 ranks of stage 3 go on as 1 rank of stage 1."""
     folder = tmp_path / "moved"
