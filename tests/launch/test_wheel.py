@@ -60,10 +60,11 @@ def test_a_wheel_is_whole(installed, tmp_path):
     assert shown.returncode == 0 and len(lines) <= 24 and max(map(len, lines)) <= 80
     found = run([installed / "python", "-c", "import dstrain; print(dstrain.__file__)"], tmp_path).stdout
     assert found.startswith(str(installed.parent))
-    done = run([installed / "dstrain", "train", "--ds_config", "zero2.json", "steps=20", "batch.global=8"], tmp_path)
+    tiny = ["steps=4", "batch.global=8", "samples.num=4", "samples.num_steps=2", "samples.metrics_samples=8"]
+    done = run([installed / "dstrain", "train", "--ds_config", "zero2.json", *tiny], tmp_path)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     states = json.loads(run([installed / "dstrain", "watch", "--json"], tmp_path).stdout)
-    assert [(state["run"], state["step"]) for state in states] == [("dit-small", 20)]
+    assert [(state["run"], state["step"]) for state in states] == [("dit-small", 4)]
     plain = run([installed / "dstrain", "train", "--recipe", "launch/recipes/vae-small.yaml", "--dry-run"], tmp_path)
     assert plain.returncode == 0 and plain.stdout.startswith("vae-small: "), plain.stderr
     np.savez(tmp_path / "a.npz", np.zeros((3, 8, 8, 3), np.uint8))
