@@ -37,6 +37,7 @@ PIXELS = f"{TINY} model.num_channels=32 model.num_res_blocks=1 model.channel_mul
 OF_FASHION = "--metrics fd,accuracy --num-samples 8 --steps 2"
 SD_EMA, SD_MSE = (f"--first-stage stabilityai/sd-vae-ft-{name}" for name in ("ema", "mse"))
 DVAE = "model.discrete.num_tokens=32 model.discrete.codebook_dim=8 model.discrete.hidden_dim=8"
+SMALL = "--image-size 32"
 VIDEO = "optimizer.decay_steps=2 model.dim=32 model.spatial_depth=1"
 README = f"{TINY} model.dim=32 model.spatial_depth=1 model.temporal_depth=1 model.codebook_size=64"
 PRIOR = "model.depth=1 model.heads=2 model.dim_head=8 optimizer.warmup=1"
@@ -45,7 +46,7 @@ PAIRED = "data.path=PAIRS data.splits=[0.5,0.25,0.25] model.image_embed_dim=12 m
 OTHERS = "a folder of DeepSpeed's own, which tests/commands/test_consolidate.py reads"
 OWN_IMAGES = "tests/launch/test_own_images.py runs it as printed"
 EXPORTS = (
-    "a minute of drawing in another process, as of runs/dit-small; tests/commands/test_export.py has the other kinds"
+    "it draws in another process, for seconds; tests/launch/test_own_images.py and tests/commands/test_export.py do"
 )
 CLIPS = "it compares with the 10,000 built-in clips, whose tokens take a minute; tests/launch/test_phenaki.py"
 NOT_TRIED = "no tiny overrides are known to suit it yet"
@@ -61,7 +62,6 @@ GROUPS = {
         ("generate runs/dit-small --num-samples 60", DRAW),
         ("evaluate runs/dit-small --num-samples 100 --steps 100", MEASURE),
         ("evaluate runs/dit-small --metrics fd,accuracy,pr --num-samples 2000", "--num-samples 8 --steps 2"),
-        ("export runs/dit-small --out clothes", ""),
         ("export runs/dit-small --out weights --format safetensors --ema 0.97", ""),
         ("train init_from=weights", f"{DIT} folder=runs/again --dry-run"),
         (
@@ -142,9 +142,15 @@ GROUPS = {
         ("train --recipe launch/recipes/dit-small-latents.yaml", DIT),
         ("generate runs/dit-small-latents --num-samples 40", DRAW),
         (f"encode {SD_EMA} --data /data/imagenet/train --image-size 256 --out latents/imagenet256", ""),
-        (f"encode {SD_MSE} --data /data/imagenet/train --image-size 256 --out latents/imagenet256", "--out again"),
-        ("encode --first-stage VAE --data DATA --image-size 256 --out DIR --part 1/16", "--part 1/1"),
-        ("encode --first-stage runs/first_stage --data /data/images --image-size 256 --out latents", "--out others"),
+        (
+            f"encode {SD_MSE} --data /data/imagenet/train --image-size 256 --out latents/imagenet256",
+            f"--out again {SMALL}",
+        ),
+        ("encode --first-stage VAE --data DATA --image-size 256 --out DIR --part 1/16", f"--part 1/1 {SMALL}"),
+        (
+            "encode --first-stage runs/first_stage --data /data/images --image-size 256 --out latents",
+            f"--out others {SMALL}",
+        ),
         ("train --recipe dit-b4-imagenet256 --ds_config zero1 data.path=latents/imagenet256", PAPER),
         (
             "train --recipe dit-b4-imagenet256 --ds_config zero3.json data.path=latents/imagenet256 batch.global=256",
@@ -239,6 +245,7 @@ NOT_RUN = {
     "train --recipe dit-own-images samples.reference=photos samples.features=[inception:pt_inception.pth]": OWN_IMAGES,
     "evaluate runs/dit-own-images --metrics fid,kid --features inception:pt_inception.pth": OWN_IMAGES,
     "export runs/dit-own-images --out pipeline": OWN_IMAGES,
+    "export runs/dit-small --out clothes": EXPORTS,
     "export runs/dit-small-latents --out pipeline": EXPORTS,
     "export runs/iddpm-small --out unet": EXPORTS,
     "export runs/adapted --out adapted": EXPORTS,
