@@ -11,7 +11,7 @@ from tests.support.runs import begin
 
 pytestmark = pytest.mark.slow
 
-STEPS = 400
+STEPS = 200
 READERS = {
     "bits": ["evaluate", "run", "--num-samples", "4", "--steps", "2"],
     "pictures": ["evaluate", "run", "--metrics", "fd,accuracy", "--num-samples", "6", "--steps", "2"],
