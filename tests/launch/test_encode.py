@@ -119,7 +119,7 @@ def test_wrong_words(made, tmp_path):
         (["--flip"], "--flip: there is no such option (did you mean --no-flip?)"),
     ):
         assert message in finish([*encoding(made, made / "one", num=1), *words], code=2)
-    output = finish(command("launch/encode.py", "--out", tmp_path / "x", num=2, launcher=True), code=2)
+    output = finish(command("launch/encode.py", "--out", tmp_path / "x", num=2), code=2)
     assert "name one first stage" in output
     assert "--help shows how" in finish(command("launch/export.py", num=1), code=2)
 
