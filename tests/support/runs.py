@@ -89,7 +89,7 @@ def wait_for_end(group: int, seconds: float = 40) -> None:
     end = time.monotonic() + seconds
     while members(group):
         assert time.monotonic() < end, f"{members(group)} live on"
-        time.sleep(0.1)
+        time.sleep(0.02)
 
 
 def metrics(folder: Path) -> list[dict]:

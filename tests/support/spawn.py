@@ -35,7 +35,7 @@ def watch(ranks: Sequence[Any]) -> int:
             for rank in ranks:
                 rank.kill()
             return failed[0]
-        time.sleep(0.05)
+        time.sleep(0.01)
     return next((rank.returncode for rank in ranks if rank.returncode), 0)
 
 
