@@ -54,12 +54,15 @@ def web(tmp_path):
 
 @pytest.fixture
 def waits(monkeypatch):
-    """The seconds that were waited for a store, without waiting."""
+    """The seconds that the test's thread was to wait for a store. Neither it waits nor a thread that it starts."""
     seconds: list[float] = []
-    test, sleep = threading.current_thread(), time.sleep  # threads of earlier tests sleep on
+    test, earlier, sleep = threading.current_thread(), set(threading.enumerate()), time.sleep
 
     def note(pause: float) -> None:
-        (seconds.append if threading.current_thread() is test else sleep)(pause)
+        if threading.current_thread() is test:
+            seconds.append(pause)
+        elif threading.current_thread() in earlier:  # threads of earlier tests sleep on
+            sleep(pause)
 
     monkeypatch.setattr(storage.time, "sleep", note)
     return seconds
