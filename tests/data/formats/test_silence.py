@@ -240,10 +240,10 @@ def the_pictures_that_are_given(d):
 
 @case("a/0.png a/1.png a/2.png b/0.png b/1.png b/2.png")
 def the_pictures_that_prime(d):
-    from dstrain.sampling.scenes import _list_files
+    from dstrain.sampling.scenes import _list_prime_files
 
     root = make_set(d / "set")
-    return " ".join(path.relative_to(root).as_posix() for path in _list_files(root))
+    return " ".join(path.relative_to(root).as_posix() for path in _list_prime_files(root))
 
 
 @case("20 10")
