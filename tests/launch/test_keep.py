@@ -14,8 +14,8 @@ from tests.support.runs import begin, ds_config, files, finish, metrics, ranks_o
 
 pytestmark = pytest.mark.slow
 
-STEPS = 160
-WORDS = (f"steps={STEPS}", "every.sample=0", "every.save=20", "every.report=20", "faults.hang_seconds=15")
+STEPS = 80
+WORDS = (f"steps={STEPS}", "every.sample=0", "every.save=10", "every.report=10", "faults.hang_seconds=15")
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +68,7 @@ def child(pid: int) -> int:
 def next_save(folder: Path) -> Path:
     """The checkpoint that comes after the newest one."""
     steps = [int(path.name.removeprefix("step_")) for path in (folder / "checkpoints").glob("step_*[0-9]")]
-    return folder / "checkpoints" / f"step_{max(steps, default=0) + 20:08d}"
+    return folder / "checkpoints" / f"step_{max(steps, default=0) + 10:08d}"
 
 
 def equal(folder: Path, undisturbed: Path) -> bool:
@@ -110,6 +110,6 @@ def test_torchrun_restarts_a_killed_rank(undisturbed, tmp_path):
 def test_wrong_input_is_told_under_torchrun(tmp_path):
     """Oracle: exit code 2 and one start, though torchrun ends with 1."""
     folder, log = tmp_path / "run", tmp_path / "log"
-    process = begin(keep(torchrun(folder, "model.patch_size=7")), log)
+    process = begin(keep(torchrun(folder, "--nproc_per_node=1", "model.patch_size=7")), log)
     assert process.wait(400) == 2, log.read_text()[-6000:]
     assert "image_size 32 is no multiple of 7" in log.read_text() and "; restart" not in log.read_text()
