@@ -39,7 +39,7 @@ SD_EMA, SD_MSE = (f"--first-stage stabilityai/sd-vae-ft-{name}" for name in ("em
 DVAE = "model.discrete.num_tokens=32 model.discrete.codebook_dim=8 model.discrete.hidden_dim=8"
 SMALL = "--image-size 32"
 VIDEO = "optimizer.decay_steps=2 model.dim=32 model.spatial_depth=1"
-README = f"{TINY} model.dim=32 model.spatial_depth=1 model.temporal_depth=1 model.codebook_size=64"
+README = f"{TINY} data.image_size=64 model.dim=32 model.spatial_depth=1 model.temporal_depth=1 model.codebook_size=64"
 PRIOR = "model.depth=1 model.heads=2 model.dim_head=8 optimizer.warmup=1"
 PAIRED = "data.path=PAIRS data.splits=[0.5,0.25,0.25] model.image_embed_dim=12 model.max_text_len=0 every.sample=0"
 
@@ -77,7 +77,6 @@ GROUPS = {
         ("generate runs/dit-small --ema 0.10", DRAW),
         ("generate runs/dit-small --ema 0.15", DRAW),
         ("reconstruct runs/dit-small --sweep", MEASURE),
-        ("reconstruct runs/dit-small --sweep --metric fd --num-samples 1000", "--num-samples 8 --ema 0.05,0.10"),
         ("train steps=400 optimizer.decay_steps=400 ema.profiles=[0.05,0.10] ema.snapshots=40 name=prof", PROFILES),
         (
             "reconstruct runs/prof --sweep --metric fd --ema 0.03,0.05,0.10,0.15,0.20 --num-samples 200",
@@ -194,8 +193,8 @@ GROUPS = {
         ("export runs/phenaki-tokenizer-readme --format safetensors --out tokenizers/phenaki-readme", ""),
         (
             "train --recipe launch/recipes/phenaki-readme.yaml data.path=tokens",
-            f"{TINY} data.path=tokens/readme model.dim=32 model.depth=1 model.codebook_size=64 "
-            "model.text_encodings_dim=12 model.max_text_len=8 --dry-run",
+            f"{TINY} data.path=tokens/readme data.image_size=64 model.token_shape=[9,2,2] model.dim=32 model.depth=1 "
+            "model.codebook_size=64 model.text_encodings_dim=12 model.max_text_len=8 --dry-run",
         ),
     ],
     "texts": [
@@ -246,6 +245,7 @@ NOT_RUN = {
     "evaluate runs/dit-own-images --metrics fid,kid --features inception:pt_inception.pth": OWN_IMAGES,
     "export runs/dit-own-images --out pipeline": OWN_IMAGES,
     "export runs/dit-small --out clothes": EXPORTS,
+    "reconstruct runs/dit-small --sweep --metric fd --num-samples 1000": "as of runs/prof, which is swept by fd",
     "export runs/dit-small-latents --out pipeline": EXPORTS,
     "export runs/iddpm-small --out unet": EXPORTS,
     "export runs/adapted --out adapted": EXPORTS,
