@@ -38,10 +38,11 @@ def made(tmp_path_factory):
     (root / "first").mkdir()
     (root / "second").mkdir()
     tokenizer = killed_and_whole(root / "first", 3, recipe=TOKENIZER)
-    output = finish(command("launch/encode.py", tokenizer, "--out", root / "tokens", "--shard-size", "2500", num=2))
-    assert "10000 samples" in output and "tokens int32 [3, 4, 4]" in output
+    words = ["--out", root / "tokens", "--split", "held_out", "--shard-size", "625"]  # a quarter as many clips
+    output = finish(command("launch/encode.py", tokenizer, *words, num=2))
+    assert "2500 samples" in output and "tokens int32 [3, 4, 4]" in output
     finish(command("launch/export.py", tokenizer, "--format", "safetensors", "--out", root / "export", num=1))
-    words = [f"data.path={root / 'tokens'}", f"model.tokenizer.path={root / 'export'}"]
+    words = [f"data.path={root / 'tokens'}", "data.held_out=0.08", f"model.tokenizer.path={root / 'export'}"]
     maskgit = killed_and_whole(root / "second", 1, *words, recipe=MASKGIT)
     return root, tokenizer, maskgit
 
