@@ -82,15 +82,10 @@ def metrics(folder):
 
 
 def trained(folder, stages, path):
-    """Trains two steps at the first ZeRO stage and two at the second, on two ranks; the lines of metrics.jsonl.
-
-    Stage 2 is started by `deepspeed` where it comes first.
-    """
+    """Trains two steps at the first ZeRO stage and two at the second, on two ranks; the lines of metrics.jsonl."""
     env = {"PYTHONPATH": os.pathsep.join(map(str, path))}
     run = f"folder={folder / 'run'}"
-    launch(
-        "launch/train.py", *words(folder, stages[0]), run, "steps=2", "every.sample=2", launcher=stages[0] == 2, **env
-    )
+    launch("launch/train.py", *words(folder, stages[0]), run, "steps=2", "every.sample=2", **env)
     launch("launch/train.py", *words(folder, stages[1]), run, **env)
     return metrics(folder / "run")
 
