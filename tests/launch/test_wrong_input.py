@@ -17,6 +17,7 @@ from dstrain.commands.job import prepare_job
 from dstrain.commands.options.command import parse_options
 from dstrain.commands.options.train import TrainOptions
 from tests.support.launch import ROOT, free_port, here
+from tests.support.sample import sampled
 
 SCRIPT = ROOT / "launch" / "train.py"
 
@@ -345,7 +346,8 @@ def run(command, cwd, timeout=120, **variables):
 
 
 @pytest.mark.parametrize(
-    "arguments", [["lr=1"], ["--ds_config", "fp16.json"], ["data.path=/no/images", "samples.labels=[10]"]]
+    "arguments",
+    sampled([["lr=1"], ["--ds_config", "fp16.json"], ["data.path=/no/images", "samples.labels=[10]"]], [["lr=1"]]),
 )
 def test_a_real_process(folder, arguments):
     """Oracle: the exit code and the streams of `python launch/train.py`."""
