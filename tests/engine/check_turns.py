@@ -24,9 +24,9 @@ from tests.support.engines import engines_for, resolve
 STEPS, START, GLOBAL, SEED = 8, 3, 8, 5
 SAVED = (2, 5)  # before the discriminator's start, and after
 # Stage, micro-batch (2: two micro-steps), and the saves that another training goes on from; of all of them CI's, with
-# every stage, size and save.
+# each size and save, at stages 1 and 3.
 EVERY = {(stage, micro): SAVED for stage in (0, 1, 2, 3) for micro in (4, 2)}
-SAMPLE = {(0, 4): SAVED[:1], (1, 2): SAVED[1:], (2, 4): SAVED[1:], (3, 2): SAVED[:1]}
+SAMPLE = {(1, 4): SAVED[:1], (3, 2): SAVED[1:]}
 # With a small eps Adam divides rounding by rounding: at 1e-6 plain torch moves by 2e-5 when a batch is permuted.
 DECAY, LR, EPS, WEIGHT_DECAY = 0.9, 5e-4, 1e-4, 0.05
 KL_WEIGHT, WEIGHT = 0.1, 0.7
