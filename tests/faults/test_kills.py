@@ -64,7 +64,7 @@ def kill_again_and_again(folder: Path, settings: dict, kills: int, seed: int) ->
 
 @pytest.mark.parametrize(
     "kills",
-    [pytest.param(6, marks=pytest.mark.slow, id="sample"), pytest.param(200, marks=pytest.mark.faults, id="full")],
+    [pytest.param(10, marks=pytest.mark.slow, id="sample"), pytest.param(200, marks=pytest.mark.faults, id="full")],
 )
 def test_every_kill_resumes(tmp_path, kills, table, count):
     """Oracle: an uninterrupted run: after every kill the same command goes on from the newest whole checkpoint, and in
@@ -85,7 +85,7 @@ def test_every_kill_resumes(tmp_path, kills, table, count):
         assert not differences(folder / "whole", folder / "killed", last)
         for name, value in tally.items():
             total[name] = max(total.get(name, 0), value) if name == "most lost" else total.get(name, 0) + value
-    assert total["half-written"] >= max(1, kills // 10), "too few kills met a save that was being written"
+    assert total["half-written"] >= kills // 10, "too few kills met a save that was being written"
     table(
         f"kills -9: {total.pop('kills')}, all resumed, 0 checkpoints lost, 0 restarts, 0 hangs, bits equal; at most "
         f"{total.pop('most lost')} steps trained again (saves every 4); {total.pop('half-written')} met a "
