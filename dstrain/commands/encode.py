@@ -338,8 +338,8 @@ def _require_few_unreadable_files(bad: Mapping[str, str], options: EncodeOptions
 def _write_index(
     options: EncodeOptions, source: Source, encoding: dict[str, Any], records: dict[int, dict[str, Any]]
 ) -> dict[str, Any] | None:
-    """Writes the index on rank 0 once all shards are there, and returns its content on every rank. If shards of other
-    parts are missing, prints which parts these are, writes nothing, and returns None.
+    """Writes the index on rank 0 if all shards are there, and returns its content on every rank. With --part N/PARTS,
+    if shards of other commands' parts are missing, prints which parts these are, writes nothing, and returns None.
 
     Raises ConfigError if too many files are unreadable.
     """

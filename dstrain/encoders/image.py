@@ -141,8 +141,8 @@ class VisionTower(Frozen):
         return Tokens(states[:, 0] if self._before else None, patches, patches.mean(1))
 
     def encode(self, images: Tensor) -> Tensor:
-        """Returns embeddings float32 (N, D) of images or clips at 224 x 224 pixels, resized as in EDM2: the class
-        token, as FD-DINOv2 takes it (Stein et al. 2023), or the mean of all tokens where there is none.
+        """Resizes images or clips to 224 x 224 pixels, as EDM2 does, and returns their embeddings, float32 (N, D): the
+        class token, as FD-DINOv2 takes it (Stein et al. 2023), or the mean of all tokens if there is no class token.
         """
         tokens = self.read_tokens(images)
         return tokens.pooled if tokens.first is None else tokens.first

@@ -119,8 +119,8 @@ def gather_channels_and_split_parts(x: Tensor, axis: int) -> Tensor:
 
 
 def _exchange(x: Tensor, gather: int, give: int) -> Tensor:
-    """Returns x with the axis `gather` gathered from all ranks and the axis `give` split among them. The backward pass
-    exchanges the gradients back.
+    """Returns x with the axis `gather` N times as long and the axis `give` N times shorter, by an all-to-all among the
+    N ranks that share a sample's tokens. The backward pass exchanges the gradients back.
     """
     parts = torch.stack(x.chunk(_team.size, give))  # (N, ...), one for each rank
     # A function of torch, for torch.compile: it may lose the gradient of an autograd.Function with collectives.

@@ -113,7 +113,7 @@ def find_fit_with_shared_samples(case: Case) -> Estimate | None:
     ranks makes it fit.
     """
     for ranks in _list_sequence_sizes(case)[1:] if case.chip.memory > CONTEXT else ():
-        if fitting := _estimate_with_least_memory(case.change(sequence=ranks)):
+        if fitting := _find_fit_at_stage_3(case.change(sequence=ranks)):
             return fitting
     return None
 
@@ -127,13 +127,13 @@ def find_estimate_with_more_gpus(case: Case) -> Estimate | None:
     """
     world = 2 * case.layout.world
     while world <= MAX_RANKS and case.run.batch.global_ % world == 0 and case.chip.memory > CONTEXT:
-        if fitting := _estimate_with_least_memory(replace(case, layout=replace(case.layout, world=world))):
+        if fitting := _find_fit_at_stage_3(replace(case, layout=replace(case.layout, world=world))):
             return fitting
         world *= 2
     return None
 
 
-def _estimate_with_least_memory(case: Case) -> Estimate | None:
+def _find_fit_at_stage_3(case: Case) -> Estimate | None:
     """Returns the estimate at stage 3, with micro-batches of one sample and recompute=all or, if that does not fit,
     recompute=offload; None if neither fits.
     """

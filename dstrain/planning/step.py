@@ -175,8 +175,9 @@ def wrap_method(owner: Any, name: str, context: Callable[[], AbstractContextMana
 
 
 def _label_states_and_reset_counts(watch: Watch, engines: Engines, ema: EmaShadow) -> None:
-    """Labels the tensors that live between two steps by their owners, and resets the watch's counts of collectives,
-    recomputed operations and bytes moved to the host.
+    """Sets the kinds of the tensors that live between two steps: weights, masters, moments, average or gradients, and
+    "other" for any else that a step has made. Resets the watch's counts of collectives, recomputed operations and bytes
+    moved to the host.
     """
     for kind, tensor in list_kept_tensors(engines.masters, ema):
         watch.mark([tensor], kind, (*MADE_IN_A_STEP, "buckets"))

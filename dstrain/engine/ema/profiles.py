@@ -76,7 +76,8 @@ def _compute_inner_products(t: np.ndarray, g: np.ndarray, u: np.ndarray, h: np.n
     """Returns the inner products (N, M) of the profiles of times t (N,) and exponents g (N,) with those of times u (M,)
     and exponents h (M,).
 
-    An inner product is the integral of both up to the earlier time; by logarithms, since powers of times overflow.
+    An inner product is the integral of the product of two profiles, from 0 to the earlier of their two times. It is
+    computed from logarithms, since powers of times overflow.
     """
     t, g = t[:, None], g[:, None]
     powers = (g + h + 1) * np.log(np.minimum(t, u)) - (g + 1) * np.log(t) - (h + 1) * np.log(u)

@@ -67,7 +67,7 @@ class KLSystem(AutoencoderSystem):
     @torch.no_grad()
     def evaluate(self, nets: Nets, example: Example) -> Terms:
         """Returns the terms of each sample, (B,), without those of the discriminator, psnr and ssim of the
-        reconstruction, and latent_mean and latent_square by channel, (B, c), see `_average_moments`.
+        reconstruction, and latent_mean and latent_square by channel, (B, c), see `_compute_latent_mean_and_square`.
         """
         passed = self._run_network(nets, example)
         terms = {"kl": _compute_kl_to_normal(passed)} | self.compute_distance(nets, passed.picture, example)
@@ -76,7 +76,7 @@ class KLSystem(AutoencoderSystem):
             terms
             | {"loss": loss}
             | measure_psnr_and_ssim(passed.picture, example["x_start"])
-            | _average_moments(passed)
+            | _compute_latent_mean_and_square(passed)
         )
 
     def digest(self, means: dict[str, Tensor]) -> dict[str, float]:
@@ -130,7 +130,7 @@ class KLSystem(AutoencoderSystem):
 
 def compute_latent_std(means: dict[str, Tensor]) -> float:
     """Returns the standard deviation of latents over all samples, positions and channels. `means` has the averages over
-    all samples of latent_mean and latent_square, (c,) each, see `_average_moments`.
+    all samples of latent_mean and latent_square, (c,) each, see `_compute_latent_mean_and_square`.
     """
     variance = means["latent_square"].double().mean() - means["latent_mean"].double().mean().square()
     return variance.sqrt().item()
@@ -144,7 +144,7 @@ def _compute_kl_to_normal(passed: Pass) -> Tensor:
     return 0.5 * (mean.square() + log_variance.exp() - 1 - log_variance).flatten(1).sum(1)
 
 
-def _average_moments(passed: Pass) -> Terms:
+def _compute_latent_mean_and_square(passed: Pass) -> Terms:
     """Returns latent_mean and latent_square, (B, c) each: the means over positions of the expected value and the
     expected square of the latents. Both follow from the posterior's moments; nothing is drawn.
     """

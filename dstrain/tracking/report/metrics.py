@@ -153,7 +153,8 @@ def select_curve_points(values: np.ndarray, most: int) -> np.ndarray:
 
 
 def count_hours(metrics: Metrics, starts: list[float]) -> np.ndarray | None:
-    """Returns the hours of training at each row, (rows,), without the pauses before `starts`, seconds since 1970.
+    """Returns the hours of training up to each row, (rows,). The pause before each start is not counted. starts: the
+    times at which the run's commands began, in seconds since 1970.
 
     For lines without a time, as earlier versions wrote them, the hours follow from samples and samples per second.
     Returns None if no line has either, or if there is one time alone and no start.
