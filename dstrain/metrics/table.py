@@ -295,11 +295,11 @@ def name_needed_statistics(metrics: Sequence[str]) -> set[str]:
 def compute_figures(
     networks: dict[str, Features], drawn: dict[str, Statistics], reference: dict[str, Statistics]
 ) -> Figures:
-    """Returns {name: (value, deviation or None)} of all metrics in `networks`. A metric may have several values, such
-    as precision and recall, or one for each class. `drawn` and `reference` have statistics by name of the network. All
-    ranks call it together.
+    """Returns {name: (value, deviation or None)} of the metrics that are the keys of `networks`. A metric may have
+    several values, such as precision and recall, or one for each class. `drawn` and `reference` have statistics by name
+    of the network. All ranks call it together.
 
-    accuracy_left_out and clip_score_left_out are of the images whose captions data.leave_out names.
+    accuracy_left_out and clip_score_left_out are computed from those images alone whose captions data.leave_out names.
     """
     values: Figures = {}
     for name, network in networks.items():

@@ -58,8 +58,8 @@ def run_in_worker(work: Callable[..., T], *arguments: Any) -> T:
 
 
 def _call_with_portable_errors(trusted: list[str], work: Callable[..., T], *arguments: Any) -> T:
-    """Calls `work` in a worker, and returns its result. First allows the worker to import the `trusted` packages as
-    systems. An exception that cannot be pickled becomes a RuntimeError with the traceback as text.
+    """Runs in the worker: allows it to import the `trusted` packages as systems, calls `work`, and returns its result.
+    An exception that cannot be pickled becomes a RuntimeError with the traceback as text.
     """
     for name in trusted:
         trust_system(name)

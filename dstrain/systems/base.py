@@ -213,8 +213,8 @@ class System(Figures, Stateful, Prompted, Sampling, Videos, FirstStage, Imports,
         return self.parts[part](nets, example)
 
     def evaluate(self, nets: Nets, example: Example) -> Terms:
-        """Returns terms on held-out data, (B,) each, with `loss` among them. By default these are the terms by sample
-        of the first part's loss, its loss_each under the name `loss`.
+        """Returns terms on held-out data, (B,) each, with `loss` among them. By default computes the first part's loss,
+        and returns its terms by sample, with loss_each renamed to `loss`; leaves out scalars.
 
         Curves (B, K) are allowed, too: they are averaged over all held-out samples and passed to `digest`. Held-out
         examples have no `step`. Raises ConfigError if the first part's loss returns no loss_each.

@@ -118,9 +118,10 @@ def parse_interval(text: str) -> tuple[float, float]:
 
 
 def parse_guide(text: str) -> tuple[Path, float | str | None, int | None]:
-    """Parses the run that guides into (its folder, its weights, its step): RUN, RUN:0.995 (the average of that decay or
-    width), RUN:raw, RUN@400 and RUN@400:raw. Weights and step are None if they are not given. An existing folder whose
-    name has : or @ is taken whole. Raises ArgumentTypeError if weights or step are no such numbers.
+    """Parses a guiding run (autoguidance), and returns (its folder, its weights, its step). The forms are RUN,
+    RUN:0.995 (the average of that decay or width), RUN:raw, RUN@400 and RUN@400:raw. Weights and step are None if they
+    are not given. An existing folder whose name has : or @ is taken whole. Raises ArgumentTypeError if weights or step
+    are no such numbers.
     """
     run, colon, name = (text, "", "") if Path(text).is_dir() else text.rpartition(":")
     run, weights = (run, name if name == "raw" else parse_fraction_below_1(name)) if colon else (text, None)

@@ -38,7 +38,8 @@ def find_shipped_file(path: Path, suffix: str, option: str) -> Path:
     """Returns the path of the file that an option names: an existing file, else a shipped one, which may be named
     without its suffix.
 
-    In a clone, paths below its root are found from any folder. Raises ConfigError if there is no such file.
+    In a clone, paths below its root are found from any folder. If only a folder has that name, returns the folder,
+    which the reader then reports. Raises ConfigError if there is neither.
     """
     folder = find_shipped_folder(suffix)
     candidates = [path, _ROOT / path]

@@ -167,8 +167,8 @@ def _list_keyframes(packets: list[Any], timestamp: str) -> tuple[tuple[int, int]
 
 @contextmanager
 def _open_container(file: Path | bytes) -> Iterator[tuple[Any, Any]]:
-    """Opens a video for the block, and yields PyAV's container and its first video stream that is no cover picture.
-    Raises ConfigError if there is no such stream, or if its frames have too many pixels.
+    """Opens a video and closes it at the end of the block. Yields PyAV's container and its first video stream that is
+    no cover picture. Raises ConfigError if there is no such stream, or if its frames have too many pixels.
     """
     import av  # only videos need it
 

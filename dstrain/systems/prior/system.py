@@ -179,9 +179,11 @@ class PriorSystem(System):
 
     @torch.no_grad()
     def measure(self, nets: Nets, example: Example, num_steps: int | None = None, progress: Progress = iter) -> Terms:
-        """Returns, for each sample (B,), the loss and the similarities of embeddings that are drawn in num_steps steps.
-        If num_steps is None, the numbers of steps are evaluate_steps; if that is empty, 64, or all timesteps if they
-        are fewer.
+        """Returns, for each sample (B,), the terms of the loss and the similarities of drawn embeddings to the true
+        ones.
+
+        num_steps: steps of drawing. None stands for each number in evaluate_steps or, if that is empty, for 64, or for
+        all timesteps if they are fewer.
         """
         steps = self.config.evaluate_steps or (min(MEASURED_STEPS, self.config.timesteps),)
         terms = self._compute_losses(nets, example, drop_prob=0.0)
