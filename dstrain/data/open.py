@@ -452,13 +452,13 @@ def _open_images(data: Data, run: Path | None, mixed: bool, holds_out: bool) -> 
         "sizes": data.size_conditions,
         "leave_out": data.leave_out,
     }
-    train = _wrap_images(data, open_images(data.path, data.image_size, split="train", **common))
+    train = _add_embeddings_or_buckets(data, open_images(data.path, data.image_size, split="train", **common))
     if not holds_out:
         return train, None
-    return train, _wrap_images(data, open_images(data.path, data.image_size, split="held_out", **common))
+    return train, _add_embeddings_or_buckets(data, open_images(data.path, data.image_size, split="held_out", **common))
 
 
-def _wrap_images(data: Data, source: Source) -> Source:
+def _add_embeddings_or_buckets(data: Data, source: Source) -> Source:
     """Returns the source with embeddings or in buckets if the section sets these, else unchanged. All ranks call it."""
     if data.embeddings is not None:
         return add_embeddings(source, data.embeddings)

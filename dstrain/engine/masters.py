@@ -71,7 +71,7 @@ class Masters(Updates):
             self._get_inner_optimizer().assign_matrices(
                 [self._find_stepped_tensor(number) for number in range(len(self.flats))], self._list_fragments_by_rank()
             )
-        compute = {weight.data_ptr() for weight in self._list_compute_flats()}
+        compute = {weight.data_ptr() for weight in self._list_weight_shares()}
         # In fp32 the masters may be the compute weights: `compute_with_flats` then needs a copy of them.
         self._aliased = any(flat.data_ptr() in compute for flat in self.flats)
 
@@ -162,7 +162,7 @@ class Masters(Updates):
             layouts[rank].append(fragment)
         return layouts
 
-    def _list_compute_flats(self) -> Sequence[Tensor]:
+    def _list_weight_shares(self) -> Sequence[Tensor]:
         """Returns this rank's shares of the weights that the network computes with, one tensor for each flat, with the
         same elements.
         """
@@ -236,7 +236,7 @@ class Masters(Updates):
         gathers = hasattr(self._zero, "fp16_partitioned_groups_flat")
         if gathers:
             self._zero.checkpoint_event_prologue()  # releases gathered parameters
-        for shown, flat in zip(self._list_compute_flats(), flats):
+        for shown, flat in zip(self._list_weight_shares(), flats):
             shown.copy_(flat.view_as(shown))
         if gathers:
             for number in range(len(flats)):

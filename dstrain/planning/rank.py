@@ -144,7 +144,7 @@ def _scale_to_world(measured: Measured, kept: dict[str, int], few: int, world: i
         }
         return {kind: round(size * working) if kind == "working" else size for kind, size in sizes.items()}
 
-    def scale_sent(collectives: tuple[Collective, ...]) -> tuple[Collective, ...]:
+    def scale_collectives_to_world(collectives: tuple[Collective, ...]) -> tuple[Collective, ...]:
         # Muon's all_to_all exchanges what a rank owns; other collectives exchange whole weights.
         return tuple(
             replace(
@@ -160,6 +160,6 @@ def _scale_to_world(measured: Measured, kept: dict[str, int], few: int, world: i
         kept=scale_shared(measured.kept, 1),
         passes=scale_shared(measured.passes, 1),
         update=scale_shared(measured.update, smaller),
-        collectives=scale_sent(measured.collectives),
-        begun=[done._replace(collectives=scale_sent(done.collectives)) for done in measured.begun],
+        collectives=scale_collectives_to_world(measured.collectives),
+        begun=[done._replace(collectives=scale_collectives_to_world(done.collectives)) for done in measured.begun],
     )

@@ -122,13 +122,13 @@ def draw_all_on_first_rank(system: System, nets: Nets, request: Request, chunk: 
     the other ranks. No rank's GPU holds more than its own samples.
     """
     rounds = [
-        group.gather_rows_on_first_rank(images, count_samples_by_rank(len(request.seeds), number, chunk))
+        group.gather_rows_on_first_rank(images, count_samples_of_round(len(request.seeds), number, chunk))
         for number, (_, images) in enumerate(draw_own_share(system, nets, request, chunk))
     ]
     return None if rounds[0] is None else torch.cat(rounds)
 
 
-def count_samples_by_rank(total: int, round: int, chunk: int) -> list[int]:
+def count_samples_of_round(total: int, round: int, chunk: int) -> list[int]:
     """Returns, for each rank, how many of its `chunk` samples of a round are among the first `total`. The rest of the
     `chunk` repeats other samples.
     """
@@ -149,7 +149,7 @@ def draw_pictures_on_first_rank(system: System, nets: Nets, batch: Batch, chunk:
         with set_eval_mode(nets):
             for name, images in system.pictures(nets, system.encode(rows)).items():
                 pictures.setdefault(name, []).append(
-                    group.gather_rows_on_first_rank(images, count_samples_by_rank(total, round, chunk))
+                    group.gather_rows_on_first_rank(images, count_samples_of_round(total, round, chunk))
                 )
     return {name: None if rounds[0] is None else torch.cat(rounds) for name, rounds in pictures.items()}
 

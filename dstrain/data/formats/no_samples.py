@@ -60,7 +60,7 @@ def explain_no_samples(layout: Layout) -> ConfigError:
     remedy = known.get(suffix, _UNKNOWN)
     if "{root}/{name}" in remedy and (within := re.match(r".*?\.(tar|zip)(?=/)", name, re.IGNORECASE)):
         remedy = f"unpack {within[0]} first"  # since a member of it has no path
-    latents = _describe_latents(layout.root, name, request.key) if "{latents}" in remedy else ""
+    latents = _suggest_latents_conversion(layout.root, name, request.key) if "{latents}" in remedy else ""
     remedy = remedy.format(key=request.key, root=layout.root, name=name, noun=noun, latents=latents)
     return ConfigError(
         f"{where}: no {noun} in it; files ending in {' '.join(request.suffixes)} are read, in any case. "
@@ -68,7 +68,7 @@ def explain_no_samples(layout: Layout) -> ConfigError:
     )
 
 
-def _describe_latents(root: str, name: str, key: str) -> str:
+def _suggest_latents_conversion(root: str, name: str, key: str) -> str:
     """Returns how to convert the latents of other projects that a file `name` in the data belongs to: the command, or
     where the docs list the latents that can be converted.
     """
