@@ -54,7 +54,7 @@ def web(tmp_path):
 
 @pytest.fixture
 def waits(monkeypatch):
-    """The seconds that the test's thread was to wait for a store. Neither it waits nor a thread that it starts."""
+    """The seconds that the test's thread was to wait for a store. Neither it nor a thread that it starts waits."""
     seconds: list[float] = []
     test, earlier, sleep = threading.current_thread(), set(threading.enumerate()), time.sleep
 

@@ -201,8 +201,9 @@ class TokenizerSystem(System):
         by_clip = {
             name: _average_marked_frames(values.view(counted.shape), counted) for name, values in by_frame.items()
         }
-        # (B, t)
-        real = mark_latent_frames_without_padding(example["frames"], self.temporal_patch_size, tokens.shape[1])
+        real = mark_latent_frames_without_padding(
+            example["frames"], self.temporal_patch_size, tokens.shape[1]
+        )  # (B, t)
         usage = measure_token_shares(tokens, self.codebook_size, real[:, :, None, None].expand_as(tokens))
         return (
             terms
