@@ -44,14 +44,13 @@ class PatchDiscriminator(nn.Module):
         self.main = nn.Sequential(*layers, Judge(after, 1, stride=1))
 
     def forward(self, x: Tensor, sloped: int = 0) -> Tensor | tuple[Tensor, Tensor]:
-        """Returns the logits of pictures x. If `sloped` is above 0, also returns the squared slope at the first
-        `sloped` pictures, (sloped,).
+        """Returns the discriminator's logits (B, 1, h, w) of pictures x (B, C, H, W). If `sloped` is above 0, returns a
+        pair instead: the logits, and the squared slope at each of the first `sloped` pictures, (sloped,).
 
-        The slope is the gradient of a picture's summed logits with respect to the picture; its square is divided by the
-        number of patches. The squared slope has a gradient itself: the graph is run backward twice. The first backward
-        pass must be inside this call: an engine hooks the network's outputs, and would mistake a backward pass that
-        starts from them for the loss's. Raises ConfigError if `sloped` is above 0 and ZeRO-3 has partitioned the
-        weights, which would be released before the second pass.
+        The squared slope is the squared length of the gradient of a picture's summed logits with respect to the
+        picture, divided by the number of patches (as R1 needs it). It can be differentiated again. Raises ConfigError
+        if `sloped` is above 0 and ZeRO-3 has partitioned the weights, since they would be released before the second
+        backward pass.
         """
         if not sloped:
             return self._compute_logits(x)
@@ -64,6 +63,9 @@ class PatchDiscriminator(nn.Module):
         return logits, slope.square().flatten(1).sum(1) / logits[0].numel()
 
     def _compute_logits(self, x: Tensor) -> Tensor:
+        """Returns the logits (B, 1, h, w) of pictures (B, C, H, W), which are cast to the dtype of the
+        weights first.
+        """
         return self.main(x.to(self.main[0].weight.dtype))
 
 
@@ -74,6 +76,9 @@ class Filter(nn.Conv2d):
         super().__init__(in_channels, out_channels, kernel_size=4, stride=stride, padding=1, bias=bias)
 
     def reset_parameters(self) -> None:
+        """Draws the weight from a normal distribution of mean 0 and standard deviation 0.02, and sets the bias, if any,
+        to 0.
+        """
         nn.init.normal_(self.weight, std=0.02)
         if self.bias is not None:
             nn.init.zeros_(self.bias)
@@ -87,44 +92,48 @@ class Judge(Filter):
     """
 
     def forward(self, x: Tensor) -> Tensor:
+        """Returns the convolution of x (B, C, H, W), with the bias added in float64: float64 (B, 1, h, w)."""
         return self._conv_forward(x, self.weight, None).double() + self.bias.double().view(-1, 1, 1)
 
 
 def compute_min_picture_side(n_layers: int) -> int:
-    """Returns the smallest side of a picture, in pixels, for which a discriminator with `n_layers` returns at least one
-    logit.
+    """Returns the smallest height and width, in pixels, of pictures that a PatchDiscriminator with `n_layers` can
+    judge: its output is then at least 1 x 1.
     """
     return 3 * 2**n_layers
 
 
 def compute_hinge_loss(real: Tensor, fake: Tensor) -> Tensor:
-    """Returns the discriminator's loss of each sample, (relu(1 - real) + relu(1 + fake)) / 2, averaged over patches:
-    two (B, ...) -> (B,).
+    """Returns the discriminator's hinge loss of each sample: the mean over patches of (relu(1 - real) + relu(1 + fake))
+    / 2. `real` and `fake` are logits (B, ...) of real and of generated pictures; the result is (B,).
     """
     return (F.relu(1 - real) + F.relu(1 + fake)).flatten(1).mean(1) / 2
 
 
 def estimate_squared_slope(logits: Tensor, stepped: Tensor, sigma: float) -> Tensor:
-    """Returns an estimate of the squared slope (B,) of PatchDiscriminator.forward, from a small random step. `logits`
-    (B, ...) are those at pictures, `stepped` (B, ...) those at pictures + sigma * standard normal noise. As sigma goes
-    to 0, the mean over noise goes to the squared slope.
+    """Returns an estimate (B,) of the squared slope that PatchDiscriminator.forward computes exactly, without a
+    backward pass.
+
+    logits   the discriminator's output (B, ...) at the pictures.
+    stepped  its output (B, ...) at the pictures + sigma * standard normal noise.
+
+    The smaller sigma is, the closer the estimate's mean over noise is to the squared slope.
     """
     return ((stepped - logits) / sigma).flatten(1).sum(1).square() / logits[0].numel()
 
 
-def compute_balance_factor(
+def compute_balance_factor_and_ratio(
     of_reconstruction: Tensor, of_critique: Tensor, most: float | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Returns two values for each sample, (B,): a factor that scales the critique's gradient to the length of the
-    reconstruction's, and the length of the scaled gradient divided by that of the reconstruction's.
+    """Balances two gradients of each sample, (B, ...) each. Returns a factor (B,) that scales the critique's gradient
+    to the length of the reconstruction's, and the ratio (B,) of the scaled length to the reconstruction's.
 
-    Both gradients, (B, ...), are those of means over values. The second value is 1, unless the critique is so flat that
-    its gradient may be rounding: where it rises by less than 0.001 along a step of length 1 in each value (root mean
-    square), the factor is that for a rise of 0.001. Neither this bound nor the second value depends on the number of
-    values or on the unit of the loss.
+    The ratio is 1 unless the factor is bounded. The factor is that of a critique that rises by at least 0.001 along a
+    step whose root mean square is 1, since a flatter critique's gradient may be rounding. Both gradients are those of
+    means over values, so that this bound does not depend on the number of values.
 
-    most    VQGAN's bound instead, for gradients with respect to its last layer: 1e-4 is added to the length of the
-            critique's gradient, and the factor is at most this.
+    most  None, or the factor's upper bound; then 1e-4 is added to the length of the critique's gradient instead, as
+          VQGAN does for gradients with respect to its last layer.
     """
     reconstruction, critique = (values.flatten(1).norm(dim=1) for values in (of_reconstruction, of_critique))
     if most is None:
@@ -135,21 +144,19 @@ def compute_balance_factor(
 
 
 @contextmanager
-def record_inputs(layer: nn.Module) -> Iterator[list[Tensor]]:
-    """Inside the block, records the inputs of a layer. Yields a list to which each call of the layer appends its first
-    input, detached.
-    """
+def record_layer_inputs(layer: nn.Module) -> Iterator[list[Tensor]]:
+    """Yields an empty list. Inside the block, each call of `layer` appends its first input, detached, to this list."""
     entered: list[Tensor] = []
     with layer.register_forward_pre_hook(lambda module, inputs: entered.append(inputs[0].detach())):
         yield entered
 
 
 def compute_filter_gradient(entered: Tensor, of_output: Tensor, side: int) -> Tensor:
-    """Returns the gradient of each sample's loss with respect to the filters, side x side, of a convolution of stride 1
-    and padding side // 2: float32 (B, C, c, side, side). `entered` is the input of the convolution (B, c, H, W),
-    `of_output` the gradient with respect to its output (B, C, H, W).
+    """Returns the gradient of each sample's loss with respect to the weight of a convolution with stride 1, padding
+    side // 2 and filters of side x side: float32 (B, C, c, side, side). No weight is needed, so ZeRO-3 may scatter it.
 
-    No weight is read, so the result is the same where weights are scattered (ZeRO-3).
+    entered    the input of the convolution, (B, c, H, W).
+    of_output  the gradient of the loss with respect to the convolution's output, (B, C, H, W).
     """
     (batch, before), after = entered.shape[:2], of_output.shape[1]
     of_all = torch.nn.grad.conv2d_weight(
@@ -163,5 +170,7 @@ def compute_filter_gradient(entered: Tensor, of_output: Tensor, side: int) -> Te
 
 
 def compute_picture_gradient(values: Tensor, picture: Tensor) -> Tensor:
-    """Returns the gradient of each sample's value with respect to its picture: (B,), (B, C, H, W) -> (B, C, H, W)."""
+    """Returns the gradient of each sample's value with respect to its own picture. `values` (B,) were computed from
+    `picture` (B, C, H, W); the result is (B, C, H, W).
+    """
     return torch.autograd.grad(values.sum(), picture)[0]

@@ -19,19 +19,16 @@ def attend(
     scale: float | None = None,
     shared: int = 0,
 ) -> Tensor:
-    """Returns softmax(query key^T scale + added) value: (B, heads, N, d), twice (B, heads, M, d) -> (B, heads, N, d).
+    """Returns multi-head attention, softmax(query key^T scale + added) value: query (B, heads, N, d), key and value (B,
+    heads, M, d) -> (B, heads, N, d). On a CPU, bfloat16 and float16 are computed in float32, which is faster there.
 
-    added      float, broadcast to (B, heads, N, M); or bool, True where a token is seen.
-    dropout    the share of attention weights that are dropped; callers give 0 except in training.
-    causal     a token sees itself and those before it; only without `added`.
-    scale      None: 1 / sqrt(d).
-    shared     0, or outside of share_tokens (sequence.py): this rank has all tokens. Otherwise the tokens are `shared`
-               equal stretches, of each of which this rank has its part, see gather_tokens_and_split_heads; `added` is
-               of all tokens and heads, and all ranks that share the tokens call this together.
-
-    On a CPU bfloat16 and float16 are computed in float32: the fused backward pass in bfloat16 takes 5 to 10 times as
-    long as that in float32 at the lengths of small pictures (the benchmark attention.py). This rule is fixed and
-    measures nothing, so that every rank, and a run that resumes on another machine, computes alike.
+    added    a float bias, broadcast to (B, heads, N, M); or a bool mask, True where a token may be read; None: neither.
+    dropout  the share of attention weights that are dropped, also in evaluation mode.
+    causal   whether a token reads only itself and those before it; not together with `added`.
+    scale    None: 1 / sqrt(d).
+    shared   0: this rank has all tokens. Above 0, inside share_tokens (sequence.py): the tokens are `shared` equal
+             stretches, of each of which this rank holds its part. `added` is of all tokens and heads, and all ranks
+             that share the tokens call this together.
     """
     exchanges = shared > 0 and is_sharing()
     if exchanges:

@@ -29,12 +29,13 @@ class Classifier(nn.Module):
         self.logits = nn.Linear(64, 10)
 
     def forward(self, images: Tensor) -> tuple[Tensor, Tensor]:
-        features = self.features(self.compute_stages(images)[-1].flatten(1))
+        """Returns the features (N, 64) and the logits (N, 10) of images, float32 (N, 1, 28, 28) in [0, 1]."""
+        features = self.features(self.compute_stage_outputs(images)[-1].flatten(1))
         return features, self.logits(F.relu(features))
 
-    def compute_stages(self, images: Tensor) -> list[Tensor]:
-        """Returns the outputs of the four convolutions, (N, c, h, w) each, for images (N, 1, H, W) of 8 pixels or more.
-        Each after the first gets its input at half the side: 28, 14, 7, 3.
+    def compute_stage_outputs(self, images: Tensor) -> list[Tensor]:
+        """Returns the outputs of the four convolutions, (N, c, h, w) each, for images (N, 1, H, W) of at least 8 x 8
+        pixels. Each output after the first has half the side, rounded down: 28, 14, 7, 3.
         """
         x, outputs = images, []
         for number, convolution in enumerate(self.convolutions):

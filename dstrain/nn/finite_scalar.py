@@ -35,15 +35,15 @@ class FiniteScalar(nn.Module):
         self.project_in, self.project_out = Linear(dim, len(levels)), Linear(len(levels), dim)
 
     def forward(self, x: Tensor, weight: Tensor) -> Quantized:
-        """Quantizes vectors x (B, ..., dim) and returns a Quantized, whose loss terms are all 0 (B,); `weight` is
-        unused.
+        """Returns a Quantized with the quantized vectors (B, ..., dim) and the tokens (B, ...) of vectors x (B, ...,
+        dim). Its loss terms are all 0, (B,), since the codebook is fixed. `weight` has no effect.
         """
-        z = bound_to_levels(widen_precision(self.project_in(x)), self.levels)  # (B, ..., d)
+        z = bound_numbers_to_levels(widen_precision(self.project_in(x)), self.levels)  # (B, ..., d)
         rounded = z + (z.round() - z).detach()
         nothing = z.new_zeros(len(x))
         return Quantized(
-            self.project_out(scale_levels(rounded, self.levels).to(x.dtype)),
-            convert_levels_to_tokens(z, self.levels),
+            self.project_out(scale_rounded_numbers(rounded, self.levels).to(x.dtype)),
+            convert_numbers_to_tokens(z, self.levels),
             nothing,
             nothing,
             nothing,
@@ -51,18 +51,20 @@ class FiniteScalar(nn.Module):
         )
 
     def encode(self, x: Tensor) -> Tensor:
-        """Returns the tokens: (B, ..., dim) -> int64 (B, ...)."""
-        return convert_levels_to_tokens(bound_to_levels(widen_precision(self.project_in(x)), self.levels), self.levels)
+        """Returns the tokens of vectors: (B, ..., dim) -> int64 (B, ...)."""
+        return convert_numbers_to_tokens(
+            bound_numbers_to_levels(widen_precision(self.project_in(x)), self.levels), self.levels
+        )
 
     def decode(self, tokens: Tensor) -> Tensor:
         """Returns the quantized vectors of tokens: int64 (B, ...) -> (B, ..., dim)."""
-        code = scale_levels(convert_tokens_to_levels(tokens, self.levels), self.levels)
+        code = scale_rounded_numbers(convert_tokens_to_numbers(tokens, self.levels), self.levels)
         return self.project_out(code.to(self.project_out.weight.dtype))
 
 
-def bound_to_levels(z: Tensor, levels: tuple[int, ...]) -> Tensor:
-    """Bounds each of d numbers z by a tanh, so that number i rounds to one of the integers -(L_i // 2) to (L_i - 1) //
-    2: (..., d) -> (..., d). 0 stays 0.
+def bound_numbers_to_levels(z: Tensor, levels: tuple[int, ...]) -> Tensor:
+    """Bounds d numbers z by tanh, so that number i rounds to one of L_i = levels[i] integers, -(L_i // 2) to (L_i - 1)
+    // 2: (..., d) -> (..., d). The result is not rounded yet. 0 stays 0.
     """
     half = [(size - 1) * (1 + _MARGIN) / 2 for size in levels]
     offset = [0.0 if size % 2 else 0.5 for size in levels]
@@ -73,36 +75,32 @@ def bound_to_levels(z: Tensor, levels: tuple[int, ...]) -> Tensor:
     return half * torch.tanh(z + shift) - offset
 
 
-def convert_levels_to_tokens(z: Tensor, levels: tuple[int, ...]) -> Tensor:
-    """Rounds bounded numbers z (..., d) to their levels, and returns the token of each combination, int64 (...). The
-    first number's level changes fastest from token to token.
+def convert_numbers_to_tokens(z: Tensor, levels: tuple[int, ...]) -> Tensor:
+    """Returns the token of each combination of d numbers, int64 (...). z (..., d) comes from `bound_numbers_to_levels`
+    and is rounded here. When tokens are counted up, the first number changes fastest.
 
-    NaN is taken as 0, so that a failed forward pass yields a token, which a histogram of tokens can count.
+    NaN counts as 0, so that a failed forward pass still gives valid tokens.
     """
     places = z.nan_to_num().round().long() + _compute_level_middles(levels, z.device)
     return (places * _compute_level_strides(levels, z.device)).sum(-1)
 
 
-def convert_tokens_to_levels(tokens: Tensor, levels: tuple[int, ...]) -> Tensor:
-    """Returns the integers to which bounded z was rounded, from the tokens of `convert_levels_to_tokens`: int64 (...)
-    -> float32 (..., d).
+def convert_tokens_to_numbers(tokens: Tensor, levels: tuple[int, ...]) -> Tensor:
+    """Inverts `convert_numbers_to_tokens`: returns the d rounded numbers of each token, int64 (...) -> float32 (...,
+    d).
     """
     sizes = copy_to_device(torch.tensor(levels), tokens.device)
     return ((tokens[..., None] // _compute_level_strides(levels, tokens.device)) % sizes - sizes // 2).float()
 
 
-def scale_levels(rounded: Tensor, levels: tuple[int, ...]) -> Tensor:
-    """Divides the integers to which bounded z was rounded by L_i // 2, so that the decoder sees about [-1, 1]: (..., d)
-    -> (..., d).
-    """
+def scale_rounded_numbers(rounded: Tensor, levels: tuple[int, ...]) -> Tensor:
+    """Divides the rounded number i by levels[i] // 2, so that all lie in about [-1, 1]: (..., d) -> (..., d)."""
     return rounded / _compute_level_middles(levels, rounded.device)
 
 
-def require_levels(levels: tuple[int, ...], codebook_size: int, key: str) -> None:
-    """Raises ConfigError if one of `levels` is below 3 or above 1000, or there is none, or if their product is not
-    `codebook_size`, which the recipe gives as `key`.
-
-    At two levels the bound has a slope of 0.001 at 0, and nothing is learned; beyond 1000 its margin is a whole level.
+def require_valid_levels(levels: tuple[int, ...], codebook_size: int, key: str) -> None:
+    """Raises ConfigError if `levels` is empty, if one of them is below 3 or above 1000, or if their product is not
+    `codebook_size`. `key` is the recipe's name for `codebook_size`, used in the message.
     """
     if not levels or min(levels) < 3 or max(levels) > _MOST:
         raise ConfigError(f"levels {list(levels)}: give 3 to {_MOST} levels for each number, such as [8, 6, 5]")
@@ -114,8 +112,12 @@ def require_levels(levels: tuple[int, ...], codebook_size: int, key: str) -> Non
 
 
 def _compute_level_middles(levels: tuple[int, ...], device: torch.device) -> Tensor:
+    """Returns levels[i] // 2 for each number i, int64 (d,): the place of the integer 0 among the levels."""
     return copy_to_device(torch.tensor([size // 2 for size in levels]), device)
 
 
 def _compute_level_strides(levels: tuple[int, ...], device: torch.device) -> Tensor:
+    """Returns the product of the levels before each number i, int64 (d,): the difference of tokens whose number i
+    differs by one level.
+    """
     return copy_to_device(torch.tensor([math.prod(levels[:number]) for number in range(len(levels))]), device)

@@ -19,14 +19,18 @@ Remedies = Sequence[tuple[str, str]]  # pattern of a weight's name -> the recipe
 
 
 def list_shapes(network: nn.Module) -> Shapes:
+    """Returns the shape of each weight and buffer in a network's state dict, by name."""
     return {name: tuple(tensor.shape) for name, tensor in network.state_dict().items()}
 
 
-def require_fit(state: dict[str, Tensor], shapes: Shapes, order: Iterable[str], remedies: Remedies) -> None:
-    """Raises ConfigError at the first of the names in `order` that is in only one of `state` and `shapes`, or has
-    another shape in each. Other names are not checked.
+def require_matching_shapes(state: dict[str, Tensor], shapes: Shapes, order: Iterable[str], remedies: Remedies) -> None:
+    """Raises ConfigError at the first name in `order` that is in only one of `state` and `shapes`, or whose shapes
+    differ. Names that are not in `order` are not checked.
 
-    The message gives both shapes and the fields of the first remedy whose pattern matches the name.
+    state     the weights of a file, by name.
+    shapes    the shapes that the network needs, by name.
+    remedies  pairs (pattern, fields): if the pattern is found in the name, the message tells the user to set these
+              fields.
     """
     for name in order:
         in_file = tuple(state[name].shape) if name in state else "absent"
@@ -40,16 +44,18 @@ def require_fit(state: dict[str, Tensor], shapes: Shapes, order: Iterable[str], 
 
 
 def make_natural_sort_key(name: str) -> list[tuple[int, str]]:
-    """Returns a key for sorting names of weights, by which blocks.2 comes before blocks.10."""
+    """Returns a sort key for a weight's dotted name, which sorts blocks.2 before blocks.10."""
     return [(int(part), "") if part.isdigit() else (-1, part) for part in name.split(".")]
 
 
-def refill_table(state: dict[str, Tensor], shapes: Shapes, name: str, std: float, keep_last: bool = False) -> list[str]:
-    """Replaces the table `name` in `state` by fresh rows if the number of rows is the only difference from its shape in
-    `shapes`. Returns a list with a note on it for the user; [] if nothing is replaced.
+def redraw_resized_table(
+    state: dict[str, Tensor], shapes: Shapes, name: str, std: float, keep_last: bool = False
+) -> list[str]:
+    """Replaces the table `name` in `state` by random rows if it has another number of rows than in `shapes` and is
+    otherwise equal in shape. Returns [one note for the user], or [] if nothing is replaced.
 
-    The rows are normal with deviation `std`, and the same on every rank. keep_last: the last row, "no label", stays
-    that of the file.
+    std        the rows' standard deviation; they are normal with mean 0, and the same on every rank.
+    keep_last  whether the last row, "no label", is copied from the old table.
     """
     if name not in state or name not in shapes:
         return []
@@ -67,8 +73,8 @@ def refill_table(state: dict[str, Tensor], shapes: Shapes, name: str, std: float
 
 
 def describe_unused_weights(names: Iterable[str]) -> list[str]:
-    """Returns a list with one note for the user, which counts the weights `names` of a folder that the network does not
-    use, and names the first three; [] if there are none.
+    """Returns [one note for the user] that gives the number of weights in `names`, which the network does not use, and
+    the first three names; [] if `names` is empty.
     """
     names = sorted(names)
     if not names:
@@ -76,17 +82,19 @@ def describe_unused_weights(names: Iterable[str]) -> list[str]:
     return [f"{len(names)} weights of the folder have no place here and are left: {', '.join(names[:3])}"]
 
 
-def require_config(
+def require_matching_diffusers_config(
     diffusers_config: Mapping[str, Any],
     classes: Sequence[str],
     system: str,
     expected: dict[str, Any],
     fields: Mapping[str, str],
 ) -> None:
-    """Raises ConfigError if the class in a diffusers network's config.json is none of `classes`, or at the first of its
-    fields that differs from `expected`.
+    """Raises ConfigError if the class in a diffusers network's config.json is not in `classes`, or at the first field
+    that differs from `expected`.
 
-    fields  for a field of config.json, the recipe's fields in `model` that decide it.
+    system    the name of the system, for the message.
+    expected  values of fields of config.json.
+    fields    for a field of config.json, the field of the recipe's `model` that decides it, for the message.
     """
     kind = diffusers_config.get("_class_name")
     if kind not in classes:

@@ -26,6 +26,7 @@ class Linear(nn.Linear):
         super().__init__(in_features, out_features, bias)
 
     def reset_parameters(self) -> None:
+        """Draws the weight as `init` says, and sets the bias, if any, to 0. Raises ConfigError if `init` is unknown."""
         if self.init == "xavier":
             nn.init.xavier_uniform_(self.weight)
         elif self.init == "normal":
@@ -45,6 +46,7 @@ class Pointwise(nn.Conv1d):
     """
 
     def forward(self, tokens: Tensor) -> Tensor:
+        """Applies the linear layer to each token: (B, N, C) -> (B, N, D)."""
         return F.linear(tokens, self.weight.squeeze(2), self.bias)
 
 
@@ -61,6 +63,9 @@ class Patches(nn.Conv2d):
         super().__init__(in_channels, dim, patch_size, patch_size if stride is None else stride, padding, **more)
 
     def reset_parameters(self) -> None:
+        """Draws the weight from the Xavier uniform distribution of a linear layer over flattened patches, and sets the
+        bias, if any, to 0.
+        """
         bound = math.sqrt(6 / (self.weight[0].numel() + self.out_channels))
         nn.init.uniform_(self.weight, -bound, bound)
         if self.bias is not None:
@@ -75,24 +80,25 @@ class Embedding(nn.Embedding):
         super().__init__(count, dim)
 
     def reset_parameters(self) -> None:
+        """Draws the vectors from a normal distribution of mean 0 and standard deviation `std`."""
         nn.init.normal_(self.weight, std=self.std)
 
 
 def make_dropout(share: float) -> nn.Module:
-    """Returns a dropout layer that drops this share of values in training; for a share of 0 an identity."""
+    """Returns a dropout layer that drops this share of values in training, or an identity layer if the share is 0."""
     return nn.Dropout(share) if share else nn.Identity()
 
 
 def chain_named_layers(**layers: nn.Module) -> nn.Sequential:
-    """Returns an nn.Sequential of layers under the given names, which are those in published files."""
+    """Returns an nn.Sequential of `layers`, in their order, whose children have the names of the arguments."""
     return nn.Sequential(OrderedDict(layers))
 
 
 def compute_timestep_frequencies(
     dim: int, max_period: float = 10000.0, shift: int = 0, device: torch.device | None = None
 ) -> Tensor:
-    """Returns the angular frequencies of `compute_timestep_features`, max_period ** (-i / (dim // 2 - shift)) for i =
-    0, 1, ...: float64 (dim // 2,).
+    """Returns the angular frequencies of sinusoidal timestep features: max_period ** (-i / (dim // 2 - shift)) for i =
+    0, 1, ..., float64 (dim // 2,).
     """
     half = dim // 2
     index = torch.arange(half, device=device).double()
@@ -100,14 +106,13 @@ def compute_timestep_frequencies(
 
 
 def compute_timestep_features(t: Tensor, dim: int, max_period: float = 10000.0, shift: int = 0) -> Tensor:
-    """Returns sinusoids of timesteps, cosines first, always float32: (B,) -> (B, dim). For an odd dim the last value is
-    0.
+    """Returns the sinusoidal embedding of timesteps t (B,), float32 (B, dim): dim // 2 cosines, as many sines, and a 0
+    at the end if dim is odd.
 
-    With shift 1 (`downscale_freq_shift` of diffusers' DiT) the lowest frequency is 1 / max_period; with shift 0 (DDPM's
-    successors) it is a little higher.
+    shift  1: the lowest frequency is 1 / max_period (`downscale_freq_shift` of diffusers' DiT); 0: it is a little
+           higher, as in most networks since DDPM.
 
-    Frequencies are computed in float64 and rounded once: exp in float32 is up to 5 units in the last place off on some
-    CPUs, which at t = 999 is 1e-4 in a phase, and a model would not be the same function everywhere.
+    Frequencies are computed in float64 and rounded once to float32, so that all CPUs give the same values.
     """
     frequencies = compute_timestep_frequencies(dim, max_period, shift, t.device).float()
     angles = t[:, None].float() * frequencies[None]  # (B, half)

@@ -57,8 +57,8 @@ class LookupFree(nn.Module):
         self.project_in, self.project_out = Linear(dim, self.bits), Linear(self.bits, dim)
 
     def forward(self, x: Tensor, weight: Tensor) -> Quantized:
-        """Quantizes x (B, ..., dim). Returns the quantized vectors, the tokens and the loss terms, in which each token
-        has its `weight` (B, ...).
+        """Quantizes vectors x (B, ..., dim). Returns a Quantized: the quantized vectors, their tokens, and loss terms
+        (B,). A loss term is a mean over a sample's tokens, weighted by `weight` (B, ...).
         """
         z = widen_precision(self.project_in(x))  # (B, ..., d)
         code = torch.where(z > 0, 1.0, -1.0).to(z.dtype)  # the sign of 0 is -1
@@ -73,11 +73,11 @@ class LookupFree(nn.Module):
             commitment,
             torch.zeros_like(commitment),
             entropy,
-            average_code_shares(logits, weight.flatten(1)),
+            average_code_probabilities(logits, weight.flatten(1)),
         )
 
     def encode(self, x: Tensor) -> Tensor:
-        """Returns the tokens: (B, ..., dim) -> int64 (B, ...)."""
+        """Returns the tokens of vectors: (B, ..., dim) -> int64 (B, ...)."""
         return convert_signs_to_tokens(widen_precision(self.project_in(x)))
 
     def decode(self, tokens: Tensor) -> Tensor:
@@ -94,8 +94,8 @@ class CosineQuantizer(nn.Module):
         self.codebook = UnitCodebook(codebook_size, codebook_dim)
 
     def forward(self, x: Tensor, weight: Tensor) -> Quantized:
-        """Quantizes x (B, ..., dim). Returns the quantized vectors, the tokens and the loss terms, in which each token
-        has its `weight` (B, ...).
+        """Quantizes vectors x (B, ..., dim). Returns a Quantized: the quantized vectors, their tokens, and loss terms
+        (B,). A loss term is a mean over a sample's tokens, weighted by `weight` (B, ...).
         """
         z = F.normalize(widen_precision(self.project_in(x)), dim=-1)  # (B, ..., D)
         tokens, code = self.codebook(z)
@@ -114,7 +114,7 @@ class CosineQuantizer(nn.Module):
         )
 
     def encode(self, x: Tensor) -> Tensor:
-        """Returns the tokens: (B, ..., dim) -> int64 (B, ...)."""
+        """Returns the tokens of vectors: (B, ..., dim) -> int64 (B, ...)."""
         return self.codebook(F.normalize(widen_precision(self.project_in(x)), dim=-1))[0]
 
     def decode(self, tokens: Tensor) -> Tensor:
@@ -130,6 +130,9 @@ class UnitCodebook(nn.Embedding):
     """
 
     def forward(self, vectors_or_tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns tokens (...) and their unit vectors, float32 (..., D). The argument is either vectors, floating-point
+        (..., D), whose nearest codebook vectors are looked up, or tokens, int64 (...), which are returned as they are.
+        """
         tokens = vectors_or_tokens
         if tokens.is_floating_point():
             with torch.no_grad():
@@ -149,8 +152,9 @@ class Usage:
         self.q = torch.cat([torch.full((1 << size,), 0.5**size) for size in split_bits(bits)])  # uniform at first
 
     def update_shares(self, shares: Tensor) -> None:
-        """Sets `q` to decay * q + (1 - decay) * mean of `shares` (N, codes) over the N samples of a step, which are in
-        the order of the global batch. Keeps `q` if the mean is not finite.
+        """Updates the moving average `q` of code shares once a step: q = decay * q + (1 - decay) * mean of `shares`
+        over its N rows. `shares` (N, codes) holds the N samples of the global batch, in its order. If the mean is not
+        finite, `q` is kept.
         """
         mean = shares.double().mean(0).float()  # a NaN would stay in q forever
         self.q = torch.where(
@@ -158,9 +162,9 @@ class Usage:
         )
 
     def compute_cross_entropy(self, shares: Tensor, bits: int) -> Tensor:
-        """Returns each sample's cross-entropy -sum_c p(c) log q(c) in nats, (B,), from its `shares` p (B, codes). If q
-        is the mean of p, the mean cross-entropy has the same gradient as the entropy of that mean. A share of a uniform
-        distribution is mixed into q, which keeps log q finite.
+        """Returns each sample's cross-entropy -sum_c p(c) log q(c) in nats, (B,). `shares` (B, codes) is p, the
+        sample's own shares of codes; q is the moving average, mixed with 1 % of a uniform distribution to keep log q
+        finite. `bits` is log2 of the codebook's size.
         """
         self.q = self.q.to(shares.device)
         uniform = torch.cat([self.q.new_full((1 << size,), 0.5**size) for size in split_bits(bits)])
@@ -168,8 +172,8 @@ class Usage:
 
 
 def compute_codebook_bits(codebook_size: int) -> int:
-    """Returns log2 of a codebook's size. Raises ConfigError, whose message gives the nearest powers, if it is no power
-    of two or below 2.
+    """Returns log2 of a codebook's size. Raises ConfigError, with the nearest powers of two, if the size is below 2 or
+    no power of two.
     """
     bits = codebook_size.bit_length() - 1
     if codebook_size < 2 or codebook_size != 1 << bits:
@@ -181,28 +185,34 @@ def compute_codebook_bits(codebook_size: int) -> int:
 
 
 def split_bits(bits: int) -> list[int]:
-    """Returns the bits of each group: the fewest groups of at most 10 bits, as equal as possible."""
+    """Splits the bits of a token into the fewest groups of at most 10 bits, and returns the number of bits in each
+    group. The groups are as equal as possible: 21 gives [7, 7, 7].
+    """
     count = -(-bits // _GROUP)
     return [bits // count + (number < bits % count) for number in range(count)]
 
 
 def convert_signs_to_tokens(z: Tensor) -> Tensor:
-    """Returns the tokens, int64 (...), whose bits are set where z (..., d) is above 0; the first number gives the
-    highest bit.
+    """Returns the token of each vector z (..., d), int64 (...). Bit i is 1 where number i is above 0; the first number
+    gives the highest bit.
     """
     powers = 1 << torch.arange(z.shape[-1] - 1, -1, -1, device=z.device)
     return ((z > 0) * powers).sum(-1)
 
 
 def convert_tokens_to_signs(tokens: Tensor, bits: int) -> Tensor:
-    """Returns the bits of tokens, int64 (...), as signs -1 and 1, float32 (..., bits); the highest bit comes first."""
+    """Returns the bits of each token as signs: int64 (...) -> float32 (..., bits), -1 for a bit 0 and 1 for a bit 1.
+    The highest bit comes first.
+    """
     places = torch.arange(bits - 1, -1, -1, device=tokens.device)
     return ((tokens[..., None] >> places) & 1).float() * 2 - 1
 
 
-def average_code_shares(logits: Tensor, weight: Tensor) -> Tensor:
-    """Returns the mean of p(c|z) over each sample's tokens, weighted by `weight` (B, N): (B, codes), the codes of all
-    groups of bits side by side. `logits` (B, N, d) are those of a bit being +1.
+def average_code_probabilities(logits: Tensor, weight: Tensor) -> Tensor:
+    """Returns the code probabilities p(c|z) of each sample, averaged over its N tokens with `weight` (B, N): (B,
+    codes). `logits` (B, N, d) are those of each bit being 1.
+
+    The d bits are split by `split_bits`. The codes of all groups stand side by side, and those of a group sum to 1.
     """
     shares = []
     for part in logits.split(split_bits(logits.shape[-1]), dim=-1):
@@ -214,5 +224,5 @@ def average_code_shares(logits: Tensor, weight: Tensor) -> Tensor:
 
 
 def compute_weighted_mean(values: Tensor, weight: Tensor) -> Tensor:
-    """Returns the mean of each sample's values with its weights: two (B, ...) -> (B,)."""
+    """Returns the mean of each sample's values, weighted by `weight`: two tensors (B, ...) -> (B,)."""
     return (values * weight).flatten(1).sum(1) / weight.flatten(1).sum(1)

@@ -39,13 +39,13 @@ class Lora(Section):
 
     @property
     def scale(self) -> float:
-        """Returns the factor of an adapter's output, alpha / rank."""
+        """Returns alpha / rank, by which an adapter's output is multiplied."""
         return self.alpha / self.rank
 
 
 def list_lora_conflicts(lora: Lora | None, run: Run) -> list[str]:
-    """Returns a list with one message if the recipe has adapters (`lora` is not None) but no init_from, else []. Called
-    by a system's SystemConfig.conflicts.
+    """Returns [one error message] if the recipe has LoRA adapters but no `init_from`, which gives the weights that they
+    adapt; [] otherwise. `lora` is None if there are no adapters.
     """
     if lora is not None and run.init_from is None:
         return ["model.lora adapts trained weights, and init_from names none: write init_from=FILE"]
@@ -54,17 +54,19 @@ def list_lora_conflicts(lora: Lora | None, run: Run) -> list[str]:
 
 class _ZeroPointwise(Pointwise):
     def reset_parameters(self) -> None:
+        """Sets the weight to 0."""
         nn.init.zeros_(self.weight)
 
 
 class _ZeroConv2d(nn.Conv2d):
     def reset_parameters(self) -> None:
+        """Sets the weight to 0."""
         nn.init.zeros_(self.weight)
 
 
 def add_adapters(network: nn.Module, lora: Lora | None, usual: Sequence[str]) -> nn.Module:
-    """Freezes a network, adds adapters in place to the layers whose names match lora.targets (None: `usual`), and
-    returns the network. If `lora` is None, returns it unchanged.
+    """Freezes a network, adds LoRA adapters in place to the layers whose names match lora.targets, and returns the
+    network. If `lora` is None, returns it unchanged. `usual` holds the patterns that are taken if lora.targets is None.
 
     Raises ConfigError if no layer gets an adapter, or a pattern that the user wrote matches no layer.
     """
@@ -90,10 +92,16 @@ def add_adapters(network: nn.Module, lora: Lora | None, usual: Sequence[str]) ->
 
 
 def _can_be_adapted(module: nn.Module) -> bool:
+    """Returns whether a module is a linear layer or a convolution with one group, the only layers that take
+    an adapter.
+    """
     return isinstance(module, (nn.Linear, Pointwise)) or (isinstance(module, nn.Conv2d) and module.groups == 1)
 
 
 def _make_factors(layer: Any, rank: int) -> tuple[nn.Module, nn.Module]:
+    """Returns the two new layers of a LoRA adapter for a linear layer or convolution: A, which maps its input to `rank`
+    values, and B, which maps these to its output. B starts at 0.
+    """
     if isinstance(layer, nn.Linear):
         factors = nn.Linear(layer.in_features, rank, bias=False), Linear(rank, layer.out_features, False, "zero")
     elif isinstance(layer, Pointwise):
@@ -108,12 +116,13 @@ def _make_factors(layer: Any, rank: int) -> tuple[nn.Module, nn.Module]:
 
 
 def _add_adapter_output(layer: Any, inputs: tuple, output: Tensor) -> Tensor:
+    """Returns the layer's output plus alpha / rank times that of its adapter. This is the layer's forward hook."""
     return output + layer.lora_scale * layer.lora_B(layer.lora_A(layer.lora_dropout(inputs[0])))
 
 
 def merge_adapters(state: dict[str, Tensor], lora: Lora) -> dict[str, Tensor]:
-    """Returns a state dict without adapters, in which each adapter's product is added to its layer's weight, so that a
-    network without adapters computes the same. `state` is not changed.
+    """Returns a state dict without adapters, in which the product of each adapter's two weights, times alpha / rank, is
+    added to the weight of its layer. A network without adapters then computes the same. `state` is not changed.
     """
     merged = {name: value for name, value in state.items() if not is_adapter_weight(name)}
     for name, down in state.items():
@@ -127,8 +136,8 @@ def merge_adapters(state: dict[str, Tensor], lora: Lora) -> dict[str, Tensor]:
 def convert_adapters_to_peft(
     state: Mapping[str, Tensor], lora: Lora, base: str
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Returns the adapters in a state dict under peft's names, and the content of its adapter_config.json. `base` is
-    the name or path of the network that they adapt.
+    """Returns two dicts for files that peft reads: the LoRA weights in `state` under peft's names, and the content of
+    adapter_config.json. `base` is the name or path of the network that the adapters belong to.
     """
     adapters = {
         f"base_model.model.{name}": value.contiguous() for name, value in state.items() if is_adapter_weight(name)

@@ -14,26 +14,29 @@ _LEAST_ERROR = 1e-10  # mean square: equal pictures have 100 dB
 
 
 def measure_relative_error(values: Tensor, truth: Tensor) -> float:
-    """Returns the largest absolute difference of two tensors, divided by the largest magnitude in `truth`. If all
-    values are zero, returns 0.
+    """Returns the largest absolute difference of two tensors, divided by the largest absolute value in `truth`; 0 if
+    both tensors are all zeros.
     """
     return float((values - truth).abs().max() / truth.abs().max().clamp(min=torch.finfo(truth.dtype).tiny))
 
 
 def compute_psnr(picture: Tensor, truth: Tensor) -> Tensor:
-    """Returns 10 log10(1 / mean square error), at most 100 dB: two (B, C, H, W) -> (B,)."""
+    """Returns the peak signal-to-noise ratio of each picture in dB, at most 100: two (B, C, H, W) in [0, 1] -> (B,)."""
     error = (picture - truth).square().flatten(1).mean(1)
     return -10 * error.clamp(min=_LEAST_ERROR).log10()
 
 
 def compute_ssim(picture: Tensor, truth: Tensor) -> Tensor:
-    """Returns the structural similarity, 1 if equal: two (B, C, H, W) -> (B,). Where the picture is smaller than the
-    window, the window has the picture's size.
+    """Returns the structural similarity (SSIM) of each picture to its truth, 1 if they are equal: two (B, C, H, W) in
+    [0, 1] -> (B,). The window is 11 pixels wide and high, or the picture's side where that is smaller.
     """
     channels, height, width = truth.shape[1:]
     down, across = (_make_gaussian_window(min(_WINDOW, side), truth) for side in (height, width))
 
     def smooth(x: Tensor) -> Tensor:
+        """Averages each channel of x (B, C, H, W) under the Gaussian window, only where the whole window is inside the
+        picture.
+        """
         x = F.conv2d(x, down.view(1, 1, -1, 1).expand(channels, -1, -1, -1), groups=channels)
         return F.conv2d(x, across.view(1, 1, 1, -1).expand(channels, -1, -1, -1), groups=channels)
 
@@ -46,13 +49,14 @@ def compute_ssim(picture: Tensor, truth: Tensor) -> Tensor:
 
 
 def _make_gaussian_window(size: int, like: Tensor) -> Tensor:
+    """Returns `size` Gaussian weights (sigma 1.5 pixels) that sum to 1, with the dtype and device of `like`."""
     distance = torch.arange(size, dtype=like.dtype, device=like.device) - (size - 1) / 2
     weight = torch.exp(-distance.square() / (2 * _SIGMA**2))
     return weight / weight.sum()
 
 
 def measure_psnr_and_ssim(picture: Tensor, truth: Tensor) -> dict[str, Tensor]:
-    """Returns the terms psnr (dB) and ssim, (B,) each, of pictures and their truth (B, C, H, W) in [-1, 1]; values
+    """Returns {"psnr": (B,) in dB, "ssim": (B,)} of pictures and their truth, (B, C, H, W) each, in [-1, 1]; values
     outside are clamped.
     """
     picture, truth = ((x.clamp(-1, 1) + 1) / 2 for x in (picture, truth))
@@ -60,12 +64,9 @@ def measure_psnr_and_ssim(picture: Tensor, truth: Tensor) -> dict[str, Tensor]:
 
 
 def measure_token_shares(tokens: Tensor, num_tokens: int, counted: Tensor | None = None) -> Tensor:
-    """Returns the share of each token among the tokens of each sample: int64 (B, ...) -> float32 (B, num_tokens), rows
-    that sum to 1.
-
-    counted  bool (B, ...), True at the tokens that are counted, such as those that are no padding; None: all.
-
-    The mean of the rows over samples is the histogram of all samples, however they were batched.
+    """Returns the share of each of `num_tokens` tokens among a sample's tokens: int64 (B, ...) -> float32 (B,
+    num_tokens). Each row sums to 1. `counted`, bool (B, ...), is False at tokens to ignore, such as padding; None: all
+    count.
     """
     flat = tokens.flatten(1)  # (B, N)
     shares = torch.ones_like(flat, dtype=torch.float32) if counted is None else counted.flatten(1).float()
@@ -74,7 +75,7 @@ def measure_token_shares(tokens: Tensor, num_tokens: int, counted: Tensor | None
 
 
 def measure_codebook_usage(shares: Tensor) -> tuple[float, float]:
-    """Returns, for a histogram of tokens (K,), its perplexity, between 1 and K (exp of the entropy in nats), and the
+    """Returns two figures of a token histogram `shares` (K,): its perplexity, exp of the entropy, from 1 to K; and the
     fraction of tokens that are never used.
     """
     shares = shares.double() / shares.double().sum()

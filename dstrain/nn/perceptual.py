@@ -38,16 +38,16 @@ class Distance(nn.Module):
     heads: nn.ParameterList
 
     def train(self, mode: bool = True) -> "Distance":
-        """Sets evaluation mode and ignores `mode`, since the network never trains. Returns the network."""
+        """Sets evaluation mode whatever `mode` is, since this network is frozen. Returns the network."""
         return super().train(False)
 
     def forward(self, picture: Tensor, truth: Tensor) -> Tensor:
-        """Returns the distance of each picture from its truth, both in [-1, 1]: two (B, 1 or 3, H, W) -> float32
+        """Returns the perceptual distance of each picture from its truth: two (B, 1 or 3, H, W) in [-1, 1] -> float32
         (B,).
         """
         distance = picture.new_zeros(len(picture), dtype=torch.float32)
         for features, true_features, head in zip(
-            self._compute_stages(picture), self._compute_stages(truth), self.heads
+            self._compute_stage_features(picture), self._compute_stage_features(truth), self.heads
         ):
             difference = (
                 _scale_to_unit_length(features) - _scale_to_unit_length(true_features)
@@ -55,8 +55,10 @@ class Distance(nn.Module):
             distance = distance + torch.einsum("bchw,c->bhw", difference, head).mean((1, 2)).float()
         return distance
 
-    def _compute_stages(self, x: Tensor) -> list[Tensor]:
-        """Returns the features of each stage, (B, c, h, w), of pictures (B, 1 or 3, H, W) in [-1, 1]."""
+    def _compute_stage_features(self, x: Tensor) -> list[Tensor]:
+        """Returns the features of each stage of the network, (B, c, h, w) each, for pictures (B, 1 or 3, H, W) in [-1,
+        1]. Subclasses implement it.
+        """
         raise NotImplementedError
 
 
@@ -73,9 +75,12 @@ class OfGarments(Distance):
         self.register_buffer("luminance", torch.tensor([0.299, 0.587, 0.114]), persistent=False)  # Rec. 601
         self.requires_grad_(False).eval()
 
-    def _compute_stages(self, x: Tensor) -> list[Tensor]:
+    def _compute_stage_features(self, x: Tensor) -> list[Tensor]:
+        """Returns the features of the classifier's four stages, (B, c, h, w) each, for the luminance of pictures (B, 1
+        or 3, H, W) in [-1, 1].
+        """
         x = (x.expand(-1, 3, -1, -1).to(self.luminance.dtype) + 1) / 2
-        return self.classifier.compute_stages(torch.einsum("bchw,c->bhw", x, self.luminance)[:, None])
+        return self.classifier.compute_stage_outputs(torch.einsum("bchw,c->bhw", x, self.luminance)[:, None])
 
 
 class Perceptual(Distance):
@@ -99,7 +104,10 @@ class Perceptual(Distance):
         self._load_weights(Path(path).expanduser())
         self.requires_grad_(False).eval()
 
-    def _compute_stages(self, x: Tensor) -> list[Tensor]:
+    def _compute_stage_features(self, x: Tensor) -> list[Tensor]:
+        """Returns VGG-16's features after the last ReLU of each of its five stages, (B, c, h, w) each, for pictures (B,
+        1 or 3, H, W) in [-1, 1].
+        """
         x = (x.expand(-1, 3, -1, -1).to(self.std.dtype) + 1) / 2
         x, features = (x - self.mean) / self.std, []
         for number, layer in enumerate(self.features):
@@ -109,12 +117,15 @@ class Perceptual(Distance):
         return features
 
     def _load_weights(self, path: Path) -> None:
+        """Loads VGG-16 and the heads of LPIPS from a weights file, or from all in a folder. Raises ConfigError if
+        weights are missing or have another shape.
+        """
         files = sorted(path.glob("*.safetensors")) + sorted(path.glob("*.pt*")) if path.is_dir() else [path]
         if not files or not all(file.is_file() for file in files):
             raise ConfigError(f"model.perceptual.path={path}: no weights are there: {REMEDY}")
         weights: dict[str, Tensor] = {}
         for file in files:
-            weights |= _rename_weights(_read_weights(file))
+            weights |= _rename_perceptual_weights(_read_weights(file))
         needed = self.state_dict()
         for name, tensor in needed.items():
             shape = tuple(weights[name].shape) if name in weights else "absent"
@@ -126,18 +137,22 @@ class Perceptual(Distance):
 
 
 def load_distance(path: str) -> Distance:
-    """Returns the distance whose weights are in the file or folder `path`; for builtin:fashion the package's own.
-    Raises ConfigError if weights are missing or do not fit.
+    """Returns the network that measures perceptual distance: for "builtin:fashion" the package's own, otherwise LPIPS
+    with the weights in the file or folder `path`. Raises ConfigError if weights are missing or do not fit.
     """
     return OfGarments() if path == BUILTIN else Perceptual(path)
 
 
 def _scale_to_unit_length(features: Tensor) -> Tensor:
+    """Scales the feature vector at each place to length 1 over channels, (B, c, h, w); a vector of zeros stays zero."""
     # clamp: where no unit is active, the gradient of the root would be infinite.
     return features / (features.square().sum(1, keepdim=True).clamp(min=1e-20).sqrt() + 1e-10)
 
 
 def _read_weights(file: Path) -> dict[str, Tensor]:
+    """Returns the state dict in a .safetensors file or one of torch.save. Raises ConfigError if the file cannot be read
+    or holds no state dict.
+    """
     try:
         if file.suffix == ".safetensors":
             return load_file(file)
@@ -151,9 +166,10 @@ def _read_weights(file: Path) -> dict[str, Tensor]:
         ) from None
 
 
-def _rename_weights(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Returns the weights of torchvision's VGG (features.N) or of the LPIPS package (net.sliceM.N, linM.model.1) under
-    the names of Perceptual; heads are flattened, other entries dropped.
+def _rename_perceptual_weights(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Returns VGG weights and LPIPS heads under the names of the class Perceptual; heads are flattened, other entries
+    dropped. `state` has the names of torchvision's VGG (features.N) or of the LPIPS package (net.sliceM.N,
+    linM.model.1).
     """
     weights = {}
     for name, tensor in state.items():

@@ -58,11 +58,11 @@ class Penalty(Section):
     """approximate: length of the step, in standard deviations of a pixel in [-1, 1]."""
 
 
-def require_suitable_pictures(
+def require_suitable_picture_shape(
     judge: Perceptual | None, discriminator: Discriminator | None, shape: tuple[int, int, int], prefix: str = ""
 ) -> None:
-    """Raises ConfigError if the perceptual distance `judge` or the discriminator cannot take pictures of this shape (C,
-    H, W). One that is None is not checked. The keys in the message begin with `prefix`.
+    """Raises ConfigError if the perceptual distance (section `judge`) or the discriminator cannot take pictures of
+    `shape` (C, H, W). A section that is None is not checked. `prefix` is put before the keys in the message.
     """
     channels, height, width = shape
     if judge and channels == 4:
@@ -76,9 +76,10 @@ def require_suitable_pictures(
         )
 
 
-def describe_missing_weights(judge: Perceptual | None, key: str) -> list[str]:
-    """Returns a list with one message if the perceptual distance is used and its weights are not on this machine, else
-    []. Called by a system's SystemConfig.conflicts. `key` is the recipe's section of the distance.
+def describe_missing_perceptual_weights(judge: Perceptual | None, key: str) -> list[str]:
+    """Returns [one error message] if the recipe uses a perceptual distance whose weights are not on this machine; []
+    otherwise. `judge` is the recipe's section of the distance or None, and `key` the name of this section, for the
+    message.
     """
     if judge is None or not judge.weight or judge.path == perceptual.BUILTIN:
         return []
@@ -110,13 +111,15 @@ class PictureLoss:
         self.network: Distance | None = None  # loaded where it is first needed
 
     def list_part_losses(self, part: str, learn: Loss) -> dict[str, Loss]:
-        """Returns the loss function of each part: `learn` for the first stage, whose name is `part`, and, if there is a
-        discriminator, its own.
+        """Returns the loss function of each part by name: `learn` for the first stage, whose part is named `part`, and,
+        if there is a discriminator, compute_discriminator_loss for "discriminator".
         """
         return {part: learn} | ({"discriminator": self.compute_discriminator_loss} if self.discriminator else {})
 
     def build_networks(self, channels: int) -> dict[str, nn.Module]:
-        """Returns {"discriminator": a new discriminator of pictures with that many channels}; {} if there is none."""
+        """Returns {"discriminator": a new discriminator for pictures of `channels` channels}; {} if the recipe has
+        none.
+        """
         if self.discriminator is None:
             return {}
         return {
@@ -126,18 +129,18 @@ class PictureLoss:
         }
 
     def list_turns(self, part: str, step: int) -> tuple[str, ...]:
-        """Returns the parts that learn at `step`: the first stage and, from discriminator.start on, the discriminator.
-        Also stores, for the losses of this step, whether the first stage learns from the discriminator, and whether a
-        penalty is due.
+        """Returns the parts that learn at `step`, in order: the first stage, named `part`, and from step
+        discriminator.start on also "discriminator". Remembers for this step's losses whether the discriminator learns
+        and whether an R1 penalty is due.
         """
         # Remembered here, where the host knows the step: reading example["step"] would wait for the device.
         self.adversarial = self.discriminator is not None and step >= self.discriminator.start
         self._penalized = self.adversarial and self.penalty is not None and step % self.penalty.every == 0
         return (part, "discriminator") if self.adversarial else (part,)
 
-    def compute_perceptual(self, picture: Tensor, truth: Tensor) -> dict[str, Tensor]:
-        """Returns the term perceptual, the distance (B,) between pictures and their truth (B, C, H, W); {} if its
-        weight is 0 or there is none. Loads the distance at the first call, and moves it to the pictures' device.
+    def measure_perceptual_distance(self, picture: Tensor, truth: Tensor) -> dict[str, Tensor]:
+        """Returns {"perceptual": distance (B,)} between pictures and their truth, (B, C, H, W) each; {} if the recipe
+        has no such loss. The first call loads the network, which is moved to the pictures' device.
         """
         if not self.perceives:
             return {}
@@ -146,19 +149,24 @@ class PictureLoss:
             network.to(picture.device)
         return {"perceptual": network(picture, truth)}
 
-    def list_frozen(self) -> tuple[nn.Module, ...]:
-        """Returns the frozen perceptual distance; () if it is not used, or its weights are not on this machine, since a
-        finished run encodes and exports without it.
+    def list_frozen_networks(self) -> tuple[nn.Module, ...]:
+        """Returns (the frozen network of the perceptual distance,); () if it is not used, or if its weights are not on
+        this machine, since encoding and exporting do without it.
         """
-        return (self._load_distance(),) if self.perceives and not describe_missing_weights(self.judge, "") else ()
+        return (
+            (self._load_distance(),)
+            if self.perceives and not describe_missing_perceptual_weights(self.judge, "")
+            else ()
+        )
 
     def _load_distance(self) -> Distance:
+        """Returns the network of the perceptual distance, which is loaded at the first call."""
         if self.network is None:
             self.network = perceptual.load_distance(self.judge.path)
         return self.network
 
     def compute_reconstruction_loss(self, terms: Mapping[str, Tensor]) -> Tensor:
-        """Returns the term recon, plus the weighted term perceptual if there is one: (B,)."""
+        """Returns the loss (B,): the term "recon", plus the weighted term "perceptual" if the recipe has this loss."""
         return terms["recon"] + self.judge.weight * terms["perceptual"] if self.perceives else terms["recon"]
 
     def compute_critique(
@@ -171,23 +179,25 @@ class PictureLoss:
         out: Tensor | None = None,
         last: LastLayer | None = None,
     ) -> tuple[dict[str, Tensor], Tensor]:
-        """Lets the discriminator judge `picture`. Returns the terms critique, critique_weight and critique_share, (B,)
-        each, and the gradient of critique_weight * critique with respect to `out`, of which `picture` was computed;
-        None: to the picture.
+        """Computes the adversarial loss of a first stage, balanced with its reconstruction loss. Returns the terms
+        `critique` (minus the mean logit), `critique_weight` and `critique_share`, (B,) each, and the gradient of
+        critique_weight * critique with respect to `out`. Stores `picture` and `truth` in `example` for the
+        discriminator's turn.
 
-        of_mean   the gradient of the reconstruction with respect to `out`, with which the critique's is balanced.
-        last      the layer that computed `out`, with respect to whose filters the two are balanced; None: to `out`
-                  itself.
+        picture  the reconstruction that the discriminator judges, computed from `out`.
+        of_mean  the gradient of the reconstruction loss with respect to `out`.
+        out      None: `picture` itself.
+        last     the layer that computed `out`: the two gradients are balanced at its filters. None: they are balanced
+                 at `out`.
 
-        critique_share is the length of the weighted critique's gradient divided by that of the reconstruction's. Leaves
-        picture and truth in the example for the discriminator's turn.
+        critique_share is the length of the weighted critique's gradient divided by that of the reconstruction's.
         """
         critique = -nets["discriminator"](picture).flatten(1).mean(1)
         of_critique = adversarial.compute_picture_gradient(critique, picture if out is None else out)
         if last is None:
-            factor, share = adversarial.compute_balance_factor(of_mean, of_critique)
+            factor, share = adversarial.compute_balance_factor_and_ratio(of_mean, of_critique)
         else:
-            factor, share = adversarial.compute_balance_factor(
+            factor, share = adversarial.compute_balance_factor_and_ratio(
                 *(
                     adversarial.compute_filter_gradient(last.entered, of_output, last.side)
                     for of_output in (of_mean, of_critique)
@@ -204,9 +214,9 @@ class PictureLoss:
         return terms, weight.view(-1, 1, 1, 1) * of_critique
 
     def compute_discriminator_loss(self, nets: Nets, example: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Returns the discriminator's mean loss on the originals and the reconstructions that the first stage's turn
-        has stored in the example; the mean logits of both, `real` and `fake` (B,); and, if a penalty is due in this
-        step, `slope` (B,), the squared slope at the originals.
+        """Returns the discriminator's terms: `loss`, a scalar; `real` and `fake`, its mean logits (B,) of originals and
+        reconstructions; and `slope` (B,), the squared slope at the originals, in steps in which an R1 penalty is due.
+        The first stage's turn has stored originals and reconstructions in `example`.
         """
         assert "reconstruction" in example, "the first stage's turn comes before the discriminator's"
         truth, network, penalty = example["original"], nets["discriminator"], self.penalty
@@ -228,8 +238,8 @@ class PictureLoss:
         return terms | {"loss": loss.mean().float()}
 
 
-def make_loss_with_gradient(value: Tensor, pull: Tensor) -> Tensor:
-    """Returns a scalar loss whose value is the mean of `value` (B,), and whose gradient is that of the mean of `pull`
-    (B,).
+def make_loss_of_value_and_gradient(value: Tensor, pull: Tensor) -> Tensor:
+    """Returns a scalar loss with the value of one tensor's mean and the gradient of another's: the mean of `value`
+    (B,), and the gradient of the mean of `pull` (B,).
     """
     return (value.detach() + (pull - pull.detach())).mean()

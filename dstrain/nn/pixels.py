@@ -7,13 +7,13 @@ from dstrain.recipe import ConfigError
 
 
 def convert_to_uint8(pixels: Tensor) -> Tensor:
-    """Returns pixels of any shape, mapped from [-1, 1] to 0, 1, ..., 255 and rounded; values outside are clamped."""
+    """Returns pixels of any shape as uint8: [-1, 1] is mapped to 0 to 255 and rounded. Values outside are clamped."""
     return ((pixels + 1) * 127.5).round().clamp(0, 255).to(torch.uint8)
 
 
 def require_shape(x: Tensor, shape: tuple[int, int, int], channels: str) -> None:
-    """Raises ConfigError if x (..., C, H, W) does not have the `shape` (C, H, W) that the model's fields image_size and
-    `channels` give.
+    """Raises ConfigError unless the last three axes of x are `shape` (C, H, W), the model's input. `channels` is the
+    name of the recipe's field that gives C, for the message.
     """
     if tuple(x.shape[-3:]) != shape:
         raise ConfigError(

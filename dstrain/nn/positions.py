@@ -14,17 +14,15 @@ PERIOD = 10000.0  # the longest, of sines and of rotations
 def make_sincos_positions(
     dim: int, height: int, width: int, base: float | None = None, within: int | None = None
 ) -> Tensor:
-    """Returns fixed 2-D positions, computed in float64: float32 (height * width, dim), row-major.
+    """Returns fixed 2-D sine-cosine positions of a grid of patches, row by row: float32 (height * width, dim). The
+    first half of a vector encodes the column, the second half the row; each half is sines, then cosines.
 
-    The first half of a vector encodes the column, the second the row; each half is sines, then cosines (Vaswani et al.
-    2017, per axis as in He et al. 2021, MAE). By numpy, since zero.Init rounds tensors that torch creates to bfloat16.
+    base    None: patches are numbered 0, 1, ... along an axis. Otherwise both axes run from 0 to below `base`, whatever
+            the number of patches (PixArt-alpha).
+    within  None: numbers begin at 0. Otherwise they are those in the middle of an axis of `within` patches (Stable
+            Diffusion 3).
 
-    base    both axes run from 0 to below base, however many patches they have, so that a network meets the positions of
-            its square grid of base x base patches at other sizes, too (PixArt-alpha, Chen et al. 2023); None: 0, 1, ...
-    within  the positions are those in the middle of a larger grid, with `within` patches a side (Stable Diffusion 3);
-            None: they begin at 0.
-
-    Raises ConfigError if dim is no multiple of 4.
+    Raises ConfigError if dim is not a multiple of 4.
     """
     if dim % 4:
         raise ConfigError(f"hidden_size: {dim} is not a multiple of 4, which two axes of sines and cosines need")
@@ -39,10 +37,8 @@ def make_sincos_positions(
 
 
 def make_sincos_times(dim: int, count: int) -> Tensor:
-    """Returns fixed positions of `count` frames in a row, float32 (count, dim): sines, then cosines minus 1, with the
-    frequencies of `make_sincos_positions`.
-
-    The positions of the first frame are 0, so that weights of a network of images compute the same for it.
+    """Returns fixed positions of frames 0 to count - 1, float32 (count, dim): dim // 2 sines, then as many cosines
+    minus 1. The first frame's position is all zeros, so that it leaves a network for images unchanged.
     """
     angles = np.arange(count)[:, None] * PERIOD ** (-np.arange(dim // 2) / (dim // 2))
     return torch.from_numpy(np.concatenate((np.sin(angles), np.cos(angles) - 1), axis=1).astype(np.float32))
@@ -51,13 +47,13 @@ def make_sincos_times(dim: int, count: int) -> Tensor:
 def make_rotations(
     sides: Sequence[int], head_dim: int, bases: Sequence[float | None] = (), before: int = 0, after: int = 0
 ) -> Tensor:
-    """Returns the cosines and sines of the angles by which the queries and keys of a grid of N tokens are rotated:
-    float32 (1, 2, before + N + after, head_dim).
+    """Returns rotary positions (RoPE, Su et al. 2021) of a grid of N tokens: float32 (1, 2, before + N + after,
+    head_dim), the cosines and the sines of the angles by which `rotate_values` turns queries and keys.
 
-    RoPE (Su et al. 2021) over 1 to 3 axes: each rotates a share of a head's values, neighbours in pairs. All axes but
-    the first take equal even shares, and the first takes the rest (so do EVA-02's two axes and Wan's three). `before`
-    and `after` are numbers of tokens around the grid, which are not rotated. bases: by axis, `base` of
-    `make_sincos_positions`.
+    sides          tokens along each of 1 to 3 axes. Each axis rotates a share of a head's values, in pairs of
+                   neighbours.
+    bases          for each axis None, or `base` of `make_sincos_positions`; (): None for all.
+    before, after  numbers of tokens around the grid, which are not rotated.
     """
     share = 2 * (head_dim // (2 * len(sides)))
     widths = (head_dim - share * (len(sides) - 1), *(share,) * (len(sides) - 1))
@@ -73,8 +69,8 @@ def make_rotations(
 
 
 def rotate_values(x: Tensor, rotation: Tensor) -> Tensor:
-    """Returns x (B, heads, N, d), in which each pair of neighbouring values is rotated by its angle in `rotation`, (1
-    or B, 2, N, d).
+    """Returns x (B, heads, N, d) with each pair of neighbouring values rotated by its angle. `rotation`, (1 or B, 2, N,
+    d), holds the angles' cosines and sines, as `make_rotations` returns them.
     """
     cosines, sines = rotation[:, :1], rotation[:, 1:]
     # The signs go to the small table of sines, and the values change places by roll: slices of x would be scattered one
@@ -85,5 +81,8 @@ def rotate_values(x: Tensor, rotation: Tensor) -> Tensor:
 
 
 def _spread_positions(count: int, base: float | None, within: int | None = None) -> np.ndarray:
+    """Returns the positions of `count` patches along an axis, (count,). `base` and `within` are those of
+    `make_sincos_positions`.
+    """
     whole = within or count
     return ((whole - count) // 2 + np.arange(count)) * ((base or whole) / whole)

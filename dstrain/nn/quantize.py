@@ -19,26 +19,24 @@ _LEAST = 2.0**-25  # below every uniform number but 0, and with a finite logarit
 
 
 def widen_precision(x: Tensor) -> Tensor:
-    """Returns x in float32, or as it is in float64: bfloat16 is too coarse for softmax and logarithms over many
-    tokens.
-    """
+    """Returns x in float32; in float64 if it is float64 already."""
     return x if x.dtype == torch.float64 else x.float()
 
 
 def draw_gumbel(key: Tensor, name: str, shape: tuple[int, ...]) -> Tensor:
-    """Returns standard Gumbel noise, float32 (B, *shape), between -2.9 and 16.7, with a stream for each sample's key
-    (B,) and `name`.
+    """Returns standard Gumbel noise, float32 (B, *shape), between -2.9 and 16.7. Row i is determined by key[i] and
+    `name`.
     """
     return -torch.log(-torch.log(rng.uniform(key, name, shape).clamp(min=_LEAST)))
 
 
 def draw_relaxed_tokens(logits: Tensor, noise: Tensor, temperature: Tensor, sampling: str) -> Tensor:
-    """Draws a token from each categorical distribution over axis 1, and returns the weights of its K tokens, (B, K,
-    ...). `logits` and standard Gumbel `noise` are (B, K, ...), the temperature is (B,).
+    """Draws one of K tokens at each position, and returns it as weights (B, K, ...), with a gradient to `logits` (B, K,
+    ...). `noise` (B, K, ...) is standard Gumbel noise, `temperature` is (B,). `sampling` is one of:
 
-    soft              softmax((theta + g) / temperature): a mixture of tokens; the relaxed loss has its exact gradient.
-    straight_through  one token, with the gradient of soft.
-    reinmax           one token, with a gradient of second order, see _make_reinmax_surrogate.
+    soft              the Gumbel-softmax softmax((logits + noise) / temperature), a mixture of tokens.
+    straight_through  one token with weight 1; the gradient is that of soft.
+    reinmax           one token with weight 1; the gradient is of second order (Liu et al. 2023).
 
     Raises ConfigError for another `sampling`.
     """
@@ -67,13 +65,16 @@ def _make_reinmax_surrogate(logits: Tensor, hard: Tensor, temperature: Tensor) -
     halfway = ((logits.detach() / temperature).softmax(1) + hard) / 2
 
     def make_tensor_with_softmax_jacobian(p):
+        """Returns a tensor whose Jacobian with respect to the logits is diag(p) - p p^T, for a fixed p."""
         return p * (logits - (p * logits).sum(1, keepdim=True))
 
     return 2 * make_tensor_with_softmax_jacobian(halfway) - make_tensor_with_softmax_jacobian(pi) / 2
 
 
 def compute_kl_to_uniform(logits: Tensor) -> Tensor:
-    """Returns KL(softmax(logits) || uniform) in nats, summed over positions: (B, K, ...) -> (B,)."""
+    """Returns KL(softmax(logits) || uniform) in nats, with the softmax over axis 1, summed over positions: (B, K, ...)
+    -> (B,).
+    """
     log_q = logits.log_softmax(1)
     return (log_q.exp() * (log_q + math.log(logits.shape[1]))).flatten(1).sum(1)
 
@@ -86,6 +87,9 @@ class Codebook(nn.Embedding):
     """
 
     def forward(self, tokens: Tensor) -> Tensor:
+        """Returns codebook vectors (B, D, h, w): those of tokens, int64 (B, h, w), or, if the argument is
+        floating-point weights of all K tokens, (B, K, h, w), the weighted sums.
+        """
         if tokens.is_floating_point():
             return torch.einsum("bkhw,kd->bdhw", tokens.to(self.weight.dtype), self.weight).contiguous()
         return F.embedding(tokens, self.weight).permute(0, 3, 1, 2).contiguous()

@@ -37,8 +37,9 @@ _team: Team | None = None  # for all threads: on a GPU, one of autograd's comput
 
 @contextmanager
 def share_tokens(group: ProcessGroup | None) -> Iterator[None]:
-    """Inside the block, the functions of this module share tokens among the ranks of `group`, in forward and backward
-    passes; None: this rank shares none. Afterwards restores the group of before.
+    """Inside the block, the ranks of `group` share the tokens of a sample: the functions of this module split and
+    gather them in forward and backward passes. If `group` is None, this rank has all tokens. Afterwards the earlier
+    setting is restored.
     """
     global _team
     before, _team = _team, None if group is None else Team(group.group_name, group.size(), group.rank())
@@ -49,12 +50,15 @@ def share_tokens(group: ProcessGroup | None) -> Iterator[None]:
 
 
 def is_sharing() -> bool:
+    """Returns whether this runs inside a `share_tokens` block with a group, so that ranks share the tokens of
+    a sample.
+    """
     return _team is not None
 
 
 def take_own_part(x: Tensor, axis: int) -> Tensor:
-    """Returns this rank's part of an axis of x, which is equal on all ranks; x itself if no tokens are shared. The part
-    is a copy, so that the whole of x may be freed. The ranks must divide the axis.
+    """Returns this rank's part of an axis of x, as a copy. x must be equal on all ranks that share tokens, and their
+    number must divide the axis. If no tokens are shared, returns x itself.
     """
     if _team is None:
         return x
@@ -64,15 +68,17 @@ def take_own_part(x: Tensor, axis: int) -> Tensor:
 
 
 def take_own_parts(x: Tensor, count: int, axis: int) -> Tensor:
-    """Returns this rank's part of the first `count` entries of an axis, followed by its part of the other entries."""
+    """Splits an axis into its first `count` entries and the rest, and returns this rank's part of both, concatenated.
+    If no tokens are shared, returns x itself.
+    """
     if _team is None:
         return x
     return torch.cat([take_own_part(part, axis) for part in x.split((count, x.shape[axis] - count), axis)], axis)
 
 
 def order_as_gathered(x: Tensor, count: int, axis: int) -> Tensor:
-    """Returns x, whose axis is whole, in the order in which `attend` has the tokens when it has gathered the parts that
-    `take_own_parts` gives to the ranks.
+    """Returns x with the entries of a whole axis in the order in which `attend` sees tokens that ranks took by
+    `take_own_parts` with the same `count`. If no tokens are shared, returns x itself.
     """
     if _team is None:
         return x
@@ -81,53 +87,57 @@ def order_as_gathered(x: Tensor, count: int, axis: int) -> Tensor:
 
 
 def gather_parts(x: Tensor, axis: int) -> Tensor:
-    """Returns the whole axis, gathered from the parts of all ranks. Call it on all of them; what follows must be
-    computed alike on all.
+    """Returns x with the whole axis, gathered from the parts of all ranks that share tokens. All of them call this
+    together, and must compute the same from the result. If no tokens are shared, returns x itself.
     """
     return x if _team is None else _Whole.apply(x, axis)
 
 
 def take_own_part_again(x: Tensor, axis: int) -> Tensor:
-    """Returns this rank's part of an axis that `gather_parts` has gathered before. Its backward pass gathers the
-    gradients of all parts, so that all ranks must run it.
+    """Returns this rank's part of an axis that `gather_parts` has returned. Its backward pass, which all ranks must
+    run, gathers the gradients of all parts. If no tokens are shared, returns x itself.
     """
     return x if _team is None else _OwnPart.apply(x, axis)
 
 
 def gather_tokens_and_split_heads(x: Tensor, runs: int) -> Tensor:
-    """Exchanges own tokens of all heads for all tokens of own heads, among the ranks that share tokens: (B, H, n, d) ->
-    (B, H / N, N n, d).
+    """Exchanges tokens for heads among the N ranks that share tokens: from a rank's own n tokens of all H heads to all
+    tokens of its own H / N heads, (B, H, n, d) -> (B, H / N, N n, d).
 
-    runs    the number of equal stretches of the tokens, such as frames. A rank has its part of each.
+    runs  the number of equal stretches of the tokens, such as frames; a rank holds its part of each stretch.
     """
-    return _exchange(x.unflatten(2, (runs, -1)), gather=3, give=1).flatten(2, 3)
+    return _exchange_axes(x.unflatten(2, (runs, -1)), gather=3, give=1).flatten(2, 3)
 
 
 def gather_heads_and_split_tokens(x: Tensor, runs: int) -> Tensor:
-    """Inverts `gather_tokens_and_split_heads`: (B, H / N, N n, d) -> (B, H, n, d)."""
-    return _exchange(x.unflatten(2, (runs, -1)), gather=1, give=3).flatten(2, 3)
+    """Inverts `gather_tokens_and_split_heads`: (B, H / N, N n, d) -> (B, H, n, d). `runs` must be the same."""
+    return _exchange_axes(x.unflatten(2, (runs, -1)), gather=1, give=3).flatten(2, 3)
 
 
 def gather_parts_and_split_channels(x: Tensor, axis: int) -> Tensor:
-    """Exchanges own parts of an axis for own channels, the last axis: (..., n, ..., D) -> (..., N n, ..., D / N)."""
-    return x if _team is None else _exchange(x, gather=axis, give=x.ndim - 1)
+    """Exchanges channels for parts of an axis among the N ranks that share tokens: from a rank's own n entries of
+    `axis` with all D channels (the last axis) to all entries with its own D / N channels, (..., n, ..., D) -> (..., N
+    n, ..., D / N). If no tokens are shared, returns x itself.
+    """
+    return x if _team is None else _exchange_axes(x, gather=axis, give=x.ndim - 1)
 
 
 def gather_channels_and_split_parts(x: Tensor, axis: int) -> Tensor:
-    """Inverts `gather_parts_and_split_channels`."""
-    return x if _team is None else _exchange(x, gather=x.ndim - 1, give=axis)
+    """Inverts `gather_parts_and_split_channels`: (..., N n, ..., D / N) -> (..., n, ..., D)."""
+    return x if _team is None else _exchange_axes(x, gather=x.ndim - 1, give=axis)
 
 
-def _exchange(x: Tensor, gather: int, give: int) -> Tensor:
+def _exchange_axes(x: Tensor, gather: int, give: int) -> Tensor:
     """Returns x with the axis `gather` N times as long and the axis `give` N times shorter, by an all-to-all among the
-    N ranks that share a sample's tokens. The backward pass exchanges the gradients back.
+    N ranks that share tokens. The backward pass exchanges the gradients back.
     """
     parts = torch.stack(x.chunk(_team.size, give))  # (N, ...), one for each rank
     # A function of torch, for torch.compile: it may lose the gradient of an autograd.Function with collectives.
     return torch.cat(collectives.all_to_all_single_autograd(parts, None, None, _team.name).unbind(0), gather)
 
 
-def _gather(x: Tensor, axis: int) -> Tensor:
+def _gather_axis(x: Tensor, axis: int) -> Tensor:
+    """Returns the parts of all ranks that share tokens, concatenated along an axis in the order of the ranks."""
     operations = torch.ops._c10d_functional
     parts = operations.all_gather_into_tensor(x.contiguous(), _team.size, _team.name)
     return torch.cat(operations.wait_tensor(parts).chunk(_team.size), axis)
@@ -138,11 +148,13 @@ class _Whole(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, axis: int) -> Tensor:
+        """Returns the whole axis, gathered from the parts of all ranks."""
         ctx.axis = axis
-        return _gather(x, axis)
+        return _gather_axis(x, axis)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        """Returns this rank's part of the gradient, times the number of ranks that share tokens."""
         return take_own_part(gradient, ctx.axis) * _team.size, None
 
 
@@ -153,9 +165,11 @@ class _OwnPart(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, axis: int) -> Tensor:
+        """Returns this rank's part of an axis."""
         ctx.axis = axis
         return take_own_part(x, axis)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return _gather(gradient, ctx.axis) / _team.size, None
+        """Returns the gradient of the whole axis, gathered from all ranks and divided by their number."""
+        return _gather_axis(gradient, ctx.axis) / _team.size, None

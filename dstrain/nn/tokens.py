@@ -29,15 +29,21 @@ class RMSNorm(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
+        """Sets the weights to 1."""
         nn.init.ones_(self.weight)
 
     def forward(self, x: Tensor) -> Tensor:
+        """Returns x divided by the root mean square over its last axis, times the weights, in the dtype of x: (...,
+        dim) -> (..., dim).
+        """
         wide = widen_precision(x)
         return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + EPSILON)).to(x.dtype) * self.weight
 
 
 def build_norm(kind: str, dim: int) -> nn.Module:
-    """Returns a norm over `dim` values: layer (without weights), layer_affine or rms."""
+    """Returns a norm over the last axis of `dim` values. `kind`: layer (LayerNorm without weights), layer_affine (with
+    weights) or rms (RMSNorm).
+    """
     if kind == "rms":
         return RMSNorm(dim)
     return nn.LayerNorm(dim, elementwise_affine=kind == "layer_affine", eps=EPSILON)
@@ -52,6 +58,7 @@ class Mlp(nn.Module):
         self.fc2 = Linear(hidden, dim)
 
     def forward(self, x: Tensor) -> Tensor:
+        """Returns fc2(gelu(fc1(x))): (..., dim) -> (..., dim)."""
         return self.fc2(F.gelu(self.fc1(x), approximate="tanh"))
 
 
@@ -68,6 +75,7 @@ class SwiGLU(nn.Module):
         self.w3 = Linear(hidden, dim)
 
     def forward(self, x: Tensor) -> Tensor:
+        """Returns w3(silu(gate) * values), where w12(x) gives gate and values: (..., dim) -> (..., dim)."""
         gate, values = self.w12(x).chunk(2, dim=-1)
         return self.w3(F.silu(gate) * values)
 
@@ -114,8 +122,8 @@ class Attention(nn.Module):
     def project_heads(
         self, x: Tensor, context: Tensor | None = None, rotation: Tensor | None = None
     ) -> tuple[Tensor, ...]:
-        """Returns queries (B, h, N, d) of x, and keys and values (B, h, M, d) of `context`, or of x if `context` is
-        None. Queries and keys are normalized if the layer has qk_norm, and then rotated if `rotation` is given.
+        """Returns the queries of x, (B, h, N, d), and the keys and values of `context`, or of x if it is None, (B, h,
+        M, d) each. Queries and keys are normalized if the layer has qk_norm, and then rotated if `rotation` is given.
         """
         if context is None:
             projected = self.qkv(x).unflatten(-1, (3, -1)).unbind(2)
@@ -134,17 +142,19 @@ class Attention(nn.Module):
     def forward(
         self, x: Tensor, context: Tensor | None = None, rotation: Tensor | None = None, mask: Tensor | None = None
     ) -> Tensor:
-        """Returns the output of attention for the tokens x (B, N, dim), to the context or to themselves: (B, N, dim).
+        """Returns the output of attention for tokens x (B, N, dim), which read `context` or, if it is None, each other:
+        (B, N, dim).
 
-        context (B, M, context_dim), rotation (1, 2, N, d), see positions.py, and mask bool (B, 1, 1, M), True where a
-        token is read. Ranks may share the tokens (sequence.py), but not a context.
+        context   (B, M, context_dim); not where ranks share the tokens (sequence.py).
+        rotation  (1, 2, N, d), of `make_rotations` (positions.py); None: no rotation.
+        mask      bool (B, 1, 1, M), True where a token may be read; None: all may be.
         """
         shared = 1 if context is None else 0
         return self.proj(join_heads(attend(*self.project_heads(x, context, rotation), mask, shared=shared)))
 
 
 def join_heads(x: Tensor) -> Tensor:
-    """Returns the heads' values concatenated in the last axis: (B, h, N, d) -> (B, N, h d)."""
+    """Concatenates the values of all heads of each token: (B, h, N, d) -> (B, N, h d)."""
     return x.transpose(1, 2).flatten(2)
 
 
@@ -159,6 +169,9 @@ class OwnModulation(nn.Sequential):
         self.count = count
 
     def forward(self, c: Tensor, shared: Tensor | None = None) -> tuple[Tensor, ...]:
+        """Returns `count` vectors for the condition c, (B, D) or (B, N, D): (B, 1, D) or (B, N, D) each. `shared` has
+        no effect.
+        """
         vectors = super().forward(c)
         if vectors.ndim == 2:
             vectors = vectors[:, None]
@@ -179,9 +192,13 @@ class SharedModulation(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
+        """Draws the table from a normal distribution of mean 0 and standard deviation dim ** -0.5."""
         nn.init.normal_(self.table, std=self.dim**-0.5)
 
     def forward(self, c: Tensor | None, shared: Tensor) -> tuple[Tensor, ...]:
+        """Returns `count` vectors (B, 1, D): the module's own table plus `shared`, (B, count, D) or (B, 1, D). `c` has
+        no effect.
+        """
         return (self.table + shared).chunk(self.count, dim=1)
 
 
@@ -193,6 +210,9 @@ class NoModulation(nn.Module):
         self.count = count
 
     def forward(self, c: Tensor | None, shared: Tensor | None = None) -> tuple[float, ...]:
+        """Returns the first `count` of the numbers 0, 0, 1, 0, 0, 1: shifts 0, scales 0 and gates 1. The arguments have
+        no effect.
+        """
         return (0.0, 0.0, 1.0, 0.0, 0.0, 1.0)[: self.count]
 
 
@@ -200,4 +220,5 @@ MODULATIONS = {"own": OwnModulation, "shared": SharedModulation, "none": NoModul
 
 
 def modulate(x: Tensor, shift: Tensor | float, scale: Tensor | float) -> Tensor:
+    """Returns x * (1 + scale) + shift, as adaLN applies a condition (DiT)."""
     return x * (1 + scale) + shift

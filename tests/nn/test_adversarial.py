@@ -5,13 +5,13 @@ import torch
 
 from dstrain.nn.adversarial import (
     PatchDiscriminator,
-    compute_balance_factor,
+    compute_balance_factor_and_ratio,
     compute_filter_gradient,
     compute_hinge_loss,
     compute_min_picture_side,
     compute_picture_gradient,
     estimate_squared_slope,
-    record_inputs,
+    record_layer_inputs,
 )
 
 
@@ -58,13 +58,13 @@ def test_balance():
     one, other = torch.zeros(3, 1, 2, 2), torch.zeros(3, 1, 2, 2)
     one[:, 0, 0], other[:, 0, 1, 0] = 3.0, torch.tensor([1.5, 0.0, 1e-6])
     one[0, 0, 0, 1] = 4.0
-    factor, share = compute_balance_factor(one, other)
+    factor, share = compute_balance_factor_and_ratio(one, other)
     torch.testing.assert_close(factor, torch.tensor([5 / 1.5, 18**0.5 / 5e-4, 18**0.5 / 5e-4]))
     torch.testing.assert_close(share, torch.tensor([1.0, 0.0, 1e-6 / 5e-4]))
-    factor, share = compute_balance_factor(one, other, most=7e3)
+    factor, share = compute_balance_factor_and_ratio(one, other, most=7e3)
     torch.testing.assert_close(factor, torch.tensor([5 / 1.5001, 7e3, 7e3]), rtol=1e-5, atol=0)
     torch.testing.assert_close(share, torch.tensor([1.5 / 1.5001, 0.0, 7e-3 / 18**0.5]), rtol=1e-5, atol=0)
-    assert compute_balance_factor(0 * one, other)[1].tolist() == [0, 0, 0]
+    assert compute_balance_factor_and_ratio(0 * one, other)[1].tolist() == [0, 0, 0]
 
 
 @pytest.mark.parametrize("flatness", [1.0, 1e-6])
@@ -80,7 +80,7 @@ def test_the_share_has_no_scale(flatness):
         larger.requires_grad_()
         reconstruction = of_loss * (larger - target).abs().mean((1, 2, 3))
         critique = flatness * (larger[:, 0] * larger[:, 1].sin()).mean((1, 2))
-        return compute_balance_factor(
+        return compute_balance_factor_and_ratio(
             compute_picture_gradient(reconstruction, larger), compute_picture_gradient(critique, larger)
         )[1]
 
@@ -96,7 +96,7 @@ def test_gradient_of_filters(side):
     torch.manual_seed(0)
     layer, x = torch.nn.Conv2d(4, 5, side, padding=side // 2), torch.randn(3, 4, 6, 6)
     before = layer(x).detach()
-    with record_inputs(layer) as entered:
+    with record_layer_inputs(layer) as entered:
         out = layer(x.clone().requires_grad_())
     layer(x)
     assert len(entered) == 1 and not entered[0].requires_grad and torch.equal(entered[0], x)

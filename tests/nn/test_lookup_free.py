@@ -11,7 +11,7 @@ from dstrain.nn.lookup_free import (
     CosineQuantizer,
     LookupFree,
     Usage,
-    average_code_shares,
+    average_code_probabilities,
     compute_codebook_bits,
     convert_signs_to_tokens,
     convert_tokens_to_signs,
@@ -71,7 +71,7 @@ def test_shares_by_group():
     z = torch.randn(2, 5, 11) * 0.3
     p = posterior(z, 1.0).mean(1).view(2, 64, 32)
     expected = torch.cat((p.sum(2), p.sum(1)), dim=1)
-    torch.testing.assert_close(average_code_shares(4 * z, torch.ones(2, 5)), expected)
+    torch.testing.assert_close(average_code_probabilities(4 * z, torch.ones(2, 5)), expected)
 
 
 def test_padding_counts_nothing():
@@ -89,7 +89,7 @@ def test_diversity_has_the_gradient_of_the_entropy_of_the_mean(monkeypatch):
     monkeypatch.setattr(lookup_free, "_UNIFORM", 0.0)
     torch.manual_seed(0)
     z = torch.randn(6, 5, 4, requires_grad=True)
-    shares = average_code_shares(4 * z, torch.ones(6, 5))
+    shares = average_code_probabilities(4 * z, torch.ones(6, 5))
     expected = torch.autograd.grad(torch.special.entr(shares.mean(0)).sum(), z, retain_graph=True)[0]
     usage = Usage(4, decay=0.0)
     usage.update_shares(shares.detach())

@@ -84,7 +84,7 @@ def rename_from_diffusers(
         )
     # diffusers leaves out what older files do not have.
     found = {"qk_norm": None, "dual_attention_layers": (), **diffusers_config}
-    fitting.require_config(found, (CLASS,), "dit", expected, _FIELDS)
+    fitting.require_matching_diffusers_config(found, (CLASS,), "dit", expected, _FIELDS)
     return crop_positions(*translate_from_layout(state, "sd3", len(network.blocks), network.grid), network)
 
 

@@ -125,7 +125,7 @@ def adapt_weights(state: dict[str, Tensor], network: nn.Module) -> fitting.Fitte
         and positions.shape[-1] == shapes[_POSITIONS][-1]
     ):
         state[_POSITIONS] = _interpolate_positions(positions, shapes[_POSITIONS][1], notes)
-    notes += fitting.refill_table(state, shapes, _CLASSES, std=0.02, keep_last=True)
+    notes += fitting.redraw_resized_table(state, shapes, _CLASSES, std=0.02, keep_last=True)
     notes += adapt_projectors(state, shapes)
     if NULL_TEXT in shapes and NULL_TEXT not in state and any(name.startswith("text_tokens.") for name in state):
         fresh = torch.randn(shapes[NULL_TEXT], generator=torch.Generator().manual_seed(0))  # the same on every rank
@@ -140,7 +140,7 @@ def adapt_weights(state: dict[str, Tensor], network: nn.Module) -> fitting.Fitte
                 if name.endswith(".0.weight"):
                     state[name].normal_(std=0.02, generator=generator)
             notes.append(f"{added}: not in the file; these conditions begin as zero")
-    fitting.require_fit(
+    fitting.require_matching_shapes(
         state, shapes, sorted(shapes.keys() | state.keys(), key=fitting.make_natural_sort_key), _REMEDIES
     )
     return state, notes
@@ -311,7 +311,7 @@ def _require_same_config(diffusers_config: Mapping[str, Any], classes: Sequence[
     del expected["sample_size"]  # `adapt_weights` interpolates positions to another resolution
     if diffusers_config.get("out_channels", 0) is None:
         diffusers_config = {**diffusers_config, "out_channels": diffusers_config.get("in_channels")}
-    fitting.require_config(diffusers_config, classes, "dit", expected, _FIELDS)
+    fitting.require_matching_diffusers_config(diffusers_config, classes, "dit", expected, _FIELDS)
     if not isinstance(size, int) or size < 1:
         raise ConfigError(f"weights: sample_size is {size} in config.json, and no side of a picture; fetch it again")
 

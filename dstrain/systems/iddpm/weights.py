@@ -78,8 +78,8 @@ def adapt_weights(state: dict[str, Tensor], network: nn.Module, config: Config) 
     shapes = fitting.list_shapes(network)
     state = dict(state)
     notes = _fit_null_row(state, config) if config.class_cond and _LABELS in state else []
-    notes += fitting.refill_table(state, shapes, _LABELS, std=1.0)
-    fitting.require_fit(state, shapes, sorted(shapes.keys() | state.keys(), key=_make_sort_key), _REMEDIES)
+    notes += fitting.redraw_resized_table(state, shapes, _LABELS, std=1.0)
+    fitting.require_matching_shapes(state, shapes, sorted(shapes.keys() | state.keys(), key=_make_sort_key), _REMEDIES)
     hidden = [f"{flag}={getattr(config, flag)}" for flag in _HIDDEN]
     hidden += [
         f"{name}={value}"
@@ -260,7 +260,7 @@ def _require_same_config(diffusers_config: Mapping[str, Any], config: Config) ->
         del expected["num_class_embeds"]  # `adapt_weights` takes another number of rows
     heads, needed = (_count_heads(config, values["attention_head_dim"]) for values in (loaded, expected))
     del expected["attention_head_dim"]  # None and one width for all may mean the same
-    fitting.require_config(loaded, ("UNet2DModel",), "iddpm", expected, _FIELDS)
+    fitting.require_matching_diffusers_config(loaded, ("UNet2DModel",), "iddpm", expected, _FIELDS)
     if heads != needed:
         raise ConfigError(
             f"weights: attention_head_dim is {loaded['attention_head_dim']} in config.json, which makes "

@@ -114,7 +114,7 @@ def adapt_weights(
                 f"{name}: absent in the file, begins at 0"
                 + ("; guide samples only after training with dropped texts" if name.startswith("null") else "")
             )
-    fitting.require_fit(
+    fitting.require_matching_shapes(
         state, shapes, sorted(shapes.keys() | state.keys(), key=fitting.make_natural_sort_key), _REMEDIES
     )
     return state, sorted(notes)
@@ -164,7 +164,7 @@ def _adapt_lucidrains(state: dict[str, Tensor], network: nn.Module, config: Conf
             notes.append(
                 f"{name}: absent in the file, begins at 0; guide samples only after training with dropped texts"
             )
-    fitting.require_fit(
+    fitting.require_matching_shapes(
         state, shapes, sorted(shapes.keys() | state.keys(), key=fitting.make_natural_sort_key), _LUCIDRAINS_REMEDIES
     )
     return state, sorted(notes)
@@ -190,7 +190,7 @@ def require_same_config(diffusers_config: Mapping[str, Any], config: Config) -> 
     loaded = {"num_attention_heads": 32, "attention_head_dim": 64} | {**diffusers_config}
     expected = {"num_attention_heads": config.heads, "attention_head_dim": config.dim_head}
     fields = {"num_attention_heads": "heads", "attention_head_dim": "dim_head"}
-    fitting.require_config(loaded, ("PriorTransformer",), "prior", expected, fields)
+    fitting.require_matching_diffusers_config(loaded, ("PriorTransformer",), "prior", expected, fields)
 
 
 def require_expressible(config: Config) -> None:

@@ -6,8 +6,13 @@ from typing import Any, Literal
 
 from pydantic import Field, PositiveInt, model_validator
 
-from dstrain.nn.finite_scalar import require_levels
-from dstrain.nn.picture_loss import Discriminator, Perceptual, describe_missing_weights, require_suitable_pictures
+from dstrain.nn.finite_scalar import require_valid_levels
+from dstrain.nn.picture_loss import (
+    Discriminator,
+    Perceptual,
+    describe_missing_perceptual_weights,
+    require_suitable_picture_shape,
+)
 from dstrain.nn.quantize import SAMPLINGS
 from dstrain.recipe import ConfigError, Run, Section
 from dstrain.systems.base import SystemConfig
@@ -86,7 +91,7 @@ class Discrete(Section):
                 "quantizer=fsq levels=[8,6,5] num_tokens=240, or neither (levels=null)"
             )
         if self.levels is not None:
-            require_levels(self.levels, self.num_tokens, "num_tokens")
+            require_valid_levels(self.levels, self.num_tokens, "num_tokens")
         if self.kl_weight and self.quantizer != "gumbel":
             raise ConfigError(
                 f"kl_weight {self.kl_weight:g}: quantizer {self.quantizer} has no distribution of tokens "
@@ -167,7 +172,7 @@ class Config(SystemConfig):
                     f"discrete.normalization has {len(means)} means and {len(stds)} deviations, channels "
                     f"is {self.channels}: give one of each for every channel"
                 )
-        require_suitable_pictures(self.kind.perceptual, self.kind.discriminator, self.shape, f"{self.kind_name}.")
+        require_suitable_picture_shape(self.kind.perceptual, self.kind.discriminator, self.shape, f"{self.kind_name}.")
         return self
 
     @property
@@ -197,7 +202,7 @@ class Config(SystemConfig):
 
     def conflicts(self, run: Run) -> list[str]:
         problems = self.unequal(run, image_size="image_size", channels="channels")
-        problems += describe_missing_weights(self.kind.perceptual, f"model.{self.kind_name}.perceptual")
+        problems += describe_missing_perceptual_weights(self.kind.perceptual, f"model.{self.kind_name}.perceptual")
         if self.discrete and self.discrete.kl_form == "legacy" and self.discrete.kl_weight and not run.batch.micro:
             problems.append(
                 "model.discrete.kl_form=legacy sums over a micro-batch, whose size then decides what is "

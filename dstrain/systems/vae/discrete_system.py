@@ -148,7 +148,7 @@ class DiscreteSystem(AutoencoderSystem):
         )
         if not self.picture_loss.perceives:
             return {"recon": recon}
-        return {"recon": recon} | self.picture_loss.compute_perceptual(
+        return {"recon": recon} | self.picture_loss.measure_perceptual_distance(
             self.convert_to_picture(nets, out), example["x_start"]
         )
 

@@ -98,7 +98,7 @@ class KLSystem(AutoencoderSystem):
         x = example["x_start"]
         return {
             "recon": losses.compute_mean_error(self.kl.reconstruction, out, x)
-        } | self.picture_loss.compute_perceptual(out, x)
+        } | self.picture_loss.measure_perceptual_distance(out, x)
 
     def _weight_kl(self, kl: Tensor) -> Tensor:
         return self.kl.kl_weight * kl / self.values

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from dstrain import rng
-from dstrain.nn.adversarial import compute_picture_gradient, record_inputs
+from dstrain.nn.adversarial import compute_picture_gradient, record_layer_inputs
 from dstrain.nn.fitting import Fitted, Remedies
-from dstrain.nn.picture_loss import LastLayer, PictureLoss, make_loss_with_gradient
+from dstrain.nn.picture_loss import LastLayer, PictureLoss, make_loss_of_value_and_gradient
 from dstrain.nn.pixels import convert_to_uint8, require_shape
 from dstrain.recipe import ConfigError
 from dstrain.systems.base import Batch, Example, Nets, System, Terms
@@ -51,7 +51,7 @@ class AutoencoderSystem(System):
         """Builds the network of the part `autoencoder`."""
 
     def frozen(self) -> tuple[nn.Module, ...]:
-        return self.picture_loss.list_frozen()
+        return self.picture_loss.list_frozen_networks()
 
     def turns(self, step: int) -> tuple[str, ...]:
         return self.picture_loss.list_turns("autoencoder", step)
@@ -62,7 +62,7 @@ class AutoencoderSystem(System):
         """
         discriminator, last = self.config.kind.discriminator, self.find_last_layer(nets)
         by_last_layer = self.picture_loss.adversarial and discriminator.balance == "last_layer"
-        with record_inputs(last) if by_last_layer else nullcontext([]) as entered:
+        with record_layer_inputs(last) if by_last_layer else nullcontext([]) as entered:
             out, terms, coding = self.compute_output_and_code_loss(nets, example)
         if not self.picture_loss.adversarial:
             terms |= self.compute_distance(nets, out, example)
@@ -82,7 +82,7 @@ class AutoencoderSystem(System):
                 + coding
             )
             pull = (out * (of_distance + of_critique)).flatten(1).sum(1) + coding
-            loss = make_loss_with_gradient(value, pull)
+            loss = make_loss_of_value_and_gradient(value, pull)
         return {name: term.detach() for name, term in terms.items()} | {"loss": loss}
 
     @abstractmethod

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from dstrain.nn.fitting import Remedies, list_shapes, require_fit
+from dstrain.nn.fitting import Remedies, list_shapes, require_matching_shapes
 from dstrain.recipe import ConfigError
 
 _CLASS = "AutoencoderKL"
@@ -54,7 +54,7 @@ def adapt_weights(
     for name, shape in differing.items():
         if shape == (*shapes[name], 1, 1):
             state[name] = state[name][:, :, 0, 0]  # a convolution of 1 x 1, which is a linear layer here
-    require_fit(state, shapes, [*shapes, *(name for name in state if name not in shapes)], remedies)
+    require_matching_shapes(state, shapes, [*shapes, *(name for name in state if name not in shapes)], remedies)
     return state, notes
 
 

@@ -185,6 +185,6 @@ def test_an_order_may_begin_anywhere():
     state, shapes = {"a": torch.ones(2), "b": torch.ones(3)}, {"a": (1,), "b": (1,)}
     remedies = (("b", "beta"), ("", "the rest"))
     with pytest.raises(ValueError, match=r"b is \(3,\) in the file and \(1,\) in the network; set beta to"):
-        fitting.require_fit(state, shapes, ["b", "a"], remedies)
+        fitting.require_matching_shapes(state, shapes, ["b", "a"], remedies)
     with pytest.raises(ValueError, match="a is .*the rest"):
-        fitting.require_fit(state, shapes, ["a", "b"], remedies)
+        fitting.require_matching_shapes(state, shapes, ["a", "b"], remedies)

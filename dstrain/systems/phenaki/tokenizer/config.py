@@ -4,14 +4,14 @@ from typing import Any, Literal
 
 from pydantic import Field, PositiveInt, model_validator
 
-from dstrain.nn.finite_scalar import require_levels
+from dstrain.nn.finite_scalar import require_valid_levels
 from dstrain.nn.lookup_free import compute_codebook_bits
 from dstrain.nn.picture_loss import (
     Discriminator,
     Penalty,
     Perceptual,
-    describe_missing_weights,
-    require_suitable_pictures,
+    describe_missing_perceptual_weights,
+    require_suitable_picture_shape,
 )
 from dstrain.recipe import ConfigError, Run
 from dstrain.systems.base import SystemConfig, list_indivisible
@@ -86,7 +86,7 @@ class Config(SystemConfig):
                 "codebook_size=1000, or leave both out"
             )
         if self.levels is not None:
-            require_levels(self.levels, self.codebook_size, "codebook_size")
+            require_valid_levels(self.levels, self.codebook_size, "codebook_size")
         height, width = self.size
         if height % self.patch_size or width % self.patch_size:
             raise ConfigError(
@@ -100,7 +100,7 @@ class Config(SystemConfig):
                 f"num_frames {self.num_frames} is not 1 + a multiple of temporal_patch_size {p}: take "
                 f"{fewer} or {fewer + p}"
             )
-        require_suitable_pictures(self.perceptual, self.discriminator, self.shape)
+        require_suitable_picture_shape(self.perceptual, self.discriminator, self.shape)
         return self
 
     @property
@@ -162,7 +162,7 @@ class Config(SystemConfig):
         ]
 
     def conflicts(self, run: Run) -> list[str]:
-        problems = self.unequal(run, channels="channels") + describe_missing_weights(
+        problems = self.unequal(run, channels="channels") + describe_missing_perceptual_weights(
             self.perceptual, "model.perceptual"
         )
         height = run.data.height or run.data.image_size

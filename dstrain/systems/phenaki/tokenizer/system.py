@@ -15,10 +15,10 @@ from torch import Tensor, nn
 
 from dstrain import rng
 from dstrain.nn.adversarial import compute_picture_gradient
-from dstrain.nn.fitting import list_shapes, require_fit
+from dstrain.nn.fitting import list_shapes, require_matching_shapes
 from dstrain.nn.lookup_free import Usage, compute_codebook_bits
 from dstrain.nn.measures import measure_codebook_usage, measure_psnr_and_ssim, measure_token_shares
-from dstrain.nn.picture_loss import PictureLoss, make_loss_with_gradient
+from dstrain.nn.picture_loss import PictureLoss, make_loss_of_value_and_gradient
 from dstrain.nn.pixels import convert_to_uint8, require_shape
 from dstrain.recipe import ConfigError
 from dstrain.systems.base import Batch, Example, Nets, System, Terms
@@ -115,7 +115,7 @@ class TokenizerSystem(System):
                 + terms["critique_weight"] * terms["critique"]
                 + coding
             )
-            loss = make_loss_with_gradient(value, pull + coding)
+            loss = make_loss_of_value_and_gradient(value, pull + coding)
         return {name: term.detach() for name, term in terms.items()} | {"loss": loss} | shares
 
     def _compute_critique(self, nets: Nets, made: Tensor, example: Example) -> tuple[Terms, Tensor]:
@@ -128,7 +128,7 @@ class TokenizerSystem(System):
         of_recon = compute_picture_gradient(terms["recon"], video)  # (B, T, C, H, W)
         frame, truth = _take_frame(made.detach(), place).requires_grad_(), _take_frame(x, place)
         of_frame = torch.zeros_like(frame)
-        if perceived := self.picture_loss.compute_perceptual(frame, truth):
+        if perceived := self.picture_loss.measure_perceptual_distance(frame, truth):
             terms |= perceived
             of_frame = self.config.perceptual.weight * compute_picture_gradient(terms["perceptual"], frame)
         # Balanced as if this frame were the whole clip: in the mean over frames both then have the weight 1 / count.
@@ -170,7 +170,7 @@ class TokenizerSystem(System):
 
     def _compute_distances(self, video: Tensor, example: Example) -> Terms:
         place = self._draw_frame_number(example)
-        return {"recon": self._compute_recon(video, example)} | self.picture_loss.compute_perceptual(
+        return {"recon": self._compute_recon(video, example)} | self.picture_loss.measure_perceptual_distance(
             _take_frame(video, place), _take_frame(example["x_start"], place)
         )
 
@@ -265,11 +265,13 @@ class TokenizerSystem(System):
                 "places; its weights mean nothing in a network that does not: train anew"
             )
         shapes = list_shapes(self.build_part_on_meta(part))
-        require_fit(state, shapes, [*shapes, *(name for name in state if name not in shapes)], _REMEDIES[part])
+        require_matching_shapes(
+            state, shapes, [*shapes, *(name for name in state if name not in shapes)], _REMEDIES[part]
+        )
         return dict(state), []
 
     def frozen(self) -> tuple[nn.Module, ...]:
-        return self.picture_loss.list_frozen()
+        return self.picture_loss.list_frozen_networks()
 
     def blocks(self) -> tuple[type[nn.Module], ...]:
         return (TransformerBlock,)
