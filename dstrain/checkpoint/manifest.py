@@ -54,7 +54,7 @@ def read_manifest(path: str | os.PathLike) -> dict:
     lacks an entry, and OSError if the storage fails. The checkpoint's files are not compared with the manifest.
     """
     try:
-        body = sealed.parse_sealed_content(small.read_bytes(Path(path) / NAME, _MAX_BYTES))
+        body = sealed.parse_sealed_json(small.read_bytes(Path(path) / NAME, _MAX_BYTES))
     except (FileNotFoundError, NotADirectoryError):
         raise ConfigError(f"{NAME} is missing") from None
     except OSError as error:

@@ -30,7 +30,7 @@ import torch
 import dstrain
 from dstrain.checkpoint.manifest import NAME, find_faults, hash_files, read_manifest
 from dstrain.disk import atomic, owner
-from dstrain.disk.sealed import render_sealed
+from dstrain.disk.sealed import render_sealed_json
 from dstrain.distributed import group
 from dstrain.recipe import ConfigError, NotSaved
 
@@ -101,7 +101,7 @@ class Store:
         tmp = self._make_path(step, f".{self._mark}.tmp")
 
         def prepare_folder() -> None:
-            owner.check_claim(self.folder)
+            owner.require_claim(self.folder)
             self.folder.mkdir(parents=self._makes_parents, exist_ok=True)
             for leftover in self.folder.glob("step_*.tmp"):
                 owner.remove_path(leftover)
@@ -182,7 +182,7 @@ class Store:
         def write() -> None:
             body = read_manifest(self._make_path(step))
             body["extra"] |= entries
-            atomic.write_file(self._make_path(step) / NAME, render_sealed(body), make=False)
+            atomic.write_file(self._make_path(step) / NAME, render_sealed_json(body), make=False)
             self._delete_outdated_steps()
 
         self._run_on_rank_0(write)
@@ -238,7 +238,7 @@ class Store:
         """
 
         def rename() -> None:
-            owner.check_claim(self.folder)
+            owner.require_claim(self.folder)
             for step in reversed([step for step in self.list_steps() if step > after]):
                 with suppress(OSError):
                     owner.remove_path(self._make_path(step, _ASIDE))  # of an earlier time
@@ -294,11 +294,11 @@ class Store:
         return self.folder / f"step_{step:08d}{suffix}"
 
     def _seal_step(self, step: int, tmp: Path, body: dict) -> None:
-        atomic.write_file(tmp / NAME, render_sealed(body), make=False)
+        atomic.write_file(tmp / NAME, render_sealed_json(body), make=False)
         for folder in [path for path in tmp.rglob("*") if path.is_dir()] + [tmp]:
             atomic.fsync_folder(folder)
         final = self._make_path(step)
-        owner.check_claim(final)
+        owner.require_claim(final)
         if final.exists():  # damaged, or `begin` would have ended
             os.rename(final, self._make_path(step, ".damaged.tmp"))
         os.rename(tmp, final)
@@ -311,7 +311,7 @@ class Store:
         """Writes the file `best`, and deletes the checkpoints that need not be kept. One that is damaged, or saved in
         trouble, is deleted when a newer one exists. One that a process reads is not deleted.
         """
-        owner.check_claim(self.folder)
+        owner.require_claim(self.folder)
         best = self.find_best()
         if best:
             self._write_pointer("best", best[0])

@@ -161,7 +161,7 @@ def _write_shards(folder: Path, pictures: Pictures) -> int:
     body = {"format": FORMAT, "noun": "images", "number": sum(record["samples"] for record in records)}
     body |= {"classes": list(classes) if largest >= 0 else [], "captions": 0, "shards": records}
     with explain_write_errors(folder, _REMEDY):
-        atomic.write_file(folder / INDEX, sealed.render_sealed(body))
+        atomic.write_file(folder / INDEX, sealed.render_sealed_json(body))
     return body["number"]
 
 

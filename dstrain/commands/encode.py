@@ -48,8 +48,8 @@ from dstrain.data.source import (
     stack_texts,
 )
 from dstrain.disk import atomic
-from dstrain.disk.owner import find_final_name
-from dstrain.disk.sealed import render_sealed
+from dstrain.disk.owner import parse_final_name
+from dstrain.disk.sealed import render_sealed_json
 from dstrain.distributed import group
 from dstrain.distributed.progress import Bar, get_phases
 from dstrain.encoders.precision import use_precision
@@ -162,7 +162,10 @@ def _prepare_folder(options: EncodeOptions, stage: FirstStage, encoding: dict[st
         return problem
     own = {shards.name_shard(number) for number in numbers}
     for leftover in out.glob("*.tmp"):
-        if options.part is None or (find_final_name(leftover) or leftover.name.lstrip(".").removesuffix(".tmp")) in own:
+        if (
+            options.part is None
+            or (parse_final_name(leftover) or leftover.name.lstrip(".").removesuffix(".tmp")) in own
+        ):
             leftover.unlink()
     needed = count_samples(numbers, encoding["shard_size"], encoding["number"]) * _estimate_sample_bytes(encoding)
     needed -= sum(shard.stat().st_size for shard in out.glob("shard_*.safetensors") if shard.name in own)
@@ -363,7 +366,7 @@ def _write_index(
     if group.rank() == 0:
         # Two parts that end at the same time write the same index.
         with nullcontext() if options.part is None else folders.lock_folder(options.out):
-            atomic.write_file(options.out / shards.INDEX, render_sealed(index))
+            atomic.write_file(options.out / shards.INDEX, render_sealed_json(index))
     return index
 
 

@@ -39,7 +39,7 @@ from dstrain.data.open import BuiltinData, find_contents, open_section_index
 from dstrain.data.source import BadSample, Item, report_bad_sample
 from dstrain.data.sources.captioned import hash_captions_beside
 from dstrain.disk import atomic, sealed, small
-from dstrain.disk.texts import read_text, split_lines
+from dstrain.disk.texts import read_text_file, split_lines
 from dstrain.distributed import group
 from dstrain.distributed.progress import Bar
 from dstrain.recipe import ConfigError, Data, explain_write_errors
@@ -72,7 +72,7 @@ class _Packable(Indexed):
         """
         if not self.beside:
             return self.index.read_captions(row)
-        return split_lines(read_text((self.path / self.index.read_name(row)).with_suffix(".txt")))[:1] or ("",)
+        return split_lines(read_text_file((self.path / self.index.read_name(row)).with_suffix(".txt")))[:1] or ("",)
 
     def _hash_texts(self, numbers: Sequence[int]) -> bytes:
         return (
@@ -201,7 +201,7 @@ def _read_records(out: Path) -> dict[int, dict[str, Any]]:
     else {}.
     """
     for name in (INDEX, _TARS):
-        body = sealed.parse_sealed_content((out / name).read_bytes()) if (out / name).is_file() else None
+        body = sealed.parse_sealed_json((out / name).read_bytes()) if (out / name).is_file() else None
         if body is not None:
             return dict(enumerate(body["shards"]))
     return {}
@@ -214,7 +214,7 @@ def _find_or_remove_shard(
     a message, if there is one, and returns None. `earlier` are the records of a finished command.
     """
     path, record = _make_shard_path(out, kind, number), _make_record_path(out, number)
-    known = earlier.get(number) or (sealed.parse_sealed_content(record.read_bytes()) if record.is_file() else None)
+    known = earlier.get(number) or (sealed.parse_sealed_json(record.read_bytes()) if record.is_file() else None)
     if (
         known is not None
         and path.is_file()
@@ -257,7 +257,7 @@ def _make_shards(
                 }
             require_few_unreadable(dict(bad), total, options.max_bad_fraction, "files")
             with explain_write_errors(options.out, SAME_COMMAND):
-                atomic.write_file(_make_record_path(options.out, number), sealed.render_sealed(record))
+                atomic.write_file(_make_record_path(options.out, number), sealed.render_sealed_json(record))
             records[number] = record
             # The other ranks are assumed to be as far.
             bar.update(min(here * min(group.world(), len(missing)), bar.total - bar.n))
@@ -366,7 +366,7 @@ def _write_index(
             if plan["format"] == "tar" and index.classes:
                 atomic.write_file(options.out / _CLASSES, "".join(f"{name}\n" for name in index.classes))
             atomic.write_file(
-                options.out / (INDEX if plan["format"] == "shards" else _TARS), sealed.render_sealed(body)
+                options.out / (INDEX if plan["format"] == "shards" else _TARS), sealed.render_sealed_json(body)
             )
             for number in records:
                 _make_record_path(options.out, number).unlink(missing_ok=True)

@@ -16,15 +16,15 @@ from dstrain.disk import owner
 
 @contextmanager
 def replace_file(path: str | os.PathLike, make: bool = True) -> Iterator[Path]:
-    """Creates an empty temporary file and yields its path. When the block ends, the file is renamed to `path`, so that
-    readers see the old file or the whole new one; after an error in the block, the temporary file is removed instead.
+    """A context manager that replaces a file in one step. Yields the path of an empty temporary file to fill. At the
+    end of the block this file is renamed to `path`, so that readers see the old content or all of the new. If the block
+    raises, `path` stays as it was.
 
-    make: creates the folder of `path`, too. A link at `path` is replaced. If several processes write `path`, the last
-    whole file stays. First removes temporary files of dead processes from the folder. Raises TakenAway if this process
-    has lost its claim on the folder.
+    make: creates the folder of `path`, too. A link at `path` is replaced, not followed. If several processes write
+    `path`, the last rename wins. Raises TakenAway if this process has lost its claim on the folder.
     """
     path = Path(path)
-    owner.check_claim(path)
+    owner.require_claim(path)
     if make:
         path.parent.mkdir(parents=True, exist_ok=True)
     owner.remove_abandoned_files(path.parent)
@@ -34,7 +34,7 @@ def replace_file(path: str | os.PathLike, make: bool = True) -> Iterator[Path]:
         yield temporary
         with open(temporary, "rb") as file:
             os.fsync(file.fileno())
-        owner.check_claim(path)
+        owner.require_claim(path)
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
@@ -42,8 +42,8 @@ def replace_file(path: str | os.PathLike, make: bool = True) -> Iterator[Path]:
 
 
 def write_file(path: str | os.PathLike, content: str | bytes, make: bool = True) -> None:
-    """Writes a file atomically, text as UTF-8: readers see the old content or the new one. make: creates the folder
-    of `path`, too. Raises TakenAway if this process has lost its claim on the folder.
+    """Writes `content` to a file, text as UTF-8, in one step: readers see the old content or all of the new. make:
+    creates the folder of `path`, too. Raises TakenAway if this process has lost its claim on the folder.
     """
     with replace_file(path, make) as temporary:
         temporary.write_bytes(content.encode() if isinstance(content, str) else content)
@@ -51,14 +51,14 @@ def write_file(path: str | os.PathLike, content: str | bytes, make: bool = True)
 
 @contextmanager
 def replace_folder(folder: str | os.PathLike) -> Iterator[Path]:
-    """Yields a new temporary folder to fill. When the block ends, the temporary folder is renamed to `folder`, which
-    readers see whole or not at all; after an error it is removed instead.
+    """A context manager that makes a folder in one step. Yields a new temporary folder to fill. At the end of the block
+    it is renamed to `folder`; if the block raises, it is removed.
 
-    Creates the parent folder, and first removes temporary folders of the same name whose processes have died. Raises
-    OSError if `folder` is not absent or empty, TakenAway if this process has lost its claim on it.
+    Creates the parent folder. Removes temporary folders of the same name that dead processes have left. Raises OSError
+    if `folder` exists and is not empty, TakenAway if this process has lost its claim on it.
     """
     folder = Path(os.path.abspath(folder))
-    owner.check_claim(folder)
+    owner.require_claim(folder)
     folder.parent.mkdir(parents=True, exist_ok=True)
     owner.remove_abandoned_files(folder.parent, folder.name)
     temporary = owner.make_hidden_path(folder)
@@ -71,8 +71,8 @@ def replace_folder(folder: str | os.PathLike) -> Iterator[Path]:
 
 
 def publish_folder(temporary: str | os.PathLike, folder: str | os.PathLike) -> None:
-    """Flushes a filled temporary folder to the disk and renames it to `folder`. Raises OSError if `folder` is not
-    absent or empty, TakenAway if this process has lost its claim on it.
+    """Flushes all files of the folder `temporary` to the disk, then renames it to `folder`. Raises OSError if `folder`
+    exists and is not empty, TakenAway if this process has lost its claim on it.
     """
     for place, _, names in os.walk(os.fspath(temporary)):
         for name in names:
@@ -82,15 +82,15 @@ def publish_folder(temporary: str | os.PathLike, folder: str | os.PathLike) -> N
             finally:
                 os.close(descriptor)
         fsync_folder(place)
-    owner.check_claim(folder)
+    owner.require_claim(folder)
     os.rename(temporary, folder)
     fsync_folder(Path(folder).absolute().parent)
 
 
 def fsync_folder(path: str | os.PathLike) -> None:
-    """Flushes a folder's entries to the disk: without the flush a rename may be lost when the power fails.
+    """Flushes the list of a folder's entries to the disk. Without this, a rename may be lost when the power fails.
 
-    Some file systems, mostly network ones, cannot flush folders: their errors are ignored. Raises any other OSError.
+    Does nothing on file systems that cannot flush folders, mostly network ones. Raises any other OSError.
     """
     descriptor = os.open(path, os.O_RDONLY)
     try:

@@ -12,15 +12,15 @@ _OPEN = os.O_RDWR | os.O_APPEND | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW
 
 
 def append_lines(path: str | os.PathLike, text: str) -> None:
-    """Appends `text`, one or more whole lines, to a file, which is created if it is missing. If the file's last line
-    has no line break, first adds one.
+    """Appends `text`, one or more lines with their line breaks, to a file. Creates the file if it is missing. First
+    adds a line break if the file's last line has none.
 
-    Lines of several processes do not mix where one write call takes the whole text, as on a local disk. Raises OSError
-    if the text cannot be written, and then removes what was written of it; also if `path` is a link, a pipe or a
-    device, or if this process has lost its claim on the folder.
+    Lines of several processes do not mix if the system writes the text in one call, as on a local disk. Raises OSError
+    if the text cannot be written, and then removes the part that was written. Raises OSError also if `path` is a link,
+    a pipe or a device, or if this process has lost its claim on the folder.
     """
-    owner.check_claim(path)
-    descriptor = _open_regular(path, _OPEN | os.O_CREAT)
+    owner.require_claim(path)
+    descriptor = _open_regular_file(path, _OPEN | os.O_CREAT)
     try:
         size = os.fstat(descriptor).st_size
         torn = size > 0 and os.pread(descriptor, 1, size - 1) != b"\n"
@@ -36,11 +36,12 @@ def append_lines(path: str | os.PathLike, text: str) -> None:
 
 
 def remove_partial_line(path: str | os.PathLike) -> int:
-    """Truncates a file after its last line break, since a crash may leave half a line; a file without a line break
-    becomes empty. Returns the number of bytes removed, 0 if there is no file. Raises OSError for a link or a pipe.
+    """Cuts off what follows a file's last line break, since a crash may leave half a line. A file without a line break
+    becomes empty. Returns the number of bytes removed, 0 if the file is missing. Raises OSError for a link, a pipe or a
+    device.
     """
     try:
-        descriptor = _open_regular(path, _OPEN)
+        descriptor = _open_regular_file(path, _OPEN)
     except FileNotFoundError:
         return 0
     try:
@@ -59,14 +60,17 @@ def remove_partial_line(path: str | os.PathLike) -> int:
 
 
 def make_printable(text: str, keep: str = "") -> str:
-    """Replaces each character of a text that is neither printable nor in `keep` by ?, so that it is safe within a line.
+    """Returns `text` with a question mark in place of each character that is neither printable nor in `keep`.
 
-    A terminal would obey an escape code, and a line break would begin a line that nobody wrote.
+    So a name of a file cannot send an escape code to the terminal, nor begin a new line in a list.
     """
     return "".join(c if c.isprintable() or c in keep else "?" for c in text)
 
 
-def _open_regular(path: str | os.PathLike, flags: int) -> int:
+def _open_regular_file(path: str | os.PathLike, flags: int) -> int:
+    """Opens a regular file and returns its descriptor. Raises OSError if `path` is a link, a pipe, a device or a
+    folder.
+    """
     try:
         descriptor = os.open(path, flags, 0o666)
     except OSError as error:

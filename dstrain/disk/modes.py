@@ -8,8 +8,8 @@ from dstrain.disk.owner import make_mark
 
 
 def apply_umask(path: str | os.PathLike) -> None:
-    """Sets the modes of a file, or of a folder and everything in it, to those of new files (0666 & ~umask) and new
-    folders (0777 & ~umask). Links stay as they are. To learn both modes, makes and removes a file and a folder there.
+    """Gives a file, or a folder and everything in it, the permissions that the umask allows: 0666 & ~umask for files,
+    0777 & ~umask for folders. Leaves links as they are.
     """
     path = Path(path)
     file, folder = _probe_modes(path if path.is_dir() else path.parent)
@@ -27,8 +27,8 @@ def apply_umask(path: str | os.PathLike) -> None:
 
 
 def _probe_modes(folder: Path) -> tuple[int, int]:
-    """Returns the modes of a new file and a new folder in `folder`, by making both. Reading the umask would change it
-    for all threads.
+    """Returns the permission bits (of a new file, of a new folder) in `folder`. Finds them by making both and removing
+    them again: Python can read the umask only by changing it, which would affect all threads.
     """
     name = folder / f".{make_mark()}.mode"
     descriptor = os.open(name, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666)

@@ -65,30 +65,33 @@ class Claim:
 
 
 def make_mark() -> str:
-    """Returns a new mark: a name with this process's machine, pid and start time, which no other process can make."""
+    """Returns a new unique name that says which process made it: MACHINE-PID-START-RANDOM, START being the process's
+    start time.
+    """
     pid = os.getpid()
-    return f"{_hash_machine()}-{pid}-{_read_start_time(pid)}-{secrets.token_hex(4)}"
+    return f"{_hash_machine_identity()}-{pid}-{_read_start_time(pid)}-{secrets.token_hex(4)}"
 
 
 def make_hidden_path(path: Path, kind: str = "tmp") -> Path:
-    """Returns a new hidden path in the folder of `path`, ".NAME.MARK.KIND", where MARK is a new mark of this process.
-    Creates nothing. NAME is cut to 180 characters.
+    """Returns a new path beside `path`: ".NAME.MARK.KIND", with a new mark of this process (see `make_mark`). NAME is
+    the name of `path`, cut to 180 characters. Creates nothing.
     """
     return path.with_name(f".{path.name[:180]}.{make_mark()}.{kind}")
 
 
-def find_final_name(path: Path) -> str | None:
-    """Returns the name that a temporary file or folder gets when it is complete; None if `path` has no
-    temporary name.
+def parse_final_name(path: Path) -> str | None:
+    """Returns NAME of a temporary file or folder ".NAME.MARK.tmp": the name that it gets when it is complete. Returns
+    None if `path` has no such name.
     """
     match = _NAMED.fullmatch(path.name)
     return match["name"] if match and match["kind"] == "tmp" else None
 
 
 def remove_abandoned_files(folder: Path, name: str | None = None) -> None:
-    """Removes the temporary files and folders in `folder` that dead processes have left on the way to `name`. With None
-    it removes all of them, whatever their name, but only at the first call for a folder in this process. Ignores errors
-    of the disk.
+    """Removes the temporary files and folders in `folder` whose processes have ended. Ignores errors of the disk.
+
+    name: only those that would have been renamed to `name`. None: all of them, but only at the first call for this
+    folder in this process.
     """
     if name is None:
         if (key := os.path.abspath(folder)) in _swept:
@@ -96,13 +99,15 @@ def remove_abandoned_files(folder: Path, name: str | None = None) -> None:
         _swept.add(key)
     with suppress(OSError):
         for path in list(folder.iterdir()):
-            target = find_final_name(path)
+            target = parse_final_name(path)
             if target is not None and name in (None, target) and _is_dead(path, _STALE_SECONDS):
                 remove_path(path)
 
 
 def remove_path(path: Path) -> None:
-    """Removes a file, a folder with its content, or a link, but not the link's target. A missing file is no error."""
+    """Removes a file, a folder with its content, or a link (not its target). Does nothing if nothing exists at
+    `path`.
+    """
     if path.is_symlink() or not path.is_dir():
         path.unlink(missing_ok=True)
     else:
@@ -129,21 +134,21 @@ class Hold:
             self._mark = None
 
     def release(self) -> None:
-        """Removes the mark of this hold, so that others may remove the path. Later calls do nothing."""
+        """Ends the protection, so that other processes may remove the path. Does nothing if it has ended."""
         if self._mark is not None:
             _remove_mark(self._mark)
             self._mark = None
 
 
 def release_holds() -> None:
-    """Releases all holds of this process."""
+    """Releases every Hold of this process, which are marks on paths that it reads."""
     while _holds:
         _holds.pop().release()
 
 
 def is_held(path: Path) -> bool:
-    """Returns whether a living process, this one included, holds `path`. Removes the marks that dead processes have
-    left on it. False if the folder cannot be read.
+    """Returns whether a living process, perhaps this one, has a Hold on `path`, since it reads there. Returns False if
+    the folder of `path` cannot be read. Removes holds of dead processes.
     """
     held = False
     with suppress(OSError):
@@ -158,9 +163,8 @@ def is_held(path: Path) -> bool:
 
 
 def claim_folder(folder: Path, verb: str) -> Claim:
-    """Writes a lease into the existing `folder`: only this process may write there until `release_folder`. Removes
-    leases of dead processes, and starts a thread that touches the lease. verb: the command, for other processes'
-    messages.
+    """Claims an existing folder for this process by a file in it, the lease, and returns the claim. No other process
+    may claim the folder until `release_folder`. verb: the name of this command, for the messages of other processes.
 
     Raises Held if a living process has claimed the folder, OSError if nothing can be written there.
     """
@@ -188,11 +192,11 @@ def claim_folder(folder: Path, verb: str) -> Claim:
 
 
 def write_folder_identity(folder: Path, run: Path | None = None) -> Claim:
-    """Writes the file .run into a claimed folder, adds the identity in it to the claim, so that later writes compare
-    it, and returns the claim. Keeps the folder's identity, but makes a new one if there is none or if the folder is a
-    copy of another run's.
+    """Writes the file .run, which holds the identity of a run, into a folder that this process has claimed. Returns the
+    claim with this identity, which later writes compare.
 
-    run: the claimed folder of a run whose files `folder` will hold; its identity is used instead.
+    Keeps the identity that the folder has. Makes a new one if it has none, or if it is a copy of another run's folder.
+    run: takes the identity of this claimed folder of a run instead, whose files `folder` will hold.
     """
     identity = None if find_other_run(folder, folder) else read_identity(folder)
     known = _claims[os.path.abspath(run)].record if run else f"{identity or secrets.token_hex(16)}\n"
@@ -203,11 +207,11 @@ def write_folder_identity(folder: Path, run: Path | None = None) -> Claim:
 
 
 def find_other_run(folder: Path, run: Path) -> str | None:
-    """Returns the path of the run that `folder` belongs to by its file .run, if that is another run than `run` and
-    still exists; else None.
+    """Returns the path of the run to which `folder` belongs by its file .run, if that is another run than the one in
+    the folder `run`. Returns None if it is the same run, if there is no .run, or if `folder` is a copy.
 
-    A run that was moved is the same run: it has the same inode, or it is on another disk now and nothing is left at its
-    former path.
+    A run that was moved is still the same: its folder has the same inode, or it is on another disk and nothing is left
+    at its former path. Returns None also if something else now lies at that path.
     """
     identity, place, path, own, own_path = _read_lines(folder / IDENTITY)
     if _is_recorded_folder(run, place, path, IDENTITY, identity) or not _is_recorded_folder(
@@ -219,16 +223,17 @@ def find_other_run(folder: Path, run: Path) -> str | None:
 
 
 def _describe_folder_identity(folder: Path) -> str:
-    """Returns two lines in which a folder differs from its copies: device and inode, and the real path."""
+    """Returns two lines by which a folder can be told from a copy of it: DEVICE:INODE, and its real path."""
     return f"{os.stat(folder).st_dev}:{os.stat(folder).st_ino}\n{os.path.realpath(folder)}\n"
 
 
 def _is_recorded_folder(folder: Path, place: str, path: str, name: str, mark: str) -> bool:
-    """Returns whether `folder` is the one that a record describes by `place` (device and inode) and `path`: a folder
-    that was restored has the same path, one that was moved has the same inode.
+    """Returns whether `folder` is the one that a record describes by `place`, "DEVICE:INODE", and `path`: whether the
+    path is the same, or the inode is, as after a move. Returns True if `path` is empty, as in records of earlier
+    versions.
 
-    Another disk may have the same inode, so the folder was not moved if the file `name` with this mark is still at
-    `path`.
+    A folder on another disk may have the same inode. So it counts as a copy if the file `name` at `path` still has this
+    `mark` as its first line.
     """
     if path in ("", os.path.realpath(folder)):
         return True
@@ -241,29 +246,31 @@ def _is_recorded_folder(folder: Path, place: str, path: str, name: str, mark: st
 
 
 def read_identity(folder: Path) -> str | None:
-    """Returns the identity of the run in a folder, 32 hex digits; None if it has none, as in runs of earlier
-    versions.
+    """Returns the identity of the run in a folder, 32 hex digits from its file .run; None if it has none, as in runs of
+    earlier versions.
     """
     text = _read_lines(folder / IDENTITY)[0]
     return text if re.fullmatch(r"[0-9a-f]{32}", text) else None
 
 
 def find_claim(folder: Path) -> Claim | None:
-    """Returns this process's claim on exactly this folder; None if it has none."""
+    """Returns this process's claim on this folder; None if it has not claimed it. A claim on a folder above does not
+    count.
+    """
     return _claims.get(os.path.abspath(folder))
 
 
 def register_claim(folder: Path, claim: Claim | None) -> None:
-    """Registers a claim on a folder, so that each later write of this process into it checks the claim; also for a
-    claim that another rank has made. Does nothing if it is None.
+    """Registers a claim of this process, or of another rank, on a folder: each later write of this process into the
+    folder first compares it. Does nothing if `claim` is None.
     """
     if claim is not None:
         _claims[os.path.abspath(folder)] = claim
 
 
 def release_folder(folder: Path) -> None:
-    """Drops this process's claim on a folder, and removes the lease if this process made it. Does nothing without a
-    claim.
+    """Gives up this process's claim on a folder. Removes the lease if this process made it, and not another rank. Does
+    nothing without a claim.
     """
     folder = Path(os.path.abspath(folder))
     claim = _claims.pop(str(folder), None)
@@ -276,17 +283,18 @@ def release_folder(folder: Path) -> None:
     _stop_touching(path)
 
 
-def check_claim(path: str | os.PathLike) -> None:
-    """Raises TakenAway if `path` is in a folder that this process has claimed, and that was since removed, moved or
-    claimed by another process. Writes a missing .run again. Does nothing for other paths.
+def require_claim(path: str | os.PathLike) -> None:
+    """Raises TakenAway if `path` is in a folder that this process has claimed, and if the folder was since removed,
+    moved or claimed by another process. Does nothing for other paths. Writes the folder's file .run again if it is
+    missing.
     """
     place = os.path.abspath(path)
     for folder, claim in list(_claims.items()):
         if place == folder or place.startswith(folder + os.sep):
-            _check_one_claim(Path(folder), claim)
+            _require_intact_claim(Path(folder), claim)
 
 
-def _check_one_claim(folder: Path, claim: Claim) -> None:
+def _require_intact_claim(folder: Path, claim: Claim) -> None:
     gone = TakenAway(errno.ESTALE, "it was removed or moved since this command writes there", str(folder))
     own, later = (folder / f".lease-{number}" for number in (claim.number, claim.number + 1))
     if not folder.is_dir() or (claim.identity is None and not own.exists()):
@@ -315,8 +323,8 @@ def _list_leases(folder: Path) -> dict[int, Path]:
 
 
 def _describe_lease(path: Path) -> str:
-    """Returns a phrase, for messages, that names the owner of a lease (command, process and host) and the
-    lease's file.
+    """Returns a phrase for messages about the owner of a lease: "COMMAND (process PID on HOST), by PATH OF THE
+    LEASE".
     """
     mark, host, verb, *_ = _read_lines(path)
     match = re.fullmatch(_MARK, mark)
@@ -324,8 +332,8 @@ def _describe_lease(path: Path) -> str:
 
 
 def _create_file(path: Path, text: str) -> Path:
-    """Creates a small file with `text`, and returns `path`. Raises OSError if the path exists, even as a link, or
-    cannot be written.
+    """Creates a small file that holds `text`, and returns `path`. Raises OSError if anything exists at `path`, even a
+    link, or if the file cannot be written.
     """
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
     try:
@@ -351,15 +359,17 @@ def _read_mark(path: Path) -> str:
 
 
 def _read_lines(path: Path) -> list[str]:
-    """Returns the first five lines of a lease or a record; "" for each that is missing or cannot be read."""
+    """Returns the first five lines of a lease or a file .run: "" for each line that is missing, five times "" if the
+    file cannot be read.
+    """
     with suppress(OSError):
         return (_read_text(path).split("\n") + [""] * 5)[:5]
     return [""] * 5
 
 
 def _is_dead(path: Path, patience: float) -> bool:
-    """Returns whether the process that made a mark has ended, or the mark was copied to this folder. False if the mark
-    is gone.
+    """Returns whether the process that made a mark (a lease, a hold or a temporary file) has ended, or whether the mark
+    was copied here with its folder. Returns False if the mark no longer exists.
 
     If the mark names no process of this machine, it is dead when nobody has touched it for more than `patience`
     seconds.
@@ -368,19 +378,19 @@ def _is_dead(path: Path, patience: float) -> bool:
         named = _NAMED.fullmatch(path.name)
         mark, _, _, place, where = [named["mark"], *[""] * 4] if named else _read_lines(path)
         match = re.fullmatch(_MARK, mark)
-        if match and match["start"] and match["machine"] == _hash_machine():
+        if match and match["start"] and match["machine"] == _hash_machine_identity():
             return _read_start_time(int(match["pid"])) != match["start"] or not _is_recorded_folder(
                 path.parent, place, where, path.name, mark
             )
         age = _measure_age(path)
-        return age > patience or (age < -patience and _is_untouched(path))
+        return age > patience or (age < -patience and _stays_untouched(path))
     except OSError:  # it has just gone
         return False
 
 
-def _is_untouched(path: Path) -> bool:
-    """Waits SILENT_SECONDS, and returns whether nobody has touched the mark meanwhile. It is for marks whose time is in
-    the future.
+def _stays_untouched(path: Path) -> bool:
+    """Waits SILENT_SECONDS. Returns whether the file's time of change is still the same. Used for a time in the future,
+    from which no age can be computed.
     """
     before = os.lstat(path).st_mtime_ns
     time.sleep(SILENT_SECONDS)
@@ -388,8 +398,8 @@ def _is_untouched(path: Path) -> bool:
 
 
 def _measure_age(path: Path) -> float:
-    """Returns the seconds since the last write to `path` or, if it is a folder, to a file in it, by the clock of the
-    file system; by this machine's clock if nothing can be written there.
+    """Returns the seconds since the last write to a file, or to any file of a folder. Takes the present time from the
+    file system, or from this machine's clock if nothing can be written beside `path`.
     """
     newest = os.lstat(path).st_mtime
     for place, _, names in os.walk(path):
@@ -405,7 +415,7 @@ def _measure_age(path: Path) -> float:
 
 
 def _start_touching(path: Path) -> None:
-    """Starts a thread that touches a mark every BEAT_SECONDS."""
+    """Starts a thread that sets the file's time of change anew every BEAT_SECONDS, until `_stop_touching`."""
     _touched[str(path)] = ended = threading.Event()
 
     def touch_until_ended() -> None:
@@ -428,8 +438,8 @@ def _remove_mark(path: Path) -> None:
 
 
 @cache
-def _hash_machine() -> str:
-    """Returns a hash, 8 hex digits, of host, boot and container, within which a pid is unique."""
+def _hash_machine_identity() -> str:
+    """Returns 8 hex digits of a hash of host name, boot and container. A process id is unique where they are equal."""
     words = [socket.gethostname()]
     with suppress(OSError):
         words.append(Path("/proc/sys/kernel/random/boot_id").read_text())
@@ -438,7 +448,9 @@ def _hash_machine() -> str:
 
 
 def _read_start_time(pid: int) -> str:
-    """Returns when a process started, in clock ticks since boot; "" if it has ended or there is no /proc."""
+    """Returns when a process started, in clock ticks since boot, as text; "" if it has ended or if there is no
+    /proc.
+    """
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:

@@ -5,18 +5,20 @@ import json
 from typing import Any
 
 
-def render_sealed(body: dict[str, Any]) -> bytes:
-    """Returns the bytes of a sealed file: the body as JSON and its hash, the same bytes for equal bodies."""
+def render_sealed_json(body: dict[str, Any]) -> bytes:
+    """Returns the bytes of a JSON file {"hash": ..., "body": ...}, the hash being that of the body's text. Equal bodies
+    give equal bytes.
+    """
     body = json.loads(json.dumps(body))  # keys become text, then are sorted
     text = json.dumps(body, sort_keys=True, indent=1)
     digest = hashlib.blake2b(text.encode(), digest_size=32).hexdigest()
     return f'{{"hash": "{digest}",\n"body": {text}}}\n'.encode()
 
 
-def parse_sealed_content(content: bytes) -> dict[str, Any] | None:
-    """Returns the body of a sealed file after checking its hash; None if any byte is missing or altered."""
+def parse_sealed_json(content: bytes) -> dict[str, Any] | None:
+    """Returns the body in the bytes of a file from `render_sealed_json`; None if any byte is missing or altered."""
     try:
         body = json.loads(content)["body"]
-        return body if content == render_sealed(body) else None  # all bytes: not even a blank may differ
+        return body if content == render_sealed_json(body) else None  # all bytes: not even a blank may differ
     except (ValueError, KeyError, TypeError, RecursionError):
         return None

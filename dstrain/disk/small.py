@@ -17,10 +17,8 @@ class RepeatedKey(ValueError):
 
 
 def read_bytes(path: str | os.PathLike, most: int) -> bytes:
-    """Reads a regular file of at most `most` bytes.
-
-    Raises OSError if it is missing, not readable, larger, or not a regular file: reading a pipe without a writer would
-    block, and a device has no end.
+    """Reads a whole file. Raises OSError if it is missing, cannot be read, has more than `most` bytes, or is no regular
+    file, since reading a pipe or a device might never end.
     """
     require_regular_file(path)
     with open(path, "rb") as file:
@@ -31,22 +29,22 @@ def read_bytes(path: str | os.PathLike, most: int) -> bytes:
 
 
 def read_text(path: str | os.PathLike, most: int = 16 * MEGABYTE, errors: str = "strict") -> str:
-    """Reads the text (UTF-8) of a regular file of at most `most` bytes. errors: as of bytes.decode. Raises OSError as
-    `read_bytes` does, and UnicodeDecodeError if `errors` is "strict" and the bytes are not UTF-8.
+    """Reads a UTF-8 text file of at most `most` bytes. errors: as in bytes.decode. Raises OSError as `read_bytes`, and
+    UnicodeDecodeError if `errors` is "strict" and the file is not UTF-8.
     """
     return read_bytes(path, most).decode("utf-8", errors)
 
 
 def read_json(path: str | os.PathLike, most: int = 16 * MEGABYTE, **hooks: Any) -> Any:
-    """Reads and parses a JSON file of at most `most` bytes. hooks: arguments of json.loads. Raises OSError as
-    `read_text` does, and ValueError if the file is not UTF-8 or not JSON, or is nested deeper than _MAX_DEPTH.
+    """Reads a JSON file of at most `most` bytes and returns its value. hooks: arguments of json.loads. Raises OSError
+    as `read_bytes`, and ValueError if the file is no UTF-8, no JSON, or nested deeper than 64 levels.
     """
     return parse_json(read_text(path, most), **hooks)
 
 
 def parse_json(text: str | bytes, **hooks: Any) -> Any:
-    """Parses a JSON text. hooks: arguments of json.loads. Raises ValueError if the text is not JSON, or if its lists
-    and objects are nested deeper than _MAX_DEPTH.
+    """Returns the value of a JSON text. hooks: arguments of json.loads. Raises ValueError if the text is no JSON, or if
+    its lists and objects are nested deeper than 64 levels.
     """
     too_deep = ValueError(f"lists or sections are nested deeper than {_MAX_DEPTH}")
     try:
@@ -65,17 +63,16 @@ def parse_json(text: str | bytes, **hooks: Any) -> Any:
     return value
 
 
-def parse_json_of_distinct_keys(text: str | bytes) -> Any:
-    """Parses a JSON text of a user's data. Raises ValueError as `parse_json`, RepeatedKey if an object
-    repeats a key.
+def parse_unambiguous_json(text: str | bytes) -> Any:
+    """Returns the value of a JSON text. Raises RepeatedKey if an object gives one key two different values, ValueError
+    as `parse_json`.
     """
-    return parse_json(text, object_pairs_hook=require_distinct_keys)
+    return parse_json(text, object_pairs_hook=build_unambiguous_dict)
 
 
-def require_distinct_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Returns the (key, value) pairs of a JSON object as a dict, for json's object_pairs_hook. Raises RepeatedKey if a
-    key has two different values, of which json itself would take the last one. Equal values of a
-    repeated key are accepted.
+def build_unambiguous_dict(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Returns the (key, value) pairs of a JSON object as a dict. Raises RepeatedKey if a key has two different values,
+    where json itself would take the last. For json's object_pairs_hook.
     """
     section = dict(pairs)
     if len(section) < len(pairs):
@@ -86,8 +83,8 @@ def require_distinct_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def describe_special_file(path: str | os.PathLike) -> str | None:
-    """Returns None if `path` is a regular file, else what it is: "a folder", "a pipe", ... Callers ask before they open
-    a file, since opening a pipe may block, and reading a device may not end.
+    """Returns what a path is if it is no regular file, such as "a folder" or "a FIFO"; None for a regular file. Does
+    not open it, since that may block for a pipe.
 
     Raises OSError if nothing exists at `path`, or if `path` contains a NUL.
     """
@@ -101,14 +98,14 @@ def describe_special_file(path: str | os.PathLike) -> str | None:
 
 
 def require_regular_file(path: str | os.PathLike) -> None:
-    """Raises OSError if `path` is missing or is not a regular file."""
+    """Raises OSError if nothing exists at `path`, or if it is no regular file, such as a folder or a pipe."""
     if kind := describe_special_file(path):
         raise OSError(errno.EISDIR if kind == "a folder" else errno.EINVAL, f"it is {kind}, and no file", str(path))
 
 
 def read_stripped_text(path: Path, most: int = 4096) -> str | None:
-    """Returns the text of a file of at most `most` bytes without white space at its ends; None if the file cannot be
-    read, is larger, or is not UTF-8.
+    """Returns the text of a small file without white space at its ends; None if the file cannot be read, has more than
+    `most` bytes, or is not UTF-8.
     """
     try:
         return read_text(path, most).strip()

@@ -27,10 +27,11 @@ _LIST = re.compile(r"\[[-+0-9., ]*\]")  # of numbers, such as a box
 
 
 def decode_text(content: bytes) -> str:
-    """Decodes the bytes of a text file: UTF-16 if they begin with its byte order mark, else UTF-8. The mark is dropped.
+    """Returns the text in the bytes of a text file: UTF-16 if they begin with its byte order mark, else UTF-8. Leaves
+    out the byte order mark.
 
-    Raises UnicodeDecodeError, a ValueError, if the bytes cannot be decoded or the text contains a NUL: such bytes are
-    numbers in binary, or UTF-16 without its byte order mark.
+    Raises UnicodeDecodeError, a ValueError, if the bytes cannot be decoded, or if the text contains a NUL: then they
+    are binary numbers, or UTF-16 without a byte order mark.
     """
     marked = content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
     text = content.decode("utf-16" if marked else "utf-8-sig")
@@ -41,18 +42,20 @@ def decode_text(content: bytes) -> str:
 
 
 def clean_text(text: str) -> str:
-    """Strips white space and byte order marks from both ends of a text."""
+    """Returns a text without white space and byte order marks at both ends."""
     return text.strip().strip("\ufeff").strip()
 
 
 def split_lines(text: str) -> tuple[str, ...]:
-    """Returns the lines of a text that are not blank, each a caption or a prompt, without white space at their ends."""
+    """Returns the lines of a text without white space at their ends, each a caption or a prompt. Leaves out blank
+    lines.
+    """
     return tuple(line for line in map(clean_text, _LINE_ENDS.split(text)) if line)
 
 
 def list_captions(value: Any) -> tuple[str, ...]:
-    """Returns the captions in a value of a table or of JSON, which is a text or a list of texts. Leaves out None, blank
-    texts, and words for a missing value such as "nan" or "<NA>"; returns () if nothing remains.
+    """Returns the captions in a cell of a table or a value of JSON: a text, or a list of texts. Leaves out None, blank
+    texts, and words for a missing value ("nan", "<NA>"). Returns () if nothing remains.
 
     Raises ValueError if the value, or an entry of the list, is neither a text nor None.
     """
@@ -65,9 +68,10 @@ def list_captions(value: Any) -> tuple[str, ...]:
     return tuple(text for text in texts if text and text.lower() not in _MISSING)
 
 
-def find_captions(content: Any) -> tuple[str, ...]:
-    """Returns the captions in the parsed JSON file beside a sample: those at the first of TEXT_NAMES that the object
-    has as a key. Values that are not texts are left out. Returns () if no key fits or `content` is not an object.
+def find_json_captions(content: Any) -> tuple[str, ...]:
+    """Returns the captions in a parsed JSON object: the text, or the texts of a list, at the key "caption", else
+    "captions", "text" or "prompt". Leaves out values that are not texts. Returns () if `content` is no object or has
+    none of these keys.
     """
     if isinstance(content, dict):
         value = next((content[name] for name in TEXT_NAMES if name in content), None)
@@ -77,21 +81,22 @@ def find_captions(content: Any) -> tuple[str, ...]:
 
 
 def parse_sidecar(name: str, content: bytes) -> tuple[str, ...]:
-    """Returns the captions in the bytes of a sample's text file: if `name` ends in .json, by `find_captions`, else one
-    from each line. Raises ValueError if the bytes are no text or no JSON.
+    """Returns the captions in the bytes of a text file beside a sample. A file whose `name` ends in .json is an object
+    as in `find_json_captions`; in any other file each line is a caption. Raises ValueError if the bytes are no text, or
+    no JSON.
     """
     text = decode_text(content)
     if not name.lower().endswith(".json"):
         return split_lines(text)
-    return find_captions(small.parse_json_of_distinct_keys(text))
+    return find_json_captions(small.parse_unambiguous_json(text))
 
 
-def read_label(value: Any, names: Container[str] = ()) -> str | None:
-    """Returns a label as text, a whole number without its fraction ("10.0" gives "10"); None if `value` is None, NaN or
-    blank.
+def parse_label(value: Any, names: Container[str] = ()) -> str | None:
+    """Returns a label from a table or JSON as text, a whole number without its fraction: 10.0 and "10.0" give "10".
+    Returns None if `value` is None, NaN or blank.
 
-    names: known classes, each returned unchanged whatever it looks like. Raises ValueError if `value` is another type,
-    a word for a missing value, a list, a number with a fraction, or longer than _LONGEST_LABEL characters.
+    names: the known classes, which are returned unchanged, even "10.0". Raises ValueError for any other type, a list of
+    numbers, a number with a fraction, a word for a missing value, or more than 1000 characters.
     """
     if value is None or (isinstance(value, float) and math.isnan(value)):
         return None
@@ -111,12 +116,12 @@ def read_label(value: Any, names: Container[str] = ()) -> str | None:
 
 
 def parse_whole_number(text: str) -> int | None:
-    """Returns the whole number that a text spells, such as "10" or "10.0"; None if it spells none."""
+    """Returns the whole number that a text spells, such as 10 for "10" and "10.0"; None if it spells none."""
     return int(text.partition(".")[0]) if _NUMBER.fullmatch(text) else None
 
 
-def read_text(path: Path) -> str:
-    """Reads a text file as one caption, without white space at its ends. Raises OSError if the file cannot be read or
-    has more than LONGEST_TEXT bytes, ValueError if it is no text.
+def read_text_file(path: Path) -> str:
+    """Reads a text file, UTF-8 or UTF-16, without white space at its ends. Raises OSError if it cannot be read or has
+    more than 16 MB, ValueError if it is no text.
     """
     return clean_text(decode_text(small.read_bytes(path, LONGEST_TEXT)))

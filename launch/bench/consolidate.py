@@ -43,7 +43,7 @@ from typing import Any, NamedTuple
 
 from dstrain.checkpoint.manifest import NAME, hash_files
 from dstrain.checkpoint.safetensors_io import read_header
-from dstrain.disk.sealed import render_sealed
+from dstrain.disk.sealed import render_sealed_json
 
 RANKS = 2
 
@@ -168,7 +168,7 @@ def write_fragments(step: Path, shapes: dict[str, Any], flat: Any, starts: dict[
         "extra": {},
         "versions": {},
     }
-    (step / NAME).write_bytes(render_sealed(body))
+    (step / NAME).write_bytes(render_sealed_json(body))
 
 
 def deepspeeds(source: Path) -> Callable[[Path], list[str]]:

@@ -23,7 +23,7 @@ from dstrain.checkpoint.fragments import (
     write_shard,
 )
 from dstrain.checkpoint.manifest import NAME, hash_files
-from dstrain.disk.sealed import render_sealed
+from dstrain.disk.sealed import render_sealed_json
 from dstrain.recipe import ConfigError
 
 SHAPES = {"a": (7, 5), "b": (), "c": (64,), "d.weight": (3, 1, 4)}
@@ -59,7 +59,7 @@ def write(folder, world: int, seed: int = 0, kinds=KINDS, leave_out: int = -1) -
 
 def seal(folder) -> None:
     body = {"files": hash_files(folder, [path.name for path in folder.glob("*.safetensors")]), "step": 1, "world": 1}
-    (folder / NAME).write_bytes(render_sealed(body))
+    (folder / NAME).write_bytes(render_sealed_json(body))
 
 
 @pytest.mark.parametrize("world", (1, 2, 5))

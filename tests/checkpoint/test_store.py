@@ -369,7 +369,7 @@ def test_a_sealed_manifest_may_say_anything(key, value, absent):
                 place[key] = value
             if not absent and value == before and type(value) is type(before):
                 return
-        path.write_bytes(sealed.render_sealed(body))
+        path.write_bytes(sealed.render_sealed_json(body))
         lines: list[str] = []
         newest = store.find_newest(lines.append)
         sound = key in ("extra", "versions") or (key == "world" and type(value) is int and value > 0 and not absent)

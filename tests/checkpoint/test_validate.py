@@ -11,7 +11,7 @@ from dstrain import recipe
 from dstrain.checkpoint import validate
 from dstrain.checkpoint.manifest import NAME, hash_files, read_manifest
 from dstrain.checkpoint.store import Store
-from dstrain.disk.sealed import render_sealed
+from dstrain.disk.sealed import render_sealed_json
 from dstrain.engine.ema import combine
 from dstrain.recipe import ConfigError
 from tests.support import checkpoints
@@ -36,7 +36,7 @@ def seal(path, counters=json.dumps(FINE), **body) -> None:
         {"history": torch.zeros(2)}, path / "common.safetensors", None if counters is None else {"counters": counters}
     )
     names = [file.name for file in path.glob("*.safetensors")]
-    (path / NAME).write_bytes(render_sealed({**read_manifest(path), "files": hash_files(path, names), **body}))
+    (path / NAME).write_bytes(render_sealed_json({**read_manifest(path), "files": hash_files(path, names), **body}))
 
 
 def newest(folder) -> tuple[int, list[str]]:

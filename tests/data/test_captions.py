@@ -19,7 +19,7 @@ from dstrain.data.source import Source, describe_truncated_captions, sample_capt
 from dstrain.data.sources.images import open_images
 from dstrain.data.sources.videos import open_videos
 from dstrain.data.views import Shuffled, Spread
-from dstrain.disk.sealed import render_sealed
+from dstrain.disk.sealed import render_sealed_json
 from dstrain.encoders.text import TextEncoder, unpack_captions
 from tests.support import first_stage, towers
 from tests.support.pictures import picture
@@ -88,7 +88,9 @@ def test_captions_of_a_cache(tmp_path, several):
         path.write_bytes(shards.pack_shard(arrays, old))
         records.append(shards.make_shard_record(path, shards.parse_shard_metadata(path.read_bytes())))
     body = shards.make_index_body(index["encoding"], index["classes"], records, index["versions"])
-    (options.out / "index.json").write_bytes(render_sealed({k: v for k, v in body.items() if k != "whole_captions"}))
+    (options.out / "index.json").write_bytes(
+        render_sealed_json({k: v for k, v in body.items() if k != "whole_captions"})
+    )
     cache = Latents(options.out)
     assert "captions beyond 512 bytes were cut by the dstrain that encoded them" in cache.describe()
     assert sample_captions(cache) == [text.encode()[:512].decode(errors="replace") for text in TEXTS]

@@ -17,7 +17,7 @@ from dstrain.data.formats.base import Request
 from dstrain.data.formats.clips import read_captions
 from dstrain.data.sources.images import open_images
 from dstrain.data.sources.videos import open_videos
-from dstrain.disk.texts import decode_text, list_captions, parse_sidecar, read_label, split_lines
+from dstrain.disk.texts import decode_text, list_captions, parse_label, parse_sidecar, split_lines
 from dstrain.encoders.text import unpack_captions
 from dstrain.recipe import ConfigError
 from tests.support.pictures import picture
@@ -191,7 +191,7 @@ def test_quotation_marks_between_commas(tmp_path, row):
 
 def test_a_label_alone():
     """Oracle: the rules, one by one."""
-    assert [read_label(value) for value in (None, "", " ", float("nan"), "\ufeff 3.0\n", 3.0, 3, "3.", True)] == [
+    assert [parse_label(value) for value in (None, "", " ", float("nan"), "\ufeff 3.0\n", 3.0, 3, "3.", True)] == [
         None,
         None,
         None,
@@ -202,10 +202,10 @@ def test_a_label_alone():
         "3",
         "true",
     ]
-    assert read_label("1.5", {"1.5": 0}) == "1.5"
+    assert parse_label("1.5", {"1.5": 0}) == "1.5"
     for value in ([1], {"a": 1}, "x" * 1001, 1.5, float("inf")):
         with pytest.raises(ValueError):
-            read_label(value)
+            parse_label(value)
 
 
 def test_a_text_of_several_lines_beside_a_clip(tmp_path):

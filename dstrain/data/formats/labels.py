@@ -27,7 +27,7 @@ from typing import Any
 from dstrain.data.files.listing import LABELS
 from dstrain.data.source import Source
 from dstrain.disk import small
-from dstrain.disk.texts import LONGEST_TEXT, clean_text, decode_text, parse_whole_number, read_label
+from dstrain.disk.texts import LONGEST_TEXT, clean_text, decode_text, parse_label, parse_whole_number
 from dstrain.recipe import ConfigError
 
 SYNSET = re.compile(r"n\d{8}")
@@ -87,7 +87,7 @@ class ClassList:
         if isinstance(value, bool) and self.classes:
             return self.find_number(value, at)
         try:
-            text = read_label(value, self.places)
+            text = parse_label(value, self.places)
         except ValueError as error:
             raise ConfigError(
                 f"{at}: {error}: mend it, name the column of labels, data.columns={{label: NAME}}, or write "
@@ -151,7 +151,7 @@ def read_labels(root: Path, key: str) -> dict[str, int] | None:
     if not os.path.lexists(path):
         return None
     try:
-        content = small.read_json(path, MAX_LABELS_BYTES, object_pairs_hook=small.require_distinct_keys)
+        content = small.read_json(path, MAX_LABELS_BYTES, object_pairs_hook=small.build_unambiguous_dict)
     except (OSError, ValueError) as error:
         raise ConfigError(
             f"{key}={root}: {LABELS} cannot be read ({' '.join(str(error).split())[:200]}): repair it, "
@@ -171,7 +171,7 @@ def parse_labels(content: Any, root: str | Path, key: str) -> dict[str, int] | N
     rows = content["labels"] or []
     try:
         labels = {
-            name: label if type(label) is int else parse_whole_number(read_label(label) or "") for name, label in rows
+            name: label if type(label) is int else parse_whole_number(parse_label(label) or "") for name, label in rows
         }
     except (TypeError, ValueError):
         labels = {"": None}

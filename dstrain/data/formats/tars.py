@@ -23,7 +23,7 @@ from dstrain.data.formats.hugging_face import iterate_files_by_suffix
 from dstrain.data.formats.shards import check_missing_shards
 from dstrain.data.formats.splits import find_split_in_path, is_split_name, refuse_split_names
 from dstrain.disk import small
-from dstrain.disk.texts import LONGEST_TEXT, clean_text, decode_text, find_captions, split_lines
+from dstrain.disk.texts import LONGEST_TEXT, clean_text, decode_text, find_json_captions, split_lines
 from dstrain.recipe import ConfigError, NotRead
 
 MAX_BYTES = 1 << 28  # a member with more bytes is not read
@@ -235,8 +235,8 @@ class Tars(Layout):
                 if sample["cls"] is None:
                     sample["damaged"] = member.name
             else:
-                section = small.parse_json_of_distinct_keys(text)
-                sample["captions"] = find_captions(section) if wants_captions else ()
+                section = small.parse_unambiguous_json(text)
+                sample["captions"] = find_json_captions(section) if wants_captions else ()
                 label = section.get("label") if wants_labels and isinstance(section, dict) else None
                 sample["label"] = label if isinstance(label, str | int | float) else None  # not boxes, say
         except small.RepeatedKey as error:

@@ -155,7 +155,7 @@ class Zips(Layout):
                     raise ConfigError(f"its {LABELS} has {size:,} bytes")
                 content = read_member(self.files, piece, table.header_offset, packed, max(size, packed))
                 try:
-                    labels = parse_labels(small.parse_json_of_distinct_keys(content), self.root, self.request.key)
+                    labels = parse_labels(small.parse_unambiguous_json(content), self.root, self.request.key)
                 except ValueError as error:
                     raise ConfigError(f"its {LABELS} cannot be read ({error})") from None
         return members, labels, top

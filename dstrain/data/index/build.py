@@ -279,7 +279,7 @@ def _list_on_disk(layout: Layout, folder: Path) -> Index:
     columns.make_index(layout)
     atomic.write_file(
         building / WATCHED,
-        sealed.render_sealed({"names": watch_list + more, "stats": stats + _read_stats(layout, more)}),
+        sealed.render_sealed_json({"names": watch_list + more, "stats": stats + _read_stats(layout, more)}),
     )
     if folder.exists():
         old = folder.with_name(f"{folder.name}.old")

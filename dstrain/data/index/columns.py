@@ -196,7 +196,7 @@ class Columns:
             os.replace(folder / _RENUMBERED, folder / "label.bin")
         for name, column in columns.items():
             write_checksums_beside(folder / f"{name}.bin", column)
-        atomic.write_file(folder / HEADER, sealed.render_sealed(header))
+        atomic.write_file(folder / HEADER, sealed.render_sealed_json(header))
         return Index(header, columns, folder)
 
     def _finish_labels(self, layout: Layout, columns: dict[str, Any]) -> tuple[tuple[str, ...], list[int]]:

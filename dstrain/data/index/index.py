@@ -205,7 +205,7 @@ class Index:
             header[split] = {"number": own.number, "counts": own.counts, "names": own.names}
             if leave_out:
                 header[split]["left_out"] = left_out.tolist()
-        atomic.write_file(folder / HEADER, sealed.render_sealed(header))
+        atomic.write_file(folder / HEADER, sealed.render_sealed_json(header))
 
     def _open_splits(self, held_out: float, leave_out: Sequence[str]) -> dict[str, Split] | None:
         """Opens both splits on the disk, by name. Returns None if they are missing, have a wrong size, or belong to
@@ -351,6 +351,6 @@ def _make_split(index: Index, members: np.ndarray, names: Any) -> Split:
 def read_sealed_file(path: Path) -> dict[str, Any] | None:
     """Returns the content of a sealed file (disk/sealed.py); None if it cannot be read or was altered."""
     try:
-        return sealed.parse_sealed_content(path.read_bytes())
+        return sealed.parse_sealed_json(path.read_bytes())
     except OSError:
         return None

@@ -66,7 +66,7 @@ def make_index(root: Path, number: int, kept: Path) -> None:
     Columns(building, state=state).make_index(layout)
     watched = layout.list_watched_files()
     atomic.write_file(
-        building / WATCHED, sealed.render_sealed({"names": watched, "stats": _read_stats(layout, watched)})
+        building / WATCHED, sealed.render_sealed_json({"names": watched, "stats": _read_stats(layout, watched)})
     )
     building.rename(kept / _hash_request(str(root), request))
 

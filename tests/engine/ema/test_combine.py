@@ -12,7 +12,7 @@ import torch
 from dstrain.checkpoint import validate
 from dstrain.checkpoint.fragments import Fragment, Shards, name_shard, write_shard
 from dstrain.checkpoint.manifest import NAME, hash_files
-from dstrain.disk.sealed import render_sealed
+from dstrain.disk.sealed import render_sealed_json
 from dstrain.engine.ema import combine
 from dstrain.engine.ema.combine import Combined, hash_snapshots, select_combinable_snapshots
 from dstrain.engine.ema.profiles import Solution
@@ -57,7 +57,7 @@ def snapshot(
     }
     validate.write_common(path, ({}, dict.fromkeys(parts, counters)))
     names = sorted(file.name for file in path.iterdir())
-    (path / NAME).write_bytes(render_sealed({"files": hash_files(path, names), "step": step, "world": 2}))
+    (path / NAME).write_bytes(render_sealed_json({"files": hash_files(path, names), "step": step, "world": 2}))
     return truth
 
 
