@@ -146,7 +146,7 @@ def _write_shards(folder: Path, pictures: Pictures) -> int:
                     writer, number, size = ShardWriter(file), 0, 0
                     for name, content, label in chain([first], pictures.samples):
                         encoded = encode_png(content) if isinstance(content, np.ndarray) else content
-                        writer.add(name, encoded, label, ())
+                        writer.add_sample(name, encoded, label, ())
                         largest = max(largest, -1 if label is None else label)
                         number, size = number + 1, size + len(encoded)
                         bar.update(1)

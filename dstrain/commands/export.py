@@ -26,7 +26,7 @@ from dstrain import recipe, systems
 from dstrain.commands.options.export import ADAPTER_FORMATS, ExportOptions
 from dstrain.data.batches import iterate_held_out
 from dstrain.data.cached.shards import INDEX, compute_statistics, read_index, summarize_codes
-from dstrain.data.formats.imagenet import read_titles
+from dstrain.data.formats.imagenet import read_class_titles
 from dstrain.data.open import open_sources
 from dstrain.data.views import Shuffled
 from dstrain.distributed import group
@@ -278,7 +278,7 @@ def _read_class_names(run: Run) -> tuple[str, ...]:
     """Returns the names of the classes of the run's data, or () if the data are not there any more or have no names."""
     try:
         classes = tuple(open_sources(run.data, run=run.directory)[0].classes)
-        return read_titles(run.data.path, run.data.class_list, classes)
+        return read_class_titles(run.data.path, run.data.class_list, classes)
     except (ValueError, OSError, AttributeError):
         return ()
 

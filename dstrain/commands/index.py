@@ -63,7 +63,7 @@ def index_data(data: Data, captions: bool = False, check: bool = False) -> dict[
         "classes": _summarize_classes(index),
         "captions": _summarize_captions(layout, index),
         "captions_listed": captions or not images,
-        "advice": layout.describe_advice(),
+        "advice": layout.compose_advice(),
         "checked": check,
     }
     broken: Iterator[tuple[str, str]] | None = None

@@ -203,7 +203,7 @@ def _check_data_and_folder(
     to print when training starts; none with --dry-run or --print-config). Raises ConfigError for the first problem.
     """
     from dstrain.commands.probe import probe_system, require_possible_size
-    from dstrain.data.formats.labels import require_classes
+    from dstrain.data.formats.labels import require_fitting_classes
     from dstrain.data.open import describe_data, find_contents, open_sources
     from dstrain.data.source import describe_truncated_captions
     from dstrain.metrics.in_training import build_quality
@@ -225,7 +225,7 @@ def _check_data_and_folder(
     _require_drawable_samples(run, system)
     cut = system.describe_cut([*run.samples.prompts], "samples.prompts") if run.samples.prompts else ""
     config = systems.build_config(run.system, run.model)
-    require_classes(
+    require_fitting_classes(
         run.data.path,
         source,
         held_out,

@@ -305,7 +305,7 @@ def _read_bytes(content: Path | bytes) -> bytes:
 def _write_shard(file: BinaryIO, samples: Iterator[Sampled], first: int, suffixes: tuple[str, ...]) -> None:
     writer = ShardWriter(file)
     for name, content, label, captions in samples:
-        writer.add(name, content, label, captions)
+        writer.add_sample(name, content, label, captions)
     writer.close()
 
 

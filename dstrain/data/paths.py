@@ -2,7 +2,7 @@
 
 import os
 
-from dstrain.data.formats import describe_unread_address, is_address_or_pattern
+from dstrain.data.formats import explain_unsupported_address, is_address_or_pattern
 from dstrain.data.open import BUILTINS, BuiltinData
 from dstrain.recipe import Data
 
@@ -35,7 +35,7 @@ def _describe_unusable_path(key: str, path: str) -> str | None:
         return None
     if not os.path.exists(path):
         return (
-            describe_unread_address(key, path)
+            explain_unsupported_address(key, path)
             or f"{key}={path} does not exist: give a folder of data, or builtin:fashion"
         )
     if not os.path.isdir(path) and not os.path.isfile(path):

@@ -156,7 +156,7 @@ def test_a_shard_holds_what_was_added(tmp_path_factory, samples, labelled, capti
     with open(path, "wb") as file:
         writer = ShardWriter(file)
         for name, content, label, captions in samples:
-            writer.add(name, content, label if labelled else None, captions if captioned else ())
+            writer.add_sample(name, content, label if labelled else None, captions if captioned else ())
         writer.close()
     content, load = path.read_bytes(), list(iterate_packed_samples(LocalFiles(path.parent), path.name))
     assert [(one.name, content[one.offset : one.offset + one.size], one.label, one.captions) for one in load] == [

@@ -52,7 +52,7 @@ class Table(ABC):
         """Returns how many groups of rows can be read separately: 1, except in parquet."""
         return 1
 
-    def has_files(self) -> bool:
+    def has_file_bytes(self) -> bool:
         """Returns whether a column holds the bytes of files, as `datasets` writes pictures."""
         return False
 
@@ -269,7 +269,7 @@ class _Parquet(Table):
     def list_columns(self) -> list[str]:
         return list(self._open().schema.names)
 
-    def has_files(self) -> bool:
+    def has_file_bytes(self) -> bool:
         from dstrain.data.files.arrow import can_hold_bytes
 
         return any(can_hold_bytes(field.type) for field in self._open().schema)

@@ -9,7 +9,7 @@ from dstrain.data.files.remote import SCHEMES, is_address, open_files
 from dstrain.data.files.tables import TABLES
 from dstrain.data.formats.base import Layout, Request
 from dstrain.data.formats.clips import Clips
-from dstrain.data.formats.competing import find_forms, refuse_several_forms
+from dstrain.data.formats.competing import find_data_forms, refuse_several_forms
 from dstrain.data.formats.folders import Folders
 from dstrain.data.formats.hugging_face import HUB, ArrowTables, HubTables, ParquetTables
 from dstrain.data.formats.lists import Metadata, PathList, TableList, WebVid
@@ -39,18 +39,20 @@ LAYOUTS: tuple[type[Layout], ...] = (
 
 
 def is_address_or_pattern(path: str) -> bool:
-    """Returns whether a path is an address, a data set of the Hugging Face hub (hf-dataset:NAME), or a pattern of file
-    names. Returns False for a file or a folder of this machine.
+    """Returns whether a path is an address such as s3://..., a data set of the Hugging Face hub (hf-dataset:NAME), or a
+    pattern of file names such as x/*.tar. Returns False for any other path, which is a file or a folder on this
+    machine.
     """
     return (
         is_address(path) or path.startswith(HUB) or (find_pattern_folder(path) is not None and not Path(path).exists())
     )
 
 
-def describe_unread_address(key: str, path: str) -> str | None:
-    """Returns the message for an address of a kind that is not supported, such as ftp://; None for any other path.
+def explain_unsupported_address(key: str, path: str) -> str | None:
+    """Returns the error message for an address of an unsupported kind, such as ftp://HOST/DATA; None for any other
+    path.
 
-    key: the recipe key that holds the path.
+    key: the recipe key that holds the path, for the message.
     """
     return (
         f"{key}={path}: an address begins with {'://, '.join(SCHEMES)}://: put the data there, or on a disk"
@@ -60,13 +62,13 @@ def describe_unread_address(key: str, path: str) -> str | None:
 
 
 def open_data_files(path: str, request: Request) -> Files:
-    """Returns access to the files at a path, on a disk or at an address.
+    """Returns an object that lists and reads the files at a path: a file, a folder, a pattern of names, or an address.
 
     Raises ConfigError if the path does not exist, or is neither a file nor a folder, such as a socket.
     """
     if not (is_address_or_pattern(path) or Path(path).exists()):
         raise ConfigError(
-            describe_unread_address(request.key, path)
+            explain_unsupported_address(request.key, path)
             or f"{request.key}={path}: does not exist; give a folder of {request.noun}, or builtin:fashion"
         )
     if os.path.exists(path) and (kind := describe_special_file(path)) not in (None, "a folder"):
@@ -75,12 +77,13 @@ def open_data_files(path: str, request: Request) -> Files:
 
 
 def recognise_layout(path: str, files: Files, request: Request) -> Layout:
-    """Returns the layout of the data at a path: the first of LAYOUTS that recognises them.
+    """Returns the reader for the form of the data at a path, such as class folders or tars. It is an instance of the
+    first class in LAYOUTS that recognises the data.
 
-    Raises ConfigError if none does, if a folder holds several forms of data, if the data must be converted first, or if
-    data.columns has keys that the layout does not use.
+    Raises ConfigError if no class does, if a folder holds several forms of data, if `dstrain convert` must convert the
+    data first, or if data.columns has keys that the reader does not use.
     """
-    forms = find_forms(files, request)
+    forms = find_data_forms(files, request)
     refuse_several_forms(path, files, request, forms)
     refuse_unconverted_data(path, files, request, forms)
     for layout in LAYOUTS:

@@ -91,59 +91,66 @@ class Layout(ABC):
     @classmethod
     @abstractmethod
     def recognises(cls, root: str, files: Files, request: Request) -> bool:
-        """Returns whether these data have this form, judged by names and first bytes alone."""
+        """Returns whether the data at `root` have the form that this class reads. Judges by file names and by a few
+        files.
+        """
 
     @abstractmethod
     def list_pieces(self) -> list[str]:
-        """Returns the names of the pieces of the data: folders or shards. They are listed one after the other, and a
-        listing that was interrupted does not list the finished pieces again.
+        """Returns the names of the pieces of which the data consist, such as class folders or shards. Samples are
+        listed piece by piece; after an interruption, listing goes on with the first piece that was not finished.
         """
 
     @abstractmethod
     def iterate_samples(self, piece: str) -> Iterator[Sample]:
-        """Yields the samples of a piece. Their order is the same each time, as long as the data are."""
+        """Yields the samples of one piece, a name from `list_pieces`. Their order is always the same while the data do
+        not change.
+        """
 
     @abstractmethod
     def read(self, place: Place) -> Path | bytes:
-        """Returns the path of the file that holds a sample, or the encoded bytes of such a file.
+        """Returns the encoded image or clip of the sample at `place`: its bytes, or the path of a file that holds
+        nothing else.
 
-        If this method raises an error, the sample is unreadable, and another sample replaces it in the batch. The run
-        ends only if storage.py finds that the storage itself has failed.
+        If this method raises an error, the sample counts as unreadable, and another sample replaces it in the batch.
+        But if the storage has failed (storage.py tells), the run ends.
         """
 
     @cached_property
     def class_list(self) -> ClassList:
-        """Returns the classes of data.class_list, which is read once; an empty list if the recipe names none."""
+        """Returns the classes in the file data.class_list, in the order of their labels. The file is read once. The
+        list is empty if the recipe names no such file.
+        """
         return read_class_list(self.request.class_list)
 
     def resolve_label(self, own: int | str | None, name: str) -> int | str | None:
-        """Returns the label of a sample under data.labels and data.class_list. Returns None if data.labels=none, or
-        with data.labels=auto if `own` is None.
+        """Returns the label of a sample: the index of its class in data.class_list, or without such a list the class
+        itself. Returns None if data.labels=none, or if data.labels=auto and `own` is None.
 
-        own: the label that the layout gives the sample, such as the name of its folder; None without one. name: the
-        sample's name, which begins with its class if data.labels=prefix.
-        Raises ConfigError if the class list does not have the class, or the name does not begin with one.
+        own: the class that the data give the sample, such as the name of its folder; None if they give none. name: the
+        sample's name. With data.labels=prefix it begins with the class, which then replaces `own`: cat_1.png.
+        Raises ConfigError if the class list lacks the class, or if the name does not begin with one.
         """
         if self.request.labels == "none" or (own is None and self.request.labels == "auto"):
             return None
         at = f"{self.request.key}={self.root}"
         return (
-            self.class_list.read_prefix(name, at)
+            self.class_list.read_label_from_name(name, at)
             if self.request.labels == "prefix"
             else self.class_list.find_number(own, at)
         )
 
     def find_held_out_path(self) -> str | None:
-        """Returns the path of the held-out samples that come with the data, such as those of a split `test`; None if
-        there are none. It is None here: layouts with splits override the method.
+        """Returns the path of held-out samples that come with the data, such as those of a split `test`. Returns None
+        if there are none. Layouts with splits override this method, which always returns None.
         """
 
     def require_one_split(self, column: str, split: Any, at: str) -> None:
-        """Raises ConfigError if a row of a table names another split, such as test, than the first checked row. Stores
-        the split of the first row in `notes`.
+        """Raises ConfigError if a row of a table belongs to another split (train, test ...) than the first row that was
+        checked. Keeps the split of the first row in `notes`.
 
-        column: the name of the column of splits. split: its value in this row. at: says which row it is, for the
-        message.
+        column: the name of the column of splits, for the message. split: its value in this row. at: names this row in
+        the message.
         """
         first = self.notes.setdefault("split", str(split))
         if parse_split_value(split) != parse_split_value(first):
@@ -153,24 +160,26 @@ class Layout(ABC):
             )
 
     def record_fold_column(self, columns: Sequence[str], used: Sequence[str]) -> None:
-        """Keeps in `notes` the first column that numbers the folds of a cross-validation, unless it is among `used`.
-        The rows of all folds are read, and `describe_advice` says so.
+        """Records in `notes` the first column of a table that numbers the folds of a cross-validation, unless it is
+        among the columns `used` for something else. `compose_advice` then says that the rows of all folds are read.
         """
         for column in match_names(FOLD_COLUMNS, columns)[:1]:
             if column not in used:
                 self.notes["folds"] = column
 
     def record_left_out(self, reason: str, count: int = 1) -> None:
-        """Adds `count` to the number of files or samples that are left out for a reason: a suffix such as .tif, or
-        words. The counts are kept in `notes`, and `describe_advice` prints them.
+        """Adds `count` to the number of files or samples that are left out for a reason, and keeps it in `notes`.
+
+        reason: a suffix such as ".tif", or words for the message of `compose_advice`, such as "without a caption".
         """
         counts = self.notes.setdefault("left_out", {})
         counts[reason] = counts.get(reason, 0) + count
 
     def record_unread_files(self, counts: Mapping[str, int]) -> None:
-        """Counts as left out the files that may hold samples, but are of types that are not read.
+        """Counts as left out the files that may hold samples, but in a format that is not read, such as .tif.
 
-        counts: how many files there are, by suffix; "" for files without one, and BEHIND for names such as x.jpg.1.
+        counts: the number of files by suffix. The key "" stands for files without a suffix, the key BEHIND for names
+        that go on behind a suffix, such as x.jpg.1.
         """
         for suffix in sorted(counts):
             if (
@@ -182,22 +191,23 @@ class Layout(ABC):
             if counts.get(key):
                 self.record_left_out(reason, counts[key])
 
-    def record_unread_files_beside(self) -> None:
-        """Counts as left out the pictures and videos that are not read because of their types, and the files without a
-        suffix, that lie beside the files that hold the samples, such as tars. Of a large folder only some files are
-        looked at.
+    def record_unread_files_beside_shards(self) -> None:
+        """Counts as left out the pictures and videos in formats that are not read, and the files without a suffix, that
+        lie in the same folder as shards (tars, tables). Looks at only a part of a large folder.
         """
         suffixes = Counter(os.path.splitext(name)[1].lower() for name in peek_files(self.files))
         self.record_unread_files({suffix: suffixes[suffix] for suffix in suffixes if suffix not in CONTAINERS + _LISTS})
 
     @property
     def left_out(self) -> dict[str, int]:
-        """Returns how many files or samples were left out when they were listed, by reason."""
+        """Returns how many files or samples were left out when the data were listed, by reason: {".tif": 3, "without a
+        caption": 5}.
+        """
         return self.notes.get("left_out", {})
 
-    def describe_advice(self) -> str:
-        """Returns what to print about these data when a command starts: what is left out, or slow to read, and the
-        remedy; "" if there is nothing to say.
+    def compose_advice(self) -> str:
+        """Returns what to tell the user about the data when a command starts, with a remedy: what is left out, or why
+        reading is slow. Returns "" if there is nothing to tell.
         """
         remarks = [_describe_left_out(self.left_out)]
         if "folds" in self.notes:
@@ -205,33 +215,33 @@ class Layout(ABC):
         return "; ".join(filter(None, remarks))
 
     def prefetch(self, places: Iterable[Place]) -> None:
-        """Starts to fetch the bytes of samples that will be read soon, if the data are remote (s3://, hf://, http://).
-        Does not wait.
+        """Starts to fetch the bytes of the samples at `places`, which will be read soon, and returns without waiting.
+        Does nothing unless the data are remote (s3://, hf://, http://).
         """
         self.files.prefetch(self.read, places)
 
     def iterate_files(self) -> Iterator[str]:
-        """Yields the names of all files in the data, whatever their type. They serve to explain why data have no
-        samples. Yields none here; layouts override it.
+        """Yields the names of all files in the data, of any type. If no sample is found, an error message says by them
+        what the data hold instead. Yields none here; layouts override it.
         """
         return iter(())
 
     def list_watched_files(self) -> list[str]:
-        """Returns the files and folders whose sizes and times of change tell whether the data have changed since they
-        were listed.
+        """Returns the names of the files and folders to watch: if the size or the modification time of one differs, the
+        data have changed since they were listed, and are listed anew. By default these are the pieces.
         """
         return self.list_pieces()
 
-    def check_after_listing(self) -> None:
-        """Raises ConfigError for a fault that shows only after all samples are listed, such as captions of files that
-        are not there. Checks nothing here; layouts override it.
+    def require_consistent_listing(self) -> None:
+        """Raises ConfigError for faults that show only after all samples were listed, such as captions of clips that do
+        not exist. Checks nothing here; layouts override it.
         """
 
 
 def peek_names(files: Files, folder: str = "") -> list[tuple[str, bool]]:
-    """Returns (name, whether it is a folder) of what a folder holds, sorted; of a folder on a disk at most 4096 names.
+    """Returns what a folder holds, as a sorted list of (name, whether it is a folder), without hidden names.
 
-    Returns [] if a folder on a disk cannot be listed.
+    Of a whole folder on a disk returns at most 4096 entries, whichever come first, and [] if it cannot be listed.
     """
     if not isinstance(files, LocalFiles) or files.listed or files.pattern:
         return files.list_names(folder)
@@ -245,10 +255,10 @@ def peek_names(files: Files, folder: str = "") -> list[tuple[str, bool]]:
 
 
 def peek_files(files: Files, folder: str = "", above: tuple[str, ...] = ()) -> Iterator[str]:
-    """Yields the relative paths of some files in a folder, then in up to 8 of its subfolders, and so on three levels
-    down. Reads at most 4096 entries of a local folder, but all of an address or a given list.
+    """Yields the relative paths of some files in a folder and its subfolders: three levels of subfolders, at most 8 of
+    each folder, and at most 4096 entries of a folder on a disk.
 
-    above: the real paths of the folders from the root down to this one's parent; links back to them are not followed.
+    above: for the recursion, the real paths of the folders above this one; links back to them are not followed.
     """
     above += (os.path.realpath(os.path.join(files.root, folder)),)
     start, names = f"{folder}/" if folder else "", peek_names(files, folder)
@@ -259,6 +269,10 @@ def peek_files(files: Files, folder: str = "", above: tuple[str, ...] = ()) -> I
 
 
 def _describe_left_out(counts: Mapping[str, int]) -> str:
+    """Returns in words how many files or samples were left out and for which reasons, with remedies; "" if none were.
+
+    counts: numbers by reason, as `Layout.left_out` returns them.
+    """
     suffixes = sorted(reason for reason in counts if reason[0] == ".")
     remarks = [f"{counts[reason]:,} {reason} are left out" for reason in counts if reason[0] != "."]
     if suffixes:
@@ -273,7 +287,7 @@ def _describe_left_out(counts: Mapping[str, int]) -> str:
 
 
 def file_exists(files: Files, name: str) -> bool:
-    """Returns whether a file or a folder of this name exists. Raises NotRead if the storage cannot be asked."""
+    """Returns whether a file or folder `name` exists. Raises NotRead if the storage does not answer."""
     try:
         files.read_stat(name)
         return True

@@ -59,18 +59,19 @@ class Clips(Folders):
             yield Sample(sample.place, sample.label, (self._captions[sample.place.name],))
 
     def _record_captions_beside(self, names: list[str]) -> None:
-        """Sets notes["beside"]: whether the clips have their captions beside them, in .txt files.
+        """Records in notes["beside"] whether these clips have their captions in .txt files beside them.
 
-        Raises ConfigError if only some clips have such a file, in this folder or in the folders listed before it.
+        Raises ConfigError if some of the clips have such a file and others do not, or if the folders listed before
+        differ in this from `names`, the clips of one folder.
         """
-        beside, first = _have_texts_beside(self.root, names), self.notes.setdefault("first", names[0])
+        beside, first = _have_caption_files(self.root, names), self.notes.setdefault("first", names[0])
         if self.notes.setdefault("beside", beside) != beside:
             raise ConfigError(
                 f"{self.root}: no .txt with a caption beside {first if beside else names[0]}, and others "
                 "have theirs: write it, or remove the clip; clips have captions all or none"
             )
 
-    def check_after_listing(self) -> None:
+    def require_consistent_listing(self) -> None:
         captions, number = self._captions or {}, self.notes.get("captioned", 0)
         if len(captions) > number:
             superfluous = sorted(name for name in captions if not os.path.lexists(os.path.join(self.root, name)))
@@ -85,8 +86,8 @@ class Clips(Folders):
 
 
 def _require_distinct_stems(root: str, names: list[str]) -> None:
-    """Raises ConfigError if two names differ only in their suffix: X.jpg may be the thumbnail of X.mp4, and X.txt would
-    be the caption of both.
+    """Raises ConfigError if two paths differ only in their suffix: X.jpg may be the thumbnail of X.mp4, and both would
+    have the caption in X.txt.
     """
     stems: dict[str, str] = {}
     for name in names:
@@ -95,10 +96,11 @@ def _require_distinct_stems(root: str, names: list[str]) -> None:
             raise ConfigError(f"{root}: {other} and {name} have one name: remove or rename the other")
 
 
-def _have_texts_beside(root: str, names: list[str]) -> bool:
-    """Returns True if every clip has its X.txt beside it, False if none has.
+def _have_caption_files(root: str, names: list[str]) -> bool:
+    """Returns True if every clip, such as X.mp4, has a text file X.txt beside it; False if none has.
 
-    Raises ConfigError if only some have it, or if its name is spelled in another way than the clip's, such as X.TXT.
+    Raises ConfigError if only some have one, or if a text file's name is spelled differently from its clip's, such as
+    X.TXT.
     """
     texts_in: dict[str, dict[str, str]] = {}  # by one look at each folder, not one at each file
     without = []
@@ -122,7 +124,7 @@ def _have_texts_beside(root: str, names: list[str]) -> bool:
 
 
 def read_captions(file: Path) -> dict[str, str]:
-    """Returns the caption of each file that a captions file names: lines NAME<TAB>CAPTION, a .csv or a .jsonl.
+    """Returns {file name: caption} from a captions file, which has lines NAME<TAB>CAPTION or is a .csv or .jsonl table.
 
     Raises ConfigError if `file` cannot be read, or if a line lacks the name or the caption, or repeats a name.
     """
@@ -130,7 +132,7 @@ def read_captions(file: Path) -> dict[str, str]:
     if file.exists() and not file.is_file():
         raise ConfigError(f"{where} is no file: name one with a line for each clip")
     texts: dict[str, str] = {}
-    for number, name, value in _iterate_rows(file, where):
+    for number, name, value in _iterate_caption_rows(file, where):
         captions = list_captions(value) if isinstance(value, str) else ()
         if not isinstance(name, str) or not name or not captions:
             raise ConfigError(
@@ -143,8 +145,10 @@ def read_captions(file: Path) -> dict[str, str]:
     return texts
 
 
-def _iterate_rows(file: Path, where: str) -> Iterator[tuple[int, Any, Any]]:
-    """Yields (line number, file name, caption) of each line of a captions file. What a line lacks is None or ""."""
+def _iterate_caption_rows(file: Path, where: str) -> Iterator[tuple[int, Any, Any]]:
+    """Yields (line number, file name, caption) of each row of a captions file. A name or caption that is missing is
+    None or "".
+    """
     files = LocalFiles(str(file.parent))
     if file.suffix.lower() in (".csv", ".jsonl"):
         table = open_table(files, file.name, where)

@@ -26,17 +26,18 @@ class Columns(NamedTuple):
     kinds: tuple[str, ...]  # what the columns hold, in this order
 
     def describe(self) -> str:
-        """Returns, for messages, what the columns hold and their names, such as "images in image, numbers in label"."""
+        """Returns in words what the columns hold and their names, for messages: "images in image, numbers in label"."""
         names = (self.image, *filter(None, [self.label]), *self.captions)
         return ", ".join(f"{kind} in {name}" for name, kind in zip(names, self.kinds))
 
 
 def choose_columns(schema: pa.Schema, request: Request, where: str) -> Columns:
-    """Returns the columns of images (or clips), labels and captions that are read. where: names the file in messages.
+    """Returns which columns of a table hold the images (or clips), the labels and the captions.
 
-    The captions are () unless the request asks for them.
-    Raises ConfigError if no column or several may hold the images, if data.columns names a column that is not there, or
-    several columns for the image or the label, or if the labels are neither whole numbers nor texts.
+    schema: the table's Arrow schema. where: names the table in messages. The captions are () unless the request asks
+    for them.
+    Raises ConfigError if no column or several may hold the images, if data.columns names a column that does not exist,
+    or several columns for the image or the label, or if the labels are neither whole numbers nor texts.
     """
     chosen = {key: [names] if isinstance(names, str) else names for key, names in request.columns.items()}
     for key in ("image", "label"):
@@ -65,10 +66,11 @@ def choose_columns(schema: pa.Schema, request: Request, where: str) -> Columns:
 
 
 def find_image_columns(schema: pa.Schema, request: Request) -> list[str]:
-    """Returns the columns that may hold the images, or the clips if these are asked for; [] if there are none.
+    """Returns the columns that may hold the images, or the clips if the request asks for clips; [] if there are none.
 
-    They are those that data.columns names. If it names none, they are the columns with the type Image (Video) of
-    `datasets`; else the first with a known name; else all structs that can hold bytes. The caller expects exactly one.
+    The first of these rules that gives a column decides: columns that data.columns names, which excludes all others;
+    columns with the type Image (or Video) of Hugging Face's `datasets`; the first with a usual name, such as "image";
+    all structs that can hold bytes.
     """
     if chosen := request.columns.get("image"):
         return [name for name in ([chosen] if isinstance(chosen, str) else chosen) if name in schema.names]
@@ -81,10 +83,11 @@ def find_image_columns(schema: pa.Schema, request: Request) -> list[str]:
 
 
 def _choose_label_column(schema: pa.Schema, chosen: dict[str, list[str]], request: Request, where: str) -> str | None:
-    """Returns the column of labels. Returns None if there is none, if data.labels=none, or if the column holds lists or
-    structs, such as boxes, and data.columns does not name it.
+    """Returns the column of labels; None if there is none or data.labels=none. Returns None, too, if the column holds
+    lists or structs, such as boxes, unless data.columns names it.
 
-    Raises ConfigError if the column holds anything else than whole numbers, truth values or texts.
+    chosen: data.columns, each value as a list. Raises ConfigError if the column holds neither integers, booleans nor
+    texts.
     """
     if request.labels == "none":
         return None
@@ -102,41 +105,46 @@ def _choose_label_column(schema: pa.Schema, chosen: dict[str, list[str]], reques
 
 
 def _can_hold_labels(kind: pa.DataType) -> bool:
+    """Returns whether a column of this Arrow type can hold labels: integers, booleans or texts, also as categories."""
     if pa.types.is_dictionary(kind):  # Categories of pandas come so.
         kind = kind.value_type
-    return pa.types.is_integer(kind) or pa.types.is_boolean(kind) or _is_string(kind)
+    return pa.types.is_integer(kind) or pa.types.is_boolean(kind) or _is_string_type(kind)
 
 
 def _classify_type(kind: pa.DataType) -> str:
-    """Returns what a column of labels or captions holds by its Arrow type: "texts", "numbers" or "lists". It is the
-    same for int32 and int64, or for texts with 32-bit and 64-bit offsets.
+    """Returns "texts", "numbers" or "lists": what a column of labels or captions holds, judged by its Arrow type. Types
+    that differ only in width, such as int32 and int64, give the same word.
     """
     if pa.types.is_dictionary(kind):
         kind = kind.value_type
-    if _is_string(kind):
+    if _is_string_type(kind):
         return "texts"
     return "numbers" if pa.types.is_integer(kind) or pa.types.is_boolean(kind) else "lists"
 
 
 def _can_hold_captions(kind: pa.DataType) -> bool:
+    """Returns whether a column of this Arrow type can hold captions: texts, or lists of texts."""
     if pa.types.is_list(kind) or pa.types.is_large_list(kind):
         kind = kind.value_type
-    return _is_string(kind)
+    return _is_string_type(kind)
 
 
-def _is_string(kind: pa.DataType) -> bool:
+def _is_string_type(kind: pa.DataType) -> bool:
     return pa.types.is_string(kind) or pa.types.is_large_string(kind)
 
 
 def _find_columns_of_type(schema: pa.Schema, kind: str) -> list[str]:
-    """Returns the columns to which `datasets` has given this type, such as ClassLabel; [] if there are none."""
+    """Returns the columns that Hugging Face's `datasets` has marked with a type such as "ClassLabel" (`kind`); [] if
+    none.
+    """
     features = _read_features(schema)
     return [name for name in features if features[name].get("_type") == kind and name in schema.names]
 
 
 def _read_features(schema: pa.Schema) -> dict[str, dict[str, Any]]:
-    """Returns what `datasets` has written about each column's type into the metadata of the schema; {} if it has not,
-    or if it cannot be parsed.
+    """Returns what Hugging Face's `datasets` has written into the schema's metadata about each column, by column name:
+    {"label": {"_type": "ClassLabel", "names": [...]}}. Returns {} if it has written nothing, or nothing that can be
+    parsed.
     """
     try:
         features = json.loads((schema.metadata or {})[b"huggingface"])["info"]["features"]

@@ -25,10 +25,10 @@ Form = tuple[str, str]  # (what it is called, its folder or file below the root)
 
 
 def refuse_several_forms(root: str, files: Files, request: Request, forms: dict[Form, list[str]]) -> None:
-    """Raises ConfigError if a folder holds several forms of data, such as tars and class folders; the message lists the
-    forms. A single file or a pattern is not checked, since it selects one form already.
+    """Raises ConfigError if a folder holds several forms of data, such as tars beside class folders; the message lists
+    them. Does nothing for a single file or a pattern of names, since it selects one form already.
 
-    forms: as `find_forms` returns them.
+    forms: the result of `find_data_forms`.
     """
     if files.pattern or not (files.far or os.path.isdir(root)):
         return
@@ -43,11 +43,12 @@ def refuse_several_forms(root: str, files: Files, request: Request, forms: dict[
         )
 
 
-def find_forms(files: Files, request: Request) -> dict[Form, list[str]]:
-    """Returns the forms of data that a folder holds, each with the names of some of its files.
+def find_data_forms(files: Files, request: Request) -> dict[Form, list[str]]:
+    """Returns the forms of data in a folder, each as (what it is called, its path below the root), with the names of
+    some of its files: {("a zip file", "x.zip"): ["x.zip"]}. The path is "" if no path selects this form alone.
 
-    All folders of images are one form together; so are all parquet files, and all Arrow files. Parquet tables that
-    only list file names are left out if there is another form.
+    All folders of images count as one form; so do all parquet files, and all Arrow files. Parquet tables that hold no
+    images, only file names, are left out if there is another form.
     """
     names = list(peek_files(files)) if isinstance(files, LocalFiles) else [name for name, _ in peek_names(files)]
     forms: dict[Form, list[str]] = {}
@@ -55,7 +56,7 @@ def find_forms(files: Files, request: Request) -> dict[Form, list[str]]:
         if form := _recognise_form(name, files, request):
             forms.setdefault(form, []).append(name)
     tables = [name for form in forms if form[0] == _TABLES for name in forms[form]]
-    if len(forms) > 1 and tables and not any(_table_holds_files(files, name) for name in tables[:_TRIED]):
+    if len(forms) > 1 and tables and not any(_table_has_file_bytes(files, name) for name in tables[:_TRIED]):
         forms = {form: names for form, names in forms.items() if form[0] != _TABLES}
     merged: dict[Form, list[str]] = {}
     for (noun, place), names in forms.items():
@@ -66,8 +67,9 @@ def find_forms(files: Files, request: Request) -> dict[Form, list[str]]:
 
 
 def _recognise_form(name: str, files: Files, request: Request) -> Form | None:
-    """Returns the form of data that a file belongs to, by its name: (noun, path or pattern below the root). Returns
-    None if the name fits no form, such as the name of a caption or of a list.
+    """Returns the form of data to which a file belongs, judged by its name: (what the form is called, the path or
+    pattern below the root that selects it). Returns None if the name fits no form, such as that of a caption or of a
+    list.
     """
     folder, _, own = name.rpartition("/")
     if own.lower().endswith(request.suffixes):
@@ -88,7 +90,8 @@ def _recognise_form(name: str, files: Files, request: Request) -> Form | None:
     return (nouns[suffix], folder or f"*{suffix}") if suffix in nouns else None
 
 
-def _table_holds_files(files: Files, name: str) -> bool:
+def _table_has_file_bytes(files: Files, name: str) -> bool:
+    """Returns whether a parquet table holds the bytes of files, such as images; False if it cannot be read."""
     with suppress(ConfigError):  # A table that cannot be read is no form.
-        return open_table(files, name, name).has_files()
+        return open_table(files, name, name).has_file_bytes()
     return False

@@ -15,8 +15,8 @@ from dstrain.data.files.local import Files, LocalFiles
 from dstrain.data.formats.base import Layout, Place, Request, Sample
 from dstrain.data.formats.labels import LABELS, name_classes_by_number, read_labels
 from dstrain.data.formats.lists import refuse_inner_metadata
-from dstrain.data.formats.no_samples import explain_no_samples
-from dstrain.data.formats.splits import refuse_splits
+from dstrain.data.formats.no_samples import make_no_samples_error
+from dstrain.data.formats.splits import refuse_split_folders
 from dstrain.data.formats.unconverted import describe_conversion
 from dstrain.recipe import ConfigError
 
@@ -36,8 +36,8 @@ class Folders(Layout):
         return isinstance(files, LocalFiles) and os.path.isdir(root)
 
     def list_pieces(self) -> list[str]:
-        """Returns the names of the class folders. Returns [""], which means all files, if there are none, or if
-        dataset.json or data.labels gives the labels.
+        """Returns the names of the class folders. Returns [""], the root itself, if there are no class folders, or if
+        labels come from a dataset.json, from file names (data.labels=prefix), or not at all (data.labels=none).
 
         Raises ConfigError if there are no samples, if samples lie beside class folders, if a class folder is without
         samples, unknown to data.class_list or named as a split, or if a folder cannot be listed.
@@ -45,26 +45,29 @@ class Folders(Layout):
         root, request = Path(self.root), self.request
         with report_listing_errors(root, request.key):
             if request.labels == "auto":
-                self._read_labels()
+                self._load_labels()
                 if self._by_name is None:
-                    return self._list_class_parts(root, request)
+                    return self._choose_class_folders(root, request)
                 if not self._by_name:
                     self._refuse_class_list()
             else:
-                refuse_splits(root, request.key)
+                refuse_split_folders(root, request.key)
                 self.classes = self.class_list.classes if request.labels == "prefix" else ()
             if next(walk_files(root, "", request.suffixes), None) is None:
-                raise explain_no_samples(self)
+                raise make_no_samples_error(self)
             return [""]
 
-    def _list_class_parts(self, root: Path, request: Request) -> list[str]:
+    def _choose_class_folders(self, root: Path, request: Request) -> list[str]:
+        """Returns the class folders in `root`; [""] if all samples lie in `root` itself. Sets `classes`. Raises
+        ConfigError as `list_pieces`, whose part it is.
+        """
         classes = list_class_folders(root)
-        refuse_splits(root, request.key)
+        refuse_split_folders(root, request.key)
         full = [name for name in classes if next(walk_files(root, name, request.suffixes), None) is not None]
         top = [name for name, inner in self.files.list_names() if not inner]
         flat = [name for name in top if name.lower().endswith(request.suffixes)]
         if not flat and not full:
-            raise explain_no_samples(self)
+            raise make_no_samples_error(self)
         arrays = [name for name in top if name.startswith("samples_") and name.endswith(".npz")]
         if all(Path(name).stem == "grid" for name in flat) and (full == [SAMPLES] or (arrays and not full)):
             remedy = f"{SAMPLES}: write {request.key}={root / SAMPLES}" if full else arrays[0]
@@ -98,12 +101,16 @@ class Folders(Layout):
         self.classes = names.classes or tuple(full)
         return full
 
-    def _read_labels(self) -> None:
+    def _load_labels(self) -> None:
+        """Reads dataset.json, if there is one: sets `_by_name`, the label of each file, and `classes`."""
         self._by_name = read_labels(Path(self.root), self.request.key)
         if self._by_name:
             self.classes = self.class_list.classes or name_classes_by_number(self._by_name)
 
     def _refuse_class_list(self) -> None:
+        """Raises ConfigError if the recipe has a data.class_list, for data without class folders to which it could
+        apply.
+        """
         if self.request.class_list is not None:
             raise ConfigError(
                 f"{self.request.key}={self.root} has no class folders, and {self.class_list.where} names some: "
@@ -120,8 +127,8 @@ class Folders(Layout):
             yield from (Sample(Place(name), self.resolve_label(self._by_name.get(name), name)) for name in names)
 
     def _require_labels(self, names: list[str]) -> None:
-        """Raises ConfigError if a dataset.json gives labels, but none for one of these files. Counts as left out the
-        files that dataset.json names and that do not exist.
+        """Raises ConfigError if a dataset.json gives labels, but not to each of the files `names`. Counts as left out
+        the files that dataset.json names and that do not exist.
         """
         by_name = self._by_name or {}
         if missing := [name for name in names if by_name and name not in by_name]:
@@ -134,10 +141,10 @@ class Folders(Layout):
             self.record_left_out(f"that {LABELS} names and that are not there", absent)
 
     def _list_files_below(self, folder: str, *more: str) -> list[str]:
-        """Returns the sorted relative paths of the samples below a folder, and of the files that end in one of `more`.
-        Counts other files as left out.
+        """Returns the sorted relative paths of the samples in a folder, at any depth, and of files that end in one of
+        the suffixes `more`. Counts other files as left out.
 
-        Raises ConfigError if a table of labels or captions in a folder below the root would be ignored.
+        Raises ConfigError if a subfolder has a table of labels or captions of its own, which would not be read.
         """
         root, suffixes, others, tables = Path(self.root), self.request.suffixes + more, Counter(), []
         names = sorted(walk_files(root, folder, suffixes, self._deeper, others=others, tables=tables))

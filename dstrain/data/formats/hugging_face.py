@@ -53,7 +53,7 @@ class Tables(Layout):
 
     @cached_property
     def columns(self) -> Any:
-        """Returns the columns of the first file that are read; every other file must have the same."""
+        """Returns which columns of the first file are read; every other file must have the same ones."""
         return self._choose_columns(self._list_chosen_files()[0])
 
     def list_pieces(self) -> list[str]:
@@ -69,15 +69,15 @@ class Tables(Layout):
         name = next((name for name in _UNSEEN if name in splits), None) if "train" in splits else None
         return None if name is None else self._make_split_path(name, splits[name])
 
-    def describe_advice(self) -> str:
-        chosen, remarks = self._list_chosen_files(), [super().describe_advice()]
+    def compose_advice(self) -> str:
+        chosen, remarks = self._list_chosen_files(), [super().compose_advice()]
         if others := [f"{name} {len(files)}" for name, files in self._splits.items() if files != chosen]:
             remarks.append(f"files of other splits are not among them, {', '.join(others)}")
         return "; ".join(filter(None, remarks))
 
     def _list_chosen_files(self) -> list[str]:
-        """Returns the files of the split train, or of the only split. Raises ConfigError if there are several splits
-        without a train.
+        """Returns the files that are read: those of the split train, or of the only split. Raises ConfigError if there
+        are several splits and none is called train.
         """
         splits = self._splits
         chosen = splits.get("train") or (next(iter(splits.values())) if len(splits) == 1 else None)
@@ -90,10 +90,10 @@ class Tables(Layout):
 
     @cached_property
     def _splits(self) -> dict[str, list[str]]:
-        """Returns the files of each split by its name; all files under "" if a pattern chose them, or if no file names
-        a split.
+        """Returns the files of each split: {"train": [...], "test": [...]}. All files stand under "" if data.path is a
+        pattern of file names, or if no file's path names a split.
 
-        Raises ConfigError if some files name a split, and others, which have images, do not.
+        Raises ConfigError if some files name a split, and other files with images do not.
         """
         splits: dict[str, list[str]] = {}
         with report_listing_errors(self.root, self.request.key):
@@ -114,10 +114,12 @@ class Tables(Layout):
     def _has_images(self, piece: str) -> bool:
         from dstrain.data.formats.columns import find_image_columns
 
-        return bool(find_image_columns(self._open(piece).schema, self.request))
+        return bool(find_image_columns(self._open_piece(piece).schema, self.request))
 
     def _make_split_path(self, split: str, names: list[str]) -> str:
-        """Returns the data.path of one split alone: a file, a folder, a pattern, or the list {A,B} of its files."""
+        """Returns the data.path that selects one split alone: a file, folder or pattern, or {A,B}, the list of its
+        files.
+        """
         folder, _, common = os.path.commonprefix(names).rpartition("/")  # noqa: RUF071 (letters of names are meant)
         start = f"{folder}/" if folder else ""
         name = f"{common}*{self.suffix}" if len(names) > 1 and common else common
@@ -126,25 +128,25 @@ class Tables(Layout):
             folder, name = "", f"{{{','.join(names)}}}"
         return "/".join(filter(None, (self.root.rstrip("/"), folder, name)))
 
-    def _open(self, piece: str) -> Any:
-        """Opens a file as an ArrowFile or a ParquetFile."""
+    def _open_piece(self, piece: str) -> Any:
+        """Opens a file of the data as an ArrowFile or a ParquetFile."""
         raise NotImplementedError
 
     def _choose_columns(self, piece: str) -> Any:
         from dstrain.data.formats.columns import choose_columns
 
-        return choose_columns(self._open(piece).schema, self.request, self._describe_piece(piece))
+        return choose_columns(self._open_piece(piece).schema, self.request, self._describe_piece(piece))
 
     def _open_with_label_names(self, piece: str) -> tuple[Any, list[int | str]]:
-        """Opens a table. Returns the table, and a list that maps each number of its ClassLabel to a class: the number
-        which the first file gives that name, or, with data.class_list, the name. The list is [] without a ClassLabel.
+        """Opens a file of the data. Returns it, and a list of the class for each number of its ClassLabel, [] without
+        one: the number that the first file gives to the same class name, or, with data.class_list, the name.
 
-        For the first file, also counts as left out the unread files beside the tables, and calls check_missing_shards.
-        Raises ConfigError if the file has other columns than the first, or a ClassLabel with names that the ClassLabel
-        of the first lacks.
+        For the first file, also counts unread files beside it as left out, and checks for missing shards.
+        Raises ConfigError if the file's columns differ from the first file's, or if its ClassLabel has names that the
+        first file's lacks.
         """
         if piece == self._list_chosen_files()[0]:
-            self.record_unread_files_beside()
+            self.record_unread_files_beside_shards()
             check_missing_shards(self, self._list_chosen_files())
         first, own = self.columns, self._choose_columns(piece)
         if own._replace(classes=first.classes) != first:
@@ -160,8 +162,8 @@ class Tables(Layout):
                 "mean others: write it anew with the same ClassLabel, or take it away"
             )
         if self.class_list.classes:
-            return self._open(piece), list(names)
-        return self._open(piece), [
+            return self._open_piece(piece), list(names)
+        return self._open_piece(piece), [
             at if names == first.classes else first.classes.index(name) for at, name in enumerate(names)
         ]
 
@@ -169,10 +171,9 @@ class Tables(Layout):
         return f"{self.request.key}={self.root}: {piece}"
 
     def _make_sample(self, place: Place, row: dict[str, Any], names: list[int | str]) -> Sample:
-        """Returns a sample with its label and captions, from a row of the table.
+        """Returns a sample with its label and captions, made from a row of the table. names: see `_read_label`.
 
-        names: the class that each number of the ClassLabel means, as `_open_with_label_names` returns it.
-        Raises ConfigError if the label is no class, or the row names another split than rows before it.
+        Raises ConfigError if the label is no class, or if the row belongs to another split than the rows before it.
         """
         columns, captions, at = self.columns, [], f"{self.request.key}={self.root}: {place.name}"
         label = None if columns.label is None else self._read_label(row[columns.label], names, at)
@@ -187,9 +188,10 @@ class Tables(Layout):
         return Sample(place, label, tuple(captions))
 
     def _read_label(self, value: Any, names: list[int | str], at: str) -> int | str:
-        """Returns the class that the label in a cell means. names: see `_make_sample`.
+        """Returns the class that the value of a cell means. names: the class for each number of the ClassLabel, as
+        `_open_with_label_names` returns it. at: names the row in messages.
 
-        Raises ConfigError if the cell holds no class, such as -1, which stands for labels that are kept secret.
+        Raises ConfigError if the value is no class. Many data sets write -1 for labels that they keep secret.
         """
         label = self.class_list.read_label(value, at) if isinstance(value, str) else None
         if label is None and isinstance(value, int) and 0 <= value < (len(names) or 1 << 31):
@@ -202,9 +204,9 @@ class Tables(Layout):
         return label
 
     def _read_image(self, value: Any) -> bytes | Path:
-        """Returns the encoded bytes of an image; or the path of its file, if the table holds only that.
+        """Returns the encoded bytes of the image in a cell, or the path of its file if the cell holds only that.
 
-        Raises ConfigError if the table holds neither, or only a path and is not on a disk of this machine.
+        Raises ConfigError if the cell holds neither, or holds a path although the table is not on this machine.
         """
         content = _find_encoded_image(value)
         if content is not None:
@@ -215,8 +217,9 @@ class Tables(Layout):
         return Path(self.files.root, path)
 
     def _choose_listed_columns(self, names: list[str]) -> list[str]:
-        """Returns the columns that listing reads: label, captions and, last, the column of splits if there is one.
-        Sets `_split` to the column of splits or None, and records a column of folds. names: all columns of the file.
+        """Returns the columns to read when the samples are listed: label, captions and, last, splits, each if there is
+        one. Sets `_split` to the column of splits or None, and records a column of folds. names: all columns of the
+        file.
         """
         own = [name for name in (self.columns.label, *self.columns.captions) if name]
         self.record_fold_column(names, own)
@@ -247,7 +250,7 @@ class ArrowTables(Tables):
 
     def read(self, place: Place) -> bytes | Path:
         at, row = divmod(place.offset, _ROW)
-        file = self._open(place.name.rsplit("/", 2)[0])
+        file = self._open_piece(place.name.rsplit("/", 2)[0])
         return self._read_image(file.read_cell(at * 8, row, self.columns.image))
 
     @cached_property
@@ -259,9 +262,9 @@ class ArrowTables(Tables):
         return {"": self._list_saved_files("")} if "state.json" in names else super()._splits
 
     def _normalize_split_names(self, splits: dict[str, list[str]], mark: str) -> dict[str, list[str]]:
-        """Returns the files of each split under the name that is used here, such as "validation" for "val".
+        """Returns `splits`, the files by split, with standard names of the splits, such as "validation" for "val".
 
-        Raises ConfigError if two have the same name here. mark: what stands before a split in data.path, for the
+        Raises ConfigError if two splits get the same name. mark: the character before a split in data.path, for the
         message.
         """
         named: dict[str, str] = {}
@@ -282,11 +285,14 @@ class ArrowTables(Tables):
         return super()._make_split_path(split, names)
 
     def _list_saved_files(self, folder: str) -> list[str]:
-        """Returns the Arrow files that save_to_disk has written into a folder, as its state.json lists them."""
+        """Returns the Arrow files in a folder that Dataset.save_to_disk has written, as its state.json lists them."""
         files = self._read_json_list(f"{folder}state.json", "_data_files")
         return [f"{folder}{os.path.basename(str(file['filename']))}" for file in files]
 
     def _read_json_list(self, name: str, key: str) -> list[Any]:
+        """Returns the list at a key of a JSON file that save_to_disk has written. Raises ConfigError if there is none,
+        or if the data set chooses only some rows of its files.
+        """
         try:
             with self.files.open(name) as file:
                 content = parse_json(file.read(1 << 24))
@@ -306,7 +312,7 @@ class ArrowTables(Tables):
             )
         return values
 
-    def _open(self, piece: str) -> Any:
+    def _open_piece(self, piece: str) -> Any:
         return _open_arrow(self.files, piece, self._describe_piece(piece))
 
 
@@ -320,23 +326,22 @@ class HubTables(ArrowTables):
 
     def __init__(self, root: str, files: Files, request: Request) -> None:
         super().__init__(root, files, request)
-        self._find_or_download()
+        self._find_or_download_data_set()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         if not os.path.isdir(self.files.root):  # This is another machine.
-            self._find_or_download()
+            self._find_or_download_data_set()
 
     @classmethod
     def recognises(cls, root: str, files: Files, request: Request) -> bool:
         return root.startswith(HUB)
 
-    def _find_or_download(self) -> None:
-        """Sets `files` and the Arrow files of each split, in the cache of `datasets`; downloads the data set if it is
-        not there.
+    def _find_or_download_data_set(self) -> None:
+        """Finds the data set in the cache of `datasets`, or downloads it into that. Sets `files` (a folder there) and
+        `_by_split` (the Arrow files of each split).
 
-        Raises ConfigError if only a part of a split is asked for, `datasets` is not installed, or the data cannot be
-        loaded.
+        Raises ConfigError if data.path asks for a part of a split, if `datasets` is not installed, or if loading fails.
         """
         name, _, split = self.root.removeprefix(HUB).partition(":")
         where = f"{self.request.key}={self.root}"
@@ -398,8 +403,8 @@ class ParquetTables(Tables):
         is_file = root.lower().endswith(cls.suffix) and "path" not in request.columns
         return is_file and any(can_hold_bytes(field.type) for field in schemas[0])
 
-    def describe_advice(self) -> str:
-        remarks, file = [super().describe_advice()], self._open(self.list_pieces()[0])
+    def compose_advice(self) -> str:
+        remarks, file = [super().compose_advice()], self._open_piece(self.list_pieces()[0])
         size = file.count_bytes(0, [self.columns.image])
         if size >= _HUGE and file.is_compressed(self.columns.image):
             remarks.append(
@@ -439,7 +444,7 @@ class ParquetTables(Tables):
                 raise ConfigError("is not in the file any more")
             return self._read_image(read_value(column, row))
 
-    def _open(self, piece: str) -> Any:
+    def _open_piece(self, piece: str) -> Any:
         return _open_parquet(self.files, piece, self._describe_piece(piece))
 
 
@@ -458,7 +463,7 @@ def iterate_files_by_suffix(files: Files, *suffixes: str, folder: str = "") -> I
 
 
 def _find_encoded_image(value: Any) -> bytes | None:
-    """Returns the encoded bytes of the image in a cell; None if the table does not hold them, but at most a path."""
+    """Returns the encoded bytes of the image in a cell; None if the cell holds only the path of a file, or nothing."""
     return value.get("bytes") if isinstance(value, dict) else value
 
 
@@ -477,10 +482,9 @@ def _open_parquet(files: Files, piece: str, where: str) -> Any:
 
 @lru_cache(1)
 def _read_group_column(files: Files, piece: str, where: str, group: int, column: str) -> Any:
-    """Returns a column of a row group as a ChunkedArray. The last result is cached, since neighbouring samples lie in
-    the same row group.
-
-    Raises ConfigError if the decoded column has more than MAX_GROUP bytes.
+    """Returns one column of a parquet row group as a ChunkedArray. Caches the last result, since successive samples
+    often
+    lie in the same row group. Raises ConfigError if the decoded column has more than MAX_GROUP bytes.
     """
     import pyarrow
 

@@ -21,7 +21,7 @@ from dstrain.data.formats.hugging_face import ArrowTables, HubTables, ParquetTab
 from dstrain.data.formats.labels import SYNSET, read_class_list
 from dstrain.data.formats.packed import find_packed_splits
 from dstrain.data.formats.splits import is_split_name
-from dstrain.data.formats.unconverted import is_flat_validation
+from dstrain.data.formats.unconverted import is_flat_validation_folder
 from dstrain.recipe import Cache, ConfigError
 
 _WITH_HELD_OUT: tuple[type[Layout], ...] = (HubTables, ArrowTables, ParquetTables)
@@ -33,14 +33,14 @@ _FOLDERS_ABOVE = 5  # so many folders above the data are searched for this file
 def find_split_paths(
     path: str | Path, held_out: float, held_out_path: str | Path | None, whole: bool = False, cache: Cache | None = None
 ) -> tuple[str | Path, str | Path | None]:
-    """Returns the path of the training data and the path of the held-out data.
+    """Returns the path of the training data, and that of the held-out data or None.
 
-    If `path` holds train/ and val/ with the same classes, or shards in train/ and held_out/, these are the two paths.
-    Otherwise they are `path` itself and, for Hugging Face data, that of their held-out split. If `held_out_path` is
-    given, it replaces the second path. Else the second path is None if the data have none, if a share `held_out` above
-    0 is to be held out, or if the `whole` data are to be read.
-    Raises ConfigError if the `whole` of data with such folders is to be read, since held-out samples would be among
-    them; or if `path` is a pattern that fits no file.
+    If `path` holds train/ and val/ with the same classes, or shards in train/ and held_out/, these are the two. Else
+    the training data are `path` itself, and the held-out data are the held-out split of Hugging Face data, if there is
+    one.
+    But the second path is `held_out_path` if that is given; else it is None if `held_out`, a share of the training data
+    to hold out, is above 0, or if all data are to be read as one (`whole`).
+    Raises ConfigError if `whole` data hold two such folders; or if `path` is a pattern that fits no file.
     """
     splits = _find_split_folders(path)
     if splits is None:
@@ -58,22 +58,26 @@ def find_split_paths(
 
 
 def open_layout_with_splits(path: str, files: Files) -> Layout | None:
-    """Returns the layout of Hugging Face data, which may have a held-out split; None for data of any other form."""
+    """Returns the layout of data in one of Hugging Face's forms, which may have a held-out split; None for other
+    data.
+    """
     request = Request(SUFFIXES)
     kind = next((kind for kind in _WITH_HELD_OUT if kind.recognises(path, files, request)), None)
     return None if kind is None else kind(path, files, request)
 
 
 def _find_held_out_path(path: str, files: Files) -> str | None:
-    """Returns the path of the held-out split of Hugging Face data; None if they have none, or if the data have another
-    form.
+    """Returns the path of the held-out split of data in one of Hugging Face's forms. Returns None if there is no such
+    split, or if the data have another form.
     """
     tables = open_layout_with_splits(path, files)
     return None if tables is None else tables.find_held_out_path()
 
 
 def _find_split_folders(path: str | Path) -> tuple[str, str] | None:
-    """Returns train/ and val/ of a root that holds both, with the same classes. Returns None for any other data."""
+    """Returns the paths of train/ and val/ in a folder, or in ImageNet's tree below it, if both hold the same classes.
+    Returns None for any other data.
+    """
     with report_listing_errors(path):
         for tree in _TREES if os.path.isdir(path) else ():
             if splits := _find_train_and_val(Path(path, tree)):
@@ -82,6 +86,9 @@ def _find_split_folders(path: str | Path) -> tuple[str, str] | None:
 
 
 def _find_train_and_val(root: Path) -> tuple[str, str] | None:
+    """Returns the paths of train/ and val/ directly in a folder, under these or similar names, if all classes of val/
+    are in train/; else None. For ImageNet's val/ without class folders, the second is its table val.csv if that exists.
+    """
     folders = list_class_folders(root)
     train = [name for name in folders if name.lower() in ("train", "training")]
     val = [name for name in folders if name.lower() in ("val", "valid", "validation")]
@@ -93,15 +100,18 @@ def _find_train_and_val(root: Path) -> tuple[str, str] | None:
         held_out, same = root / val[0], set(unseen) <= set(classes)
     else:
         table = root / f"{val[0]}.csv"
-        held_out, same = table if table.is_file() else root / val[0], of_imagenet and is_flat_validation(root / val[0])
+        held_out, same = (
+            table if table.is_file() else root / val[0],
+            of_imagenet and is_flat_validation_folder(root / val[0]),
+        )
     if len(classes) > 1 and same and (of_imagenet or all(map(is_split_name, folders))):
         return str(root / train[0]), str(held_out)
     return None
 
 
-def read_titles(path: str, class_list: str | None, classes: tuple[str, ...]) -> tuple[str, ...]:
-    """Returns what people call each of the classes, such as "tench": the titles in the file `class_list`, or if this is
-    None, in a LOC_synset_mapping.txt in or above the data at `path`.
+def read_class_titles(path: str, class_list: str | None, classes: tuple[str, ...]) -> tuple[str, ...]:
+    """Returns what people call each class, such as "tench" for n01440764. The titles stand in the file `class_list`; if
+    this is None, in a LOC_synset_mapping.txt in the folder `path` or above it.
 
     Returns `classes` unchanged if there is no such file, or if it cannot be read, has no titles, or lacks a class.
     """
@@ -118,5 +128,6 @@ def read_titles(path: str, class_list: str | None, classes: tuple[str, ...]) -> 
 
 
 def _list_folder_and_parents(root: str | Path) -> list[Path]:
+    """Returns the absolute path of a folder, then those of the five folders above it, from the inside outwards."""
     path = Path(root).resolve()
     return [path, *path.parents[:_FOLDERS_ABOVE]]

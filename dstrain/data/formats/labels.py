@@ -56,12 +56,13 @@ class ClassList:
         object.__setattr__(self, "numbers", {parse_whole_number(name): places[name] for name in reversed(places)})
 
     def find_number(self, label: int | str, at: str) -> int | str:
-        """Returns the label of the class with this name or number: its place in the list. Without a list returns
-        `label` itself.
+        """Returns the label of a class, which is its index in the list, given its name or a number. Returns `label`
+        itself if the list is empty.
 
-        True and False mean the classes called true and false, if there are such, else 1 and 0. at: says where the label
-        stands, for messages.
-        Raises ConfigError if the list does not have the class.
+        A number means the class with that name if there is one, else the class at that index. If the names of all
+        classes are numbers, it is never an index. True and False mean the classes called true and false if there are
+        such, else 1 and 0.
+        Raises ConfigError if the list does not have the class. at: says where the label stands, for messages.
         """
         if isinstance(label, bool):
             label = str(label).lower() if str(label).lower() in self.places else int(label)
@@ -79,8 +80,8 @@ class ClassList:
         return place
 
     def read_label(self, value: Any, at: str) -> int | str | None:
-        """Returns the label that a text or a value of JSON stands for: a place in the list, or without a list a text;
-        None if it is empty.
+        """Returns the label that a value of a table or of JSON means: an index in the list, or the value as text if the
+        list is empty. Returns None if the value is empty.
 
         Raises ConfigError if it is neither a whole number nor a name, or if the list does not have the class.
         """
@@ -96,11 +97,11 @@ class ClassList:
         number = None if text is None or text in self.places or not self.classes else parse_whole_number(text)
         return None if text is None else self.find_number(text if number is None else number, at)
 
-    def read_prefix(self, name: str, at: str) -> int | str:
-        """Returns the label of the class that a file's name begins with, up to the first `_`, as in ADM's
-        CLASS_name.png.
+    def read_label_from_name(self, name: str, at: str) -> int | str:
+        """Returns the label of the class with which a file name begins, up to the first `_`: cat for cat_1.png, as ADM
+        names files. This is an index in the list, or the class's name if the list is empty.
 
-        Raises ConfigError if the name has no such beginning, or the list does not have the class.
+        Raises ConfigError if the name does not begin with a class and `_`, or if the list does not have the class.
         """
         prefix, underscore, _ = name.rpartition("/")[2].partition("_")
         if not prefix or not underscore:
@@ -112,7 +113,8 @@ class ClassList:
 
 
 def read_class_list(path: str | None) -> ClassList:
-    """Returns the classes in a file with one class a line, and their titles; an empty list if the path is None.
+    """Returns the classes in a text file, one a line, with their titles if each line has a synset and a title. Returns
+    an empty list if the path is None.
 
     Raises ConfigError if the file cannot be read, is empty, has an empty line before its end, or names a class twice.
     """
@@ -142,10 +144,11 @@ def read_class_list(path: str | None) -> ClassList:
 
 
 def read_labels(root: Path, key: str) -> dict[str, int] | None:
-    """Returns the label of each file that the dataset.json in a folder names; {} if it says that there are no labels.
+    """Returns {file name: label} from the dataset.json in a folder; {} if its entry "labels" says that there are no
+    labels. Returns None if there is no dataset.json, or no such entry.
 
-    Returns None if there is no dataset.json, or it has no entry "labels".
-    Raises ConfigError if it cannot be read, a label is no whole number, or a file is named twice.
+    key: the recipe key that names the folder, for messages. Raises ConfigError as `parse_labels`, or if the file cannot
+    be read.
     """
     path = root / LABELS
     if not os.path.lexists(path):
@@ -161,10 +164,10 @@ def read_labels(root: Path, key: str) -> dict[str, int] | None:
 
 
 def parse_labels(content: Any, root: str | Path, key: str) -> dict[str, int] | None:
-    """Returns the label of each file that a dataset.json names; {} if it says that there are no labels, None if it has
-    no entry "labels". content: the parsed JSON.
+    """Returns {file name: label} from the parsed `content` of a dataset.json; {} if its entry "labels" says that there
+    are no labels, None if it has no such entry.
 
-    Raises ConfigError if a label is no whole number from 0 to 1,048,575, or a file is named twice.
+    Raises ConfigError if a label is no whole number from 0 to 1,048,575, or if a file is named twice.
     """
     if not isinstance(content, dict) or "labels" not in content:
         return None
@@ -188,11 +191,13 @@ def parse_labels(content: Any, root: str | Path, key: str) -> dict[str, int] | N
 
 
 def name_classes_by_number(labels: dict[str, int]) -> tuple[str, ...]:
-    """Returns the names of the classes of a dataset.json, which are numbers: "0", "1", ... up to the largest label."""
+    """Returns the names of the classes of a dataset.json, which are numbers: "0", "1", ... up to the largest label.
+    labels: the label of each file.
+    """
     return tuple(map(str, range(max(labels.values()) + 1)))
 
 
-def require_classes(
+def require_fitting_classes(
     path: str,
     source: Source,
     held_out: Source | None,
@@ -201,13 +206,13 @@ def require_classes(
     without: str = "",
     own: bool = False,
 ) -> None:
-    """Raises ConfigError if the classes of the data do not suit a model that learns `number` labels. None means that
-    the model learns no labels, and nothing is checked.
+    """Raises ConfigError if the classes of the data do not fit a model that learns `number` labels; None: it learns
+    none, and all data fit.
 
-    The data must have `number` classes; if `number` is 1, data without classes suit, too. If `number` is above 1, the
-    held-out data must have classes.
-    path: names the data in messages. field, without: SystemConfig.num_labels_field and .without_labels. own: whether
-    the held-out samples come from the same data.
+    The data must have `number` classes, or none if `number` is 1. If it is above 1, the held-out data must have
+    classes, too.
+    path: the data's path, for messages. field, without: for messages, SystemConfig.num_labels_field and
+    .without_labels. own: the held-out samples come from the same data, so that a message may advise data.held_out.
     """
     classes = len(source.classes)
     if number is None or classes == number:
@@ -222,7 +227,7 @@ def require_classes(
         remedy = f", or write {without} for a model without labels" if without else ""
         raise ConfigError(
             f"data.path={path} has no classes, and the model learns {number}: put the images of each "
-            f"class into a folder of its own{_describe_prefixes(source)}, or name a list with a column "
+            f"class into a folder of its own{_suggest_prefix_labels(source)}, or name a list with a column "
             f"`label`, data.path=FILE.csv{remedy}"
         )
     if number is not None and number > 1 and held_out is not None and not held_out.classes:
@@ -230,6 +235,9 @@ def require_classes(
 
 
 def _explain_no_held_out_classes(path: str, source: Source, held_out: Source, own: bool) -> str:
+    """Returns the message for held-out data without classes beside training data with classes. own: the held-out
+    samples come from the same data.
+    """
     unseen = held_out.where.partition("=")[2]
     share = ", or write data.held_out=0.02, which holds out a share of what is trained on" if own else ""
     which = f"the held-out data, {unseen}," if own else "the held-out data"
@@ -239,9 +247,9 @@ def _explain_no_held_out_classes(path: str, source: Source, held_out: Source, ow
     )
 
 
-def _describe_prefixes(source: Source) -> str:
-    """Checks some sample names, evenly spaced. Returns a remark for a message if every name begins with a possible
-    class and several names share a class, as in cat_1.png, cat_2.png, dog_7.png, dog_8.png; else "".
+def _suggest_prefix_labels(source: Source) -> str:
+    """Returns advice, for a message, to take classes from file names (data.labels=prefix) if these look like cat_1.png,
+    cat_2.png, dog_7.png, dog_8.png; else "". Looks at some 2000 evenly spaced names.
     """
     names = [
         source.name_sample(index).rpartition("/")[2]

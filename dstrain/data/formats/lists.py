@@ -66,7 +66,7 @@ class TableList(Layout):
         if not _is_list_file(root, files, tuple(TABLES)):
             return False
         # A parquet file with the pictures themselves is no list, but another layout's.
-        return "path" in request.columns or not open_table(files, name, f"{request.key}={root}").has_files()
+        return "path" in request.columns or not open_table(files, name, f"{request.key}={root}").has_file_bytes()
 
     def list_pieces(self) -> list[str]:
         if self.request.captions_file is not None:
@@ -74,15 +74,15 @@ class TableList(Layout):
                 f"data.captions={self.request.captions_file}: {self.root} is a list, and its captions "
                 "stand in a column of it: write data.columns={caption: NAME}"
             )
-        table = self._open()
+        table = self._open_table()
         return [f"{table.name}:{group}" for group in range(table.count_groups())]
 
     def list_watched_files(self) -> list[str]:
-        return [self._open().name]
+        return [self._open_table().name]
 
     def iterate_samples(self, piece: str) -> Iterator[Sample]:
         group = piece.rpartition(":")[2]
-        table = self._open()
+        table = self._open_table()
         columns = self._choose_columns(table)
         label = columns["label"] if self.request.labels == "auto" else []
         self.labels_written = bool(label)
@@ -108,12 +108,12 @@ class TableList(Layout):
     def read(self, place: Place) -> Path:
         return self.files.fetch_local(place.name)
 
-    def _open(self) -> Table:
+    def _open_table(self) -> Table:
         return open_table(self.files, os.path.basename(self.root), f"{self.request.key}={self.root}")
 
     def _choose_columns(self, table: Table) -> dict[str, list[str]]:
-        """Returns the names of the columns that are read, by what they hold: "path", "label" and "caption"; [] if there
-        are none, and for "caption" if captions are not asked for.
+        """Returns the columns that are read, by what they hold: {"path": [...], "label": [...], "caption": [...]}. A
+        list is [] if there is no such column; that of captions also if the request asks for none.
 
         Raises ConfigError if no column holds paths, or if data.columns names a column that is not there.
         """
@@ -134,7 +134,7 @@ class TableList(Layout):
         return columns
 
     def _explain_missing_path_column(self, names: list[str]) -> str:
-        """Returns the remedy to print if no column of a table is known to hold file paths. names: its columns."""
+        """Returns the remedy, for a message, if none of the columns `names` of a table is known to hold paths."""
         if any(name.lower().endswith(self.request.suffixes) for name in names):
             return "this line is of a file: write a line with the names of the columns, as file_name,label, above it"
         if len(names) == 1 and (mark := next((mark for mark in ";\t|" if mark in names[0]), None)):
@@ -142,8 +142,9 @@ class TableList(Layout):
         return "name it, data.columns={path: NAME}"
 
     def _require_columns_of_first_row(self, row: dict[str, Any], columns: dict[str, list[str]], at: str) -> None:
-        """Raises ConfigError if the request asks for labels or captions, and this row has a column of them that
-        the first row of the table lacks.
+        """Raises ConfigError if the request asks for labels or captions, and a row has a column of them that the first
+        row of the table lacks. columns: the columns of the first row, from `_choose_columns`. at: names the row in the
+        message.
         """
         wanted = ["label"] * (self.request.labels == "auto") + ["caption"] * self.request.captions
         for kind in wanted:
@@ -151,10 +152,10 @@ class TableList(Layout):
                 raise ConfigError(f"{at} has a {late[0]}, and the first has none: write one in each row, or in none")
 
     def _read_path(self, row: dict[str, Any], columns: Sequence[str], at: str) -> str:
-        """Returns the path of a row's file, without a leading "./".
+        """Returns the path of the file that a row names, without a leading "./". columns: the one column that holds it.
 
-        Raises ConfigError if there is none, if it is an address, or if it leads out of the folder of a list that is at
-        an address.
+        Raises ConfigError if there is none, or if it is an address; for a list at an address, also if the path leads
+        out of the list's folder.
         """
         path = row.get(columns[0])
         if not isinstance(path, str) or not path.strip() or "\0" in path:
@@ -173,22 +174,23 @@ class TableList(Layout):
         return path.removeprefix("./")
 
     def _read_label(self, label: Any, at: str) -> int | str:
+        """Returns the label that a cell means. Raises ConfigError if the cell is empty or holds no class."""
         label = self.names.read_label(label, at)
         if label is None:
             raise ConfigError(f"{at}: no label: write one in each row, or data.labels=none for no labels at all")
         return label
 
     def _find_label_without_column(self, path: str, at: str) -> str | int | None:
-        """Returns the label of a row, for tables without a column of labels: with data.labels=prefix the class that the
-        file's name begins with, else None.
+        """Returns the label of a file if the table has no column of labels: with data.labels=prefix the class with
+        which the file's name begins, else None.
         """
-        return self.names.read_prefix(path, at) if self.request.labels == "prefix" else None
+        return self.names.read_label_from_name(path, at) if self.request.labels == "prefix" else None
 
     def _find_base_folder(self, table: Table, columns: dict[str, list[str]]) -> str:
-        """Returns the first of the folders `bases` that holds one of the first 20 files: "", or a relative path with a
-        slash at the end.
+        """Returns the folder to which the paths in the table are relative: the first of `bases` in which one of its
+        first 20 files exists. This is "" (the table's own folder), or a relative path that ends in a slash.
 
-        Raises ConfigError if none of these files is there, or if they are videos and images are asked for.
+        Raises ConfigError if none of these files exists, or if they are videos and images are asked for.
         """
         rows = islice(table.iterate_rows(columns["path"]), _LOOKED)
         paths = [self._read_path(row, columns["path"], f"{table.where}, {table.noun} {line}") for line, row in rows]
@@ -237,8 +239,8 @@ class Metadata(TableList):
         yield from super().iterate_samples(piece)
 
     def _record_files_without_row(self) -> None:
-        """Counts as left out the files that have no row in the table, and files of types that are not read."""
-        table, named, others = self._open(), Names(), Counter()
+        """Counts as left out the images that have no row in the table, and the files of types that are not read."""
+        table, named, others = self._open_table(), Names(), Counter()
         columns = self._choose_columns(table)["path"]
         for group in range(table.count_groups()):
             for line, row in table.iterate_rows(columns, group):
@@ -249,7 +251,7 @@ class Metadata(TableList):
                 self.record_left_out(f"{self.request.noun} without a row in {table.name}", unnamed)
         self.record_unread_files(others)
 
-    def _open(self) -> Table:
+    def _open_table(self) -> Table:
         return _open_metadata_tables(self.root, self.files, self.request)[0]
 
 
@@ -300,7 +302,7 @@ class PathList(TableList):
         return match is not None and match[1].lower().endswith((*request.suffixes, ".avi", ".mp4"))
 
     def _read_class_index(self) -> ClassList:
-        """Returns the classes of classInd.txt in the order of their numbers; an empty list if there is no such file.
+        """Returns the classes of classInd.txt, which numbers them from 1; an empty list if there is no such file.
 
         Raises ConfigError if its lines are not 1 CLASS, 2 CLASS, and so on.
         """
@@ -316,7 +318,7 @@ class PathList(TableList):
             )
         return ClassList(tuple(row[1] for row in rows), where=where)
 
-    def _open(self) -> Table:
+    def _open_table(self) -> Table:
         return _Lines(self.files, os.path.basename(self.root), f"{self.request.key}={self.root}")
 
     def _read_label(self, label: Any, at: str) -> int | str:
@@ -353,8 +355,10 @@ class _Lines(Table):
 
 
 def refuse_inner_metadata(root: str, files: Files, request: Request, names: list[str]) -> None:
-    """Raises ConfigError if a folder below the root holds a metadata table or a dataset.json with labels or captions
-    that are asked for, since such files are read in the root alone. names: the relative paths of these files.
+    """Raises ConfigError if a subfolder has a metadata table or a dataset.json with labels or captions that the request
+    asks for, since such files are read only in the root.
+
+    names: the relative paths of all files in the data with such names.
     """
     for folder in sorted({os.path.dirname(name) for name in names} - {""}):
         tables = _open_metadata_tables(root, files, request, folder) if request.captions_file is None else []
@@ -370,13 +374,17 @@ def refuse_inner_metadata(root: str, files: Files, request: Request, names: list
 
 
 def _list_wanted_fields(table: Table, request: Request) -> list[str]:
-    """Returns what is asked for and what a table has a column for: "labels", "captions", both or neither."""
+    """Returns ["labels"], ["captions"], both or []: those that the request asks for and for which the table has a
+    column.
+    """
     wanted = ["label"] * (request.labels == "auto") + ["caption"] * request.captions
     return [f"{kind}s" for kind in wanted if _find_columns(kind, table, request)]
 
 
 def _open_metadata_tables(root: str, files: Files, request: Request, folder: str = "") -> list[Table]:
-    """Returns the metadata tables in a folder that have a column file_name; [] if there are none."""
+    """Returns the tables in a folder that are called metadata.csv, .tsv, .jsonl or .parquet and have a column
+    file_name.
+    """
     tables = []
     for name in (os.path.join(folder, name) for name in METADATA):
         if file_exists(files, name):
@@ -387,8 +395,8 @@ def _open_metadata_tables(root: str, files: Files, request: Request, folder: str
 
 
 def _list_captions(value: Any, at: str) -> tuple[str, ...]:
-    """Returns the captions in a cell, see `list_captions`. Raises ConfigError if it is neither a text nor a list of
-    texts.
+    """Returns the captions in a cell, without empty ones. Raises ConfigError if the cell holds neither a text nor a
+    list of texts. at: names the cell's row in the message.
     """
     try:
         return list_captions(value)
@@ -403,11 +411,11 @@ def _is_list_file(root: str, files: Files, suffixes: tuple[str, ...]) -> bool:
 
 
 def _find_columns(kind: str, table: Table, request: Request, known: dict[str, tuple[str, ...]] = COLUMNS) -> list[str]:
-    """Returns the columns that hold a kind of content, such as "label": those that data.columns names, else the first
-    with a known name; [] if there is none.
+    """Returns the columns that hold `kind`, which is "path", "label" or "caption": those that data.columns names, else
+    the first with a known name; [] if there is none.
 
-    known: the names by which the columns of each kind are known. Raises ConfigError if a column that data.columns names
-    is not there.
+    known: by kind, the names by which its columns are known. Raises ConfigError if a column that data.columns names
+    does not exist.
     """
     columns, names = table.list_columns(), request.columns.get(kind)
     if names is None:

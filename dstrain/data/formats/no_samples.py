@@ -35,8 +35,10 @@ _REMEDIES = (  # suffixes of files that are no samples as they lie, and the reme
 _UNKNOWN = "docs/guides/data.md has all forms that are read, such as a folder of {noun}"
 
 
-def explain_no_samples(layout: Layout) -> ConfigError:
-    """Returns the error to raise for data without samples. It says what they hold instead, and the remedy."""
+def make_no_samples_error(layout: Layout) -> ConfigError:
+    """Returns the error to raise if no sample was found in the data. Its message says what they hold instead, and the
+    remedy.
+    """
     request = layout.request
     noun, where = request.noun, f"{request.key}={layout.root}"
     if uncaptioned := layout.left_out.get(UNCAPTIONED, 0):
@@ -69,8 +71,8 @@ def explain_no_samples(layout: Layout) -> ConfigError:
 
 
 def _suggest_latents_conversion(root: str, name: str, key: str) -> str:
-    """Returns how to convert the latents of other projects that a file `name` in the data belongs to: the command, or
-    where the docs list the latents that can be converted.
+    """Returns advice, for a message, on data that hold other projects' latents in the file `name`: the command that
+    converts them, or, if the latents are not recognised, the page of the docs that lists what can be converted.
     """
     place = Path(root)
     if "://" in root:

@@ -67,12 +67,12 @@ class Packed(NamedTuple):
 
 
 def name_shard(number: int) -> str:
-    """Returns the file name of the shard with this number, such as files_00002.safetensors."""
+    """Returns the file name of the shard with this number: files_00002.safetensors for 2."""
     return f"files_{number:05d}.safetensors"
 
 
 class ShardWriter:
-    """Writes one shard to an open file: call `add` for each sample, then `close`."""
+    """Writes one shard to an open file: call `add_sample` for each sample, then `close`."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file, self._size = file, 0
@@ -80,29 +80,29 @@ class ShardWriter:
         self._texts = {"names": bytearray(), "captions": bytearray()}
         file.write(bytes(_HEADER))
 
-    def add(self, name: str, content: bytes, label: int | None, captions: tuple[str, ...]) -> None:
-        """Writes the encoded bytes of a sample (none if it is unreadable); keeps its name, label and captions in memory
-        until `close`. Either all samples have a label, or none; the same holds for captions.
+    def add_sample(self, name: str, content: bytes, label: int | None, captions: tuple[str, ...]) -> None:
+        """Writes the encoded bytes of a sample to the file; b"" if the sample is unreadable. Keeps its name, label and
+        captions in memory until `close` writes them. Either all samples have a label or none has; the same holds for
+        captions.
         """
         self._file.write(content)
         self._size += len(content)
         self._numbers["ends"].append(self._size)
-        self._add_text("names", "name_ends", os.fsencode(name))
+        self._append_text("names", "name_ends", os.fsencode(name))
         if label is not None:
             self._numbers["label"].append(label)
         for caption in captions:
-            self._add_text("captions", "caption_ends", caption.encode("utf-8", "replace"))
+            self._append_text("captions", "caption_ends", caption.encode("utf-8", "replace"))
         if captions:
             self._numbers["captions_ends"].append(len(self._numbers["caption_ends"]))
 
-    def _add_text(self, blob: str, ends: str, text: bytes) -> None:
+    def _append_text(self, blob: str, ends: str, text: bytes) -> None:
+        """Appends a text to the column `blob`, and the byte at which it ends there to the column `ends`."""
         self._texts[blob] += text
         self._numbers[ends].append(len(self._texts[blob]))
 
     def close(self) -> None:
-        """Writes the columns and the header of the shard, which must have at least one sample. Does not close the open
-        file.
-        """
+        """Writes the columns and the header of the shard, which must have at least one sample. Leaves the file open."""
         padding = bytes(-self._size % 8)
         self._file.write(padding)
         columns = {name: values for name, values in self._numbers.items() if values}
@@ -128,11 +128,13 @@ class ShardWriter:
 
 
 def iterate_packed_samples(files: Files, name: str) -> Iterator[Packed]:
-    """Yields a description of each sample of a shard, without reading its bytes. Raises ConfigError if the shard is
-    damaged.
+    """Yields the place, name, label and captions of each sample of a shard, without reading the images or clips
+    themselves.
+
+    Raises ConfigError if the shard is damaged.
     """
     try:
-        columns = _read_columns(files, name)
+        columns = _read_shard_columns(files, name)
         ends = columns["ends"].tolist()
         names, labels, captions = columns["names"].tobytes(), columns.get("label"), columns.get("captions_ends")
         texts = columns["captions"].tobytes() if captions is not None else b""
@@ -153,11 +155,15 @@ def iterate_packed_samples(files: Files, name: str) -> Iterator[Packed]:
 
 
 def _decode_caption(texts: bytes, ends: np.ndarray, place: int) -> str:
+    """Returns caption number `place` of a shard. texts: all captions joined, in UTF-8. ends: the byte at which each
+    ends.
+    """
     return texts[int(ends[place - 1]) if place else 0 : int(ends[place])].decode("utf-8")
 
 
-def _read_columns(files: Files, name: str) -> dict[str, Any]:
-    """Returns the columns of a shard as arrays, by name; "bytes" is the number of bytes that its samples have together.
+def _read_shard_columns(files: Files, name: str) -> dict[str, Any]:
+    """Returns the columns of a shard by name, as arrays. But the entry "bytes" is a number: the bytes that all samples
+    of the shard take up together.
 
     Raises ValueError if the header gives a column an impossible place, or more than 2 GiB.
     """
@@ -184,9 +190,9 @@ def hash_file(path: Path) -> str:
 
 
 def read_pack_json(files: Files) -> dict[str, Any]:
-    """Returns the content of pack.json.
+    """Returns the parsed content of pack.json: the classes, and the size and hash of each shard.
 
-    Raises ConfigError if the file is not there yet, is damaged, or has the format of another version.
+    Raises ConfigError if the file does not exist yet, is damaged, or was written by a version with another format.
     """
     try:
         with files.open(INDEX) as file:
@@ -211,8 +217,8 @@ def read_pack_json(files: Files) -> dict[str, Any]:
 
 
 def find_packed_splits(path: str, files: Files) -> tuple[str, str] | None:
-    """Returns the paths of train/ and held_out/ in a folder, if both hold shards of `dstrain pack`; None for any other
-    data.
+    """Returns the paths of train/ and held_out/ in the folder `path` if both hold shards of `dstrain pack`; None for
+    other data.
     """
     top = peek_names(files)
     for name in (TRAIN, HELD_OUT):
@@ -235,9 +241,9 @@ class PackedFiles(Layout):
     def list_pieces(self) -> list[str]:
         """Returns the names of the shards.
 
-        Raises ConfigError if the data are not packed to the end, a shard is missing or has another size, or if images
-        are asked for and the shards hold clips, or clips and they hold images; also if the recipe gives labels in
-        another way, since the shards keep those with which they were packed.
+        Raises ConfigError if packing was interrupted, if a shard is missing or has another size, or if the shards hold
+        clips and images are asked for, or the reverse. Also if the recipe gives classes in another way
+        (data.labels=prefix or data.class_list), since shards keep the labels with which they were packed.
         """
         where = f"{self.request.key}={self.root}"
         try:

@@ -13,8 +13,8 @@ _SHARD = re.compile(r"(.*?)(\d+)-of-(\d+)(\D.*)")
 
 
 def find_missing_shards(names: Iterable[str]) -> dict[str, tuple[int, int]]:
-    """Returns, for each set of shards of which some are missing, its pattern, such as NAME-*-of-00005.parquet, with the
-    number of shards that are there and the number that should be there.
+    """Returns, for each set of shards that is incomplete, its pattern and two numbers of shards: how many are there,
+    and how many there should be. Example: {"x-*-of-00005.tar": (3, 5)}. Names without -of- are ignored.
     """
     numbers: dict[tuple[str, str, str], set[int]] = defaultdict(set)
     for match in filter(None, map(_SHARD.fullmatch, names)):
@@ -27,8 +27,8 @@ def find_missing_shards(names: Iterable[str]) -> dict[str, tuple[int, int]]:
 
 
 def _find_two_shard_sets(names: Iterable[str]) -> tuple[str, str] | None:
-    """Returns the patterns of two sets of shards whose names differ only in how many there are, as those of two
-    versions of the same data do. Returns None if there are no such sets.
+    """Returns the patterns of two sets of shards that differ only in their total, such as x-*-of-00005.tar and
+    x-*-of-00008.tar: they look like two versions of the same data. Returns None if there are none.
     """
     seen: dict[tuple[str, str], str] = {}
     for match in filter(None, map(_SHARD.fullmatch, names)):
@@ -39,10 +39,10 @@ def _find_two_shard_sets(names: Iterable[str]) -> tuple[str, str] | None:
 
 
 def check_missing_shards(layout: Layout, names: Iterable[str]) -> None:
-    """Counts missing shards as left out if the user has named files himself: one file, or a pattern.
+    """Raises ConfigError if the data are a folder and shards are missing from it, or if it holds two sets of shards of
+    one name. If the user has named files instead (one file, or a pattern), counts missing shards as left out.
 
-    Raises ConfigError instead if the data are a folder, and shards are missing or there are two sets of shards of one
-    name.
+    names: the files that are read.
     """
     names = list(names)
     root, gaps = layout.root, find_missing_shards(names)

@@ -21,7 +21,7 @@ from dstrain.data.files.storage import retry
 from dstrain.data.formats.base import UNCAPTIONED, Place, Request, Sample
 from dstrain.data.formats.folders import Folders
 from dstrain.data.formats.labels import LABELS
-from dstrain.data.formats.splits import refuse_splits
+from dstrain.data.formats.splits import refuse_split_folders
 from dstrain.data.source import BadSample, report_bad_sample
 from dstrain.disk import small
 from dstrain.disk.texts import LONGEST_TEXT, parse_sidecar
@@ -33,8 +33,8 @@ _UNREADABLE = ("",)  # an empty caption, with which the sample counts as bad
 
 
 def normalize_file_name(name: str) -> str:
-    """Returns a file name in the one spelling by which names are compared: its suffix in lower case, the rest in
-    Unicode's NFC. A Mac or a camera may spell the same name otherwise.
+    """Returns a file name in the spelling in which names are compared: in Unicode's NFC, and with its suffix in lower
+    case. Macs and cameras may spell the same name in other ways.
     """
     stem, suffix = os.path.splitext(name)
     return unicodedata.normalize("NFC", stem) + suffix.lower()
@@ -62,10 +62,10 @@ class Beside(Folders):
 
     def list_pieces(self) -> list[str]:
         with report_listing_errors(self.root, self.request.key):
-            refuse_splits(Path(self.root), self.request.key)
+            refuse_split_folders(Path(self.root), self.request.key)
         self.classes = self.class_list.classes
         if self.request.labels == "auto":
-            self._read_labels()
+            self._load_labels()
         return [""]
 
     def iterate_samples(self, piece: str) -> Iterator[Sample]:
@@ -76,6 +76,7 @@ class Beside(Folders):
         spelled = {key: name for name in texts if (key := normalize_file_name(name)) != name}
 
         def find_text(name: str) -> str | None:
+            """Returns the path of a text file as the disk spells it; None if there is no such file."""
             key = normalize_file_name(name)
             return next((text for text in (name, key) if text in texts), spelled.get(key))
 
@@ -92,10 +93,10 @@ class Beside(Folders):
                 yield Sample(Place(name), self.resolve_label(own, name), captions)
 
     def _read_captions(self, name: str, find_text: Callable[[str], str | None]) -> tuple[str, ...]:
-        """Returns the captions of an image from X.txt, else X.json; () if there are none, ("",) if they are empty or
-        unreadable.
+        """Returns the captions of the image `name` from X.txt, else from X.json. Returns () if it has none, and ("",)
+        if X.txt is empty or if the file that counts cannot be read: the sample is then unreadable.
 
-        find_text: returns the name of a text file as it is spelled on the disk, None if there is no such file.
+        find_text: given the path of a text file, returns it as the disk spells it; None if there is no such file.
         """
         stem = os.path.splitext(name)[0]
         for file in filter(None, (find_text(stem + suffix) for suffix in _TEXTS)):

@@ -47,8 +47,8 @@ _BESIDE = {"a", "b", "data", "images", "img", "imgs", "seg", "set"}  # words tha
 
 
 def find_split_in_path(path: str) -> str:
-    """Returns the split that a file belongs to, a value of SPLITS: by the first such word in its name, else by the
-    innermost folder with such a name; "" if there is none.
+    """Returns the split that a file's path names, a value of SPLITS such as "train" or "validation". The first such
+    word in the file's name decides, else the innermost folder with such a name. Returns "" if there is none.
     """
     *folders, name = _HELD_OUT.sub(r"\1out", path.lower()).split("/")
     words = re.split(r"[^a-z]+", name) + folders[::-1]
@@ -56,8 +56,8 @@ def find_split_in_path(path: str) -> str:
 
 
 def parse_split_value(value: Any) -> str:
-    """Returns the split that a cell names, for comparison with other cells: a number, "true", "false", or a value of
-    SPLITS; "" if it is none of these.
+    """Returns the split that a table cell names, in one spelling by which cells can be compared: "train" for
+    "Training", "1" for 1.0, "true" for True. Returns "" if it is none of a number, a truth value and a split's name.
     """
     text = str(value).strip().lower()
     if parse_whole_number(text) is not None:
@@ -72,10 +72,8 @@ def is_split_name(name: str) -> bool:
 
 
 def find_split_folders(folders: Iterable[str]) -> list[str]:
-    """Returns, sorted, the names of folders that are splits of the same data, such as train and val, or cats_train and
-    cats_test; [] if there are fewer than two.
-
-    folders: the names of all folders in one folder.
+    """Returns, sorted, those of the `folders` that are splits of the same data, such as train and val, or cats_train
+    and cats_test; [] if there are fewer than two. folders: the names of all folders in one folder.
     """
     by_rest: dict[tuple[str, ...], list[str]] = defaultdict(list)
     for name in sorted(name for name in folders if _extract_split_word(name)[0]):
@@ -88,9 +86,9 @@ def find_split_folders(folders: Iterable[str]) -> list[str]:
 
 
 def refuse_split_names(names: Iterable[str], where: str) -> None:
-    """Raises ConfigError if a folder in an archive holds folders of several splits.
+    """Raises ConfigError if an archive has splits of the data as folders side by side, such as a/train/ and a/test/.
 
-    names: the paths of the members. where: names the archive in the message.
+    names: the paths of the archive's members. where: names the archive in the message.
     """
     inner: dict[str, set[str]] = defaultdict(set)
     for folder in {name.rpartition("/")[0] for name in names}:
@@ -107,24 +105,25 @@ def refuse_split_names(names: Iterable[str], where: str) -> None:
             )
 
 
-def refuse_splits(root: Path, key: str) -> None:
-    """Raises ConfigError if folders in `root`, or in one of these, are several splits of the data; also if the only
-    folder in `root` has the name of a split.
+def refuse_split_folders(root: Path, key: str) -> None:
+    """Raises ConfigError if `root`, or a folder in it, holds several splits of the data as folders, such as train/ and
+    test/. Also if the only folder in `root` is called as a split. key: the recipe key that names `root`.
     """
     folders = list_class_folders(root)
     splits = find_split_folders(folders) or [name for name in folders if len(folders) == 1 and is_split_name(name)]
     if not splits:  # one train may be a class among others
-        _refuse_splits_within(root, folders, key)
+        _refuse_splits_in_classes(root, folders, key)
     elif not any(map(is_split_name, splits)) and len(splits) > 2:
         raise ConfigError(
             f"{key}={root}: {join_first(splits)} are splits of several classes: turn them round, as train/cat and "
             f"test/cat, and write {key}={root}/train"
         )
     else:
-        _refuse_splits_of(root, splits, key)
+        _raise_split_error(root, splits, key)
 
 
-def _refuse_splits_of(root: Path, splits: Sequence[str], key: str) -> None:
+def _raise_split_error(root: Path, splits: Sequence[str], key: str) -> None:
+    """Raises ConfigError, with a remedy, since the folders `splits` in `root` are splits and not classes."""
     train = next((name for name in splits if "train" in name.lower()), splits[0])
     others = sorted((name for name in splits if name != train), key=lambda name: "val" not in name.lower())
     unseen = f", and for evaluation data.held_out_path={root / others[0]}" if others and key == "data.path" else ""
@@ -133,13 +132,15 @@ def _refuse_splits_of(root: Path, splits: Sequence[str], key: str) -> None:
     )
 
 
-def _refuse_splits_within(root: Path, folders: Sequence[str], key: str) -> None:
-    """Raises ConfigError if one of the class folders holds several splits, since all of them would be trained on."""
+def _refuse_splits_in_classes(root: Path, folders: Sequence[str], key: str) -> None:
+    """Raises ConfigError if one of the class folders holds several splits, such as cat/train and cat/test, since all of
+    them would be trained on.
+    """
     for name in folders:
         inner = (entry.name for entry in os.scandir(root / name) if "." not in entry.name and is_folder(entry))
         splits = find_split_folders(inner)  # only these are sorted, since a class may hold a million files
         if splits and len(folders) == 1:
-            _refuse_splits_of(root / name, splits, key)
+            _raise_split_error(root / name, splits, key)
         if splits:
             raise ConfigError(
                 f"{key}={root}: the folder {name} holds the splits {' and '.join(splits)}, and all of "
@@ -148,8 +149,8 @@ def _refuse_splits_within(root: Path, folders: Sequence[str], key: str) -> None:
 
 
 def _extract_split_word(name: str) -> tuple[str, tuple[str, ...]]:
-    """Returns the split that the first such word of a folder's name means, and its other words and numbers: ("test",
-    ("seg",)) for "seg_test". The split is "" if no word means one.
+    """Returns the split that a folder's name contains, and the other words and numbers of the name: ("test", ("seg",))
+    for "seg_test". The split is "" if no word means one.
     """
     parts = re.sub(r"(?<=[a-z])([A-Z])", r" \1", name).lower()
     words = re.findall(r"[a-z]+|[0-9]+", _HELD_OUT.sub(r"\1out", parts))
@@ -160,5 +161,5 @@ def _extract_split_word(name: str) -> tuple[str, tuple[str, ...]]:
 
 
 def _find_split_of_word(word: str) -> str:
-    """Returns the split that a word such as "train" or "trainset" means; "" if it means none."""
+    """Returns the split that a word means: "train" for "train", "training" or "trainset"; "" if it means none."""
     return next(filter(None, (SPLITS.get(word.removesuffix(end)) for end in _ENDS)), "")

@@ -56,19 +56,21 @@ class Tars(Layout):
 
     @classmethod
     def recognises(cls, root: str, files: Files, request: Request) -> bool:
-        if _names_several_files(root):
-            return _is_tar(root)
-        return any(_is_tar(name) for name, inner in peek_names(files) if not inner)
+        if _has_several_paths(root):
+            return _has_tar_suffix(root)
+        return any(_has_tar_suffix(name) for name, inner in peek_names(files) if not inner)
 
     def list_pieces(self) -> list[str]:
         """Returns the names of the .tar files.
 
-        Raises ConfigError if one is compressed, since its members cannot be read by their offsets, and the unpacked one
-        is not there; or if a folder holds tar files of several splits.
+        Raises ConfigError if a tar is compressed and not there unpacked, too, since members of a compressed tar cannot
+        be read by offset; or if a folder holds tars of several splits.
         """
-        several = _names_several_files(self.root)
+        several = _has_several_paths(self.root)
         top = (name for name, inner in self.files.list_names() if not inner)
-        names = [name for name in (iterate_files_by_suffix(self.files, *_ENDS) if several else top) if _is_tar(name)]
+        names = [
+            name for name in (iterate_files_by_suffix(self.files, *_ENDS) if several else top) if _has_tar_suffix(name)
+        ]
         for name in names:
             packed = next((end for end in _UNPACK if name.lower().endswith(end)), None)
             if packed and (name[: -len(packed)] + ".tar") not in names:
@@ -79,12 +81,14 @@ class Tars(Layout):
         self.classes = self.class_list.classes
         shards = [name for name in names if name.lower().endswith(".tar")]
         if not (several or self.files.pattern):
-            self._refuse_splits(shards)
+            self._refuse_several_splits(shards)
         self._first = shards[0]
         return shards
 
-    def _refuse_splits(self, shards: list[str]) -> None:
-        """Raises ConfigError if the names of the shards say several splits, since all of them would be trained on."""
+    def _refuse_several_splits(self, shards: list[str]) -> None:
+        """Raises ConfigError if the names of the shards name different splits, such as train-0.tar and test-0.tar,
+        since all of them would be trained on.
+        """
         firsts: dict[str, str] = {}
         for name in shards:
             firsts.setdefault(find_split_in_path(name), name)
@@ -100,12 +104,12 @@ class Tars(Layout):
 
     def iterate_samples(self, piece: str) -> Iterator[Sample]:
         if piece == self._first:
-            self.record_unread_files_beside()
+            self.record_unread_files_beside_shards()
             check_missing_shards(self, self.list_pieces())
         members = self._group_members(piece)
         folders = {f"{key.rpartition('/')[0]}/" for key in members}
         refuse_split_names(folders, f"{self.request.key}={self.root}: {piece}")
-        if not (self.files.pattern or _names_several_files(self.root)):  # Else their user has chosen them.
+        if not (self.files.pattern or _has_several_paths(self.root)):  # Else their user has chosen them.
             self._named |= {folder for folder in folders if is_split_name(folder.split("/")[-2])}
             refuse_split_names(self._named, f"{self.request.key}={self.root}")
         labelled = any(_find_label(sample) is not None for sample in members.values())
@@ -151,11 +155,13 @@ class Tars(Layout):
         return self.files.read_span(place.name[:end], place.offset, place.size)
 
     def _group_members(self, piece: str) -> dict[str, dict[str, Any]]:
-        """Returns, for each key in a shard, what its members say: "place" is the (offset, size) of the sample, "txt"
-        and "captions" its captions, "cls" and "label" its label. "dotted", "damaged" and "other" name members that are
-        not read.
+        """Returns, by key, what the members of a shard say of each sample. Members of one sample have one key: 0001 for
+        0001.jpg and 0001.txt.
 
-        Counts other members as left out. Raises ConfigError if the shard is no tar file, or is damaged.
+        The entries: "place", the (offset, size) of the image or clip in bytes; "txt" and "captions", its captions;
+        "cls" and "label", its label; "dotted", "damaged" and "other", names of members that are not read. Counts
+        further members as left out.
+        Raises ConfigError if the shard is no tar file, or is damaged.
         """
         members: dict[str, dict[str, Any]] = {}
         others, suffixes = Counter(), self.request.suffixes
@@ -175,7 +181,7 @@ class Tars(Layout):
                         continue
                     sample = members.setdefault(f"{folder}/{stem}" if folder else stem, {})
                     if f".{suffix}" in suffixes:
-                        self._add_place(sample, f".{suffix}", member)
+                        self._add_sample_place(sample, f".{suffix}", member)
                     elif suffix in _TEXTS:
                         self._add_text(sample, suffix, file, member)
                     elif f".{suffix.rpartition('.')[2]}" in suffixes:
@@ -193,11 +199,11 @@ class Tars(Layout):
         self.record_unread_files(others)
         return members
 
-    def _add_place(self, sample: dict[str, Any], suffix: str, member: tarfile.TarInfo) -> None:
-        """Puts the (offset, size) of an image or a clip into `sample`, the entries of its key.
+    def _add_sample_place(self, sample: dict[str, Any], suffix: str, member: tarfile.TarInfo) -> None:
+        """Stores the (offset, size) of an image or a clip in `sample`, the entries of its key.
 
-        The first image of a key counts, and others are counted as left out. Of clips, a video counts before a picture,
-        which may be its thumbnail. Raises TarError if the key has two members with this suffix.
+        Of several images of a key the first counts, and the others are counted as left out. Of clips, a video counts
+        before a picture, which may be its thumbnail. Raises TarError if the key has two members with this suffix.
         """
         if suffix in sample.get("suffixes", ()):
             raise tarfile.TarError(f"it has two members {member.name}")
@@ -210,8 +216,9 @@ class Tars(Layout):
             self.record_left_out(f"further {self.request.noun} of a key")
 
     def _add_text(self, sample: dict[str, Any], kind: str, file: BinaryIO, member: tarfile.TarInfo) -> None:
-        """Puts what a .txt, .cls or .json says into `sample`, the entries of its key, if captions or labels are asked
-        for. An unreadable caption becomes an empty one; another unreadable text is named under "damaged".
+        """Stores what a .txt, .cls or .json member says in `sample`, the entries of its key, if captions or labels are
+        asked for. An unreadable caption becomes an empty one; if another text is unreadable, its name becomes the entry
+        "damaged".
 
         kind: the suffix without its dot. Raises TarError if the key has two such members, or a JSON object has a key
         twice.
@@ -257,15 +264,17 @@ class _Headers:
         self.seek, self.tell, self._file, self.mode, self.name = file.seek, file.tell, file, "rb", None
 
     def read(self, size: int) -> bytes:
+        """Returns at most `size` bytes of the file. Raises ReadError if `size` is above 1 MiB."""
         if not 0 <= size <= _MOST_HEADER:
             raise tarfile.ReadError(f"a header says that it has {size:,} bytes")
         return self._file.read(size)
 
 
 def _iterate_headers(file: BinaryIO) -> Iterator[tarfile.TarInfo]:
-    """Yields the headers of all members of a tar file, or of several that were joined by `cat`.
+    """Yields the header of each member of a tar file, also of several tar files that were joined by `cat`.
 
-    Raises TarError if a header is damaged or leads backwards, or if no block of zeros ends the file.
+    Raises TarError if a header is damaged, if headers are out of order, or if the file does not end in a block of
+    zeros.
     """
     start: int | None = 0
     last = -1
@@ -281,12 +290,12 @@ def _iterate_headers(file: BinaryIO) -> Iterator[tarfile.TarInfo]:
             file.seek(archive.offset)
         if file.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):  # which tarfile takes for an end
             raise tarfile.ReadError("it is cut off: no block of zeros ends it")
-        start = _find_next_block(file)
+        start = _find_next_nonzero_block(file)
 
 
-def _find_next_block(file: BinaryIO) -> int | None:
-    """Returns the offset in bytes of the next 512-byte block with anything but zeros, at or behind the place where the
-    file stands; None if there is none.
+def _find_next_nonzero_block(file: BinaryIO) -> int | None:
+    """Returns the offset in bytes of the next 512-byte block that is not all zeros, from the file's current position
+    on; None if there is none.
     """
     while content := file.read(_MOST_HEADER):
         if rest := content.lstrip(b"\0"):
@@ -294,17 +303,20 @@ def _find_next_block(file: BinaryIO) -> int | None:
     return None
 
 
-def _names_several_files(root: str) -> bool:
-    """Returns whether `root` names the files one by one: by a pattern with braces, or as several addresses with spaces
-    between them.
+def _has_several_paths(root: str) -> bool:
+    """Returns whether data.path stands for several files: as a pattern with braces, or as addresses with spaces between
+    them.
     """
     return "{" in root or ("://" in root and " " in root)
 
 
-def _is_tar(name: str) -> bool:
+def _has_tar_suffix(name: str) -> bool:
+    """Returns whether a name ends in .tar, or as a compressed tar does, such as .tgz."""
     return name.lower().endswith(_ENDS)
 
 
 def _find_label(sample: dict[str, Any]) -> Any:
-    """Returns the label that a sample's .cls says, or if it has no .cls its .json; None if neither says one."""
+    """Returns the label of a sample: what its .cls says, or without a .cls its .json; None if there is none. sample:
+    its entries, as `Tars._group_members` returns them.
+    """
     return sample.get("cls", sample.get("label"))

@@ -50,8 +50,8 @@ _ENTRIES = 100  # so many entries of a folder are looked at to recognise val/
 
 
 def refuse_unconverted_data(root: str, files: Files, request: Request, forms: Iterable[tuple[str, str]]) -> None:
-    """Raises ConfigError if the data must be converted first, or if they are ImageNet's validation images in one
-    folder, which must be listed first. The message has the command for it.
+    """Raises ConfigError, with the command to run, if `dstrain convert` must convert the data before they can be read,
+    or must list them, as it does for ImageNet's validation images in one folder.
 
     forms: (what it is called, its folder or file below `root`) of each form of data that was found.
     """
@@ -60,21 +60,26 @@ def refuse_unconverted_data(root: str, files: Files, request: Request, forms: It
             path = root if os.path.isfile(root) else "/".join(filter(None, (root.rstrip("/"), place)))
             if os.path.isfile(root) and kind.startswith("cifar"):
                 path = os.path.dirname(root)
-            raise _make_refusal(root, noun, kind, path, request.key, files.far)
-    if is_npz(files):
-        raise _make_refusal(root, "the arrays of an .npz", "npz", root, request.key, files.far)
-    if request.labels == "auto" and not request.captions and find_validation_labels(root, files):
+            raise _make_conversion_error(root, noun, kind, path, request.key, files.far)
+    if is_single_npz(files):
+        raise _make_conversion_error(root, "the arrays of an .npz", "npz", root, request.key, files.far)
+    if request.labels == "auto" and not request.captions and find_validation_labels_file(root, files):
         _refuse_flat_validation(root, request)
 
 
-def _make_refusal(root: str, noun: str, kind: str, path: str, key: str, far: bool) -> ConfigError:
+def _make_conversion_error(root: str, noun: str, kind: str, path: str, key: str, far: bool) -> ConfigError:
+    """Returns the error for data that must be converted first. noun: what they are called. See
+    `describe_conversion`.
+    """
     return ConfigError(f"{key}={root} holds {noun}: {describe_conversion(kind, path, key, far)}")
 
 
 def describe_conversion(kind: str, path: str, key: str, far: bool = False) -> str:
-    """Returns the remedy: the command that converts the data at a path, and the entry for the recipe afterwards.
+    """Returns the remedy for a message: the command that converts the data at a path, and what to write in the recipe
+    then.
 
-    kind: a kind of `dstrain convert`. key: the recipe key that names the data. far: whether they are at an address.
+    kind: the kind of data, as `dstrain convert` calls it. key: the recipe key that names the data. far: the data are at
+    an address, and must be copied first.
     """
     name = os.path.basename(path.rstrip("/").removesuffix("/raw")) or "data"
     out = f"{kind if kind.startswith('cifar') else os.path.splitext(name)[0]}-shards"
@@ -84,6 +89,7 @@ def describe_conversion(kind: str, path: str, key: str, far: bool = False) -> st
 
 
 def _refuse_flat_validation(root: str, request: Request) -> None:
+    """Raises ConfigError for ImageNet's validation images without class folders, with the command that lists them."""
     table = f"{root.rstrip('/')}.csv"
     remedy = f"then give {request.key}={table}"
     if os.path.isdir(Path(root).resolve().parent / "train"):
@@ -94,20 +100,20 @@ def _refuse_flat_validation(root: str, request: Request) -> None:
     )
 
 
-def is_npz(files: Files) -> bool:
+def is_single_npz(files: Files) -> bool:
     """Returns whether the data are a single file whose name ends in .npz."""
     names = peek_names(files)
     return len(names) == 1 and names[0][0].lower().endswith(".npz") and not names[0][1]
 
 
-def find_validation_labels(root: str, files: Files | None = None) -> Path | None:
-    """Returns the file with the labels of ImageNet's validation images that is nearest to `root`: in it, or in one of
-    the five folders above.
+def find_validation_labels_file(root: str, files: Files | None = None) -> Path | None:
+    """Returns the file with the labels of ImageNet's validation images, in their folder `root` or in one of the five
+    folders above it; the nearest one.
 
-    Returns None if there is no such file, if `root` does not hold these images without class folders, or if `files` are
-    not on a disk of this machine.
+    Returns None if there is none, if `root` does not hold these images without class folders, or if `files` are not on
+    this machine.
     """
-    if (files is not None and not isinstance(files, LocalFiles)) or not is_flat_validation(root):
+    if (files is not None and not isinstance(files, LocalFiles)) or not is_flat_validation_folder(root):
         return None
     path = Path(root).resolve()
     for place in [path, *path.parents[:_FOLDERS_ABOVE]]:
@@ -117,9 +123,9 @@ def find_validation_labels(root: str, files: Files | None = None) -> Path | None
     return None
 
 
-def is_flat_validation(root: str | Path) -> bool:
-    """Returns whether one of the first 100 entries of a folder has the name of an ImageNet validation image; False if
-    the folder cannot be listed.
+def is_flat_validation_folder(root: str | Path) -> bool:
+    """Returns whether a folder holds ImageNet's validation images without class folders: one of its first 100 entries
+    has a name such as ILSVRC2012_val_00000001.JPEG. Returns False if the folder cannot be listed.
     """
     try:
         with os.scandir(root) as entries:
@@ -138,7 +144,9 @@ def has_latents(folder: Path) -> bool:
 
 
 def find_fast_dit_folders(folder: Path) -> tuple[Path, Path] | None:
-    """Returns the first pair of folders NAME_features and NAME_labels, as fast-DiT writes them, or None."""
+    """Returns the first pair of folders NAME_features and NAME_labels in a folder, as fast-DiT writes latents; None if
+    there is none.
+    """
     for features in sorted(folder.glob("[!.]*features")):
         labels = features.with_name(f"{features.name.removesuffix('features')}labels")
         if features.is_dir() and labels.is_dir():

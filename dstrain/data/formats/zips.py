@@ -43,7 +43,7 @@ class Zips(Layout):
         return [self.name]
 
     def iterate_samples(self, piece: str) -> Iterator[Sample]:
-        """Yields the members that are samples.
+        """Yields the samples of the zip file, in the order in which the unpacked folder would have them.
 
         Raises ConfigError if the file is no zip file or a damaged one, if a member is encrypted or compressed by an
         unknown method, if images lie beside class folders, or if dataset.json lacks a label.
@@ -60,7 +60,7 @@ class Zips(Layout):
         if labels is None or self.request.labels != "auto":
             refuse_split_names(names, f"{self.request.key}={self.root}")
         if labels is None and self.request.labels == "auto":
-            by_name = self._choose_class_rule(names)
+            by_name = self._make_class_rule(names)
             order = sorted(range(len(names)), key=lambda place: names[place].replace("/", "\0", 1))
         else:
             labels = labels or {}
@@ -89,8 +89,8 @@ class Zips(Layout):
         return read_member(self.files, self.name, place.offset, place.size, MAX_BYTES)
 
     def _list_members_and_labels(self, piece: str) -> tuple[Members, dict[str, int] | None, str]:
-        """Returns the members that are samples, the labels of dataset.json by name (None if there is no such file), and
-        the folder that holds all of them: "", or its path with a slash at the end.
+        """Returns three things: the members that are samples; {name: label} from dataset.json, None without it; and the
+        folder that holds all samples, "" or a path that ends in a slash.
 
         Counts other members as left out. Raises ConfigError if a sample is encrypted or compressed by an unknown
         method, or if the dataset.json cannot be read.
@@ -160,9 +160,9 @@ class Zips(Layout):
                     raise ConfigError(f"its {LABELS} cannot be read ({error})") from None
         return members, labels, top
 
-    def _choose_class_rule(self, names: list[str]) -> Any:
-        """Returns a function that gives the class of a name: its first folder. It gives None if no name has a folder.
-        Sets `classes` to these folders.
+    def _make_class_rule(self, names: list[str]) -> Any:
+        """Returns a function from a sample's name to its class, which is its first folder, and sets `classes` to these
+        folders. If no name has a folder, the function returns None for each.
 
         Raises ConfigError if some names have a folder, and others have none.
         """
@@ -182,14 +182,14 @@ class Zips(Layout):
 
 
 def _find_common_folder(one: str, other: str) -> str:
-    """Returns the innermost folder that contains two folders. Each ends in a slash, except the root, which is ""."""
+    """Returns the innermost folder that contains both folders. Each ends in a slash, except the root, which is ""."""
     common = os.path.commonpath([one, other])
     return f"{common}/" if common else ""
 
 
 def _list_folder_and_parents(folder: str) -> Iterator[str]:
-    """Yields all folders that contain a folder, from the root "" inwards, and last the folder itself. Each ends in a
-    slash.
+    """Yields the folders that contain a folder, from the root inwards, and last the folder itself. Each ends in a
+    slash, except the root, which is "".
     """
     words = folder.split("/")[:-1]
     return ("".join(f"{word}/" for word in words[:count]) for count in range(len(words) + 1))

@@ -246,7 +246,7 @@ def _list_in_memory(layout: Layout) -> Index | None:
             columns.add(sample, layout)
             if columns.number > _SMALL:
                 return None
-    layout.check_after_listing()
+    layout.require_consistent_listing()
     return columns.make_index(layout)
 
 
@@ -273,7 +273,7 @@ def _list_on_disk(layout: Layout, folder: Path) -> Index:
         lines.append_lines(journal, json.dumps(plan) + "\n")
         columns, done = Columns(building, classes=layout.classes), 0
     _add_pieces(layout, columns, pieces, done, journal)
-    layout.check_after_listing()
+    layout.require_consistent_listing()
     more = [name for name in _choose_watched_names(layout) if name not in set(watch_list)]  # folders met while listing
     get_phases().enter_phase(f"writing the index of {layout.root}")
     columns.make_index(layout)

@@ -13,7 +13,7 @@ import numpy as np
 
 from dstrain.data.files.listing import join_first
 from dstrain.data.formats.base import Layout, Sample
-from dstrain.data.formats.no_samples import explain_no_samples
+from dstrain.data.formats.no_samples import make_no_samples_error
 from dstrain.data.index.index import CHUNK, COLUMNS, HEADER, VERSION, Index, hash_columns, hash_name
 from dstrain.data.index.verified import write_checksums_beside
 from dstrain.disk import atomic, sealed
@@ -162,7 +162,7 @@ class Columns:
         if folder is not None:
             self.write()
         if not self.number:
-            raise explain_no_samples(layout)
+            raise make_no_samples_error(layout)
         kind, _ = self.kinds
         columns = {}
         for name, buffer in self.buffers.items():

@@ -105,7 +105,7 @@ class Indexed(Source):
 
     def describe(self) -> str:
         remarks = filter(
-            None, (super().describe(), _describe_alike_classes(self.classes), self.layout.describe_advice())
+            None, (super().describe(), _describe_alike_classes(self.classes), self.layout.compose_advice())
         )
         return "; ".join(remarks)
 

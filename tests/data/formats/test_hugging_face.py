@@ -146,7 +146,7 @@ def test_images_that_are_stored_as_they_are_are_read_by_their_bytes(tmp_path, pl
                 file = (root / sample.place.name.rpartition("/")[0]).read_bytes()
                 assert file[sample.place.offset : sample.place.offset + sample.place.size] == image["bytes"]
         assert (
-            layout.describe_advice() == "files of other splits are not among them, test 1"
+            layout.compose_advice() == "files of other splits are not among them, test 1"
         )  # row groups are small here
 
 

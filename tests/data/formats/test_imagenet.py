@@ -16,7 +16,7 @@ from torchvision.datasets import imagenet as original
 from dstrain.commands.convert import ConvertOptions, convert_data
 from dstrain.data.decode.pixels import SUFFIXES
 from dstrain.data.formats.base import UNCAPTIONED, Request
-from dstrain.data.formats.imagenet import read_titles
+from dstrain.data.formats.imagenet import read_class_titles
 from dstrain.data.open import describe_data, open_sources
 from dstrain.data.source import BadSample, Source
 from dstrain.data.sources.images import open_images
@@ -214,7 +214,7 @@ def test_a_list_of_classes(tmp_path, text):
         assert source.name_sample(index) == plain.name_sample(index) and torch.equal(item["image"], other["image"])
         assert order[item["label"]] == plain.classes[other["label"]]
     named = ("great white", "a, b", "c", "d e") if "great" in text else order
-    assert read_titles(str(root / "train"), str(tmp_path / "order"), source.classes) == named
+    assert read_class_titles(str(root / "train"), str(tmp_path / "order"), source.classes) == named
     flat(root / "train" / "n00000001")
     for changes, message in (
         ({}, "class folders n00000001 are not among the 4 of data.class_list="),
@@ -233,8 +233,8 @@ def test_titles_from_the_kit(tmp_path):
     """Oracle: LOC_synset_mapping.txt above the data; names of classes where no such file names all of them."""
     root = imagenet(tmp_path / "d" / "ILSVRC/Data/CLS-LOC", True)
     (tmp_path / "d" / "LOC_synset_mapping.txt").write_text("".join(f"{n} {w}\n" for n, w in zip(SYNSETS, WORDS)))
-    assert read_titles(str(root), None, SYNSETS[::-1]) == WORDS[::-1]
-    assert read_titles(str(root), None, ("cat", "dog")) == ("cat", "dog")
+    assert read_class_titles(str(root), None, SYNSETS[::-1]) == WORDS[::-1]
+    assert read_class_titles(str(root), None, ("cat", "dog")) == ("cat", "dog")
 
 
 def test_classes_in_names(tmp_path):

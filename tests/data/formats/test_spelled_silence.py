@@ -13,7 +13,7 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
-from dstrain.data.formats.clips import _have_texts_beside
+from dstrain.data.formats.clips import _have_caption_files
 from dstrain.recipe import ConfigError, choose_write_remedy, load_recipe
 from tests.data.formats import test_silence
 from tests.data.formats.test_more_silence import put_form
@@ -200,7 +200,7 @@ def test_texts_beside_clips_in_another_spelling(tmp_path):
     for name in ("0.mp4", "1.mp4", "0.txt", "1.TXT"):
         (tmp_path / name).write_text("t")
     with pytest.raises(ConfigError, match=r"the text beside 1.mp4 is called '1.TXT': rename it '1.txt'"):
-        _have_texts_beside(str(tmp_path), ["0.mp4", "1.mp4"])
+        _have_caption_files(str(tmp_path), ["0.mp4", "1.mp4"])
 
 
 @case("10=t; 1 without a caption are left out")
