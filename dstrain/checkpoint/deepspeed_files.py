@@ -47,17 +47,18 @@ class Checkpoint(NamedTuple):
 
 
 def find_tag_folder(path: Path, tag: str | None = None) -> Path | None:
-    """Returns the folder of a DeepSpeed checkpoint in `path`: the subfolder `tag`; or, if `tag` is None, `path` itself
-    if it is one, else the subfolder that the file `latest` names, else the only one. Returns None if `path` is no
-    folder or holds no checkpoint.
+    """Returns the folder of one saved state in a DeepSpeed checkpoint folder `path`; None if `path` is no folder or
+    holds no checkpoint.
 
-    Raises ConfigError if there is no checkpoint of the tag, or there are several to choose from.
+    It is the subfolder `tag`. If `tag` is None, it is `path` itself if that holds the files, else the subfolder that
+    the file `latest` names, else the only one. Raises ConfigError if there is none of this tag, or if there are several
+    to choose from.
     """
     if not path.is_dir():
         return None
-    if tag is None and _is_tag(path):
+    if tag is None and _is_checkpoint_folder(path):
         return path
-    tags = sorted(child.name for child in path.iterdir() if child.is_dir() and _is_tag(child))
+    tags = sorted(child.name for child in path.iterdir() if child.is_dir() and _is_checkpoint_folder(child))
     if not tags:
         return None
     source = "--tag"
@@ -72,14 +73,19 @@ def find_tag_folder(path: Path, tag: str | None = None) -> Path | None:
 
 
 def read_checkpoint(folder: Path, trusted: bool, dtype: str) -> Checkpoint:
-    """Returns the weights of a checkpoint in `folder`, the folder of one tag, to be written as `dtype`. Buffers keep
-    their dtype, but those of 16 bits become float32. Reads the pickles, but not yet the values of tensors.
+    """Returns the full weights in `folder`, the tag folder of a DeepSpeed checkpoint, to be written as `dtype`. Buffers
+    keep their dtype, but those of 16 bits become float32. Reads the pickles, but not yet the values of tensors.
 
-    Raises ConfigError if files are missing or damaged, the checkpoint is of a kind that cannot be merged, or its
-    pickles name other classes than those of tensors and plain values and `trusted` is False.
+    Raises ConfigError if files are missing or damaged, or if the checkpoint is of a kind that cannot be merged, such as
+    a pipeline-parallel one. Raises it also if the pickles name classes other than those of tensors and plain values,
+    unless `trusted`.
     """
     optimizers, models = _find_files_by_rank(folder)
-    masters = {path.parent.name: path for path in sorted(folder.glob("zero/*/fp32.pt"))} if is_universal(folder) else {}
+    masters = (
+        {path.parent.name: path for path in sorted(folder.glob("zero/*/fp32.pt"))}
+        if is_universal_checkpoint(folder)
+        else {}
+    )
     paths = (*models.values(), *optimizers.values(), *masters.values())
     contents = {path: torch_files.load_torch_file(path) for path in paths}
     asked = sorted(set().union(*(content.asked for content in contents.values())))
@@ -102,7 +108,7 @@ def read_checkpoint(folder: Path, trusted: bool, dtype: str) -> Checkpoint:
         states = {rank: values[path]["optimizer_state_dict"] for rank, path in optimizers.items()}
         if states:
             _require_all_rank_files(folder, optimizers, models, states)
-        known = {name: values[path] for name, path in masters.items()} if is_universal(folder) else None
+        known = {name: values[path] for name, path in masters.items()} if is_universal_checkpoint(folder) else None
         by_rank = {rank: values[path] for rank, path in models.items()}
         merged = _merge_weights(folder, by_rank, states, known, dtype)
     except (KeyError, TypeError, AttributeError, IndexError) as error:
@@ -118,32 +124,33 @@ def read_checkpoint(folder: Path, trusted: bool, dtype: str) -> Checkpoint:
     return merged
 
 
-def list_files(folder: Path) -> list[str]:
-    """Returns the sorted names of DeepSpeed's model and optimizer files directly in a folder."""
+def list_deepspeed_files(folder: Path) -> list[str]:
+    """Returns the sorted names of the files *model_states.pt and *optim_states.pt directly in a folder."""
     return sorted(path.name for path in folder.iterdir() if path.name.endswith(("model_states.pt", "optim_states.pt")))
 
 
-def is_universal(folder: Path) -> bool:
-    """Returns whether DeepSpeed's ds_to_universal has written a folder: it has zero/ and no optimizer files. True also
-    if some of its files are missing.
+def is_universal_checkpoint(folder: Path) -> bool:
+    """Returns whether a folder is a universal checkpoint of DeepSpeed's ds_to_universal: it has zero/ and no optimizer
+    files. Returns True also if some of its files are missing.
     """
     if not (folder / "zero").is_dir() or list(folder.glob("*optim_states.pt")):
         return False
-    return bool(list_files(folder)) or any(folder.glob("zero/*/fp32.pt"))
+    return bool(list_deepspeed_files(folder)) or any(folder.glob("zero/*/fp32.pt"))
 
 
-def _is_tag(folder: Path) -> bool:
-    return bool(list_files(folder)) or is_universal(folder)
+def _is_checkpoint_folder(folder: Path) -> bool:
+    return bool(list_deepspeed_files(folder)) or is_universal_checkpoint(folder)
 
 
 def _find_files_by_rank(folder: Path) -> tuple[dict[int, Path], dict[int, Path]]:
-    """Returns the optimizer files and the model files, each by data-parallel rank. Raises ConfigError for files of
-    another kind of parallelism, two files of one rank, or if rank 0's model file is missing.
+    """Returns the optimizer files and the model files in a folder, each as {data-parallel rank: path}. Raises
+    ConfigError for files of pipeline, tensor or expert parallelism, for two files of one rank, or if rank 0's model
+    file is missing.
     """
     optimizers: dict[int, Path] = {}
     models: dict[int, Path] = {}
     parallel = []
-    for name in list_files(folder):
+    for name in list_deepspeed_files(folder):
         for pattern, reason in _UNSUPPORTED.items():
             if pattern.fullmatch(name):
                 raise ConfigError(
@@ -164,7 +171,9 @@ def _find_files_by_rank(folder: Path) -> tuple[dict[int, Path], dict[int, Path]]
         )
     if 0 not in models:
         example = next((f"; it holds {path.name}" for path in optimizers.values()), "")
-        origin = "the folder that ds_to_universal has read" if is_universal(folder) else "where it was written"
+        origin = (
+            "the folder that ds_to_universal has read" if is_universal_checkpoint(folder) else "where it was written"
+        )
         raise ConfigError(
             f"{folder} lacks mp_rank_00_model_states.pt (stage 3: zero_pp_rank_0_mp_rank_00_model_states.pt and those "
             f"of the other ranks){example}: copy it from {origin}"
@@ -176,10 +185,11 @@ def _merge_weights(
     folder: Path, models: Mapping[int, Any], states: Mapping[int, Any], masters: Mapping[str, Any] | None, dtype: str
 ) -> Checkpoint:
     """Returns the full weights, merged from the files of all ranks. Raises ConfigError for a pipeline- or
-    tensor-parallel run, or if a weight of the network is in no file.
+    tensor-parallel run, or if no file holds the values of a weight.
 
-    models, states   by rank, the content of the model file and of the optimizer file
-    masters          by name, the content of the files of a universal folder; None: the masters are in `states`
+    models, states   by rank, the unpickled content of the model file, and the optimizer state of the optimizer file
+    masters          by name, the content of the files zero/NAME/fp32.pt of a universal folder; None for other folders,
+                     whose fp32 weights are in `states`
     """
     first = models[0]
     module, buffers = first["module"], set(first["buffer_names"])
@@ -194,7 +204,7 @@ def _merge_weights(
         trained = _collect_trained_weights(folder, first, states, sharded)
     else:
         sharded = _has_stage3_files(folder, models)
-        trained = dict(_collect_universal(folder, first["param_shapes"], masters))
+        trained = dict(_collect_universal_weights(folder, first["param_shapes"], masters))
     weights = dict(_collect_frozen_weights(folder, models, sharded)) | trained
     shared = dict(first.get("shared_params") or {})
     names_by_place = (
@@ -247,7 +257,7 @@ def _merge_weights(
 def _require_all_rank_files(
     folder: Path, optimizers: Mapping[int, Path], models: Mapping[int, Path], states: Mapping[int, Any]
 ) -> None:
-    """Raises ConfigError if a rank's file is missing, the folder also holds files of another world size, or the weights
+    """Raises ConfigError if a rank's file is missing, if there are also files of a larger world size, or if the weights
     are partitioned over groups of experts.
     """
     counts = next(iter(states.values()))["partition_count"]
@@ -282,8 +292,8 @@ class _JoinedFlats:
             raise TypeError("partitions that are not flat, or of several types")
 
     def locate_elements(self, start: int, numel: int) -> Iterator[Span]:
-        """Yields the spans of the bytes of the `numel` elements from element `start` on. Raises IndexError if there are
-        fewer.
+        """Yields the byte ranges, in files, of `numel` elements from element `start` on. Raises IndexError if there are
+        fewer elements.
         """
         size, done, end = SIZES[self.dtype], 0, start + numel
         if not 0 <= start <= end <= self.numel:
@@ -299,14 +309,19 @@ class _JoinedFlats:
 def _collect_trained_weights(
     folder: Path, first: Mapping[str, Any], states: Mapping[int, Any], sharded: bool
 ) -> dict[str, Stored]:
-    """Returns the trained weights by name: the fp32 masters in the ranks' optimizer files, or the network's own weights
-    at stage 0, which has no such files. first: the content of rank 0's model file.
+    """Returns the trained weights by name. At ZeRO stages 1 to 3 these are the fp32 masters in the ranks' optimizer
+    files. At stage 0, which has no such files, they are the network's own weights. first: the content of rank 0's model
+    file.
 
-    Raises ConfigError if optimizer files of stages 1 to 3 are missing, or the network's own weights have 16 bits.
+    Raises ConfigError if optimizer files of stages 1 to 3 are missing, or if the network's own weights have 16 bits.
     """
     if states:
         shapes = [{name: tuple(shape) for name, shape in group.items()} for group in first["param_shapes"]]
-        return dict(_collect_stage3(folder, shapes, states) if sharded else _collect_stage12(folder, shapes, states))
+        return dict(
+            _collect_stage3_weights(folder, shapes, states)
+            if sharded
+            else _collect_stage12_weights(folder, shapes, states)
+        )
     if first.get("param_shapes"):
         raise ConfigError(
             f"{folder} lacks zero_pp_rank_0_mp_rank_00_optim_states.pt and those of other ranks, where "
@@ -326,11 +341,12 @@ def _collect_trained_weights(
     return weights
 
 
-def _collect_stage12(
+def _collect_stage12_weights(
     folder: Path, shapes: list[dict[str, tuple]], states: Mapping[int, Any]
 ) -> Iterator[tuple[str, Stored]]:
-    """Yields (name, tensor) of the weights of stages 1 and 2. The weights of a group are stored one after another over
-    all ranks' partitions, with padding between them where DeepSpeed records it.
+    """Yields (name, tensor) of the weights of ZeRO stages 1 and 2. There, the weights of a parameter group form one
+    flat tensor, which is cut into one partition for each rank; DeepSpeed may have put padding between weights. Raises
+    ConfigError if the size of a weight does not fit.
     """
     ranks = range(len(states))
     for number, group in enumerate(shapes):
@@ -353,11 +369,12 @@ def _collect_stage12(
             yield name, _require_whole_tensor(folder, name, Stored(whole.dtype, shape, tuple(spans)))
 
 
-def _collect_stage3(
+def _collect_stage3_weights(
     folder: Path, shapes: list[dict[str, tuple]], states: Mapping[int, Any]
 ) -> Iterator[tuple[str, Stored]]:
-    """Yields (name, tensor) of the weights of stage 3: each weight is cut into equal shares, the last one padded, and a
-    rank's shares are stored one after another. Raises ConfigError at the end if the sizes do not fit.
+    """Yields (name, tensor) of the weights of ZeRO stage 3. There, each weight is cut into equal shares, one for each
+    rank, the last one padded; a rank's shares of all weights follow each other. Raises ConfigError if sizes do not fit,
+    perhaps only after the last weight.
     """
     lines = [_JoinedFlats(states[rank]["fp32_flat_groups"]) for rank in range(len(states))]
     offset = 0
@@ -379,8 +396,8 @@ def _collect_stage3(
 
 
 def _has_stage3_files(folder: Path, models: Mapping[int, Any]) -> bool:
-    """Returns whether a universal folder has a model file for each rank, as stage 3 writes them; False if it has the
-    single file of other stages. Raises ConfigError if the file of a rank is missing.
+    """Returns whether a universal folder has a model file for each rank, as ZeRO stage 3 writes them. Returns False if
+    it has the single model file of other stages. Raises ConfigError if the file of some rank is missing.
     """
     if (folder / "mp_rank_00_model_states.pt").exists():
         return False
@@ -390,11 +407,12 @@ def _has_stage3_files(folder: Path, models: Mapping[int, Any]) -> bool:
     return True
 
 
-def _collect_universal(
+def _collect_universal_weights(
     folder: Path, shapes: Sequence[Mapping[str, Sequence[int]]], masters: Mapping[str, Any]
 ) -> Iterator[tuple[str, Stored]]:
-    """Yields (name, tensor) of the trained weights of a universal folder, in the order of the model's file. Raises
-    ConfigError if a weight's file is missing or holds no tensor.
+    """Yields (name, tensor) of the trained weights of a universal folder, in the order of `shapes`: one {name: shape}
+    for each parameter group. masters: the content of the files zero/NAME/fp32.pt. Raises ConfigError if a weight has no
+    such file, or if a file holds no tensor of its size.
     """
     for name, shape in itertools.chain.from_iterable(group.items() for group in shapes):
         if name not in masters:
@@ -408,8 +426,8 @@ def _collect_universal(
 
 
 def _collect_frozen_weights(folder: Path, models: Mapping[int, Any], sharded: bool) -> Iterator[tuple[str, Stored]]:
-    """Yields (name, tensor) of the frozen weights in the model files; at stage 3 (`sharded`) joins the shares of all
-    ranks.
+    """Yields (name, tensor) of the frozen weights in the model files. At ZeRO stage 3 (`sharded`) each rank's file
+    holds a share of a weight, and the shares are joined; at other stages rank 0's file holds all.
     """
     for name, shape in (models[0].get("frozen_param_shapes") or {}).items():
         shares = [models[rank]["frozen_param_fragments"][name] for rank in range(len(models) if sharded else 1)]
@@ -422,7 +440,7 @@ def _collect_frozen_weights(folder: Path, models: Mapping[int, Any], sharded: bo
 
 
 def _require_whole_tensor(folder: Path, name: str, tensor: Stored) -> Stored:
-    """Returns `tensor`. Raises ConfigError if its spans have another number of bytes than its shape needs."""
+    """Returns `tensor` unchanged. Raises ConfigError if its bytes in files are more or fewer than its shape needs."""
     actual, expected = sum(span.nbytes for span in tensor.spans), tensor.numel * SIZES[tensor.dtype]
     if actual != expected:
         raise ConfigError(

@@ -42,15 +42,15 @@ class Rows(NamedTuple):
     hash: str
 
 
-def make_index_rows(entries: Iterable[tuple[str, Fragment, Any]], written: dict[str, Any]) -> Rows:
-    """Returns the index rows of a shard. entries: the (kind, fragment, ...) that fragments.write_shard has written;
-    written: what it has returned. Empty fragments are left out.
+def make_shard_index_rows(entries: Iterable[tuple[str, Fragment, Any]], written: dict[str, Any]) -> Rows:
+    """Returns the index rows of one shard. Leaves out empty fragments. entries: the (kind, fragment, values) that
+    fragments.write_shard has written into it; written: the {size, hash} that write_shard has returned.
     """
     fragments = [(kind, fragment) for kind, fragment, *_ in entries if fragment.numel]
     place = written["size"] - SIZES["F32"] * sum(fragment.numel for _, fragment in fragments)  # behind the header
     table = np.zeros((len(fragments), 5), np.int64)
     for row, (kind, fragment) in zip(table, fragments):
-        row[:] = _hash_key(kind, fragment.name), fragment.start, fragment.numel, 0, place
+        row[:] = _hash_tensor_key(kind, fragment.name), fragment.start, fragment.numel, 0, place
         place += SIZES["F32"] * fragment.numel
     return Rows(list(dict.fromkeys(kind for kind, _ in fragments)), table, written["hash"])
 
@@ -58,8 +58,10 @@ def make_index_rows(entries: Iterable[tuple[str, Fragment, Any]], written: dict[
 def write_indices(
     folder: Path, own: dict[str, Rows], shapes: Callable[[str], dict[str, tuple[int, ...]]]
 ) -> dict[str, dict[str, Any]]:
-    """Writes the index files of all parts on rank 0, from the rows of all ranks. Returns {file name: {size, hash}} on
-    rank 0, and {} on the others. Call it on all ranks.
+    """Writes the index file of each part, on rank 0, from the rows of all ranks. Call it on all ranks. Returns {file
+    name: {size, hash}} on rank 0, {} on the others.
+
+    own: this rank's rows by part. shapes: returns {name: shape} of a part's trained tensors.
     """
     gathered = group.gather_on_first_rank(own)
     if gathered is None:
@@ -71,8 +73,8 @@ def write_indices(
 
 
 def write_index(folder: Path, part: str, by_rank: Sequence[Rows], shapes: dict[str, tuple[int, ...]]) -> dict[str, Any]:
-    """Writes the index file of a part from the rows of all ranks, in rank order, and syncs it to the disk. Returns its
-    {size, hash}.
+    """Writes the index file of one part, and flushes it to the disk. Returns its {size, hash} for a manifest. by_rank:
+    the rows of each rank. shapes: of the part's trained tensors, by name.
     """
     table = np.concatenate([own.table for own in by_rank])
     table[:, 3] = np.repeat(np.arange(len(by_rank)), [len(own.table) for own in by_rank])
@@ -86,7 +88,7 @@ def write_index(folder: Path, part: str, by_rank: Sequence[Rows], shapes: dict[s
             "kinds": json.dumps(kinds),
             "shapes": json.dumps({name: list(shape) for name, shape in shapes.items()}),
             "shards": str(len(by_rank)),
-            "seal": _hash_shards(own.hash for own in by_rank),
+            "seal": _hash_shard_hashes(own.hash for own in by_rank),
         },
     )
     digest = Digest()
@@ -122,19 +124,22 @@ class FragmentIndex(TensorLocator):
         )
 
     def matches_shards(self, files: dict[str, dict[str, Any]]) -> bool:
-        """Returns whether the shards in a manifest's `files` are those of which the index was made, by their names and
+        """Returns whether this index was made of the shards in a manifest's `files`: whether these have the names and
         hashes.
         """
         names = [name_shard(self.part, rank, self._shards) for rank in range(min(self._shards, len(files) + 1))]
         return (
-            all(name in files for name in names) and _hash_shards(files[name]["hash"] for name in names) == self._sealed
+            all(name in files for name in names)
+            and _hash_shard_hashes(files[name]["hash"] for name in names) == self._sealed
         )
 
     def list_kinds(self) -> list[str]:
         return self._kinds
 
     def list_tensor_names(self, kind: str) -> list[str]:
-        """Returns the names of the trained tensors of a kind, in the network's order."""
+        """Returns the names of the trained tensors that are stored as this kind (such as "master"), in the network's
+        order.
+        """
         return [name for name in self._shapes if self.has_tensor(kind, name)]
 
     def has_tensor(self, kind: str, name: str) -> bool:
@@ -163,16 +168,16 @@ class FragmentIndex(TensorLocator):
         return pieces
 
     def _find_rows(self, kind: str, name: str) -> tuple[int, int]:
-        """Returns the first row of a tensor's fragments in the table and the row after its last; two equal numbers if
+        """Returns the range (start, stop) of the table's columns that hold a tensor's fragments; start equals stop if
         it has none.
         """
-        keys, key = self._table[0], _hash_key(kind, name)
+        keys, key = self._table[0], _hash_tensor_key(kind, name)
         return int(np.searchsorted(keys, key)), int(np.searchsorted(keys, key, "right"))
 
 
-def _hash_shards(hashes: Iterable[str]) -> str:
+def _hash_shard_hashes(hashes: Iterable[str]) -> str:
     return hashlib.blake2b("".join(hashes).encode(), digest_size=16).hexdigest()
 
 
-def _hash_key(kind: str, name: str) -> int:
+def _hash_tensor_key(kind: str, name: str) -> int:
     return int.from_bytes(hashlib.blake2b(f"{kind}/{name}".encode(), digest_size=8).digest(), "little", signed=True)

@@ -38,11 +38,14 @@ def write_shard(
     metadata: dict[str, str] | None = None,
     dtype: str = "F32",
 ) -> dict[str, Any]:
-    """Writes (kind, fragment, values) to one file, synced to the disk; returns its {size, hash} for a manifest.
+    """Writes one rank's fragments to a safetensors file, and flushes it to the disk. Returns its {size, hash} for a
+    manifest.
 
-    Values are float32 or of 16 bits, of shape (fragment.numel,), on any device. They are copied to the host piece by
-    piece. A tensor may come in several fragments; empty ones are left out. dtype: F32, or BF16, to which values are
-    rounded. Raises ConfigError for values of another shape or type, a "/" in a kind, or a "#" in a name.
+    entries   (kind, fragment, values): kind says what the values are, such as "master"; they are float32 or of 16 bits,
+              (fragment.numel,), on any device. A tensor may come in several fragments; empty ones are left out
+    dtype     F32, or BF16, to which values are rounded
+
+    Raises ConfigError for values of another shape or type, a "/" in a kind, or a "#" in a name.
     """
     keys: dict[str, tuple[Fragment, Tensor]] = {}
     for kind, fragment, values in entries:
@@ -68,15 +71,15 @@ def write_shard(
     with open(path, "wb") as file, ThreadPoolExecutor(THREADS) as pool:
         digest = Digest(pool)
 
-        def put(data: memoryview) -> None:
+        def write_and_hash(data: memoryview) -> None:
             file.write(data)
             digest.update(data)
 
-        put(memoryview(header))
+        write_and_hash(memoryview(header))
         for _, values in keys.values():
             for piece in values.split(_CHUNK_ELEMENTS):
                 piece = piece.cpu().float() if dtype == "F32" else piece.to(torch.bfloat16).cpu().view(torch.int16)
-                put(memoryview(piece.contiguous().numpy()).cast("B"))
+                write_and_hash(memoryview(piece.contiguous().numpy()).cast("B"))
         file.flush()
         os.fsync(file.fileno())
         return digest.make_entry()
@@ -100,12 +103,13 @@ class _Reader(TensorLocator):
     def read(
         self, kind: str, name: str, start: int = 0, numel: int | None = None, shape: tuple[int, ...] | None = None
     ) -> Tensor:
-        """Reads elements start .. start + numel of a flattened tensor: float32 (numel,) on the host.
+        """Reads `numel` elements of a flattened tensor from element `start` on: float32 (numel,) on the host.
 
+        kind    which value of the tensor: "master", a moment or an average
         numel   None: to the end
-        shape   the shape that the caller expects of the tensor; None: any
+        shape   the shape that the caller expects of the whole tensor; None: any
 
-        Raises ConfigError for an unknown name, another shape, or elements in no shard.
+        Raises ConfigError for an unknown name, another shape, or elements that no shard holds.
         """
         if shape is not None and tuple(shape) != self.find_shape(name):
             raise ConfigError(
@@ -136,8 +140,9 @@ class IndexedShards(_Reader, FragmentIndex):
 
 
 def open_shards(folder: Path, part: str) -> Shards | IndexedShards:
-    """Opens the shards of a part for reading. Finds tensors by the part's index file if this was made of the
-    present shards, else by the headers of the shards, and then raises ConfigError if a shard is missing or malformed.
+    """Opens the shards of a part (a network) of a checkpoint folder for reading. Finds tensors by the part's index file
+    if it was made of these very shards. Otherwise reads the headers of all shards, and raises ConfigError if a shard is
+    missing or malformed.
     """
     if (folder / name_index_file(part)).is_file():  # earlier versions wrote none
         indexed = IndexedShards(folder, part)
@@ -147,7 +152,7 @@ def open_shards(folder: Path, part: str) -> Shards | IndexedShards:
 
 
 def _list_shards(folder: Path, part: str) -> list[str]:
-    """Returns the file names of a part's shards in the order of ranks. Raises ConfigError if the shard of any rank is
+    """Returns the file names of a part's shards, in the order of ranks. Raises ConfigError if the shard of a rank is
     missing, or if there are shards of several world sizes.
     """
     names = {
@@ -186,8 +191,8 @@ class StoredWeight(torch.Tensor):
         return f"StoredWeight({'/'.join(self._place)}, {tuple(self.shape)})"
 
     def read_slice(self, start: int = 0, numel: int | None = None) -> Tensor:
-        """Reads `numel` elements of the flattened tensor from `start` on, to its end if `numel` is None: float32
-        (numel,) on the host. Closes the files afterwards.
+        """Reads `numel` elements of the flattened tensor from element `start` on, or all to its end if `numel` is None:
+        float32 (numel,) on the host. Closes the files afterwards.
         """
         with self._shards:
             return self._shards.read(*self._place, start, numel)
@@ -206,8 +211,8 @@ class StoredWeight(torch.Tensor):
 
 
 def read_elements(value: Tensor, start: int, numel: int) -> Tensor:
-    """Returns `numel` elements of a flattened tensor from `start` on. Of a StoredWeight, only these elements are read
-    from the files.
+    """Returns `numel` elements of the flattened tensor `value` from element `start` on. If `value` is a StoredWeight,
+    reads only these elements from its files.
     """
     return (
         value.read_slice(start, numel) if isinstance(value, StoredWeight) else value.reshape(-1)[start : start + numel]
@@ -215,5 +220,7 @@ def read_elements(value: Tensor, start: int, numel: int) -> Tensor:
 
 
 def list_stored_weights(shards: Shards | IndexedShards, kind: str) -> dict[str, Tensor]:
-    """Returns the tensors of a kind by state-dict name, frozen weights included, as StoredWeights: reads no values."""
+    """Returns {state-dict name: tensor} of one kind, such as "master" or an average, as StoredWeights, whose values are
+    not read yet. Frozen weights, which have no averages, are included with their own values.
+    """
     return {name: StoredWeight(shards, found, name) for name, found in shards.find_kinds_by_name(kind).items()}

@@ -65,17 +65,20 @@ class TensorLocator(ABC):
         self._shapes: dict[str, tuple[int, ...]] = {}
 
     @abstractmethod
-    def list_kinds(self) -> list[str]: ...
+    def list_kinds(self) -> list[str]:
+        """Returns the kinds of values that the part's tensors are stored as: "master", the moments, "ema.DECAY", ..."""
 
     @abstractmethod
-    def list_tensor_names(self, kind: str) -> list[str]: ...
+    def list_tensor_names(self, kind: str) -> list[str]:
+        """Returns the names of the tensors that are stored as this kind; [] if none is."""
 
     @abstractmethod
-    def has_tensor(self, kind: str, name: str) -> bool: ...
+    def has_tensor(self, kind: str, name: str) -> bool:
+        """Returns whether the tensor `name` is stored as this kind."""
 
     def find_kinds_by_name(self, kind: str) -> dict[str, str]:
-        """Returns, for the name of each tensor of the network, the kind to read when `kind` is wanted: `kind` itself,
-        or "master" for frozen weights, which have no averages.
+        """Returns {tensor name: kind to read} for a network whose weights are wanted as `kind`, for example an average.
+        The kind is "master" for frozen weights, which have no averages, and `kind` for all others.
         """
         own = self.list_tensor_names(kind)
         return dict.fromkeys(self.list_tensor_names("master"), "master") | dict.fromkeys(own, kind)
@@ -85,27 +88,27 @@ class TensorLocator(ABC):
 
     @abstractmethod
     def _find_fragments(self, kind: str, name: str, start: int, end: int) -> list[tuple[int, Span]]:
-        """Returns (first element, span of its bytes) of a tensor's fragments, in order. May leave out fragments that do
-        not overlap elements start .. end.
+        """Returns (first element, byte range in a shard) of each fragment of a flattened tensor, sorted by first
+        element. May leave out fragments that do not overlap the elements start .. end.
         """
 
     def list_decays(self) -> list[float]:
-        """Returns the decays or widths of all averages, in the order of the recipe."""
+        """Returns the decays, or the relative widths, of all averages of the weights, in the order of the recipe."""
         return [float(kind.removeprefix("ema.")) for kind in self.list_kinds() if kind.startswith("ema.")]
 
     def find_shape(self, name: str) -> tuple[int, ...]:
-        """Returns the shape of a tensor. Raises ConfigError, which names the most similar one, if there is no such
-        tensor.
+        """Returns the shape of a tensor. Raises ConfigError if there is no such tensor; the message names the most
+        similar one.
         """
         if name not in self._shapes:
             raise self._make_unknown_error(name, self._shapes)
         return self._shapes[name]
 
     def find_spans(self, kind: str, name: str, start: int = 0, end: int | None = None) -> list[Span]:
-        """Returns the spans of the bytes of elements start .. end of a flattened tensor, in order, each element once.
-        end: None means the end of the tensor.
+        """Returns the byte ranges, in shards, of the elements `start` to `end` - 1 of a flattened tensor, in order and
+        each element once. end: None means the end of the tensor.
 
-        Raises ConfigError for an unknown tensor, or if elements are outside of it or in no shard.
+        Raises ConfigError for an unknown tensor, or if elements lie outside of it or in no shard.
         """
         if not self.has_tensor(kind, name):
             raise self._make_unknown_error(name, self.list_tensor_names(kind), kind)
@@ -131,6 +134,9 @@ class TensorLocator(ABC):
         return spans
 
     def _make_unknown_error(self, name: str, names: Iterable[str], kind: str = "tensor") -> ConfigError:
+        """Returns the error for a tensor `name` that the checkpoint lacks. Its message names the most similar one of
+        `names`.
+        """
         near = difflib.get_close_matches(name, list(names), 1)
         nearest = f"; the nearest is {near[0]}" if near else ""
         return ConfigError(f"{self.part}: the checkpoint {self.folder} holds no {kind} named {name}{nearest}")
@@ -155,7 +161,7 @@ class Index(TensorLocator):
         return list(self.pieces)
 
     def list_tensor_names(self, kind: str) -> list[str]:
-        """Returns the names of the tensors of a kind, in the order of saving; empty where there are none."""
+        """Returns the names of the tensors that are stored as this kind, in the order of saving; [] if none is."""
         return list(self.pieces.get(kind, ()))
 
     def has_tensor(self, kind: str, name: str) -> bool:
@@ -165,6 +171,9 @@ class Index(TensorLocator):
         return self.pieces[kind][name]
 
     def _add_shard(self, path: Path) -> None:
+        """Reads the header of a shard and adds its fragments to the index. Raises ConfigError if the file is no shard,
+        or if one of its tensors has another shape in an earlier shard.
+        """
         entries: list[tuple[str, Fragment, Span]] = []
         try:
             tensors, metadata = read_header(path)
@@ -205,8 +214,8 @@ class Fragments(Index):
             raise make_damage_error(folder, str(error)) from None
 
     def list_tensors(self, kind: str) -> Iterator[tuple[str, Stored]]:
-        """Yields the name of every tensor of a kind and its position in the files, in the order of saving. Frozen
-        weights are included, from the masters. Raises ConfigError if elements are in no shard.
+        """Yields (name, location in files) of every weight, in the order of saving: its values of this kind, for
+        example an average, or its masters if it is frozen. Raises ConfigError if elements are in no shard.
         """
         for name, found in self.find_kinds_by_name(kind).items():
             try:
@@ -216,10 +225,11 @@ class Fragments(Index):
 
 
 def find_reconstructed_folder(folder: Path, width: float, step: int | None, checkpoint: Path | None) -> Path | None:
-    """Returns the folder in which `dstrain reconstruct` has written the average of `width` of the run in `folder`, at
-    `step` (None: the newest).
+    """Returns the folder in which `dstrain reconstruct` has written the average of a relative `width` for the run in
+    `folder`, at `step`; None for `step`: at its newest step.
 
-    Returns None if there is none, or if `checkpoint`, the run's own checkpoint of that step, holds this average itself.
+    Returns None if there is no such folder, or if `checkpoint`, the run's own checkpoint of that step, holds this
+    average itself.
     """
     paths = (folder / RECONSTRUCTED / repr(width)).glob("step_*")
     made = {int(path.name[5:]): path for path in paths if path.name[5:].isdigit()}
@@ -229,16 +239,16 @@ def find_reconstructed_folder(folder: Path, width: float, step: int | None, chec
 
 
 def list_averages(checkpoint: Path) -> set[float]:
-    """Returns the decays or widths of all averages in a checkpoint, of all parts together. Raises ConfigError if a
-    shard is damaged.
+    """Returns the decays or relative widths of all averages of weights in a checkpoint, of all parts together. Raises
+    ConfigError if a shard is damaged.
     """
     shards = [match for path in checkpoint.glob("*.safetensors") if (match := SHARD.fullmatch(path.name))]
     return {number for match in shards for number in Index(checkpoint, match[1], [match[0]]).list_decays()}
 
 
 def iterate_buffers(checkpoint: Path, part: str) -> Iterator[Entry]:
-    """Yields the buffers of a part, which are equal on all ranks, as entries to be written; those of 16 bits as
-    float32, as networks keep them. Raises ConfigError if common.safetensors is missing or damaged.
+    """Yields the buffers of a part's network, such as running means, as entries to be written; buffers of 16 bits as
+    float32. Raises ConfigError if common.safetensors is missing or damaged.
     """
     try:
         tensors, _ = read_header(checkpoint / COMMON)

@@ -48,10 +48,11 @@ class _Body(BaseModel):
 
 
 def read_manifest(path: str | os.PathLike) -> dict:
-    """Returns the manifest of a checkpoint's folder: files, step, world, versions, extra.
+    """Returns the manifest of a checkpoint folder as a dict: files, step, world, versions, extra. Does not compare the
+    files with it.
 
-    Raises ConfigError if manifest.json is missing, truncated or altered, not a regular file, larger than _MAX_BYTES, or
-    lacks an entry, and OSError if the storage fails. The checkpoint's files are not compared with the manifest.
+    Raises ConfigError if manifest.json is missing, altered, too large (64 MB), no regular file, or lacks an entry.
+    Raises OSError if the storage fails.
     """
     try:
         body = sealed.parse_sealed_json(small.read_bytes(Path(path) / NAME, _MAX_BYTES))
@@ -71,7 +72,7 @@ def read_manifest(path: str | os.PathLike) -> dict:
 
 
 def hash_files(folder: Path, names: list[str], sync: bool = False) -> dict[str, dict]:
-    """Returns {name: {size, hash}} of the named files below `folder`, size in bytes. sync: also flushes the files to
+    """Returns {name: {"size": bytes, "hash": hex digits}} of the named files in `folder`. sync: also flushes them to
     the disk. Raises OSError if a file is missing or cannot be read.
     """
 
@@ -111,6 +112,7 @@ class Digest:
         self._whole = hashlib.blake2b(digest_size=32)
 
     def update(self, data: memoryview) -> None:
+        """Adds the next bytes of the file."""
         get_phases().record_progress()
         while data:
             piece = data[: _BLOCK_BYTES - self.size % _BLOCK_BYTES]
@@ -123,6 +125,7 @@ class Digest:
                 self._end_block()
 
     def _end_block(self) -> None:
+        """Completes the hash of the present block of 64 MB; with a pool, hands the block to a thread."""
         if self._pool is None:
             self._whole.update(self._block.digest())
             self._block = hashlib.blake2b(digest_size=32)
@@ -133,8 +136,8 @@ class Digest:
                 self._whole.update(self._jobs.popleft().result())
 
     def make_entry(self) -> dict[str, Any]:
-        """Waits for the hashes of all blocks and returns {size, hash} for a manifest. May be called only once,
-        after the last `update`.
+        """Returns {"size": bytes, "hash": hex digits} of all bytes so far, as a manifest holds them. Waits for the
+        threads. Call it once, after the last `update`.
         """
         if self.size % _BLOCK_BYTES or not self.size:
             self._end_block()
@@ -150,11 +153,9 @@ def _hash_pieces(pieces: list[memoryview]) -> bytes:
     return digest.digest()
 
 
-def find_faults(folder: Path, names: list[str], listed: dict[str, dict]) -> list[str]:
-    """Returns a line for each of the named files that is missing or differs from its {size, hash} in `listed`, [] if
-    none does. If reading any file fails, returns one line with that error only.
-
-    Only regular files of the listed size are read, since reading a device may not end.
+def find_file_faults(folder: Path, names: list[str], listed: dict[str, dict]) -> list[str]:
+    """Returns a line about each named file in `folder` that is missing or differs from its {size, hash} in `listed`; []
+    if all are intact. If the storage fails, returns one line with its error alone.
     """
     try:
         sizes = {name: (folder / name).stat().st_size for name in names if (folder / name).is_file()}

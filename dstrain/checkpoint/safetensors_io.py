@@ -82,8 +82,8 @@ class Entry(NamedTuple):
 
 
 def read_header(path: Path) -> tuple[dict[str, Stored], dict[str, str]]:
-    """Returns the tensors of a safetensors file by name, and the file's metadata; reads no data. Raises ConfigError,
-    whose message does not name the path, if it is no safetensors file or is truncated.
+    """Returns {name: location and shape} of the tensors of a safetensors file, and the file's metadata. Reads no
+    values. Raises ConfigError if it is no safetensors file or is truncated; the message does not name the file.
     """
     tensors = {}
     try:
@@ -107,9 +107,8 @@ def read_header(path: Path) -> tuple[dict[str, Stored], dict[str, str]]:
 
 
 def render_header(path: Path, tensors: Iterable[tuple[str, str, Sequence[int]]], metadata: dict[str, str]) -> bytes:
-    """Returns the bytes before the data of a safetensors file: the length of the header, and the header for tensors of
-    these (name, dtype, shape). Writes nothing; `path` is for the error. Raises ConfigError if the header is longer than
-    readers accept.
+    """Returns the first bytes of a safetensors file, up to the values: for tensors (name, dtype, shape), whose values
+    follow in this order. Raises ConfigError, which names `path`, if the header is longer than readers accept.
     """
     header: dict[str, Any] = {"__metadata__": metadata}
     offset = 0
@@ -128,8 +127,8 @@ def render_header(path: Path, tensors: Iterable[tuple[str, str, Sequence[int]]],
 
 
 def split_entries(entries: list[Entry], shard_size: int) -> list[list[Entry]]:
-    """Splits entries, in order, into lists of at most `shard_size` bytes, one for each file; a larger entry gets a file
-    alone.
+    """Divides `entries`, in order, into lists of at most `shard_size` bytes, each for one file. A larger entry gets a
+    list of its own.
     """
     files: list[list[Entry]] = [[]]
     room = shard_size
@@ -145,16 +144,18 @@ def split_entries(entries: list[Entry], shard_size: int) -> list[list[Entry]]:
 def write_model(
     folder: Path, entries: list[Entry], shard_size: int, metadata: dict[str, str], progress: Callable[[int], Any]
 ) -> dict[Path, dict[str, Any]]:
-    """Writes tensors in Hugging Face's layout, synced to the disk: model.safetensors, or numbered files of at most
-    `shard_size` bytes and an index. Returns {path: {size, hash}} of all files. Calls `progress` with the number of
-    bytes after each piece.
+    """Writes tensors in Hugging Face's layout, and flushes them to the disk: model.safetensors, or several numbered
+    files of at most `shard_size` bytes and an index. Returns {path: {size, hash}} of the files.
+
+    progress: is called with the number of bytes after each piece that was written.
     """
     files = split_entries(entries, shard_size)
     names = [f"model-{number:05d}-of-{len(files):05d}.safetensors" for number in range(1, len(files) + 1)]
     by_name = dict(zip(names, files)) if len(files) > 1 else {"model.safetensors": entries}
     folder.mkdir(parents=True, exist_ok=True)
     written = {
-        folder / name: _write_file(folder / name, content, metadata, progress) for name, content in by_name.items()
+        folder / name: _write_safetensors_file(folder / name, content, metadata, progress)
+        for name, content in by_name.items()
     }
     if len(files) > 1:
         index = {
@@ -167,9 +168,12 @@ def write_model(
     return written
 
 
-def _write_file(
+def _write_safetensors_file(
     path: Path, entries: list[Entry], metadata: dict[str, str], progress: Callable[[int], Any]
 ) -> dict[str, Any]:
+    """Writes one safetensors file, and flushes it to the disk. Returns its {size, hash}. Tensors with larger elements
+    come first, so that each lies at a multiple of its element's size.
+    """
     # Readers want elements at multiples of their size.
     entries = sorted(entries, key=lambda entry: -SIZES[entry.dtype])
     header = render_header(
@@ -189,6 +193,7 @@ def _write_file(
 
 
 def _write_all(file: BinaryIO, data: memoryview) -> None:
+    """Writes all of `data` to an unbuffered file, one call of which may write only a part."""
     while data:
         data = data[file.write(data) :]
 
@@ -209,8 +214,8 @@ class Files:
             self._open.popitem()[1].close()
 
     def read(self, span: Span, into: memoryview) -> None:
-        """Reads the bytes of a span into `into`, which must be as long as the span. Raises ConfigError if the file is
-        too short.
+        """Fills `into`, which is as long as the span, with the bytes of a span. Raises ConfigError if the file is too
+        short.
         """
         if span.path not in self._open:
             if len(self._open) >= _OPEN_FILES:
@@ -227,9 +232,10 @@ class Files:
 
 
 def convert_entry(entry: Entry, files: Files, chunk: memoryview) -> Iterator[memoryview]:
-    """Yields the bytes of a tensor, row-major and in the entry's dtype, piece by piece. The next piece may overwrite a
-    piece. `chunk` is the buffer; a tensor with strides is read as a whole. Raises ConfigError if a value is too large
-    for the dtype.
+    """Yields the values of a tensor, row-major and in the dtype of `entry`, as pieces of bytes. A piece is valid until
+    the next one is asked for. Raises ConfigError if a value is too large for the dtype.
+
+    chunk: the buffer, whose length is the size of a piece. A tensor that is not row-major in its file is read at once.
     """
     source = entry.source
     for span in source.spans:
@@ -243,7 +249,9 @@ def convert_entry(entry: Entry, files: Files, chunk: memoryview) -> Iterator[mem
 
 
 def _gather_strided_tensor(source: Stored, raw: memoryview) -> memoryview:
-    """Returns the bytes of a strided tensor in row-major order."""
+    """Returns the values of a tensor in row-major order, as bytes. raw: the bytes of its storage, where it has
+    strides.
+    """
     import numpy as np
 
     size = SIZES[source.dtype]
@@ -256,8 +264,8 @@ def _gather_strided_tensor(source: Stored, raw: memoryview) -> memoryview:
 
 
 def decode_floats(raw: memoryview, dtype: str) -> Any:
-    """Returns the bytes `raw` as a 1-D numpy array of a floating-point dtype; those of BF16, which numpy lacks, as
-    float32.
+    """Returns bytes as a 1-D numpy array of the floating-point `dtype`, such as "F16". Those of "BF16", which numpy
+    lacks, become float32.
     """
     import numpy as np
 
@@ -267,8 +275,8 @@ def decode_floats(raw: memoryview, dtype: str) -> Any:
 
 
 def _cast_floats(raw: memoryview, dtype: str, entry: Entry) -> memoryview:
-    """Returns the bytes of floating-point values in the entry's dtype, rounded to nearest even as torch does. Raises
-    ConfigError if a finite value would become infinite; a cast to BF16 is not checked.
+    """Returns floating-point values of `dtype` as bytes of the entry's dtype, rounded to nearest even as torch does.
+    Raises ConfigError if a finite value would become infinite in a dtype other than BF16.
     """
     import numpy as np
 

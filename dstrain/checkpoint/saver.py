@@ -85,16 +85,15 @@ class Saver:
         last: bool,
         extra: dict[str, Any] | None = None,
     ) -> None:
-        """Saves `step`: every rank calls `write(folder, entries)` to write its files, and rank 0 writes the manifest,
-        with `extra` (see Store). Waits for the save before. Then returns while a thread still writes, unless saves are
-        synchronous or this one is the `last`.
+        """Saves `step`: every rank calls `write(folder, entries)` to write its files, then rank 0 writes the manifest
+        with `extra` (see Store.commit). Waits for the save before this one. Returns while a thread writes copies of the
+        values, but if saves are synchronous or this is the `last` one, when all is written.
 
-        entries      live values, by part; a thread writes copies of them
+        entries      the values to save, by part, as they are now
         need_bytes   the most bytes that this rank will write
-        score        is kept in the manifest, for the choice of the best checkpoint; None: not measured
+        score        goes into the manifest, by which the best checkpoint is chosen; None: not measured
 
-        Raises NotSaved after three failures in a row, since the third attempt is waited for, or if the `last` save
-        fails.
+        Raises NotSaved if the `last` save fails, or the third in a row, which is awaited for this reason.
         """
         began = time.perf_counter()
         self.wait_for_save()
@@ -118,22 +117,22 @@ class Saver:
         if self._group is None:
             self._group = group.make_host_group()
 
-        def in_thread() -> None:
+        def run_in_thread() -> None:
             with group.use_group(self._group):
                 self._run_save(pending, lambda folder: write(folder, copies), need_bytes)
 
         # A daemon thread, so that a process whose peers are lost can end.
-        thread = threading.Thread(target=in_thread, name=f"save-{step}", daemon=True)
+        thread = threading.Thread(target=run_in_thread, name=f"save-{step}", daemon=True)
         self._pending, pending.waited = pending, time.perf_counter() - began
         try:
             thread.start()
         except RuntimeError:  # no more threads here, while those of other ranks are at work
-            in_thread()
+            run_in_thread()
             pending.waited = pending.seconds
 
     def wait_for_save(self) -> None:
-        """Waits for a pending save and reports it, so that all ranks know whether it has failed. Does nothing if none
-        is pending. Call it on all ranks.
+        """Waits until the running save has ended on all ranks, reports whether it succeeded, and counts failures in a
+        row. Does nothing if there is none. Call it on all ranks.
         """
         pending = self._pending
         if pending is None:
@@ -147,20 +146,20 @@ class Saver:
             self.newest, self._failures = pending.step, 0
 
     def add_score(self, step: int, score: float) -> None:
-        """Waits for a pending save, and then writes a score into the manifest of a step. Does nothing more if the step
-        has no checkpoint. Call it on all ranks.
+        """Writes a score into the manifest of a saved step, after the running save has ended. Does nothing more if the
+        step has no checkpoint. Call it on all ranks.
         """
         self.wait_for_save()
         self.store.add_score(step, score)
 
     @property
     def is_writing(self) -> bool:
-        """Returns whether this rank is still writing."""
+        """Returns whether this rank is still writing a checkpoint."""
         return self._pending is not None and not self._pending.ended.is_set()
 
     def report_ended_save(self) -> None:
-        """Reports, on rank 0, whether the latest save succeeded, once it has ended and if it is not reported yet. Never
-        waits, so that it can be called at each step.
+        """Reports on rank 0, once, whether the latest save succeeded, if it has ended. Never waits, so that it can be
+        called at each step.
         """
         pending = self._pending
         if pending is None or pending.reported or self.is_writing or group.rank() != 0:
@@ -175,8 +174,8 @@ class Saver:
             self.report(f"saving step {pending.step} failed: {pending.error}; older checkpoints are whole")
 
     def is_improvement(self, score: float) -> bool:
-        """Returns, on all ranks, whether a score is finite and lower than the scores of all checkpoints, a pending one
-        included; True if no checkpoint has a score. Call it on all ranks.
+        """Returns whether a score is finite and lower than the scores of all checkpoints, including one that is being
+        written. If no checkpoint has a score, any finite one is. Call it on all ranks; all get the same result.
         """
         best, pending = self.store.find_best(), self._pending
         scores = [best[1]] if best else []
@@ -185,25 +184,26 @@ class Saver:
         return group.broadcast_from_first(_is_finite(score) and all(score < earlier for earlier in scores))
 
     def close(self) -> None:
-        """Waits for a pending save and reports it, also after an error. While a KeyboardInterrupt is handled it does
-        nothing, since the user asks to end at once.
+        """Waits for the running save and reports it, also after an error. Does nothing during a KeyboardInterrupt, by
+        which the user asks to end at once.
         """
         if self._pending is not None and not isinstance(sys.exc_info()[1], KeyboardInterrupt):
             self._pending.ended.wait()
             self.report_ended_save()
 
     def _take_copies(self, entries: Entries) -> Entries | None:
-        """Returns copies of entries in the host's memory. Returns None on all ranks if saves are synchronous or some
-        host lacks memory; in the latter case rank 0 reports it, and later saves are synchronous. Call it on all ranks.
+        """Returns copies of the entries in the host's memory, from which a thread can write. Returns None on all ranks
+        if saves are synchronous, or if some host lacks the memory; from then on, all saves are synchronous, which rank
+        0 reports. Call it on all ranks.
         """
         if not self._asynchronous:
             return None
-        shortage, copies = self._snapshot.find_shortage(entries), None
+        shortage, copies = self._snapshot.find_memory_shortage(entries), None
         if shortage is None:
             try:
                 copies = self._snapshot.take_copies(entries)
             except (RuntimeError, MemoryError) as error:
-                shortage = f"rank {group.rank()} has no memory for a copy: {_first_line(error)}"
+                shortage = f"rank {group.rank()} has no memory for a copy: {_get_first_line(error)}"
         shortages = [reason for reason in group.gather_objects(shortage) if reason is not None]
         if not shortages:
             return copies
@@ -213,6 +213,9 @@ class Saver:
         return None
 
     def _run_save(self, pending: _Pending, write: Callable[[Path], Hashes | None], need_bytes: int) -> None:
+        """Writes the checkpoint through the store and notes the outcome, the error included, in `pending`. Raises
+        nothing, since it may run in a thread.
+        """
         try:
             self.store.save(pending.step, write, extra={**pending.extra, "score": pending.score}, need_bytes=need_bytes)
             pending.error = self.store.error
@@ -223,7 +226,7 @@ class Saver:
                     pending.remark = f"; but that was not written down: {error}"
         except Exception as error:  # such as a lost peer: raised where the save is awaited
             pending.error, pending.cause = (
-                group.explain_lost_ranks(error) or f"{type(error).__name__}: {_first_line(error)}",
+                group.explain_lost_ranks(error) or f"{type(error).__name__}: {_get_first_line(error)}",
                 error,
             )
         finally:
@@ -235,7 +238,7 @@ def _is_finite(score: float | None) -> TypeGuard[float]:
     return score is not None and math.isfinite(score)
 
 
-def _first_line(error: BaseException) -> str:
+def _get_first_line(error: BaseException) -> str:
     return (str(error).splitlines() or [""])[0]
 
 
@@ -245,9 +248,9 @@ class HostCopies:
     def __init__(self) -> None:
         self._buffers: dict[str, Tensor] = {}
 
-    def find_shortage(self, entries: dict[str, list[Entry]]) -> str | None:
-        """Returns, on all ranks, a message if copies do not fit into the free memory of some host; None if they fit
-        everywhere, or their buffers exist already. Call it on all ranks.
+    def find_memory_shortage(self, entries: dict[str, list[Entry]]) -> str | None:
+        """Returns a message if some host has no free memory for copies of its ranks' entries; None if all hosts have,
+        or if the buffers exist already. Call it on all ranks; all get the same result.
         """
         if self._buffers:
             return None
@@ -266,8 +269,8 @@ class HostCopies:
         return None
 
     def take_copies(self, entries: dict[str, list[Entry]]) -> dict[str, list[Entry]]:
-        """Returns the entries by part, with copies of their values on the host. Waits until they are copied. The next
-        call overwrites them.
+        """Returns the entries, by part, with copies of their values in the host's memory. Waits until all is copied.
+        The next call overwrites these copies.
         """
         copies: dict[str, list[Entry]] = {}
         for part, live in entries.items():
@@ -284,8 +287,9 @@ class HostCopies:
 
     def _allocate_host_buffer(self, numel: int) -> Tensor:
         """Returns an uninitialized float32 tensor (numel,) in the host's memory. With a GPU it is page-locked if
-        possible, so that the GPU copies at the bus's full rate. torch's own pinned allocator would round the size up to
-        a power of two.
+        possible, so that the GPU copies into it at full rate.
+
+        Does not use torch's own pinned memory, whose sizes are rounded up to a power of two.
         """
         buffer = torch.empty(numel, dtype=torch.float32)
         if torch.cuda.is_available() and numel:
@@ -297,8 +301,8 @@ class HostCopies:
 
 
 def _call_cuda(call: Callable[..., Any], *arguments: int) -> bool:
-    """Calls a function of the CUDA runtime, and returns whether it succeeded. After a failure clears CUDA's error,
-    which the next kernel would raise otherwise.
+    """Calls a function of the CUDA runtime and returns whether it succeeded. After a failure clears CUDA's error state:
+    otherwise the next kernel would raise that error.
     """
     failed = int(call(*arguments))
     if failed:
@@ -308,8 +312,8 @@ def _call_cuda(call: Callable[..., Any], *arguments: int) -> bool:
 
 
 def measure_free_memory() -> int:
-    """Returns the bytes of memory that are free on this host or, if that is less, in this process's container;
-    sys.maxsize if the system has no /proc/meminfo.
+    """Returns the bytes of memory that this process can still take: the free memory of the host, or of its container if
+    that has less. Returns sys.maxsize if there is no /proc/meminfo.
     """
     try:
         lines = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())

@@ -28,7 +28,7 @@ from typing import Any
 import torch
 
 import dstrain
-from dstrain.checkpoint.manifest import NAME, find_faults, hash_files, read_manifest
+from dstrain.checkpoint.manifest import NAME, find_file_faults, hash_files, read_manifest
 from dstrain.disk import atomic, owner
 from dstrain.disk.sealed import render_sealed_json
 from dstrain.distributed import group
@@ -71,10 +71,11 @@ class Store:
     def save(
         self, step: int, write: Callable[[Path], Hashes | None], extra: dict | None = None, need_bytes: int = 0
     ) -> bool:
-        """Saves a step: calls `begin`, `write(folder)` on every rank, and `commit`. Returns whether a whole checkpoint
-        of the step exists. Call it on all ranks.
+        """Saves a step: calls `begin`, `write(folder)` on every rank, and `commit`. Returns whether there is now a
+        whole checkpoint of the step. Call it on all ranks.
 
-        `write` returns {name: {size, hash}} of the files that it has synced and hashed while it wrote them.
+        write: returns {name: {size, hash}} of those files that it has hashed and flushed to the disk; the others are
+        hashed later. extra: see `commit`. need_bytes: see `begin`.
         """
         folder = self.begin(step, need_bytes)
         if folder is None:
@@ -87,11 +88,11 @@ class Store:
         return self.commit(step, extra, failed, hashed)
 
     def begin(self, step: int, need_bytes: int = 0) -> Path | None:
-        """Makes an empty temporary folder for the files of `step`, and returns it; removes those of earlier attempts.
-        need_bytes: the bytes that this rank will write. Call it on all ranks.
+        """Makes an empty temporary folder for the files of `step` and returns it. Removes temporary folders of earlier
+        attempts. need_bytes: how many bytes this rank will write. Call it on all ranks.
 
-        Returns None if the step exists and is whole, as after a resume without a new step (`error` is None), or if the
-        folder cannot be made (`error` is the reason, such as no space).
+        Returns None if a whole checkpoint of the step exists; then `error` is None. Returns None also if the folder
+        cannot be made, for example since there is no space; then `error` says why.
         """
         self.error = None
         if self.find_fault(step) is None:
@@ -116,16 +117,18 @@ class Store:
     def commit(
         self, step: int, extra: dict | None = None, failed: str | None = None, hashed: Hashes | None = None
     ) -> bool:
-        """Makes a checkpoint of what the ranks have written since `begin`: writes the manifest, renames the folder, and
-        deletes outdated checkpoints. Returns whether the new one is whole. Call it on all ranks. `hashed`: see `save`.
+        """Turns the files that the ranks have written since `begin` into a checkpoint: writes the manifest, renames the
+        folder, and deletes outdated checkpoints. Returns whether this succeeded. Call it on all ranks.
 
-        `failed`: the reason for which this rank could not write; None: it could. After any failure the temporary folder
-        is deleted, and older checkpoints stay unchanged. `extra`: a small value of rank 0 for manifest(path)["extra"].
-        The checkpoint with the lowest extra["score"] of extra["metric"] (absent: loss) is the best one. extra["kind"]
-        is ROUTINE (also if absent): saved at the recipe's interval; STOP: saved because the run was stopped there, so
-        that it replaces no routine one; or TROUBLE: saved while steps were not applied, so that it replaces no other
-        and is deleted when a newer one is whole. extra["stays"] are further steps to keep. extra["run"] is the identity
-        of the run in the folder above, if this process has claimed that.
+        extra    a small dict of rank 0, which is kept in the manifest; see below
+        failed   why this rank could not write its files; None: it could
+        hashed   {name: {size, hash}} of files that this rank has hashed while it wrote them
+
+        After a failure on any rank the temporary folder is deleted, and older checkpoints stay. Entries of `extra`:
+        "score" and "metric" (default: loss), by which the best checkpoint is chosen; "kind", which is ROUTINE
+        (default), STOP if the run was stopped here, or TROUBLE if steps were not applied; "stays", further steps to
+        keep; "run", the run's identity, set here. A STOP replaces no routine checkpoint. A TROUBLE replaces none, and
+        is deleted after a newer one.
         """
         tmp = self._make_path(step, f".{self._mark}.tmp")
         self.error = find_first_failure(group.gather_objects(failed))
@@ -141,20 +144,19 @@ class Store:
                 "extra": writer | (extra or {}),
                 "versions": {"dstrain": dstrain.__version__, "torch": torch.__version__},
             }
-            self.error = self._run_on_rank_0(lambda: self._seal_step(step, tmp, body))
+            self.error = self._run_on_rank_0(lambda: self._publish_step(step, tmp, body))
         if self.error is not None:
             self._run_on_rank_0(lambda: shutil.rmtree(tmp, ignore_errors=True))
             return False
         self.damaged.discard(step)
         # The step is saved, whatever fails from here on.
-        self._run_on_rank_0(lambda: self._write_pointer("newest", step))
+        self._run_on_rank_0(lambda: self._write_pointer_file("newest", step))
         self._run_on_rank_0(self._delete_outdated_steps)
         return True
 
     def find_best(self) -> tuple[int, float] | None:
-        """Returns the step of the lowest finite extra["score"] of `metric`, the first of several equal ones, and that
-        score; None if no step has one. Scores of another metric are ignored, since a run may resume with another
-        save.best.
+        """Returns (step, score) of the checkpoint with the lowest finite score of this store's `metric`, the first of
+        equal ones; None if none has a score. Ignores scores of another metric, which the run may have used before.
         """
         scores = {
             step: extra.get("score")
@@ -169,30 +171,31 @@ class Store:
         return min(scored)[::-1] if scored else None
 
     def add_score(self, step: int, score: float) -> None:
-        """Writes a score, measured after the step was saved, into the manifest of the step, as `add_manifest_entries`
-        does.
+        """Writes a score, measured after the step was saved, into the manifest of the step. Does nothing if the step
+        has no readable manifest, and ignores failures. Call it on all ranks.
         """
         self.add_manifest_entries(step, score=score, metric=self.metric)
 
     def add_manifest_entries(self, step: int, **entries: Any) -> None:
-        """Writes entries into manifest["extra"] of a step, and deletes outdated checkpoints. Does nothing if the step
-        has no readable manifest, and ignores failures. Call it on all ranks.
+        """Adds entries to the dict "extra" in the manifest of a step, then deletes outdated checkpoints. Does nothing
+        if the step has no readable manifest, and ignores failures. Call it on all ranks.
         """
 
-        def write() -> None:
+        def write_entries() -> None:
             body = read_manifest(self._make_path(step))
             body["extra"] |= entries
             atomic.write_file(self._make_path(step) / NAME, render_sealed_json(body), make=False)
             self._delete_outdated_steps()
 
-        self._run_on_rank_0(write)
+        self._run_on_rank_0(write_entries)
 
     def list_rollback_steps(self, before: int, bad_from: int | None = None) -> list[int]:
-        """Returns the steps up to `before` to which a run in trouble may roll back: those of routine checkpoints or, if
-        there are none, of stops. Does not verify their files. Call it on all ranks.
+        """Returns the steps, at most `before`, to which a run in trouble may go back: those of routine checkpoints or,
+        if there are none, of checkpoints at which the run was stopped. Does not verify their files. Call it on all
+        ranks.
 
-        bad_from   the step of the latest rollback; None: there was none. If it is still the newest of these steps, it
-        is left out, with all later ones
+        bad_from: the step of the latest rollback, None if there was none. If it is still the newest of these steps, it
+        and later steps are left out, since going back to it did not help.
         """
         kinds = {
             step: extra.get("kind", ROUTINE)
@@ -208,10 +211,10 @@ class Store:
     def find_newest(
         self, report: Callable[[str], None] = print, among: list[int] | None = None
     ) -> tuple[int, Path] | None:
-        """Returns the newest step whose files are whole, and its folder; None if there is none. among: the steps to
-        look at; None: all. Call it on all ranks.
+        """Returns (step, folder) of the newest checkpoint whose files are whole; None if there is none. among: the
+        steps to look at; None: all. Call it on all ranks.
 
-        A damaged step is skipped and added to `damaged`; on rank 0, `report` is called with a line about it.
+        Passes over a damaged checkpoint, adds its step to `damaged`, and calls `report` with a line about it on rank 0.
         """
         for step in sorted(group.broadcast_from_first(self.list_steps()) if among is None else among, reverse=True):
             reason = self.find_fault(step)
@@ -223,55 +226,56 @@ class Store:
         return None
 
     def list_steps(self) -> list[int]:
-        """Returns the steps that have a folder, ascending, whether they are whole or damaged."""
+        """Returns the steps that have a checkpoint, ascending, whether it is whole or damaged."""
         return self._list_steps_with_suffix("")
 
     def list_steps_put_aside(self) -> list[int]:
-        """Returns the steps whose folders `set_newer_steps_aside` has renamed, ascending."""
+        """Returns the steps whose checkpoints `set_newer_steps_aside` has renamed, ascending."""
         return self._list_steps_with_suffix(_ASIDE)
 
     def set_newer_steps_aside(self, after: int) -> None:
-        """Renames the checkpoints of all steps after `after`, so that resuming ignores them, the newest first: after a
-        crash an earlier state of the run remains. Deletes older ones of the same new names. Call it on all ranks.
+        """Renames the checkpoints of all steps beyond `after` to step_N.aside, so that a run which resumes ignores
+        them. Replaces older ones of these names. Call it on all ranks.
 
-        Raises NotSaved if a rename fails.
+        Renames the newest first, so that a crash in between leaves the run in an earlier state of its own. Raises
+        NotSaved if a rename fails.
         """
 
-        def rename() -> None:
+        def rename_newer_steps() -> None:
             owner.require_claim(self.folder)
             for step in reversed([step for step in self.list_steps() if step > after]):
                 with suppress(OSError):
                     owner.remove_path(self._make_path(step, _ASIDE))  # of an earlier time
                 os.rename(self._make_path(step), self._make_path(step, _ASIDE))
             atomic.fsync_folder(self.folder)
-            self._write_pointer("newest", after)
+            self._write_pointer_file("newest", after)
 
-        if reason := self._run_on_rank_0(rename):
+        if reason := self._run_on_rank_0(rename_newer_steps):
             raise NotSaved(f"checkpoints after step {after} in {self.folder} cannot be put aside: {reason}")
 
     def restore_step(self, step: int) -> None:
-        """Gives a checkpoint that `set_newer_steps_aside` has renamed its old name, so that it is used again. Ignores
-        failures. Call it on all ranks.
+        """Undoes `set_newer_steps_aside` for one step: gives its checkpoint the old name. Ignores failures. Call it on
+        all ranks.
         """
         self._run_on_rank_0(lambda: os.rename(self._make_path(step, _ASIDE), self._make_path(step)))
 
     def find_fault(self, step: int) -> str | None:
-        """Returns, on all ranks, a description of what is damaged or missing in the checkpoint of a step; None if it is
-        whole. Each rank hashes a share of the files. Call it on all ranks.
+        """Returns what is damaged, missing or unusable in the checkpoint of a step, as a text; None if it is whole.
+        Each rank hashes a share of the files. Call it on all ranks; all get the same result.
         """
         path, body = self._make_path(step), {}
 
-        def read() -> None:
+        def read_step_manifest() -> None:
             body.update(read_manifest(path))
             if body["step"] != step:
                 raise ConfigError(f"{NAME} is of step {body['step']}")
 
-        if reason := self._run_on_rank_0(read):
+        if reason := self._run_on_rank_0(read_step_manifest):
             return reason
         files = group.broadcast_from_first(body)["files"]
         largest_first = sorted(files, key=lambda name: (-files[name]["size"], name))
         share = largest_first[group.rank() % group.world() :: group.world()]
-        problems = list(itertools.chain.from_iterable(group.gather_objects(find_faults(path, share, files))))
+        problems = list(itertools.chain.from_iterable(group.gather_objects(find_file_faults(path, share, files))))
         more = f" and {len(problems) - 3} more" if len(problems) > 3 else ""
         return ", ".join(problems[:3]) + more or self._run_on_rank_0(lambda: self._check(path))
 
@@ -280,8 +284,8 @@ class Store:
         return sorted(int(match[1]) for name in names if (match := re.fullmatch(rf"step_(\d{{8,}}){suffix}", name)))
 
     def _read_manifest_extras(self) -> dict[int, dict]:
-        """Returns manifest["extra"] by step, ascending, without steps that are in `damaged` or have no readable
-        manifest.
+        """Returns {step: the dict "extra" of its manifest}, ascending. Leaves out steps that are in `damaged` or have
+        no readable manifest.
         """
         extras = {}
         for step in self.list_steps():
@@ -293,7 +297,10 @@ class Store:
     def _make_path(self, step: int, suffix: str = "") -> Path:
         return self.folder / f"step_{step:08d}{suffix}"
 
-    def _seal_step(self, step: int, tmp: Path, body: dict) -> None:
+    def _publish_step(self, step: int, tmp: Path, body: dict) -> None:
+        """Writes the manifest into the temporary folder and renames the folder to step_N, flushed to the disk. A
+        damaged checkpoint of this step is renamed first, to be deleted later.
+        """
         atomic.write_file(tmp / NAME, render_sealed_json(body), make=False)
         for folder in [path for path in tmp.rglob("*") if path.is_dir()] + [tmp]:
             atomic.fsync_folder(folder)
@@ -304,17 +311,18 @@ class Store:
         os.rename(tmp, final)
         atomic.fsync_folder(self.folder)
 
-    def _write_pointer(self, pointer: str, step: int) -> None:
+    def _write_pointer_file(self, pointer: str, step: int) -> None:
+        """Writes the name of a step's folder into the file "newest" or "best"."""
         atomic.write_file(self.folder / pointer, f"{self._make_path(step).name}\n", make=False)
 
     def _delete_outdated_steps(self) -> None:
-        """Writes the file `best`, and deletes the checkpoints that need not be kept. One that is damaged, or saved in
-        trouble, is deleted when a newer one exists. One that a process reads is not deleted.
+        """Writes the file `best`, then deletes the checkpoints that need not be kept. Deletes one that is damaged, or
+        was saved in trouble, when there is a newer one. Never deletes one that a process is reading.
         """
         owner.require_claim(self.folder)
         best = self.find_best()
         if best:
-            self._write_pointer("best", best[0])
+            self._write_pointer_file("best", best[0])
         steps, extras = self.list_steps(), self._read_manifest_extras()
         kinds = {step: extra.get("kind", ROUTINE) for step, extra in extras.items()}
         good = [step for step, kind in kinds.items() if kind != TROUBLE]
@@ -336,7 +344,9 @@ class Store:
             owner.remove_path(gone)
 
     def _run_on_rank_0(self, action: Callable[[], Any]) -> str | None:
-        """Calls `action` on rank 0. Returns, on all ranks, the description of its error, or None if it succeeded."""
+        """Calls `action` on rank 0 and waits for it on all ranks. Returns the description of its error on all ranks;
+        None if it succeeded.
+        """
         failure = None
         if _is_first_rank():
             try:
@@ -351,15 +361,14 @@ def _is_first_rank() -> bool:
 
 
 def hash_all_files(folder: Path, hashed: Hashes, finish: Callable[[Path], Hashes]) -> tuple[Hashes, str | None]:
-    """Returns the hashes of all files in `folder` on rank 0, {} on the others; and on all ranks the reason of a
-    failure, or None. Call it on all ranks.
+    """Returns ({name: {size, hash}} of all files in `folder` on rank 0, {} on others; the reason of a failure on all
+    ranks, or None). Call it on all ranks.
 
-    hashed   hashes of the files that this rank has hashed while it wrote them
-    finish   is called with the folder on all ranks, and returns the hashes of files that it has added
+    hashed   {name: {size, hash}} of files that this rank has hashed while it wrote them
+    finish   is called with the folder on all ranks, adds files, and returns their {name: {size, hash}}
 
-    The files in `hashed` are not read again, but their sizes must agree. Their hash is that of the bytes as they were
-    passed to the storage, and damage by the storage shows when the step is verified. Each other file is hashed, and
-    synced to the disk, by one rank.
+    Files in `hashed` are not read again, but their sizes must agree: damage that the storage does to them shows only
+    when the step is verified. Each other file is hashed, and flushed to the disk, by one rank.
     """
     names, fault = list(hashed), None
     try:
@@ -385,14 +394,12 @@ def hash_all_files(folder: Path, hashed: Hashes, finish: Callable[[Path], Hashes
 def _merge_hashes(
     folder: Path, gathered: list[tuple[Hashes, list[str], str | None]] | None, expected: list[str] | None = None
 ) -> tuple[Hashes, list[str], str | None]:
-    """Merges on rank 0 the hashes that were gathered there from all ranks. Returns the hashes ({} on other ranks); and
-    on all ranks the names of files that are still to be hashed, and the reason of a failure, or None. Call it on all
-    ranks.
+    """Merges the hashes that were gathered on rank 0. Returns ({name: {size, hash}} on rank 0, {} on others; on all
+    ranks the names of files still to be hashed; on all ranks the reason of a failure, or None). Call it on all ranks.
 
-    gathered   on rank 0, each rank's hashes, names of the files that it sees, and reason of a failure; None on the
-               others
+    gathered   on rank 0, each rank's (hashes, names of the files that it sees, reason of a failure); None on others
     expected   None: files in `folder` without a hash are still to be hashed, and a file that another rank sees, but
-               rank 0 does not, is a failure. Otherwise a name in `expected` without a hash is a failure
+               not rank 0, is a failure. Otherwise: names that need a hash by now, and one without is a failure
     """
     hashed: Hashes = {}
     rest, failed = [], None
@@ -411,8 +418,8 @@ def _merge_hashes(
 
 
 def find_first_failure(reasons: list[str | None]) -> str | None:
-    """Returns the first reason in `reasons`, which are ordered by rank; with several ranks the rank's number comes
-    before it. Returns None if no rank has failed.
+    """Returns the reason of the first rank that has failed, as "rank R: reason" if there are several ranks; None if
+    none has. reasons: for each rank its reason, or None if it succeeded.
     """
     for rank, failure in enumerate(reasons):
         if failure is not None:
@@ -421,7 +428,7 @@ def find_first_failure(reasons: list[str | None]) -> str | None:
 
 
 def describe_error(error: Exception) -> str:
-    """Returns the message of an error, with the name of its class unless it is a ValueError."""
+    """Returns the message of an error: "Class: message", or the message alone for a ValueError."""
     return str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
 
 
@@ -430,6 +437,8 @@ def _list_files(folder: Path) -> list[str]:
 
 
 def _choose_hashing_rank(name: str) -> int:
-    """Returns the rank that hashes a file: the rank that its name contains, else a rank computed from the name."""
+    """Returns the rank that hashes a file: the one whose number stands in the file's name, else one computed from the
+    name.
+    """
     writer = _WRITTEN_BY.fullmatch(name)
     return (int(writer[1]) if writer else zlib.crc32(name.encode())) % group.world()

@@ -113,8 +113,8 @@ class Content(NamedTuple):
 
 
 def is_altered(span: Span, crc: int) -> bool:
-    """Returns whether the bytes of a span do not match their CRC-32, or the file is too short. False if `crc` is 0:
-    torch then wrote no sum.
+    """Returns whether the bytes of a span do not match their CRC-32, or the file is too short. Returns False if `crc`
+    is 0, which means that torch wrote no checksum.
     """
     actual, left = 0, span.nbytes
     with open(span.path, "rb") as file:
@@ -129,8 +129,11 @@ def is_altered(span: Span, crc: int) -> bool:
 
 
 def load_torch_file(path: Path) -> Content:
-    """Returns the content of a file of torch.save, without executing anything in it. Raises ConfigError if the file
-    cannot be read, is damaged, of another format, or holds a tensor that safetensors cannot represent.
+    """Returns the content of a file of torch.save. Executes nothing that the file names, and does not read the values
+    of tensors yet.
+
+    Raises ConfigError if the file cannot be read, is damaged, has another format, or holds a tensor that safetensors
+    cannot represent.
     """
     try:
         with zipfile.ZipFile(path) as archive, open(path, "rb") as file:
@@ -150,6 +153,9 @@ def load_torch_file(path: Path) -> Content:
 
 
 def _load_archive(path: Path, archive: zipfile.ZipFile, file: Any) -> Content:
+    """Returns the content of an open zip archive of torch.save. file: the same file, opened to read bytes. Raises
+    ConfigError for another kind of archive, and any error for damaged bytes.
+    """
     length = file.seek(0, 2)
     members = {info.filename.partition("/")[2]: info for info in archive.infolist()}
     if "data.pkl" not in members or "constants.pkl" in members:
@@ -160,7 +166,9 @@ def _load_archive(path: Path, archive: zipfile.ZipFile, file: Any) -> Content:
         )
 
     def find_member_span(info: zipfile.ZipInfo) -> Span:
-        """Returns the span of a member's bytes. Raises ConfigError if they are compressed or reach beyond the file."""
+        """Returns the byte range of a member of the archive. Raises ConfigError if the member is compressed or reaches
+        beyond the end of the file.
+        """
         if info.compress_type != zipfile.ZIP_STORED:
             raise ConfigError("its storages are compressed: save it again with torch.save")
         file.seek(info.header_offset + 26)  # of 30 bytes, then name and extra
@@ -197,6 +205,9 @@ class _Unpickler(pickle.Unpickler):
         self.sums: dict[Span, int] = {}
 
     def find_class(self, module: str, name: str) -> Any:
+        """Returns a harmless substitute for the class or function that a pickle names. There is one for tensors, dtypes
+        and plain containers; any other name gives a Shell, and is added to `asked`.
+        """
         if module in ("torch._utils", "torch._tensor") and name in _REBUILDS:
             return _REBUILDS[name]()
         if module == "builtins" and name in _PLAIN:
@@ -216,6 +227,7 @@ class _Unpickler(pickle.Unpickler):
         return type("Shell", (Shell,), {})  # whose attributes a pickle may set
 
     def persistent_load(self, pid: Any) -> _Storage:
+        """Returns the dtype and byte range of a storage that a pickle refers to. Notes its checksum in `sums`."""
         kind, dtype, key, _, _ = pid
         if kind != "storage" or not isinstance(dtype, DType):
             raise ConfigError(f"it holds a {kind} that is no storage")

@@ -54,8 +54,10 @@ class State(BaseModel):
         return not self.in_a_row and self.high is None
 
 
-def parse_state(saved: Any) -> State:
-    """Returns the State in a manifest's entry "course". Raises ConfigError if that entry is malformed."""
+def parse_recovery_state(saved: Any) -> State:
+    """Returns the record of skipped steps and rollbacks from the manifest's entry "course". Raises ConfigError if it is
+    malformed.
+    """
     try:
         return State.model_validate(saved)
     except ValidationError as error:
@@ -64,8 +66,8 @@ def parse_state(saved: Any) -> State:
 
 
 def read_counters(path: Path) -> dict[str, dict[str, Any]]:
-    """Returns {part: counters} of a checkpoint, from the metadata of common.safetensors. Raises ConfigError if the
-    counters are missing or malformed.
+    """Returns {part: counters} of a checkpoint folder: how many updates were made and skipped, and more. They are in
+    the metadata of common.safetensors. Raises ConfigError if they are missing or malformed.
     """
     with safe_open(path / COMMON, "pt") as file:
         values = json.loads((file.metadata() or {}).get("counters", "null"))
@@ -79,16 +81,18 @@ def read_counters(path: Path) -> dict[str, dict[str, Any]]:
 
 
 def read_recovery_state(path: Path) -> State:
-    """Returns the record of skipped steps and rollbacks in a checkpoint's manifest. Earlier versions wrote no
-    record: then the number of skipped steps is the largest one among the parts' counters, and the other fields keep
-    their defaults. Raises ConfigError if the manifest, the record or the counters are malformed.
+    """Returns the record of skipped steps and rollbacks of a checkpoint folder, from its manifest. Raises ConfigError
+    if the manifest, the record or the counters are malformed.
+
+    Earlier versions wrote no record. Then the number of skipped steps is the largest among the parts' counters, and
+    other fields have their defaults.
     """
     skipped = max((part["skipped"] for part in read_counters(path).values()), default=0)
-    return parse_state(read_manifest(path)["extra"].get("course", {"skipped": skipped}))
+    return parse_recovery_state(read_manifest(path)["extra"].get("course", {"skipped": skipped}))
 
 
 def write_common(folder: Path, common: Common) -> None:
-    """Writes common.safetensors into a folder: small tensors, and the counters of each part. Call it on one
+    """Writes common.safetensors into a folder: small tensors, and the counters of each part as metadata. Call it on one
     rank only.
     """
     tensors, by_part = common
@@ -96,9 +100,9 @@ def write_common(folder: Path, common: Common) -> None:
     apply_umask(folder / COMMON)
 
 
-def check_checkpoint(path: Path) -> None:
-    """Raises ConfigError if a checkpoint cannot be loaded although its files verify: a record or counters are
-    malformed, or its manifest lacks a file that would be read, whose bytes were then not verified.
+def require_loadable_checkpoint(path: Path) -> None:
+    """Raises ConfigError if a checkpoint cannot be loaded although its hashes agree: if its record or counters are
+    malformed, or if its manifest does not list a file that loading would read.
     """
     read_recovery_state(path)
     body, parts = read_manifest(path), list(read_counters(path))
@@ -110,13 +114,13 @@ def check_checkpoint(path: Path) -> None:
 
 
 def select_and_strip_prefix(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
-    """Returns the tensors whose names begin with `prefix`, by their names without it."""
+    """Returns the tensors whose names begin with `prefix`, under their names without it."""
     return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
 
 
 def require_same_shapes(path: Path, part: str, saved: dict[str, tuple], expected: dict[str, tuple]) -> None:
-    """Raises ConfigError if the saved and the expected tensors of a part, shapes by name, differ in a name or a
-    shape.
+    """Raises ConfigError if the `saved` and the `expected` {name: shape} of a part's tensors differ. path: the
+    checkpoint, for the message.
     """
     for name in [*expected, *saved]:
         if saved.get(name) != expected.get(name):

@@ -29,7 +29,7 @@ from typing import Any
 from dstrain import __version__
 from dstrain.checkpoint import deepspeed_files, layout, safetensors_io, torch_files
 from dstrain.checkpoint.layout import COMMON, SHARD
-from dstrain.checkpoint.manifest import CONSOLIDATED, NAME, find_faults, read_manifest
+from dstrain.checkpoint.manifest import CONSOLIDATED, NAME, find_file_faults, read_manifest
 from dstrain.checkpoint.safetensors_io import Entry
 from dstrain.commands.options.consolidate import DTYPES, Order
 from dstrain.disk import atomic, small
@@ -201,7 +201,7 @@ def _find_checkpoints_by_step(store: Path) -> dict[int, Path]:
     return {
         int(match[1]): path
         for path in paths
-        if (match := _STEP.fullmatch(path.name)) and path.is_dir() and not deepspeed_files.list_files(path)
+        if (match := _STEP.fullmatch(path.name)) and path.is_dir() and not deepspeed_files.list_deepspeed_files(path)
     }
 
 
@@ -239,7 +239,7 @@ def _plan_dstrain_checkpoint(order: Order, checkpoint: Path) -> Plan:
 
     def verify(update: Update) -> None:
         for name in sorted(used):
-            if problems := find_faults(checkpoint, [name], files):
+            if problems := find_file_faults(checkpoint, [name], files):
                 raise layout.make_damage_error(checkpoint, problems[0])
             update(files[name]["size"])
 

@@ -81,7 +81,10 @@ def make_averages(options: ReconstructOptions) -> list[Made]:
     misfits = {width: {part.part: part.solve(width).misfit for part in parts} for width in widths}
     folder = options.folder / RECONSTRUCTED
     with explain_write_errors(f"folder={options.folder}", "make room there"):
-        stores = {width: Store(folder / repr(width), sys.maxsize, check=validate.check_checkpoint) for width in widths}
+        stores = {
+            width: Store(folder / repr(width), sys.maxsize, check=validate.require_loadable_checkpoint)
+            for width in widths
+        }
         if any(not _has_made_average(store, step, origin) for store in stores.values()):
             with claim_output(folder, str(folder), "reconstruct"):
                 missing = {
@@ -100,7 +103,10 @@ def list_usable_snapshots(folder: Path, step: int | None) -> list[Snapshot]:
 
     Raises ConfigError if there is none, none of that step, or if that one is damaged.
     """
-    run, store = trained.read_recipe(folder), Store(folder / snapshots.FOLDER, check=validate.check_checkpoint)
+    run, store = (
+        trained.read_recipe(folder),
+        Store(folder / snapshots.FOLDER, check=validate.require_loadable_checkpoint),
+    )
     steps = group.broadcast_from_first(store.list_steps())
     if not steps:
         raise ConfigError(

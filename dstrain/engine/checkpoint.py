@@ -24,7 +24,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from dstrain.checkpoint import validate
-from dstrain.checkpoint.fragment_index import make_index_rows, write_indices
+from dstrain.checkpoint.fragment_index import make_shard_index_rows, write_indices
 from dstrain.checkpoint.fragments import list_stored_weights, open_shards, write_shard
 from dstrain.checkpoint.layout import COMMON, name_shard
 from dstrain.checkpoint.manifest import read_manifest
@@ -72,7 +72,9 @@ class Checkpoints:
         trust_pickle: bool = False,
     ):
         metric = save.best if isinstance(save.best, str) else "loss"
-        self.store = Store(folder, save.keep, save.keep_every, validate.check_checkpoint, metric, self._write_indices)
+        self.store = Store(
+            folder, save.keep, save.keep_every, validate.require_loadable_checkpoint, metric, self._write_indices
+        )
         self.course = course or Divergence()
         self._native = save.format == "deepspeed"  # master and moments stand in DeepSpeed's own files
         # DeepSpeed writes its own files from the live weights, and its ranks communicate meanwhile: not in a thread.
@@ -269,7 +271,7 @@ class Checkpoints:
                     )
         names = {part: name_shard(part, group.rank(), group.world()) for part in entries}
         hashes = {name: write_shard(folder / name, entries[part], {"part": part}) for part, name in names.items()}
-        self._rows = {part: make_index_rows(entries[part], hashes[name]) for part, name in names.items()}
+        self._rows = {part: make_shard_index_rows(entries[part], hashes[name]) for part, name in names.items()}
         if group.rank() == 0:
             validate.write_common(folder, common)
         return hashes

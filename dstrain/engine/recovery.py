@@ -46,7 +46,7 @@ import torch
 from torch import Tensor
 
 from dstrain.checkpoint.store import Store
-from dstrain.checkpoint.validate import State, parse_state
+from dstrain.checkpoint.validate import State, parse_recovery_state
 from dstrain.distributed import group
 from dstrain.engine.masters import Masters
 from dstrain.engine.updates import AsyncHostCopy, Flag
@@ -133,7 +133,7 @@ class Divergence:
         it will not use the batches since then again.
         """
         rollbacks, clock = [*self.state.rollbacks, (done, step)], done + self.shift
-        self.state = parse_state(saved).model_copy(
+        self.state = parse_recovery_state(saved).model_copy(
             update={"shift": clock - step, "rollbacks": rollbacks, "forgiven": self.state.forgiven}
         )
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from dstrain import systems
 from dstrain.checkpoint.layout import find_reconstructed_folder
 from dstrain.checkpoint.store import Store
-from dstrain.checkpoint.validate import check_checkpoint
+from dstrain.checkpoint.validate import require_loadable_checkpoint
 from dstrain.distributed import group
 from dstrain.engine.checkpoint import read_weights
 from dstrain.recipe import ConfigError, Run, explain_write_errors, reword_errors
@@ -51,7 +51,7 @@ def find_checkpoint(folder: Path, step: int | None = None, ema: float | None = N
 
 def _choose_checkpoint(folder: Path, step: int | None, ema: float | None) -> Path:
     """Returns what `find_checkpoint` returns, without protecting the folder from removal."""
-    store = Store(folder / "checkpoints", check=check_checkpoint)
+    store = Store(folder / "checkpoints", check=require_loadable_checkpoint)
     if step is not None:
         own = store.folder / f"step_{step:08d}" if step in store.list_steps() else None
         if ema is not None and (made := find_reconstructed_folder(folder, ema, step, own)):

@@ -18,10 +18,10 @@ from torch import Tensor
 from dstrain.checkpoint import deepspeed_files, torch_files
 from dstrain.checkpoint.fragments import StoredWeight
 from dstrain.checkpoint.layout import RECONSTRUCTED
-from dstrain.checkpoint.manifest import CONSOLIDATED, find_faults
+from dstrain.checkpoint.manifest import CONSOLIDATED, find_file_faults
 from dstrain.checkpoint.safetensors_io import CHUNK, Files, convert_entry, render_header
 from dstrain.checkpoint.store import Store
-from dstrain.checkpoint.validate import check_checkpoint
+from dstrain.checkpoint.validate import require_loadable_checkpoint
 from dstrain.disk import owner
 from dstrain.disk.modes import apply_umask
 from dstrain.disk.small import read_json
@@ -55,7 +55,7 @@ def fit_weights(path: Path, system: System, parts: Iterable[str] | None = None) 
         path = path.parent  # the names in it are those of diffusers
     if (path / "checkpoints").is_dir():
         with hold_while_choosing((path / "checkpoints").glob("step_*[0-9]")) as keep:
-            newest = Store(path / "checkpoints", check=check_checkpoint).find_newest()
+            newest = Store(path / "checkpoints", check=require_loadable_checkpoint).find_newest()
             if newest is None:
                 raise ConfigError(f"init_from={path}: the run has no whole checkpoint; train it first, or name another")
             path = keep(newest[1])
@@ -71,7 +71,7 @@ def fit_weights(path: Path, system: System, parts: Iterable[str] | None = None) 
         config = read_json(config_file)
         state, notes = system.from_diffusers(read_state(config_file.parent), config)
         adapted = {first: _adapt_part(system, first, state, f"{config_file.parent} ({config['_class_name']})")}
-    elif path.is_dir() and deepspeed_files.is_universal(path):
+    elif path.is_dir() and deepspeed_files.is_universal_checkpoint(path):
         adapted = {first: _adapt_part(system, first, _read_universal_folder(path), path)}
     else:
         if list(path.glob("*model_states.pt")) or list(path.glob("*/*model_states.pt")):
@@ -143,7 +143,7 @@ def require_unaltered_files(paths: Iterable[Path], together: bool = False) -> No
         files = read_json(folder / CONSOLIDATED).get("files", {})
         names = [name for name in files if any((folder / name).is_relative_to(path) for path in paths)]
         share = names[group.rank() % group.world() :: group.world()] if together else names
-        wrong = find_faults(folder, share, files)
+        wrong = find_file_faults(folder, share, files)
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         wrong = [f"{CONSOLIDATED} is damaged"]
     wrong = list(dict.fromkeys(chain.from_iterable(group.gather_objects(wrong)))) if together else wrong
@@ -265,7 +265,9 @@ def require_whole_checkpoint(checkpoint: Path) -> Path:
     """Checks the hashes of a checkpoint's files. Returns `checkpoint`, or raises ConfigError if a file is missing or
     damaged.
     """
-    if fault := Store(checkpoint.parent, check=check_checkpoint).find_fault(int(checkpoint.name.removeprefix("step_"))):
+    if fault := Store(checkpoint.parent, check=require_loadable_checkpoint).find_fault(
+        int(checkpoint.name.removeprefix("step_"))
+    ):
         raise ConfigError(f"checkpoint {checkpoint} is damaged ({fault}): take another step")
     return checkpoint
 

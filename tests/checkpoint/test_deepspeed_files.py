@@ -157,7 +157,7 @@ def test_universal(saved, tmp_path, case):
         refused("lacks zero_pp_rank_1_mp_rank_00_model_states.pt")
     for model in universal.glob("*_model_states.pt"):
         model.unlink()
-    assert deepspeed_files.is_universal(universal)  # for init_from, too
+    assert deepspeed_files.is_universal_checkpoint(universal)  # for init_from, too
     refused("universal lacks mp_rank_00_model_states.pt .* copy it from the folder that ds_to_universal has read")
     assert not run.exists()
 

@@ -10,7 +10,7 @@ import torch
 from safetensors import safe_open
 
 from dstrain.checkpoint import safetensors_io
-from dstrain.checkpoint.fragment_index import FragmentIndex, Rows, make_index_rows, name_index_file, write_index
+from dstrain.checkpoint.fragment_index import FragmentIndex, Rows, make_shard_index_rows, name_index_file, write_index
 from dstrain.checkpoint.fragments import (
     Fragment,
     IndexedShards,
@@ -48,7 +48,9 @@ def write(folder, world: int, seed: int = 0, kinds=KINDS, leave_out: int = -1) -
     for rank, entries in enumerate(by_rank):
         entries.sort(key=lambda entry: kinds.index(entry[0]) if entry[0] in kinds else len(kinds))
         own.append(
-            make_index_rows(entries, write_shard(folder / name_shard("net", rank, world), entries, {"part": "net"}))
+            make_shard_index_rows(
+                entries, write_shard(folder / name_shard("net", rank, world), entries, {"part": "net"})
+            )
         )
     assert {name_index_file("net"): write_index(folder, "net", own, SHAPES)} == hash_files(
         folder, [name_index_file("net")]

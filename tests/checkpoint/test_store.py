@@ -477,8 +477,8 @@ def test_a_folder_that_was_taken_away_is_not_made_again(tmp_path, when):
         store._finish = lambda folder: run.rename(away) and {}  # as everything is written
         assert not store.commit(10)
     else:
-        seal = store._seal_step
-        store._seal_step = lambda *words: (seal(*words), run.rename(away))
+        seal = store._publish_step
+        store._publish_step = lambda *words: (seal(*words), run.rename(away))
         save(store, 10)
     newest, _ = Store(away / "checkpoints").find_newest(pytest.fail)
     assert entries(tmp_path) == {"away"} and newest == (10 if when == "after" else 5)

@@ -41,7 +41,7 @@ def seal(path, counters=json.dumps(FINE), **body) -> None:
 
 def newest(folder) -> tuple[int, list[str]]:
     lines: list[str] = []
-    return Store(folder, check=validate.check_checkpoint).find_newest(lines.append)[0], lines
+    return Store(folder, check=validate.require_loadable_checkpoint).find_newest(lines.append)[0], lines
 
 
 @pytest.mark.parametrize(

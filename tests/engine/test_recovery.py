@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dstrain.engine.recovery import _LEAST_LOSSES, WINDOW, Divergence, parse_state
+from dstrain.engine.recovery import _LEAST_LOSSES, WINDOW, Divergence, parse_recovery_state
 from dstrain.engine.updates import Flag
 from dstrain.recipe import ConfigError, Faults
 
@@ -18,7 +18,7 @@ from dstrain.recipe import ConfigError, Faults
 def test_skipped_steps_are_counted_and_bounded(steps, most, before):
     """Oracle: the number of Falses; the first of more than `most` Falses in a row is trouble."""
     course = Divergence(Faults(max_skipped=most))
-    course.state = parse_state({"skipped": before})
+    course.state = parse_recovery_state({"skipped": before})
     in_a_row, total = 0, before
     for done, applied in enumerate(steps, 1):
         in_a_row, total = (0, total) if applied else (in_a_row + 1, total + 1)
@@ -89,7 +89,7 @@ def test_to_look_or_to_resume_changes_nothing(steps):
         assert not looks or course.state.has_no_trouble == (loss in (1.0, 1.5))
         if resumes:
             course, saved = Divergence(faults), course.state.model_dump()
-            course.state = parse_state(saved)
+            course.state = parse_recovery_state(saved)
     assert course.state == alone.state
 
 
@@ -111,7 +111,10 @@ def test_the_data_never_go_back(events):
             saved.pop(max(saved))
             course.record_rollback(done, max(saved), saved[max(saved)])
             done = max(saved)
-    assert course.rollbacks == len(course.state.rollbacks) and parse_state(course.state.model_dump()) == course.state
+    assert (
+        course.rollbacks == len(course.state.rollbacks)
+        and parse_recovery_state(course.state.model_dump()) == course.state
+    )
 
 
 @pytest.mark.parametrize(
@@ -131,4 +134,4 @@ def test_the_data_never_go_back(events):
 def test_a_malformed_course_is_refused(saved):
     """Oracle: ConfigError, and no other."""
     with pytest.raises(ConfigError, match="course is malformed"):
-        parse_state(saved)
+        parse_recovery_state(saved)

@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dstrain.checkpoint.manifest import find_faults, read_manifest
+from dstrain.checkpoint.manifest import find_file_faults, read_manifest
 from tests.support import machines
 from tests.support.launch import ROOT, command, environment
 from tests.support.runs import RECIPE, files, finish, metrics, read_world, wait_for
@@ -114,7 +114,7 @@ def assert_whole(folder: Path) -> int:
     steps = sorted(path for path in (folder / "checkpoints").glob("step_*") if path.suffix != ".tmp")
     for path in steps:
         hashes = read_manifest(path)["files"]
-        assert not find_faults(path, sorted(hashes), hashes)
+        assert not find_file_faults(path, sorted(hashes), hashes)
     return int(steps[-1].name.removeprefix("step_"))
 
 

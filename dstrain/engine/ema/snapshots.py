@@ -42,7 +42,7 @@ class Averages:
         report: Callable[[str], None],
     ):
         self.saver = Saver(
-            Store(folder, keep=sys.maxsize, check=validate.check_checkpoint),
+            Store(folder, keep=sys.maxsize, check=validate.require_loadable_checkpoint),
             asynchronous,
             lambda line: report(f"averages: {line}"),
             lambda step: None,
