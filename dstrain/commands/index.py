@@ -19,7 +19,7 @@ from dstrain.data.index.verified import Verified
 from dstrain.data.open import open_section_index
 from dstrain.data.source import BadSample
 from dstrain.data.sources.images import Images
-from dstrain.data.sources.sizes import count_sample_frames, measure_clips, measure_images, read_image_size
+from dstrain.data.sources.sizes import count_frames_of_clips, count_sample_frames, measure_image_sizes, read_image_size
 from dstrain.data.sources.videos import Videos
 from dstrain.recipe import Data
 
@@ -68,11 +68,11 @@ def index_data(data: Data, captions: bool = False, check: bool = False) -> dict[
     }
     broken: Iterator[tuple[str, str]] | None = None
     if images:
-        sizes = measure_images(layout, index)
+        sizes = measure_image_sizes(layout, index)
         result |= _count_sizes(sizes)
         broken = _iterate_unmeasurable_samples(layout, index, sizes, read_image_size)
     elif data.buckets:
-        frames = measure_clips(layout, index)
+        frames = count_frames_of_clips(layout, index)
         result["frames"] = _count_durations(frames, data)
         broken = _iterate_unmeasurable_samples(layout, index, frames, count_sample_frames)
     if check:

@@ -104,13 +104,13 @@ def complete_recipe(run: Run, overrides: Sequence[str] = ()) -> tuple[Run, list[
     """Completes the data and model sections of a Run, and checks them and the overrides. Returns the completed Run, and
     a list of problems, [] if there are none.
     """
-    from dstrain.data.open import complete_data, find_contents, require_contents
+    from dstrain.data.open import fill_in_codes, find_contents, require_contents
 
     problems: list[str] = []
     with _collect_problems(problems):
         schema = systems.find_config_class(run.system)
         given = run.data.model_dump(include={"codes", "captioned"})
-        run = run.model_copy(update={"data": complete_data(_take_upright_of_resumed_run(run))})
+        run = run.model_copy(update={"data": fill_in_codes(_take_upright_of_resumed_run(run))})
         require_contents(run.data, run.system, schema.learns_from, systems.list_systems_learning_from)
         if run.data.durations and not schema.learns_durations:
             raise ConfigError(

@@ -36,7 +36,7 @@ from dstrain.data.index.build import run_on_rank_0
 from dstrain.data.index.index import Index
 from dstrain.data.index.source import Indexed
 from dstrain.data.open import BuiltinData, find_contents, open_section_index
-from dstrain.data.source import BadSample, Item, report_bad_sample
+from dstrain.data.source import BadSample, Item, convert_errors_to_bad_sample
 from dstrain.data.sources.captioned import hash_captions_beside
 from dstrain.disk import atomic, sealed, small
 from dstrain.disk.texts import read_text_file, split_lines
@@ -275,7 +275,7 @@ def _read_samples(
     def read(row: int) -> tuple[Sampled, str | None]:
         place, captions, problem = index.read_place(row), (), None
         try:
-            with report_bad_sample(place.name, Path(layout.root, place.name)):
+            with convert_errors_to_bad_sample(place.name, Path(layout.root, place.name)):
                 content = retry(lambda: _read_bytes(layout.read(place)))
                 captions = retry(lambda: files.read_captions(row))
         except BadSample as error:

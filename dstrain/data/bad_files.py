@@ -31,8 +31,8 @@ class Names:
     def __contains__(self, name: str) -> bool:
         return self._is_known(_hash_name(name))
 
-    def add(self, name: str) -> bool:
-        """Adds a name; returns whether it is new."""
+    def add_name(self, name: str) -> bool:
+        """Adds a name. Returns True if it is new, False if it was in the set."""
         value = _hash_name(name)
         if self._is_known(value):
             return False
@@ -43,6 +43,7 @@ class Names:
         return True
 
     def _is_known(self, value: int) -> bool:
+        """Returns whether the hash `value` of a name is in the set."""
         place = int(np.searchsorted(self._sorted, np.uint64(value)))
         return value in self._recent or (place < len(self._sorted) and int(self._sorted[place]) == value)
 
@@ -67,10 +68,10 @@ class BadFiles:
             raise ConfigError(f"{self.path} is no regular file: remove it")
         self._read = 0  # bytes of the list that this process knows
 
-    def add(self, bad: Bad) -> None:
-        """Adds each pair (name, reason) whose name is not listed yet, and appends it to bad_files.txt. Warns instead if
-        there is no folder, or if the file cannot be written. Raises ConfigError if a name was new to this process and
-        the list has more names than the limit.
+    def add_samples(self, bad: Bad) -> None:
+        """Adds each (name, reason) whose name is not listed yet, and appends it to bad_files.txt. If there is no
+        folder, or if the file cannot be written, warns instead. Raises ConfigError if a name is new to this process and
+        the list now has more names than the limit.
         """
         lines = [(make_printable(name), make_printable(reason)) for name, reason in bad]
         lines = [(name, reason) for name, reason in lines if name not in self.names]
@@ -78,8 +79,8 @@ class BadFiles:
             return
         self._read_new_lines()
         for name, reason in lines:
-            if self.names.add(name):
-                self._append(f"{name}\t{reason}\n")
+            if self.names.add_name(name):
+                self._append_or_warn(f"{name}\t{reason}\n")
         if len(self.names) > self.limit:
             raise ConfigError(
                 f"{len(self.names)} of {self.size} samples cannot be read (the last: {lines[-1][0]}: {lines[-1][1]}), "
@@ -89,8 +90,8 @@ class BadFiles:
             )
 
     def _read_new_lines(self) -> None:
-        """Adds to `names` those in the lines that any rank has appended to bad_files.txt since the last call. Reads the
-        file from its start if it has become shorter. A last line without a line break is left for the next call.
+        """Adds to `names` what any rank has appended to bad_files.txt since the last call. Reads from the start if the
+        file has become shorter. Leaves an unfinished last line for the next call.
         """
         if self.path is None or not self.path.exists():
             return
@@ -100,10 +101,11 @@ class BadFiles:
             file.seek(self._read)
             for whole in _read_blocks(file):
                 self._read += len(whole)
-                for name in _parse_names(whole):
-                    self.names.add(name)
+                for name in _parse_listed_names(whole):
+                    self.names.add_name(name)
 
-    def _append(self, line: str) -> None:
+    def _append_or_warn(self, line: str) -> None:
+        """Appends a line to bad_files.txt; warns with it if there is no folder, or if the file cannot be written."""
         if self.path is None:
             warnings.warn(f"cannot be read, replaced: {line.strip()}", stacklevel=2)
             return
@@ -115,22 +117,22 @@ class BadFiles:
 
 
 def count_listed_files(folder: Path) -> int:
-    """Returns how many different files the bad_files.txt of a run's folder lists; 0 if there is none, or if it cannot
-    be read.
+    """Returns how many different files are listed in bad_files.txt in the folder of a run; 0 if that file is missing or
+    cannot be read.
     """
     path, names = folder / "bad_files.txt", Names()
     try:
         with open(path, "rb") if path.is_file() else nullcontext(io.BytesIO()) as file:
             for whole in _read_blocks(file):
-                for name in _parse_names(whole):
-                    names.add(name)
+                for name in _parse_listed_names(whole):
+                    names.add_name(name)
     except OSError:
         return 0
     return len(names)
 
 
 def _read_blocks(file: BinaryIO) -> Iterator[bytes]:
-    """Yields the rest of a file in blocks of whole lines. Leaves out a last line without a line break."""
+    """Yields what is left of a file in blocks that end with a line break. Leaves out an unfinished last line."""
     rest = b""
     while new := file.read(_BLOCK):
         whole, line_break, rest = (rest + new).rpartition(b"\n")
@@ -138,7 +140,8 @@ def _read_blocks(file: BinaryIO) -> Iterator[bytes]:
             yield whole + line_break
 
 
-def _parse_names(lines: bytes) -> list[str]:
+def _parse_listed_names(lines: bytes) -> list[str]:
+    """Returns the name in each line "NAME<TAB>REASON" of bad_files.txt."""
     return [line.split(b"\t")[0].decode(errors="replace") for line in lines.splitlines()]
 
 

@@ -73,7 +73,7 @@ class Batches(AbstractContextManager):
         flip: bool = True,
         steps: int | None = None,
     ) -> None:
-        _require_sizes(global_batch, micro_batch, rank, world)
+        _require_valid_batch_sizes(global_batch, micro_batch, rank, world)
         self.device = torch.device(device)
         self.accumulation = global_batch // (micro_batch * world)  # micro-steps of one optimizer step
         self.wait_seconds = 0.0  # host time spent waiting for samples
@@ -88,19 +88,20 @@ class Batches(AbstractContextManager):
         self._release: weakref.finalize | None = None  # ends the workers that run now
 
     def read_step(self, step: int) -> Iterator[Batch]:
-        """Yields the `accumulation` micro-batches of this rank at an optimizer step, on the device (captions: host).
+        """Yields this rank's micro-batches of an optimizer step, `accumulation` of them, on the device (captions on the
+        host).
 
-        Each batch has the entries of the source's items, such as {"image": uint8 (b, C, H, W)}, and int64 (b,)
-        {"label", "key", "position", "step"}. If `step` is not the one after the previous call's, or that call's batches
-        were not all taken, the workers are restarted, which takes longer.
+        Each has the entries of the source's items, such as {"image": uint8 (b, C, H, W)}, and "label", "key",
+        "position", "step", int64 (b,) each. Steps should be read one after another and to the end: any other order
+        restarts the workers, which takes longer.
 
-        Raises ConfigError or NotRead if the samples cannot be read; `problem` usually holds this error one step
-        earlier. Raises ConfigError if `step` is beyond the last one.
+        Raises ConfigError or NotRead if samples cannot be read; usually `problem` holds this error one step earlier.
+        Raises ConfigError if `step` is beyond the last one.
         """
         if self._steps is not None and step >= self._steps:
             raise ConfigError(f"step {step} lies beyond the last, {self._steps - 1}")
         if step != self._next:
-            self._restart(step)
+            self._restart_workers(step)
         self._next = -1  # a step that the caller leaves in the middle starts again
         for micro in range(self.accumulation):
             batch = next(self._batches, None)
@@ -111,8 +112,8 @@ class Batches(AbstractContextManager):
             yield batch
 
     def count_samples_by_source(self, steps: int) -> dict[str, int]:
-        """Returns how many samples of the first `steps` global batches come from each source of a mixture, by
-        `samples/NAME`; {} if the data are no mixture.
+        """Returns {"samples/NAME": count} of the sources of a mixture in the first `steps` steps of all ranks; {} if
+        the data are no mixture.
         """
         global_batch, seed, source = self._layout[0], self._stream.seed, self._stream.source
         return {
@@ -121,13 +122,13 @@ class Batches(AbstractContextManager):
         }
 
     def set_step_count(self, steps: int) -> None:
-        """Sets the number of steps that can be read, for a run that is trained beyond its last step. The next
-        `read_step` restarts the workers.
+        """Sets how many steps can be read, for a run that is trained beyond its last step. The next `read_step`
+        restarts the workers.
         """
         self._steps, self._next = steps, -1
 
     def close(self) -> None:
-        """Ends the worker processes, if there are any. A later `read_step` starts new ones."""
+        """Ends the worker processes, if any are running. A later `read_step` starts new ones."""
         if self._release is not None:
             self._release()
             atexit.unregister(self._release)
@@ -136,8 +137,8 @@ class Batches(AbstractContextManager):
     def __exit__(self, *_error) -> None:
         self.close()
 
-    def _restart(self, step: int) -> None:
-        """Ends the workers and starts new ones, whose first batch is that of `step`. Raises ConfigError or NotRead if
+    def _restart_workers(self, step: int) -> None:
+        """Ends the workers and starts new ones that begin with the batches of `step`. Raises ConfigError or NotRead if
         they cannot be started.
         """
         self.close()
@@ -148,7 +149,7 @@ class Batches(AbstractContextManager):
                 "num_workers": self.num_workers,
                 "prefetch_factor": 2,
                 "worker_init_fn": workers.prepare_worker,
-                "multiprocessing_context": workers.make_context(),
+                "multiprocessing_context": workers.make_worker_context(),
             }
         loader = DataLoader(
             self._stream,
@@ -169,13 +170,13 @@ class Batches(AbstractContextManager):
         self._release.atexit = False
         atexit.register(self._release)
         host = self._read_step_ahead(reader, semaphores)
-        self._batches = _copy_ahead(host, self.device) if self.device.type == "cuda" else host
+        self._batches = _copy_batches_ahead(host, self.device) if self.device.type == "cuda" else host
 
     def _read_step_ahead(self, reader: Iterator, semaphores: list) -> Iterator[Batch]:
-        """Yields the batches of `reader` in host memory. Before it yields a batch, it has prefetched the batches of one
-        step, or one batch if these are larger than 1 GiB.
+        """Yields the batches of `reader` in host memory. Whenever it yields a batch, it has already fetched the batches
+        of one more step, or only the next batch if those are larger than 1 GiB together.
 
-        Ends after the last batch, or after an error, which is then in `problem`.
+        Ends after the last batch, or before the first one that cannot be read; then `problem` holds the error.
         """
         ahead: deque[Batch] = deque()
         fetched, batch, size = self._fetch_batches(reader, semaphores), {}, 0  # size: bytes of a batch
@@ -189,16 +190,18 @@ class Batches(AbstractContextManager):
             yield ahead.popleft()
 
     def _fetch_batches(self, reader: Iterator, semaphores: list) -> Iterator[Batch]:
-        """Yields the batches of `reader`, and adds their unreadable files to the list of bad files. Once every worker
-        has delivered a batch, removes the workers' semaphores. Ends after the last batch, or at an error, which it
-        stores in `problem`. Adds the time of waiting to `wait_seconds`.
+        """Yields the batches of `reader` without their lists of unreadable files, which it adds to the run's list. Adds
+        the time of waiting to `wait_seconds`.
+
+        Ends after the last batch, or at an error, which it stores in `problem`. Once every worker has delivered a
+        batch, removes the workers' `semaphores`.
         """
         for count in itertools.count(1):
             start = time.perf_counter()
             try:
                 batch = next(reader, None)
                 if batch is not None:
-                    self._bad.add(batch.pop(_BAD))
+                    self._bad.add_samples(batch.pop(_BAD))
                 if batch is not None and self.num_workers and self.device.type == "cpu":
                     batch = {name: tensor.clone() for name, tensor in batch.items()}  # a worker's holds a descriptor
             except (ConfigError, NotRead) as error:  # a worker's comes wrapped in the worker's traceback
@@ -225,16 +228,16 @@ def iterate_held_out(
     seed: int = 0,
     limit: int | None = None,
 ) -> Iterator[Batch]:
-    """Yields batches of the first `limit` held-out samples (None: all) in the order of their indices, divided among the
-    ranks, never mirrored.
+    """Yields this rank's batches of the first `limit` held-out samples (None: all), in the order of their indices,
+    never mirrored.
 
-    All ranks get the same number of batches, all of size `batch`, and their n-th batches have the same shape, so that
-    all ranks call the networks alike. The last batches of a shape are padded with repeated samples, for which `valid`
-    bool (b,) is False: a mean over the valid samples of all ranks is exact. Other entries are as in Batches.read_step;
-    position is the sample's index, and its key is the same at every call, so that each evaluation has the same noise.
-    Samples and keys do not depend on the world size. Warns of samples that could not be read and were replaced.
+    All ranks get equally many batches of size `batch`, and their n-th batches have one shape. The last batches of a
+    shape are filled up with repeated samples, for which "valid" bool (b,) is False. Other entries are as in
+    Batches.read_step, but "position" is the sample's index, and its "key" is the same at every call, so that every
+    evaluation has the same noise. Samples and keys do not depend on the world size.
 
-    Raises ConfigError if `batch` is below 1, or if `rank` is not in 0 .. world - 1.
+    Warns of samples that could not be read and were replaced. Raises ConfigError if `batch` is below 1, or if `rank` is
+    not in 0 .. world - 1.
     """
     if batch < 1 or not 0 <= rank < world:
         raise ConfigError(f"held-out batches of {batch} for rank {rank} of {world}: a batch has at least 1 sample")
@@ -254,8 +257,8 @@ def iterate_held_out(
 
 
 def _iterate_rounds(source: Source, count: int, size: int) -> Iterator[tuple[int, int]]:
-    """Divides the first `count` samples into rounds of at most `size` samples of one shape. Yields for each round the
-    index of its first sample, and the index after the last sample of this shape (not of the round).
+    """Divides the first `count` samples into rounds: at most `size` consecutive samples of one shape. Yields (first
+    index of the round, index after the last sample of this shape).
     """
     first = 0
     for end in source.ends:
@@ -266,7 +269,7 @@ def _iterate_rounds(source: Source, count: int, size: int) -> Iterator[tuple[int
 
 
 def copy_batch_to_device(batch: Batch, device: torch.device | str, non_blocking: bool = False) -> Batch:
-    """Returns a batch copied to a device, except captions, which stay on the host."""
+    """Returns a copy of a batch on a device; captions stay on the host. non_blocking: as in Tensor.to."""
     return {
         name: tensor if name in _ON_HOST else tensor.to(device, non_blocking=non_blocking)
         for name, tensor in batch.items()
@@ -294,12 +297,15 @@ class _Stream:
         return batch | {"key": key, "position": positions, "step": steps, _BAD: bad}
 
     def _draw_chance(self, key: Tensor) -> Tensor | None:
+        """Returns a number in [0, 1) for each key, (b,), or (b, n) if the source needs n of them; None if it needs
+        none.
+        """
         name, count = self.source.chance_name, self.source.chance_count
         return rng.uniform(key, name, (count,) if count else ()) if name else None
 
     def _find_samples(self, stream: range) -> tuple[Tensor, Tensor | None, Tensor, Tensor, int]:
-        """Returns for the positions of one micro-batch: sample indices int64 (b,), mirrored bool (b,) or None without
-        flips, keys (b,), positions in the step (b,); and the step, an int.
+        """Returns for the stream positions of a micro-batch: sample indices int64 (b,); whether each is mirrored, bool
+        (b,), or None if none ever is; keys int64 (b,); positions within the step int64 (b,); and the step.
         """
         step = stream.start // self.global_batch
         positions = torch.arange(stream.start, stream.stop)  # (b,)
@@ -313,8 +319,8 @@ class _Stream:
 def _iterate_positions(
     step: int, steps: int | None, global_batch: int, micro_batch: int, rank: int, world: int
 ) -> Iterator[range]:
-    """Yields the range of stream positions of each micro-batch of a rank, for the steps from `step` to `steps` - 1; for
-    all later steps if `steps` is None.
+    """Yields a range of stream positions for each micro-batch of a rank, from step `step` to step `steps` - 1; without
+    end if `steps` is None.
     """
     for number in itertools.count(step) if steps is None else range(step, steps):
         for offset in range(rank * micro_batch, global_batch, world * micro_batch):
@@ -322,9 +328,9 @@ def _iterate_positions(
             yield range(start, start + micro_batch)
 
 
-def _copy_ahead(batches: Iterator[Batch], device: torch.device) -> Iterator[Batch]:
-    """Yields `batches`, which are in pinned memory, as copies on a CUDA device. The copy of the next batch runs on a
-    second CUDA stream while the caller uses the current one.
+def _copy_batches_ahead(batches: Iterator[Batch], device: torch.device) -> Iterator[Batch]:
+    """Yields copies of `batches` on a CUDA device. Copies the next batch, which is in pinned memory, while the caller
+    uses the present one.
     """
     side = torch.cuda.Stream(device)
     ahead: list[tuple[Batch, torch.cuda.Event]] = []
@@ -342,7 +348,7 @@ def _copy_ahead(batches: Iterator[Batch], device: torch.device) -> Iterator[Batc
             yield batch
 
 
-def _require_sizes(global_batch: int, micro_batch: int, rank: int, world: int) -> None:
+def _require_valid_batch_sizes(global_batch: int, micro_batch: int, rank: int, world: int) -> None:
     """Raises ConfigError if a size is below 1, if `rank` is not in 0 .. world - 1, or if global_batch is no multiple of
     micro_batch * world.
     """
@@ -366,8 +372,8 @@ def _require_sizes(global_batch: int, micro_batch: int, rank: int, world: int) -
 
 
 def _choose_worker_count(num_workers: int | None, source: Source) -> int:
-    """Returns `num_workers` if it is not None. Else returns 0 for a source that is cheap to read (`light`), and for any
-    other source the number of this rank's CPU cores, at least 1 and at most 8.
+    """Returns how many worker processes to start: `num_workers` if it is not None; else 0 for a source that is cheap to
+    read; else this rank's share of the CPU cores, from 1 to 8.
     """
     if num_workers is not None:
         return num_workers

@@ -37,12 +37,14 @@ class BucketOrder:
             raise ConfigError("an order needs at least one sample: is the data set empty?")
 
     def count_steps(self, epochs: int) -> int:
-        """Returns the number of optimizer steps, each a full batch, in the first `epochs` passes over the data."""
+        """Returns how many optimizer steps the first `epochs` passes over the data have. Samples that fill no batch
+        move to the next pass.
+        """
         return sum(epochs * count // self.global_batch for count in self.counts)
 
     def find_bucket_and_batch(self, step: int) -> tuple[int, int]:
-        """Returns the bucket from which a step takes its batch, and the number of that batch in the bucket's stream,
-        from 0.
+        """Returns (bucket from which a step takes its batch, number of this batch among all batches of the bucket, from
+        0).
         """
         epoch = self._find_epoch(step)
         first, last = (np.array(self.counts, object) * number // self.global_batch for number in (epoch, epoch + 1))
@@ -52,7 +54,7 @@ class BucketOrder:
         return bucket, int(last[bucket] - ends[bucket] + turn)
 
     def _find_epoch(self, step: int) -> int:
-        """Returns the epoch that a step belongs to: the last one that begins at this step or before."""
+        """Returns the epoch, from 0, in which a step lies."""
         total = sum(self.counts)
         # Rounding down in `count_steps` takes less than one step from each bucket, so the epoch lies between these two.
         low, high = (value * self.global_batch // total for value in (step, step + len(self.counts)))
@@ -63,7 +65,7 @@ class BucketOrder:
         return low
 
     def index_at(self, position: Tensor) -> Tensor:
-        """Returns the sample index at each stream position: int64 (b,), all >= 0, to int64 (b,)."""
+        """Returns the sample index at each stream position >= 0: int64 (b,) -> int64 (b,)."""
         index = torch.empty_like(position)
         steps = position // self.global_batch
         for step in steps.unique().tolist():
@@ -76,11 +78,12 @@ class BucketOrder:
 
 
 def choose_buckets(sizes: np.ndarray, shapes: tuple[tuple[int, int], ...], max_upscale: float = 1.0) -> np.ndarray:
-    """Returns the bucket of each picture: sizes (N, 2) and shapes as (width, height) -> int64 (N,).
+    """Returns for each picture the index of its bucket, an entry of `shapes`: int64 (N,). sizes (N, 2) and shapes are
+    (width, height).
 
-    It is the bucket whose log(width / height) is nearest, the first of equally near ones. Shapes may have several
-    resolutions (areas that round to different powers of two). Then the bucket is taken from the highest resolution that
-    enlarges the picture at most `max_upscale` times, else from the lowest. A side of 0 (unknown) counts as 1 pixel.
+    The bucket with the nearest aspect is chosen, by log(width / height). If shapes have several resolutions, it is
+    chosen within one: the highest at which the picture is enlarged at most `max_upscale` times, else the lowest. A side
+    of 0 (unknown) counts as 1 pixel.
     """
     sides, targets = np.maximum(sizes, 1).astype(np.float64), np.array(shapes, np.float64)
     aspects = np.log(sides[:, 0] / sides[:, 1])
@@ -96,5 +99,7 @@ def choose_buckets(sizes: np.ndarray, shapes: tuple[tuple[int, int], ...], max_u
 
 
 def compute_upscale(sizes: np.ndarray, targets: np.ndarray) -> np.ndarray:
-    """Returns how many times pictures (N, 2) are enlarged to cover targets (N, 2): float64 (N,), below 1 if reduced."""
+    """Returns the factor by which each picture (width, height) must be scaled to cover its target (width, height):
+    float64 (N,), above 1 if it is enlarged. sizes, targets: (N, 2).
+    """
     return (targets / np.maximum(sizes, 1)).max(1)

@@ -63,8 +63,8 @@ class MixtureOrder:
         return index
 
     def find_source_positions(self, position: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Returns for each stream position int64 (...) the number of its source, and the position within the stream of
-        this source: int64 (...) both.
+        """Returns for stream positions int64 (...): the number of the source of each, and its position among the
+        samples that are taken from this source. Both int64 (...).
         """
         slots = position - position % _BLOCK + Order(_BLOCK, _derive_seed(self.seed, -1)).index_at(position)
         before = self._count_slots_by_source(slots)  # (sources, ...)
@@ -72,14 +72,14 @@ class MixtureOrder:
         return sources, np.take_along_axis(before, sources[None], 0)[0]
 
     def count_by_source(self, positions: int) -> list[int]:
-        """Returns how many samples at the first `positions` stream positions come from each source."""
+        """Returns how many of the first `positions` samples of the stream come from each source."""
         whole = positions - positions % _BLOCK
         rest, _ = self.find_source_positions(np.arange(whole, positions))
         return (self._count_slots_by_source(np.array(whole)) + np.bincount(rest, minlength=len(self.sizes))).tolist()
 
     def _count_slots_by_source(self, slots: np.ndarray) -> np.ndarray:
-        """Returns, for each of `slots` int64 (...), how many of the slots before it belong to each source: count_k of
-        the module's docstring, int64 (sources, ...).
+        """Returns how many of the slots 0 .. s - 1 belong to each source, for each s of `slots` int64 (...): int64
+        (sources, ...). The module's docstring explains slots.
         """
         counts, rest, total = [], slots, sum(self.weights)
         for weight in self.weights:
@@ -89,10 +89,9 @@ class MixtureOrder:
 
 
 def to_whole_numbers(weights: Sequence[float]) -> tuple[int, ...]:
-    """Returns positive weights as whole numbers in the same ratio, without a common divisor. A weight is taken as the
-    decimal fraction that it prints as: 0.3 is 3 / 10.
+    """Returns positive weights as whole numbers in the same ratio, without a common divisor: 0.3, 0.7 give 3, 7.
 
-    If the sum would exceed 2^30, the numbers are scaled to this sum and rounded down, to 1 at least.
+    If their sum would exceed 2^30, they are scaled down to this sum, and the ratio holds only nearly; none becomes 0.
     """
     exact = [Fraction(str(weight)) for weight in weights]
     common = math.lcm(*(weight.denominator for weight in exact))
@@ -104,8 +103,8 @@ def to_whole_numbers(weights: Sequence[float]) -> tuple[int, ...]:
 
 
 def _derive_seed(seed: int, source: int) -> int:
-    """Returns the seed by which the source of number `source` is shuffled, derived from the mixture's `seed`; for
-    `source` -1 the seed that shuffles the blocks.
+    """Returns a seed derived from the mixture's `seed`: that of the source of number `source`, or for -1 the one that
+    shuffles the sources within blocks of the stream.
     """
     return int.from_bytes(blake2b(f"{seed} {source}".encode(), digest_size=8).digest(), "little")
 
@@ -163,9 +162,9 @@ class Mixture(Source):
     def read_batch(
         self, index: Tensor, mirrored: Tensor | None = None, chance: Tensor | None = None
     ) -> tuple[dict[str, Tensor], Bad]:
-        """Reads the samples at `index` int64 (b,), each from its source, in this order. Returns the batch, whose labels
-        are those of the mixture, and (SOURCE/name, reason) of each sample that could not be read and was replaced by
-        one of the same source. Raises ConfigError as Source.read_batch.
+        """Reads the samples at `index` int64 (b,), each from its source. Returns the batch, with labels of the mixture,
+        and (SOURCE/name, reason) of each sample that could not be read and was replaced by one of its source. Raises
+        ConfigError as Source.read_batch.
         """
         parts, rows, bad = [], [], []
         for source, here, places in self._group_by_source(index):
@@ -223,26 +222,27 @@ class Mixture(Source):
         return counts if self.classes else None
 
     def _join_fingerprints(self, fingerprints: list[str]) -> str:
+        """Returns a fingerprint of the mixture from those of its sources, the weights and the classes."""
         classes = blake2b("\n".join(self.classes).encode(), digest_size=8).hexdigest()
         parts = " + ".join(f"{weight} [{fingerprint}]" for weight, fingerprint in zip(self.weights, fingerprints))
         return f"mixture n={len(self)} classes={len(self.classes)} {classes} of {parts}"
 
     def _locate_sample(self, index: int) -> tuple[int, int]:
-        """Returns the number of the source that holds a sample of the mixture, and the index in this source."""
+        """Returns (number of the source that holds a sample of the mixture, index of the sample in this source)."""
         source = int(torch.bucketize(index, self._ends, right=True))
         return source, index - int(self._ends[source]) + self.sizes[source]
 
     def _group_by_source(self, index: Tensor) -> list[tuple[int, Tensor, Tensor]]:
-        """Groups indices int64 (b,) of the mixture by source. Returns for each source that occurs: its number, the
-        positions within `index` int64 (n,), and the indices within the source int64 (n,).
+        """Groups indices int64 (b,) of the mixture by source. Returns for each source that occurs: its number, which
+        entries of `index` are its own, int64 (n,), and these samples' indices within the source, int64 (n,).
         """
         sources = torch.bucketize(index, self._ends, right=True)
         rows = [(source, torch.nonzero(sources == source)[:, 0]) for source in sources.unique().tolist()]
         return [(source, here, index[here] - self._ends[source] + self.sizes[source]) for source, here in rows]
 
     def _convert_item_to_mixture(self, source: int, item: dict) -> dict:
-        """Returns an item or a batch of the source of number `source` with labels of the mixture, and without captions
-        unless all sources have them.
+        """Returns an item, or a batch, of the source of number `source` with the mixture's labels. Leaves out its
+        captions unless all sources have some.
         """
         if not self.captioned:
             item = {name: values for name, values in item.items() if name != "caption"}
@@ -253,12 +253,11 @@ class Mixture(Source):
 
 
 def open_mixture(data: Data, opened: Callable[[Data], tuple[Source, Source | None]]) -> tuple[Mixture, Mixture | None]:
-    """Opens the sources of data.mixture. Returns the mixture to train on, and the mixture of the held-out samples, or
-    None instead if no source holds samples out.
+    """Opens the sources of data.mixture. Returns the mixture to train on, and the mixture of the held-out samples; None
+    instead of the latter if no source holds samples out.
 
-    opened: a function that opens the source to train on and the held-out one (or None) of the section of one source.
-    Raises ConfigError as `opened` and `join_classes`, and if the held-out samples have no classes and the training
-    samples have.
+    opened: opens the data section of one source and returns (training source, held-out source or None). Raises
+    ConfigError as `opened` and `join_classes`, and if the training samples have classes but held-out ones have none.
     """
     paths = [source.path for source in data.mixture]
     short = [os.path.basename(os.path.normpath(path)) for path in paths]
@@ -276,11 +275,11 @@ def open_mixture(data: Data, opened: Callable[[Data], tuple[Source, Source | Non
 
 
 def join_codes(data: Data, parts: Sequence[Data]) -> Data:
-    """Returns the section of a mixture with `codes` set from the codes of its sources; `codes` is None if the sources
-    are not cached codes. parts: the sections of the sources, each with its `codes`.
+    """Returns a copy of a mixture's data section whose entry `codes` describes the cached latents or tokens to learn
+    from. The entry is None if the sources are not cached. parts: the sections of the sources, each with its `codes`.
 
-    The scaling factor of latents is 1 / the standard deviation of the mixture by its weights. Raises ConfigError if
-    only some sources are cached codes, or if the sources were not encoded alike.
+    The scaling factor of latents is 1 / the standard deviation of the whole mixture. Raises ConfigError if only some
+    sources are cached, or if they were not encoded alike.
     """
     codes = parts[0].codes
     for part in parts[1:]:
@@ -309,11 +308,13 @@ def join_codes(data: Data, parts: Sequence[Data]) -> Data:
 
 
 def join_classes(sources: Sequence[Source], names: Sequence[str], rule: str) -> tuple[str, ...]:
-    """Returns the class names of a mixture; () if no source has classes. names: names of the sources, for messages.
+    """Returns the class names of a mixture; () if no source has classes. names: of the sources, for messages.
 
-    rule: "same": all sources must have the same class names; "first": the other sources must have no class name that
-    the first source lacks; "union": the class names of the first source, then the new ones of the others. Raises
-    ConfigError if the sources break the rule, or if some have classes and others none.
+    rule   "same"    all sources must have the same class names
+           "first"   the other sources must have no class name that the first source lacks
+           "union"   the class names of the first source, then the new ones of the others
+
+    Raises ConfigError if the sources break the rule, or if only some have classes.
     """
     first = sources[0].classes
     if without := [name for name, source in zip(names, sources) if bool(source.classes) != bool(first)]:

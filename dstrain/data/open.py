@@ -12,8 +12,8 @@ from dstrain.data.bad_files import count_listed_files
 from dstrain.data.builtin.emoji import EMOJI
 from dstrain.data.builtin.fashion import FASHION_PATH, Fashion
 from dstrain.data.builtin.moving import MOVING, MovingFashion
-from dstrain.data.cached.codes import complete_codes, open_codes
-from dstrain.data.cached.embeddings import BUILTIN, is_embeddings, open_pairs
+from dstrain.data.cached.codes import copy_section_with_cached_codes, open_codes
+from dstrain.data.cached.embeddings import BUILTIN, has_embedding_pairs, open_pairs
 from dstrain.data.cached.latents import is_codes_cache
 from dstrain.data.cached.shards import read_index
 from dstrain.data.decode.clips import VIDEOS, Cut
@@ -25,7 +25,7 @@ from dstrain.data.formats.imagenet import find_split_paths
 from dstrain.data.index.alike import require_same_source
 from dstrain.data.index.build import find_cache_folder, open_index, run_on_rank_0
 from dstrain.data.index.index import Index
-from dstrain.data.left_out import require_applicable_leave_out
+from dstrain.data.left_out import require_usable_leave_out
 from dstrain.data.mixture import join_codes, open_mixture
 from dstrain.data.overlap import find_overlaps
 from dstrain.data.source import Source
@@ -50,7 +50,7 @@ CONTENTS = {  # what a system may learn from: its name and the remedy, for messa
 Split = tuple[Source, Source | None]  # the training source and the held-out one
 
 
-class Kind(ABC):
+class DataKind(ABC):
     """Base class of kinds of data. A subclass recognises data sections of its kind and opens their sources."""
 
     labelled_anew = False  # data.labels, data.class_list and data.columns may give such data other labels and captions
@@ -61,22 +61,18 @@ class Kind(ABC):
     @classmethod
     @abstractmethod
     def recognises(cls, data: Data) -> bool:
-        """Returns whether the section names data of this kind. The result holds only if all earlier kinds in KINDS have
-        returned False.
-        """
+        """Returns whether the section names data of this kind, given that no earlier kind in KINDS recognises it."""
 
     @abstractmethod
     def name_contents(self) -> str:
-        """Returns what a system can learn from these data: a key of CONTENTS."""
+        """Returns what the data hold: "images", "clips", "latents", "image_tokens", "clip_tokens" or "pairs"."""
 
     @abstractmethod
     def open(self, verify: bool, run: Path | None, mixed: bool) -> Split:
         """Opens the source to train on, and the held-out one or None. Arguments and errors are as in `open_sources`."""
 
-    def complete_section(self) -> Data:
-        """Returns a copy of the section with `codes` set: to None, except for cached codes. Raises ConfigError as
-        `complete_data`.
-        """
+    def copy_section_with_codes(self) -> Data:
+        """Returns a copy of the section as `fill_in_codes` does. Here its `codes` are None, since nothing is cached."""
         return self.data.model_copy(update={"codes": None})
 
     def open_split(self, split: str) -> Source | None:
@@ -87,7 +83,7 @@ class Kind(ABC):
         )
 
     def open_samples_index(self, captions: bool) -> tuple[Layout, Index]:
-        """Opens the layout and the index of the samples. Arguments and errors are as in `open_section_index`."""
+        """Opens the samples: returns the layout, which reads the files, and the index. See `open_section_index`."""
         data = self.data
         request = make_request(data, captions=captions)
         if data.num_frames is not None:
@@ -95,13 +91,13 @@ class Kind(ABC):
         path, _ = find_split_paths(data.path, data.held_out, data.held_out_path, whole=True)
         return open_index(path, request, data.index or find_cache_folder())
 
-    def find_origin(self) -> str:
-        """Returns data.path; for cached codes the path that they were encoded from; "a mixture" for several sources."""
+    def find_original_path(self) -> str:
+        """Returns data.path; for cached codes the path that was encoded; for several sources "a mixture"."""
         return self.data.path
 
-    def refuse_labels(self, mixed: bool) -> None:
-        """Raises ConfigError if the section sets labels, class_list or columns, and data of this kind have fixed
-        labels. Accepts these entries if `mixed` or if there is a held_out_path, since they may be for the other data.
+    def require_no_label_settings(self, mixed: bool) -> None:
+        """Raises ConfigError if the section sets labels, class_list or columns, and data of this kind keep their
+        labels. Does nothing if `mixed`, or if there is a held_out_path: the settings may be for the other data.
         """
         names = [
             f"data.{name}"
@@ -114,7 +110,7 @@ class Kind(ABC):
             )
 
 
-class MixedData(Kind):
+class MixedData(DataKind):
     """Data mixed from several sources of one kind, which data.mixture lists."""
 
     labelled_anew = True  # one of the sources may use these entries
@@ -126,8 +122,8 @@ class MixedData(Kind):
     def name_contents(self) -> str:
         return find_contents(self.data.list_sources()[0])
 
-    def complete_section(self) -> Data:
-        data, parts = self.data, [complete_data(part) for part in self.data.list_sources()]
+    def copy_section_with_codes(self) -> Data:
+        data, parts = self.data, [fill_in_codes(part) for part in self.data.list_sources()]
         contents = [find_contents(part) for part in parts]
         for part, own in zip(parts, contents):
             if own != contents[0] or own == "pairs":
@@ -141,11 +137,11 @@ class MixedData(Kind):
     def open(self, verify: bool, run: Path | None, mixed: bool) -> Split:
         return open_mixture(self.data, lambda part: open_sources(part, verify, run, mixed=True))
 
-    def find_origin(self) -> str:
+    def find_original_path(self) -> str:
         return "a mixture"
 
 
-class BuiltinData(Kind):
+class BuiltinData(DataKind):
     """Data that are part of the package, data.path=builtin:NAME: images, clips or embedding pairs."""
 
     @classmethod
@@ -163,7 +159,7 @@ class BuiltinData(Kind):
         if self.data.num_frames is not None:
             return self._open_clips()
         if self.data.path == MOVING:
-            raise _explain_missing_frames(self.data)
+            raise _make_missing_frames_error(self.data)
         return _open_images(self.data, run, mixed, holds_out=True)
 
     def _open_clips(self) -> Split:
@@ -202,12 +198,12 @@ class BuiltinData(Kind):
         )
 
 
-class PairsData(Kind):
+class PairsData(DataKind):
     """Pairs of text and image embeddings, divided into splits by data.splits."""
 
     @classmethod
     def recognises(cls, data: Data) -> bool:
-        return is_embeddings(data.path)
+        return has_embedding_pairs(data.path)
 
     def name_contents(self) -> str:
         return "pairs"
@@ -219,7 +215,7 @@ class PairsData(Kind):
         return open_pairs(self.data.path, self.data.splits, split, group.read_place().world)
 
 
-class CodesData(Kind):
+class CodesData(DataKind):
     """Cached codes of images or clips."""
 
     @classmethod
@@ -230,17 +226,17 @@ class CodesData(Kind):
         encoding = read_index(Path(self.data.path))["encoding"]
         return _name_code_contents(encoding["kind"], encoding["shape"])
 
-    def complete_section(self) -> Data:
-        return complete_codes(self.data)
+    def copy_section_with_codes(self) -> Data:
+        return copy_section_with_cached_codes(self.data)
 
     def open(self, verify: bool, run: Path | None, mixed: bool) -> Split:
         return open_codes(self.data, verify)
 
-    def find_origin(self) -> str:
+    def find_original_path(self) -> str:
         return read_index(Path(self.data.path))["encoding"]["data"].split()[0]  # a fingerprint begins with the name
 
 
-class ClipsData(Kind):
+class ClipsData(DataKind):
     """Videos in one of the layouts of data/formats, with captions or classes."""
 
     labelled_anew = True
@@ -253,9 +249,9 @@ class ClipsData(Kind):
         return "clips"
 
     def open(self, verify: bool, run: Path | None, mixed: bool) -> Split:
-        data = _complete_split_paths(self.data)
+        data = _fill_in_split_paths(self.data)
         if data.num_frames is None:
-            raise _explain_missing_frames(data)
+            raise _make_missing_frames_error(data)
         cut = Cut(data.num_frames, data.height or data.image_size, data.image_size, data.channels, data.frame_stride)
         bucketed = data.buckets is not None
         common = {
@@ -276,7 +272,7 @@ class ClipsData(Kind):
         return bucket_by_duration(train, data.durations), unseen and bucket_by_duration(unseen, data.durations)
 
 
-class ImagesData(Kind):
+class ImagesData(DataKind):
     """Images in one of the layouts of data/formats. Recognises every path, since it is the last of KINDS."""
 
     labelled_anew = True
@@ -289,22 +285,22 @@ class ImagesData(Kind):
         return "images"
 
     def open(self, verify: bool, run: Path | None, mixed: bool) -> Split:
-        data = _complete_split_paths(self.data)
+        data = _fill_in_split_paths(self.data)
         if ClipsData.recognises(data):  # the paths of train/ and val/ in a root are known only now
-            raise _explain_missing_frames(data)
+            raise _make_missing_frames_error(data)
         return _open_images(data, run, mixed, holds_out=bool(data.held_out or data.held_out_path))
 
 
-KINDS: tuple[type[Kind], ...] = (MixedData, BuiltinData, PairsData, CodesData, ClipsData, ImagesData)
+KINDS: tuple[type[DataKind], ...] = (MixedData, BuiltinData, PairsData, CodesData, ClipsData, ImagesData)
 
 
-def recognise_kind(data: Data) -> Kind:
-    """Returns the kind of the data that a section names. Looks at the section and its paths on this rank alone."""
+def recognise_kind(data: Data) -> DataKind:
+    """Returns the kind of the data that a section names. Looks at files on this rank alone."""
     return next(kind(data) for kind in KINDS if kind.recognises(data))
 
 
 def find_contents(data: Data) -> str:
-    """Returns what a system can learn from the data of a section whose `codes` are set: a key of CONTENTS."""
+    """Returns what the data of a section hold, a key of CONTENTS such as "images". Call `fill_in_codes` first."""
     return (
         recognise_kind(data).name_contents()
         if data.codes is None
@@ -312,11 +308,12 @@ def find_contents(data: Data) -> str:
     )
 
 
-def complete_data(data: Data) -> Data:
-    """Returns a copy of the section with `codes` set: from the index of cached codes; to None for all other data.
+def fill_in_codes(data: Data) -> Data:
+    """Returns a copy of the section whose entry `codes` describes the cached latents or tokens at data.path, from their
+    index. The entry is None if the data are not cached.
 
-    Raises ConfigError if the index is damaged, if sizes, channels, frames or flips of the section differ from those
-    that were encoded, or if data.embeddings is set and the data are not one source of square images.
+    Raises ConfigError if the index is damaged, if sizes, channels, frames or flips of the section differ from the
+    encoded ones, or if data.embeddings is set and the data are not one source of square images.
     """
     kind = recognise_kind(data)
     if data.embeddings is not None and kind.name_contents() != "images":
@@ -329,13 +326,13 @@ def complete_data(data: Data) -> Data:
             f"data.embeddings={data.embeddings} goes with one source of squares: leave data.mixture and "
             "data.buckets out"
         )
-    return kind.complete_section()
+    return kind.copy_section_with_codes()
 
 
 def require_contents(data: Data, system: str, learns_from: Sequence[str], learners: Callable[[str], list[str]]) -> None:
-    """Raises ConfigError if a system cannot learn from the data of a section whose `codes` are set, or if held_out or
-    held_out_path is set for embedding pairs. Does nothing if data.path does not exist, since opening it raises an
-    error. learners: returns the systems that learn from a key of CONTENTS, such as those in learns_from.
+    """Raises ConfigError if `system` learns nothing that the data hold, or if held_out or held_out_path is set for
+    embedding pairs. Does nothing if data.path does not exist. Call `fill_in_codes` first. learns_from: keys of
+    CONTENTS. learners: returns the systems that learn from such a key.
     """
     contents = find_contents(data)
     if contents == "pairs" and (data.held_out or data.held_out_path):
@@ -357,18 +354,18 @@ def require_contents(data: Data, system: str, learns_from: Sequence[str], learne
 def open_sources(data: Data, verify: bool = False, run: Path | None = None, mixed: bool = False) -> Split:
     """Opens the source to train on and the held-out one, None if nothing is held out. All ranks must call it.
 
-    verify: also compares hashes of cached codes. run: the folder of the run, in which an index may be read or written.
-    mixed: `data` is one source of a mixture. Raises ConfigError if the data cannot be opened (as `open_images` and
-    `Latents`), if entries of the section have no effect on them, or if held-out files are trained on, too.
+    verify: also compares hashes of cached codes. run: the run's folder, which may hold an index. mixed: `data` is one
+    source of a mixture. Raises ConfigError if the data cannot be opened, if settings have no effect on them, or if
+    held-out files are also trained on.
     """
     if not mixed and (data.mixture or data.held_out_path) and (problems := run_on_rank_0(lambda: find_overlaps(data))):
         raise ConfigError(*problems)
     kind = recognise_kind(data)
-    kind.refuse_labels(mixed)
+    kind.require_no_label_settings(mixed)
     if not data.mixture:
         get_phases().enter_phase(f"listing {data.path}")
     split = kind.open(verify, run, mixed)
-    require_applicable_leave_out(data, split, mixed)
+    require_usable_leave_out(data, split, mixed)
     if isinstance(kind, PairsData | CodesData) or data.embeddings is not None:
         for source in split:
             if source is not None and not data.path.startswith("builtin:"):  # those are the package's own
@@ -377,28 +374,27 @@ def open_sources(data: Data, verify: bool = False, run: Path | None = None, mixe
 
 
 def open_split(data: Data, split: str) -> Source | None:
-    """Opens the train, validation or test split of embedding pairs; returns None if its share in data.splits is 0.
-
-    Raises ConfigError as `open_pairs`, and if the data are not embedding pairs.
+    """Opens the "train", "validation" or "test" split of embedding pairs; None if its share in data.splits is 0. Raises
+    ConfigError as `open_pairs`, and if the data are not embedding pairs.
     """
     return recognise_kind(data).open_split(split)
 
 
 def open_section_index(data: Data, captions: bool = False) -> tuple[Layout, Index]:
-    """Opens the layout and the index of the data of a section. If there is no index, makes it: in data.index, else in
-    the user's cache. All ranks must call it.
+    """Opens the samples of a section: returns the layout, which reads the files, and the index. If there is no index,
+    makes it in data.index, else in the user's cache. All ranks must call it.
 
-    captions: list the captions of images, too; those of clips are always listed. Raises ConfigError as `open_index`,
-    and for built-in data.
+    captions: lists captions of images, too; those of clips always are. Raises ConfigError for built-in data, and as
+    `open_index`.
     """
     return recognise_kind(data).open_samples_index(captions)
 
 
 def open_builtin(data: Data, split: str, leave_out: tuple[str, ...] = ()) -> Source | None:
-    """Opens a split of the built-in clothes or clips, if data.path names them or codes that were encoded from them;
-    else returns None. leave_out: patterns of captions; clips whose caption fits one are left out (images are not).
+    """Opens a split of the built-in images or clips if the data are these, or codes encoded from them; else returns
+    None. leave_out: patterns of captions; a clip whose caption fits one is left out; images are never.
     """
-    origin = find_origin(data)
+    origin = find_original_path(data)
     if origin == FASHION_PATH:
         return Fashion(data.image_size, data.channels, split)
     if origin == MOVING:
@@ -407,14 +403,14 @@ def open_builtin(data: Data, split: str, leave_out: tuple[str, ...] = ()) -> Sou
     return None
 
 
-def find_origin(data: Data) -> str:
-    """Returns data.path; for cached codes the path that they were encoded from; "a mixture" for several sources."""
-    return recognise_kind(data).find_origin()
+def find_original_path(data: Data) -> str:
+    """Returns data.path; for cached codes the path that was encoded; for several sources "a mixture"."""
+    return recognise_kind(data).find_original_path()
 
 
 def describe_data(data: Data, source: Source, held_out: Source | None, folder: Path | None = None) -> list[str]:
-    """Returns two lines for the start of a command: they describe the data to train on, and the held-out data. If the
-    run's `folder` has a bad_files.txt, the first line says how many files are in this list.
+    """Returns two lines for the start of a command, about the data to train on and the held-out data. The first also
+    says how many unreadable files are listed in the run's `folder`.
     """
     bad = count_listed_files(folder) if folder is not None else 0
     known = f"; {bad:,} unreadable files are listed in {folder / 'bad_files.txt'}" if bad else ""
@@ -425,7 +421,7 @@ def describe_data(data: Data, source: Source, held_out: Source | None, folder: P
 
 
 def make_request(data: Data, suffixes: tuple[str, ...] = SUFFIXES, **more: Any) -> Request:
-    """Returns the Request with which a layout lists the data of a section. more: further fields of Request."""
+    """Returns the Request that says how to list the samples of a section. more: further fields of Request."""
     return Request(
         suffixes,
         labels=data.labels,
@@ -459,7 +455,9 @@ def _open_images(data: Data, run: Path | None, mixed: bool, holds_out: bool) -> 
 
 
 def _add_embeddings_or_buckets(data: Data, source: Source) -> Source:
-    """Returns the source with embeddings or in buckets if the section sets these, else unchanged. All ranks call it."""
+    """Returns the source with embeddings, or sorted into buckets, if the section asks for it. All ranks must call
+    it.
+    """
     if data.embeddings is not None:
         return add_embeddings(source, data.embeddings)
     if data.buckets is None:
@@ -471,9 +469,9 @@ def _add_embeddings_or_buckets(data: Data, source: Source) -> Source:
     return Sized(source, data.buckets, data.max_upscale)
 
 
-def _complete_split_paths(data: Data) -> Data:
-    """Returns a copy of the section. If data.path holds splits such as train/ and val/, its path is the first, and its
-    held_out_path the second unless the section sets held_out or held_out_path. All ranks must call it.
+def _fill_in_split_paths(data: Data) -> Data:
+    """Returns a copy of the section. If data.path holds splits such as train/ and val/, its path is the first one, and
+    its held_out_path the second, unless held_out or held_out_path is set. All ranks must call it.
     """
     path, held_out_path = run_on_rank_0(
         lambda: find_split_paths(data.path, data.held_out, data.held_out_path, cache=data.cache)
@@ -487,12 +485,12 @@ def _name_code_contents(kind: str, shape: Sequence[int]) -> str:
     return "clip_tokens" if len(shape) == 3 else "image_tokens"
 
 
-def _explain_missing_frames(data: Data) -> ConfigError:
+def _make_missing_frames_error(data: Data) -> ConfigError:
     return ConfigError(f"data.path={data.path} holds videos: write data.num_frames=17, say, for clips")
 
 
 def _has_videos(path: str) -> bool:
-    """Returns whether some of a folder's files have suffixes of videos, and none of those read has one of images."""
+    """Returns whether some of a folder's first files have suffixes of videos, and none has one of images."""
     if not os.path.isdir(path):
         return False
     suffixes = {os.path.splitext(name)[1].lower() for name in peek_files(LocalFiles(path))}

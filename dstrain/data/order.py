@@ -62,7 +62,9 @@ class Order:
 
 
 def _permute_by_feistel(index: np.ndarray, key: np.ndarray, a: np.uint64, b: np.uint64) -> np.ndarray:
-    """Permutes indices by one pass of a Feistel cipher over Z_a x Z_b: uint64 (N,), keys (N,) -> uint64 (N,)."""
+    """Returns each index below a * b permuted by one pass of a Feistel cipher over Z_a x Z_b: uint64 (N,). key: uint64
+    (N,), one for each index.
+    """
     left, right = np.divmod(index, b)
     for _ in range(_ROUNDS // 2):
         key = key + _GOLDEN
@@ -75,7 +77,7 @@ def _permute_by_feistel(index: np.ndarray, key: np.ndarray, a: np.uint64, b: np.
 
 
 def _mix_bits(z: np.ndarray) -> np.ndarray:
-    """Applies the splitmix64 finalizer to uint64 arrays."""
+    """Returns a hash of each number of a uint64 array: the finalizer of splitmix64."""
     z = (z ^ (z >> np.uint64(30))) * _FIRST
     z = (z ^ (z >> np.uint64(27))) * _SECOND
     return z ^ (z >> np.uint64(31))

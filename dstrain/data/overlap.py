@@ -13,10 +13,10 @@ from dstrain.recipe import Cache, Data
 
 
 def find_overlaps(data: Data) -> list[str]:
-    """Returns a message for each two paths that share files, of which one is held out and the other trained on, and for
-    each two sources of a mixture that are the same files; [] if there are none.
+    """Returns a message for each held-out path that shares files with a path trained on, and for each two sources of a
+    mixture that are the same files; [] if there are none.
 
-    Raises ConfigError if the files that a path stands for cannot be found.
+    Raises ConfigError if the files of a path cannot be found.
     """
     parts = data.list_sources() or (data,)
     problems = []
@@ -41,16 +41,18 @@ def find_overlaps(data: Data) -> list[str]:
 
 
 def _is_trained_on(data: Data, path: str) -> bool:
-    """Returns whether `path` shares files with the training split of data.path."""
+    """Returns whether files at `path` are also in the training split of data.path."""
     if not _have_common_paths(_resolve_pattern_paths(data.path), _resolve_pattern_paths(path)):
         return False
     train, _ = find_split_paths(data.path, 1.0, None, cache=data.cache)
-    return _have_common_paths(_list_read_paths(str(train), data.cache), _list_read_paths(path, data.cache))
+    return _have_common_paths(
+        _list_paths_of_files_read(str(train), data.cache), _list_paths_of_files_read(path, data.cache)
+    )
 
 
-def _list_read_paths(path: str, cache: Cache) -> set[str]:
-    """Returns the real paths of the files that are read at `path`. If `path` holds tables of several splits, these are
-    the tables of the split that is read; else what `_resolve_pattern_paths` returns.
+def _list_paths_of_files_read(path: str, cache: Cache) -> set[str]:
+    """Returns the real paths of what is read at `path`: of the tables of one split, if it holds tables of several
+    splits; else as `_resolve_pattern_paths`.
     """
     if not os.path.exists(path) and find_pattern_folder(path) is None:
         return _resolve_pattern_paths(path)
@@ -64,8 +66,8 @@ def _list_read_paths(path: str, cache: Cache) -> set[str]:
 
 
 def _resolve_pattern_paths(path: str) -> set[str]:
-    """Returns the real path of a file or folder; for a pattern, the real paths of the files that it fits, or of the
-    pattern itself if its folder cannot be listed.
+    """Returns {real path} of a file or folder. For a pattern, returns the real paths of the files that fit it, or of
+    the pattern itself if its folder cannot be listed.
     """
     if is_address(path) or find_pattern_folder(path) is None or os.path.exists(path):
         return {os.path.realpath(path)}
@@ -76,11 +78,12 @@ def _resolve_pattern_paths(path: str) -> set[str]:
 
 
 def _have_common_paths(one: set[str], other: set[str]) -> bool:
-    """Returns whether a path of one set is equal to, above or below a path of the other."""
+    """Returns whether a path of one set equals a path of the other, or lies below or above it."""
     return not (one.isdisjoint(_list_parent_folders(other)) and other.isdisjoint(_list_parent_folders(one)))
 
 
 def _list_parent_folders(paths: set[str]) -> Iterator[str]:
+    """Yields each path and all folders above it."""
     for path in paths:
         yield path
         yield from map(str, Path(path).parents)

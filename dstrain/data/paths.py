@@ -8,9 +8,8 @@ from dstrain.recipe import Data
 
 
 def find_path_problems(data: Data) -> list[str]:
-    """Checks data.path and data.held_out_path, of a mixture those of every source. Returns a message for each path that
-    does not exist or holds no data, and for each source of built-in data with held_out, since these hold out samples
-    themselves; [] if there are no problems. Addresses are not checked.
+    """Returns a message for each data.path or data.held_out_path, of all sources, that does not exist or holds no data;
+    [] if there are none. Also refuses data.held_out for built-in data. Does not check addresses and patterns.
     """
     parts = data.list_sources() or (data,)
     sections = [f"data.mixture[{number}]" for number in range(len(parts))] if data.mixture else ["data"]
@@ -26,8 +25,8 @@ def find_path_problems(data: Data) -> list[str]:
 
 
 def _describe_unusable_path(key: str, path: str) -> str | None:
-    """Returns a message, which begins with `key`, if a path does not exist, holds no data, or names no built-in data
-    set. Returns None for all others, and for addresses and patterns, which are not checked.
+    """Returns a message, which begins with `key`, if a path does not exist, holds no data, or names no built-in data;
+    else None. Does not check addresses and patterns.
     """
     if BuiltinData.recognises(Data(path=path)):
         return None if path in BUILTINS else f"{key}={path}: the built-in data sets are {', '.join(BUILTINS)}"

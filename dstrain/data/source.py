@@ -40,12 +40,11 @@ class BadSample(Exception):
 
 
 @contextmanager
-def report_bad_sample(name: str, path: Path) -> Iterator[None]:
-    """Within the block, any exception is raised as BadSample, whose reason says `name` instead of `path`. But NotRead
-    is raised if the storage or the machine is at fault and not the file. The block reads the sample `name` from the
-    file `path`.
+def convert_errors_to_bad_sample(name: str, path: Path) -> Iterator[None]:
+    """A context manager for reading the sample `name` from the file `path`. Raises any exception of the block as
+    BadSample, since a damaged file may raise anything; the message has `name` in place of `path`.
 
-    Any exception counts, since a damaged file may raise anything. The caller limits how many samples may be bad.
+    Raises NotRead instead if the file is not at fault, but the storage or the machine's memory.
     """
     try:
         yield
@@ -98,20 +97,19 @@ class Source(ABC):
 
     @abstractmethod
     def compute_fingerprint(self) -> str:
-        """Returns a short string that changes if the data change; a run saves it and compares it on resume.
-
-        For a folder only the sizes (and captions) of at most 10,000 files are compared, so that it takes a second.
+        """Returns a short string that changes if the data change. A run saves it and compares it on resume. It is
+        quick: of a folder it covers at most 10,000 files, by their sizes and captions.
         """
 
     def compute_full_fingerprint(self) -> str:
-        """Returns a fingerprint that covers all files, to check whether a cache was made from these data. By default it
-        is `compute_fingerprint`.
+        """Returns a fingerprint that covers all files, by which a cache shows that it was made from these data. By
+        default the same as `compute_fingerprint`.
         """
         return self.compute_fingerprint()
 
     def describe(self) -> str:
-        """Returns a line about the data for the start of a command: the number of samples and of classes, whether there
-        are captions, and how many samples data.leave_out has left out.
+        """Returns a line about the data for the start of a command: how many samples and classes there are, whether
+        there are captions, and how many samples data.leave_out leaves out.
         """
         words = f"{len(self):,} {self.noun}, {self._describe_classes()}, {self._describe_captions()}"
         if not self.left_out:
@@ -119,8 +117,8 @@ class Source(ABC):
         return f"{words}, left out: {', '.join(f'{pattern} {count:,}' for pattern, count in self.left_out)}"
 
     def count_samples_by_source(self, seed: int, positions: int) -> dict[str, int]:
-        """Returns how many samples at the first `positions` stream positions of training come from each source of a
-        mixture, by the source's name; {} if the data are no mixture.
+        """Returns {name: count} of the sources of a mixture among the first `positions` samples that a training with
+        this `seed` takes; {} if the data are no mixture.
         """
         return {}
 
@@ -131,6 +129,9 @@ class Source(ABC):
         return None
 
     def _describe_classes(self) -> str:
+        """Returns a phrase such as "10 classes of 200" or "2 classes of 5 (cat) to 9 (dog)"; "no classes" if there are
+        none.
+        """
         count, counts = len(self.classes), self.count_by_class() if self.classes else None
         number = f"{count:,} class{'es' * (count != 1)}" if count else "no classes"
         if counts is None:
@@ -144,8 +145,8 @@ class Source(ABC):
         return "captions" if self.captioned else "no captions"
 
     def read_captions(self, index: int) -> tuple[str, ...]:
-        """Returns the captions of a sample, () if it has none. By default reads the whole sample. Raises BadSample if
-        it cannot be read.
+        """Returns the captions of a sample, () if it has none. Here this reads the whole sample; some sources need not.
+        Raises BadSample if it cannot be read.
         """
         packed = self[index].get("caption")
         return () if packed is None else (bytes(packed.numpy()).rstrip(b"\0").decode("utf-8", "replace"),)
@@ -156,19 +157,19 @@ class Source(ABC):
         return (len(self),)
 
     def make_order(self, global_batch: int, seed: int) -> Any:
-        """Returns the order in which training takes the samples: an object whose `index_at` maps stream positions to
-        sample indices, such as `Order`.
+        """Returns the order in which training takes the samples: an object such as `Order`, whose method `index_at`
+        gives the sample at each position of the endless stream of samples.
         """
         return Order(len(self), seed)
 
     def make_square_view(self) -> "Source":
-        """Returns a source of the same samples that all have one shape: itself, unless its samples are sorted into
-        buckets.
+        """Returns a source of the same samples in one shape. That is this source itself, unless its samples are sorted
+        into buckets of several shapes.
         """
         return self
 
     def find_substitute(self, index: int, count: int) -> int:
-        """Returns the index `count` places after `index`, cyclically among the samples of its shape."""
+        """Returns the index `count` places after `index`, which goes round among the samples of the same shape."""
         first, last = 0, 0
         for end in self.ends:
             first, last = last, end
@@ -177,28 +178,31 @@ class Source(ABC):
         return first + (index - first + count) % (last - first)
 
     def read(self, index: int, chance: Chance | None = None) -> Item:
-        """Reads one sample. A source with `chance_name` chooses a part or version of the sample by `chance`: a number
-        uniform in [0, 1), or a list of `chance_count` such numbers. None always chooses the same. Raises BadSample or
-        NotRead as `__getitem__`.
+        """Reads one sample. Raises BadSample if it cannot be read, NotRead if the storage fails.
+
+        chance: a number in [0, 1), or `chance_count` of them, by which the source chooses, for example, a crop or a
+        caption of the sample. None always makes the same choice.
         """
         return self[index]
 
     def read_first(self) -> Item:
-        """Reads the first readable sample of sample 0's shape. Raises ConfigError if 1000 in a row cannot be read."""
+        """Returns sample 0 or, if it cannot be read, the next sample of its shape that can. Raises ConfigError if 1000
+        samples in a row cannot be read.
+        """
         return read_items(self, [0])[0][0]
 
     def prefetch(self, index: Tensor, mirrored: Tensor | None = None, chance: Tensor | None = None) -> None:
-        """Does nothing here. A source with `prefetches` begins to read the samples that a later `read_batch` with the
-        same arguments will need, and returns without waiting.
+        """Begins to read the samples that a later `read_batch` with the same arguments needs, and does not wait for
+        them. Does nothing here, but in sources with `prefetches`.
         """
 
     def read_batch(
         self, index: Tensor, mirrored: Tensor | None = None, chance: Tensor | None = None
     ) -> tuple[dict[str, Tensor], Bad]:
-        """Reads the samples at `index` int64 (b,). Returns a batch, and (name, reason) of each sample that could not be
-        read and was replaced. Raises ConfigError as `read_items`.
+        """Reads the samples at `index` int64 (b,). Returns the batch, and (name, reason) of each sample that could not
+        be read and was replaced by another. Raises ConfigError as `read_items`.
 
-        mirrored: bool (b,), True for samples whose left and right are exchanged. chance: float32 (b,) or (b,
+        mirrored: bool (b,), True for samples to mirror left to right; None: none. chance: float32 (b,) or (b,
         chance_count), see `read`.
         """
         items, bad = read_items(self, index.tolist(), None if chance is None else chance.tolist())
@@ -214,11 +218,11 @@ class Source(ABC):
 
 
 def read_items(source: Source, indices: list[int], chances: list[Chance] | None = None) -> tuple[list[Item], Bad]:
-    """Reads the items at `indices`, each unreadable one replaced by the next readable of its shape. Returns the items,
-    and (name, reason) of all samples that could not be read.
+    """Reads the samples at `indices`; in place of one that cannot be read, the next sample of its shape. Returns the
+    items, and (name, reason) of each sample that could not be read.
 
-    chances: for each item the argument `chance` of Source.read. Raises ConfigError if 1000 samples in a row cannot be
-    read.
+    chances: for each item the argument `chance` of Source.read; None: None for all. Raises ConfigError if 1000 samples
+    in a row cannot be read.
     """
     items, bad = [], []
     tries = min(len(source), _MAX_TRIES)
@@ -240,21 +244,23 @@ def read_items(source: Source, indices: list[int], chances: list[Chance] | None 
 
 
 def collate_items(items: list[Item]) -> dict[str, Tensor]:
-    """Stacks items to a batch: numbers become int64 (b,), and captions are padded with zeros to the longest."""
+    """Stacks items to a batch of tensors (b, ...). Numbers become int64 (b,). Captions are filled up with zeros to the
+    longest.
+    """
     texts = {name: stack_texts([item[name] for item in items]) for name in _PACKED if name in items[0]}
     return default_collate([{name: item[name] for name in item if name not in texts} for item in items]) | texts
 
 
 def stack_texts(texts: Sequence[Tensor]) -> Tensor:
-    """Stacks texts, each UTF-8 as uint8 (..., bytes), to one tensor uint8 (texts, ..., W). W is the width of the
-    longest text; the others are padded with zeros at the end.
+    """Stacks texts, each uint8 (..., bytes) in UTF-8, to one tensor uint8 (texts, ..., W). W is the length of the
+    longest text in bytes; the others are filled up with zeros.
     """
     width = max(text.shape[-1] for text in texts)
     return torch.stack([F.pad(text, (0, width - text.shape[-1])) for text in texts])
 
 
 def join_batches(batches: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """Concatenates batches, in their order, to one batch; captions are padded with zeros to the longest."""
+    """Joins batches to one, in their order. Captions are filled up with zeros to the longest."""
     joined = {}
     for name in batches[0]:
         parts = [batch[name] for batch in batches]
@@ -263,8 +269,8 @@ def join_batches(batches: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
 
 
 def sample_captions(source: Source, most: int = _SAMPLED) -> list[str]:
-    """Returns all captions of at most `most` evenly spaced samples. Skips samples that cannot be read; returns [] for a
-    source without captions.
+    """Returns all captions of at most `most` samples, evenly spaced. Skips samples that cannot be read. Returns [] for
+    a source without captions.
     """
     texts: list[str] = []
     for index in (
@@ -276,8 +282,8 @@ def sample_captions(source: Source, most: int = _SAMPLED) -> list[str]:
 
 
 def describe_truncated_captions(source: Source, reader: Any) -> list[str]:
-    """Returns a list with one line that says how many captions, of at most 1000 evenly spaced samples, are longer than
-    `reader` (a system or a text encoder) can read; [] if none is, or if there are no captions.
+    """Returns a list with one line: how many captions are longer than `reader`, a system or a text encoder, can read.
+    Looks at no more than 1000 samples, evenly spaced. Returns [] if no caption is longer.
     """
     texts = sample_captions(source)
     line = (

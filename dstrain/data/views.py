@@ -16,7 +16,9 @@ class View(Source):
         self.where, self.check, self.left_out = whole.where, whole.check, whole.left_out
 
     def map_index(self, index: int | Tensor) -> int | Tensor:
-        """Returns the index in `whole` of the sample at `index` of the view, an int or int64 (b,)."""
+        """Returns the index in `whole` of the sample at `index` of this view: an int for an int, int64 (b,) for int64
+        (b,).
+        """
         return index
 
     def __len__(self) -> int:
@@ -88,6 +90,7 @@ class Spread(View):
         return tuple(-(-end * self.num // len(self.whole)) for end in self.whole.ends)
 
     def describe(self) -> str:
+        """Returns the line about `whole`, with the number of samples that are taken of it."""
         whole = self.whole.describe()
         if self.asked > len(self.whole):
             return f"{whole}; {self.asked:,} are asked for, and there are no more"

@@ -31,7 +31,7 @@ _PR_SET_PDEATHSIG = 1
 _GRACE = 1.0  # seconds
 
 
-def make_context() -> multiprocessing.context.BaseContext:
+def make_worker_context() -> multiprocessing.context.BaseContext:
     """Returns the multiprocessing context in which workers start: a fork server that has imported torch."""
     forkserver = multiprocessing.get_context("forkserver")
     forkserver.set_forkserver_preload(["torch", "torch.utils.data", "dstrain.data.batches"])
@@ -40,14 +40,12 @@ def make_context() -> multiprocessing.context.BaseContext:
 
 @contextlib.contextmanager
 def guard_worker_start() -> Iterator[list[Callable[[], None]]]:
-    """A context manager for a block that starts workers. Yields a list, which is empty within the block; after it, the
-    list holds the functions that remove the workers' semaphores, for `unlink_semaphores`. If the block raises, kills
-    the workers that were started in it.
+    """A context manager for a block that starts workers. Yields a list, which after the block holds the functions that
+    remove the workers' semaphores, for `unlink_semaphores`. If the block raises, kills the workers that it has started.
 
-    Within the block SIGTERM, SIGINT, SIGUSR1 and SIGHUP are blocked, and arrive after it. The fork server and the
-    workers inherit this mask, so they ignore signals that a launcher sends to all processes, even before
-    `prepare_worker` runs. The main module has no file within the block: else each worker would import the launch script
-    again, and deepspeed with it.
+    Within the block, the signals SIGTERM, SIGINT, SIGUSR1 and SIGHUP wait. The fork server and the workers inherit
+    this, so they ignore what a launcher sends to all processes. The main module is hidden, so that workers do not
+    import the launch script again.
     """
     multiprocessing.resource_tracker.ensure_running()  # its start would lift the mask again
     main = sys.modules["__main__"]
@@ -74,18 +72,17 @@ def guard_worker_start() -> Iterator[list[Callable[[], None]]]:
 
 
 def unlink_semaphores(unlinkers: list[Callable[[], None]]) -> None:
-    """Removes the workers' semaphores from /dev/shm, and empties the list of `guard_worker_start`. Call it only after
-    every worker has opened the semaphores.
+    """Removes the workers' semaphores from /dev/shm, and empties the list from `guard_worker_start`. Call it only when
+    every worker has opened them.
 
-    multiprocessing or its tracker process would remove them at exit. But if a rank is killed together with all of its
-    processes, they would stay.
+    multiprocessing would remove them only at exit, and never if all processes of a rank are killed.
     """
     while unlinkers:
         unlinkers.pop()()
 
 
 def explain_worker_error(error: OSError | RuntimeError, count: int) -> ConfigError | NotRead:
-    """Returns the exception to raise for an error of `count` workers: ConfigError if /dev/shm is full, NotRead if a
+    """Returns the exception to raise for an `error` of `count` workers: ConfigError if /dev/shm is full, NotRead if a
     worker was killed. Raises any other `error` again.
     """
     text = str(error)
@@ -107,7 +104,7 @@ def explain_worker_error(error: OSError | RuntimeError, count: int) -> ConfigErr
 
 def prepare_worker(_worker_id: int) -> None:
     """Prepares the worker process in which it is called: ignores SIGTERM, SIGINT, SIGUSR1 and SIGHUP, sets torch to one
-    thread, and makes the process end as soon as its rank ends.
+    thread, and makes the process end when its rank ends.
     """
     for number in _SIGNALS:
         signal.signal(number, signal.SIG_IGN)
@@ -116,14 +113,14 @@ def prepare_worker(_worker_id: int) -> None:
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     rank = multiprocessing.parent_process()
     if rank is not None:  # its sentinel is a pipe that closes with the rank
-        threading.Thread(target=_die_with_parent, args=(rank.sentinel,), daemon=True).start()
+        threading.Thread(target=_kill_self_after_parent, args=(rank.sentinel,), daemon=True).start()
 
 
 def end_workers(reader: object) -> None:
-    """Ends the worker processes of `reader`, the iterator of a DataLoader: asks them to stop, and kills those that
-    still run after 1 s. Does nothing if there are none, or if they were ended before.
+    """Ends the workers of `reader`, the iterator of a DataLoader: asks them to stop, and kills those that still run
+    after 1 s. Does nothing if there are none, or if they have ended.
 
-    torch would wait five seconds for each worker that reads a slow file, and then send a signal that workers ignore.
+    torch itself would wait five seconds for a worker that reads a slow file, and then send a signal that it ignores.
     """
     processes = list(getattr(reader, "_workers", ()))
     if not processes or reader._shutdown:
@@ -146,7 +143,9 @@ def end_workers(reader: object) -> None:
     reader._shutdown_workers()
 
 
-def _die_with_parent(sentinel: int) -> None:
-    """Waits until the process of `sentinel` ends, then kills this process by SIGKILL."""
+def _kill_self_after_parent(sentinel: int) -> None:
+    """Waits until the parent process has ended, which closes the file descriptor `sentinel`, then kills this
+    process.
+    """
     multiprocessing.connection.wait([sentinel])
     os.kill(os.getpid(), signal.SIGKILL)

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dstrain.data.decode.pixels import SUFFIXES, decode_sample, find_samples_file, to_tensor
+from dstrain.data.decode.pixels import SUFFIXES, decode_whole_image, find_samples_file, to_tensor
 from dstrain.data.files.listing import walk_files
 from dstrain.data.files.local import is_hidden_path
 from dstrain.data.files.zipped import iterate_members
@@ -154,7 +154,7 @@ class Files(Images):
             for name in (self.names[number] for number in turn):
                 with _report_damage(self.path / name, self.option):
                     file = archive.open(name) if archive else self.path / name
-                    images.append(to_tensor(decode_sample(file, 3, upright=self.upright)))
+                    images.append(to_tensor(decode_whole_image(file, 3, upright=self.upright)))
             for shape in sorted({image.shape for image in images}):
                 chosen = [index for index, image in enumerate(images) if image.shape == shape]
                 yield Batch(

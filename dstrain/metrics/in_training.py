@@ -17,7 +17,7 @@ from torch import Tensor
 
 from dstrain.data.builtin.fashion import FASHION_PATH
 from dstrain.data.builtin.moving import MOVING
-from dstrain.data.open import find_origin, open_builtin
+from dstrain.data.open import find_original_path, open_builtin
 from dstrain.data.source import Source
 from dstrain.distributed import group
 from dstrain.distributed.progress import get_phases
@@ -223,7 +223,7 @@ def build_quality(run: Run, system: System, train: Source, unseen: Source | None
         metrics = ("fid",) if system.num_frames is None else ("fvd",)
     elif run.every.metrics and metrics is None:
         draws = system.generates and not system.starts_from_data and not system.cannot_draw()
-        name = find_origin(run.data)
+        name = find_original_path(run.data)
         asked = list_built_in_texts(run.data, system) or (name == FASHION_PATH and "label" in system.conditions(1))
         metrics = ()
         if draws and name in (FASHION_PATH, MOVING):

@@ -10,7 +10,7 @@ from torch import Tensor
 from dstrain.data.builtin.fashion import FASHION_PATH, list_captions
 from dstrain.data.builtin.moving import MOVING
 from dstrain.data.builtin.moving import list_captions as list_captions_of_clips
-from dstrain.data.open import find_origin
+from dstrain.data.open import find_original_path
 from dstrain.recipe import ConfigError, Data, Samples
 from dstrain.systems.base import CHOICES, Request, System
 
@@ -109,7 +109,7 @@ def list_built_in_texts(data: Data, system: System) -> tuple[str, ...]:
     """Returns all captions of the built-in data, if `data` are those, with captions, and the system reads texts; else
     ().
     """
-    name = find_origin(data)
+    name = find_original_path(data)
     if system.takes_texts and name == MOVING:
         return tuple(list_captions_of_clips())
     if system.takes_texts and name == FASHION_PATH and (data.captioned or data.codes is not None):

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from dstrain import rng
 from dstrain.data.decode.clips import PICTURES, VIDEOS, Cut, read_clip
-from dstrain.data.decode.pixels import find_samples_file, read_samples
+from dstrain.data.decode.pixels import find_samples_file, read_samples_array
 from dstrain.data.files.listing import walk_files
 from dstrain.recipe import ConfigError, Data, reword_errors
 from dstrain.systems.base import Request, System
@@ -151,7 +151,7 @@ def _read_frames(file: Path, data: Data, most: int) -> Tensor:
 
 def _read_npz(path: Path, data: Data) -> Tensor:
     with reword_errors("--prime "):
-        array = read_samples(path)
+        array = read_samples_array(path)
     array = array[:, None] if array.ndim == 4 else array
     size = _find_frame_size(data)
     if array.dtype != np.uint8 or array.ndim != 5 or array.shape[2:4] != size or array.shape[4] != 3 or not len(array):

@@ -214,11 +214,11 @@ def starts(folder: str, size: int) -> None:
 
     from dstrain.data import workers
 
-    source, default = open_images(f"{folder}/data", size), workers.make_context
+    source, default = open_images(f"{folder}/data", size), workers.make_worker_context
     for method in ("fork", "spawn", "forkserver"):
-        workers.make_context = default
+        workers.make_worker_context = default
         if method != "forkserver":
-            workers.make_context = partial(multiprocessing.get_context, method)
+            workers.make_worker_context = partial(multiprocessing.get_context, method)
         seconds = []
         for _ in range(2):
             start = time.perf_counter()

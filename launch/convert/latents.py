@@ -35,7 +35,7 @@ from dstrain.commands.options.convert import ConvertOptions
 from dstrain.data.cached import shards
 from dstrain.data.files.storage import refuse_special_file, retry
 from dstrain.data.formats.unconverted import find_fast_dit_folders
-from dstrain.data.source import Bad, BadSample, Item, Source, read_items, report_bad_sample
+from dstrain.data.source import Bad, BadSample, Item, Source, convert_errors_to_bad_sample, read_items
 from dstrain.disk import atomic
 from dstrain.disk.sealed import render_sealed_json
 from dstrain.distributed.progress import Bar
@@ -252,7 +252,10 @@ class LightningDiT(Foreign):
 
     def _read_row(self, index: int, key: str) -> Tensor:
         name, row = self._place(index)
-        with report_bad_sample(self.name_sample(index), self.root / name), safe_open(self.root / name, "pt") as file:
+        with (
+            convert_errors_to_bad_sample(self.name_sample(index), self.root / name),
+            safe_open(self.root / name, "pt") as file,
+        ):
             return file.get_slice(key)[row : row + 1]
 
     def _read_codes(self, index: int) -> np.ndarray:
@@ -329,7 +332,7 @@ def _read_array(root: Path, name: str, dims: int | None, archive: zipfile.ZipFil
             raise ConfigError("is no array of numbers of the right shape")
         return np.frombuffer(content, dtype, offset=file.tell()).reshape(shape)
 
-    with report_bad_sample(name, path if archive is None else root):
+    with convert_errors_to_bad_sample(name, path if archive is None else root):
         return retry(read)
 
 
@@ -341,7 +344,7 @@ def _read_member(archive: zipfile.ZipFile, name: str, most: int) -> bytes:
 
 def convert_latents(options: ConvertOptions) -> dict[str, Any]:
     """Writes options.out; returns the body of its index. Raises ConfigError if what is asked for cannot be."""
-    if shards.is_cache(options.path):
+    if shards.is_output_of_encode(options.path):
         raise ConfigError(f"{options.path} holds our own codes: give it as data.path")
     if options.latent_scale is not None and not 0 < options.latent_scale < math.inf:
         raise ConfigError(f"--latent-scale {options.latent_scale}: latents have been multiplied by a number above 0")

@@ -212,27 +212,27 @@ def test_the_limit_counts_all_ranks_together(tmp_path):
     after a resume.
     """
     one, two = (BadFiles(tmp_path, 100, 0.05) for _ in range(2))
-    one.add([(f"a{i}", "x") for i in range(3)])
-    one.add([("a0", "again")])
+    one.add_samples([(f"a{i}", "x") for i in range(3)])
+    one.add_samples([("a0", "again")])
     with pytest.raises(ValueError, match="6 of 100"):
-        two.add([(f"b{i}", "y") for i in range(3)])
+        two.add_samples([(f"b{i}", "y") for i in range(3)])
     assert len((tmp_path / "bad_files.txt").read_text().splitlines()) == 6
     with pytest.raises(ValueError, match="7 of 100"):
-        BadFiles(tmp_path, 100, 0.05).add([("c\n\td", "z\nz")])
+        BadFiles(tmp_path, 100, 0.05).add_samples([("c\n\td", "z\nz")])
     with open(tmp_path / "bad_files.txt", "a") as file:
         file.write("half a li")  # another rank writes at this moment
     with pytest.raises(ValueError, match="8 of 100"):
-        two.add([("e", "x")])
+        two.add_samples([("e", "x")])
 
 
 def test_a_long_list_is_read_once(tmp_path, monkeypatch):
     """Oracle: the bytes that are read, which are counted: each of the list's once, whatever is added."""
     (tmp_path / "bad_files.txt").write_text("".join(f"{i:06d}.png\tx\n" for i in range(20_000)))
     files, count = BadFiles(tmp_path, 10**6, 0.5), []
-    split = bad_files._parse_names
-    monkeypatch.setattr(bad_files, "_parse_names", lambda lines: count.append(len(lines)) or split(lines))
+    split = bad_files._parse_listed_names
+    monkeypatch.setattr(bad_files, "_parse_listed_names", lambda lines: count.append(len(lines)) or split(lines))
     for number in range(50):
-        files.add([(f"new {number}", "y")])
+        files.add_samples([(f"new {number}", "y")])
     assert len(files.names) == 20_050 and sum(count) < 20_000 * 13 + 50 * 20
 
 
@@ -251,9 +251,9 @@ def test_limits():
     assert [BadFiles(None, 10, fraction).limit for fraction in (0, 0.01, 0.29, 1)] == [0, 1, 2, 10]
     assert BadFiles(None, 100, 0.29).limit == 29
     with pytest.warns(UserWarning, match="a.png"):
-        BadFiles(None, 10, 0.01).add([("a.png", "x")])
+        BadFiles(None, 10, 0.01).add_samples([("a.png", "x")])
     with pytest.warns(UserWarning), pytest.raises(ValueError, match="1 of 10"):
-        BadFiles(None, 10, 0.0).add([("a.png", "x")])
+        BadFiles(None, 10, 0.0).add_samples([("a.png", "x")])
     with pytest.raises(ValueError, match="data.max_bad_fraction"):
         BadFiles(None, 10, 1.5)
 

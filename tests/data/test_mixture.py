@@ -12,7 +12,7 @@ from dstrain.commands.job import JobOptions, prepare_job
 from dstrain.data.batches import Batches, iterate_held_out
 from dstrain.data.cached.shards import read_index
 from dstrain.data.mixture import Mixture, MixtureOrder, join_classes, to_whole_numbers
-from dstrain.data.open import complete_data, describe_data, open_sources
+from dstrain.data.open import describe_data, fill_in_codes, open_sources
 from dstrain.recipe import ConfigError, Data, list_refused_changes, load_recipe, make_refused_changes_error
 from dstrain.systems import find_config_class
 from tests.data.cached.test_latents import write as write_codes
@@ -222,7 +222,7 @@ def test_a_broken_sample_is_replaced_within_its_source():
 
 
 def opened(*words):
-    data = complete_data(load_recipe(None, words).data)
+    data = fill_in_codes(load_recipe(None, words).data)
     return data, *open_sources(data)
 
 

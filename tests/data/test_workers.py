@@ -28,7 +28,7 @@ batches = Batches(Slow(1000, folder, seconds), global_batch=2, micro_batch=2, se
 for step in range(int(steps)):
     list(batches.read_step(step))
 if steps < 0:                         # leave them busy
-    batches._restart(0)
+    batches._restart_workers(0)
     while len(os.listdir(folder)) < 2:
         time.sleep(0.02)
 print("ready", flush=True)

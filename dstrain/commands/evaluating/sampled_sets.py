@@ -10,7 +10,7 @@ from torch import nn
 
 from dstrain.commands.options.evaluate import EvaluateOptions
 from dstrain.data.builtin.moving import MOTIONS, MOVING, list_captions
-from dstrain.data.open import find_origin
+from dstrain.data.open import find_original_path
 from dstrain.data.source import Source
 from dstrain.distributed import group
 from dstrain.distributed.progress import Bar, get_phases
@@ -101,10 +101,15 @@ class Stories(Drawn):
         source: Source | None = None,
     ) -> None:
         super().__init__(options, run, system, networks, source)
-        if not (system.num_frames and system.takes_texts and system.takes_pictures and find_origin(run.data) == MOVING):
+        if not (
+            system.num_frames
+            and system.takes_texts
+            and system.takes_pictures
+            and find_original_path(run.data) == MOVING
+        ):
             raise ConfigError(
                 f"--metrics scenes tells stories of {MOVING}, and {options.folder}, a {run.system} of "
-                f"{find_origin(run.data)}, does not draw those from texts: choose other metrics"
+                f"{find_original_path(run.data)}, does not draw those from texts: choose other metrics"
             )
         self.num, self.prompts = options.num or 250, None
         self.length = choose_clip_length(system, self.samples.num_frames, options.prime_frames, True)

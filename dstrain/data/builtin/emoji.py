@@ -58,7 +58,7 @@ class Emoji(Source):
         return [names[row] for row in self.rows]
 
     def find_row(self, index: int) -> int:
-        """Returns the row of the sample `index` of this split among all built-in pairs."""
+        """Returns the row of a sample of this split in the table of all built-in pairs."""
         return int(self.rows[index])
 
     def name_sample(self, index: int) -> str:

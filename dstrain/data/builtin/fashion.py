@@ -24,9 +24,8 @@ _BACKGROUND, _LIGHT = 25, 150  # of 255: the brightest background, and the mean 
 
 
 def find_shades(images: torch.Tensor) -> torch.Tensor:
-    """Returns the shade of each item, an index into SHADES int64 (N,): light if the mean of its pixels is 150 or more.
-
-    images: uint8 (N, H, W), items on black; pixels up to 25 are background and do not count.
+    """Returns whether each clothing item is dark (0) or light (1): int64 (N,), indices into SHADES. It is light if the
+    mean of its pixels is 150 or more. images: uint8 (N, H, W), items on black; pixels up to 25 are background.
     """
     pixels = images.flatten(1).double()
     item = pixels > _BACKGROUND
@@ -34,8 +33,8 @@ def find_shades(images: torch.Tensor) -> torch.Tensor:
 
 
 def list_captions() -> dict[str, tuple[int, int]]:
-    """Returns {caption: (index into FASHION, index into SHADES)} of all captions of the built-in images, first those of
-    the first shade.
+    """Returns {caption: (index into FASHION, index into SHADES)} of every caption of the built-in images, such as "a
+    dark trouser"; all dark ones first.
     """
     return {
         f"a {shade} {name}": (item, number) for number, shade in enumerate(SHADES) for item, name in enumerate(FASHION)
@@ -44,8 +43,8 @@ def list_captions() -> dict[str, tuple[int, int]]:
 
 @cache
 def _unpack_split(split: str) -> tuple[bytes, np.ndarray]:
-    """Returns the pixels of a split, one image of 28 x 28 bytes after the other, and their labels. The result is
-    cached, since a command opens a split several times.
+    """Returns (pixels, labels) of a split: bytes of 28 x 28 for each image, and an array of classes. Keeps the result,
+    since a command opens a split several times.
     """
     with np.load(Path(__file__).parent / "fashion-mini.npz") as file:
         return lzma.decompress(file[split].tobytes()), file[f"{split}_label"]
@@ -97,6 +96,7 @@ class Fashion(Source):
         return item
 
     def _compose_caption(self, index: int) -> str:
+        """Returns the caption of a sample, such as "a dark trouser"."""
         return f"a {SHADES[self.shades[index]]} {FASHION[self.labels[index]]}"
 
     def name_sample(self, index: int) -> str:

@@ -83,15 +83,15 @@ class MovingFashion(Source):
         }
 
     def caption_clip(self, index: int) -> str:
-        """Returns the caption of a clip, such as "an ankle boot moving left". Raises IndexError if there is no clip
-        `index`.
+        """Returns the caption of a clip, such as "an ankle boot moving left". Raises IndexError if there is no such
+        clip.
         """
         number, motion = self._find_item_and_motion(index)
         return make_caption(FASHION[int(self.items.labels[number])], motion)
 
     def _find_item_and_motion(self, index: int) -> tuple[int, str]:
-        """Returns the index into `items` of the item in a clip, and the motion, a key of MOTIONS. Raises IndexError if
-        there is no clip `index`.
+        """Returns (index of the clip's clothing item in `items`, its motion, a key of MOTIONS). Raises IndexError if
+        there is no such clip.
         """
         if not 0 <= index < len(self):
             raise IndexError(index)
@@ -99,7 +99,7 @@ class MovingFashion(Source):
         return number, list(MOTIONS)[motion]
 
     def _compute_positions(self, index: int) -> tuple[Tensor, Tensor]:
-        """Returns the x and y of the item's upper left corner in each frame, pixels: float32 (T,) each."""
+        """Returns x and y of the item's upper left corner in each frame of a clip, in pixels: float32 (T,) each."""
         key = rng.keys_of_seeds(torch.tensor([int(self.permutation[index])]))
         speed, start, across, quadrant = rng.uniform(key, "motion", (4,))[0].tolist()  # all in [0, 1)
         side = self.items.image_size
@@ -135,11 +135,12 @@ class MovingFashion(Source):
 
 
 def make_caption(name: str, motion: str) -> str:
+    """Returns the caption of an item and a motion, such as "an ankle boot moving left"."""
     return f"{'an' if name[0] in 'aeiou' else 'a'} {name} {motion}"
 
 
 def list_captions() -> dict[str, tuple[int, int]]:
-    """Returns {caption: (index into FASHION, index into MOTIONS)} of all captions of the built-in clips, motion by
+    """Returns {caption: (index into FASHION, index into MOTIONS)} of every caption of the built-in clips, motion by
     motion.
     """
     return {
@@ -150,8 +151,8 @@ def list_captions() -> dict[str, tuple[int, int]]:
 
 
 def _paste_item(item: Tensor, x: Tensor, y: Tensor, height: int, width: int) -> Tensor:
-    """Returns a video uint8 (T, height, width) that shows `item`, uint8 (S, S), on black. x, y: float32 (T,), the
-    position of the item's upper left corner in each frame, in pixels. Fractions of a pixel are interpolated bilinearly.
+    """Returns a video uint8 (T, height, width) of `item`, uint8 (S, S), on black. x, y: float32 (T,), the item's upper
+    left corner in each frame, in pixels; between whole pixels it is interpolated bilinearly.
     """
     side, frames = len(item), torch.zeros(len(x), height + 1, width + 1)
     near = F.pad(item.float(), (1, 1, 1, 1))  # (S + 2, S + 2)

@@ -7,11 +7,11 @@ from dstrain.data.cached.shards import ENCODED_ALIKE
 from dstrain.recipe import Codes, ConfigError, Data
 
 
-def complete_codes(data: Data) -> Data:
-    """Returns a copy of the data section with `codes` set from the index of the cache at its path.
+def copy_section_with_cached_codes(data: Data) -> Data:
+    """Returns a copy of the data section whose entry `codes` describes the cached latents or tokens at its path.
 
-    Raises ConfigError if sizes, channels, frames or flips of the section differ from those that were encoded, if it
-    sets buckets, crop or size_conditions, which have no effect on codes, and as `Latents`.
+    Raises ConfigError as `Latents`, if sizes, channels, frames or flips of the section differ from the encoded ones, or
+    if it sets buckets, crop or size_conditions, which have no effect on codes.
     """
     if data.buckets or data.size_conditions or data.crop != "center":
         content = "images" if data.num_frames is None else "clips"
@@ -38,8 +38,8 @@ def complete_codes(data: Data) -> Data:
 
 
 def _require_settings_of_encoding(data: Data, encoding: dict[str, Any]) -> None:
-    """Raises ConfigError if size, channels, number or stride of frames in the section `data` are not those with which
-    the pictures were encoded.
+    """Raises ConfigError if sizes, channels, or number or stride of frames in the section differ from those in
+    `encoding`, with which the cached samples were encoded.
     """
     videos = "num_frames" in encoding
     of_images = {"num_frames": None, "frame_stride": 1, "height": data.image_size}
@@ -54,6 +54,7 @@ def _require_settings_of_encoding(data: Data, encoding: dict[str, Any]) -> None:
 
 
 def _require_flips(data: Data, encoding: dict[str, Any]) -> None:
+    """Raises ConfigError if data.flip is true and the cache holds no codes of mirrored samples."""
     if data.flip and "num_frames" in encoding:
         raise ConfigError(
             f"data.flip=true: {data.path} holds no mirrored videos, since captions name directions; "
@@ -66,9 +67,11 @@ def _require_flips(data: Data, encoding: dict[str, Any]) -> None:
 
 
 def open_codes(data: Data, verify: bool) -> tuple[Latents, Latents | None]:
-    """Opens the cached codes to train on, and the held-out ones; None if the section holds nothing out. verify: also
-    compares hashes, as `Latents.verify`. Raises ConfigError as `Latents`, and if the codes at data.held_out_path were
-    encoded in another way than those at data.path, or have other classes.
+    """Opens the cached codes to train on, and the held-out ones, None if nothing is held out. verify: also compares
+    hashes, see `Latents.verify_shards`.
+
+    Raises ConfigError as `Latents`, and if the codes at data.held_out_path were encoded in another way than those at
+    data.path, or have other classes.
     """
     if data.held_out_path is not None:
         train, unseen = _open_train_and_held_out(data)
@@ -77,13 +80,13 @@ def open_codes(data: Data, verify: bool) -> tuple[Latents, Latents | None]:
         unseen = Latents(data.path, "held_out", data.held_out) if data.held_out else None
     for codes in (train, unseen) if verify else ():
         if codes is not None:
-            codes.verify()
+            codes.verify_shards()
     return train, unseen
 
 
 def _open_train_and_held_out(data: Data) -> tuple[Latents, Latents]:
-    """Opens the caches at data.path and data.held_out_path. Raises ConfigError if data.held_out_path is no cache, or if
-    the two caches differ in their encoding or their classes.
+    """Opens the caches at data.path and data.held_out_path. Raises ConfigError if the latter is no cache, or if the two
+    differ in encoding or classes.
     """
     if not is_codes_cache(data.held_out_path):
         raise ConfigError(

@@ -42,18 +42,18 @@ _COMPARED = 256  # rows of a larger table that enter the fingerprint
 _LISTED = 1 << 22  # rows of a split up to which their order is kept as a list
 
 
-def is_embeddings(path: str | Path) -> bool:
-    """Returns whether a data path holds embedding pairs: the built-in ones, or a folder with img_emb/."""
+def has_embedding_pairs(path: str | Path) -> bool:
+    """Returns whether a data path holds embedding pairs: it names the built-in ones, or is a folder with img_emb/."""
     return str(path) == BUILTIN or (Path(path) / FOLDERS["image_embed"]).is_dir()
 
 
 def open_pairs(path: str | Path, splits: tuple[float, ...], split: str, world: int = 1) -> "Pairs | None":
-    """Opens the pairs (text embedding, image embedding) of one split; returns None if the split has no pairs. split:
-    one of SPLITS, or "all" for every pair. splits: the fraction of the pairs in each of SPLITS.
+    """Opens one split of pairs (text embedding, image embedding); None if the split has no pairs. split: "train",
+    "validation", "test", or "all" for every pair. splits: the shares of the first three.
 
-    Raises ConfigError if the folder has another layout, if rows do not match, if the fractions do not sum to 1, or if a
-    split has fewer pairs than there are ranks, `world`. Raises ConfigError also for NaN, infinity and rows of zeros if
-    the data have at most 64 MB; in larger data reading such a row raises BadSample.
+    Raises ConfigError if the folder has another layout, if files or rows do not match, if the shares do not sum to 1,
+    or if a split has fewer pairs than `world`, the number of ranks. A row with NaN, infinity or only zeros raises
+    ConfigError here if the data have at most 64 MB, and BadSample later if they are larger.
     """
     pairs = open_all_pairs(path)
     begin, end = (
@@ -64,24 +64,24 @@ def open_pairs(path: str | Path, splits: tuple[float, ...], split: str, world: i
 
 def open_all_pairs(path: str | Path) -> "Stored":
     """Opens all pairs (text embedding, image embedding) in a folder, or the built-in ones. Raises ConfigError if the
-    folder has another layout, if rows do not match, or, for data of at most 64 MB, if a row has NaN or infinity or is
-    an embedding of zeros.
+    folder has another layout, if files or rows do not match, or, in data of up to 64 MB, if a row has NaN, infinity or
+    only zeros.
     """
     return open_builtin_pairs() if str(path) == BUILTIN else _open_folder(Path(path))
 
 
 def read_encoder_fingerprint(path: str | Path) -> str | None:
-    """Returns the fingerprint of the encoder that made the image embeddings, from the folder's pairs.json;
-    "builtin:emoji-pairs" for the built-in pairs; None if pairs.json is missing or names no encoder.
+    """Returns the fingerprint of the encoder that made the image embeddings in a folder, from its pairs.json. Returns
+    "builtin:emoji-pairs" for the built-in pairs, None if pairs.json is missing or names no encoder.
     """
-    return BUILTIN if str(path) == BUILTIN else (read_plan(Path(path) / PLAN) or {}).get("image_encoder")
+    return BUILTIN if str(path) == BUILTIN else (read_pairs_plan(Path(path) / PLAN) or {}).get("image_encoder")
 
 
 def read_data_fingerprint(path: str | Path) -> str | None:
-    """Returns the fingerprint of the images from which the embeddings in a folder were made, from the folder's
-    pairs.json; None if this is missing or has no such fingerprint.
+    """Returns the fingerprint of the images of which the embeddings in a folder were made, from its pairs.json; None if
+    that is missing or has none.
     """
-    return (read_plan(Path(path) / PLAN) or {}).get("data")
+    return (read_pairs_plan(Path(path) / PLAN) or {}).get("data")
 
 
 class Pairs(Source):
@@ -103,9 +103,9 @@ class Pairs(Source):
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         if not 0 <= index < len(self):
             raise IndexError(index)
-        item = self.stored.read(self._find_row(index))
+        item = self.stored.read_row(self._find_row(index))
         if self.split != "train" and len(self) > 1:
-            other = self.stored.read(self._find_row((index + 1) % len(self)))
+            other = self.stored.read_row(self._find_row((index + 1) % len(self)))
             item |= {f"other_{name}": other[name] for name in ("text_embed", "caption") if name in other}
         return item
 
@@ -123,6 +123,7 @@ class Pairs(Source):
         return f"{len(self):,} of {len(self.stored):,} {self.noun}: {', '.join(names)}"
 
     def _find_row(self, index: int) -> int:
+        """Returns the row of a sample of this split in the tables of all pairs."""
         return int(self.rows[index]) if self.rows is not None else self.permutation.index_at(self.begin + index)
 
 
@@ -142,10 +143,11 @@ class Stored:
     def __len__(self) -> int:
         return len(self.tables["image_embed"])
 
-    def read(self, row: int) -> dict[str, Tensor]:
-        """Reads one row as an item. A missing caption becomes "" if the row has a text embedding. Raises BadSample if
-        the caption is missing and there is no text embedding, if a value is not finite, or if an embedding is all
-        zeros.
+    def read_row(self, row: int) -> dict[str, Tensor]:
+        """Returns row `row` of all tables as an item. A missing caption becomes "" if there is a text embedding.
+
+        Raises BadSample if a caption is missing without a text embedding, if a value is not finite, or if an embedding
+        is all zeros.
         """
         item = {name: self.read_values(name, row) for name in self.tables}
         if self.captions is not None:
@@ -158,8 +160,8 @@ class Stored:
         return item
 
     def read_values(self, name: str, row: int) -> Tensor:
-        """Reads one row of the table `name`: float32, or bool for a mask. Raises BadSample if a value is not finite, or
-        if an embedding is all zeros.
+        """Returns row `row` of the table `name`, such as "image_embed": float32, or bool for a mask. Raises BadSample
+        if a value is not finite, or if an embedding is all zeros.
         """
         table = self.tables[name]
         values = convert_to_float32(table[row])
@@ -168,10 +170,11 @@ class Stored:
         return torch.from_numpy(values)
 
     def compute_fingerprint(self) -> str:
-        """Returns "shards=HASH rows=HASH". The first hash covers each file: its name, its length, and its first and
-        last row (of a file of captions: its size and its first and last 64 KiB). The second covers the rows of the
-        tables of embeddings: all rows, or 256 evenly spaced rows of each table if the tables have more than 64 MB
-        together. It leaves out captions and built-in data.
+        """Returns "shards=HASH rows=HASH".
+
+        The first hash covers of each file its name, length, first and last row; of a file of captions its size and both
+        ends. The second covers rows of embeddings: all, or 256 of each table if the tables have more than 64 MB
+        together; none of the built-in data.
         """
         digest, rows = blake2b(digest_size=8), blake2b(digest_size=8)
         for part in (*self.tables.values(), *([self.captions] if self.captions else [])):
@@ -182,27 +185,29 @@ class Stored:
 
 
 def _open_folder(root: Path) -> Stored:
-    """Opens the embeddings in a folder, and the captions if models read them. Raises ConfigError if the folder has
+    """Opens the embeddings in a folder; also the captions if models read them. Raises ConfigError if the folder has
     another layout, if `dstrain encode` has not finished it, or if files or rows do not match.
     """
-    if not is_embeddings(root):
+    if not has_embedding_pairs(root):
         raise ConfigError(
             f"data.path={root} holds no embedding pairs: give a folder with img_emb/ and text_emb/ of "
             f".npy files (clip-retrieval's layout), or {BUILTIN}"
         )
-    if (root / PLAN).is_file() and not (read_plan(root / PLAN) or {}).get("complete"):  # other tools write no plan
+    if (root / PLAN).is_file() and not (read_pairs_plan(root / PLAN) or {}).get(
+        "complete"
+    ):  # other tools write no plan
         raise ConfigError(
             f"data.path={root} is not embedded to the end: give the `dstrain encode` command that "
             "began it once more, and it goes on where it stopped"
         )
     tables = {}
     for key, folder in FOLDERS.items():
-        names = _list_names(root, folder, ".npy")
+        names = _list_numbered_files(root, folder, ".npy")
         if names:
             tables[key] = Table(key, names, root)
     if "image_embed" not in tables:
         raise ConfigError(f"data.path={root}: img_emb/ holds no .npy file")
-    names = _list_names(root, "metadata", ".parquet")
+    names = _list_numbered_files(root, "metadata", ".parquet")
     if "text_embed" not in tables and not names:
         raise ConfigError(f"data.path={root} has neither text_emb/*.npy nor captions in metadata/*.parquet: add one")
     # Beside text embeddings, only models that read text tokens use captions, which may be missing.
@@ -225,8 +230,10 @@ def _open_folder(root: Path) -> Stored:
     return Stored(tables, captions)
 
 
-def read_plan(path: Path) -> dict[str, Any] | None:
-    """Returns the JSON object in `path`, a pairs.json of `dstrain encode`; None if it is missing or damaged."""
+def read_pairs_plan(path: Path) -> dict[str, Any] | None:
+    """Returns the JSON object in a file pairs.json, in which `dstrain encode` notes what it makes; None if the file is
+    missing or damaged.
+    """
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -235,8 +242,8 @@ def read_plan(path: Path) -> dict[str, Any] | None:
 
 
 def _require_matching_files(first: Table, other: Any) -> None:
-    """Raises ConfigError if two tables differ in the number of files, in the number of rows of a file, or in the
-    numbers at the end of the files' names (or the words, if both folders share one). The message names the first
+    """Raises ConfigError unless two tables have as many files, with as many rows each, and with the same numbers at the
+    ends of their names. Words at the ends must be equal only if both folders share one. The message names the first
     difference.
     """
     ends, others = ([_find_name_end(name) for name in names] for names in (first.names, other.names))
@@ -260,9 +267,9 @@ def _require_matching_files(first: Table, other: Any) -> None:
         )
 
 
-def _list_names(root: Path, folder: str, suffix: str) -> list[str]:
-    """Returns folder/NAME of the files in root/folder with this suffix, without hidden files, in the order of the
-    numbers in their names: img_emb_2 before img_emb_10. Returns [] if there is no such folder.
+def _list_numbered_files(root: Path, folder: str, suffix: str) -> list[str]:
+    """Returns FOLDER/NAME of the files with a suffix in root/FOLDER, ordered by the numbers in their names: img_emb_2
+    before img_emb_10. Leaves out hidden files. Returns [] if there is no such folder.
     """
     if not (root / folder).is_dir():
         return []
@@ -275,15 +282,15 @@ def _list_names(root: Path, folder: str, suffix: str) -> list[str]:
 
 
 def _find_name_end(name: str) -> str:
-    """Returns the part of a file's name between the last underscore and the suffix, without leading zeros if it is a
-    number.
+    """Returns what stands between the last underscore of a file's name and its suffix; a number without leading
+    zeros.
     """
     word = Path(name).stem.rpartition("_")[2]
     return str(int(word)) if word.isdigit() else word
 
 
 def open_builtin_pairs() -> Stored:
-    """Returns the built-in pairs; row n belongs to the caption of row n in `read_builtin_captions`."""
+    """Returns the built-in pairs of embeddings. Row n belongs to the caption of row n of `read_builtin_captions`."""
     with np.load(_FILE) as file:
         tables = {}
         for key, name in (("image_embed", "image"), ("text_embed", "text")):
@@ -295,16 +302,18 @@ def open_builtin_pairs() -> Stored:
 
 
 def read_builtin_captions() -> dict[str, int]:
-    """Returns the captions of the built-in pairs: {caption: row}."""
+    """Returns {caption: row} of the built-in embedding pairs."""
     with np.load(_FILE) as file:
         captions = lzma.decompress(file["captions"].tobytes()).decode().split("\n")
     return {caption: row for row, caption in enumerate(captions)}
 
 
 def _compute_split_bounds(count: int, splits: tuple[float, ...], world: int) -> list[tuple[int, int]]:
-    """Returns (begin, end) of each of SPLITS among `count` rows: the cumulative fractions times `count`, rounded, in
-    exact arithmetic. Raises ConfigError if the fractions do not sum to 1, or if a split has fewer rows than `world`;
-    a split other than train may have the fraction 0.
+    """Returns (first row, last row + 1) of "train", "validation" and "test" among `count` rows. splits: their shares.
+    The bounds are the cumulative shares of `count`, rounded.
+
+    Raises ConfigError if the shares do not sum to 1, or if a split has fewer rows than `world`. Only validation and
+    test may have the share 0.
     """
     shares = json.dumps(list(splits))
     parts = [Fraction(str(fraction)) for fraction in splits]

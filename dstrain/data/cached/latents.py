@@ -29,7 +29,7 @@ from dstrain.data.cached.shards import (
     CAPTION_BYTES,
     Arrays,
     Layout,
-    is_cache,
+    is_output_of_encode,
     map_shard,
     name_shard,
     prefetch_rows,
@@ -48,10 +48,10 @@ _REMEDY = "give the `dstrain encode` command that wrote the folder once more: it
 
 
 def is_codes_cache(path: str | Path) -> bool:
-    """Returns whether a folder holds cached codes of `dstrain encode`, complete or not. False for a folder of images in
-    which another tool has written an index.json.
+    """Returns whether a folder holds cached latents or tokens of `dstrain encode`, complete or not. Returns False for a
+    folder in which another tool has written an index.json.
     """
-    return is_cache(Path(path))
+    return is_output_of_encode(Path(path))
 
 
 @dataclass
@@ -76,7 +76,7 @@ class Latents(Source):
         self.index = {name: entry for name, entry in index.items() if name not in ("shards", "bad_files")}
         self.encoding: dict[str, Any] = index["encoding"]
         self.classes = tuple(index["classes"])
-        self.extras = _find_extra_shapes(self.encoding)  # shapes of what an item has beside its codes
+        self.extras = _find_other_array_shapes(self.encoding)  # shapes of what an item has beside its codes
         self.crops, self.num_captions = self.encoding.get("crops", 1), self.encoding.get("num_captions", 1)
         self.captioned = "caption" in self.extras
         if max(self.crops, self.num_captions) > 1:  # a number for the crop, and one for the caption
@@ -106,6 +106,7 @@ class Latents(Source):
         self._layouts: dict[tuple[int, int], Layout] = {}  # of shards with so many rows, and bytes of a caption
 
     def _find_split_members(self) -> Members:
+        """Returns which samples are in the split, as Members. Raises ConfigError if none is."""
         members = Members(self.encoding["number"], self.held_out, self.split)
         if not len(members):
             raise ConfigError(
@@ -128,10 +129,10 @@ class Latents(Source):
         self, index: Tensor, mirrored: Tensor | None = None, chance: Tensor | None = None
     ) -> dict[str, Tensor]:
         """Reads the samples at `index` int64 (b,) as a batch. mirrored: bool (b,), True to read the codes of the
-        mirrored image; None: never.
+        mirrored image; None: of none.
 
-        chance: float (b, 2), uniform in [0, 1), by which the crop and the caption are chosen; None takes the first
-        ones. Raises ConfigError if a value of `mirrored` is True and the folder has no codes of mirrored images.
+        chance: float (b, 2) in [0, 1), which choose a crop and a caption of each sample; None takes the first ones.
+        Raises ConfigError if `mirrored` has a True and the folder has no codes of mirrored images.
         """
         shards, rows, codes_rows = self._locate_rows(index, mirrored, chance)
         groups = np.searchsorted(np.unique(shards), shards) // _count_mappable_shards()  # (b,)
@@ -146,16 +147,16 @@ class Latents(Source):
             return {name: values[places] for name, values in join_batches(parts).items()}
         opened = {shard: self._open_shard(shard) for shard in set(shards.tolist())}
 
-        def gather(name: str, places: np.ndarray) -> Tensor:
+        def gather_rows(name: str, places: np.ndarray) -> Tensor:
             return torch.from_numpy(
                 _copy_rows({shard: arrays[name] for shard, arrays in opened.items()}, shards, places)
             )
 
-        codes = gather("codes", codes_rows).view(len(index), *_find_codes_shape(self.encoding))
-        rest = {name: gather(name, rows) for name in ("label", *self.extras) if name not in _TEXTS}
+        codes = gather_rows("codes", codes_rows).view(len(index), *_find_codes_shape(self.encoding))
+        rest = {name: gather_rows(name, rows) for name in ("label", *self.extras) if name not in _TEXTS}
         if self.captioned:
             texts = self._choose_text_rows(rows, chance, rest.pop("captions", None))
-            rest |= {name: gather(name, texts) for name in self.extras if name in _TEXTS}
+            rest |= {name: gather_rows(name, texts) for name in self.extras if name in _TEXTS}
         if self.encoding["kind"] == "tokens":
             return {"tokens": codes.long(), **rest}
         std = codes[:, 1] if codes.shape[1] == 2 else torch.zeros_like(codes[:, 0])
@@ -164,8 +165,8 @@ class Latents(Source):
     def _locate_rows(
         self, index: Tensor, mirrored: Tensor | None, chance: Tensor | None
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Returns three int64 (b,): the number of each sample's shard, the sample's row in the shard, and the row of
-        its codes, of which a sample has one for each crop and each flip. Raises ConfigError as `read_codes`.
+        """Returns of each sample: the number of its shard, its row in the shard, and the row of its codes, of which it
+        has one for each crop and each mirroring. Three int64 (b,). Arguments and errors are as in `read_codes`.
         """
         number = index.numpy() if self.members is None else self.members.find_members(index.numpy())
         flip = np.zeros(len(number), np.int64) if mirrored is None else mirrored.numpy().astype(np.int64)
@@ -176,17 +177,19 @@ class Latents(Source):
         return shards, rows, (rows * self.crops + crop) * self.encoding["flips"] + flip
 
     def _choose_text_rows(self, rows: np.ndarray, chance: Tensor | None, counts: Tensor | None) -> np.ndarray:
-        """Returns, for each sample, the row of one of its captions in the table of texts: int64 (b,). chance float (b,
-        2), uniform in [0, 1): column 1 chooses among the sample's first counts[i] captions. counts int64 (b,). If
-        `counts` or `chance` is None, returns the row of the first caption.
+        """Returns for each sample the row of one of its captions in the shard's table of texts: int64 (b,). rows: the
+        samples' rows in their shards.
+
+        chance: float (b, 2); column 1 chooses among a sample's first counts[i] captions. If `chance` or `counts` is
+        None, takes the first caption.
         """
         if counts is None or chance is None:
             return rows * self.num_captions
         return rows * self.num_captions + (chance[:, 1].double().numpy() * counts.numpy()).astype(np.int64)
 
     def prefetch(self, index: Tensor, mirrored: Tensor | None = None, chance: Tensor | None = None) -> None:
-        """Asks the kernel to read the bytes that `read_batch` with the same arguments will need, and does not wait.
-        These include all captions of a sample, since it is not known yet which one will be chosen.
+        """Asks the kernel to read what `read_batch` with the same arguments needs, and does not wait. That includes all
+        captions of a sample.
         """
         shards, rows, codes_rows = self._locate_rows(index, mirrored, chance)
         for shard in np.unique(shards).tolist():
@@ -226,6 +229,7 @@ class Latents(Source):
         return counts
 
     def _open_shard(self, number: int) -> Arrays:
+        """Returns the arrays of a shard by name, mapped into memory. Keeps the shards that were used last mapped."""
         arrays = self._open.pop(number, None)
         if arrays is None:
             arrays = self._map_shard(number)
@@ -235,6 +239,9 @@ class Latents(Source):
         return arrays
 
     def _map_shard(self, number: int) -> Arrays:
+        """Returns the arrays of a shard by name, mapped into memory, codes and texts as rows. Raises ConfigError if one
+        has another shape than the encoding says.
+        """
         path, encoding = self.path / name_shard(number), self.encoding
         rows = min(encoding["shard_size"], encoding["number"] - number * encoding["shard_size"])
         wide = self.wide.get(number, CAPTION_BYTES)
@@ -251,11 +258,9 @@ class Latents(Source):
             arrays |= {name: arrays[name].reshape(-1, *arrays[name].shape[2:]) for name in _TEXTS if name in arrays}
         return arrays | {"codes": arrays[codes].reshape(rows * self.crops * encoding["flips"], -1)}
 
-    def verify(self) -> None:
-        """Compares the hashes of all shards if they have at most 4 GiB together, else of randomly chosen ones of 4 GiB
-        together. Raises ConfigError, which names the first damaged shard.
-
-        `dstrain encode` verifies all shards whenever it runs again.
+    def verify_shards(self) -> None:
+        """Compares the hashes of all shards, or of randomly chosen ones of 4 GiB together if there are more. Raises
+        ConfigError, which names the first damaged shard.
         """
         shards, left = read_index(self.path)["shards"], _VERIFIED
         order = np.random.default_rng(time.time_ns()).permutation(len(shards))
@@ -283,15 +288,15 @@ class Latents(Source):
 
 
 def _count_mappable_shards() -> int:
-    """Returns how many shards a process may have mapped at a time: a quarter of the files that it may have open, at
-    least 1 and at most 4096.
+    """Returns how many shards a process may have mapped at a time: a quarter of the files that it may have open, from 1
+    to 4096.
     """
     return max(1, min(_MAPPED, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4))
 
 
 def _copy_rows(opened: dict[int, np.ndarray], shards: np.ndarray, rows: np.ndarray) -> np.ndarray:
-    """Returns copies (n, ...) of the rows opened[shards[i]][rows[i]]. opened: the array of each shard. Rows of another
-    width, which are captions, are padded with zeros to the widest.
+    """Returns copies of the rows opened[shards[i]][rows[i]] as one array (n, ...). opened: one array of each shard.
+    Captions of shards with shorter ones are filled up with zeros.
     """
     if len(opened) == 1:
         return next(iter(opened.values()))[rows]
@@ -304,8 +309,10 @@ def _copy_rows(opened: dict[int, np.ndarray], shards: np.ndarray, rows: np.ndarr
     return copy
 
 
-def _find_extra_shapes(encoding: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Returns {name: shape} of the arrays that each sample has in a shard, other than its codes and label."""
+def _find_other_array_shapes(encoding: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Returns {name: shape} of what a shard holds of each sample besides its codes and label, such as captions and text
+    encodings.
+    """
     shapes: dict[str, tuple[int, ...]] = {"frames": ()} if "num_frames" in encoding else {}
     several = (encoding["num_captions"],) if "num_captions" in encoding else ()
     if several:
@@ -319,8 +326,8 @@ def _find_extra_shapes(encoding: dict[str, Any]) -> dict[str, tuple[int, ...]]:
 
 
 def _find_codes_shape(encoding: dict[str, Any]) -> tuple[int, ...]:
-    """Returns the shape of one image's or clip's codes in a shard: of latents (2, C, h, w) for mean and standard
-    deviation, or (1, C, h, w) if only samples were stored; of tokens (h, w) or (t, h, w).
+    """Returns the shape of the codes of one image or clip in a shard. Latents: (2, C, h, w), mean and standard
+    deviation, or (1, C, h, w) if samples were stored. Tokens: (h, w) or (t, h, w).
     """
     moments = (encoding.get("moments", 2),) if encoding["kind"] == "latents" else ()
     return (*moments, *encoding["shape"])

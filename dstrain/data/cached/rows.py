@@ -49,11 +49,12 @@ class Rows:
         return np.cumsum(self.lengths)
 
     def locate_row(self, row: int) -> tuple[int, int]:
-        """Returns the number of the file that holds a row, and the row's number within that file."""
+        """Returns (number of the file that holds a row, number of the row within this file)."""
         number = int(np.searchsorted(self.ends, row, side="right"))
         return number, row - int(self.ends[number] - self.lengths[number])
 
     def name_row(self, row: int) -> str:
+        """Returns the name of a row for messages: FILE[number within the file]."""
         number, inner = self.locate_row(row)
         return f"{self.names[number]}[{inner}]"
 
@@ -97,6 +98,7 @@ class Table(Rows):
         return self._open_array(number)[inner]
 
     def _open_array(self, number: int) -> np.ndarray:
+        """Returns the array of a file, mapped into memory. Keeps the 64 files that were used last mapped."""
         if self.root is None:
             return self.arrays[number]
         array = self.arrays.pop(number, None)
@@ -108,8 +110,8 @@ class Table(Rows):
         return array
 
     def require_usable_rows(self) -> None:
-        """Reads all rows. Raises ConfigError, which names the row, if a row has NaN or infinity, or if it is an
-        embedding and all zeros.
+        """Reads all rows. Raises ConfigError, which names the row, if a row has NaN or infinity, or if an embedding is
+        all zeros.
         """
         for number, name in enumerate(self.names):
             fault = find_faulty_row(convert_to_float32(self._open_array(number)), self.key)
@@ -119,15 +121,17 @@ class Table(Rows):
                 )
 
     def hash_ends_into(self, digest: Any) -> None:
-        """Updates the hash object `digest` with the name, length, row shape, first and last row of each file."""
+        """Updates the hash object `digest` with the name, length and row shape of each file, and its first and last
+        row.
+        """
         for number, name in enumerate(self.names):
             last = int(self.ends[number]) - 1
             ends = b"".join(np.array(self[row]).tobytes() for row in (last + 1 - self.lengths[number], last))
             digest.update(f"{name} {self.lengths[number]} {self.shape} {zlib.crc32(ends)}\n".encode())
 
     def hash_rows_into(self, digest: Any, count: int | None) -> None:
-        """Updates the hash object `digest` with all rows (count None), or with `count` evenly spaced rows. Does nothing
-        for arrays in memory, the data of the package.
+        """Updates the hash object `digest` with `count` rows, evenly spaced, or with all if `count` is None. Does
+        nothing for built-in data.
         """
         if self.root is None:
             return
@@ -164,8 +168,8 @@ def map_array(root: Path, name: str) -> np.ndarray:
 
 
 def read_embeddings(path: Path) -> Tensor:
-    """Returns the embeddings in a .npy file as float32 (N, D). Raises ConfigError if the file is no array of floats
-    (N, D) with N > 0, or if a row has NaN or infinity, or is all zeros.
+    """Returns the embeddings in a .npy file as float32 (N, D). Raises ConfigError if the file holds no floats (N, D), N
+    > 0, or if a row has NaN or infinity or is all zeros.
     """
     array = map_array(path.parent, path.name)
     if array.ndim != 2 or array.dtype not in (np.float16, np.float32, np.float64):
@@ -177,7 +181,9 @@ def read_embeddings(path: Path) -> Tensor:
 
 
 def convert_to_float32(values: np.ndarray) -> np.ndarray:
-    """Returns a float32 copy, in which values beyond its range become infinite; a bool array is copied as bool."""
+    """Returns a float32 copy of an array, with infinity for values beyond float32's range; of a bool array a bool
+    copy.
+    """
     with np.errstate(over="ignore"):
         return np.array(values, dtype=bool if values.dtype == bool else np.float32)
 
@@ -205,14 +211,14 @@ class Captions(Rows):
                     f"data.path: {name} has no column {', '.join(_COLUMNS)}, only "
                     f"{', '.join(schema.schema_arrow.names[:8])}"
                 )
-            _require_text(name, schema.schema_arrow.field(column))
+            _require_text_column(name, schema.schema_arrow.field(column))
             self.columns.append(column)
             self.lengths.append(schema.metadata.num_rows)
 
     @staticmethod
     def has_captions(root: Path, names: list[str]) -> bool:
-        """Returns whether all files have a column of captions. Returns True if a file cannot be read; the constructor
-        then raises.
+        """Returns whether all files have a column of captions. Returns True also if a file cannot be read: the
+        constructor will raise the error.
         """
         try:
             for name in names:
@@ -235,9 +241,7 @@ class Captions(Rows):
         return pack_caption(text)
 
     def hash_ends_into(self, digest: Any) -> None:
-        """Updates the hash object `digest` with the name, number of rows, size, first and last 64 KiB of each file. The
-        last bytes hold the offsets of all pages.
-        """
+        """Updates the hash object `digest` with the name, number of rows, size, first and last 64 KiB of each file."""
         for name, length in zip(self.names, self.lengths):
             with open(self.root / name, "rb") as file:
                 head = file.read(_ENDS)
@@ -248,14 +252,14 @@ class Captions(Rows):
 
 
 def pack_caption(caption: str) -> Tensor:
-    """Returns a caption as items hold it: its UTF-8 bytes as uint8 (bytes,)."""
+    """Returns a caption as a tensor: its UTF-8 bytes, uint8 (bytes,)."""
     return torch.tensor(list(caption.encode("utf-8", "replace")), dtype=torch.uint8)
 
 
 def find_faulty_row(rows: np.ndarray, key: str) -> tuple[int, str] | None:
-    """Returns (number, reason) of one faulty row of `rows` (n, ...), or None. A row is faulty if it has NaN or
-    infinity, or is all zeros, which text_encodings may be. The first row with NaN or infinity is returned first. bool
-    rows are never faulty.
+    """Returns (number, reason) of a faulty row of `rows` (n, ...); None if there is none. Looks for NaN and infinity
+    first, then for rows of zeros, which only text encodings may have. Rows of bool are never faulty. key: the table's
+    name.
     """
     if rows.dtype == np.bool_:
         return None
@@ -269,7 +273,10 @@ def find_faulty_row(rows: np.ndarray, key: str) -> tuple[int, str] | None:
     return None
 
 
-def _require_text(name: str, field: Any) -> None:
+def _require_text_column(name: str, field: Any) -> None:
+    """Raises ConfigError if a column of a parquet file does not hold texts. field: pyarrow's description of the
+    column.
+    """
     import pyarrow.types
 
     kind = field.type.value_type if pyarrow.types.is_dictionary(field.type) else field.type

@@ -71,8 +71,8 @@ def name_shard(number: int) -> str:
 
 
 def pack_shard(arrays: Arrays, facts: dict[str, Any]) -> bytes:
-    """Returns the bytes of a shard: a header with the JSON values `facts` and a hash of facts and arrays, then
-    `arrays`.
+    """Returns the bytes of a shard, a safetensors file. Its header has the JSON values `facts`, and a hash of facts and
+    arrays.
     """
     # safetensors writes an array's memory as it lies, so the layout must be C-contiguous.
     arrays = {name: np.ascontiguousarray(arrays[name]) for name in sorted(arrays)}
@@ -85,8 +85,8 @@ def pack_shard(arrays: Arrays, facts: dict[str, Any]) -> bytes:
 
 
 def parse_shard_metadata(data: bytes) -> dict[str, Any]:
-    """Returns the metadata in the bytes of a shard: the facts of `pack_shard`, `hash`, `labels` (how often each label
-    occurs) and `cut` (True if an older version may have truncated the captions).
+    """Returns the metadata in the bytes of a shard: the facts of `pack_shard`, "hash", "labels" (how often each label
+    occurs), and "cut" (whether an older version may have cut captions off).
 
     Raises ConfigError if a byte is missing or altered.
     """
@@ -102,8 +102,8 @@ def parse_shard_metadata(data: bytes) -> dict[str, Any]:
 
 
 def read_header_metadata(path: Path) -> dict[str, Any] | None:
-    """Returns the metadata in the header of a shard: the facts of `pack_shard`, `hash`, and `labels` (how often each
-    label occurs). Does not compare the hash. Returns None if the file cannot be read, or is no shard.
+    """Returns the metadata of a shard from its header: the facts of `pack_shard`, "hash", and "labels" (how often each
+    label occurs). Returns None if the file cannot be read or is no shard. Does not compare the hash.
     """
     try:
         if not path.is_file():  # a FIFO would wait for ever
@@ -120,14 +120,15 @@ def read_header_metadata(path: Path) -> dict[str, Any] | None:
 
 
 def _count_labels(labels: np.ndarray) -> list[tuple[int, int]]:
+    """Returns (label, how often it occurs) of each label."""
     values, counts = np.unique(labels, return_counts=True)
     return list(zip(values.tolist(), counts.tolist()))
 
 
 def read_verified_metadata(path: Path, entry: dict[str, Any] | None = None) -> dict[str, Any]:
-    """Returns the metadata of a shard as `parse_shard_metadata`, after checking all bytes. entry: the shard's entry in
-    an index. Raises ConfigError, which names the file, if the shard is missing or damaged, or if its hash is not the
-    entry's.
+    """Returns the metadata of a shard, as `parse_shard_metadata`, after checking every byte. entry: the shard's entry
+    in the index; None if there is no index yet. Raises ConfigError, which names the file, if the shard is missing or
+    damaged, or is not the one of the entry.
     """
     try:
         facts = parse_shard_metadata(path.read_bytes())
@@ -141,15 +142,15 @@ def read_verified_metadata(path: Path, entry: dict[str, Any] | None = None) -> d
 
 
 def read_encoding_hash(path: Path) -> str | None:
-    """Returns the hash of the encoding (`hash_encoding`) from a shard's header; None if the header cannot be read or
-    has no such hash.
+    """Returns the hash of the encoding, see `hash_encoding`, from a shard's header; None if the header cannot be read
+    or has none.
     """
     return (read_header_metadata(path) or {}).get("encoding")
 
 
 def make_shard_record(path: Path, facts: dict[str, Any]) -> dict[str, Any]:
-    """Returns the record of a shard for `make_index_body`: its name, its size in bytes, and from `facts` hash, sums,
-    bad, labels and caption_bytes, as far as they are there.
+    """Returns what `make_index_body` needs of a shard: "name", "size" in bytes, and of `facts` "hash", "sums", "bad",
+    "labels" and "caption_bytes", if they are there.
     """
     return {
         "name": path.name,
@@ -159,15 +160,15 @@ def make_shard_record(path: Path, facts: dict[str, Any]) -> dict[str, Any]:
 
 
 def join_arrays(parts: list[Arrays]) -> Arrays:
-    """Concatenates the arrays of a shard's batches, by name. Captions are padded with zeros to the longest, and at
-    least to 512 bytes.
+    """Joins the arrays of several batches, by name, to those of a shard. Captions are filled up with zeros to the
+    longest, and to 512 bytes at least.
     """
     wide = max(CAPTION_BYTES, *(part["caption"].shape[-1] for part in parts if "caption" in part), 0)
     return {name: np.concatenate([_pad_captions(part[name], name, wide) for part in parts]) for name in parts[0]}
 
 
 def _pad_captions(array: np.ndarray, name: str, wide: int) -> np.ndarray:
-    """Returns `array` padded with zeros to the width `wide` if its `name` is "caption", else unchanged."""
+    """Returns `array` filled up with zeros to `wide` bytes if `name` is "caption"; any other array unchanged."""
     missing = wide - array.shape[-1] if name == "caption" else 0
     return np.pad(array, [*[(0, 0)] * (array.ndim - 1), (0, missing)]) if missing else array
 
@@ -176,12 +177,12 @@ Layout = dict[str, tuple[slice, type, list[int]]]  # of each array: bytes after 
 
 
 def map_shard(path: Path, size: int, layouts: dict[Any, Layout], kind: tuple[int, int]) -> Arrays:
-    """Returns the arrays of a shard of `size` bytes by name, mapped into memory read-only. kind: the number of samples
-    and the bytes of a caption in the shard.
+    """Returns the arrays of a shard by name, mapped into memory read-only. size: the file's size in bytes. kind:
+    (number of samples, bytes of a caption) in the shard.
 
-    Shards of one folder and kind have their arrays at the same offsets, counted from the end of the file. So this adds
-    the header of the first shard of each kind to `layouts`, and later shards are mapped without reading theirs. Raises
-    ConfigError, which names the file, if it is missing or no shard, and NotRead if the storage fails.
+    Shards of one folder and one kind have the same layout. So only the header of the first is read, and its layout is
+    added to `layouts`. Raises ConfigError, which names the file, if it is missing or no shard; NotRead if the storage
+    fails.
     """
 
     def read_content() -> np.ndarray:
@@ -210,9 +211,8 @@ def map_shard(path: Path, size: int, layouts: dict[Any, Layout], kind: tuple[int
 
 
 def prefetch_rows(array: np.ndarray, rows: np.ndarray) -> None:
-    """Asks the kernel to read the rows int64 (n,) of an array of `map_shard` into the page cache, and does not wait.
-
-    Without this, each row that is not in memory waits for the disk. A row that is in memory costs a microsecond.
+    """Asks the kernel to read rows of an array from `map_shard` into memory, and does not wait. rows: int64 (n,).
+    Without this, reading each row would wait for the disk.
     """
     whole = array
     while isinstance(whole.base, np.ndarray):
@@ -224,7 +224,7 @@ def prefetch_rows(array: np.ndarray, rows: np.ndarray) -> None:
 
 
 def _read_layout(file: BinaryIO) -> Layout:
-    """Returns the bytes after the header, dtype and shape of each array of a shard, from the header of `file`."""
+    """Returns {name: (bytes after the header, dtype, shape)} of the arrays of an open shard."""
     header = _read_header(file)
     header.pop("__metadata__", None)
     return {
@@ -233,8 +233,8 @@ def _read_layout(file: BinaryIO) -> Layout:
 
 
 def _read_header(file: BinaryIO) -> dict[str, Any]:
-    """Returns the JSON header of a shard, read from the beginning of `file`, whose position is then that of the first
-    array. Raises ConfigError if there is no header, or if it is truncated; ValueError if it is no JSON.
+    """Returns the JSON header of an open shard, and leaves the file's position at the first array. Raises ConfigError
+    if there is no header or it is cut off, ValueError if it is no JSON.
     """
     word = file.read(8)
     length = int.from_bytes(word, "little")
@@ -247,9 +247,11 @@ def _read_header(file: BinaryIO) -> dict[str, Any]:
 
 
 def summarize_codes(codes: np.ndarray) -> dict[str, Any]:
-    """Returns sums over the codes of one shard, for `make_index_body`. codes: moments (n, views, 1 or 2, C, h, w) or
-    int32 tokens. For latents `first` is the sum of the means by channel, and `second` the sum of the second moments
-    (mean^2 + variance) by channel; for tokens `largest` is the largest id.
+    """Returns sums over the codes of one shard, from which statistics are computed. codes: int32 tokens, or latents (n,
+    views, 1 or 2, C, h, w), means and perhaps standard deviations.
+
+    For latents "first" is the sum of the means of each channel, "second" the sum of mean^2 + variance. For tokens
+    "largest" is the largest id.
     """
     if codes.dtype == np.int32:
         return {"largest": int(codes.max())}
@@ -260,11 +262,11 @@ def summarize_codes(codes: np.ndarray) -> dict[str, Any]:
 
 
 def compute_statistics(shards: list[dict[str, list[float]]], count: int) -> dict[str, Any]:
-    """Returns mean, std and scaling_factor = 1 / std of posterior samples over all channels (Rombach et al. 2022,
-    appendix G), and channel_mean and channel_std by channel.
+    """Returns "mean" and "std" of all latents, "scaling_factor" = 1 / std (Rombach et al. 2022, appendix G), and
+    "channel_mean" and "channel_std".
 
-    shards: the results of `summarize_codes` for latents. count: number of values of one channel in all shards. Sums are
-    exact, so that they do not depend on the order of adding. Raises ConfigError if std is 0 or not finite.
+    shards: the result of `summarize_codes` of each shard. count: number of values of a channel in all shards. The sums
+    are exact, so their order does not matter. Raises ConfigError if std is 0 or not finite.
     """
     first = [math.fsum(values) for values in zip(*(shard["first"] for shard in shards))]
     second = [math.fsum(values) for values in zip(*(shard["second"] for shard in shards))]
@@ -287,17 +289,21 @@ def compute_statistics(shards: list[dict[str, list[float]]], count: int) -> dict
 
 
 def hash_encoding(encoding: dict[str, Any]) -> str:
-    """Returns a hash of an encoding's JSON. Each shard of the encoding has it in its header."""
+    """Returns a hash of an encoding, the dict that says what was encoded by which model and how. Each of its shards has
+    this hash in its header.
+    """
     return hashlib.blake2b(json.dumps(encoding, sort_keys=True).encode(), digest_size=16).hexdigest()
 
 
 def make_index_body(
     encoding: dict[str, Any], classes: list[str] | None, records: list[dict[str, Any]], versions: dict[str, str]
 ) -> dict[str, Any]:
-    """Returns the content of a cache's index file: encoding, statistics of the codes (of tokens: the largest id), names
-    and counts of classes, versions, shards, and files that could not be read. records: results of `make_shard_record`
-    for all shards, in order. classes: names of classes; None: the numbers from 0 to the largest label. versions:
-    version by package. Raises ConfigError if the standard deviation of latents is 0 or not finite.
+    """Returns the content of a cache's index.json: the encoding, statistics of the codes, classes and their counts, the
+    shards, and the files that could not be read. Raises ConfigError if the latents' standard deviation is 0 or not
+    finite.
+
+    records: of each shard, in order, from `make_shard_record`. classes: their names; None: the numbers from 0 to the
+    largest label. versions: by package.
     """
     summed = [record["sums"] for record in records]
     if encoding["kind"] == "tokens":
@@ -326,9 +332,9 @@ def make_index_body(
     }
 
 
-def is_cache(folder: Path) -> bool:
-    """Returns whether `dstrain encode` has written into a folder. Reads the beginning of index.json, encoding.json and
-    the first shard, since other tools write files of these names, too.
+def is_output_of_encode(folder: Path) -> bool:
+    """Returns whether `dstrain encode` has written into a folder. Looks into the files, since other tools may write
+    files of the same names.
     """
     for name, begins in ((INDEX, rb'\{"hash": "[0-9a-f]{64}",\n"body": '), (ENCODING, rb'\{\s*"encoding": \{')):
         try:
@@ -343,8 +349,8 @@ def is_cache(folder: Path) -> bool:
 
 
 def read_earlier_encoding(folder: Path) -> dict[str, Any] | None:
-    """Returns the content of encoding.json; if it is missing or damaged, {"encoding": ...} from the index; None if the
-    index cannot be used either.
+    """Returns the content of encoding.json in a folder; if that is missing or damaged, {"encoding": ...} from
+    index.json; None if both are.
     """
     try:
         content = json.loads((folder / ENCODING).read_text(encoding="utf-8"))
@@ -359,16 +365,16 @@ def read_earlier_encoding(folder: Path) -> dict[str, Any] | None:
 
 
 def list_foreign_names(folder: Path) -> list[str]:
-    """Returns the sorted names of the entries of a folder that `dstrain encode` does not write, without hidden entries.
-    If the folder is no cache, returns the names of all entries that are not hidden.
+    """Returns the sorted names of files and folders in a folder that `dstrain encode` has not written; all of them if
+    it has not written there at all. Leaves out hidden ones.
     """
     names = sorted(entry.name for entry in folder.iterdir() if entry.name[0] != ".")
-    return [name for name in names if not _NAMES.fullmatch(name)] if is_cache(folder) else names
+    return [name for name in names if not _NAMES.fullmatch(name)] if is_output_of_encode(folder) else names
 
 
 def read_index(folder: Path) -> dict[str, Any]:
-    """Returns the body of a folder's index.json. Raises ConfigError if it is missing, truncated or altered, or has the
-    format of another version.
+    """Returns the content of index.json in a folder. Raises ConfigError if it is missing, cut off or altered, or if
+    another version of dstrain has written it in another format.
     """
     path = folder / INDEX
     try:

@@ -65,14 +65,14 @@ class Cut:
     upright: bool = True  # as data.upright
 
     def count_frames_at_stride(self, count: int) -> int:
-        """Returns how many frames at this stride a file of `count` frames has: count / stride, rounded up."""
+        """Returns how many frames are left of `count` if every stride-th frame is taken: count / stride, rounded up."""
         return -(-count // self.stride)
 
     def choose_window(self, count: int, chance: float | None = None) -> range:
-        """Returns the numbers of the frames to take from a file of `count` >= 1 frames: num_frames of them, or fewer if
-        the file is too short; only frame 0 if `still`.
+        """Returns the numbers of the frames to take from a file of `count` >= 1 frames: num_frames of them, stride
+        apart; fewer if the file is too short; only frame 0 if `still`.
 
-        chance: a number in [0, 1) that chooses the start uniformly; None takes the middle of the file.
+        chance: a number in [0, 1) that chooses where the window starts; None takes the middle of the file.
         """
         if self.still:
             return range(1)
@@ -95,49 +95,51 @@ class Listing(NamedTuple):
 def read_clip(
     file: Path | bytes, cut: Cut, chance: float | None = None, listing: Listing | None = None
 ) -> tuple[Tensor, int, Listing]:
-    """Returns a clip uint8 (T, C, H, W), the number of frames read (the others repeat the last one), and the file's
-    listing, which makes the next call for this file cheaper. Tries again if the storage fails.
+    """Returns (clip uint8 (T, C, H, W), how many of its frames were read, listing of the file's frames). If frames are
+    missing, the last one is repeated. Tries again if the storage fails.
 
     file: the path of a video or a picture, or its encoded bytes. chance: see `Cut.choose_window`. listing: from an
-    earlier call for the same file; None: it is read.
+    earlier call for this file, which saves time; None: it is made.
 
-    Raises ConfigError if the file has no frame, ends early, has a damaged frame, or has too many pixels; also any error
-    of FFmpeg or Pillow for a broken file.
+    Raises ConfigError if the file has no frame, ends early, has a damaged frame, or has too many pixels; any error of
+    FFmpeg or Pillow for a broken file.
     """
 
-    def read() -> tuple[list[Tensor], Listing]:
+    def read_frames() -> tuple[list[Tensor], Listing]:
         if _is_picture(file):
             return _read_pictures(file, cut, chance)
         listed = listing or read_frame_listing(file)
         return _decode_window(file, cut, cut.choose_window(listed.count, chance), listed), listed
 
-    frames, listing = retry(read)
+    frames, listing = retry(read_frames)
     padding = frames[-1:] * (cut.num_frames - len(frames))
     return torch.stack(frames + padding), len(frames), listing
 
 
 def _is_picture(file: Path | bytes) -> bool:
-    """Returns whether a file is a picture, by the suffix of its path or the first of its bytes."""
+    """Returns whether a file is a picture and no video, by the suffix of its path or by its first bytes."""
     if isinstance(file, Path):
         return file.suffix.lower() in PICTURES
     return file.startswith(_SIGNATURES) or (file[:4] == b"RIFF" and file[8:12] == b"WEBP")
 
 
 def count_frames(file: Path | bytes) -> int:
-    """Returns the number of frames of a video or a picture file. Raises what `read_clip` raises for a broken file."""
+    """Returns the number of frames of a video or a picture file, given as path or bytes. Raises what `read_clip` raises
+    for a broken file.
+    """
 
-    def count() -> int:
+    def count_once() -> int:
         if not _is_picture(file):
             return read_frame_listing(file).count
         with open_image(file if isinstance(file, Path) else io.BytesIO(file), _FORMATS) as image:
             return getattr(image, "n_frames", 1) - _count_skipped_frames(image)
 
-    return retry(count)
+    return retry(count_once)
 
 
 def read_frame_listing(path: Path | bytes) -> Listing:
-    """Returns the number of frames of a video, from its index, else from its packets, else by decoding all of it, and
-    its keyframes; no keyframes in the last case.
+    """Returns the number of frames of a video, and its keyframes, by which decoding can begin in the middle. Takes them
+    from the file's index or packets if these are reliable. Otherwise decodes all of the video, and lists no keyframes.
 
     Raises ConfigError if the file has no frame.
     """
@@ -162,13 +164,16 @@ def read_frame_listing(path: Path | bytes) -> Listing:
 
 
 def _list_keyframes(packets: list[Any], timestamp: str) -> tuple[tuple[int, int], ...]:
+    """Returns (place in the list, time) of each packet or index entry that is a keyframe. timestamp: the attribute that
+    holds the time.
+    """
     return tuple((place, getattr(packet, timestamp)) for place, packet in enumerate(packets) if packet.is_keyframe)
 
 
 @contextmanager
 def _open_container(file: Path | bytes) -> Iterator[tuple[Any, Any]]:
-    """Opens a video and closes it at the end of the block. Yields PyAV's container and its first video stream that is
-    no cover picture. Raises ConfigError if there is no such stream, or if its frames have too many pixels.
+    """A context manager that opens a video. Yields (PyAV's container, its first video stream, cover pictures left out).
+    Raises ConfigError if there is no such stream, or if its frames have too many pixels.
     """
     import av  # only videos need it
 
@@ -189,8 +194,8 @@ def _open_container(file: Path | bytes) -> Iterator[tuple[Any, Any]]:
 
 
 def _decode_window(path: Path | bytes, cut: Cut, window: range, listing: Listing) -> list[Tensor]:
-    """Returns the frames of a window, cropped, each uint8 (C, H, W). Raises ConfigError if one is damaged or the file
-    ends before.
+    """Returns the frames whose numbers are in `window`, cropped, uint8 (C, H, W) each. Raises ConfigError if one of
+    them is damaged, or if the file ends before the last.
     """
     frames: list[Tensor] = []
     number = -1
@@ -205,8 +210,8 @@ def _decode_window(path: Path | bytes, cut: Cut, window: range, listing: Listing
 
 
 def _decode_frames(path: Path | bytes, first: int, listing: Listing) -> Iterator[tuple[int, Any]]:
-    """Yields (number, frame) in order, from a keyframe at or before frame `first`, or from frame 0 if no such keyframe
-    has a certain number.
+    """Yields (number, PyAV's frame) in order. Begins at a keyframe at or before frame `first`, or at frame 0 if no such
+    keyframe has a certain number.
     """
     places = {time: place for place, time in listing.keyframes}
     before = [time for place, time in listing.keyframes if 0 < place <= first]
@@ -233,10 +238,10 @@ def _decode_frames(path: Path | bytes, first: int, listing: Listing) -> Iterator
 
 
 def _read_leading_packets(packets: Iterator[Any]) -> tuple[list[Any], int]:
-    """Reads the packets from a keyframe to the first one that is shown after it, and returns them and how many of them
-    are leading, that is, shown before the keyframe.
+    """Reads packets from a keyframe on, up to the first one that is shown after it. Returns these packets, and how many
+    of them are shown before the keyframe though they follow it in the file.
 
-    Returns ([], 0) if the first packet is no keyframe, or a packet has no timestamp.
+    Returns ([], 0) if the first packet is no keyframe, or if a packet has no timestamp.
     """
     head: list[Any] = []
     for packet in packets:
@@ -249,6 +254,7 @@ def _read_leading_packets(packets: Iterator[Any]) -> tuple[list[Any], int]:
 
 
 def _convert_frame(frame: Any, cut: Cut) -> Tensor:
+    """Returns PyAV's frame as uint8 (C, H, W), turned as the file says and cropped."""
     transparent = any(component.is_alpha for component in frame.format.components)
     image = Image.fromarray(frame.to_ndarray(format="rgba" if transparent else "rgb24"))
     matrix = frame.side_data.get("DISPLAYMATRIX") if cut.upright else None
@@ -262,8 +268,8 @@ def _convert_frame(frame: Any, cut: Cut) -> Tensor:
 
 
 def _find_transpositions(display_matrix: np.ndarray) -> list[Image.Transpose] | None:
-    """Returns the transpositions that equal a display matrix int32 (9,), in order; None if the matrix does more than
-    turn by quarters and mirror.
+    """Returns the turns and mirrorings, in order, that have the effect of a video's display matrix, int32 (9,). Returns
+    None if the matrix does anything else.
 
     The matrix moves the pixel (x, y) to (a x + c y, b x + d y), with a, b, c, d = display_matrix[[0, 1, 3, 4]].
     """
@@ -277,6 +283,9 @@ def _find_transpositions(display_matrix: np.ndarray) -> list[Image.Transpose] | 
 
 
 def _read_pictures(file: Path | bytes, cut: Cut, chance: float | None) -> tuple[list[Tensor], Listing]:
+    """Returns the frames of a window of a still or animated picture, uint8 (C, H, W) each, and a listing with the
+    number of all its frames.
+    """
     with open_image(file if isinstance(file, Path) else io.BytesIO(file), _FORMATS) as image:
         skipped = _count_skipped_frames(image)
         count, frames = getattr(image, "n_frames", 1) - skipped, []
@@ -288,8 +297,8 @@ def _read_pictures(file: Path | bytes, cut: Cut, chance: float | None) -> tuple[
 
 
 def _count_skipped_frames(image: Image.Image) -> int:
-    """Returns how many pictures of a file come before its first frame: 1 in an animated PNG with a substitute picture
-    for viewers that cannot play it, else 0.
+    """Returns how many pictures in a file come before its first frame: 1 in an animated PNG with a separate still
+    picture for viewers that cannot play it, else 0.
     """
     return int(getattr(image, "n_frames", 1) > 1 and bool(image.info.get("default_image")))
 

@@ -50,11 +50,12 @@ class Crop:
 
     @classmethod
     def from_section(cls, data: Data) -> "Crop":
+        """Returns the crop that a recipe's data section sets: data.crop, data.crop_scale and data.crop_ratio."""
         return cls(data.crop, data.crop_scale, data.crop_ratio)
 
     @property
     def num_randoms(self) -> int:
-        """How many random numbers in [0, 1) a call needs; 0 if this kind of crop is not random."""
+        """Returns how many random numbers in [0, 1) a call needs; 0 if this kind of crop is not random."""
         return _NUMBERS.get(self.kind, 0)
 
     def __call__(self, image: Image.Image, width: int, height: int, numbers: Sequence[float] | None = None) -> Cut:
@@ -78,6 +79,7 @@ class Crop:
         return make(image, width, height, numbers)
 
     def _crop_random(self, image: Image.Image, width: int, height: int, numbers: Sequence[float]) -> Cut:
+        """Returns ADM's random crop: the image is scaled by a random factor, then cut at a random place. numbers: 3."""
         least, most = self.scale or _SCALES["random"]
         shorter = min(width, height)
         low, high = math.ceil(shorter / most), math.ceil(shorter / least)
@@ -86,9 +88,12 @@ class Crop:
         image = halve_repeatedly(image, *cover)
         scale = max(cover[0] / image.width, cover[1] / image.height)
         image = image.resize((round(image.width * scale), round(image.height * scale)), Image.Resampling.BICUBIC)
-        return _crop_anywhere(image, width, height, numbers[1:])
+        return _crop_at_random_place(image, width, height, numbers[1:])
 
     def _crop_random_resized(self, image: Image.Image, width: int, height: int, numbers: Sequence[float]) -> Cut:
+        """Returns torchvision's RandomResizedCrop: a part of random area and aspect, resized to the target. If 10
+        random parts do not lie within the image, takes the largest part in the middle.
+        """
         least, most = self.scale or _SCALES["random_resized"]
         low, high = (math.log(ratio * width / height) for ratio in self.ratio or (3 / 4, 4 / 3))
         for number in range(_TRIES):
@@ -96,7 +101,7 @@ class Crop:
             aspect = math.exp(low + numbers[2 * number + 1] * (high - low))
             wide, tall = round(math.sqrt(area * aspect)), round(math.sqrt(area / aspect))
             if 0 < wide <= image.width and 0 < tall <= image.height:
-                return _resize_crop(_crop_anywhere(image, wide, tall, numbers[-2:]), width, height)
+                return _resize_crop(_crop_at_random_place(image, wide, tall, numbers[-2:]), width, height)
         aspect = min(max(image.width / image.height, math.exp(low)), math.exp(high))
         wide, tall = min(image.width, round(image.height * aspect)), min(image.height, round(image.width / aspect))
         top, left = (image.height - tall) // 2, (image.width - wide) // 2
@@ -105,6 +110,7 @@ class Crop:
 
 
 def _crop_center(image: Image.Image, width: int, height: int) -> Cut:
+    """Returns ADM's centre crop, see `crop_center`, with its distances from the edges."""
     wide, high = image.size
     while wide >= 2 * width and high >= 2 * height:  # as `crop_center` halves
         wide, high = wide // 2, high // 2
@@ -114,18 +120,21 @@ def _crop_center(image: Image.Image, width: int, height: int) -> Cut:
 
 
 def _crop_dalle(image: Image.Image, width: int, height: int, numbers: Sequence[float]) -> Cut:
+    """Returns DALL-E's random crop: a random square, reduced to a random size not below the target's, then cut at a
+    random place. numbers: 5.
+    """
     shorter, target = min(image.size), max(width, height)
-    square = _crop_anywhere(image, shorter, shorter, numbers)
+    square = _crop_at_random_place(image, shorter, shorter, numbers)
     low, high = min(shorter, round(9 / 8 * target)), min(shorter, round(12 / 8 * target))
     side = max(low + int(numbers[2] * (high - low + 1)), target)  # a smaller image is enlarged
     whole = _resize_crop(square, side, side, Image.Resampling.BOX)
-    part = _crop_anywhere(whole.image, width, height, numbers[3:])
+    part = _crop_at_random_place(whole.image, width, height, numbers[3:])
     return Cut(part.image, part.top + whole.top, part.left + whole.left, part.right + whole.right)
 
 
-def _crop_anywhere(image: Image.Image, width: int, height: int, numbers: Sequence[float]) -> Cut:
-    """Returns a crop of this size, without resizing. The first two of `numbers`, in [0, 1), choose its distances from
-    the top and the left.
+def _crop_at_random_place(image: Image.Image, width: int, height: int, numbers: Sequence[float]) -> Cut:
+    """Returns a part of the image of width x height pixels, not resized. The first two of `numbers`, in [0, 1), choose
+    its distance from the top and from the left.
     """
     top = int(numbers[0] * (image.height - height + 1))
     left = int(numbers[1] * (image.width - width + 1))
@@ -133,8 +142,8 @@ def _crop_anywhere(image: Image.Image, width: int, height: int, numbers: Sequenc
 
 
 def _resize_crop(part: Cut, width: int, height: int, filter_: Image.Resampling = Image.Resampling.BILINEAR) -> Cut:
-    """Returns a crop with its image resized to width x height pixels, and its three distances scaled by the same
-    factors and rounded to pixels.
+    """Returns a crop resized to width x height pixels. Its distances from the edges are scaled alike and rounded to
+    pixels.
     """
     across, down = width / part.image.width, height / part.image.height
     return Cut(

@@ -35,34 +35,35 @@ _PNG_HEAD, _PNG_TEXTS = 8, (b"eXIf", b"iTXt", b"tEXt", b"zTXt")  # bytes before 
 
 
 def read_image(path: str | Path, image_size: int, channels: int = 3, draft: bool = False) -> Tensor:
-    """Reads one image file, turns it upright and centre-crops it: uint8 (channels, image_size, image_size). Tries again
-    if the storage fails.
+    """Reads an image file, turned upright and centre-cropped: uint8 (channels, image_size, image_size). Tries again if
+    the storage fails.
 
-    draft: lets JPEG decode at 1/2, 1/4 or 1/8 of its size, if that is no smaller than the crop: faster, with slightly
+    draft: decodes a large JPEG at 1/2, 1/4 or 1/8 of its size, but not below the crop's: faster, with slightly
     different pixels.
 
-    Raises ConfigError if the path is no file or, before anything is decoded, if its header gives more pixels than
-    PIXEL_CAP; OSError if the storage keeps failing; and any error of Pillow for a broken file.
+    Raises ConfigError if the path is no file, or if the header gives more pixels than PIXEL_CAP; OSError if the storage
+    keeps failing; any error of Pillow for a broken file.
     """
     return retry(lambda: decode_image(path, image_size, channels, draft))
 
 
 def decode_image(file: str | Path | BinaryIO, image_size: int, channels: int = 3, draft: bool = False) -> Tensor:
-    """Decodes and centre-crops an image as `read_image` does, but tries once only. `file` may be an open file, such as
-    a member of an archive.
+    """Decodes and centre-crops an image as `read_image` does, but does not try again. `file` may also be an open
+    file.
     """
     return to_tensor(
-        crop_center(decode_sample(file, channels, (image_size, image_size) if draft else None), image_size)
+        crop_center(decode_whole_image(file, channels, (image_size, image_size) if draft else None), image_size)
     )
 
 
-def decode_sample(
+def decode_whole_image(
     file: str | Path | BinaryIO, channels: int, draft: tuple[int, int] | None = None, upright: bool = True
 ) -> Image.Image:
-    """Decodes an image file, uncropped, as L, RGB or RGBA for 1, 3 or 4 channels. Raises what `open_image` raises.
+    """Returns an image file decoded and not cropped, in Pillow's mode L, RGB or RGBA for 1, 3 or 4 channels. Raises
+    what `open_image` raises.
 
-    draft: (width, height) that a JPEG decoded at a reduced size must still cover; None: full size. upright: turns the
-    image as its EXIF orientation says.
+    draft: decodes a JPEG at a reduced size, if that still covers this (width, height); None: at full size. upright:
+    turns the image as its EXIF orientation says.
     """
     with open_image(file, FORMATS) as image:
         if draft:
@@ -72,9 +73,7 @@ def decode_sample(
 
 
 def turn_upright(image: Image.Image) -> Image.Image:
-    """Returns a picture turned and mirrored as its EXIF orientation says, or unchanged if the orientation is missing or
-    invalid.
-    """
+    """Returns an image turned and mirrored as its EXIF orientation says; unchanged if that is missing or invalid."""
     try:
         return ImageOps.exif_transpose(image)
     except Exception:  # whatever Pillow's parser of hostile EXIF raises
@@ -82,7 +81,7 @@ def turn_upright(image: Image.Image) -> Image.Image:
 
 
 def read_upright_size(image: Image.Image) -> tuple[int, int]:
-    """Returns the width and height that an opened picture has after `turn_upright`, without decoding its pixels."""
+    """Returns (width, height) that an open image has after `turn_upright`. Does not decode its pixels."""
     if isinstance(image, PngImagePlugin.PngImageFile) and "exif" not in image.info:
         _read_texts_behind_pixels(image)
     try:
@@ -94,7 +93,9 @@ def read_upright_size(image: Image.Image) -> tuple[int, int]:
 
 
 def _read_texts_behind_pixels(image: PngImagePlugin.PngImageFile) -> None:
-    """Reads the texts and EXIF that come after the pixels of a PNG, and adds them to `image.info`. Ignores damage."""
+    """Adds to `image.info` the texts and EXIF that a PNG has after its pixels, and that Pillow would read only when it
+    decodes them. Ignores damage.
+    """
     file, kind, behind = image.fp, b"", False
     png = PngImagePlugin.PngStream(file)
     file.seek(_PNG_HEAD)
@@ -110,7 +111,8 @@ def _read_texts_behind_pixels(image: PngImagePlugin.PngImageFile) -> None:
 
 @contextmanager
 def open_image(file: str | Path | BinaryIO, formats: Sequence[str]) -> Iterator[Image.Image]:
-    """Opens an image with Pillow for the block, and reads its header. formats: names of Pillow's formats to try.
+    """A context manager that opens an image with Pillow and reads its header only. formats: Pillow's names of the
+    formats to try.
 
     Raises ConfigError if it is no regular file, is a video, or has more pixels than PIXEL_CAP or more than 1 MB of
     texts; UnidentifiedImageError if Pillow cannot read it.
@@ -136,8 +138,8 @@ def open_image(file: str | Path | BinaryIO, formats: Sequence[str]) -> Iterator[
 
 
 def _scale_transparent_colour(image: Image.Image) -> None:
-    """Scales the transparent colour of a PNG in `image.info` to 8 bits, if the PNG has 2, 4 or 16 bits, as Pillow
-    scales the pixels.
+    """Scales the colour that a PNG of 2, 4 or 16 bits declares transparent, in `image.info`, to 8 bits. Pillow scales
+    only the pixels, so the two would not match.
     """
     clear, raw = image.info.get("transparency"), image.tile[0].args if image.tile else None
     if isinstance(clear, int) and raw in ("L;2", "L;4"):
@@ -147,8 +149,8 @@ def _scale_transparent_colour(image: Image.Image) -> None:
 
 
 def _refuse_video(file: str | Path | BinaryIO) -> None:
-    """Raises ConfigError if a file begins as .mp4, .mov, .webm, .mkv and .avi files do. Moves the position of an open
-    file.
+    """Raises ConfigError if a file is a video, by its first bytes (.mp4, .mov, .webm, .mkv, .avi). Moves the position
+    of an open file.
     """
     with open(file, "rb") if isinstance(file, (str, Path)) else nullcontext(file) as stream:
         stream.seek(0)
@@ -161,15 +163,15 @@ def _refuse_video(file: str | Path | BinaryIO) -> None:
 
 
 def require_below_pixel_cap(width: int, height: int) -> None:
-    """Raises ConfigError if an image or a frame has more pixels than PIXEL_CAP."""
+    """Raises ConfigError if an image or a video frame has more than PIXEL_CAP pixels."""
     if width * height > PIXEL_CAP:
         raise ConfigError(f"{width} x {height} pixels exceed the cap of {PIXEL_CAP}")
 
 
 def convert_mode(image: Image.Image, channels: int) -> Image.Image:
-    """Returns a Pillow image as L, RGB or RGBA for 1, 3 or 4 channels; `image` itself if nothing changes.
+    """Returns an image in Pillow's mode L, RGB or RGBA for 1, 3 or 4 channels; `image` itself if it has that mode.
 
-    Unless there are 4 channels, transparency is laid on white. 16-bit grey is scaled to 8 bits.
+    For 1 and 3 channels, transparency is laid on white. 16-bit grey is scaled to 8 bits.
     """
     mode = {1: "L", 3: "RGB", 4: "RGBA"}[channels]
     if image.mode == mode and "transparency" not in image.info:
@@ -186,19 +188,15 @@ def convert_mode(image: Image.Image, channels: int) -> Image.Image:
 
 
 def crop_center(image: Image.Image, width: int, height: int | None = None) -> Image.Image:
-    """Returns the ADM centre crop of an RGB, RGBA or L image, equal bit by bit: width x height pixels; a square if
-    `height` is None.
+    """Returns the centre crop of ADM (Dhariwal and Nichol 2021) of an RGB, RGBA or L image, equal to theirs in every
+    bit: width x height pixels; a square if `height` is None.
 
-    For a rectangle, an image is halved while both sides are at least twice the target's, then resized to just cover the
-    target.
+    For a rectangle, the image is halved while both sides are at least twice the target's, then resized to just cover
+    the target. The colours of RGBA are weighted by opacity, so that invisible colours never show at an edge.
 
-    The colours of RGBA are weighted by opacity, as Pillow does in each pass; here it is done once for all passes, so
-    that invisible colours never show at an edge.
-
-    Pillow resizes columns first, then rows, and rounds to 8 bits in between. Hence the two passes may be called
-    separately, and the middle be cut out between them, with no bit changed. (A `box` would save more, but its corners
-    are float32 inside Pillow, which changes a few pixels.) Recent versions take rows first if an image is more than
-    twice as high as wide: such an image, and any near that shape, is resized in one call.
+    Pillow resizes columns first, then rows, and rounds to 8 bits in between. So the two passes can be called
+    separately, and what is not needed be cut away between them, with no bit changed. Recent versions of Pillow take
+    rows first if an image is more than twice as high as wide: such images are resized in one call.
     """
     height = height or width
     if image.mode == "RGBA":
@@ -218,7 +216,7 @@ def crop_center(image: Image.Image, width: int, height: int | None = None) -> Im
 
 def halve_repeatedly(image: Image.Image, width: float, height: float) -> Image.Image:
     """Returns an image halved until one of its sides is less than twice the target's; `image` itself if one is already.
-    Odd sizes are rounded down.
+    Odd sides are rounded down.
     """
     while image.width >= 2 * width and image.height >= 2 * height:
         image = image.resize((image.width // 2, image.height // 2), Image.Resampling.BOX)
@@ -226,8 +224,8 @@ def halve_repeatedly(image: Image.Image, width: float, height: float) -> Image.I
 
 
 def _resize_columns(image: Image.Image, wide: int, high: int, y: int, height: int) -> Image.Image:
-    """Returns an image resized to `wide` columns, at its own height: the first of two passes of a resize to wide x
-    high. Fills only the rows that the rows y to y + height of the final result depend on; the others are blank.
+    """Returns an image resized to `wide` columns at its own height: the first of two passes of resizing it to wide x
+    high. Only the rows that the final rows y to y + height depend on are filled; others are blank.
     """
     full, ratio = image.height, image.height / high
     reach = 2 * max(ratio, 1.0) + 2  # BICUBIC reaches 2 pixels of the coarser side; 2 to spare
@@ -241,20 +239,18 @@ def _resize_columns(image: Image.Image, wide: int, high: int, y: int, height: in
 
 
 def to_tensor(image: Image.Image) -> Tensor:
-    """Returns a copy of an image as uint8 (C, H, W). Copying band by band takes half as long as transposing (H,
-    W, C).
-    """
+    """Returns a copy of a Pillow image as uint8 (C, H, W)."""
     bands = image.split()
     pixels = bytearray().join(band.tobytes() for band in bands)
     return torch.frombuffer(pixels, dtype=torch.uint8).view(len(bands), image.height, image.width)
 
 
 def read_pictures(path: Path, channels: int) -> Tensor:
-    """Returns all pictures of a folder, sorted by name and centre-cropped to squares, or those of an .npz that `dstrain
-    generate` has written: uint8 (N, channels, H, W). channels: 1 or 3. For a folder that holds one samples_*.npz, reads
-    that file.
+    """Returns all pictures of a folder, sorted by name and centre-cropped to squares, or those of an .npz file of
+    `dstrain generate`: uint8 (N, channels, H, W). For a folder that holds one samples_*.npz, reads that file. channels:
+    1 or 3.
 
-    Raises ConfigError if there are no such pictures, one cannot be read, or they have several sizes.
+    Raises ConfigError if there are no such pictures, if one cannot be read, or if they differ in size.
     """
     path = find_samples_file(path)
     if path.is_dir():
@@ -268,7 +264,7 @@ def read_pictures(path: Path, channels: int) -> Tensor:
             return torch.stack([read_image(file, min(sizes[file]), channels) for file in files])
         except OSError as error:
             raise ConfigError(f"{path}: a picture cannot be read ({error}); remove or replace it") from None
-    array = read_samples(path)
+    array = read_samples_array(path)
     if array.dtype != np.uint8 or array.ndim != 4 or array.shape[3] not in (1, 3) or not len(array):
         raise ConfigError(f"{path}: arr_0 is {array.dtype} {array.shape}, and pictures are uint8 (N, H, W, 1 or 3)")
     pictures = torch.from_numpy(array).permute(0, 3, 1, 2)
@@ -279,10 +275,8 @@ def read_pictures(path: Path, channels: int) -> Tensor:
 
 
 def find_samples_file(path: Path) -> Path:
-    """Returns the file samples_*.npz in the folder `path`, as `dstrain generate` writes it; `path` itself if it is a
-    file or holds none.
-
-    Raises ConfigError if the folder has several.
+    """Returns the file samples_*.npz, as `dstrain generate` writes it, in the folder `path`. Returns `path` itself if
+    it is a file, or a folder without such a file. Raises ConfigError if there are several.
     """
     files = sorted(path.glob("samples_*.npz")) if path.is_dir() else []
     if len(files) > 1:
@@ -290,9 +284,9 @@ def find_samples_file(path: Path) -> Path:
     return files[-1] if files else path
 
 
-def read_samples(path: Path) -> np.ndarray:
-    """Returns the array `arr_0` of an .npz that `dstrain generate` has written. Raises ConfigError if the file has none
-    or cannot be read.
+def read_samples_array(path: Path) -> np.ndarray:
+    """Returns the array `arr_0` of an .npz file of `dstrain generate`. Raises ConfigError if the file has none or
+    cannot be read.
     """
     try:
         with np.load(path, allow_pickle=False) as file:

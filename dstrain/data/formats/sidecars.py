@@ -22,7 +22,7 @@ from dstrain.data.formats.base import UNCAPTIONED, Place, Request, Sample
 from dstrain.data.formats.folders import Folders
 from dstrain.data.formats.labels import LABELS
 from dstrain.data.formats.splits import refuse_split_folders
-from dstrain.data.source import BadSample, report_bad_sample
+from dstrain.data.source import BadSample, convert_errors_to_bad_sample
 from dstrain.disk import small
 from dstrain.disk.texts import LONGEST_TEXT, parse_sidecar
 
@@ -102,7 +102,7 @@ class Beside(Folders):
         for file in filter(None, (find_text(stem + suffix) for suffix in _TEXTS)):
             path = Path(self.root, file)
             try:
-                with report_bad_sample(file, path):
+                with convert_errors_to_bad_sample(file, path):
                     captions = parse_sidecar(file, retry(partial(small.read_bytes, path, LONGEST_TEXT)))
             except BadSample:
                 return _UNREADABLE

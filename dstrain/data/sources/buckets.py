@@ -24,7 +24,7 @@ from dstrain.data.index.source import Indexed
 from dstrain.data.index.verified import Verified, open_column_if_intact, open_shared_column, write_checksums_beside
 from dstrain.data.source import Chance, Item, Source
 from dstrain.data.sources.images import Images
-from dstrain.data.sources.sizes import measure_clips, measure_images
+from dstrain.data.sources.sizes import count_frames_of_clips, measure_image_sizes
 from dstrain.data.sources.videos import Mixed, Videos
 from dstrain.data.views import Remade
 from dstrain.disk import atomic, sealed
@@ -63,25 +63,26 @@ class Bucketed(Remade):
 
     @abstractmethod
     def choose_buckets(self, block: np.ndarray, header: dict[str, Any]) -> tuple[np.ndarray, np.ndarray | None]:
-        """Returns the bucket of each sample, int64 (n,), by its row in the table, and a mask bool (n,) of the samples
-        that are left out; None instead of the mask if none are.
+        """Returns the bucket of each of n samples, int64 (n,), and which samples to leave out, bool (n,), or None if
+        none.
 
-        block: n rows of the table. header: gets the counts that `describe_counts` needs; it is empty before the first
-        block.
+        block: the samples' measures, n rows of the table. header: a dict for the counts that `describe_counts` shows;
+        adds this block's to them.
         """
 
     def __len__(self) -> int:
         return self.ends[-1]
 
     def map_index(self, index: int | Tensor) -> int | Tensor:
+        """Returns the index in `whole` of the sample at `index` of this source."""
         return int(self.members[int(index)])
 
-    def find_shape(self, index: int) -> Any:
-        """Returns the shape of the bucket that a sample is in: an entry of `shapes`."""
+    def find_bucket_shape(self, index: int) -> Any:
+        """Returns the shape of a sample's bucket, an entry of `shapes`."""
         return self.shapes[int(np.searchsorted(self.ends, index, side="right"))]
 
     def read(self, index: int, chance: Chance | None = None) -> Item:
-        return self.whole.read(self.map_index(index), chance, self.find_shape(index))
+        return self.whole.read(self.map_index(index), chance, self.find_bucket_shape(index))
 
     def make_order(self, global_batch: int, seed: int) -> BucketOrder:
         return BucketOrder(self.counts, global_batch, seed)
@@ -90,6 +91,7 @@ class Bucketed(Remade):
         return self.whole
 
     def describe(self) -> str:
+        """Returns the line about `whole`, and how many samples the smallest and the largest bucket have."""
         full = [(count, shape) for count, shape in zip(self.counts, self.shapes) if count]
         (least, small), (most, large) = min(full), max(full)
         return ", ".join(
@@ -107,9 +109,7 @@ class Bucketed(Remade):
 
     @abstractmethod
     def describe_counts(self) -> list[str]:
-        """Returns remarks for people on the samples that the header has counted, such as those left out; [] if there
-        are none.
-        """
+        """Returns phrases for people about samples that were left out or altered; [] if there are none."""
 
 
 class Sized(Bucketed):
@@ -120,7 +120,7 @@ class Sized(Bucketed):
     """
 
     def __init__(self, whole: Images, shapes: tuple[Shape, ...], max_upscale: float | None = None) -> None:
-        super().__init__(whole, shapes, measure_images(whole.layout, whole.index), max_upscale)
+        super().__init__(whole, shapes, measure_image_sizes(whole.layout, whole.index), max_upscale)
         if not sum(self.counts):
             raise ConfigError(
                 f"data.max_upscale={max_upscale}: every bucket would enlarge every image of {whole.path} "
@@ -128,6 +128,9 @@ class Sized(Bucketed):
             )
 
     def choose_buckets(self, block: np.ndarray, header: dict[str, Any]) -> tuple[np.ndarray, np.ndarray | None]:
+        """Returns the bucket of each image, int64 (n,), and which images to leave out, bool (n,), since even their
+        bucket would enlarge them too much. block: int (n, 2), width and height.
+        """
         targets, max_upscale = np.array(self.shapes), self.rule
         bucket = choose_buckets(block, self.shapes, max_upscale or 1.0)
         factor = np.where(block.min(1) > 0, compute_upscale(block, targets[bucket]), 1.0)
@@ -162,7 +165,7 @@ class Timed(Bucketed):
 
     def __init__(self, whole: Videos, durations: tuple[int, ...]) -> None:
         durations = tuple(sorted(durations, reverse=True))
-        super().__init__(whole, durations, measure_clips(whole.layout, whole.index), whole.cut.stride)
+        super().__init__(whole, durations, count_frames_of_clips(whole.layout, whole.index), whole.cut.stride)
         if not sum(self.counts):
             raise ConfigError(
                 f"{whole.where}: none of its {len(whole):,} clips is sound: `{whole.check}` lists what cannot be read"
@@ -172,6 +175,9 @@ class Timed(Bucketed):
         return f"{self.whole.compute_fingerprint()}, {self.shapes} frames: {self.counts}"
 
     def choose_buckets(self, block: np.ndarray, header: dict[str, Any]) -> tuple[np.ndarray, np.ndarray | None]:
+        """Returns the bucket of each clip, int64 (n,): the longest that it fills, else the shortest; and which clips
+        cannot be read and are left out, bool (n,). block: int (n, 1), numbers of frames.
+        """
         frames, unread = self.whole.cut.count_frames_at_stride(block[:, 0]), block[:, 0] == 0
         fills = frames[:, None] >= np.array(self.shapes)  # (n, buckets), False ... True
         header["unread"] = header.get("unread", 0) + int(unread.sum())
@@ -188,10 +194,8 @@ class Timed(Bucketed):
 
 
 def bucket_by_duration(source: Videos | Mixed, durations: tuple[int, ...]) -> Timed | Mixed:
-    """Returns the samples of a source of clips sorted into buckets by duration. If images are mixed into the clips,
-    they become clips of one frame, in a bucket of their own.
-
-    durations: how many frames the clips of each bucket have.
+    """Returns a source of the same clips sorted into buckets by length. Images that are mixed into the clips become
+    clips of one frame, in a bucket of their own. durations: the number of frames of each bucket.
     """
     if isinstance(source, Mixed):
         return source.separate_images(Timed(source.videos, durations))
@@ -199,7 +203,9 @@ def bucket_by_duration(source: Videos | Mixed, durations: tuple[int, ...]) -> Ti
 
 
 def _read_header(folder: Path, dtype: str) -> dict[str, Any] | None:
-    """Returns the header of a folder of buckets; None if the header or members.bin is missing or damaged."""
+    """Returns index.json of a folder that `_write_buckets` has written; None if it or members.bin is missing or
+    damaged.
+    """
     header = read_sealed_file(folder / HEADER)
     return (
         header
@@ -209,14 +215,15 @@ def _read_header(folder: Path, dtype: str) -> dict[str, Any] | None:
 
 
 def _compute_members_size(header: dict[str, Any], dtype: str) -> int:
-    """Returns the size of members.bin in bytes, at least that of one entry, since an empty file cannot be mapped."""
+    """Returns the size of members.bin in bytes: one number of type `dtype` for each sample, but one number at least,
+    since an empty file cannot be mapped.
+    """
     return max(sum(header["counts"]), 1) * np.dtype(dtype).itemsize
 
 
 def _write_buckets(source: Bucketed, table: Verified, folder: Path) -> None:
-    """Sorts the samples by bucket and writes the folder with the result. A folder of another name is filled first and
-    then renamed, so that the folder is whole as soon as it is there. Deletes what an interrupted command, or a damaged
-    result, has left.
+    """Sorts the samples by bucket and writes the result into `folder`. Fills a folder of another name first and renames
+    it, so that `folder` is never incomplete. Deletes damaged or unfinished earlier ones.
     """
     building = folder.with_name(f"{folder.name}.building")
     for path in (building, folder):  # what an interrupted command has left, or damaged files
@@ -235,8 +242,8 @@ def _write_buckets(source: Bucketed, table: Verified, folder: Path) -> None:
 
 
 def _assign_buckets(buckets: np.ndarray, source: Bucketed, table: Verified) -> dict[str, Any]:
-    """Fills `buckets` uint16 (N,) with the bucket of each sample, or _OUT if it is left out. Returns the header, whose
-    "counts" are the numbers of samples in the buckets.
+    """Fills `buckets` uint16 (N,) with the bucket of each sample, or 65535 if it is left out. Returns the header: the
+    counts of `choose_buckets`, and as "counts" the number of samples in each bucket.
     """
     counts, header, members = np.zeros(len(source.shapes), np.int64), {}, source.whole.chosen.members
     for start in range(0, len(buckets), CHUNK):
@@ -248,8 +255,8 @@ def _assign_buckets(buckets: np.ndarray, source: Bucketed, table: Verified) -> d
 
 
 def _sort_by_bucket(members: np.ndarray, buckets: np.ndarray, count: int) -> None:
-    """Fills `members` with the numbers of the samples, bucket after bucket, ascending in each. count: the number of
-    buckets.
+    """Fills `members` with the numbers of the samples, bucket after bucket and ascending within each. buckets: the
+    bucket of each sample. count: the number of buckets.
     """
     end = 0
     for bucket in range(count):

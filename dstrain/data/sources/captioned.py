@@ -23,9 +23,10 @@ _NONE = " holds no image with a caption of its name beside it (X.png and X.txt),
 
 
 def open_captioned_source(path: str | Path, image_size: int, upright: bool = True) -> "Captioned":
-    """Opens pairs of an image and its caption, from data of any form that has captions. All ranks call it together.
+    """Opens images that have captions, for `dstrain encode`, from any form of data. All ranks must call it. Raises
+    ConfigError if no image has a caption.
 
-    image_size: side of the square images, pixels. upright: as data.upright. Raises ConfigError if there is no pair.
+    image_size: side of the square images, in pixels. upright: turns images as their EXIF says.
     """
     with reword_errors(options={"data.path=": "--data ", ", or builtin:fashion": "", ": no images in it;": _NONE}):
         layout, index = open_index(path, Request(SUFFIXES, captions=True, upright=upright))
@@ -43,6 +44,7 @@ class Captioned(Images):
 
     @property
     def num_uncaptioned(self) -> int:
+        """Returns the number of images that were left out, since they have no caption."""
         return self.layout.left_out.get(UNCAPTIONED, 0)
 
     def read(self, index: int, chance: float | None = None) -> Item:
@@ -53,22 +55,23 @@ class Captioned(Images):
         return f"{len(self):,} {self.noun}, and {self.num_uncaptioned:,} images without a caption, which are left out"
 
     def compute_fingerprint(self) -> str:
-        """Returns the fingerprint over all files, not over some of them: `dstrain encode` reads them all anyway."""
+        """Returns the fingerprint that covers all files: `dstrain encode` reads them all anyway."""
         return self.compute_full_fingerprint()
 
     def compute_names_fingerprint(self) -> str:
-        """Returns the beginning of the fingerprint: the number of pairs and a hash of their names."""
+        """Returns the first part of the fingerprint: the number of pairs, and a hash of their names."""
         return self._summarize()
 
     def _summarize(self) -> str:
+        """Returns the first part of the fingerprint: the number of pairs, and a hash of their names."""
         digest = blake2b(digest_size=8)
         for start in range(0, len(self), CHUNK):
             digest.update(b"".join(self.index.read_names(start, min(start + CHUNK, len(self)))))
         return f"captioned n={len(self)} names={digest.hexdigest()}"
 
     def _hash_texts(self, numbers: range) -> bytes:
-        """Returns a hash of the captions in the text files beside the images, which are read now. For captions in other
-        files returns the same hash as any source.
+        """Returns a hash of the captions of samples. Reads those in text files beside the images; takes others from the
+        index, as any source does.
         """
         if not isinstance(self.layout, Beside):
             return super()._hash_texts(numbers)
@@ -76,7 +79,7 @@ class Captioned(Images):
 
 
 def hash_captions_beside(root: Path, files: Iterable[list[str]]) -> bytes:
-    """Returns a hash of the texts beside files, X.txt of X.png. files: yields lists of the files' names, relative to
+    """Returns a hash of the text files beside images, X.txt of X.png. files: lists of the images' names, relative to
     `root`.
     """
     texts = blake2b()
@@ -86,8 +89,8 @@ def hash_captions_beside(root: Path, files: Iterable[list[str]]) -> bytes:
 
 
 def hash_captions_into(digest: Any, root: Path, names: list[str]) -> None:
-    """Updates the hash object `digest` with the text beside each file, X.txt of X.png. A text that cannot be read is
-    taken as empty.
+    """Updates the hash object `digest` with the text file beside each named image, X.txt of X.png. One that cannot be
+    read counts as empty.
     """
 
     def read_text_beside(name: str) -> bytes:

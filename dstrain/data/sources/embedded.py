@@ -24,6 +24,7 @@ class Embedded(Remade):
         self.captioned, self.uncaptioned = False, None
 
     def read(self, index: int, chance: Chance | None = None) -> Item:
+        """Reads an image with its embedding, without its caption."""
         item = self.whole.read(index, chance)
         item.pop("caption", None)
         return item | {"image_embed": self.stored.read_values("image_embed", self.whole.find_row(index))}
@@ -42,9 +43,10 @@ class Embedded(Remade):
 
 
 def add_embeddings(images: Source, path: str) -> Embedded:
-    """Returns a source of the images with their embeddings. path: the value of data.embeddings.
+    """Returns a source of the images together with their embeddings. path: the folder of the embeddings,
+    data.embeddings.
 
-    Raises ConfigError if the embeddings were made of other images, or if their folder does not say of which images.
+    Raises ConfigError if the embeddings were made of other images, or if the folder does not say of which.
     """
     with reword_errors(options={"data.path=": "data.embeddings="}):
         stored = open_all_pairs(path)

@@ -18,14 +18,14 @@ from dstrain.data.builtin.emoji import EMOJI, Emoji
 from dstrain.data.builtin.fashion import FASHION, FASHION_PATH, SPLITS, Fashion
 from dstrain.data.cached.rows import pack_caption
 from dstrain.data.decode.crops import Crop
-from dstrain.data.decode.pixels import SUFFIXES, decode_sample, to_tensor
+from dstrain.data.decode.pixels import SUFFIXES, decode_whole_image, to_tensor
 from dstrain.data.files.storage import retry
 from dstrain.data.formats.base import Layout, Place, Request
 from dstrain.data.formats.imagenet import find_split_paths
 from dstrain.data.index.build import open_index, run_on_rank_0
 from dstrain.data.index.index import Index
 from dstrain.data.index.source import Indexed
-from dstrain.data.source import Chance, Item, report_bad_sample
+from dstrain.data.source import Chance, Item, convert_errors_to_bad_sample
 from dstrain.recipe import ConfigError
 
 
@@ -135,13 +135,13 @@ class Images(Indexed):
     def read(self, index: int, chance: Chance | None = None, shape: tuple[int, int] | None = None) -> Item:
         """Reads a sample. Raises BadSample if it cannot be read.
 
-        chance: chooses the crop, where it is random, and the caption, see `chance_count`; None takes the centre crop
-        and the first caption. shape: (width, height), pixels; None for a square of image_size.
+        chance: chooses the crop, if it is random, and one of several captions; see Source.read. None takes the centre
+        crop and the first caption. shape: (width, height) in pixels; None for a square of image_size.
         """
         row = self.find_row(index)
         place = self.index.read_place(row)
         *numbers, choice = chance if isinstance(chance, list) else [chance or 0.0]
-        with report_bad_sample(place.name, self.path / place.name):
+        with convert_errors_to_bad_sample(place.name, self.path / place.name):
             item = retry(lambda: self._decode_and_crop(place, *(shape or (self.image_size,) * 2), numbers or None))
             item["label"] = self.read_label(row)
             if self.captioned:
@@ -153,12 +153,15 @@ class Images(Indexed):
         return item
 
     def read_captions(self, index: int) -> tuple[str, ...]:
-        """Returns all captions of a sample."""
+        """Returns all captions of a sample, from the index."""
         return self.index.read_captions(self.find_row(index))
 
     def _decode_and_crop(self, place: Place, width: int, height: int, numbers: list[float] | None) -> Item:
+        """Returns the item's entries "image" and, if sizes are asked for, "size" and "right"; see the module's
+        docstring. numbers: for a random crop; None: none.
+        """
         file, upright = fetch_encoded_file(self.layout, place), self.layout.request.upright
-        image = decode_sample(file, self.channels, (width, height) if self.draft else None, upright)
+        image = decode_whole_image(file, self.channels, (width, height) if self.draft else None, upright)
         cut = self.crop(image, width, height, numbers)
         if not self.sizes:
             return {"image": to_tensor(cut.image)}
@@ -166,10 +169,11 @@ class Images(Indexed):
         return {"image": to_tensor(cut.image), "size": size, "right": cut.right}
 
     def _summarize(self) -> str:
+        """Returns the first part of the fingerprint: split, number of samples and classes, a hash of the names."""
         return f"images {self.split} n={len(self)} classes={len(self.classes)} names={self._hash_names()}"
 
 
 def fetch_encoded_file(layout: Layout, place: Place) -> Path | BinaryIO:
-    """Returns a sample for a decoder: the path of its file, or an open file with its encoded bytes."""
+    """Returns what an image decoder opens for a sample: the path of its file, or its bytes as an open file."""
     content = layout.read(place)
     return io.BytesIO(content) if isinstance(content, bytes) else content

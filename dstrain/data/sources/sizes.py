@@ -27,59 +27,59 @@ from dstrain.data.index.verified import (
     open_shared_column,
     write_checksums_beside,
 )
-from dstrain.data.source import BadSample, report_bad_sample
+from dstrain.data.source import BadSample, convert_errors_to_bad_sample
 from dstrain.data.sources.images import fetch_encoded_file
 from dstrain.distributed.progress import get_phases
 
 _CLIPS = 1024  # clips between two writes; fewer than images, since a clip may take long
 
 
-def measure_images(layout: Layout, index: Index) -> Verified:
-    """Returns int32 (N, 2): width and height of each image of the index, (0, 0) if it cannot be read. All ranks call it
-    together.
+def measure_image_sizes(layout: Layout, index: Index) -> Verified:
+    """Returns int32 (N, 2), the width and height of each image of the index; (0, 0) if it cannot be read. Measures them
+    only once, and keeps the result beside the index, which must be on a disk. All ranks must call it.
 
-    The index must be on a disk. Raises NotRead if the storage fails.
+    Raises NotRead if the storage fails.
     """
     name = "upright_sizes" if layout.request.upright else "sizes"
     return _open_or_measure(layout, index, name, 2, lambda place: read_image_size(layout, place), CHUNK)
 
 
-def measure_clips(layout: Layout, index: Index) -> Verified:
-    """Returns int32 (N, 1): how many frames each clip of the index has, 0 if it cannot be read; see `measure_images`.
+def count_frames_of_clips(layout: Layout, index: Index) -> Verified:
+    """Returns int32 (N, 1), the number of frames of each clip of the index; 0 if it cannot be read. Counts them only
+    once, and keeps the result beside the index, which must be on a disk. All ranks must call it.
 
-    The index must be on a disk. Raises NotRead if the storage fails.
+    Raises NotRead if the storage fails.
     """
     return _open_or_measure(layout, index, "frames", 1, lambda place: (count_sample_frames(layout, place),), _CLIPS)
 
 
 def read_image_size(layout: Layout, place: Place) -> tuple[int, int]:
-    """Returns the width and height of an image, in pixels, from its header: turned upright unless data.upright=false.
-
-    Raises BadSample if the header cannot be read.
+    """Returns (width, height) of an image in pixels, turned upright unless data.upright is false. Reads the header
+    alone. Raises BadSample if the header cannot be read.
     """
 
-    def read() -> tuple[int, int]:
+    def read_header_size() -> tuple[int, int]:
         with open_image(fetch_encoded_file(layout, place), FORMATS) as image:
             return read_upright_size(image) if layout.request.upright else image.size
 
-    with report_bad_sample(place.name, Path(layout.root, place.name)):
-        return retry(read)
+    with convert_errors_to_bad_sample(place.name, Path(layout.root, place.name)):
+        return retry(read_header_size)
 
 
 def count_sample_frames(layout: Layout, place: Place) -> int:
     """Returns the number of frames of a clip. Raises BadSample if it cannot be read."""
-    with report_bad_sample(place.name, Path(layout.root, place.name)):
+    with convert_errors_to_bad_sample(place.name, Path(layout.root, place.name)):
         return count_frames(layout.read(place))
 
 
 def _open_or_measure(
     layout: Layout, index: Index, name: str, width: int, measure: Callable[[Place], tuple[int, ...]], chunk: int
 ) -> Verified:
-    """Returns int32 (N, width), the measures of each sample, mapped from a file beside the index. If the file is not
-    there, measures all samples first, while other commands wait. All ranks call it together.
+    """Returns the measures of all samples, int32 (N, width), mapped from the file NAME.bin beside the index. If there
+    is no such file, measures all samples and writes it, while other commands wait. All ranks must call it.
 
-    name: of the file. width: numbers for each sample. measure: gives them; zeros stand where it raises BadSample.
-    chunk: samples between two writes. Raises ConfigError if the file cannot be written.
+    measure: returns `width` numbers of a sample; zeros stand for a sample for which it raises BadSample. chunk: samples
+    between two writes. Raises ConfigError if the file cannot be written.
     """
     path, dtype = index.folder / f"{name}.bin", np.dtype((np.int32, (width,)))
     found = partial(open_column_if_intact, path, dtype, len(index) * dtype.itemsize)
@@ -90,9 +90,9 @@ def _open_or_measure(
 def _write_measures(
     path: Path, layout: Layout, index: Index, dtype: np.dtype, measure: Callable[[Place], tuple[int, ...]], chunk: int
 ) -> None:
-    """Measures all samples and writes one row of int32 for each to `path`; the row of a sample that cannot be read is
-    zeros. Writes checksums to a file beside it. Appends `chunk` rows at a time to a file with the suffix .part, from
-    which the next call goes on after an interruption.
+    """Measures all samples and writes a row of int32 for each to `path`, zeros for one that cannot be read; also writes
+    checksums beside it. Writes `chunk` rows at a time to a .part file, where the next call goes on after an
+    interruption.
     """
 
     def measure_or_zero(row: int) -> tuple[int, ...]:
@@ -125,9 +125,7 @@ def _write_measures(
 
 
 def _append_rows(path: Path, block: np.ndarray, offset: int) -> None:
-    """Writes the rows of `block` to a file at byte `offset`, and deletes everything after them. Makes the file if
-    needed.
-    """
+    """Writes `block` to a file at byte `offset`, and cuts the file off after it. Creates the file if it is missing."""
     with open(path, "r+b" if path.exists() else "wb") as file:
         file.truncate(offset)
         file.seek(offset)

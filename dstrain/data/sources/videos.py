@@ -30,7 +30,7 @@ from dstrain.data.formats.clips import Clips
 from dstrain.data.index.build import open_index
 from dstrain.data.index.index import Index
 from dstrain.data.index.source import Indexed
-from dstrain.data.source import Item, Source, report_bad_sample
+from dstrain.data.source import Item, Source, convert_errors_to_bad_sample
 from dstrain.data.sources.captioned import hash_captions_into
 from dstrain.disk.texts import read_text_file, split_lines
 from dstrain.recipe import ConfigError
@@ -123,12 +123,12 @@ class Videos(Indexed):
     def read(self, index: int, chance: float | None = None, frames: int | None = None) -> Item:
         """Reads a sample. Raises BadSample if it cannot be read.
 
-        chance: in [0, 1), chooses where the window begins in a longer file; None takes the middle. frames: how many
-        frames the clip has; None for those of `cut`.
+        chance: a number in [0, 1) that chooses where in a longer video the clip begins; None takes the middle. frames:
+        the length of the clip; None for that of `cut`.
         """
         row, cut = self.find_row(index), replace(self.cut, num_frames=frames or self.cut.num_frames)
         place = self.index.read_place(row)
-        with report_bad_sample(place.name, self.path / place.name):
+        with convert_errors_to_bad_sample(place.name, self.path / place.name):
             file = self.layout.read(place)
             video, real, listing = read_clip(file, cut, chance, self._listings.get(index))
             caption = self._read_caption(row, file)
@@ -144,6 +144,9 @@ class Videos(Indexed):
         return () if caption is None else (caption,)
 
     def _read_caption(self, row: int, file: Path | bytes) -> str | None:
+        """Returns the first caption of a clip, the name of its class if these are the captions, or None if there are
+        none. Raises ConfigError if the caption is empty.
+        """
         if self.captions_from == "classes":
             return self.classes[self.read_label(row)].replace("_", " ")
         if self.captions_from == "none":
@@ -161,15 +164,16 @@ class Videos(Indexed):
         return super().describe() + "; they are named as still pictures: one frame each, repeated" * still
 
     def _summarize(self) -> str:
+        """Returns the first part of the fingerprint: split, number of samples and classes, where captions are, a hash
+        of names.
+        """
         return (
             f"videos {self.split} n={len(self)} classes={len(self.classes)} captions={self.captions_from} "
             f"names={self._hash_names(self._iterate_listed_captions())}"
         )
 
     def _iterate_listed_captions(self) -> Iterable[bytes]:
-        """Yields the captions of a captions file as UTF-8, in the order of the samples; nothing for captions from
-        elsewhere.
-        """
+        """Yields all captions of the split's clips as UTF-8 bytes, if they are in a captions file; else nothing."""
         if not isinstance(self.layout, Clips) or not self.index.most_captions:
             return ()
         return (
@@ -189,6 +193,9 @@ class Videos(Indexed):
         }[self.captions_from]
 
     def _hash_texts(self, numbers: Sequence[int]) -> bytes:
+        """Returns a hash of the captions: of all that a captions file lists, and of those in text files beside the
+        clips with these numbers. For other layouts returns the index's hash of its columns.
+        """
         if not isinstance(self.layout, Clips):
             return super()._hash_texts(numbers)
         texts, end = blake2b(), 0
@@ -235,9 +242,8 @@ class Mixed(Source):
         return len(self.videos) + self.slots
 
     def separate_images(self, videos: Source) -> "Mixed":
-        """Returns the same samples with the images as the last bucket, each a clip of one frame.
-
-        videos: the same videos, sorted into buckets.
+        """Returns a source of the same samples, in which images are the last bucket, each a clip of one frame. videos:
+        the same videos, sorted into buckets.
         """
         return replace(self, videos=videos, frames=1)
 
@@ -257,9 +263,10 @@ class Mixed(Source):
         return self.read(index)
 
     def read(self, index: int, chance: float | None = None) -> Item:
-        """Reads a video, or the image that `chance` chooses for a slot. See Videos.read.
+        """Reads a video; or, for an index that stands for an image, the image that `chance` chooses. See Videos.read.
 
-        Neighbouring slots have different images, so that another image takes the place of one that cannot be read.
+        With one `chance`, neighbouring indices give different images. So an image that cannot be read is replaced by
+        another one.
         """
         if index < len(self.videos):
             item = self.videos.read(index, chance)
@@ -273,6 +280,9 @@ class Mixed(Source):
         return self.images.read_captions(self._choose_image(index, 0.0))
 
     def _choose_image(self, index: int, chance: float) -> int:
+        """Returns the index in `images` of the image that `chance`, in [0, 1), chooses for an index behind the
+        videos.
+        """
         return (index - len(self.videos) + int(chance * len(self.images))) % len(self.images)
 
     def name_sample(self, index: int) -> str:

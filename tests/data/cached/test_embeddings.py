@@ -15,7 +15,7 @@ import torch
 from dstrain import rng, systems
 from dstrain.data.batches import Batches, iterate_held_out
 from dstrain.data.cached import embeddings, rows
-from dstrain.data.cached.embeddings import BUILTIN, is_embeddings, open_pairs
+from dstrain.data.cached.embeddings import BUILTIN, has_embedding_pairs, open_pairs
 from dstrain.data.open import open_sources, open_split, require_contents
 from dstrain.data.source import BadSample
 from dstrain.encoders.text import unpack_captions
@@ -420,7 +420,7 @@ def test_the_data_section(tmp_path):
 
 def test_builtin():
     """Oracle: the file's own facts: below 1 MB, unit vectors, pictures nearer to their own names than to others'."""
-    assert is_embeddings(BUILTIN)
+    assert has_embedding_pairs(BUILTIN)
     file = Path(embeddings.__file__).parents[1] / "builtin" / "emoji-pairs.npz"
     assert file.stat().st_size < 1_000_000 and "Apache" in file.with_name("LICENSE-emoji-pairs.txt").read_text()
     source = open_pairs(BUILTIN, (0.8, 0.1, 0.1), "validation")

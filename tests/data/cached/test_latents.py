@@ -18,7 +18,7 @@ from dstrain.commands.job import JobOptions, prepare_job
 from dstrain.data.batches import Batches, iterate_held_out
 from dstrain.data.cached import shards
 from dstrain.data.cached.latents import Latents, is_codes_cache
-from dstrain.data.open import complete_data, open_sources
+from dstrain.data.open import fill_in_codes, open_sources
 from dstrain.data.order import Order
 from dstrain.disk.sealed import render_sealed_json
 from dstrain.encoders.autoencoder import Autoencoder
@@ -235,17 +235,17 @@ def test_any_altered_byte_is_found(tmp_path):
     write(tmp_path / "x")
     path = tmp_path / "x" / "shard_00002.safetensors"
     data, rng = path.read_bytes(), np.random.default_rng(0)
-    Latents(tmp_path / "x").verify()
+    Latents(tmp_path / "x").verify_shards()
     header = 8 + int.from_bytes(data[:8], "little")
     for place in [*range(8), *rng.integers(0, header, 140), *rng.integers(header, len(data), 160)]:
         altered = bytearray(data)
         altered[place] ^= 1 << int(rng.integers(8))
         path.write_bytes(altered)
         with pytest.raises(ValueError, match="shard_00002.safetensors has altered"):
-            Latents(tmp_path / "x").verify()
+            Latents(tmp_path / "x").verify_shards()
     path.write_bytes((tmp_path / "x" / "shard_00001.safetensors").read_bytes())
     with pytest.raises(ValueError, match="shard_00002.safetensors"):
-        Latents(tmp_path / "x").verify()
+        Latents(tmp_path / "x").verify_shards()
 
 
 def test_damaged_index(tmp_path):
@@ -453,7 +453,7 @@ def test_an_image_folder_may_have_an_index(tmp_path):
     for name in ("index.json", "encoding.json"):
         for text in ("{}", '{"body": {}}', '{"hash": "abc"}', "", '["encoding"]'):
             (root / name).write_text(text)
-            assert not is_codes_cache(root) and complete_data(data).codes is None and len(open_sources(data)[0]) == 6
+            assert not is_codes_cache(root) and fill_in_codes(data).codes is None and len(open_sources(data)[0]) == 6
     write(tmp_path / "x")
     index = tmp_path / "x" / "index.json"
     for damaged in (index.read_text()[:150], "", "{}"):
@@ -467,9 +467,9 @@ def test_an_image_folder_may_have_an_index(tmp_path):
 def test_images_have_no_codes(tmp_path):
     """Oracle: the section: what an index once filled in is not kept for a folder of images."""
     write(tmp_path / "x")
-    data = complete_data(Data(path=str(tmp_path / "x"), image_size=16, channels=1))
+    data = fill_in_codes(Data(path=str(tmp_path / "x"), image_size=16, channels=1))
     assert data.codes.shape == (3, 4, 4) and data.codes.first_stage == "stage"
-    assert complete_data(data.model_copy(update={"path": "builtin:fashion"})).codes is None
+    assert fill_in_codes(data.model_copy(update={"path": "builtin:fashion"})).codes is None
 
 
 def resident(array) -> bool:

@@ -12,7 +12,7 @@ import pytest
 from dstrain.commands.exits import run_main
 from dstrain.data.cached.latents import is_codes_cache
 from dstrain.data.files import storage
-from dstrain.data.source import BadSample, report_bad_sample
+from dstrain.data.source import BadSample, convert_errors_to_bad_sample
 from dstrain.data.sources.captioned import open_captioned_source
 from dstrain.data.sources.images import open_images
 from dstrain.data.sources.videos import open_videos
@@ -105,10 +105,10 @@ def test_errors_of_the_storage(tmp_path, error):
     """Oracle: errno(3): none of these says anything about the file's content; others do."""
     path = tmp_path / "a"
     path.write_text("x")
-    with pytest.raises(NotRead, match=f"{path} cannot be read"), report_bad_sample("a", path):
+    with pytest.raises(NotRead, match=f"{path} cannot be read"), convert_errors_to_bad_sample("a", path):
         raise error
     for other in (FileNotFoundError(errno.ENOENT, "x"), PermissionError(errno.EACCES, "x"), OSError("truncated")):
-        with pytest.raises(BadSample), report_bad_sample("a", path):
+        with pytest.raises(BadSample), convert_errors_to_bad_sample("a", path):
             raise other
 
 
@@ -119,10 +119,10 @@ def test_ffmpegs_own_errors(tmp_path):
     path = tmp_path / "a.mp4"
     path.write_bytes(b"x")
     for kind, number in ((av.error.OSError, errno.EIO), (av.error.MemoryError, errno.ENOMEM)):
-        with pytest.raises(BadSample), report_bad_sample("a.mp4", path):
+        with pytest.raises(BadSample), convert_errors_to_bad_sample("a.mp4", path):
             raise kind(number, "broken", str(path))
     path.unlink()
-    with pytest.raises(NotRead), report_bad_sample("a.mp4", path):
+    with pytest.raises(NotRead), convert_errors_to_bad_sample("a.mp4", path):
         raise av.error.OSError(errno.EIO, "gone", str(path))
 
 

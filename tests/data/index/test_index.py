@@ -33,7 +33,7 @@ from dstrain.data.index.verified import Verified, write_checksums_beside
 from dstrain.data.source import stack_texts
 from dstrain.data.sources import sizes
 from dstrain.data.sources.images import Images, open_images
-from dstrain.data.sources.sizes import measure_images
+from dstrain.data.sources.sizes import measure_image_sizes
 from dstrain.encoders.text import unpack_captions
 from dstrain.recipe import ConfigError, Data, NotRead
 from tests.data.index import check_index_scale
@@ -272,7 +272,7 @@ def test_two_commands_read_one_table(tmp_path, monkeypatch):
         sizes, "read_image_size", lambda *place: (asked.append(place), time.sleep(0.01), size_of(*place))[-1]
     )
     with ThreadPoolExecutor(2) as threads:
-        first, second = threads.map(lambda _: sizes.measure_images(layout, index), range(2))
+        first, second = threads.map(lambda _: sizes.measure_image_sizes(layout, index), range(2))
     assert len(asked) == 40 and np.array_equal(first[:], second[:])
     assert first[:].tolist() == [list(size_of(layout, index.read_place(row))) for row in range(40)]
 
@@ -463,18 +463,18 @@ def test_pixel_sizes(tmp_path):
     picture(1, 50, 20).save(root / "c0" / "x.png")
     (root / "c1" / "000.png").write_bytes(b"no picture")
     source = open_images(root, 16, index=tmp_path / "i")
-    sizes = measure_images(source.layout, source.index)[:].copy()
+    sizes = measure_image_sizes(source.layout, source.index)[:].copy()
     assert sizes.dtype == np.int32 and sizes.tolist() == [
         [0, 0] if name == "c1/000.png" else list(Image.open(root / name).size)
         for name in map(source.name_sample, range(len(source)))
     ]
     content = (root / "c0" / "x.png").read_bytes()
     (root / "c0" / "x.png").write_bytes(b"")
-    assert measure_images(source.layout, source.index)[3].tolist() == [50, 20]
+    assert measure_image_sizes(source.layout, source.index)[3].tolist() == [50, 20]
     (root / "c0" / "x.png").write_bytes(content)
     table = source.index.folder / "upright_sizes.bin"
     table.write_bytes(b"\1" + table.read_bytes()[1:])  # altered, it is made anew
-    assert np.array_equal(measure_images(source.layout, source.index)[:], sizes)
+    assert np.array_equal(measure_image_sizes(source.layout, source.index)[:], sizes)
 
 
 def test_one_of_a_kind(tmp_path, monkeypatch, capsys):

@@ -54,7 +54,7 @@ def test_samples(folder):
     for index in range(40):
         image = Image.open(folder / source.name_sample(index))
         shape = SHAPES[by_aspect[image.size]]
-        assert list(source.find_shape(index)) == shape
+        assert list(source.find_bucket_shape(index)) == shape
         item = source[index]
         assert torch.equal(item["image"], to_tensor(crop_center(image, *shape)))
         assert item["label"] == "ab".index(source.name_sample(index)[0])
@@ -174,7 +174,7 @@ def test_sizes_and_crops_of_a_batch(folder):
         assert "right" not in plain and torch.equal(plain["image"].flip(-1), turned["image"])
         for row, size in enumerate(plain["size"].tolist()):
             image = Image.open(folder / source.name_sample(first + row))
-            wide, high = source.find_shape(first + row)
+            wide, high = source.find_bucket_shape(first + row)
             assert size[:2] == [image.height, image.width] and size[4:] == [high, wide]
             scale = max(wide / image.width, high / image.height)
             across, down = round(image.width * scale) - wide, round(image.height * scale) - high

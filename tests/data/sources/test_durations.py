@@ -81,8 +81,8 @@ def test_a_stride_takes_longer_clips(folder):
     source = opened(folder, frame_stride=2)[0]
     for index in range(15):
         usable = -(-LENGTHS[number_of(source, index)] // 2)
-        assert source.find_shape(index) == BY_LENGTH[usable] and source[index]["frames"] == min(
-            usable, source.find_shape(index)
+        assert source.find_bucket_shape(index) == BY_LENGTH[usable] and source[index]["frames"] == min(
+            usable, source.find_bucket_shape(index)
         )
 
 

@@ -12,7 +12,7 @@ from dstrain.commands.options.encode import EncodeOptions
 from dstrain.data.builtin.fashion import FASHION, Fashion, list_captions
 from dstrain.data.cached.latents import Latents
 from dstrain.data.cached.rows import pack_caption
-from dstrain.data.open import complete_data
+from dstrain.data.open import fill_in_codes
 from dstrain.data.source import stack_texts
 from dstrain.encoders.text import TextEncoder
 from dstrain.recipe import ConfigError, Data, Run, Samples
@@ -251,7 +251,7 @@ def test_cached_texts(tmp_path: Path) -> None:
         out=tmp_path / "out",
     )
     encode_data(options)
-    data = complete_data(Data(path=str(tmp_path / "out"), image_size=32, channels=1, flip=False))
+    data = fill_in_codes(Data(path=str(tmp_path / "out"), image_size=32, channels=1, flip=False))
     shape = {name: TEXT[name] for name in ("patch_size", "hidden_size", "depth", "num_heads", "condition")}
     run = Run(name="x", steps=1, system="dit", model=shape | {"patch_size": 1}, data=data)
     config = Config(**Config.completed(run.model, run))
