@@ -44,8 +44,8 @@ class ArrowFile:
             self.schema = pa.ipc.read_schema(self._bytes.slice(self._start))
 
     def iterate_batches(self) -> Iterator[tuple[int, pa.RecordBatch]]:
-        """Yields (offset in bytes, record batch) for each record batch. Raises ConfigError if the file is cut off, or
-        has bytes after its end, as after files were concatenated.
+        """Yields (offset in bytes, record batch) for each record batch of the file. Raises ConfigError if the file is
+        cut off, or if bytes follow its end, as when files were concatenated.
         """
         at = self._start
         while self._bytes[at : at + len(_END)].to_pybytes() != _END:
@@ -59,7 +59,7 @@ class ArrowFile:
         footer = self._bytes[-10:-6].to_pybytes() if self._start else b""  # its size stands before the last magic
         rest = int.from_bytes(footer, "little") + 10 if self._start else 0
         if at + len(_END) + rest != self._bytes.size:
-            raise _explain_joined_files(self.where, at)
+            raise _make_joined_files_error(self.where, at)
 
     def read_cell(self, at: int, row: int, column: str) -> Any:
         """Returns the value of a column in row `row` of the record batch that begins at byte `at` of the file."""
@@ -67,6 +67,7 @@ class ArrowFile:
         return read_value(batch.column(batch.schema.get_field_index(column)), row)
 
     def _read_batch(self, message: pa.Message) -> pa.RecordBatch:
+        """Returns the record batch in an Arrow message. Raises ConfigError if it is compressed, or damaged."""
         if _is_compressed(message.metadata):
             raise ConfigError(
                 f"{self.where} is compressed inside, so that each sample would cost a whole batch: write "
@@ -89,6 +90,7 @@ class ParquetFile:
 
     @property
     def num_groups(self) -> int:
+        """Returns the number of row groups."""
         return self._metadata.num_row_groups
 
     def count_rows(self, groups: range) -> int:
@@ -117,8 +119,9 @@ class ParquetFile:
 
     def read_plain_chunk(self, group: int, column: str) -> "PlainChunk | None":
         """Returns the stored bytes of a column of byte strings, or of its field "bytes", in row group `group`. Returns
-        None if the column is compressed or absent. Raises ConfigError if it has more than 1 GiB there, compressed or
-        not.
+        None if they are compressed, or if there is no such column.
+
+        Raises ConfigError if they are more than 1 GiB, compressed or not.
         """
         for chunk in self._list_chunks(group, [column]):
             if chunk.physical_type != "BYTE_ARRAY":
@@ -135,8 +138,8 @@ class ParquetFile:
         return None
 
     def require_single_file(self) -> None:
-        """Raises ConfigError if this file is several concatenated parquet files, since its footer lists only the rows
-        of the last one.
+        """Raises ConfigError if this file consists of several concatenated parquet files. The footer lists only the
+        rows of the last one, so that the others would not be read.
         """
         groups = (self._metadata.row_group(group) for group in range(self.num_groups))
         ends = [
@@ -147,7 +150,7 @@ class ParquetFile:
         end = max(ends, default=0)
         rest = self.files.read_stat(self.name).size - end - self._metadata.serialized_size - 8
         if b"PAR1PAR1" in self.files.read_span(self.name, end, min(rest, _LARGEST_FOOTER)):
-            raise _explain_joined_files(self.where, end)
+            raise _make_joined_files_error(self.where, end)
 
     def is_compressed(self, column: str) -> bool:
         """Returns whether the values of a column are compressed in the first row group."""
@@ -155,8 +158,8 @@ class ParquetFile:
         return any(chunk.compression != "UNCOMPRESSED" for chunk in own)
 
     def _list_chunks(self, group: int, columns: Sequence[str]) -> list[pq.ColumnChunkMetaData]:
-        """Returns the footer's entries on these columns of a row group, one for each column, or for each member of a
-        struct; [] if there is no such row group.
+        """Returns what the file's footer says of these columns in a row group: one entry for each column, or for each
+        field of a column of structs. Returns [] if there is no such row group.
         """
         if group >= self.num_groups:
             return []
@@ -174,8 +177,8 @@ class PlainChunk:
         self._start, self._content, self._at = start, content, 0
 
     def find_value(self, value: bytes) -> int | None:
-        """Returns the byte of the file at which `value`, the next value of the column, begins; None if its bytes do not
-        stand there as they are.
+        """Returns the byte of the file at which `value` begins, which must be the next value of the column. Returns
+        None if its bytes are not stored unchanged.
         """
         stored = struct.pack("<I", len(value)) + value
         # The value comes next, or behind the head of a page, or in the dictionary before all pages.
@@ -190,8 +193,8 @@ class PlainChunk:
 
 
 def read_value(column: pa.Array | pa.ChunkedArray, row: int) -> Any:
-    """Returns the value of a column in a row. It is checked first, since a damaged file may place it outside of the
-    column. Raises pyarrow's ArrowInvalid if it is damaged.
+    """Returns the value of a column in a row, as a Python object. Raises pyarrow's ArrowInvalid if it is damaged: a
+    damaged file may say that a value lies outside of the column.
     """
     value = column.slice(row, 1)
     value.validate(full=True)
@@ -199,14 +202,18 @@ def read_value(column: pa.Array | pa.ChunkedArray, row: int) -> Any:
 
 
 def list_rows(batch: pa.RecordBatch) -> list[dict[str, Any]]:
-    """Returns the rows of a batch as dictionaries, which are empty for a batch without columns."""
+    """Returns the rows of a batch as dictionaries {column: value}; they are empty if the batch has no columns. Raises
+    pyarrow's ArrowInvalid if the batch is damaged.
+    """
     for column in batch.columns:
         column.validate(full=True)
     return batch.to_pylist() if batch.num_columns else [{} for _ in range(batch.num_rows)]
 
 
 def can_hold_bytes(kind: pa.DataType) -> bool:
-    """Returns whether a column of this type may hold encoded images: it has bytes, or structs with a member `bytes`."""
+    """Returns whether a column of this type may hold encoded images: byte strings, or structs with a field "bytes" of
+    byte strings.
+    """
     if pa.types.is_struct(kind):
         return kind.get_field_index("bytes") >= 0 and can_hold_bytes(kind.field("bytes").type)
     return pa.types.is_binary(kind) or pa.types.is_large_binary(kind)
@@ -214,8 +221,10 @@ def can_hold_bytes(kind: pa.DataType) -> bool:
 
 @contextmanager
 def _report_damage(where: str, kind: str) -> Iterator[None]:
-    """Within the block, an error of reading a `kind` file is raised as ConfigError, which says that the file `where` is
+    """Within the block, raises errors of reading as ConfigError, which says that the file `where` is cut off or
     damaged. ConfigError and NotRead are raised unchanged.
+
+    kind: the format of the file, "Arrow" or "parquet", for the message.
     """
     try:
         yield
@@ -228,7 +237,10 @@ def _report_damage(where: str, kind: str) -> Iterator[None]:
         ) from None
 
 
-def _explain_joined_files(where: str, at: int) -> ConfigError:
+def _make_joined_files_error(where: str, at: int) -> ConfigError:
+    """Returns the error for a file that consists of several concatenated files, of which the first ends at byte
+    `at`.
+    """
     return ConfigError(
         f"{where} goes on behind its end at byte {at:,}: several files were joined as they are, and only one of them "
         "would be read: keep each as a file of its own"
@@ -236,11 +248,15 @@ def _explain_joined_files(where: str, at: int) -> ConfigError:
 
 
 def _is_compressed(metadata: pa.Buffer) -> bool:
-    """Returns whether the header of a record batch names a compression: its fourth field does (Arrow's Message.fbs)."""
+    """Returns whether a record batch is compressed. metadata: the header of its Arrow message, whose format Arrow's
+    Message.fbs defines; the batch's fourth field names a compression.
+    """
     content = memoryview(metadata)
 
     def find_field(table: int, number: int) -> int | None:
-        """Returns the byte at which a field of a flatbuffers table stands; None if the table leaves it out."""
+        """Returns the byte at which a field of a flatbuffers table stands; None if the table leaves it out. table: the
+        byte at which the table begins. number: which of its fields, from 0.
+        """
         vtable = table - struct.unpack_from("<i", content, table)[0]
         size = struct.unpack_from("<H", content, vtable)[0]
         offset = struct.unpack_from("<H", content, vtable + 4 + 2 * number)[0] if 4 + 2 * number < size else 0

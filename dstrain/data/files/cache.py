@@ -37,15 +37,14 @@ class DiskCache:
             ) from None
 
     def has_entry(self, key: str) -> bool:
-        """Returns whether an entry exists now; another process may remove it at any moment."""
+        """Returns whether an entry exists now; another process may delete it at any moment."""
         return os.path.exists(self.folder / key)
 
     def open_entry(self, key: str, size: int, fill: Callable[[Path], None], name: str) -> BinaryIO:
-        """Opens the entry `key` of `size` bytes for reading.
+        """Opens the entry `key` of `size` bytes for reading. If it is missing or has another size, one process writes
+        it with `fill(path)`, while other processes wait; the least recently used entries may be deleted to make room.
 
-        If the entry is missing or has another size, one process calls `fill(path)`, which must write it to `path`, and
-        other processes wait. Older entries may be deleted to make room. Raises ConfigError if `size` is above the limit
-        of the cache; messages call the entry `name`.
+        name: what messages call the entry. Raises ConfigError if `size` is above the limit of the cache.
         """
         if size > self.limit:
             raise ConfigError(
@@ -53,14 +52,15 @@ class DiskCache:
                 f"GB: write data.cache.gb={-(-size * 5 // 4 // 10**9)}, say, or download the data"
             )
         while True:
-            if file := self._open_if_whole(key, size):
+            if file := self._open_entry_if_whole(key, size):
                 return file
             with self._lock(key[:2] + _LOCK):  # There are 256 locks at most, and none is ever removed.
-                if file := self._open_if_whole(key, size):
+                if file := self._open_entry_if_whole(key, size):
                     return file  # Another process has written it meanwhile.
                 self._add_entry(key, size, fill)
 
-    def _open_if_whole(self, key: str, size: int) -> BinaryIO | None:
+    def _open_entry_if_whole(self, key: str, size: int) -> BinaryIO | None:
+        """Opens an entry for reading, and marks it as used now. Returns None if it is missing or has another size."""
         try:
             file = open(self.folder / key, "rb")  # noqa: SIM115 (the caller closes it)
         except FileNotFoundError:
@@ -73,6 +73,9 @@ class DiskCache:
         return file
 
     def _add_entry(self, key: str, size: int, fill: Callable[[Path], None]) -> None:
+        """Makes room for an entry of `size` bytes, and writes it with `fill(path)`. Other processes see it only when it
+        is whole.
+        """
         temporary = self.folder / f"{key}.{uuid.uuid4().hex}{_TEMPORARY}"
         try:
             self._reserve_space(temporary, size)
@@ -84,8 +87,9 @@ class DiskCache:
             temporary.unlink(missing_ok=True)
 
     def _reserve_space(self, temporary: Path, size: int) -> None:
-        """Reserves `size` bytes in the ledger, after deleting old entries if needed, and makes the temporary file with
-        this size, so that a process which counts all files anew counts it.
+        """Adds `size` to the ledger, a file with the total bytes of all entries; deletes old entries first if there is
+        no room. Also creates the file `temporary` with this size, so that it is counted if a process counts all files
+        anew.
         """
         with self._lock(_LEDGER) as ledger:
             text = os.pread(ledger, 32, 0)
@@ -97,8 +101,8 @@ class DiskCache:
             os.pwrite(ledger, b"%032d" % (used + size), 0)
 
     def _free_space(self, size: int) -> int:
-        """If the entries and `size` more bytes exceed the limit, deletes the least recently used entries until both fit
-        into 90 % of the limit. Returns the bytes of the remaining entries.
+        """Makes room for `size` more bytes: if they do not fit into the limit, deletes the least recently used entries
+        until all fit into 90 % of it. Returns the bytes of the remaining entries.
         """
         entries = []
         for entry in os.scandir(self.folder):
@@ -119,8 +123,8 @@ class DiskCache:
 
     @contextlib.contextmanager
     def _lock(self, name: str) -> Iterator[int]:
-        """Within the block, this process alone holds the lock of the file `name` in the cache's folder; waits for other
-        processes first. Yields the file's descriptor. The kernel releases the lock if the process is killed.
+        """Within the block, this process alone holds the lock of the file `name` in the cache's folder; first waits for
+        other processes. Yields the file's descriptor. If the process is killed, the kernel releases the lock.
         """
         self.folder.mkdir(parents=True, exist_ok=True)  # There is none yet on another machine.
         descriptor = os.open(self.folder / name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)

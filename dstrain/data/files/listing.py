@@ -24,8 +24,8 @@ _T, _A = TypeVar("_T"), TypeVar("_A")
 
 @contextmanager
 def report_listing_errors(root: str | Path, key: str = "data.path") -> Iterator[None]:
-    """Within the block, an OSError is raised as ConfigError, which says that a folder in `root` cannot be listed. key:
-    the recipe's entry that names `root`, for the message.
+    """Within the block, raises any OSError as ConfigError, which says that a folder in `root` cannot be listed. key:
+    the recipe key that names `root`, for the message.
     """
     try:
         yield
@@ -56,8 +56,8 @@ def list_class_folders(root: Path) -> tuple[str, ...]:
 def map_in_threads(
     ask: Callable[[_A], _T], names: Iterable[_A], threads: int = _THREADS, ahead: int = _PENDING
 ) -> Iterator[_T]:
-    """Yields ask(name) for each name, in their order, computed by several threads that are at most `ahead`
-    names ahead.
+    """Calls `ask` for each name in several threads, and yields the results in the order of the names. At most `ahead`
+    calls run or wait ahead of the next result.
     """
     with ThreadPoolExecutor(threads) as pool:
         waiting: deque[Future[_T]] = deque()
@@ -73,7 +73,9 @@ def map_in_threads(
 
 
 def join_first(names: list[str] | tuple[str, ...], most: int = 5) -> str:
-    """Returns the first `most` names as text for a message, joined by commas, and how many more there are."""
+    """Returns the first `most` names, joined by commas, and the number of the others, for a message: "a, b and 3
+    more".
+    """
     text = ", ".join(names[:most])
     return f"{text} and {len(names) - most} more" if len(names) > most else text
 
@@ -88,12 +90,13 @@ def walk_files(
     seen: set[str] | None = None,
     tables: list[str] | None = None,
 ) -> Iterator[str]:
-    """Yields the relative paths of the files with one of these suffixes, at any depth below root/folder; no file is
-    asked for its status.
+    """Yields the relative paths of the files with one of these suffixes, at any depth below root/folder. Never asks for
+    a file's status, which would be slow.
 
-    visited: gets the relative paths of the folders below. others: counts the files of other suffixes, by suffix. above:
-    the real paths of `root` and of all folders down to this one; links back to them are passed over. seen: gets the
-    targets of the links to folders; each is followed once. tables: gets the files named as in METADATA and LABELS.
+    visited: a list to which the relative paths of all subfolders are added. others: counts the files with other
+    suffixes, by suffix. tables: a list to which files with a name in METADATA, and dataset.json files, are added.
+    above, seen: for the recursion: the real paths of `root` and of all folders down to this one, and the targets of
+    links to folders. No link is followed back to a folder above, and none twice.
     """
     above = above or (os.path.realpath(root), os.path.realpath(root / folder))
     seen = set() if seen is None else seen

@@ -34,41 +34,43 @@ class Files(ABC):
 
     @abstractmethod
     def list_names(self, folder: str = "") -> list[tuple[str, bool]]:
-        """Returns (name, whether it is a folder) of each entry of a folder, sorted, without hidden ones."""
+        """Returns what a folder holds, as a sorted list of (name, whether it is a folder), without hidden names."""
 
     @abstractmethod
     def read_stat(self, name: str) -> Stat:
-        """Returns the size and version of a file or folder."""
+        """Returns the size in bytes and the version of a file or folder; the version changes when the content does."""
 
     @abstractmethod
     def open(self, name: str) -> BinaryIO:
-        """Opens a regular file for reading; it can be sought."""
+        """Opens a regular file for reading bytes, from any position."""
 
     @abstractmethod
     def read_span(self, name: str, offset: int, size: int) -> bytes:
-        """Returns the `size` bytes of a file from byte `offset` on. Raises ConfigError if the file ends before."""
+        """Returns the `size` bytes of a file that begin at byte `offset`. Raises ConfigError if the file ends
+        earlier.
+        """
 
     @abstractmethod
     def fetch_local(self, name: str) -> Path:
-        """Returns the path of the file on this machine, for libraries that open files themselves; of one at an address,
-        that of its copy.
+        """Returns the path of a file on this machine, for libraries that open files themselves. If the file is at an
+        address, it is fetched, and the path is that of the copy.
         """
 
     def prefetch(self, read: Callable[[_T], Any], places: Iterable[_T]) -> None:
-        """Calls `read` for each of `places`, which are needed soon, in other threads, and does not wait. Does nothing
-        here, for files on a disk of this machine.
+        """Calls `read(place)` for each of the `places`, which are needed soon, in other threads, and does not wait.
+        Does nothing here, for files on a disk of this machine.
         """
 
 
 def is_hidden(name: str) -> bool:
-    """Returns whether a file or folder of this name is no data: it begins with a dot (.DS_Store, ._photo.jpg), or is
-    __MACOSX of zip files or @eaDir of Synology.
+    """Returns whether a file or folder of this name is ignored: hidden ones, whose name begins with a dot (.DS_Store,
+    ._photo.jpg), and __MACOSX of zip files and @eaDir of Synology.
     """
     return name[0] == "." or name in ("__MACOSX", "@eaDir")
 
 
 def is_hidden_path(name: str) -> bool:
-    """Returns whether any part of a relative path is hidden (see `is_hidden`), such as __MACOSX/a/0.png."""
+    """Returns whether `is_hidden` is true of any part of a relative path, such as __MACOSX/a/0.png."""
     return any(is_hidden(part) for part in name.split("/") if part not in ("", ".", ".."))
 
 
@@ -83,7 +85,9 @@ def is_folder(entry: os.DirEntry) -> bool:
 
 
 def list_children(names: Iterable[str], folder: str) -> list[tuple[str, bool]]:
-    """Returns (name, whether it is a folder) of each direct child of a folder, sorted, from relative names of files."""
+    """Returns what a folder holds directly, as a sorted list of (name, whether it is a folder). names: the relative
+    paths of all files.
+    """
     start = len(folder) + 1 if folder else 0
     below = [name[start:] for name in names if not folder or name.startswith(f"{folder}/")]
     return sorted({(name.split("/")[0], "/" in name) for name in below})
@@ -138,13 +142,17 @@ class LocalFiles(Files):
 
 
 def select_names(names: list[tuple[str, bool]], pattern: str) -> list[tuple[str, bool]]:
-    """Returns the files among `names` that fit a pattern such as train-*.tar."""
+    """Returns those of the (name, whether it is a folder) that are files and whose name fits a pattern such as
+    train-*.tar.
+    """
     return [(name, is_folder) for name, is_folder in names if not is_folder and fnmatch.fnmatchcase(name, pattern)]
 
 
 def require_pattern_files(data: str, files: Files) -> None:
-    """Raises ConfigError if the pattern of `files` fits no file, or if one of some 1000 of the files that its braces
-    list is missing. Does nothing for files without a pattern. data: how messages call the pattern.
+    """Raises ConfigError if no file fits the pattern with which the data are named, or if a file is missing that its
+    braces list. Of a long list only some 1000 files are looked for. Does nothing without a pattern.
+
+    data: what messages call the pattern, such as data.path=x/*.tar.
     """
     if files.pattern is not None and not files.list_names():
         raise ConfigError(f"{data} fits no file: correct the pattern")
@@ -159,15 +167,16 @@ def require_pattern_files(data: str, files: Files) -> None:
 
 
 def find_pattern_folder(path: str) -> str | None:
-    """Returns the part of a path before the last slash that precedes its first brace or star, such as x for
-    x/{00..99}.tar; None for a path without braces and stars.
+    """Returns the folder in which a pattern looks for files: the path up to the last slash before the first brace or
+    star, such as x for x/{00..99}.tar. Returns None for a path without braces and stars.
     """
     place = re.search(r"[{*]", path)
     return path[: place.start()].rpartition("/")[0] if place else None
 
 
 def find_pattern(path: str) -> str | None:
-    """Returns the last part of a path with a star, such as train-*.tar; None if it has none.
+    """Returns the pattern of file names at the end of a path with a star: train-*.tar for x/train-*.tar. Returns None
+    for a path without a star.
 
     Raises ConfigError if a star stands in the name of a folder, or beside braces.
     """
@@ -180,9 +189,10 @@ def find_pattern(path: str) -> str | None:
 
 
 def expand_braces(pattern: str) -> list[str]:
-    """Returns the names that a shell makes of x{000..127}.tar or {a,b}/x.tar; several braces give all combinations.
+    """Returns the paths that a shell makes of a pattern with braces: x000.tar to x127.tar for x{000..127}.tar. Several
+    braces give all combinations.
 
-    Raises ConfigError if a brace has no counterpart, or if there are no names, or more than a million.
+    Raises ConfigError if a brace has no counterpart, or if there are no paths, or more than a million.
     """
     names = [pattern]
     while brace := re.search(r"\{([^{}]*)\}", names[0]):

@@ -92,14 +92,16 @@ _CREDENTIALS = {  # how they are given, by the scheme
 
 
 def open_files(root: str | Path, cache: Cache | None = None) -> Files:
-    """Returns access to the files of a folder, a single file or a pattern, on a disk or at an address. cache: settings
-    of the disk cache, which is used for an address.
+    """Returns an object that lists and reads the files at `root`: a folder, a single file or a pattern, on a disk or at
+    an address.
+
+    cache: settings of the cache on a disk, which is used for an address.
     """
     return RemoteFiles(str(root), cache or Cache()) if is_address(root) else LocalFiles(root)
 
 
 def is_address(root: str | Path) -> bool:
-    """Returns whether `root` is an address, such as s3://..., whose data are read through fsspec."""
+    """Returns whether `root` is an address that fsspec reads, such as s3://BUCKET/DATA."""
     return _ADDRESS.match(str(root)) is not None
 
 
@@ -159,7 +161,7 @@ class RemoteFiles(Files):
         return self._stats[name]
 
     def open(self, name: str) -> BinaryIO:
-        return self._open(name, 0, self.read_stat(name).size)
+        return self._open_span(name, 0, self.read_stat(name).size)
 
     def read_span(self, name: str, offset: int, size: int) -> bytes:
         whole = self.read_stat(name).size
@@ -169,9 +171,9 @@ class RemoteFiles(Files):
             return b""
         first, last = 0, whole
         fits = sum(stat.size for stat in self._stats.values()) <= _CACHED * self.cache.limit
-        if not fits and not self.cache.has_entry(self._make_key(name, 0, whole)):
+        if not fits and not self.cache.has_entry(self._make_cache_key(name, 0, whole)):
             first, last = offset, offset + size
-        with self._open(name, first, last) as file:
+        with self._open_span(name, first, last) as file:
             return os.pread(file.fileno(), size, offset - first)
 
     def fetch_local(self, name: str) -> Path:
@@ -179,26 +181,27 @@ class RemoteFiles(Files):
             return Path(file.name)
 
     def prefetch(self, read: Callable[[Any], Any], places: Iterable[Any]) -> None:
-        """Puts `read` of each of `places` into a queue for 16 threads, so that the bytes are in the cache when they are
-        needed, and does not wait. Skips the remaining places if 1024 are in the queue.
+        """Lets 16 threads call `read(place)` for each of the `places`, so that their bytes are in the cache when they
+        are needed. Does not wait. Skips the remaining places if 1024 calls are waiting.
 
-        Errors are ignored here, since they are raised again when the sample is needed.
+        Errors are ignored here, since they are raised again when the sample is read.
         """
         if self._queue is None:
             self._queue = queue.Queue(_AHEAD)
             for _ in range(_THREADS):  # They are daemons: the end of a process does not wait for them.
-                threading.Thread(target=_read_queued, args=(self._queue,), daemon=True).start()
+                threading.Thread(target=_run_queued_reads, args=(self._queue,), daemon=True).start()
         with contextlib.suppress(queue.Full):
             for place in places:
                 self._queue.put_nowait((read, place))
 
-    def _open(self, name: str, first: int, last: int) -> BinaryIO:
-        """Opens the cache's entry of the bytes [first, last) of a file for reading. Fetches these bytes first if the
-        cache does not have them.
+    def _open_span(self, name: str, first: int, last: int) -> BinaryIO:
+        """Opens the cached copy of the bytes [first, last) of a file for reading, in which they begin at position 0.
+        Fetches them first if the cache does not have them.
         """
         address, size, store = self._find_address(name), last - first, self._store
 
         def fetch(path: Path) -> None:
+            """Writes the bytes [first, last) to the file `path`. Raises OSError if fewer or more came."""
             if size == self.read_stat(name).size:
                 store.open_file_system().get_file(address, str(path))
             elif store.of_the_web:
@@ -213,16 +216,20 @@ class RemoteFiles(Files):
                 raise OSError(errno.EIO, f"{path.stat().st_size:,} bytes came of {size:,}")
 
         def fill(path: Path) -> None:
+            """Writes the bytes [first, last) to the file `path`, and tries again while the store fails."""
             store.call_with_retries(address, lambda: fetch(path), reading=True)
 
-        return self.cache.open_entry(self._make_key(name, first, last), size, fill, address)
+        return self.cache.open_entry(self._make_cache_key(name, first, last), size, fill, address)
 
-    def _make_key(self, name: str, first: int, last: int) -> str:
-        """Returns the cache's key of the bytes [first, last) of a file."""
+    def _make_cache_key(self, name: str, first: int, last: int) -> str:
+        """Returns the key by which the cache knows the bytes [first, last) of a file in its present version."""
         text = f"{self._find_address(name)}\0{self.read_stat(name).version}\0{first}\0{last}"
         return blake2b(text.encode(), digest_size=16).hexdigest()
 
     def _find_address(self, name: str) -> str:
+        """Returns the address of a file; of the root for "". Raises FileNotFoundError if it is none of the files that
+        data.path lists.
+        """
         if self._addresses and name:
             if name not in self._addresses:
                 raise FileNotFoundError(errno.ENOENT, "is not among the addresses of data.path", name)
@@ -247,11 +254,11 @@ class Store:
         return self.__dict__ | {"_fs": None}
 
     def call_with_retries(self, address: str, call: Callable[[], Any], reading: bool = False) -> Any:
-        """Returns what `call`, which asks the store of an address, returns. Repeats it while the store fails: 5 tries
-        over 31 s if `reading`, else 3 over 1 s.
+        """Returns the result of `call()`, which asks the store about an address. While the store fails, tries again: 5
+        tries over 31 s if `reading` (samples are read), else 3 tries over 1 s.
 
-        Raises ConfigError if the store has no such object, or wants other credentials; NotRead if it keeps failing.
-        reading: samples are read; credentials that have become invalid then raise NotRead, since no sample is at fault.
+        Raises ConfigError if there is no such object, NotRead if the store keeps failing. If it refuses the
+        credentials, raises ConfigError, or NotRead if `reading`: no sample is at fault then.
         """
         began, tries = time.monotonic(), _TRIES if reading else _FIRST_TRIES
 
@@ -275,8 +282,8 @@ class Store:
             ) from None
 
     def open_file_system(self) -> Any:
-        """Returns this process's file system of fsspec, made at the first call: its connections and its thread do not
-        survive a fork. Raises ConfigError if a library is not installed.
+        """Returns fsspec's file system for this store. It is made at the first call in each process, since its
+        connections do not survive a fork. Raises ConfigError if a library is not installed.
         """
         if self._fs is None:
             import fsspec
@@ -295,7 +302,8 @@ class Store:
         return self._fs
 
 
-def _read_queued(tasks: queue.Queue) -> None:
+def _run_queued_reads(tasks: queue.Queue) -> None:
+    """Takes (read, place) from the queue and calls read(place), for ever; for a thread. Errors are ignored."""
     while True:
         read, place = tasks.get()
         with contextlib.suppress(Exception):  # The error shows when the sample is needed.
@@ -303,8 +311,8 @@ def _read_queued(tasks: queue.Queue) -> None:
 
 
 def _split_addresses(root: str) -> tuple[str, dict[str, str]]:
-    """Returns the folder that all addresses in `root` have in common, and the address of each name in it; {} instead if
-    `root` is a folder or a pattern with a star, which must be listed.
+    """Returns the folder that all addresses in `root` have in common, and {name: address} of the files in it. The
+    dictionary is {} if `root` is a folder or has a star, so that the store must be asked which files there are.
     """
     base = find_pattern_folder(root)
     addresses = expand_braces(root) if "{" in root else _SEVERAL.split(root)
@@ -317,6 +325,9 @@ def _split_addresses(root: str) -> tuple[str, dict[str, str]]:
 
 
 def _parse_stat(entry: dict[str, Any], address: str = "") -> Stat:
+    """Returns the size and version of a file or folder from fsspec's entry about it. Raises ConfigError if a file's
+    size is not known.
+    """
     if entry["type"] == "directory":
         return Stat(0, "")
     if entry.get("size") is None:
@@ -327,13 +338,14 @@ def _parse_stat(entry: dict[str, Any], address: str = "") -> Stat:
 
 
 def _strip_query(address: str) -> str:
-    """Returns an address without the part after ?, which signs or chooses a version."""
+    """Returns a web address without its query, the part after ?, which may hold a signature or a version."""
     return address.partition("?")[0] if address.startswith("http") else address
 
 
 def _translate_error(error: Exception, address: str, refused: type[Exception]) -> Exception:
-    """Returns what to raise for an error of a library: Missing or `refused`, with a remedy, if the user has to act;
-    OSError(EIO), which is retried, if network or store have failed; any other error unchanged.
+    """Returns the exception to raise for an error of a library that asked a store: Missing if there is no such object;
+    `refused`, a class, with a remedy if credentials or address are wrong; OSError(EIO), which is retried, if the
+    network or the store failed; any other error unchanged.
     """
     if address.startswith("http") and isinstance(error, FileNotFoundError) and isinstance(error.__cause__, Exception):
         error = error.__cause__  # fsspec calls whatever a web server answers "not found".

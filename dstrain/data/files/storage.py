@@ -41,8 +41,8 @@ _TRIES = 4
 
 
 def retry(read: Callable[[], Any], tries: int = _TRIES) -> Any:
-    """Calls `read` and returns its result. While the storage fails or memory is short, calls it again, `tries` times in
-    all, by default four times over 6 s; then raises the last error.
+    """Returns the result of `read()`. If the storage fails or memory is short, waits and calls it again, `tries` times
+    in all: by default four times over 6 s. Then raises the last error. Other errors are raised at once.
     """
     for attempt in range(tries):
         try:
@@ -54,7 +54,7 @@ def retry(read: Callable[[], Any], tries: int = _TRIES) -> Any:
 
 
 def is_storage_fault(error: Exception, path: Path) -> bool:
-    """Returns whether an error met while `path` was read is the fault of the storage or the machine, and not of the
+    """Returns whether an error in reading the file `path` is the fault of the storage or the machine, and not of the
     file. May read the whole file once more to find out.
     """
     if not _is_transient(error):
@@ -71,6 +71,7 @@ def is_storage_fault(error: Exception, path: Path) -> bool:
 
 
 def _is_transient(error: Exception) -> bool:
+    """Returns whether an error comes of failing storage or short memory, so that another try may succeed."""
     if isinstance(error, MemoryError):  # FFmpeg raises one of its own for a size that the file asks for.
         return type(error).__module__ == "builtins"
     if isinstance(error, SystemError):  # Two threads parsed headers of .npy at once: CPython's issue 106905.
@@ -79,8 +80,8 @@ def _is_transient(error: Exception) -> bool:
 
 
 def refuse_special_file(path: str | os.PathLike) -> None:
-    """Raises ConfigError if `path` is no regular file, since opening a pipe may wait for ever; raises OSError if
-    nothing exists at `path`.
+    """Raises ConfigError if `path` is no regular file but, for example, a pipe, which might block for ever. Raises
+    OSError if nothing exists at `path`.
     """
     if kind := small.describe_special_file(path):
         raise ConfigError(f"it is {kind}, and no file")

@@ -40,39 +40,41 @@ class Table(ABC):
 
     @abstractmethod
     def list_columns(self) -> list[str]:
-        """Returns the names of the columns; of .jsonl those of the first row."""
+        """Returns the names of the columns; for .jsonl those that the first row has."""
 
     @abstractmethod
     def iterate_rows(self, columns: Sequence[str], group: int = 0) -> Iterator[tuple[int, dict[str, Any]]]:
-        """Yields (line, {column: value}) of each row in a group, with the given columns at least; a missing value is
-        left out or None.
+        """Yields (number of the line or row, {column: value}) for each row of a group. The dictionary has at least the
+        given `columns`; a missing value is None or left out.
         """
 
     def count_groups(self) -> int:
-        """Returns how many groups of rows can be read separately: 1, except in parquet."""
+        """Returns the number of groups of rows that can be read separately: the row groups of a parquet file, else
+        1.
+        """
         return 1
 
     def has_file_bytes(self) -> bool:
-        """Returns whether a column holds the bytes of files, as `datasets` writes pictures."""
+        """Returns whether a column holds the bytes of whole files, as `datasets` stores images."""
         return False
 
 
 def match_names(known: Sequence[str], names: Sequence[str]) -> list[str]:
-    """Returns the columns among `names` that are in `known`, in the order of `known`, as `names` spells them. Names are
-    compared without case and surrounding white space: File_Name is file_name.
+    """Returns those of `names` that are in `known`, in the order of `known`. Case and white space around names are
+    ignored (File_Name is file_name), but they are returned as `names` spells them.
     """
     found = {name.strip().lower(): name for name in names} | {name: name for name in names}
     return [found[name] for name in known if name in found]
 
 
 def open_table(files: Files, name: str, where: str) -> Table:
-    """Returns the table in a file whose suffix is one of TABLES."""
+    """Opens a table whose suffix is in TABLES. where: what messages call the table."""
     return TABLES["." + name.lower().rpartition(".")[2]](files, name, where)
 
 
 def read_lines(files: Files, name: str, where: str) -> Iterator[str]:
-    """Yields the lines of a text file with their ends. Raises ConfigError if the file cannot be read, or if a line is
-    no UTF-8, or too long.
+    """Yields the lines of a text file in UTF-8, each with its line end. Raises ConfigError if the file cannot be read,
+    or if a line is not UTF-8, or is longer than 16 MB. where: what messages call the file.
     """
     try:
         file = files.open(name)
@@ -86,10 +88,11 @@ def read_lines(files: Files, name: str, where: str) -> Iterator[str]:
             number += 1
             if len(line) > _LONGEST:
                 raise ConfigError(f"{where}, line {number}: longer than {_LONGEST >> 20} MB: is this a text file?")
-            yield _decode(line, number, where)
+            yield _decode_line(line, number, where)
 
 
-def _decode(line: bytes, number: int, where: str) -> str:
+def _decode_line(line: bytes, number: int, where: str) -> str:
+    """Returns line `number` of a file as text. Raises ConfigError, with a remedy, if it is not UTF-8 or has a NUL."""
     try:
         text = line.decode("utf-8-sig" if number == 1 else "utf-8")
         if "\0" not in text:
@@ -110,6 +113,7 @@ def _decode(line: bytes, number: int, where: str) -> str:
 class _Csv(Table):
     def _make_reader(self) -> "csv.DictReader[str]":
         # A quotation mark that is left open, or stands amid a field, must not swallow rows.
+        """Returns a reader of the rows, which raises csv.Error if quotation marks are wrong."""
         return csv.DictReader(read_lines(self.files, self.name, self.where), strict=True)
 
     def list_columns(self) -> list[str]:
@@ -118,9 +122,10 @@ class _Csv(Table):
         except csv.Error as error:
             remedy = ": if lines end in carriage returns, write line feeds, `tr '\\r' '\\n' <OLD >NEW`"
             raise ConfigError(f"{self.where}, line 1: {error}{remedy}") from None
-        return self._require_distinct(names)
+        return self._require_distinct_columns(names)
 
-    def _require_distinct(self, names: list[str]) -> list[str]:
+    def _require_distinct_columns(self, names: list[str]) -> list[str]:
+        """Returns `names`, those of the columns. Raises ConfigError if two are the same."""
         if twice := next((name for name in names if names.count(name) > 1), None):
             raise ConfigError(f"{self.where}, line 1: two columns are called {twice}: rename or remove one")
         return names
@@ -145,22 +150,22 @@ class _Csv(Table):
             ) from None
 
     def _require_closed_quotes(self, row: dict[str, Any], line: int) -> None:
-        """Raises ConfigError if a text in a row of several lines holds a line that is a row of its own, since a
-        quotation mark is probably left open. line: number of the row's first line.
+        """Raises ConfigError if a row of several lines seems to contain further rows, since a quotation mark was
+        probably left open. line: the number of the row's first line.
         """
         texts = [text for text in row.values() if isinstance(text, str)]
         suffixes = {match[0] for text in texts if "\n" not in text and (match := _SUFFIX.search(text))}
         lines = (more for text in texts if "\n" in text for more in text.split("\n"))
         for more in (more for more in lines if more.count(",") >= len(row) - 1):
-            if self._is_row(more, texts, suffixes):
+            if self._is_separate_row(more, texts, suffixes):
                 raise ConfigError(
                     f"{self.where}, line {line}: its text holds the line {more.strip()[:60]}: if a quotation mark is "
                     "left open there, close it"
                 )
 
-    def _is_row(self, line: str, texts: list[str], suffixes: set[str]) -> bool:
-        """Returns whether a line inside a text names a file that the row's `texts` do not: a name with one of
-        `suffixes`, or, without suffixes, a file that exists.
+    def _is_separate_row(self, line: str, texts: list[str], suffixes: set[str]) -> bool:
+        """Returns whether a line within a quoted text is probably a row of its own: it names a file that the `texts` of
+        the row do not. A file is a name with one of the `suffixes`, or, if there are none, one that exists.
         """
         if not suffixes and not self.files.far:
             names = {field.strip().strip('"') for field in line.split(",")}.difference(texts)
@@ -175,7 +180,7 @@ class Tsv(_Csv):
     """
 
     def list_columns(self) -> list[str]:
-        return self._require_distinct(next((fields for _, fields in self.iterate_records()), []))
+        return self._require_distinct_columns(next((fields for _, fields in self.iterate_records()), []))
 
     def iterate_rows(self, columns: Sequence[str], group: int = 0) -> Iterator[tuple[int, dict[str, Any]]]:
         records = self.iterate_records()
@@ -189,19 +194,21 @@ class Tsv(_Csv):
             yield number, dict(zip(names, fields))
 
     def iterate_records(self) -> Iterator[tuple[int, list[str]]]:
-        """Yields, for each record that is not blank, the number of its last line and its fields."""
+        """Yields (number of its last line, its fields) for each record that is not blank."""
         lines: Iterator[tuple[int, str]] = enumerate(read_lines(self.files, self.name, self.where), 1)
         number, line, width = *next(lines, (0, "")), 0
         while line:
-            fields = [_unquote(field) for field in line.rstrip("\r\n").split("\t")]
+            fields = [_unquote_field(field) for field in line.rstrip("\r\n").split("\t")]
             more: list[tuple[int, str]] = []
-            if _is_left_open(fields[-1]):  # quoted text may go on; then a quotation mark ends it, at the end of a field
+            if _has_open_quote(
+                fields[-1]
+            ):  # quoted text may go on; then a quotation mark ends it, at the end of a field
                 for follower in itertools.islice(lines, _LINES):
                     more.append(follower)
                     if '"' in follower[1].replace('""', ""):
                         break
             whole = line + "".join(text for _, text in more)
-            quoted = _parse_quoted(whole) if more or (width and len(fields) != width) else None
+            quoted = _parse_quoted_record(whole) if more or (width and len(fields) != width) else None
             if quoted is None:
                 lines = itertools.chain(more, lines)
             elif more and len(fields) == width and all(text.count("\t") == width - 1 for _, text in more):
@@ -217,19 +224,22 @@ class Tsv(_Csv):
             number, line = next(lines, (0, ""))
 
 
-def _unquote(field: str) -> str:
-    """Returns a field without its quotation marks if they enclose the whole field, else unchanged."""
+def _unquote_field(field: str) -> str:
+    """Returns a field without its quotation marks if they enclose all of it, else unchanged."""
     inner = field[1:-1].replace('""', "")
     quoted = len(field) > 1 and field[0] == field[-1] == '"' and '"' not in inner
     return field[1:-1].replace('""', '"') if quoted else field
 
 
-def _is_left_open(field: str) -> bool:
+def _has_open_quote(field: str) -> bool:
+    """Returns whether a field begins with a quotation mark that is not closed in it."""
     return field.startswith('"') and '"' not in field[1:].replace('""', "")
 
 
-def _parse_quoted(text: str) -> list[str] | None:
-    """Returns the fields of one record by the rules of csv; None if the text breaks them, or holds several records."""
+def _parse_quoted_record(text: str) -> list[str] | None:
+    """Returns the fields of a record, by the rules of csv but with tabs. Returns None if the text breaks them, or holds
+    several records.
+    """
     try:
         records = list(csv.reader(io.StringIO(text, newline=""), delimiter="\t", strict=True))
     except csv.Error:
@@ -261,24 +271,25 @@ class _Jsonl(Table):
 class _Parquet(Table):
     noun = "row"
 
-    def _open(self) -> Any:
+    def _open_file(self) -> Any:
+        """Opens the table as a ParquetFile."""
         from dstrain.data.files.arrow import ParquetFile
 
         return ParquetFile(self.files, self.name, self.where)
 
     def list_columns(self) -> list[str]:
-        return list(self._open().schema.names)
+        return list(self._open_file().schema.names)
 
     def has_file_bytes(self) -> bool:
         from dstrain.data.files.arrow import can_hold_bytes
 
-        return any(can_hold_bytes(field.type) for field in self._open().schema)
+        return any(can_hold_bytes(field.type) for field in self._open_file().schema)
 
     def count_groups(self) -> int:
-        return self._open().num_groups
+        return self._open_file().num_groups
 
     def iterate_rows(self, columns: Sequence[str], group: int = 0) -> Iterator[tuple[int, dict[str, Any]]]:
-        file = self._open()
+        file = self._open_file()
         size, count = file.count_bytes(group, columns), file.count_rows(range(group, group + 1))
         if size > min(max(_SMALL, _WIDEST * count), _LARGEST):
             raise ConfigError(

@@ -35,14 +35,15 @@ class Members:
         self.names: list[str] = []
         self.offsets, self.packed = array("q"), array("q")  # of local headers; bytes in the zip file
 
-    def add(self, member: zipfile.ZipInfo) -> None:
+    def add_member(self, member: zipfile.ZipInfo) -> None:
+        """Adds the name, offset and compressed size of a member."""
         self.names.append(member.orig_filename)
         self.offsets.append(member.header_offset)
         self.packed.append(member.compress_size)
 
     def require_no_overlap(self) -> None:
-        """Raises ConfigError if two members overlap in the zip file, by which a small file could hold any amount of
-        data.
+        """Raises ConfigError if two members share bytes of the zip file: in this way a small file could hold any amount
+        of data.
         """
         offsets, packed = np.frombuffer(self.offsets, np.int64), np.frombuffer(self.packed, np.int64)
         order = np.argsort(offsets, kind="stable")
@@ -57,11 +58,11 @@ class Members:
 
 
 def iterate_members(file: BinaryIO) -> Iterator[zipfile.ZipInfo]:
-    """Yields every member of a zip file except folders. The `orig_filename` of a member is its name with slashes and
-    without a leading ./.
+    """Yields every member of a zip file except folders. A member's `orig_filename` is its name, with slashes and
+    without "./" at the beginning.
 
     Takes 0.6 KB of memory for each member. Raises ConfigError if the file is no zip file, is truncated, damaged or one
-    of several disks, if another zip file precedes it, or if two members have the same name.
+    of several disks, if another zip file precedes it in the same file, or if two members have the same name.
     """
     try:
         with zipfile.ZipFile(file) as archive:
@@ -94,10 +95,11 @@ def iterate_members(file: BinaryIO) -> Iterator[zipfile.ZipInfo]:
 
 
 def read_member(files: Files, name: str, offset: int, packed: int, most: int) -> bytes:
-    """Returns the content of one member of the zip file `name`. offset: byte of the member's local header. packed: its
-    compressed size in bytes. most: the largest allowed size of its content, in bytes.
+    """Returns the uncompressed content of one member of the zip file `name`.
 
-    Raises ConfigError if the header or the content is damaged, or if the content is larger than `most`.
+    offset: the byte at which the member's local header begins. packed: its compressed size in bytes. most: the most
+    bytes that its content may have. Raises ConfigError if the header or the content is damaged, or if the content is
+    larger.
     """
     if packed > most:
         raise ConfigError(f"it has {packed:,} bytes, above the cap of {most:,}")
@@ -118,8 +120,8 @@ def read_member(files: Files, name: str, offset: int, packed: int, most: int) ->
 
 
 def inflate(content: bytes, most: int) -> bytes:
-    """Returns the inflated content of deflated bytes. Raises ConfigError if they are damaged or cut off, or if the
-    content has more than `most` bytes.
+    """Returns the content of bytes that were compressed by Deflate, without a header. Raises ConfigError if they are
+    damaged or cut off, or if the content has more than `most` bytes.
     """
     stream = zlib.decompressobj(-15)
     try:

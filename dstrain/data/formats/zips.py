@@ -127,7 +127,7 @@ class Zips(Layout):
                     continue
                 folder = name[: name.rfind("/") + 1]
                 top = folder if top is None else _find_common_folder(top, folder)
-                members.add(member)
+                members.add_member(member)
                 if self.request.captions:
                     stems.add(os.path.splitext(name)[0])
         if captions := sum(stem in stems for stem in texts):
