@@ -23,7 +23,7 @@ from dstrain.data.files.local import LocalFiles
 from dstrain.data.formats.base import Layout, Request, peek_files
 from dstrain.data.formats.imagenet import find_split_paths
 from dstrain.data.index.alike import require_same_source
-from dstrain.data.index.build import find_cache_folder, open_index, run_on_rank_0
+from dstrain.data.index.build import find_index_cache_folder, open_index, run_on_rank_0
 from dstrain.data.index.index import Index
 from dstrain.data.left_out import require_usable_leave_out
 from dstrain.data.mixture import join_codes, open_mixture
@@ -89,7 +89,7 @@ class DataKind(ABC):
         if data.num_frames is not None:
             request = make_request(data, CLIPS, noun="clips", captions=True, captions_file=data.captions)
         path, _ = find_split_paths(data.path, data.held_out, data.held_out_path, whole=True)
-        return open_index(path, request, data.index or find_cache_folder())
+        return open_index(path, request, data.index or find_index_cache_folder())
 
     def find_original_path(self) -> str:
         """Returns data.path; for cached codes the path that was encoded; for several sources "a mixture"."""

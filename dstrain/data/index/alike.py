@@ -33,22 +33,22 @@ _ENDS = 1 << 16  # bytes at either end
 
 def require_same_data(layout: Layout, index: Index, read_stats: Callable[[], list[Any]]) -> None:
     """Raises ConfigError on all ranks if a machine has other data at the path than rank 0; the message names the
-    machine and the first difference. All ranks must call it. Data at an address such as s3:// are not checked.
+    machine and the first difference. All ranks must call it. Does nothing for data at an address such as s3://.
 
-    read_stats: returns size and modification time of each file that the index watches.
+    read_stats: returns the size and the modification time of each file that the index watches.
     """
     if not layout.files.far:
         _compare_views(
             layout.root,
             f"{layout.request.key}={layout.root}",
-            lambda: _observe_files(layout, index, read_stats()),
+            lambda: _describe_files(layout, index, read_stats()),
             lambda expected, found: _find_difference(layout, index, expected, found),
         )
 
 
 def require_same_source(source: Source, path: str) -> None:
-    """Raises ConfigError on all ranks if cached data at `path` have another fingerprint on another machine. All ranks
-    must call it.
+    """Raises ConfigError on all ranks if a machine has other cached data at `path` than rank 0, by their fingerprints.
+    All ranks must call it.
     """
     _compare_views(path, f"data.path={path}", source.compute_fingerprint, "{1!r}, not {0!r}".format)
 
@@ -56,11 +56,12 @@ def require_same_source(source: Source, path: str) -> None:
 def _compare_views(
     root: str, where: str, observe: Callable[[], Any], explain: Callable[[Any, Any], str | None]
 ) -> None:
-    """Calls `observe` on one rank of each view, and compares each result with rank 0's. All ranks must call it. Does
-    nothing if all ranks have the same view.
+    """Calls `observe` on one rank of each view (a machine, and the file at `root` there), and compares its results with
+    rank 0's. All ranks must call it. Does nothing if all ranks have the same view.
 
-    explain: given rank 0's result and another one, returns how they differ; None if they count as equal. Raises
-    ConfigError on all ranks if a result differs, or if `observe` raises ConfigError on a rank other than 0.
+    explain: given rank 0's result and a different one, returns in words how they differ; None if they count as equal.
+    Raises ConfigError on all ranks if results differ, or if `observe` raises ConfigError on a rank other than 0. where:
+    names the data in the message.
     """
     views = group.gather_objects(_identify_view(root))
     if len(set(views)) == 1:
@@ -82,8 +83,8 @@ def _compare_views(
 
 
 def _identify_view(root: str) -> tuple[Any, ...]:
-    """Returns a tuple that identifies the view of the data on this rank: the host's name with the device and inode of
-    `root`, or with its absolute path if `root` cannot be found, such as a pattern.
+    """Returns what tells the views of ranks apart: the name of the host, and the device and inode of the file or folder
+    at `root`. If there is none, as for a pattern, its absolute path replaces device and inode.
     """
     try:
         status = os.stat(root)
@@ -92,10 +93,11 @@ def _identify_view(root: str) -> tuple[Any, ...]:
         return socket.gethostname(), os.path.abspath(root)
 
 
-def _observe_files(layout: Layout, index: Index, stats: list[Any]) -> dict[str, Any]:
-    """Returns a description of the files on this machine: `stats` as "watched", the names of the layout's pieces as
-    "parts", and as "files" (bytes, hash of both ends) by name, for at most 10,000 evenly spaced files. Some 256 of them
-    are hashed; the others have "" as their hash.
+def _describe_files(layout: Layout, index: Index, stats: list[Any]) -> dict[str, Any]:
+    """Returns a description of the data's files on this machine, which is compared with rank 0's.
+
+    Its entries: "watched", the argument `stats`; "parts", the names of the pieces; "files", {name: (bytes, hash of both
+    ends)} of at most 10,000 evenly spaced files. Only some 256 files are hashed; the hash of others is "".
     """
     pieces = [] if index.single else layout.list_pieces()
     count = len(index) if index.single else len(pieces)
@@ -103,13 +105,13 @@ def _observe_files(layout: Layout, index: Index, stats: list[Any]) -> dict[str, 
     names = [index.read_name(number) if index.single else pieces[number] for number in numbers]
     read = set(names[:: -(-len(names) // _READ)])
     files = map_in_threads(
-        lambda name: (count_bytes(layout, name), _hash_file_ends(layout, name) if name in read else ""), names
+        lambda name: (count_file_bytes(layout, name), _hash_file_ends(layout, name) if name in read else ""), names
     )
     return {"watched": stats, "files": dict(zip(names, files)), "parts": pieces}
 
 
-def count_bytes(layout: Layout, name: str) -> int:
-    """Returns the size of a file in bytes; -1 if it cannot be read. Raises NotRead if the storage fails."""
+def count_file_bytes(layout: Layout, name: str) -> int:
+    """Returns the size of a file in bytes; -1 if the file cannot be read. Raises NotRead if the storage fails."""
     try:
         return layout.files.read_stat(name).size
     except NotRead:
@@ -119,6 +121,7 @@ def count_bytes(layout: Layout, name: str) -> int:
 
 
 def _hash_file_ends(layout: Layout, name: str) -> str:
+    """Returns a hash of the first and the last 64 KiB of a file; "" if the file cannot be read."""
     try:
         path: Path = layout.files.fetch_local(name)
         with open(path, "rb") as file:
@@ -131,8 +134,10 @@ def _hash_file_ends(layout: Layout, name: str) -> str:
 
 
 def _find_difference(layout: Layout, index: Index, expected: dict[str, Any], found: dict[str, Any]) -> str | None:
-    """Returns in words the first difference of `found`, this machine's result of `_observe_files`, from rank 0's result
-    `expected`. If only watched files differ, lists the data anew to find one. Returns None if there is no difference.
+    """Returns in words the first difference between this machine's files and rank 0's; None if there is none.
+
+    expected, found: the results of `_describe_files` on rank 0 and here. If only watched files differ, as for a copy of
+    the data, lists the data anew and compares every sample.
     """
     for name, (size, ends) in expected["files"].items():
         own_size, own_ends = found["files"].get(name, (-1, ""))
@@ -148,7 +153,7 @@ def _find_difference(layout: Layout, index: Index, expected: dict[str, Any], fou
 
 
 def _iterate_differences(layout: Layout, index: Index) -> Iterator[str]:
-    """Lists the data on this machine anew, and yields in words each difference of a sample from the index."""
+    """Lists the data on this machine anew, and yields in words each difference from the samples in the index."""
     own = recognise_layout(layout.root, open_data_files(layout.root, layout.request), layout.request)
     row = 0
     for piece in own.list_pieces():

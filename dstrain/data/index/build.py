@@ -50,12 +50,12 @@ _T = TypeVar("_T")
 def open_index(
     path: str | Path, request: Request, kept: str | Path | None = None, run: Path | None = None
 ) -> tuple[Layout, Index]:
-    """Opens the layout of the data at a path and their index. Makes the index if there is none or if the data have
-    changed. All ranks must call it.
+    """Returns the layout of the data at a path, and the index of their samples. Makes the index if there is none, or if
+    the data have changed since. All ranks must call it.
 
-    kept: data.index, a folder to which an index of any size is written. run: the folder of the run, in which an index
-    is looked for and written otherwise. Raises ConfigError if there are no such data, if machines have other data at
-    the path or cannot open the index, and as the layout.
+    kept: data.index, a folder in which the index is kept whatever its size. run: the run's folder, in which an index is
+    looked for, and a large one kept, if `kept` is None. Raises ConfigError if there are no such data, if machines have
+    different data at the path or cannot open the index, or if the layout finds a fault in the data.
     """
     layout, index = run_on_rank_0(lambda: _find_or_make_index(str(path), request, kept, run))
     missing = None
@@ -75,11 +75,14 @@ def open_index(
 
 
 def make_files_once(index: Index, is_there: Callable[[], Any], make: Callable[[], None]) -> None:
-    """Calls `make`, which writes files beside an index on a disk, on rank 0, unless `is_there` returns a true value. A
-    lock makes other commands wait meanwhile. All ranks must call it. Raises ConfigError if the files cannot be written.
+    """Makes files that belong to an index: on rank 0, calls `make`, which writes them, unless `is_there()` is true. A
+    lock keeps other commands from doing so at the same time. All ranks must call it.
+
+    Raises ConfigError if the files cannot be written.
     """
 
     def make_missing() -> None:
+        """Calls `make` under the lock, unless the files are there."""
         if not is_there():
             with lock_index(index.folder), explain_write_errors(index.folder, ELSEWHERE):
                 if not is_there():
@@ -89,8 +92,8 @@ def make_files_once(index: Index, is_there: Callable[[], Any], make: Callable[[]
 
 
 def run_on_rank_0(make: Callable[[], _T]) -> _T:
-    """Calls `make` on rank 0 alone, and returns its result on every rank, or raises its ConfigError or NotRead on every
-    rank. All ranks must call it.
+    """Calls `make` on rank 0 alone, and returns its result on every rank. If it raises ConfigError or NotRead, all
+    ranks raise that. All ranks must call this function.
     """
     if group.world() == 1:
         return make()
@@ -107,6 +110,9 @@ def run_on_rank_0(make: Callable[[], _T]) -> _T:
 
 
 def _find_or_make_index(path: str, request: Request, kept: str | Path | None, run: Path | None) -> tuple[Layout, Index]:
+    """Does what `open_index` says, on rank 0: opens the index on a disk if it still fits the data, else lists the
+    data.
+    """
     files, key = open_data_files(path, request), _hash_request(path, request)
     folders = [Path(kept) / key] if kept is not None else [folder / key for folder in _list_index_folders(run)]
     if kept is not None and not files.far and Path(path).resolve() in (place := Path(kept).resolve(), *place.parents):
@@ -114,49 +120,55 @@ def _find_or_make_index(path: str, request: Request, kept: str | Path | None, ru
             f"data.index={kept} lies in {request.key}={path}, where it would count as data: name a folder beside it"
         )
     for folder in folders:
-        found = _find_index(folder, path, files, request)
+        found = _open_index_if_current(folder, path, files, request)
         if found is not None:
             return found
     require_pattern_files(f"{request.key}={path}", files)
     layout, folder = recognise_layout(path, files, request), folders[0]
-    if kept is None and not request.measured and not _name_building_folder(folder).exists():
-        index = _list_in_memory(layout)
+    if kept is None and not request.measured and not _name_unfinished_folder(folder).exists():
+        index = _list_samples_in_memory(layout)
         if index is not None:
             return layout, index
     with lock_index(folder):
-        return _find_index(folder, path, files, request, anew=True) or (layout, _list_on_disk(layout, folder))
+        return _open_index_if_current(folder, path, files, request, anew=True) or (
+            layout,
+            _list_samples_on_disk(layout, folder),
+        )
 
 
 def _hash_request(path: str, request: Request) -> str:
+    """Returns the name of an index: a hash of the data's path and of what the request asks of the data."""
     own = {name: value for name, value in asdict(request).items() if name not in _BESIDE}
     place = path if "://" in path else os.path.abspath(path)
     return blake2b(json.dumps([place, own], sort_keys=True).encode(), digest_size=8).hexdigest()
 
 
-def find_cache_folder() -> Path:
-    """Returns the folder for indexes in the user's cache, which `dstrain index` and commands without a run use."""
+def find_index_cache_folder() -> Path:
+    """Returns the folder of indexes in the user's cache, for `dstrain index` and for commands without a run."""
     return make_cache_folder("dstrain/index")
 
 
 def _list_index_folders(run: Path | None) -> list[Path]:
-    """Returns the folders in which an index is looked for: index/ in the run's folder, if there is a run, and the
-    folder in the user's cache. A new index is written to the first: the run's, unless this process may not write to it.
+    """Returns the folders in which an index is looked for: index/ in the run's folder if there is a run, and the folder
+    in the user's cache. A new index is written to the first of them, which is the cache if the run's folder is
+    read-only.
     """
     if run is None:
-        return [find_cache_folder()]
+        return [find_index_cache_folder()]
     existing = next(path for path in (run.absolute(), *run.absolute().parents) if path.exists())
-    folders = [run / "index", find_cache_folder()]
+    folders = [run / "index", find_index_cache_folder()]
     return folders if os.access(existing, os.W_OK) else folders[::-1]
 
 
-def _name_building_folder(folder: Path) -> Path:
+def _name_unfinished_folder(folder: Path) -> Path:
+    """Returns the folder to which an index is written until it is finished: KEY.building beside KEY."""
     return folder.with_name(f"{folder.name}.building")
 
 
 @contextmanager
 def lock_index(folder: Path) -> Iterator[None]:
-    """Within the block, this process alone holds the lock KEY.lock of the index in `folder`; waits for other commands
-    first. Takes no lock if the file system has none. Raises ConfigError if the lock file cannot be written.
+    """Within the block, this process alone holds the lock file KEY.lock of the index in `folder`; first waits for other
+    commands. Takes no lock if the file system has none. Raises ConfigError if the lock file cannot be written.
     """
     with explain_write_errors(folder.parent, ELSEWHERE):
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -168,11 +180,13 @@ def lock_index(folder: Path) -> Iterator[None]:
         yield
 
 
-def _find_index(
+def _open_index_if_current(
     folder: Path, path: str, files: Files, request: Request, anew: bool = False
 ) -> tuple[Layout, Index] | None:
-    """Opens the layout and the index in `folder`. Returns None if there is no index, if it was altered, or if the data
-    have changed since. anew: prints what has changed, since the caller then makes the index anew.
+    """Returns the layout and the index in `folder`. Returns None if there is no index, if it was altered, or if the
+    data have changed since it was made.
+
+    anew: the caller then makes the index anew, so this function prints what has changed.
     """
     index = Index.open(folder)
     watched = index and read_sealed_file(folder / WATCHED)
@@ -199,12 +213,14 @@ def _find_index(
 
 
 def _read_stats(layout: Layout, names: list[str]) -> list[list[int | str]]:
-    """Returns [size, version] of each name: a file or folder of the layout, or KEY=PATH of a file that the request
-    names. The version is a modification time or a store's tag. A file that cannot be read has [-1, ""]; raises NotRead
-    if the storage fails.
+    """Returns [size in bytes, version] of each file or folder; [-1, ""] if it cannot be read. The version is a
+    modification time, or a store's tag. Raises NotRead if the storage fails.
+
+    names: names in the layout, or KEY=PATH of a file that the recipe names, such as data.class_list=FILE.
     """
 
     def read_stat(name: str) -> list[int | str]:
+        """Returns [size in bytes, version] of one file or folder; [-1, ""] if it cannot be read."""
         try:
             if not name.startswith(_OF_REQUEST):
                 return list(layout.files.read_stat(name))
@@ -219,8 +235,8 @@ def _read_stats(layout: Layout, names: list[str]) -> list[list[int | str]]:
 
 
 def _choose_watched_names(layout: Layout) -> list[str]:
-    """Returns the names of the files and folders whose change makes an index outdated: at most 10,000 of the layout,
-    evenly spaced, and the lists of captions and classes that the request names.
+    """Returns the names of the files and folders that are watched: if one changes, the index is outdated. These are at
+    most 10,000 of the layout, evenly spaced, and the files of captions and of classes that the recipe names.
     """
     request, names = layout.request, layout.list_watched_files()
     if len(names) > _WATCHED:
@@ -230,32 +246,32 @@ def _choose_watched_names(layout: Layout) -> list[str]:
 
 
 def _list_watched_names(layout: Layout, index: Index) -> list[str]:
-    """Returns the names whose change makes an index outdated: those that it was written with; for an index in memory,
-    those that are chosen now.
+    """Returns the names of the watched files and folders: if one changes, the index is outdated. An index on a disk has
+    them stored; for an index in memory they are chosen now.
     """
     watched = None if index.folder is None else read_sealed_file(index.folder / WATCHED)
     return _choose_watched_names(layout) if watched is None else watched["names"]
 
 
-def _list_in_memory(layout: Layout) -> Index | None:
-    """Lists the samples and returns their index, in memory; returns None as soon as there are more than 50,000."""
+def _list_samples_in_memory(layout: Layout) -> Index | None:
+    """Lists the samples, and returns their index in memory; None as soon as there are more than 50,000 samples."""
     pieces = layout.list_pieces()
     columns = Columns(classes=layout.classes)
     for piece in pieces:
         for sample in layout.iterate_samples(piece):
-            columns.add(sample, layout)
+            columns.add_sample(sample, layout)
             if columns.number > _SMALL:
                 return None
     layout.require_consistent_listing()
     return columns.make_index(layout)
 
 
-def _list_on_disk(layout: Layout, folder: Path) -> Index:
-    """Lists the samples, writes their index to `folder`, and returns it. Continues what an interrupted command has
-    listed, if the data are the same. Replaces an index that is there.
+def _list_samples_on_disk(layout: Layout, folder: Path) -> Index:
+    """Lists the samples, and returns their index, which is written to `folder` and replaces one that is there. Goes on
+    where an earlier command was interrupted, if the data are still the same.
     """
     layout.notes.clear()  # They may be those of a listing in memory.
-    building, pieces = _name_building_folder(folder), layout.list_pieces()
+    building, pieces = _name_unfinished_folder(folder), layout.list_pieces()
     watch_list = _choose_watched_names(layout)
     _wait_until_clock_passes(stats := _read_stats(layout, watch_list))
     plan = {
@@ -291,15 +307,16 @@ def _list_on_disk(layout: Layout, folder: Path) -> Index:
 
 
 def _add_pieces(layout: Layout, columns: Columns, pieces: list[str], done: int, journal: Path) -> None:
-    """Adds the samples of pieces[done:] to the columns, and writes these to the disk about once a second and at the
-    end, also after an error. After each write a line of the journal says what is on the disk, from which an interrupted
-    listing can be continued.
+    """Adds the samples of pieces[done:] to the columns, and writes these to the disk: about once a second, at the end,
+    and after an error. Each time a line in the journal says what is on the disk, so that an interrupted listing can go
+    on from there.
     """
     state: dict[str, Any] | None = None
     synced, noun = time.monotonic(), layout.request.noun
 
-    def sync() -> None:
-        columns.write(durable=True)
+    def sync_to_disk() -> None:
+        """Writes all columns to the disk, then `state` to the journal."""
+        columns.write_to_disk(durable=True)
         lines.append_lines(journal, json.dumps(state) + "\n")
 
     with tqdm(
@@ -308,34 +325,37 @@ def _add_pieces(layout: Layout, columns: Columns, pieces: list[str], done: int, 
         try:
             for number, piece in enumerate(pieces[done:], done + 1):
                 for sample in layout.iterate_samples(piece):
-                    columns.add(sample, layout)
+                    columns.add_sample(sample, layout)
                     if columns.number % CHUNK == 0:
-                        columns.write()
+                        columns.write_to_disk()
                         bar.update(columns.number - bar.n)
                         get_phases().enter_phase(
                             f"listing {layout.root}: {columns.number:,} {noun}, part {number:,} of {len(pieces):,}"
                         )
                 state = {"done": number, "notes": dict(layout.notes)} | columns.get_state()
                 if time.monotonic() - synced > _SYNC:
-                    sync()
+                    sync_to_disk()
                     synced = time.monotonic()
         finally:
             if state is not None:
-                sync()
+                sync_to_disk()
         bar.update(columns.number - bar.n)
 
 
 def _wait_until_clock_passes(stats: list[list[int | str]]) -> None:
-    """Waits until 20 ms after the latest modification time in `stats`, so that a later change gets another time."""
+    """Waits until 20 ms after the latest modification time in `stats`, so that any later change gets a later time.
+    stats: the result of `_read_stats`.
+    """
     times = [int(version) for _, version in stats if str(version).isdecimal()]
     while times and 0 <= time.time_ns() - max(times) < _TICK:
         time.sleep(_TICK / 4e9)
 
 
 def _resume_columns(building: Path, journal: Path, plan: dict[str, Any], layout: Layout) -> tuple[Columns | None, int]:
-    """Opens the columns that an interrupted command with the same plan has written, after truncating their files to the
-    sizes in its journal. Returns the columns and the number of pieces whose samples they hold; (None, 0) if they cannot
-    be used.
+    """Returns the columns that an interrupted command has written, opened again, and the number of pieces whose samples
+    they hold. Cuts off what was written after the last line of the journal.
+
+    Returns (None, 0) if there are no such columns, or if that command had another `plan`.
     """
     try:
         lines.remove_partial_line(journal)

@@ -30,8 +30,8 @@ _CODES = {np.int32: "i", np.int64: "q", np.uint64: "Q"}
 
 
 class Columns:
-    """The columns of an index to which samples are added, in memory. If there is a folder, `write` moves their values
-    to files in it.
+    """The columns of an index to which samples are added, in memory. If there is a folder, `write_to_disk` moves their
+    values to files in it.
     """
 
     def __init__(
@@ -53,21 +53,22 @@ class Columns:
 
     @staticmethod
     def _make_buffer(name: str) -> bytearray | array:
+        """Returns an empty buffer for the values of a column: of bytes, or of the column's numbers."""
         dtype = COLUMNS[name][0]
         return bytearray() if dtype is None else array(_CODES[dtype])
 
     def _begin_column(self, name: str, default: int | None) -> None:
-        """Makes a column, unless it exists, with the value `default` for each sample that was added before; without
-        values if `default` is None.
+        """Makes a column, unless it exists. Each sample that was added before gets the value `default`; none gets one
+        if that is None.
         """
         if name not in self.buffers:
             self.sizes[name], self.buffers[name] = 0, self._make_buffer(name)
             if default is not None:
                 self.buffers[name].extend([default] * self.number)
 
-    def add(self, sample: Sample, layout: Layout) -> None:
-        """Adds a sample. Raises ConfigError if it has a caption and the first sample has none, or the reverse, if its
-        label is of another type than the first one's (text, number or none), or if a number is out of range.
+    def add_sample(self, sample: Sample, layout: Layout) -> None:
+        """Adds a sample. Raises ConfigError if it has a caption and the first sample has none, or the reverse; if its
+        label is of another type than the first one's (text, number or none); or if its label is a number out of range.
         """
         place, label, captions = sample.place, sample.label, sample.captions
         self._require_consistent_sample(sample, layout)
@@ -91,6 +92,9 @@ class Columns:
         self.number += 1
 
     def _require_consistent_sample(self, sample: Sample, layout: Layout) -> None:
+        """Raises ConfigError if the sample's label or captions do not fit those of the first sample; see
+        `add_sample`.
+        """
         kind = "none" if sample.label is None else "str" if isinstance(sample.label, str) else "int"
         kinds = [kind, bool(sample.captions)]
         self.kinds = self.kinds or kinds
@@ -107,26 +111,30 @@ class Columns:
             raise ConfigError(f"{where} has the label {sample.label}: labels are whole numbers from 0 on")
 
     def _add_text(self, blob: str, ends: str, text: bytes) -> None:
+        """Appends a text to the column `blob`, and the byte at which it ends there to the column `ends`. Makes these
+        columns if needed.
+        """
         self._begin_column(blob, None)
         self.buffers[blob] += text
         self._append_end(ends, len(text))
 
     def _append_end(self, name: str, length: int) -> None:
+        """Appends to a column of ends its last value plus `length`. Makes the column if needed."""
         self._begin_column(name, None)
         buffer = self.buffers[name]
         buffer.append((buffer[-1] if buffer else self._read_last_end(name)) + length)
 
     def _read_last_end(self, name: str) -> int:
-        """Returns the last value in the file of a column of ends; 0 if it is empty."""
+        """Returns the last value that a column of ends has on the disk; 0 if it has none."""
         if not self.sizes[name]:
             return 0
         with open(self.folder / f"{name}.bin", "rb") as file:
             file.seek(self.sizes[name] - 8)
             return int.from_bytes(file.read(8), sys.byteorder)
 
-    def write(self, durable: bool = False) -> None:
+    def write_to_disk(self, durable: bool = False) -> None:
         """Appends the values in memory to the files, and removes them from memory. durable: also waits until the disk
-        has them. Raises ConfigError if the files cannot be written, such as on a full disk.
+        has stored them. Raises ConfigError if the files cannot be written, such as on a full disk.
         """
         for name, buffer in self.buffers.items():
             with explain_write_errors(self.folder, ELSEWHERE), open(self.folder / f"{name}.bin", "ab") as file:
@@ -138,8 +146,8 @@ class Columns:
             self.buffers[name] = self._make_buffer(name)
 
     def get_state(self) -> dict[str, Any]:
-        """Returns the state as JSON values, with which the constructor continues after an interruption. Its sizes
-        include the values in memory: call `write` first or next.
+        """Returns the state as values for JSON, from which the constructor goes on after an interruption. Its sizes
+        count the values in memory, too, so call `write_to_disk` before or right after it.
         """
         sizes = {
             name: self.sizes[name] + len(buffer) * getattr(buffer, "itemsize", 1)
@@ -154,13 +162,14 @@ class Columns:
         }
 
     def make_index(self, layout: Layout) -> Index:
-        """Returns the index of the samples that were added. If there is a folder, writes the index to it, deletes
-        journal.jsonl, and replaces the column of labels. Raises ConfigError if there are no samples, or if labels do
-        not suit the classes.
+        """Returns the index of the samples that were added. If there is a folder, also writes the index there, deletes
+        the journal, and replaces the column of labels.
+
+        Raises ConfigError if there are no samples, or if labels do not fit the layout's classes.
         """
         folder = self.folder
         if folder is not None:
-            self.write()
+            self.write_to_disk()
         if not self.number:
             raise make_no_samples_error(layout)
         kind, _ = self.kinds
@@ -200,10 +209,11 @@ class Columns:
         return Index(header, columns, folder)
 
     def _finish_labels(self, layout: Layout, columns: dict[str, Any]) -> tuple[tuple[str, ...], list[int]]:
-        """Returns the class names and the number of samples of each class; ((), []) if samples have no labels. Changes
-        each label in `columns`, until now the number of its class in the order of the samples, to its index among the
-        classes. These are the layout's classes, else the sorted names, or "0", "1", ... if all names are numbers.
+        """Returns the names of the classes, and the number of samples of each; ((), []) if samples have no labels.
+        Changes the labels in `columns` to indices into these names; so far they are numbered in the order of the
+        samples.
 
+        The classes are the layout's if it has some; else "0", "1", ... if all names are numbers, or the sorted names.
         Raises ConfigError if a label is not among the layout's classes or out of range, if numbers are mixed with truth
         values, or if two names look alike.
         """
@@ -229,7 +239,7 @@ class Columns:
                     f"{join_first(classes)}"
                 )
             if list(map(places.get, names)) != list(range(len(names))):
-                self._renumber(columns, np.array([places[name] for name in names], np.int32))
+                self._renumber_labels(columns, np.array([places[name] for name in names], np.int32))
         _require_distinct_classes(classes, where)
         counts = np.zeros(len(classes), np.int64)
         for start in range(0, self.number, CHUNK):
@@ -243,9 +253,9 @@ class Columns:
             raise ConfigError(f"{where}: the label {len(counts) - 1} is not among the {len(classes)} classes")
         return classes, counts.tolist()
 
-    def _renumber(self, columns: dict[str, Any], places: np.ndarray) -> None:
-        """Replaces the column of labels by places[label] in `columns`. If there is a folder, writes it to a new file,
-        label.new, since an interrupted listing continues with the old one.
+    def _renumber_labels(self, columns: dict[str, Any], places: np.ndarray) -> None:
+        """Replaces each label in `columns` by places[label]. If there is a folder, the new labels are written to a new
+        file, label.new, since an interrupted listing goes on with the old one.
         """
         old = columns.get("label", np.broadcast_to(np.int32(0), self.number))  # a column of zeros is left out
         if self.folder is None:
@@ -259,9 +269,9 @@ class Columns:
 
 
 def _require_distinct_classes(classes: Sequence[str], where: str) -> None:
-    """Raises ConfigError if two names of classes differ only in white space, in how Unicode composes letters, or in the
-    case of a truth value, or if a name has control characters or bytes that are no UTF-8, which lists and exports
-    cannot hold.
+    """Raises ConfigError if two names of classes look alike: they differ only in white space, in the way Unicode
+    composes letters, or, for true and false, in case. Also if a name has control characters, or bytes that are not
+    UTF-8.
     """
     known: dict[str, str] = {}
     for name in classes:
@@ -275,8 +285,8 @@ def _require_distinct_classes(classes: Sequence[str], where: str) -> None:
 
 
 def _name_numbered_classes(places: dict[str, int], where: str) -> tuple[str, ...]:
-    """Returns the names "0", "1", ... of the classes up to the largest number in `places`. Raises ConfigError if a
-    number is negative, or 2^20 or more.
+    """Returns the class names "0", "1", ... up to the largest number in `places`, the number of each label's text.
+    Raises ConfigError if a number is negative, or 2^20 or more.
     """
     wrong = next((name for name, number in places.items() if not 0 <= number < _MOST_CLASSES), None)
     if wrong is not None:

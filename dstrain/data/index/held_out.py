@@ -21,13 +21,13 @@ class Members:
 
     def __init__(self, number: int, held_out: float, split: str) -> None:
         self.number, self.held_out, self.split = number, held_out, split
-        self.ends = _count_members_by_block(number, held_out, split)
+        self.ends = _cumulate_members_by_block(number, held_out, split)
 
     def __len__(self) -> int:
         return int(self.ends[-1]) if len(self.ends) else 0
 
     def find_members(self, index: np.ndarray) -> np.ndarray:
-        """Returns the members at the places `index` int64 (b,) in the ascending list of all members: int64 (b,)."""
+        """Returns the members at the positions `index` int64 (b,) in the ascending list of all members: int64 (b,)."""
         block = np.searchsorted(self.ends, index, side="right")  # (b,)
         place = index - np.where(block > 0, self.ends[block - 1], 0)  # within the block
         numbers = block[:, None] * _BLOCK + np.arange(_BLOCK)  # (b, _BLOCK)
@@ -41,12 +41,15 @@ class Members:
 
 
 def _are_held_out(numbers: np.ndarray, share: float) -> np.ndarray:
+    """Returns whether each of the numbers int64 (b,) is held out: bool (b,). It is if its hash, uniform in [0, 1), is
+    below `share`.
+    """
     return (rng.uniform(rng.keys_of_seeds(torch.from_numpy(numbers)), "held_out") < share).numpy()
 
 
-def _count_members_by_block(number: int, share: float, split: str) -> np.ndarray:
-    """Returns how many members there are from 0 up to the end of each block of 128 numbers: int64 (blocks,). Caches the
-    counts of the last `number` and `share`.
+def _cumulate_members_by_block(number: int, share: float, split: str) -> np.ndarray:
+    """Returns cumulative counts int64 (blocks,): how many of the numbers up to the end of each block of 128 are members
+    of the split. Caches the counts of the last `number` and `share`.
     """
     if (number, share) not in _HELD_ENDS:
         counts = [

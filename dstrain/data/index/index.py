@@ -74,7 +74,7 @@ class Index:
     @classmethod
     def open(cls, folder: Path) -> "Index | None":
         """Opens the index in a folder. Returns None if there is none, if its header is damaged or of another version,
-        or if a column has a wrong size. Values are compared with checksums only when they are read.
+        or if a column has a wrong size. Values are checked only when they are read.
         """
         header = read_sealed_file(folder / HEADER)
         if header is None or header.get("version") != VERSION:
@@ -91,8 +91,8 @@ class Index:
         return self.header["number"]
 
     def is_intact_or_large(self) -> bool:
-        """Returns whether all columns match their checksums. A column above 512 MB counts as intact without a check;
-        its blocks are checked when they are read.
+        """Returns whether all columns match their checksums. A column above 512 MB is not checked here but when it is
+        read, and counts as intact.
         """
         return all(column.is_intact_or_large() for column in self._columns.values())
 
@@ -100,7 +100,9 @@ class Index:
         return os.fsdecode(self.read_name_bytes(index))
 
     def read_name_bytes(self, index: int) -> bytes:
-        """Returns the name of a sample as bytes, as the file system has it. Raises IndexError beyond the samples."""
+        """Returns the name of a sample as bytes, as the file system has it. Raises IndexError if there is no such
+        sample.
+        """
         if not 0 <= index < len(self):
             raise IndexError(index)
         return self._read_text("names", "name_ends", index)
@@ -112,13 +114,16 @@ class Index:
         return [text[begin:end] for begin, end in itertools.pairwise(places)]
 
     def read_name_block(self, start: int, stop: int) -> tuple[bytes, np.ndarray]:
-        """Returns the names of the n samples start .. stop - 1 joined without separator, and the offsets (n + 1,) at
-        which they begin and the last ends; the first offset is 0.
+        """Returns the names of the n samples start .. stop - 1, joined without separator, and the offsets (n + 1,) in
+        bytes at which they begin, from 0, and at which the last one ends.
         """
         ends = self._read_ends("name_ends", start, stop)
         return self._columns["names"][int(ends[0]) : int(ends[-1])], ends - ends[0]
 
     def read_name_hashes(self, start: int, stop: int) -> np.ndarray:
+        """Returns the hashes of the names of the n samples start .. stop - 1, as `hash_name` makes them: uint64
+        (n,).
+        """
         return self._columns["name_hash"][start:stop]
 
     def read_place(self, index: int) -> Place:
@@ -128,7 +133,7 @@ class Index:
         return self._read_value("label", index)
 
     def read_labels(self, index: slice | np.ndarray) -> np.ndarray:
-        """Returns the labels of the samples in a slice or at an array of indices: int32 (n,), zeros if there are no
+        """Returns the labels of the samples in a slice or at an array of indices: int32 (n,); zeros if the data have no
         labels.
         """
         if "label" in self._columns:
@@ -136,6 +141,7 @@ class Index:
         return np.zeros(len(range(*index.indices(len(self)))) if isinstance(index, slice) else len(index), np.int32)
 
     def read_captions(self, index: int) -> tuple[str, ...]:
+        """Returns the captions of a sample; () if the data have none."""
         if not self.most_captions:
             return ()
         ends = self._columns["captions_ends"]
@@ -143,7 +149,7 @@ class Index:
         return tuple(self._read_text("captions", "caption_ends", number).decode("utf-8") for number in numbers)
 
     def read_caption_block(self, start: int, stop: int) -> list[list[str]]:
-        """Returns the captions of each of the samples start .. stop - 1; only for an index that has captions."""
+        """Returns the captions of each of the samples start .. stop - 1. The index must have captions."""
         numbers = self._read_ends("captions_ends", start, stop).astype(np.int64)
         ends = self._read_ends("caption_ends", *numbers[[0, -1]].tolist()).astype(np.int64)
         text = bytes(self._columns["captions"][int(ends[0]) : int(ends[-1])])
@@ -151,18 +157,18 @@ class Index:
         return [captions[begin:end] for begin, end in itertools.pairwise((numbers - numbers[0]).tolist())]
 
     def open_split(self, split: str, held_out: float, leave_out: Sequence[str] = ()) -> Split:
-        """Opens the split "train", "held_out" or "all". A sample is held out if the hash of its name is below the share
-        `held_out`, whatever other samples there are.
+        """Returns the samples of the split "train", "held_out" or "all". A sample is held out if the hash of its name
+        is below the share `held_out`, whatever other samples there are.
 
-        leave_out: patterns of captions; samples with a caption that fits one are in no split, and "all" then returns
-        "train". Call `write_splits` first for an index on a disk, unless all samples are opened. Raises ConfigError if
-        the split was not written, or is damaged.
+        leave_out: patterns of captions. Samples with a caption that fits one are in no split, and "all" then means
+        "train". If the index is on a disk, call `write_splits` first, unless all samples are wanted.
+        Raises ConfigError if the split was not written, or is damaged.
         """
         if not leave_out and (split == "all" or not held_out):
             return Split(len(self), None, self.header["counts"], self.header["names"])
         split = "train" if split == "all" else split
         if self.folder is None:
-            chunks = list(_divide_rows(self, held_out, leave_out))
+            chunks = list(_divide_rows_into_splits(self, held_out, leave_out))
             names = blake2b(b"".join(parts[split][1] for parts, _ in chunks), digest_size=8)
             rows = np.concatenate([parts[split][0] for parts, _ in chunks])
             return _make_split(self, rows, names)._replace(left_out=sum(fits for _, fits in chunks).tolist())
@@ -175,15 +181,15 @@ class Index:
         return splits[split]
 
     def has_splits(self, held_out: float, leave_out: Sequence[str] = ()) -> bool:
-        """Returns whether the splits are on the disk, belong to this index, and match their checksums (not checked
-        above 512 MB). Returns True if nothing is held out or left out.
+        """Returns whether `write_splits` has written the splits, and they are of this index and match their checksums
+        (not checked above 512 MB). Returns True if no sample is held out or left out, since no files are needed then.
         """
         splits = self._open_splits(held_out, leave_out) if held_out or leave_out else {}
         return splits is not None and all(own.members.is_intact_or_large() for own in splits.values())
 
     def write_splits(self, held_out: float, leave_out: Sequence[str] = ()) -> None:
-        """Writes both splits to a folder beside the columns of an index on a disk. Old files are replaced and never
-        written to, since other processes may have mapped them.
+        """Writes the splits "train" and "held_out" to a folder within that of the index, which must be on a disk. Old
+        files are replaced by new ones and never overwritten, since other processes may have mapped them.
         """
         folder, header = self._find_splits_folder(held_out, leave_out), {"index": self._make_identity()}
         left_out = np.zeros(len(leave_out), np.int64)
@@ -192,7 +198,7 @@ class Index:
         with ExitStack() as stack:
             paths = {split: stack.enter_context(atomic.replace_file(folder / f"{split}.bin")) for split in names}
             files = {split: stack.enter_context(open(path, "wb")) for split, path in paths.items()}
-            for parts, fits in _divide_rows(self, held_out, leave_out):
+            for parts, fits in _divide_rows_into_splits(self, held_out, leave_out):
                 left_out += fits
                 for split, (rows, text) in parts.items():
                     files[split].write(rows.tobytes())
@@ -208,8 +214,8 @@ class Index:
         atomic.write_file(folder / HEADER, sealed.render_sealed_json(header))
 
     def _open_splits(self, held_out: float, leave_out: Sequence[str]) -> dict[str, Split] | None:
-        """Opens both splits on the disk, by name. Returns None if they are missing, have a wrong size, or belong to
-        another index.
+        """Returns the splits "train" and "held_out" from the disk, by name. Returns None if they are missing, have a
+        wrong size, or belong to another index.
         """
         folder, dtype = self._find_splits_folder(held_out, leave_out), np.dtype(_choose_row_type(self))
         header = read_sealed_file(folder / HEADER)
@@ -225,6 +231,9 @@ class Index:
         return splits
 
     def _find_splits_folder(self, held_out: float, leave_out: Sequence[str]) -> Path:
+        """Returns the folder for the splits of this share `held_out` and these patterns, within the folder of the
+        index.
+        """
         folder = self.folder / f"held_out-{held_out!r}"
         if not leave_out:
             return folder
@@ -232,20 +241,27 @@ class Index:
         return folder.with_name(f"{folder.name}-left_out-{digest}")
 
     def _read_ends(self, name: str, start: int, stop: int) -> np.ndarray:
-        """Returns uint64 (n + 1,) from the column of ends `name`: the beginning of entry `start`, then the ends of the
-        n entries start .. stop - 1.
+        """Returns uint64 (n + 1,) from the column of ends `name`: where entry `start` begins, then where each of the n
+        entries start .. stop - 1 ends.
         """
         ends = self._columns[name][max(start - 1, 0) : stop]
         return ends if start else np.concatenate((np.zeros(1, np.uint64), ends))
 
     def _read_text(self, blob: str, ends: str, index: int) -> bytes:
+        """Returns text number `index` of the column `blob`, as bytes. ends: the column that says where each text
+        ends.
+        """
         column = self._columns[ends]
         return bytes(self._columns[blob][int(column[index - 1]) if index else 0 : int(column[index])])
 
     def _read_value(self, name: str, index: int) -> int:
+        """Returns a sample's value in a column; the default if the column was left out, since all its values are
+        that.
+        """
         return int(self._columns[name][index]) if name in self._columns else COLUMNS[name][1]
 
     def _make_identity(self) -> str:
+        """Returns a text by which two indices of the same samples are equal: the hashes of all columns."""
         return f"{self.header['names']} {self.rest}"
 
     def __getstate__(self) -> dict[str, Any]:
@@ -277,8 +293,8 @@ class Index:
 
 
 def hash_columns(columns: dict[str, Any], number: int) -> tuple[str, str]:
-    """Returns two hexadecimal hashes: of all names followed by all labels, and of the other columns ("" if there are
-    none). number: the number of samples.
+    """Returns two hashes as hexadecimal text: of all names and then all labels, and of all other columns. The second is
+    "" if there are no other columns. number: how many samples there are.
     """
     names, rest = blake2b(digest_size=8), blake2b(digest_size=8)
     for start in range(0, len(columns["names"]), 1 << 20):
@@ -295,19 +311,20 @@ def hash_columns(columns: dict[str, Any], number: int) -> tuple[str, str]:
 
 
 def hash_name(name: bytes) -> int:
-    """Returns the hash of a name, 0 to 2^64 - 1. A sample is held out if this is below held_out * 2^64."""
+    """Returns a hash of a name, from 0 to 2^64 - 1. The sample is held out if its hash is below held_out * 2^64."""
     return int.from_bytes(blake2b(name, digest_size=8).digest(), "little")
 
 
 def _choose_row_type(index: Index) -> type[np.unsignedinteger]:
+    """Returns the smallest dtype for rows of the index: uint32, or uint64 from 2^32 samples on."""
     return np.uint32 if len(index) < 1 << 32 else np.uint64
 
 
-def _divide_rows(
+def _divide_rows_into_splits(
     index: Index, held_out: float, leave_out: Sequence[str]
 ) -> Iterator[tuple[dict[str, tuple[np.ndarray, bytes]], np.ndarray]]:
-    """Yields for each chunk of the index {split: (rows, names joined)}, and the number of samples with a caption that
-    each pattern of `leave_out` fits, int64 (patterns,). These samples are in no split.
+    """Yields for each chunk of the index {split: (its rows, their names joined)}, and int64 (patterns,): how many
+    samples have a caption that fits each pattern of `leave_out`. These samples are in no split.
     """
     action = f"holding out {held_out:g} of the samples" + ", and data.leave_out" * bool(leave_out)
     dtype = _choose_row_type(index)
@@ -328,16 +345,17 @@ def _divide_rows(
 
 
 def _join_names(text: bytes, ends: np.ndarray, own: np.ndarray) -> bytes:
-    """Returns, joined, the names of the rows where `own` bool (n,) is True. text, ends: as `read_name_block` returns
-    them. Copies each run of successive rows at once.
+    """Returns the names of the rows where `own` bool (n,) is True, joined. Copies successive names at once.
+
+    text, ends: all names, as `Index.read_name_block` returns them.
     """
     edges = ends[np.flatnonzero(np.diff(own, prepend=False, append=False))].tolist()
     return b"".join([text[begin:end] for begin, end in zip(edges[::2], edges[1::2])])
 
 
 def _make_split(index: Index, members: np.ndarray, names: Any) -> Split:
-    """Returns the Split of the rows `members`. names: a hash object of their names; this function adds the labels to
-    it.
+    """Returns the split that consists of the rows `members`. names: a hash object that has been fed with their names;
+    this function feeds it with their labels.
     """
     counts = np.zeros(len(index.classes), np.int64)
     for start in range(0, len(members), CHUNK):
@@ -349,7 +367,9 @@ def _make_split(index: Index, members: np.ndarray, names: Any) -> Split:
 
 
 def read_sealed_file(path: Path) -> dict[str, Any] | None:
-    """Returns the content of a sealed file (disk/sealed.py); None if it cannot be read or was altered."""
+    """Returns the content of a JSON file with a hash of itself (disk/sealed.py); None if it cannot be read or was
+    altered.
+    """
     try:
         return sealed.parse_sealed_json(path.read_bytes())
     except OSError:

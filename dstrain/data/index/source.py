@@ -14,7 +14,7 @@ from torch import Tensor
 from dstrain.data.decode.pixels import SUFFIXES
 from dstrain.data.files.listing import join_first, map_in_threads
 from dstrain.data.formats.base import Layout
-from dstrain.data.index.alike import count_bytes
+from dstrain.data.index.alike import count_file_bytes
 from dstrain.data.index.build import make_files_once
 from dstrain.data.index.index import CHUNK, Index
 from dstrain.data.source import Source
@@ -86,18 +86,23 @@ class Indexed(Source):
         return self.index.read_name(self.find_row(index))
 
     def find_row(self, index: int) -> int:
-        """Returns the row in the index of the sample with number `index` in this split. Raises IndexError beyond it."""
+        """Returns the row of the index that holds sample `index` of this split. Raises IndexError if there is no such
+        sample.
+        """
         if not 0 <= index < len(self):
             raise IndexError(index)
         return index if self.chosen.members is None else int(self.chosen.members[index])
 
     def read_label(self, row: int) -> int:
+        """Returns the label of the sample in a row of the index, as an index into `classes`."""
         label = self.index.read_label(row)
         return label if self._renumbered is None else int(self._renumbered[label])
 
     @property
     def labels(self) -> np.ndarray:
-        """Returns the labels of all samples, int32 (N,). Only for small data, since all are read into memory."""
+        """Returns the labels of all samples: int32 (N,). They are all read into memory, so use it only for small
+        data.
+        """
         return np.concatenate([labels for _, labels in self._iterate_chunks()])
 
     def prefetch(self, index: Tensor, mirrored: Tensor | None = None, chance: Tensor | None = None) -> None:
@@ -126,12 +131,12 @@ class Indexed(Source):
 
     @abstractmethod
     def _summarize(self) -> str:
-        """Returns the beginning of the fingerprint: the kind of samples, the split, the numbers of samples and classes,
-        and a hash of names.
+        """Returns the beginning of the fingerprint: the kind of the samples, the split, the numbers of samples and of
+        classes, and a hash of names.
         """
 
     def _hash_names(self, texts: Iterable[bytes] = ()) -> str:
-        """Returns the hexadecimal hash of all names, then all labels, then `texts`."""
+        """Returns a hash of all names, then all labels, then `texts`, as hexadecimal text."""
         if self._renumbered is None and not texts:
             return self.chosen.names
         digest = blake2b(digest_size=8)
@@ -144,7 +149,7 @@ class Indexed(Source):
         return digest.hexdigest()
 
     def _iterate_chunks(self) -> Iterator[tuple[range | np.ndarray, np.ndarray]]:
-        """Yields (rows in the index, labels int32) of all samples of the split, at most CHUNK at a time."""
+        """Yields (rows in the index, labels int32) of the samples of the split, 65,536 samples at a time."""
         for start in range(0, len(self), CHUNK):
             stop = min(start + CHUNK, len(self))
             rows = range(start, stop) if self.chosen.members is None else self.chosen.members[start:stop]
@@ -152,16 +157,20 @@ class Indexed(Source):
             yield rows, labels if self._renumbered is None else self._renumbered[labels]
 
     def _read_names(self, rows: range | np.ndarray) -> list[bytes]:
+        """Returns the names of the samples in these rows of the index, as bytes."""
         if isinstance(rows, range):
             return self.index.read_names(rows.start, rows.stop)
         return [self.index.read_name_bytes(row) for row in rows.tolist()]
 
     def _count_files(self) -> int:
+        """Returns the number of files of the data: of samples if each is a file, else of the layout's pieces, such as
+        shards.
+        """
         return len(self) if self.index.single else len(self.layout.list_pieces())
 
     def _iterate_files(self, numbers: Sequence[int]) -> Iterator[list[str]]:
-        """Yields the names of the files with these numbers, a chunk at a time. A file is one sample, or a part of the
-        layout if it holds several.
+        """Yields the names of the files with these numbers, as lists of at most 65,536. A file is one sample, or, if
+        files hold several samples, a piece of the layout, such as a shard.
         """
         pieces = [] if self.index.single else self.layout.list_pieces()
         for start in range(0, len(numbers), CHUNK):
@@ -169,27 +178,29 @@ class Indexed(Source):
             yield [self.name_sample(int(number)) if self.index.single else pieces[number] for number in some]
 
     def _summarize_files(self, numbers: Sequence[int]) -> str:
-        """Returns "bytes=SUM contents=HASH": the sum of the sizes of the files with these numbers, and a hash of the
-        sizes (-1 if unknown) and of `_hash_texts`. Modification times are ignored, so that a copied folder is the same
-        data.
+        """Returns "bytes=SUM contents=HASH" of the files with these numbers: the sum of their sizes, and a hash of each
+        size (-1 if unknown) and of `_hash_texts`. Ignores modification times, so that a copy of the data gives the
+        same.
         """
         total, digest = 0, blake2b(digest_size=8)
         for names in self._iterate_files(numbers):
-            sizes = np.fromiter(map_in_threads(partial(count_bytes, self.layout), names), np.int64, len(names))
+            sizes = np.fromiter(map_in_threads(partial(count_file_bytes, self.layout), names), np.int64, len(names))
             total += int(sizes.sum())
             digest.update(sizes.tobytes())
         digest.update(self._hash_texts(numbers))
         return f"bytes={total} contents={digest.hexdigest()}"
 
     def _hash_texts(self, numbers: Sequence[int]) -> bytes:
-        """Returns the index's hash of all columns other than names and labels, such as captions and sizes; b"" if there
-        are none. `numbers` is not used here: subclasses hash captions in the files with these numbers.
+        """Returns the hash of all columns of the index but names and labels, such as captions and sizes; b"" if there
+        are no such columns. Subclasses instead hash the captions in the files with these `numbers`.
         """
         return self.index.rest.encode()
 
 
 def _make_check_command(layout: Layout) -> str:
-    """Returns the shell command `dstrain index ... --check`, which lists the samples that cannot be read."""
+    """Returns the shell command `dstrain index ... --check`, which lists the samples of these data that cannot be
+    read.
+    """
     request, words = layout.request, ["dstrain", "index", layout.root]
     entries = {
         "num_frames": None if request.suffixes == SUFFIXES else 1,
@@ -204,8 +215,8 @@ def _make_check_command(layout: Layout) -> str:
 
 
 def _describe_alike_classes(classes: Sequence[str]) -> str:
-    """Returns a remark on the first group of classes whose names differ only in case, since some file systems do not
-    tell them apart; "" if there is none.
+    """Returns a remark on classes whose names differ only in case, such as cat and Cat, since some file systems take
+    them for one; "" if there are none. Names the first such classes alone.
     """
     by_name: dict[str, list[str]] = {}
     for name in classes:

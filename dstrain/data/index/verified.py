@@ -24,8 +24,8 @@ _BLOCK = 1 << 12  # bytes
 
 
 def write_checksums_beside(path: Path, values: Any) -> None:
-    """Writes the checksums of the values in the column file `path`, COLUMN.bin, to COLUMN.sums beside it. values: an
-    array, or bytes.
+    """Writes the checksums of a column to COLUMN.sums beside its file `path`, COLUMN.bin. values: the values in that
+    file, as an array or as bytes.
     """
     view = memoryview(values).cast("B") if len(values) else b""
     sums = (zlib.crc32(view[start : start + _BLOCK]) for start in range(0, len(view), _BLOCK))
@@ -58,26 +58,29 @@ class Verified:
         """Returns the values at `key` after checking their blocks. Raises NotRead if the file was altered there."""
         if isinstance(key, slice):
             start, stop, _ = key.indices(len(self))
-            self._verify(range(start * self._width // _BLOCK, -(-stop * self._width // _BLOCK) if start < stop else 0))
+            self._verify_blocks(
+                range(start * self._width // _BLOCK, -(-stop * self._width // _BLOCK) if start < stop else 0)
+            )
         elif isinstance(key, np.ndarray):
-            self._verify(np.unique(key.astype(np.int64) * self._width // _BLOCK).tolist())
+            self._verify_blocks(np.unique(key.astype(np.int64) * self._width // _BLOCK).tolist())
         else:
-            self._verify((int(key) * self._width // _BLOCK,))
+            self._verify_blocks((int(key) * self._width // _BLOCK,))
         return self._values[key]
 
     def is_intact_or_large(self) -> bool:
-        """Returns whether all blocks match their checksums. Returns True without a check for a file above 512 MB, whose
-        blocks are checked when they are read.
+        """Returns whether the whole file matches its checksums. A file above 512 MB is not checked here but when it is
+        read, and counts as intact.
         """
         if len(self._view) > CHECKED:
             return True
         try:
-            self._verify(range(len(self._sums)))
+            self._verify_blocks(range(len(self._sums)))
         except NotRead:
             return False
         return True
 
-    def _verify(self, blocks: Iterable[int]) -> None:
+    def _verify_blocks(self, blocks: Iterable[int]) -> None:
+        """Compares blocks of the file with their checksums, each only once. Raises NotRead if one was altered."""
         for block in blocks:
             if self._seen[block]:
                 continue
@@ -93,8 +96,8 @@ class Verified:
 
 
 def open_column_if_intact(path: Path, dtype: Any, size: int) -> Verified | None:
-    """Opens a column. Returns None if its file or its checksums are missing or of another size, or if a block does not
-    match its checksum; the blocks of a file above 512 MB are checked only when they are read.
+    """Returns the column in a file of `size` bytes. Returns None if the file or its checksums are missing or of another
+    size, or if a block was altered; a file above 512 MB is checked only when it is read.
     """
     try:
         column = Verified(path, dtype, size)
@@ -104,7 +107,8 @@ def open_column_if_intact(path: Path, dtype: Any, size: int) -> Verified | None:
 
 
 def open_shared_column(path: Path, dtype: Any, size: int) -> Verified:
-    """Opens a column that this or another process has checked before. Its blocks are checked when they are read.
+    """Returns the column in a file of `size` bytes that this or another process has already checked. Its blocks are
+    checked again when they are read.
 
     Raises ConfigError if this machine cannot open the file or its checksums, or if either has another size.
     """
@@ -118,7 +122,7 @@ def open_shared_column(path: Path, dtype: Any, size: int) -> Verified:
 
 
 def map_file(path: Path) -> Any:
-    """Returns a read-only memory map of a file, or b"" for an empty file. No checksum is checked. Raises OSError if
+    """Returns a read-only memory map of a file; b"" for an empty file. Does not check its content. Raises OSError if
     the file cannot be opened.
     """
     with open(path, "rb") as file:
