@@ -177,8 +177,8 @@ class PlainChunk:
         self._start, self._content, self._at = start, content, 0
 
     def find_value(self, value: bytes) -> int | None:
-        """Returns the byte of the file at which `value` begins, which must be the next value of the column. Returns
-        None if its bytes are not stored unchanged.
+        """Returns the offset in the file, in bytes, at which `value` begins; None if its bytes are not stored
+        unchanged. Values must be looked for in the order in which the column has them.
         """
         stored = struct.pack("<I", len(value)) + value
         # The value comes next, or behind the head of a page, or in the dictionary before all pages.

@@ -63,14 +63,16 @@ class Files(ABC):
 
 
 def is_hidden(name: str) -> bool:
-    """Returns whether a file or folder of this name is ignored: hidden ones, whose name begins with a dot (.DS_Store,
-    ._photo.jpg), and __MACOSX of zip files and @eaDir of Synology.
+    """Returns whether a file or folder is ignored because of its name: one that begins with a dot (.DS_Store,
+    ._photo.jpg), __MACOSX of zip files, or @eaDir of Synology.
     """
     return name[0] == "." or name in ("__MACOSX", "@eaDir")
 
 
 def is_hidden_path(name: str) -> bool:
-    """Returns whether `is_hidden` is true of any part of a relative path, such as __MACOSX/a/0.png."""
+    """Returns whether a relative path is ignored because any part of it is hidden (see `is_hidden`):
+    __MACOSX/a/0.png.
+    """
     return any(is_hidden(part) for part in name.split("/") if part not in ("", ".", ".."))
 
 
@@ -142,7 +144,7 @@ class LocalFiles(Files):
 
 
 def select_names(names: list[tuple[str, bool]], pattern: str) -> list[tuple[str, bool]]:
-    """Returns those of the (name, whether it is a folder) that are files and whose name fits a pattern such as
+    """Returns those of `names`, each (name, whether it is a folder), that are files and fit a pattern such as
     train-*.tar.
     """
     return [(name, is_folder) for name, is_folder in names if not is_folder and fnmatch.fnmatchcase(name, pattern)]

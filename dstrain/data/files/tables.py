@@ -49,8 +49,8 @@ class Table(ABC):
         """
 
     def count_groups(self) -> int:
-        """Returns the number of groups of rows that can be read separately: the row groups of a parquet file, else
-        1.
+        """Returns the number of groups of rows that can be read separately: 1, or the number of row groups of a parquet
+        file.
         """
         return 1
 
@@ -125,7 +125,7 @@ class _Csv(Table):
         return self._require_distinct_columns(names)
 
     def _require_distinct_columns(self, names: list[str]) -> list[str]:
-        """Returns `names`, those of the columns. Raises ConfigError if two are the same."""
+        """Returns the names of the columns unchanged. Raises ConfigError if two of them are equal."""
         if twice := next((name for name in names if names.count(name) > 1), None):
             raise ConfigError(f"{self.where}, line 1: two columns are called {twice}: rename or remove one")
         return names
@@ -237,8 +237,8 @@ def _has_open_quote(field: str) -> bool:
 
 
 def _parse_quoted_record(text: str) -> list[str] | None:
-    """Returns the fields of a record, by the rules of csv but with tabs. Returns None if the text breaks them, or holds
-    several records.
+    """Returns the fields of a record by the rules of csv, with tabs between the fields. Returns None if the text breaks
+    these rules, or holds several records.
     """
     try:
         records = list(csv.reader(io.StringIO(text, newline=""), delimiter="\t", strict=True))

@@ -141,8 +141,8 @@ class Layout(ABC):
         )
 
     def find_held_out_path(self) -> str | None:
-        """Returns the path of held-out samples that come with the data, such as those of a split `test`. Returns None
-        if there are none. Layouts with splits override this method, which always returns None.
+        """Returns the path of held-out samples that come with the data, such as those of a split `test`; None if there
+        are none. Returns None by default; layouts with splits override this method.
         """
 
     def require_one_split(self, column: str, split: Any, at: str) -> None:

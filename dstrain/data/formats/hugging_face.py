@@ -138,12 +138,13 @@ class Tables(Layout):
         return choose_columns(self._open_piece(piece).schema, self.request, self._describe_piece(piece))
 
     def _open_with_label_names(self, piece: str) -> tuple[Any, list[int | str]]:
-        """Opens a file of the data. Returns it, and a list of the class for each number of its ClassLabel, [] without
-        one: the number that the first file gives to the same class name, or, with data.class_list, the name.
+        """Opens a file of the data. Returns it, and a list that gives the class of each number in its column of labels;
+        [] if that is no ClassLabel. A class is the number that the first file gives to the same name; with
+        data.class_list, it is the name itself.
 
         For the first file, also counts unread files beside it as left out, and checks for missing shards.
-        Raises ConfigError if the file's columns differ from the first file's, or if its ClassLabel has names that the
-        first file's lacks.
+        Raises ConfigError if the file's columns differ from the first file's, or if it has names of classes that the
+        first file lacks.
         """
         if piece == self._list_chosen_files()[0]:
             self.record_unread_files_beside_shards()
@@ -188,7 +189,7 @@ class Tables(Layout):
         return Sample(place, label, tuple(captions))
 
     def _read_label(self, value: Any, names: list[int | str], at: str) -> int | str:
-        """Returns the class that the value of a cell means. names: the class for each number of the ClassLabel, as
+        """Returns the class that the value of a cell means. names: the class of each number, as
         `_open_with_label_names` returns it. at: names the row in messages.
 
         Raises ConfigError if the value is no class. Many data sets write -1 for labels that they keep secret.
@@ -483,8 +484,7 @@ def _open_parquet(files: Files, piece: str, where: str) -> Any:
 @lru_cache(1)
 def _read_group_column(files: Files, piece: str, where: str, group: int, column: str) -> Any:
     """Returns one column of a parquet row group as a ChunkedArray. Caches the last result, since successive samples
-    often
-    lie in the same row group. Raises ConfigError if the decoded column has more than MAX_GROUP bytes.
+    often lie in the same row group. Raises ConfigError if the decoded column has more than MAX_GROUP bytes.
     """
     import pyarrow
 

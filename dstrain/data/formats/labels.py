@@ -206,13 +206,14 @@ def require_fitting_classes(
     without: str = "",
     own: bool = False,
 ) -> None:
-    """Raises ConfigError if the classes of the data do not fit a model that learns `number` labels; None: it learns
-    none, and all data fit.
+    """Raises ConfigError if the classes of the data do not fit a model that learns `number` labels. If `number` is
+    None, the model learns no labels, and all data fit.
 
     The data must have `number` classes, or none if `number` is 1. If it is above 1, the held-out data must have
     classes, too.
-    path: the data's path, for messages. field, without: for messages, SystemConfig.num_labels_field and
-    .without_labels. own: the held-out samples come from the same data, so that a message may advise data.held_out.
+    path: the data's path, for messages. field, without: for messages, the recipe's entries that set the number of
+    labels, and that turn labels off. own: the held-out samples come from the same data, so that a message may advise
+    data.held_out.
     """
     classes = len(source.classes)
     if number is None or classes == number:

@@ -239,7 +239,9 @@ class Metadata(TableList):
         yield from super().iterate_samples(piece)
 
     def _record_files_without_row(self) -> None:
-        """Counts as left out the images that have no row in the table, and the files of types that are not read."""
+        """Counts as left out the images (or clips) that have no row in the table, and the files of types that are not
+        read.
+        """
         table, named, others = self._open_table(), Names(), Counter()
         columns = self._choose_columns(table)["path"]
         for group in range(table.count_groups()):

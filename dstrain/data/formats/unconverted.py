@@ -64,12 +64,12 @@ def refuse_unconverted_data(root: str, files: Files, request: Request, forms: It
     if is_single_npz(files):
         raise _make_conversion_error(root, "the arrays of an .npz", "npz", root, request.key, files.far)
     if request.labels == "auto" and not request.captions and find_validation_labels_file(root, files):
-        _refuse_flat_validation(root, request)
+        _refuse_flat_validation_folder(root, request)
 
 
 def _make_conversion_error(root: str, noun: str, kind: str, path: str, key: str, far: bool) -> ConfigError:
-    """Returns the error for data that must be converted first. noun: what they are called. See
-    `describe_conversion`.
+    """Returns the error for data that must be converted first. noun: what messages call these data. The other arguments
+    are those of `describe_conversion`.
     """
     return ConfigError(f"{key}={root} holds {noun}: {describe_conversion(kind, path, key, far)}")
 
@@ -88,7 +88,7 @@ def describe_conversion(kind: str, path: str, key: str, far: bool = False) -> st
     return f"{copied}convert them once with `{command}`, then give {key}={out}"
 
 
-def _refuse_flat_validation(root: str, request: Request) -> None:
+def _refuse_flat_validation_folder(root: str, request: Request) -> None:
     """Raises ConfigError for ImageNet's validation images without class folders, with the command that lists them."""
     table = f"{root.rstrip('/')}.csv"
     remedy = f"then give {request.key}={table}"

@@ -47,7 +47,7 @@ def require_same_data(layout: Layout, index: Index, read_stats: Callable[[], lis
 
 
 def require_same_source(source: Source, path: str) -> None:
-    """Raises ConfigError on all ranks if a machine has other cached data at `path` than rank 0, by their fingerprints.
+    """Raises ConfigError on all ranks if the cached data at `path` have different fingerprints on different machines.
     All ranks must call it.
     """
     _compare_views(path, f"data.path={path}", source.compute_fingerprint, "{1!r}, not {0!r}".format)

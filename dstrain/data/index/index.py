@@ -255,13 +255,15 @@ class Index:
         return bytes(self._columns[blob][int(column[index - 1]) if index else 0 : int(column[index])])
 
     def _read_value(self, name: str, index: int) -> int:
-        """Returns a sample's value in a column; the default if the column was left out, since all its values are
-        that.
+        """Returns the value of a sample in a column. A column that was left out has its default value for all
+        samples.
         """
         return int(self._columns[name][index]) if name in self._columns else COLUMNS[name][1]
 
     def _make_identity(self) -> str:
-        """Returns a text by which two indices of the same samples are equal: the hashes of all columns."""
+        """Returns a text made of the hashes of all columns. Two indices are of the same samples if their texts are
+        equal.
+        """
         return f"{self.header['names']} {self.rest}"
 
     def __getstate__(self) -> dict[str, Any]:
