@@ -129,7 +129,7 @@ def run_steps(training: Training) -> tuple[int, bool]:
         tracker.move_progress_bar(done)
         training.saves.report_ended_save()  # reports saves that have ended meanwhile
         stop = ballot.await_outcome()  # everyone together
-        if trouble := course.find_trouble(done, engines.collect_applied_flags().values(), losses, done == run.steps):
+        if trouble := course.record_step(done, engines.collect_applied_flags().values(), losses, done == run.steps):
             done, stop = roll_back(training, done, trouble), False  # raises where there is no way back
             continue
         last = stop or done == run.steps

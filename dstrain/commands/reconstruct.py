@@ -76,7 +76,9 @@ def make_averages(options: ReconstructOptions) -> list[Made]:
     snapshots = list_usable_snapshots(options.folder, options.step)
     step, origin = snapshots[-1].step, {"snapshots": [s.step for s in snapshots], "identity": hash_snapshots(snapshots)}
     parts = [Combined(snapshots, part) for part in snapshots[-1].parts]
-    usual = sorted({*USUAL, *(width for part in parts for width in snapshots[-1].list_averages(part.part)["widths"])})
+    usual = sorted(
+        {*USUAL, *(width for part in parts for width in snapshots[-1].get_average_counters(part.part)["widths"])}
+    )
     widths = options.widths or [width for width in usual if all(part.can_make(width) for part in parts)]
     misfits = {width: {part.part: part.solve(width).misfit for part in parts} for width in widths}
     folder = options.folder / RECONSTRUCTED

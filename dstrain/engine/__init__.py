@@ -11,12 +11,13 @@ from dstrain.recipe import ConfigError
 
 
 def prepare_environment() -> None:
-    """Sets the environment variables that DeepSpeed and torch read when they are imported or compile: DS_ACCELERATOR
-    (cuda or cpu, as torch finds), TORCH_EXTENSIONS_DIR, on a GPU TRITON_CACHE_DIR, and PATH, to which the folder of
-    this Python is added. Values that the user has set stay; only a folder that is not absolute or cannot be written is
-    replaced by a private temporary one. On a CPU it also silences torch's warning of a missing CUDA.
+    """Sets the environment variables that DeepSpeed and torch read when they are imported or compile code:
+    DS_ACCELERATOR (cuda if torch finds a GPU, else cpu), TORCH_EXTENSIONS_DIR, with a GPU TRITON_CACHE_DIR, and PATH,
+    to which the folder of the running Python is added. Values that the user has set stay. But a folder that cannot be
+    written, or that is no absolute path, is replaced by a private temporary one. Without a GPU, also silences torch's
+    warning that CUDA is missing.
 
-    Raises ConfigError if DS_ACCELERATOR is set to another device than torch finds.
+    Raises ConfigError if the user has set DS_ACCELERATOR to another device than torch finds.
     """
     import torch
 
@@ -42,8 +43,9 @@ def prepare_environment() -> None:
 
 
 def _set_writable_folder(variable: str, default: str) -> None:
-    """Sets an environment variable to its present value, or to `default` if it is not set. If that folder cannot be
-    written or is no absolute path, sets the variable to a private folder below the one for temporary files.
+    """Sets an environment variable to a folder that can be written: the one that it names already, or `default` if it
+    is not set. If that folder cannot be written, or is no absolute path, sets the variable to a private folder below
+    the one for temporary files.
     """
     folder = Path(os.path.expanduser(os.environ.get(variable) or default))
     usable = folder.is_absolute() and can_write(folder)

@@ -45,8 +45,9 @@ def prepare_blocks(
     scattered: bool = False,
     host: "HostMemory | None" = None,
 ) -> None:
-    """Replaces the forward method of each repeated block of a network by one that recomputes and compiles as the recipe
-    asks; a block for which the recipe asks neither stays as it is. Call it before deepspeed.initialize.
+    """Replaces the forward method of each repeated block of a network by one that is compiled, or that recomputes its
+    activations in the backward pass, as the recipe asks. A block for which the recipe asks neither stays as it is. Call
+    it before deepspeed.initialize.
 
     blocks      classes of the repeated blocks
     recompute   model.recompute: none, attention, all, offload, or a number k: all for every k-th block, none for the
@@ -117,8 +118,9 @@ def check_leaf_module_names(networks: Mapping[str, nn.Module], settings: dict[st
 
 def mark_leaf_modules(network: nn.Module, settings: dict[str, Any]) -> None:
     """At stage 3, marks the modules that zero_optimization.leaf_module of DeepSpeed's JSON names as ZeRO's leaf
-    modules, whose weights are gathered together. Adds a hook to each that makes one of its inputs require a gradient.
-    Does nothing at lower stages or without that section. Call it before deepspeed.initialize.
+    modules: all weights inside such a module are gathered together. Adds a hook to each of them that makes one of its
+    inputs require a gradient. Does nothing at lower stages or without that section. Call it before
+    deepspeed.initialize.
     """
     chosen = settings.get("zero_optimization", {}).get("leaf_module")
     if not chosen or read_stage(settings) < 3:
@@ -163,8 +165,9 @@ def should_compile(choice: str) -> bool:
 
 
 def run_block(module: nn.Module, recompute: str, *inputs: Any, **named: Any) -> Any:
-    """Returns the output of a block's own forward method. If gradients are recorded, the backward pass computes it
-    again as `recompute` says (none, attention or all), with the same dropout masks.
+    """Returns the output of a block's own forward method. If gradients are recorded, the backward pass computes as much
+    of the block again as `recompute` says: nothing for none, all but the products with weights for attention, and
+    everything for all. Dropout masks are then the same.
     """
     plain = partial(type(module).forward, module)
     if recompute == "none" or not torch.is_grad_enabled():
@@ -184,9 +187,9 @@ class HostMemory:
     """
 
     def forward(self, plain: Callable, *inputs: Any, **named: Any) -> Any:
-        """Returns the output of `plain`, the forward pass of a block. If gradients are recorded, the first input is
-        moved to the host's memory, and the backward pass fetches it and computes the block again. The other inputs,
-        which blocks share, stay on their device.
+        """Returns the output of `plain`, the forward pass of a block. If gradients are recorded, keeps only the block's
+        first input, as a copy in the host's memory; the backward pass fetches it and computes the block again. The
+        other inputs, which blocks share, stay on their device.
         """
         if not torch.is_grad_enabled():
             return plain(*inputs, **named)
@@ -230,8 +233,8 @@ class Graphs:
         self._by_kind: dict[tuple, Callable] = {}
 
     def forward(self, module: nn.Module, recompute: str, built: tuple, *inputs: Any, **named: Any) -> Any:
-        """Returns what `run_block` returns, computed by the compiled graph of the call's kind. The first call of a kind
-        compiles that graph.
+        """Returns what `run_block` returns, computed by a compiled graph. Compiles a graph at the first call with this
+        structure, recomputation and shapes of inputs, with or without gradients; later calls of the same kind share it.
 
         built   the structure of the module, as `describe_structure` returns it
         """
@@ -249,14 +252,14 @@ class Graphs:
 
 
 def _copy_function(function: FunctionType) -> FunctionType:
-    """Returns a copy of a function with a code object of its own."""
+    """Returns a copy of a function with a code object of its own, since torch keeps compiled graphs by code object."""
     return FunctionType(function.__code__.replace(), function.__globals__, function.__name__)
 
 
 def describe_structure(block: nn.Module) -> tuple:
-    """Returns a hashable description of a block, equal for blocks that can share a compiled graph: of each module in it
-    the class, the attributes that are numbers, strings or None (without `training`), and the names and shapes of its
-    weights.
+    """Returns a hashable description of a block, equal for blocks that can share a compiled graph. It holds for each
+    module in the block: its class, its attributes that are numbers, strings or None (without `training`), and the names
+    and whole shapes of its weights.
     """
 
     def list_settings_and_shapes() -> Iterator[tuple]:
@@ -273,17 +276,19 @@ def describe_structure(block: nn.Module) -> tuple:
 
 
 def convert_inputs_to_channels_last(network: nn.Module) -> None:
-    """Adds a hook by which a network gets its inputs of four dimensions, images (B, C, H, W), in torch's memory format
-    channels_last (NHWC). The network's layers keep that format.
+    """Adds a hook that converts each input of a network that has four dimensions, images (B, C, H, W), to torch's
+    memory format channels_last (NHWC). The network's layers keep that format.
 
     The weights keep their format: they are views of ZeRO's flat buffers, which have one layout only.
     """
     network.register_forward_pre_hook(
-        lambda _, inputs: tuple(_to_channels_last(x) if torch.is_tensor(x) and x.ndim == 4 else x for x in inputs)
+        lambda _, inputs: tuple(
+            _convert_to_channels_last(x) if torch.is_tensor(x) and x.ndim == 4 else x for x in inputs
+        )
     )
 
 
-def _to_channels_last(x: Tensor) -> Tensor:
+def _convert_to_channels_last(x: Tensor) -> Tensor:
     if x.shape[1] != 1:
         return x.contiguous(memory_format=torch.channels_last)
     # With one channel both layouts are the same bytes, and torch keeps the strides of NCHW: set those of NHWC.

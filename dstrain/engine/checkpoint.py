@@ -90,31 +90,31 @@ class Checkpoints:
         )
 
     def report_ended_save(self) -> None:
-        """Reports, on rank 0, saves of checkpoints and snapshots that have ended since the last call. Does not wait for
-        saves that still run, so that it can be called at each step.
+        """Reports, on rank 0, the saves of checkpoints and snapshots that have ended since the last call. Does not wait
+        for saves that still run, so that it can be called at each step.
         """
         self.saver.report_ended_save()
         self.averages.saver.report_ended_save()
 
     def close(self) -> None:
-        """Waits for pending saves of checkpoints and snapshots and reports them. Does neither while a KeyboardInterrupt
-        is handled.
+        """Waits for saves of checkpoints and snapshots that still run, and reports their results. While a
+        KeyboardInterrupt is handled, neither waits nor reports.
         """
         self.saver.close()
         self.averages.saver.close()
 
     def resume(self, step: int | None = None) -> int:
-        """Loads the newest checkpoint whose files match their hashes, or with `step` the checkpoint of this step, also
-        if a rollback has renamed it. Renames snapshots of later steps, so that they no longer count. Returns the step
-        of the loaded checkpoint; 0 if `step` is None and the folder holds no checkpoint.
+        """Loads the newest checkpoint whose files match their hashes, or with `step` the checkpoint of this step, even
+        one that a rollback has renamed. Renames snapshots of later steps, so that they no longer count. Returns the
+        step of the loaded checkpoint; 0 if `step` is None and the folder holds no checkpoint.
 
-        Raises ConfigError if no checkpoint is intact, there is none of `step`, it does not fit these networks, or it
-        holds DeepSpeed's own files and trust_pickle is False. Raises NotRead if its files cannot be read after they
-        were verified.
+        Raises ConfigError if no checkpoint is intact, if there is none of `step`, if it does not fit these networks, or
+        if it holds DeepSpeed's own files and trust_pickle is False. Raises NotRead if its files cannot be read after
+        they were verified.
         """
         get_phases().enter_phase("reading the newest checkpoint")
         if step is not None:
-            return self._resume_from(step)
+            return self._resume_from_step(step)
         steps = group.broadcast_from_first(self.store.list_steps())
         if not steps:
             self.averages.set_newer_steps_aside(0)
@@ -128,7 +128,7 @@ class Checkpoints:
         self._resume_from_checkpoint(*newest)
         return self.saver.newest
 
-    def _resume_from(self, step: int) -> int:
+    def _resume_from_step(self, step: int) -> int:
         steps, aside = group.broadcast_from_first((self.store.list_steps(), self.store.list_steps_put_aside()))
         if step not in steps:
             if step not in aside:
@@ -142,8 +142,8 @@ class Checkpoints:
         return step
 
     def _load_verified(self, path: Path) -> State:
-        """Loads a checkpoint whose files have just been verified; returns its record of skipped steps and rollbacks.
-        Raises NotRead if the files cannot be read any more.
+        """Loads a checkpoint whose files have just been verified. Returns the record of skipped steps and rollbacks
+        that the checkpoint contains. Raises NotRead if the files cannot be read any more.
         """
         try:
             self.load(path)
@@ -163,8 +163,8 @@ class Checkpoints:
         """Loads the newest good checkpoint from before the trouble that was seen after `done` steps; returns its step.
         Renames checkpoints and snapshots of later steps, so that they no longer count.
 
-        Raises FloatingPointError, whose message begins with `trouble`, if no such checkpoint is left, it holds
-        DeepSpeed's own files and trust_pickle is False, or the run has gone back faults.max_rollbacks times since a
+        Raises FloatingPointError, whose message begins with `trouble`, if no such checkpoint is left, if it holds
+        DeepSpeed's own files and trust_pickle is False, or if the run has gone back faults.max_rollbacks times since a
         user last changed the run.
         """
         course = self.course
@@ -231,9 +231,10 @@ class Checkpoints:
         if self.course.rollbacks:
             self.store.add_manifest_entries(step, course=self.course.state.model_dump())
 
-    def _list_kinds(self, part: str, native: bool) -> Iterator[tuple[str, list[Tensor]]]:
-        """Yields (kind, its flats) for each kind of fp32 value of a part that a checkpoint keeps as fragments: master,
-        moments and averages. `native`: averages alone, since DeepSpeed's own files hold the others.
+    def _list_flats_by_kind(self, part: str, native: bool) -> Iterator[tuple[str, list[Tensor]]]:
+        """Yields (kind, flats) for each kind of fp32 values of a part that a checkpoint keeps as fragments: master, the
+        optimizer's moments, and averages (ema.NUMBER). The flats are this rank's tensors. With `native`, yields
+        averages alone, since DeepSpeed's own files hold the others.
         """
         masters = self._engines.masters[part]
         if not native:
@@ -244,13 +245,13 @@ class Checkpoints:
             yield f"ema.{decay!r}", flats
 
     def _list_fragments_to_save(self) -> Entries:
-        """Returns by part the (kind, fragment, values) that this rank writes into a checkpoint. Most values are views
-        of live memory, so that they change as training goes on.
+        """Returns {part: [(kind, fragment, values), ...]}: what this rank writes into a checkpoint. Most values are
+        views of live memory, so that they change as training goes on.
         """
         return {
             part: [
                 (kind, fragment, view)
-                for kind, flats in self._list_kinds(part, self._native)
+                for kind, flats in self._list_flats_by_kind(part, self._native)
                 for fragment, view in masters.list_own_views(flats)
             ]
             + list(masters.list_coded_moments_to_save())
@@ -259,9 +260,9 @@ class Checkpoints:
         }
 
     def _write_files(self, folder: Path, entries: Entries, common: validate.Common) -> Hashes:
-        """Writes this rank's shards of a checkpoint into `folder`, rank 0 also common.safetensors, and with
-        save.format=deepspeed DeepSpeed's own files; returns {name: {size, hash}} of the shards. Keeps their index rows
-        for `_write_indices`.
+        """Writes this rank's shards of a checkpoint into `folder`, on rank 0 also common.safetensors, and with
+        save.format=deepspeed DeepSpeed's own files. Returns {name: {size, hash}} of the shards. Remembers where each
+        fragment lies, for `_write_indices`.
         """
         if self._native:
             with defer_errors(self._engines.values()):
@@ -281,7 +282,9 @@ class Checkpoints:
 
     def _estimate_bytes(self) -> int:
         """Returns an upper bound of the bytes that this rank will write into a checkpoint."""
-        copies = {part: len(list(self._list_kinds(part, self._native))) + 4 * self._native for part in self._engines}
+        copies = {
+            part: len(list(self._list_flats_by_kind(part, self._native))) + 4 * self._native for part in self._engines
+        }
         entry = 40  # bytes in the index
         total = 1 << 20
         for part, masters in self._engines.masters.items():
@@ -290,8 +293,8 @@ class Checkpoints:
         return total
 
     def _collect_common(self, parts: Collection[str] | None = None) -> validate.Common:
-        """Returns the content of common.safetensors for `parts` (None: all): tensors by name, namely the system's state
-        and the parts' buffers, as copies on the host, and the counters of each part.
+        """Returns the content of common.safetensors for `parts` (None: all): {name: tensor}, the system's state and the
+        buffers of the parts, copied to the host; and {part: counters}, such as the number of updates.
         """
         tensors = {f"system/{name}": tensor for name, tensor in self._system.state_dict().items()}
         counters: dict[str, Any] = {}
@@ -310,10 +313,10 @@ class Checkpoints:
         return {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}, counters
 
     def load(self, path: Path) -> None:
-        """Loads a checkpoint into the engines, averages and system; all their present values are replaced. The
-        checkpoint may come from any world size and stage; only DeepSpeed's own files need the present ones.
+        """Loads a checkpoint into the engines, averages and system; all their present values are replaced. A checkpoint
+        that was written at another world size or ZeRO stage can be loaded, too, unless it holds DeepSpeed's own files.
 
-        Raises ConfigError if it does not fit, or holds DeepSpeed's own files and trust_pickle is False.
+        Raises ConfigError if it does not fit, or if it holds DeepSpeed's own files and trust_pickle is False.
         """
         if (path / "deepspeed").is_dir() and not self._trust_pickle:
             raise ConfigError(
@@ -352,7 +355,7 @@ class Checkpoints:
                             f"{path.name} holds {', '.join(sorted(held))} of {part}, and this optimizer "
                             f"keeps {', '.join(masters.kinds)}: it begins without moments"
                         )
-            for kind, flats in self._list_kinds(part, native):
+            for kind, flats in self._list_flats_by_kind(part, native):
                 if anew and kind in masters.kinds:
                     continue
                 # An average that the checkpoint does not hold (a decay added since) starts from the weights.
@@ -390,7 +393,7 @@ class Checkpoints:
         masters.copy_masters_to_network()
 
     def _load_deepspeed_files(self, part: str, path: Path, stage: int) -> None:
-        """Loads masters and moments of a part from DeepSpeed's own files, which are unpickled; their hashes have been
+        """Loads masters and moments of a part from DeepSpeed's own files. These are unpickled; their hashes have been
         verified before. Raises ConfigError if they were written at another stage or world size, or are missing.
         """
         world, own_stage = read_manifest(path)["world"], self._engines.masters[part].stage
@@ -433,14 +436,14 @@ def read_weights(path: Path, part: str, kind: str = "master", at_once: bool = Tr
 
 
 def read_ema_decays(path: Path, part: str) -> list[float]:
-    """Returns the numbers that name the averages of a part in a checkpoint, decays and widths, in the order of the
+    """Returns the decays and widths by which the averages of a part are named in a checkpoint, in the order of the
     recipe.
     """
     return open_shards(path, part).list_decays()
 
 
 def _list_saved_buffers(module: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Returns an iterator of (name, buffer) over the buffers of a module that its state dict holds."""
+    """Returns an iterator of (name, buffer) over the persistent buffers of a module, which its state dict holds."""
     transient = {
         f"{prefix}.{name}" if prefix else name
         for prefix, child in module.named_modules()

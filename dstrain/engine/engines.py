@@ -93,7 +93,7 @@ class Engines(Mapping[str, Any]):
             self.draw_weights()
 
     def _build_networks(self, networks: Networks, seed: int) -> dict[str, tuple[nn.Module, Values]]:
-        """Returns by part a new network and the function that yields its initial values (initial.Values). Adds a note
+        """Returns {part: (a new network, the function that yields its initial values, see initial.Values)}. Adds a note
         for the user if, at stage 3, every rank had to build the whole networks.
         """
         if read_stage(self.settings) != 3:
@@ -110,8 +110,8 @@ class Engines(Mapping[str, Any]):
         """Sets all weights and buffers: to the values in `known`, by part and state-dict name, and the others to
         initial values that follow from the seed. Call it on all ranks.
 
-        A rank draws only modules of which it owns some weights; the other weights reach its network when all ranks copy
-        their masters into it.
+        A rank draws only the modules of which it owns some weights. The other weights come to its network when all
+        ranks copy their masters into it.
         """
         for part, values in self._initial.items():
             given = (known or {}).get(part, {})
@@ -205,8 +205,8 @@ class Engines(Mapping[str, Any]):
 
     @contextmanager
     def freeze_all_but(self, part: str) -> Iterator[dict[str, Any]]:
-        """Freezes the weights of all parts but `part` inside the block. Yields the networks by part for a loss of
-        `part`: its engine, and the networks of the other parts without their engines.
+        """Freezes the weights of all parts but `part` inside the block. Yields the networks by part, with which to
+        compute a loss of `part`: of `part` its DeepSpeed engine, of the other parts the plain networks.
         """
         others = {name: engine.module for name, engine in self._engines.items() if name != part}
         trained = [weight for module in others.values() for weight in module.parameters() if weight.requires_grad]
@@ -228,7 +228,7 @@ class Engines(Mapping[str, Any]):
         self.masters[part].step()
 
     def collect_applied_flags(self) -> dict[str, Flag]:
-        """Returns, for each part that had a turn in this step, whether its weights changed. A part without a turn is
+        """Returns {part: whether its weights changed} for each part that had a turn in this step. The other parts are
         absent.
         """
         return {part: masters.applied for part, masters in self.masters.items() if part in self._learned}

@@ -74,8 +74,8 @@ _OVERWRITING = frozenset(
 def build_networks(
     networks: Networks, seed: int, note: Callable[[str], None] = lambda text: None
 ) -> dict[str, tuple[nn.Module, Values]]:
-    """Returns by part a new network and the function that yields the initial values of its parameters and buffers
-    (Values). Call it on all ranks.
+    """Returns {part: (a new network, the function that yields the initial values of its parameters and buffers, see
+    Values)}. Call it on all ranks.
 
     If modules draw their own weights, the parameters are on the meta device, unless a network cannot be built there.
     Otherwise the parameters hold what the constructors have set, and `note` is called with the reason. Raises
@@ -135,7 +135,7 @@ def place_weights_on_meta() -> Iterator[None]:
     """
     moved: Any = WeakTensorKeyDictionary()  # tied weights stay tied
 
-    def move(module: nn.Module, name: str, weight: nn.Parameter | None) -> nn.Parameter | None:
+    def move_to_meta(module: nn.Module, name: str, weight: nn.Parameter | None) -> nn.Parameter | None:
         if weight is None or weight.is_meta:
             return None
         if weight not in moved:
@@ -143,7 +143,7 @@ def place_weights_on_meta() -> Iterator[None]:
             vars(moved[weight]).update(vars(weight))
         return moved[weight]
 
-    hook = register_module_parameter_registration_hook(move)
+    hook = register_module_parameter_registration_hook(move_to_meta)
     try:
         yield
     finally:
@@ -151,11 +151,12 @@ def place_weights_on_meta() -> Iterator[None]:
 
 
 def explain_constructed_weights(networks: Networks) -> str | None:
-    """Returns the reason why the initial weights of these networks must be the ones that their constructors leave; None
-    if each module draws its own weights. One reason is that the networks cannot be constructed on the meta device.
+    """Returns None if each module draws its own initial weights in `reset_parameters`. Otherwise returns the reason why
+    the weights must stay as the constructors leave them, for example that the networks cannot be built on the meta
+    device.
 
-    The networks are constructed there, which costs no memory, and every operation on a tensor is watched. Modules draw
-    their own weights if, for each parameter and buffer, the `reset_parameters` of its module set it last.
+    Builds the networks on the meta device, which costs no memory, and watches every operation on a tensor. Modules draw
+    their own weights if each parameter and buffer was set last by the `reset_parameters` of its module.
     """
     writes = _Writes()
     try:
@@ -219,7 +220,7 @@ class _Writes(TorchDispatchMode):
 
 
 def _find_resetting_module() -> nn.Module | None:
-    """Returns the module whose `reset_parameters` is running and has led to this call, the innermost one if there are
+    """Returns the module whose `reset_parameters` is running now, found in the call stack; the innermost one of
     several.
 
     Returns None if there is none, or if that method takes arguments, since a later call could not repeat it.
@@ -263,8 +264,8 @@ def _list_own_tensors(module: nn.Module) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def _draw_module_weights(module: nn.Module, seed: int) -> dict[str, Tensor]:
-    """Returns, by name, the values that the module's `reset_parameters` gives its own weights and buffers under a seed,
-    on the CPU. The module is not changed.
+    """Returns {name: value}: what the module's `reset_parameters` sets its own weights and buffers to under a seed, on
+    the CPU. The module is not changed.
     """
     originals = [
         (tensors, name, tensor)
@@ -286,8 +287,8 @@ def _draw_module_weights(module: nn.Module, seed: int) -> dict[str, Tensor]:
 
 
 def allocate_weights(network: nn.Module, groups: list[dict[str, Any]], settings: dict[str, Any]) -> None:
-    """Replaces the weights of a network that are on the meta device by allocated ones, in its modules and in the
-    "params" of its optimizer's groups; their values are not set. At stage 3 each rank allocates its share of them.
+    """Replaces the weights of a network that are on the meta device by newly allocated ones, in its modules and in the
+    "params" of its optimizer's groups. Their values are not set. At stage 3 each rank allocates its share of them.
 
     Weights on other devices stay; buffers move to the rank's device. Call it on all ranks, before the optimizer is
     made.

@@ -39,10 +39,11 @@ from dstrain.engine.updates import Updates
 
 def cut_into_shares(sizes: Iterable[int], share: int, ranks: range) -> Iterator[tuple[int, int, int, int, int]]:
     """Yields the pieces of weights that the given ranks own. The weights lie one after another and are cut into equal
-    shares, one for each rank. A piece is (index of the weight, rank, its first element in the weight, number of
-    elements, its offset in the share).
+    shares, one for each rank. A piece is (index of the weight, rank, first element within the weight, number of
+    elements, offset within the rank's share).
 
-    sizes, share    numbers of elements: of each weight, and of a share
+    sizes   numbers of elements of the weights
+    share   number of elements of a share
     """
     begin = 0
     for index, size in enumerate(sizes):
@@ -76,7 +77,9 @@ class Masters(Updates):
         self._aliased = any(flat.data_ptr() in compute for flat in self.flats)
 
     def _locate_stage0(self) -> None:
-        """Finds the masters of stage 0, where each rank has all of them, one flat for each weight."""
+        """Finds the masters at stage 0 and sets `flats` and `fragments`. Each rank has all masters, one flat for each
+        weight.
+        """
         groups = getattr(self._zero, "fp32_groups", None)
         if groups is None:
             pairs = [[(p, p.data) for p in params["params"]] for params in self._zero.param_groups]
@@ -91,13 +94,15 @@ class Masters(Updates):
             self.fragments.append((whole, number, 0))
 
     def _locate_stage12(self) -> None:
-        """Finds this rank's masters of stages 1 and 2, one flat for each parameter group."""
+        """Finds this rank's masters at stages 1 and 2, one flat for each parameter group, and sets `flats` and
+        `fragments`.
+        """
         self.flats = list(self._zero.single_partition_of_fp32_groups)
         self._groups = list(range(len(self.flats)))
         self._set_own_fragments()
 
     def _locate_stage3(self) -> None:
-        """Finds this rank's masters of stage 3, one flat for each sub-group."""
+        """Finds this rank's masters at stage 3, one flat for each sub-group, and sets `flats` and `fragments`."""
         self.flats = list(self._zero.fp32_partitioned_groups_flat)
         self._groups = [self._zero.sub_group_to_group_id[number] for number in range(len(self.flats))]
         self._set_own_fragments()
@@ -107,8 +112,8 @@ class Masters(Updates):
         self.fragments = [fragment for _, fragment in self._list_fragments_of_ranks(range(rank, rank + 1))]
 
     def _list_fragments_of_ranks(self, ranks: range) -> Iterator[tuple[int, tuple[Fragment, int, int]]]:
-        """Yields (rank, (fragment, number of its flat, offset in it)) for all fragments that these ranks own at stages
-        1 to 3. It computes them, and the ranks exchange nothing.
+        """Yields (rank, (fragment, number of the flat that holds it, offset in this flat)) for all fragments that these
+        ranks own at stages 1 to 3. Computes them without an exchange between ranks.
         """
         zero = self._zero
         runs = []  # weights that are cut together, the number of their flat, where they begin in it, a rank's share
@@ -125,8 +130,8 @@ class Masters(Updates):
                 yield rank, (fragment, number, begin + offset)
 
     def _list_frozen_fragments(self) -> Iterator[tuple[Fragment, Tensor]]:
-        """Yields the fragments of frozen weights that this rank holds, with their elements (numel,): at stage 3 its
-        share of each, else all.
+        """Yields (fragment, its elements (numel,)) of each frozen weight: at stage 3 this rank's share of the weight,
+        else the whole weight.
         """
         for name, weight in self.engine.module.named_parameters():
             if weight.requires_grad:
@@ -140,8 +145,8 @@ class Masters(Updates):
                 yield Fragment(name, tuple(find_full_shape(weight)), start, values.numel()), values
 
     def list_frozen_to_save(self) -> Iterator[tuple[Fragment, Tensor]]:
-        """Yields (fragment, values) of the frozen weights that this rank writes into a checkpoint; over all ranks each
-        element comes once.
+        """Yields (fragment, values) of the frozen weights that this rank writes into a checkpoint. Each element is
+        written by one rank only.
         """
         for number, (fragment, values) in enumerate(self.frozen):
             if self.stage == 3 or number % group.world() == group.rank():
@@ -152,8 +157,8 @@ class Masters(Updates):
         return {fragment.name for fragment, *_ in (*self.fragments, *self.frozen)}
 
     def _list_fragments_by_rank(self) -> dict[int, Sequence[tuple[Fragment, int, int]]]:
-        """Returns the fragments of every rank, as in `fragments`; at stage 0, where all ranks have the same, only this
-        rank's.
+        """Returns {rank: [(fragment, number of its flat, offset in it), ...]} of every rank; at stage 0, where all
+        ranks have the same fragments, of this rank alone.
         """
         if self.replicated:
             return {group.rank(): self.fragments}
@@ -163,8 +168,8 @@ class Masters(Updates):
         return layouts
 
     def _list_weight_shares(self) -> Sequence[Tensor]:
-        """Returns this rank's shares of the weights that the network computes with, one tensor for each flat, with the
-        same elements.
+        """Returns this rank's shares of the weights that the network computes with, in the network's precision. There
+        is one tensor for each flat of masters, with the same elements in the same order.
         """
         if self.replicated:
             return [weight.data for weight in self._weights]
@@ -174,8 +179,8 @@ class Masters(Updates):
         return [parts[dist.get_rank(owners)] for parts, owners in partitions]
 
     def list_views(self, flats: Sequence[Tensor | None]) -> Iterator[tuple[Fragment, Tensor]]:
-        """Yields (fragment, view (numel,) of its elements) for each fragment of this rank. `flats` are tensors laid out
-        like the masters; fragments of a flat that is None are left out.
+        """Yields (fragment, view (numel,) of its elements in `flats`) for each fragment of this rank. `flats` are
+        tensors laid out like the flats of masters, such as an average; where one is None, its fragments are left out.
         """
         lines = [None if flat is None else flat.detach().view(-1) for flat in flats]
         for fragment, number, offset in self.fragments:
@@ -183,8 +188,8 @@ class Masters(Updates):
                 yield fragment, lines[number].narrow(0, offset, fragment.numel)
 
     def list_own_views(self, flats: Sequence[Tensor | None]) -> Iterator[tuple[Fragment, Tensor]]:
-        """Yields (fragment, view of its elements in `flats`) for the fragments that this rank writes into a checkpoint;
-        over all ranks each fragment comes once.
+        """Yields (fragment, view (numel,) of its elements in `flats`) for the fragments that this rank writes into a
+        checkpoint. Each fragment is written by one rank only.
         """
         rank, world = group.rank(), group.world()
         for number, view in enumerate(self.list_views(flats)):
@@ -200,8 +205,8 @@ class Masters(Updates):
 
     @torch.no_grad()
     def fill_masters(self, values: Iterable[tuple[str, Tensor]]) -> None:
-        """Sets the masters and frozen weights of this rank from (name, whole weight) pairs; other names are ignored.
-        Call `copy_masters_to_network` afterwards.
+        """Sets this rank's elements of the masters and frozen weights from (name, whole weight) pairs. Ignores names
+        that it does not have. Call `copy_masters_to_network` afterwards.
         """
         own: dict[str, list[tuple[Fragment, Tensor]]] = {}
         for fragment, view in chain(self.list_views(self.flats), self.frozen):
@@ -211,8 +216,8 @@ class Masters(Updates):
                 view.copy_(read_elements(value, fragment.start, fragment.numel))
 
     def copy_masters_to_network(self) -> None:
-        """Copies the masters into the weights that the network computes with, and drops ZeRO++'s second copies of
-        frozen weights, which would hold earlier values. Call it on all ranks.
+        """Copies the masters into the weights that the network computes with. Drops ZeRO++'s second copies of frozen
+        weights, which would keep earlier values. Call it on all ranks.
         """
         for weight in self.engine.module.parameters():
             if not weight.requires_grad and hasattr(weight, "ds_secondary_tensor"):
@@ -258,21 +263,24 @@ class Masters(Updates):
         self._get_inner_optimizer().state.clear()
 
     def list_optimizer_state(self) -> list[dict[str, Any]]:
-        """Returns the optimizer's state of each weight or flat as a live dict, where it has one."""
+        """Returns the optimizer's state, a live dict for each weight or flat that has one."""
         return list(self._get_inner_optimizer().state.values())
 
     @property
     def kinds(self) -> list[str]:
-        """Returns the names of the moments that the optimizer keeps, of all weights or of some, such as exp_avg."""
+        """Returns the names of all moments that the optimizer keeps, such as exp_avg; some weights may lack some of
+        them.
+        """
         return list(
             dict.fromkeys(kind for group_ in self._get_inner_optimizer().param_groups for kind in group_["moments"])
         )
 
     def read_moments(self, kind: str) -> list[Tensor | None]:
-        """Returns the moment `kind` of each flat; None for a flat whose optimizer keeps no such moment. A moment is 0
-        before the first step.
+        """Returns a list with the moment named `kind` of each flat; None for a flat for which the optimizer keeps no
+        such moment. Before the first step a moment is 0.
 
-        The tensors are the optimizer's own; only moments of 8 bits are fp32 copies, which `write_moments` writes back.
+        The tensors are the optimizer's own. But 8-bit moments are returned as fp32 copies; `write_moments` writes them
+        back.
         """
         return [
             read_moment(self._get_state(number), kind) if kind in self._list_moment_names_of_flat(number) else None
@@ -285,10 +293,10 @@ class Masters(Updates):
                 write_moment(self._get_state(number), kind, flat)
 
     def list_coded_moments(self) -> Iterator[tuple[str, str, Tensor]]:
-        """Yields (kind, name, live tensor) for the 8-bit codes and the scales of each flat. The name contains a hash of
-        the flat's layout.
+        """Yields (kind, name, live tensor) for each tensor of 8-bit codes, and of their scales, of an 8-bit optimizer.
+        The name contains a hash of the layout of the flat.
 
-        A run that loads them resumes bit for bit; moments that are quantized again from fp32 would get other scales.
+        A run that loads these tensors resumes bit for bit. If it quantized fp32 moments again, the scales would differ.
         """
         for number, flat in enumerate(self.flats):
             state = self._get_state(number)
@@ -297,9 +305,9 @@ class Masters(Updates):
             yield from ((kind, f"{layout}.{kind}", state[kind]) for kind in CODES if "absmax1" in state)
 
     def list_coded_moments_to_save(self) -> Iterator[tuple[str, Fragment, Tensor]]:
-        """Yields (kind, fragment, values) for the 8-bit codes and scales that this rank writes into a checkpoint;
-        values are their bytes as float32 (n,). At stage 0, where all ranks have the same, each comes from one rank
-        only.
+        """Yields (kind, fragment, values) for the 8-bit codes and scales that this rank writes into a checkpoint.
+        values are their bytes, reinterpreted as float32 (n,). At stage 0, where all ranks have the same tensors, one
+        rank writes each.
         """
         for number, (kind, name, tensor) in enumerate(self.list_coded_moments()):
             if not self.replicated or number % group.world() == group.rank():
@@ -310,8 +318,8 @@ class Masters(Updates):
         return self._get_inner_optimizer().param_groups[self._groups[number]]["moments"]
 
     def _find_stepped_tensor(self, number: int) -> Tensor:
-        """Returns the tensor that the optimizer steps for flat `number`: the flat or, at stage 0 in fp32, the parameter
-        whose data the flat is.
+        """Returns the tensor that the optimizer steps for flat number `number`: the flat itself, or at stage 0 in fp32
+        the parameter that shares the flat's data.
         """
         return self._weights[number] if self._torch_fp32 else self.flats[number]
 
@@ -322,8 +330,8 @@ class Masters(Updates):
 
     @property
     def updates(self) -> int:
-        """Returns the number of updates that the optimizer has applied, without skipped steps; 0 on a rank that owns no
-        flat.
+        """Returns the number of updates that the optimizer has applied, without skipped steps. Returns 0 on a rank that
+        owns no masters.
         """
         return int(self._get_state(0)["step"]) if self.flats else 0
 

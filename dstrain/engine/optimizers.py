@@ -41,12 +41,14 @@ _BLOCK = 256
 
 
 def find_full_shape(tensor: Tensor) -> torch.Size:
-    """Returns the whole shape of a tensor, also of a parameter that ZeRO-3 has partitioned."""
+    """Returns the shape of the whole tensor, even of a parameter that ZeRO-3 has partitioned."""
     return torch.Size(getattr(tensor, "ds_shape", tensor.shape))
 
 
 def build_optimizer(groups: list[Group], choice: Optimizer, offloaded: bool) -> torch.optim.Optimizer:
-    """Returns the optimizer of parameter groups: the recipe's or, if `offloaded`, DeepSpeed's AdamW for the CPU."""
+    """Returns a new optimizer for parameter groups: the one that the recipe names or, if `offloaded`, DeepSpeed's AdamW
+    for the CPU.
+    """
     options = {"lr": choice.lr, "betas": tuple(choice.betas), "eps": choice.eps}
     if offloaded:
         import deepspeed
@@ -94,10 +96,11 @@ def freeze_weights(networks: Mapping[str, nn.Module], train_only: Sequence[str] 
 def group_weights(
     network: nn.Module, choice: Optimizer, decays: Decays, blocks: tuple[type[nn.Module], ...], part: str = ""
 ) -> Iterator[Group]:
-    """Yields the optimizer's parameter groups of a network, without frozen weights. Weights of one group are all Muon's
-    matrices or none is, all decay or none does, and they have one factor of the learning rate (optimizer.rates).
+    """Yields the optimizer's parameter groups of a network; frozen weights are in none. All weights of a group agree in
+    three things: whether they are matrices for Muon, whether they decay, and the factor of their learning rate
+    (optimizer.rates).
 
-    Raises ConfigError if a weight has no elements, or Muon finds no matrices.
+    Raises ConfigError if a weight has no elements, or if Muon finds no matrices.
     """
     inside = {
         id(weight) for module in network.modules() if isinstance(module, blocks) for weight in module.parameters()
@@ -128,8 +131,8 @@ def group_weights(
 
 
 def get_state(optimizer: torch.optim.Optimizer, weight: Tensor, moments: Sequence[str]) -> dict[str, Any]:
-    """Returns the optimizer's live state of a weight or flat. If there is none, it is created first, with 0 steps and
-    with moments of zeros under the names in `moments` (bitsandbytes names its own).
+    """Returns the optimizer's live state of a weight or flat. If there is none yet, makes one, with 0 steps and with
+    moments of zeros under the names in `moments` (bitsandbytes names its own).
     """
     state = optimizer.state[weight]
     if not state:
@@ -147,8 +150,8 @@ def get_state(optimizer: torch.optim.Optimizer, weight: Tensor, moments: Sequenc
 
 
 def read_moment(state: dict[str, Any], kind: str) -> Tensor:
-    """Returns the moment `kind` of a state in fp32: the live tensor, or a copy of an 8-bit moment, which `write_moment`
-    can write back.
+    """Returns the moment named `kind` of an optimizer's state in fp32: the live tensor, or a copy if the moment has 8
+    bits. `write_moment` writes such a copy back.
     """
     if kind in state:
         return state[kind]
@@ -164,8 +167,8 @@ def read_moment(state: dict[str, Any], kind: str) -> Tensor:
 
 
 def write_moment(state: dict[str, Any], kind: str, values: Tensor) -> None:
-    """Quantizes `values` into the 8-bit moment `kind` of a state. Does nothing if the state has no 8-bit moments, since
-    `read_moment` returns other moments themselves.
+    """Quantizes `values` into the 8-bit moment named `kind` of an optimizer's state. Does nothing if the state has no
+    8-bit moments: then `read_moment` has returned the live tensor, which needs no writing back.
     """
     if "absmax1" not in state:
         return
@@ -213,10 +216,10 @@ class Lion(torch.optim.Optimizer):
 
 
 def _unscale_gradient(optimizer: torch.optim.Optimizer, gradient: Tensor) -> tuple[Tensor, Tensor | float]:
-    """Returns the gradient divided by the optimizer's grad_scale, and the factor by which the step is applied: 1, or 0
-    if the step is skipped, when the gradient is 0, too.
+    """Returns the gradient divided by the optimizer's grad_scale, and 1 if the step is applied. If the step is skipped,
+    because the optimizer's found_inf is 1, returns a gradient of zeros and 0.
 
-    If the optimizer has a found_inf, the factor is a tensor on the device, and the host does not wait for it.
+    With a found_inf, both results are tensors on the device, and the host does not wait for them.
     """
     found_inf, scale = getattr(optimizer, "found_inf", None), getattr(optimizer, "grad_scale", None)
     if scale is not None:
@@ -247,13 +250,13 @@ class Matrix:
 
     @property
     def factor(self) -> float:
-        """Returns the factor of the learning rate with which updates of a matrix of any shape have the mean square of
-        AdamW's.
+        """Returns the factor by which the learning rate of this matrix is multiplied: so updates of a matrix of any
+        shape have about the mean square of AdamW's updates.
         """
         return 0.2 * math.sqrt(max(self.rows, self.columns))
 
     @property
-    def work(self) -> int:
+    def orthogonalization_cost(self) -> int:
         return self.rows * self.columns * min(self.rows, self.columns)
 
 
@@ -272,10 +275,10 @@ class Muon(torch.optim.AdamW):
         self._matrices: dict[Tensor, list[Matrix]] | None = None
 
     def assign_matrices(self, flats: Sequence[Tensor], layouts: Mapping[int, Sequence[tuple[Any, int, int]]]) -> None:
-        """Finds the pieces of each matrix in the flats of all ranks, and chooses for each matrix the rank that makes
-        its update orthogonal: the one with the largest piece, among equals the one with the least work so far.
+        """Finds the pieces of each matrix in the flats of all ranks. Chooses for each matrix the rank that makes its
+        update orthogonal: the rank with the largest piece, and among equals the one with the least work so far.
 
-        flats     those of this rank
+        flats     this rank's flats
         layouts   by rank, its fragments: each with the number of its flat and its offset in it
 
         A step before this call changes no matrix: DeepSpeed takes a step on zero gradients when it starts.
@@ -291,7 +294,7 @@ class Muon(torch.optim.AdamW):
         for (number, _), matrix in found.items():
             most = max(piece.numel for piece in matrix.pieces)
             matrix.owner = min((piece.rank for piece in matrix.pieces if piece.numel == most), key=lambda r: load[r])
-            load[matrix.owner] += matrix.work
+            load[matrix.owner] += matrix.orthogonalization_cost
             self._matrices[flats[number]].append(matrix)
 
     @torch.no_grad()
@@ -331,11 +334,12 @@ class Muon(torch.optim.AdamW):
 
 
 def orthogonalize(matrix: Tensor) -> Tensor:
-    """Returns an approximation of the orthogonal factor of a matrix (rows, columns), in the matrix's dtype: its
-    singular values are about 0.7 to 1.2.
+    """Returns an approximation of the orthogonal factor of a matrix (rows, columns), in the matrix's dtype: the
+    singular values become about 0.7 to 1.2.
 
-    It takes five steps of the quintic Newton-Schulz iteration with the coefficients of Jordan et al., in the matrix's
-    dtype, which is bf16; on a CPU that emulates bf16 in fp32, since bf16 products would take thirty times as long.
+    Takes five steps of the quintic Newton-Schulz iteration with the coefficients of Jordan et al. It computes in the
+    matrix's dtype, which is bf16; but in fp32 on a CPU that emulates bf16, where bf16 products take thirty times as
+    long.
     """
     a, b, c = 3.4445, -4.7750, 2.0315
     tall = matrix.shape[0] > matrix.shape[1]

@@ -14,7 +14,7 @@ from dstrain.engine.schema import (
     find_decision,
     list_decisions,
     list_keys,
-    quote,
+    quote_value,
     read_value,
 )
 from dstrain.recipe import suggest_key
@@ -43,8 +43,8 @@ _CORRECT = "correct it, or remove it for its default"
 
 
 def drop_nulls(settings: dict[str, Any], prefix: str = "") -> None:
-    """Removes the keys whose value is null, which stands for the default, from a JSON and its sections, in place.
-    zero_optimization.stage and keys that dstrain does not know stay, so that later checks refuse them.
+    """Removes, in place, each key whose value is null, which stands for the default, from DeepSpeed's JSON and its
+    sections. zero_optimization.stage and keys that dstrain does not know stay, so that later checks refuse them.
     """
     for name, value in list(settings.items()):
         key = f"{prefix}{name}"
@@ -55,7 +55,7 @@ def drop_nulls(settings: dict[str, Any], prefix: str = "") -> None:
 
 
 def _is_known_key(key: str) -> bool:
-    """Returns whether dstrain has a decision on a key or on a key within it, if it is a section."""
+    """Returns whether dstrain knows a key of DeepSpeed's JSON or, if the key is a section, any key within it."""
     return find_decision(key) is not None or any(each.startswith(f"{key}.") for each in list_decisions())
 
 
@@ -89,8 +89,8 @@ class _Asked(dict):
 
 def list_refusals(settings: dict[str, Any]) -> Iterator[str]:
     """Yields a message for each value that the installed DeepSpeed refuses or would convert to another type, and for
-    each key that it does not know and would ignore. If a value has a wrong type or place, only such values are
-    reported.
+    each key that it does not know and would ignore. If a value has a wrong type, or stands where a section belongs,
+    yields messages on such values only.
     """
     settings = {key: _drop_auto_entries(value) for key, value in settings.items() if key not in UNSUPPORTED}
     prepare_environment()
@@ -155,26 +155,27 @@ def list_refusals(settings: dict[str, Any]) -> Iterator[str]:
 
 
 def _describe_fault(key: str, item: dict[str, Any], known: Iterable[str]) -> str:
-    """Returns a message, with the remedy, on what is wrong with a key.
+    """Returns a message on what is wrong with a key of DeepSpeed's JSON, and on the remedy.
 
     item    pydantic's description of the fault
-    known   the keys from which the nearest is suggested
+    known   keys that exist: the one most like `key` is suggested
     """
     if item["type"] == "extra_forbidden":
         return f'"{key}" is no key of DeepSpeed{suggest_key(key, known)}: correct or remove it'
     if item["type"] == "enum":  # DeepSpeed's stages have an alias, named twice
         members = dict.fromkeys(item["ctx"]["expected"].replace(" or ", ", ").split(", "))
         members.pop("'nvme'", None)  # settings.py refuses it
-        return f'"{key}" is {quote(item["input"])}: write one of {", ".join(members)}'
+        return f'"{key}" is {quote_value(item["input"])}: write one of {", ".join(members)}'
     if item["type"] in ("int_parsing", "float_parsing"):
-        return f'"{key}" is {quote(item["input"])}: write a number, without quotation marks'
-    value = f" is {quote(item['input'])}" if item["loc"] else ""  # else the whole section
+        return f'"{key}" is {quote_value(item["input"])}: write a number, without quotation marks'
+    value = f" is {quote_value(item['input'])}" if item["loc"] else ""  # else the whole section
     return f'"{key}"{value}: {item["msg"].removeprefix("Value error, ")}; {_CORRECT}'
 
 
 def _list_converted_values(section: str, block: dict[str, Any], parsed: Any) -> Iterator[str]:
-    """Yields a message for each value that a pydantic model of DeepSpeed has converted to another type, such as "yes"
-    to true or true to a number: dstrain would read the unconverted value. parsed: the model made of `block`.
+    """Yields a message for each value in `block`, a section of DeepSpeed's JSON, that DeepSpeed has converted to
+    another type, such as "yes" to true or true to a number: dstrain itself would read the unconverted value. parsed:
+    the pydantic model that DeepSpeed has made of `block`.
     """
     names = {field.alias or name: name for name, field in type(parsed).model_fields.items()}
     for key, value in block.items():
@@ -182,9 +183,9 @@ def _list_converted_values(section: str, block: dict[str, Any], parsed: Any) -> 
         if isinstance(value, dict):
             yield from _list_converted_values(f"{section}.{key}", value, read)
         elif isinstance(read, bool) and not isinstance(value, bool):
-            yield f'"{section}.{key}" is {quote(value)}: write true or false'
+            yield f'"{section}.{key}" is {quote_value(value)}: write true or false'
         elif isinstance(read, (int, float)) and isinstance(value, (bool, str)) and not isinstance(read, bool):
-            yield f'"{section}.{key}" is {quote(value)}: write a number, without quotation marks'
+            yield f'"{section}.{key}" is {quote_value(value)}: write a number, without quotation marks'
 
 
 def _list_misplaced_values(settings: dict[str, Any]) -> Iterator[str]:
@@ -193,33 +194,35 @@ def _list_misplaced_values(settings: dict[str, Any]) -> Iterator[str]:
     for key in dict.fromkeys(".".join(parts[:count]) for parts in words for count in range(1, len(parts))):
         value = read_value(settings, key)
         if value is not None and not isinstance(value, dict):
-            yield f'"{key}" is {quote(value)}: write a section, {{...}}, or remove it'
+            yield f'"{key}" is {quote_value(value)}: write a section, {{...}}, or remove it'
 
 
 def _list_wrong_values(settings: dict[str, Any]) -> Iterator[str]:
-    """Yields a message for each value of a wrong type or outside of its bounds, among those that DeepSpeed does not
+    """Yields a message for each value that has a wrong type or is out of range, among the keys that DeepSpeed does not
     check.
     """
     for key in _TRUTHS:
         value = read_value(settings, key)
         if value not in (None, "auto") and not isinstance(value, bool):
-            yield f'"{key}" is {quote(value)}: write true or false'
+            yield f'"{key}" is {quote_value(value)}: write true or false'
     for key, least in _COUNTS.items():
         value = read_value(settings, key)
         if value not in (None, "auto") and (type(value) is not int or value < least):
-            yield f'"{key}" is {quote(value)}: write a whole number from {least} on'
+            yield f'"{key}" is {quote_value(value)}: write a whole number from {least} on'
     key = "flops_profiler.recompute_fwd_factor"
     value = read_value(settings, key)
     if value not in (None, "auto") and (type(value) not in (int, float) or value < 0):
-        yield f'"{key}" is {quote(value)}: write a number from 0 on'
+        yield f'"{key}" is {quote_value(value)}: write a number from 0 on'
     for key, words in _WORDS.items():
         value = read_value(settings, key)
         if value not in (None, "auto", *words):
-            yield f'"{key}" is {quote(value)}: write one of {", ".join(words)}'
+            yield f'"{key}" is {quote_value(value)}: write one of {", ".join(words)}'
 
 
 def _drop_auto_entries(value: Any) -> Any:
-    """Returns a section without the entries that are "auto", in its inner sections, too; any other value as it is."""
+    """Returns a copy of a section without the entries that are "auto", in inner sections, too. Returns a value that is
+    no section as it is.
+    """
     if not isinstance(value, dict):
         return value
     return {key: _drop_auto_entries(inner) for key, inner in value.items() if inner != "auto"}

@@ -99,8 +99,8 @@ def _is_worth_logging(record: logging.LogRecord) -> bool:
 
 
 def replace_current_stream(index: int) -> None:
-    """Makes DeepSpeed ask torch for the current stream of GPU `index`. Some thousand times a step it would look up the
-    current device first, which takes as long as the stream itself.
+    """Makes DeepSpeed ask torch for the current stream of GPU `index`. Otherwise it would first look up which GPU is
+    current, some thousand times a step, which doubles the time.
     """
     import deepspeed
 
@@ -135,45 +135,44 @@ def forget_groups_at_end() -> Iterator[None]:
 
 
 def replace_zero_linear() -> None:
-    """Replaces the forward pass of ZeRO-3's linear layer, and the function by which that layer tells whether a weight
-    is partitioned, in the whole process.
+    """Replaces the forward pass of ZeRO-3's linear layer by `_apply_linear`, and the layer's test whether a weight is
+    partitioned by `_is_partitioned`, in the whole process.
     """
     from deepspeed.runtime.zero import linear
 
-    linear.is_zero_param = _can_be_scattered
+    linear.is_zero_param = _is_partitioned
     linear.LinearFunctionForZeroStage3.forward = staticmethod(_apply_linear)
 
 
 def _apply_linear(values: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Returns values @ weight.T + bias, by one operation of torch; replaces the forward pass of ZeRO-3's linear layer.
+    """Returns values @ weight.T + bias, by one operation of torch. It is the forward pass of ZeRO-3's linear layer in
+    place of DeepSpeed's, which adds the bias in place to the product.
 
-    The replaced one adds the bias in place to the product. recompute=attention keeps the product: when it is used
-    again, it would contain the bias twice. And in a compiled block torch 2.11 silently loses the gradient of what an
-    autograd function has changed in place: it would be 0 for the layer and for all before it
-    (github.com/pytorch/pytorch/issues/180642).
+    recompute=attention keeps the product: when it is used again, it would contain the bias twice. And in a compiled
+    block torch 2.11 silently loses the gradient of what an autograd function has changed in place: it would be 0 for
+    the layer and for all before it (github.com/pytorch/pytorch/issues/180642).
     """
     return torch.ops.aten.linear(values, weight, bias)
 
 
-def _can_be_scattered(weight: Tensor) -> bool:
-    """Returns whether ZeRO-3 has partitioned a weight, which its linear layer then gathers in the backward pass if
-    needed. Always returns False in compiled blocks: their weights are gathered, and under torch 2.11 the check would
-    compile each block anew.
+def _is_partitioned(weight: Tensor) -> bool:
+    """Returns whether ZeRO-3 manages a weight, whose values must then be gathered for the backward pass. Always returns
+    False in compiled blocks: their weights are gathered, and under torch 2.11 the check would compile each block anew.
     """
     return not torch.compiler.is_compiling() and hasattr(weight, "ds_id")
 
 
 @contextmanager
 def flatten_in_place() -> Iterator[None]:
-    """Inside the block, DeepSpeed's stages 1 and 2 use the weights of a parameter group where they are, without a copy,
-    if they lie in one tensor (initial.py).
+    """Inside the block, DeepSpeed's stages 1 and 2 make no copy of the weights of a parameter group if these lie one
+    after another in one tensor (initial.py): it uses that tensor.
     """
     from deepspeed.runtime.zero import stage_1_and_2
 
     copying, inside = stage_1_and_2._flatten_dense_tensors, True
 
     def flatten(tensors: Sequence[Tensor]) -> Tensor:
-        flat = _find_flat(tensors) if inside else None  # the optimizer keeps this function for gradients
+        flat = _find_common_flat(tensors) if inside else None  # the optimizer keeps this function for gradients
         return copying(tensors) if flat is None else flat
 
     stage_1_and_2._flatten_dense_tensors = flatten
@@ -184,10 +183,10 @@ def flatten_in_place() -> Iterator[None]:
 
 
 @torch.no_grad()
-def _find_flat(tensors: Sequence[Tensor]) -> Tensor | None:
-    """Returns the flat tensor (n,) whose beginning the weights in `tensors` are, as initial.py's
-    `_allocate_in_one_tensor` allocates them; None if they do not lie one after another in one tensor, or that is too
-    short. Copies the tensors behind the weights, DeepSpeed's padding, into its end.
+def _find_common_flat(tensors: Sequence[Tensor]) -> Tensor | None:
+    """Returns the flat tensor (n,) in which the weights among `tensors` lie one after another from its beginning, as
+    initial.py's `_allocate_in_one_tensor` places them. Copies the tensors that follow the weights, DeepSpeed's padding,
+    into its end. Returns None if the weights do not lie so, or if there is no room for the padding.
     """
     weights = [tensor for tensor in tensors if getattr(tensor, "lies_in_one", False)]
     padding = sum(tensor.numel() for tensor in tensors[len(weights) :])
@@ -206,8 +205,8 @@ def _find_flat(tensors: Sequence[Tensor]) -> Tensor | None:
 
 
 def make_universal_info() -> dict[str, Any]:
-    """Returns the entry that DeepSpeed's tool ds_to_universal requires in a checkpoint: the version of the universal
-    format. Since only ZeRO splits weights, the tool needs no more.
+    """Returns the entry that a checkpoint of DeepSpeed must contain for its tool ds_to_universal: the version of the
+    universal format. The tool needs no more, since ZeRO alone splits the weights.
     """
     from deepspeed.checkpoint import constants
 
@@ -228,7 +227,7 @@ def defer_errors(engines: Iterable[Any]) -> Iterator[None]:
     """
     errors: list[OSError | RuntimeError] = []
 
-    def attempt(write: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def call_and_keep_error(write: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         try:
             return write(*args, **kwargs)
         except (OSError, RuntimeError) as error:  # torch.save raises RuntimeError
@@ -240,7 +239,7 @@ def defer_errors(engines: Iterable[Any]) -> Iterator[None]:
         for writer in ((engine.checkpoint_engine, "save"), (engine, "_copy_recovery_script"))
     ]
     for owner, name in writers:
-        setattr(owner, name, partial(attempt, getattr(owner, name)))
+        setattr(owner, name, partial(call_and_keep_error, getattr(owner, name)))
     try:
         yield
     finally:
@@ -251,8 +250,8 @@ def defer_errors(engines: Iterable[Any]) -> Iterator[None]:
 
 
 def forget_beta_powers(optimizer: Any, *_: Any) -> None:
-    """Makes DeepSpeed's AdamW for the CPU compute the next powers of beta from the number of the step, as it does after
-    a resume.
+    """Makes DeepSpeed's AdamW for the CPU compute the powers of beta for the next step from the number of the step, as
+    it does after a resume.
 
     In consecutive steps its C++ multiplies the powers of the last step, which no checkpoint holds, by beta, and the
     result differs in the last bits from std::pow. An update of no elements, at a step that no run reaches, resets them.
@@ -284,8 +283,8 @@ def prepare_for_fake_tensors() -> None:
 
 @torch.no_grad()
 def _make_zero_moments(optimizer: Any, closure: Callable | None = None) -> None:
-    """Replaces the step of DeepSpeed's AdamW on the host: makes moments of zeros for each weight that has none, and
-    updates no weight.
+    """Makes moments of zeros for each weight that has none, and updates no weight. It takes the place of the step of
+    DeepSpeed's AdamW for the CPU.
     """
     for members in optimizer.param_groups:
         for weight in members["params"]:
@@ -307,13 +306,13 @@ def call_before_reduction(engine: Any, prepare: Callable[[], None]) -> None:
 
 
 def restore_reduction(engine: Any) -> None:
-    """Undoes `call_before_reduction`."""
+    """Restores an engine's own reduction of gradients, which `call_before_reduction` has replaced."""
     del engine.allreduce_gradients
 
 
 def replace_step(engine: Any, step: Callable[[], None] | None) -> None:
-    """Replaces the step of ZeRO's optimizer by `step`. If `step` is None, torch's own optimizer steps, and only the
-    engine's clipping of gradients is switched off.
+    """Replaces the step of an engine's ZeRO optimizer by `step`. If `step` is None, the engine's optimizer is torch's
+    own and keeps its step; only the engine's clipping of gradients is switched off.
     """
     if step is None:
         engine.clip_fp32_gradients = lambda: None
@@ -343,8 +342,9 @@ def await_reductions_on_device(zero: Any, stage: int) -> None:
 
 
 def _end_backward(zero: Any, epilogue: Callable[[], None]) -> None:
-    """Replaces DeepSpeed's end of a backward pass at stages 1 and 2. With overlap_comm the host would wait there for
-    the whole device; here later work on the device waits for the reductions.
+    """Ends a backward pass at stages 1 and 2 in place of DeepSpeed's method, which is `epilogue`. With overlap_comm,
+    that method makes the host wait for the whole device; this function makes later work on the device wait for the
+    reductions.
     """
     zero.reduce_ipg_grads()
     if torch.cuda.is_available():
@@ -369,8 +369,8 @@ def skip_reduction(zero: Any) -> None:
 
 
 def disable_scale_updates(zero: Any) -> None:
-    """Keeps DeepSpeed from changing a dynamic loss scale, which updates.py changes, and from raising an error at the
-    least scale: recovery.py counts the skipped steps.
+    """Keeps DeepSpeed from changing a dynamic loss scale, since updates.py changes it. Also keeps DeepSpeed from
+    raising an error when the scale is at its minimum, since recovery.py counts the skipped steps.
     """
     zero.loss_scaler.raise_error_at_min_scale = False
     zero._update_scale = lambda overflow: None

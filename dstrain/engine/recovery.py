@@ -78,7 +78,7 @@ class Divergence:
 
     @property
     def shift(self) -> int:
-        """Returns how many batches the run passes over: step s learns from batch s + shift."""
+        """Returns the number of batches that the run has left out so far: step s learns from batch s + shift."""
         return self._state.shift
 
     @property
@@ -86,10 +86,11 @@ class Divergence:
         """Returns how often the run went back to an earlier checkpoint."""
         return len(self._state.rollbacks)
 
-    def find_trouble(
+    def record_step(
         self, done: int, applied: Iterable[Flag], losses: Mapping[str, Sequence[Tensor]], last: bool = False
     ) -> str | None:
-        """Records a step, and returns a message on the trouble in it or in the step before; None if there is none.
+        """Records a step. Returns a message if there is trouble in this step or the one before: too many skipped steps
+        in a row, or a spike of the loss. Returns None if there is none.
 
         done      number of steps that are done, this one included
         applied   whether the step was applied, for each part that had a turn
@@ -125,12 +126,14 @@ class Divergence:
                 window[:] = [*window, loss][-WINDOW:]
 
     def find_step_before_trouble(self, done: int) -> int:
-        """Returns the last step before the trouble that is seen after `done` steps."""
+        """Returns the number of steps that were done before the trouble began. done: the steps that were done when it
+        was seen.
+        """
         return (self.state.high[0] if self.state.high else done) - max(self.state.in_a_row, 1)
 
     def record_rollback(self, done: int, step: int, saved: Mapping[str, Any]) -> None:
-        """Records that the run goes back, from `done` steps to a checkpoint of `step` whose record is `saved`, and that
-        it will not use the batches since then again.
+        """Records that the run goes back after `done` steps to the checkpoint of `step`, and that it will not use the
+        batches since then again. saved: the record of steps in that checkpoint.
         """
         rollbacks, clock = [*self.state.rollbacks, (done, step)], done + self.shift
         self.state = parse_recovery_state(saved).model_copy(
@@ -138,23 +141,23 @@ class Divergence:
         )
 
     def exclude_rollbacks_from_limit(self) -> None:
-        """Excludes the rollbacks so far from the count against faults.max_rollbacks, since a user has changed the run.
+        """Makes the rollbacks so far no longer count against faults.max_rollbacks, since a user has changed the run.
         They stay in the record.
         """
         self.state.forgiven = self.rollbacks
 
 
 def _average_losses(losses: Mapping[str, Sequence[Tensor]]) -> dict[str, AsyncHostCopy]:
-    """Returns the mean loss of each part over all micro-batches and ranks, as copies to the host that have only been
-    started.
+    """Returns {part: mean loss over all micro-batches and ranks}. The means are copied to the host in the background:
+    read them later.
     """
     own = torch.stack([torch.stack([loss.double() for loss in each]).mean() for each in losses.values()])
     return dict(zip(losses, map(AsyncHostCopy, (group.sum_over_ranks(own) / group.world()).unbind())))
 
 
 def make_divergence_advice(store: Store) -> str:
-    """Returns advice for a user whose training has diverged, with the steps of the checkpoints in `store`. A rank may
-    call it without the others.
+    """Returns advice for a user whose training has diverged, with the steps of the checkpoints in `store`. Exchanges
+    nothing between ranks.
     """
     steps, aside = store.list_steps(), store.list_steps_put_aside()
     change = "Lower optimizer.lr, set optimizer.clip, or use bf16 in place of fp16"
@@ -182,8 +185,8 @@ def require_finite_weights(masters: Mapping[str, Masters], step: int, store: Sto
 
 
 def are_all_finite(tensors: Sequence[Tensor]) -> bool:
-    """Returns whether all elements of all tensors are finite. Reads from the device once if their sums are finite, too;
-    else once for each tensor up to the first one that is not finite.
+    """Returns whether all elements of all tensors are finite. Reads from the device once if the sum of each tensor is
+    finite, too; else once for each tensor up to the first one that is not finite.
     """
     sums = [tensor.sum() for tensor in tensors]
     if not sums or torch.isfinite(torch.stack(sums)).all().item():

@@ -237,8 +237,8 @@ _TABLES = {
 
 
 def find_decision(key: str) -> Decision | None:
-    """Returns the decision on a key, such as "zero_optimization.stage", or on a section that contains it; None if
-    dstrain does not know it.
+    """Returns what dstrain does with a key of DeepSpeed's JSON, such as "zero_optimization.stage": the decision on the
+    key, or on a section that contains it. Returns None if dstrain knows neither.
     """
     parts = key.split(".")
     names = [".".join(parts[:count]) for count in range(len(parts), 0, -1)]
@@ -251,7 +251,7 @@ def find_decision(key: str) -> Decision | None:
 
 
 def list_decisions() -> dict[str, Decision]:
-    """Returns the decision on each key that dstrain knows."""
+    """Returns {key: what dstrain does with it} for each key of DeepSpeed's JSON that dstrain knows."""
     return {
         key: Decision(verdict, words)
         for verdict, tables in _TABLES.items()
@@ -261,9 +261,7 @@ def list_decisions() -> dict[str, Decision]:
 
 
 def describe_unsupported_keys(settings: dict[str, Any]) -> Iterator[str]:
-    """Yields a message for each section or value of DeepSpeed's JSON that dstrain does not support, or that has no
-    effect.
-    """
+    """Yields a message for each key of DeepSpeed's JSON that dstrain does not support, or whose value has no effect."""
     for key, reason in UNSUPPORTED.items():
         if key in settings:
             yield f'dstrain does not support "{key}": {reason}; remove it'
@@ -279,12 +277,12 @@ def describe_unsupported_keys(settings: dict[str, Any]) -> Iterator[str]:
         if reason is _NVME and device == "nvme":
             continue  # the device itself is refused
         if value not in (None, [], "auto", key in _ON_ANYWAY):
-            yield f'"{key}" is {quote(value)}, which changes nothing: {reason}; remove it'
+            yield f'"{key}" is {quote_value(value)}, which changes nothing: {reason}; remove it'
 
 
 def describe_idle_keys(settings: dict[str, Any], stage: int) -> Iterator[str]:
-    """Yields a remark on each key of REMARKED that is set, unless log_level is info or debug, and one on all keys of
-    STAGE_3 at a lower stage: such keys change nothing, but many files have them.
+    """Yields remarks on keys that change nothing, but that many files have: one for each key of REMARKED that is set,
+    unless log_level is info or debug, and one for all keys of STAGE_3 together, if the stage is lower.
     """
     if settings.get("log_level") not in ("info", "debug"):  # there DeepSpeed prints what it is asked for
         for key, reason in REMARKED.items():
@@ -296,7 +294,7 @@ def describe_idle_keys(settings: dict[str, Any], stage: int) -> Iterator[str]:
 
 
 def describe_unknown_keys(settings: dict[str, Any]) -> Iterator[str]:
-    """Yields a message for each key that dstrain does not know, such as one of a newer release of DeepSpeed."""
+    """Yields a message for each key of DeepSpeed's JSON that dstrain does not know, such as one of a newer release."""
     for key in list_keys(settings):
         if find_decision(key) is None:
             yield (
@@ -314,18 +312,20 @@ def list_keys(section: dict[str, Any], prefix: str = "") -> Iterator[str]:
             yield prefix + name
 
 
-def quote(value: Any) -> str:
-    """Returns the first 60 characters of a value as JSON."""
+def quote_value(value: Any) -> str:
+    """Returns a value as JSON, cut after 60 characters."""
     return json.dumps(value, default=str)[:60]
 
 
 def read_value(settings: Any, key: str) -> Any:
-    """Returns the value of a key such as "zero_optimization.stage"; None where it is not written."""
+    """Returns the value in `settings` of a key such as "zero_optimization.stage"; None if the key is absent."""
     for name in key.split("."):
         settings = settings.get(name) if isinstance(settings, dict) else None
     return settings
 
 
 def find_quoted_key(problem: str) -> str:
-    """Returns the first words in quotation marks in a message, such as a key of the JSON; "" if there are none."""
+    """Returns the text within the first pair of quotation marks in a message, such as a key of the JSON; "" if there is
+    none.
+    """
     return problem.partition('"')[2].partition('"')[0]

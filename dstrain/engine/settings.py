@@ -23,7 +23,7 @@ from dstrain.engine.schema import (
     describe_unknown_keys,
     describe_unsupported_keys,
     find_quoted_key,
-    quote,
+    quote_value,
 )
 from dstrain.recipe import BatchSize, ConfigError, Faults, Optimizer, format_divisors, suggest_files
 
@@ -60,12 +60,13 @@ def resolve_settings(
     sequence: int = 1,
     before: Settings | None = None,
 ) -> Settings:
-    """Returns the checked settings for deepspeed.initialize on `world` ranks of a device type ("cuda" or "cpu").
+    """Returns the checked settings for deepspeed.initialize on `world` ranks of a device type ("cuda" or "cpu"): those
+    of DeepSpeed's JSON, completed from the recipe.
 
     ds_config   the JSON's path, or its content
     batch, optimizer, faults    sections of the recipe
     sequence    parallel.sequence of the recipe: number of ranks that share each sample
-    before      the settings with which the run began: a run that resumes keeps its precision where that is "auto"
+    before      the settings with which the run began, if it resumes; they decide a precision that is "auto"
 
     Raises ConfigError with all problems.
     """
@@ -95,8 +96,8 @@ def resolve_settings(
 
 
 def split_batch(batch: BatchSize, world: int, sequence: int = 1) -> tuple[int, int]:
-    """Returns the samples of a rank in one forward pass, and the rank's forward passes in one optimizer step. If
-    batch.micro is not set, there is one pass.
+    """Returns how many samples a rank takes in one forward pass, and how many forward passes a rank does in one
+    optimizer step. If batch.micro is not set, there is one pass.
 
     Raises ConfigError if `world` ranks, of which `sequence` share each sample, cannot share the batch evenly.
     """
@@ -135,7 +136,7 @@ def read_precision(settings: Settings) -> str:
 
 
 def read_offload_device(settings: Settings, what: str) -> str:
-    """Returns the device of `what`, offload_optimizer or offload_param: none, cpu or nvme."""
+    """Returns the device to which `what`, offload_optimizer or offload_param, is moved: none, cpu or nvme."""
     return str((settings.get("zero_optimization", {}).get(what) or {}).get("device", "none"))
 
 
@@ -144,20 +145,20 @@ def is_optimizer_offloaded(settings: Settings) -> bool:
 
 
 def are_gradients_summed_in_fp32(settings: Settings) -> bool:
-    """Returns whether updates.py sums 16-bit gradients in fp32: at stages 0 and 1 with grad_accum_dtype fp32, which
-    DeepSpeed does not support there.
+    """Returns whether updates.py, and not DeepSpeed, sums 16-bit gradients in fp32: at stages 0 and 1 with
+    grad_accum_dtype fp32, which DeepSpeed does not support there.
     """
     wide = settings.get("data_types", {}).get("grad_accum_dtype") == "fp32"
     return wide and read_stage(settings) < 2 and read_precision(settings) != "fp32"
 
 
 def make_deepspeed_config(settings: Settings) -> Settings:
-    """Returns a copy of the settings for deepspeed.initialize. compute_grad_norm and check_grad_overflow are left out,
-    so that DeepSpeed checks gradients in the steps that updates.py leaves to it; grad_accum_dtype is left out where
+    """Returns a copy of the settings for deepspeed.initialize. Leaves out compute_grad_norm and check_grad_overflow, so
+    that DeepSpeed checks gradients in the steps that updates.py leaves to it. Leaves out grad_accum_dtype where
     updates.py sums gradients.
 
-    DeepSpeed's own clock, which waits for the GPU twice a micro-batch, is off unless the JSON switches it on:
-    tracking/throughput.py measures.
+    Switches DeepSpeed's own timer off unless the JSON switches it on, since it waits for the GPU twice a micro-batch;
+    tracking/throughput.py measures the speed.
     """
     own = copy.deepcopy(settings)
     own.setdefault("timers", {}).setdefault("throughput", {}).setdefault("enabled", False)
@@ -169,7 +170,7 @@ def make_deepspeed_config(settings: Settings) -> Settings:
 
 
 def list_remarks(settings: Settings, device_type: str) -> list[str]:
-    """Returns remarks for the user on settings that are allowed, but slow, costly or without effect."""
+    """Returns remarks for the user, one a line, on settings that are allowed, but slow, costly or without effect."""
     zero, bf16 = settings.get("zero_optimization", {}), read_precision(settings) == "bf16"
     checked = settings.get("bf16", {}).get("check_grad_overflow", True) and zero.get("compute_grad_norm", True)
     lines = []
@@ -195,7 +196,10 @@ def list_remarks(settings: Settings, device_type: str) -> list[str]:
 def _read_json(path: Path) -> Settings:
     try:
         settings = small.read_json(
-            path, object_pairs_hook=_reject_duplicates, parse_constant=_parse_finite, parse_float=_parse_finite
+            path,
+            object_pairs_hook=_build_section_without_duplicates,
+            parse_constant=_parse_finite_number,
+            parse_float=_parse_finite_number,
         )
     except FileNotFoundError:
         raise ConfigError(f"--ds_config {path}: there is no such file{suggest_files(path, '*.json')}") from None
@@ -216,7 +220,7 @@ def _read_json(path: Path) -> Settings:
     return settings
 
 
-def _reject_duplicates(pairs: list[tuple[str, Any]]) -> Settings:
+def _build_section_without_duplicates(pairs: list[tuple[str, Any]]) -> Settings:
     section: Settings = {}
     for key, value in pairs:
         if key in section:
@@ -225,15 +229,15 @@ def _reject_duplicates(pairs: list[tuple[str, Any]]) -> Settings:
     return section
 
 
-def _parse_finite(text: str) -> float:
+def _parse_finite_number(text: str) -> float:
     if not math.isfinite(value := float(text)):
         raise ValueError(f"{text} is no finite number")
     return value
 
 
 def _list_optimizer_contradictions(block: Any, optimizer: Optimizer) -> Iterator[str]:
-    """Yields a message for each entry of the JSON's section optimizer that contradicts the recipe or has no effect,
-    since dstrain builds the optimizer.
+    """Yields a message for each entry of the JSON's section optimizer that contradicts the recipe, or that has no
+    effect since dstrain builds the optimizer.
     """
     if not isinstance(block, dict) or not isinstance(block.get("params", {}), dict):
         yield '"optimizer" is no section with "type" and "params": remove it, the recipe owns the optimizer'
@@ -260,7 +264,7 @@ def _list_optimizer_contradictions(block: Any, optimizer: Optimizer) -> Iterator
 def _fill_in_recipe_values(
     settings: Settings, batch: BatchSize, optimizer: Optimizer, world: int, sequence: int
 ) -> Iterator[str]:
-    """Sets the keys of the JSON that the recipe owns to the recipe's values, and yields a message for each key that had
+    """Sets the keys of the JSON that the recipe decides to the recipe's values. Yields a message for each key that had
     another value. Raises ConfigError if the ranks cannot share the batch evenly.
     """
     try:
@@ -286,8 +290,8 @@ def _list_contradictions(key: str, value: Any, recipe_key: str, own: Any) -> Ite
 
 
 def _replace_auto_values(settings: Settings, device_type: str, before: Settings | None) -> Iterator[str]:
-    """Replaces "auto" for bf16.enabled and for sizes of buckets by values, and yields a message for each other "auto".
-    before: the settings with which the run began, if it resumes.
+    """Replaces "auto" by a value for bf16.enabled and for sizes of buckets, and yields a message for each other "auto".
+    before: the settings with which the run began, if it resumes, else None.
     """
     if isinstance(settings.get("bf16"), dict) and settings["bf16"].get("enabled") == "auto":
         settings["bf16"]["enabled"] = (
@@ -307,7 +311,9 @@ def _replace_auto_values(settings: Settings, device_type: str, before: Settings 
 
 
 def _list_loss_scale_problems(fp16: Settings, faults: Faults) -> Iterator[str]:
-    """Yields a message if a dynamic loss scale may skip more steps in a row on its way down than faults.max_skipped."""
+    """Yields a message if a dynamic loss scale may skip more steps in a row than faults.max_skipped before it is low
+    enough.
+    """
     skips = fp16.get("initial_scale_power", 16) + fp16.get("hysteresis", 2) - 1
     if not fp16.get("loss_scale", 0) and skips > faults.max_skipped:
         yield (
@@ -350,8 +356,7 @@ def _list_auto_keys(value: Any, key: str) -> Iterator[str]:
 
 def _list_size_problems(settings: Settings) -> Iterator[str]:
     """Yields a message if the ZeRO stage is neither an integer nor "auto", and one for each size of a bucket or group,
-    in elements, that is out of range. DeepSpeed allocates buckets whole, so that a size that is too large would fail in
-    training.
+    in elements, that is out of range. DeepSpeed allocates whole buckets: too large a size would fail only in training.
     """
     zero = settings.get("zero_optimization")
     zero = zero if isinstance(zero, dict) else {}
@@ -374,7 +379,9 @@ def _list_size_problems(settings: Settings) -> Iterator[str]:
 def _list_combination_problems(
     settings: Settings, optimizer: Optimizer, faults: Faults, world: int, device_type: str
 ) -> Iterator[str]:
-    """Yields a message for each setting that DeepSpeed or dstrain cannot use with the others, or on this device."""
+    """Yields a message for each setting that DeepSpeed or dstrain cannot use together with the others, or on this
+    device.
+    """
     zero = settings.get("zero_optimization", {})
     enabled = [name for name in ("bf16", "fp16") if settings.get(name, {}).get("enabled")]
     if len(enabled) == 2:
@@ -417,7 +424,7 @@ def _list_combination_problems(
             "which a rank owns no part while the GPU still reads it: write true"
         )
     if (factor := settings.get("gradient_predivide_factor", 1.0)) != 1:
-        yield f'"gradient_predivide_factor" is {quote(factor)}, and DeepSpeed knows 1 alone with ZeRO: remove it'
+        yield f'"gradient_predivide_factor" is {quote_value(factor)}, and DeepSpeed knows 1 alone with ZeRO: remove it'
     yield from _list_profiler_problems(settings.get("flops_profiler", {}))
     if (zero.get("offload_optimizer") or {}).get("ratio", 1.0) < 1:
         yield 'dstrain does not support "zero_optimization.offload_optimizer.ratio" below 1: remove it'
@@ -450,13 +457,14 @@ def _list_profiler_problems(profiler: Settings) -> Iterator[str]:
     above = next((folder for folder in Path(str(path)).absolute().parents if folder.exists()), Path("/"))
     target = path if Path(str(path)).is_file() else above
     if not isinstance(path, str) or Path(path).is_dir() or not above.is_dir() or not os.access(target, os.W_OK):
-        yield f'"flops_profiler.output_file" is {quote(path)}, which cannot be written: name a file, or remove it'
+        yield f'"flops_profiler.output_file" is {quote_value(path)}, which cannot be written: name a file, or remove it'
 
 
 def can_multiply_bf16() -> bool:
-    """Returns whether this CPU has instructions for products of bf16, and oneDNN may use them.
+    """Returns whether this CPU multiplies bf16 by instructions of its own, and oneDNN may use them. If not, bf16 is
+    emulated.
 
-    It asks torch and measures nothing: ranks would measure different times, and must agree. Measured once, with the
+    Asks torch and measures nothing: ranks would measure different times, and must agree. Measured once, with the
     default recipe on one thread of an AMD EPYC: 345 samples a second in bf16 and 166 in fp32; with ATen's AVX2 kernels
     242 and 150.
     """

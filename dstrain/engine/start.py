@@ -28,10 +28,10 @@ exchanged = False  # Whether this process has begun a process group, whose threa
 
 def start_group(timeout_minutes: float = 30) -> None:
     """Joins the process group of the launcher (deepspeed, torchrun, Slurm), or begins one of this process alone. Sets
-    the environment variables of rank and world, and imports DeepSpeed. Does not join again if a group is started.
+    the environment variables of rank and world size, and imports DeepSpeed. Does not join again if a group is started.
 
-    A rank that waits for others longer than `timeout_minutes` raises: see group.explain_lost_ranks. Raises ConfigError
-    if the port is taken.
+    From now on, an exchange that waits for other ranks longer than `timeout_minutes` raises an error, which
+    group.explain_lost_ranks explains. Raises ConfigError if the port is taken.
     """
     get_phases().enter_phase("importing DeepSpeed")
     place = _write_rank_variables()
@@ -57,15 +57,15 @@ def start_group(timeout_minutes: float = 30) -> None:
         except torch.distributed.DistNetworkError as error:
             raise (_make_taken_port_error() if _is_port_taken(error) else error) from None
         group.barrier()
-        _unlink_buffers()
+        _unlink_shared_buffers()
         if place.world > 1:
             get_stops().set_store(group.open_store())
 
 
 def _write_rank_variables() -> Place:
-    """Sets RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE in the environment, which DeepSpeed reads, and MASTER_ADDR
-    and MASTER_PORT where they are missing; returns rank and world of this process. Several ranks derive the same port
-    from Slurm's job; a single process takes a free one and meets at 127.0.0.1.
+    """Sets RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE in the environment, which DeepSpeed reads. Sets
+    MASTER_ADDR and MASTER_PORT if they are missing: several ranks derive the same port from Slurm's job; a single
+    process takes a free port and always uses the address 127.0.0.1. Returns rank and world size of this process.
     """
     place = group.read_place()
     os.environ.update(
@@ -89,8 +89,8 @@ def _write_rank_variables() -> Place:
 
 
 def _warn_of_shared_store() -> None:
-    """Prints a note if torchrun lets machines join later and its agents share their store with the ranks: a machine
-    that joins later would wait for the others at another port.
+    """Prints a note if two things come together: torchrun lets machines join later, and its agents share their store
+    with the ranks. A machine that joins later would then wait for the others at another port.
     """
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return
@@ -122,8 +122,9 @@ def _announce_compiling() -> Iterator[None]:
 
 
 def _start_group_of_launch(backend: str, timeout: timedelta) -> None:
-    """Starts the process group over a store that only this launch uses. Does nothing for one rank, and for ranks that
-    torchrun has started and not restarted: DeepSpeed then starts the group, since torchrun has a store for each launch.
+    """Starts the process group over a store that only this launch uses. Does nothing for one rank. Does nothing for
+    ranks that torchrun has started for the first time, either: torchrun has a store for each launch, and DeepSpeed
+    starts the group.
 
     Raises ConfigError if another launch has taken the port, DistStoreError if rank 0 does not come in time.
     """
@@ -155,8 +156,8 @@ def _start_group_of_launch(backend: str, timeout: timedelta) -> None:
 
 @functools.cache
 def open_store() -> torch.distributed.Store:
-    """Returns a connection to the store of rank 0, which holds the names of rank 0's host and launch. The first call
-    makes the connection; later calls return the same one.
+    """Returns a connection to the store of rank 0, in which rank 0 writes the names of its host and launch. The first
+    call makes the connection; later calls return the same one.
 
     A launcher that starts several ranks on a host is the parent of them all. So a rank on rank 0's host with another
     parent belongs to another launch that uses the same port. Raises ConfigError in this case, and if the port is taken.
@@ -195,9 +196,9 @@ def _make_taken_port_error() -> ConfigError:
     )
 
 
-def _unlink_buffers() -> None:
-    """Removes the files of DeepSpeed's shared buffers on the CPU, 69 MB for each rank, which DeepSpeed would leave in
-    /dev/shm; does nothing on a GPU.
+def _unlink_shared_buffers() -> None:
+    """Removes the files in /dev/shm of the buffers by which DeepSpeed exchanges data on the CPU, 69 MB for each rank,
+    which it would leave there. Does nothing on a GPU.
 
     Every rank has mapped them by now, so the memory is freed when the last process ends.
     """
@@ -208,8 +209,8 @@ def _unlink_buffers() -> None:
 
 
 def _find_first_host() -> str:
-    """Returns the host of rank 0: the first of Slurm's step or job, or 127.0.0.1 without Slurm. Raises ConfigError if
-    scontrol does not name Slurm's hosts.
+    """Returns the host of rank 0: the first host of Slurm's step or job, or 127.0.0.1 without Slurm. Raises ConfigError
+    if scontrol does not tell Slurm's hosts.
     """
     nodes = os.environ.get("SLURM_STEP_NODELIST") or os.environ.get("SLURM_JOB_NODELIST")
     if not nodes:

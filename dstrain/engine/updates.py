@@ -52,15 +52,15 @@ class WideSums:
         self._hooks = [weight.register_post_accumulate_grad_hook(self._sum_gradient) for weight in weights]
 
     def attach(self, engine: Any) -> None:
-        """Connects the sums to an engine, which knows which micro-batch is the last. Each time before the engine
-        reduces gradients, `_hand_over_sums` is called.
+        """Connects the sums to a DeepSpeed engine, which tells which micro-batch is the last of a step. From now on the
+        engine calls `_hand_over_sums` each time before it reduces gradients.
         """
         self._engine, engine.wide_sums = engine, self
         call_before_reduction(engine, self._hand_over_sums)
 
     def _hand_over_sums(self) -> None:
-        """On the last micro-batch, moves the sums of weights that got no gradient in it into their `grad`; does nothing
-        on other micro-batches.
+        """On the last micro-batch of a step, moves the sums that are left, of weights without a gradient in this
+        micro-batch, into the weights' `grad`. Does nothing on other micro-batches.
         """
         if self._engine.is_gradient_accumulation_boundary():
             for weight in list(self._sums):
@@ -74,13 +74,13 @@ class WideSums:
         del self._engine.wide_sums
 
     def list_sums(self) -> Iterable[Tensor]:
-        """Returns the live sums of the step so far, only for weights that have had a gradient."""
+        """Returns the live fp32 sums of gradients in this step so far, of the weights that have had a gradient."""
         return self._sums.values()
 
     @torch.no_grad()
     def _sum_gradient(self, weight: nn.Parameter) -> None:
-        """Adds a weight's gradient of this micro-batch to its sum and sets the gradient to None; on the last
-        micro-batch of the step, adds the sum to the gradient instead.
+        """Adds a weight's gradient of this micro-batch to its fp32 sum and sets the gradient to None. On the last
+        micro-batch of the step, sets the gradient to the whole sum instead.
         """
         total = self._sums.pop(weight, None)
         if self._engine.is_gradient_accumulation_boundary():
@@ -93,8 +93,8 @@ class WideSums:
 
 @torch.no_grad()
 def move_gradients_to_master(master: Tensor, weights: Sequence[nn.Parameter]) -> None:
-    """Adds the gradients of a micro-batch to the flat tensor `master.grad`, in which those of all `weights` lie one
-    after another, and sets the gradients of `weights` to None. Allocates `master.grad` if it is None.
+    """Adds the gradients of `weights` to the flat tensor `master.grad`, in which they lie one after another, and sets
+    the gradients of `weights` to None. Allocates `master.grad` if it is None.
     """
     if master.grad is None:
         master.grad = torch.zeros_like(master)
@@ -119,7 +119,7 @@ class AsyncHostCopy:
         self._copied = torch.cuda.current_stream().record_event() if values.is_cuda else None
 
     def read(self) -> Any:
-        """Waits for the copy, and returns the number or the list of numbers."""
+        """Waits until the copy is done. Returns the copied values, a number or a nested list as of Tensor.tolist."""
         if self._copied is not None:
             self._copied.synchronize()
         return self._host.tolist()
@@ -166,8 +166,8 @@ class Updates:
             disable_scale_updates(self._zero)  # `count_last_step` changes it
 
     def step(self) -> None:
-        """Ends a micro-batch after its backward pass, and sets `applied`. On the last micro-batch of a step it takes
-        the optimizer's step, unless a gradient is not finite.
+        """Ends a micro-batch after its backward pass. On the last micro-batch of a step, takes the optimizer's step,
+        unless a gradient is not finite. Sets `applied` to whether weights were updated.
         """
         if self._sum_into_masters:
             for master, weights in zip(self._zero.single_partition_of_fp32_groups, self._zero.bit16_groups):
@@ -195,11 +195,11 @@ class Updates:
         self._unread = self.applied
 
     def count_last_step(self) -> None:
-        """Counts the latest step as skipped or applied, and changes a dynamic loss scale accordingly. Does nothing if
-        the step was counted before. Waits for the device.
+        """Counts the latest step as skipped or applied, and raises or lowers a dynamic loss scale accordingly. Does
+        nothing if the step was counted before. Waits for the device.
 
-        The scale changes after the step: DeepSpeed would raise the scale before it divides by it, and so halve the
-        gradients of that step.
+        The scale changes after the step: DeepSpeed would raise it before it divides by it, and so halve the gradients
+        of that step.
         """
         if self._unread is not None:
             flag, self._unread = self._unread, None
@@ -209,17 +209,17 @@ class Updates:
                 self._zero.loss_scaler.update_scale(not flag)
 
     def update_loss_scale(self) -> None:
-        """Updates a dynamic loss scale by the latest step, unless this was done before. Call it before the backward
-        pass, for which the loss is multiplied by the scale.
+        """Raises or lowers a dynamic loss scale by the result of the latest step, unless this was done before. Call it
+        before the backward pass, for which the loss is multiplied by the scale.
         """
         if self._has_dynamic_scale:
             self.count_last_step()
 
     @torch.no_grad()
     def _compute_norm_and_set_scale(self, norms: Sequence[Tensor], ranks: dist.ProcessGroup | None) -> None:
-        """Computes the norm of all gradients before clipping, without the loss scale, into `_norm`. If the optimizer
-        can skip a step on the device, sets its `found_inf`, 1 where the norm is not finite, and its `grad_scale`, by
-        which it divides the gradients for the loss scale and for clipping.
+        """Computes the norm of all gradients before clipping, without the loss scale, and sets `_norm` to it. If the
+        optimizer can skip a step on the device, sets the optimizer's `found_inf` to 1 where the norm is not finite,
+        else 0, and `grad_scale` to the number by which it must divide gradients for the loss scale and for clipping.
 
         norms   of the pieces of the gradients that this rank has
         ranks   the group over which the pieces lie; None: this rank has all of them
@@ -239,8 +239,8 @@ class Updates:
 
     @cached_property
     def _needs_no_reduction(self) -> bool:
-        """Returns whether one rank is alone at stage 1 or 2, and DeepSpeed would reduce gradients in their own dtype:
-        then they need neither reduction nor rounding.
+        """Returns whether there is one rank alone at stage 1 or 2, and DeepSpeed would reduce gradients in their own
+        dtype. Then the gradients need neither reduction nor rounding.
         """
         zero = self._zero
         return (
@@ -260,8 +260,8 @@ class Updates:
         self._sum_into_masters = bool(aside) or self._zero.gradient_accumulation_dtype != self._zero.dtype
 
     def _list_gradients(self, number: int, master: Tensor) -> list[Tensor]:
-        """Returns the gradient of flat master `number` at stages 1 and 2, as tensors of one dimension that follow one
-        another.
+        """Returns the gradient of the flat master with this `number` at stages 1 and 2: tensors of one dimension, which
+        together are as long as `master`.
         """
         zero = self._zero
         if not self._needs_no_reduction:
@@ -343,13 +343,13 @@ class Updates:
     @cached_property
     def _partitioned_weights(self) -> list[Tensor]:
         """Returns the weights that stage 3 partitions and gathers where they are used. Small weights, which stay whole
-        on each rank, are left out.
+        on each rank, are not among them.
         """
         return [weight for weight in self.engine.module.parameters() if not weight.ds_persist]
 
     def _skip_step(self) -> None:
-        """Ends a step at stage 0 in fp32 without an update, and counts it in the engine as DeepSpeed counts skipped
-        steps.
+        """Ends a step at stage 0 in fp32 without an update of weights, and increases the engine's counters as DeepSpeed
+        does when it skips a step.
         """
         self.engine.zero_grad()
         self.engine._step_applied = False
@@ -366,7 +366,7 @@ class Updates:
 
     @property
     def skipped(self) -> int:
-        """Returns the number of steps that were not applied since the run began."""
+        """Returns the number of steps since the run began that were skipped, because a gradient was not finite."""
         self.count_last_step()
         return self.engine.skipped_steps
 
@@ -411,7 +411,7 @@ class Updates:
 
 
 def _compute_row_norms(values: Tensor) -> Tensor:
-    """Returns the fp32 norms (n,) of consecutive pieces of a tensor, of 16,384 elements each; the norm of the result is
+    """Returns the fp32 norms (n,) of consecutive pieces of a tensor, 16,384 elements each. The norm of these norms is
     the norm of the tensor.
     """
     values = values.reshape(-1)

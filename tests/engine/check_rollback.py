@@ -109,7 +109,7 @@ def compare(folder: Path) -> None:
         live.saves.save(GOOD)
         bad = steps(live, GOOD, GOOD + MORE, broken=GOOD + MORE - 1)
         course = live.saves.course
-        assert course.find_trouble(GOOD + MORE, [Flag(bad[-1][0])], {}) is None and course.state.in_a_row == 1
+        assert course.record_step(GOOD + MORE, [Flag(bad[-1][0])], {}) is None and course.state.in_a_row == 1
         assert live.saves.roll_back(GOOD + MORE, "trouble") == GOOD and course.shift == MORE
         fresh = trial(folder, *place)
         assert fresh.saves.resume() == GOOD and fresh.saves.course.shift == 0

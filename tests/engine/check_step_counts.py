@@ -124,7 +124,7 @@ def measure(folder: Path, case: str, recipe: str, *overrides: str | int) -> dict
     def step(number: int) -> None:
         losses = take_step(number, run, system, engines, batches, NoTracker())
         ema.update(number, engines.collect_applied_flags())
-        assert course.find_trouble(number + 1, engines.collect_applied_flags().values(), losses) is None
+        assert course.record_step(number + 1, engines.collect_applied_flags().values(), losses) is None
 
     for number in range(WARM):
         step(number)

@@ -179,7 +179,7 @@ def test_the_way_back(run):
     trial = Trial(folder, max_rollbacks=3, max_skipped=2)
     trial.saves.resume()
     for done in (5, 6, 7):
-        trouble = trial.course.find_trouble(done, [False], {})
+        trouble = trial.course.record_step(done, [False], {})
     assert "3 steps in a row" in trouble
     trial.steps(5, 6)
     assert trial.saves.roll_back(7, trouble) == 4 and same(trial.state(), states[4])
@@ -233,7 +233,7 @@ def test_the_course_and_kinds(tmp_path):
     """Oracle: by hand: routine, stopped, in trouble; what the run went back to stays however many follow."""
     trial = Trial(tmp_path, save=Save(keep=2, asynchronous=False))
     trial.saves.save(1)
-    trial.course.find_trouble(2, [False], {})
+    trial.course.record_step(2, [False], {})
     trial.saves.save(2, routine=False)
     assert read_manifest(tmp_path / "step_00000002")["extra"]["kind"] == "trouble"
     assert trial.saves.roll_back(2, "bad") == 1 and trial.course.shift == 1

@@ -22,7 +22,7 @@ def test_skipped_steps_are_counted_and_bounded(steps, most, before):
     in_a_row, total = 0, before
     for done, applied in enumerate(steps, 1):
         in_a_row, total = (0, total) if applied else (in_a_row + 1, total + 1)
-        trouble = course.find_trouble(done, [Flag(True), Flag(applied)], {})
+        trouble = course.record_step(done, [Flag(True), Flag(applied)], {})
         assert (course.state.skipped, course.state.in_a_row) == (total, in_a_row)
         assert (trouble is not None) == (in_a_row > most)
         if trouble:
@@ -42,12 +42,12 @@ def test_a_loss_above_the_running_median(losses, spike):
         window = losses[max(0, done - 1 - WINDOW) : done - 1]
         above = len(window) >= _LEAST_LOSSES and loss > spike * median(window)
         each = {"net": [torch.tensor(loss - 0.03125), torch.tensor(loss + 0.03125)]}
-        assert silent.find_trouble(done, [Flag(True)], each) is None and silent.state.losses == {}
+        assert silent.record_step(done, [Flag(True)], each) is None and silent.state.losses == {}
         if abs(loss - spike * median(window or [0])) < 1e-3:
             return  # rounding of the mean decides
-        assert course.find_trouble(done, [Flag(True)], each) is None and (course.state.high is not None) == above
+        assert course.record_step(done, [Flag(True)], each) is None and (course.state.high is not None) == above
         if above:  # the next step tells
-            assert course.find_trouble(done + 1, [Flag(True)], each).startswith(f"step {done}: net's loss")
+            assert course.record_step(done + 1, [Flag(True)], each).startswith(f"step {done}: net's loss")
             assert course.find_step_before_trouble(done + 1) == done - 1 and len(course.state.losses["net"]) == len(
                 window
             )
@@ -58,7 +58,7 @@ def test_small_losses_have_a_median_too():
     """Oracle: by hand: a thousandth, and then ten times as much, which is above 3 x the median."""
     course = Divergence(Faults(spike=3))
     for done in range(1, _LEAST_LOSSES + 2):
-        course.find_trouble(done, [Flag(True)], {"net": [torch.tensor(1e-3 if done <= _LEAST_LOSSES else 1e-2)]})
+        course.record_step(done, [Flag(True)], {"net": [torch.tensor(1e-3 if done <= _LEAST_LOSSES else 1e-2)]})
     assert course.state.high is not None
 
 
@@ -66,8 +66,8 @@ def test_small_losses_have_a_median_too():
 def test_the_last_step_of_a_run_is_looked_at_once(most, trouble):
     """Oracle: by hand: two skipped steps in a row are trouble where one is the most, and not where two are."""
     course = Divergence(Faults(max_skipped=most))
-    course.find_trouble(1, [Flag(False)], {})
-    assert (course.find_trouble(2, [Flag(False)], {}, last=True) is not None) == trouble
+    course.record_step(1, [Flag(False)], {})
+    assert (course.record_step(2, [Flag(False)], {}, last=True) is not None) == trouble
 
 
 @settings(max_examples=100, deadline=None)
@@ -81,8 +81,8 @@ def test_to_look_or_to_resume_changes_nothing(steps):
     for done, (loss, looks, resumes) in enumerate([(1.0, False, False)] * _LEAST_LOSSES + steps, 1):
         each = {"net": [torch.tensor(loss)]}
         applied = [Flag(torch.tensor(float(loss < math.inf)))]
-        trouble = alone.find_trouble(done, applied, each, done == _LEAST_LOSSES + len(steps))
-        assert course.find_trouble(done, applied, each, done == _LEAST_LOSSES + len(steps)) == trouble
+        trouble = alone.record_step(done, applied, each, done == _LEAST_LOSSES + len(steps))
+        assert course.record_step(done, applied, each, done == _LEAST_LOSSES + len(steps)) == trouble
         if trouble:
             assert course.find_step_before_trouble(done) == alone.find_step_before_trouble(done)
             return

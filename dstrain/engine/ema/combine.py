@@ -32,7 +32,7 @@ class Snapshot(NamedTuple):
     step: int
     parts: dict[str, dict[str, Any]]
 
-    def list_averages(self, part: str) -> dict[str, Any]:
+    def get_average_counters(self, part: str) -> dict[str, Any]:
         return self.parts[part]["averages"]
 
 
@@ -44,17 +44,19 @@ def select_combinable_snapshots(paths: Sequence[Path]) -> list[Snapshot]:
     for snapshot in snapshots:
         if not all(counters.get("averages") for counters in snapshot.parts.values()):
             raise ConfigError(f"{snapshot.path} holds no averages by width: move it away")
-    began = {part: snapshots[-1].list_averages(part)["began"] for part in snapshots[-1].parts}
+    began = {part: snapshots[-1].get_average_counters(part)["began"] for part in snapshots[-1].parts}
     return [
         snapshot
         for snapshot in snapshots
         if snapshot.parts.keys() == began.keys()
-        and all(snapshot.list_averages(part)["began"] == began[part] for part in began)
+        and all(snapshot.get_average_counters(part)["began"] == began[part] for part in began)
     ]
 
 
 def hash_snapshots(snapshots: Sequence[Snapshot]) -> str:
-    """Returns a hash of the manifests of snapshots, which contain hashes of all their files."""
+    """Returns a hash that stands for the content of snapshots. It is made of their manifests, which hold hashes of all
+    files.
+    """
     seals = b"".join((snapshot.path / NAME).read_bytes() for snapshot in snapshots)
     return hashlib.blake2b(seals, digest_size=16).hexdigest()
 
@@ -66,14 +68,16 @@ class Combined:
 
     def __init__(self, snapshots: Sequence[Snapshot], part: str):
         self.part = part
-        by_time = {snapshot.list_averages(part)["updates"]: snapshot for snapshot in snapshots}  # of equals the last
-        self._time: int = snapshots[-1].list_averages(part)["updates"]
+        by_time = {
+            snapshot.get_average_counters(part)["updates"]: snapshot for snapshot in snapshots
+        }  # of equals the last
+        self._time: int = snapshots[-1].get_average_counters(part)["updates"]
         if self._time:  # else the part has not learned yet: its averages are its weights
             by_time.pop(0, None)
         self._sources = [
             (snapshot, Average(time, width))
             for time, snapshot in by_time.items()
-            for width in snapshot.list_averages(part)["widths"]
+            for width in snapshot.get_average_counters(part)["widths"]
         ]
         self._fragments = {
             snapshot.path: Fragments(snapshot.path, part, read_manifest(snapshot.path)["files"])
@@ -81,8 +85,9 @@ class Combined:
         }
 
     def solve(self, width: float) -> Solution:
-        """Returns the coefficients with which the averages in all snapshots make the average of `width`. Raises
-        ConfigError if the profile of every combination differs from the wanted one by more than 10 %.
+        """Returns the coefficients by which the averages in all snapshots are combined into the average of `width`.
+        Raises ConfigError if even the best combination has a profile that differs from the wanted one by more than 10
+        %.
         """
         if not self._time:
             return Solution([1.0] + [0.0] * (len(self._sources) - 1), 0.0)
@@ -99,7 +104,7 @@ class Combined:
         return solution
 
     def can_make(self, width: float) -> bool:
-        """Returns whether the snapshots make an average of this width, in which case `solve` does not raise."""
+        """Returns whether the snapshots can be combined into an average of this width; then `solve` does not raise."""
         return not self._time or self._find_solution(width).misfit <= MISFIT
 
     def _find_solution(self, width: float) -> Solution:
@@ -110,7 +115,7 @@ class Combined:
         return self._sources[-1][0]
 
     def list_tensors(self) -> list[tuple[str, tuple[int, ...]]]:
-        """Returns (name, shape) of the tensors of an average, in the order of saving."""
+        """Returns (name, shape) of each tensor of a combined average, in the order in which they are saved."""
         fragments = self._fragments[self._last.path]
         return [
             (name, fragments.find_shape(name))
@@ -119,12 +124,13 @@ class Combined:
 
     @property
     def bytes_per_average(self) -> int:
-        """Returns the bytes of the values of one average, which is float32."""
+        """Returns the size in bytes of one combined average, whose values are float32."""
         return sum(4 * math.prod(shape) for _, shape in self.list_tensors())
 
     def combine_values(self, solutions: Sequence[Solution], shares: dict[str, range]) -> Iterator[np.ndarray]:
-        """Yields the averages of W solutions in chunks of consecutive elements of one tensor, float32 (W, n). shares:
-        by tensor, the range of its elements to combine; the chunks come in this order.
+        """Computes an average for each of W solutions, and yields their values in chunks: float32 (W, n), for n
+        consecutive elements of one tensor. shares: by name of a tensor, the range of its elements to compute; chunks
+        come in this order.
         """
         coefficients = np.array([solution.coefficients for solution in solutions])  # (W, sources)
         with Files() as files:
@@ -148,11 +154,11 @@ class Combined:
         return decode_floats(raw, fragments.dtype)
 
     def write(self, paths: Sequence[Path], widths: Sequence[float], rank: int, world: int) -> list[dict[str, Any]]:
-        """Writes this rank's shards of averages, one file for each width, synced to the disk; returns {size, hash} of
-        each.
+        """Writes this rank's shards of combined averages, one file in `paths` for each of `widths`, synced to the disk.
+        Returns {size, hash} of each file.
 
         Each rank writes its share of every tensor; rank 0 alone writes a tensor that has fewer elements than there are
-        ranks. Raises ConfigError as `solve`.
+        ranks. Raises ConfigError if `solve` does.
         """
         solutions, shapes = [self.solve(width) for width in widths], dict(self.list_tensors())
         shares = {
@@ -165,7 +171,7 @@ class Combined:
         with ExitStack() as stack:
             files = [stack.enter_context(open(path, "wb")) for path in paths]
 
-            def put(number: int, data: bytes) -> None:
+            def append_and_hash(number: int, data: bytes) -> None:
                 files[number].write(data)
                 digests[number].update(memoryview(data))
 
@@ -174,10 +180,10 @@ class Combined:
                 index = {key: [list(shape), share.start, len(share)] for key, (shape, share) in keys.items()}
                 flat = ((key, "F32", [len(share)]) for key, (_, share) in keys.items())
                 metadata = {"part": self.part, "fragments": json.dumps(index, separators=(",", ":"))}
-                put(number, render_header(paths[number], flat, metadata))
+                append_and_hash(number, render_header(paths[number], flat, metadata))
             for chunk in self.combine_values(solutions, shares):
                 for number, row in enumerate(chunk):
-                    put(number, row.tobytes())
+                    append_and_hash(number, row.tobytes())
             for file in files:
                 file.flush()
                 os.fsync(file.fileno())

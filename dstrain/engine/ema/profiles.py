@@ -36,10 +36,10 @@ class Solution(NamedTuple):
     misfit: float
 
     def normalise(self) -> "Solution":
-        """Returns the solution with its coefficients divided by their sum, and with its new misfit.
+        """Returns the solution with its coefficients divided by their sum, and with the misfit that it then has.
 
-        Weights are far longer vectors than the differences of their averages: coefficients that sum to 0.99 would scale
-        the weights by far more than the misfit says.
+        Averaged weights differ from each other by far less than they are long: coefficients that sum to 0.99 would
+        scale the weights by far more than the misfit says.
         """
         total = sum(self.coefficients)
         shift = (1 - self.misfit**2) * (1 - 1 / total) ** 2  # the residual is orthogonal to the profile made
@@ -47,7 +47,9 @@ class Solution(NamedTuple):
 
 
 def solve_exponent(width: float) -> float:
-    """Returns gamma for a width in 0 .. 1 / sqrt(12): solves width^2 = (gamma + 1) / ((gamma + 2)^2 (gamma + 3))."""
+    """Returns the exponent gamma of the profile that has a relative width in 0 .. 1 / sqrt(12). Solves width^2 = (gamma
+    + 1) / ((gamma + 2)^2 (gamma + 3)).
+    """
     inverse = float(width) ** -2
     return float(np.roots([1, 7, 16 - inverse, 12 - inverse]).real.max())
 

@@ -45,18 +45,18 @@ class EmaShadow:
 
     @torch.no_grad()
     def reset(self) -> None:
-        """Sets every average to the present masters, with 0 updates, as at step 0."""
+        """Sets every average to the present masters and its number of updates to 0, as before the first step."""
         for part, shadows in self.flats.items():
             self._copy_masters(part, shadows)
-            self._restart(part, 0)
+            self._restart_counters(part, 0)
 
     @torch.no_grad()
     def update(self, step: int, applied: Mapping[str, Flag]) -> None:
-        """Updates the averages of the parts in `applied` with the weights that optimizer step `step` made. Other parts
-        keep theirs.
+        """Updates the averages of the parts in `applied` with the weights that optimizer step `step` made. Averages of
+        other parts stay.
 
-        Whether a step was applied stays on the device. If it was not, neither the averages nor their number of updates
-        change.
+        `applied` says of each part whether the step was applied. If not, neither its averages nor their number of
+        updates change. The host does not wait for the device to know this.
         """
         for part, shadows in self.flats.items():
             if part not in applied:
@@ -74,9 +74,9 @@ class EmaShadow:
                     average.lerp_(master.detach(), weight)
 
     def list_counters(self, part: str) -> dict[str, Any]:
-        """Returns {"averages": {"widths", "began", "updates"}}: the widths of a part's averages by width, the step at
-        which they began, and the part's updates since. A checkpoint keeps these beside the averages. Returns {} if the
-        part has no averages by width.
+        """Returns {"averages": {"widths", "began", "updates"}} for a checkpoint: the widths of a part's averages by
+        width, the step at which they began, and the number of the part's updates since. Returns {} if the part has no
+        averages by width.
         """
         if part not in self._updates:
             return {}
@@ -98,14 +98,14 @@ class EmaShadow:
             self._updates[part].fill_(counters["updates"])
         else:
             self._copy_masters(part, {width: self.flats[part][width] for width in self._powers})
-            self._restart(part, step)
+            self._restart_counters(part, step)
         return goes_on
 
     def _copy_masters(self, part: str, shadows: dict[float, list[Tensor]]) -> None:
         for shadow in shadows.values():
             torch._foreach_copy_(shadow, [flat.detach() for flat in self._masters[part].flats])
 
-    def _restart(self, part: str, step: int) -> None:
+    def _restart_counters(self, part: str, step: int) -> None:
         if part in self._updates:
             self.began = step
             self._updates[part].zero_()

@@ -51,11 +51,11 @@ class Averages:
         self._masters, self._shadow, self._common = masters, shadow, common
 
     def write_snapshot_if_due(self, step: int, last: bool = False, wait: bool = False) -> None:
-        """Writes a snapshot of the averages at `step` if the recipe asks for one at this step (ema.snapshots), or it is
-        the run's `last`.
+        """Writes a snapshot of the averages at `step` if the recipe asks for one at this step (ema.snapshots), or if it
+        is the run's `last` step. Writes none at the step where the averages began, or if there is a snapshot of this
+        step already.
 
-        Writes none at the step where the averages began, and none if there is one of this step. wait: writes before
-        this returns. Raises NotSaved as Saver.save. Call it on all ranks.
+        wait: returns only when the files are written. Raises NotSaved if Saver.save does. Call it on all ranks.
         """
         every = self._ema.snapshots
         if not every or step == self._shadow.began or not (last or step % every == 0):

@@ -18,8 +18,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 
 def count_kept_bytes(loss: Callable[[], Tensor], present: Iterable[Tensor]) -> int:
-    """Returns the bytes that the forward pass `loss` keeps for its backward pass. Storages of the tensors `present`,
-    the weights and inputs, are left out.
+    """Returns the bytes of memory that the forward pass `loss` keeps for its backward pass. The storages of the tensors
+    `present`, such as weights and inputs, are not counted.
 
     Tensors may be on the meta device. Attention runs by fused kernels, as on a GPU in 16 bits.
     """
@@ -33,8 +33,8 @@ def count_kept_bytes(loss: Callable[[], Tensor], present: Iterable[Tensor]) -> i
 
 
 def count_flops(loss: Callable[[], Tensor]) -> int:
-    """Returns the floating-point operations of the forward pass `loss` and of its backward pass, by torch's counter.
-    Attention is counted as its two matrix products.
+    """Returns the number of floating-point operations of the forward pass `loss` and of its backward pass, by torch's
+    counter. Attention is counted as its two matrix products.
     """
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
         loss().backward()

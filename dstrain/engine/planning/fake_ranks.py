@@ -29,9 +29,9 @@ from dstrain.engine.patches import forget_groups_at_end, import_deepspeed, prepa
 
 @contextmanager
 def enter_fake_world(world: int) -> Iterator[None]:
-    """Inside the block, this process is rank 0 of `world` ranks and its tensors are fake. Afterwards another block may
-    begin, with another `world`. The environment variables of rank and world, and the changes to DeepSpeed for fake
-    tensors, stay.
+    """Inside the block, this process is rank 0 of `world` ranks and its tensors are fake. Another block with another
+    `world` may follow. The environment variables of rank and world size, and the changes to DeepSpeed for fake tensors,
+    stay after the block.
     """
     os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world))
     deepspeed = import_deepspeed()

@@ -44,8 +44,8 @@ def count_saved_bytes(masters: Mapping[str, Masters], ema: EmaShadow) -> int:
 
 
 def list_kept_tensors(masters: Mapping[str, Masters], ema: EmaShadow) -> Iterator[tuple[str, Tensor]]:
-    """Yields (kind, tensor) of the tensors that live from step to step. Several may share a storage: it has the kind of
-    the first.
+    """Yields (kind, tensor) of the tensors that stay in memory from step to step. A kind is one of weights, persistent,
+    gathered, masters, moments, staging and average. If several tensors share a storage, the kind of the first counts.
     """
     for own in masters.values():
         module = own.engine.module
@@ -72,8 +72,8 @@ def list_kept_tensors(masters: Mapping[str, Masters], ema: EmaShadow) -> Iterato
 
 
 def list_tensor_makers(masters: Masters) -> Iterator[tuple[Any, str, str]]:
-    """Yields (owner, method's name, kind) of the methods of DeepSpeed that allocate tensors of one kind: gathered
-    weights at stage 3, or buckets for gradients.
+    """Yields (object, name of its method, kind) for the methods of DeepSpeed that allocate tensors of one kind:
+    gathered weights at stage 3, or buckets for gradients.
     """
     zero = masters.engine.optimizer
     if hasattr(zero, "parameter_offload"):
@@ -83,7 +83,7 @@ def list_tensor_makers(masters: Masters) -> Iterator[tuple[Any, str, str]]:
 
 
 def list_gradients(masters: Mapping[str, Masters]) -> Iterator[Tensor]:
-    """Yields the gradients that wait for the optimizer's step or for the next micro-batch."""
+    """Yields the tensors that hold gradients until the optimizer's step or the next micro-batch."""
     for own in masters.values():
         zero, engine = own.engine.optimizer, own.engine
         held: list[Any] = [getattr(zero, name, None) for name in ("all_grad_tensors", "grad_partitions_flat_buffer")]
