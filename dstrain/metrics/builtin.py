@@ -24,8 +24,8 @@ SIDE = 28  # pixels of an image that the network sees
 
 
 def convert_to_classifier_input(images: Tensor) -> Tensor:
-    """Converts images uint8 (N, C, H, W) to the classifier's input, float32 (N, 1, 28, 28) in [0, 1]. Colours become
-    luminance (Rec. 601).
+    """Converts images uint8 (N, C, H, W) to the input of the built-in classifier: luminance (Rec. 601), float32 (N, 1,
+    28, 28) in [0, 1].
 
     Images of 28 x 28 pixels are not resized. Others are resized to 32 x 32, bilinear and antialiased, and cropped to
     the middle 28 x 28, since the built-in data have a border at any size but 28.
@@ -65,8 +65,8 @@ class Builtin(Features):
         return features.view(clips, frames, -1).mean(1), logits.view(clips, frames, -1).mean(1)
 
     def require_captions(self, captions: Sequence[str], clips: bool = True) -> None:
-        """Raises ConfigError if one of the captions is none of the built-in clips (or of the built-in images, with
-        clips=False).
+        """Raises ConfigError if one of the captions is none of those that the built-in clips have (with clips=False,
+        the built-in images).
         """
         known = moving.list_captions() if clips else list_captions()
         if unknown := [caption for caption in captions if caption not in known]:
@@ -78,12 +78,12 @@ class Builtin(Features):
     def count_correct(
         self, images: Tensor, logits: Tensor, labels: Tensor | None, captions: list[str] | None
     ) -> Tensor | None:
-        """Returns float64 (4, classes), numbers of images by the class that their caption names: those that show their
-        caption, all, those with the right item, and those with the right motion (clips) or shade (images). Sets `parts`
-        to the names of the last two rows.
+        """Returns float64 (4, classes): for each class of item that a caption names, how many images show all that
+        their caption says, how many images there are, how many show the right item, and how many show the right motion
+        (clips) or shade (images). Sets `parts` to the names of the last two rows.
 
-        Images with labels, and all images if `captions` is None, are counted as by Features.count_correct. Raises
-        ConfigError for a caption that the built-in data do not have.
+        Images that have labels, or no captions, are counted as by Features.count_correct. Raises ConfigError for a
+        caption that the built-in data do not have.
         """
         clips = images.ndim == 5
         if captions is None or (labels is not None and not clips):
@@ -115,8 +115,8 @@ class Emoji(Features):
             return self.tower.encode(convert_to_rgb(images)), None
 
     def embed_texts(self, captions: list[str]) -> Tensor:
-        """Returns embeddings float32 (N, D) of names of emoji. Raises ConfigError if a caption is no name of a built-in
-        emoji.
+        """Returns the embeddings, float32 (N, D), of captions that are names of emoji. Raises ConfigError if one is no
+        name of a built-in emoji.
         """
         embeds = emoji.read_text_embeds(captions)
         if embeds is None:

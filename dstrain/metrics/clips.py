@@ -23,13 +23,13 @@ _EDGE = 0.01  # of the brightness lies beyond either edge of an item
 
 
 def average_channels(videos: Tensor) -> Tensor:
-    """Returns clips uint8 (N, T, C, H, W) averaged over their channels: float32 (N, T, H, W) in [0, 1]."""
+    """Converts clips uint8 (N, T, C, H, W) to their mean over channels, float32 (N, T, H, W) in [0, 1]."""
     return videos.float().mean(2) / 255
 
 
 def crop_items(frames: Tensor, side: int = 28) -> Tensor:
-    """Crops each frame float32 (N, H, W) to its item and resizes it to the input of the built-in classifier: float32
-    (N, 1, side, side).
+    """Crops each frame, float32 (N, H, W), to the item that it shows, and resizes it to the input of the built-in
+    classifier: float32 (N, 1, side, side).
 
     The crop is centred between the item's edges. It is 28/32 as wide as the item's square, two thirds of the frame's
     shorter side, since the outer part of this square is a border.
@@ -46,8 +46,8 @@ def crop_items(frames: Tensor, side: int = 28) -> Tensor:
 
 
 def classify_motions(videos: Tensor) -> Tensor:
-    """Returns the motion of each clip float32 (N, T, H, W), T >= 2: int64 (N,), its index in MOTIONS, or NO_MOTION if
-    the item hardly moves or a frame is black.
+    """Returns the motion of the item in each clip, float32 (N, T, H, W) with T >= 2: int64 (N,), an index into MOTIONS,
+    or NO_MOTION if the item hardly moves or a frame is black.
 
     The item's position is its centre of brightness. The item bounces if its paths along both axes are of similar
     length; else it moves along the axis of the larger displacement. For all square built-in clips of five or more
@@ -70,15 +70,15 @@ def classify_motions(videos: Tensor) -> Tensor:
 
 
 def _find_brightness_centre(profile: Tensor) -> Tensor:
-    """Returns the centre of brightness of profiles (..., L) along their last axis: (...,) in pixels, NaN if all values
-    of a profile are 0.
+    """Returns the centre of brightness, in pixels along the last axis, of brightness profiles (..., L): (...,). It is
+    NaN for a profile of zeros.
     """
     return (profile * (torch.arange(profile.shape[-1], device=profile.device) + 0.5)).sum(-1) / profile.sum(-1)
 
 
 def _find_item_middle(profile: Tensor) -> Tensor:
-    """Returns the middle between the edges of the item, in pixels (N,), from brightness (N, L) along one axis; L / 2 if
-    all values are 0.
+    """Returns the point halfway between the edges of the item, in pixels (N,), from the brightness (N, L) along one
+    axis. It is L / 2 if all values are 0.
     """
     share = profile.cumsum(1) / profile.sum(1, keepdim=True)  # up to the right edge of a pixel
     share = torch.where(share.isfinite(), share, torch.linspace(0, 1, profile.shape[1], device=profile.device))
@@ -92,7 +92,7 @@ def _find_item_middle(profile: Tensor) -> Tensor:
 
 
 def choose_story_conditions(seeds: Tensor) -> tuple[Tensor, Tensor]:
-    """Chooses the item and the motions of one story for each seed, int64 (N,). Returns the items int64 (N,), the seed
+    """Chooses one story, a clip of several scenes, for each seed, int64 (N,). Returns the items int64 (N,), the seed
     modulo the number of items, and the motions of the scenes int64 (N, SCENES), no two of a story equal.
     """
     items = seeds % (len(list_captions()) // len(MOTIONS))
@@ -101,7 +101,7 @@ def choose_story_conditions(seeds: Tensor) -> tuple[Tensor, Tensor]:
 
 def sum_scene_measurements(network: Features, videos: Tensor, ends: list[int], items: Tensor, asked: Tensor) -> Tensor:
     """Returns float64 (6, S): for each of S scenes, sums over stories, from which `compute_scene_scores` computes the
-    scores. Sums of several ranks may be added.
+    scores. Add the sums of several batches or ranks to get those of all stories.
 
     The first four rows are the numbers of stories, of right items, of items equal to that of the first scene, and of
     right motions. The last two are sums of the mean absolute change of pixels: from the frame before the scene to its
@@ -138,13 +138,15 @@ def sum_scene_measurements(network: Features, videos: Tensor, ends: list[int], i
 
 
 def compute_scene_scores(sums: Tensor) -> dict[str, tuple[float, float | None]]:
-    """Returns {name: (score, None)} from the sums of `sum_scene_measurements`. scenes_NAME is the mean over scenes, and
-    scenes_NAME/I the score of scene I, from 1. kept and seam have no score of the first scene. The best value of each
-    NAME is 1.
+    """Returns {name: (score, None)} from the sums of `sum_scene_measurements`. There are four scores NAME, of which 1
+    is the best value. scenes_NAME is the mean over scenes; scenes_NAME/I is the score of scene I, counted from 1. The
+    first scene has no kept and no seam.
 
-    item, kept, motion  shares of stories whose item is right, is that of the first scene, or has the right motion.
-    seam                change from the last frame of the previous scene to the first frame of the scene, divided by the
-                        mean change between frames within scenes.
+    item    share of stories whose item is right
+    kept    share of stories whose item is that of the first scene
+    motion  share of stories that show the right motion
+    seam    change from the last frame of the previous scene to the first frame of the scene, divided by the mean change
+            between frames within scenes
     """
     stories, item, kept, motion, seam, within = sums
     values = {

@@ -27,9 +27,9 @@ class Compared:
     identity: object = None  # another one where the images may be others
 
     def read_statistics(self, collect: Collect) -> dict[str, Statistics]:
-        """Returns the reference's statistics by name of their network. If the reference has images, calls
-        `collect(images, networks)` for the statistics that its file lacks. Mean and covariance are the file's where it
-        has them; features are the file's where none were collected.
+        """Returns {network's name: statistics of the reference}. If the reference has images, calls `collect(images,
+        networks)` for the statistics that its file lacks. For mean and covariance, those of the file win; for features,
+        those that were collected.
         """
         statistics = dict(self.statistics)
         if self.images is None:
@@ -46,8 +46,8 @@ class Compared:
 
 
 def open_reference(path: Path, networks: dict[str, Features], kept: int, upright: bool = True) -> Compared:
-    """Opens the reference at a path, a file of statistics or a set of images, for the metrics in `networks`. Images are
-    opened only if statistics that the metrics need are not in the file.
+    """Opens the reference at a path, a file of statistics or a set of images, for metrics. networks: {metric: its
+    network}. Opens images only if statistics that the metrics need are not in the file.
 
     kept     the most features of a set that kid, pr and dc compare.
     upright  as data.upright: whether images are turned and mirrored as their EXIF data say.
@@ -63,7 +63,7 @@ def open_reference(path: Path, networks: dict[str, Features], kept: int, upright
     if lacking and not reference.can_hold_images(path):
         by = " and ".join(dict.fromkeys(networks[name].name for name in lacking))
         raise ConfigError(
-            f"--reference {path} holds no {' and no '.join(sorted(table.name_needed_statistics(lacking)))} for "
+            f"--reference {path} holds no {' and no '.join(sorted(table.list_needed_statistic_names(lacking)))} for "
             f"--metrics {','.join(lacking)}, which are taken by {by}: give images, or write it with "
             "--write-reference"
         )
@@ -79,12 +79,12 @@ def open_reference(path: Path, networks: dict[str, Features], kept: int, upright
 
 
 def open_recipe_reference(place: str, data: Data, networks: dict[str, Features], kept: int) -> Compared:
-    """Opens the reference of a run on `data`. place: the value of samples.reference. An .npz, .pkl or .zip file is
-    opened as by `open_reference`, any other path as data.path would be.
+    """Opens what the recipe names as samples.reference, `place`, for a run on `data`. An .npz, .pkl or .zip file is
+    opened as by `open_reference`, any other path as data.path would be. networks: {metric: its network}.
 
     Images of such a path are cropped and resized as in training, so that a model can draw equal ones. Raises
     ConfigError if no metric compares with a reference, or if the reference cannot be read, holds no pixels, or has too
-    few images for the metrics in `networks`.
+    few images for the metrics.
     """
     key, path = f"samples.reference={place}", os.path.expanduser(place)
     if not networks:

@@ -18,11 +18,11 @@ _SEED = 2020  # of the choices below, torch-fidelity's
 
 
 def measure_frechet(mean: Tensor, covariance: Tensor, other_mean: Tensor, other_covariance: Tensor) -> float:
-    """Returns the squared Frechet distance of two Gaussians (Dowson & Landau 1982), given by float64 means (D,) and
-    covariances (D, D).
+    """Returns the squared Frechet distance between two Gaussians (Dowson & Landau 1982), from their float64 means (D,)
+    and covariances (D, D).
 
     The trace of sqrt(S T) is the sum of the singular values of A^T B, where S = A A^T and T = B B^T. So no eigenvalue
-    comes out negative, also where samples are fewer than D.
+    comes out negative, even with fewer samples than D.
     """
     cross = torch.linalg.svdvals(_factor_covariance(covariance).T @ _factor_covariance(other_covariance)).sum()
     distance = (mean - other_mean).square().sum() + covariance.trace() + other_covariance.trace() - 2 * cross
@@ -30,17 +30,15 @@ def measure_frechet(mean: Tensor, covariance: Tensor, other_mean: Tensor, other_
 
 
 def _factor_covariance(covariance: Tensor) -> Tensor:
-    """Returns a factor A (D, r) of the covariance S (D, D), S = A A^T. r is the number of eigenvalues that are not zero
-    within rounding.
-    """
+    """Returns a matrix A (D, r) with S = A A^T, for a covariance S (D, D). r is the rank of S within rounding."""
     values, vectors = torch.linalg.eigh(covariance)
     real = values > values[-1] * len(values) * torch.finfo(values.dtype).eps
     return vectors[:, real] * values[real].sqrt()
 
 
 def measure_kid(features: Tensor, reference: Tensor, subsets: int = 100, size: int = 1000) -> tuple[float, float]:
-    """Returns the kernel distance of features float32 (N, D) and (M, D) (Binkowski et al. 2018): its mean and its
-    standard deviation over subsets.
+    """Returns the kernel distance (KID, Binkowski et al. 2018) between features float32 (N, D) and (M, D): its mean and
+    its standard deviation over random subsets.
 
     The estimate is unbiased, with the kernel (x y / D + 1)^3. Each subset has `size` rows of either set, or as many as
     the smaller set has. The subsets are drawn as in torch-fidelity. Each rank computes its share of the subsets; all
@@ -68,12 +66,12 @@ def _average_kernel(x: Tensor, y: Tensor) -> Tensor:
     return (kernel.sum() - kernel.trace()) / (len(x) * (len(x) - 1))
 
 
-def measure_manifold(
+def measure_manifold_overlap(
     features: Tensor, reference: Tensor, neighbours: int = 3, near: int = NEIGHBOURS
 ) -> dict[str, float]:
-    """Returns precision, recall, density and coverage of features float32 (N, D) against a reference (M, D); NaN for
-    all four if a set has no more than `near` rows. A ball is centred at each row of a set, and its radius is the
-    distance to the k-th nearest other row of the same set. Each rank computes its share; all ranks must call it.
+    """Returns precision, recall, density and coverage, by name, of features float32 (N, D) against a reference (M, D).
+    All four are NaN if a set has no more than `near` rows. Each row of a set is the centre of a ball, whose radius is
+    the distance to the k-th nearest other row of this set. Each rank computes its share; all ranks must call it.
 
     precision  share of features within a ball of the reference, k = `neighbours` (Kynkaanniemi et al. 2019).
     recall     share of the reference's rows within a ball of the features, k = `neighbours`.
@@ -85,8 +83,8 @@ def measure_manifold(
         return dict.fromkeys(("precision", "recall", "density", "coverage"), math.nan)
     center = reference.mean(0)  # distances lose no digits to what all features share
     features, reference = features - center, reference - center
-    own = _find_radii(features, (neighbours,))[0]
-    other, wide = _find_radii(reference, (neighbours, near))  # squared, as all distances here
+    own = _find_squared_radii(features, (neighbours,))[0]
+    other, wide = _find_squared_radii(reference, (neighbours, near))  # squared, as all distances here
     inside = torch.zeros(3, dtype=torch.float64, device=features.device)  # in precision, in density; covered
     recalled, nearest = torch.zeros_like(other), torch.full_like(other, math.inf)
     for rows in _list_own_rows(len(features)):
@@ -106,7 +104,7 @@ def measure_manifold(
 
 
 def _list_own_rows(count: int) -> list[slice]:
-    """Returns slices of at most 512 rows each: this rank's share of `count` rows."""
+    """Returns this rank's share of `count` rows, as slices of at most 512 rows each."""
     return [
         slice(begin, min(begin + _ROWS, count)) for begin in range(group.rank() * _ROWS, count, _ROWS * group.world())
     ]
@@ -119,9 +117,9 @@ def _compute_squared_distances(x: Tensor, y: Tensor) -> Tensor:
     return products.mul_(-2).add_(x.square().sum(1)[:, None]).add_(y.square().sum(1)).clamp_(min=0)
 
 
-def _find_radii(features: Tensor, neighbours: tuple[int, ...]) -> Tensor:
-    """Returns the squared distance of each row of `features` to its n-th nearest other row, for each n in
-    `neighbours`: (len(neighbours), N). Each rank computes its share of the rows; all ranks must call it.
+def _find_squared_radii(features: Tensor, neighbours: tuple[int, ...]) -> Tensor:
+    """Returns (len(neighbours), N): for each n in `neighbours`, the squared distance from each row of `features` (N, D)
+    to its n-th nearest other row. Each rank computes its share of the rows; all ranks must call it.
     """
     radii = torch.zeros(len(neighbours), len(features), device=features.device)
     for rows in _list_own_rows(len(features)):
@@ -133,9 +131,9 @@ def _find_radii(features: Tensor, neighbours: tuple[int, ...]) -> Tensor:
     return group.sum_over_ranks(radii)
 
 
-def score_inception(probabilities: Tensor, entropies: Tensor, counts: Tensor) -> tuple[float, float]:
+def compute_inception_score(probabilities: Tensor, entropies: Tensor, counts: Tensor) -> tuple[float, float]:
     """Returns the Inception Score (Salimans et al. 2016), exp(mean KL to the marginal): its mean and its standard
-    deviation over S splits. Let p be the K class probabilities of a sample.
+    deviation over S splits of the samples. Let p be the probabilities of the K classes for a sample.
 
     probabilities  float64 (S, K): the sum of p over the samples of each split.
     entropies      float64 (S,): the sum of p log p over the samples and classes of each split.

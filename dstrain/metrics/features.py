@@ -48,8 +48,8 @@ _TOWERS = {
 
 
 def require_known_kind(words: str) -> None:
-    """Raises ConfigError if `words`, such as inception:FILE or builtin, begins with an unknown kind of network. The
-    path is not checked.
+    """Raises ConfigError if `words`, KIND:PATH or the name of a built-in network, begins with an unknown kind of
+    network. The path is not checked.
     """
     if words not in BUILT_IN and words.partition(":")[0] not in SOURCES:
         known = (*BUILT_IN, *(f"{name}:PATH" for name in SOURCES))
@@ -59,7 +59,7 @@ def require_known_kind(words: str) -> None:
 def open_features(words: str, device: torch.device | None = None) -> Features:
     """Opens the network that `words` names, such as inception:FILE or builtin, on a device (None: the rank's device).
 
-    Raises ConfigError if the kind is unknown, the path is absent, or the file holds another network.
+    Raises ConfigError if the kind is unknown, if the path does not exist, or if the file holds another network.
     """
     require_known_kind(words)
     kind, _, path = words.partition(":")

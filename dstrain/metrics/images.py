@@ -48,7 +48,9 @@ class Images(ABC):
         """Yields batches of at most `size` images: this rank's share of the set."""
 
     def list_unreadable(self) -> dict[str, str]:
-        """Returns {name: reason} of the images that this rank could not read and replaced by others so far."""
+        """Returns {name: reason} of the images that this rank could not read so far, and for which it took others
+        instead.
+        """
         return {}
 
 
@@ -64,8 +66,8 @@ class ImagesWithFirstBatch(Images):
         return self._length
 
     def iterate_batches(self, size: int) -> Iterator[Batch]:
-        """Yields this rank's batches of at most `size` images, the first batch included. `size` must be the
-        constructor's; a second call yields the first batch alone.
+        """Yields this rank's batches of at most `size` images, beginning with the one that the constructor has read.
+        `size` must be the constructor's. Call it once: a second call yields the first batch alone.
         """
         assert size == self._size
         if self.first is not None:
@@ -74,14 +76,14 @@ class ImagesWithFirstBatch(Images):
 
 
 def _iterate_own_ranges(count: int, size: int) -> Iterator[range]:
-    """Yields ranges of at most `size` indices: this rank's share of the indices 0 to `count` - 1."""
+    """Yields this rank's share of the indices 0 to `count` - 1, as ranges of at most `size` indices."""
     for begin in range(group.rank() * size, count, size * group.world()):
         yield range(begin, min(begin + size, count))
 
 
 def open_image_set(path: Path, option: str, upright: bool = True) -> Images:
-    """Opens a set of images: a folder, with images at any depth or the .npz of dstrain generate; a .zip of images; or
-    an .npz with arr_0.
+    """Opens a set of images: a folder with images at any depth, or with the .npz that dstrain generate writes; a .zip
+    of images; or an .npz with arr_0.
 
     upright: as data.upright, whether images are turned and mirrored as their EXIF data say.
 
@@ -98,9 +100,12 @@ def open_image_set(path: Path, option: str, upright: bool = True) -> Images:
 
 
 def _open_images(path: Path, option: str, upright: bool) -> Images:
+    """Opens the images at a path as `open_image_set` does, but does not require two of them. Raises ConfigError, which
+    begins with `option`, if the path cannot be read or is no set of images.
+    """
     if not path.exists():
         raise ConfigError(f"{option} {path}: there is no such file or folder")
-    with _report_damage(path, option):
+    with _convert_read_errors(path, option):
         if (path / "run.yaml").is_file():  # its images are grids
             raise ConfigError(
                 f"{option} {path} is a run's folder: draw from it by dstrain generate, and name the "
@@ -120,8 +125,8 @@ def _open_images(path: Path, option: str, upright: bool) -> Images:
 
 
 @contextmanager
-def _report_damage(path: Path, option: str) -> Iterator[None]:
-    """Within the block, an error of reading `path` is raised as ConfigError, which begins with `option`."""
+def _convert_read_errors(path: Path, option: str) -> Iterator[None]:
+    """Within the block, raises an error of reading `path` as a ConfigError that begins with `option`."""
     try:
         yield
     except ConfigError:  # a ValueError that already says what to do
@@ -152,7 +157,7 @@ class Files(Images):
         for turn in _iterate_own_ranges(len(self), size):
             images = []
             for name in (self.names[number] for number in turn):
-                with _report_damage(self.path / name, self.option):
+                with _convert_read_errors(self.path / name, self.option):
                     file = archive.open(name) if archive else self.path / name
                     images.append(to_tensor(decode_whole_image(file, 3, upright=self.upright)))
             for shape in sorted({image.shape for image in images}):
@@ -194,8 +199,9 @@ class Arrays(Images):
 
     @contextmanager
     def _open_stream(self) -> Iterator[tuple[BinaryIO, tuple[int, ...]]]:
-        """Within the block, arr_0 is open. Yields a stream of its pixels, so that memory does not grow with N, and its
-        shape. Raises ValueError if arr_0 is no C-ordered uint8 array of images with 1 or 3 channels.
+        """Opens arr_0 within the block. Yields a stream that stands at its first pixel, so that pixels can be read
+        piece by piece, and its shape. Raises ValueError if arr_0 is no C-ordered uint8 array of images or clips with 1
+        or 3 channels.
         """
         with zipfile.ZipFile(self.path) as archive, archive.open("arr_0.npy") as stream:
             version = np.lib.format.read_magic(stream)
@@ -212,7 +218,7 @@ class Arrays(Images):
             bytes_each = int(np.prod(shape[1:]))
             start = stream.tell()
             for turn in _iterate_own_ranges(len(self), size):
-                with _report_damage(self.path, self.option):
+                with _convert_read_errors(self.path, self.option):
                     stream.seek(start + turn[0] * bytes_each)
                     content = stream.read(len(turn) * bytes_each)
                 pixels = np.frombuffer(content, np.uint8).reshape(len(turn), *shape[1:])

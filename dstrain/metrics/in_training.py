@@ -88,8 +88,8 @@ class Quality:
             )
 
     def prepare_reference(self, folder: Path) -> None:
-        """Prepares the reference's statistics for `measure`: reads them from the file that an earlier command has
-        written into the run's folder, or computes them and writes this file. All ranks call it together.
+        """Gets the statistics of the reference ready for `measure`: reads them from the file that an earlier command
+        has written into the run's folder, or computes them and writes this file. All ranks call it together.
         """
         get_phases().enter_phase("describing the data for every.metrics")
         self._data = self._compared.read_statistics(partial(self._read_or_collect_statistics, folder))
@@ -97,9 +97,9 @@ class Quality:
     def _read_or_collect_statistics(
         self, folder: Path, images: Images, compared: dict[str, Features]
     ) -> dict[str, Statistics]:
-        """Returns the reference's statistics by name of their network, on the rank's device. Reads them from the run's
-        folder if a file of the same images and networks is there; else computes them, and rank 0 writes the file
-        (without an error on a full disk) and notes if earlier metrics of the run had another reference. All ranks call
+        """Returns {network's name: statistics of the reference}, on the rank's device. Reads them from the run's folder
+        if it holds a file of the same images and networks; else computes them, and rank 0 writes the file (a full disk
+        is no error). Prints a note if earlier metrics of the run were compared with another reference. All ranks call
         it together.
         """
         networks = {network.name: network for network in compared.values()}
@@ -107,7 +107,7 @@ class Quality:
         key = json.dumps(
             [
                 {name: network.fingerprint for name, network in networks.items()},
-                sorted(table.name_needed_statistics(list(compared))),
+                sorted(table.list_needed_statistic_names(list(compared))),
                 self._compared.identity,
                 [data.image_size, data.height, data.num_frames, data.channels, data.draft, data.upright],
             ]
@@ -131,8 +131,8 @@ class Quality:
         return {name: _move_statistics_to_device(values) for name, values in statistics.items()}
 
     def measure(self, nets: Nets, micro: int) -> dict[str, float]:
-        """Draws pictures with the networks, at most `micro` of a rank at a time. Returns the value of each metric by
-        name, without values of single classes. All ranks call it together and get the same.
+        """Draws pictures with the networks, at most `micro` at a time on each rank, and returns {metric: value},
+        without values of single classes. All ranks call it together and get the same.
         """
         drawn = _Drawn(self, nets)
         chunk = min(micro, -(-len(drawn) // group.world()))
@@ -141,8 +141,9 @@ class Quality:
         return {name: value for name, (value, _) in values.items() if "/" not in name}
 
     def score(self, figures: dict[str, float]) -> float | None:
-        """Returns the value of the metric that save.best names, from the values that `measure` returned. It is negated
-        if higher is better, so that the lowest score is the best. Returns None if save.best names no metric.
+        """Returns the score by which checkpoints are compared: in `figures`, which `measure` has returned, the value of
+        the metric that save.best names. It is negated if higher is better, so that the lowest score is the best.
+        Returns None if save.best names no metric.
         """
         best = self._run.save.best
         if not isinstance(best, str):
@@ -168,8 +169,8 @@ class _Drawn(Images):
 def draw_batches(
     system: System, nets: Nets, request: Request, captions: list[str] | None, size: int
 ) -> Iterator[Batch]:
-    """Draws the samples of a request and yields this rank's share in batches of at most `size`. All ranks must call it
-    and take all batches.
+    """Draws the samples of a request, and yields those that this rank draws in batches of at most `size`. All ranks
+    must call it and take all batches.
     """
     labels, count = request.conditions.get("label"), len(request.seeds)
     for numbers, images in draw_own_share(system, nets, request, size):
@@ -184,9 +185,9 @@ def draw_batches(
 
 
 def _open_own_reference(run: Run, compared: dict[str, Features], own: Source | None, source: Source | None) -> Compared:
-    """Returns the run's own data as the reference: `own`, the built-in pictures of the split, or if it is None a view
-    of `source`, the split's data, with square pictures. Raises ConfigError if both are None, since no data are held
-    out, or if `own` is None and the data are cached codes instead of pictures.
+    """Opens the run's own data as the reference: `own`, built-in pictures of the split, or if it is None `source`, the
+    split's data with square pictures. Raises ConfigError if both are None, since no data are held out, or if `own` is
+    None and the data are cached codes instead of pictures.
     """
     data = run.data
     if own is None and source is None:
@@ -210,11 +211,13 @@ def _move_statistics_to_device(statistics: Statistics) -> Statistics:
 
 def build_quality(run: Run, system: System, train: Source, unseen: Source | None) -> Quality | None:
     """Returns a Quality for every.metrics; its `prepare_reference` is not called yet. Returns None if every.metrics is
-    0 or there is no metric. If samples.metrics is None, the metrics are fid or fvd with a samples.reference; else fd,
-    and accuracy if labels or captions are drawn for, with built-in clothes or clips; else none.
+    0 or there is no metric.
 
-    Raises ConfigError as the constructor of Quality, if save.best names a metric that is not measured, or if a metric
-    or a network is unknown, even with every.metrics=0.
+    If samples.metrics is None, the metrics with a samples.reference are fid or, for videos, fvd. Without one, they are
+    fd for the built-in clothes and clips, with accuracy if labels or captions are drawn for, and otherwise none.
+
+    Raises ConfigError if the constructor of Quality does, if save.best names a metric that is not measured, or if a
+    metric or a network is unknown, even with every.metrics=0.
     """
     metrics = run.samples.metrics
     with reword_errors(options=_OPTIONS):
@@ -241,8 +244,9 @@ def build_quality(run: Run, system: System, train: Source, unseen: Source | None
 
 
 def build_and_prepare_quality(run: Run, system: System, train: Source, unseen: Source | None) -> Quality | None:
-    """Returns the Quality of `build_quality` after its `prepare_reference`, which may compute statistics of the whole
-    reference; None if the run measures no metrics. All ranks call it together. Raises ConfigError as `build_quality`.
+    """Returns the Quality of `build_quality`, ready to measure; None if the run measures no metrics. Calls
+    `prepare_reference`, which may compute statistics of the whole reference. All ranks call it together. Raises
+    ConfigError if `build_quality` does.
     """
     quality = build_quality(run, system, train, unseen)
     if quality is not None:

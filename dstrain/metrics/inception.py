@@ -27,8 +27,10 @@ _SPATIAL_CHANNELS = 7  # that enter sFID, as in ADM's evaluator
 Convolutions = dict[str, tuple]
 
 
-def _describe_block_a(pooled: int) -> Convolutions:
-    """Returns the convolutions of the blocks Mixed_5b to Mixed_5d. pooled: output channels of the pool's branch."""
+def _list_block_a_convolutions(pooled: int) -> Convolutions:
+    """Returns the convolutions, by name, of one of Inception's blocks Mixed_5b to Mixed_5d. pooled: output channels of
+    the branch with the pool.
+    """
     return {
         "branch1x1": ("x", 64, 1),
         "branch5x5_1": ("x", 48, 1),
@@ -40,8 +42,10 @@ def _describe_block_a(pooled: int) -> Convolutions:
     }
 
 
-def _describe_block_c(width: int) -> Convolutions:
-    """Returns the convolutions of the blocks Mixed_6b to Mixed_6e. width: channels between the 7 x 7 convolutions."""
+def _list_block_c_convolutions(width: int) -> Convolutions:
+    """Returns the convolutions, by name, of one of Inception's blocks Mixed_6b to Mixed_6e. width: channels between the
+    7 x 7 convolutions.
+    """
     return {
         "branch1x1": ("x", 192, 1),
         "branch7x7_1": ("x", width, 1),
@@ -56,9 +60,9 @@ def _describe_block_c(width: int) -> Convolutions:
     }
 
 
-def _describe_blocks() -> dict[str, tuple[str, Convolutions]]:
-    """Returns {block: (pool, convolutions)} in the network's order. The pools "mean" and "max" have stride 1 and keep
-    the size; "halved" is the maximum with stride 2.
+def _list_blocks() -> dict[str, tuple[str, Convolutions]]:
+    """Returns {block: (pool, convolutions)} of Inception, in the network's order. The pools "mean" and "max" have
+    stride 1 and keep the size; "halved" is the maximum with stride 2.
     """
     e = {
         "branch1x1": ("x", 320, 1),
@@ -86,14 +90,14 @@ def _describe_blocks() -> dict[str, tuple[str, Convolutions]]:
         "branch7x7x3_4": ("branch7x7x3_3", 192, 3, 2),
     }
     return {
-        "Mixed_5b": ("mean", _describe_block_a(32)),
-        "Mixed_5c": ("mean", _describe_block_a(64)),
-        "Mixed_5d": ("mean", _describe_block_a(64)),
+        "Mixed_5b": ("mean", _list_block_a_convolutions(32)),
+        "Mixed_5c": ("mean", _list_block_a_convolutions(64)),
+        "Mixed_5d": ("mean", _list_block_a_convolutions(64)),
         "Mixed_6a": ("halved", b),
-        "Mixed_6b": ("mean", _describe_block_c(128)),
-        "Mixed_6c": ("mean", _describe_block_c(160)),
-        "Mixed_6d": ("mean", _describe_block_c(160)),
-        "Mixed_6e": ("mean", _describe_block_c(192)),
+        "Mixed_6b": ("mean", _list_block_c_convolutions(128)),
+        "Mixed_6c": ("mean", _list_block_c_convolutions(160)),
+        "Mixed_6d": ("mean", _list_block_c_convolutions(160)),
+        "Mixed_6e": ("mean", _list_block_c_convolutions(192)),
         "Mixed_7a": ("halved", d),
         "Mixed_7b": ("mean", e),
         "Mixed_7c": ("max", e),
@@ -117,7 +121,7 @@ class Convolution(nn.Module):
 
 
 class Block(nn.Module):
-    """One block of `_describe_blocks`: (N, before, h, w) -> (N, width, h, w), half the size if `pool` is halved."""
+    """One block of `_list_blocks`: (N, before, h, w) -> (N, width, h, w), half the size if `pool` is halved."""
 
     def __init__(self, before: int, pool: str, convolutions: Convolutions) -> None:
         super().__init__()
@@ -150,14 +154,16 @@ class Inception(nn.Module):
         self.Conv2d_2b_3x3 = Convolution(32, 64, 3)
         self.Conv2d_3b_1x1 = Convolution(64, 80, 1)
         self.Conv2d_4a_3x3 = Convolution(80, 192, 3, padded=False)
-        width, self.blocks = 192, list(_describe_blocks())
-        for name, (pool, convolutions) in _describe_blocks().items():
+        width, self.blocks = 192, list(_list_blocks())
+        for name, (pool, convolutions) in _list_blocks().items():
             self.add_module(name, Block(width, pool, convolutions))
             width = getattr(self, name).width
         self.fc = nn.Linear(width, 1008)
 
     def forward(self, x: Tensor, until: str | None = None) -> Tensor:
-        """Returns the features (N, 2048), or, if `until` names a block, the input (N, C, h, w) of this block."""
+        """Returns the features (N, 2048) of the last pool. If `until` names a block, returns the input (N, C, h, w) of
+        this block instead.
+        """
         x = self.Conv2d_2b_3x3(self.Conv2d_2a_3x3(self.Conv2d_1a_3x3(x)))
         x = self.Conv2d_4a_3x3(self.Conv2d_3b_1x1(F.max_pool2d(x, 3, 2)))
         x = F.max_pool2d(x, 3, 2)
@@ -169,8 +175,8 @@ class Inception(nn.Module):
 
 
 def resize_as_tensorflow(images: Tensor) -> Tensor:
-    """Resizes float32 (N, C, h, w) to 299 x 299 as TensorFlow 1 does: bilinear, without smoothing, where pixel i of the
-    result lies at i * size / 299.
+    """Resizes images float32 (N, C, h, w) to 299 x 299 as TensorFlow 1 does: bilinear, without antialiasing. Pixel i of
+    the result is read at i * size / 299 of the image.
     """
     for axis in (-1, -2):
         size = images.shape[axis]
@@ -183,15 +189,15 @@ def resize_as_tensorflow(images: Tensor) -> Tensor:
 
 
 def resize_as_pytorch_fid(images: Tensor) -> Tensor:
-    """Resizes float32 (N, C, h, w) to 299 x 299 by torch's bilinear interpolation without smoothing (align_corners
-    False).
+    """Resizes images float32 (N, C, h, w) to 299 x 299 by torch's bilinear interpolation without antialiasing
+    (align_corners False).
     """
     return F.interpolate(images, (SIDE, SIDE), mode="bilinear", align_corners=False)
 
 
 def resize_as_clean_fid(images: Tensor) -> Tensor:
-    """Resizes float32 (N, C, h, w) to 299 x 299 by Pillow's antialiased bicubic filter in floats, clamped to [0, 255]
-    (Parmar 2022). Runs on the CPU; returns the result on the device of `images`.
+    """Resizes images float32 (N, C, h, w) to 299 x 299 by Pillow's antialiased bicubic filter in floats, and clamps
+    them to [0, 255] (Parmar 2022). Runs on the CPU; returns the result on the device of `images`.
     """
     planes = images.flatten(0, 1).cpu().numpy()
     resized = [np.asarray(Image.fromarray(plane).resize((SIDE, SIDE), Image.Resampling.BICUBIC)) for plane in planes]
@@ -220,7 +226,7 @@ class InceptionFeatures(Features):
         self.spatial = InceptionSpatial(self)
 
     def prepare(self, images: Tensor) -> Tensor:
-        """Returns images uint8 (N, C, h, w) as the network's input, float32 (N, 3, 299, 299) in about [-1, 1]."""
+        """Converts images uint8 (N, C, h, w) to the network's input, float32 (N, 3, 299, 299) in about [-1, 1]."""
         images = convert_to_rgb(images).to(self._network.fc.weight.device).float()
         return self._resize(images) / self._middle - 1
 

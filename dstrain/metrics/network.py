@@ -34,25 +34,24 @@ class Features(ABC):
         """Returns features float32 (N, D), and logits float32 (N, K) or None, of uint8 (N, C, H, W) on any device."""
 
     def embed_texts(self, captions: list[str]) -> Tensor | None:
-        """Returns embeddings float32 (N, D) of the captions, comparable with the features of images. Returns None if
-        the network has no text encoder, as by default.
+        """Returns the embeddings of captions, float32 (N, D), which can be compared with features of images. This
+        default returns None: the network has no text encoder.
         """
         return None
 
     def require_captions(self, captions: Sequence[str]) -> None:
-        """Raises ConfigError if `count_correct` cannot count clips that have one of these captions. By default nothing
-        is checked.
+        """Raises ConfigError if `count_correct` cannot count clips that have one of these captions. This default raises
+        nothing.
         """
 
     def count_correct(
         self, images: Tensor, logits: Tensor, labels: Tensor | None, captions: list[str] | None
     ) -> Tensor | None:
         """Returns float64 (2, classes): for each class, how many images with this label the network assigns to it, and
-        how many images have this label. logits (n, classes), labels (n,).
+        how many images have this label. logits (n, classes), labels (n,). Returns None if `labels` is None.
 
-        The captions are not used, but a subclass may use them, and may add a row for each of `parts`: the number of
-        images in which this part is right. Returns None if `labels` is None. Raises ConfigError if a label is below 0
-        or at least the number of classes.
+        A subclass may use the captions, and may add a row for each of `parts`: the number of images in which this part
+        is right. Raises ConfigError if a label is below 0 or at least the number of classes.
         """
         if labels is None:
             return None
@@ -68,8 +67,8 @@ class Features(ABC):
 
 
 def count_true_by_class(labels: Tensor, classes: int, *rows: Tensor) -> Tensor:
-    """Returns float64 (rows, classes): for each of the rows, bool (n,), and each class, the number of items with this
-    label for which the row is True. labels: int64 (n,).
+    """Returns float64 (len(rows), classes): how many items of each class are True in each row. labels int64 (n,) are
+    the classes of the items; rows are bool (n,).
     """
     sums = torch.zeros(len(rows), classes, dtype=torch.float64, device=labels.device)
     return sums.index_add_(1, labels, torch.stack(rows).double())

@@ -27,8 +27,8 @@ _EDM2 = {"fid": INCEPTIONS, "fd_dinov2": ("dinov2",)}
 
 
 def read_reference_statistics(path: Path, networks: Iterable[Features], device: torch.device) -> dict[str, Statistics]:
-    """Returns the statistics that a file holds of these networks, by name of the network. The result has no entry for a
-    network of which the file holds none.
+    """Returns {network's name: statistics} that a file holds of these networks. Networks of which the file holds none
+    are absent.
 
     Raises ConfigError if the file cannot be read, or if its arrays are damaged or were made with other weights or
     another preprocessing.
@@ -55,7 +55,7 @@ def read_reference_statistics(path: Path, networks: Iterable[Features], device: 
 
 def can_hold_images(path: Path) -> bool:
     """Returns whether images may be read from a path: False for a .pkl and for an .npz without arr_0, True for any
-    other path, unread. Raises ConfigError if nothing exists at the path.
+    other path, which is not read. Raises ConfigError if nothing exists at the path.
     """
     if not path.exists():
         raise ConfigError(f"--reference {path}: there is no such file or folder")
@@ -68,9 +68,9 @@ def can_hold_images(path: Path) -> bool:
 def _select_statistics(
     network: Features, arrays: dict[str, Any], path: Path, device: torch.device
 ) -> Statistics | None:
-    """Returns the statistics of one network from the arrays of the file `path`; None if it has none of this network.
-    Arrays without the name of a network are taken as Inception's. Raises ConfigError if an array has a wrong shape, is
-    not finite or no covariance, or was made with another network.
+    """Returns the statistics of one network from `arrays`, those in the file `path`; None if it has none of this
+    network. Arrays whose names name no network are Inception's. Raises ConfigError if an array has a wrong shape or
+    values that are not finite, if sigma is no covariance, or if they were made with another network.
     """
     name, end = network.name, ""
     prefix = f"{name}." if any("." in key for key in arrays) else ""
@@ -118,7 +118,8 @@ def _select_statistics(
 
 
 def _get_checked_array(rows: Any, name: str, axes: str) -> np.ndarray | None:
-    """Returns `rows` as an array; None for None. axes: one letter for each axis, such as "nD"; "DD" means a square.
+    """Returns `rows` as an array, after checks; None if it is None. axes: one letter for each axis, such as "nD"; "DD"
+    means a square.
 
     Raises ConfigError, which begins with `name`, if `rows` is empty, has other axes, or a value that is not finite.
     """
@@ -146,8 +147,8 @@ def _make_tensor(array: np.ndarray | None, dtype: torch.dtype, device: torch.dev
 
 
 def _read_npz_statistics(path: Path) -> dict[str, Any]:
-    """Returns the arrays of an .npz by name, without images and labels (arr_0, arr_1) and prompts. Raises ValueError if
-    the file is no .npz.
+    """Returns {name: array} of an .npz, without the images, labels and prompts that it may hold (arr_0, arr_1,
+    prompts). Raises ValueError if the file is no .npz.
     """
     if not zipfile.is_zipfile(path):  # numpy would advise to read it unsafely
         raise ValueError("it is no whole .npz")
@@ -167,8 +168,8 @@ class _Arrays(pickle.Unpickler):
 
 
 def _read_edm2_pickle(path: Path) -> dict[str, Any]:
-    """Returns the arrays of EDM2's {"fid": {"mu": ..., "sigma": ...}, "fd_dinov2": ...} by the names that our files
-    use, such as dinov2.mu. Inception's are returned under each name of INCEPTIONS.
+    """Returns the arrays of a .pkl of EDM2, {"fid": {"mu": ..., "sigma": ...}, "fd_dinov2": ...}, under the names that
+    dstrain's files use, such as dinov2.mu. Inception's are returned under each name of INCEPTIONS.
     """
     with open(path, "rb") as file:
         content = _Arrays(file).load()
@@ -182,15 +183,15 @@ def _read_edm2_pickle(path: Path) -> dict[str, Any]:
 
 
 def is_written_by_dstrain(path: Path) -> bool:
-    """Returns whether a file holds statistics as `write_reference` writes them."""
+    """Returns whether a file is one of statistics that `write_reference` has written, by the names of its arrays."""
     return zipfile.is_zipfile(path) and any(
         name.endswith(".fingerprint.npy") for name in zipfile.ZipFile(path).namelist()
     )
 
 
 def write_reference(path: Path, statistics: dict[str, Statistics]) -> None:
-    """Writes statistics, given by name of their network, to an .npz; replaces a file at `path`. Raises ConfigError if
-    the file cannot be written, such as on a full disk.
+    """Writes {network's name: statistics} to an .npz; replaces a file at `path`. Raises ConfigError if the file cannot
+    be written, such as on a full disk.
     """
     arrays = {}
     for name, of_network in statistics.items():

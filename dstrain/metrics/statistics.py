@@ -31,7 +31,7 @@ class Statistics:
     count: int | None = None  # images
     kept: Tensor | None = None  # float32 (n, D), evenly spaced over the set
     fingerprint: str | None = None  # of the network; None in files of others
-    scores: tuple[Tensor, Tensor, Tensor] | None = None  # arguments of distances.score_inception
+    scores: tuple[Tensor, Tensor, Tensor] | None = None  # arguments of distances.compute_inception_score
     right: Tensor | None = None  # float64 (2 or more, classes), see Features.count_correct
     text_score: float | None = None  # 100 times the mean cosine with the captions, at least 0
     retrieved: tuple[float, int] | None = None  # share of images whose caption is the nearest of so many
@@ -70,8 +70,9 @@ class Collector:
     def add_batch(
         self, numbers: Tensor, images: Tensor, labels: Tensor | None = None, captions: list[str] | None = None
     ) -> None:
-        """Adds a batch: images uint8 (n, C, H, W), or clips (n, T, C, H, W); their indices within the set, `numbers`
-        int64 (n,); labels int64 (n,). Raises ConfigError as the network's `count_correct` and `embed_texts`.
+        """Adds a batch of images uint8 (n, C, H, W), or clips (n, T, C, H, W), to the statistics. numbers int64 (n,)
+        are their indices within the set; labels int64 (n,). Raises ConfigError if `count_correct` or `embed_texts` of
+        the network does.
         """
         features, logits = self.network(images)
         self._add_sum("count", torch.tensor(len(features), dtype=torch.float64, device=features.device))
@@ -109,8 +110,8 @@ class Collector:
         labels: Tensor | None,
         captions: list[str] | None,
     ) -> None:
-        """Adds to the sums "PREFIXright" the counts of `count_correct`, if `right` is set, and to "PREFIXtext" the
-        cosines between images and captions and their number, if `texts` is set and there are captions.
+        """Adds what `count_correct` returns to the sum named PREFIXright, if `right` is set. Adds the cosines between
+        images and captions, and their number, to the sum named PREFIXtext, if `texts` is set and there are captions.
         """
         if self.right and (right := self.network.count_correct(images, logits, labels, captions)) is not None:
             self._add_sum(f"{prefix}right", right)
@@ -119,9 +120,9 @@ class Collector:
             self._add_sum(f"{prefix}text", torch.stack((cosines.sum(), torch.ones_like(cosines).sum())))
 
     def _is_own_caption_nearest(self, features: Tensor, captions: list[str]) -> Tensor:
-        """Returns bool (n,): for each image, whether its caption's embedding is nearer to the image (in cosine) than
-        those of all other candidates. A caption that is no candidate replaces the last one, so that each caption is
-        compared with equally many.
+        """Returns bool (n,): for each image, whether the embedding of its own caption is nearer to it (in cosine) than
+        those of all other candidates. A caption that is no candidate takes the place of the last one, so that each
+        caption is compared with equally many.
         """
         if not self._texts:
             self._texts.append(F.normalize(self.network.embed_texts([*self.candidates]), dim=1))  # (K, D)
@@ -136,8 +137,8 @@ class Collector:
         self._sums[name] = values if name not in self._sums else self._sums[name].add_(values)
 
     def _add_moments(self, at_least: int) -> None:
-        """If at least `at_least` features wait in `_waiting`, adds them to the sums of the moments and empties it; else
-        does nothing, since a product of few rows costs as much as one of many.
+        """Adds the features in `_waiting` to the sums for mean and covariance, and empties it, if there are at least
+        `at_least` of them. With fewer does nothing, since a product of few rows costs as much as one of many.
         """
         if sum(map(len, self._waiting)) >= at_least:
             rows, self._waiting = torch.cat(self._waiting).double(), []
@@ -145,7 +146,9 @@ class Collector:
             self._add_sum("products", rows.T @ rows)
 
     def _keep_features(self, numbers: Tensor, features: Tensor) -> None:
-        """Keeps those features whose numbers are among `keep` numbers evenly spaced over the whole set."""
+        """Keeps some of a batch's features: those whose numbers are among `keep` numbers evenly spaced over the whole
+        set.
+        """
         keep = min(self.keep, self.total)
         slots = numbers * keep // self.total
         chosen = slots != (numbers - 1) * keep // self.total if keep else torch.zeros(len(numbers), dtype=torch.bool)
@@ -153,7 +156,7 @@ class Collector:
         self._rows.append(features[chosen.to(features.device)])
 
     def _add_scores(self, split: Tensor, logits: Tensor) -> None:
-        """Adds samples to the sums of an Inception Score. `split`, int64 (n,), is the split to which each sample
+        """Adds a batch's logits to the sums of an Inception Score. `split`, int64 (n,), says to which split each sample
         belongs.
         """
         logs = logits.log_softmax(1)
@@ -191,7 +194,7 @@ class Collector:
         return result
 
     def _add_zeros_for_missing_sums(self) -> None:
-        """Adds zeros for each sum that this rank lacks and another rank has, so that all ranks reduce the same tensors.
+        """Sets each sum that another rank has and this one lacks to zeros, so that all ranks reduce the same tensors.
         All ranks call it together.
         """
         shapes = {}

@@ -37,33 +37,44 @@ class Metric:
 
 
 def _score_frechet(name: str, network: Features, drawn: Statistics, reference: Statistics) -> Figures:
+    """Returns {name: (Frechet distance between the features of the two sets, None)}."""
     return {name: (distances.measure_frechet(drawn.mean, drawn.covariance, reference.mean, reference.covariance), None)}
 
 
 def _score_kid(name: str, network: Features, drawn: Statistics, reference: Statistics) -> Figures:
+    """Returns {name: (KID, its standard deviation over subsets)}."""
     return {name: distances.measure_kid(drawn.kept, reference.kept)}
 
 
 def _score_manifold(name: str, network: Features, drawn: Statistics, reference: Statistics) -> Figures:
-    values = distances.measure_manifold(drawn.kept, reference.kept)
+    """Returns precision and recall if `name` is pr, else density and coverage, as {name: (value, None)}."""
+    values = distances.measure_manifold_overlap(drawn.kept, reference.kept)
     names = ("precision", "recall") if name == "pr" else ("density", "coverage")
     return {name: (values[name], None) for name in names}
 
 
 def _score_inception(name: str, network: Features, drawn: Statistics, reference: None) -> Figures:
-    return {"inception_score": distances.score_inception(*drawn.scores)}
+    """Returns {"inception_score": (mean, its standard deviation over splits)}."""
+    return {"inception_score": distances.compute_inception_score(*drawn.scores)}
 
 
 def _score_texts(name: str, network: Features, drawn: Statistics, reference: None) -> Figures:
+    """Returns {name: (similarity of images and captions, None)}; {} if it was not measured."""
     return {} if drawn.text_score is None else {name: (drawn.text_score, None)}
 
 
 def _score_retrieval(name: str, network: Features, drawn: Statistics, reference: None) -> Figures:
+    """Returns two shares of images, each as (share, None): those nearest to their own caption, and as NAME_by_chance
+    those to expect of a guess.
+    """
     share, candidates = drawn.retrieved
     return {name: (share, None), f"{name}_by_chance": (1 / candidates, None)}
 
 
 def _score_accuracy(name: str, network: Features, drawn: Statistics, reference: None) -> Figures:
+    """Returns the share of images that are right: of all as NAME, of each part as NAME_PART, and of each class that
+    occurs as NAME/CLASS, each as (share, None). Returns {} if it was not measured.
+    """
     if drawn.right is None:
         return {}
     right, number, *parts = drawn.right
@@ -98,8 +109,8 @@ LOWER, HIGHER = ("fd", "fid", "sfid", "kid", "fd_dinov2", "fd_clip", "fvd"), ("a
 
 
 def require_known_metrics(metrics: Sequence[str], paths: Sequence[str]) -> None:
-    """Raises ConfigError if a metric, or the kind of network of one of `paths` (KIND:PATH or a built-in name), is
-    unknown.
+    """Raises ConfigError if one of the metrics is unknown, or the kind of network in one of `paths` (KIND:PATH or the
+    name of a built-in network).
     """
     unknown = [name for name in metrics if name not in METRICS]
     if unknown:
@@ -111,11 +122,11 @@ def require_known_metrics(metrics: Sequence[str], paths: Sequence[str]) -> None:
 
 
 def open_metric_networks(metrics: Sequence[str], paths: Sequence[str]) -> dict[str, Features]:
-    """Returns the network of each metric by name of the metric, and opens each network once. A metric uses the first of
-    `paths` (KIND:PATH) whose kind suits it, else a built-in network.
+    """Returns {metric: its network}, and opens each network once. A metric uses the first of `paths` (KIND:PATH) whose
+    kind suits it, else a built-in network.
 
-    Raises ConfigError if there is no network for a metric, if one of `paths` is used by no metric, or as
-    `require_known_metrics` and `open_features`.
+    Raises ConfigError if there is no network for a metric, if one of `paths` is used by no metric, or if
+    `require_known_metrics` or `open_features` does.
     """
     require_known_metrics(metrics, paths)
     chosen = {}
@@ -146,14 +157,14 @@ def collect_statistics(
     progress: Callable[[int], Any] = lambda number: None,
     left_out: Sequence[str] = (),
 ) -> dict[str, Statistics]:
-    """Computes the statistics of a set that the metrics in `networks` need, and returns them by name of the network.
-    All ranks call it together.
+    """Computes the statistics of a set of images that metrics need, and returns {network's name: statistics}. networks:
+    {metric: its network}. All ranks call it together.
 
     size      images of one rank in a batch.
     keep      the most features that are kept, for kid, pr and dc.
     compared  True if the set is the reference: only statistics of metrics with a reference are computed.
     progress  called after each batch with the number of its images.
-    left_out  patterns of captions; `left_out` of the result has accuracy and clip_score of images with such captions.
+    left_out  patterns of captions; images with such captions are counted apart, in `left_out` of the result.
 
     Prints a note if images could not be read. Raises ConfigError if the set has fewer than two images, if it has no
     captions or labels where a metric needs them, or if a network takes clips and the set has images, or the reverse.
@@ -197,11 +208,11 @@ def collect_statistics(
 def check_set_and_read_first_batch(
     images: Images, networks: dict[str, Features], size: int, keep: int = KEPT
 ) -> Images:
-    """Checks that a set suits the metrics, reads its first batch, and returns the set with this batch. Pass the result
-    to `collect_statistics` with the same `size`, once. Checks that need no image are made before one is drawn. All
-    ranks call it together.
+    """Checks that a set of images suits the metrics, reads this rank's first batch, and returns the set, which yields
+    this batch first. Pass the result to `collect_statistics` with the same `size`, once. Checks that need no image come
+    before one is read. networks: {metric: its network}. All ranks call it together.
 
-    Raises ConfigError as `collect_statistics` does, or if there are too few images for pr and dc.
+    Raises ConfigError if `collect_statistics` would, or if there are too few images for pr and dc.
     """
     require_enough_images(len(images))
     require_enough_for_neighbours(networks, min(len(images), keep))
@@ -218,8 +229,8 @@ def check_set_and_read_first_batch(
 
 
 def require_enough_for_neighbours(metrics: Iterable[str], count: int, of: str = "") -> None:
-    """Raises ConfigError if pr or dc is among the metrics and `count` is at most 5, the number of neighbours of each
-    image that these metrics need. `of` follows the number in the message.
+    """Raises ConfigError if pr or dc is among the metrics and `count`, the number of images, is at most 5: these
+    metrics look for 5 neighbours of each image. `of` follows the number in the message.
     """
     by_neighbours = [name for name in metrics if name in ("pr", "dc")]
     if by_neighbours and count <= distances.NEIGHBOURS:
@@ -230,14 +241,14 @@ def require_enough_for_neighbours(metrics: Iterable[str], count: int, of: str = 
 
 
 def require_enough_images(count: int, option: str = "") -> None:
-    """Raises ConfigError, which begins with `option`, if `count`, the images of a set, is below two."""
+    """Raises ConfigError, which begins with `option`, if a set has fewer than two images. count: their number."""
     if count < 2:
         raise ConfigError(f"{option}metrics compare sets of images: give two or more")
 
 
 def _list_needed_statistics(networks: dict[str, Features], compared: bool = False) -> dict[str, set[str]]:
-    """Returns the attributes of Statistics that the metrics need, by the name of their network. networks: the network
-    of each metric. compared: leaves out metrics that are not compared with a reference.
+    """Returns {network's name: the attributes of Statistics that metrics need of it}. networks: {metric: its network}.
+    With `compared`, only metrics that are compared with a reference count.
     """
     needs: dict[str, set[str]] = {}
     for metric, network in networks.items():
@@ -247,8 +258,8 @@ def _list_needed_statistics(networks: dict[str, Features], compared: bool = Fals
 
 
 def _require_suitable_batch(batch: Batch, network: Features, needs: set[str]) -> None:
-    """Raises ConfigError if the batch holds clips and the network takes images, or the reverse, or if the batch has no
-    captions or labels and one of `needs`, attributes of Statistics, is computed from them.
+    """Raises ConfigError if a batch does not suit a network: if it holds clips and the network takes images, or the
+    reverse, or if one of `needs`, attributes of Statistics, is computed from captions or labels that the batch lacks.
     """
     _require_images_or_clips(network, batch.images.ndim == 5)
     shown = batch.captions if batch.labels is None else batch.labels  # captions of built-in data name the item
@@ -273,8 +284,8 @@ def _require_images_or_clips(network: Features, clips: bool) -> None:
 
 
 def list_metrics_without_statistics(networks: dict[str, Features], statistics: dict[str, Statistics]) -> list[str]:
-    """Returns the metrics in `networks` that compare with a reference and need one of its statistics that is not in
-    `statistics`.
+    """Returns the metrics that are compared with a reference and lack one of its statistics. networks: {metric: its
+    network}; statistics: what is known of the reference, by name of the network.
     """
     return [
         name
@@ -284,9 +295,9 @@ def list_metrics_without_statistics(networks: dict[str, Features], statistics: d
     ]
 
 
-def name_needed_statistics(metrics: Sequence[str]) -> set[str]:
-    """Returns a subset of {"mean", "covariance", "features"}: the statistics of a reference that these metrics need.
-    Each metric must be one that compares with a reference.
+def list_needed_statistic_names(metrics: Sequence[str]) -> set[str]:
+    """Returns the names of the reference's statistics that these metrics need, a subset of {"mean", "covariance",
+    "features"}. Each metric must be one that is compared with a reference.
     """
     words = {"mean": "mean", "covariance": "covariance", "kept": "features"}
     return {words[need] for name in metrics for need in METRICS[name].needs}
@@ -295,11 +306,11 @@ def name_needed_statistics(metrics: Sequence[str]) -> set[str]:
 def compute_figures(
     networks: dict[str, Features], drawn: dict[str, Statistics], reference: dict[str, Statistics]
 ) -> Figures:
-    """Returns {name: (value, deviation or None)} of the metrics that are the keys of `networks`. A metric may have
-    several values, such as precision and recall, or one for each class. `drawn` and `reference` have statistics by name
-    of the network. All ranks call it together.
+    """Returns {name: (value, its standard deviation or None)} of the metrics that are the keys of `networks`. A metric
+    may have several values, such as precision and recall, or one for each class. drawn, reference: the statistics of
+    the two sets by name of the network. All ranks call it together.
 
-    accuracy_left_out and clip_score_left_out are computed from those images alone whose captions data.leave_out names.
+    accuracy_left_out and clip_score_left_out are computed from the images whose captions data.leave_out names.
     """
     values: Figures = {}
     for name, network in networks.items():

@@ -68,7 +68,9 @@ def main() -> None:
     tell(f"fid {distances.measure_frechet(first.mean, first.covariance, second.mean, second.covariance):.6g}")
     tell("kid {:.6g} +- {:.2g}".format(*distances.measure_kid(first.kept, second.kept)))
     tell(
-        ", ".join(f"{name} {value:.6g}" for name, value in distances.measure_manifold(first.kept, second.kept).items())
+        ", ".join(
+            f"{name} {value:.6g}" for name, value in distances.measure_manifold_overlap(first.kept, second.kept).items()
+        )
     )
     group.leave_process_group()
 

@@ -93,7 +93,7 @@ def test_manifold():
         "density": (cross <= radii(b, 5)).sum() / (5 * len(a)),
         "coverage": (cross <= radii(b, 5)).any(0).mean(),
     }
-    assert distances.measure_manifold(x, y) == pytest.approx(expected, rel=1e-6)
+    assert distances.measure_manifold_overlap(x, y) == pytest.approx(expected, rel=1e-6)
     assert 0.2 < expected["recall"] < 0.99 and expected["density"] > 0.2
 
 
@@ -104,20 +104,22 @@ def test_manifold_of_torch_fidelity():
     expected = reference.prc_features_to_metric(
         x, y, prc_neighborhood=3, prc_batch_size=10000, save_cpu_ram=False, verbose=False
     )
-    values = distances.measure_manifold(x, y)
+    values = distances.measure_manifold_overlap(x, y)
     assert values["precision"] == pytest.approx(expected["precision"], rel=1e-4)
     assert values["recall"] == pytest.approx(expected["recall"], rel=1e-4)
 
 
 def test_manifold_of_too_few():
     """Oracle: five neighbours need six points."""
-    assert all(math.isnan(value) for value in distances.measure_manifold(rows(5, 4, 0), rows(50, 4, 1)).values())
+    assert all(
+        math.isnan(value) for value in distances.measure_manifold_overlap(rows(5, 4, 0), rows(50, 4, 1)).values()
+    )
 
 
 def test_inception_score_of_certain_and_of_uncertain_classifiers():
     """Oracle: closed forms: K where every class is met equally and each sample is certain, 1 where none is."""
     counts = torch.tensor([50.0, 50.0]).double()
     certain = torch.full((2, 5), 10.0).double()  # 10 samples of each class, p log p = 0
-    assert distances.score_inception(certain, torch.zeros(2).double(), counts) == pytest.approx((5, 0))
+    assert distances.compute_inception_score(certain, torch.zeros(2).double(), counts) == pytest.approx((5, 0))
     unsure = 50 * math.log(1 / 5) * torch.ones(2).double()
-    assert distances.score_inception(certain, unsure, counts) == pytest.approx((1, 0), abs=1e-12)
+    assert distances.compute_inception_score(certain, unsure, counts) == pytest.approx((1, 0), abs=1e-12)
