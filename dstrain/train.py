@@ -216,7 +216,7 @@ def measure_resumed_step(training: Training, done: int) -> bool:
     """Draws and measures what was due at the step from which a run resumes, unless its folder holds that, and saves its
     snapshot of averages. Returns whether a stop has cut this short.
     """
-    held = training.tracker.has_written_step(done)
+    held = training.tracker.find_written_results(done)
     training.saves.averages.write_snapshot_if_due(done, done == training.run.steps, wait=True)
     return done > 0 and not measure_step(training, done, True, held)
 

@@ -16,7 +16,9 @@ def run_verb(options: WatchOptions) -> None:
     while True:
         states = [state.read_state(folder) for folder in state.find_runs(list(options.folders) or [Path("runs")])]
         if options.json:
-            text = json.dumps([state.convert_to_json(one) for one in states], indent=None if options.follow else 1)
+            text = json.dumps(
+                [state.convert_to_json_object(one) for one in states], indent=None if options.follow else 1
+            )
         else:
             text = state.format_states(states) if states else "no run here: a run's folder holds run.yaml"
             if options.follow and sys.stdout.isatty():

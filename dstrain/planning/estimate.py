@@ -76,7 +76,7 @@ class Estimate:
     def time(self) -> StepTime | None:
         if self.chip.name is None:
             return None
-        rate = self.efficiency * self.chip.peak_flops(read_precision(self.settings))
+        rate = self.efficiency * self.chip.get_peak_flops(read_precision(self.settings))
         sent = sum(_estimate_collective_seconds(call, self.layout, self.chip) for call in self.counts.collectives)
         if is_optimizer_offloaded(self.settings):  # gradients go to the host, and weights come back
             width = 4 if read_precision(self.settings) == "fp32" else 2
@@ -131,7 +131,7 @@ class Estimate:
             values |= {
                 "seconds": {**vars(time), "total": time.total},
                 "samples_per_second": self.run.batch.global_ / time.total,
-                "mfu": counts.flops / time.total / self.chip.peak_flops(read_precision(self.settings)),
+                "mfu": counts.flops / time.total / self.chip.get_peak_flops(read_precision(self.settings)),
                 "days": hours / 24,
                 "kwh": hours * self.layout.world * self.chip.watts / 1000,
             }

@@ -16,7 +16,9 @@ _INK, _SECOND, _FAINT = "#1f4e9c", "#c2571a", "#8a8a8a"
 
 
 def make_title(result: dict[str, Any]) -> str:
-    """Returns a plot's title: what was evaluated, at which step, with which weights."""
+    """Returns the title of an evaluation's plot: the run, the step, which weights, and how many samples were
+    evaluated.
+    """
     if "system" in result and result["system"] is None:  # a set of images, and no run
         return f"{result['run']}: {result['samples']} images"
     data = Path(result["data"]["path"]).name if result["split"] == "all" else result["split"].replace("_", "-")
@@ -29,28 +31,31 @@ def make_title(result: dict[str, Any]) -> str:
 
 
 def name_weights(result: dict[str, Any]) -> str:
-    """Returns the name of the evaluated weights, such as ema0.995, or raw."""
+    """Returns a short name for the weights that were evaluated: such as ema0.995, or raw for the training weights."""
     kinds = [kind for kind in result["weights"].values() if kind != "master"]
     return kinds[0].replace(".", "", 1) if kinds else "raw"
 
 
 def format_table(result: dict[str, Any]) -> str:
-    """Formats all figures of an evaluation as a table, one figure in each line, below a title."""
+    """Formats all figures of an evaluation as a table with a title, one figure in each line."""
 
-    def row(name: str, value: float | None, error: float | None = None, unit: str = "") -> str:
+    def format_row(name: str, value: float | None, error: float | None = None, unit: str = "") -> str:
+        """Formats one line of the table. A value of None was not finite; an error of None is left out."""
         number = "not finite" if value is None else f"{value:.5g}"
         return f"  {name:<26}{number:>11}" + (f" +- {error:<9.2g}" if error is not None else "") + unit
 
     bits = "  bits/dim" if "vb" in result["curves"] else ""
     lines = [make_title(result)]
-    lines += [row(name, value, result["standard_errors"][name], bits) for name, value in result["figures"].items()]
+    lines += [
+        format_row(name, value, result["standard_errors"][name], bits) for name, value in result["figures"].items()
+    ]
     for name, curve in result["curves"].items():
         total = None if None in curve else sum(curve)
         mean = None if total is None else total / len(curve)
         lines.append(
-            row("vb, sum over t", total, None, bits)
+            format_row("vb, sum over t", total, None, bits)
             if name == "vb"
-            else row(f"{name}, mean{' over t' if result['timesteps'] else ''}", mean)
+            else format_row(f"{name}, mean{' over t' if result['timesteps'] else ''}", mean)
         )
     for name, values in result["quarters"].items():
         numbers = "".join(f"{'-' if value is None else f'{value:.5g}':>11}" for value in values)
@@ -63,24 +68,27 @@ def format_table(result: dict[str, Any]) -> str:
 
 
 def plot_evaluation(path: str | os.PathLike, result: dict[str, Any]) -> None:
-    """Writes a PNG of an evaluation, whole or not at all. It shows the curves by timestep and the similarities of
-    embeddings; if there are neither, the means by quarter of the timesteps.
+    """Writes a PNG of an evaluation, whole or not at all. It shows the curves by timestep, and the similarities of
+    embeddings by number of sampling steps. If there are neither, it shows the means by quarter of the timesteps.
     """
     panels = [_draw_bound, _draw_cumulative_bound] if "vb" in result["curves"] else []
     others = set(result["curves"]) - {"vb"}
-    panels += [_draw_errors if result["timesteps"] else _draw_columns] if others else []
+    panels += [_draw_errors if result["timesteps"] else _draw_sorted_curves] if others else []
     panels += [_draw_similarities] if _list_sampling_steps(result) else []
     _draw_panels(path, make_title(result), panels or [_draw_quarters], result)
 
 
-def plot_columns(path: str | os.PathLike, headline: str, curves: dict[str, list[float]]) -> None:
-    """Writes a PNG of curves whose entries are not timesteps, such as the use of each token, atomically. Each curve is
-    sorted from its largest value down."""
-    _draw_panels(path, headline, [_draw_columns], {"curves": curves})
+def plot_sorted_curves(path: str | os.PathLike, headline: str, curves: dict[str, list[float]]) -> None:
+    """Writes a PNG of curves, each sorted from its largest value down, such as the use of each token. curves: {name:
+    values}. The file is written whole or not at all.
+    """
+    _draw_panels(path, headline, [_draw_sorted_curves], {"curves": curves})
 
 
 def plot_sweep(path: str | os.PathLike, result: dict[str, Any]) -> None:
-    """Writes a PNG of the loss or the metric by the width of an average, as evaluating/sweep.py has measured it."""
+    """Writes a PNG of the loss, or of the metric that decides, by the width of an average. `result` is what
+    evaluating/sweep.py has measured.
+    """
     split = result["split"].replace("_", "-")
     _draw_panels(
         path, f"{result['run']} at step {result['step']}: {result['samples']} {split} samples", [_draw_widths], result
@@ -88,6 +96,9 @@ def plot_sweep(path: str | os.PathLike, result: dict[str, Any]) -> None:
 
 
 def _draw_panels(path: str | os.PathLike, headline: str, panels: list[Any], result: dict[str, Any]) -> None:
+    """Writes a PNG of several panels side by side below a headline. `panels` are functions (axes, result) that draw one
+    each.
+    """
     from matplotlib.figure import Figure  # slow to import, and only plots need it
 
     figure = Figure(figsize=(max(4.6 * len(panels), 7.0), 4.0), layout="constrained")
@@ -105,6 +116,7 @@ def _draw_panels(path: str | os.PathLike, headline: str, panels: list[Any], resu
 
 
 def _draw_bound(axes: Any, result: dict[str, Any]) -> None:
+    """Draws the terms of the variational bound by timestep."""
     values = _convert_none_to_nan(result["curves"]["vb"])
     _draw_curve(axes, result, values, color=_INK)
     _set_log_scale(axes, [values])
@@ -112,6 +124,7 @@ def _draw_bound(axes: Any, result: dict[str, Any]) -> None:
 
 
 def _draw_cumulative_bound(axes: Any, result: dict[str, Any]) -> None:
+    """Draws the sum of the bound's terms up to each timestep, and a line at the total."""
     values = list(accumulate(_convert_none_to_nan(result["curves"]["vb"])))
     _draw_curve(axes, result, values, color=_INK)
     total, prior = result["figures"].get("total"), result["figures"].get("prior")
@@ -131,6 +144,7 @@ def _draw_cumulative_bound(axes: Any, result: dict[str, Any]) -> None:
 
 
 def _draw_errors(axes: Any, result: dict[str, Any]) -> None:
+    """Draws each curve but vb, such as the mean squared error of eps, by timestep."""
     known = {"mse": "mse of eps", "x_start_mse": "mse of x_start"}
     curves = {name: _convert_none_to_nan(values) for name, values in result["curves"].items() if name != "vb"}
     for (name, values), color in zip(curves.items(), (_INK, _SECOND, "#3a7d44", "#7b4aa0", _FAINT)):
@@ -142,8 +156,10 @@ def _draw_errors(axes: Any, result: dict[str, Any]) -> None:
     axes.set(title="errors by timestep", ylabel="mean squared error")
 
 
-def _draw_columns(axes: Any, result: dict[str, Any]) -> None:
-    """Draws curves whose entries are not timesteps, such as the use of each token, sorted from the largest value."""
+def _draw_sorted_curves(axes: Any, result: dict[str, Any]) -> None:
+    """Draws curves whose entries are not timesteps, such as the use of each token. Each is sorted from its largest
+    value down.
+    """
     for index, (name, values) in enumerate(result["curves"].items()):
         values = sorted(_convert_none_to_nan(values), reverse=True)
         axes.plot(values, label=name, color=(_INK, _SECOND, _FAINT)[index % 3], **_choose_style(values))
@@ -151,6 +167,7 @@ def _draw_columns(axes: Any, result: dict[str, Any]) -> None:
 
 
 def _draw_widths(axes: Any, result: dict[str, Any]) -> None:
+    """Draws the score by the relative width of an average."""
     judge = result["judge"]
     pairs = sorted(zip(result["widths"], _convert_none_to_nan(result["scores"][judge])))
     axes.plot(*zip(*pairs), color=_INK, **_choose_style([value for _, value in pairs]))
@@ -162,7 +179,7 @@ def _draw_widths(axes: Any, result: dict[str, Any]) -> None:
 
 
 def _list_sampling_steps(result: dict[str, Any]) -> list[int]:
-    """Lists the numbers of sampling steps n for which similarity/n/... was measured."""
+    """Returns the numbers of sampling steps n for which figures named similarity/n/... were measured, ascending."""
     return sorted(
         {
             int(name.split("/")[1])
@@ -173,8 +190,8 @@ def _list_sampling_steps(result: dict[str, Any]) -> list[int]:
 
 
 def _draw_similarities(axes: Any, result: dict[str, Any]) -> None:
-    """Draws the cosine similarity of the embeddings that a prior samples against the number of sampling steps; and, if
-    it was measured, the baseline: the cosine of text and image.
+    """Draws the cosine similarity of embeddings that a prior samples with those of the image, the text and another
+    text, by the number of sampling steps. Draws the similarity of text and image as a baseline, if it was measured.
     """
     figures, steps = result["figures"], _list_sampling_steps(result)
     colors = {"image": _INK, "text": _SECOND, "other_text": "#3a7d44"}
@@ -195,6 +212,7 @@ def _draw_similarities(axes: Any, result: dict[str, Any]) -> None:
 
 
 def _draw_quarters(axes: Any, result: dict[str, Any]) -> None:
+    """Draws the means of each quantity in the four quarters of the timesteps."""
     for index, (name, values) in enumerate(result["quarters"].items()):
         axes.plot(
             range(4), _convert_none_to_nan(values), marker="o", label=name, color=(_INK, _SECOND, _FAINT)[index % 3]
@@ -203,7 +221,7 @@ def _draw_quarters(axes: Any, result: dict[str, Any]) -> None:
 
 
 def _draw_curve(axes: Any, result: dict[str, Any], values: list[float], **style: Any) -> None:
-    """Draws values by timestep. From t = 20 on the axis is symlog, which spreads the first timesteps."""
+    """Draws values by timestep. If there are timesteps from 20 on, the axis is symlog, which spreads the first ones."""
     timesteps = result["timesteps"] or list(range(len(values)))
     last = timesteps[-1]
     if last >= 20:
@@ -222,6 +240,7 @@ def _choose_style(values: list[float]) -> dict[str, Any]:
 
 
 def _set_log_scale(axes: Any, curves: list[list[float]]) -> None:
+    """Makes the vertical axis logarithmic if all values of the curves are positive."""
     if all(value > 0 for values in curves for value in values if value == value):
         axes.set_yscale("log")
 
@@ -231,7 +250,9 @@ def _convert_none_to_nan(values: list[float | None]) -> list[float]:
 
 
 def format_duration(seconds: float | None) -> str:
-    """Formats seconds for a person: 42 s, 3 min, 5.2 h, 2.1 days; "-" if they are None or not finite."""
+    """Formats a number of seconds for a person: 42 s, 3 min, 5.2 h, 2.1 days. Returns "-" if it is None or not
+    finite.
+    """
     if seconds is None or not abs(seconds) < float("inf"):
         return "-"
     for unit, length, digits in (("days", 86400, 1), ("h", 3600, 1), ("min", 60, 0)):

@@ -43,9 +43,9 @@ class Utilization:
         self._rate = find_chip_rate(group.device(), _DTYPES[precision]) if counts else None
 
     def compute_figures(self, first: int, done: int, seconds: float) -> dict[str, float]:
-        """Returns `tflops` of one rank, in 10^12 operations a second, and `mfu`, its share of the chip's peak, for
-        steps `first` + 1 to `done`, which took `seconds`. Returns {} on other ranks, without a GPU, or, with a
-        warning the first time, if the operations cannot be counted.
+        """Returns {"tflops", "mfu"} of steps `first` + 1 to `done`, which took `seconds`: the useful operations of one
+        rank in 10^12 a second, and their share of the chip's peak. Returns {} on other ranks than 0 and without a GPU.
+        Returns {}, too, with a warning the first time, if the operations cannot be counted.
         """
         if self._rate is None:
             return {}
@@ -60,6 +60,7 @@ class Utilization:
         return {"tflops": work / seconds / 1e12, "mfu": work / seconds / self._rate}
 
     def _count_step(self, step: int) -> float:
+        """Returns the operations of a step over all ranks. Steps of the same turns and workload are counted once."""
         kind = self._system.turns(step), self._system.workload(step)
         if kind not in self._flops:
             self._flops[kind] = count_step_flops(self._system, self._batch, step, self._train_only)
@@ -67,8 +68,8 @@ class Utilization:
 
 
 def count_step_flops(system: System, batch: int, step: int = 0, train_only: Sequence[str] | None = None) -> float:
-    """Counts the useful floating-point operations of one step over `batch` samples on all ranks; leaves the system as
-    it is. Only the weights that `train_only` names count as learned, all if it is None.
+    """Returns the useful floating-point operations of one training step over `batch` samples, on all ranks together.
+    Only the weights that `train_only` names count as learned, all if it is None. The system is not changed.
 
     Raises RuntimeError, TypeError or ValueError if the system's code asks for values, which the meta device has not.
     """
@@ -120,15 +121,15 @@ class _Useful(TorchDispatchMode):
 
 
 def count_operation_flops(func: Any, args: tuple, kwargs: dict[str, Any], out: Any) -> int:
-    """Counts the floating-point operations of a call of aten by torch's formulas: matrix products and attention, 0 for
-    others.
+    """Returns the floating-point operations of one call of aten, by torch's formulas: of matrix products, convolutions
+    and attention; 0 for all else.
     """
     formula = flop_registry.get(_SAME.get(func._overloadpacket, func._overloadpacket))
     return formula(*args, **kwargs, out_val=out) if formula is not None else 0
 
 
 def _copy_to_meta(system: System) -> System:
-    """Returns a copy of a system whose frozen networks have shapes and no values."""
+    """Returns a copy of a system whose frozen networks are on the meta device: they have shapes and no values."""
     tensors = [tensor for network in system.frozen() for tensor in (*network.parameters(), *network.buffers())]
     memo = {id(tensor): torch.empty_like(tensor, device="meta") for tensor in tensors}
     memo |= {
@@ -140,8 +141,8 @@ def _copy_to_meta(system: System) -> System:
 
 
 def find_chip_rate(device: torch.device, dtype: torch.dtype) -> float:
-    """Returns how many dense operations a second a device can do in a precision: by its data sheet or, if it is not
-    listed, measured by a matrix product. float32 means TF32 if torch may use it.
+    """Returns the dense floating-point operations a second that a device can do in a precision: those of its data sheet
+    or, if the device is not listed, those of a measured matrix product. float32 means TF32 if torch may use it.
     """
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
     return find_peak_flops(name, dtype, torch.get_float32_matmul_precision() != "highest") or measure_matmul_rate(
@@ -150,8 +151,8 @@ def find_chip_rate(device: torch.device, dtype: torch.dtype) -> float:
 
 
 def measure_matmul_rate(device: torch.device, dtype: torch.dtype, size: int = 0) -> float:
-    """Measures operations a second by the fastest of six products of random square matrices; takes some tens of
-    milliseconds. `size` is their side, 0 for one that suits the device.
+    """Returns operations a second, measured by the fastest of six products of random square matrices; takes some tens
+    of milliseconds. `size` is the side of the matrices, 0 for one that suits the device.
     """
     size = size or (8192 if device.type == "cuda" else 1024)
     a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))

@@ -54,8 +54,8 @@ class Chip:
     watts: float = 0.0
     host: int | None = None
 
-    def peak_flops(self, precision: str) -> float:
-        """Returns the peak operations a second in fp32 (without TF32), bf16 or fp16."""
+    def get_peak_flops(self, precision: str) -> float:
+        """Returns the peak operations a second of this GPU in a precision: fp32 (without TF32), bf16 or fp16."""
         return find_peak_flops(self.name, _PRECISIONS[precision])
 
 
@@ -68,7 +68,9 @@ CHIPS = {
 
 
 def find_peak_flops(name: str, dtype: torch.dtype, tf32: bool = False) -> float | None:
-    """Returns the listed peak operations a second of a GPU by torch's name for it, or None if it is not listed."""
+    """Returns the peak operations a second that are listed for a GPU. name: what torch calls it. Returns None if it is
+    not listed.
+    """
     for pattern, of_16_bits, of_tf32, of_fp32 in _PEAKS:
         if re.fullmatch(pattern, name.removeprefix("NVIDIA ")):
             if dtype != torch.float32:
@@ -78,7 +80,9 @@ def find_peak_flops(name: str, dtype: torch.dtype, tf32: bool = False) -> float 
 
 
 def parse_chip(text: str) -> Chip:
-    """Returns the Chip that --gpu names: a name of CHIPS, or the bytes of a GPU's memory as 24GiB, 80GB or 8e10."""
+    """Returns the Chip that the option --gpu means: a name in CHIPS, or the bytes of a GPU's memory as 24GiB, 80GB or
+    8e10. Raises ConfigError if it is neither, or no plausible size.
+    """
     if text.lower() in CHIPS:
         return CHIPS[text.lower()]
     size = re.fullmatch(r"(?i)([0-9]+(?:\.[0-9]*)?(?:e[0-9]+)?)\s*(|[kmgt]i?)b?", text.strip())

@@ -18,10 +18,10 @@ _LIBRARIES = ("torch", "deepspeed", "diffusers", "transformers", "numpy")
 
 
 def describe_machine(system: Path | None = None) -> dict[str, Any]:
-    """Returns the number of ranks, device, host, cores, versions and git commit of this process; a run records those of
-    rank 0.
+    """Returns facts about this process by name, for the records of a run: world, device, host, cores, versions of
+    libraries, commit and dirty (see `read_commit`).
 
-    system the file of a system from outside dstrain, whose own commit is added; None: there is none.
+    system: the file of a system from outside dstrain, whose own commit is added; None if there is none.
     """
     outside = {} if system is None else {"system": read_commit(system)}
     versions = {"dstrain": __version__, "python": platform.python_version(), "cuda": torch.version.cuda}
@@ -41,13 +41,14 @@ def describe_machine(system: Path | None = None) -> dict[str, Any]:
 
 
 def read_commit(file: Path = Path(__file__).parents[1] / "__init__.py") -> dict[str, Any]:
-    """Returns the `commit` of the git checkout that holds a file, and whether it is `dirty`: its code has changed
-    or untracked files. The code is the file's package (or the file alone, if it is not an __init__.py) and the folders
-    `launch` and `ds_configs` beside it. Returns {} if git does not track the file or cannot be run.
+    """Returns {"commit", "dirty"} of the git checkout that holds a file. dirty is True if the code has changes that are
+    not committed, or untracked files. The code is the file's package (or the file alone, if it is not an __init__.py)
+    and the folders `launch` and `ds_configs` beside it. Returns {} if git does not track the file or cannot be run.
     """
     code = file.parent if file.name == "__init__.py" else file
 
     def run_git(*words: str) -> str:
+        """Returns what a git command prints in the code's folder. Raises SubprocessError if it fails."""
         # Without the lock by which `status` would write down what it has seen: somebody may commit at this moment.
         return subprocess.run(
             ["git", "--no-optional-locks", "-C", code.parent, *words],
@@ -68,7 +69,9 @@ def read_commit(file: Path = Path(__file__).parents[1] / "__init__.py") -> dict[
 
 
 def describe_memory_use() -> str:
-    """Returns a line about the memory (GB) that this process uses, on its GPU if there is one, and the free memory."""
+    """Returns a line of text about the memory, in GB, that this process uses and that is free: of its GPU, or without
+    one of the machine.
+    """
     own = torch.cuda.is_available()
     held = torch.cuda.memory_allocated() if own else _read_memory_kilobytes().get("VmRSS", 0) * 1000
     return (
@@ -77,7 +80,7 @@ def describe_memory_use() -> str:
 
 
 def describe_free_memory() -> str:
-    """Returns a line about the free memory of this process's GPU, or of the machine."""
+    """Returns a line of text about the free memory, in GB, of this process's GPU, or without one of the machine."""
     if torch.cuda.is_available():
         left, total = torch.cuda.mem_get_info(group.device())
         return f"{left / 1e9:.2f} of the GPU's {total / 1e9:.2f} GB are free"
@@ -86,7 +89,9 @@ def describe_free_memory() -> str:
 
 
 def _read_memory_kilobytes() -> dict[str, int]:
-    """Reads the memory of the machine and of this process from /proc: kB by Linux's names, {} on other systems."""
+    """Returns {name: kB} about the memory of the machine and of this process, by Linux's names in /proc such as
+    MemTotal and VmRSS. Returns {} on other systems.
+    """
     sizes = {}
     with suppress(OSError):
         for path in ("/proc/meminfo", "/proc/self/status"):

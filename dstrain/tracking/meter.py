@@ -30,9 +30,9 @@ class Meter:
         self._sums: dict[_Key, Tensor] = {}  # (names, 1 or 5, 3): sum, count, non-finite
 
     def add_terms(self, part: str, terms: dict[str, Tensor]) -> None:
-        """Adds the terms of one micro-batch of `part`; never waits for the device.
+        """Adds the terms of one micro-batch of `part`, {name: scalar or (B,)}, to the sums. Never waits for the device.
 
-        Raises ConfigError if a term is neither a scalar nor (B,), or terms differ in B.
+        Raises ConfigError if a term is neither a scalar nor (B,), or if terms differ in B.
         """
         shapes = {name: tuple(term.shape) for name, term in terms.items() if term.ndim}
         if any(len(shape) != 1 for shape in shapes.values()) or len(set(shapes.values())) > 1:
@@ -49,10 +49,13 @@ class Meter:
             self._accumulate((part, (), scalars, False), values, None, size)
 
     def clear_terms(self) -> None:
-        """Discards what was added since the last report."""
+        """Discards all terms that were added since the last `compute_means`."""
         self._sums = {}
 
     def _accumulate(self, key: _Key, values: Tensor, quartile: Tensor | None, weight: int = 1) -> None:
+        """Adds values (names, B) to the sums, of all samples and, with a quartile, of each quarter of the timesteps.
+        `weight` is how often each value counts.
+        """
         finite = values.isfinite()
         values = torch.where(finite, values, 0)  # before any product, since NaN times 0 is NaN
         cells = torch.stack((values * weight, finite * weight, ~finite), -1)  # (names, B, 3)
@@ -63,11 +66,10 @@ class Meter:
         self._sums[key] = self._sums[key] + total if key in self._sums else total
 
     def compute_means(self) -> dict[str, float]:
-        """Returns the means since the last call, over all ranks, and `nonfinite`, the number of values that were not
-        finite, if any. Clears the sums. Returns {} if no terms were added.
+        """Returns {name: mean over all samples and ranks since the last call}, and clears the sums. Adds "nonfinite",
+        the number of values that were not finite, if there were any. Returns {} if no terms were added.
 
-        This is a collective: all ranks must call it, after terms of the same names. Terms without finite values are
-        left out.
+        All ranks must call it together, after terms of the same names. Terms without a finite value are left out.
         """
         if not self._sums:
             return {}
@@ -81,7 +83,7 @@ class Meter:
                 for quarter in range(1 + QUARTERS * by_quarter):
                     total, count, bad = next(cell)
                     nonfinite += 0 if quarter else bad
-                    if (label := _name_mean(name, quarter)) is not None:
+                    if (label := _choose_mean_name(name, quarter)) is not None:
                         entry = table.setdefault(self._prefixes[part] + label, [0.0, 0.0])
                         entry[0] += total
                         entry[1] += count
@@ -90,9 +92,9 @@ class Meter:
         return means | ({"nonfinite": nonfinite} if nonfinite else {})
 
 
-def _name_mean(name: str, quarter: int) -> str | None:
-    """Returns the reported name of a term's mean, or None if it is not reported. `quarter` is 0 for all samples, 1 to 4
-    for a quarter of the timesteps.
+def _choose_mean_name(name: str, quarter: int) -> str | None:
+    """Returns the name under which the mean of a term is reported; None if it is not reported. `quarter` is 0 for the
+    mean over all samples, 1 to 4 for that over a quarter of the timesteps.
     """
     if quarter == 0:
         return None if name == "loss_each" else name
@@ -100,4 +102,5 @@ def _name_mean(name: str, quarter: int) -> str | None:
 
 
 def _widen_values(values: Tensor) -> Tensor:
+    """Returns values as float64 without a graph; as float32 on Apple's GPU, which has no float64."""
     return values.detach().to(torch.float32 if values.device.type == "mps" else torch.float64)

@@ -26,18 +26,18 @@ class Page:
         self._failed = False
 
     def write_if_due(self, done: int) -> None:
-        """Starts the writer after `done` steps, if a multiple of `every` has passed since the last page and no writer
-        runs.
+        """Starts the process that writes report.html, if `done` steps have passed a multiple of `every` since the last
+        page, and no such process runs.
         """
         if self._every and done // self._every > self._written // self._every and self._wait_for_writer():
             self._start_writer(done, niceness=19)
 
     def write_last(self, done: int, seconds: float) -> None:
-        """Writes the page after the last step, and waits for it at most `seconds`. Kills a writer that still runs. Does
-        nothing if `every` is 0, or if this step's last page is written already.
+        """Starts the process that writes report.html after the last step, and waits for it at most `seconds`. Kills an
+        earlier one that still runs. Does nothing if `every` is 0, or if the last page for this step is written already.
 
-        A writer that takes longer continues after the run's end. Under Slurm, which ends a job's processes with its
-        last rank, the earlier page then stays.
+        A process that takes longer continues after the run's end. But Slurm ends all processes of a job with its last
+        rank: then the earlier page stays.
         """
         if self._every and done > self._ended_at:
             self._ended_at = done
@@ -50,6 +50,7 @@ class Page:
                 self._note(f"report.html is still being written after {seconds:g} s, which goes on beside the end")
 
     def _start_writer(self, done: int, niceness: int) -> None:
+        """Starts `python -m dstrain.tracking.report` on the run's folder, with this niceness."""
         self._written = done
         try:
             self._errors = tempfile.TemporaryFile()  # noqa: SIM115 (closed in _close_writer)
@@ -68,8 +69,8 @@ class Page:
             self._log_first_fault(str(error))
 
     def _wait_for_writer(self, seconds: float = 0.0) -> bool:
-        """Waits at most `seconds` for the writer, which keeps its output open until its end. Returns whether no writer
-        runs any more; reports a fault of one that has ended.
+        """Waits at most `seconds` for the process that writes report.html. Returns True if none runs any more. Logs the
+        error of one that has failed.
         """
         if self._starter is None:
             return True
@@ -85,12 +86,14 @@ class Page:
         return True
 
     def _close_writer(self) -> None:
+        """Closes the pipes of the process that writes report.html, after its end."""
         self._errors.close()
         self._starter.stdout.close()
         self._starter.wait()
         self._starter = None
 
     def _log_first_fault(self, reason: str) -> None:
+        """Logs why report.html was not written, the first time only."""
         if not self._failed:
             self._failed = True
             self._note(f"report.html was not written, and training goes on: {reason}")

@@ -24,10 +24,10 @@ _MAX_LINES = 4  # of a caption that are shown
 
 
 def make_grid(images: Tensor, columns: int | None = None, captions: Sequence[str] | None = None) -> np.ndarray:
-    """Tiles images into one, row by row: uint8 (N, C, H, W) -> (H', W', C). Small images are enlarged, RGBA is laid on
-    white, and captions are put below. `columns` None makes the grid about square.
+    """Tiles images into one picture, row by row: uint8 (N, C, H, W) -> (H', W', C). Small images are enlarged, RGBA is
+    laid on white, and captions are put below. `columns` None makes the grid about square.
 
-    Raises ConfigError if there are no images, or they are not uint8 (N, 1, 3 or 4, H, W).
+    Raises ConfigError if there are no images, or if they are not uint8 (N, 1, 3 or 4, H, W).
     """
     shape = tuple(images.shape)
     if images.dtype != torch.uint8 or len(shape) != 4 or shape[1] not in (1, 3, 4) or 0 in shape:
@@ -39,8 +39,8 @@ def make_grid(images: Tensor, columns: int | None = None, captions: Sequence[str
 
 
 def enlarge_pictures(images: Tensor, side: int = _SIDE) -> np.ndarray:
-    """Enlarges images by the integer factor that brings their shorter side nearest to `side` pixels, and lays RGBA on
-    white: (N, C, H, W) -> (N, H', W', 1 or 3).
+    """Enlarges images by the whole factor that brings their shorter side nearest to `side` pixels, and lays RGBA on
+    white: uint8 (N, C, H, W) -> (N, H', W', 1 or 3). The factor is at least 1.
     """
     pictures = composite_on_white(images).detach().cpu().permute(0, 2, 3, 1).numpy()
     factor = max(1, round(side / min(pictures.shape[1:3])))
@@ -48,7 +48,9 @@ def enlarge_pictures(images: Tensor, side: int = _SIDE) -> np.ndarray:
 
 
 def tile_pictures(pictures: np.ndarray, columns: int | None = None) -> np.ndarray:
-    """Tiles uint8 (N, H, W, C) side by side, row by row: (H', W', C). `columns` None makes the grid about square."""
+    """Tiles pictures of equal size into one, row by row: uint8 (N, H, W, C) -> (H', W', C). `columns` None makes the
+    grid about square.
+    """
     num, height, width, channels = pictures.shape
     columns = columns or choose_columns(num)
     rows = math.ceil(num / columns)
@@ -61,8 +63,8 @@ def tile_pictures(pictures: np.ndarray, columns: int | None = None) -> np.ndarra
 
 
 def draw_captions(captions: Sequence[str], width: int, channels: int) -> np.ndarray:
-    """Renders captions as white text on black: uint8 (N, H, width, C). All have as many lines as the longest needs, at
-    most 4.
+    """Renders captions as white text on black: uint8 (N, H, width, C). All pictures have as many lines as the longest
+    caption needs, at most 4.
     """
     font = ImageFont.load_default(_FONT_SIZE)
     wrapped = [_wrap_and_cut_text(text, font, width) for text in captions]
@@ -75,7 +77,9 @@ def draw_captions(captions: Sequence[str], width: int, channels: int) -> np.ndar
 
 
 def _wrap_and_cut_text(text: str, font: ImageFont.FreeTypeFont, width: int) -> list[str]:
-    """Wraps a text at blanks, or within words that are too long; cuts off what does not fit into 4 lines."""
+    """Returns the lines of a text that fit into `width` pixels: broken at blanks, or within words that are too long.
+    Cuts off what does not fit into 4 lines.
+    """
     letters = (letter for letter in unicodedata.normalize("NFKD", text) if not unicodedata.combining(letter))
     words = "".join(letter if letter.isascii() else "?" for letter in letters).split()  # Pillow's font is ASCII only
     lines = [""]
@@ -97,7 +101,7 @@ def _wrap_and_cut_text(text: str, font: ImageFont.FreeTypeFont, width: int) -> l
 
 
 def composite_on_white(images: Tensor) -> Tensor:
-    """Composites RGBA on white, uint8 (..., 4, H, W) -> (..., 3, H, W); returns other images unchanged."""
+    """Lays RGBA images on white, uint8 (..., 4, H, W) -> (..., 3, H, W); returns images without alpha unchanged."""
     if images.shape[-3] != 4:
         return images
     colours, alpha = images[..., :3, :, :].float(), images[..., 3:, :, :].float() / 255
@@ -105,8 +109,8 @@ def composite_on_white(images: Tensor) -> Tensor:
 
 
 def choose_columns(num: int) -> int:
-    """Returns the number of columns of a grid of `num` pictures, at least the number of its rows. It is the smallest
-    that fills all rows, if the grid is then not wider than 2 : 1; else the grid is about square.
+    """Returns a number of columns for a grid of `num` pictures, not below the number of rows. It is the smallest that
+    fills all rows, if the grid is then at most twice as wide as high; else it makes the grid about square.
     """
     least = math.isqrt(num - 1) + 1
     full = (columns for columns in range(least, num + 1) if num % columns == 0)
@@ -114,7 +118,7 @@ def choose_columns(num: int) -> int:
 
 
 def save_png(path: str | os.PathLike, pixels: np.ndarray) -> None:
-    """Writes uint8 (H, W, 1 or 3) as a PNG, whole or not at all; creates its folder."""
+    """Writes pixels uint8 (H, W, 1 or 3) as a PNG, whole or not at all; makes its folder."""
     grey = pixels.shape[2] == 1
     with replace_file(path) as file:
         Image.fromarray(pixels[:, :, 0] if grey else pixels).save(file, format="PNG")
@@ -137,11 +141,13 @@ class Album:
         )
 
     def add_pictures(self, pictures: np.ndarray) -> None:
-        """Appends pictures, uint8 (n, ...)."""
+        """Appends pictures to the file: uint8 (n, H, W, C), or for videos (n, T, H, W, C)."""
         self._member.write(np.ascontiguousarray(pictures).data)
 
     def close(self, **arrays: np.ndarray) -> None:
-        """Completes and renames the file. `arrays` are added to it, such as arr_1=labels for ADM's evaluator."""
+        """Completes the file and gives it its final name. `arrays` are added to it, such as arr_1=labels for ADM's
+        evaluator.
+        """
         self._member.close()
         for name, array in arrays.items():
             with self._zip.open(f"{name}.npy", "w") as member:

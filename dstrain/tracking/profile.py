@@ -18,8 +18,8 @@ _ALLOCATIONS = 200_000  # that a snapshot of memory goes back
 
 
 class Profile:
-    """Records the steps of `window` by torch's profiler, if `start_or_stop` is called after each step. Records nothing
-    if the run begins within or after the window.
+    """Records the steps of `window` by torch's profiler, if `start_or_stop_recording` is called after each step.
+    Records nothing if the run begins within or after the window.
 
     window: A, B and N; None records nothing. done: steps done so far. note: writes a line into the log, on rank 0
     alone.
@@ -36,16 +36,19 @@ class Profile:
             note(
                 f"--profile: steps {self._first + 1} to {self._last} are not recorded: the run goes on from step {done}"
             )
-        self.start_or_stop(done)
+        self.start_or_stop_recording(done)
 
-    def start_or_stop(self, done: int) -> None:
-        """Starts recording after step A. After step B, stops and writes the files. Else does nothing."""
+    def start_or_stop_recording(self, done: int) -> None:
+        """Starts recording if `done` steps have reached the first step of the window. Stops and writes the files if
+        they have reached its last step. Does nothing at other steps.
+        """
         if self._waits and self._first <= done < self._last:
             self._start_recording()
         elif self._profiler is not None and done >= self._last:
             self.stop_recording()
 
     def _start_recording(self) -> None:
+        """Starts torch's profiler and, on a GPU, the record of memory allocations."""
         self._waits = False
         activities = [torch.profiler.ProfilerActivity.CPU]
         if torch.cuda.is_available():
@@ -56,8 +59,8 @@ class Profile:
         self._profiler.start()
 
     def stop_recording(self) -> None:
-        """Stops recording and writes the files, also when the run ends before step B. Logs the folder, or
-        why the files cannot be written; no error is raised then. Does nothing if nothing is recorded.
+        """Stops recording and writes the files, even if the run ends before the window does. Logs the folder; if the
+        files cannot be written, logs why and raises no error. Does nothing if nothing is recorded.
         """
         profiler, self._profiler = self._profiler, None
         if profiler is None:

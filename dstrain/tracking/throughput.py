@@ -52,19 +52,22 @@ class Throughput:
         self.start_interval(first)
 
     def start_interval(self, done: int) -> None:
-        """Discards all measurements and starts a new interval after `done` steps: at a start or a rollback."""
+        """Discards all measurements and starts a new interval after `done` steps. Call it when training starts or goes
+        back to an earlier step.
+        """
         self._reports.clear()
         self._reset_interval(done)
 
     def _reset_interval(self, done: int) -> None:
+        """Starts a new interval after `done` steps: all its times begin at 0."""
         self._done, self._begun, self._paused, self._waited_before = done, time.perf_counter(), 0.0, self._waited()
         self._compiled = _read_compile_seconds()
 
     def count_step(self, done: int, losses: dict[str, list[Tensor]] | None = None) -> None:
-        """Starts or stops the profile when step `done` has ended. After the command's first step, logs its time and its
-        `losses`, those of its micro-batches by network.
+        """Tells the profiler that step `done` has ended. After the command's first step, logs how long it took and its
+        mean losses. losses: by network, those of this rank's micro-batches.
         """
-        self._profile.start_or_stop(done)
+        self._profile.start_or_stop_recording(done)
         if losses and done == self._first + 1:
             means = (f"{part} {torch.stack(of_part).mean().item():.4g}" for part, of_part in losses.items())
             compiled = _read_compile_seconds() - self._compiled
@@ -72,12 +75,14 @@ class Throughput:
             self._note(f"first step: {time.perf_counter() - self._begun:.1f} s{blocks}, loss of {', '.join(means)}")
 
     def close(self) -> None:
-        """Stops a profile that is being recorded, and writes its files."""
+        """Stops the profiler if it is recording, and writes its files."""
         self._profile.stop_recording()
 
     @contextmanager
     def exclude_time(self) -> Iterator[None]:
-        """Excludes the time spent in the block from the training time. Waits for the GPU first."""
+        """Excludes the time spent in the block from the interval's training time. Waits for the GPU before the
+        block.
+        """
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         entered = time.perf_counter()
@@ -87,8 +92,8 @@ class Throughput:
             self._paused += time.perf_counter() - entered
 
     def compute_figures(self, done: int) -> dict[str, float]:
-        """Returns the figures of the interval that ends after `done` steps (lr, rates, waiting, memory, mfu, time
-        left), and starts the next interval.
+        """Returns {name: value} of the interval that ends after `done` steps, such as lr, samples_per_second, data_wait
+        (a share), peak_memory_gb, mfu and seconds_left. Starts the next interval. Waits for the GPU.
         """
         if torch.cuda.is_available():
             torch.cuda.synchronize()
@@ -108,8 +113,8 @@ class Throughput:
         return figures | {"seconds_left": self._estimate_seconds_left(done, figures["step_seconds"])}
 
     def _estimate_seconds_left(self, done: int, step_seconds: float) -> float:
-        """Estimates the seconds to the run's end from the last 20 reports, including the checkpoints, pictures and
-        evaluations between them. With one report alone, uses `step_seconds`.
+        """Returns an estimate of the seconds to the run's end, by the time between the last 20 reports, in which
+        checkpoints, pictures and evaluations are included. After a single report, computes it from `step_seconds`.
         """
         self._reports.append((done, time.perf_counter()))
         (first, then), (_, now) = self._reports[0], self._reports[-1]
@@ -118,7 +123,9 @@ class Throughput:
 
 
 def _read_peak_memory() -> float:
-    """Returns the peak memory of this rank in GB: allocated on the GPU, or resident on the CPU."""
+    """Returns the largest memory that this rank has used so far, in GB: allocated on the GPU, or without one resident
+    on the host.
+    """
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated() / 1e9
     import resource
@@ -127,8 +134,8 @@ def _read_peak_memory() -> float:
 
 
 def _read_compile_seconds() -> float:
-    """Returns the seconds that torch.compile has taken in this process, 0 if it was never used. Does not import it,
-    since that takes long.
+    """Returns the seconds that torch.compile has taken in this process so far, 0 if it was never used. Does not import
+    the compiler, since that takes long.
     """
     dynamo = sys.modules.get("torch._dynamo.utils")
     return dynamo.calculate_time_spent()["total_wall_time"] if dynamo else 0.0

@@ -30,7 +30,7 @@ from dstrain.disk import atomic, lines
 from dstrain.distributed import group
 from dstrain.distributed.progress import get_phases
 from dstrain.recipe import ConfigError, Track, explain_write_errors
-from dstrain.tracking.figures import format_duration, plot_columns
+from dstrain.tracking.figures import format_duration, plot_sorted_curves
 from dstrain.tracking.machine import describe_machine, describe_memory_use
 from dstrain.tracking.meter import Meter
 from dstrain.tracking.page import Page
@@ -118,18 +118,21 @@ class Tracker:
         self._write_event("start", resumed_step, facts)
 
     def add_terms(self, part: str, terms: dict[str, Tensor]) -> None:
-        """Adds the terms of one micro-batch of `part`, see Meter; never waits for the device."""
+        """Adds the terms of one micro-batch of `part`, {name: scalar or (B,)}, to the means of the next report. Never
+        waits for the device.
+        """
         self._meter.add_terms(part, terms)
 
     def move_progress_bar(self, done: int) -> None:
-        """Records that `done` steps are complete, and moves the progress bar to them if there is one."""
+        """Records that `done` steps are complete, and moves the progress bar there, if one is shown."""
         self._done = done
         if self._bar is not None:
             self._bar.update(done - self._bar.n)
 
     def report_means(self, done: int, figures: dict[str, float]) -> None:
-        """Computes the means since the last report, on all ranks together, and writes them with `figures` as a line of
-        metrics.jsonl, to the log, wandb and TensorBoard. `done` steps are done. Starts report.html if it is due.
+        """Computes the means of the terms since the last report, and writes them together with `figures` to
+        metrics.jsonl, the log, wandb and TensorBoard, as those after `done` steps. Starts writing report.html if it is
+        due. Call it on all ranks.
         """
         values = self._meter.compute_means() | figures
         if not self._first:
@@ -151,8 +154,8 @@ class Tracker:
     def report_scores(
         self, done: int, scores: dict[str, float], curves: dict[str, list[float]] | None = None, kind: str = "held_out"
     ) -> None:
-        """Reports figures of a kind, held_out or metrics, after `done` steps, in metrics.jsonl, the log, wandb and
-        TensorBoard. Plots curves as samples/step_N_NAME.png.
+        """Writes scores after `done` steps to metrics.jsonl, the log, wandb and TensorBoard, under names KIND/NAME.
+        kind: held_out or metrics. Plots each of `curves`, {name: values}, as samples/step_N_NAME.png.
         """
         if not self._first:
             return
@@ -164,7 +167,7 @@ class Tracker:
             path = self.folder / "samples" / f"step_{done:08d}_{name}.png"
             try:
                 path.parent.mkdir(exist_ok=True)  # and never the run's folder, which may be taken away
-                plot_columns(path, f"{self._name} at step {done}, held out", {name: values})
+                plot_sorted_curves(path, f"{self._name} at step {done}, held out", {name: values})
             except OSError as error:
                 self._note_write_error(path.parent.name, error)
                 return
@@ -181,8 +184,8 @@ class Tracker:
         columns: int | None = None,
         captions: Sequence[str] | None = None,
     ) -> None:
-        """Writes a grid of uint8 (N, C, H, W) as samples/step_N.png, or step_N_NAME.png if `name` is not "samples".
-        `images` is None on all ranks but rank 0.
+        """Writes images uint8 (N, C, H, W) as one grid: samples/step_N.png, or step_N_NAME.png if `name` is not
+        "samples". On other ranks than 0, `images` is None.
 
         Videos uint8 (N, T, C, H, W) become step_N.gif, and their frames side by side step_N.png.
         """
@@ -207,8 +210,8 @@ class Tracker:
             self._board.add_image(name, pixels, done, dataformats="HWC")
 
     def report_rollback(self, step: int, done: int, trouble: str) -> None:
-        """Writes a rollback event from step `done` back to `step`, because of `trouble`, and removes the reports of
-        later steps than `step`, which are trained again.
+        """Records that training goes back from step `done` to `step`, because of `trouble`, in events.jsonl. Removes
+        the reports of steps after `step`, since these are trained again.
         """
         self._meter.clear_terms()
         if not self._first:
@@ -220,9 +223,9 @@ class Tracker:
             self._note_write_error("metrics.jsonl", error)
         self.move_progress_bar(step)
 
-    def has_written_step(self, done: int) -> tuple[bool, bool, bool]:
-        """Returns whether the pictures, the held-out figures and the metrics of step `done` are written already: three
-        values, equal on all ranks.
+    def find_written_results(self, done: int) -> tuple[bool, bool, bool]:
+        """Returns which results of step `done` are in the run's folder already: (pictures, held-out figures, metrics),
+        the same on all ranks. Call it on all ranks.
         """
         drawn = evaluated = measured = False
         if self._first and done:
@@ -240,8 +243,8 @@ class Tracker:
         return group.broadcast_from_first((drawn, evaluated, measured))
 
     def log_model(self, done: int, write: Callable[[Path], None]) -> None:
-        """Calls `write` to fill the folder RUN/model, and logs that to wandb as an artifact. Does nothing unless
-        track.artifact asks for it and wandb is on.
+        """Calls `write` to fill the folder RUN/model with the weights, and logs the folder to wandb as an artifact.
+        Does nothing unless track.artifact is set and wandb is on. If writing fails, logs why.
         """
         if not (self._first and self._artifact and self._wandb.is_on):
             return
@@ -254,22 +257,24 @@ class Tracker:
             self._wandb.log_artifact(self._name, folder, done)
 
     def write_last_report(self, done: int) -> None:
-        """Writes report.html after `done` steps, when a run ends, and waits for it: at most 60 s after the last step, 5
-        s if the run was stopped early.
+        """Writes report.html when a run ends, after `done` steps, and waits for it: at most 60 s after the run's last
+        step, 5 s if the run was stopped early.
         """
         if self._first:
             self._page.write_last(done, min(60.0 if done == self._steps else _PATIENCE, self._patience))
 
     def log_failure(self, text: str, page: bool) -> None:
-        """Logs the error that ends the run; with `page`, writes report.html, which shows it."""
+        """Logs `text`, the error that ends the run. With `page`, also writes report.html, so that it shows the
+        error.
+        """
         self._faults.add("log.txt")  # it would be no news now that training goes on without it
         self.note(text)
         if self._first and page:
             self._page.write_last(self._done, _PATIENCE)
 
     def note(self, text: str) -> None:
-        """Prints a line and appends it to log.txt, on rank 0. Control characters, which a terminal would obey, become
-        "?".
+        """On rank 0, prints a line of text and appends it to log.txt. Control characters, which a terminal would obey,
+        become "?".
         """
         if self._first:
             text = lines.make_printable(text, keep="\n\t")
@@ -277,14 +282,16 @@ class Tracker:
             self._append_to_file("log.txt", text + "\n")
 
     def close(self) -> None:
-        """Sends what is left to wandb, for at most 15 s, and closes all outputs. It may be called again."""
+        """Closes all outputs; waits at most 15 s until wandb has sent what is left. May be called more than once."""
         for sink in (self._wandb, self._board, self._bar):
             if sink is not None:
                 sink.close()
         self._bar = self._board = None
 
     def _format_log_line(self, done: int, values: dict[str, float]) -> str:
-        """Formats a report as one line of log.txt, without the means by quarter of the timesteps."""
+        """Returns the line of log.txt for a report after `done` steps. Leaves out the means by quarter of the
+        timesteps.
+        """
         shown = [
             f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}"
             for name, value in values.items()
@@ -294,12 +301,14 @@ class Tracker:
         return f"step {done}/{self._steps}  " + "  ".join(shown + left)
 
     def _send_values(self, values: dict[str, float], done: int) -> None:
+        """Sends {name: number} of step `done` to wandb and TensorBoard."""
         self._wandb.log_values(values, done)
         if self._board is not None:
             for name, value in values.items():
                 self._board.add_scalar(name, value, done)
 
     def _print_line(self, text: str) -> None:
+        """Prints a line above the progress bar, or without one on stdout."""
         get_phases().record_output()
         bar = self._bar  # which the main thread may close meanwhile
         with suppress(OSError, ValueError):  # a closed pipe or terminal ends no training
@@ -309,28 +318,33 @@ class Tracker:
                 print(text, flush=True)
 
     def _write_event(self, kind: str, step: int, facts: dict[str, Any]) -> None:
+        """Appends an event to events.jsonl. kind: start or rollback."""
         self._append_to_file("events.jsonl", _format_line({"event": kind, "time": time.time(), "step": step, **facts}))
 
     def _append_to_file(self, name: str, text: str) -> None:
+        """Appends text to a file in the run's folder. If that fails, prints it the first time, and raises no error."""
         try:
             lines.append_lines(self.folder / name, text)
         except OSError as error:
             self._note_write_error(name, error)
 
     def _note_write_error(self, name: str, error: OSError) -> None:
+        """Prints that a file of the run cannot be written, once for each file."""
         if name not in self._faults:
             self._faults.add(name)
             self._print_line(f"{self.folder / name} can not be written: {error}; training goes on")
 
 
 def read_metrics(path: str | os.PathLike) -> list[dict[str, Any]]:
-    """Reads the entries of a metrics.jsonl; skips half-written lines, as kill -9 may leave them."""
+    """Returns the entries of a metrics.jsonl, one dictionary a line. Skips half-written lines, which kill -9 may
+    leave.
+    """
     return _read_entries(path)[0]
 
 
 def _read_entries(path: str | os.PathLike) -> tuple[list[dict[str, Any]], int]:
-    """Returns the entries of a metrics.jsonl, and how many lines are half-written. Of two lines that run into one, the
-    second is returned if it is whole.
+    """Returns the entries of a metrics.jsonl, and how many lines are half-written. If half a line is followed by a
+    whole entry without a line break, this entry is returned, too.
     """
     entries, damaged = [], 0
     for line in Path(path).read_text(encoding="utf-8", errors="replace").splitlines():
@@ -346,14 +360,17 @@ def _read_entries(path: str | os.PathLike) -> tuple[list[dict[str, Any]], int]:
 
 
 def _parse_entry(line: str) -> dict[str, Any]:
+    """Returns a line of metrics.jsonl as a dictionary. Raises ValueError, KeyError or TypeError if it is none with a
+    step.
+    """
     if type((entry := json.loads(line))["step"]) is not int:
         raise TypeError("no number of steps")
     return entry
 
 
 def _remove_later_lines(path: Path, step: int) -> int:
-    """Rewrites metrics.jsonl without the lines after `step`, whole or not at all. Returns how many lines were
-    half-written.
+    """Removes the lines of steps after `step`, and half-written ones, from a metrics.jsonl; the file changes wholly or
+    not at all. Returns how many lines were half-written.
     """
     if not path.is_file():
         return 0
@@ -363,7 +380,7 @@ def _remove_later_lines(path: Path, step: int) -> int:
 
 
 def _format_line(entry: dict[str, Any]) -> str:
-    """Formats an entry as one line of strict JSON: numbers that are not finite become null."""
+    """Returns an entry as one line of strict JSON. Numbers that are not finite become null."""
 
     def replace_nonfinite(value: Any) -> Any:
         if isinstance(value, dict):

@@ -25,21 +25,24 @@ _PALETTE_PIXELS = 1 << 16  # from which a palette is made
 
 
 def make_film(clip: Tensor) -> np.ndarray:
-    """Converts one clip uint8 (T, 1, 3 or 4, H, W) to a film of the same height and width; lays RGBA on white."""
+    """Converts one clip, uint8 (T, 1, 3 or 4, H, W), to an array for `save_gif` and `save_mp4`, (T, H, W, 1 or 3). Lays
+    RGBA on white.
+    """
     return composite_on_white(clip).detach().cpu().permute(0, 2, 3, 1).numpy()
 
 
 def make_film_grid(clips: Tensor, columns: int | None = None, captions: Sequence[str] | None = None) -> np.ndarray:
-    """Tiles many clips into one film: uint8 (N, T, C, H, W) -> (T, H', W', C). See pictures.make_grid. Raises
-    ConfigError if they are no such clips.
+    """Tiles clips into one film, in which they run side by side: uint8 (N, T, C, H, W) -> (T, H', W', C). Enlarges
+    small ones and puts captions below, as pictures.make_grid does. Raises ConfigError if `clips` has another dtype or
+    shape.
     """
     _require_clips(clips)
     return np.stack([make_grid(frames, columns, captions) for frames in clips.unbind(1)])
 
 
 def make_strip(clips: Tensor, captions: Sequence[str] | None = None) -> np.ndarray:
-    """Tiles up to 9 frames, evenly spaced, of each of up to 16 clips, a row for each clip: uint8 (N, T, C, H, W) ->
-    (H', W', C). Raises ConfigError if they are no such clips.
+    """Tiles frames of clips into one picture, a row for each clip: uint8 (N, T, C, H, W) -> (H', W', C). Shows at most
+    16 clips, and at most 9 evenly spaced frames of each. Raises ConfigError if `clips` has another dtype or shape.
     """
     _require_clips(clips)
     clips = clips[:_STRIP_CLIPS]
@@ -51,13 +54,14 @@ def make_strip(clips: Tensor, captions: Sequence[str] | None = None) -> np.ndarr
 
 
 def _require_clips(clips: Tensor) -> None:
+    """Raises ConfigError if `clips` is not uint8 (N, T, 1, 3 or 4, H, W), or is empty."""
     shape = tuple(clips.shape)
     if clips.dtype != torch.uint8 or len(shape) != 5 or shape[2] not in (1, 3, 4) or 0 in shape:
         raise ConfigError(f"clips are uint8 (N, T, 1, 3 or 4, H, W), got {clips.dtype} {shape}")
 
 
 def save_gif(path: str | os.PathLike, frames: np.ndarray, fps: float = FPS) -> None:
-    """Writes a film as a GIF that loops, whole or not at all; makes its folder.
+    """Writes frames uint8 (T, H, W, 1 or 3) as a GIF that loops, whole or not at all; makes its folder.
 
     Grey films and those of up to 256 colours are kept exactly. In others all frames share one palette, since with
     several palettes still parts would flicker.
@@ -78,8 +82,8 @@ def save_gif(path: str | os.PathLike, frames: np.ndarray, fps: float = FPS) -> N
 
 
 def _reduce_to_palette(frames: np.ndarray) -> list[Image.Image]:
-    """Reduces frames (T, H, W, 3) to 256 colours: exactly if they have no more, else by median cut and
-    error diffusion.
+    """Converts frames (T, H, W, 3) to images with one palette of at most 256 colours: exactly if they have no more
+    colours, else by median cut and error diffusion.
     """
     pixels = frames.reshape(-1, 3)
     sample = pixels[:: -(-len(pixels) // _PALETTE_PIXELS)]
@@ -104,7 +108,8 @@ def _convert_colours_to_numbers(pixels: np.ndarray) -> np.ndarray:
 
 
 def save_mp4(path: str | os.PathLike, frames: np.ndarray, fps: int = FPS) -> None:
-    """Writes a film as an MP4 in H.264, which every player knows, whole or not at all; makes its folder.
+    """Writes frames uint8 (T, H, W, 1 or 3) as an MP4 in H.264, which every player knows, whole or not at all; makes
+    its folder.
 
     Odd heights and widths are made even by repeating the last row or column.
     """
@@ -124,7 +129,7 @@ def save_mp4(path: str | os.PathLike, frames: np.ndarray, fps: int = FPS) -> Non
 
 
 def make_safe_name(text: str) -> str:
-    """Converts a text to part of a file name: lower-case ASCII letters, digits and single dashes, at most 60
+    """Converts a text to a part of a file name: lower-case ASCII letters, digits and single dashes, at most 60
     characters.
     """
     plain = unicodedata.normalize("NFKD", text).encode("ascii", "ignore").decode()

@@ -37,8 +37,8 @@ class WandbSink:
     """Logs to one run of wandb. The file folder/wandb_id holds its id, which stays the same after a resume, and in a
     second line the number of entries reserved so far.
 
-    track.wandb is auto, online, offline or disabled; see `resolve_mode` for the effect of WANDB_MODE. `note` is called
-    with each message for the log.
+    track.wandb is auto, online, offline or disabled; see `resolve_wandb_mode` for the effect of WANDB_MODE. `note` is
+    called with each message for the log.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class WandbSink:
         self._closing = threading.Event()
         self._thread: threading.Thread | None = None
         self._sync = f"wandb sync {folder / 'wandb' / 'offline-run-*'}"  # all of a run's files, oldest first
-        mode = resolve_mode(track.wandb)
+        mode = resolve_wandb_mode(track.wandb)
         if mode == "disabled":
             return
         if mode == "online" and not has_api_key():
@@ -88,12 +88,12 @@ class WandbSink:
         self._thread.start()
 
     def log_values(self, values: dict[str, float], step: int) -> None:
-        """Queues numbers by name, as of `step`, for logging. Returns at once, and drops them if the queue is full."""
+        """Queues {name: number} of step `step` for wandb, and returns at once. Drops them if the queue is full."""
         self._put_in_queue(lambda run: self._send_values(run, {"train/step": step, **values}))
 
     def log_media(self, name: str, path: Path, step: int) -> None:
-        """Queues a picture (PNG) or a video (GIF, MP4) for logging; its file must stay. Returns at once, and drops it
-        if the queue is full.
+        """Queues a picture (PNG) or a video (GIF, MP4) for wandb, and returns at once. Its file must stay until the
+        end. Drops it if the queue is full.
         """
         kind = "Image" if path.suffix == ".png" else "Video"
         self._put_in_queue(
@@ -106,7 +106,9 @@ class WandbSink:
         return self._thread is not None
 
     def log_artifact(self, name: str, folder: Path, step: int) -> None:
-        """Queues all files of a folder for logging as a model. Returns at once, and drops them if the queue is full."""
+        """Queues all files of a folder for wandb, as an artifact of type model, and returns at once. Drops them if the
+        queue is full.
+        """
 
         def send_artifact(run: Any) -> None:
             model = self._wandb.Artifact(name, type="model", metadata={"step": step})
@@ -116,8 +118,8 @@ class WandbSink:
         self._put_in_queue(send_artifact)
 
     def close(self, seconds: float = 15.0) -> None:
-        """Waits at most `seconds` until the queued entries are sent and wandb's run has ended. Reports through `note`
-        how many entries were not logged.
+        """Waits at most `seconds` until all queued entries are sent and wandb's run has ended. Logs how many entries
+        were lost, if any.
         """
         thread, self._thread = self._thread, None
         if thread is None:
@@ -131,6 +133,7 @@ class WandbSink:
             self._note(f"wandb: {self.dropped} entries were not logged; metrics.jsonl holds all")
 
     def _put_in_queue(self, send: Callable[[Any], None]) -> None:
+        """Queues a call that gets wandb's run as its argument. Counts it as dropped if the queue is full."""
         if self._thread is None:
             return
         try:
@@ -139,6 +142,7 @@ class WandbSink:
             self.dropped += 1
 
     def _send_values(self, run: Any, values: dict[str, Any]) -> None:
+        """Logs values to wandb's run as its next entry."""
         if self._entries >= self._reserved:  # written ahead, since a kill leaves no time to write
             self._reserved = self._entries + _RESERVED
             atomic.write_file(self._path, f"{self._id}\n{self._reserved}\n")
@@ -146,6 +150,9 @@ class WandbSink:
         self._entries += 1
 
     def _send_queued_entries(self, mode: str) -> None:
+        """Starts wandb's run, sends the queued entries until `close` is called, and finishes the run. Raises no
+        error.
+        """
         try:
             run = self._start_run(mode)
             self._entries = max(self._entries, run.step)  # of an online run that earlier versions began
@@ -176,9 +183,10 @@ class WandbSink:
                 self._wandb.teardown()  # or wandb tries it again at the exit, with a traceback
 
     def _start_run(self, mode: str) -> Any:
+        """Returns wandb's run in this mode; in offline mode if online fails."""
         if mode == "online":
             try:
-                _probe_server(find_base_url())
+                _require_server_answer(find_wandb_url())
                 return self._init_wandb("online")
             except BaseException as error:
                 self._note(f"wandb: offline, since online failed: {_shorten_error(error)}")
@@ -201,9 +209,10 @@ class WandbSink:
         return run
 
 
-def resolve_mode(setting: str) -> str:
-    """Returns online, offline or disabled: the later one, in this order, of the recipe's setting and WANDB_MODE. The
-    setting auto is online with an API key, else offline."""
+def resolve_wandb_mode(setting: str) -> str:
+    """Returns the mode in which wandb is used: online, offline or disabled. Of the recipe's setting and WANDB_MODE it
+    is the one that comes later in this list. The setting auto means online if there is an API key, else offline.
+    """
     if setting == "auto":
         setting = "online" if has_api_key() else "offline"
     variable = os.environ.get("WANDB_MODE", "").strip().lower().replace("dryrun", "offline")
@@ -211,9 +220,9 @@ def resolve_mode(setting: str) -> str:
     return max(setting, variable, key=modes.index) if variable in modes else setting
 
 
-def find_base_url() -> str:
-    """Returns the URL of wandb's server: WANDB_BASE_URL, the one that `wandb login --host` has saved, or the public
-    one.
+def find_wandb_url() -> str:
+    """Returns the URL of wandb's server: that of WANDB_BASE_URL, else the one that `wandb login --host` has saved, else
+    the public one.
     """
     if url := os.environ.get("WANDB_BASE_URL"):
         return url
@@ -227,30 +236,30 @@ def find_base_url() -> str:
 
 
 def has_api_key() -> bool:
-    """Returns whether wandb would find an API key for its server without asking for one."""
+    """Returns whether wandb would find an API key for its server without asking the user for one."""
     if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
         return True
     variable = os.environ.get("NETRC")
     for path in [Path(variable)] if variable else [Path.home() / ".netrc", Path.home() / "_netrc"]:
         try:
-            if netrc.netrc(path).authenticators(urlparse(find_base_url()).hostname or ""):
+            if netrc.netrc(path).authenticators(urlparse(find_wandb_url()).hostname or ""):
                 return True
         except (OSError, netrc.NetrcParseError, UnicodeDecodeError):
             continue
     return False
 
 
-def _probe_server(url: str) -> None:
-    """Raises OSError if the server does not answer within five seconds; an HTTP error is an answer. Without this check,
-    wandb would wait long for the server at exit.
+def _require_server_answer(url: str) -> None:
+    """Raises OSError if wandb's server does not answer within five seconds; an HTTP error counts as an answer. Without
+    this check, wandb would wait long for the server at exit.
     """
     with suppress(urllib.error.HTTPError):
         urllib.request.urlopen(url, timeout=_PROBE_SECONDS).close()
 
 
 def _rename_empty_runs(folder: Path) -> None:
-    """Renames offline runs without entries, which kill -9 may leave, to empty-run-*: with one of them `wandb sync`
-    would send none at all.
+    """Renames folders of offline runs without entries, which kill -9 may leave, to empty-run-*. If one of them were
+    left, `wandb sync` would send no run at all.
     """
     for path in folder.glob("offline-run-*/*.wandb"):
         if path.stat().st_size <= _HEADER:
@@ -258,7 +267,7 @@ def _rename_empty_runs(folder: Path) -> None:
 
 
 def _read_or_make_id(folder: Path) -> tuple[str, int]:
-    """Returns the run's wandb id and the number of its next entry; makes and saves a new id if there is none."""
+    """Returns the run's id for wandb, and the number of its next entry. Makes and saves a new id if there is none."""
     path = folder / "wandb_id"
     if path.is_file() and (words := path.read_text().split()):
         return words[0], int(words[1]) if words[1:] and words[1].isdigit() else 0
@@ -268,5 +277,6 @@ def _read_or_make_id(folder: Path) -> tuple[str, int]:
 
 
 def _shorten_error(error: BaseException) -> str:
+    """Returns the type of an error and the first line of its message."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__

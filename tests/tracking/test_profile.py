@@ -67,7 +67,7 @@ def test_kernels_are_those_of_the_window(tmp_path):
     made = Profile(tmp_path, (1, 2, 1), 0, print)
     for done in (1, 2, 3):
         torch.cuda._sleep(1_000_000_000)
-        made.start_or_stop(done)
+        made.start_or_stop_recording(done)
     [path] = (tmp_path / "profile").glob("*.json.gz")
     events = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
     assert len([event for event in events if event.get("cat") == "kernel" and "spin" in event["name"]]) == 1

@@ -17,7 +17,7 @@ import torch
 from dstrain.recipe import Run, Track
 from dstrain.tracking import machine, wandb_sink
 from dstrain.tracking.tracker import Tracker, read_metrics
-from dstrain.tracking.wandb_sink import WandbSink, find_base_url, has_api_key, resolve_mode
+from dstrain.tracking.wandb_sink import WandbSink, find_wandb_url, has_api_key, resolve_wandb_mode
 from tests.support.launch import ROOT
 from tests.support.tracking import track_run
 from tests.support.wandb_server import served
@@ -381,7 +381,7 @@ def test_online_that_fails_goes_offline_under_the_same_id(tmp_path, monkeypatch)
             raise RuntimeError("401")
 
     monkeypatch.setenv("WANDB_API_KEY", KEY)
-    monkeypatch.setattr(wandb_sink, "_probe_server", lambda url: None)
+    monkeypatch.setattr(wandb_sink, "_require_server_answer", lambda url: None)
     fake = Fake(init=fail)
     sent, notes = sink(tmp_path, monkeypatch, fake, "online")
     sent.close()
@@ -458,19 +458,19 @@ def test_which_mode(monkeypatch, setting, spoken, key, mode):
     monkeypatch.setenv("WANDB_MODE", spoken)
     if key:
         monkeypatch.setenv("WANDB_API_KEY", KEY)
-    assert resolve_mode(setting) == mode
+    assert resolve_wandb_mode(setting) == mode
 
 
 def test_a_key_is_found_where_wandb_writes_it(tmp_path, monkeypatch):
     """Oracle: files and variables set by hand, as wandb's login writes them."""
     home = tmp_path / "home"
     (home / ".config" / "wandb").mkdir(parents=True)
-    assert not has_api_key() and find_base_url() == "https://api.wandb.ai"
+    assert not has_api_key() and find_wandb_url() == "https://api.wandb.ai"
     (home / ".netrc").write_text(f"machine api.wandb.ai\n  login user\n  password {KEY}\n")
     (home / ".netrc").chmod(0o600)
     assert has_api_key()
     (home / ".config" / "wandb" / "settings").write_text("[default]\nbase_url = https://wandb.example.org\n")
-    assert find_base_url() == "https://wandb.example.org" and not has_api_key()
+    assert find_wandb_url() == "https://wandb.example.org" and not has_api_key()
     monkeypatch.setenv("WANDB_BASE_URL", "https://api.wandb.ai")
     assert has_api_key()
     (home / ".netrc").write_text("machine\x00 broken {")

@@ -11,8 +11,8 @@ from pathlib import Path
 
 
 def main(folder: Path, niceness: int) -> None:
-    """Writes FOLDER/report.html in a detached child process with this niceness, and prints "written" at its end. This
-    process exits at once.
+    """Writes FOLDER/report.html in a child process with this niceness. The child prints "written" at its end, unless
+    the report could not be written. This process exits at once and does not wait for the child.
     """
     if os.fork():
         os._exit(0)

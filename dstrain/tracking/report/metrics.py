@@ -31,7 +31,9 @@ class Metrics:
     dropped: set[str] = field(default_factory=set)  # names beyond the most that are kept
 
     def read_series(self, name: str) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the steps and values of a column; both are empty if there is no such column."""
+        """Returns the steps, int64 (n,), and the values, float64 (n,), of a column; both are empty if there is no such
+        column.
+        """
         rows, values = self.columns.get(name, (np.empty(0, np.int64), np.empty(0)))
         return self.steps[rows], values
 
@@ -43,8 +45,8 @@ class Metrics:
 
 
 def read_columns(path: Path) -> Metrics:
-    """Reads a metrics.jsonl as columns, ordered by step; there are none if the file is missing. Raises OSError if it is
-    not a regular file or not readable.
+    """Reads a metrics.jsonl as columns, ordered by step. If the file is missing, there are no columns. Raises OSError
+    if it is not a regular file or not readable.
     """
     steps, times, rows, values = array("q"), array("d"), {}, {}
     foreign, dropped = 0, set()
@@ -77,9 +79,9 @@ def read_columns(path: Path) -> Metrics:
 
 
 def read_newest_values(path: Path) -> tuple[dict[str, float], float | None]:
-    """Returns the newest value of each name in the last 256 KiB of a metrics.jsonl, and the newest time of a line
-    there, or None if no line has one. Both are empty, ({}, None), if the
-    file is missing. Raises OSError if it is not a regular file or not readable.
+    """Returns {name: its newest value} from the last 256 KiB of a metrics.jsonl, and the time of its newest line in
+    seconds since 1970, None if no line has one. Returns ({}, None) if the file is missing. Raises OSError if it is not
+    a regular file or not readable.
     """
     latest: dict[str, float] = {}
     for entry in _read_entries(path, _TAIL):
@@ -89,20 +91,20 @@ def read_newest_values(path: Path) -> tuple[dict[str, float], float | None]:
     return latest, when if when == when else None
 
 
-def is_time(value: Any) -> bool:
+def is_valid_time(value: Any) -> bool:
     """Returns whether a value is a number of seconds since 1970 that a calendar can show."""
     return type(value) in (int, float) and 0 <= value < _LATEST
 
 
 def _replace_invalid_time(value: float) -> float:
-    """Returns the value, or NaN if it is not a valid time."""
-    return value if is_time(value) else np.nan
+    """Returns a time in seconds since 1970 as it is, or NaN if it is not valid."""
+    return value if is_valid_time(value) else np.nan
 
 
 def _read_entries(path: Path, tail: int | None = None) -> Iterator[dict[str, Any] | None]:
-    """Reads a file of JSON lines. Yields each line's dictionary, or None for a line that is broken, longer than 1 MB,
-    or without a step (an integer from 0). Yields nothing if the file does not exist. Raises OSError if `path` is not a
-    regular file. tail: reads only the last `tail` bytes, without the line that is cut off there.
+    """Yields the entry of each line of a file of JSON lines. Yields None for a line that is broken, longer than 1 MB,
+    or without a step (an integer from 0). Yields nothing if the file does not exist. Raises OSError if it is not a
+    regular file. tail: reads only the last `tail` bytes, without the line that is cut off there; None reads all.
     """
     if not path.exists():
         return
@@ -121,8 +123,8 @@ def _read_entries(path: Path, tail: int | None = None) -> Iterator[dict[str, Any
 
 
 def _flatten_numbers(entry: dict[str, Any]) -> Iterator[tuple[str, float]]:
-    """Yields (name, number) of an entry, NaN for null. Numbers of inner sections, such as timing, have their own names
-    alone.
+    """Yields (name, number) for each number in an entry of metrics.jsonl; null becomes NaN. Numbers in inner sections,
+    such as timing, keep their own names, without the section's.
     """
     for name, value in entry.items():
         if isinstance(value, dict):
@@ -135,8 +137,8 @@ def _flatten_numbers(entry: dict[str, Any]) -> Iterator[tuple[str, float]]:
 
 
 def select_curve_points(values: np.ndarray, most: int) -> np.ndarray:
-    """Returns indices of about `most` values, which draw the same curve as all: the minimum and the maximum of each
-    interval, and the first and the last value.
+    """Returns the indices of about `most` values with which a curve looks as with all of them: the first and the last
+    value, and the minimum and the maximum of each interval between.
     """
     count = len(values)
     if count <= most:
@@ -153,11 +155,11 @@ def select_curve_points(values: np.ndarray, most: int) -> np.ndarray:
 
 
 def count_hours(metrics: Metrics, starts: list[float]) -> np.ndarray | None:
-    """Returns the hours of training up to each row, (rows,). The pause before each start is not counted. starts: the
-    times at which the run's commands began, in seconds since 1970.
+    """Returns the hours of training up to each row of metrics, (rows,). Pauses between commands are not counted.
+    starts: the times at which the run's commands began, in seconds since 1970.
 
-    For lines without a time, as earlier versions wrote them, the hours follow from samples and samples per second.
-    Returns None if no line has either, or if there is one time alone and no start.
+    For lines without a time, as earlier versions wrote them, computes the hours from samples and samples per second.
+    Returns None if no line has either, or if there is a single time and no start.
     """
     rate, seen = np.full((2, len(metrics.steps)), np.nan)
     for target, name in ((rate, "samples_per_second"), (seen, "images_seen")):

@@ -33,10 +33,11 @@ _COLORS = ("#1f4e9c", "#c2571a", "#3a7d44", "#7b4aa0", "#b0343c", "#2b8a9e", "#8
 
 
 def write_report(folders: Sequence[Path], out: Path) -> Path:
-    """Writes the report of one run, or of several side by side, to `out`, whole or not at all; returns its path.
+    """Writes the report of one run, or of several side by side, to the file `out`, whole or not at all; returns its
+    path.
 
-    Raises ConfigError if a folder is not a run's, plotly is not installed, or `out` is a folder, cannot be written or
-    is a file that may not be replaced, since it is no report.
+    Raises ConfigError if a folder is not a run's, if plotly is not installed, or if `out` is a folder, cannot be
+    written, or is a file that is no report and so may not be replaced.
     """
     _read_plotly()
     if out.is_dir():
@@ -56,6 +57,7 @@ def write_report(folders: Sequence[Path], out: Path) -> Path:
 
 
 def _is_report(path: Path) -> bool:
+    """Returns whether a file is an HTML page that dstrain has written."""
     with open(path, "rb") as file:
         return b'<meta name="generator" content="dstrain ' in file.read(1000)
 
@@ -96,6 +98,7 @@ def render_page(records: Sequence[Record]) -> str:
 
 
 def _read_plotly() -> str:
+    """Returns plotly's JavaScript. Raises ConfigError if plotly is not installed."""
     try:
         from plotly.offline import get_plotlyjs
     except ImportError:
@@ -104,8 +107,9 @@ def _read_plotly() -> str:
 
 
 def _describe_run(record: Record, place: int) -> dict[str, Any]:
-    """Returns what the page's script needs of a run: label and colour, hours by step, samples of a step, and marks on
-    the time axis. `place` is the run's number on the page, from 0 on.
+    """Returns what the page's script needs to draw a run, as a JSON object: its label and colour, the hours at some
+    steps, the samples of a step, and marks at resumes and rollbacks. `place` is the run's number on the page, from 0
+    on.
     """
     clock = None
     if record.hours is not None:
@@ -125,8 +129,8 @@ def _describe_run(record: Record, place: int) -> dict[str, Any]:
 
 
 def _make_charts(records: Sequence[Record]) -> list[dict[str, Any]]:
-    """Returns the charts with their curves, in the order of the page. The quarters of the timesteps share a chart, and
-    so do EMA and raw weights on held-out data.
+    """Returns the charts in the order of the page, each {"title", "traces"}. The quarters of the timesteps share a
+    chart, and so do EMA and raw weights on held-out data.
     """
     charts: dict[str, list[tuple[int, str, str]]] = {}  # title: run, column, name within the chart
     dull = _list_uninformative_columns(records)
@@ -144,6 +148,7 @@ def _make_charts(records: Sequence[Record]) -> list[dict[str, Any]]:
     most = max(50, min(_PER_CURVE, _POINTS // max(1, sum(map(len, charts.values())))))
 
     def rank_title(title: str) -> tuple[int, int]:
+        """Returns the key by which charts are sorted: first the titles in _FIRST, then the others in order."""
         known = [place for place, first in enumerate(_FIRST) if title == first or title.startswith(f"{first} by ")]
         return known[0] if known else len(_FIRST), list(charts).index(title)
 
@@ -157,8 +162,8 @@ def _make_charts(records: Sequence[Record]) -> list[dict[str, Any]]:
 
 
 def _list_uninformative_columns(records: Sequence[Record]) -> dict[str, str]:
-    """Returns the columns that the page leaves out, with the reason, which must hold in every run that has the column:
-    0 throughout, or equal to an earlier column.
+    """Returns {column: reason} of the columns that the page leaves out: in every run that has it, the column is 0
+    throughout, or equal to an earlier column.
     """
     reasons: dict[str, list[str]] = {}
     for record in records:
@@ -172,6 +177,7 @@ def _list_uninformative_columns(records: Sequence[Record]) -> dict[str, str]:
 
 
 def _make_trace(record: Record, place: int, column: str, name: str, most: int) -> dict[str, Any]:
+    """Returns a curve of a chart: one column of one run, thinned to about `most` points."""
     steps, values = record.metrics.read_series(column)
     kept = metrics.select_curve_points(values, most)
     numbers = [float(f"{value:.6g}") if np.isfinite(value) else None for value in values[kept]]
@@ -179,8 +185,9 @@ def _make_trace(record: Record, place: int, column: str, name: str, most: int) -
 
 
 def _collect_pictures(records: Sequence[Record]) -> tuple[list[dict[str, Any]], dict[Path, str]]:
-    """Returns the sample grids by kind, with the steps and pictures of each run; and the plots of evaluations by path.
-    Adds a remark to a run's record if some pictures are left out or cannot be read.
+    """Returns two things: the sample grids, one entry for each kind, {"title", "runs"} with steps and pictures of each
+    run; and the plots of evaluations, {path: data: URL, or None if it cannot be read}. Adds a remark to a run's record
+    if some pictures are left out or cannot be read.
     """
     most = max(4, _GRIDS // max(1, sum(len(record.pictures) for record in records)))
     chosen = [
@@ -192,6 +199,7 @@ def _collect_pictures(records: Sequence[Record]) -> tuple[list[dict[str, Any]], 
     share = _PICTURE_BYTES // max(1, len(plots) + sum(len(steps) for *_, steps in chosen))
 
     def embed_file(record: Record, path: Path) -> str | None:
+        """Returns a picture as a data: URL. If it cannot be read, adds a remark to the record and returns None."""
         try:
             return pictures.embed_picture(path, share)
         except (OSError, ValueError) as error:
@@ -214,12 +222,13 @@ def _collect_pictures(records: Sequence[Record]) -> tuple[list[dict[str, Any]], 
 
 
 def _describe_run_facts(record: Record) -> dict[str, str]:
-    """Returns the figures and other texts for the table at the top of a run's page, by name."""
+    """Returns {name: text} for the table at the top of a run's page, such as its state, step, loss and device."""
     state, columns = record.state, record.metrics
     step = "none" if state.step is None else f"{state.step:,}" + (f" of {state.steps:,}" if state.steps else "")
     facts = {"state": state.state, "step": step}
 
     def add_fact(name: str, column: str, text: str = "{:.4g}") -> None:
+        """Adds the newest value of a column to the facts, if there is one, formatted by `text`."""
         if (value := columns.find_last_value(column)) is not None:
             facts[name] = text.format(value)
 
@@ -251,8 +260,8 @@ def _describe_run_facts(record: Record) -> dict[str, str]:
 
 
 def _list_differences(records: Sequence[Record]) -> list[tuple[str, list[Any]]]:
-    """Lists the recipe and DeepSpeed entries in which runs differ, as (key, value of each run). Entries that a run
-    lacks, such as those of another system's model, stand last.
+    """Returns (key, [value of each run]) for the entries of recipe and DeepSpeed settings in which runs differ. Entries
+    that a run lacks, such as those of another system's model, stand last, with "absent" as the value.
     """
     tables = [record.flatten_settings() for record in records]
     keys = dict.fromkeys(key for table in tables for key in table if key not in ("name", "folder"))

@@ -19,9 +19,9 @@ _KINDS = {"PNG": "image/png", "GIF": "image/gif", "WEBP": "image/webp"}
 
 
 def list_picture_series(samples: Path) -> dict[str, dict[int, Path]]:
-    """Lists the pictures of a run's samples/ by kind and step: {"samples": {500: PATH, ...}, "reconstruction": ...}.
+    """Returns the pictures in a run's samples/ by kind and step: {"samples": {500: PATH, ...}, "reconstruction": ...}.
 
-    A GIF is preferred to the strip of its frames.
+    For a video, the path is that of the GIF, and not of the PNG with its frames side by side.
     """
     found: dict[str, dict[int, Path]] = {}
     for path in sorted(samples.glob("step_*"), key=lambda path: (path.suffix == ".gif", path.name)):
@@ -41,8 +41,8 @@ def select_steps(steps: Sequence[int], most: int) -> list[int]:
 
 
 def embed_picture(path: Path, most: int) -> str:
-    """Returns a picture or a GIF as a data: URL. If the file has more than `most` bytes, it is made smaller, to about
-    that size, before base64.
+    """Returns a picture or a GIF as a data: URL. If its file has more than `most` bytes, encodes it anew in about that
+    size.
 
     Raises OSError or ValueError if it is not a readable PNG, GIF or WebP.
     """
@@ -59,8 +59,8 @@ def embed_picture(path: Path, most: int) -> str:
 
 
 def _shrink_picture(image: Image.Image, most: int) -> bytes:
-    """Encodes a picture as WebP at the first width that needs at most `most` bytes, else at the smallest width. An
-    animation stays one, of at most 64 frames.
+    """Returns a picture encoded as WebP, as wide as fits into `most` bytes; if no width in _WIDTHS fits, the narrowest.
+    An animation stays one, of at most 64 frames.
     """
     count = getattr(image, "n_frames", 1)
     widths = [min(width, image.width) for width in (_WIDTHS if count == 1 else _FILM_WIDTHS)]

@@ -44,8 +44,8 @@ class Record:
     remarks: list[str] = field(default_factory=list)
 
     def flatten_settings(self) -> dict[str, Any]:
-        """Returns every entry of the recipe by dotted key, and those of the DeepSpeed settings with deepspeed. before
-        their keys.
+        """Returns {dotted key: value} of all entries of the recipe, and of the DeepSpeed settings with "deepspeed."
+        before their keys.
         """
         return dict(flatten_entries(convert_to_plain_values(self.run) if self.run else {})) | dict(
             flatten_entries({"deepspeed": self.settings})
@@ -53,8 +53,9 @@ class Record:
 
 
 def read_record(folder: Path, label: str | None = None) -> Record:
-    """Reads what a report shows of a run's folder. A file that cannot be read becomes a remark of the record. `label`
-    None names the run by its recipe. Raises ConfigError if the folder has no run.yaml.
+    """Reads all that a report shows of a run from its folder. A file that cannot be read becomes a remark of the
+    record. label: the name to show for the run, None for the recipe's. Raises ConfigError if the folder has no
+    run.yaml.
     """
     if not (folder / "run.yaml").exists():
         if read_state(folder).state == "beginning":
@@ -66,6 +67,9 @@ def read_record(folder: Path, label: str | None = None) -> Record:
     remarks: list[str] = []
 
     def read_or_remark(name: str, reader: Callable[[Path], _Read], otherwise: _Read) -> _Read:
+        """Returns what `reader` returns for a file of the run. If the file is missing, returns `otherwise`; if it
+        cannot be read, adds a remark, too.
+        """
         try:
             return reader(folder / name)
         except FileNotFoundError:
@@ -110,7 +114,7 @@ def read_record(folder: Path, label: str | None = None) -> Record:
 
 
 def flatten_entries(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yields (dotted key, value) of all entries of nested sections; an empty section is a value."""
+    """Yields (dotted key, value) of all entries of nested sections. An empty section is yielded as a value."""
     for name, value in values.items():
         if isinstance(value, dict) and value:
             yield from flatten_entries(value, f"{prefix}{name}.")
@@ -119,8 +123,8 @@ def flatten_entries(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[
 
 
 def _list_nondefault_entries(run: Run, remarks: list[str]) -> list[tuple[str, Any, Any]]:
-    """Lists the entries of a recipe that differ from the defaults: key, value, default. Adds a remark if the
-    model's defaults are unknown; they are then None. Leaves out name and folder.
+    """Returns (key, value, default) of each entry of a recipe that differs from its default. Leaves out name and
+    folder. If the model's defaults are unknown, adds a remark, and these defaults are None.
     """
     from dstrain import systems  # loads torch, which nothing else here needs
 
@@ -146,13 +150,13 @@ def _list_nondefault_entries(run: Run, remarks: list[str]) -> list[tuple[str, An
 
 
 def _read_events(path: Path) -> list[dict[str, Any]]:
-    """Reads the events of events.jsonl, see tracking/tracker.py; skips other lines."""
+    """Returns the events in an events.jsonl, starts and rollbacks; skips all other lines."""
     events = []
     for line in _read_lines(path):
         try:
             event = small.parse_json(line)
             known = event["event"] in ("start", "rollback") and type(event["step"]) is int
-            if known and metrics.is_time(event["time"]):
+            if known and metrics.is_valid_time(event["time"]):
                 events.append(event)
         except (ValueError, KeyError, TypeError):
             continue
@@ -160,8 +164,9 @@ def _read_events(path: Path) -> list[dict[str, Any]]:
 
 
 def _read_evaluations(folder: Path, remarks: list[str]) -> list[tuple[str, str, Path]]:
-    """Returns the name, table and plot of each result that `dstrain evaluate` has written, the newest step first, at
-    most 100. Adds a remark for each file that is left out or cannot be read.
+    """Returns (name, table as text, path of the plot) for each result that `dstrain evaluate` has written into
+    `folder`, at most 100, in descending order of name. Adds a remark if some are left out, and one for each that cannot
+    be read.
     """
     files = sorted(folder.glob("*.json"), key=lambda path: path.name, reverse=True)
     if len(files) > _MOST:
@@ -186,6 +191,6 @@ def _read_lines(path: Path) -> list[str]:
 
 
 def _is_metrics_line(line: str) -> bool:
-    """Returns whether a line of log.txt only repeats one of metrics.jsonl, as "step 25/1200 loss ..." does."""
+    """Returns whether a line of log.txt only repeats a report of metrics.jsonl, as "step 25/1200 loss ..." does."""
     words = line.split(maxsplit=2)
     return len(words) > 1 and words[0] == "step" and words[1].replace("/", "").isdigit() and "/" in words[1]

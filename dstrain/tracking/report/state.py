@@ -36,8 +36,8 @@ class State:
 
 
 def find_runs(folders: Iterable[Path]) -> list[Path]:
-    """Returns the folders of runs among `folders` and up to four levels below them, but not inside a run. Raises
-    ConfigError if a folder is missing.
+    """Returns the folders of runs among `folders` and up to four levels below them. Does not look for runs inside a
+    run. Raises ConfigError if one of `folders` does not exist.
     """
     found: list[Path] = []
     for folder in folders:
@@ -48,6 +48,7 @@ def find_runs(folders: Iterable[Path]) -> list[Path]:
 
 
 def _find_runs_within(folder: Path, depth: int) -> Iterator[Path]:
+    """Yields the folders of runs that are `folder` or lie at most `depth` levels below it, but not inside a run."""
     if (folder / "run.yaml").is_file() or _is_locked(folder / ".lock"):  # a start writes run.yaml after its checks
         yield folder
     elif depth:
@@ -60,7 +61,7 @@ def _find_runs_within(folder: Path, depth: int) -> Iterator[Path]:
 
 
 def read_state(folder: Path) -> State:
-    """Reads the progress of the run in a folder. Entries of a missing or unreadable file are None."""
+    """Reads the progress of the run in a folder. Entries for which a file is missing or unreadable are None."""
     try:
         run = load_recipe(folder / "run.yaml")
     except ConfigError:
@@ -98,8 +99,8 @@ def read_state(folder: Path) -> State:
 
 
 def format_states(states: list[State]) -> str:
-    """Formats the states of runs as a table, a line for each run. Below it stand the last log line of each dead run,
-    and which runs have a damaged recipe.
+    """Formats the states of runs as a table, a line for each run. Below the table stand the last log line of each dead
+    run, and a line for each run whose recipe is missing or damaged.
     """
     rows = [("run", "state", "step", "loss", "samples/s", "left", "checkpoint", "last line", "last picture")]
     for one in states:
@@ -129,8 +130,8 @@ def format_states(states: list[State]) -> str:
     return "\n".join(table)
 
 
-def convert_to_json(one: State) -> dict[str, Any]:
-    """Converts a state to a JSON object: numbers that are not finite become null."""
+def convert_to_json_object(one: State) -> dict[str, Any]:
+    """Converts the state of a run to {name: value} for JSON. Numbers that are not finite become null."""
     return {
         name: None if isinstance(value, float) and not abs(value) < float("inf") else value
         for name, value in asdict(one).items()
@@ -138,8 +139,8 @@ def convert_to_json(one: State) -> dict[str, Any]:
 
 
 def read_last_line(path: Path, tail: int = 1 << 14) -> str | None:
-    """Returns the last line of a log that is about the run itself, from the last `tail` bytes; None if there is none,
-    or it cannot be read.
+    """Returns the last line of a log, among its last `tail` bytes, that is about the run itself: not one of wandb or
+    report.html. Returns None if there is none, or if the log cannot be read.
     """
     try:
         small.require_regular_file(path)
@@ -152,21 +153,23 @@ def read_last_line(path: Path, tail: int = 1 << 14) -> str | None:
 
 
 def list_checkpoints(folder: Path) -> list[int]:
-    """Lists the steps of the checkpoints in a run's folder, ascending, complete or not."""
+    """Returns the steps of the checkpoints in a run's folder, ascending. Does not check that they are complete."""
     names = [path.name[5:] for path in (folder / "checkpoints").glob("step_*")]
     return sorted(int(name) for name in names if name.isascii() and name.isdigit())
 
 
 def _find_ending(note: str | None) -> str | None:
-    """Returns "complete" or "stopped" if the last line of a run's log says so, see describe_end in runs/folders.py,
-    else None.
+    """Returns "complete" or "stopped" if `note`, the last line of a run's log, says that the run has ended so; else
+    None.
     """
     words = {"complete:": "complete", "stopped at step": "stopped"}
     return next((word for begins, word in words.items() if (note or "").startswith(begins)), None)
 
 
 def _has_logged_a_stop(folder: Path, note: str | None) -> bool:
-    """Returns whether a run has logged that it was stopped, and no command has claimed its folder since."""
+    """Returns whether `note`, the last line of a run's log, says that the run was stopped, and no command has claimed
+    its folder since.
+    """
     try:
         written, taken = ((folder / name).stat().st_mtime_ns for name in ("log.txt", ".lock"))
         return _find_ending(note) == "stopped" and written > taken
@@ -175,7 +178,9 @@ def _has_logged_a_stop(folder: Path, note: str | None) -> bool:
 
 
 def _is_locked(lock: Path) -> bool | None:
-    """Returns whether a training holds the lock of its folder, see runs/folders.py; None if locks cannot be queried."""
+    """Returns whether a command that trains holds the lock file of its run's folder. Returns None if that cannot be
+    queried here.
+    """
     try:
         descriptor = os.open(lock, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except FileNotFoundError:
@@ -194,5 +199,6 @@ def _is_locked(lock: Path) -> bool | None:
 
 
 def _find_newest_picture(samples: Path) -> str | None:
+    """Returns the path of the last picture by name in samples/, which is of the newest step; None if there is none."""
     names = (path for path in samples.glob("step_*") if path.suffix in (".png", ".gif"))
     return max(map(str, names), default=None)
