@@ -74,7 +74,7 @@ def train(run: Run, settings: dict[str, Any], resume: Resume = Resume()) -> int:
     """Trains to run.steps from the newest whole checkpoint, or as `resume` says. Returns DONE, or STOPPED if it was
     stopped before. Call it on all ranks. Raises ConfigError, NotSaved or FloatingPointError if it cannot go on.
     """
-    first = group.read_place().rank == 0
+    first = group.read_rank_and_world().rank == 0
     lock = folders.lock_folder(run.directory) if first else nullcontext()  # one run in a folder
     limits = run.faults.hang_factor, run.faults.hang_seconds, 60 * run.faults.timeout_minutes
     stops = get_stops()

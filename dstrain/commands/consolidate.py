@@ -34,7 +34,7 @@ from dstrain.checkpoint.safetensors_io import Entry
 from dstrain.commands.options.consolidate import DTYPES, Order
 from dstrain.disk import atomic, small
 from dstrain.disk.owner import Hold
-from dstrain.distributed.launcher import read_place
+from dstrain.distributed.launcher import read_rank_and_world
 from dstrain.distributed.progress import Bar
 from dstrain.recipe import ConfigError
 
@@ -96,7 +96,7 @@ def consolidate_weights(order: Order, bar: Callable[[int], Update] | None = None
     Raises ConfigError if there are several processes, if the source is missing, damaged or cannot be merged, or if
     `out` exists already or does not fit on the disk.
     """
-    if read_place().world > 1:
+    if read_rank_and_world().world > 1:
         raise ConfigError("a consolidation takes one process: dstrain consolidate ...")
     if order.out.exists() or order.out.is_symlink():
         raise ConfigError(f"--out {order.out} is there already: name a new folder")

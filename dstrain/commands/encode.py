@@ -294,7 +294,7 @@ def _read_samples(
         return sample | {"label": torch.tensor(int(item.get("label", 0))), "source": torch.tensor(row)}, bad
 
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    threads = 1 if source.light else max(1, min(8, cores // group.read_place().local_world))
+    threads = 1 if source.light else max(1, min(8, cores // group.read_rank_and_world().local_world))
     yield from map_in_threads(read, rows, threads, ahead)
 
 

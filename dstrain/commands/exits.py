@@ -13,7 +13,7 @@ from typing import NoReturn
 
 from dstrain.distributed import exit_codes
 from dstrain.distributed.environment import check_and_repair_environment
-from dstrain.distributed.launcher import read_place
+from dstrain.distributed.launcher import read_rank_and_world
 from dstrain.distributed.presence import get_presence
 from dstrain.distributed.progress import get_phases
 from dstrain.distributed.stops import Stopped, get_stops
@@ -34,7 +34,7 @@ def run_main(main: Callable[[], None], speaks: bool = True) -> None:
         if problems := check_and_repair_environment():
             _print_problems(problems)
             raise SystemExit(exit_codes.WRONG_INPUT)
-        if read_place().world > 1:
+        if read_rank_and_world().world > 1:
             get_presence().announce_and_watch_ranks()
         with get_phases() if speaks else nullcontext():
             _run_with_exit_codes(main, speaks)
@@ -144,7 +144,7 @@ def _run_with_exit_codes(main: Callable[[], None], hears: bool) -> None:
 
 
 def _report_error(error: Exception) -> None:
-    rank = read_place().rank
+    rank = read_rank_and_world().rank
     if rank:
         # Mostly rank 0 reports the same, and its end ends this rank, after seconds where the launcher has little of a
         # core. A fault of this machine alone is reported here.

@@ -70,7 +70,7 @@ def export_run(options: ExportOptions) -> Exported:
     """Writes the export to options.out, whole or not at all, and returns a description of it. Raises ConfigError if the
     format cannot express the run, or if what is read back differs from the trained network.
     """
-    if group.read_place().world > 1:
+    if group.read_rank_and_world().world > 1:
         raise ConfigError("an export takes one process: dstrain export ...")
     if options.statistics and options.format != "diffusers":
         raise ConfigError("--statistics gives a scaling_factor, which --format diffusers alone writes: leave it out")

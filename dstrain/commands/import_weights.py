@@ -44,7 +44,7 @@ def import_weights(weights: Path, recipe_run: Run, out: Path) -> list[str]:
     be here. Raises ConfigError if the weights do not fit the recipe, or are damaged, or if the folder cannot be
     written.
     """
-    if group.read_place().world > 1:
+    if group.read_rank_and_world().world > 1:
         raise ConfigError("an import takes one process: dstrain import ...")
     if not weights.exists():
         raise ConfigError(f"{weights} does not exist: give a weights file, a folder of diffusers or of a run")

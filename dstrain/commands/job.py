@@ -42,7 +42,7 @@ def prepare_job(options: JobOptions, world: int | None = None, device_type: str 
     `world` and `device_type` are those of this process if they are None. Raises ConfigError with every problem that was
     found.
     """
-    world, device_type = world or group.read_place().world, device_type or group.device().type
+    world, device_type = world or group.read_rank_and_world().world, device_type or group.device().type
     run, problems = complete_recipe(_read_recipe(options.recipe, options.overrides), options.overrides)
     problems += _list_path_problems(run)
     resolved: dict[str, Any] = {}
@@ -62,7 +62,7 @@ def prepare_job(options: JobOptions, world: int | None = None, device_type: str 
         )
     if not problems:
         problems += systems.build_config(run.system, run.model).conflicts_at(settings.read_stage(resolved))
-    if not problems and group.read_place().rank == 0:
+    if not problems and group.read_rank_and_world().rank == 0:
         with _collect_problems(problems):
             checked_remarks, notes = _check_data_and_folder(run, options, resolved, world)
             remarks += checked_remarks
@@ -187,7 +187,7 @@ def _find_folder_problem(folder: Path) -> str | None:
     existing = next(path for path in above if os.path.exists(path))
     if not existing.is_dir():
         return f"{existing} is a file; name another folder"
-    if group.read_place().rank == 0:
+    if group.read_rank_and_world().rank == 0:
         try:
             os.rmdir(tempfile.mkdtemp(prefix=".dstrain-", dir=existing))
         except OSError as error:

@@ -119,7 +119,7 @@ def _run_verb(verb: Verb) -> None:
     from dstrain.distributed import group
     from dstrain.engine.start import start_group
 
-    if group.read_place().world > 1:
+    if group.read_rank_and_world().world > 1:
         start_group()
     module.run_verb(options)
     group.leave_process_group()

@@ -6,7 +6,7 @@ import signal
 
 from dstrain.commands.job import Job, prepare_job
 from dstrain.commands.options.train import TrainOptions
-from dstrain.distributed.launcher import read_place
+from dstrain.distributed.launcher import read_rank_and_world
 from dstrain.distributed.progress import get_phases
 from dstrain.distributed.stops import get_stops
 from dstrain.engine import settings
@@ -19,7 +19,7 @@ def run_verb(options: TrainOptions) -> None:
     job, and prints it or that it is in order.
     """
     get_stops().install_handlers(signal.SIGINT)
-    trains, place = not (options.print_config or options.dry_run), read_place()
+    trains, place = not (options.print_config or options.dry_run), read_rank_and_world()
     if trains and place.rank == 0 and place.world > 1 and "TORCHELASTIC_RUN_ID" not in os.environ:
         open_store()  # the other ranks come there, while this one lists data
     get_phases().enter_phase("checking recipe, data and folder")

@@ -33,7 +33,7 @@ from dstrain import rng
 from dstrain.data import workers
 from dstrain.data.bad_files import BadFiles
 from dstrain.data.source import Source
-from dstrain.distributed.launcher import read_place
+from dstrain.distributed.launcher import read_rank_and_world
 from dstrain.recipe import ConfigError, NotRead
 
 Batch = dict[str, Tensor]
@@ -382,4 +382,4 @@ def _choose_worker_count(num_workers: int | None, source: Source) -> int:
     cores = os.cpu_count() or 1
     if hasattr(os, "sched_getaffinity"):  # Linux: a job may be bound to some of them
         cores = len(os.sched_getaffinity(0))
-    return max(1, min(8, cores // read_place().local_world))
+    return max(1, min(8, cores // read_rank_and_world().local_world))

@@ -212,7 +212,7 @@ class PairsData(DataKind):
         return self.open_split("train"), self.open_split("validation")
 
     def open_split(self, split: str) -> Source | None:
-        return open_pairs(self.data.path, self.data.splits, split, group.read_place().world)
+        return open_pairs(self.data.path, self.data.splits, split, group.read_rank_and_world().world)
 
 
 class CodesData(DataKind):

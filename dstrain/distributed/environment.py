@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
-from dstrain.distributed.launcher import Place, read_place
+from dstrain.distributed.launcher import Place, read_rank_and_world
 
 _LONGEST = 75  # letters of a folder for /pymp-12345678/listener-12345678, sockets of multiprocessing
 _SHORT = ("/tmp", "/var/tmp", "/dev/shm")
@@ -23,10 +23,10 @@ _DEBUG_LEVELS = ("OFF", "INFO", "DETAIL")
 
 def check_and_repair_environment() -> list[str]:
     """Checks the environment of this process, and returns an error message for each fault. If there is none, sets HOME
-    to a private folder if it is no folder, and moves the sockets of worker processes to a shorter path if theirs is too
-    long. With several ranks it looks up the host of rank 0, which takes up to 5 s if it fails.
+    to a private folder if it is no folder, and gives the sockets of worker processes a shorter path if theirs is too
+    long. With several ranks, looks up the address of rank 0's host, which takes up to 5 s if it fails.
     """
-    problems = [*_check_launch_variables(), *_check_temporary_folder(), *_check_debug_level()]
+    problems = [*_list_launch_variable_problems(), *_list_temporary_folder_problems(), *_list_debug_level_problems()]
     if not problems:
         _replace_home()
         problems += _shorten_socket_paths()
@@ -34,8 +34,8 @@ def check_and_repair_environment() -> list[str]:
 
 
 def open_closed_standard_streams() -> None:
-    """Opens each closed standard stream on the null device. Otherwise the next file that is opened would get the number
-    of stderr, and what a library prints there would be written into that file.
+    """Opens each of stdin, stdout and stderr that is closed, on the null device. Otherwise the next file that is opened
+    would get the stream's number, and what a library prints there would be written into that file.
     """
     for number, (name, mode) in enumerate((("stdin", "r"), ("stdout", "w"), ("stderr", "w"))):
         try:
@@ -46,11 +46,11 @@ def open_closed_standard_streams() -> None:
 
 
 def make_private_folder(name: str) -> Path:
-    """Makes the folder `name` below dstrain-UID in the folder for temporary files, unless it is there, and returns its
+    """Makes the folder `name` below dstrain-UID in the folder for temporary files, unless it exists, and returns its
     path.
 
-    Nobody else can have put a file into it: if another user owns or can write dstrain-UID, or if that is a link, uses a
-    new folder with a random name instead. Raises OSError if no folder can be made.
+    No other user can have put a file into it: if another user owns or can write dstrain-UID, or if that is a link, uses
+    a new folder with a random name instead. Raises OSError if no folder can be made.
     """
     folder = Path(tempfile.gettempdir()) / f"dstrain-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
@@ -61,27 +61,27 @@ def make_private_folder(name: str) -> Path:
     return folder / name
 
 
-def can_write(folder: Path) -> bool:
-    """Makes a folder if it is missing, and returns whether files can be made in it."""
+def make_folder_and_check_access(folder: Path) -> bool:
+    """Makes a folder if it is missing. Returns whether it is there and files can be written into it."""
     with suppress(OSError):
         folder.mkdir(parents=True, exist_ok=True)
     return folder.is_dir() and os.access(folder, os.W_OK | os.X_OK)
 
 
 def make_cache_folder(name: str) -> Path:
-    """Makes and returns a folder for files that later commands find again: `name` below XDG_CACHE_HOME or ~/.cache. If
-    that cannot be written, uses `name` below a private folder for temporary files.
+    """Makes a folder for files that later commands find again, and returns its path: `name` below XDG_CACHE_HOME or
+    ~/.cache. If that cannot be written, it is `name` below a private folder for temporary files.
     """
     folder = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / name
-    return folder if can_write(folder) else make_private_folder(name)
+    return folder if make_folder_and_check_access(folder) else make_private_folder(name)
 
 
-def _check_launch_variables() -> Iterator[str]:
-    """Yields a message for each fault in the variables by which the launcher gives the rank, the world size and the
-    address of rank 0.
+def _list_launch_variable_problems() -> Iterator[str]:
+    """Yields a message for each fault in the environment variables by which the launcher tells the rank, the world size
+    and the address of rank 0.
     """
     try:
-        place = read_place()
+        place = read_rank_and_world()
     except ValueError as error:
         yield str(error)
         return
@@ -93,14 +93,14 @@ def _check_launch_variables() -> Iterator[str]:
         yield "MASTER_ADDR in the environment is empty: write the host of rank 0, or unset it"
     if place.world > 1:
         if host:
-            yield from _check_address(host)
-        yield from _check_mpirun_address(place)
-        yield from _check_interfaces()
+            yield from _list_address_problems(host)
+        yield from _list_mpirun_address_problems(place)
+        yield from _list_interface_problems()
 
 
-def _check_address(host: str) -> Iterator[str]:
-    """Yields a message if the host of rank 0 has no address, after three attempts in 5 s. Without this check torch
-    would try again and again.
+def _list_address_problems(host: str) -> Iterator[str]:
+    """Yields a message if no address is found for the host of rank 0, after three attempts in 5 s. Without this check
+    torch would try without end.
     """
     fault: Exception | None = None
     for patience in (1, 4, 0):  # seconds: a name server may be slow when hundreds of ranks ask at once
@@ -113,9 +113,9 @@ def _check_address(host: str) -> Iterator[str]:
     yield f"MASTER_ADDR={host} in the environment has no address ({fault}): write the host of rank 0, or unset it"
 
 
-def _check_mpirun_address(place: Place) -> Iterator[str]:
-    """Yields a message if mpirun starts ranks on several machines and MASTER_ADDR is not set, since mpirun gives the
-    ranks no address.
+def _list_mpirun_address_problems(place: Place) -> Iterator[str]:
+    """Yields a message if mpirun has started ranks on several machines and MASTER_ADDR is not set, since mpirun does
+    not tell the ranks an address.
     """
     by_mpirun = any(os.environ.get(name) for name in _MPI_SIZES)
     if by_mpirun and place.local_world < place.world and "MASTER_ADDR" not in os.environ:
@@ -126,23 +126,23 @@ def _check_mpirun_address(place: Place) -> Iterator[str]:
         )
 
 
-def _check_interfaces() -> Iterator[str]:
-    """Yields a message for each network interface in GLOO_SOCKET_IFNAME that this machine lacks."""
+def _list_interface_problems() -> Iterator[str]:
+    """Yields a message for each network interface that GLOO_SOCKET_IFNAME names and this machine does not have."""
     there = [name for _, name in socket.if_nameindex()]
     for name in filter(None, os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")):
         if name not in there:
             yield f"GLOO_SOCKET_IFNAME={name} is no network interface of this machine: write one of {', '.join(there)}"
 
 
-def _check_temporary_folder() -> Iterator[str]:
-    """Yields a message if no folder for temporary files can be written."""
+def _list_temporary_folder_problems() -> Iterator[str]:
+    """Yields a message if there is no folder for temporary files that can be written."""
     try:
         tempfile.gettempdir()
     except OSError as error:
         yield f"TMPDIR: no folder for temporary files can be written ({error.strerror}): set TMPDIR to one that can"
 
 
-def _check_debug_level() -> Iterator[str]:
+def _list_debug_level_problems() -> Iterator[str]:
     """Yields a message if TORCH_DISTRIBUTED_DEBUG has a value with which torch cannot be imported."""
     level = os.environ.get("TORCH_DISTRIBUTED_DEBUG")
     if level and level.upper() not in _DEBUG_LEVELS:
@@ -150,15 +150,15 @@ def _check_debug_level() -> Iterator[str]:
 
 
 def _replace_home() -> None:
-    """Sets HOME to a private folder if it is empty or no folder, since libraries write files there."""
+    """Sets HOME to a private folder if it is empty or names no folder, since libraries write files there."""
     home = os.path.expanduser("~")
     if not os.path.isdir(home) or os.environ.get("HOME") == "":
         os.environ["HOME"] = str(make_private_folder("home"))
 
 
 def _shorten_socket_paths() -> Iterator[str]:
-    """Makes multiprocessing put its sockets into a folder with a short path, if the folder for temporary files has a
-    long one: the path of a socket has at most 107 bytes. Yields a message if no short folder can be written.
+    """Makes multiprocessing put its sockets into another folder if the path of the folder for temporary files is too
+    long: the path of a socket has at most 107 bytes. Yields a message if no shorter folder can be written.
     """
     own = tempfile.gettempdir()
     if len(os.fsencode(own)) <= _LONGEST:

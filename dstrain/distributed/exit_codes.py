@@ -19,8 +19,8 @@ _VARIABLE = "DSTRAIN_ENDED"
 
 
 def append_exit_code(code: int) -> None:
-    """Appends the exit code of this rank to the file whose path is in the environment variable DSTRAIN_ENDED. Does
-    nothing if the variable is not set or the file cannot be written.
+    """Appends the exit code of this rank, as a line, to the file that the environment variable DSTRAIN_ENDED names.
+    Does nothing if the variable is not set or the file cannot be written.
     """
     if path := os.environ.get(_VARIABLE):
         with contextlib.suppress(OSError), open(path, "a", encoding="ascii") as file:
@@ -28,13 +28,15 @@ def append_exit_code(code: int) -> None:
 
 
 def make_exit_code_environment(path: str) -> dict[str, str]:
-    """Returns a copy of this process's environment in which DSTRAIN_ENDED is `path`, the file for exit codes."""
+    """Returns a copy of this process's environment in which DSTRAIN_ENDED is `path`, the file in which ranks report
+    their exit codes.
+    """
     return {**os.environ, _VARIABLE: path}
 
 
 def read_exit_codes(path: str) -> list[int]:
-    """Returns the exit codes that ranks have appended to a file, in the order of the file. Leaves out lines that are no
-    number. Raises OSError if the file cannot be read.
+    """Returns the exit codes in a file that ranks have written by `append_exit_code`, in the order of its lines. Skips
+    lines that are no number. Raises OSError if the file cannot be read.
     """
     with open(path, encoding="ascii") as file:
         return [int(line) for line in file if line.strip().isdigit()]

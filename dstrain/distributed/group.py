@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dstrain.distributed.launcher import read_place
+from dstrain.distributed.launcher import read_rank_and_world
 from dstrain.distributed.progress import get_phases
 from dstrain.distributed.stops import IDLE
 
@@ -44,27 +44,32 @@ _SIGNS = (
 
 
 def is_started() -> bool:
+    """Returns whether torch's process group is initialized in this process."""
     return dist.is_available() and dist.is_initialized()
 
 
 def rank() -> int:
-    return dist.get_rank() if is_started() else read_place().rank
+    """Returns the rank of this process; before the process group is started, the one that the launcher has set."""
+    return dist.get_rank() if is_started() else read_rank_and_world().rank
 
 
 def world() -> int:
+    """Returns the number of ranks in the process group; 1 before the group is started."""
     return dist.get_world_size() if is_started() else 1
 
 
 def device() -> torch.device:
-    """Returns the GPU of this rank, chosen by its rank on this machine, or the CPU if there is no GPU."""
+    """Returns the device of this rank: a GPU, chosen by the rank's number on this machine, or the CPU if there is no
+    GPU.
+    """
     if torch.cuda.is_available():
-        return torch.device("cuda", read_place().local_rank % torch.cuda.device_count())
+        return torch.device("cuda", read_rank_and_world().local_rank % torch.cuda.device_count())
     return torch.device("cpu")
 
 
 def copy_to_device(values: Tensor, device: torch.device) -> Tensor:
-    """Returns a tensor on `device`: a copy, or the tensor itself if it is there already. The host does not wait until a
-    copy to a GPU is done.
+    """Returns a copy of a tensor on `device`, or the tensor itself if it is there already. The host does not wait for a
+    copy to a GPU.
     """
     if values.device.type == "cpu" and device.type == "cuda":
         values = values.pin_memory()
@@ -78,8 +83,8 @@ def barrier() -> None:
 
 
 def leave_process_group(seconds: float = 60.0) -> None:
-    """Destroys the process group at the end of a command, once all ranks have reached this call: no rank ends its
-    process while another still exchanges data. Call it on all ranks. Does nothing for one rank.
+    """Destroys the process group at the end of a command, after all ranks have reached this call, so that no rank ends
+    while another still exchanges data with it. Call it on all ranks. Does nothing for one rank.
 
     A barrier alone is not enough: the first rank that leaves it and ends closes connections that another rank may still
     read from (gloo's issue 155), and when rank 0 ends, the store ends, too. So each rank writes into the store that it
@@ -109,8 +114,8 @@ def clear_group_caches() -> None:
 
 
 def explain_lost_ranks(error: BaseException) -> str | None:
-    """Returns a message for the user if `error` means that the connection to another rank is lost; None for another
-    error.
+    """Returns a message for the user if `error` means that the connection to another rank is lost; None if it means
+    anything else.
     """
     text = str(error).lower()
     remote = isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and ("gloo" in text or _CUT in text))
@@ -130,13 +135,14 @@ def explain_lost_ranks(error: BaseException) -> str | None:
     else:
         happened = "has lost its connection to another rank, which has ended: what that one says comes first"
     return (
-        f"rank {read_place().rank} on {socket.gethostname()} {happened}. All saved is whole; the same command goes on"
+        f"rank {read_rank_and_world().rank} on {socket.gethostname()} {happened}. All saved is whole; the same command "
+        "goes on"
     )
 
 
 def explain_error_and_schedule_end(error: BaseException, seconds: float = 60.0) -> str:
-    """Returns the line that a rank logs when an error ends it. If the error means that other ranks are lost, also
-    starts a timer that ends this process with exit code 1 after `seconds`, if it still runs then.
+    """Returns a message on the error that ends this rank, for its log. If the error means that other ranks are lost,
+    also starts a timer that ends this process with exit code 1 after `seconds`, unless it has ended before.
 
     Without the timer, a process could wait for ever for a thread that exchanges data with lost ranks, or for a file
     system behind a broken network.
@@ -147,13 +153,13 @@ def explain_error_and_schedule_end(error: BaseException, seconds: float = 60.0) 
         timer.start()
     return (
         explain_lost_ranks(error)
-        or f"rank {read_place().rank} ends: {type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+        or f"rank {read_rank_and_world().rank} ends: {type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
     )
 
 
 def end_process(error: BaseException) -> None:
-    """Prints the traceback of an error and a message, and ends this process at once with exit code 1, without waiting
-    for threads or ranks.
+    """Prints the traceback and the message of an error, and ends this process at once with exit code 1. Waits neither
+    for threads nor for other ranks.
     """
     try:
         traceback.print_exception(error)
@@ -168,8 +174,8 @@ def open_store() -> dist.Store | None:
 
 
 def make_host_group() -> dist.ProcessGroup | None:
-    """Makes and returns a new gloo group of all ranks, for exchanges that do not wait for the GPU's queue; None if
-    there is only one rank. Call it on all ranks.
+    """Makes a new gloo group of all ranks and returns it; None if there is only one rank. It exchanges data through the
+    host's memory, and so does not wait for the GPU's queue. Call it on all ranks.
     """
     made = dist.new_group(backend="gloo") if world() > 1 else None
     return made if isinstance(made, dist.ProcessGroup) else None
@@ -177,8 +183,9 @@ def make_host_group() -> dist.ProcessGroup | None:
 
 @functools.cache
 def get_neighbour_group(size: int) -> dist.ProcessGroup | None:
-    """Returns the group of `size` ranks to which this rank belongs (ranks 0 to size - 1, and so on), which work on the
-    same samples; None if `size` is 1. The first call on a rank makes the group and waits for the other ranks in it.
+    """Returns the group of `size` consecutive ranks that contains this rank, such as ranks 0 to size - 1; None if
+    `size` is 1. These ranks work on the same samples. The first call on a rank makes the group and waits for the other
+    ranks in it.
     """
     if size == 1:
         return None
@@ -189,9 +196,9 @@ def get_neighbour_group(size: int) -> dist.ProcessGroup | None:
 
 @contextmanager
 def use_group(group: dist.ProcessGroup | None) -> Iterator[None]:
-    """Within the block, this thread's exchanges through CPU memory use `group`, so that they never mix with exchanges
-    of another thread. None: the gloo group of all ranks, which the thread also uses after the block. Blocks are not
-    nested.
+    """Within the block, this thread's exchanges through the host's memory go over `group`, so that they never mix with
+    those of another thread. If it is None, they go over the gloo group of all ranks, as they do after the block. Blocks
+    must not be nested.
     """
     _thread.group = group
     try:
@@ -201,8 +208,9 @@ def use_group(group: dist.ProcessGroup | None) -> Iterator[None]:
 
 
 def _get_host_group() -> dist.ProcessGroup | None:
-    """Returns the group that `use_group` has set for this thread, else the gloo group of all ranks; None stands for
-    torch's default group, if that is gloo. The first call makes the group, on all ranks together.
+    """Returns the group for this thread's exchanges through the host's memory: the one that `use_group` has set, else
+    the gloo group of all ranks, which the first call makes on all ranks together. None means torch's default group, if
+    that is gloo.
     """
     return getattr(_thread, "group", None) or _make_host_group_unless_gloo()
 
@@ -229,16 +237,16 @@ class Ballot:
         self._count: dist.Work | None = None
 
     def cast_vote(self) -> None:
-        """Calls `wish`, and starts to exchange the votes of all ranks without waiting for them. Call it on all
-        ranks.
+        """Calls `wish` for this rank's vote, and starts to exchange the votes of all ranks without waiting for them.
+        Call it on all ranks. With one rank does nothing.
         """
         if world() > 1:
             self._largest = torch.tensor(int(self._wish()))
             self._count = dist.all_reduce(self._largest, op=dist.ReduceOp.MAX, group=_get_host_group(), async_op=True)
 
     def await_outcome(self) -> bool:
-        """Waits for the votes of all ranks, and returns, on every rank, whether any rank voted yes. Before the first
-        `cast_vote`, and with one rank, returns what `wish` returns now.
+        """Waits for the votes of all ranks. Returns, on every rank, True if any rank has voted yes. With one rank, or
+        before `cast_vote`, returns what `wish` returns now.
         """
         if self._count is None:
             return self._wish()
@@ -247,7 +255,7 @@ class Ballot:
 
 
 def find_max_over_ranks(value: int) -> int:
-    """Returns the largest of all ranks' integers, on every rank. Call it on all ranks."""
+    """Returns, on every rank, the largest `value` of all ranks. Call it on all ranks."""
     if world() == 1:
         return value
     largest = torch.tensor(value, dtype=torch.int64)
@@ -256,8 +264,8 @@ def find_max_over_ranks(value: int) -> int:
 
 
 def sum_over_ranks(values: Tensor) -> Tensor:
-    """Returns the sum of a tensor over all ranks, on every rank, and does not change `values`. With one rank returns
-    `values` itself. Call it on all ranks.
+    """Returns, on every rank, the sum of the tensors `values` of all ranks. `values` is not changed; with one rank it
+    is returned itself. Call it on all ranks.
     """
     if world() == 1:
         return values
@@ -267,15 +275,15 @@ def sum_over_ranks(values: Tensor) -> Tensor:
 
 
 def gather_rows(values: Tensor) -> Tensor:
-    """Returns the rows of all ranks in rank order, on every rank: (b, ...) -> (sum of all b, ...), where b may differ
-    between ranks. Call it on all ranks.
+    """Returns, on every rank, the rows of all ranks in rank order: (b, ...) on each rank -> (sum of all b, ...). b may
+    differ between ranks. Call it on all ranks.
     """
     return values if world() == 1 else _gather_padded(values, gather_objects(len(values)))
 
 
 def _gather_padded(values: Tensor, counts: list[int]) -> Tensor:
-    """Returns the rows of all ranks in rank order. `counts` has the number of rows of each rank; shorter tensors are
-    padded for the exchange.
+    """Returns, on every rank, the rows of all ranks in rank order. counts: the number of rows of each rank. For the
+    exchange, shorter tensors are padded.
     """
     padded = torch.cat((values, values.new_zeros((max(counts) - len(values), *values.shape[1:]))))
     rows = [torch.empty_like(padded) for _ in range(world())]
@@ -284,11 +292,11 @@ def _gather_padded(values: Tensor, counts: list[int]) -> Tensor:
 
 
 def gather_in_order(positions: Tensor, rows: dict[str, Tensor], copies: int = 1) -> dict[str, Tensor]:
-    """Returns, on every rank, the rows of all ranks by name, sorted by position: from `positions` (b,) and `rows` (b,
-    ...) on each rank, (world * b / copies, ...). Call it on all ranks.
+    """Returns, on every rank, the rows of all ranks, sorted by their positions: {name: (world * b / copies, ...)}. Each
+    rank gives `positions` (b,) and `rows`, {name: (b, ...)}. Call it on all ranks.
 
-    b must be the same on all ranks, so that no host waits for another. If every position occurs on `copies` ranks, one
-    row of each is kept.
+    b must be the same on all ranks, so that no host waits for another. copies: on how many ranks each position occurs;
+    one row of each is kept.
     """
     if world() > 1:
         counts = [len(positions)] * world()
@@ -301,7 +309,9 @@ def gather_in_order(positions: Tensor, rows: dict[str, Tensor], copies: int = 1)
 
 
 def gather_objects(value: Any) -> list[Any]:
-    """Returns every rank's small Python value, in rank order, on every rank. Call it on all ranks."""
+    """Returns, on every rank, the Python values of all ranks in rank order. They should be small. Call it on all
+    ranks.
+    """
     if world() == 1:
         return [value]
     values: list[Any] = [None] * world()
@@ -310,7 +320,7 @@ def gather_objects(value: Any) -> list[Any]:
 
 
 def gather_on_first_rank(value: Any) -> list[Any] | None:
-    """Returns every rank's Python value in rank order on rank 0, and None on the others. Call it on all ranks."""
+    """Returns, on rank 0, the Python values of all ranks in rank order; on other ranks None. Call it on all ranks."""
     if world() == 1:
         return [value]
     values: list[Any] | None = [None] * world() if rank() == 0 else None
@@ -319,8 +329,8 @@ def gather_on_first_rank(value: Any) -> list[Any] | None:
 
 
 def gather_rows_on_first_rank(rows: Tensor, counts: list[int]) -> Tensor | None:
-    """Returns the first counts[r] rows of each rank r, in rank order, as a tensor on the CPU of rank 0; None on the
-    other ranks. Call it on all ranks.
+    """Returns, on rank 0, the first counts[r] rows of each rank r, in rank order, as one tensor on the CPU; on other
+    ranks None. Call it on all ranks.
 
     `counts` must be the same on all ranks, and so must the shape and dtype of a row. No GPU holds rows of other ranks.
     """
@@ -341,10 +351,10 @@ def gather_rows_on_first_rank(rows: Tensor, counts: list[int]) -> Tensor | None:
 
 
 def wait_for_first_rank(store: dist.Store, key: str, seconds: float) -> bool:
-    """Waits until rank 0 sets `key` in the store, and returns whether it did.
+    """Waits until rank 0 sets `key` in the store. Returns True when it has.
 
     Rank 0 reports in the store for how long it has made no progress (stops.py). Returns False if that is more than
-    `seconds`, or if rank 0 reports nothing for `seconds` (at least one wait of 5 s or less), or if the store has ended.
+    `seconds`, if rank 0 reports nothing for `seconds` (at least one wait of 5 s or less), or if the store has ended.
     """
     idle = 0.0
     while idle <= seconds:
@@ -361,8 +371,8 @@ def wait_for_first_rank(store: dist.Store, key: str, seconds: float) -> bool:
 
 
 def broadcast_from_first(value: Any) -> Any:
-    """Returns rank 0's small Python value on every rank. The other ranks wait as long as rank 0 makes progress, even
-    beyond the timeout of the process group. Call it on all ranks.
+    """Returns, on every rank, the `value` of rank 0, a small Python value. The other ranks wait as long as rank 0 makes
+    progress, even longer than the timeout of the process group. Call it on all ranks.
     """
     if world() == 1:
         return value

@@ -36,12 +36,12 @@ class Place:
     local_world: int = 1
 
 
-def read_place() -> Place:
-    """Returns the rank and the sizes of this process, from the launcher's environment; rank 0 of 1 if there is no
-    launcher.
+def read_rank_and_world() -> Place:
+    """Returns the rank of this process, the world size, and both for this machine alone, from the environment that the
+    launcher has set. Without a launcher they are rank 0 of 1.
 
-    Raises ValueError if a variable is no number, the rank is not below the world size, or one of the two is missing:
-    without this check, several processes could each train alone.
+    Raises ValueError if a variable is no number, if the rank is not below the world size, or if only one of rank and
+    world size is set: otherwise several processes could each train alone.
     """
     halves = []
     for rank, world, local, sizes in _SOURCES:
@@ -51,10 +51,10 @@ def read_place() -> Place:
                 continue
             size = next((name for name in sizes if os.environ.get(name)), sizes[0])
             own = Place(
-                _read_number(rank),
-                _read_number(world),
-                _read_number(local),
-                _read_node_entry(size, _read_number("SLURM_NODEID")),
+                _read_number_variable(rank),
+                _read_number_variable(world),
+                _read_number_variable(local),
+                _read_task_count_of_node(size, _read_number_variable("SLURM_NODEID")),
             )
             if own.rank >= own.world:
                 raise ValueError(
@@ -62,7 +62,7 @@ def read_place() -> Place:
                     "the command by a launcher, or unset both variables"
                 )
             return own
-        if rank != "SLURM_PROCID" and (rank in os.environ or _read_number(world) > 1):
+        if rank != "SLURM_PROCID" and (rank in os.environ or _read_number_variable(world) > 1):
             halves.append((rank, world) if rank in os.environ else (world, rank))
     if "SLURM_JOB_ID" not in os.environ:
         halves += [(name, "RANK and WORLD_SIZE") for name in _RANKS_ALONE if name in os.environ]
@@ -74,9 +74,9 @@ def read_place() -> Place:
     return Place()
 
 
-def _read_number(name: str) -> int:
-    """Returns an environment variable as an integer of at least 0; 0 if it is not set or empty. Raises ValueError if it
-    is no such number.
+def _read_number_variable(name: str) -> int:
+    """Returns an environment variable as an integer from 0 on; 0 if it is not set or empty. Raises ValueError if it is
+    no such number.
     """
     text = os.environ.get(name) or "0"
     if not (text.isascii() and text.isdigit()):
@@ -87,10 +87,10 @@ def _read_number(name: str) -> int:
     return int(text)
 
 
-def _read_node_entry(name: str, node: int) -> int:
-    """Returns how many tasks node number `node` has, from Slurm's list in the variable `name`: "4(x2),3" means 4, 4 and
-    3, and "4" means 4 on every node. A node beyond the list has the last number. Raises ValueError if the list is
-    malformed.
+def _read_task_count_of_node(name: str, node: int) -> int:
+    """Returns the number of tasks on node number `node`, from Slurm's list in the environment variable `name`:
+    "4(x2),3" means 4, 4 and 3, and "4" means 4 on every node. A node beyond the list has the last number. Returns 1 if
+    the variable is not set. Raises ValueError if the list is malformed.
     """
     sizes, numbers = os.environ.get(name) or "1", []
     for word in sizes.split(","):

@@ -26,9 +26,7 @@ class Pieces:
     @contextmanager
     def allow_stops(self) -> Iterator[None]:
         """Within the block, `end_piece` may raise Stopped, on all ranks together, once any rank has a reason to stop.
-        Enter it on all ranks.
-
-        All pieces within one block must take about the same time.
+        Enter it on all ranks. All pieces of work within one block must take about the same time.
         """
         self._every, self._left, self._last = 1, 1, time.monotonic()
         _open.append(self)
@@ -38,8 +36,8 @@ class Pieces:
             _open.remove(self)
 
     def count_piece_and_vote(self) -> None:
-        """Counts a piece of work. After the first piece, and then about once a second, all ranks vote on a stop, and
-        Stopped is raised on all ranks if any has a reason to stop. Call it on all ranks, equally often.
+        """Counts a piece of work that has ended. After the first one, and then about once a second, the ranks vote: if
+        any has a reason to stop, Stopped is raised on all of them. Call it on all ranks, equally often.
         """
         self._left -= 1
         if self._left > 0:
@@ -56,9 +54,9 @@ _open: list[Pieces] = []
 
 
 def end_piece() -> None:
-    """Records for the watchdog that a piece of work is done. Within `Pieces.allow_stops` also counts the piece there:
-    all ranks must call this function equally often, and Stopped is raised on all ranks together if any has a reason to
-    stop.
+    """Records for the watchdog that a piece of work has ended, such as a micro-batch. Within `Pieces.allow_stops`, the
+    ranks may also vote here, and Stopped is raised on all of them if any has a reason to stop: so all ranks must call
+    this function equally often.
     """
     get_phases().record_progress()
     if _open:

@@ -22,7 +22,7 @@ import threading
 import time
 from pathlib import Path
 
-from dstrain.distributed.launcher import read_place
+from dstrain.distributed.launcher import read_rank_and_world
 from dstrain.distributed.processes import read_start_time
 
 Process = tuple[int, str]  # pid and start time
@@ -43,9 +43,9 @@ class Presence:
         self._file: Path | None = None
 
     def announce_and_watch_ranks(self) -> None:
-        """Writes the pid of this process into a file for the other ranks, and starts a thread that ends this process
-        with exit code 1 once another rank of this machine has been dead for `patience` seconds. Does nothing if the
-        file cannot be made.
+        """Writes the pid of this process into a file, where the other ranks of this machine find it. Starts a thread
+        that ends this process with exit code 1 once another rank of this machine has been dead for `patience` seconds.
+        Does nothing if the file cannot be made.
         """
         folder = Path(tempfile.gettempdir()) / f"dstrain-{os.getuid()}" / name_launch_folder()
         try:
@@ -58,8 +58,8 @@ class Presence:
         threading.Thread(target=self._watch_others, name="presence", daemon=True).start()
 
     def list_other_ranks(self) -> dict[int, Process]:
-        """Returns {rank: (pid, start time)} of the other ranks of this launch on this machine, dead ones included,
-        except those that have called `mark_ended_and_clean_up`. Returns {} before `announce_and_watch_ranks`.
+        """Returns {rank: (pid, start time)} of the other ranks of this launch on this machine. Dead ones are among
+        them; those that have called `mark_ended_and_clean_up` are not. Returns {} before `announce_and_watch_ranks`.
         """
         mine, found = self._file, {}
         for path in sorted(mine.parent.glob("*")) if mine else ():
@@ -70,8 +70,8 @@ class Presence:
         return found
 
     def mark_ended_and_clean_up(self) -> None:
-        """Writes that this rank has ended in order, so that the others do not end with it. The last rank that does so
-        deletes the files of all ranks. Does nothing before `announce_and_watch_ranks`.
+        """Writes into this rank's file that it has ended as it should, so that the others do not end because of it. The
+        last rank that does so deletes the files of all ranks. Does nothing before `announce_and_watch_ranks`.
         """
         mine, self._file = self._file, None
         if mine:
@@ -95,8 +95,8 @@ class Presence:
             if since and time.monotonic() - since > self._patience:
                 names = ", ".join(f"rank {rank} (process {pid})" for rank, pid in dead)
                 print(
-                    f"error: {names} on {socket.gethostname()} has ended, and rank {read_place().rank} ends, too. All "
-                    "saved is whole; the same command goes on",
+                    f"error: {names} on {socket.gethostname()} has ended, and rank {read_rank_and_world().rank} ends, "
+                    "too. All saved is whole; the same command goes on",
                     file=sys.stderr,
                     flush=True,
                 )
@@ -105,13 +105,13 @@ class Presence:
 
 @functools.cache
 def get_presence() -> Presence:
-    """Returns the one Presence of this process; the first call makes it."""
+    """Returns the single Presence of this process; the first call makes it."""
     return Presence()
 
 
 def name_launch_folder() -> str:
-    """Returns a folder name that is equal for all ranks of one launch on this machine, and differs between launches and
-    between containers.
+    """Returns a name for a folder that is equal for all ranks of one launch on this machine, and differs between
+    launches and between containers.
     """
     try:
         processes = os.readlink("/proc/self/ns/pid")
@@ -123,12 +123,13 @@ def name_launch_folder() -> str:
 
 
 def _write_process_file(folder: Path) -> Path:
-    """Writes the pid and start time of this process into FOLDER/ATTEMPT/RANK, and returns that path. ATTEMPT is the
-    newest attempt, or the next one if this rank has a file there already. Raises OSError if it cannot be written.
+    """Writes the pid and start time of this process into the new file FOLDER/ATTEMPT/RANK, and returns its path.
+    ATTEMPT is the newest one, or the next number if this rank has a file there already. Raises OSError if it cannot be
+    written.
     """
     attempt = max((int(path.name) for path in folder.iterdir()), default=0)
     while True:
-        mine = folder / str(attempt) / str(read_place().rank)
+        mine = folder / str(attempt) / str(read_rank_and_world().rank)
         mine.parent.mkdir(exist_ok=True, mode=0o700)
         try:
             with open(mine, "x", encoding="ascii") as file:

@@ -15,8 +15,8 @@ _DEBUGGERS = ("pdb.py", "bdb.py", "pydevd.py")
 
 
 def read_start_time(pid: int) -> str:
-    """Returns when a process started, in clock ticks as a string, or "" if it has ended or is a zombie. A later process
-    with the same pid has another start time.
+    """Returns the time at which a process started, in clock ticks as a string; "" if it has ended or is a zombie. So a
+    later process with the same pid can be told apart.
     """
     fields = _read_stat(pid)
     return fields[19] if len(fields) > 19 and fields[0] != "Z" else ""
@@ -34,8 +34,8 @@ def read_parent(pid: int) -> int:
 
 
 def list_descendants(pid: int) -> list[int]:
-    """Returns the pids of the living children of a process, then of their children, and so on. Leaves out zombies.
-    Raises FileNotFoundError if there is no /proc.
+    """Returns the pids of a process's children, then of their children, and so on; without zombies. Raises
+    FileNotFoundError if there is no /proc.
     """
     parents = {
         int(name): read_parent(int(name))
@@ -50,7 +50,9 @@ def list_descendants(pid: int) -> list[int]:
 
 
 def read_command(pid: int) -> str:
-    """Returns a process's command line, its words separated by NUL; "" if the process has ended or cannot be read."""
+    """Returns the command line of a process, with NUL between the words; "" if the process has ended or cannot be
+    read.
+    """
     try:
         return Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace")
     except OSError:
@@ -58,8 +60,8 @@ def read_command(pid: int) -> str:
 
 
 def _read_stat(pid: int) -> list[str]:
-    """Returns the fields of /proc/PID/stat from the third one (the state) on; [] if the process has ended. The second
-    field, the program's name, may hold blanks and brackets.
+    """Returns the fields of /proc/PID/stat, from the third one, the state, on; [] if the process has ended. The second
+    field, the program's name, may contain blanks and brackets.
     """
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
@@ -75,9 +77,9 @@ def install_stack_dump_handler() -> None:
 
 
 def find_current_line(thread: int) -> tuple[str, bool]:
-    """Returns the innermost line of dstrain, outside distributed/group.py, that a thread executes, as "FILE:LINE
-    (FUNCTION)", and whether the thread exchanges data with other ranks there. Without such a line, returns the thread's
-    outermost line; "" and False if there is no such thread.
+    """Returns the line of code that a thread (by its ident) executes now, as "FILE:LINE (FUNCTION)", and whether it
+    exchanges data with other ranks there. The line is the innermost one of dstrain outside of distributed/group.py; if
+    there is none, the thread's outermost one. Returns "" and False if there is no such thread.
     """
     frame, place, exchanges = sys._current_frames().get(thread), "", False
     while frame is not None and not place:
@@ -90,7 +92,7 @@ def find_current_line(thread: int) -> tuple[str, bool]:
 
 
 def is_debugged(thread: int) -> bool:
-    """Returns whether a thread is inside a Python debugger, such as pdb."""
+    """Returns whether a thread (by its ident) is inside a Python debugger, such as pdb."""
     frame = sys._current_frames().get(thread)
     while frame is not None:
         if Path(frame.f_code.co_filename).name in _DEBUGGERS:

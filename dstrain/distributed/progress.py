@@ -22,7 +22,7 @@ from typing import Any
 from tqdm import tqdm
 
 from dstrain import __version__
-from dstrain.distributed.launcher import read_place
+from dstrain.distributed.launcher import read_rank_and_world
 from dstrain.distributed.processes import find_current_line, is_debugged
 
 _TICK = 1.0  # seconds between two looks
@@ -50,7 +50,7 @@ class Phases(AbstractContextManager):
         self.enter_phase("beginning")
         self.record_output()
         self._main = threading.get_ident()
-        if read_place().rank == 0:
+        if read_rank_and_world().rank == 0:
             threading.Thread(target=self._watch_silence, args=(self._left,), name="phases", daemon=True).start()
         return self
 
@@ -58,14 +58,16 @@ class Phases(AbstractContextManager):
         self._left.set()
 
     def enter_phase(self, phase: str) -> None:
-        """Records that the main thread makes progress, and that its phase is `phase` from now on."""
+        """Records that the main thread enters a phase of its work, such as "building networks", and so makes
+        progress.
+        """
         self.record_progress()
         if phase != self._phase[0]:
             self._phase = (phase, self.beaten)
 
     def record_progress(self, ago: float = 0.0) -> None:
-        """Records for the watchdog that a piece of work ended `ago` seconds ago, separately for the main thread and for
-        all other threads. Takes no lock and exchanges nothing between ranks.
+        """Records for the watchdog that a piece of work ended `ago` seconds ago. The main thread and all other threads
+        are recorded apart. Takes no lock and exchanges nothing between ranks.
         """
         if threading.get_ident() == self._main:
             self.beaten = time.monotonic() - ago
@@ -77,8 +79,8 @@ class Phases(AbstractContextManager):
         return self._phase[0]
 
     def print_lines(self, *lines: str) -> None:
-        """Prints lines on stdout, and keeps them for `take_printed_lines`; on rank 0 only. Ignores a closed stdout."""
-        if read_place().rank == 0:
+        """On rank 0, prints lines on stdout, and keeps them for `take_printed_lines`. Ignores that stdout is closed."""
+        if read_rank_and_world().rank == 0:
             self._lines += lines
             with suppress(OSError, ValueError):  # a closed pipe or terminal ends no training
                 for line in lines:
@@ -86,36 +88,37 @@ class Phases(AbstractContextManager):
             self.record_output()
 
     def take_printed_lines(self) -> list[str]:
-        """Returns the lines that `print_lines` has printed since the last call, and forgets them."""
+        """Returns the lines that `print_lines` has printed since the last call of this method."""
         lines, self._lines = self._lines, []
         return lines
 
     def record_output(self) -> None:
-        """Records that something was printed just now, so that the next line about silence comes `quiet`
-        seconds later.
+        """Records that something was printed just now. So the next line that says what the main thread is still doing
+        comes not before `quiet` seconds.
         """
         self._heard = time.monotonic()
 
     def print_fewer_silence_lines(self) -> None:
-        """Makes lines about silence rarer from now on, since training reports its steps: only a phase that lasts longer
-        than `quiet` seconds gets one.
+        """Makes the lines that say what the main thread is still doing rarer, since training reports its steps: from
+        now on only a phase that lasts longer than `quiet` seconds gets one.
         """
         self._settled = True
 
     def redirect_silence_lines(self, write: Callable[[str], None]) -> None:
-        """From now on calls `write` with each line about silence, instead of writing it to stderr: `write` may respect
-        a progress bar.
+        """From now on calls `write` with each line that says what the main thread is still doing, instead of writing it
+        to stderr. So it can be printed above a progress bar.
         """
         self._print = write
 
     def _is_line_due(self, now: float) -> bool:
-        """Returns whether nothing was printed for `quiet` seconds; after `print_fewer_silence_lines`, whether the phase
-        has also lasted that long.
+        """Returns whether to print what the main thread is still doing: nothing was printed for `quiet` seconds and,
+        after `print_fewer_silence_lines`, the phase has lasted that long, too.
         """
         since = max(self._phase[1], self._heard) if self._settled else self._heard
         return now - since >= self._quiet
 
     def _watch_silence(self, left: threading.Event) -> None:
+        """Prints what the main thread is still doing whenever nothing was printed for long, until `left` is set."""
         while not left.wait(_TICK):
             now = time.monotonic()
             if not self._is_line_due(now) or is_debugged(self._main):
@@ -124,15 +127,15 @@ class Phases(AbstractContextManager):
             lasts = now - since
             begins = f"still {phase}, for {lasts:.0f} s" if lasts >= self._quiet else f"now {phase}"
             where, exchanges = find_current_line(self._main)
-            waits = ", waiting for other ranks" if exchanges and read_place().world > 1 else ""
+            waits = ", waiting for other ranks" if exchanges and read_rank_and_world().world > 1 else ""
             self.record_output()
             if not left.is_set():
                 self._print(f"{begins}{waits}, at {where}")
 
 
 def make_greeting() -> str:
-    """Returns the first line that a command prints: version, rank, world size, process id, host and Python."""
-    own = read_place()
+    """Returns the line that a command prints first: version, rank, world size, process id, host and Python."""
+    own = read_rank_and_world()
     return (
         f"dstrain {__version__}: rank {own.rank} of {own.world}, process {os.getpid()} on {socket.gethostname()}, "
         f"Python {platform.python_version()}"
@@ -140,8 +143,8 @@ def make_greeting() -> str:
 
 
 def _write_to_stderr(text: str) -> None:
-    """Writes a line to stderr by its number. The lock of sys.stderr is not taken: a process forked at this moment would
-    inherit it locked.
+    """Writes a line to file descriptor 2, without sys.stderr and its lock: a process that is forked at this moment
+    would inherit the lock locked.
     """
     with suppress(OSError):
         os.write(2, f"{text}\n".encode("ascii", "backslashreplace"))
@@ -149,7 +152,7 @@ def _write_to_stderr(text: str) -> None:
 
 @functools.cache
 def get_phases() -> Phases:
-    """Returns the one Phases of this process; the first call makes it."""
+    """Returns the single Phases of this process; the first call makes it."""
     return Phases()
 
 
@@ -160,7 +163,7 @@ class Bar(tqdm):
 
     def __init__(self, phase: str, *, show: bool = True, **options: Any) -> None:
         self._phase = phase
-        super().__init__(disable=None if show and read_place().rank == 0 else True, **options)
+        super().__init__(disable=None if show and read_rank_and_world().rank == 0 else True, **options)
         self._enter_phase()
 
     def update(self, n: float | None = 1) -> bool | None:

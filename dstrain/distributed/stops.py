@@ -26,7 +26,7 @@ from typing import Any
 
 from dstrain.disk.owner import require_claim
 from dstrain.distributed import exit_codes
-from dstrain.distributed.launcher import read_place
+from dstrain.distributed.launcher import read_rank_and_world
 from dstrain.distributed.processes import read_command, read_parent, read_start_time
 from dstrain.distributed.progress import get_phases
 
@@ -72,27 +72,27 @@ class Stops:
         threading.Thread(target=self._watch_for_reasons, args=(numbers,), name="stops", daemon=True).start()
 
     def install_handlers(self, *numbers: int) -> None:
-        """Installs handlers that make these signals reasons to stop. Does not touch SIGHUP if it is ignored."""
+        """Installs handlers that make the signals with these numbers reasons to stop. Leaves SIGHUP alone if it is
+        ignored.
+        """
         for number in numbers:
             if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
                 self._before.setdefault(number, signal.signal(number, self._handle_signal))
 
     def watch_file_and_launchers(self, folder: Path | None, launcher: bool = True) -> None:
-        """From now on, watches for the file `stop` in `folder` (None: for no file). `launcher` False ends the watch
-        over the launchers, for good.
+        """From now on takes a file named `stop` in `folder` as a reason to stop; None: no file. With `launcher` False,
+        the end of the launcher is no longer a reason, for good.
         """
         self._file = folder / "stop" if folder else None
         self._launchers = self._launchers if launcher else []
 
     def set_store(self, store: Any) -> None:
-        """Sets the store through which this rank tells the other ranks that it has a reason to stop, and learns that
-        another has one.
-        """
+        """Sets the store over which the ranks tell each other that they have a reason to stop."""
         self._store = store
 
     def defer_to_main_thread(self, patience: float | None) -> None:
-        """From now on a reason to stop no longer raises Stopped in the main thread, which must call `is_requested`. If
-        a reason has already raised Stopped there, raises Stopped once more, since other code may have caught it.
+        """From now on a reason to stop no longer raises Stopped: the main thread must ask `is_requested`. If a reason
+        has raised Stopped before, raises it once more, since other code may have caught it.
 
         patience   seconds after a reason at which the process is ended, whatever the main thread does; None: never
         """
@@ -101,8 +101,8 @@ class Stops:
             raise Stopped
 
     def is_requested(self) -> bool:
-        """Returns whether this rank has a reason to stop, and records the reason. Checks the file `stop` and the
-        launchers on each call, which is cheap enough for every step.
+        """Returns whether this rank has a reason to stop. Looks for the file `stop` and the end of the launchers at
+        each call, which is cheap enough for every step, and records the reason in `reason`.
         """
         if self.reason is None and self._file and _is_stop_file(self._file):
             self.reason = f"the file {self._file}"
@@ -111,8 +111,8 @@ class Stops:
         return self.reason is not None
 
     def remove_stop_file(self) -> None:
-        """Removes the file `stop`, so that the same command can resume. Leaves the file if another run owns the folder,
-        and ignores errors of the disk.
+        """Removes the file `stop`, so that the same command can resume. Leaves it if another run owns the folder now.
+        Ignores errors of the disk.
         """
         if self._file and _is_stop_file(self._file):
             with suppress(OSError):  # the run is saved in any case; another run's file stays
@@ -120,11 +120,11 @@ class Stops:
                 self._file.unlink()
 
     def announce_end_and_remove_stop_file(self) -> None:
-        """Removes the file `stop`, and prints why the process ends and that nothing was unsaved. With a store, first
-        tells the other ranks, and gives them 2 seconds to read it.
+        """Prints why the process ends, and that nothing was unsaved; removes the file `stop`. With a store, first tells
+        the other ranks that this one stops, and gives them 2 seconds to read it.
         """
         if self._store is not None:
-            self._exchange_once()
+            self._exchange_reasons_once()
             time.sleep(4 * _TICK)
         self.remove_stop_file()
         print(
@@ -135,7 +135,9 @@ class Stops:
         )
 
     def restore_handlers_and_end_thread(self) -> None:
-        """Restores the signal handlers of before, and ends the thread. The next `get_stops` makes a new Stops."""
+        """Restores the signal handlers that there were before, and ends this object's thread. The next `get_stops`
+        makes a new Stops.
+        """
         if not self._closed.is_set():
             signal.set_wakeup_fd(self._wakeup_before)
             self._closed.set()
@@ -144,8 +146,8 @@ class Stops:
         get_stops.cache_clear()
 
     def _handle_signal(self, number: int, frame: FrameType | None) -> None:
-        """Records a signal as the reason to stop, and the first time raises Stopped if reasons act at once. Raises
-        KeyboardInterrupt at the second SIGINT.
+        """Records a signal as the reason to stop. If reasons act at once, the first signal also raises Stopped. The
+        second SIGINT raises KeyboardInterrupt.
         """
         if number == signal.SIGINT and self._interrupted:
             raise KeyboardInterrupt
@@ -156,6 +158,9 @@ class Stops:
             raise Stopped
 
     def _watch_for_reasons(self, numbers: int) -> None:
+        """Looks for reasons to stop until the object is closed. Ends the process if the main thread does not, within
+        `patience` seconds. numbers: the pipe into which Python writes the signals.
+        """
         heard: float | None = None
         while not self._closed.is_set():
             if select.select([self._numbers], [], [], _TICK)[0]:
@@ -163,7 +168,7 @@ class Stops:
                 for number in os.read(self._numbers, 64):
                     if number in self._before:
                         self.reason = self.reason or signal.Signals(number).name
-            self._exchange_once()
+            self._exchange_reasons_once()
             if not self.is_requested() or self._closed.is_set():
                 continue
             heard = heard or time.monotonic()
@@ -176,9 +181,12 @@ class Stops:
         os.close(self._numbers)
         os.close(numbers)
 
-    def _exchange_once(self) -> None:
+    def _exchange_reasons_once(self) -> None:
+        """Tells the other ranks over the store if this one has a reason to stop, and records it if another one has.
+        Rank 0 also writes for how long it has made no progress.
+        """
         try:
-            if self._store is not None and read_place().rank == 0:  # for those that wait for it, see group.py
+            if self._store is not None and read_rank_and_world().rank == 0:  # for those that wait for it, see group.py
                 last = max(get_phases().beaten, get_phases().beaten_beside)
                 self._store.set(IDLE, f"{time.monotonic() - last:.1f}")
             if self._store is not None and self.is_requested():
@@ -191,20 +199,20 @@ class Stops:
 
 @functools.cache
 def get_stops() -> Stops:
-    """Returns the one Stops of this process, which the first call makes. A reason to stop raises Stopped in the main
-    thread until that calls `defer_to_main_thread`.
+    """Returns the single Stops of this process; the first call makes it. A reason to stop raises Stopped in the main
+    thread until the main thread calls `defer_to_main_thread`.
     """
     return Stops(at_once=True)
 
 
 def _is_stop_file(path: Path) -> bool:
-    """Returns whether a path exists and is no folder, which could not be removed as a file."""
+    """Returns whether something exists at a path that can be removed as a file: anything but a folder."""
     return path.exists() and not path.is_dir()
 
 
 def _find_launchers() -> list[tuple[int, str]]:
-    """Returns the launchers among the ancestors of this process, from its parent up, as (pid, start time); [] if there
-    are none.
+    """Returns the launchers that have started this process, as (pid, start time), from its parent up; [] if there are
+    none.
 
     For `deepspeed --hostfile`, sshd starts a shell that runs deepspeed.launcher.launch, or becomes it. Then the sshd
     process of this connection is included, since it ends with the connection. If someone has typed `deepspeed` in an

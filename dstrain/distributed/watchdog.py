@@ -94,8 +94,8 @@ class Watchdog(AbstractContextManager):
         threading.Thread(target=self._watch_progress, name="watch", daemon=True).start()
 
     def start_publisher(self) -> None:
-        """Starts a thread that exchanges the states of the ranks over the store of the process group, which must exist.
-        Does nothing if there is only one rank.
+        """Starts a thread by which the ranks tell each other their states, over the store of the process group, which
+        must exist. Does nothing if there is only one rank.
         """
         if store := group.open_store():
             threading.Thread(
@@ -103,8 +103,8 @@ class Watchdog(AbstractContextManager):
             ).start()
 
     def enter_phase(self, step: int, phase: str = STEP) -> None:
-        """Records that the main thread enters a phase of a step, and the duration of the step that it leaves, if it
-        leaves one.
+        """Records that the main thread begins step `step`, or with another `phase` than "step" such work after it as a
+        save. If it was in a step before, records how long that took.
         """
         now = time.monotonic()
         before, _, since = self._now
@@ -115,8 +115,8 @@ class Watchdog(AbstractContextManager):
 
     def handle_if_ranks_lost(self, error: BaseException) -> None:
         """If `error` means that other ranks are lost, closes the watchdog and kills suspended ranks of this machine;
-        after a timeout it writes the stacks first. If this rank has also made no progress for too long, ends this
-        process with exit code 4 instead. Does nothing for other errors.
+        after a timeout, writes the stacks first. But if this rank has made no progress for too long, too, ends this
+        process with exit code 4. Does nothing for other errors.
         """
         if self._closed.is_set() or not (text := group.explain_lost_ranks(error)):
             return
@@ -133,14 +133,14 @@ class Watchdog(AbstractContextManager):
         self._closed.set()
 
     def _find_last_progress(self) -> float:
-        """Returns the time (time.monotonic) at which a piece of work last ended. During a step, only the main thread's
-        work counts, and not the work of a thread that saves.
+        """Returns the time (time.monotonic) at which a piece of work last ended. During a step only the work of the
+        main thread counts, and not that of a thread that saves.
         """
         beside = 0.0 if self._now[0] == STEP else get_phases().beaten_beside
         return max(get_phases().beaten, beside, self._base)
 
     def _choose_limit(self, phase: str) -> float:
-        """Returns the seconds without progress that are too long in a phase: `most`, or less in a step once enough
+        """Returns how many seconds without progress are too long in a phase: `most`, or fewer in a step once enough
         steps are measured.
         """
         if phase != STEP or not self._factor or len(self._steps) < _FIRST:
@@ -148,6 +148,9 @@ class Watchdog(AbstractContextManager):
         return min(self._most, max(self._least, self._factor * statistics.median(list(self._steps))))
 
     def _watch_progress(self) -> None:
+        """Checks each second whether this rank makes progress, until the watchdog is closed. If the run hangs, ends
+        this process.
+        """
         began, last = 0.0, time.monotonic()
         before: set[int] = set()
         while not self._closed.wait(_TICK):
@@ -165,8 +168,9 @@ class Watchdog(AbstractContextManager):
                 self._end_run(reasons, at_fault)
 
     def _find_ranks_at_fault(self, now: float, began: float, suspended: set[int]) -> tuple[list[str], set[int]]:
-        """Returns a line for each rank at fault, and the ranks that must be killed because they cannot end themselves;
-        two empty results while the fault is not known, or some rank is within its limit.
+        """Finds the ranks because of which the run hangs. Returns a line of text for each, and the set of those that
+        must be killed, since they cannot end themselves. Both are empty while the fault is not known, or some rank is
+        within its limit.
 
         began       the time at which this rank became overdue
         suspended   the suspended ranks of this machine
@@ -189,6 +193,7 @@ class Watchdog(AbstractContextManager):
         ), set(silent)
 
     def _make_status(self, beat: int = 0) -> RankStatus:
+        """Returns what this rank tells the others about itself. `beat` is the number of this message."""
         phase, step, _ = self._now
         where, waits = find_current_line(self._main)
         seconds = round(time.monotonic() - self._find_last_progress(), 1)
@@ -197,11 +202,11 @@ class Watchdog(AbstractContextManager):
         )
 
     def _exchange_status_until_closed(self, store: dist.Store) -> None:
-        """Until the watchdog is closed, writes the state of this rank into the store, every second, or less often with
-        more than 256 ranks. While this rank is overdue, it also reads the states of the others.
+        """Writes the state of this rank into the store, every second, or less often with more than 256 ranks. While
+        this rank is overdue, reads the states of all others, too. Ends when the watchdog is closed or the store has
+        ended.
 
-        Before that it reads only the state of rank 0, once, since the store would end with rank 0. Ends when the store
-        ends.
+        Reads the state of rank 0 once at the beginning: if rank 0 ends, the store ends with it.
         """
         others = [rank for rank in range(group.world()) if rank != group.rank()]
         beat, pause = 0, max(_TICK, group.world() / 256)
@@ -239,8 +244,8 @@ class Watchdog(AbstractContextManager):
         return f"rank {rank} on {socket.gethostname()} (process {pid[0]})" if pid else f"rank {rank}"
 
     def _end_run(self, reasons: list[str], at_fault: set[int]) -> None:
-        """Writes stacks and reasons, kills the ranks at fault on this machine, and ends this process with exit code 4.
-        Each write may take 5 s at most, since disks may hang. Never returns.
+        """Writes the stacks and the reasons, kills the ranks at fault on this machine, and ends this process with exit
+        code 4. Gives each write 5 s at most, since disks may hang. Never returns.
         """
         self._ending.acquire()  # the watch and the main thread may both come here
         self._signal_ranks(at_fault - self._list_suspended_ranks(), signal.SIGUSR2)  # they write their stacks on stderr
@@ -251,7 +256,9 @@ class Watchdog(AbstractContextManager):
         os._exit(exit_codes.HUNG)
 
     def _report_hang(self, reasons: list[str]) -> None:
-        """Prints the reasons on stderr. Rank 0, or rank 1 if rank 0 is at fault, also appends them to log.txt."""
+        """Prints the reasons for the end on stderr. Rank 0, or rank 1 if rank 0 is at fault, also appends them to
+        log.txt.
+        """
         phase, step, _ = self._now
         me = self._make_status()
         text = (
@@ -264,8 +271,8 @@ class Watchdog(AbstractContextManager):
             append_lines(self._folder / "log.txt", f"{text}\n")
 
     def _write_stacks(self) -> None:
-        """Writes the stacks of all threads of this rank into stacks/ of the run's folder, or on stderr if the folder
-        has no run.yaml.
+        """Writes the stacks of all threads of this rank into a file in stacks/ of the run's folder; to stderr if the
+        folder has no run.yaml.
         """
         me = self._make_status()
         if not (self._folder / "run.yaml").exists():
@@ -279,14 +286,16 @@ class Watchdog(AbstractContextManager):
 
     @staticmethod
     def _signal_ranks(ranks: set[int], number: int) -> None:
-        """Sends a signal to those of `ranks` that run on this machine and are alive, except this one."""
+        """Sends the signal `number` to those of `ranks` that run on this machine and are alive, except to this rank
+        itself.
+        """
         for rank, (pid, born) in get_presence().list_other_ranks().items():
             if rank in ranks and read_start_time(pid) == born:
                 os.kill(pid, number)
 
     @staticmethod
     def _run_within(seconds: float, work: Callable[..., None], *arguments: Any) -> None:
-        """Calls `work` in a new thread, and returns when it has ended or after `seconds`, while the thread may still
+        """Calls `work` in a new thread and waits for its end, at most `seconds`. After that the thread may still
         run.
         """
         thread = threading.Thread(target=work, args=arguments, daemon=True)
@@ -295,8 +304,9 @@ class Watchdog(AbstractContextManager):
 
 
 def _describe_late_ranks(stands: list[RankStatus]) -> list[str]:
-    """Returns a line for each rank that the others wait for: the ranks behind the furthest step, or, if there are none,
-    those that exchange nothing. If these are all ranks or none, returns one line that refers to the stacks.
+    """Returns a line of text for each rank that the others wait for. These are the ranks behind the furthest step or,
+    if all are in the same step, those that exchange nothing with other ranks. If that holds for all ranks or for none,
+    returns one line that refers to the stacks.
     """
     stands = sorted(stands, key=lambda stand: stand.rank)
     furthest = max(stand.step for stand in stands)

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from dstrain.disk import small
-from dstrain.distributed.launcher import read_place
+from dstrain.distributed.launcher import read_rank_and_world
 from dstrain.engine.parser import drop_nulls, list_refusals
 from dstrain.engine.schema import (
     describe_idle_keys,
@@ -452,7 +452,7 @@ def _list_profiler_problems(profiler: Settings) -> Iterator[str]:
     fail in the middle of training.
     """
     path = profiler.get("output_file")
-    if not profiler.get("enabled") or not path or read_place().rank:
+    if not profiler.get("enabled") or not path or read_rank_and_world().rank:
         return
     above = next((folder for folder in Path(str(path)).absolute().parents if folder.exists()), Path("/"))
     target = path if Path(str(path)).is_file() else above

@@ -67,7 +67,7 @@ def _write_rank_variables() -> Place:
     MASTER_ADDR and MASTER_PORT if they are missing: several ranks derive the same port from Slurm's job; a single
     process takes a free port and always uses the address 127.0.0.1. Returns rank and world size of this process.
     """
-    place = group.read_place()
+    place = group.read_rank_and_world()
     os.environ.update(
         RANK=str(place.rank),
         WORLD_SIZE=str(place.world),
@@ -128,7 +128,7 @@ def _start_group_of_launch(backend: str, timeout: timedelta) -> None:
 
     Raises ConfigError if another launch has taken the port, DistStoreError if rank 0 does not come in time.
     """
-    attempt, place = os.environ.get("TORCHELASTIC_RESTART_COUNT"), group.read_place()
+    attempt, place = os.environ.get("TORCHELASTIC_RESTART_COUNT"), group.read_rank_and_world()
     # A store that torchrun's agents share with the ranks lives on, with the addresses of ranks that are gone. Otherwise
     # each launch has one, and attempts tell launches apart no longer: a machine that joins the others counts from 0.
     lives_on = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and attempt not in (None, "0")

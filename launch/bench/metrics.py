@@ -50,7 +50,7 @@ def main() -> None:
     parser.add_argument("--kept", type=int, default=KEPT)
     parser.add_argument("--local_rank", "--local-rank", type=int)
     options = parser.parse_args()
-    if group.read_place().world > 1:
+    if group.read_rank_and_world().world > 1:
         start_group()
     begin, cpu = time.perf_counter(), time.process_time()
 

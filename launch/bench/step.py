@@ -39,7 +39,7 @@ def main() -> None:
     else:
         from kit.compare import GRID, compare
 
-        micro, world = job.settings["train_micro_batch_size_per_gpu"], group.read_place().world
+        micro, world = job.settings["train_micro_batch_size_per_gpu"], group.read_rank_and_world().world
 
         def jobs() -> Iterator[tuple[Run, dict[str, Any]]]:
             for accumulation, clip in GRID:

@@ -94,7 +94,7 @@ def test_place(monkeypatch, environment, expected):
     """Oracle: what torchrun, mpirun, srun and sbatch document of their variables."""
     for word, value in environment.items():
         monkeypatch.setenv(word, str(value))
-    assert group.read_place() == expected
+    assert group.read_rank_and_world() == expected
     assert group.rank() == expected.rank and not group.is_started()
     assert group.world() == 1  # until the process group stands
 
@@ -116,7 +116,7 @@ def test_a_place_that_is_none(monkeypatch, changed, named):
     for word, value in (TORCHRUN | changed).items():
         monkeypatch.setenv(word, str(value))
     with pytest.raises(ValueError, match="start the command by a launcher") as caught:
-        group.read_place()
+        group.read_rank_and_world()
     assert str(caught.value).startswith(named)
 
 
@@ -139,7 +139,7 @@ def test_half_a_place(monkeypatch, environment, named):
     for word, value in environment.items():
         monkeypatch.setenv(word, str(value))
     with pytest.raises(ValueError, match="start the command by a launcher") as caught:
-        group.read_place()
+        group.read_rank_and_world()
     assert str(caught.value).startswith(named)
 
 
@@ -193,7 +193,7 @@ def exchanged(rank: int, rows: dict) -> dict:
             for counts in itertools.product((0, 1, 3), repeat=2)
         },
         "first": [group.broadcast_from_first(value) for value in (f"rank {rank}", None if rank else [1], rank or None)],
-        "where": (group.rank(), group.world(), group.is_started(), group.read_place().local_rank),
+        "where": (group.rank(), group.world(), group.is_started(), group.read_rank_and_world().local_rank),
     }
     group.barrier()
     return result

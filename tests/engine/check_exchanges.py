@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from dstrain.commands.main import start_verb
-from dstrain.distributed.launcher import read_place
+from dstrain.distributed.launcher import read_rank_and_world
 
 TENSORS = ("all_reduce", "all_gather", "all_gather_into_tensor", "reduce_scatter_tensor", "broadcast", "reduce")
 
@@ -30,7 +30,7 @@ def wrap(name: str, size: Callable[..., int]) -> None:
 
     @functools.wraps(function)
     def noting(*arguments: Any, **named: Any) -> Any:
-        if read_place().rank == 0:
+        if read_rank_and_world().rank == 0:
             with open(path, "a") as file:
                 file.write(json.dumps({"name": name, "bytes": size(*arguments, *named.values())}) + "\n")
         return function(*arguments, **named)
