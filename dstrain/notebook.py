@@ -58,13 +58,16 @@ class TrainedRun:
         guidance_interval: tuple[float, float] | None = None,
         batch: int = 16,
     ) -> Tensor:
-        """Draws uint8 images (num, C, H, W), videos (num, T, C, H, W) or float32 embeddings (num, D), on the CPU.
+        """Draws `num` samples on the CPU: uint8 images (num, C, H, W), videos (num, T, C, H, W) or float32 embeddings
+        (num, D).
 
         Sample i is a function of seed + i, the same that dstrain generate draws. labels and prompts are repeated to
-        `num`. images, uint8 (N, C, H, W), are those that a super-resolution run enlarges; for a run of videos (N, K, C,
-        H, W), the frames to go on from; for a decoder, image embeddings (N, D). Any other choice that is None is taken
-        from the recipe's `samples` section, which also explains it. batch: samples in one call of the networks. Raises
-        ConfigError if the system does not support a choice.
+        `num`. Any other choice that is None is taken from the recipe's `samples` section, which also explains it.
+        Raises ConfigError if the system does not support a choice.
+
+        images   what samples begin from, if not from noise alone: smaller images to enlarge, uint8 (N, C, H, W); frames
+                 that videos go on from, uint8 (N, K, C, H, W); or for a decoder image embeddings, (N, D)
+        batch    samples in one call of the networks
         """
         if images is None and self.system.starts_from_data and self.system.generates:
             kind = "image embeddings" if self.system.takes_embeddings else "smaller pictures"
@@ -89,10 +92,10 @@ class TrainedRun:
         return draw_all(self.system, self.networks, request, min(batch, num), self.device)
 
     def evaluate(self, num: int | None = None, batch: int = 16) -> dict[str, float]:
-        """Returns means of the system's evaluation terms, such as loss, over the first `num` (None: all) held-out
-        samples.
+        """Returns {name: mean} of the system's evaluation terms, such as loss, over the first `num` held-out samples
+        (None: all).
 
-        Raises ConfigError if the data are missing, or none of them are held out.
+        Raises ConfigError if the data are missing, or if none of them are held out.
         """
         source = open_sources(self.recipe.data, run=self.folder)[1]
         if source is None:
@@ -116,10 +119,14 @@ def load(
 ) -> TrainedRun:
     """Loads a run's folder, or a folder that `dstrain export --format safetensors` has written.
 
-    ema: decay or width of the average to take, None for the recipe's choice. raw: takes the training weights instead.
-    step: that of the checkpoint, None for the newest whole one. device: None for the GPU if there is one. dtype: that
-    of the weights. trust_system: an outside package that the folder may name as its system, and that is then imported.
-    Raises ConfigError if it is no such folder, or holds no such weights.
+    ema            decay or width of the average to take; None for the recipe's choice
+    raw            True takes the training weights instead of an average
+    step           the checkpoint's step; None for the newest whole one
+    device         None for the GPU, if there is one, else the CPU
+    dtype          of the weights
+    trust_system   a package with a system from outside dstrain that the folder may name, and that is then imported
+
+    Raises ConfigError if the folder is neither, or does not hold these weights.
     """
     if trust_system is not None:
         trust.trust_system(trust_system)

@@ -23,17 +23,22 @@ _MASK = (1 << 64) - 1
 
 
 def keys(seed: int, step: int, positions: Tensor) -> Tensor:
-    """Derives the int64 keys (B,) of the samples at `positions`, int64 (B,), of the global batch of `step`."""
+    """Returns the int64 keys (B,) of the samples at `positions`, int64 (B,), in the global batch of `step`. All
+    randomness of a sample is drawn from its key.
+    """
     return _mix_bits(positions * _GOLDEN + _wrap_to_int64(_mix_integer(_mix_integer(seed) + step)))
 
 
 def keys_of_seeds(seeds: Tensor) -> Tensor:
-    """Derives the int64 keys (B,) of generated samples from their seeds, int64 (B,)."""
+    """Returns the int64 keys (B,) of samples that are generated from `seeds`, int64 (B,). They differ from those of
+    training.
+    """
     return _mix_bits(_mix_bits(seeds) ^ _SECOND)  # not a key that `keys` makes
 
 
 def seed_torch(seed: int, step: int, micro: int) -> None:
-    """Seeds torch's generators, from which dropout draws. `micro` numbers the micro-batches of a step over all ranks.
+    """Seeds torch's generators, from which dropout draws. `micro` is the number of the micro-batch within the step,
+    counted over all ranks.
 
     A dropout mask is thus a function of (seed, step, micro-batch): the same after a resume, and at another world size
     as long as the micro-batch keeps its size. Keyed draws for each sample would cost more than the layer itself.
@@ -42,14 +47,12 @@ def seed_torch(seed: int, step: int, micro: int) -> None:
 
 
 def uniform(key: Tensor, name: str, shape: tuple[int, ...] = ()) -> Tensor:
-    """Draws uniform float32 in [0, 1) from the stream `name` of each key: (B,) -> (B, *shape)."""
+    """Draws uniform float32 in [0, 1) for each key: int64 (B,) -> (B, *shape). Other names give independent numbers."""
     return _convert_to_uniform(_hash_bits(key, name, math.prod(shape))).reshape(len(key), *shape)
 
 
 def normal(key: Tensor, name: str, shape: tuple[int, ...]) -> Tensor:
-    """Draws standard normal float32 from the stream `name` of each key: (B,) -> (B, *shape). Uses
-    both outputs of the Box-Muller transform.
-    """
+    """Draws standard normal float32 for each key: int64 (B,) -> (B, *shape). Other names give independent numbers."""
     numel = math.prod(shape)
     half = (numel + 1) // 2
     bits = _hash_bits(key, name, half)
@@ -62,29 +65,29 @@ def normal(key: Tensor, name: str, shape: tuple[int, ...]) -> Tensor:
 
 
 def integers(key: Tensor, name: str, high: int, shape: tuple[int, ...] = ()) -> Tensor:
-    """Draws uniform int64 in [0, high) from the stream `name` of each key: (B,) -> (B, *shape). `high` is
-    at most 2^31.
+    """Draws uniform int64 in [0, high) for each key: int64 (B,) -> (B, *shape). Other names give independent numbers.
+    `high` is at most 2^31.
     """
     bits = _hash_bits(key, name, math.prod(shape))
     return (((bits >> 32) & 0xFFFFFFFF) * high >> 32).reshape(len(key), *shape)
 
 
 def _hash_bits(key: Tensor, name: str, count: int) -> Tensor:
-    """Hashes each key, the name and each index to 64 random bits: (B,) -> int64 (B, count)."""
+    """Returns `count` numbers of 64 random bits for each key, hashes of key, name and index: int64 (B,) -> (B,
+    count).
+    """
     stream = _mix_bits(key ^ _wrap_to_int64(_mix_integer(zlib.crc32(name.encode()))))  # (B,)
     index = _mix_bits(torch.arange(1, count + 1, device=key.device) * _GOLDEN)  # (count,)
     return _mix_bits(stream[:, None] + index[None, :])  # (B, count)
 
 
 def _convert_to_uniform(bits: Tensor) -> Tensor:
-    """Converts the high 24 bits of int64 to float32 in [0, 1)."""
+    """Converts the high 24 bits of each int64 to a float32 in [0, 1)."""
     return ((bits >> 40) & 0xFFFFFF).float() * (1.0 / (1 << 24))
 
 
 def _mix_bits(z: Tensor) -> Tensor:
-    """Applies the splitmix64 finalizer to each int64 of a tensor. `>>` is arithmetic in torch, so the sign bits are
-    masked off.
-    """
+    """Applies the splitmix64 finalizer to each int64 of a tensor, and returns the result."""
     z = (z ^ ((z >> 30) & ((1 << 34) - 1))) * _FIRST
     z = (z ^ ((z >> 27) & ((1 << 37) - 1))) * _SECOND
     return z ^ ((z >> 31) & ((1 << 33) - 1))
@@ -99,4 +102,5 @@ def _mix_integer(z: int) -> int:
 
 
 def _wrap_to_int64(z: int) -> int:
+    """Returns the signed 64-bit integer that has the same bits as z, in [0, 2^64)."""
     return z - (1 << 64) if z >> 63 else z

@@ -71,8 +71,8 @@ class Training:
 
 
 def train(run: Run, settings: dict[str, Any], resume: Resume = Resume()) -> int:
-    """Trains to run.steps from the newest whole checkpoint, or as `resume` says. Returns DONE, or STOPPED if it was
-    stopped before. Call it on all ranks. Raises ConfigError, NotSaved or FloatingPointError if it cannot go on.
+    """Trains a run to its last step, from its newest whole checkpoint or as `resume` says. Returns DONE, or STOPPED if
+    asked to stop first. Call it on all ranks. Raises ConfigError, NotSaved or FloatingPointError if it cannot go on.
     """
     first = group.read_rank_and_world().rank == 0
     lock = folders.lock_folder(run.directory) if first else nullcontext()  # one run in a folder
@@ -98,9 +98,9 @@ def train(run: Run, settings: dict[str, Any], resume: Resume = Resume()) -> int:
 
 
 def run_steps(training: Training) -> tuple[int, bool]:
-    """Takes steps until the run is complete or stopped early; saves, draws and measures what is due.
+    """Takes steps until the run is complete or asked to stop. After each, saves, draws and measures what is due.
 
-    Returns how many steps are done, and whether a stop has skipped drawing or measuring after the last one.
+    Returns how many steps are done, and whether a stop has skipped drawing or measuring after the last of them.
     """
     run, every, done, stop = training.run, training.run.every, training.first, False
     engines, tracker, course, throughput = training.engines, training.tracker, training.course, training.throughput
@@ -158,8 +158,8 @@ def has_reason_to_stop(training: Training) -> bool:
 
 
 def save_and_measure_step(training: Training, done: int, stop: bool) -> bool:
-    """Saves the checkpoint and averages that are due after a step, and then, unless `stop`, draws and measures what is
-    due. Returns whether a stop has cut that short; the step is then saved, too. Raises NotSaved if the folder is gone.
+    """Saves the checkpoint and averages that are due after step `done` and, unless `stop`, draws and measures what is
+    due. Returns True if a stop has interrupted that; the step is then saved. Raises NotSaved if the folder is gone.
     """
     run, every, last = training.run, training.run.every, stop or done == training.run.steps
     hosts.require_own_folder(run.directory)
@@ -176,7 +176,7 @@ def save_and_measure_step(training: Training, done: int, stop: bool) -> bool:
 
 
 def measure_step(training: Training, done: int, saved: bool, held: tuple[bool, ...] = (False, False, False)) -> bool:
-    """Draws and measures what is due after step `done`. Returns False if a stop has cut that short.
+    """Draws samples and measures metrics that are due after step `done`. Returns False if a stop has interrupted that.
 
     `held` says which of pictures, held-out figures and metrics are in the run's folder already, and are left out.
     `saved` says whether the step has a checkpoint, to which the score of save.best is added. Without one, a checkpoint
@@ -204,8 +204,8 @@ def measure_step(training: Training, done: int, saved: bool, held: tuple[bool, .
 
 
 def raise_if_data_problem(training: Training, done: int) -> None:
-    """Raises, on all ranks, the ConfigError or NotRead of a rank that has no samples for the next step; does nothing if
-    no rank has one. Call it on all ranks after step `done` is saved.
+    """Raises, on all ranks, the ConfigError or NotRead of a rank that has no samples for the next step. Does nothing if
+    all ranks have samples. Call it on all ranks after step `done` is saved.
     """
     for problem in filter(None, group.gather_objects(training.batches.problem)):
         training.tracker.note(f"stopped at step {done}, which is saved, since samples cannot be read: {problem}")
@@ -213,8 +213,8 @@ def raise_if_data_problem(training: Training, done: int) -> None:
 
 
 def measure_resumed_step(training: Training, done: int) -> bool:
-    """Draws and measures what was due at the step from which a run resumes, unless its folder holds that, and saves its
-    snapshot of averages. Returns whether a stop has cut this short.
+    """Draws, measures, and saves the averages, if that was due after step `done`, from which the run resumes, and its
+    folder does not hold the results yet. Returns True if a stop has interrupted this.
     """
     held = training.tracker.find_written_results(done)
     training.saves.averages.write_snapshot_if_due(done, done == training.run.steps, wait=True)
@@ -222,8 +222,8 @@ def measure_resumed_step(training: Training, done: int) -> bool:
 
 
 def roll_back(training: Training, done: int, trouble: str) -> int:
-    """Restores the newest checkpoint from before the trouble, returns its step, and makes training skip the batches
-    that were read since. Raises an error if no rollback is possible.
+    """Loads the newest good checkpoint from before the trouble, a message, and makes training leave out the batches
+    that were read since. Returns the checkpoint's step. Raises FloatingPointError if no rollback is possible.
     """
     training.watchdog.enter_phase(done, "way back from step")
     hosts.require_own_folder(training.run.directory)
@@ -245,7 +245,7 @@ def take_step(
     shift: int = 0,
     vote: Callable[[], None] | None = None,
 ) -> dict[str, list[Tensor]]:
-    """Takes one optimizer step of every part whose turn it is. Returns the losses of its micro-batches by part.
+    """Takes one optimizer step of every part whose turn it is. Returns the losses of this rank's micro-batches by part.
 
     The batch, and the noise and dropout of its samples, are those of `step + shift`; all else depends on `step`. `vote`
     is called on the last micro-batch, when `batches` know whether the next step has samples.
@@ -394,7 +394,7 @@ def set_up_training(run: Run, settings: dict[str, Any], resume: Resume, watchdog
 def build_engines(
     run: Run, settings: dict[str, Any], system: System, draw: bool = True, kind: type[Engines] = Engines
 ) -> Engines:
-    """Builds the engines of a system's networks as the recipe asks. With `draw` False their weights are set later."""
+    """Builds the engines of a system's networks as the recipe asks. If not `draw`, the caller sets their weights."""
     return kind(
         system.networks,
         settings,
@@ -413,8 +413,8 @@ def build_engines(
 def load_weights(
     run: Run, engines: Engines, ema: EmaShadow, saves: Checkpoints, system: System, request: int | None
 ) -> int:
-    """Sets the weights from the checkpoint of step `request` (None: the newest), else from `init_from` or at random;
-    returns the step, 0 without a checkpoint. With `request`, moves later checkpoints into earlier_N.
+    """Loads the checkpoint of step `request` (None: the newest) and returns its step. If there is none, sets the
+    weights from `init_from`, or at random, and returns 0. With `request`, moves later checkpoints into earlier_N.
     """
     step = saves.resume(request)
     folders.require_step_within_run(run, step)
@@ -434,8 +434,8 @@ def load_weights(
 
 
 def finish_run(training: Training, done: int, left: bool) -> None:
-    """Reports how the run ended, writes the last report, and leaves the process group. Gives the weights to the tracker
-    if this command saved the last step, and not if `left`: a stop has skipped the work after that step.
+    """Logs how the run ended, writes the last report, and leaves the process group. Gives the weights to the tracker if
+    this command saved the run's last step; not if `left`, when a stop has skipped the work after that step.
     """
     run, tracker, saved = training.run, training.tracker, training.saver.newest
     training.watchdog.enter_phase(done, "end at step")
@@ -449,8 +449,8 @@ def finish_run(training: Training, done: int, left: bool) -> None:
 
 
 def draw_and_save_samples(training: Training, done: int) -> None:
-    """Draws and saves the recipe's grid and the system's own pictures, with the weights of the EMA that samples are
-    drawn from, and with the same seeds and data each time.
+    """Draws and saves the grid that the recipe asks for, and the system's own pictures, by the weights of the EMA that
+    it names. Seeds and data are the same each time.
     """
     training.watchdog.enter_phase(done, "samples of step")
     with training.ema.use_averages(training.run.samples.ema):
@@ -460,8 +460,8 @@ def draw_and_save_samples(training: Training, done: int) -> None:
 
 
 def evaluate_loss(training: Training, done: int) -> float | None:
-    """Reports means over held-out samples: of the EMA that samples are drawn from and, as raw/..., of the training
-    weights. Also reports curves of the EMA. Returns the EMA's loss if it decides save.best, else None.
+    """Reports means over held-out samples, such as the loss: of the EMA that samples are drawn from and, as raw/..., of
+    the training weights. Reports the EMA's curves, too. Returns the EMA's loss if it decides save.best, else None.
     """
     training.watchdog.enter_phase(done, "evaluation of step")
     run, source = training.run, Spread(training.held_out, training.run.every.evaluate_samples or None)
@@ -479,8 +479,8 @@ def evaluate_loss(training: Training, done: int) -> float | None:
 
 
 def measure_quality(training: Training, done: int) -> float | None:
-    """Reports samples.metrics of every EMA (without one, of the training weights). Returns the score for save.best,
-    lower is better, of the EMA that samples are drawn from, or None if no metric decides it.
+    """Reports the recipe's metrics of drawn samples for every EMA (without one, for the training weights). Returns the
+    score for save.best of the EMA that samples are drawn from, lower is better; None if no metric decides it.
     """
     training.watchdog.enter_phase(done, "metrics of step")
     run, scores = training.run, {}
@@ -494,7 +494,7 @@ def measure_quality(training: Training, done: int) -> float | None:
 
 
 def is_due(interval: int, done: int, last: bool = False) -> bool:
-    """Returns whether something is due after step `done`: at every `interval` steps, and if `last` is True. An interval
-    of 0 means never.
+    """Returns whether something that comes every `interval` steps is due after step `done`: at multiples of `interval`,
+    and if `last` is True. An interval of 0 means never.
     """
     return interval > 0 and (done % interval == 0 or last)
