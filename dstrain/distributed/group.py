@@ -77,7 +77,7 @@ def copy_to_device(values: Tensor, device: torch.device) -> Tensor:
 
 
 def barrier() -> None:
-    """Waits until all ranks have called this function. Does not wait for the work on their GPUs."""
+    """Waits until all ranks have called this function. Does not wait for the work of their GPUs."""
     if world() > 1:
         dist.barrier(group=_get_host_group())
 
@@ -108,7 +108,9 @@ def leave_process_group(seconds: float = 60.0) -> None:
 
 
 def clear_group_caches() -> None:
-    """Clears the caches of groups made from the present process group, so that another one can be started later."""
+    """Forgets the groups that were made from the present process group, so that another process group can be started
+    later.
+    """
     _make_host_group_unless_gloo.cache_clear()
     get_neighbour_group.cache_clear()
 
@@ -169,7 +171,9 @@ def end_process(error: BaseException) -> None:
 
 
 def open_store() -> dist.Store | None:
-    """Returns a new connection to the store of the process group; None if there is only one rank."""
+    """Returns a new connection to the process group's store, by which ranks exchange small values; None if there is
+    only one rank.
+    """
     return dist.distributed_c10d._get_default_store().clone() if world() > 1 else None
 
 

@@ -82,8 +82,8 @@ class Presence:
                     mine.parent.parent.rmdir()  # unless there is another attempt
 
     def _watch_others(self) -> None:
-        """Looks every second for ranks that have died. Once one has been dead for `patience` seconds, prints an error
-        and ends this process with exit code 1. Never returns.
+        """Looks every second for other ranks of this machine that have died. Once one has been dead for `patience`
+        seconds, prints an error and ends this process with exit code 1. Never returns.
         """
         since: float | None = None
         while True:

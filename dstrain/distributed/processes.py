@@ -23,7 +23,7 @@ def read_start_time(pid: int) -> str:
 
 
 def is_suspended(pid: int) -> bool:
-    """Returns whether a process is suspended by SIGSTOP or by a debugger; False if it has ended."""
+    """Returns whether a process is suspended, by SIGSTOP or by a debugger. Returns False if it has ended."""
     return _read_stat(pid)[:1] in (["T"], ["t"])
 
 
@@ -70,9 +70,7 @@ def _read_stat(pid: int) -> list[str]:
 
 
 def install_stack_dump_handler() -> None:
-    """Installs a handler for SIGUSR2: after `kill -USR2 PID`, this process prints the stacks of all its threads on
-    stderr.
-    """
+    """Makes this process print the stacks of all its threads on stderr when it gets SIGUSR2, as by `kill -USR2 PID`."""
     faulthandler.register(signal.SIGUSR2, file=2, all_threads=True)
 
 

@@ -232,7 +232,7 @@ def _find_launchers() -> list[tuple[int, str]]:
 
 
 def _is_launcher(pid: int) -> bool:
-    """Returns whether a process is a launcher, by the names of its program and script without their folders.
+    """Returns whether a process is a launcher of ranks, such as torchrun, by the names of its program and script.
 
     A shell is no launcher: its script may be called deepspeed.sh, yet it launches no ranks. Nor is `dstrain keep`,
     which has the launcher's command line after `--`.
@@ -243,5 +243,5 @@ def _is_launcher(pid: int) -> bool:
 
 
 def _is_shell(pid: int) -> bool:
-    """Returns whether the program of a process is a shell, by its name."""
+    """Returns whether a process runs a shell, such as bash, by the name of its program."""
     return Path(read_command(pid).partition("\0")[0]).name.removeprefix("-") in _SHELLS

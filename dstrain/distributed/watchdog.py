@@ -230,7 +230,7 @@ class Watchdog(AbstractContextManager):
             pass
 
     def _list_suspended_ranks(self) -> set[int]:
-        """Returns the other ranks of this machine whose processes are suspended."""
+        """Returns the other ranks of this machine whose processes are suspended, by SIGSTOP or by a debugger."""
         return {
             rank
             for rank, (pid, born) in get_presence().list_other_ranks().items()

@@ -85,8 +85,8 @@ def prepare_blocks(
 
 
 def check_leaf_module_names(networks: Mapping[str, nn.Module], settings: dict[str, Any]) -> None:
-    """Raises ConfigError if, at stage 3, a class, name or suffix in zero_optimization.leaf_module of DeepSpeed's JSON
-    matches no module of any of the networks (by part), or one of its lists is empty. DeepSpeed would only warn.
+    """Raises ConfigError if zero_optimization.leaf_module of DeepSpeed's JSON, at stage 3, names a class, module or
+    suffix that no module of any network has, or if one of its lists is empty. DeepSpeed would only warn.
     """
     chosen = settings.get("zero_optimization", {}).get("leaf_module")
     if not chosen or read_stage(settings) < 3:
@@ -133,8 +133,8 @@ def mark_leaf_modules(network: nn.Module, settings: dict[str, Any]) -> None:
 
 
 def _make_input_require_grad_or_raise(module: nn.Module, inputs: tuple) -> tuple:
-    """Returns the inputs of a module as `_make_input_require_grad` does. Raises ConfigError if gradients are recorded
-    and none of the inputs is a floating-point tensor, so that none can require a gradient.
+    """Does what `_make_input_require_grad` does, and returns the inputs. Raises ConfigError if gradients are recorded,
+    but none of the inputs is a floating-point tensor, which alone can require a gradient.
     """
     inputs = _make_input_require_grad(module, inputs)
     if torch.is_grad_enabled() and not any(isinstance(value, Tensor) and value.requires_grad for value in inputs):
@@ -146,9 +146,9 @@ def _make_input_require_grad_or_raise(module: nn.Module, inputs: tuple) -> tuple
 
 
 def _make_input_require_grad(_: nn.Module, inputs: tuple) -> tuple:
-    """Returns a module's inputs. If gradients are recorded and no input tensor requires one, the first floating-point
-    tensor is replaced by a detached view that requires a gradient: otherwise DeepSpeed would release a leaf module's
-    weights before the module's backward pass.
+    """Returns the inputs of a module. If gradients are recorded and no input requires one, replaces the first
+    floating-point tensor by a detached view that does: otherwise DeepSpeed would release a leaf module's weights before
+    its backward pass.
     """
     tensors = [value for value in inputs if isinstance(value, Tensor)]
     if not torch.is_grad_enabled() or any(tensor.requires_grad for tensor in tensors):
@@ -158,8 +158,8 @@ def _make_input_require_grad(_: nn.Module, inputs: tuple) -> tuple:
 
 
 def should_compile(choice: str) -> bool:
-    """Returns whether blocks are compiled on this machine: with compile=on always, with auto if there is a GPU, with
-    off never.
+    """Returns whether to compile blocks on this machine. choice, the recipe's compile: on, off, or auto for only with a
+    GPU.
     """
     return choice == "on" or (choice == "auto" and torch.cuda.is_available())
 
@@ -199,22 +199,22 @@ class HostMemory:
             return checkpoint(lambda *first: plain(*first, *others, **named), *inputs[:1], use_reentrant=False)
 
     def send_to_host(self, tensor: Tensor) -> tuple[torch.device, Tensor]:
-        """Returns a tensor's device and a copy of the tensor in the host's memory. Does not wait until a GPU has
-        finished the copy.
+        """Starts to copy a tensor to the host's memory. Returns the device of the tensor and the copy, without waiting
+        for it.
         """
         return tensor.device, _copy_to(torch.device("cpu"), tensor)
 
     def fetch_from_host(self, sent: tuple[torch.device, Tensor]) -> Tensor:
-        """Returns a copy of a tensor on the device that it had before. `sent` is what `send_to_host` returned for
-        it.
+        """Returns a copy of a tensor on the device from which `send_to_host` took it. `sent` is what that method
+        returned.
         """
         return _copy_to(*sent)
 
 
 @torch.no_grad()
 def _copy_to(device: torch.device, tensor: Tensor) -> Tensor:
-    """Returns a copy of a tensor on a device, with the same strides; a meta tensor, which has no values, is returned as
-    it is. The copy may still run when this returns.
+    """Returns a copy of a tensor on a device, with the same strides. The copy may still run when this returns. A meta
+    tensor, which has no values, is returned itself.
 
     torch.autograd.graph.save_on_cpu would turn NHWC into NCHW, so that other kernels would compute the block again.
     """

@@ -192,10 +192,11 @@ class Checkpoints:
 
     def save(self, step: int, last: bool = False, score: float | None = None, routine: bool = True) -> None:
         """Saves a checkpoint of `step`. With save.asynchronous a thread writes the files while training goes on;
-        without it, and for the `last` save of the run, this waits until they are written. A failed save is reported,
-        older checkpoints stay intact, and training goes on.
+        without it, and for the `last` save of the run, waits until they are written. If a save fails, reports it; older
+        checkpoints stay intact, and training goes on.
 
-        score     the lowest one marks the best checkpoint, which is kept longest; None: not measured
+        score     measured at this step, lower is better; the checkpoint with the lowest is kept longest; None: not
+                  measured
         routine   True if the recipe asks for a checkpoint at this step, False if the run only saves because it is
                   stopped
 
@@ -224,9 +225,8 @@ class Checkpoints:
         )
 
     def add_rollbacks_to_checkpoint(self, step: int) -> None:
-        """Writes the run's record of skipped steps and rollbacks into the manifest of the checkpoint of `step`; does
-        nothing if there were no rollbacks. Call it where the run stops at the checkpoint to which it has just gone
-        back.
+        """Writes the run's record of skipped steps and rollbacks into the manifest of the checkpoint of `step`. Does
+        nothing if there were no rollbacks. Call it if the run stops at the checkpoint to which it has just gone back.
         """
         if self.course.rollbacks:
             self.store.add_manifest_entries(step, course=self.course.state.model_dump())
@@ -281,7 +281,7 @@ class Checkpoints:
         return write_indices(folder, self._rows, self._engines.list_shapes)
 
     def _estimate_bytes(self) -> int:
-        """Returns an upper bound of the bytes that this rank will write into a checkpoint."""
+        """Returns an upper bound of the number of bytes that this rank will write into a checkpoint."""
         copies = {
             part: len(list(self._list_flats_by_kind(part, self._native))) + 4 * self._native for part in self._engines
         }
@@ -409,12 +409,13 @@ class Checkpoints:
 
 
 def read_weights(path: Path, part: str, kind: str = "master", at_once: bool = True) -> dict[str, Tensor]:
-    """Returns the whole float32 weights and the buffers of one part, by state-dict name, from a checkpoint's folder.
+    """Returns {state-dict name: tensor} of the whole float32 weights and the buffers of one part, from a checkpoint's
+    folder.
 
     kind      master, or ema.NUMBER with the decay or width of an average
     at_once   False: each weight is a StoredWeight (fragments.py), whose values are read only when they are used
 
-    Raises ConfigError if there is no such part or kind, or DeepSpeed's own files hold the masters.
+    Raises ConfigError if there is no such part or kind, or if DeepSpeed's own files hold the masters.
     """
     with open_shards(path, part) as shards:
         if kind == "master" and (path / "deepspeed").is_dir():

@@ -158,18 +158,18 @@ class Engines(Mapping[str, Any]):
 
     @property
     def modules(self) -> dict[str, nn.Module]:
-        """Returns the networks by part without their engines, for sampling and evaluation. All ranks must call the
-        networks in the same order.
+        """Returns {part: network}, the plain networks without their DeepSpeed engines, for sampling and evaluation. All
+        ranks must call the networks in the same order.
         """
         return {part: engine.module for part, engine in self._engines.items()}
 
     def list_shapes(self, part: str) -> dict[str, torch.Size]:
-        """Returns the whole shapes of a part's weights by name, frozen ones included."""
+        """Returns {name: shape of the whole weight} for all weights of a part, frozen ones included."""
         return {name: find_full_shape(weight) for name, weight in self[part].module.named_parameters()}
 
     def count_weights(self, frozen: Iterable[nn.Module]) -> dict[str, int]:
-        """Returns how many weights each part trains and, under "frozen", how many are not trained, both of the parts
-        and of the networks `frozen`. The key "frozen" is absent if that number is 0.
+        """Returns {part: number of weights that it trains} and, as "frozen", the number of weights that are not
+        trained, those of the networks `frozen` included. The key "frozen" is absent if that number is 0.
         """
         counts = dict.fromkeys(self, 0)
         still = sum(find_full_shape(weight).numel() for network in frozen for weight in network.parameters())
@@ -184,8 +184,7 @@ class Engines(Mapping[str, Any]):
 
     def set_weights(self, part: str, values: Iterable[tuple[str, Tensor]]) -> None:
         """Sets the weights and buffers of a part from (state-dict name, whole value) pairs, which are taken one at a
-        time; names that the network does not have are ignored. Buffers get the dtype of their values. Call it on all
-        ranks.
+        time. Ignores names that the network does not have. Buffers get the dtype of their values. Call it on all ranks.
         """
         self._fill_masters_and_buffers(part, values)
         self.masters[part].copy_masters_to_network()
@@ -234,14 +233,14 @@ class Engines(Mapping[str, Any]):
         return {part: masters.applied for part, masters in self.masters.items() if part in self._learned}
 
     def count_skipped(self) -> int:
-        """Returns the number of steps skipped because a gradient was not finite, counted from the start of the run
-        across resumes. If the parts differ, returns the largest number.
+        """Returns the number of steps since the run began, resumes included, that were skipped because a gradient was
+        not finite. If the parts differ, returns the largest number.
         """
         return max(masters.skipped for masters in self.masters.values())
 
     def begin_step(self, lr: float) -> None:
-        """Begins a step: sets the learning rate of all weights to `lr` times their group's factor (optimizer.rates),
-        and clears the record of which parts had a turn.
+        """Begins a step: sets the learning rate of each weight to `lr` times the factor of its group (optimizer.rates),
+        and forgets which parts had a turn.
         """
         self._learned.clear()
         for engine in self._engines.values():
@@ -249,9 +248,9 @@ class Engines(Mapping[str, Any]):
                 param_group["lr"] = lr * param_group.get("rate", 1.0)
 
     def collect_metrics(self) -> dict[str, float]:
-        """Returns metrics of each part: grad_norm of its last step before clipping, if it was computed; param_norm of
-        its fp32 weights; loss_scale under fp16. With several parts a name is PART/NAME. Call it on all ranks, and only
-        for a report, since it waits for the device.
+        """Returns {name: value} of each part: grad_norm of its last step before clipping, if it was computed;
+        param_norm of its fp32 weights; loss_scale under fp16. With several parts a name is PART/NAME. Call it on all
+        ranks, and only for a report, since it waits for the device.
         """
         figures: dict[str, float] = {}
         for part, masters in self.masters.items():

@@ -107,11 +107,11 @@ def build_networks(
 
 
 def draw_weights(network: nn.Module, seed: int, names: Container[str] | None = None) -> Iterator[tuple[str, Tensor]]:
-    """Yields (state-dict name, float32 value) of every parameter and buffer, drawn by the `reset_parameters` of each
-    module under a seed made of `seed` and the module's name. Integers keep their dtype.
+    """Draws initial weights by calling `reset_parameters` of each module, under a seed made of `seed` and the module's
+    name. Yields (state-dict name, float32 value) of every parameter and buffer; integers keep their dtype.
 
-    With `names`, only modules that own a buffer or one of these parameters are drawn. The network is not changed. It
-    may be on the meta device or partitioned by ZeRO-3: only the full shapes of its parameters are read.
+    With `names`, draws only modules that own a buffer or one of these parameters. The network is not changed. It may be
+    on the meta device or partitioned by ZeRO-3: only the full shapes of its parameters are read.
     """
     for prefix, module in network.named_modules():
         own = _list_own_tensors(module)
@@ -121,8 +121,8 @@ def draw_weights(network: nn.Module, seed: int, names: Container[str] | None = N
 
 
 def _pop_values(values: list[tuple[str, Tensor]], names: object = None) -> Iterator[tuple[str, Tensor]]:
-    """Yields the (name, value) pairs of `values`, and removes each from the list so that its memory can be freed: a
-    second call yields nothing. `names` is ignored.
+    """Yields the (name, value) pairs of `values`, and removes each from the list so that its memory can be freed. So a
+    second call yields nothing. `names` is ignored: it is there because `draw_weights` has it.
     """
     while values:
         yield values.pop(0)
@@ -130,7 +130,7 @@ def _pop_values(values: list[tuple[str, Tensor]], names: object = None) -> Itera
 
 @contextmanager
 def place_weights_on_meta() -> Iterator[None]:
-    """Inside the block, puts each parameter that a module registers on the meta device, where it takes no memory and
+    """Inside the block, moves each parameter that a module registers to the meta device, where it takes no memory and
     its initialization no time. Buffers stay on their device.
     """
     moved: Any = WeakTensorKeyDictionary()  # tied weights stay tied
@@ -335,8 +335,8 @@ class _OneByOne(nn.Module):
 
 
 def _allocate_in_one_tensor(weights: Weights, options: dict[str, Any]) -> Iterator[nn.Parameter]:
-    """Yields a new parameter without values (torch.empty) for each weight. All of them are views, one after another, of
-    one tensor, which has room for DeepSpeed's padding at its end.
+    """Yields a new parameter for each weight, without setting its values (torch.empty). The parameters are views of one
+    tensor, in which they lie one after another. It has room for DeepSpeed's padding at its end.
     """
     counts = [weight.numel() for weight in weights]
     flat = torch.empty(sum(counts) + _PADDING * group.world(), **options)
@@ -353,9 +353,9 @@ def _make_parameter_like(weight: nn.Parameter, values: Tensor) -> nn.Parameter:
 
 
 def return_freed_memory_to_system() -> None:
-    """Returns freed memory of this process to the system if the C library is glibc, which would keep it; does nothing
-    otherwise. At stage 3 each weight was allocated whole for a moment: with 8 ranks, glibc would keep as much memory as
-    a rank needs in all.
+    """Gives freed memory of this process back to the system if the C library is glibc, which would keep it; does
+    nothing otherwise. At stage 3 each weight was allocated whole for a moment: with 8 ranks, glibc would keep as much
+    memory as a rank needs in all.
     """
     libc = ctypes.CDLL(None)
     if hasattr(libc, "malloc_trim"):

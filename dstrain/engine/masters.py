@@ -153,7 +153,7 @@ class Masters(Updates):
                 yield fragment, values
 
     def list_owned_names(self) -> set[str]:
-        """Returns the names of the weights, trained or frozen, of which this rank holds some elements."""
+        """Returns the names of the weights, trained or frozen, of which this rank holds at least one element."""
         return {fragment.name for fragment, *_ in (*self.fragments, *self.frozen)}
 
     def _list_fragments_by_rank(self) -> dict[int, Sequence[tuple[Fragment, int, int]]]:
@@ -198,7 +198,9 @@ class Masters(Updates):
 
     @torch.no_grad()
     def compute_norm(self) -> float:
-        """Returns the L2 norm of all trained fp32 weights of the part, over all ranks. Call it on all ranks."""
+        """Returns the L2 norm of the vector of all trained fp32 weights of this part, on all ranks. Call it on all
+        ranks.
+        """
         squares = [view.square().sum(dtype=torch.float64) for _, view in self.list_own_views(self.flats)]
         total = sum(squares, torch.zeros((), dtype=torch.float64, device=self.flats[0].device))
         return group.sum_over_ranks(total.to(group.device())).sqrt().item()  # offloaded masters are on the host
@@ -226,8 +228,8 @@ class Masters(Updates):
 
     @contextmanager
     def compute_with_flats(self, flats: Sequence[Tensor]) -> Iterator[None]:
-        """Makes the network compute with the values in `flats` inside the block and, bit for bit, with the masters
-        afterwards. Enter and leave the block on all ranks together.
+        """Inside the block, the network computes with the values in `flats`, tensors laid out like the masters;
+        afterwards again with the masters, bit for bit. Enter and leave the block on all ranks together.
         """
         masters = [flat.detach().clone() for flat in self.flats] if self._aliased else self.flats
         self._copy_to_compute_weights(flats)
@@ -259,7 +261,9 @@ class Masters(Updates):
             )
 
     def reset_optimizer_state(self) -> None:
-        """Clears the optimizer's state. At stage 0 DeepSpeed has already made a state by a step on zero gradients."""
+        """Removes the optimizer's state, so that it begins anew. At stage 0 DeepSpeed has made one by a step on zero
+        gradients.
+        """
         self._get_inner_optimizer().state.clear()
 
     def list_optimizer_state(self) -> list[dict[str, Any]]:

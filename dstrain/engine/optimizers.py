@@ -68,10 +68,10 @@ def build_optimizer(groups: list[Group], choice: Optimizer, offloaded: bool) -> 
 
 
 def freeze_weights(networks: Mapping[str, nn.Module], train_only: Sequence[str] | None, choice: Optimizer) -> None:
-    """Freezes, in the networks by part, the weights that no pattern of train_only fits; if train_only is None, it
-    leaves them as they are. Adapters (nn/lora.py) always learn.
+    """Freezes the weights that no pattern of train_only fits, in `networks` by part. If train_only is None, changes
+    none. Adapters (nn/lora.py) always learn.
 
-    Raises ConfigError if a pattern of train_only or optimizer.rates fits no weight, or a part has nothing left to
+    Raises ConfigError if a pattern of train_only or optimizer.rates fits no weight, or if a part has nothing left to
     learn.
     """
     weights = [(part, *named) for part, network in networks.items() for named in network.named_parameters()]
@@ -181,13 +181,17 @@ def write_moment(state: dict[str, Any], kind: str, values: Tensor) -> None:
 
 
 def convert_bytes_to_floats(tensor: Tensor) -> Tensor:
-    """Returns the bytes of a tensor, padded with zeros to a multiple of four and reinterpreted as float32 (n,)."""
+    """Returns the bytes of a tensor as a float32 tensor (n,): padded with zeros to a multiple of four bytes, and
+    reinterpreted.
+    """
     octets = tensor.view(-1).view(torch.uint8)
     return torch.nn.functional.pad(octets, (0, -octets.numel() % 4)).view(torch.float32)
 
 
 def restore_bytes_from_floats(tensor: Tensor, values: Tensor) -> None:
-    """Writes into a tensor the bytes in `values`, which `convert_bytes_to_floats` has made of such a tensor."""
+    """Sets a tensor's bytes to those in `values`, which `convert_bytes_to_floats` has made of a tensor of equal
+    size.
+    """
     tensor.view(-1).view(torch.uint8).copy_(values.view(torch.uint8)[: tensor.nbytes])
 
 
@@ -354,8 +358,8 @@ def orthogonalize(matrix: Tensor) -> Tensor:
 
 
 def orthogonalize_shared(update: Tensor, matrices: Sequence[Matrix]) -> None:
-    """Replaces matrices that lie on several ranks by their orthogonal factors, in place in this rank's flat `update`.
-    The owner of each matrix collects its pieces and sends the results back. Call it on all ranks.
+    """Replaces, in place in this rank's flat `update`, the matrices that lie on several ranks by their orthogonal
+    factors. The owner of each matrix collects its pieces and sends the results back. Call it on all ranks.
     """
     rank, world = ranks.rank(), ranks.world()
     mine = [

@@ -189,7 +189,7 @@ def _list_converted_values(section: str, block: dict[str, Any], parsed: Any) -> 
 
 
 def _list_misplaced_values(settings: dict[str, Any]) -> Iterator[str]:
-    """Yields a message for each key that holds a plain value where DeepSpeed reads a section."""
+    """Yields a message for each key of DeepSpeed's JSON that has a plain value where DeepSpeed reads a section."""
     words = [key.split(".") for key in SUPPORTED]
     for key in dict.fromkeys(".".join(parts[:count]) for parts in words for count in range(1, len(parts))):
         value = read_value(settings, key)

@@ -68,8 +68,9 @@ REPLACED = {
 
 
 def import_deepspeed() -> ModuleType:
-    """Prepares the environment and returns DeepSpeed, imported with all that its engines import, but without torch's
-    compiler, whose import takes 1.2 s. Removes DeepSpeed's warning of untested optimizers from its log.
+    """Imports DeepSpeed with all that its engines need, and returns it. Torch's compiler, whose import takes 1.2 s, is
+    not imported. Sets the environment variables first (prepare_environment). Drops DeepSpeed's warning of untested
+    optimizers.
 
     DeepSpeed decorates its own Muon with torch.compile, and imports that class only to recognize it as an optimizer;
     dstrain has another Muon (optimizers.py). A release of DeepSpeed without that module is imported as it is.
@@ -92,8 +93,8 @@ def import_deepspeed() -> ModuleType:
 
 
 def _is_worth_logging(record: logging.LogRecord) -> bool:
-    """Returns False for DeepSpeed's warning that an optimizer is untested, else True: dstrain's are tested at every
-    stage of ZeRO.
+    """Returns False for DeepSpeed's warning that an optimizer is untested, since dstrain's are tested at every stage of
+    ZeRO; True for all other log records.
     """
     return "untested" not in record.getMessage()
 
@@ -108,8 +109,8 @@ def replace_current_stream(index: int) -> None:
 
 
 def set_group_timeout(timeout: timedelta) -> None:
-    """Sets the timeout of all process groups that are made from now on. A timeout given to the first group would not
-    apply to those that DeepSpeed and dstrain make later.
+    """Sets the timeout of all process groups that are made from now on. A timeout given to the first group alone would
+    not apply to those that DeepSpeed and dstrain make later.
     """
     groups = torch.distributed.distributed_c10d
     groups.default_pg_timeout = groups.default_pg_nccl_timeout = timeout
@@ -117,8 +118,8 @@ def set_group_timeout(timeout: timedelta) -> None:
 
 @contextmanager
 def forget_groups_at_end() -> Iterator[None]:
-    """At the end of the block, clears DeepSpeed's variables of process groups, so that new groups can be made, and
-    restores torch.nn.functional.linear, which ZeRO-3 replaces.
+    """At the end of the block, makes DeepSpeed forget its process groups, so that new ones can be made, and restores
+    torch.nn.functional.linear, which ZeRO-3 replaces.
     """
     linear = torch.nn.functional.linear
     try:
@@ -219,8 +220,8 @@ def make_universal_info() -> dict[str, Any]:
 
 @contextmanager
 def defer_errors(engines: Iterable[Any]) -> Iterator[None]:
-    """Inside the block, catches OSError and RuntimeError where the engines write files of a checkpoint; at the end of
-    the block raises the first of them.
+    """Inside the block, the engines catch OSError and RuntimeError while they write the files of a checkpoint. The end
+    of the block raises the first of these errors.
 
     The ranks communicate between the files of a save_checkpoint: a rank that raised at once would leave the others
     waiting.
@@ -262,7 +263,7 @@ def forget_beta_powers(optimizer: Any, *_: Any) -> None:
 
 
 def prepare_for_fake_tensors() -> None:
-    """Makes DeepSpeed run on fake tensors, which have no values: from now on it compiles no operators, does not measure
+    """Makes DeepSpeed run on fake tensors, which have no values. From now on it compiles no operators, does not measure
     the CPU, and compares no values between ranks.
     """
     import cpuinfo
@@ -330,8 +331,8 @@ class _DeviceWaitStream(torch.cuda.Stream):
 
 
 def await_reductions_on_device(zero: Any, stage: int) -> None:
-    """Makes later work on the device wait for DeepSpeed's reductions at the end of each backward pass; the host no
-    longer waits for them.
+    """From now on, later work on the device waits for DeepSpeed's reductions at the end of each backward pass, and the
+    host no longer does. zero: DeepSpeed's ZeRO optimizer.
     """
     if stage == 3 and torch.cuda.is_available():
         zero.reduce_and_partition_stream = _DeviceWaitStream()
@@ -358,8 +359,9 @@ def _end_backward(zero: Any, epilogue: Callable[[], None]) -> None:
 
 
 def skip_reduction(zero: Any) -> None:
-    """Makes DeepSpeed leave the gradients of a single rank in `weight.grad` at stages 1 and 2. This saves DeepSpeed's
-    buckets, which copy all gradients, and 0.1 ms of the host for each weight.
+    """Makes DeepSpeed leave the gradients in `weight.grad` at stages 1 and 2, for a run on a single rank. This saves
+    DeepSpeed's buckets, which copy all gradients, and 0.1 ms of the host for each weight. zero: DeepSpeed's ZeRO
+    optimizer.
     """
     for hook in zero._grad_acc_hooks:
         hook.remove()

@@ -172,10 +172,11 @@ def make_divergence_advice(store: Store) -> str:
 
 
 def require_finite_weights(masters: Mapping[str, Masters], step: int, store: Store) -> None:
-    """Raises FloatingPointError on every rank if an fp32 weight on any rank is not finite. The message advises the user
-    by the checkpoints in `store`. Call it on all ranks.
+    """Raises FloatingPointError on every rank if an fp32 weight on any rank is not finite. The message gives advice,
+    with the checkpoints in `store`. Call it on all ranks.
 
-    Only fragments are checked: at stage 3 DeepSpeed leaves in a flat's padding whatever the memory held.
+    Only weights are checked, and not the padding of flats, in which DeepSpeed leaves at stage 3 whatever the memory
+    held.
     """
     finite = are_all_finite([view for part in masters.values() for _, view in part.list_own_views(part.flats)])
     if group.is_true_on_any_rank(not finite):

@@ -304,7 +304,7 @@ def describe_unknown_keys(settings: dict[str, Any]) -> Iterator[str]:
 
 
 def list_keys(section: dict[str, Any], prefix: str = "") -> Iterator[str]:
-    """Yields the keys of all values in a section and its inner sections, joined by dots, with `prefix` before each."""
+    """Yields the dotted keys of all plain values in a section and its inner sections, with `prefix` before each."""
     for name, value in section.items():
         if isinstance(value, dict):
             yield from list_keys(value, f"{prefix}{name}.")

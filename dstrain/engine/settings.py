@@ -126,12 +126,14 @@ def split_batch(batch: BatchSize, world: int, sequence: int = 1) -> tuple[int, i
 
 
 def read_stage(settings: Settings) -> int:
-    """Returns the ZeRO stage, 0 to 3."""
+    """Returns the ZeRO stage of DeepSpeed's settings, 0 to 3; 0 if none is set."""
     return int(settings.get("zero_optimization", {}).get("stage", 0))
 
 
 def read_precision(settings: Settings) -> str:
-    """Returns the precision that the networks compute in: fp32, bf16 or fp16."""
+    """Returns the precision that DeepSpeed's settings choose for the networks: bf16, fp16 or, if neither is enabled,
+    fp32.
+    """
     return next((name for name in ("bf16", "fp16") if settings.get(name, {}).get("enabled")), "fp32")
 
 
@@ -324,8 +326,9 @@ def _list_loss_scale_problems(fp16: Settings, faults: Faults) -> Iterator[str]:
 
 
 def _set_gradient_sum_type(settings: Settings) -> Iterator[str]:
-    """Sets data_types.grad_accum_dtype to fp32 if it is not given, the networks compute in 16 bits, and a step has
-    several micro-batches. Yields a message for each entry of data_types that does not suit the precision.
+    """Sets data_types.grad_accum_dtype to fp32 if three things hold: it is not given, the networks compute in 16 bits,
+    and a step has several micro-batches. Yields a message for each entry of data_types that does not suit the
+    precision.
     """
     data_types, own = settings.get("data_types", {}), read_precision(settings)
     if (weights := data_types.get("param_dtype", own)) != own:
@@ -448,8 +451,8 @@ def _list_combination_problems(
 
 
 def _list_profiler_problems(profiler: Settings) -> Iterator[str]:
-    """Yields a message, on rank 0, if flops_profiler is enabled and its output file cannot be written: DeepSpeed would
-    fail in the middle of training.
+    """Yields a message, on rank 0, if flops_profiler is enabled and its output file cannot be written. Without this
+    check DeepSpeed would fail in the middle of training.
     """
     path = profiler.get("output_file")
     if not profiler.get("enabled") or not path or read_rank_and_world().rank:

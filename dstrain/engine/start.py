@@ -105,8 +105,8 @@ def _warn_of_shared_store() -> None:
 
 @contextmanager
 def _announce_compiling() -> Iterator[None]:
-    """Prints, before and after the block, that DeepSpeed compiles its operator for exchanges on the CPU. Prints nothing
-    on a GPU, or if the operator is compiled already.
+    """If DeepSpeed will compile its operator for exchanges on the CPU inside the block, prints so before the block, and
+    prints the time that it took after the block. Prints nothing on a GPU, or if the operator is compiled already.
     """
     module = Path(os.environ["TORCH_EXTENSIONS_DIR"]) / _OPERATOR / f"{_OPERATOR}.so"
     if group.device().type != "cpu" or module.exists():

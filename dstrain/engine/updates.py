@@ -67,7 +67,7 @@ class WideSums:
                 weight.grad = self._sums.pop(weight).to(weight.dtype)
 
     def detach(self) -> None:
-        """Removes the hooks and disconnects the sums from the engine, so that gradients are no longer summed."""
+        """Stops summing gradients: removes the hooks from the weights, and disconnects the sums from the engine."""
         for hook in self._hooks:
             hook.remove()
         restore_reduction(self._engine)
@@ -250,8 +250,8 @@ class Updates:
         )
 
     def _skip_reduction(self) -> None:
-        """Makes DeepSpeed leave the gradients of a single rank in `weight.grad`, and removes WideSums. If gradients are
-        summed in fp32 over micro-batches, their sums are kept in the gradients of the masters from now on.
+        """Makes DeepSpeed leave the gradients of a single rank in `weight.grad`, and removes WideSums. If gradients of
+        several micro-batches are summed in fp32, their sums are kept in `grad` of the masters from now on.
         """
         skip_reduction(self._zero)
         aside = getattr(self.engine, "wide_sums", None)
@@ -278,8 +278,8 @@ class Updates:
 
     @torch.no_grad()
     def _step_stage12(self) -> None:
-        """Takes the optimizer's step at stages 1 and 2 in place of DeepSpeed's method. It does the same, but with one
-        norm in place of DeepSpeed's checks, and without a second copy of the gradients.
+        """Takes the optimizer's step at stages 1 and 2 in place of DeepSpeed's method, with the same result. It
+        computes one norm instead of DeepSpeed's checks, and makes no second copy of the gradients.
         """
         zero, norms = self._zero, []
         masters = zero.single_partition_of_fp32_groups
@@ -308,8 +308,8 @@ class Updates:
 
     @torch.no_grad()
     def _step_stage3(self) -> None:
-        """Takes the optimizer's step at stage 3 in place of DeepSpeed's method. It does the same, but with one norm in
-        place of DeepSpeed's checks, and with one exchange for all weights that stay whole.
+        """Takes the optimizer's step at stage 3 in place of DeepSpeed's method, with the same result. It computes one
+        norm instead of DeepSpeed's checks, and exchanges all weights that stay whole at once.
         """
         from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
@@ -377,8 +377,8 @@ class Updates:
 
     @property
     def grad_norm(self) -> float | None:
-        """Returns the norm of the latest step's gradients before clipping, over all ranks: inf if it is not finite,
-        None if it was not computed. Waits for the device.
+        """Returns the norm of all gradients of the latest step, over all ranks and before clipping. It is inf if it is
+        not finite, and None if it was not computed. Waits for the device.
         """
         norm = self.engine.get_global_grad_norm() if self._norm is None else self._norm
         if norm is None:
@@ -387,7 +387,7 @@ class Updates:
 
     @property
     def loss_scale(self) -> float | None:
-        """Returns the factor by which the loss of the next step is multiplied in fp16; None in other precisions."""
+        """Returns the factor by which fp16 multiplies the loss of the next step; None in other precisions."""
         self.update_loss_scale()
         return self._zero.loss_scaler.cur_scale if self.engine.fp16_enabled() else None
 

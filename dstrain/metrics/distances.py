@@ -56,8 +56,8 @@ def measure_kid(features: Tensor, reference: Tensor, subsets: int = 100, size: i
 
 
 def _average_kernel(x: Tensor, y: Tensor) -> Tensor:
-    """Returns the mean of the kernel (x y / D + 1)^3 over all pairs of a row of x (N, D) and a row of y (M, D), as a
-    float64 scalar. If x and y are the same tensor, leaves out the pairs of a row with itself.
+    """Returns the mean of the kernel (x y / D + 1)^3 over all pairs of a row of x (N, D) and a row of y (M, D), a
+    float64 scalar. If x and y are the same tensor, pairs of a row with itself are left out.
     """
     with use_precision("fp32"):
         kernel = (x @ y.T / x.shape[1] + 1).double().pow_(3)

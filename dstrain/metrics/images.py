@@ -45,7 +45,7 @@ class Images(ABC):
 
     @abstractmethod
     def iterate_batches(self, size: int) -> Iterator[Batch]:
-        """Yields batches of at most `size` images: this rank's share of the set."""
+        """Yields this rank's share of the set in batches of at most `size` images."""
 
     def list_unreadable(self) -> dict[str, str]:
         """Returns {name: reason} of the images that this rank could not read so far, and for which it took others

@@ -202,7 +202,7 @@ def _open_own_reference(run: Run, compared: dict[str, Features], own: Source | N
 
 
 def _move_statistics_to_device(statistics: Statistics) -> Statistics:
-    """Moves the tensors of `statistics` to the rank's device, in place, and returns `statistics`."""
+    """Moves the tensors in `statistics` to the rank's device, in place, and returns the same object."""
     for field in fields(statistics):
         if isinstance(value := getattr(statistics, field.name), Tensor):
             setattr(statistics, field.name, value.to(group.device()))

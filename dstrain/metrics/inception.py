@@ -117,6 +117,7 @@ class Convolution(nn.Module):
         self.bn = nn.BatchNorm2d(after, eps=0.001)
 
     def forward(self, x: Tensor) -> Tensor:
+        """Returns ReLU of the normalized convolution of x (N, C, h, w)."""
         return F.relu(self.bn(self.conv(x)), inplace=True)
 
 
@@ -134,6 +135,7 @@ class Block(nn.Module):
         self.width = sum(widths[name] for name in self.outputs)
 
     def forward(self, x: Tensor) -> Tensor:
+        """Returns the outputs of the block's branches for x (N, C, h, w), joined along the channels."""
         if self.pool == "mean":
             pooled = F.avg_pool2d(x, 3, 1, 1, count_include_pad=False)
         else:
@@ -254,7 +256,7 @@ class InceptionSpatial(Features):
 
 
 def open_inception(kind: str, path: Path, device: torch.device) -> InceptionFeatures:
-    """Opens a file of Inception's weights. kind: a key of KINDS, which decides how images are resized. Raises
+    """Opens a file with Inception's weights. kind: a key of KINDS, which decides how images are resized. Raises
     ConfigError if the file cannot be read or does not hold the weights of this network.
     """
     network = Inception()

@@ -143,6 +143,7 @@ def _get_checked_array(rows: Any, name: str, axes: str) -> np.ndarray | None:
 
 
 def _make_tensor(array: np.ndarray | None, dtype: torch.dtype, device: torch.device) -> Tensor | None:
+    """Converts an array to a tensor of this dtype on a device; returns None for None."""
     return None if array is None else torch.from_numpy(array).to(device, dtype)
 
 

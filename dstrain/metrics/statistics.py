@@ -134,6 +134,7 @@ class Collector:
         return (cosines.scatter(1, at[:, None], -torch.inf) < mine).all(1)
 
     def _add_sum(self, name: str, values: Tensor) -> None:
+        """Adds values to the sum with this name, or begins it with them."""
         self._sums[name] = values if name not in self._sums else self._sums[name].add_(values)
 
     def _add_moments(self, at_least: int) -> None:
@@ -166,8 +167,8 @@ class Collector:
         self._add_sum("p count", zeros.index_add(0, split, torch.ones_like(logs[:, 0])))
 
     def merge_ranks(self) -> Statistics:
-        """Returns the statistics of the whole set, merged from the batches of all ranks. All ranks must call it
-        together, also those that have added no batch.
+        """Returns the statistics of the whole set, merged from the batches that all ranks have added. All ranks must
+        call it together, even those that have added none.
         """
         self._add_moments(at_least=1)
         self._add_zeros_for_missing_sums()

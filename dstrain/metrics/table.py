@@ -64,8 +64,8 @@ def _score_texts(name: str, network: Features, drawn: Statistics, reference: Non
 
 
 def _score_retrieval(name: str, network: Features, drawn: Statistics, reference: None) -> Figures:
-    """Returns two shares of images, each as (share, None): those nearest to their own caption, and as NAME_by_chance
-    those to expect of a guess.
+    """Returns two shares of images, each as (share, None): as NAME, of those that are nearest to their own caption, and
+    as NAME_by_chance, the share to expect if captions were guessed.
     """
     share, candidates = drawn.retrieved
     return {name: (share, None), f"{name}_by_chance": (1 / candidates, None)}

@@ -102,6 +102,7 @@ def _read_memory_kilobytes() -> dict[str, int]:
 
 
 def _read_processor_name() -> str:
+    """Returns the name of the processor's model."""
     try:
         with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as file:
             return next(line.partition(":")[2].strip() for line in file if line.startswith("model name"))

@@ -102,7 +102,7 @@ def _reduce_to_palette(frames: np.ndarray) -> list[Image.Image]:
 
 
 def _convert_colours_to_numbers(pixels: np.ndarray) -> np.ndarray:
-    """Converts each colour to a number: uint8 (n, 3) -> uint32 (n,)."""
+    """Converts each RGB colour to one number that stands for it: uint8 (n, 3) -> uint32 (n,)."""
     red, green, blue = pixels.astype(np.uint32).T
     return red << 16 | green << 8 | blue
 

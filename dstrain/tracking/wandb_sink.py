@@ -102,7 +102,9 @@ class WandbSink:
 
     @property
     def is_on(self) -> bool:
-        """Returns whether wandb is used, online or offline."""
+        """Returns whether values are sent to wandb, online or offline; False if it is disabled, failed to load, or is
+        closed.
+        """
         return self._thread is not None
 
     def log_artifact(self, name: str, folder: Path, step: int) -> None:
@@ -194,6 +196,7 @@ class WandbSink:
         return self._init_wandb("offline")
 
     def _init_wandb(self, mode: str) -> Any:
+        """Calls wandb.init in this mode and returns wandb's run."""
         settings = self._wandb.Settings(
             silent=True,
             console="off",

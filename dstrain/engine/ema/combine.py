@@ -37,8 +37,9 @@ class Snapshot(NamedTuple):
 
 
 def select_combinable_snapshots(paths: Sequence[Path]) -> list[Snapshot]:
-    """Returns, in the given order, the snapshots that can be combined with the last one: those with the same parts,
-    whose averages began at the same steps. Raises ConfigError if a path is no snapshot of averages by width.
+    """Returns, in the given order, the snapshots that can be combined with the last one in `paths`: those that have the
+    same parts, with averages that began at the same steps. Raises ConfigError if a path is no snapshot of averages by
+    width.
     """
     snapshots = [Snapshot(path, read_manifest(path)["step"], validate.read_counters(path)) for path in paths]
     for snapshot in snapshots:

@@ -55,8 +55,8 @@ def solve_exponent(width: float) -> float:
 
 
 def solve_coefficients(averages: Sequence[Average], target: Average) -> Solution:
-    """Returns the combination of `averages` whose profile is nearest to that of `target` in L2. No two of them may have
-    both the same time and the same width.
+    """Returns the combination of `averages` whose profile is nearest to the profile of `target`, in L2. No two averages
+    may have the same time and the same width.
     """
     times, gammas = (
         np.array([average.time for average in averages]),
@@ -75,8 +75,8 @@ def solve_coefficients(averages: Sequence[Average], target: Average) -> Solution
 
 
 def _compute_inner_products(t: np.ndarray, g: np.ndarray, u: np.ndarray, h: np.ndarray) -> np.ndarray:
-    """Returns the inner products (N, M) of the profiles of times t (N,) and exponents g (N,) with those of times u (M,)
-    and exponents h (M,).
+    """Returns the inner products (N, M) of N profiles, with times t (N,) and exponents g (N,), with M profiles, with
+    times u (M,) and exponents h (M,).
 
     An inner product is the integral of the product of two profiles, from 0 to the earlier of their two times. It is
     computed from logarithms, since powers of times overflow.

@@ -85,11 +85,11 @@ class EmaShadow:
 
     @torch.no_grad()
     def resume_averages(self, part: str, counters: dict[str, Any] | None, step: int) -> bool:
-        """Restores the counters of a part's averages by width from `counters`, those in a checkpoint of `step`; returns
-        True. Returns True, too, if the part has no such averages.
+        """Restores the counters of a part's averages by width from `counters`, those in a checkpoint of `step`, or None
+        if it has none. Returns True, also for a part without such averages.
 
-        If the checkpoint lacks one of the widths, all of them are set to the masters and begin at `step`, and the
-        result is False: only averages that began together can be combined.
+        Returns False if the checkpoint lacks one of the widths. Then all averages by width are set to the masters and
+        begin anew at `step`, since only averages that began together can be combined.
         """
         if part not in self._updates:
             return True
@@ -112,7 +112,8 @@ class EmaShadow:
 
     @contextmanager
     def use_averages(self, name: float | None = None) -> Iterator[None]:
-        """Puts the averages into the networks inside the block, and the training weights, bit for bit, back afterwards.
+        """Inside the block, the networks have the averages as their weights; afterwards they have the training weights
+        again, bit for bit.
 
         `name` is one of the configured decays and widths; None takes the first. All ranks enter and leave the block
         together. A part without averages keeps its training weights. Raises ConfigError if there is no such average.

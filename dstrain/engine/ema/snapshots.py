@@ -85,7 +85,7 @@ class Averages:
         self.saver.save(step, entries, write, need_bytes=nbytes + (1 << 20), score=None, last=wait)
 
     def set_newer_steps_aside(self, after: int) -> None:
-        """Renames the snapshots of all steps after `after`, so that they no longer count, since the run will take these
+        """Renames the snapshots of all steps after step `after`, so that they no longer count: the run will take these
         steps again. Raises NotSaved if that fails.
         """
         self.saver.wait_for_save()

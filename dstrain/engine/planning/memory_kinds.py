@@ -29,8 +29,8 @@ OFFLOADED = {
 
 
 def count_saved_bytes(masters: Mapping[str, Masters], ema: EmaShadow) -> int:
-    """Returns the bytes of tensors that this rank writes into a checkpoint: masters, moments, averages, frozen
-    weights.
+    """Returns the number of bytes of the tensors that this rank writes into a checkpoint: masters, moments, averages
+    and frozen weights.
     """
     kinds = [
         (own, [own.flats, *map(own.read_moments, own.kinds), *ema.flats.get(part, {}).values()])
@@ -94,7 +94,7 @@ def list_gradients(masters: Mapping[str, Masters]) -> Iterator[Tensor]:
 
 
 def list_secondary_weights(masters: Mapping[str, Masters]) -> Iterator[Tensor]:
-    """Returns an iterator over ZeRO++'s second copies of the weights, where there are any."""
+    """Returns an iterator over the second copies of weights that ZeRO++ keeps. It is empty where ZeRO++ is not used."""
     weights = chain.from_iterable(own.engine.module.parameters() for own in masters.values())
     copies = (getattr(weight, "ds_secondary_tensor", None) for weight in weights)
     return (copy for copy in copies if copy is not None)

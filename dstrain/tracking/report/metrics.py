@@ -38,7 +38,7 @@ class Metrics:
         return self.steps[rows], values
 
     def find_last_value(self, name: str) -> float | None:
-        """Returns the newest finite value of a column, or None if there is none."""
+        """Returns the newest finite value of a column; None if there is none."""
         values = self.read_series(name)[1]
         values = values[np.isfinite(values)]
         return float(values[-1]) if len(values) else None

@@ -63,7 +63,7 @@ def _is_report(path: Path) -> bool:
 
 
 def render_page(records: Sequence[Record]) -> str:
-    """Returns the HTML page of one or several runs."""
+    """Returns the text of the HTML page that reports one or several runs."""
     from jinja2 import Environment, PackageLoader, select_autoescape
 
     environment = Environment(
@@ -271,4 +271,5 @@ def _list_differences(records: Sequence[Record]) -> list[tuple[str, list[Any]]]:
 
 
 def _format_time(seconds: float) -> str:
+    """Formats seconds since 1970 as local date and time."""
     return datetime.fromtimestamp(seconds).astimezone().strftime("%Y-%m-%d %H:%M:%S")

@@ -34,7 +34,7 @@ def list_picture_series(samples: Path) -> dict[str, dict[int, Path]]:
 
 
 def select_steps(steps: Sequence[int], most: int) -> list[int]:
-    """Returns at most `most` of the steps, evenly spaced, including the first and the last."""
+    """Returns at most `most` of the steps: evenly spaced ones, with the first and the last among them."""
     if len(steps) <= most:
         return list(steps)
     return [steps[round(place * (len(steps) - 1) / max(most - 1, 1))] for place in range(most)]
@@ -80,6 +80,7 @@ def _shrink_picture(image: Image.Image, most: int) -> bytes:
 
 
 def _resize_width(image: Image.Image, width: int) -> Image.Image:
+    """Returns a picture resized to this width, with the same aspect ratio; the picture itself if it has that width."""
     return (
         image
         if width == image.width

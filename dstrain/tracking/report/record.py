@@ -181,8 +181,8 @@ def _read_evaluations(folder: Path, remarks: list[str]) -> list[tuple[str, str, 
 
 
 def _read_lines(path: Path) -> list[str]:
-    """Returns the lines of a text file, or of its last 16 MB. Raises OSError if it is not a regular file or not
-    readable.
+    """Returns the lines of a text file; of a larger one, those of its last 16 MB. Raises OSError if it is not a regular
+    file or not readable.
     """
     small.require_regular_file(path)
     with open(path, "rb") as file:
