@@ -17,7 +17,12 @@ from torch import Tensor, nn
 
 from dstrain import rng
 from dstrain.distributed.group import copy_to_device
-from dstrain.encoders.frozen import Frozen, explain_loading, refuse_quantized_weights, require_no_missing_weights
+from dstrain.encoders.frozen import (
+    Frozen,
+    require_no_missing_weights,
+    require_unquantized_weights,
+    reword_loading_errors,
+)
 from dstrain.encoders.precision import Precision, cast_weights, choose_precision, use_precision
 from dstrain.recipe import ConfigError
 
@@ -77,30 +82,32 @@ class Autoencoder(Frozen):
         self.shift = (getattr(config, "shift_factor", None) or 0.0) if shift is None else shift
 
     def encode(self, image: Tensor, key: Tensor) -> Tensor:
-        """Returns float32 latents (B, c, h, w) of images (B, C, H, W) in [-1, 1], drawn from the posterior with the
-        noise of the samples' keys (B,).
+        """Returns float32 latents (B, c, h, w) of images (B, C, H, W) in [-1, 1]: draws from the posterior, then shifts
+        and scales. key int64 (B,): each sample's seed, from which its noise is drawn.
         """
         with use_precision(self.precision):
             return self.draw_latents(*encode_posterior(self.vae, image), key)
 
     def draw_latents(self, mean: Tensor, std: Tensor, key: Tensor) -> Tensor:
-        """Returns float32 latents (B, c, h, w) as `encode` does, drawn from a cached posterior: mean and std (B, c, h,
-        w), key (B,).
+        """Returns float32 latents (B, c, h, w) as `encode` does, but from a posterior that was computed before: mean
+        and std (B, c, h, w). key int64 (B,): each sample's seed, from which its noise is drawn.
         """
         return draw_latents(mean, std, key, self.scaling_factor, self.shift)
 
     @torch.no_grad()
     def decode(self, latents: Tensor) -> Tensor:
-        """Returns float32 images, about in [-1, 1]: (B, c, h, w) -> (B, C, H, W)."""
+        """Decodes latents as `encode` returns them to float32 images, about in [-1, 1]: (B, c, h, w) -> (B, C,
+        H, W).
+        """
         latents = latents / broadcast_over_pixels(self.scaling_factor, latents) + broadcast_over_pixels(
             self.shift, latents
         )
-        image = self.vae.decode(latents.to(_find_dtype(self.vae.decoder))).sample.float()
+        image = self.vae.decode(latents.to(_get_weight_dtype(self.vae.decoder))).sample.float()
         return 2 * image - 1 if self.of_representations else image
 
     def fingerprint(self) -> str:
-        """Returns a hash of architecture and weights, see `hash_network`. Call it before `drop_encoder` and
-        `set_encode_precision`, which change the weights.
+        """Returns a hash of the architecture and the weights, 32 hexadecimal digits, see `hash_network`. Call it before
+        `drop_encoder` and `set_encode_precision`, which change the weights.
         """
         return hash_network(*read_encoding_config_and_weights(self.vae))
 
@@ -118,8 +125,8 @@ class Autoencoder(Frozen):
         return [float(value) for value in means], [float(value) for value in deviations]
 
     def set_encode_precision(self, precision: Precision | None) -> None:
-        """Sets the precision of `encode` and casts the encoder's weights to it; None: tf32 if the GPU has it, else
-        fp32. `decode` stays in float32.
+        """Sets the precision in which `encode` computes, and casts the encoder's weights to it. None: tf32 if the GPU
+        has it, else fp32. `decode` stays in float32.
         """
         self.precision = precision = precision or choose_precision()
         for name in _ENCODING:
@@ -134,20 +141,20 @@ class Autoencoder(Frozen):
 
 @torch.no_grad()
 def encode_posterior(vae: nn.Module, image: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns mean and standard deviation of an autoencoder's posterior, float32 (B, c, h, w) each, for images (B, C,
-    H, W) in [-1, 1]. For an AutoencoderRAE the deviation is 0.
+    """Returns the mean and the standard deviation of an autoencoder's posterior, float32 (B, c, h, w) each, for images
+    (B, C, H, W) in [-1, 1]. The deviation is 0 for an AutoencoderRAE.
     """
     if is_representation_autoencoder(vae):
-        mean = vae.encode((image.to(_find_dtype(vae.encoder)) + 1) / 2).latent.float()
+        mean = vae.encode((image.to(_get_weight_dtype(vae.encoder)) + 1) / 2).latent.float()
         return mean, torch.zeros_like(mean)
-    moments = vae.encode(image.to(_find_dtype(vae.encoder))).latent_dist.parameters.float()
+    moments = vae.encode(image.to(_get_weight_dtype(vae.encoder))).latent_dist.parameters.float()
     mean, log_variance = moments.chunk(2, dim=1)
     return mean, torch.exp(0.5 * log_variance.clamp(-30, 20))
 
 
 def draw_latents(mean: Tensor, std: Tensor, key: Tensor, scaling_factor: Values, shift: Values = 0.0) -> Tensor:
-    """Returns float32 latents (B, c, h, w): draws from the posterior with the noise of the samples' keys (B,),
-    subtracts `shift` and multiplies by `scaling_factor`.
+    """Returns float32 latents (B, c, h, w): draws from the posterior with `mean` and `std` (B, c, h, w), subtracts
+    `shift` and multiplies by `scaling_factor`. key int64 (B,): each sample's seed, from which its noise is drawn.
     """
     noise = rng.normal(key, "latent", tuple(mean.shape[1:]))
     return (mean.float() + std.float() * noise - broadcast_over_pixels(shift, noise)) * broadcast_over_pixels(
@@ -156,8 +163,8 @@ def draw_latents(mean: Tensor, std: Tensor, key: Tensor, scaling_factor: Values,
 
 
 def broadcast_over_pixels(values: Values, like: Tensor) -> float | Tensor:
-    """Returns a single number as it is, and one number for each channel as a tensor (C, 1, 1) with dtype and device of
-    `like`, which broadcasts over pixels.
+    """Returns `values` in a form that broadcasts over latents (B, C, H, W): one number unchanged, or one number for
+    each channel as a tensor (C, 1, 1) with the dtype and device of `like`.
     """
     if isinstance(values, float | int):
         return values
@@ -165,17 +172,19 @@ def broadcast_over_pixels(values: Values, like: Tensor) -> float | Tensor:
 
 
 def is_representation_autoencoder(vae: nn.Module) -> bool:
-    """Returns whether an autoencoder is an AutoencoderRAE, whose images are in [0, 1] and which has no posterior."""
+    """Returns whether an autoencoder is diffusers' AutoencoderRAE, which takes images in [0, 1] and has
+    no posterior.
+    """
     return type(vae).__name__ == _OF_REPRESENTATIONS
 
 
 def read_encoding_config_and_weights(vae: nn.Module) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Returns the config and the weights, by diffusers' names, that decide what an autoencoder encodes. The config has
-    only keys that matter and differ from diffusers' defaults.
+    """Returns the config and the weights that decide what an autoencoder encodes, to be hashed. The config has only
+    keys that matter and differ from diffusers' defaults; the weights have diffusers' names.
 
-    Scale and shift of the latents are left out, since they are applied to the posterior sample and may be measured
-    later. The config of an AutoencoderRAE, which applies them itself, is complete except for them and private keys; its
-    weights contain them.
+    Shift and scale of the latents are left out: they are applied after encoding, and may be measured later. An
+    AutoencoderRAE normalizes its latents itself: its config has all keys but private ones and latents_mean and
+    latents_std, whose values are among its weights.
     """
     if is_representation_autoencoder(vae):
         own = {name: value for name, value in vae.config.items() if not name.startswith(("_", "latents_"))}
@@ -185,8 +194,8 @@ def read_encoding_config_and_weights(vae: nn.Module) -> tuple[dict[str, Any], di
 
 
 def hash_network(config: dict[str, Any], weights: dict[str, Tensor]) -> str:
-    """Returns a hash of a frozen network, 32 hexadecimal digits: of its config, as JSON, and of names, dtypes, shapes
-    and bytes of its weights.
+    """Returns a hash of a frozen network, 32 hexadecimal digits. It covers the config, as JSON, and the names, dtypes,
+    shapes and bytes of the weights.
     """
     digest = hashlib.blake2b(json.dumps(config, sort_keys=True).encode(), digest_size=16)
     for name in sorted(weights):
@@ -196,11 +205,15 @@ def hash_network(config: dict[str, Any], weights: dict[str, Tensor]) -> str:
     return digest.hexdigest()
 
 
-def _find_dtype(network: nn.Module) -> torch.dtype:
+def _get_weight_dtype(network: nn.Module) -> torch.dtype:
+    """Returns the dtype of a network's first parameter."""
     return next(network.parameters()).dtype
 
 
 def _load_autoencoder(path: str) -> nn.Module:
+    """Returns the AutoencoderKL or AutoencoderRAE of diffusers at `path`: a folder, a pipeline's folder with a vae/, or
+    a name on the hub. Raises ConfigError if none can be loaded there.
+    """
     import diffusers  # slow to import, and only users of a first stage need it
 
     remedy = (
@@ -209,13 +222,15 @@ def _load_autoencoder(path: str) -> nn.Module:
         "AutoencoderKL.from_pretrained(NAME).save_pretrained(FOLDER), or give a name on the hub, as "
         "stabilityai/sd-vae-ft-mse"
     )
-    with explain_loading("AutoencoderKL", "model.first_stage.path", path, "config.json and *.safetensors", remedy):
+    with reword_loading_errors(
+        "AutoencoderKL", "model.first_stage.path", path, "config.json and *.safetensors", remedy
+    ):
         folder = Path(path)
         if not (folder / "config.json").is_file() and (folder / "vae").is_dir():
             folder = folder / "vae"
         local = folder.is_dir()
         config = diffusers.AutoencoderKL.load_config(str(folder), local_files_only=local)
-        refuse_quantized_weights(config)
+        require_unquantized_weights(config)
         name = _OF_REPRESENTATIONS if config.get("_class_name") == _OF_REPRESENTATIONS else "AutoencoderKL"
         if not hasattr(diffusers, name):
             raise ConfigError(

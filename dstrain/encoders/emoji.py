@@ -53,8 +53,8 @@ class EmojiTower:
 
 
 def read_text_embeds(captions: list[str]) -> Tensor | None:
-    """Returns the embeddings, float32 (N, 384), of captions of the built-in pairs; None if any text is no such caption.
-    Upper case and extra spaces do not matter.
+    """Returns the text embeddings, float32 (N, 384), that the package holds for captions of its emoji pictures; None if
+    any of the captions is not among them. Upper case and extra spaces do not matter.
     """
     known = embeddings.read_builtin_captions()
     rows = [known.get(" ".join(caption.lower().split())) for caption in captions]

@@ -25,13 +25,15 @@ class Frozen(nn.Module):
     """
 
     def train(self, mode: bool = True) -> Self:
+        """Puts the network in evaluation mode, whatever `mode` says, and returns it."""
         return super().train(False)
 
 
-def is_available_here(path: Any) -> bool:
-    """Returns whether a network that a recipe names by `path` can be read offline: `path` is a folder, or the hub's
-    cache has its config.json or model_index.json; weights are not looked for. Returns True if `path` is no string,
-    False if it cannot be a name on the hub.
+def is_available_offline(path: Any) -> bool:
+    """Returns whether the network that a recipe names by `path` can be read without the internet: `path` is a local
+    folder, or the hub's cache on this machine has its config.json or model_index.json. Weights are not looked for.
+
+    Returns True if `path` is no string, which names no network; False if it cannot be a name on the hub.
     """
     if not isinstance(path, str) or Path(path).is_dir():
         return True
@@ -44,14 +46,16 @@ def is_available_here(path: Any) -> bool:
 
 
 @contextmanager
-def explain_loading(kind: str, key: str, path: str, content: str, remedy: str = "") -> Iterator[None]:
-    """Turns any error of the block, which loads a `kind` of network, into a ConfigError that names `key`, the recipe's
-    key of `path`. The path is a folder with `content`, or a name on the hub.
+def reword_loading_errors(kind: str, key: str, path: str, content: str, remedy: str = "") -> Iterator[None]:
+    """Turns any exception of its `with` block, which loads a network, into a ConfigError that says what could not be
+    loaded. Raises ConfigError before the block if `path` is neither a folder nor a possible hub name, or if the folder
+    holds an adapter.
 
-    Raises ConfigError before the block if the path is neither, or the folder holds an adapter.
-
-    remedy  the advice of the message if the path is neither. Where it is given, a name on the hub needs an owner, as in
-            OWNER/NAME.
+    kind     what is loaded, such as "text encoder".
+    key      the recipe's key whose value is `path`.
+    content  the files that the folder must hold.
+    remedy   the advice where `path` is neither; "": a general one. Where it is given, a hub name must have an owner, as
+             in OWNER/NAME.
     """
     if not (Path(path).is_dir() or (_can_be_hub_name(path) and ("/" in path or not remedy))):
         remedy = remedy or f"give one that holds {content}, or a name on the hub"
@@ -70,8 +74,9 @@ def explain_loading(kind: str, key: str, path: str, content: str, remedy: str = 
 
 
 def read_pretrained(loader: Any, path: str, **options: Any) -> Any:
-    """Returns a network, tokenizer or config from a folder or by a hub name, by from_pretrained of `loader`, a class of
-    transformers. Code that comes with it is not run, and a folder is read offline. Raises the errors of transformers.
+    """Returns a network, tokenizer or config, loaded by from_pretrained of `loader`, a class of transformers. path: a
+    local folder, which is read offline, or a name on the hub. Never runs code that comes with the files. Raises the
+    errors of transformers.
     """
     from transformers import dynamic_module_utils
 
@@ -81,8 +86,8 @@ def read_pretrained(loader: Any, path: str, **options: Any) -> Any:
 
 
 def read_config(path: str, folder: str = "") -> Any:
-    """Returns the config of a network of transformers at `path`, or in its subfolder `folder`. Raises ValueError if it
-    asks for an attention kernel that would be downloaded, or for quantized weights.
+    """Returns the config of transformers for the network at `path`, or in its subfolder `folder`. Raises ValueError if
+    the config asks for an attention kernel that would be downloaded, or for quantized weights.
     """
     from transformers import AutoConfig  # slow to import, and only users of such networks need it
 
@@ -90,23 +95,23 @@ def read_config(path: str, folder: str = "") -> Any:
     for part in (config, *(getattr(config, name, None) for name in ("text_config", "vision_config"))):
         if getattr(part, "_attn_implementation", None) not in _ATTENTION:
             raise ValueError(f"config.json asks for the kernel {part._attn_implementation}; leave it out there")
-        refuse_quantized_weights(vars(part) if part is not None else {})
+        require_unquantized_weights(vars(part) if part is not None else {})
     return config
 
 
 def require_no_missing_weights(missing: Iterable[str], unread: tuple[str, ...]) -> None:
-    """Raises ValueError if a file lacks weights that are used, since libraries fill them at random and only warn.
+    """Raises ValueError if a file lacks weights that the network uses. Libraries only warn, and fill them at random.
 
     missing  names of the weights that the file lacks.
-    unread   parts of names: weights with one of these in their names are never used, and may be missing.
+    unread   parts of names: weights whose names contain one of these are never used, and may be missing.
     """
     if lacking := [name for name in sorted(missing) if not any(part in name for part in unread)]:
         raise ValueError(f"its weights lack {len(lacking)} of the network's, such as {lacking[0]}")
 
 
 def read_network(loader: Any, path: str, config: Any, **options: Any) -> nn.Module:
-    """Returns a network of transformers, read from safetensors alone, with a config of `read_config`. Raises ValueError
-    if weights are missing.
+    """Returns a network of transformers with the weights at `path`, read from safetensors alone. loader: its class.
+    config: what `read_config` returned. Raises ValueError if weights are missing.
     """
     options |= {"config": config, "use_safetensors": True, "output_loading_info": True}
     network, report = read_pretrained(loader, path, **options)
@@ -115,15 +120,15 @@ def read_network(loader: Any, path: str, config: Any, **options: Any) -> nn.Modu
     return network
 
 
-def refuse_quantized_weights(config: Mapping[str, Any]) -> None:
-    """Raises ValueError if a config is that of quantized weights, which another library would have to read."""
+def require_unquantized_weights(config: Mapping[str, Any]) -> None:
+    """Raises ValueError if a model's config says that its weights are quantized: reading them needs another library."""
     if config.get("quantization_config") is not None:
         raise ValueError("config.json has a quantization_config, and quantized weights are not read")
 
 
 def read_json(key: str, path: str, name: str) -> Any:
-    """Returns the content of a JSON file in an encoder's folder or on its hub page; None if there is no such file, or
-    the hub cannot be reached. Raises ConfigError, which names `key`, if it is no JSON.
+    """Returns the content of the JSON file `name` in an encoder's folder or hub page `path`; None if there is no such
+    file, or the hub cannot be reached. Raises ConfigError, which begins with `key`, if the file is no JSON.
     """
     from transformers.utils import cached_file
 
@@ -137,15 +142,15 @@ def read_json(key: str, path: str, name: str) -> Any:
 
 
 def shorten_error(error: Exception) -> str:
-    """Returns an error's message without line breaks, cut after 200 characters; the name of its class if it has no
+    """Returns an error's message in one line of at most 200 characters; the name of the error's class if it has no
     message.
     """
     return (" ".join(str(error).split()) or type(error).__name__)[:200]
 
 
 def _can_be_hub_name(path: str) -> bool:
-    """Returns whether a path that is no folder can be a name on the hub: NAME or OWNER/NAME, where OWNER is neither
-    "runs" nor a file here. Other paths are not looked up there, which would take half a minute.
+    """Returns whether a path that is no folder can be a name on the hub: NAME or OWNER/NAME. OWNER must not be "runs"
+    or a file in the working folder, since asking the hub for such a path takes half a minute.
     """
     owner = path.partition("/")[0]
     return bool(re.fullmatch(r"(\w[\w.-]*/)?\w[\w.-]*", path)) and owner != "runs" and not Path(owner).exists()

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from dstrain.encoders.autoencoder import hash_network
-from dstrain.encoders.frozen import Frozen, explain_loading, read_config, read_json, read_network
+from dstrain.encoders.frozen import Frozen, read_config, read_json, read_network, reword_loading_errors
 from dstrain.encoders.precision import Precision, cast_weights, choose_precision
 from dstrain.recipe import ConfigError
 
@@ -33,7 +33,7 @@ class ImageEncoder(Frozen):
 
     def __init__(self, path: str) -> None:
         super().__init__()
-        self.model, self.projection = _load_tower(path)
+        self.model, self.projection = _load_clip_image_tower(path)
         self.eval().requires_grad_(False)
         self.embed_dim = self.projection.out_features
         self.image_size: int = self.model.config.image_size
@@ -44,8 +44,8 @@ class ImageEncoder(Frozen):
 
     @torch.no_grad()
     def encode(self, image: Tensor) -> Tensor:
-        """Returns embeddings float32 (N, D), not normalized, of images uint8 (N, 3, H, W). Images of another size than
-        image_size are resized to its square.
+        """Returns CLIP embeddings, float32 (N, D), not normalized, of images uint8 (N, 3, H, W). Images of another size
+        than image_size x image_size are resized to it.
         """
         pixels = image.float() / 255
         if image.shape[-2:] != (self.image_size, self.image_size):
@@ -56,13 +56,15 @@ class ImageEncoder(Frozen):
         return self.projection(pooled).float()
 
 
-def _load_tower(path: str) -> tuple[nn.Module, nn.Module]:
-    """Returns CLIP's image tower and its projection. Raises ConfigError if `path` holds no CLIP that can be loaded."""
+def _load_clip_image_tower(path: str) -> tuple[nn.Module, nn.Module]:
+    """Returns CLIP's image tower, and the linear layer that maps the tower's output to embeddings. Raises ConfigError
+    if `path` holds no CLIP that can be loaded.
+    """
     # Slow to import, and only users of images need it.
     from transformers import CLIPModel, CLIPVisionModelWithProjection
 
     kinds = {"clip": CLIPModel, "clip_vision_model": CLIPVisionModelWithProjection}
-    with explain_loading("CLIP model", "image_encoder", path, "config.json and *.safetensors"):
+    with reword_loading_errors("CLIP model", "image_encoder", path, "config.json and *.safetensors"):
         config = read_config(path)
         if config.model_type not in kinds:
             raise ConfigError(f"it is of type {config.model_type}, and only CLIP is known here")
@@ -99,7 +101,7 @@ class VisionTower(Frozen):
 
         kinds = (kinds,) if isinstance(kinds, str) else kinds
         name = " or ".join(kinds)
-        with explain_loading(f"{name} model", key, path, "config.json and *.safetensors"):
+        with reword_loading_errors(f"{name} model", key, path, "config.json and *.safetensors"):
             config = read_config(path)
             if not config.model_type.startswith(kinds):
                 raise ConfigError(f"{key} {name}:{folder}: the folder holds a model of type {config.model_type}")
@@ -114,24 +116,25 @@ class VisionTower(Frozen):
         self.register_buffer("std", torch.tensor(_STD).view(3, 1, 1), persistent=False)
 
     def describe_encoder(self) -> dict[str, Any]:
-        """Returns {width, fingerprint}, which decide the tokens of an image. Call it before `set_precision`, which
-        changes the weights.
+        """Returns {"width": length of a token's vector, "fingerprint": hash of the network}, by which a recipe knows
+        the encoder again. Call it before `set_precision`, which changes the weights and so the hash.
         """
         return {"width": self.dim, "fingerprint": hash_network({"kind": self.kind}, self.model.state_dict())}
 
     def set_precision(self, precision: Precision | None) -> None:
-        """Casts the weights to a precision and sets the attribute `precision`; callers of `read_tokens` use it by
-        `use_precision`. None: tf32 if the GPU has it, else fp32.
+        """Casts the weights to the dtype of `precision`, and sets the attribute `precision`, with which callers of
+        `compute_tokens` enter `use_precision`. None: tf32 if the GPU has it, else fp32.
         """
         self.precision = precision or choose_precision()
         cast_weights(self.model, self.precision)
 
     @torch.no_grad()
-    def read_tokens(self, images: Tensor, sides: Sequence[int] = (_SIDE, _SIDE), smooth: bool = True) -> Tokens:
-        """Returns the tokens of images uint8 (N, 3, H, W), or of clips (N, T, 3, H, W) with T = num_frames.
+    def compute_tokens(self, images: Tensor, sides: Sequence[int] = (_SIDE, _SIDE), smooth: bool = True) -> Tokens:
+        """Returns the tokens that the network computes for images uint8 (N, 3, H, W), or clips (N, T, 3, H, W) with T =
+        num_frames.
 
-        Pictures are resized to `sides`, height and width, whatever their aspect. The resampling is bicubic; `smooth`
-        tells whether it is antialiased where they get smaller.
+        Pictures are first resized (bicubic) to `sides`, (height, width), even if their aspect ratio changes. smooth:
+        whether to antialias when a picture gets smaller.
         """
         pixels = F.interpolate(images.flatten(0, -4).float(), tuple(sides), mode="bicubic", antialias=smooth)
         pixels = ((pixels / 255 - self.mean) / self.std).view(*images.shape[:-2], *sides)
@@ -141,8 +144,9 @@ class VisionTower(Frozen):
         return Tokens(states[:, 0] if self._before else None, patches, patches.mean(1))
 
     def encode(self, images: Tensor) -> Tensor:
-        """Resizes images or clips to 224 x 224 pixels, as EDM2 does, and returns their embeddings, float32 (N, D): the
-        class token, as FD-DINOv2 takes it (Stein et al. 2023), or the mean of all tokens if there is no class token.
+        """Returns embeddings (N, D), in the dtype of the weights, of images or clips resized to 224 x 224 pixels, as
+        EDM2 does: the class token, as FD-DINOv2 takes it (Stein et al. 2023), or the mean of all tokens if there is no
+        class token.
         """
-        tokens = self.read_tokens(images)
+        tokens = self.compute_tokens(images)
         return tokens.pooled if tokens.first is None else tokens.first

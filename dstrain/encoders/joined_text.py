@@ -21,7 +21,7 @@ from torch import Tensor
 
 from dstrain.distributed.group import copy_to_device
 from dstrain.encoders.autoencoder import hash_network
-from dstrain.encoders.frozen import Frozen, explain_loading, read_config, read_json, read_network, read_pretrained
+from dstrain.encoders.frozen import Frozen, read_config, read_json, read_network, read_pretrained, reword_loading_errors
 from dstrain.encoders.text import CONTENT, TextEncoder, describe_cut, set_padding
 from dstrain.recipe import ConfigError
 
@@ -42,12 +42,12 @@ class JoinedTextEncoder(TextEncoder):
 
     def __init__(self, path: str, max_length: int | None = None) -> None:
         Frozen.__init__(self)
-        with explain_loading("text encoders", "model.text_encoder", path, _FOLDERS):
-            self.clips = torch.nn.ModuleList(_load_network(path, f"text_encoder{end}", "clip") for end in ("", "_2"))
+        with reword_loading_errors("text encoders", "model.text_encoder", path, _FOLDERS):
+            self.clips = torch.nn.ModuleList(_load_clip_or_t5(path, f"text_encoder{end}", "clip") for end in ("", "_2"))
             self.tokenizers = [_load_tokenizer(path, f"tokenizer{end}") for end in ("", "_2")]
             self.t5 = None
             if has_t5(path):
-                self.t5 = _load_network(path, "text_encoder_3", "t5")
+                self.t5 = _load_clip_or_t5(path, "text_encoder_3", "t5")
                 self.tokenizers.append(_load_tokenizer(path, "tokenizer_3"))
                 self.encodings_dim = self.t5.config.d_model
             else:
@@ -70,26 +70,31 @@ class JoinedTextEncoder(TextEncoder):
             )
 
     def fingerprint(self) -> str:
-        """Returns a hash of what decides the rows: the class of this encoder, and all weights."""
+        """Returns a hash of what decides the encodings, 32 hexadecimal digits: the class of this encoder, and all
+        weights.
+        """
         return hash_network({"class": type(self).__name__}, self.state_dict() | dict(self.named_buffers()))
 
     def count_tokens(self, captions: list[str]) -> list[int]:
-        """Returns the number of tokens of each caption before truncation, by the tokenizer of T5, or of the second CLIP
-        if there is no T5.
+        """Returns the number of tokens of each caption before truncation, by T5's tokenizer, or the second CLIP's if
+        there is no T5.
         """
         return [len(ids) for ids in self.tokenizers[-1](captions, verbose=False)["input_ids"]]
 
     def describe_cut(self, captions: list[str], what: str) -> str:
+        """Returns a line for the user on how many captions T5 truncates (CLIP, if there is no T5), and how many tokens
+        are left out; "" if none is. what: the word for the captions in this line, such as prompts.
+        """
         longest = CLIP_TOKENS if self.t5 is None else self.max_length - 1 - CLIP_TOKENS
         return describe_cut(self.count_tokens(captions), longest, what)
 
     @torch.no_grad()
     def encode(self, captions: list[str]) -> dict[str, Tensor]:
-        """Returns the encodings of captions, by name, on the encoders' device:
+        """Returns the encodings of captions by name, on the encoders' device:
 
         text_embed      float32 (N, D), the pooled vectors of both CLIPs, side by side.
-        text_encodings  float32 (N, L, E), the rows of the pooled vector, of CLIP's states and of T5's, filled up with
-                        zeros to width E.
+        text_encodings  float32 (N, L, E): one row with these pooled vectors, 77 rows with the states of both CLIPs side
+                        by side, and rows with the states of T5; zeros fill up each row to width E.
         text_mask       bool (N, L), True everywhere.
         """
         device, states, pooled = next(self.clips.parameters()).device, [], []
@@ -112,11 +117,12 @@ class JoinedTextEncoder(TextEncoder):
 
 
 def open_text_encoder(path: str, max_length: int | None = None) -> TextEncoder:
-    """Returns the encoder of captions at `path`: a JoinedTextEncoder for a pipeline with several, else a TextEncoder.
-    Raises ConfigError if nothing can be loaded or max_length does not fit.
+    """Returns the text encoder at `path`: a JoinedTextEncoder for a pipeline with several text encoders, else a
+    TextEncoder. max_length: the tokens (or rows) that it reads of a text; None: its usual number. Raises ConfigError if
+    none can be loaded, or max_length does not fit.
     """
     if not (Path(path) / "config.json").is_file():
-        with explain_loading("text encoder", "model.text_encoder", path, CONTENT):
+        with reword_loading_errors("text encoder", "model.text_encoder", path, CONTENT):
             index = read_json("model.text_encoder", path, "model_index.json")
         if isinstance(index, dict) and "text_encoder_2" in index:
             return JoinedTextEncoder(path, max_length)
@@ -124,19 +130,22 @@ def open_text_encoder(path: str, max_length: int | None = None) -> TextEncoder:
 
 
 def has_t5(path: str) -> bool:
-    """Returns whether a pipeline's folder, or name on the hub, has T5 as its third text encoder."""
+    """Returns whether the pipeline at `path`, a folder or hub name, has a third text encoder, which is T5 in Stable
+    Diffusion 3.
+    """
     index = read_json("model.text_encoder", path, "model_index.json")
     return (index.get("text_encoder_3") or [None])[0] is not None
 
 
 def _tokenize_captions(tokenizer: Any, captions: list[str], count: int, device: torch.device) -> Tensor:
+    """Returns the token ids of captions, each truncated or padded to `count` tokens: int64 (N, count), on `device`."""
     tokens = tokenizer(captions, padding="max_length", truncation=True, max_length=count, return_tensors="pt")
     return copy_to_device(tokens["input_ids"], device)
 
 
-def _load_network(path: str, folder: str, kind: str) -> torch.nn.Module:
-    """Returns a CLIP with its projection, or T5's encoder, as `kind` ("clip" or "t5") says. Raises ValueError if the
-    folder's network is another one, or a CLIP reads fewer than 77 tokens.
+def _load_clip_or_t5(path: str, folder: str, kind: str) -> torch.nn.Module:
+    """Returns the text encoder in the subfolder `folder` of a pipeline. kind: "clip", with its projection, or "t5".
+    Raises ValueError if the subfolder holds another kind, or a CLIP that reads fewer than 77 tokens.
     """
     from transformers import CLIPTextModelWithProjection, T5EncoderModel
 
@@ -150,6 +159,9 @@ def _load_network(path: str, folder: str, kind: str) -> torch.nn.Module:
 
 
 def _load_tokenizer(path: str, folder: str) -> Any:
+    """Returns the tokenizer in the subfolder `folder` of a pipeline, set to pad at the end; those of the CLIPs read 77
+    tokens.
+    """
     from transformers import AutoTokenizer
 
     tokenizer = read_pretrained(AutoTokenizer, path, subfolder=folder)
@@ -160,8 +172,8 @@ def _load_tokenizer(path: str, folder: str) -> Any:
 
 
 def _read_joint_attention_dim(path: str) -> int:
-    """Returns the width of text states that a pipeline's transformer takes, from its config. Raises ValueError if that
-    names none.
+    """Returns the width of the text encodings that a pipeline's transformer takes: joint_attention_dim of its config.
+    Raises ValueError if there is none.
     """
     width = (read_json("model.text_encoder", path, "transformer/config.json") or {}).get("joint_attention_dim")
     if not isinstance(width, int):

@@ -18,18 +18,18 @@ Precision = Literal["fp32", "tf32", "bf16"]
 
 
 def choose_dtype(precision: Precision) -> torch.dtype:
-    """Returns the dtype of weights for a precision."""
+    """Returns the dtype in which weights are kept at a precision: bfloat16 for bf16, float32 for fp32 and tf32."""
     return torch.bfloat16 if precision == "bf16" else torch.float32
 
 
 def choose_precision() -> Precision:
-    """Returns tf32 if there is a GPU that has it, else fp32."""
+    """Returns the default precision on this machine: tf32 if it has a GPU that supports it, else fp32."""
     return "tf32" if torch.cuda.is_available() and torch.cuda.is_tf32_supported() else "fp32"
 
 
 def find_precision_problem(precision: Precision | None, key: str) -> str | None:
-    """Returns a message, which names `key`, if this machine cannot compute in the precision; None if it can. Callers do
-    not use another precision instead, since reported values and caches name theirs.
+    """Returns an error message, which begins with the option or key `key`, if this machine cannot compute in
+    `precision`; None if it can, or if `precision` is None (the machine's default).
     """
     if precision != "tf32" or choose_precision() == "tf32":
         return None
@@ -40,15 +40,15 @@ def find_precision_problem(precision: Precision | None, key: str) -> str | None:
 
 
 def require_precision(precision: Precision) -> None:
-    """Raises ConfigError if this machine cannot compute in the precision that --precision names."""
+    """Raises ConfigError if this machine cannot compute in `precision`, the value of the option --precision."""
     if text := find_precision_problem(precision, "--precision tf32"):
         raise ConfigError(text)
 
 
 @contextmanager
 def use_precision(precision: Precision) -> Iterator[None]:
-    """Inside the block, lets products and convolutions in float32 use TF32 if `precision` is tf32, and full precision
-    otherwise. Afterwards restores the settings of before.
+    """Within its `with` block, lets float32 matrix products and convolutions use TF32 if `precision` is tf32, and makes
+    them exact float32 otherwise. Restores the previous settings afterwards.
     """
     before = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
     torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
@@ -61,8 +61,8 @@ def use_precision(precision: Precision) -> Iterator[None]:
 
 
 def cast_weights(network: nn.Module, precision: Precision) -> None:
-    """Casts a network's parameters to the dtype of a precision in place; buffers keep theirs. Compute a fingerprint of
-    the network before.
+    """Casts a network's parameters, in place, to the dtype of `precision`; buffers keep theirs. Hash the network
+    before, since its weights change.
     """
     for weight in network.parameters():
         weight.data = weight.data.to(choose_dtype(precision))

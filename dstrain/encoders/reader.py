@@ -17,7 +17,7 @@ from torch import Tensor
 from dstrain import rng
 from dstrain.distributed.group import copy_to_device
 from dstrain.encoders.joined_text import open_text_encoder
-from dstrain.encoders.text import TextEncoder, describe_cut, encode_distinct, load_text_encoder, unpack_captions
+from dstrain.encoders.text import TextEncoder, describe_cut, encode_distinct_texts, load_text_encoder, unpack_captions
 from dstrain.recipe import ConfigError, Section, mark_filled_in
 
 NAMES = ("words", "text_encodings", "text_mask")
@@ -47,27 +47,31 @@ class ReadsTexts(Section):
 
     @property
     def reads_texts(self) -> bool:
-        """Returns whether the model reads texts at all."""
+        """Returns whether samples are conditioned on texts."""
         raise NotImplementedError
 
     @property
     def has_null(self) -> bool:
-        """Returns whether the model has a null text, which is the input for samples without text."""
+        """Returns whether the model has a null text: an input that means "no text", which guidance needs."""
         return self.reads_texts and getattr(self, self.null_field) > 0
 
     @property
     def learns_null(self) -> bool:
-        """Returns whether the null text is a learned token, and not the encoding of an empty text."""
+        """Returns whether the null text (see `has_null`) is a learned token, rather than the encoding of an
+        empty text.
+        """
         return self.has_null
 
     @property
     def cached_text(self) -> tuple[int, int] | None:
-        """Returns (tokens, width) of the text encodings that the data hold; None if they hold none."""
+        """Returns (tokens, width) of the text encodings that the training data hold, computed before; None if they hold
+        none.
+        """
         codes = getattr(self, "codes", None)
         return None if codes is None else codes.text
 
     def make_text_arguments(self) -> dict[str, Any]:
-        """Returns keyword arguments for the module of a network that embeds texts."""
+        """Returns the keyword arguments, made from these fields, of the network's module that embeds texts."""
         return {
             "num_words": None if self.text_encodings_dim else self.num_words,
             "max_text_len": self.max_text_len,
@@ -75,19 +79,19 @@ class ReadsTexts(Section):
             "learns_null": self.learns_null,
         }
 
-    def require_width(self) -> None:
-        """Raises ConfigError if text_encoder is set and text_encodings_dim, the width of its encodings, is not."""
+    def require_encodings_dim(self) -> None:
+        """Raises ConfigError if text_encoder is set but text_encodings_dim, the width of its encodings, is not."""
         if self.text_encoder is not None and self.text_encodings_dim is None:
             raise ConfigError(
                 f"text_encodings_dim: {self.text_encoder} gives encodings, and how wide they are is not "
                 "said; give its hidden size, for example 768 for google/t5-v1_1-base"
             )
 
-    def require_cached(self, text: tuple[int, int] | None, text_encoder: str | None) -> None:
-        """Raises ConfigError if text encodings in data.path have another width, another number of tokens or another
-        encoder than the model's fields say.
+    def require_matching_cache(self, text: tuple[int, int] | None, text_encoder: str | None) -> None:
+        """Raises ConfigError if the text encodings in data.path have another width, number of tokens or encoder than
+        the model's fields say.
 
-        text          their (tokens, width); None: there are none.
+        text          (tokens, width) of these encodings; None: there are none.
         text_encoder  the fingerprint of their encoder; None: it is not known.
         """
         width, fingerprint = self.text_encodings_dim, self.text_encoder_fingerprint
@@ -109,10 +113,11 @@ class ReadsTexts(Section):
             )
 
 
-def fill_in_text_fields(model: dict[str, Any], codes: Any) -> dict[str, Any]:
-    """Returns the fields on text encodings that a cache's index `codes` decides, to be added to the section `model`,
-    which is not changed. Returns {} if the cache has no text encodings, or the section hashes words (text_encodings_dim
-    is null).
+def get_text_fields_of_cache(model: dict[str, Any], codes: Any) -> dict[str, Any]:
+    """Returns the fields text_encodings_dim, max_text_len and text_encoder_fingerprint, by name, with the values that
+    hold for the text encodings of a cache. codes: the cache's index. model: the recipe's section, which is not changed.
+
+    Returns {} if the cache has no text encodings, or if the section chooses hashed words by a null text_encodings_dim.
     """
     if not codes.text or model.get("text_encodings_dim", "absent") is None:
         return {}
@@ -124,8 +129,8 @@ def fill_in_text_fields(model: dict[str, Any], codes: Any) -> dict[str, Any]:
 
 
 def replace_text_encoder(model: dict[str, Any], text_encoder: str, reads_texts: bool) -> dict[str, Any]:
-    """Returns a copy of the section `model` in which text_encoder, a folder or hub name, is replaced. Raises
-    ConfigError if the model reads no texts or hashes words.
+    """Returns a copy of the recipe's section `model` with another text_encoder, a folder or hub name. Raises
+    ConfigError if the model reads no texts (`reads_texts` is False), or hashes words instead of encoding texts.
     """
     if not reads_texts:
         raise ConfigError("--text-encoder: the model is unconditional and takes no texts; leave it out")
@@ -146,8 +151,9 @@ class Reader:
         self._empty: TextInputs = {}
 
     def make_batch_inputs(self, batch: dict[str, Tensor]) -> TextInputs:
-        """Returns the text inputs of a batch: its encodings or hashed words, or what its captions (UTF-8) become.
-        Raises ConfigError if the batch has none of these, or encodings of another width.
+        """Returns the text inputs of a batch: the encodings or hashed words that it holds, or those made from its
+        captions. Returns {} if the model reads no texts. Raises ConfigError if the batch holds none of these, or
+        encodings of another width.
         """
         config, width = self.config, self.config.text_encodings_dim
         if not config.reads_texts:
@@ -167,15 +173,15 @@ class Reader:
             raise ConfigError(f"data: there are no captions, and the model reads texts: {config.no_captions}")
         # Captions are on the host, which reads them; the inputs go to the device of the rest of the batch.
         device = batch.get("key", batch["caption"]).device
-        inputs = self._read(unpack_captions(batch["caption"]), device)
+        inputs = self._hash_or_encode(unpack_captions(batch["caption"]), device)
         return {name: copy_to_device(value, device) for name, value in inputs.items()}
 
     def make_text_inputs(self, texts: list[str]) -> TextInputs:
-        """Returns the inputs of each text, on the CPU. Raises ConfigError if the model reads no texts, or no encoder
-        can be loaded.
+        """Returns the text inputs of N texts, (N, ...) each, on the CPU. Raises ConfigError if the model reads no
+        texts, or no text encoder can be loaded.
 
-        Each distinct text is encoded once, and if there are at most 256 their inputs are kept for the next call. Where
-        the data hold encodings, the encoder is only needed for prompts, and is freed after them.
+        Equal texts are encoded once. The inputs of up to 256 texts are kept for the next call. If the data hold
+        encodings, the encoder is freed afterwards, since only prompts need it.
         """
         if not self.config.reads_texts:
             raise ConfigError("prompts: this model is unconditional and reads no texts; leave them out")
@@ -183,16 +189,17 @@ class Reader:
         if not row_of.keys() >= set(texts):
             distinct, cpu = list(dict.fromkeys(texts)), torch.device("cpu")
             row_of = {text: row for row, text in enumerate(distinct)}
-            inputs = encode_distinct(distinct, lambda some: self._read(some, cpu))
+            inputs = encode_distinct_texts(distinct, lambda some: self._hash_or_encode(some, cpu))
             self._last = (row_of, inputs) if len(row_of) <= _REMEMBERED else ({}, {})
-            if self._cached:
+            if self._has_cached_encodings:
                 self.encoder = None
         rows = torch.tensor([row_of[text] for text in texts])
         return {name: value[rows] for name, value in inputs.items()}
 
     def make_prompt_inputs(self, texts: list[str]) -> TextInputs:
-        """Returns the inputs of each prompt, as `make_text_inputs`. An empty prompt gives the null text, whose mask, if
-        there is one, is False everywhere. Raises ConfigError for an empty prompt if the model has no null text.
+        """Returns the text inputs of N prompts, (N, ...) each. An empty prompt means the null text, and its mask, if
+        inputs have one, is False everywhere. Raises ConfigError for an empty prompt if the model has no null text, and
+        as `make_text_inputs` does.
         """
         empty = torch.tensor([not text.strip() for text in texts])
         if empty.any() and not self.config.has_null:
@@ -206,9 +213,9 @@ class Reader:
         return inputs
 
     def make_null_inputs(self, num: int) -> TextInputs:
-        """Returns the inputs of `num` samples without text: words or encodings of zeros with a mask of False, for which
-        the network uses the null text. Returns {} if the model reads no texts. Raises ConfigError if it has no null
-        text.
+        """Returns the text inputs of `num` samples without text, for which the network takes the null text: zeros, with
+        a mask of False if they are encodings. Returns {} if the model reads no texts. Raises ConfigError if it has no
+        null text.
         """
         if not self.config.reads_texts:
             return {}
@@ -222,12 +229,12 @@ class Reader:
         }
 
     def encode_empty_text(self, device: torch.device) -> TextInputs:
-        """Returns the encoder's output for an empty text, one row, on `device`. Only the first call encodes it. Raises
-        ConfigError if the encoder reads no token of it.
+        """Returns the text inputs of one empty text, (1, ...) each, on `device`. Encodes it in the first call only.
+        Raises ConfigError if the encoder reads no token of an empty text.
         """
         if not self._empty:
-            self._empty = self._read([""], torch.device("cpu"))
-            if self._cached:
+            self._empty = self._hash_or_encode([""], torch.device("cpu"))
+            if self._has_cached_encodings:
                 self.encoder = None
             if not self._empty["text_mask"].any():
                 raise ConfigError(
@@ -238,21 +245,26 @@ class Reader:
             self._empty = {name: copy_to_device(value, device) for name, value in self._empty.items()}
         return self._empty
 
-    def _read(self, texts: list[str], device: torch.device) -> TextInputs:
+    def _hash_or_encode(self, texts: list[str], device: torch.device) -> TextInputs:
+        """Returns the text inputs of N texts, (N, ...) each: ids of hashed words, on the CPU, or encodings computed on
+        `device`.
+        """
         if self.config.text_encodings_dim is None:
             return {"words": hash_words(texts, self.config.num_words, self.config.max_text_len)}
         return self.make_batch_inputs(select_text_inputs(self._get_encoder().to(device).encode(texts)))
 
-    def fingerprint(self) -> str:
-        """Returns " text_encoder=HASH", which is added to the data's fingerprint, if an encoder reads the captions of
-        batches; else "".
+    def make_fingerprint_suffix(self) -> str:
+        """Returns " text_encoder=HASH", to be added to the fingerprint of the data, if an encoder reads their captions
+        while the model trains; "" if none does.
         """
-        reads = self.config.text_encodings_dim is not None and not self._cached and self.config.reads_texts
+        reads = (
+            self.config.text_encodings_dim is not None and not self._has_cached_encodings and self.config.reads_texts
+        )
         return f" text_encoder={self._get_encoder().fingerprint()}" if reads else ""
 
     def describe_cut(self, texts: list[str], what: str) -> str:
-        """Returns a line that says how much of the texts the model cannot read; "" if it reads all of them, or no texts
-        at all.
+        """Returns a line for the user on how many texts are truncated, and how many tokens or words are left out; "" if
+        none is, or if the model reads no texts. what: the word for the texts in this line, such as prompts.
         """
         if not self.config.reads_texts:
             return ""
@@ -261,13 +273,13 @@ class Reader:
         return describe_cut(map(len, map(split_words, texts)), self.config.max_text_len, what, "words")
 
     @property
-    def _cached(self) -> bool:
-        """Returns whether the data hold text encodings."""
+    def _has_cached_encodings(self) -> bool:
+        """Returns whether the training data hold text encodings, computed before."""
         return self.config.cached_text is not None
 
     def _get_encoder(self) -> TextEncoder:
-        """Returns the encoder. The first call loads it, since cached encodings need none. Raises ConfigError as
-        `load_text_encoder`.
+        """Returns the text encoder, which the first call loads. Raises ConfigError if the recipe names none, if it
+        cannot be loaded, or if its fingerprint is another one than the recipe's.
         """
         config = self.config
         if self.encoder is None:
@@ -277,19 +289,21 @@ class Reader:
 
 
 def select_text_inputs(tensors: dict[str, Tensor]) -> TextInputs:
-    """Returns the text inputs among the tensors of a batch, an example or conditions: those named words, text_encodings
-    and text_mask.
+    """Returns those of the named tensors that are text inputs: words, text_encodings and text_mask. {} if there are
+    none.
     """
     return {name: tensors[name] for name in NAMES if name in tensors}
 
 
 def split_words(text: str) -> list[str]:
-    """Returns the words of a text that are hashed, in lower case."""
+    """Returns the words of a text in lower case. A word is a run of letters, digits and underscores."""
     return _WORD.findall(text.lower())
 
 
 def hash_words(texts: list[str], num_words: int, max_text_len: int) -> Tensor:
-    """Returns the ids of the first max_text_len words of each text, int64 (N, max_text_len), filled up with 0."""
+    """Returns the ids of the first max_text_len words of each text, int64 (N, max_text_len): hashes of the words from 1
+    to num_words - 1, and 0 where a text has no more words.
+    """
     rows = []
     for text in texts:
         words = split_words(text)[:max_text_len]
@@ -299,8 +313,9 @@ def hash_words(texts: list[str], num_words: int, max_text_len: int) -> Tensor:
 
 
 def draw_synthetic_texts(config: ReadsTexts, key: Tensor) -> dict[str, Tensor]:
-    """Returns the texts of a synthetic batch, drawn from the samples' keys (B,): encodings and their mask as in a
-    cache, or captions of up to 8 words as bytes. Returns {} for a model that reads no texts.
+    """Returns random texts for a synthetic batch, drawn from the samples' keys (seeds) int64 (B,): text_encodings and
+    text_mask if the model reads encodings, else caption, up to 8 words in UTF-8, uint8 (B, bytes). Returns {} if the
+    model reads no texts.
     """
     longest = config.max_text_len
     if not config.reads_texts:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from dstrain.distributed.group import copy_to_device
 from dstrain.encoders.autoencoder import hash_network
-from dstrain.encoders.frozen import Frozen, explain_loading, read_config, read_json, read_network, read_pretrained
+from dstrain.encoders.frozen import Frozen, read_config, read_json, read_network, read_pretrained, reword_loading_errors
 from dstrain.recipe import ConfigError
 
 CONTENT = "config.json, *.safetensors and the tokenizer's files"  # of an encoder's folder
@@ -51,28 +51,30 @@ class TextEncoder(Frozen):
         self.embed_dim = config.hidden_size if self.projection is None else self.projection.out_features
 
     def fingerprint(self) -> str:
-        """Returns a short hash of what decides the embeddings: the kind of model, its weights, and its pooling."""
+        """Returns a hash of what decides the embeddings, 32 hexadecimal digits: the class of the network, its weights,
+        and its pooling.
+        """
         config = {"class": type(self.model).__name__} | ({"pooling": "cls"} if self.pooling == "cls" else {})
         return hash_network(config, self.state_dict() | dict(self.named_buffers()))
 
     def count_tokens(self, captions: list[str]) -> list[int]:
-        """Returns the number of tokens of each caption before truncation, with the tokens that mark beginning and
-        end.
-        """
+        """Returns the number of tokens of each caption before truncation, tokens of beginning and end included."""
         return [len(ids) for ids in self.tokenizer(captions, verbose=False)["input_ids"]]
 
     def describe_cut(self, captions: list[str], what: str) -> str:
-        """Returns a line on how many captions are truncated and by how many tokens, see the function `describe_cut`; ""
-        if none is.
+        """Returns a line for the user on how many captions are truncated, and how many tokens are left out; "" if none
+        is. what: the word for the captions in this line, such as prompts.
         """
         return describe_cut(self.count_tokens(captions), self.max_length, what)
 
     @torch.no_grad()
     def encode(self, captions: list[str]) -> dict[str, Tensor]:
-        """Returns text_embed float32 (N, D), text_encodings float32 (N, L, E) and text_mask bool (N, L), on the
-        encoder's device.
+        """Returns the encodings of captions by name, on the encoder's device, not normalized. Captions are truncated
+        after max_length tokens.
 
-        Nothing is normalized. Captions are truncated after max_length tokens.
+        text_embed      float32 (N, D), one vector for each caption.
+        text_encodings  float32 (N, L, E), one vector for each token.
+        text_mask       bool (N, L), True at tokens, False at padding.
         """
         device = next(self.model.parameters()).device
         tokens = self.tokenizer(
@@ -97,8 +99,8 @@ def load_text_encoder(
     expected: str | None = None,
     open_encoder: Callable[[str, int | None], TextEncoder] = TextEncoder,
 ) -> TextEncoder:
-    """Returns the encoder at `path`, which model.text_encoder names, opened by `open_encoder`. Raises ConfigError if
-    `path` is None, or if the encoder has another fingerprint than `expected` (None: any).
+    """Returns the text encoder at `path`, the value of model.text_encoder, as open_encoder(path, max_length) opens it.
+    Raises ConfigError if `path` is None, or if the encoder's fingerprint is not the `expected` one (None: any).
     """
     if path is None:
         raise ConfigError(
@@ -114,9 +116,9 @@ def load_text_encoder(
     return encoder
 
 
-def encode_distinct(texts: list[str], encode: Callable[[list[str]], dict[str, Tensor]]) -> dict[str, Tensor]:
-    """Returns the encodings of all texts, a row for each, (N, ...), by name. `encode` gets each distinct text once, 64
-    at a time.
+def encode_distinct_texts(texts: list[str], encode: Callable[[list[str]], dict[str, Tensor]]) -> dict[str, Tensor]:
+    """Returns the encodings of N texts by name, (N, ...) each, in the order of the texts. Equal texts are encoded once:
+    `encode` gets each distinct text one time, at most 64 texts in a call.
     """
     row_of: dict[str, int] = {}
     rows = torch.tensor([row_of.setdefault(text, len(row_of)) for text in texts])
@@ -126,8 +128,12 @@ def encode_distinct(texts: list[str], encode: Callable[[list[str]], dict[str, Te
 
 
 def describe_cut(lengths: Iterable[int], longest: int, what: str, unit: str = "tokens") -> str:
-    """Returns a line on how many texts are truncated after `longest` units, and how many units are left out; "" if none
-    is. lengths: of all texts, in units. what: the texts' name in the line, such as prompts.
+    """Returns a line for the user on how many texts are truncated after `longest` units, and how many units are left
+    out; "" if none is.
+
+    lengths  the length of each text, in units.
+    what     the word for the texts in this line, such as prompts.
+    unit     the word for a unit, such as tokens.
     """
     lengths = list(lengths)
     cut = [length - longest for length in lengths if length > longest]
@@ -147,8 +153,8 @@ def unpack_captions(packed: Tensor) -> list[str]:
 
 
 def _load_encoder(path: str) -> tuple[nn.Module, nn.Module | None, object]:
-    """Returns the encoder, CLIP's projection (None for others) and the tokenizer. Raises ConfigError if `path` gives
-    none.
+    """Returns the text encoder at `path`, CLIP's projection layer (None for other encoders), and the tokenizer. Raises
+    ConfigError if they cannot be loaded.
     """
     # Slow to import, and only users of captions need it.
     from transformers import (
@@ -162,7 +168,7 @@ def _load_encoder(path: str) -> tuple[nn.Module, nn.Module | None, object]:
 
     # T5's alone reads a folder without a decoder, as pipelines of diffusers hold, and leaves a decoder on the disk.
     kinds = {"clip": CLIPModel, "clip_text_model": CLIPTextModelWithProjection, "t5": T5EncoderModel}
-    with explain_loading("text encoder", "model.text_encoder", path, CONTENT):
+    with reword_loading_errors("text encoder", "model.text_encoder", path, CONTENT):
         config = read_config(path)
         kind = kinds.get(config.model_type, AutoModel)
         model, tokenizer = read_network(kind, path, config), read_pretrained(AutoTokenizer, path)
@@ -176,12 +182,12 @@ def _load_encoder(path: str) -> tuple[nn.Module, nn.Module | None, object]:
 
 
 def load_t5(path: str) -> tuple[nn.Module, Any]:
-    """Returns T5's encoder and its tokenizer, as pipelines of diffusers have them. Raises ConfigError if `path` gives
-    no T5.
+    """Returns the T5 encoder at `path` and its tokenizer, which an exported pipeline of PixArt contains. Raises
+    ConfigError if there is no T5.
     """
     from transformers import AutoTokenizer, T5EncoderModel
 
-    with explain_loading("T5", "model.text_encoder", path, CONTENT):
+    with reword_loading_errors("T5", "model.text_encoder", path, CONTENT):
         config = read_config(path)
         if config.model_type != "t5":
             raise ValueError(f"its model_type is {config.model_type}, and PixArt's pipeline reads texts by T5")
@@ -191,8 +197,8 @@ def load_t5(path: str) -> tuple[nn.Module, Any]:
 
 
 def set_padding(tokenizer: Any, path: str) -> None:
-    """Makes a tokenizer pad short texts at their end, with eos_token if it has no pad_token. Raises ConfigError if it
-    has neither.
+    """Makes a tokenizer pad short texts at their end, with eos_token if it has no pad_token. Raises ConfigError, which
+    names `path`, if it has neither.
     """
     if tokenizer.pad_token is None and tokenizer.eos_token is None:
         raise ConfigError(
@@ -205,8 +211,8 @@ def set_padding(tokenizer: Any, path: str) -> None:
 
 
 def _read_pooling(path: str) -> str:
-    """Returns how a sentence encoder makes one vector of its token states: "mean" or "cls", the first one; "mean" if
-    its folder does not say. Raises ConfigError for another pooling or a further layer.
+    """Returns how a sentence encoder makes one vector of its token states: "mean" of all, or "cls", the first state.
+    Returns "mean" if its folder does not say. Raises ConfigError for another pooling, or if another layer follows.
     """
     for module in read_json("model.text_encoder", path, "modules.json") or []:
         kind = str(module.get("type", "")).rpartition(".")[2]

@@ -217,7 +217,7 @@ class Alignment:
         image = image.expand(-1, 3, -1, -1)
         with use_precision(tower.precision):
             # As REPA resamples, so that a patch of the encoder is one of the network.
-            return tower.read_tokens(image, [side * tower.patch_size for side in grid], smooth=False).patches.float()
+            return tower.compute_tokens(image, [side * tower.patch_size for side in grid], smooth=False).patches.float()
 
     def _load_encoder(self) -> VisionTower:
         if self._tower is None:

@@ -11,9 +11,9 @@ from dstrain.diffusion.gaussian import GaussianDiffusion
 from dstrain.diffusion.process import ChainProcess, Process
 from dstrain.diffusion.schedule import make_betas
 from dstrain.encoders import autoencoder
-from dstrain.encoders.frozen import is_available_here
+from dstrain.encoders.frozen import is_available_offline
 from dstrain.encoders.precision import find_precision_problem
-from dstrain.encoders.reader import Reader, ReadsTexts, fill_in_text_fields, replace_text_encoder
+from dstrain.encoders.reader import Reader, ReadsTexts, get_text_fields_of_cache, replace_text_encoder
 from dstrain.nn.lora import list_lora_conflicts
 from dstrain.recipe import ConfigError, Run
 from dstrain.recipe.shapes import require_multiples
@@ -159,7 +159,7 @@ class Config(Fields):
                     f"{given[0]}: with condition=label no text is read; leave it out, or set condition=text"
                 )
             return
-        self.require_width()
+        self.require_encodings_dim()
         if self.text_projection != "linear" and self.text_encodings_dim is None:
             raise ConfigError(
                 f"text_projection: {self.text_projection} maps states of a text encoder, and hashed words have a table "
@@ -179,7 +179,7 @@ class Config(Fields):
         if self.tokens.label:
             raise ConfigError("tokens.label: with condition=text there is no label; leave it at 0")
         if self.codes is not None:
-            self.require_cached(self.codes.text, self.codes.text_encoder)
+            self.require_matching_cache(self.codes.text, self.codes.text_encoder)
 
     @classmethod
     def completed(cls, model: dict[str, Any], run: Run) -> dict[str, Any]:
@@ -204,7 +204,7 @@ class Config(Fields):
             codes = {name: getattr(index, name) for name in ("shape", "scaling_factor", "first_stage")}
             if model.get("condition") == "text":
                 codes |= {"text": index.text, "text_encoder": index.text_encoder}
-                from_data |= fill_in_text_fields(model, index)
+                from_data |= get_text_fields_of_cache(model, index)
             from_data["in_channels"] = index.shape[0]
             if isinstance(first_stage, dict):
                 first_stage = {"factor": max(run.data.image_size // index.shape[1], 1), **first_stage}
@@ -226,8 +226,8 @@ class Config(Fields):
     def without_files(cls, run: Run) -> tuple[Run, str]:
         stage, align = run.model.get("first_stage"), run.model.get("align")
         path = stage.get("path") if isinstance(stage, dict) else None
-        here = is_available_here(path) or run.data.buckets
-        if run.model.get("null_text") == "encoder" and not is_available_here(run.model.get("text_encoder")):
+        here = is_available_offline(path) or run.data.buckets
+        if run.model.get("null_text") == "encoder" and not is_available_offline(run.model.get("text_encoder")):
             run = run.model_copy(update={"model": {**run.model, "null_text": "learned"}})  # as long as an empty text
         if isinstance(align, dict) and align.get("path") and not (here and Path(align["path"]).is_dir()):
             # What learns stays: the features come with the samples.

@@ -4,8 +4,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from dstrain.encoders.frozen import is_available_here
-from dstrain.encoders.reader import ReadsTexts, fill_in_text_fields, replace_text_encoder
+from dstrain.encoders.frozen import is_available_offline
+from dstrain.encoders.reader import ReadsTexts, get_text_fields_of_cache, replace_text_encoder
 from dstrain.recipe import MAY_CHANGE, ConfigError, Run, Section, mark_filled_in, mark_fixed
 from dstrain.systems.base import SystemConfig, list_indivisible
 from dstrain.systems.beginnings import require_shares
@@ -130,7 +130,7 @@ class Config(SystemConfig, ReadsTexts):
         if min(self.token_shape) < 1:
             raise ConfigError(f"token_shape {list(self.token_shape)}: latent frames, height and width are 1 at least")
         require_shares("beginnings", self.beginnings, self.token_shape[0])
-        self.require_width()
+        self.require_encodings_dim()
         if self.unconditional and (self.text_encoder or self.text_encodings_dim):
             raise ConfigError(
                 "unconditional: the model reads no texts, and text_encoder or text_encodings_dim is "
@@ -167,7 +167,7 @@ class Config(SystemConfig, ReadsTexts):
                 f"token_shape {list(self.token_shape)}: the tokens in data.path are {list(codes.shape)} "
                 "(latent frames, height, width); leave model.token_shape out, or encode other clips"
             )
-        self.require_cached(codes.text, codes.text_encoder)
+        self.require_matching_cache(codes.text, codes.text_encoder)
         expected = self.tokenizer and self.tokenizer.fingerprint
         if expected not in (None, codes.first_stage):
             raise ConfigError(
@@ -186,10 +186,10 @@ class Config(SystemConfig, ReadsTexts):
     def without_files(cls, run: Run) -> tuple[Run, str]:
         stage, encoder, every, absent = run.model.get("tokenizer"), run.model.get("text_encoder"), run.every, {}
         path = stage.get("path") if isinstance(stage, dict) else None
-        if not is_available_here(path) and run.model.get("token_shape"):
+        if not is_available_offline(path) and run.model.get("token_shape"):
             absent["tokenizer"] = f"model.tokenizer.path={path}"
             every = run.every.model_copy(update={"sample": 0})  # Nothing decodes what would be drawn.
-        if not is_available_here(encoder) and run.model.get("text_encodings_dim"):
+        if not is_available_offline(encoder) and run.model.get("text_encodings_dim"):
             absent["text_encoder"] = f"model.text_encoder={encoder}"
         if not absent:
             return run, ""
@@ -229,7 +229,7 @@ class Config(SystemConfig, ReadsTexts):
             if codes.codebook_size:
                 added["codebook_size"] = codes.codebook_size
             if not model.get("unconditional"):
-                added |= fill_in_text_fields(model, codes)
+                added |= get_text_fields_of_cache(model, codes)
         # Always from the index of these data: a section that a run wrote down may be of another cache.
         index = codes.model_dump(include=set(Codes.model_fields)) if cached else None
         return added | model | {"codes": index} | ({"tokenizer": stage} if stage else {})

@@ -118,7 +118,7 @@ class PhenakiSystem(System):
             )
 
     def fingerprint(self, source: Any) -> str:
-        return source.compute_fingerprint() + self.texts.fingerprint()
+        return source.compute_fingerprint() + self.texts.make_fingerprint_suffix()
 
     def get_tokenizer(self, device: torch.device | None = None) -> Codec:
         """Returns the frozen tokenizer, on `device` if one is given. The first call loads the tokenizer, so that a run

@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from dstrain.diffusion.schedule import SCHEDULES
-from dstrain.encoders.frozen import is_available_here
+from dstrain.encoders.frozen import is_available_offline
 from dstrain.recipe import MAY_CHANGE, ConfigError, Run, Section, mark_filled_in
 from dstrain.systems.base import SystemConfig
 
@@ -201,7 +201,7 @@ class Config(SystemConfig):
     @classmethod
     def without_files(cls, run: Run) -> tuple[Run, str]:
         encoder = run.model.get("text_encoder")
-        if is_available_here(encoder):
+        if is_available_offline(encoder):
             return run, ""
         return run.model_copy(update={"model": {**run.model, "text_encoder": None}}), (
             f"note: model.text_encoder={encoder} is not here, and is not counted"

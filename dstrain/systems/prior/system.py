@@ -23,7 +23,7 @@ from dstrain.diffusion.solvers import choose_eta
 from dstrain.diffusion.timesteps import UniformSampler
 from dstrain.encoders import emoji
 from dstrain.encoders.autoencoder import hash_network
-from dstrain.encoders.text import TextEncoder, encode_distinct, load_text_encoder, unpack_captions
+from dstrain.encoders.text import TextEncoder, encode_distinct_texts, load_text_encoder, unpack_captions
 from dstrain.nn.fitting import Fitted
 from dstrain.recipe import ConfigError, Samples
 from dstrain.systems.base import CHOICES, Batch, Example, Nets, Progress, Request, System, Terms
@@ -380,7 +380,7 @@ class PriorSystem(System):
         if (embeds := self._read_built_in_embeds(texts)) is not None:
             return self._prepare_texts({"text_embed": embeds})
         encoder = self.get_text_encoder(torch.device("cpu"))
-        return encode_distinct(texts, lambda some: self._prepare_texts(encoder.encode(some)))
+        return encode_distinct_texts(texts, lambda some: self._prepare_texts(encoder.encode(some)))
 
     def describe_cut(self, texts: list[str], what: str) -> str:
         return (

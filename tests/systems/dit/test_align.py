@@ -63,7 +63,7 @@ def test_features_are_those_of_transformers(tmp_path: Path, kind: str, sides: tu
         states = model(pixel_values=F.interpolate(pixels, sides, mode="bicubic")).last_hidden_state
     before = {"dinov2": 1, "registers": 4, "dinov3": 4}[kind]
     tower = VisionTower(tmp_path, ("dinov2", "dinov3"))
-    found = tower.read_tokens(image, sides, smooth=False)
+    found = tower.compute_tokens(image, sides, smooth=False)
     assert found.patches.shape == (3, sides[0] * sides[1] // 4, 12)
     torch.testing.assert_close(found.patches, states[:, before:], rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(found.first, states[:, 0], rtol=1e-5, atol=1e-5)
