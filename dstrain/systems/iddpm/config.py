@@ -94,8 +94,8 @@ class Config(SystemConfig):
 
     @field_validator("attention_resolutions", "channel_mult", mode="before")
     @classmethod
-    def _split_flags(cls, value: Any) -> Any:
-        """Converts a flag of the original to a tuple: "16,8" to its parts as texts, an integer to a tuple of one.
+    def _split_flag(cls, value: Any) -> Any:
+        """Converts a value that is written as the original's flag to a tuple: "16,8" to ("16", "8"), and 16 to (16,).
         Returns any other value unchanged.
         """
         if isinstance(value, str):
@@ -105,13 +105,16 @@ class Config(SystemConfig):
     @field_validator("timestep_respacing", mode="before")
     @classmethod
     def _join_sections(cls, value: Any) -> Any:
-        """Converts a list or tuple of section counts to the original's text, such as "10,15,20". Returns any other
-        value unchanged.
+        """Converts timestep_respacing that is given as a list of numbers to the original's text: [10, 15, 20] to
+        "10,15,20". Returns any other value unchanged.
         """
         return ",".join(map(str, value)) if isinstance(value, (list, tuple)) else value
 
     @model_validator(mode="after")
-    def _check(self) -> "Config":
+    def _require_consistent_fields(self) -> "Config":
+        """Raises ConfigError if fields contradict each other or no network can be built from them. Returns the section
+        unchanged, as pydantic asks.
+        """
         if self.predict_xstart and self.prediction not in (None, "x_start"):
             raise ConfigError(f"predict_xstart is true and prediction is {self.prediction}: give one of the two")
         if self.use_kl and self.loss not in (None, "kl", "rescaled_kl"):
@@ -139,8 +142,8 @@ class Config(SystemConfig):
         unknown = [side for side in self.attention_resolutions if side not in sides]
         if unknown:
             raise ConfigError(
-                f"attention_resolutions: {_join_numbers(unknown)} never occurs; the levels of image_size "
-                f"{self.image_size} are {_join_numbers(sides)}"
+                f"attention_resolutions: {_format_numbers(unknown)} never occurs; the levels of image_size "
+                f"{self.image_size} are {_format_numbers(sides)}"
             )
         if self.num_channels % GROUPS:
             raise ConfigError(
@@ -149,7 +152,7 @@ class Config(SystemConfig):
             )
         if self.num_heads_upsample == 0:
             raise ConfigError("num_heads_upsample 0 is no number of heads; -1 means num_heads")
-        self._check_heads()
+        self._require_divisible_heads()
         if self.small_size is not None and (self.image_size % self.small_size or self.small_size == self.image_size):
             raise ConfigError(
                 f"small_size {self.small_size} does not divide image_size {self.image_size} into a "
@@ -170,7 +173,10 @@ class Config(SystemConfig):
             ) from None
         return self
 
-    def _check_heads(self) -> None:
+    def _require_divisible_heads(self) -> None:
+        """Raises ConfigError if num_heads, or num_heads_upsample, does not divide the channels of a level that has
+        attention.
+        """
         with_attention = {factor for factor, side in zip(self.mults, self.sides) if side in self.attention_resolutions}
         for key, heads, factors in (
             ("num_heads", self.num_heads, with_attention | {self.mults[-1]}),
@@ -179,14 +185,14 @@ class Config(SystemConfig):
             widths = [factor * self.num_channels for factor in sorted(factors)]
             if indivisible := [width for width in widths if width % heads]:
                 raise ConfigError(
-                    f"{key} {heads} does not divide {_join_numbers(indivisible)}, the channels of a level with "
+                    f"{key} {heads} does not divide {_format_numbers(indivisible)}, the channels of a level with "
                     "attention; take another number of heads or num_channels"
                 )
 
     @classmethod
     def completed(cls, model: dict[str, Any], run: Run) -> dict[str, Any]:
-        """Returns the section with image_size and in_channels of the data where it leaves them out, and with `sizes`,
-        which is always data.buckets.
+        """Returns the section `model` with the data's image size and number of channels, if it leaves these out, and
+        with `sizes` always set to data.buckets.
         """
         return {"image_size": run.data.image_size, "in_channels": run.data.channels, **model, "sizes": run.data.buckets}
 
@@ -214,9 +220,9 @@ class Config(SystemConfig):
             problems.append("samples.labels names classes, and model.class_cond is false: leave them out, or set it")
         return problems
 
-    def find_shape(self, size: Shape | None = None) -> tuple[int, int, int]:
-        """Returns the shape (C, H, W) of images whose (width, height) in pixels is `size`; None means squares of
-        image_size. Raises ConfigError if a side is no multiple of 2 ** (levels - 1).
+    def get_image_shape(self, size: Shape | None = None) -> tuple[int, int, int]:
+        """Returns the shape (C, H, W) of images of `size` = (width, height) in pixels; None: squares of image_size.
+        Raises ConfigError if a side is no multiple of 2 ** (levels - 1), by which the network's levels divide it.
         """
         wide, high = size or (self.image_size, self.image_size)
         unit = 2 ** (len(self.mults) - 1)
@@ -226,34 +232,39 @@ class Config(SystemConfig):
 
     @property
     def num_labels(self) -> int | None:
+        """Returns the number of classes; None if the network sees no labels."""
         return self.num_classes if self.class_cond else None
 
     @property
     def has_null(self) -> bool:
-        """Returns whether the label table has a null row, number num_classes, which means "no label"."""
+        """Returns whether the label table has one more row than there are classes, the last, which means "no label"."""
         return self.class_cond and self.class_dropout_prob > 0
 
     @property
     def mults(self) -> tuple[int, ...]:
+        """Returns the width of each level / num_channels: channel_mult or, if that is None, the published one for
+        image_size.
+        """
         return self.channel_mult if self.channel_mult is not None else CHANNEL_MULT[self.image_size]
 
     @property
     def sides(self) -> tuple[int, ...]:
-        """Returns the side in pixels of each level's feature maps, at image_size, the largest first."""
+        """Returns the side of each level's feature maps for images of image_size, in pixels, the largest first."""
         return tuple(self.image_size // 2**level for level in range(len(self.mults)))
 
     @property
     def heads_upsample(self) -> int:
+        """Returns the number of attention heads on the way up."""
         return self.num_heads if self.num_heads_upsample == -1 else self.num_heads_upsample
 
     def count_respaced_steps(self) -> int:
-        """Returns the number of timesteps that timestep_respacing keeps. Raises ValueError if it does not fit
-        diffusion_steps.
+        """Returns the number of timesteps that sampling takes by timestep_respacing. Raises ValueError if
+        timestep_respacing does not fit diffusion_steps.
         """
         return len(schedule.space_timesteps(self.diffusion_steps, self.timestep_respacing))
 
     def make_network_arguments(self) -> dict[str, Any]:
-        """Returns the keyword arguments of UNet and SuperResUNet."""
+        """Returns the keyword arguments with which UNet, or SuperResUNet, builds the network of this section."""
         fields = {
             "in_channels",
             "num_channels",
@@ -272,7 +283,7 @@ class Config(SystemConfig):
         }
 
     def make_diffusion_arguments(self) -> dict[str, Any]:
-        """Returns the keyword arguments of GaussianDiffusion, without the betas."""
+        """Returns the keyword arguments of GaussianDiffusion for this section, all but the betas."""
         loss = "rescaled_kl" if self.use_kl else "rescaled_mse" if self.rescale_learned_sigmas else "mse"
         variance = "learned_range" if self.learn_sigma else "fixed_small" if self.sigma_small else "fixed_large"
         return {
@@ -283,19 +294,19 @@ class Config(SystemConfig):
         }
 
     def make_process(self) -> Process:
-        """Returns the process between data and noise whose reverse the network learns: that of `flow` if objective is
-        flow, else a chain of diffusion_steps timesteps.
+        """Returns the process that adds noise to data and whose reverse the network learns: a flow by the section
+        `flow` if objective is flow, else a diffusion chain of diffusion_steps timesteps.
         """
         if self.objective == "flow":
-            return self.flow.make_process(self.find_shape())
+            return self.flow.make_process(self.get_image_shape())
         betas = schedule.make_betas(self.noise_schedule, self.diffusion_steps)
         diffusion = GaussianDiffusion(betas, **self.make_diffusion_arguments())
         return ChainProcess(diffusion, self.noise_schedule, clip=True, respacing=self.timestep_respacing)
 
 
 def _propose_channel_mult(image_size: int) -> list[int]:
-    """Returns a channel_mult to propose in error messages: 1 for the first level, 2 for each further one. There is one
-    level, and one more for each halving of image_size: it is halved while it is even and above 8, five times at most.
+    """Returns a channel_mult for error messages to propose: [1, 2, 2, ...], one number for each level. Each further
+    level halves the side; levels are added while the side is even and above 8, up to six.
     """
     levels = 1
     while levels < 6 and image_size % 2**levels == 0 and image_size // 2 ** (levels - 1) > 8:
@@ -303,5 +314,6 @@ def _propose_channel_mult(image_size: int) -> list[int]:
     return [1] + [2] * (levels - 1)
 
 
-def _join_numbers(numbers: Any) -> str:
+def _format_numbers(numbers: Any) -> str:
+    """Returns numbers as text, separated by commas: "16, 8"."""
     return ", ".join(map(str, numbers))

@@ -102,6 +102,9 @@ class UNet(nn.Module):
         )
 
     def forward(self, x: Tensor, t: Tensor, y: Tensor | None = None) -> Tensor:
+        """Returns the prediction (B, C or 2C, H, W) for noisy images x (B, C, H, W), timesteps t (B,) and labels y
+        int64 (B,). An unconditional network reads no y.
+        """
         dtype = self.time_embed[0].weight.dtype  # from here on in compute precision
         emb = self.time_embed(compute_timestep_features(t, self.num_channels).to(dtype))  # (B, E)
         if self.num_classes is not None:
@@ -123,6 +126,9 @@ class SuperResUNet(UNet):
         super().__init__(in_channels, *arguments, seen_channels=2 * in_channels, **options)
 
     def forward(self, x: Tensor, t: Tensor, low_res: Tensor, y: Tensor | None = None) -> Tensor:
+        """Returns the prediction (B, C or 2C, H, W), as UNet does, given also the small pictures low_res (B, C,
+        h, w).
+        """
         stretched = F.interpolate(low_res, x.shape[-2:], mode="bilinear", align_corners=False)
         return super().forward(torch.cat((x, stretched.to(x.dtype)), dim=1), t, y)
 
@@ -212,4 +218,5 @@ class ZeroConv2d(StartsAtZero, nn.Conv2d):
 
 
 def build_group_norm(channels: int) -> nn.GroupNorm:
+    """Returns a GroupNorm over `channels` channels in 32 groups, as the original has everywhere."""
     return nn.GroupNorm(GROUPS, channels, eps=1e-5)

@@ -35,16 +35,16 @@ class ConditionalUNetPipeline(DiffusionPipeline):
         self.register_to_config(enlarges=enlarges, id2label=id2label, has_null=has_null)
 
     def save_config(self, save_directory, **kwargs):
-        """Writes model_index.json into the folder and, beside it, this file as pipeline.py, where diffusers looks for
-        the class. save_pretrained and push_to_hub call this.
+        """Writes two files into the folder: model_index.json, and a copy of this file as pipeline.py, where diffusers
+        looks for the class. save_pretrained and push_to_hub call this.
         """
         Path(save_directory).mkdir(parents=True, exist_ok=True)
         (Path(save_directory) / "pipeline.py").write_text(self._source, encoding="utf-8")
         super().save_config(save_directory, **kwargs)
 
     def to_json_string(self):
-        """Returns the text of model_index.json, in which the class is ["pipeline", name]: by this from_pretrained finds
-        the class in pipeline.py.
+        """Returns the text of model_index.json with the class given as ["pipeline", NAME], by which from_pretrained
+        finds it in the file pipeline.py.
         """
         index = json.loads(super().to_json_string()) | {"_class_name": ["pipeline", type(self).__name__]}
         return json.dumps(index, indent=2) + "\n"
@@ -105,14 +105,13 @@ class ConditionalUNetPipeline(DiffusionPipeline):
         return ImagePipelineOutput(images=images)
 
     def _compute_noise_ratio(self, t):
-        """Returns sigma / alpha, the noise level of timestep t; infinity where alpha is 0."""
+        """Returns sigma / alpha, the noise level at timestep t, as a float; infinity if alpha is 0."""
         kept = float(self.scheduler.alphas_cumprod[int(t)])
         return (1 / kept - 1) ** 0.5 if kept else float("inf")
 
     def _predict_guided(self, x, t, y, stretched, scale):
-        """Returns the UNet's output with guidance: without label + scale * (with label - without label). Channels
-        behind those of x are learned variances, and are taken from the prediction with label. Scale 1 calls the UNet
-        once, without guidance.
+        """Returns the UNet's output with classifier-free guidance: without label + scale * (with label - without
+        label). Further channels, which are learned variances, are those with label. Scale 1 means no guidance.
         """
         seen = x if stretched is None else torch.cat((x, stretched), dim=1)
         if scale == 1:

@@ -43,8 +43,8 @@ class IDDPMSystem(System):
         self.averaged, self.samplers = ("denoiser",), self.process.samplers
         self.diffusion = self.process.diffusion
         self.starts_from_data = config.small_size is not None
-        self.shape = config.find_shape()
-        self.shapes = {self.shape, *map(config.find_shape, config.sizes or ())}
+        self.shape = config.get_image_shape()
+        self.shapes = {self.shape, *map(config.get_image_shape, config.sizes or ())}
         self.takes_sizes = not self.starts_from_data
         self.timesteps: TimestepSampler = UniformSampler(config.diffusion_steps)
         if config.schedule_sampler == "loss-second-moment":
@@ -60,9 +60,10 @@ class IDDPMSystem(System):
 
     @torch.no_grad()
     def encode(self, batch: Batch) -> Example:
-        """Returns the batch with x_start (B, C, H, W) in [-1, 1] in place of the image. Super-resolution adds low_res
-        (B, C, small, small), the means of x_start over squares of pixels. Raises ConfigError for images of another
-        shape than the model's, and for unknown labels if they are on the CPU.
+        """Returns the batch with x_start, the images as (B, C, H, W) in [-1, 1], in place of `image`. For
+        super-resolution adds low_res (B, C, small, small), which is x_start shrunk to small_size by averaging pixels.
+
+        Raises ConfigError if images do not have the model's shape, and for unknown labels if these are on the CPU.
         """
         example = super().encode(batch)
         if tuple(example["x_start"].shape[1:]) not in self.shapes:
@@ -74,10 +75,12 @@ class IDDPMSystem(System):
         return example
 
     def compute_denoiser_loss(self, nets: Nets, example: Example) -> Terms:
-        """Returns the terms of a training step at one random time of each sample, with noise drawn from the sample's
-        key: `loss`, the mean over samples, loss_each (B,), and the other terms of the process. Labels are dropped with
-        probability class_dropout_prob. With the sampler loss-second-moment all terms but `quartile` are multiplied by
-        the weight of the drawn timestep, and `timestep` and `loss_seen`, the unweighted loss, are added, (B,) each.
+        """Returns the terms of a training step: `loss`, the mean over samples; loss_each (B,); and the other terms of
+        the process, (B,) each. Time and noise of a sample are drawn from its key. Labels are dropped with probability
+        class_dropout_prob.
+
+        With schedule_sampler=loss-second-moment all terms but `quartile` are multiplied by the weight of the drawn
+        timestep, and two are added, (B,) each: `timestep`, and `loss_seen`, the loss before that multiplication.
         """
         if self.config.has_null:
             dropped = rng.uniform(example["key"], "drop") < self.config.class_dropout_prob
@@ -94,40 +97,43 @@ class IDDPMSystem(System):
         return terms | {"loss": loss.mean(), "loss_each": loss.detach()} | seen
 
     def observe(self, terms: Terms) -> None:
-        """Adds the unweighted losses of a step to the history of the timestep sampler. A loss that is not finite gets
-        timestep -1, which the sampler ignores.
+        """Adds the losses of a step to the timestep sampler's history, from which it learns where losses are large.
+        Losses that are not finite are passed with timestep -1, which the sampler ignores.
         """
         losses = terms["loss_seen"]
         self.timesteps.observe(torch.where(losses.isfinite(), terms["timestep"], -1), losses)
 
     @torch.no_grad()
     def evaluate(self, nets: Nets, example: Example) -> Terms:
-        """Returns the terms of each sample, (B,), at one random time, with no label dropped. Times are drawn uniformly
-        (for a flow from its density of times), and not by the timestep sampler of the training, so that losses of
-        different steps can be compared.
+        """Returns the loss and other terms of each sample, (B,), at one random time, with no label dropped. The
+        timestep sampler of training is not used, so that losses of different steps can be compared: timesteps are drawn
+        uniformly, and times of a flow from its own density.
         """
         return self._compute_losses(nets, example)
 
     def _compute_losses(self, nets: Nets, example: Example, t: Tensor | None = None) -> Terms:
+        """Returns the loss and other terms of each sample, (B,), at times t (B,). None: times are drawn from the
+        samples' keys.
+        """
         return self.process.draw_losses(self.bind_conditions(nets, example), example, t)
 
     def bind_conditions(self, nets: Nets, conditions: dict[str, Tensor]) -> Network:
-        """Returns a function of x_t and t that calls the denoiser with these conditions. Conditions that the network
-        does not take are ignored.
+        """Returns a function of x_t and t that calls the denoiser with these conditions. Ignores those that the network
+        does not take.
         """
         arguments = self._make_condition_arguments(conditions)
         return lambda x_t, t: nets["denoiser"](x_t, t, **arguments)
 
     def _make_condition_arguments(self, conditions: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Returns the network's keyword arguments: low_res for super-resolution, y (the labels) with class_cond. Raises
-        ConfigError if labels are missing.
+        """Returns the network's keyword arguments for these conditions: low_res for super-resolution, and y, the
+        labels, if the model is class-conditional. Raises ConfigError if it is and labels are missing.
         """
         arguments = {"low_res": conditions["low_res"]} if self.starts_from_data else {}
         return arguments | ({"y": _get_label(conditions)} if self.config.class_cond else {})
 
     def bind_guided_network(self, nets: Nets, conditions: dict[str, Tensor], request: Request) -> Network:
-        """Returns a function of x_t and t that calls the denoiser with these conditions, and guides the output away
-        from that for the null label, with the scale, interval and rescaling of the request.
+        """Returns a function of x_t and t that calls the denoiser with these conditions and applies classifier-free
+        guidance, with the scale, interval and rescaling of the request.
 
         Raises ConfigError if the request asks for guidance and the model has no null label.
         """
@@ -149,10 +155,11 @@ class IDDPMSystem(System):
 
     @torch.no_grad()
     def measure(self, nets: Nets, example: Example, num_steps: int | None = None, progress: Progress = iter) -> Terms:
-        """Returns terms with the bits/dim of each sample, for super-resolution those given the small picture.
-        `num_steps` is the number of timesteps of a chain, or of network calls for a flow. None takes all timesteps of a
-        chain, or those that timestep_respacing keeps, and 100 calls for a flow. For a flow the terms also have the loss
-        of `evaluate`.
+        """Returns terms of each sample with its bits/dim, and for a flow also with the loss of `evaluate`. For
+        super-resolution the bits are those of the large image given the small one.
+
+        num_steps: how many timesteps of a chain to visit, or network calls of a flow to make. None: all timesteps (or
+        those that timestep_respacing keeps), and 100 calls.
         """
         network = self.bind_conditions(nets, example)
         terms = self.process.measure_bits(network, example["x_start"], example["key"], num_steps, progress)
@@ -162,13 +169,14 @@ class IDDPMSystem(System):
 
     @torch.no_grad()
     def sample(self, nets: Nets, request: Request) -> Tensor:
-        """Draws uint8 images (N, C, H, W), one for each seed. If the request has no labels, seed s draws class s modulo
-        num_classes.
+        """Draws uint8 images (N, C, H, W), one for each seed. Without labels in the request, seed s draws class s
+        modulo num_classes.
 
-        Super-resolution needs conditions["low_res"], see `conditions_from`. With conditions["invert"], images of the
-        request's size, each sample begins from the noise to which its image is carried. Raises ConfigError if low_res
-        is missing or has another shape, for a sampler that the process does not have, more steps than the chain has,
-        unknown labels, and guidance of a model without a null label.
+        Super-resolution needs conditions["low_res"], see `conditions_from`. Given conditions["invert"], images of the
+        request's size, each sample begins from the noise that inverting the sampler finds for its image.
+
+        Raises ConfigError if low_res is missing or has another shape, for unknown labels, for a sampler that the
+        process does not have, for more steps than the chain has, and for guidance of a model without a null label.
         """
         sampler, steps = self.sampler(request.sampler), (request.num_steps, request.spacing, request.eta)
         conditions = dict(request.conditions)
@@ -176,8 +184,8 @@ class IDDPMSystem(System):
             conditions.setdefault("label", request.seeds % self.config.num_classes)
             self.require_labels(conditions["label"].tolist())
         if self.starts_from_data:
-            self._check_low_res(conditions, len(request.seeds))
-        keys, shape = rng.keys_of_seeds(request.seeds), self.config.find_shape(request.size)
+            self._require_low_res(conditions, len(request.seeds))
+        keys, shape = rng.keys_of_seeds(request.seeds), self.config.get_image_shape(request.size)
         x, network = rng.normal(keys, "start", shape), self.bind_guided_network(nets, conditions, request)
 
         def draw_noise(i):
@@ -191,14 +199,14 @@ class IDDPMSystem(System):
     def check_sampling(self, samples: Samples) -> None:
         super().check_sampling(samples)
         with reword_errors("--size or samples.size: "):
-            self.config.find_shape(samples.size)
+            self.config.get_image_shape(samples.size)
         choose_eta(self.sampler(samples.sampler, "samples.sampler"), samples.eta)
         self.process.check_spacing(samples.spacing)
 
     def conditions_from(self, images: Tensor) -> dict[str, Tensor]:
-        """Returns {"low_res": float32 (N, C, small, small) in [-1, 1]} of uint8 pictures (N, C, H, W). Pictures of
-        small_size keep their size, those of image_size are shrunk to small_size. Raises ConfigError for other shapes,
-        and for a model that is not for super-resolution.
+        """Returns {"low_res": float32 (N, C, small, small) in [-1, 1]} for pictures uint8 (N, C, H, W), from which
+        super-resolution begins. Pictures of small_size keep their size; those of image_size are shrunk to it. Raises
+        ConfigError for other shapes, and if the model is not for super-resolution.
         """
         if not self.starts_from_data:
             return super().conditions_from(images)
@@ -215,16 +223,18 @@ class IDDPMSystem(System):
 
     def pictures(self, nets: Nets, example: Example) -> dict[str, Tensor]:
         """Returns {"low_res": uint8 (N, C, H, W)} for super-resolution: the small pictures from which samples begin,
-        each of their pixels enlarged to a square. Returns {} for other models.
+        enlarged to image_size without smoothing. Returns {} for other models.
         """
         if not self.starts_from_data:
             return {}
         return {"low_res": convert_to_uint8(F.interpolate(example["low_res"], self.config.image_size, mode="nearest"))}
 
     def _shrink_to_low_res(self, pixels: Tensor) -> Tensor:
+        """Returns images (B, C, H, W) shrunk to squares of small_size by averaging pixels."""
         return F.interpolate(pixels, self.config.small_size, mode="area")
 
-    def _check_low_res(self, conditions: dict[str, Tensor], count: int) -> None:
+    def _require_low_res(self, conditions: dict[str, Tensor], count: int) -> None:
+        """Raises ConfigError if conditions["low_res"] is missing, or is not `count` pictures of small_size."""
         if "low_res" not in conditions:
             raise ConfigError(
                 "super-resolution needs low_res: the small pictures to begin from; draw them by a run of "
@@ -236,7 +246,7 @@ class IDDPMSystem(System):
             raise ConfigError(f"low_res: {shape} where the request's seeds and small_size need {expected}")
 
     def adapt(self, part: str, state: dict[str, Tensor]) -> Fitted:
-        """Returns the state dict with its label table fitted to the network, and notes for the user, see
+        """Returns the state dict with its label table fitted to the network, and notes for the user; see
         weights.adapt_weights.
         """
         return weights.adapt_weights(state, self.build_part_on_meta(part), self.config)
@@ -245,8 +255,8 @@ class IDDPMSystem(System):
         return weights.rename_from_diffusers(state, diffusers_config, self.config)
 
     def require_expressible(self) -> None:
-        """Raises ConfigError if the objective is a flow, or if diffusers' classes cannot express the network or the
-        chain.
+        """Raises ConfigError if diffusers' classes cannot hold the model: for a flow, and for choices of the network or
+        the chain that they do not have.
         """
         weights.make_diffusers_arguments(self.config)
         self.process.make_scheduler_arguments()
@@ -257,8 +267,8 @@ class IDDPMSystem(System):
         return (ResBlock, AttentionBlock)
 
     def synthetic(self, batch_size: int) -> Batch:
-        """Returns a batch of random pixels with keys, and with labels if the model takes them. If the model has several
-        sizes, the images have the largest.
+        """Returns a batch of random pixels and keys, and of labels if the model takes them. The images have the largest
+        of the model's sizes.
         """
         batch = {"key": rng.keys(0, 0, torch.arange(batch_size))}
         if self.config.class_cond:
@@ -274,6 +284,7 @@ class IDDPMSystem(System):
 
 
 def _get_label(conditions: dict[str, Tensor]) -> Tensor:
+    """Returns the labels among `conditions`, int64 (B,). Raises ConfigError if there are none."""
     if "label" not in conditions:
         raise ConfigError("label: the data hold none, and class_cond is set; give labels, or class_cond=false")
     return conditions["label"]

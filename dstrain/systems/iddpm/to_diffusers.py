@@ -58,8 +58,8 @@ images[0].save("0.png")
 
 
 def describe_export(system: IDDPMSystem) -> tuple[str, str, str]:
-    """Returns the name of the class in diffusers, notes for users ("" if none), and Python code that draws from the
-    folder OUT.
+    """Returns three texts for users of the export: the name of diffusers' class that loads it, notes ("" if there are
+    none), and Python code that draws samples from it, in which OUT stands for its folder.
     """
     config, inputs, notes = system.config, [], []
     if system.starts_from_data:
@@ -91,10 +91,11 @@ def save_export(
     statistics: Callable[[], dict[str, Any]] = dict,
     classes: Callable[[], Sequence[str]] = tuple,
 ) -> None:
-    """Writes the model into `folder`, where diffusers' from_pretrained loads it. `classes` returns the names of the
-    labels in order, () if they are unknown; `statistics` is not used here.
+    """Writes the model into `folder`, from which diffusers' from_pretrained loads it. Raises ConfigError if diffusers'
+    classes cannot express the model.
 
-    Raises ConfigError if diffusers' classes cannot express the model.
+    classes     returns the names of the classes by label; () if they are unknown.
+    statistics  is not used here; exports of other systems need it.
     """
     from diffusers import DDPMPipeline, UNet2DModel
 
@@ -121,8 +122,9 @@ def save_export(
 def measure_errors(
     system: IDDPMSystem, nets: Mapping[str, nn.Module], folder: Path, example: Example
 ) -> dict[str, float]:
-    """Returns the largest relative error of the exported UNet's predictions at timesteps over the whole chain, of at
-    most four samples: by name "prediction", and "without label" for a model with a null label.
+    """Returns the relative errors of the exported UNet's predictions against the trained network's, the largest of at
+    most four samples, whose timesteps spread over the whole chain. Keys: "prediction", and "without label" if the model
+    has a null label.
     """
     from diffusers import UNet2DModel
 
@@ -151,8 +153,8 @@ def measure_errors(
 
 @torch.no_grad()
 def draw_expected(system: IDDPMSystem, nets: Mapping[str, nn.Module]) -> Tensor:
-    """Returns the images that the code of `describe_export` should draw, uint8 (B, C, H, W), drawn by the trained
-    network and our ancestral sampler from the same noise.
+    """Draws, with the trained network and our ancestral sampler, the images that the code of `describe_export` should
+    draw from the same noise. Returns them as uint8 (B, C, H, W).
     """
     generator, device, conditions = torch.Generator().manual_seed(0), group.device(), {}
     labels, steps = _choose_labels(system), find_largest_divisor(system.config.diffusion_steps)
@@ -174,6 +176,7 @@ def draw_expected(system: IDDPMSystem, nets: Mapping[str, nn.Module]) -> Tensor:
 
 
 def _choose_labels(system: IDDPMSystem) -> list[int]:
+    """Returns the labels of the images that the code of `describe_export` draws; 0 for each if the model takes none."""
     return [number % (system.config.num_classes if system.config.class_cond else 1) for number in range(_DRAWN)]
 
 
@@ -183,6 +186,7 @@ def _choose_small_shape(system: IDDPMSystem) -> tuple[int, ...]:
 
 
 def _build_scheduler(system: IDDPMSystem) -> Any:
+    """Returns the DDPMScheduler of diffusers with the betas and choices of the model's chain."""
     from diffusers import DDPMScheduler
 
     return DDPMScheduler(

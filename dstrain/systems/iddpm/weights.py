@@ -66,14 +66,15 @@ _HIDDEN = (
 
 
 def adapt_weights(state: dict[str, Tensor], network: nn.Module, config: Config) -> fitting.Fitted:
-    """Returns a copy of the state dict that fits `network`, and notes for the user. Of the network only names and
-    shapes are read, so it may be on the meta device.
+    """Returns a copy of the state dict that fits `network`, and notes for the user. Reads only names and shapes of the
+    network, so it may be on the meta device.
 
-    A label table is made to fit: a missing null row is added, a surplus one is removed, and a table of any other number
-    of rows is replaced by new rows, normal(1). The notes say whether the last row of the file's table was taken for a
-    null row, since a file does not say this. The notes also list the flags that neither names nor shapes show: if one
-    of these is wrong in the recipe, pictures are wrong and no error is raised. Raises ConfigError for the first
-    difference that remains, with both shapes and the flags that decide them.
+    Makes a label table fit: adds a missing null row, removes one that is not needed, and replaces a table with any
+    other number of rows by new rows, normal(1). Raises ConfigError for the first other difference, with both shapes and
+    the flags that decide them.
+
+    The notes say what the rows were taken for. They also list the flags that neither names nor shapes of weights show:
+    if the recipe has one of these wrong, no error is raised and pictures are wrong.
     """
     shapes = fitting.list_shapes(network)
     state = dict(state)
@@ -91,9 +92,11 @@ def adapt_weights(state: dict[str, Tensor], network: nn.Module, config: Config) 
 
 
 def _fit_null_row(state: dict[str, Tensor], config: Config) -> list[str]:
-    """Adds a null row, the mean of the labels' rows, to the label table in `state` if the model has one and the file
-    does not; removes the null row in the opposite case. Returns a note on what the rows were taken for; [] if the table
-    has num_classes rows and needs no null row, or has another number of rows.
+    """Changes the label table in `state`, in place: adds a null row, the mean of all rows, if the model needs one and
+    the table has none; removes the null row if the model has none.
+
+    Returns a note on what the table's rows were taken for; [] if the table already fits without a null row, or has
+    neither num_classes nor num_classes + 1 rows.
     """
     table, count = state[_LABELS], config.num_classes
     if config.has_null and len(table) == count:
@@ -112,7 +115,7 @@ def _fit_null_row(state: dict[str, Tensor], config: Config) -> list[str]:
 
 
 def _make_sort_key(name: str) -> tuple[int, ...]:
-    """Returns a sort key by which names of weights come in the order of the network, from input to output."""
+    """Returns a key that sorts names of weights in the order of the network, from input to output."""
     return tuple(
         int(word) if word.isdigit() else _ORDER.index(word) if word in _ORDER else len(_ORDER)
         for word in name.split(".")
@@ -155,8 +158,8 @@ _FIELDS = {
 
 
 def make_diffusers_arguments(config: Config) -> dict[str, Any]:
-    """Returns the keyword arguments with which diffusers' UNet2DModel is the network of this config. Raises ConfigError
-    if UNet2DModel cannot express one of the flags.
+    """Returns the keyword arguments with which diffusers' UNet2DModel builds the network of this config. Raises
+    ConfigError if UNet2DModel cannot express one of the flags.
     """
     if config.mults[0] != 1:
         raise ConfigError(
@@ -180,7 +183,7 @@ def make_diffusers_arguments(config: Config) -> dict[str, Any]:
         "downsample_padding": 1,
         "dropout": config.dropout,
         "act_fn": "silu",
-        "attention_head_dim": _find_head_width(config),
+        "attention_head_dim": _compute_head_width(config),
         "norm_num_groups": GROUPS,
         "attn_norm_num_groups": GROUPS,
         "norm_eps": 1e-5,
@@ -191,7 +194,7 @@ def make_diffusers_arguments(config: Config) -> dict[str, Any]:
 
 
 def rename_to_diffusers(state: Mapping[str, Tensor], config: Config) -> dict[str, Tensor]:
-    """Returns a copy of our weights under the names of a UNet2DModel that is made with `make_diffusers_arguments`."""
+    """Returns a copy of our weights under the names of a UNet2DModel built with `make_diffusers_arguments`."""
     renamed = {
         f"{diffusers_name}.{kind}": state[f"{name}.{kind}"]
         for name, diffusers_name in _iterate_layer_names(config)
@@ -214,11 +217,11 @@ def rename_to_diffusers(state: Mapping[str, Tensor], config: Config) -> dict[str
 def rename_from_diffusers(
     state: Mapping[str, Tensor], diffusers_config: Mapping[str, Any], config: Config
 ) -> fitting.Fitted:
-    """Returns a UNet2DModel's weights under our names, as `adapt_weights` takes them, and a note on unused weights.
-    diffusers_config is the content of its config.json.
+    """Returns the weights of a UNet2DModel under our names, for `adapt_weights`, and a note on weights that are not
+    used. diffusers_config: the content of its config.json.
 
-    Raises ConfigError if the class, a field or the table of timesteps is not that of the recipe. A weight that the file
-    lacks is left out here, and reported by `adapt_weights`.
+    Raises ConfigError if the class, a field or the table of timesteps differs from the recipe. Does not raise for
+    missing weights, which `adapt_weights` reports.
     """
     _require_same_config(diffusers_config, config)
     state, renamed = dict(state), {}
@@ -244,6 +247,7 @@ def rename_from_diffusers(
 
 
 def _require_same_config(diffusers_config: Mapping[str, Any], config: Config) -> None:
+    """Raises ConfigError if the content of diffusers' config.json does not describe the network of this config."""
     expected = make_diffusers_arguments(config) | {
         "class_embed_type": None,
         "add_attention": True,
@@ -269,14 +273,14 @@ def _require_same_config(diffusers_config: Mapping[str, Any], config: Config) ->
 
 
 def _count_heads(config: Config, width: int | None) -> list[int]:
-    """Returns the number of heads of each level with attention, then that of the middle, if a head has `width`
-    channels, as attention_head_dim in diffusers; None means one head.
+    """Returns the number of attention heads of each level with attention, then that of the middle, if each head has
+    `width` channels (attention_head_dim of diffusers). None: one head each.
     """
     return [1 if width is None else channels // width for channels in _list_channels_with_attention(config)]
 
 
 def _list_channels_with_attention(config: Config) -> list[int]:
-    """Returns the numbers of channels of each level with attention, then that of the middle."""
+    """Returns the number of channels of each level with attention, then that of the middle."""
     return [
         factor * config.num_channels
         for factor, side in zip(config.mults, config.sides)
@@ -284,10 +288,9 @@ def _list_channels_with_attention(config: Config) -> list[int]:
     ] + [config.mults[-1] * config.num_channels]
 
 
-def _find_head_width(config: Config) -> int | None:
-    """Returns the width of an attention head, in diffusers one number for all levels; None if there is one head.
-
-    Raises ConfigError if heads differ in width between levels, or their number differs between the ways down and up.
+def _compute_head_width(config: Config) -> int | None:
+    """Returns the channels of an attention head, for which diffusers has one number for all levels; None if there is
+    one head. Raises ConfigError if heads differ in width between levels, or in number between the ways down and up.
     """
     widths = sorted({channels // config.num_heads for channels in _list_channels_with_attention(config)})
     if config.attention_resolutions and config.heads_upsample != config.num_heads:
@@ -307,21 +310,21 @@ def _find_head_width(config: Config) -> int | None:
 
 
 def _needs_time_table(config: Config) -> bool:
-    """Returns whether the timesteps that the network sees are not 0, 1, 2, ...: then UNet2DModel needs a table of the
-    sinusoids of these timesteps.
+    """Returns whether UNet2DModel needs a table of the timesteps' sinusoids, since the network sees rescaled timesteps
+    rather than 0, 1, 2, ...
     """
     return config.rescale_timesteps and config.diffusion_steps != 1000
 
 
 def _compute_time_features(config: Config) -> Tensor:
-    """Returns the sinusoids of all timesteps as the network sees them, float32 (T, num_channels)."""
+    """Returns the sinusoids of all timesteps, as the network sees these: float32 (diffusion_steps, num_channels)."""
     scale = 1000.0 / config.diffusion_steps if config.rescale_timesteps else 1.0
     return compute_timestep_features(torch.arange(config.diffusion_steps).float() * scale, config.num_channels)
 
 
 def _iterate_layer_names(config: Config) -> Iterator[tuple[str, str]]:
-    """Yields (our name, diffusers' name) of each layer except the qkv of attentions. Some names may not exist in a
-    network, such as skip_connection.
+    """Yields (our name, diffusers' name) of each layer but the qkv of attentions. Some are names of layers that a
+    network may not have, such as skip_connection.
     """
     yield from _ENDS.items()
     for name, diffusers_name, kind in _iterate_block_names(config):
