@@ -103,7 +103,10 @@ class Config(SystemConfig):
     """Steps of the chains whose similarities are measured on held-out data in training; () measures the loss alone."""
 
     @model_validator(mode="after")
-    def _check(self) -> "Config":
+    def _require_consistent_fields(self) -> "Config":
+        """Raises ConfigError if fields contradict each other, or no network or chain can be built from them. Returns
+        the section unchanged, as pydantic asks.
+        """
         if self.training_clamp_l2norm and self.prediction != "x_start":
             raise ConfigError(
                 f"training_clamp_l2norm clamps a predicted x_start, and prediction is {self.prediction}: "
@@ -140,12 +143,15 @@ class Config(SystemConfig):
                 "differ, so no candidate can be compared with its text: write model.num_candidates=1"
             )
         if self.lucidrains is not None:
-            self._check_lucidrains()
+            self._require_consistent_lucidrains_fields()
         if self.heads * self.dim_head < 2:
             raise ConfigError("heads * dim_head is the width, which must be 2 at least")
         return self
 
-    def _check_lucidrains(self) -> None:
+    def _require_consistent_lucidrains_fields(self) -> None:
+        """Raises ConfigError if a field does not go with the network of DALLE2-pytorch, which the section `lucidrains`
+        chooses.
+        """
         for field in ("text_embed_dim", "text_encodings_dim"):
             if getattr(self, field) not in (None, self.image_embed_dim):
                 raise ConfigError(
@@ -171,15 +177,17 @@ class Config(SystemConfig):
 
     @property
     def text_tokens(self) -> int:
-        """Returns the number of text encodings of each sample that the network reads; 0 if the network reads only the
-        text embedding.
+        """Returns how many encoded text tokens the network reads of each sample, beside the text embedding; 0 if it
+        reads none.
         """
         reads = self.lucidrains is None or self.lucidrains.condition_on_text_encodings
         return self.max_text_len if reads else 0
 
     @property
     def image_drop_prob(self) -> float:
-        """Returns the share of training samples whose noisy image embedding is dropped; 0 without model.lucidrains."""
+        """Returns the share of training samples whose noisy image embedding is replaced by a learned null input; 0
+        without model.lucidrains.
+        """
         if self.lucidrains is None:
             return 0.0
         own = self.lucidrains.image_cond_drop_prob
@@ -216,7 +224,9 @@ class Config(SystemConfig):
         return super().with_encoders(model, tokenizer=tokenizer)
 
     def make_network_arguments(self) -> dict[str, Any]:
-        """Returns the keyword arguments of LucidrainsPrior with model.lucidrains, else those of PriorTransformer."""
+        """Returns the keyword arguments with which the network of this section is built: those of LucidrainsPrior if
+        model.lucidrains is set, else those of PriorTransformer.
+        """
         if self.lucidrains is not None:
             return self._make_lucidrains_arguments()
         fields = {
@@ -238,6 +248,7 @@ class Config(SystemConfig):
         }
 
     def _make_lucidrains_arguments(self) -> dict[str, Any]:
+        """Returns the keyword arguments with which LucidrainsPrior builds the network of this section."""
         own = self.lucidrains
         fields = {"ff_mult", "norm_out", "final_proj", "normformer", "rotary_emb", "cosine_similarity"}
         return {

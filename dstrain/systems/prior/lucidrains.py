@@ -84,8 +84,8 @@ class LucidrainsPrior(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Sets the initial values of the query and the null inputs: normal(0.02). All other weights belong to
-        submodules.
+        """Sets the initial values of the learned query and the null inputs to normal(0.02). All other weights belong to
+        submodules, which set their own.
         """
         for table in (self.learned_query, self.null_text_encodings, self.null_text_embeds, self.null_image_embed):
             if table is not None:
@@ -235,7 +235,9 @@ class SharedKeyAttention(nn.Module):
         nn.init.normal_(self.null_kv)
 
     def forward(self, x: Tensor, bias: Tensor) -> Tensor:
-        """Maps tokens (B, N, D) -> (B, N, D). The relative bias, (heads, N, N + 1), is added to the scores."""
+        """Maps tokens (B, N, D) to tokens (B, N, D). bias: the relative bias (heads, N, N + 1), which is added to the
+        scores.
+        """
         batch, count, _ = x.shape
         x = self.norm(x)
         query = self.to_q(x).view(batch, count, self.heads, -1).transpose(1, 2)  # (B, heads, N, d)
@@ -267,6 +269,7 @@ class RelativeBias(nn.Module):
         self.relative_attention_bias = Embedding(_BUCKETS, heads, std=1.0)
 
     def forward(self, count: int) -> Tensor:
+        """Returns the bias (heads, N, N + 1) for N = `count` tokens, which attention adds to its scores."""
         places = torch.arange(count + 1, device=self.relative_attention_bias.weight.device)
         distance = (places[:count, None] - places[None]).clamp(min=0)  # (N, N + 1)
         exact = _BUCKETS // 2
@@ -335,8 +338,8 @@ class TimestepMLP(nn.Module):
 
 
 def rotate_pairs(x: Tensor) -> Tensor:
-    """Returns x (..., N, d) with rotary positions (Su et al. 2021): neighbouring channels, up to the 32nd, are rotated
-    in pairs by angles that grow with the position.
+    """Returns x (..., N, d) with rotary positions (Su et al. 2021): in the first 32 channels, or all if there are
+    fewer, each pair of neighbours is rotated by an angle that grows with the token's position.
     """
     count, width = x.shape[-2], min(_ROTATED, x.shape[-1])
     rates = 10000.0 ** -(torch.arange(0, width, 2, device=x.device).float() / width)

@@ -69,8 +69,8 @@ class PriorTransformer(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Sets the initial values of positions, query and null texts: normal(0.02). All other weights belong to
-        submodules.
+        """Sets the initial values of positions, learned query and null texts to normal(0.02). All other weights belong
+        to submodules, which set their own.
         """
         for table in (self.positional_embedding, self.prd_embedding, self.null_text_embed, self.null_text_encodings):
             if table is not None:
@@ -118,8 +118,9 @@ class PriorTransformer(nn.Module):
         return self.proj_to_clip_embeddings(self.norm_out(tokens)[:, -1])  # (B, D)
 
     def _make_mask(self, text_mask: Tensor | None, tokens: Tensor) -> Tensor | None:
-        """Returns what is added to the scores, (B, 1, N, N): 0 where a token sees another, else a large negative
-        number. A token sees itself and earlier ones that are no padding. Returns None without `text_mask`.
+        """Returns a mask to add to attention scores, (B, 1, N, N): 0 where a token may see another, a large negative
+        number where it may not. A token sees itself and earlier tokens, but no padding. Returns None if `text_mask` is
+        None.
         """
         if text_mask is None:
             return None
@@ -146,6 +147,9 @@ class PriorBlock(nn.Module):
         )
 
     def forward(self, x: Tensor, mask: Tensor | None) -> Tensor:
+        """Maps tokens (B, N, W) to tokens (B, N, W). The mask, (B, 1, N, N) or None, is added to the
+        attention scores.
+        """
         x = x + self.attn1(self.norm1(x), mask)
         return x + self.ff(self.norm3(x))
 
@@ -160,6 +164,9 @@ class Attention(nn.Module):
         self.to_out = nn.Sequential(Linear(width, width), make_dropout(dropout))
 
     def forward(self, x: Tensor, mask: Tensor | None) -> Tensor:
+        """Maps tokens (B, N, W) to tokens (B, N, W). The mask, (B, 1, N, N) or None, is added to the
+        attention scores.
+        """
         batch, count, width = x.shape
 
         def split_heads(y):

@@ -49,8 +49,8 @@ class PriorPipeline(DiffusionPipeline):
         )
 
     def save_config(self, save_directory, **kwargs):
-        """Writes into the folder model_index.json, prior/null_text.safetensors if there is a null text, and this file
-        as pipeline.py, where diffusers looks for the class. save_pretrained and push_to_hub call this.
+        """Writes into the folder model_index.json, a copy of this file as pipeline.py, where diffusers looks for the
+        class, and prior/null_text.safetensors if there is a null text. save_pretrained and push_to_hub call this.
         """
         (Path(save_directory) / "prior").mkdir(parents=True, exist_ok=True)
         (Path(save_directory) / "pipeline.py").write_text(self._source, encoding="utf-8")
@@ -59,8 +59,8 @@ class PriorPipeline(DiffusionPipeline):
         super().save_config(save_directory, **kwargs)
 
     def to_json_string(self):
-        """Returns the text of model_index.json, in which the class is ["pipeline", name]: by this from_pretrained finds
-        the class in pipeline.py.
+        """Returns the text of model_index.json with the class given as ["pipeline", NAME], by which from_pretrained
+        finds it in the file pipeline.py.
         """
         index = json.loads(super().to_json_string()) | {"_class_name": ["pipeline", type(self).__name__]}
         return json.dumps(index, indent=2) + "\n"
@@ -104,7 +104,7 @@ class PriorPipeline(DiffusionPipeline):
             for value in (null_text_embed, null_text_encodings)
         ]
         x = randn_tensor((len(conditions[0]), self.prior.config.embedding_dim), generator, device, dtype)
-        x = self._rescale(x) if options.init_image_embed_l2norm else x
+        x = self._rescale_to_data_length(x) if options.init_image_embed_l2norm else x
         self.scheduler.set_timesteps(num_inference_steps)
         times = self.scheduler.timesteps
         for t, following in self.progress_bar(list(zip(times, [*times[1:], None]))):
@@ -115,7 +115,7 @@ class PriorPipeline(DiffusionPipeline):
             out = self._rescale_prediction(out, x, t) if options.sampling_clamp_l2norm else out
             respaced = {"prev_timestep": following} if isinstance(self.scheduler, UnCLIPScheduler) else {}
             x = self.scheduler.step(out, t, x, generator=generator, **respaced).prev_sample
-        x = self._rescale(x) if options.sampling_final_clamp_l2norm else x
+        x = self._rescale_to_data_length(x) if options.sampling_final_clamp_l2norm else x
         drawn = self.prior.post_process_latents(x).unflatten(0, (count, len(text)))  # (count, B, D)
         self.maybe_free_model_hooks()
         if count == 1:
@@ -123,17 +123,19 @@ class PriorPipeline(DiffusionPipeline):
         nearest = F.cosine_similarity(drawn, text[None], dim=2).argmax(dim=0)
         return drawn[nearest, torch.arange(len(text), device=device)]
 
-    def _rescale(self, x):
-        """Returns x rescaled to the length of training data: that of a unit vector divided by clip_std."""
+    def _rescale_to_data_length(self, x):
+        """Returns x (..., D) brought to the length that x_start has in training: the direction of x as a unit vector,
+        divided by clip_std.
+        """
         return F.normalize(x, dim=-1) / self.prior.clip_std
 
     def _rescale_prediction(self, out, x, t):
-        """Returns the network's output changed so that the x_start that follows from it (by the scheduler's
-        prediction_type) has the length of training data.
+        """Returns the network's output `out`, changed so that the x_start that it predicts has the length of x_start in
+        training. Reads the scheduler's prediction_type: x_start, noise or velocity.
         """
         kind, signal = self.scheduler.config.prediction_type, self.scheduler.alphas_cumprod[t].sqrt().to(x.device)
         noise = (1 - signal**2).sqrt()
-        x_start = self._rescale(
+        x_start = self._rescale_to_data_length(
             {"sample": out, "epsilon": (x - noise * out) / signal, "v_prediction": signal * x - noise * out}[kind]
         )
         eps = (x - signal * x_start) / noise

@@ -54,7 +54,7 @@ class PriorSystem(System):
             variance="fixed_small",
         )
         self.timesteps = UniformSampler(config.timesteps)
-        self.mean, self.std = weights.read_statistics(config)  # (D,) each
+        self.mean, self.std = weights.read_embedding_statistics(config)  # (D,) each
         self._placed: dict[torch.device, tuple[Tensor, Tensor]] = {}
         self._encoder: TextEncoder | None = None
 
@@ -64,39 +64,39 @@ class PriorSystem(System):
 
     @torch.no_grad()
     def encode(self, batch: Batch) -> Example:
-        """Returns the batch with x_start (B, D) in place of the image embedding, and with the network's text inputs:
-        text_embed (B, T) and, if the model reads tokens, text_encodings (B, L, E), text_mask (B, L). other_text_embed
-        is the text embedding of another pair, if the batch has one.
+        """Returns the batch with x_start (B, D), the normalized image embedding, in place of image_embed, and with the
+        network's text inputs: text_embed (B, T) and, if the model reads tokens, text_encodings (B, L, E) and text_mask
+        (B, L). If the batch has the text of another pair, adds its embedding as other_text_embed (B, T).
 
-        If the data lack text embeddings, or encodings that the model reads, both are made from the captions by the text
-        encoder. Raises ConfigError if widths differ from the model's, or the batch has neither texts nor captions.
+        Text inputs that the data lack are made from the captions by the text encoder. Raises ConfigError if widths
+        differ from the model's, or if captions are needed and missing.
         """
         inputs = ("image_embed", "caption", "other_text_embed", "other_caption", *TEXT)
         example = {name: values for name, values in batch.items() if name not in inputs}
         image = self._require_width(batch["image_embed"].float(), self.config.image_embed_dim, "image_embed_dim")
         image = F.normalize(image, dim=1) if self.config.normalize_embeds else image
-        mean, std = self._copy_statistics(image)
+        mean, std = self._get_statistics_on_device(image)
         example["x_start"] = (image - mean) / std
-        example |= self._prepare_texts(
+        example |= self._prepare_text_inputs(
             {name: batch[name] for name in (*TEXT, "caption") if name in batch}, image.device
         )
         if "other_text_embed" in batch and not self._find_missing_input(batch):
             example["other_text_embed"] = self._prepare_text_embed(batch["other_text_embed"])
         elif "other_caption" in batch:
-            example["other_text_embed"] = self._prepare_texts({"caption": batch["other_caption"]}, image.device)[
+            example["other_text_embed"] = self._prepare_text_inputs({"caption": batch["other_caption"]}, image.device)[
                 "text_embed"
             ]
         return example
 
     def accepts(self, source: Any) -> None:
-        """Encodes the first pair of the source as a check. Raises ConfigError if the pair's widths differ from the
-        model's, or texts or the text encoder are missing.
+        """Encodes the first pair of the data source as a test. Raises ConfigError if its widths differ from the
+        model's, or if texts, or the text encoder for them, are missing.
         """
         self.encode({name: values[None] for name, values in source.read_first().items()})
 
     def fingerprint(self, source: Any) -> str:
-        """Returns the source's fingerprint, followed by the hash of the embeddings' mean and std, if image_embed_stats
-        is given, and by the fingerprint of the text encoder, if it encodes the captions.
+        """Returns the fingerprint of the data source. Adds a hash of the embeddings' mean and std if image_embed_stats
+        is set, and the fingerprint of the text encoder if captions are encoded while the model trains.
         """
         result = source.compute_fingerprint()
         if self.config.image_embed_stats is not None:
@@ -106,16 +106,17 @@ class PriorSystem(System):
         return result
 
     def _find_missing_input(self, names: Container[str]) -> str | None:
-        """Returns the first of the network's text inputs (text_embed, text_encodings) that is not among `names`; None
-        if all are. A missing input has to be computed from captions.
+        """Returns the first text input of the network, text_embed or text_encodings, that is not among `names` and so
+        has to be computed from captions; None if none is missing.
         """
         needed = ("text_embed", "text_encodings") if self.config.text_tokens else ("text_embed",)
         return next((name for name in needed if name not in names), None)
 
-    def _prepare_texts(self, texts: dict[str, Tensor], device: torch.device | None = None) -> dict[str, Tensor]:
-        """Returns the network's text inputs, made of cached embeddings and encodings or, if one is missing, of
-        captions, which are encoded on `device`. Encodings are padded to max_text_len. Raises ConfigError if widths or
-        lengths do not fit, or captions are missing.
+    def _prepare_text_inputs(self, texts: dict[str, Tensor], device: torch.device | None = None) -> dict[str, Tensor]:
+        """Returns the network's text inputs, made from cached embeddings and encodings or, if one of them is missing,
+        from captions, which are encoded on `device`. Pads encodings to max_text_len.
+
+        Raises ConfigError if captions are missing, or if widths or lengths do not fit.
         """
         tokens = self.config.text_tokens
         if missing := self._find_missing_input(texts):
@@ -141,11 +142,17 @@ class PriorSystem(System):
         return inputs
 
     def _prepare_text_embed(self, embed: Tensor) -> Tensor:
+        """Returns text embeddings (B, T) in float32, of unit length if normalize_embeds is set. Raises ConfigError for
+        another width than the model's.
+        """
         width = self.config.text_embed_dim or self.config.image_embed_dim
         embed = self._require_width(embed.float(), width, "text_embed_dim")
         return F.normalize(embed, dim=1) if self.config.normalize_embeds else embed
 
     def _require_width(self, values: Tensor, width: int, field: str) -> Tensor:
+        """Returns `values` (..., width) unchanged. Raises ConfigError, which names the model's `field`, if they have
+        another width.
+        """
         if values.shape[-1] != width:
             raise ConfigError(
                 f"data: {field.removesuffix('_dim')} is {values.shape[-1]} wide in the data and {width} "
@@ -154,36 +161,36 @@ class PriorSystem(System):
         return values
 
     def get_text_encoder(self, device: torch.device) -> TextEncoder:
-        """Returns the frozen text encoder, on `device`. The first call loads it, so that a run with cached embeddings
-        does not need one. Raises ConfigError if model.text_encoder names none.
+        """Returns the frozen text encoder, on `device`. Only the first call loads it: a run with cached embeddings
+        needs none. Raises ConfigError if model.text_encoder names none.
         """
         if self._encoder is None:
             self._encoder = load_text_encoder(self.config.text_encoder, self.config.text_tokens or None)
         return self._encoder.to(device)
 
     def compute_denoiser_loss(self, nets: Nets, example: Example) -> Terms:
-        """Returns the terms of a training step at one random timestep of each sample, with noise drawn from the
-        sample's key: `loss`, the mean over samples, loss_each (B,) and quartile (B,). Texts are dropped with
-        probability text_cond_drop_prob.
+        """Returns the terms of a training step: `loss`, the mean over samples; loss_each (B,); and quartile (B,), 0 to
+        3, in which quarter of the chain the timestep lies. Timestep and noise of a sample are drawn from its key. Texts
+        are dropped with probability text_cond_drop_prob.
         """
         terms = self._compute_losses(nets, example, self.config.text_cond_drop_prob)
         return {**terms, "loss": terms["loss"].mean(), "loss_each": terms["loss"].detach()}
 
     @torch.no_grad()
     def evaluate(self, nets: Nets, example: Example) -> Terms:
-        """Returns the loss of each sample, (B,), with no text dropped, and the similarities of embeddings that are
-        drawn in `evaluate_steps` steps.
+        """Returns terms of each sample, (B,): the loss at one random timestep, with no text dropped, and similarities
+        of embeddings drawn in each number of steps in `evaluate_steps` (see `_measure_similarities`).
         """
         terms = self._compute_losses(nets, example, drop_prob=0.0)
         return terms | self._measure_similarities(nets, example, self.config.evaluate_steps)
 
     @torch.no_grad()
     def measure(self, nets: Nets, example: Example, num_steps: int | None = None, progress: Progress = iter) -> Terms:
-        """Returns, for each sample (B,), the terms of the loss and the similarities of drawn embeddings to the true
-        ones.
+        """Returns terms of each sample, (B,): the loss at one random timestep, and similarities of drawn embeddings to
+        the true ones (see `_measure_similarities`).
 
-        num_steps: steps of drawing. None stands for each number in evaluate_steps or, if that is empty, for 64, or for
-        all timesteps if they are fewer.
+        num_steps: the number of steps in which embeddings are drawn. None: each number in evaluate_steps; if that is
+        empty, 64, or all timesteps if there are fewer.
         """
         steps = self.config.evaluate_steps or (min(MEASURED_STEPS, self.config.timesteps),)
         terms = self._compute_losses(nets, example, drop_prob=0.0)
@@ -191,6 +198,9 @@ class PriorSystem(System):
         return terms | self._measure_similarities(nets, example, steps if num_steps is None else (num_steps,), progress)
 
     def _compute_losses(self, nets: Nets, example: Example, drop_prob: float) -> Terms:
+        """Returns the loss and the quarter of the chain (`quartile`, 0 to 3) of each sample, (B,), at a random
+        timestep. drop_prob: the probability with which a sample's text is dropped.
+        """
         x_start, key = example["x_start"], example["key"]
         noise = rng.normal(key, "noise", self.shape)  # (B, D)
         t, _ = self.timesteps.sample(rng.uniform(key, "timestep"))
@@ -214,9 +224,11 @@ class PriorSystem(System):
     def make_network_inputs(
         self, conditions: dict[str, Tensor], dropped: Tensor, image_dropped: Tensor | None = None
     ) -> dict[str, Tensor]:
-        """Returns the network's keyword arguments for these text inputs. `dropped` bool (B,) marks samples whose text
-        is replaced by the null text, if the model has one. `image_dropped` bool (B,) marks samples whose noisy image
-        embedding is replaced, if image_drop_prob is above 0; None: the same samples as `dropped`.
+        """Returns the network's keyword arguments for the text inputs among `conditions`.
+
+        dropped        bool (B,), True for samples whose text the network replaces by its null text, if it has one.
+        image_dropped  bool (B,), True for samples whose noisy image embedding it replaces by a null input, if it has
+                       one; None: as `dropped`.
         """
         inputs = {name: conditions[name] for name in TEXT if name in conditions}
         inputs.setdefault("text_mask", dropped.new_ones(len(dropped), 0))  # attention is causal only with a mask
@@ -225,17 +237,19 @@ class PriorSystem(System):
         return inputs | (image_too if self.config.image_drop_prob else {})
 
     def _rescale_to_data_length(self, x: Tensor) -> Tensor:
-        """Returns x (..., D) rescaled to the length of x_start in the data: that of a unit vector divided by std."""
-        return F.normalize(x, dim=-1) / self._copy_statistics(x)[1]
+        """Returns x (..., D) brought to the length that x_start has in the data: the direction of x as a unit vector,
+        divided by the embeddings' std.
+        """
+        return F.normalize(x, dim=-1) / self._get_statistics_on_device(x)[1]
 
     def _convert_to_embedding(self, x: Tensor) -> Tensor:
-        """Converts x_start (..., D) of the chain back to an image embedding, x_start * std + mean."""
-        mean, std = self._copy_statistics(x)
+        """Converts x_start (..., D), at which a chain ends, to image embeddings: x_start * std + mean."""
+        mean, std = self._get_statistics_on_device(x)
         return x * std + mean
 
-    def _copy_statistics(self, like: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns mean and standard deviation, (D,) each, on the device of `like`. The first call for a device copies
-        them there; a copy in each step would wait for the device.
+    def _get_statistics_on_device(self, like: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns the mean and standard deviation of image embeddings, (D,) each, on the device of `like`. Only the
+        first call for a device copies them there.
         """
         if like.device not in self._placed:
             self._placed[like.device] = self.mean.to(like.device), self.std.to(like.device)
@@ -243,15 +257,16 @@ class PriorSystem(System):
 
     @torch.no_grad()
     def sample(self, nets: Nets, request: Request) -> Tensor:
-        """Draws image embeddings float32 (N, D): for each seed num_candidates, of which the one nearest to the text's
-        embedding is returned.
+        """Draws image embeddings, float32 (N, D), one for each seed: the one of num_candidates draws that is nearest to
+        the text's embedding by cosine.
 
-        Conditions: text_embed (N, T) and, if the model reads tokens, text_encodings (N, L, E), text_mask (N, L). Raises
-        ConfigError if text_embed is missing, for more steps than the chain has, and for guidance without a null text.
+        The request's conditions are text_embed (N, T) and, if the model reads tokens, text_encodings (N, L, E) and
+        text_mask (N, L). Raises ConfigError if text_embed is missing, for more steps than the chain has, and for
+        guidance without a null text.
         """
         if "text_embed" not in request.conditions:
             raise ConfigError("prompts: a prior draws for texts; give them with --prompts FILE, one on each line")
-        conditions = self._prepare_texts(
+        conditions = self._prepare_text_inputs(
             {name: request.conditions[name] for name in TEXT if name in request.conditions}
         )
         keys, count = rng.keys_of_seeds(request.seeds), self.config.num_candidates
@@ -270,7 +285,9 @@ class PriorSystem(System):
         count: int,
         progress: Progress = iter,
     ) -> Tensor:
-        """Draws `count` image embeddings for each of the N keys, all in one chain. Returns them as (count, N, D)."""
+        """Draws `count` image embeddings for each of N samples, (count, N, D), all in one chain. keys int64 (N,): the
+        samples' seeds, from which their noise is drawn.
+        """
         prefixes = ["", *(f"candidate/{j}/" for j in range(1, count))]
 
         def draw_normal(name):
@@ -294,9 +311,9 @@ class PriorSystem(System):
         choose_eta(self.sampler(samples.sampler, "samples.sampler"), samples.eta)
 
     def _make_guided_network(self, nets: Nets, conditions: dict[str, Tensor], request: Request) -> Network:
-        """Returns a function of x_t and t that calls the denoiser with these conditions and guides the output with the
-        scale, interval and rescaling of the request. Each chain needs a function of its own: with self_cond the
-        function stores the x_start that it predicts for its next call.
+        """Returns a function of x_t and t that calls the denoiser with these conditions and applies classifier-free
+        guidance, with the scale, interval and rescaling of the request. Use it for one chain only: with self_cond it
+        keeps the last predicted x_start, which is an input of its next call.
 
         Raises ConfigError if the request asks for guidance and the model has no null text.
         """
@@ -313,7 +330,7 @@ class PriorSystem(System):
         inputs, null = self.make_network_inputs(conditions, none), self.make_network_inputs(conditions, ~none)
         last: list[Tensor] = []
 
-        def network(x_t: Tensor, t: Tensor) -> Tensor:
+        def predict_guided(x_t: Tensor, t: Tensor) -> Tensor:
             own = {"self_cond": last.pop() if last else torch.zeros_like(x_t)} if self.config.self_cond else {}
             out = cast_output(
                 samplers.guide_network(
@@ -329,16 +346,21 @@ class PriorSystem(System):
             last[:] = [x_start]
             return out
 
-        return network
+        return predict_guided
 
     def _measure_similarities(
         self, nets: Nets, example: Example, steps: tuple[int, ...], progress: Progress = iter
     ) -> Terms:
-        """Draws one embedding for each sample and each number of DDIM steps in `steps`, without guidance. Returns
-        cosines (B,): similarity/STEPS/image with the image embedding. If text and image embeddings have one width, also
-        similarity/STEPS/text, similarity/STEPS/other_text (if the example has another pair's text),
-        similarity/text_image of the data, and similarity/STEPS/above_baseline, which is text minus text_image. Returns
-        {} if `steps` is empty.
+        """Draws an embedding for each sample and each number of DDIM steps in `steps`, without guidance, and returns
+        cosines (B,) by name; {} if `steps` is empty. All but the first exist only if text and image embeddings have one
+        width.
+
+        similarity/STEPS/image           of the drawn embedding and the true image embedding.
+        similarity/STEPS/text            of the drawn embedding and the text embedding.
+        similarity/STEPS/other_text      of the drawn embedding and another pair's text embedding, if the example has
+                                         one.
+        similarity/text_image            of the text embedding and the true image embedding.
+        similarity/STEPS/above_baseline  similarity/STEPS/text minus similarity/text_image.
         """
         if not steps:
             return {}
@@ -365,22 +387,22 @@ class PriorSystem(System):
         return terms
 
     def _read_built_in_embeds(self, texts: list[str]) -> Tensor | None:
-        """Returns the text embeddings (N, T) of built-in captions, which the package holds. Returns None if a text is
-        no such caption, if model.text_encoder is not the encoder of the built-in captions, or if max_text_len is above
-        0.
+        """Returns the text embeddings (N, T) that the package holds for captions of its emoji pictures. Returns None if
+        one of the texts is no such caption, if model.text_encoder is not their encoder, or if the model reads tokens
+        (max_text_len above 0).
         """
         built_in = self.config.text_encoder == emoji.TEXT_ENCODER and not self.config.max_text_len
         return emoji.read_text_embeds(texts) if built_in else None
 
     def conditions_from_texts(self, texts: list[str]) -> dict[str, Tensor]:
-        """Returns the network's text inputs, (N, ...) each, on the CPU: those of built-in captions from the package,
-        all others from the text encoder. Raises ConfigError if that encoder is needed and model.text_encoder names
-        none.
+        """Returns the network's text inputs for N texts, (N, ...) each, on the CPU. Embeddings of built-in captions
+        come from the package, all others from the text encoder. Raises ConfigError if that is needed and
+        model.text_encoder names none.
         """
         if (embeds := self._read_built_in_embeds(texts)) is not None:
-            return self._prepare_texts({"text_embed": embeds})
+            return self._prepare_text_inputs({"text_embed": embeds})
         encoder = self.get_text_encoder(torch.device("cpu"))
-        return encode_distinct_texts(texts, lambda some: self._prepare_texts(encoder.encode(some)))
+        return encode_distinct_texts(texts, lambda some: self._prepare_text_inputs(encoder.encode(some)))
 
     def describe_cut(self, texts: list[str], what: str) -> str:
         return (
@@ -390,12 +412,12 @@ class PriorSystem(System):
         )
 
     def adapt(self, part: str, state: dict[str, Tensor]) -> Fitted:
-        """Returns weights fitted to the network, and notes for the user, see weights.adapt_weights."""
+        """Returns weights fitted to the network, and notes on what was changed; see weights.adapt_weights."""
         return weights.adapt_weights(state, self.build_part_on_meta(part), self.config, self.mean, self.std)
 
     def from_diffusers(self, state: dict[str, Tensor], diffusers_config: Mapping[str, Any]) -> Fitted:
-        """Returns the state dict unchanged, without notes: diffusers has the same names. Raises ConfigError if the
-        configs differ.
+        """Returns the state dict unchanged, and no notes: diffusers has the same names. Raises ConfigError if
+        diffusers' config.json describes another network than the recipe.
         """
         weights.require_same_config(diffusers_config, self.config)
         return state, []
@@ -404,8 +426,8 @@ class PriorSystem(System):
         weights.require_expressible(self.config)
 
     def decays(self, name: str, weight: Tensor) -> bool:
-        """Returns whether weight decay applies to a weight: to matrices of layers and tables, but not to positions,
-        query and null inputs.
+        """Returns whether weight decay applies to the weight `name`: to matrices of linear layers and tables of
+        embeddings, not to positions, learned query and null inputs.
         """
         return weight.ndim >= 2 and name.endswith("weight")
 
@@ -413,7 +435,9 @@ class PriorSystem(System):
         return (PriorBlock if self.config.lucidrains is None else LucidrainsBlock,)
 
     def synthetic(self, batch_size: int) -> Batch:
-        """Returns a batch of random embeddings, with texts of random lengths and the text embedding of another pair."""
+        """Returns a batch of random embeddings: keys, image_embed, text_embed, the text embedding of another pair, and,
+        if the model reads tokens, text_encodings with a mask of random lengths.
+        """
         config, key = self.config, rng.keys(0, 0, torch.arange(batch_size))
         batch = {"key": key, "image_embed": rng.normal(key, "image", self.shape)}
         for name in ("text_embed", "other_text_embed"):

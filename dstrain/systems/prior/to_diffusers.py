@@ -66,8 +66,8 @@ _NULL = Path("prior") / "null_text.safetensors"
 
 
 def describe_export(system: PriorSystem) -> tuple[str, str, str]:
-    """Returns the name of the class in diffusers, notes for users ("" if none), and Python code that draws from the
-    folder OUT.
+    """Returns three texts for users of the export: the name of diffusers' class that loads it, notes ("" if there are
+    none), and Python code that draws samples from it, in which OUT stands for its folder.
     """
     config, texts = system.config, ["text_embed"]
     width, has_null = config.image_embed_dim, bool(config.text_cond_drop_prob)
@@ -81,6 +81,7 @@ def describe_export(system: PriorSystem) -> tuple[str, str, str]:
 
 
 def _choose_num_steps(system: PriorSystem) -> int:
+    """Returns the number of steps in the code of `describe_export`: 64, or all timesteps if there are fewer."""
     return min(_STEPS, system.config.timesteps)
 
 
@@ -91,10 +92,9 @@ def save_export(
     statistics: Callable[[], dict[str, Any]] = dict,
     classes: Callable[[], Sequence[str]] = tuple,
 ) -> None:
-    """Writes the model into `folder`, where diffusers' from_pretrained loads it. `statistics` and `classes` are not
-    used here.
-
-    Raises ConfigError if diffusers' network cannot express a field of the model.
+    """Writes the model into `folder`, from which diffusers' from_pretrained loads it. Raises ConfigError if diffusers'
+    network cannot express a field of the model. `statistics` and `classes` are not used here; exports of other systems
+    need them.
     """
     from diffusers import PriorTransformer
 
@@ -105,7 +105,7 @@ def save_export(
     state = {name: value.detach().float().cpu().contiguous() for name, value in nets["denoiser"].state_dict().items()}
     null = {name: state.pop(name) for name in list(state) if name.startswith("null_text_")}
     state |= {"clip_mean": system.mean[None], "clip_std": system.std[None]}
-    network = PriorTransformer(**_make_network_arguments(config))
+    network = PriorTransformer(**_make_diffusers_arguments(config))
     network.load_state_dict(state)
     options = {name: getattr(config, name) for name in _OPTIONS}
     pipeline = PriorPipeline(network, _build_scheduler(system), **options)
@@ -117,8 +117,9 @@ def save_export(
 def measure_errors(
     system: PriorSystem, nets: Mapping[str, nn.Module], folder: Path, example: Example
 ) -> dict[str, float]:
-    """Returns the largest relative error of the exported network's predictions at timesteps over the whole chain: "with
-    text", and "without text" for a model with a null text.
+    """Returns the relative errors of the exported network's predictions against the trained network's, the largest over
+    the example's samples, whose timesteps spread over the whole chain. Keys: "with text", and "without text" if the
+    model has a null text.
     """
     from diffusers import PriorTransformer
 
@@ -142,8 +143,8 @@ def measure_errors(
 
 @torch.no_grad()
 def draw_expected(system: PriorSystem, nets: Mapping[str, nn.Module]) -> Tensor:
-    """Returns the two embeddings that the code of `describe_export` should draw, float32 (2, D), drawn by the trained
-    network and our sampler from the same noise.
+    """Draws, with the trained network and our sampler, the two embeddings that the code of `describe_export` should
+    draw from the same noise. Returns them as float32 (2, D).
     """
     config, device, generator = system.config, group.device(), torch.Generator().manual_seed(0)
 
@@ -154,7 +155,7 @@ def draw_expected(system: PriorSystem, nets: Mapping[str, nn.Module]) -> Tensor:
     if tokens := config.max_text_len:
         texts["text_encodings"] = draw_normal(2, tokens, config.image_embed_dim)
         texts["text_mask"] = torch.arange(tokens, device=device) < torch.tensor([[tokens], [1]], device=device)
-    conditions, count = system._prepare_texts(texts), config.num_candidates
+    conditions, count = system._prepare_text_inputs(texts), config.num_candidates
     repeated = {name: value.repeat(count, *[1] * (value.ndim - 1)) for name, value in conditions.items()}
     scale = _SCALE if config.text_cond_drop_prob else 1.0
     network = system._make_guided_network(nets, repeated, Request(torch.arange(2), guidance_scale=scale))
@@ -170,7 +171,8 @@ def draw_expected(system: PriorSystem, nets: Mapping[str, nn.Module]) -> Tensor:
     return candidates[nearest, torch.arange(2, device=device)]
 
 
-def _make_network_arguments(config: Config) -> dict[str, Any]:
+def _make_diffusers_arguments(config: Config) -> dict[str, Any]:
+    """Returns the keyword arguments with which diffusers' PriorTransformer builds the network of this config."""
     return {
         "num_attention_heads": config.heads,
         "attention_head_dim": config.dim_head,
@@ -187,6 +189,9 @@ def _make_network_arguments(config: Config) -> dict[str, Any]:
 
 
 def _build_scheduler(system: PriorSystem) -> Any:
+    """Returns the scheduler of diffusers for the model's chain: UnCLIPScheduler for cosine betas unless v is predicted,
+    else DDPMScheduler.
+    """
     from diffusers import DDPMScheduler, UnCLIPScheduler
 
     config = system.config

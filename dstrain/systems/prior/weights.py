@@ -35,12 +35,12 @@ _LUCIDRAINS_REMEDIES = (
 )
 
 
-def read_statistics(config: Config) -> tuple[Tensor, Tensor]:
+def read_embedding_statistics(config: Config) -> tuple[Tensor, Tensor]:
     """Returns the mean and standard deviation, float32 (D,) each, by which image embeddings are normalized: those in
-    image_embed_stats, else 0 and 1 / image_embed_scale.
+    the file that image_embed_stats names; if it names none, 0 and 1 / image_embed_scale.
 
-    Raises ConfigError if image_embed_stats cannot be read, lacks one of the two, has another width, or a standard
-    deviation that is not above 0.
+    Raises ConfigError if the file cannot be read, lacks one of the two, has another width, or has a standard deviation
+    that is not above 0.
     """
     dim = config.image_embed_dim
     if config.image_embed_stats is None:
@@ -72,11 +72,13 @@ def adapt_weights(
     state: dict[str, Tensor], network: nn.Module, config: Config, mean: Tensor, std: Tensor
 ) -> fitting.Fitted:
     """Returns a state dict that fits `network`, of which only names and shapes are read, and notes on what was changed.
+    mean, std: (D,) each, those by which the recipe normalizes image embeddings.
 
-    A file's clip_mean and clip_std are left out, since the recipe gives `mean` and `std` (D,), but unless clip_std is
-    zero, both must be equal to these. Null texts and the layer of the previous prediction begin at 0 if the file lacks
-    them. Raises ConfigError if the file is a prior of DALLE2-pytorch and model.lucidrains is not set, or the reverse,
-    and for the first other difference, with both sides and the remedy.
+    The file's clip_mean and clip_std are left out, but must be equal to `mean` and `std`, unless clip_std is zero. Null
+    texts, and the layer that reads the previous prediction, begin at 0 if the file lacks them.
+
+    Raises ConfigError if only one of the file and the recipe (model.lucidrains) is a prior of DALLE2-pytorch, and for
+    the first other difference, with both sides and the remedy.
     """
     is_lucidrains = any("causal_transformer." in name for name in state)
     if config.lucidrains is not None:
@@ -121,11 +123,11 @@ def adapt_weights(
 
 
 def _adapt_lucidrains(state: dict[str, Tensor], network: nn.Module, config: Config) -> fitting.Fitted:
-    """Returns a state dict that fits `network`, a LucidrainsPrior, and notes on what was left out or added. `state` is
-    that of DALLE2-pytorch's DiffusionPrior, or of the network in it.
+    """Returns a state dict that fits `network`, a LucidrainsPrior, and notes on what was left out or added. state: of
+    DALLE2-pytorch's DiffusionPrior, or of the network within it.
 
-    The betas of a DiffusionPrior must be equal to the recipe's. Null inputs begin at 0 if the file lacks them. Raises
-    ConfigError for the first other difference, with both sides and the remedy.
+    Null inputs begin at 0 if the file lacks them. Raises ConfigError if the file's betas are not the recipe's, and for
+    the first other difference, with both sides and the remedy.
     """
     shapes, notes = fitting.list_shapes(network), []
     if is_original := any(name.startswith("net.") for name in state):
@@ -171,6 +173,9 @@ def _adapt_lucidrains(state: dict[str, Tensor], network: nn.Module, config: Conf
 
 
 def _require_same_betas(betas: Tensor | None, config: Config) -> None:
+    """Raises ConfigError if the file's `betas` are not those of the recipe's chain; None, a file without betas, is
+    accepted.
+    """
     expected = torch.as_tensor(schedule.make_betas(config.beta_schedule, config.timesteps)).float()
     if betas is not None and (betas.shape != expected.shape or not torch.allclose(betas.float(), expected, rtol=1e-3)):
         ends = f", from {float(betas.flatten()[0]):.3g} to {float(betas.flatten()[-1]):.3g}," if betas.numel() else ""
@@ -182,8 +187,8 @@ def _require_same_betas(betas: Tensor | None, config: Config) -> None:
 
 
 def require_same_config(diffusers_config: Mapping[str, Any], config: Config) -> None:
-    """Raises ConfigError if a config.json of diffusers is of another class, or differs from the recipe in the number or
-    width of attention heads, which no shape of a weight shows. Raises it with model.lucidrains, too.
+    """Raises ConfigError if the content of diffusers' config.json is of another class, or has another number or width
+    of attention heads than the recipe, which weights' shapes do not show; and always with model.lucidrains.
     """
     if config.lucidrains is not None:
         raise ConfigError("weights: the folder is of diffusers' PriorTransformer; leave model.lucidrains out")
@@ -194,7 +199,7 @@ def require_same_config(diffusers_config: Mapping[str, Any], config: Config) -> 
 
 
 def require_expressible(config: Config) -> None:
-    """Raises ConfigError if diffusers' PriorTransformer cannot express a field of the model."""
+    """Raises ConfigError if diffusers' PriorTransformer cannot hold the model, because of one of its fields."""
     if config.lucidrains is not None:
         raise ConfigError("lucidrains: diffusers' PriorTransformer is another network; take --format safetensors")
     if config.self_cond:
