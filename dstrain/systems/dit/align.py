@@ -53,7 +53,10 @@ class Align(Section):
     """fp32, tf32 or bf16: in which the encoder computes; None: tf32 where the GPU has it."""
 
     @model_validator(mode="after")
-    def _check(self) -> "Align":
+    def _require_consistent_fields(self) -> "Align":
+        """Raises ConfigError if fields contradict each other, or repa has no encoder. Returns the section unchanged, as
+        pydantic asks.
+        """
         if self.kind == "repa" and self.width is None:
             fault = "no encoder is named" if self.path is None else f"there is no folder {self.path}"
             raise ConfigError(
@@ -68,8 +71,8 @@ class Align(Section):
 
     @classmethod
     def completed(cls, section: dict[str, Any]) -> dict[str, Any]:
-        """Returns the section with the width and the fingerprint of the encoder in its folder. Returns the section
-        unchanged for another kind than repa, and if no folder is named or the folder does not exist.
+        """Returns the section with the width and the fingerprint of the encoder in the folder `path`. Returns it
+        unchanged if kind is not repa, or if there is no such folder.
 
         Raises ConfigError if the section names another width or fingerprint.
         """
@@ -86,8 +89,8 @@ class Align(Section):
         return {**section, **facts}
 
     def list_problems(self, latents: bool, channels: int) -> list[str]:
-        """Returns the reasons why a model with this alignment cannot learn from the data; [] if it can. latents: the
-        data are cached latents; channels: those of the images.
+        """Returns the reasons why a model with this alignment cannot learn from the recipe's data; [] if it can.
+        latents: whether the data are cached latents. channels: how many the data's images have.
         """
         if self.kind != "repa":
             return []
@@ -106,7 +109,9 @@ class Align(Section):
         return []
 
     def make_network_arguments(self) -> dict[str, Any]:
-        """Returns the value of the argument `align` of DiT (network.py), by kind."""
+        """Returns what DiT takes as its argument `align` (network.py): the block whose tokens are aligned, and either
+        the block that is the target, or the sizes of the projector.
+        """
         if self.kind == "layersync":
             return {"depth": self.depth, "target": self.target}
         return {"depth": self.depth, "widths": [self.width], "hidden": self.hidden}
@@ -121,12 +126,15 @@ class Routing(Section):
     """The last one; None: the last but one of all."""
 
 
-def check_block_numbers(align: Align | None, routed: tuple[int, int] | None, internal: int | None, depth: int) -> None:
+def require_valid_block_numbers(
+    align: Align | None, routed: tuple[int, int] | None, internal: int | None, depth: int
+) -> None:
     """Raises ConfigError if alignment or routing names a block above `depth`, if routing ends before it starts, or if
-    the second head follows a block after which routed tokens are still missing.
+    the second head follows a block after which some tokens are still missing. Blocks count from 1.
 
-    routed: the first and the last block that tokens may skip. internal: the block that the second head follows. Blocks
-    count from 1. None: the model has no such feature.
+    align     the alignment; None: there is none.
+    routed    the first and the last block that tokens may skip; None: no routing.
+    internal  the block that the second head follows; None: there is no such head.
     """
     if align:
         names = ("depth", "target") if align.kind == "layersync" else ("depth",)
@@ -156,23 +164,24 @@ class Alignment:
         self._tower: VisionTower | None = None
 
     def begin_step(self, step: int) -> None:
-        """Sets `active` to whether the loss of this step aligns tokens. The caller passes `step`, a number that the
-        host knows, since reading example["step"] would wait for the GPU.
-        """
+        """Sets `active`: whether the loss of training step `step` aligns tokens."""
         self.active = self.is_active_at_step(step)
 
     def is_active_at_step(self, step: int) -> bool:
+        """Returns whether the loss of training step `step` aligns tokens: in all steps before `until`, or in all if
+        that is 0.
+        """
         return not self.section.until or step < self.section.until
 
     @property
     def needs_extras(self) -> bool:
-        """Returns whether the loss needs the network's extras (DiT.forward): in steps that align, and for kind=repa in
-        all, since its projectors must take part in every step.
+        """Returns whether DiT.forward must be called with extras=True: in steps that align, and for kind=repa in all
+        steps, since its projectors must take part in every one.
         """
         return self.active or self.section.kind == "repa"
 
     def frozen(self) -> tuple[nn.Module, ...]:
-        """Returns (encoder,) for kind=repa if the encoder's folder exists; else (), since samples are drawn without the
+        """Returns (encoder,) for kind=repa if the encoder's folder exists; else (), since drawing samples needs no
         encoder.
         """
         if self.section.kind != "repa" or self.section.path is None or not Path(self.section.path).is_dir():
@@ -182,11 +191,12 @@ class Alignment:
     def compute_loss(
         self, found: Mapping[str, Any], example: Example, grid: tuple[int, int], keep: Tensor | None
     ) -> Tensor:
-        """Returns the distance of each sample's tokens from their targets, float32 (B,): mean squared, or minus the
-        mean cosine; 0 for kind=repa in a step that does not align.
+        """Returns the alignment loss of each sample, float32 (B,): the distance of its tokens from their targets, as
+        the mean square or minus the mean cosine. It is 0 for kind=repa in a step that does not align.
 
-        found: what DiT.forward returns with extras. grid: rows and columns of the image's patches. keep: int64 (B, M),
-        the tokens that go through routed blocks; None: all.
+        found  what DiT.forward returns with extras=True.
+        grid   rows and columns of the image's patches.
+        keep   int64 (B, M), the numbers of the tokens that go through the routed blocks; None: all.
         """
         if self.section.kind == "layersync":
             drawn, towards = found["drawn"], found["towards"]
@@ -206,8 +216,9 @@ class Alignment:
 
     @torch.no_grad()
     def read_or_compute_targets(self, example: Example, grid: tuple[int, int]) -> Tensor:
-        """Returns the targets of kind=repa, float32 (B, N, width): the example's cached features if there are any, or
-        else the encoder's features of the example's images. Moves the encoder to the images' device.
+        """Returns the targets of kind=repa, float32 (B, N, width), for a grid of N patches: the features that the
+        example holds, or else those that the encoder computes from the example's images. Moves the encoder to the
+        images' device.
         """
         if "features" in example:
             return example["features"]
@@ -220,6 +231,7 @@ class Alignment:
             return tower.compute_tokens(image, [side * tower.patch_size for side in grid], smooth=False).patches.float()
 
     def _load_encoder(self) -> VisionTower:
+        """Returns the frozen vision encoder of kind=repa, which the first call loads."""
         if self._tower is None:
             self._tower = VisionTower(Path(self.section.path), KINDS, _KEY)
             self._tower.set_precision(self.section.precision)
@@ -227,14 +239,16 @@ class Alignment:
 
 
 def require_encoder_or_features(section: Align, sample: Mapping[str, Any]) -> None:
-    """Raises ConfigError for kind=repa if the section names no encoder and the data's `sample` has no features."""
+    """Raises ConfigError for kind=repa if the section names no encoder, and a sample of the data has no features in its
+    place.
+    """
     if section.kind == "repa" and section.path is None and "features" not in sample:
         raise ConfigError(f"{_KEY}: no encoder is named; give the local folder of one, such as DINOv2's")
 
 
 def warn_if_few_tokens(count: int) -> None:
     """Prints a warning if `count`, the number of tokens of an image, is below 1,000: with fewer tokens routing saves
-    little and makes pictures worse (at 256 pixels PRX's FID rose from 18.2 to 21.6).
+    little time and makes pictures worse.
     """
     if count < _FEW:
         get_phases().print_lines(
@@ -244,8 +258,9 @@ def warn_if_few_tokens(count: int) -> None:
 
 
 def adapt_projectors(state: dict[str, Tensor], shapes: Shapes) -> list[str]:
-    """Changes, in place, the projectors in a file's state dict to those of the network: deletes them if the network has
-    none, and adds initial values, equal on all ranks, if the file has none. Returns notes for the user.
+    """Changes, in place, which of REPA's projectors a file's state dict has. Deletes them if the network (`shapes`: its
+    weights' shapes by name) has none; adds initial values, equal on all ranks, if the file has none. Returns notes for
+    the user.
     """
     given, needed = ([name for name in names if name.startswith("projectors.")] for names in (state, shapes))
     if given and not needed:
@@ -263,8 +278,8 @@ def adapt_projectors(state: dict[str, Tensor], shapes: Shapes) -> list[str]:
 
 
 def add_internal_guidance(network: Callable[..., Any], scale: float) -> Callable[..., Tensor]:
-    """Returns a function that predicts base + scale (out - base), where `out` is the network's prediction and `base`
-    that of its second head, from one forward pass. Returns `network` itself for scale 1.
+    """Returns a function that predicts with internal guidance: base + scale (out - base), where `out` and `base` are
+    the predictions of the network and of its second head in one forward pass. Returns `network` itself for scale 1.
     """
     if scale == 1:
         return network

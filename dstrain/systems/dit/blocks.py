@@ -103,8 +103,8 @@ class JointBlock(nn.Module):
             self.attn2 = Attention(dim, num_heads, qk_norm)
 
     def forward(self, x: Tensor, *inputs: Tensor | int | None) -> Tensor:
-        """Maps tokens (B, N, D), the patches first and the text's behind them, to tokens (B, N, D); if it is the last
-        block, to the patches alone. inputs: the fields of `BlockInputs`, in order.
+        """Maps tokens (B, N, D), the image's patches first and the text's tokens behind them, to tokens (B, N, D). The
+        last block returns the patches alone. inputs: the fields of `BlockInputs`, in order.
         """
         c, _, _, _, mask, images = BlockInputs(*inputs)
         image, words = x[:, :images], x[:, images:]
@@ -152,5 +152,8 @@ class FinalLayer(nn.Module):
         self.adaLN_modulation = MODULATIONS[modulation](dim, 2)
 
     def forward(self, x: Tensor, c: Tensor | None, shared: Tensor | None = None) -> Tensor:
+        """Maps tokens (B, N, D) to the values of their patches, (B, N, values). c: the condition, (B, D) or (B, N, D).
+        shared: modulation that several layers share; None: there is none.
+        """
         shift, scale = self.adaLN_modulation(c, shared)
         return self.linear(modulate(self.norm_final(x), shift, scale))

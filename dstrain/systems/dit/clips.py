@@ -40,29 +40,35 @@ class Video(Section):
     (trainers of videos mix images in for that). The other steps see whole clips."""
 
     @model_validator(mode="after")
-    def _check(self) -> "Video":
-        self.require_frames("video.frames", self.frames)
+    def _require_consistent_fields(self) -> "Video":
+        """Raises ConfigError if a number of frames does not divide into patches, if no frame is left to draw, or if
+        `beginnings` are no valid shares. Returns the section unchanged, as pydantic asks.
+        """
+        self.require_valid_frames("video.frames", self.frames)
         if self.given:
-            self.require_frames("video.given", self.given)
+            self.require_valid_frames("video.given", self.given)
         if self.given >= self.frames:
             raise ConfigError(f"video.given: {self.given} frames leave none of {self.frames} to draw; give fewer")
         require_shares("video.beginnings", self.beginnings, self.count_patches(self.frames))
         return self
 
     def count_patches(self, frames: int) -> int:
-        """Counts the patches in time of a clip of so many frames. The first frame is a patch of its own."""
+        """Returns the number of patches along time in a clip of `frames` frames. The first frame is a patch of
+        its own.
+        """
         return 1 + (frames - 1) // self.patch_frames
 
     def count_frames_at_step(self, step: int) -> int:
-        """Returns how many first frames of each clip a training step sees: fewer than all in those steps that the
-        shares of `beginnings` choose, all in the other steps.
+        """Returns how many frames of each clip training step `step` sees, from the first on: fewer than all in the
+        share of the steps that `beginnings` asks for, all in the others.
         """
         cut = find_last_kept_frame(self.beginnings, step)
         return self.frames if cut is None else 1 + cut * self.patch_frames
 
-    def require_frames(self, name: str, frames: int) -> None:
-        """Raises ConfigError if the number of frames is not 1 + a multiple of patch_frames, or is above that of the
-        longest clip. name: the key or option of this number, for the message.
+    def require_valid_frames(self, name: str, frames: int) -> None:
+        """Raises ConfigError if a clip of `frames` frames does not divide into patches (1 + a multiple of
+        patch_frames), or is longer than the longest clip. name: the key or option that gives the number, for the
+        message.
         """
         step = self.patch_frames
         if frames < 1 or (frames - 1) % step:
@@ -74,11 +80,14 @@ class Video(Section):
         if frames > self.frames:
             raise ConfigError(f"{name}: {frames} frames, and clips of this model have {self.frames} at most")
 
-    def check(self, unit: int, aligned: bool, cached: bool, embedding_dim: int) -> None:
-        """Raises ConfigError if other choices of the model do not go with clips, or if patches do not divide the clips'
-        height.
+    def require_compatible_choices(self, unit: int, aligned: bool, cached: bool, embedding_dim: int) -> None:
+        """Raises ConfigError if another choice of the model does not go with clips, or if patches do not divide the
+        clips' height.
 
-        unit: side of a patch in pixels. aligned: kind=repa is set. cached: the data are latents.
+        unit           side of a patch, in pixels of the clip.
+        aligned        whether align.kind=repa is set.
+        cached         whether the data are cached latents.
+        embedding_dim  width of the image embeddings that the model is conditioned on; 0: none.
         """
         if self.height and self.height % unit:
             raise ConfigError(f"video.height: {self.height} is no multiple of {unit}, patch_size x factor")
@@ -92,16 +101,16 @@ class Video(Section):
 
     @classmethod
     def completed(cls, section: dict[str, Any], run: Run) -> dict[str, Any]:
-        """Returns the section with the data's number of frames and height, for those of the two that the data have and
-        the section leaves out.
+        """Returns the section with the data's number of frames and height, if it leaves these out and the data have
+        them.
         """
         of_data = {"frames": run.data.num_frames, "height": run.data.height}
         return {name: value for name, value in of_data.items() if value is not None} | section
 
 
 def list_clip_problems(video: Video | None, run: Run, image_size: int) -> list[str]:
-    """Returns the problems of the recipe's data with a model of clips, or with a model of images if `video` is None; []
-    if there are none.
+    """Returns the reasons, one message each, why the recipe's data do not go with a model of clips, or with a model of
+    images if `video` is None; [] if they do. image_size: width of the model's clips.
     """
     data, problems = run.data, []
     if video is None:
@@ -132,13 +141,15 @@ class Given(Condition):
 
     name, argument = PRIME, "given"
 
-    def __init__(self, video: Video, find_shape: Callable[[Shape | None, int | None], tuple[int, ...]]) -> None:
-        self.video, self.find_shape = video, find_shape
+    def __init__(self, video: Video, get_input_shape: Callable[[Shape | None, int | None], tuple[int, ...]]) -> None:
+        self.video, self.get_input_shape = video, get_input_shape
 
     def read_example(self, example: Example) -> Arguments:
-        """Returns {"given": the first frames of x_start, marked, (B, C + 1, T, H, W)}. Draws from the samples' keys how
-        many are given: in a share given_share of the clips 1, 1 + patch_frames, ... up to `given`, but never all; in
-        the others 0.
+        """Returns {"given": (B, C + 1, T, H, W)}: the first frames of x_start that the network is given, all others
+        zero, and a last channel that is 1 in the given frames.
+
+        Draws from each sample's key how many frames are given: 1, 1 + patch_frames, ... up to `given`, but never all,
+        in a share given_share of the clips; none in the others.
         """
         x_start, key, step = example["x_start"], example["key"], self.video.patch_frames
         choices = self.video.count_patches(min(self.video.given, x_start.shape[2] - step))
@@ -149,18 +160,21 @@ class Given(Condition):
         return {"given": _mask_and_mark_given(x_start, torch.where(share < self.video.given_share, count, 0))}
 
     def read_request(self, request: Request) -> Arguments:
-        """Returns {"given": the frames that DiTSystem.sample has put into the request, (N, C + 1, T, H, W)}; zeros if
-        it has none.
+        """Returns {"given": (N, C + 1, T, H, W)}: the frames that DiTSystem.sample has put into the request, or zeros,
+        which mean that no frame is given.
         """
         if "given" in request.conditions:
             return {"given": request.conditions["given"]}
-        channels, *sides = self.find_shape(request.size, request.num_frames)
+        channels, *sides = self.get_input_shape(request.size, request.num_frames)
         return {"given": torch.zeros(len(request.seeds), channels + 1, *sides, device=request.seeds.device)}
 
     def make_start_conditions(self, images: Tensor) -> dict[str, Tensor]:
+        """Returns {"prime": frames uint8 (N, K, C, H, W)} for first frames, or for pictures (N, C, H, W), which are one
+        frame each. Raises ConfigError for more frames than `given`, or if they do not divide into patches.
+        """
         clips = images if images.ndim == 5 else images[:, None]
         count = clips.shape[1]
-        self.video.require_frames(PRIME, count)
+        self.video.require_valid_frames(PRIME, count)
         if count > self.video.given:
             raise ConfigError(
                 f"{PRIME}: {count} frames are given, and the model learned from {self.video.given} at most "
@@ -169,11 +183,13 @@ class Given(Condition):
         return {PRIME: clips}
 
     def draw_synthetic(self, key: Tensor, size: Shape) -> dict[str, Tensor]:
+        """Returns {}: the given frames are those of the batch's clips."""
         return {}
 
     def extend_to_clips(self, given: Tensor, shape: tuple[int, ...]) -> Tensor:
-        """Returns given frames (N, C, K, H, W), extended by zeros to clips of a `shape` (C, T, H, W) and marked,
-        (N, C + 1, T, H, W). Raises ConfigError if they are not fewer than T, or have another height or width.
+        """Returns first frames (N, C, K, H, W) as the network is given them, (N, C + 1, T, H, W): extended by zeros to
+        clips of `shape` = (C, T, H, W), with a last channel that is 1 in the K frames. Raises ConfigError unless K < T,
+        and if height or width differ.
         """
         clips = given.new_zeros(len(given), *shape)
         if given.shape[2] >= shape[1] or given.shape[3:] != clips.shape[3:]:
@@ -187,8 +203,8 @@ class Given(Condition):
 
 
 def _mask_and_mark_given(clips: Tensor, count: Tensor) -> Tensor:
-    """Returns clips (B, C + 1, T, H, W) made from clips (B, C, T, H, W): all but the first `count` int64 (B,) frames
-    are set to zero, and the last channel is 1 in these first frames and 0 elsewhere.
+    """Returns clips (B, C, T, H, W) as the network is given them, (B, C + 1, T, H, W): only the first `count` frames,
+    int64 (B,), keep their values, all others are zero, and a last channel is 1 in those first frames.
     """
     is_given = torch.arange(clips.shape[2], device=clips.device) < count[:, None]  # (B, T)
     mark = is_given[:, None, :, None, None].to(clips.dtype).expand(-1, 1, -1, *clips.shape[3:])
@@ -196,8 +212,9 @@ def _mask_and_mark_given(clips: Tensor, count: Tensor) -> Tensor:
 
 
 def encode_clips(pixels: Tensor, key: Tensor, first_stage: Autoencoder | None) -> Tensor:
-    """Returns x_start (B, c, T, h, w) of clips (B, T, C, H, W) in [-1, 1]: the latents of each frame, each drawn with
-    noise of its own; without a first stage the pixels, (B, C, T, H, W).
+    """Returns clips (B, T, C, H, W) in [-1, 1] as x_start (B, c, T, h, w): the latents of each frame, drawn with noise
+    of its own. If first_stage is None, returns the pixels, (B, C, T, H, W). key int64 (B,): each clip's seed for the
+    noise.
     """
     if first_stage is None:
         return pixels.transpose(1, 2)
@@ -206,8 +223,8 @@ def encode_clips(pixels: Tensor, key: Tensor, first_stage: Autoencoder | None) -
 
 
 def decode_clips(x_start: Tensor, first_stage: Autoencoder | None) -> Tensor:
-    """Returns the clips (B, T, C, H, W) of x_start (B, c, T, h, w): the inverse of `encode_clips`. Decodes one clip
-    after another, to save memory.
+    """Returns x_start (B, c, T, h, w) as clips (B, T, C, H, W), the inverse of `encode_clips`. Decodes one clip at a
+    time, to save memory.
     """
     clips = x_start.transpose(1, 2)
     return clips if first_stage is None else torch.stack([first_stage.decode(clip) for clip in clips])

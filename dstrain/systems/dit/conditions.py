@@ -51,16 +51,16 @@ class TimestepEmbedder(nn.Module):
         self.mlp = nn.Sequential(Linear(features, dim, init="normal"), nn.SiLU(), Linear(dim, dim, init="normal"))
 
     def reset_parameters(self) -> None:
-        """Sets the frequencies `W` of time_freq=fourier from a fixed seed. Without them does nothing, since all weights
-        belong to submodules.
+        """Sets the random frequencies `W` from a fixed seed. Does nothing unless time_freq=fourier: all weights belong
+        to submodules.
         """
         if hasattr(self, "W"):
             with torch.no_grad():
                 self.W.copy_(torch.from_numpy(np.random.default_rng(0).standard_normal(TIME_FEATURES)))
 
     def _apply(self, change: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """Applies `change` to all tensors, as nn.Module does, but keeps the frequencies in float32 when a network is
-        cast to bfloat16 or float16: their phases are large.
+        """Applies `change` to all tensors, as nn.Module does, except that the frequencies `W` stay in float32 when the
+        network is cast to bfloat16 or float16, which are too coarse for their phases.
         """
         frequencies = getattr(self, "W", None)
         super()._apply(change, recurse)
@@ -129,6 +129,9 @@ class PooledText(nn.Module):
         self.mlp = nn.Sequential(Linear(width, dim, init="normal"), nn.SiLU(), Linear(dim, dim, init="normal"))
 
     def forward(self, text: Tensor, mask: Tensor | None) -> Tensor:
+        """Returns vectors (B, D) for texts (B, L, E), whose first row begins with the pooled vector. mask: bool (B, L);
+        None: all True.
+        """
         pooled = text[:, 0, : self.width]
         if mask is not None:
             pooled = pooled * mask[:, :1]
@@ -199,9 +202,12 @@ class TextTokens(nn.Module):
         self.null = Embedding(1, dim) if learns_null else None
 
     def forward(self, text: Tensor, mask: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-        """Embeds ids int64 (B, L), or states (B, L, E), as tokens (B, L, D); returns them and a bool mask (B, L), True
-        where a token is read. With learns_null both begin with one more token, the null text. mask None: all tokens are
-        read; without learns_null None is returned, too.
+        """Embeds texts as tokens (B, L, D), and returns them with a mask bool (B, L), True where a token is read. With
+        learns_null one more token, the null text, stands before each text: both are L + 1 long, and it is read where no
+        other token is.
+
+        text  int64 (B, L), ids of words, or (B, L, E), states of a text encoder.
+        mask  bool (B, L); None: all tokens are read, and the returned mask is None, too, unless learns_null is set.
         """
         if text.ndim == 2:
             tokens = self.words(text) + self.places(torch.arange(text.shape[1], device=text.device))
@@ -229,49 +235,49 @@ class Condition:
     name: ClassVar[str]
     argument: ClassVar[str]
 
-    def check(self, batch: Mapping[str, Tensor]) -> None:
-        """Raises ConfigError if a batch, or a request's conditions, lacks this condition or holds it with a wrong
-        shape. By default checks nothing.
+    def require_valid(self, batch: Mapping[str, Tensor]) -> None:
+        """Raises ConfigError if `batch`, tensors of a batch or of a request, lacks this condition or holds it with a
+        wrong shape. By default checks nothing.
         """
 
     def prepare_example(self, batch: Batch) -> Example:
-        """Returns the tensors, by name, that this condition adds to the example of a batch, such as texts that are
-        encoded now; {} by default.
+        """Returns the tensors, by name, that this condition adds to the example made from a batch, such as texts
+        encoded now. {} by default.
         """
         return {}
 
     def read_example(self, example: Example) -> Arguments:
-        """Returns the network's arguments for an example. Conditions that data may lack raise ConfigError if the
-        example lacks them.
+        """Returns the network's keyword arguments, (B, ...) each, for the conditions in an example. Raises ConfigError
+        if the condition is one that data may lack, and the example lacks it.
         """
         return {self.argument: example[self.name]}
 
     def read_request(self, request: Request) -> Arguments:
-        """Returns the network's arguments for the samples of a request."""
+        """Returns the network's keyword arguments, (N, ...) each, for the samples of a request."""
         return {self.argument: request.conditions[self.name]}
 
     def make_null(self, arguments: Arguments) -> Arguments:
-        """Returns the values that replace those of this condition in the network's arguments where it is dropped, such
-        as the label for none; {} by default, for a condition that is never dropped.
+        """Returns keyword arguments that mean "no condition", such as the label for none, in the shape of `arguments`.
+        {} by default, for a condition that is never dropped.
         """
         return {}
 
     def read_negative(self, request: Request, arguments: Arguments) -> Arguments:
-        """Returns the values that replace those of this condition in the network's arguments in the prediction that
-        guidance leads away from; by default what `make_null` returns.
+        """Returns the keyword arguments of the prediction that guidance leads samples away from: those of the request's
+        negative prompt, for texts. By default those of `make_null`.
         """
         return self.make_null(arguments)
 
     def make_start_conditions(self, images: Tensor) -> dict[str, Tensor]:
-        """Returns the conditions of a request whose samples begin from `images` (pictures, clips or embeddings); {} if
-        this condition takes none of them, and by default. Raises ConfigError if this condition takes them and they do
-        not fit.
+        """Returns the conditions of a request, by name, for samples that begin from `images`: pictures, clips or
+        embeddings. {} if this condition takes none, as by default. Raises ConfigError if it takes them and they do not
+        fit.
         """
         return {}
 
     def draw_synthetic(self, key: Tensor, size: Shape) -> dict[str, Tensor]:
-        """Draws random tensors of this condition, by name, for a synthetic batch with keys int64 (B,). size:
-        (width, height) of its images in pixels.
+        """Returns random tensors of this condition, by name, for a synthetic batch of images of `size` = (width,
+        height) pixels. key int64 (B,): the samples' seeds, from which the values are drawn.
         """
         raise NotImplementedError
 
@@ -285,6 +291,9 @@ class Label(Condition):
         self.num_classes = num_classes
 
     def read_example(self, example: Example) -> Arguments:
+        """Returns {"y": int64 (B,)}, the example's labels, or 0 if there is only one class. Raises ConfigError if there
+        are several and the example has no labels.
+        """
         if "label" in example:
             return {"y": example["label"]}
         if self.num_classes == 1:
@@ -295,6 +304,7 @@ class Label(Condition):
         )
 
     def read_request(self, request: Request) -> Arguments:
+        """Returns {"y": int64 (N,)}, the request's labels; if it has none, each sample's seed modulo num_classes."""
         return {"y": request.conditions.get("label", request.seeds % self.num_classes)}
 
     def make_null(self, arguments: Arguments) -> Arguments:
@@ -326,6 +336,9 @@ class Sizes(Condition):
         return {"size": self._make_uncut_sizes(size, key)}
 
     def _make_uncut_sizes(self, size: Shape, like: Tensor) -> Tensor:
+        """Returns the sizes of `len(like)` images of `size` = (width, height) pixels that were not cropped: int64 (B,
+        6), on the device of `like`.
+        """
         wide, high = size
         return torch.tensor([high, wide, 0, 0, high, wide], device=like.device).repeat(len(like), 1)
 
@@ -338,7 +351,8 @@ class ImageEmbedding(Condition):
     def __init__(self, width: int) -> None:
         self.width = width
 
-    def check(self, batch: Mapping[str, Tensor]) -> None:
+    def require_valid(self, batch: Mapping[str, Tensor]) -> None:
+        """Raises ConfigError if the batch has no image_embed, or one of another width."""
         actual = batch["image_embed"].shape[1] if "image_embed" in batch else 0
         if not actual:
             raise ConfigError(
@@ -359,7 +373,7 @@ class ImageEmbedding(Condition):
         if images.ndim != 2:
             raise ConfigError("image_embed: this model begins from image embeddings, not from pictures")
         conditions = {"image_embed": images.float()}
-        self.check(conditions)
+        self.require_valid(conditions)
         return conditions
 
     def draw_synthetic(self, key: Tensor, size: Shape) -> dict[str, Tensor]:
@@ -377,6 +391,9 @@ class Text(Condition):
         self.reader = reader
 
     def prepare_example(self, batch: Batch) -> Example:
+        """Returns the texts of a batch, encoded if it holds captions: {"text": ids (B, L) or encodings (B, L, E),
+        "text_mask": bool (B, L)}. Raises ConfigError if a text has no token and the model no null text.
+        """
         example = self._fill_empty_texts(_make_text_arguments(self.reader.make_batch_inputs(batch)))
         # A model without a null text waits for the device here; others have something to read in any case.
         if not self.reader.config.has_null and not example["text"].is_meta and not example["mask"].any(1).all():
@@ -400,8 +417,8 @@ class Text(Condition):
         return self._fill_empty_texts({"text": arguments["text"], "mask": torch.zeros_like(arguments["mask"])})
 
     def read_negative(self, request: Request, arguments: Arguments) -> Arguments:
-        """Returns the negative prompts of a request, whose conditions are named as those of prompts with `negative_` in
-        front. Returns the null text if there are none.
+        """Returns the arguments for a request's negative prompts, whose tensors have names that begin with `negative_`;
+        those of the null text if it has none.
         """
         inputs = {name: value for name, value in request.conditions.items() if name.startswith(NEGATIVE)}
         if not inputs:
@@ -411,7 +428,7 @@ class Text(Condition):
         return {name: value.to(arguments[name].device) for name, value in negative.items()}
 
     def _fill_empty_texts(self, arguments: Arguments) -> Arguments:
-        """Returns the arguments with the encoder's states of an empty text for each sample of which no token is read.
+        """Returns the arguments with the states of the encoder's empty text in each sample of which no token is read.
         Returns them unchanged if the network learns its null text or has none.
         """
         config = self.reader.config
@@ -430,6 +447,9 @@ class Text(Condition):
 
 
 def _make_text_arguments(inputs: TextInputs) -> Arguments:
+    """Returns text inputs under the names of the network's arguments: text and mask. For hashed words the mask is True
+    where the id is not 0.
+    """
     if "words" in inputs:
         return {"text": inputs["words"], "mask": inputs["words"] != 0}
     return {"text": inputs["text_encodings"], "mask": inputs["text_mask"]}

@@ -18,7 +18,7 @@ from dstrain.nn.lora import list_lora_conflicts
 from dstrain.recipe import ConfigError, Run
 from dstrain.recipe.shapes import require_multiples
 from dstrain.systems.base import list_indivisible
-from dstrain.systems.dit.align import Align, check_block_numbers
+from dstrain.systems.dit.align import Align, require_valid_block_numbers
 from dstrain.systems.dit.clips import Given, Video, list_clip_problems
 from dstrain.systems.dit.conditions import Condition, ImageEmbedding, Label, Sizes, Text
 from dstrain.systems.dit.fields import Fields
@@ -30,8 +30,8 @@ class Config(Fields):
     @model_validator(mode="before")
     @classmethod
     def _fill_in_preset(cls, model: Any) -> Any:
-        """Returns the section with the choices of the preset that `size` names, for fields that it leaves out; inner
-        sections are merged. The four fields of SHAPE stay out: get_network_shape reads them from the preset.
+        """Returns the recipe's section with the choices of the preset that `size` names, for fields that it leaves out;
+        inner sections are merged. Leaves out the fields of SHAPE, which get_network_shape takes from the preset.
         """
         size = model.get("size") if isinstance(model, dict) else None
         preset = PRESETS.get(size, {}) if isinstance(size, str) else {}
@@ -43,7 +43,10 @@ class Config(Fields):
         return model
 
     @model_validator(mode="after")
-    def _check(self) -> "Config":
+    def _require_consistent_fields(self) -> "Config":
+        """Raises ConfigError if fields contradict each other or no network can be built from them. Returns the section
+        unchanged, as pydantic asks.
+        """
         by_hand = [name for name in SHAPE if getattr(self, name) is not None]
         if self.size is not None and by_hand:
             raise ConfigError(f"size {self.size} sets {', '.join(by_hand)} too; give either size or these")
@@ -58,28 +61,28 @@ class Config(Fields):
         require_multiples(self.sizes, unit, "patch_size x factor")
         if self.codes is not None:
             factor = self.first_stage.factor if self.first_stage else 1
-            self.codes.check(self.in_channels, self.image_size, self.input_size, factor, patch)
+            self.codes.require_input_shape(self.in_channels, self.image_size, self.input_size, factor, patch)
         if shape["hidden_size"] % shape["num_heads"]:
             raise ConfigError("hidden_size must be a multiple of num_heads")
         if shape["hidden_size"] % 4:
             raise ConfigError("hidden_size must be a multiple of 4, which 2-D positions need")
-        self._check_choices(shape)
+        self._require_consistent_choices(shape)
         if self.video:
             aligned = self.align is not None and self.align.kind == "repa"
-            self.video.check(unit, aligned, self.codes is not None, self.embedding_dim)
-        self.latents.check(self.in_channels)
+            self.video.require_compatible_choices(unit, aligned, self.codes is not None, self.embedding_dim)
+        self.latents.require_channel_moments(self.in_channels)
         if self.guidance_channels is not None and self.guidance_channels > self.in_channels:
             raise ConfigError(f"guidance_channels {self.guidance_channels} exceeds in_channels {self.in_channels}")
         return self
 
-    def _check_choices(self, shape: dict[str, int]) -> None:
+    def _require_consistent_choices(self, shape: dict[str, int]) -> None:
         """Raises ConfigError if the choices of blocks, condition tokens, heads and alignment do not fit each other.
         shape: what get_network_shape returns.
         """
         if not self.sines and not self.block.rope:
             raise ConfigError("sines: without them and without block.rope no patch has a place; set block.rope=true")
-        self._check_texts()
-        self._check_joint(shape)
+        self._require_consistent_texts()
+        self._require_valid_joint_blocks(shape)
         is_read = self.tokens.label or self.num_classes == 1 or self.reads_texts
         if self.block.modulation == "none" and not (self.tokens.time and is_read):
             raise ConfigError(
@@ -109,18 +112,18 @@ class Config(Fields):
                 raise ConfigError(f"{name}: {width} must be a multiple of its {heads} heads")
         if self.internal and self.internal.depth >= shape["depth"]:
             raise ConfigError(f"internal.depth: {self.internal.depth} is not below depth {shape['depth']}")
-        check_block_numbers(
+        require_valid_block_numbers(
             self.align,
-            self.routing and self.find_routed_blocks(),
+            self.routing and self.get_routed_blocks(),
             self.internal and self.internal.depth,
             shape["depth"],
         )
         if self.internal and self.objective != "flow":
             raise ConfigError("internal: a second head is trained for flows alone; set objective=flow, or leave it out")
 
-    def _check_joint(self, shape: dict[str, int]) -> None:
+    def _require_valid_joint_blocks(self, shape: dict[str, int]) -> None:
         """Raises ConfigError if joint blocks do not go with the other choices, or if an image of one of the model's
-        sizes has more patches along a side than the square of sines_within.
+        sizes has more patches along a side than sines_within allows. shape: what get_network_shape returns.
         """
         block = self.block
         if block.dual > (shape["depth"] if block.joint else 0):
@@ -140,15 +143,15 @@ class Config(Fields):
             raise ConfigError("interpolation_scale: sines_within gives the range of places itself; leave it at 1")
         patch = shape["patch_size"]
         for size in (None, *(self.sizes or ())) if self.sines_within else ():
-            if (longest := max(self.shape(size)[-2:]) // patch) > self.sines_within[0]:
+            if (longest := max(self.get_input_shape(size)[-2:]) // patch) > self.sines_within[0]:
                 raise ConfigError(
                     f"sines_within: a side of {longest} patches is longer than that square, {self.sines_within[0]}; "
                     "give smaller images"
                 )
 
-    def _check_texts(self) -> None:
-        """Raises ConfigError if the fields of texts contradict each other or the cached texts, or if one of them is set
-        without condition=text.
+    def _require_consistent_texts(self) -> None:
+        """Raises ConfigError if the fields on texts contradict each other or the cached text encodings, or if one of
+        them is set without condition=text.
         """
         if not self.reads_texts:
             names = "text_encoder", "text_encodings_dim", "cross_attention", "text_pooled_dim"
@@ -183,9 +186,9 @@ class Config(Fields):
 
     @classmethod
     def completed(cls, model: dict[str, Any], run: Run) -> dict[str, Any]:
-        """Returns the section with fields that it leaves out filled in: size, channels and clips from the data, text
-        encodings and latents from the cache, and scale, width and fingerprints from the folders of the autoencoder and
-        the vision encoder. The fields sizes, size_conditions and codes are always replaced by those of the data.
+        """Returns the section with values for fields that it leaves out: size, channels and clips from the data; text
+        encodings and latents from the cache; scale, width and fingerprints from the folders of the autoencoder and the
+        vision encoder. Always replaces sizes, size_conditions and codes by those of the data.
         """
         from_data: dict[str, Any] = {"image_size": run.data.image_size}
         first_stage, index, codes, stage = model.get("first_stage"), run.data.codes, None, None
@@ -295,9 +298,13 @@ class Config(Fields):
         shape, counts = self.get_network_shape(), {}
         for size in (None, *(self.sizes or ())):
             what = "an image" if size is None else f"{size[0]} x {size[1]} pixels"
-            counts[f"tokens of {what if self.video is None else 'a clip'}"] = self.count_tokens(self.shape(size))
+            counts[f"tokens of {what if self.video is None else 'a clip'}"] = self.count_tokens(
+                self.get_input_shape(size)
+            )
         if self.video and self.video.beginnings:
-            counts["tokens of a first frame, with model.video.beginnings"] = self.count_tokens(self.shape(frames=1))
+            counts["tokens of a first frame, with model.video.beginnings"] = self.count_tokens(
+                self.get_input_shape(frames=1)
+            )
         joining, what = self.tokens.time + self.tokens.label, "condition tokens of model.tokens"
         if self.reads_texts and not self.cross_attention:
             joining += self.max_text_len - bool(self.text_pooled_dim) + self.learns_null
@@ -324,7 +331,7 @@ class Config(Fields):
         return super().with_encoders(model, text_encoder, tokenizer)
 
     def make_network_arguments(self) -> dict[str, Any]:
-        """Returns the keyword arguments with which DiT builds this network."""
+        """Returns the keyword arguments with which DiT builds the network of this section."""
         fields = {
             "in_channels",
             "mlp_ratio",
@@ -357,14 +364,14 @@ class Config(Fields):
             "text": self.make_text_arguments() | {"projection": self.text_projection} if self.reads_texts else None,
             "base_depth": self.internal.depth if self.internal else 0,
             "align": self.align.make_network_arguments() if self.align else None,
-            "routed": self.find_routed_blocks(),
+            "routed": self.get_routed_blocks(),
             "patch_frames": self.video.patch_frames if self.video else 0,
             "given": bool(self.video and self.video.given),
         }
 
     def list_conditions(self, texts: Reader) -> tuple[Condition, ...]:
         """Returns the conditions that the network reads, in this order: text or label, image embedding, sizes, given
-        frames.
+        frames. texts: makes the inputs of texts.
         """
         conditions: list[Condition] = [Text(texts) if self.reads_texts else Label(self.num_classes)]
         if self.embedding_dim:
@@ -372,7 +379,7 @@ class Config(Fields):
         if self.size_conditions:
             conditions.append(Sizes(self.image_size))
         if self.video and self.video.given:
-            conditions.append(Given(self.video, self.shape))
+            conditions.append(Given(self.video, self.get_input_shape))
         return tuple(conditions)
 
     def make_process(self) -> Process:
@@ -380,7 +387,7 @@ class Config(Fields):
         `flow`, or a diffusion chain by the section `diffusion`.
         """
         if self.objective == "flow":
-            return self.flow.make_process(self.shape())
+            return self.flow.make_process(self.get_input_shape())
         section = self.diffusion
         diffusion = GaussianDiffusion(
             make_betas(section.schedule, section.num_steps),
@@ -392,8 +399,8 @@ class Config(Fields):
         return ChainProcess(diffusion, section.schedule, clip=self.models_pixels)
 
     def list_guide_fields(self) -> dict[str, Any]:
-        """Returns those fields, by name, in which this section and that of a guide (another network that guides
-        sampling) must be equal: those that describe the data, the conditions and the noise.
+        """Returns the values, by field, that a guide (another network that guides sampling) must share with this model:
+        of the fields that describe data, conditions and noise.
         """
         names = (
             "image_size",

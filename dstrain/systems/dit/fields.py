@@ -123,7 +123,7 @@ class Fields(SystemConfig, ReadsTexts):
     codes: Annotated[Codes | None, mark_fixed("give the data.path of the earlier latents")] = None
     """Latents that data.path holds ready, filled in from its index; the first stage then only decodes."""
 
-    def find_routed_blocks(self) -> tuple[int, int]:
+    def get_routed_blocks(self) -> tuple[int, int]:
         """Returns the numbers, counted from 1, of the first and the last block that tokens may skip; (0, 0) without
         routing.
         """
@@ -133,8 +133,8 @@ class Fields(SystemConfig, ReadsTexts):
         return self.routing.start, end
 
     def get_latent_scale_and_shift(self) -> tuple[autoencoder.Values, autoencoder.Values]:
-        """Returns (scale, shift), by which latents become the network's input: (latents - shift) * scale. Each is a
-        number, or a list of one number for each channel.
+        """Returns (scale, shift), by which latents become the network's input: (latents - shift) * scale. Each is one
+        number, or a list with one for each channel.
         """
         if self.latents.normalize == "channels":
             return [1 / value for value in self.latents.std], self.latents.mean
@@ -144,26 +144,31 @@ class Fields(SystemConfig, ReadsTexts):
 
     @property
     def num_labels(self) -> int | None:
+        """Returns the number of classes; None if samples are conditioned on texts."""
         return None if self.reads_texts else self.num_classes
 
     @property
     def reads_texts(self) -> bool:
+        """Returns whether samples are conditioned on texts, and not on labels."""
         return self.condition == "text"
 
     @property
     def reads_whole_texts(self) -> bool:
-        """Returns whether all tokens of all texts are read, also padding, as in SD3: encoders/joined_text.py masks no
-        token, and a dropped text is replaced by the encoders' states of "".
+        """Returns whether the network reads all tokens of every text, padding included, as in SD3. It then needs no
+        mask.
         """
         return self.reads_texts and self.block.joint and self.text_pooled_dim > 0 and self.null_text == "encoder"
 
     @property
     def learns_null(self) -> bool:
+        """Returns whether the null text, the input for no text, is a learned token rather than the encoding of an empty
+        text.
+        """
         return self.has_null and self.null_text == "learned"
 
     def get_network_shape(self) -> dict[str, int]:
-        """Returns patch_size, hidden_size, depth and num_heads by name, from the preset that `size` names, or else from
-        the fields.
+        """Returns patch_size, hidden_size, depth and num_heads by name: those of the preset that `size` names, or else
+        the fields of these names.
         """
         return (
             self.model_dump(include=set(SHAPE))
@@ -173,20 +178,22 @@ class Fields(SystemConfig, ReadsTexts):
 
     @property
     def input_size(self) -> int:
-        """Returns the side of the network's square input, in latents or pixels."""
+        """Returns the side of the network's square input: in values of the latents, or in pixels if the network learns
+        these.
+        """
         if self.first_stage is None:
             return self.image_size if self.codes is None else self.codes.shape[1]
         return self.image_size // self.first_stage.factor
 
-    def shape(self, size: Shape | None = None, frames: int | None = None) -> tuple[int, ...]:
+    def get_input_shape(self, size: Shape | None = None, frames: int | None = None) -> tuple[int, ...]:
         """Returns the shape of the network's input, (C, h, w), for images of `size` = (width, height) pixels; None:
-        image_size squared. For a model of clips returns (C, T, h, w); frames: T, None for the longest clip.
+        squares of image_size. For a model of clips returns (C, T, h, w). frames: T; None: that of the longest clip.
 
         Raises ConfigError if patches do not divide a side, or if `frames` is too large or does not divide into patches.
         """
         if self.video is not None:
             frames = self.video.frames if frames is None else frames
-            self.video.require_frames("num_frames", frames)
+            self.video.require_valid_frames("num_frames", frames)
             size = size or (self.image_size, self.video.height or self.image_size)
         if size is None:
             return self.in_channels, self.input_size, self.input_size
@@ -198,13 +205,13 @@ class Fields(SystemConfig, ReadsTexts):
         return self.in_channels, *times, high // factor, wide // factor
 
     def count_tokens(self, shape: tuple[int, ...]) -> int:
-        """Counts the patches of a network input of shape (C, h, w) or (C, T, h, w)."""
+        """Returns the number of patches in a network input of `shape` = (C, h, w), or (C, T, h, w) for clips."""
         count = shape[-2] * shape[-1] // self.get_network_shape()["patch_size"] ** 2
         return count if self.video is None else count * self.video.count_patches(shape[1])
 
     @property
     def models_pixels(self) -> bool:
-        """Returns whether the network learns pixels of 1 or 3 channels and not latents. Pixels lie in [-1, 1], so the
-        predicted x_start may be clipped.
+        """Returns whether the network learns pixels, of 1 or 3 channels, rather than latents. Pixels lie in [-1, 1], so
+        that a predicted x_start may be clipped.
         """
         return not (self.first_stage or self.codes) and self.in_channels in (1, 3)

@@ -45,9 +45,13 @@ class Codes(Section):
     text_encoder: Annotated[str | None, mark_filled_in("give the data.path of the earlier latents")] = None
     """Fingerprint of the encoder that made these."""
 
-    def check(self, in_channels: int, image_size: int, input_size: int, factor: int, patch: int) -> None:
-        """Raises ConfigError if the cached latents are not the network's input: if they have other channels or another
-        side, or patches do not divide them.
+    def require_input_shape(self, in_channels: int, image_size: int, input_size: int, factor: int, patch: int) -> None:
+        """Raises ConfigError if the cached latents are not the network's input: if their channels or sides differ from
+        the model's, or patches do not divide their side.
+
+        input_size  side of the network's input, in latents.
+        factor      image side / latent side.
+        patch       side of a patch, in latents.
         """
         channels, *sides = self.shape
         if in_channels != channels:
@@ -77,9 +81,9 @@ class Latents(Section):
 
     @classmethod
     def completed(cls, section: dict[str, Any], codes: RunCodes | None, stage: Autoencoder | None) -> dict[str, Any]:
-        """Returns the section with the mean and std of each channel, from the cache or else from the autoencoder's
-        config, if normalize=channels and the section has neither of the two. Otherwise, or if no source has them,
-        returns it unchanged.
+        """Returns the section with the mean and std of each channel, if normalize=channels and it has neither: those
+        measured in the cache (`codes`) or, without a cache, those of the autoencoder's config. Returns it unchanged
+        otherwise, and if the autoencoder's config has none.
         """
         if section.get("normalize") != "channels" or section.get("mean") or section.get("std"):
             return section
@@ -88,9 +92,9 @@ class Latents(Section):
             moments = stage.read_channel_moments()
         return section | dict(zip(("mean", "std"), moments or ()))
 
-    def check(self, channels: int) -> None:
-        """Raises ConfigError if normalize=channels lacks the mean and std of each channel, if normalize=scale has one
-        of them, or if their number is not `channels`.
+    def require_channel_moments(self, channels: int) -> None:
+        """Raises ConfigError if normalize=channels lacks the mean and std of the channels, if their number is not
+        `channels`, or if normalize=scale has either.
         """
         if self.normalize == "scale" and (self.mean or self.std):
             raise ConfigError("latents.mean, latents.std: they are read by latents.normalize=channels alone")
@@ -108,11 +112,11 @@ class Latents(Section):
 def load_first_stage(
     section: FirstStage, codes: Codes | None, in_channels: int, image_size: int, scale: tuple[Values, Values]
 ) -> Autoencoder:
-    """Loads the autoencoder; drops its encoder if the latents are cached (`codes`). scale: what
-    Config.get_latent_scale_and_shift returns.
+    """Returns the autoencoder that `section` names, with the (scale, shift) of its latents given as `scale`. If the
+    latents come from a cache, described by `codes`, its encoder is dropped.
 
-    Raises ConfigError if the autoencoder's factor, channels or image size differ from the recipe's, or if its
-    fingerprint is not that of the section or of the cache.
+    Raises ConfigError if the autoencoder's factor, channels or image size differ from the recipe's, or its fingerprint
+    from that of the section or of the cache.
     """
     path = section.path
     autoencoder = Autoencoder(path, *scale)

@@ -267,7 +267,7 @@ def translate_from_layout(
             if left[reason] == 1:
                 notes.append(f"{key}: left out: {reason}")
             continue
-        translated[_find_our_name(key, layout, depth)] = value
+        translated[_translate_to_our_name(key, layout, depth)] = value
     _swap_halves(translated, layout, depth)
     notes += [f"{count} weights are left out: {reason}" for reason, count in left.items() if count > 1]
     if "x_embedder.wide.weight" in translated:
@@ -297,7 +297,9 @@ def translate_to_layout(
             parts = state[re.sub(pattern, ours, key)].chunk(len(letters))
             for letter, part in zip(letters, parts, strict=True):
                 found[key.replace(f".{letters[0]}.", f".{letter}.")] = part.clone()
-    return {key: found[key] if key in found else state[_find_our_name(key, layout, 0)].clone() for key in theirs}
+    return {
+        key: found[key] if key in found else state[_translate_to_our_name(key, layout, 0)].clone() for key in theirs
+    }
 
 
 def translate_adapters_to_layout(
@@ -366,7 +368,7 @@ def _find_matching_reason(key: str, reasons: Sequence[tuple[str, str]]) -> str |
     return next((reason for pattern, reason in reasons if re.fullmatch(pattern, key)), None)
 
 
-def _find_our_name(key: str, layout: Layout, depth: int) -> str:
+def _translate_to_our_name(key: str, layout: Layout, depth: int) -> str:
     if layout is LAYOUTS["rae"] and (match := re.fullmatch(r"blocks\.(\d+)\.(.*)", key)) and int(match[1]) >= depth:
         return f"final_layer.blocks.{int(match[1]) - depth}.{match[2]}"
     for pattern, ours in layout.renamed:

@@ -204,7 +204,7 @@ class DiT(nn.Module):
         grid = self.count_patches(x)
         x = self.x_embedder(image)  # (B, N, D)
         if self.sines:
-            x = x + self.find_positions(grid).to(x)
+            x = x + self.get_positions(grid).to(x)
         time = self.t_embedder(t)  # (B, D)
         if text is not None and hasattr(self, "p_embedder"):
             time = time + self.p_embedder(text, mask)
@@ -224,7 +224,7 @@ class DiT(nn.Module):
         if hasattr(self, "t_block"):
             inputs = inputs._replace(shared=self.t_block(c).unflatten(-1, (6, -1)))
         if self.rope:
-            rotation = self.find_rotation(grid, self.head_dim, count, x.device)
+            rotation = self.get_rotations(grid, self.head_dim, count, x.device)
             inputs = inputs._replace(rotation=take_own_parts(rotation, patches, 2))
         if words is not None and self.cross_attention:
             inputs = inputs._replace(text=words, mask=None if read is None else read[:, None, None])
@@ -237,7 +237,7 @@ class DiT(nn.Module):
         taps = {self.base_depth, self.align_depth, self.align_target} if extras else ()
         x, tapped = self.blocks(x, inputs, tokens, taps, keep)
         if self.wide:
-            rotation = self.find_rotation(grid, self.final_layer.head_dim, 0, x.device) if self.rope else None
+            rotation = self.get_rotations(grid, self.final_layer.head_dim, 0, x.device) if self.rope else None
             out = self.final_layer(image, F.silu(time[:, None] + x), rotation)
         else:
             out = self.final_layer(x, c, c[:, None])
@@ -276,7 +276,7 @@ class DiT(nn.Module):
         sides = tuple(side // self.patch_size for side in x.shape[-2:])
         return (1 + (x.shape[2] - 1) // self.patch_frames, *sides) if self.patch_frames else sides
 
-    def find_positions(self, grid: tuple[int, ...]) -> Tensor:
+    def get_positions(self, grid: tuple[int, ...]) -> Tensor:
         """Returns the positions of a grid of patches, (1, N, D): the table pos_embed if the grid is the network's own
         square, else sines over the same range, which are cached by grid. For clips the positions in time are added.
         """
@@ -298,7 +298,7 @@ class DiT(nn.Module):
         within, base = self.sines_within or (None, self.range)
         return make_sincos_positions(self.pos_embed.shape[-1], high, wide, base, within)
 
-    def find_rotation(self, grid: tuple[int, ...], head_dim: int, after: int, device: torch.device) -> Tensor:
+    def get_rotations(self, grid: tuple[int, ...], head_dim: int, after: int, device: torch.device) -> Tensor:
         """Returns the rotations (see make_rotations) of the tokens of a grid, whose sides run over the range of the
         network's own square, and of `after` tokens behind them, which are not turned. They are cached.
         """

@@ -49,8 +49,8 @@ class DiTSystem(System):
         self.averaged = ("denoiser",)
         self.process = config.make_process()
         self.samplers, self.diffusion = self.process.samplers, self.process.diffusion
-        self.shape = config.shape()
-        self.shapes = {self.shape, *map(config.shape, config.sizes or ())}
+        self.shape = config.get_input_shape()
+        self.shapes = {self.shape, *map(config.get_input_shape, config.sizes or ())}
         self.texts = Reader(config)
         self.network_conditions = config.list_conditions(self.texts)
         self.first_stage = None
@@ -85,7 +85,7 @@ class DiTSystem(System):
         """
         inputs = ("image", "video", "frames", "latent_mean", "latent_std", "caption", *NAMES)
         example = {name: tensor for name, tensor in batch.items() if name not in inputs}
-        self._check_conditions(batch)
+        self._require_valid_conditions(batch)
         for condition in self.network_conditions:
             example |= condition.prepare_example(batch)
         if self.alignment and self.alignment.section.path and "image" in batch:
@@ -106,7 +106,7 @@ class DiTSystem(System):
             example["x_start"] = self.first_stage.encode(pixels, batch["key"]) if self.first_stage else pixels
         x_start, shapes = example["x_start"], self.shapes
         if self.config.video:
-            shapes = {self.config.shape(frames=x_start.shape[2])}
+            shapes = {self.config.get_input_shape(frames=x_start.shape[2])}
         if tuple(x_start.shape[1:]) not in shapes:
             channels, *_, high, wide = self.shape
             require_shape(x_start.transpose(1, -3), (channels, high, wide), "in_channels")
@@ -195,9 +195,9 @@ class DiTSystem(System):
             terms |= {"loss": terms["loss"] + alignment.weight * align, "align": align.detach()}
         return terms
 
-    def _check_conditions(self, batch: Mapping[str, Tensor]) -> None:
+    def _require_valid_conditions(self, batch: Mapping[str, Tensor]) -> None:
         for condition in self.network_conditions:
-            condition.check(batch)
+            condition.require_valid(batch)
 
     def _read_conditions(self, example: Example, drop: bool = False) -> Arguments:
         """Returns the network's arguments for the conditions of an example, (B, ...) each. drop: replaces all of a
@@ -271,7 +271,7 @@ class DiTSystem(System):
         if self.config.routing:
             warn_if_few_tokens(self.config.count_tokens(self.shape))
         if self.takes_embeddings:
-            self._check_conditions(
+            self._require_valid_conditions(
                 {name: value[None] for name, value in source.read_first().items() if name == "image_embed"}
             )
         if self.takes_texts:
@@ -302,7 +302,7 @@ class DiTSystem(System):
         if problem := self.cannot_draw():
             raise ConfigError(problem)
         steps = self.sampler(request.sampler), request.num_steps, request.spacing, request.eta
-        shape, prime = self.config.shape(request.size, request.num_frames), request.conditions.get(PRIME)
+        shape, prime = self.config.get_input_shape(request.size, request.num_frames), request.conditions.get(PRIME)
         if prime is not None:
             request = self._add_given_frames(request, prime, shape)
         keys, network = rng.keys_of_seeds(request.seeds), self._make_guided_network(nets, request)
@@ -334,7 +334,7 @@ class DiTSystem(System):
     def check_sampling(self, samples: Samples) -> None:
         super().check_sampling(samples)
         with reword_errors("--size or samples.size: "):
-            self.config.shape(samples.size)
+            self.config.get_input_shape(samples.size)
         choose_eta(self.sampler(samples.sampler, "samples.sampler"), samples.eta)
         self.process.check_spacing(samples.spacing)
 
@@ -370,7 +370,7 @@ class DiTSystem(System):
                 "guidance_scale: this model has no null label, since class_dropout_prob is 0; sample "
                 "with guidance_scale 1, or train with class_dropout_prob above 0"
             )
-        self._check_conditions(request.conditions)
+        self._require_valid_conditions(request.conditions)
         arguments, null = self.read_request(request)
         return samplers.guide_network(
             add_internal_guidance(nets["denoiser"], internal.scale) if internal else nets["denoiser"],
@@ -491,7 +491,7 @@ class DiTSystem(System):
                 shape, name = (self.config.video.frames, *shape), "video"
             batch[name] = rng.integers(batch["key"], name, 256, shape).to(torch.uint8)
         else:
-            shape = self.config.shape((wide, high) if self.config.sizes else None)
+            shape = self.config.get_input_shape((wide, high) if self.config.sizes else None)
             batch["latent_mean"] = rng.normal(batch["key"], "latent_mean", shape)
             batch["latent_std"] = 0.1 * rng.uniform(batch["key"], "latent_std", shape)
         if self.config.align and self.config.align.kind == "repa" and self.config.align.path is None:

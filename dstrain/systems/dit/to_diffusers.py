@@ -124,7 +124,7 @@ def describe_export(system: DiTSystem) -> tuple[str, str, str]:
         notes.append(f"trained without dropped {dropped}: sample with guidance_scale=1")
     if config.align is not None and config.align.kind == "repa":
         notes.append("the projectors of the alignment are left out: training alone reads them")
-    reason = None if config.reads_texts else weights.find_inexpressible_field(config)
+    reason = None if config.reads_texts else weights.describe_inexpressible_field(config)
     if reason:
         notes.append(
             f"the network's code is in transformer/: diffusers' DiTTransformer2DModel cannot hold it ({reason})"
@@ -189,7 +189,7 @@ def save_export(
         return
     scheduler, vae = _build_scheduler(system), _load_first_stage(config)
     folder.mkdir(parents=True, exist_ok=True)
-    if weights.find_inexpressible_field(config) is None:
+    if weights.describe_inexpressible_field(config) is None:
         transformer = _build_stock_transformer(system, network)
     else:
         transformer = _write_and_build_class_transformer(system, network, folder / "transformer")
@@ -377,7 +377,7 @@ def _uses_stock_pipeline(system: DiTSystem) -> bool:
     if config.reads_texts:
         return True
     return (
-        weights.find_inexpressible_field(config) is None
+        weights.describe_inexpressible_field(config) is None
         and system.process.scheduler == "DDIMScheduler"
         and config.first_stage is not None
         and config.num_classes <= _NULL

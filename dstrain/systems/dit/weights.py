@@ -169,7 +169,7 @@ def rename_to_diffusers(state: Mapping[str, Tensor], depth: int, rows: int, has_
     classes, null = (table[:-1], table[-1:]) if has_null else (table, torch.zeros_like(table[:1]))
     state = {**state, _CLASSES: torch.cat((classes, null.expand(rows + 1 - len(classes), -1)))}
     renamed: dict[str, Tensor] = {}
-    for name, diffusers_names in _pair_names(depth):
+    for name, diffusers_names in _iterate_name_pairs(depth):
         value = state[name]
         parts = value.chunk(3) if ".qkv." in name else [value] * len(diffusers_names)
         renamed |= {other: part.detach().clone().contiguous() for other, part in zip(diffusers_names, parts)}
@@ -187,7 +187,7 @@ def rename_from_diffusers(
     """
     _require_same_config(diffusers_config, CLASSES, make_dit_arguments(config))
     depth, unused, renamed = diffusers_config["num_layers"], dict(state), {}
-    for name, diffusers_names in _pair_names(depth):
+    for name, diffusers_names in _iterate_name_pairs(depth):
         missing = [other for other in diffusers_names if other not in unused]
         if missing:
             raise ConfigError(f"weights: {missing[0]} is missing, num_layers in config.json is {depth}; fetch it again")
@@ -256,7 +256,7 @@ def make_pixart_arguments(config: Config) -> dict[str, Any]:
     }
 
 
-def _pair_names(depth: int) -> Iterator[tuple[str, list[str]]]:
+def _iterate_name_pairs(depth: int) -> Iterator[tuple[str, list[str]]]:
     """Yields our name of each weight with diffusers' names: three for qkv, one in each block for an embedder's,
     else one.
     """
@@ -349,7 +349,7 @@ def list_target_differences(diffusers_config: Mapping[str, Any], config: Config)
     ]
 
 
-def find_inexpressible_field(config: Config) -> str | None:
+def describe_inexpressible_field(config: Config) -> str | None:
     """Returns why diffusers' DiTTransformer2DModel cannot hold the network, "FIELD: reason"; None if it can. Returns
     None for networks of texts, too, which have another class there, see `require_expressible`.
     """

@@ -216,7 +216,7 @@ def test_routed_tokens_keep_their_places() -> None:
     network = nets(system)["denoiser"]
     key = rng.keys(0, 0, torch.arange(3))
     x, c, tokens = (rng.normal(key, name, shape) for name, shape in (("x", (15, 32)), ("c", (32,)), ("k", (2, 32))))
-    keep, rotation = choose_kept_tokens(key, 15, 0.4), network.find_rotation((3, 5), 16, 2, x.device)
+    keep, rotation = choose_kept_tokens(key, 15, 0.4), network.get_rotations((3, 5), 16, 2, x.device)
     found, _ = network.blocks(x, BlockInputs(c, rotation=rotation), tokens, (), keep)
     one, two, three, four = network.blocks
     for number in range(3):

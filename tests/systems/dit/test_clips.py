@@ -69,7 +69,7 @@ def test_places_of_clips() -> None:
     network = DiT(8, 2, 3, 64, 1, 2, rope=True, patch_frames=1)
     network.sines = True
     grid, dim = (3, 2, 4), 32
-    table, sines = network.find_rotation(grid, dim, 1, torch.device("cpu")), network.find_positions(grid)
+    table, sines = network.get_rotations(grid, dim, 1, torch.device("cpu")), network.get_positions(grid)
     widths, token = (12, 10, 10), 0
     for t in range(3):
         for row in range(2):
@@ -85,13 +85,11 @@ def test_places_of_clips() -> None:
                 assert torch.allclose(table[0, :, token], wanted, atol=1e-6)
                 time = [t * 10000 ** (-k / 32) for k in range(32)]
                 of_time = torch.tensor([*map(math.sin, time), *(math.cos(a) - 1 for a in time)])
-                image = network.find_positions((2, 4))[0, row * 4 + column]
+                image = network.get_positions((2, 4))[0, row * 4 + column]
                 assert torch.allclose(sines[0, token], image + of_time, atol=1e-6)
                 token += 1
     assert torch.equal(table[0, :, token], torch.stack((torch.ones(dim), torch.zeros(dim))))  # a condition token
-    assert (
-        network.find_positions((2, 4)) is not network.pos_embed and network.find_positions((4, 4)) is network.pos_embed
-    )
+    assert network.get_positions((2, 4)) is not network.pos_embed and network.get_positions((4, 4)) is network.pos_embed
 
 
 def test_a_clip_of_one_frame_is_an_image() -> None:
@@ -316,7 +314,7 @@ def test_the_section_is_filled_in_from_the_data() -> None:
     shape = {name: MODERN[name] for name in ("patch_size", "hidden_size", "depth", "num_heads")}
     config = Config(**Config.completed(shape | {"video": {"patch_frames": 2}}, run))
     assert (config.video.frames, config.video.height, config.sizes) == (5, 6, None)
-    assert config.shape() == (1, 5, 6, 8) and config.shape(frames=3) == (1, 3, 6, 8)
-    assert config.count_tokens(config.shape()) == 3 * 3 * 4
+    assert config.get_input_shape() == (1, 5, 6, 8) and config.get_input_shape(frames=3) == (1, 3, 6, 8)
+    assert config.count_tokens(config.get_input_shape()) == 3 * 3 * 4
     assert Config.completed(shape | {"video": {"frames": 3}}, run)["video"]["frames"] == 3
     assert config.conflicts(run) == []

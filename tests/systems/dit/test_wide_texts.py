@@ -144,7 +144,7 @@ def test_wide_head_behind_texts() -> None:
     full = network.state_dict()
     assert set(full) - set(taken) == {name for name in full if name.startswith("final_layer.")}
     tokens, time = read_text(full, tensors, tables)
-    angles = network.find_rotation((2, 2), 12, 0, torch.device("cpu"))
+    angles = network.get_rotations((2, 2), 12, 0, torch.device("cpu"))
     assert angles.shape[2] == 4
     tables_of_head = [angles[0, 0], angles[0, 1]]
     expected = join(draw_wide(full, tensors["in/x"], tokens, time, tables_of_head, 2), 2)
