@@ -401,7 +401,8 @@ BUDGETS = {
     "recipe": 831,  # with every key checked whether it is used or not, and messages for each type
     "runs": 1033,  # with checkpoints that name their run, universal folders of DeepSpeed, and hosts that answer
     "sampling": 431,
-    "systems": 6674,  # with texts, clips, PixArt and SD3 both ways with their adapters, and DiTs exported with code
+    "systems": 6850,  # with texts, clips, PixArt and SD3 both ways with their adapters, DiTs exported with code, and
+    # docstrings of private functions, which count as statements
     "tracking": 1821,
 }
 

@@ -58,8 +58,8 @@ class Layout(NamedTuple):
     """Our names of layers that give scale and shift there, and shift and scale here; {last} is the last block."""
 
     def require_trained_as(self, name: str, config: Any) -> None:
-        """Raises ConfigError if a field of the model's section (`config`) differs from what the networks of this
-        layout, called `name`, were trained with: objective, prediction, chain or scale of times.
+        """Raises ConfigError if a field of the model's section `config` differs from what networks of this layout were
+        trained with: objective, prediction, chain, scale of times, joint blocks. name: the layout's, for the message.
         """
         prediction = "x" if self.predicts_x else "velocity"
         fields = ("objective", "flow"), ("flow.time_scale", self.time_scale), ("flow.prediction", prediction)
@@ -221,8 +221,8 @@ LAYOUTS = {
 
 
 def recognise_layout(names: Mapping[str, Tensor]) -> str | None:
-    """Returns the name of the layout whose marks are all among the names of a file's weights; None if there is no such
-    layout, and for SiT's files, whose names have no mark of their own.
+    """Returns the name of the published layout to which a file's weights belong by their names; None if no layout is
+    recognised. Never returns sit: SiT's names are those of DiT.
     """
     for name, layout in LAYOUTS.items():
         for prefix in (layout.prefix, ""):
@@ -234,10 +234,11 @@ def recognise_layout(names: Mapping[str, Tensor]) -> str | None:
 def translate_from_layout(
     state: Mapping[str, Tensor], name: str, depth: int, grid: int, head_dims: Sequence[int] = (), scale: int = 1
 ) -> tuple[dict[str, Tensor], list[str]]:
-    """Returns a published state dict under our names, with times in our direction, and notes on what was changed or
-    left out.
+    """Returns the weights of a published network under our names, with its time turned to run as ours does, and notes
+    on what was changed or left out.
 
-    depth       number of blocks of the first trunk; a wide head's blocks follow them in RAE's files.
+    name        of the layout, a key of LAYOUTS.
+    depth       number of blocks of the first trunk; in RAE's files those of the wide head follow them.
     grid        patches along a side, for the positions.
     head_dims   widths of an attention head, in the trunk and in a wide head; () if the network rotates nothing.
     scale       what positions are divided by before their sines are taken.
@@ -287,8 +288,9 @@ def translate_from_layout(
 def translate_to_layout(
     state: Mapping[str, Tensor], name: str, theirs: Sequence[str], depth: int = 0
 ) -> dict[str, Tensor]:
-    """Returns our weights under the names of a published layout. theirs: the names of all weights of the published
-    network; depth: number of blocks, read only if the layout swaps scale and shift (Layout.swapped).
+    """Returns our weights under the names of a published layout, the reverse of `translate_from_layout`. theirs: the
+    names of all weights of the published network. depth: number of blocks, needed only if the layout has `swapped`
+    layers.
     """
     layout, found, state = LAYOUTS[name], {}, dict(state)
     _swap_halves(state, layout, depth)
@@ -305,9 +307,11 @@ def translate_to_layout(
 def translate_adapters_to_layout(
     state: Mapping[str, Tensor], name: str, theirs: Sequence[str], depth: int = 0
 ) -> dict[str, Tensor]:
-    """Returns the adapters (nn/lora.py) of a state dict with our weights under a published layout's names; `theirs` and
-    `depth` as in `translate_to_layout`. Where a layer of ours lies in several of theirs, each of these gets the whole
-    lora_A and its own rows of lora_B. Raises ConfigError for an adapter of a layer that the layout's network lacks.
+    """Returns the LoRA adapters in a state dict under the names of a published layout; arguments as for
+    `translate_to_layout`. If one layer of ours is several layers there, each of these gets the whole lora_A and its own
+    rows of lora_B.
+
+    Raises ConfigError for an adapter of a layer that the published network does not have.
     """
     layers = [key.removesuffix(".lora_A.weight") for key in state if key.endswith(".lora_A.weight")]
     numbers = {f"{layer}.weight": number for number, layer in enumerate(layers)}
@@ -333,8 +337,8 @@ def translate_adapters_to_layout(
 
 
 def _swap_halves(state: dict[str, Tensor], layout: Layout, depth: int) -> None:
-    """Swaps, in place, scale and shift in the layers that the layout lists as `swapped`. Calling it twice changes
-    nothing. depth: number of blocks.
+    """Swaps, in place, scale and shift in the layers that the layout lists as `swapped`. A second call undoes the
+    first. depth: number of blocks.
     """
     for layer in layout.swapped:
         for name in (f"{layer.format(last=depth - 1)}.{kind}" for kind in ("weight", "bias")):
@@ -344,11 +348,10 @@ def _swap_halves(state: dict[str, Tensor], layout: Layout, depth: int) -> None:
 
 
 def reverse_time(state: dict[str, Tensor], negate: bool) -> None:
-    """Changes, in place, the weights of a network of time t into those of the same network of time 1 - t. Calling it
-    twice changes nothing.
+    """Changes, in place, the weights of a network of time t so that it computes the same from time 1 - t. A second call
+    undoes the first. negate: whether to change the sign of the output, too, as velocities need.
 
-    The sinusoids of 1 - t are a linear map of those of t, which goes into the layer that reads them. negate: whether to
-    change the sign of the heads, too, as for velocities.
+    The sinusoids of 1 - t are a linear map of those of t, which is merged into the layer that reads them.
     """
     weight = state[f"{_TIME}.weight"]
     frequencies = compute_timestep_frequencies(weight.shape[1]).to(weight.device)
@@ -362,13 +365,16 @@ def reverse_time(state: dict[str, Tensor], negate: bool) -> None:
 
 
 def _find_matching_reason(key: str, reasons: Sequence[tuple[str, str]]) -> str | None:
-    """Returns the reason that belongs to the first pattern that matches the name of a weight; None if no
-    pattern matches.
+    """Returns the reason from the first (pattern, reason) pair whose pattern matches the weight's name `key`; None if
+    none matches.
     """
     return next((reason for pattern, reason in reasons if re.fullmatch(pattern, key)), None)
 
 
 def _translate_to_our_name(key: str, layout: Layout, depth: int) -> str:
+    """Returns our name for the weight that a layout calls `key`; `key` itself if the layout has no other. depth: number
+    of blocks of the first trunk.
+    """
     if layout is LAYOUTS["rae"] and (match := re.fullmatch(r"blocks\.(\d+)\.(.*)", key)) and int(match[1]) >= depth:
         return f"final_layer.blocks.{int(match[1]) - depth}.{match[2]}"
     for pattern, ours in layout.renamed:
@@ -378,8 +384,8 @@ def _translate_to_our_name(key: str, layout: Layout, depth: int) -> str:
 
 
 def _require_same_rotations(key: str, table: Tensor, kind: str, grid: int, head_dims: Sequence[int]) -> None:
-    """Raises ConfigError if a file's table of rotations differs from the one that this network computes, or is made for
-    heads of another width. kind: cos or sin, the table that it is.
+    """Raises ConfigError if a file's table of rotations differs from the one that our network computes, or is for heads
+    of another width. kind: "cos" or "sin", what the table holds.
     """
     if table.shape[-1] not in head_dims:
         raise ConfigError(

@@ -171,7 +171,7 @@ class DiT(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Sets the table of positions, and nothing else: all weights belong to submodules."""
+        """Sets the table of positions, pos_embed. All weights belong to submodules, which set their own."""
         if self.sines:
             with torch.no_grad():
                 self.pos_embed.copy_(self.compute_sines(self.grid, self.grid))
@@ -257,8 +257,8 @@ class DiT(nn.Module):
         return found
 
     def _make_condition_tokens(self, time: Tensor, label: Tensor | None, words: Tensor | None) -> Tensor | None:
-        """Returns the condition tokens (B, K, D) of the time, the label and the text, one behind the other; None if
-        there are none.
+        """Returns the condition tokens (B, K, D): those of the time, of the label and of the text, in this order; None
+        if there are none.
         """
         parts = []
         if hasattr(self, "t_tokens"):
@@ -270,15 +270,16 @@ class DiT(nn.Module):
         return torch.cat(parts, dim=1) if parts else None
 
     def count_patches(self, x: Tensor) -> tuple[int, ...]:
-        """Returns the numbers of patches of inputs along each axis: (rows, columns), or (times, rows, columns)
-        for clips.
+        """Returns the number of patches of inputs x along each axis: (rows, columns), or (times, rows, columns) for
+        clips.
         """
         sides = tuple(side // self.patch_size for side in x.shape[-2:])
         return (1 + (x.shape[2] - 1) // self.patch_frames, *sides) if self.patch_frames else sides
 
     def get_positions(self, grid: tuple[int, ...]) -> Tensor:
-        """Returns the positions of a grid of patches, (1, N, D): the table pos_embed if the grid is the network's own
-        square, else sines over the same range, which are cached by grid. For clips the positions in time are added.
+        """Returns the embeddings of the positions in a grid of patches, (1, N, D). They are the table pos_embed if the
+        grid is the network's own square; any other grid has sines over the same range, computed once. For clips adds
+        embeddings of the times.
         """
         *times, high, wide = grid
         positions = self.pos_embed
@@ -292,15 +293,15 @@ class DiT(nn.Module):
         return positions
 
     def compute_sines(self, high: int, wide: int) -> Tensor:
-        """Returns the sines of a grid's positions, float32 (high * wide, D), over the range of the network's own
-        square, or as sines_within says.
+        """Returns the sines of the positions in a grid of high x wide patches, float32 (high * wide, D), over the range
+        of the network's own square, or as sines_within says.
         """
         within, base = self.sines_within or (None, self.range)
         return make_sincos_positions(self.pos_embed.shape[-1], high, wide, base, within)
 
     def get_rotations(self, grid: tuple[int, ...], head_dim: int, after: int, device: torch.device) -> Tensor:
-        """Returns the rotations (see make_rotations) of the tokens of a grid, whose sides run over the range of the
-        network's own square, and of `after` tokens behind them, which are not turned. They are cached.
+        """Returns the rotary positions (see make_rotations) of the tokens in a grid of patches, over the range of the
+        network's own square, and of `after` further tokens, which are not rotated. They are computed once and kept.
         """
         key = grid, head_dim, after
         if key not in self._rotations:
@@ -309,8 +310,8 @@ class DiT(nn.Module):
         return self._rotations[key]
 
     def unpatchify(self, x: Tensor, grid: tuple[int, ...]) -> Tensor:
-        """Joins the values of patches to images, (B, N, p*p*C) -> (B, C, H, W), or to clips, (B, N, f*p*p*C) ->
-        (B, C, T, H, W).
+        """Joins the values of patches to images, (B, N, p*p*C) -> (B, C, H, W), or to clips, (B, N, f*p*p*C) -> (B, C,
+        T, H, W). grid: what `count_patches` returns for these inputs.
         """
         p, frames, (*times, high, wide) = self.patch_size, max(self.patch_frames, 1), grid
         x = x.view(len(x), *(times or [1]), high, wide, frames, p, p, self.out_channels)
@@ -371,6 +372,9 @@ class WideHead(nn.Module):
         self.final_layer = FinalLayer(width, values, norm=block.get("norm", "layer"))
 
     def forward(self, image: Tensor, conditions: Tensor, rotation: Tensor | None) -> Tensor:
+        """Returns the values of patches (B, N, values) for images (B, C, H, W) and a condition for each patch, (B, N,
+        D). rotation: what DiT.get_rotations returns; None: no rotary positions.
+        """
         c, x = self.projector(conditions), take_own_part(self.x_embedder(image), 1)
         if rotation is not None:
             rotation = take_own_part(rotation, 2)

@@ -38,16 +38,16 @@ class ClassPipeline(DiffusionPipeline):
         self.register_to_config(id2label=id2label, guidance_channels=guidance_channels)
 
     def save_config(self, save_directory, **kwargs):
-        """Writes model_index.json into the folder, and this file beside it, where diffusers looks for the class.
-        save_pretrained and push_to_hub call this.
+        """Writes two files into the folder: model_index.json, and a copy of this file as pipeline.py, where diffusers
+        looks for the class. save_pretrained and push_to_hub call this.
         """
         Path(save_directory).mkdir(parents=True, exist_ok=True)
         (Path(save_directory) / "pipeline.py").write_text(self._source, encoding="utf-8")
         super().save_config(save_directory, **kwargs)
 
     def to_json_string(self):
-        """Returns the text of model_index.json, in which this class is named by its file, as from_pretrained
-        needs it.
+        """Returns the text of model_index.json, in which this class and the transformer's are given by the names of
+        their files, from which from_pretrained imports them.
         """
         index = json.loads(super().to_json_string()) | {"_class_name": ["pipeline", type(self).__name__]}
         library, name = index["transformer"]
@@ -107,7 +107,7 @@ class ClassPipeline(DiffusionPipeline):
         return ImagePipelineOutput(images=images)
 
     def _compute_noise_ratio(self, t):
-        """Returns sigma / alpha at a timestep, infinity where alpha is 0."""
+        """Returns sigma / alpha, the noise level at timestep t, as a float; infinity if alpha is 0."""
         if hasattr(self.scheduler, "alphas_cumprod"):
             kept = float(self.scheduler.alphas_cumprod[int(t)])
             return (1 / kept - 1) ** 0.5 if kept else float("inf")
@@ -118,9 +118,9 @@ class ClassPipeline(DiffusionPipeline):
         return share / (1 - share) if share < 1 else float("inf")
 
     def _predict_guided(self, x, t, y, scale):
-        """Returns the prediction and, in the channels behind it, the variances: guided in the first guidance_channels,
-        and as predicted with labels in all others. Without guidance (scale 1) calls the transformer for the labels
-        alone.
+        """Returns the transformer's output with classifier-free guidance of the first guidance_channels channels:
+        without label + scale * (with label - without label). All other channels are those with label. Scale 1 means no
+        guidance.
         """
         if scale == 1:
             return self.transformer(x, t.expand(len(x)), y).sample

@@ -49,7 +49,7 @@ _CHOICES = (  # of a model that the class can hold
 
 
 def make_sd3_arguments(config: Config) -> dict[str, Any]:
-    """Returns the keyword arguments that build the same network as diffusers' SD3Transformer2DModel."""
+    """Returns the keyword arguments with which diffusers' SD3Transformer2DModel builds the network of this config."""
     shape, (most, base) = config.get_network_shape(), config.sines_within or (0, 0)
     return {
         "sample_size": base * shape["patch_size"],
@@ -71,9 +71,9 @@ def make_sd3_arguments(config: Config) -> dict[str, Any]:
 def rename_from_diffusers(
     state: Mapping[str, Tensor], diffusers_config: Mapping[str, Any], config: Config, network: DiT
 ) -> fitting.Fitted:
-    """Returns the weights of an SD3Transformer2DModel under our names, and notes. diffusers_config: its config.json.
-
-    Raises ConfigError for a field that differs from the recipe's, or that is unknown here.
+    """Returns the weights of an SD3Transformer2DModel under our names, for `adapt_weights`, and notes.
+    diffusers_config: the content of its config.json. Raises ConfigError for a field that differs from the recipe's, or
+    that is unknown here.
     """
     LAYOUTS["sd3"].require_trained_as("sd3", config)
     expected = make_sd3_arguments(config)
@@ -89,11 +89,11 @@ def rename_from_diffusers(
 
 
 def crop_positions(state: dict[str, Tensor], notes: list[str], network: DiT) -> fitting.Fitted:
-    """Returns the state dict with the positions of the network's own patches, and the notes with one more. In the file
-    these lie in the middle of a larger square. Returns both unchanged without sines_within, or without positions in the
-    file.
+    """Returns the state dict with the positions of the network's own patches, cut from the middle of the larger square
+    that the file has, and `notes` with one more note. Returns both unchanged without sines_within, or if the file has
+    no positions.
 
-    Raises ConfigError if the square is not the one of sines_within.
+    Raises ConfigError if the file's square is not the one of sines_within.
     """
     table, grid = state.get(_POSITIONS), network.grid
     if network.sines_within is None or table is None:
@@ -115,7 +115,9 @@ def crop_positions(state: dict[str, Tensor], notes: list[str], network: DiT) -> 
 
 
 def require_expressible(config: Config) -> None:
-    """Raises ConfigError for a field that diffusers' StableDiffusion3Pipeline cannot express."""
+    """Raises ConfigError for the first field of a model with joint blocks that diffusers' StableDiffusion3Pipeline
+    cannot express.
+    """
     preset, fields = PRESETS["SD3-medium"], type(config).model_fields
     for name in _CHOICES:
         if getattr(config, name) != preset.get(name, fields[name].default):
@@ -144,7 +146,9 @@ def require_expressible(config: Config) -> None:
 
 
 def save_pipeline(config: Config, network: DiT, vae: Any, scheduler: Any, folder: Path) -> None:
-    """Writes a StableDiffusion3Pipeline into the folder, with the text encoders that model.text_encoder names."""
+    """Writes a StableDiffusion3Pipeline into `folder`: the network, the autoencoder `vae`, the scheduler, and the text
+    encoders that model.text_encoder names.
+    """
     from diffusers import StableDiffusion3Pipeline
 
     texts = JoinedTextEncoder(config.text_encoder, config.max_text_len)
@@ -166,7 +170,7 @@ def save_pipeline(config: Config, network: DiT, vae: Any, scheduler: Any, folder
 
 
 def build_empty_transformer(config: Config) -> nn.Module:
-    """Returns an untrained SD3Transformer2DModel for `config` on torch's meta device, without memory for weights."""
+    """Returns an SD3Transformer2DModel for `config` on torch's meta device: its weights have shapes but no values."""
     from diffusers import SD3Transformer2DModel
 
     with torch.device("meta"):
@@ -174,8 +178,8 @@ def build_empty_transformer(config: Config) -> nn.Module:
 
 
 def _build_transformer(config: Config, network: DiT) -> nn.Module:
-    """Returns the network as an SD3Transformer2DModel, whose positions are of a larger square with the network's own in
-    its middle.
+    """Returns the trained network as an SD3Transformer2DModel. Its table of positions is the larger square of
+    sines_within, with the network's own positions in the middle.
     """
     transformer = build_empty_transformer(config)
     state = {name: value.float().cpu() for name, value in network.state_dict().items()}
@@ -189,8 +193,8 @@ def _build_transformer(config: Config, network: DiT) -> nn.Module:
 
 
 def predict_with_exported(exported: nn.Module, x: Tensor, t: Tensor, text: Tensor, pooled_dim: int) -> Tensor:
-    """Returns the prediction of an SD3Transformer2DModel for texts as our network reads them, (B, L, E), whose first
-    row begins with the `pooled_dim` values of the pooled vector.
+    """Returns the prediction (B, C, H, W) of an SD3Transformer2DModel for inputs x at times t. text: as our network
+    reads it, (B, L, E), with `pooled_dim` values of the pooled vector at the start of its first row.
     """
     states, pooled = text[:, 1:].float(), text[:, 0, :pooled_dim].float()
     return exported(x, encoder_hidden_states=states, pooled_projections=pooled, timestep=t).sample

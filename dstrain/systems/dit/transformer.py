@@ -32,8 +32,8 @@ class ClassTransformer(ModelMixin, DiT, ConfigMixin):
         self._source = Path(sys.modules[type(self).__module__].__file__).read_text(encoding="utf-8")
 
     def forward(self, hidden_states, timestep, class_labels):
-        """Returns predictions for inputs (B, C, H, W), times (B,) and labels int64 (B,) as the field `sample`,
-        (B, C or 2C, H, W). The first C channels of a flow are velocities.
+        """Returns an object with the field `sample`, the prediction (B, C or 2C, H, W) for inputs (B, C, H, W), times
+        (B,) and labels int64 (B,). For a flow its first C channels are velocities.
         """
         scale = self.config.internal_scale
         found = DiT.forward(self, hidden_states, timestep, class_labels, extras=scale != 1)
@@ -46,8 +46,8 @@ class ClassTransformer(ModelMixin, DiT, ConfigMixin):
         return Transformer2DModelOutput(sample=found)
 
     def save_config(self, save_directory, **kwargs):
-        """Writes config.json into the folder, and this file beside it, where diffusers looks for the class.
-        save_pretrained and push_to_hub call this.
+        """Writes config.json into the folder and, beside it, a copy of this class's source file, where diffusers looks
+        for the class. save_pretrained and push_to_hub call this.
         """
         Path(save_directory).mkdir(parents=True, exist_ok=True)
         name = type(self).__module__.rpartition(".")[2]

@@ -30,14 +30,14 @@ class Trunk(nn.ModuleList):
         taps: Collection[int] = (),
         keep: Tensor | None = None,
     ) -> tuple[Tensor, dict[int, Tensor]]:
-        """Returns the image's tokens (B, N, D), and by number, counted from 1, those after each of the blocks `taps`.
+        """Returns the image's tokens after the last block, (B, N, D), and those after each of the blocks in `taps`, by
+        the block's number, counted from 1.
 
-        tokens: condition tokens (B, K, D); None: none. inputs.rotation is of N + K tokens, and so is inputs.mask
-        without cross-attention: each block gets the part for its tokens.
-
-        keep: int64 (B, M), which of the image's tokens go through the `routed` blocks (TREAD, Krause et al. 2025); the
-        others skip these and are put back unchanged after the last of them. None: all go through. A tap between two
-        routed blocks has the M tokens alone, (B, M, D).
+        tokens  condition tokens (B, K, D); None: there are none. inputs.rotation, and inputs.mask without
+                cross-attention, are of all N + K tokens; each block gets the part of its own tokens.
+        keep    int64 (B, M), the numbers of the image's tokens that go through the `routed` blocks (TREAD, Krause et
+                al. 2025); the others skip these and come back unchanged after the last of them. None: all go through. A
+                tap between routed blocks has only the M tokens, (B, M, D).
         """
         count, whole, tapped, passing = x.shape[1], inputs.rotation, {}, x
         rotation, mask = whole, inputs.mask if inputs.text is None else None
@@ -66,16 +66,16 @@ class Trunk(nn.ModuleList):
 
 
 def _crop_mask(mask: Tensor, x: Tensor, keep: Tensor | None) -> Tensor:
-    """Returns the last entries of a mask (B, 1, 1, N + K), as many as there are tokens x. Routing takes away image
-    tokens alone, whose entries come first and are all True. Returns the whole mask if `keep` is None.
+    """Returns the part of a mask (B, 1, 1, N + K) for the tokens x that a block sees: its last entries, as many as
+    there are tokens. The tokens that skip the block are the image's, whose entries come first and are all True. Returns
+    the whole mask if `keep` is None.
     """
     return mask if keep is None else mask[..., mask.shape[-1] - x.shape[1] :]
 
 
 def choose_kept_tokens(key: Tensor, count: int, ratio: float) -> Tensor | None:
-    """Draws which of `count` tokens of each sample go through the routed blocks: all but int(ratio * count) of them.
-
-    Returns, for keys int64 (B,), their numbers int64 (B, M), ascending; None if all tokens go through.
+    """Draws which of the `count` tokens of each sample go through the routed blocks: all but int(ratio * count).
+    Returns their numbers, ascending, int64 (B, M); None if all go through. key int64 (B,): the samples' seeds.
     """
     if not int(ratio * count):
         return None
@@ -84,18 +84,20 @@ def choose_kept_tokens(key: Tensor, count: int, ratio: float) -> Tensor | None:
 
 
 def take_tokens(x: Tensor, keep: Tensor) -> Tensor:
-    """Returns the tokens at `keep`: (B, N, D), int64 (B, M) -> (B, M, D)."""
+    """Returns the tokens of x (B, N, D) whose numbers are in `keep`, int64 (B, M): (B, M, D)."""
     return x.gather(1, keep[..., None].expand(-1, -1, x.shape[-1]))
 
 
 def _put_tokens(x: Tensor, keep: Tensor, taken: Tensor) -> Tensor:
-    """Returns a copy of x (B, N, D) with the tokens `taken` (B, M, D) at the positions `keep`, int64 (B, M)."""
+    """Returns a copy of x (B, N, D) in which the tokens with the numbers `keep`, int64 (B, M), are replaced by `taken`
+    (B, M, D).
+    """
     return x.scatter(1, keep[..., None].expand(-1, -1, x.shape[-1]), taken)
 
 
 def _take_rotations(rotation: Tensor | None, keep: Tensor, count: int) -> Tensor | None:
-    """Returns the rotations (B, 2, M + K, d) of those of the first `count` tokens whose numbers are in `keep` (B, M),
-    and of all K tokens behind the first `count`. Returns None if `rotation` is None.
+    """Returns the rotations (B, 2, M + K, d) of the tokens that stay: those of the first `count` whose numbers are in
+    `keep`, int64 (B, M), and all K tokens behind the first `count`. Returns None if `rotation` is None.
     """
     if rotation is None:
         return None

@@ -105,15 +105,15 @@ _REMEDIES = (
 
 
 def adapt_weights(state: dict[str, Tensor], network: nn.Module) -> fitting.Fitted:
-    """Returns a state dict fitted to `network`, of which only names and shapes are read, and notes on what was changed.
+    """Returns a state dict that fits `network`, of which only names and shapes are read, and notes on what was changed:
 
-    Positions are interpolated to another resolution (bicubic, on the square grid). A class table with another number of
-    rows is replaced by new rows, normal(0.02); its last row, "no label", is the file's. An embedder of sizes or of
-    image embeddings that the file lacks is added with a last layer of zeros, so that the network's output does not
-    change. Projectors of an alignment are left out if the network has none, and get initial values if the file has
-    none. A null text that the file lacks is normal(0.02).
+    positions   are interpolated (bicubic) to another resolution.
+    labels      a table with another number of rows gets new rows, normal(0.02), but keeps its last row, "no label".
+    embedders   of sizes or image embeddings that the file lacks are added, with zeros in their last layer, so that they
+                do not change the output. A null text that it lacks is normal(0.02).
+    projectors  of an alignment are left out if the network has none, and get initial values if the file has none.
 
-    Raises ConfigError for the first difference beyond these, with both shapes and the remedy.
+    Raises ConfigError for the first other difference, with both shapes and the remedy.
     """
     shapes = fitting.list_shapes(network)
     state, notes = dict(state), []
@@ -147,8 +147,8 @@ def adapt_weights(state: dict[str, Tensor], network: nn.Module) -> fitting.Fitte
 
 
 def _interpolate_positions(positions: Tensor, count: int, notes: list[str]) -> Tensor:
-    """Returns positions (1, count, D), interpolated (bicubic) from another square grid, and appends a note to `notes`.
-    Returns positions of the same grid, or of no square, unchanged.
+    """Returns positions (1, M, D) of a square grid interpolated to another one, (1, count, D), and appends a note to
+    `notes`. Returns them unchanged if the grid is the same, or if M is no square.
     """
     old, new = round(positions.shape[1] ** 0.5), round(count**0.5)
     if old == new or old * old != positions.shape[1]:
@@ -160,10 +160,11 @@ def _interpolate_positions(positions: Tensor, count: int, notes: list[str]) -> T
 
 
 def rename_to_diffusers(state: Mapping[str, Tensor], depth: int, rows: int, has_null: bool) -> dict[str, Tensor]:
-    """Returns the state dict of a DiTTransformer2DModel whose label table has `rows` + 1 rows, of which the last is "no
-    label". depth: number of blocks; has_null: whether our table has such a row.
+    """Returns our weights under the names of diffusers' DiTTransformer2DModel, whose label table has `rows` rows of
+    labels and a last one, "no label".
 
-    Rows without a class repeat the last one; if has_null is False, these and the last one are 0.
+    Our table may have fewer labels: the other rows repeat "no label". If our table has no such row (has_null is False),
+    they and the last row are zeros. depth: number of blocks.
     """
     table = state[_CLASSES]
     classes, null = (table[:-1], table[-1:]) if has_null else (table, torch.zeros_like(table[:1]))
@@ -179,11 +180,11 @@ def rename_to_diffusers(state: Mapping[str, Tensor], depth: int, rows: int, has_
 def rename_from_diffusers(
     state: Mapping[str, Tensor], diffusers_config: Mapping[str, Any], config: Config
 ) -> fitting.Fitted:
-    """Returns a DiTTransformer2DModel's weights under our names, for `adapt_weights`, and notes. diffusers_config: its
-    config.json.
+    """Returns the weights of a DiTTransformer2DModel under our names, for `adapt_weights`, and notes. diffusers_config:
+    the content of its config.json.
 
     Raises ConfigError for another class, a field that differs from the recipe's, missing weights, or blocks whose
-    embedders differ, since this network has one embedder for all blocks.
+    embedders differ, since our network has one embedder for all blocks.
     """
     _require_same_config(diffusers_config, CLASSES, make_dit_arguments(config))
     depth, unused, renamed = diffusers_config["num_layers"], dict(state), {}
@@ -208,10 +209,9 @@ def rename_from_diffusers(
 def rename_from_pixart(
     state: Mapping[str, Tensor], diffusers_config: Mapping[str, Any], config: Config
 ) -> fitting.Fitted:
-    """Returns a PixArtTransformer2DModel's weights under our names, for `adapt_weights`, and notes. diffusers_config:
-    its config.json.
-
-    Raises ConfigError for another class, or for a field that differs from the recipe's.
+    """Returns the weights of a PixArtTransformer2DModel under our names, for `adapt_weights`, and notes.
+    diffusers_config: the content of its config.json. Raises ConfigError for another class, or a field that differs from
+    the recipe's.
     """
     LAYOUTS["pixart"].require_trained_as("pixart", config)
     _require_same_config(diffusers_config, PIXART_CLASSES, make_pixart_arguments(config))
@@ -236,8 +236,8 @@ def rename_from_pixart(
 
 
 def project_states(states: Tensor, values: Mapping[str, Tensor]) -> Tensor:
-    """Maps a text encoder's states to tokens, (N, E) -> (N, D), by the two layers of text_projection=mlp in a
-    state dict.
+    """Maps a text encoder's states to tokens, (N, E) -> (N, D), by the two layers of text_projection=mlp, whose weights
+    are in the state dict `values`.
     """
     first, last = (
         [values[f"text_tokens.{layer}.{kind}"].float() for kind in ("weight", "bias")] for layer in ("fc1", "fc2")
@@ -246,8 +246,8 @@ def project_states(states: Tensor, values: Mapping[str, Tensor]) -> Tensor:
 
 
 def make_pixart_arguments(config: Config) -> dict[str, Any]:
-    """Returns the keyword arguments that build the same network as diffusers' PixArtTransformer2DModel, except those of
-    sizes and positions.
+    """Returns the keyword arguments with which diffusers' PixArtTransformer2DModel builds the network of this config,
+    all but those on sizes and positions.
     """
     return make_dit_arguments(config) | {
         "norm_type": "ada_norm_single",
@@ -257,8 +257,8 @@ def make_pixart_arguments(config: Config) -> dict[str, Any]:
 
 
 def _iterate_name_pairs(depth: int) -> Iterator[tuple[str, list[str]]]:
-    """Yields our name of each weight with diffusers' names: three for qkv, one in each block for an embedder's,
-    else one.
+    """Yields our name of each weight with a list of diffusers' names: three for a qkv, one for each block for an
+    embedder's weight (diffusers has a copy in every block), one for any other.
     """
     for kind in ("weight", "bias"):
         for name, other in _ENDS.items():
@@ -277,8 +277,8 @@ def _iterate_name_pairs(depth: int) -> Iterator[tuple[str, list[str]]]:
 
 
 def _merge_equal_copies(copies: dict[str, Tensor]) -> Tensor:
-    """Returns the first of the copies of an embedder's weight in diffusers' blocks. Raises ConfigError if
-    another differs.
+    """Returns the one weight of which diffusers has a copy in each block; copies: by name. Raises ConfigError if they
+    are not all equal.
     """
     first = next(iter(copies.values()))
     for name, copy in copies.items():
@@ -291,9 +291,11 @@ def _merge_equal_copies(copies: dict[str, Tensor]) -> Tensor:
 
 
 def _remove_padding_rows(table: Tensor, config: Config, notes: list[str]) -> Tensor:
-    """Returns a label table without the rows by which diffusers fills it up: those from num_classes on, if all are
-    equal. Keeps one of these rows as "no label" if class_dropout_prob is above 0; else appends a note to `notes` that
-    the row is left out, unless its values are 0. Returns a table without such rows unchanged.
+    """Returns a label table without the rows that diffusers adds as padding: all rows from num_classes on, if they are
+    equal. Returns a table without such rows unchanged.
+
+    If the model drops labels, keeps one of these rows, as "no label". Otherwise appends a note to `notes`, unless their
+    values are 0.
     """
     count = config.num_classes
     if len(table) <= count or not torch.equal(table[count:], table[-1:].expand_as(table[count:])):
@@ -306,6 +308,9 @@ def _remove_padding_rows(table: Tensor, config: Config, notes: list[str]) -> Ten
 
 
 def _require_same_config(diffusers_config: Mapping[str, Any], classes: Sequence[str], expected: dict[str, Any]) -> None:
+    """Raises ConfigError if the content of diffusers' config.json is of none of the `classes`, differs from the
+    `expected` fields, or has no valid sample_size. norm_eps and the value of sample_size may differ.
+    """
     expected, size = dict(expected), diffusers_config.get("sample_size")
     del expected["norm_eps"]  # 1e-5 in folders that were converted from weights trained with 1e-6
     del expected["sample_size"]  # `adapt_weights` interpolates positions to another resolution
@@ -317,8 +322,8 @@ def _require_same_config(diffusers_config: Mapping[str, Any], classes: Sequence[
 
 
 def require_same_network(diffusers_config: Mapping[str, Any], config: Config) -> None:
-    """Raises ConfigError if the config.json of an export by dstrain has another number of heads, or another choice that
-    the shapes of weights do not show, than the recipe's model.
+    """Raises ConfigError if the network of an export by dstrain differs from the recipe's in a choice that shapes of
+    weights do not show, such as the number of heads. diffusers_config: the content of its config.json.
     """
     theirs, ours = {"interpolation_scale": 1, **diffusers_config.get("network", {})}, config.make_network_arguments()
     for name in ("num_heads", "time_freq", "block", "sines", "rope", "tokens", "interpolation_scale"):
@@ -330,8 +335,8 @@ def require_same_network(diffusers_config: Mapping[str, Any], config: Config) ->
 
 
 def list_target_differences(diffusers_config: Mapping[str, Any], config: Config) -> list[str]:
-    """Returns a list with one note if, by the config.json of an export by dstrain, the weights were trained for another
-    objective or prediction than the recipe's; else [].
+    """Returns one note, in a list, if the weights of an export by dstrain were trained for another objective or
+    prediction than the recipe's; else []. diffusers_config: the content of its config.json.
     """
     learned = {"objective": "diffusion"}
     if theirs := diffusers_config.get("flow"):
@@ -350,8 +355,8 @@ def list_target_differences(diffusers_config: Mapping[str, Any], config: Config)
 
 
 def describe_inexpressible_field(config: Config) -> str | None:
-    """Returns why diffusers' DiTTransformer2DModel cannot hold the network, "FIELD: reason"; None if it can. Returns
-    None for networks of texts, too, which have another class there, see `require_expressible`.
+    """Returns "FIELD: reason" for the first field because of which diffusers' DiTTransformer2DModel cannot hold the
+    network; None if it can. Networks of texts have another class, so for them returns None; see `require_expressible`.
     """
     if config.reads_texts:
         return None
@@ -370,8 +375,8 @@ def describe_inexpressible_field(config: Config) -> str | None:
 
 
 def require_expressible(config: Config) -> None:
-    """Raises ConfigError if diffusers has no pipeline for the model: for clips, for texts with other choices than
-    PixArt's, and for sizes or image embeddings as conditions beside labels.
+    """Raises ConfigError if no pipeline can draw from an export of the model: for clips, for texts with other choices
+    than PixArt's, and for labels beside sizes or image embeddings.
     """
     if config.video is not None:
         raise ConfigError("video: the pipeline of an export draws images alone; take --format safetensors")
@@ -384,7 +389,9 @@ def require_expressible(config: Config) -> None:
 
 
 def _require_expressible_by_pixart(config: Config) -> None:
-    """Raises ConfigError for a field of a model of texts that diffusers' PixArtTransformer2DModel cannot express."""
+    """Raises ConfigError for the first field of a model of texts that diffusers' PixArt pipeline or its transformer
+    cannot express.
+    """
     preset, fields = PRESETS["PixArt-XL/2"], type(config).model_fields
     for name in (*_PIXART_FIELDS, "block"):
         expected = preset.get(name, fields[name].default)
@@ -413,8 +420,8 @@ def _require_expressible_by_pixart(config: Config) -> None:
 
 
 def make_dit_arguments(config: Config) -> dict[str, Any]:
-    """Returns the keyword arguments that build the same network as a class of diffusers, except the size of its label
-    table.
+    """Returns the keyword arguments with which diffusers' DiTTransformer2DModel builds the network of this config, all
+    but the size of the label table.
     """
     shape = config.get_network_shape()
     return {
