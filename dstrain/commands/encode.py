@@ -106,7 +106,7 @@ def encode_data(options: EncodeOptions) -> dict[str, Any] | None:
     if group.rank() == 0:
         of_run = plan.stage.data.path if plan.stage.data is not None else ""
         path = f"{options.data or of_run}, {options.split}"
-        print(f"data: {path}: {plan.source.describe()}", flush=True)
+        print(f"data: {path}: {plan.source.describe_samples()}", flush=True)
         if plan.texts is not None:
             get_phases().print_lines(*describe_truncated_captions(plan.source, plan.texts))
     numbers = _list_shards_of_part(encoding, options.part)

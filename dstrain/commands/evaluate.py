@@ -69,7 +69,10 @@ def evaluate_run(options: EvaluateOptions) -> tuple[Path, dict[str, Any]]:
     system = systems.build(run.system, run.model)
     source = Spread(_open_source(options, run, systems.build_config(run.system, run.model).num_labels), options.num)
     if group.rank() == 0:  # stdout is for the figures
-        print(f"data: {options.data or run.data.path}, {_name_split(options)}: {source.describe()}", file=sys.stderr)
+        print(
+            f"data: {options.data or run.data.path}, {_name_split(options)}: {source.describe_samples()}",
+            file=sys.stderr,
+        )
     checkpoint = trained.find_checkpoint(options.run_folder, options.step, options.ema)
     kinds = trained.choose_kinds(
         system, checkpoint, run.samples.ema if options.ema is None else options.ema, options.raw

@@ -311,7 +311,7 @@ def _measure_statistics(num: int, run: Run, system: System, nets: dict[str, nn.M
 
 def _iterate_encoded_samples(num: int, run: Run, system: System) -> Iterator[Example]:
     source = Shuffled(open_sources(run.data, run=run.directory)[0], run.seed)
-    print(f"data: {run.data.path}: {min(num, len(source)):,} of {source.describe()}", flush=True)
+    print(f"data: {run.data.path}: {min(num, len(source)):,} of {source.describe_samples()}", flush=True)
     for batch in iterate_held_out(source, min(_BATCH, num), device=group.device(), seed=run.seed, limit=num):
         with torch.no_grad():  # around the yield it would also hold in the caller's loop
             example = system.encode(batch)

@@ -16,7 +16,7 @@ from dstrain.data.files.listing import map_in_threads
 from dstrain.data.formats.base import Layout, Place
 from dstrain.data.index.index import CHUNK, Index
 from dstrain.data.index.verified import Verified
-from dstrain.data.open import open_section_index
+from dstrain.data.open import open_layout_and_index
 from dstrain.data.source import BadSample
 from dstrain.data.sources.images import Images
 from dstrain.data.sources.sizes import count_frames_of_clips, count_sample_frames, measure_image_sizes, read_image_size
@@ -52,7 +52,7 @@ def index_data(data: Data, captions: bool = False, check: bool = False) -> dict[
     captions: also lists the captions of images. check: reads every sample, to find unreadable ones. Raises ConfigError
     if the data cannot be indexed, see `open_index`.
     """
-    layout, index = open_section_index(data, captions)
+    layout, index = open_layout_and_index(data, captions)
     images = data.num_frames is None
     result = {
         "path": data.path,

@@ -35,7 +35,7 @@ from dstrain.data.formats.packed import FORMAT, INDEX, PACKING, ShardWriter, has
 from dstrain.data.index.build import run_on_rank_0
 from dstrain.data.index.index import Index
 from dstrain.data.index.source import Indexed
-from dstrain.data.open import BuiltinData, find_contents, open_section_index
+from dstrain.data.open import BuiltinData, find_contents, open_layout_and_index
 from dstrain.data.source import BadSample, Item, convert_errors_to_bad_sample
 from dstrain.data.sources.captioned import hash_captions_beside
 from dstrain.disk import atomic, sealed, small
@@ -118,7 +118,7 @@ def pack_data(options: PackOptions) -> dict[str, Any]:
     files = _Packable(layout, index)  # on all ranks together
     plan = run_on_rank_0(lambda: _make_plan(options, files))
     if first:
-        print(f"data: {data.path}: {files.describe()}; {plan['shard_samples']:,} a shard", flush=True)
+        print(f"data: {data.path}: {files.describe_samples()}; {plan['shard_samples']:,} a shard", flush=True)
     with claim_folder(options.out, "packs", lambda: _prepare_folder(options, plan)):
         plan = run_on_rank_0(lambda: _read_plan(options.out))  # an earlier command may have counted other sizes
         count = -(-len(index) // plan["shard_samples"])
@@ -143,7 +143,7 @@ def _open_index(options: PackOptions, data: Data) -> tuple[Layout, Index]:
             f"--out {options.out} lies in {data.path}, where the shards would count as data: name a folder beside it"
         )
     clips = not options.images and find_contents(data) == "clips"
-    return open_section_index(data.model_copy(update={"num_frames": 1 if clips else None}), options.captions)
+    return open_layout_and_index(data.model_copy(update={"num_frames": 1 if clips else None}), options.captions)
 
 
 def _make_plan(options: PackOptions, files: _Packable) -> dict[str, Any]:

@@ -91,9 +91,9 @@ class Batches(AbstractContextManager):
         """Yields this rank's micro-batches of an optimizer step, `accumulation` of them, on the device (captions on the
         host).
 
-        Each has the entries of the source's items, such as {"image": uint8 (b, C, H, W)}, and "label", "key",
-        "position", "step", int64 (b,) each. Steps should be read one after another and to the end: any other order
-        restarts the workers, which takes longer.
+        Each has the entries of the source's items, such as {"image": uint8 (b, C, H, W)}; and int64 (b,) each: "label",
+        "key", from which all random numbers of a sample are derived, "position" within the step, and "step". Read the
+        steps one after another and to the end: any other order restarts the workers, which takes longer.
 
         Raises ConfigError or NotRead if samples cannot be read; usually `problem` holds this error one step earlier.
         Raises ConfigError if `step` is beyond the last one.
@@ -229,12 +229,11 @@ def iterate_held_out(
     limit: int | None = None,
 ) -> Iterator[Batch]:
     """Yields this rank's batches of the first `limit` held-out samples (None: all), in the order of their indices,
-    never mirrored.
+    never mirrored. Entries are as in Batches.read_step, but "position" is the sample's index, and "key" is the same at
+    every call, so that every evaluation has the same noise. Samples and keys do not depend on the world size.
 
     All ranks get equally many batches of size `batch`, and their n-th batches have one shape. The last batches of a
-    shape are filled up with repeated samples, for which "valid" bool (b,) is False. Other entries are as in
-    Batches.read_step, but "position" is the sample's index, and its "key" is the same at every call, so that every
-    evaluation has the same noise. Samples and keys do not depend on the world size.
+    shape are filled up with repeated samples, for which the entry "valid" bool (b,) is False.
 
     Warns of samples that could not be read and were replaced. Raises ConfigError if `batch` is below 1, or if `rank` is
     not in 0 .. world - 1.
@@ -257,8 +256,8 @@ def iterate_held_out(
 
 
 def _iterate_rounds(source: Source, count: int, size: int) -> Iterator[tuple[int, int]]:
-    """Divides the first `count` samples into rounds: at most `size` consecutive samples of one shape. Yields (first
-    index of the round, index after the last sample of this shape).
+    """Divides the first `count` samples into rounds of at most `size` samples of one shape. Yields of each round its
+    first index, and the index after the last sample of this shape.
     """
     first = 0
     for end in source.ends:
@@ -297,15 +296,18 @@ class _Stream:
         return batch | {"key": key, "position": positions, "step": steps, _BAD: bad}
 
     def _draw_chance(self, key: Tensor) -> Tensor | None:
-        """Returns a number in [0, 1) for each key, (b,), or (b, n) if the source needs n of them; None if it needs
-        none.
+        """Returns random numbers in [0, 1) by which a source chooses, for example, a crop of each sample: (b,), or (b,
+        n) if it needs n. Returns None if it needs none. key: the samples' keys, from which the numbers are derived.
         """
         name, count = self.source.chance_name, self.source.chance_count
         return rng.uniform(key, name, (count,) if count else ()) if name else None
 
     def _find_samples(self, stream: range) -> tuple[Tensor, Tensor | None, Tensor, Tensor, int]:
-        """Returns for the stream positions of a micro-batch: sample indices int64 (b,); whether each is mirrored, bool
-        (b,), or None if none ever is; keys int64 (b,); positions within the step int64 (b,); and the step.
+        """Returns of the samples of a micro-batch: indices int64 (b,); whether each is mirrored, bool (b,), or None if
+        none ever is; keys, from which random numbers are derived, int64 (b,); positions within the step int64 (b,); and
+        the step.
+
+        stream: the micro-batch's positions in the endless stream of samples.
         """
         step = stream.start // self.global_batch
         positions = torch.arange(stream.start, stream.stop)  # (b,)
@@ -319,8 +321,8 @@ class _Stream:
 def _iterate_positions(
     step: int, steps: int | None, global_batch: int, micro_batch: int, rank: int, world: int
 ) -> Iterator[range]:
-    """Yields a range of stream positions for each micro-batch of a rank, from step `step` to step `steps` - 1; without
-    end if `steps` is None.
+    """Yields for each micro-batch of a rank its range of positions in the endless stream of samples, from step `step`
+    to step `steps` - 1; without end if `steps` is None.
     """
     for number in itertools.count(step) if steps is None else range(step, steps):
         for offset in range(rank * micro_batch, global_batch, world * micro_batch):

@@ -65,7 +65,7 @@ class BucketOrder:
         return low
 
     def index_at(self, position: Tensor) -> Tensor:
-        """Returns the sample index at each stream position >= 0: int64 (b,) -> int64 (b,)."""
+        """Returns which sample stands at each position >= 0 of the endless stream: int64 (b,) -> int64 (b,)."""
         index = torch.empty_like(position)
         steps = position // self.global_batch
         for step in steps.unique().tolist():

@@ -47,8 +47,8 @@ class MixtureOrder:
     seed: int = 0
 
     def index_at(self, position: int | np.ndarray | Tensor) -> int | np.ndarray | Tensor:
-        """Returns the sample index at each stream position >= 0: an int for an int, int64 of the same shape for an
-        array or a CPU tensor.
+        """Returns which sample stands at each position >= 0 of the endless stream: an int for an int, int64 of the same
+        shape for an array or a CPU tensor. Raises ConfigError if a position is negative.
         """
         if isinstance(position, Tensor):
             return torch.from_numpy(self.index_at(position.numpy()))
@@ -63,8 +63,8 @@ class MixtureOrder:
         return index
 
     def find_source_positions(self, position: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Returns for stream positions int64 (...): the number of the source of each, and its position among the
-        samples that are taken from this source. Both int64 (...).
+        """Returns for each position int64 (...) of the endless stream: which source its sample comes from, and how many
+        samples of this source stand before it. Both int64 (...).
         """
         slots = position - position % _BLOCK + Order(_BLOCK, _derive_seed(self.seed, -1)).index_at(position)
         before = self._count_slots_by_source(slots)  # (sources, ...)
@@ -78,8 +78,8 @@ class MixtureOrder:
         return (self._count_slots_by_source(np.array(whole)) + np.bincount(rest, minlength=len(self.sizes))).tolist()
 
     def _count_slots_by_source(self, slots: np.ndarray) -> np.ndarray:
-        """Returns how many of the slots 0 .. s - 1 belong to each source, for each s of `slots` int64 (...): int64
-        (sources, ...). The module's docstring explains slots.
+        """Returns how many of the stream's slots 0 .. s - 1 belong to each source, for each s of `slots` int64 (...):
+        int64 (sources, ...). Slots are positions before they are shuffled within blocks.
         """
         counts, rest, total = [], slots, sum(self.weights)
         for weight in self.weights:
@@ -153,6 +153,9 @@ class Mixture(Source):
         return self.read(index)
 
     def read(self, index: int, chance: float | None = None) -> Item:
+        """Reads one sample as its source does, with its label in the mixture. Raises BadSample with the source's
+        name.
+        """
         source, place = self._locate_sample(index)
         try:
             return self._convert_item_to_mixture(source, self.sources[source].read(place, chance))
@@ -178,6 +181,7 @@ class Mixture(Source):
         return {name: values[order] for name, values in join_batches(parts).items()}, bad
 
     def prefetch(self, index: Tensor, mirrored: Tensor | None = None, chance: Tensor | None = None) -> None:
+        """Begins to read samples, each from its source, if that prefetches."""
         for source, here, places in self._group_by_source(index):
             if self.sources[source].prefetches:
                 self.sources[source].prefetch(
@@ -189,10 +193,12 @@ class Mixture(Source):
         return self.sources[source].read_captions(place)
 
     def name_sample(self, index: int) -> str:
+        """Returns the name of a sample for messages: SOURCE/name."""
         source, place = self._locate_sample(index)
         return f"{self.names[source]}/{self.sources[source].name_sample(place)}"
 
     def make_order(self, global_batch: int, seed: int) -> MixtureOrder:
+        """Returns the order in which training takes samples from all sources, in the ratio of the weights."""
         return MixtureOrder(self.sizes, self.weights, seed)
 
     def count_samples_by_source(self, seed: int, positions: int) -> dict[str, int]:
@@ -204,15 +210,19 @@ class Mixture(Source):
     def compute_full_fingerprint(self) -> str:
         return self._join_fingerprints([source.compute_full_fingerprint() for source in self.sources])
 
-    def describe(self) -> str:
+    def describe_samples(self) -> str:
+        """Returns a line about the mixture, with the share and the line of each source."""
         total = sum(self.weights)
         parts = (
-            f"{weight / total:.1%} {name} ({source.describe()})"
+            f"{weight / total:.1%} {name} ({source.describe_samples()})"
             for weight, name, source in zip(self.weights, self.names, self.sources)
         )
-        return f"a mixture of {len(self.sources)}, {super().describe()}: {'; '.join(parts)}"
+        return f"a mixture of {len(self.sources)}, {super().describe_samples()}: {'; '.join(parts)}"
 
     def count_by_class(self) -> np.ndarray | None:
+        """Returns the number of samples of each class of the mixture, int64 (classes,); None if there are no classes,
+        or if a source does not count its own.
+        """
         counts = np.zeros(len(self.classes), np.int64)
         for source, labels in zip(self.sources, self.labels):
             own = source.count_by_class()

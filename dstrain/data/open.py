@@ -61,7 +61,7 @@ class DataKind(ABC):
     @classmethod
     @abstractmethod
     def recognises(cls, data: Data) -> bool:
-        """Returns whether the section names data of this kind, given that no earlier kind in KINDS recognises it."""
+        """Returns whether a recipe's data section names data of this kind. Ask the kinds in the order of KINDS."""
 
     @abstractmethod
     def name_contents(self) -> str:
@@ -82,8 +82,10 @@ class DataKind(ABC):
             "images have train and held_out"
         )
 
-    def open_samples_index(self, captions: bool) -> tuple[Layout, Index]:
-        """Opens the samples: returns the layout, which reads the files, and the index. See `open_section_index`."""
+    def open_layout_and_index(self, captions: bool) -> tuple[Layout, Index]:
+        """Returns the layout of the samples, which reads their files, and their index. See the function of this
+        name.
+        """
         data = self.data
         request = make_request(data, captions=captions)
         if data.num_frames is not None:
@@ -192,7 +194,7 @@ class BuiltinData(DataKind):
     def open_split(self, split: str) -> Source | None:
         return PairsData(self.data).open_split(split) if self.data.path == BUILTIN else super().open_split(split)
 
-    def open_samples_index(self, captions: bool) -> tuple[Layout, Index]:
+    def open_layout_and_index(self, captions: bool) -> tuple[Layout, Index]:
         raise ConfigError(
             f"data.path={self.data.path} is in the package, and neither listed nor packed: name data of your own"
         )
@@ -224,7 +226,7 @@ class CodesData(DataKind):
 
     def name_contents(self) -> str:
         encoding = read_index(Path(self.data.path))["encoding"]
-        return _name_code_contents(encoding["kind"], encoding["shape"])
+        return _name_contents_of_codes(encoding["kind"], encoding["shape"])
 
     def copy_section_with_codes(self) -> Data:
         return copy_section_with_cached_codes(self.data)
@@ -295,22 +297,22 @@ KINDS: tuple[type[DataKind], ...] = (MixedData, BuiltinData, PairsData, CodesDat
 
 
 def recognise_kind(data: Data) -> DataKind:
-    """Returns the kind of the data that a section names. Looks at files on this rank alone."""
+    """Returns the kind of the data that a recipe's data section names. Looks at files on this rank alone."""
     return next(kind(data) for kind in KINDS if kind.recognises(data))
 
 
 def find_contents(data: Data) -> str:
-    """Returns what the data of a section hold, a key of CONTENTS such as "images". Call `fill_in_codes` first."""
+    """Returns what the data of a data section hold: a key of CONTENTS such as "images". Call `fill_in_codes` first."""
     return (
         recognise_kind(data).name_contents()
         if data.codes is None
-        else _name_code_contents(data.codes.kind, data.codes.shape)
+        else _name_contents_of_codes(data.codes.kind, data.codes.shape)
     )
 
 
 def fill_in_codes(data: Data) -> Data:
-    """Returns a copy of the section whose entry `codes` describes the cached latents or tokens at data.path, from their
-    index. The entry is None if the data are not cached.
+    """Returns a copy of a recipe's data section whose entry `codes` describes the cached latents or tokens at
+    data.path, from their index. The entry is None if the data are not cached.
 
     Raises ConfigError if the index is damaged, if sizes, channels, frames or flips of the section differ from the
     encoded ones, or if data.embeddings is set and the data are not one source of square images.
@@ -380,14 +382,14 @@ def open_split(data: Data, split: str) -> Source | None:
     return recognise_kind(data).open_split(split)
 
 
-def open_section_index(data: Data, captions: bool = False) -> tuple[Layout, Index]:
-    """Opens the samples of a section: returns the layout, which reads the files, and the index. If there is no index,
-    makes it in data.index, else in the user's cache. All ranks must call it.
+def open_layout_and_index(data: Data, captions: bool = False) -> tuple[Layout, Index]:
+    """Returns the layout of the samples of a data section, which reads their files, and their index. If there is no
+    index, makes it in data.index, else in the user's cache. All ranks must call it.
 
-    captions: lists captions of images, too; those of clips always are. Raises ConfigError for built-in data, and as
+    captions: lists captions of images, too, not only of clips. Raises ConfigError for built-in data, and as
     `open_index`.
     """
-    return recognise_kind(data).open_samples_index(captions)
+    return recognise_kind(data).open_layout_and_index(captions)
 
 
 def open_builtin(data: Data, split: str, leave_out: tuple[str, ...] = ()) -> Source | None:
@@ -415,9 +417,9 @@ def describe_data(data: Data, source: Source, held_out: Source | None, folder: P
     bad = count_listed_files(folder) if folder is not None else 0
     known = f"; {bad:,} unreadable files are listed in {folder / 'bad_files.txt'}" if bad else ""
     place = f"{data.held_out_path}: " if data.held_out_path else ""
-    unseen = f"{place}{held_out.describe()}" if held_out is not None else "nothing"
+    unseen = f"{place}{held_out.describe_samples()}" if held_out is not None else "nothing"
     path = "" if data.mixture else f"{data.path}: "
-    return [f"data: {path}{source.describe()}{known}", f"held out: {unseen}"]
+    return [f"data: {path}{source.describe_samples()}{known}", f"held out: {unseen}"]
 
 
 def make_request(data: Data, suffixes: tuple[str, ...] = SUFFIXES, **more: Any) -> Request:
@@ -455,9 +457,7 @@ def _open_images(data: Data, run: Path | None, mixed: bool, holds_out: bool) -> 
 
 
 def _add_embeddings_or_buckets(data: Data, source: Source) -> Source:
-    """Returns the source with embeddings, or sorted into buckets, if the section asks for it. All ranks must call
-    it.
-    """
+    """Returns the source with embeddings, or sorted into buckets, if the section asks for it. All ranks call it."""
     if data.embeddings is not None:
         return add_embeddings(source, data.embeddings)
     if data.buckets is None:
@@ -479,7 +479,8 @@ def _fill_in_split_paths(data: Data) -> Data:
     return data.model_copy(update={"path": path, "held_out_path": held_out_path})
 
 
-def _name_code_contents(kind: str, shape: Sequence[int]) -> str:
+def _name_contents_of_codes(kind: str, shape: Sequence[int]) -> str:
+    """Returns "latents", "clip_tokens" or "image_tokens". shape: of one sample's codes."""
     if kind == "latents":
         return "latents"
     return "clip_tokens" if len(shape) == 3 else "image_tokens"

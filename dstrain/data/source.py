@@ -107,7 +107,7 @@ class Source(ABC):
         """
         return self.compute_fingerprint()
 
-    def describe(self) -> str:
+    def describe_samples(self) -> str:
         """Returns a line about the data for the start of a command: how many samples and classes there are, whether
         there are captions, and how many samples data.leave_out leaves out.
         """
@@ -142,6 +142,7 @@ class Source(ABC):
         return f"{number} of {counts[least]:,} ({self.classes[least]}) to {counts[most]:,} ({self.classes[most]})"
 
     def _describe_captions(self) -> str:
+        """Returns the phrase about captions in `describe_samples`."""
         return "captions" if self.captioned else "no captions"
 
     def read_captions(self, index: int) -> tuple[str, ...]:

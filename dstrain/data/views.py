@@ -30,6 +30,7 @@ class View(Source):
     def read_batch(
         self, index: Tensor, mirrored: Tensor | None = None, chance: Tensor | None = None
     ) -> tuple[dict[str, Tensor], Bad]:
+        """Reads the samples at `index` of the view. See Source.read_batch."""
         if self.batched:
             return self.whole.read_batch(self.map_index(index), mirrored, chance)
         return super().read_batch(index, mirrored, chance)
@@ -43,8 +44,9 @@ class View(Source):
     def compute_fingerprint(self) -> str:
         return self.whole.compute_fingerprint()
 
-    def describe(self) -> str:
-        return self.whole.describe()
+    def describe_samples(self) -> str:
+        """Returns the line about `whole`."""
+        return self.whole.describe_samples()
 
 
 class Remade(View):
@@ -83,15 +85,17 @@ class Spread(View):
         return self.num
 
     def map_index(self, index: int | Tensor) -> int | Tensor:
+        """Returns the index in `whole` of one of `num` evenly spaced samples."""
         return index * len(self.whole) // self.num
 
     @property
     def ends(self) -> tuple[int, ...]:
+        """Returns the index after the last sample of each shape, among the samples that are taken."""
         return tuple(-(-end * self.num // len(self.whole)) for end in self.whole.ends)
 
-    def describe(self) -> str:
+    def describe_samples(self) -> str:
         """Returns the line about `whole`, with the number of samples that are taken of it."""
-        whole = self.whole.describe()
+        whole = self.whole.describe_samples()
         if self.asked > len(self.whole):
             return f"{whole}; {self.asked:,} are asked for, and there are no more"
         return whole if len(self) == len(self.whole) else f"{len(self):,} of {whole}"
@@ -112,6 +116,7 @@ class Shuffled(View):
         self.taken = whole.make_order(1, seed)
 
     def map_index(self, index: int | Tensor) -> int | Tensor:
+        """Returns the index in `whole` of the sample that training takes at position `index`."""
         return self.taken.index_at(index)
 
 
@@ -129,6 +134,7 @@ class Windows(View):
         return len(self.whole) * self.num
 
     def map_index(self, index: int | Tensor) -> int | Tensor:
+        """Returns the index in `whole` of the clip that a window is cut from."""
         return index // self.num
 
     def __getitem__(self, index: int) -> Item:
@@ -137,8 +143,9 @@ class Windows(View):
     def compute_fingerprint(self) -> str:
         return f"{self.whole.compute_fingerprint()} x {self.num}"
 
-    def describe(self) -> str:
-        return f"{len(self):,} windows of {self.whole.describe()}"
+    def describe_samples(self) -> str:
+        """Returns the line about `whole`, with the number of windows."""
+        return f"{len(self):,} windows of {self.whole.describe_samples()}"
 
     def compute_full_fingerprint(self) -> str:
         return f"{self.whole.compute_full_fingerprint()} x {self.num}"

@@ -119,7 +119,7 @@ class Foreign(Source):
                 digest.update(error.path.encode())
         return f"{self.trainer} n={count} values={digest.hexdigest()}"
 
-    def describe(self) -> str:
+    def describe_samples(self) -> str:
         kind = "means and deviations" if self.moments == 2 else "samples of posteriors"
         return f"{len(self):,} latents of {self.trainer} ({' x '.join(map(str, self.shape))}, {kind})"
 
@@ -356,7 +356,7 @@ def convert_latents(options: ConvertOptions) -> dict[str, Any]:
     if options.normalize:
         source.normalize()
     encoding = _describe_encoding(options, source)
-    print(f"data: {options.path}: {source.describe()}", flush=True)
+    print(f"data: {options.path}: {source.describe_samples()}", flush=True)
     with claim_folder(options.out, "converts", lambda: _prepare_folder(options, encoding)):
         records = [_write_shard(options, source, encoding, rows) for rows in _list_shards(options, source)]
         versions = {"dstrain": __version__, "torch": torch.__version__}

@@ -300,7 +300,7 @@ def test_several_captions_and_their_states(tmp_path, vae):
     data = fill_in_codes(Data(path=str(tmp_path / "out"), image_size=16, channels=1))
     assert data.codes.text == (encoder.max_length, encoder.encodings_dim)
     source, images = open_sources(data)[0], Latents(plain.out)
-    assert source.captioned and "captions" in source.describe()
+    assert source.captioned and "captions" in source.describe_samples()
     seen = set()
     with Batches(source, global_batch=10, micro_batch=5, seed=2) as batches:
         for step in range(12):
@@ -352,7 +352,7 @@ def test_several_crops(tmp_path, vae):
     expected = torch.stack([torch.stack(sides) for sides in expected]).detach().view(8, 3, 2, 3, 4, 4)
     assert not torch.allclose(expected[:, 0], expected[:, 1], atol=1e-2)
     source, seen = Latents(tmp_path / "out"), set()
-    assert "3 crops each" in source.describe()
+    assert "3 crops each" in source.describe_samples()
     paths = sorted((tmp_path / "out").glob("shard_*"))
     stored = np.concatenate([load_file(path)["moments"] for path in paths]).astype(np.float64)
     std = math.sqrt(stored[:, :, 0].var() + (stored[:, :, 1] ** 2).mean())

@@ -75,7 +75,7 @@ def test_captions_of_a_cache(tmp_path, several):
     cache = Latents(options.out)
     assert unpack_captions(cache.read_codes(torch.arange(8))["caption"]) == TEXTS
     assert [unpack_captions(cache[n]["caption"][None])[0] for n in (5, 0, 7)] == [TEXTS[5], "a", "b"]
-    assert cache.wide == {0: 720, 1: 20003, 2: 600} and "cut" not in cache.describe()
+    assert cache.wide == {0: 720, 1: 20003, 2: 600} and "cut" not in cache.describe_samples()
     assert sample_captions(cache) == TEXTS
     new = {path.name: path.read_bytes() for path in options.out.glob("*.*s*")}
 
@@ -92,7 +92,7 @@ def test_captions_of_a_cache(tmp_path, several):
         render_sealed_json({k: v for k, v in body.items() if k != "whole_captions"})
     )
     cache = Latents(options.out)
-    assert "captions beyond 512 bytes were cut by the dstrain that encoded them" in cache.describe()
+    assert "captions beyond 512 bytes were cut by the dstrain that encoded them" in cache.describe_samples()
     assert sample_captions(cache) == [text.encode()[:512].decode(errors="replace") for text in TEXTS]
     encode_data(options)
     assert {path.name: path.read_bytes() for path in options.out.glob("*.*s*")} == new

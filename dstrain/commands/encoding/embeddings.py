@@ -76,7 +76,7 @@ def embed_pairs(options: EncodeOptions) -> dict[str, Any]:
     upright = options.upright and (earlier is None or earlier.get("upright", False))
     source = open_captioned_source(options.data, encoders.image.image_size, upright)
     if group.rank() == 0:
-        print(f"data: {options.data}: {source.describe()}", flush=True)
+        print(f"data: {options.data}: {source.describe_samples()}", flush=True)
         get_phases().print_lines(*describe_truncated_captions(source, encoders.text))
     plan = _describe_embedding(options, encoders, source) | ({"upright": True} if upright else {})
     count = -(-plan["pairs"] // options.shard_size)

@@ -192,7 +192,7 @@ def _open_measured_data(options: EvaluateOptions, run: Run | None) -> tuple[Imag
         | {
             "sampler": sampler,
             "prompts": drawn.prompts and len(drawn.prompts),
-            "low_res": source and source.describe(),
+            "low_res": source and source.describe_samples(),
         },
     }
 

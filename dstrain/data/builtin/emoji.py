@@ -62,6 +62,7 @@ class Emoji(Source):
         return int(self.rows[index])
 
     def name_sample(self, index: int) -> str:
+        """Returns "builtin:emoji/ROW", the row being that of the table of all built-in pairs."""
         return f"{EMOJI}/{self.find_row(index)}"
 
     def compute_fingerprint(self) -> str:

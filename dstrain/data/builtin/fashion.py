@@ -103,6 +103,7 @@ class Fashion(Source):
         return f"{FASHION_PATH}/{self.split}/{index}"
 
     def count_by_class(self) -> np.ndarray:
+        """Returns the number of images of each class, int64 (10,)."""
         return np.bincount(self.labels, minlength=len(FASHION))
 
     def compute_fingerprint(self) -> str:

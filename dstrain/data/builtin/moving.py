@@ -125,9 +125,11 @@ class MovingFashion(Source):
         return f"{MOVING}/{self.split}/{index}"
 
     def count_by_class(self) -> np.ndarray:
+        """Returns the number of clips of each class, int64 (10,)."""
         return np.bincount(self.items.labels[self.permutation // len(MOTIONS)], minlength=len(FASHION))
 
     def compute_fingerprint(self) -> str:
+        """Returns a short string that changes if the clips change, with a hash of the order if some are left out."""
         left_out = (
             f" left out={blake2b(self.permutation.tobytes(), digest_size=8).hexdigest()}" if self.leave_out else ""
         )

@@ -110,6 +110,7 @@ class Pairs(Source):
         return item
 
     def name_sample(self, index: int) -> str:
+        """Returns the name of a pair for messages: FILE[row]."""
         return self.stored.tables["image_embed"].name_row(self._find_row(index))
 
     def compute_fingerprint(self) -> str:
@@ -118,7 +119,8 @@ class Pairs(Source):
             f"{self.stored.compute_fingerprint()}"
         )
 
-    def describe(self) -> str:
+    def describe_samples(self) -> str:
+        """Returns a line with the number of pairs in this split and in all, and which embeddings they have."""
         names = [*self.stored.tables, *(["caption"] if self.stored.captions is not None else [])]
         return f"{len(self):,} of {len(self.stored):,} {self.noun}: {', '.join(names)}"
 

@@ -202,11 +202,17 @@ class Latents(Source):
     def read_batch(
         self, index: Tensor, mirrored: Tensor | None = None, chance: Tensor | None = None
     ) -> tuple[dict[str, Tensor], Bad]:
+        """Reads the samples at `index` int64 (b,). Returns the batch, and [], since no sample of a cache is replaced.
+        See `read_codes`.
+        """
         self.prefetch(index, mirrored, chance)  # needed for the first batches alone, which nobody has prefetched
         return self.read_codes(index, mirrored, chance), []
 
-    def describe(self) -> str:
-        words = super().describe()
+    def describe_samples(self) -> str:
+        """Returns a line about the cache. It says so if unreadable files were replaced, or captions cut off, when it
+        was made.
+        """
+        words = super().describe_samples()
         if self.unreadable:
             words += f"; {self.unreadable:,} unreadable files were replaced when they were encoded"
         if self.captioned and not self.index.get("whole_captions"):
@@ -214,6 +220,9 @@ class Latents(Source):
         return words
 
     def count_by_class(self) -> np.ndarray | None:
+        """Returns the number of samples of each class, int64 (classes,); None if there are no classes, or if the split
+        has too many shards to count them quickly.
+        """
         if not self.classes:
             return None
         if self.members is None and "class_counts" in self.index:
@@ -276,6 +285,7 @@ class Latents(Source):
                 raise ConfigError(f"{error}; {_REMEDY}") from None
 
     def name_sample(self, index: int) -> str:
+        """Returns the name of a sample for messages: SHARD[row]."""
         number = index if self.members is None else int(self.members.find_members(np.array([index]))[0])
         shard, row = divmod(number, self.encoding["shard_size"])
         return f"{name_shard(shard)}[{row}]"

@@ -46,6 +46,7 @@ class Rows:
 
     @cached_property
     def ends(self) -> np.ndarray:
+        """Returns the number after the last row of each file, numbered through all files."""
         return np.cumsum(self.lengths)
 
     def locate_row(self, row: int) -> tuple[int, int]:

@@ -304,4 +304,5 @@ def _count_skipped_frames(image: Image.Image) -> int:
 
 
 def _crop_frame(image: Image.Image, cut: Cut) -> Tensor:
+    """Returns a Pillow image centre-cropped to the size of `cut`: uint8 (C, H, W)."""
     return to_tensor(crop_center(convert_mode(image, cut.channels), cut.width, cut.height))

@@ -108,9 +108,9 @@ class Indexed(Source):
     def prefetch(self, index: Tensor, mirrored: Tensor | None = None, chance: Tensor | None = None) -> None:
         self.layout.prefetch(self.index.read_place(self.find_row(sample)) for sample in index.tolist())
 
-    def describe(self) -> str:
+    def describe_samples(self) -> str:
         remarks = filter(
-            None, (super().describe(), _describe_alike_classes(self.classes), self.layout.compose_advice())
+            None, (super().describe_samples(), _describe_alike_classes(self.classes), self.layout.compose_advice())
         )
         return "; ".join(remarks)
 

@@ -82,21 +82,24 @@ class Bucketed(Remade):
         return self.shapes[int(np.searchsorted(self.ends, index, side="right"))]
 
     def read(self, index: int, chance: Chance | None = None) -> Item:
+        """Reads one sample in the shape of its bucket."""
         return self.whole.read(self.map_index(index), chance, self.find_bucket_shape(index))
 
     def make_order(self, global_batch: int, seed: int) -> BucketOrder:
+        """Returns the order in which training takes the samples: each global batch from one bucket."""
         return BucketOrder(self.counts, global_batch, seed)
 
     def make_square_view(self) -> Source:
+        """Returns the source before it was sorted, whose samples all have one shape."""
         return self.whole
 
-    def describe(self) -> str:
+    def describe_samples(self) -> str:
         """Returns the line about `whole`, and how many samples the smallest and the largest bucket have."""
         full = [(count, shape) for count, shape in zip(self.counts, self.shapes) if count]
         (least, small), (most, large) = min(full), max(full)
         return ", ".join(
             [
-                self.whole.describe(),
+                self.whole.describe_samples(),
                 f"in {len(full)} of {len(self.shapes)} buckets of {least:,} "
                 f"({self.describe_shape(small)}) to {most:,} ({self.describe_shape(large)})",
                 *self.describe_counts(),
@@ -141,9 +144,11 @@ class Sized(Bucketed):
         return bucket, out
 
     def describe_shape(self, shape: Shape) -> str:
+        """Returns a bucket's shape in words, such as "320 x 192"."""
         return "{} x {}".format(*shape)
 
     def describe_counts(self) -> list[str]:
+        """Returns phrases about how many images are left out and how many are enlarged; [] if none are."""
         left_out, enlarged = self.header["left_out"], self.header["enlarged"]
         words = [f"{left_out:,} left out by data.max_upscale"] if left_out else []
         return words + (
@@ -172,6 +177,7 @@ class Timed(Bucketed):
             )
 
     def compute_fingerprint(self) -> str:
+        """Returns the fingerprint of the clips, with the lengths and counts of the buckets."""
         return f"{self.whole.compute_fingerprint()}, {self.shapes} frames: {self.counts}"
 
     def choose_buckets(self, block: np.ndarray, header: dict[str, Any]) -> tuple[np.ndarray, np.ndarray | None]:
@@ -185,9 +191,11 @@ class Timed(Bucketed):
         return np.where(fills[:, -1], fills.argmax(1), len(self.shapes) - 1), unread
 
     def describe_shape(self, shape: int) -> str:
+        """Returns a bucket's shape in words, such as "17 frames"."""
         return f"{shape} frame{'s' * (shape != 1)}"
 
     def describe_counts(self) -> list[str]:
+        """Returns phrases about how many clips cannot be read and how many are too short; [] if none are."""
         short, unread, least = self.header["short"], self.header["unread"], self.describe_shape(self.shapes[-1])
         words = [f"{unread:,} left out, which cannot be read"] if unread else []
         return words + ([f"{short:,} shorter than {least}: their last frame is repeated"] if short else [])

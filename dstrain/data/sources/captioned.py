@@ -48,10 +48,12 @@ class Captioned(Images):
         return self.layout.left_out.get(UNCAPTIONED, 0)
 
     def read(self, index: int, chance: float | None = None) -> Item:
+        """Reads an image and its caption, without a label."""
         item = super().read(index, chance)
         return {name: item[name] for name in ("image", "caption")}
 
-    def describe(self) -> str:
+    def describe_samples(self) -> str:
+        """Returns a line with the number of pairs, and of images without a caption."""
         return f"{len(self):,} {self.noun}, and {self.num_uncaptioned:,} images without a caption, which are left out"
 
     def compute_fingerprint(self) -> str:

@@ -30,10 +30,12 @@ class Embedded(Remade):
         return item | {"image_embed": self.stored.read_values("image_embed", self.whole.find_row(index))}
 
     def prefetch(self, index: Tensor, mirrored: Tensor | None = None, chance: Tensor | None = None) -> None:
+        """Begins to read the images that a later `read_batch` needs."""
         self.whole.prefetch(index, mirrored, chance)
 
-    def describe(self) -> str:
-        return f"{self.whole.describe()}; embeddings of width {self.stored.tables['image_embed'].shape[0]}"
+    def describe_samples(self) -> str:
+        """Returns the line about the images, with the width of their embeddings."""
+        return f"{self.whole.describe_samples()}; embeddings of width {self.stored.tables['image_embed'].shape[0]}"
 
     def compute_fingerprint(self) -> str:
         return f"{self.whole.compute_fingerprint()} {self.stored.compute_fingerprint()}"

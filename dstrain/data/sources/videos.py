@@ -139,6 +139,7 @@ class Videos(Indexed):
         return item | ({"label": self.read_label(row)} if self.labelled else {})
 
     def read_captions(self, index: int) -> tuple[str, ...]:
+        """Returns the caption of a clip as a tuple of one, () if it has none."""
         row = self.find_row(index)
         caption = self._read_caption(row, self.path / self.index.read_name(row))
         return () if caption is None else (caption,)
@@ -158,10 +159,11 @@ class Videos(Indexed):
             raise ConfigError("its caption is empty")
         return captions[0]
 
-    def describe(self) -> str:
+    def describe_samples(self) -> str:
+        """Returns a line about the clips. It says so if their names are those of still pictures."""
         some = {self.name_sample(row).lower().endswith(_STILL) for row in range(0, len(self), -(-len(self) // _ASKED))}
         still = some == {True} and self.cut.num_frames > 1 and not self.cut.still
-        return super().describe() + "; they are named as still pictures: one frame each, repeated" * still
+        return super().describe_samples() + "; they are named as still pictures: one frame each, repeated" * still
 
     def _summarize(self) -> str:
         """Returns the first part of the fingerprint: split, number of samples and classes, where captions are, a hash
@@ -184,6 +186,7 @@ class Videos(Indexed):
         )
 
     def _describe_captions(self) -> str:
+        """Returns a phrase that says where the captions are: in text files, a captions file, or the classes' names."""
         file = self.layout.request.captions_file or self.path
         return {
             "beside": "captions beside them",
@@ -249,14 +252,19 @@ class Mixed(Source):
 
     @property
     def ends(self) -> tuple[int, ...]:
+        """Returns the index after the last sample of each shape; the images are a shape of their own if they are a
+        bucket.
+        """
         return (len(self),) if self.frames is None else (*self.videos.ends, len(self))
 
     def make_order(self, global_batch: int, seed: int) -> Any:
+        """Returns the order in which training takes the samples; with buckets, each global batch from one bucket."""
         if self.frames is None:
             return super().make_order(global_batch, seed)
         return BucketOrder(tuple(np.diff(self.ends, prepend=0).tolist()), global_batch, seed)
 
     def make_square_view(self) -> Source:
+        """Returns a source of the same samples in which nothing is sorted into buckets."""
         return replace(self, videos=self.videos.make_square_view(), frames=None)
 
     def __getitem__(self, index: int) -> Item:
@@ -275,6 +283,7 @@ class Mixed(Source):
         return {name: value for name, value in item.items() if name not in self.dropped}
 
     def read_captions(self, index: int) -> tuple[str, ...]:
+        """Returns the captions of a video, or of the image at an index that stands for one."""
         if index < len(self.videos):
             return self.videos.read_captions(index)
         return self.images.read_captions(self._choose_image(index, 0.0))
@@ -298,5 +307,9 @@ class Mixed(Source):
     def compute_full_fingerprint(self) -> str:
         return f"{self.videos.compute_full_fingerprint()} + {self.share} {self.images.compute_full_fingerprint()}"
 
-    def describe(self) -> str:
-        return f"{self.videos.describe()}; {self.share:.0%} of the samples are images: {self.images.describe()}"
+    def describe_samples(self) -> str:
+        """Returns the line about the videos, then the share of images and the line about them."""
+        return (
+            f"{self.videos.describe_samples()}; {self.share:.0%} of the samples are images: "
+            f"{self.images.describe_samples()}"
+        )

@@ -41,7 +41,7 @@ for batch in (300, 40):
         taken = source.read_codes(index)
         assert np.array_equal(taken["latent_mean"], codes[index.numpy(), 0, 0]) and len(source._open) <= 16
         assert torch.equal(taken["label"], index % 3)
-print(source.describe().split(", ")[1])
+print(source.describe_samples().split(", ")[1])
 """
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")

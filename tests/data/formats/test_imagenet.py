@@ -252,7 +252,10 @@ def test_classes_in_names(tmp_path):
     flat(tmp_path / "unseen", ("cat_9.png",))
     unseen = open_sources(data.model_copy(update={"held_out_path": str(tmp_path / "unseen")}))[1]
     assert unseen.classes == source.classes and unseen[0]["label"] == classes.index("cat")
-    assert open_sources(data.model_copy(update={"labels": "none"}))[0].describe() == "5 images, no classes, no captions"
+    assert (
+        open_sources(data.model_copy(update={"labels": "none"}))[0].describe_samples()
+        == "5 images, no classes, no captions"
+    )
     flat(root, ("plain.png",))
     with pytest.raises(ConfigError, match="plain.png does not begin with its class, as cat_1.png does"):
         open_sources(data)

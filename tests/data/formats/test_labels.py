@@ -194,11 +194,11 @@ def test_labels_in_dataset_json(tmp_path):
 
 def test_folders_of_other_programs(tmp_path):
     """Oracle: the same folder without them: what macOS and Synology leave beside the classes is none of them."""
-    said = [open_images(folder(tmp_path / name), 16).describe() for name in "ab"]
+    said = [open_images(folder(tmp_path / name), 16).describe_samples() for name in "ab"]
     for other in ("__MACOSX", "c0/@eaDir", ".ipynb_checkpoints"):
         (tmp_path / "b" / other).mkdir()
         picture(0).save(tmp_path / "b" / other / "000.png")
-    assert [open_images(tmp_path / name, 16).describe() for name in "ab"] == said and said[0] == said[1]
+    assert [open_images(tmp_path / name, 16).describe_samples() for name in "ab"] == said and said[0] == said[1]
 
 
 def test_what_was_found_is_said(tmp_path):
@@ -220,12 +220,18 @@ def test_what_was_found_is_said(tmp_path):
         "held out: 500 images, 10 classes of 50, no captions",
     ]
     clips = open_videos(folder_of_clips(tmp_path / "v", ("a", "b"), texts=True), CUT)
-    assert clips.describe() == "6 clips, 2 classes of 3, captions beside them"
-    assert Windows(clips, 2).describe() == f"12 windows of {clips.describe()}"
-    assert Spread(clips, 2).describe() == f"2 of {clips.describe()}" and Spread(clips).describe() == clips.describe()
-    assert Spread(clips, 1200).describe() == f"{clips.describe()}; 1,200 are asked for, and there are no more"
+    assert clips.describe_samples() == "6 clips, 2 classes of 3, captions beside them"
+    assert Windows(clips, 2).describe_samples() == f"12 windows of {clips.describe_samples()}"
+    assert (
+        Spread(clips, 2).describe_samples() == f"2 of {clips.describe_samples()}"
+        and Spread(clips).describe_samples() == clips.describe_samples()
+    )
+    assert (
+        Spread(clips, 1200).describe_samples()
+        == f"{clips.describe_samples()}; 1,200 are asked for, and there are no more"
+    )
     alone = open_videos(folder_of_clips(tmp_path / "w"), CUT, images=root, image_share=0.25)
-    assert alone.describe() == (
+    assert alone.describe_samples() == (
         "6 clips, no classes, no captions; 25% of the samples are images: 12 images, 3 classes "
         "of 3 (c2) to 5 (c1), the classes as captions"
     )
@@ -241,10 +247,10 @@ def test_what_was_found_is_said(tmp_path):
     write(tmp_path / "x")
     held = Latents(tmp_path / "x", "held_out", 0.3)
     labels = np.bincount([held[i]["label"] for i in range(len(held))], minlength=3)
-    assert held.count_by_class().tolist() == labels.tolist() and held.describe().startswith(
+    assert held.count_by_class().tolist() == labels.tolist() and held.describe_samples().startswith(
         f"{len(held)} cached images"
     )
-    assert Latents(tmp_path / "x").describe() == (
+    assert Latents(tmp_path / "x").describe_samples() == (
         "50 cached images (latents 3 x 4 x 4), 3 classes of 16 (c) to 17 (a), no captions"
     )
 
@@ -272,19 +278,19 @@ def test_files_of_other_types_are_said(tmp_path, captions, labels):
     for _ in range(2):
         source = open_images(root, 16, request=request, index=tmp_path / "index")
         source.compute_fingerprint()
-        assert len(source) == (6 if labels == "auto" else 4) and source.describe().endswith(words)
+        assert len(source) == (6 if labels == "auto" else 4) and source.describe_samples().endswith(words)
     (flat(tmp_path / "flat") / "folder.gif").mkdir()
     for name in ("x.tif", ".y.tif", "folder.gif/z.tif"):
         (tmp_path / "flat" / name).write_text("x")
     assert (
         open_images(tmp_path / "flat", 16)
-        .describe()
+        .describe_samples()
         .endswith("; files of other types are left out, .tif 2: convert pictures to PNG or JPEG, if they are samples")
     )
     clips = open_videos(folder_of_clips(tmp_path / "v", ("a", "b"), texts=True), CUT)
     (tmp_path / "v" / "a" / "x.tif").write_text("x")
-    assert "left out" not in clips.describe(), "texts are captions"
-    assert "; files of other types are left out, .tif 1: convert" in open_videos(tmp_path / "v", CUT).describe()
+    assert "left out" not in clips.describe_samples(), "texts are captions"
+    assert "; files of other types are left out, .tif 1: convert" in open_videos(tmp_path / "v", CUT).describe_samples()
 
 
 def test_links_and_unreadable_folders(tmp_path):

@@ -88,7 +88,7 @@ def test_archives_within_archives_and_patterns(tmp_path):
     assert "names 4 files, and s-2.tar is not there" in refusal(path=f"{tmp_path}/s-{{0..3}}.tar")
     assert len(open_sources(Data(path=f"{tmp_path}/s-{{0..1}}.tar", image_size=16))[0]) == 2
     zipped = open_sources(Data(path=str(tmp_path / "s.zip"), image_size=16))[0]
-    assert len(zipped) == 1 and zipped.describe().endswith("; 1 whose names lead outside are left out")
+    assert len(zipped) == 1 and zipped.describe_samples().endswith("; 1 whose names lead outside are left out")
     told = format_report(index_data(Data(path=str(tmp_path / "s.zip"), index=str(tmp_path / "index"))))
     assert "note: 1 whose names lead outside are left out" in told
 

@@ -42,7 +42,7 @@ def test_what_a_folder_says(tmp_path, files, words):
         path = tmp_path / "data" / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(content)
-    said = open_sources(Data(path=str(tmp_path / "data"), image_size=8))[0].describe()
+    said = open_sources(Data(path=str(tmp_path / "data"), image_size=8))[0].describe_samples()
     assert said.endswith(words) and (words or "; " not in said)
 
 
@@ -54,6 +54,6 @@ def test_captions_in_a_zip(tmp_path, captioned, words):
             file.writestr(name, PNG)
         for name in ("0.txt", "1.json", "README.txt"):
             file.writestr(name, "a cat")
-    said = open_sources(Data(path=str(tmp_path / "data.zip"), image_size=8, captioned=captioned))[0].describe()
+    said = open_sources(Data(path=str(tmp_path / "data.zip"), image_size=8, captioned=captioned))[0].describe_samples()
     assert said.startswith(f"2 images, no classes, no captions{words}")
     assert captioned or "left out" not in said

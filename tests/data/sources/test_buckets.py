@@ -69,7 +69,7 @@ def test_enlarged_pictures_are_counted_or_left_out(folder):
     words = describe_data(Data(path=str(folder)), *opened(folder))[0]
     assert "3 enlarged, up to 1.6 times" in words and "in 3 of 3 buckets" in words
     left = opened(folder, max_upscale=1.5)[0]
-    assert len(left) == 37 and "3 left out by data.max_upscale" in left.describe()
+    assert len(left) == 37 and "3 left out by data.max_upscale" in left.describe_samples()
     assert all(Image.open(folder / left.name_sample(index)).size != (20, 20) for index in range(37))
     assert len(opened(folder, max_upscale=1.6)[0]) == 40
     with pytest.raises(ConfigError, match="give smaller data.buckets"):

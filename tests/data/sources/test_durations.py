@@ -148,7 +148,7 @@ def test_a_broken_clip_is_replaced_by_one_of_its_length(folder, tmp_path):
     assert [name for name, _ in bad] == [broken.name] and torch.equal(batch["video"][0], longest)
     anew = opened(copy, index=str(tmp_path / "anew"))[0]
     assert broken.name not in {anew.name_sample(index) for index in range(len(anew))} and len(anew) == len(first) - 1
-    assert anew.header["unread"] == 1 and "1 left out, which cannot be read" in anew.describe()
+    assert anew.header["unread"] == 1 and "1 left out, which cannot be read" in anew.describe_samples()
     assert anew.compute_fingerprint() != first.compute_fingerprint()
 
 

@@ -88,7 +88,10 @@ def test_a_folder(made):
             assert set(item) == {"image", "label", "image_embed"}
             expected = encoder.encode(item["image"][None])[0]
             torch.testing.assert_close(item["image_embed"], expected, rtol=1e-4, atol=1e-5)
-    assert "embeddings of width 12" in train.describe() and len({train.name_sample(i) for i in range(len(train))}) == 9
+    assert (
+        "embeddings of width 12" in train.describe_samples()
+        and len({train.name_sample(i) for i in range(len(train))}) == 9
+    )
 
 
 def test_other_images_are_refused(made, tmp_path):

@@ -398,7 +398,7 @@ def test_still_pictures_are_named(tmp_path):
     for number in range(3):
         picture(number, 16, 16).save(tmp_path / f"{number}.png")
     words = "; they are named as still pictures: one frame each, repeated"
-    assert open_videos(tmp_path, CUT).describe() == f"3 clips, no classes, no captions{words}"
-    assert words not in open_videos(tmp_path, Cut(1, 16, 16)).describe()
+    assert open_videos(tmp_path, CUT).describe_samples() == f"3 clips, no classes, no captions{words}"
+    assert words not in open_videos(tmp_path, Cut(1, 16, 16)).describe_samples()
     write_pictures(tmp_path / "3.gif", moving(3))
-    assert open_videos(tmp_path, CUT).describe() == "4 clips, no classes, no captions"
+    assert open_videos(tmp_path, CUT).describe_samples() == "4 clips, no classes, no captions"
