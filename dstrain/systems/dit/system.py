@@ -78,10 +78,10 @@ class DiTSystem(System):
 
     @torch.no_grad()
     def encode(self, batch: Batch) -> Example:
-        """Returns the example of a batch: x_start, the conditions' tensors, and inputs that are neither pixels, latents
-        nor captions, unchanged. x_start is latents (B, C, h, w), drawn from cached moments or by the first stage;
-        without either, pixels in [-1, 1]; of clips (B, C, T, h, w). Raises ConfigError if a condition is missing or
-        wrong, if the model reads cached latents and the batch has images, or if x_start does not fit the network.
+        """Returns the example of a batch: x_start, the conditions' tensors, and other inputs unchanged, without pixels,
+        latents and captions. x_start is (B, C, h, w), of clips (B, C, T, h, w): latents, drawn from cached moments or
+        by the first stage; without either, pixels in [-1, 1]. Raises ConfigError if a condition is missing or wrong, if
+        the batch has images but the model reads cached latents, or if x_start does not fit the network.
         """
         inputs = ("image", "video", "frames", "latent_mean", "latent_std", "caption", *NAMES)
         example = {name: tensor for name, tensor in batch.items() if name not in inputs}
@@ -117,9 +117,9 @@ class DiTSystem(System):
         return encode_clips(video.float() / 127.5 - 1, key, self.first_stage)
 
     def compute_denoiser_loss(self, nets: Nets, example: Example) -> Terms:
-        """Returns the terms of a training step: `loss`, the mean over samples, loss_each (B,), and those that the
-        process reports. Draws a timestep and a noise for each sample, and drops its conditions with class_dropout_prob.
-        In a step of short clips cuts x_start of the example, in place.
+        """Returns the terms of a training step: `loss`, the mean over samples; loss_each (B,); and those that the
+        process reports. A sample's timestep and noise are drawn from its key; with class_dropout_prob its conditions
+        are dropped. In a step of short clips cuts the example's x_start, in place, to their frames.
         """
         if self._end is not None:
             example["x_start"] = example["x_start"][:, :, : self._end]
@@ -128,16 +128,16 @@ class DiTSystem(System):
 
     @torch.no_grad()
     def evaluate(self, nets: Nets, example: Example) -> Terms:
-        """Returns the terms of the training loss, (B,) each, with no condition dropped, no token routed and no
-        alignment.
+        """Returns the loss and other terms of each sample, (B,), at one random timestep, with no condition dropped, no
+        token routed and no alignment.
         """
         return self._compute_losses(nets, example)
 
     @torch.no_grad()
     def measure(self, nets: Nets, example: Example, num_steps: int | None = None, progress: Progress = iter) -> Terms:
-        """Returns the bits/dim of a model of 8-bit pixels, with no condition dropped: the whole variational bound of a
-        diffusion, the likelihood of a flow by its ODE. For a model of latents returns the terms of `evaluate`. Raises
-        ConfigError if such a model is given num_steps.
+        """Returns the bits/dim of each sample for a model of 8-bit pixels, with no condition dropped: by the
+        variational bound of a diffusion, or the likelihood of a flow's ODE. Returns the terms of `evaluate` for a model
+        of latents, and raises ConfigError if such a model is given num_steps.
         """
         if self.config.models_pixels:
             network = partial(nets["denoiser"], **self._read_conditions(example))
@@ -165,8 +165,8 @@ class DiTSystem(System):
         return 1, frames, int(self.alignment is not None and self.alignment.is_active_at_step(step))
 
     def _compute_losses(self, nets: Nets, example: Example, learns: bool = False) -> Terms:
-        """Returns the loss and other terms, (B,) each, at one random timestep and noise for each sample. learns: as in
-        training, with conditions dropped at times, routing and alignment.
+        """Returns the loss and other terms of each sample, (B,), at one random timestep and noise. learns: whether as
+        in training, with dropped conditions, routed tokens and alignment.
         """
         x_start, key = example["x_start"], example["key"]
         patch = self.config.get_network_shape()["patch_size"]
@@ -200,8 +200,8 @@ class DiTSystem(System):
             condition.require_valid(batch)
 
     def _read_conditions(self, example: Example, drop: bool = False) -> Arguments:
-        """Returns the network's arguments for the conditions of an example, (B, ...) each. drop: replaces all of a
-        sample's by those of no condition, with probability class_dropout_prob.
+        """Returns the network's keyword arguments for the conditions of an example, (B, ...) each. drop: whether all
+        conditions of a sample are replaced, with probability class_dropout_prob, by null ones.
         """
         arguments: Arguments = {}
         for condition in self.network_conditions:
@@ -214,15 +214,15 @@ class DiTSystem(System):
         return self._leave_out_full_mask(arguments)
 
     def _leave_out_full_mask(self, arguments: Arguments) -> Arguments:
-        """Returns the arguments without the mask if the model reads whole texts: attention without one has faster
-        kernels.
+        """Returns the arguments without `mask` if the model reads all tokens of every text: attention without a mask
+        has faster kernels.
         """
         whole = self.config.reads_whole_texts
         return {name: value for name, value in arguments.items() if name != "mask" or not whole}
 
     def conditions(self, num: int, labels: tuple[int, ...] | None = None) -> dict[str, Tensor]:
-        """Returns conditions by name for `num` samples, (num, ...) each: empty texts for a model of texts, otherwise
-        what System.conditions returns. Raises ConfigError for labels with texts, or if a model of texts has no null
+        """Returns conditions by name for `num` samples, (num, ...) each: null texts if the model reads texts, else what
+        System.conditions returns. Raises ConfigError for labels if the model reads texts, and if it then has no null
         text.
         """
         if not self.takes_texts:
@@ -239,8 +239,8 @@ class DiTSystem(System):
         return self.config.reads_texts
 
     def conditions_from_texts(self, texts: list[str]) -> dict[str, Tensor]:
-        """Returns the conditions of N texts by name, (N, ...) each; an empty text stands for the null text. Raises
-        ConfigError for an empty text if the model has no null text, and for all texts if the model reads none.
+        """Returns the conditions of N texts by name, (N, ...) each; an empty text means the null text. Raises
+        ConfigError if the model reads no texts, and for an empty text if it has no null text.
         """
         if not self.takes_texts:
             return super().conditions_from_texts(texts)
@@ -256,15 +256,15 @@ class DiTSystem(System):
         return super().fingerprint(source) + self.texts.make_fingerprint_suffix()
 
     def conditions_from(self, images: Tensor) -> dict[str, Tensor]:
-        """Returns the conditions, by name, of samples that begin from embeddings or frames: image_embed float32 (N, E)
-        for a model with embedding_dim; or prime, the first frames of clips, uint8 (N, K, C, H, W).
+        """Returns the conditions, by name, of samples that begin from `images`: {"image_embed": float32 (N, E)} for a
+        model with embedding_dim; or {"prime": the first frames of clips, uint8 (N, K, C, H, W)}.
         """
         found = [condition.make_start_conditions(images) for condition in self.network_conditions]
         return next(filter(None, found), None) or super().conditions_from(images)
 
     def accepts(self, source: Any) -> None:
-        """Raises ConfigError if the source lacks the embeddings, texts or features that the model reads, or has
-        embeddings or texts of another width; warns where routing saves nothing.
+        """Raises ConfigError if the data source lacks the embeddings, texts or features that the model reads, or has
+        some of another width. Prints a warning if tokens are routed and images have too few for it.
         """
         if self.config.align:
             require_encoder_or_features(self.config.align, source.read_first())
@@ -280,8 +280,8 @@ class DiTSystem(System):
                 condition.prepare_example(batch)
 
     def pictures(self, nets: Nets, example: Example) -> dict[str, Tensor]:
-        """Returns {"data": the example's images, decoded from x_start, uint8 (B, C, H, W)} for a model that draws from
-        image embeddings and can decode; else {}.
+        """Returns {"data": uint8 (B, C, H, W)}, the example's images decoded from x_start, for a model that draws from
+        image embeddings; {} for other models, and if no autoencoder decodes its latents.
         """
         if not self.config.embedding_dim or self.cannot_draw():
             return {}
@@ -289,15 +289,16 @@ class DiTSystem(System):
 
     @torch.no_grad()
     def sample(self, nets: Nets, request: Request) -> Tensor:
-        """Draws uint8 images (N, C, H, W), or clips (N, T, C, H, W). Without labels in the request, seed s draws class
-        s modulo num_classes.
+        """Draws uint8 images (N, C, H, W), or clips (N, T, C, H, W), one for each seed. Without labels in the request,
+        seed s draws class s modulo num_classes.
 
-        A model with embedding_dim needs image_embed (N, E) in the request's conditions, see conditions_from. If these
-        hold `prime`, the first frames of clips, the clips begin with them.
+        Of the request's conditions, a model with embedding_dim needs image_embed (N, E), see conditions_from. Clips
+        begin with the frames in `prime`, if it is there; images with `invert` begin from the noise that inverting the
+        sampler finds for them.
 
-        The samplers are those of diffusion/samplers.py, and for a flow those of flow.py. Raises ConfigError for another
-        sampler or one that cannot invert, for more steps than the chain has, for guidance of a model that was trained
-        without dropped conditions, and for a size that patches do not fill.
+        Raises ConfigError for a sampler that the process does not have, or that cannot invert, for more steps than the
+        chain has, for guidance of a model trained without dropped conditions, and for a size that patches do not
+        divide.
         """
         if problem := self.cannot_draw():
             raise ConfigError(problem)
@@ -319,14 +320,15 @@ class DiTSystem(System):
         return drawn if prime is None else torch.cat((prime, drawn[:, prime.shape[1] :]), dim=1)
 
     def _add_given_frames(self, request: Request, prime: Tensor, shape: tuple[int, ...]) -> Request:
-        """Returns the request with one more condition, "given": the first frames `prime`, encoded, extended to a clip
-        of `shape` and marked, (N, C + 1, T, H, W).
+        """Returns the request with one more condition, "given" (N, C + 1, T, H, W): the first frames `prime`, encoded,
+        extended by zeros to a clip of `shape` = (C, T, H, W), and marked by 1 in the last channel.
         """
         (condition,) = (condition for condition in self.network_conditions if isinstance(condition, Given))
         given = condition.extend_to_clips(self._encode_clips(prime, rng.keys_of_seeds(request.seeds)), shape)
         return replace(request, conditions={**request.conditions, "given": given})
 
     def _decode(self, x_start: Tensor) -> Tensor:
+        """Returns uint8 images (B, C, H, W), or clips (B, T, C, H, W), for x_start."""
         if self.config.video:
             return convert_to_uint8(decode_clips(x_start, self.first_stage))
         return convert_to_uint8(self.first_stage.decode(x_start) if self.first_stage else x_start)
@@ -339,8 +341,8 @@ class DiTSystem(System):
         self.process.check_spacing(samples.spacing)
 
     def require_guide(self, other: System) -> None:
-        """Raises ConfigError if the guide is no DiT, or was trained on other data, conditions or noise. Its width,
-        depth and variances may differ.
+        """Raises ConfigError if `other`, whose network is to guide this model's samples, is no DiT, or was trained on
+        other data, conditions or noise. Its width, depth and variances may differ.
         """
         if not isinstance(other, DiTSystem):
             raise ConfigError(f"it is a {type(other).__name__}, which guides no DiT: name a run of system dit")
@@ -352,8 +354,8 @@ class DiTSystem(System):
             )
 
     def read_request(self, request: Request) -> tuple[Arguments, Arguments]:
-        """Returns the network's arguments for the samples of a request, and the arguments of the prediction that
-        guidance leads away from: of no condition, or of negative prompts.
+        """Returns the network's keyword arguments for the samples of a request, twice: with their conditions, and for
+        the prediction that guidance leads away from, with null conditions or negative prompts.
         """
         arguments: Arguments = {}
         for condition in self.network_conditions:
@@ -392,10 +394,10 @@ class DiTSystem(System):
         return None
 
     def adapt(self, part: str, state: dict[str, Tensor]) -> Fitted:
-        """Returns weights fitted to the network, and notes on what was changed, see weights.adapt_weights. Leaves out a
-        null text in the file if null_text=encoder, and computes positions anew if they are of another square and
-        sines_within is set. A learned null text that the file lacks begins as the projected states of the encoder's
-        empty text, if text_projection=mlp and these are one token, as T5's are (PixArt).
+        """Returns weights fitted to the network, and notes on what was changed; see weights.adapt_weights. Leaves out a
+        null text in the file if null_text=encoder. Computes positions anew if sines_within is set and they are of
+        another square. A learned null text that the file lacks begins as the encoder's empty text, projected, if
+        text_projection=mlp and that is one token, as T5's is.
         """
         left = []
         if self.config.null_text == "encoder" and weights.NULL_TEXT in state:
@@ -419,11 +421,9 @@ class DiTSystem(System):
         return values, notes + left
 
     def rename_published(self, part: str, state: dict[str, Tensor]) -> Fitted:
-        """Returns weights of a published layout under our names, with times in our direction, and notes, see
-        layouts.py. Returns other weights unchanged.
-
-        Raises ConfigError if the layout's networks learned something else than the model's section says, such as
-        another objective.
+        """Returns weights of a published layout under our names, with their time turned to run as ours does, and notes;
+        see layouts.py. Returns other weights unchanged. Raises ConfigError if networks of the layout were trained for
+        something else than the recipe says, such as another objective.
         """
         layout = self.config.layout or recognise_layout(state)
         if layout is None:
@@ -460,8 +460,8 @@ class DiTSystem(System):
         self.process.make_scheduler_arguments(velocities=not self.config.block.joint)
 
     def decays(self, name: str, weight: Tensor) -> bool:
-        """Returns whether weight decay applies to a parameter: to those of System.decays, without learned tokens,
-        positions of words and tables of shifts.
+        """Returns whether weight decay applies to the parameter `name`: if it has two or more axes, and is no learned
+        token, table of the positions of words, or table of shifts.
         """
         tokens = ("_tokens.tokens", "_tokens.places.weight", "_tokens.null.weight", "adaLN_modulation.table")
         return super().decays(name, weight) and not name.endswith(tokens)
@@ -475,9 +475,9 @@ class DiTSystem(System):
         return (*first_stage, *encoder, *(self.alignment.frozen() if self.alignment else ()))
 
     def synthetic(self, batch_size: int) -> Batch:
-        """Returns a batch of random content that is always the same: keys, conditions, and images or clips; or latents,
-        if the model reads cached ones or learns them without a first stage. It has the largest of the model's sizes,
-        and has features if model.align reads them from the data.
+        """Returns a batch of random content, always the same: keys, conditions, and images or clips of the model's
+        largest size; or latents, if it reads cached ones or learns them without a first stage. Adds features if
+        model.align reads them from the data.
         """
         square = self.config.image_size, (self.config.video and self.config.video.height) or self.config.image_size
         wide, high = max(self.config.sizes or (square,), key=math.prod)

@@ -100,8 +100,8 @@ images[0].save("0.png")
 
 
 def describe_export(system: DiTSystem) -> tuple[str, str, str]:
-    """Returns the name of the class in diffusers, notes for its user, and Python code that draws from the
-    folder OUT.
+    """Returns three texts for users of the export: the name of diffusers' class that loads it, notes ("" if there are
+    none), and Python code that draws samples from it, in which OUT stands for its folder.
     """
     config, notes = system.config, []
     if config.learn_sigma:
@@ -170,10 +170,10 @@ def save_export(
     statistics: Callable[[], dict[str, Any]] = dict,
     classes: Callable[[], Sequence[str]] = tuple,
 ) -> None:
-    """Writes the model into `folder` for diffusers' from_pretrained. classes: returns the names of the labels in order,
-    () if they are unknown. statistics: not read here; exports of autoencoders need it.
+    """Writes the model into `folder`, from which diffusers' from_pretrained loads it. classes: returns the names of the
+    classes by label; () if they are unknown. statistics: not used here; exports of autoencoders need it.
 
-    Raises ConfigError for a field of the model that diffusers' classes cannot express.
+    Raises ConfigError if diffusers' classes cannot express the model.
     """
     from diffusers import DiTPipeline
 
@@ -202,8 +202,8 @@ def save_export(
 
 
 def rename_adapters(system: DiTSystem, state: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], bool]:
-    """Returns the adapters of a state dict under the names of diffusers' transformer, and whether its pipeline loads
-    adapters by itself (load_lora_weights).
+    """Returns the LoRA adapters in a state dict under the names of diffusers' transformer, and whether its pipeline
+    loads such files itself (load_lora_weights).
 
     Raises ConfigError if the model reads no texts, if an adapter has no place in diffusers' transformer, or if the
     positions are not those that PixArt's transformer computes.
@@ -224,7 +224,7 @@ def rename_adapters(system: DiTSystem, state: Mapping[str, Tensor]) -> tuple[dic
 
 
 def _build_empty_pixart(config: Config) -> nn.Module:
-    """Returns an untrained PixArtTransformer2DModel for `config` on torch's meta device, without memory for weights."""
+    """Returns a PixArtTransformer2DModel for `config` on torch's meta device: its weights have shapes but no values."""
     from diffusers import PixArtTransformer2DModel
 
     with torch.device("meta"):
@@ -253,8 +253,8 @@ def measure_errors(
     system: DiTSystem, nets: Mapping[str, nn.Module], folder: Path, example: Example
 ) -> dict[str, float]:
     """Returns the relative errors of the exported network's predictions, as diffusers loads it, against the trained
-    network's: "with label" or "with text", and "without label" or "without text" if the model was trained with dropped
-    conditions. The timesteps cover the whole chain.
+    network's, at timesteps spread over the whole chain. Keys: "with label" or "with text", and, if the model was
+    trained with dropped conditions, "without label" or "without text".
     """
     from diffusers import DiTTransformer2DModel
 
@@ -313,8 +313,8 @@ def _measure_errors_with_texts(
 
 @torch.no_grad()
 def draw_expected(system: DiTSystem, nets: Mapping[str, nn.Module]) -> Tensor:
-    """Draws, with the trained network and our samplers, what the code of the model card should draw: images, uint8
-    (B, C, H, W), or latents if no autoencoder decodes them.
+    """Draws, with the trained network and our sampler, what the code of `describe_export` should draw from the same
+    noise: images uint8 (B, C, H, W), or latents if no autoencoder decodes them.
     """
     config, seeds = system.config, torch.arange(len(_choose_labels(system)), device=group.device())
     noise = torch.randn(len(seeds), *system.shape, generator=torch.Generator().manual_seed(0)).to(seeds.device)
@@ -331,7 +331,7 @@ def draw_expected(system: DiTSystem, nets: Mapping[str, nn.Module]) -> Tensor:
 
 
 def _make_predictor(system: DiTSystem, nets: Mapping[str, nn.Module]) -> Callable[..., Tensor]:
-    """Returns the trained network as a function of x, t and conditions, with internal guidance if it has a
+    """Returns the trained network as a function of x, t and conditions; with internal guidance if it has a
     second head.
     """
     internal = system.config.internal
@@ -339,8 +339,8 @@ def _make_predictor(system: DiTSystem, nets: Mapping[str, nn.Module]) -> Callabl
 
 
 def _make_expected_predictor(system: DiTSystem, nets: Mapping[str, nn.Module]) -> Callable[..., Tensor]:
-    """Returns a function that computes, with the trained network, the predictions that are expected of the exported
-    one: with internal guidance as in `_make_predictor`, and converted to velocities for a flow.
+    """Returns a function of x, t and conditions that predicts, with the trained network, what the exported network
+    should: with internal guidance if there is a second head, and converted to velocities for a flow.
     """
     network, process = _make_predictor(system, nets), system.process
     if system.config.objective != "flow":
@@ -363,6 +363,7 @@ def _choose_guidance_scale(system: DiTSystem) -> float:
 
 
 def _describe_latent_scale(config: Config) -> str:
+    """Returns words for how latents are scaled: "times 0.18", or "minus [means], over [deviations] by channel"."""
     if config.latents.normalize == "channels":
         means, deviations = (
             [float(f"{value:g}") for value in values] for values in (config.latents.mean, config.latents.std)
@@ -372,7 +373,7 @@ def _describe_latent_scale(config: Config) -> str:
 
 
 def _uses_stock_pipeline(system: DiTSystem) -> bool:
-    """Returns whether a pipeline of diffusers itself draws from the export, rather than our ClassPipeline."""
+    """Returns whether a pipeline class of diffusers can draw from the export; if not, it needs our ClassPipeline."""
     config = system.config
     if config.reads_texts:
         return True
@@ -387,8 +388,8 @@ def _uses_stock_pipeline(system: DiTSystem) -> bool:
 
 
 def _require_computed_positions(positions: Tensor, network: DiT) -> None:
-    """Raises ConfigError if `positions` (1, N, D) are not the sines of the network's grid, which diffusers'
-    transformers compute themselves.
+    """Raises ConfigError unless `positions` (1, N, D) are the sines of the network's grid, since diffusers'
+    transformers compute these themselves.
     """
     computed = make_sincos_positions(positions.shape[-1], network.grid, network.grid, network.range)[None]
     if not torch.allclose(positions.float().cpu(), computed, rtol=0, atol=1e-6):
@@ -399,8 +400,8 @@ def _require_computed_positions(positions: Tensor, network: DiT) -> None:
 
 
 def _build_stock_transformer(system: DiTSystem, network: DiT) -> nn.Module:
-    """Returns the network as a DiTTransformer2DModel. Raises ConfigError if its positions are not those that this class
-    computes.
+    """Returns the trained network as a DiTTransformer2DModel of diffusers. Raises ConfigError if its positions are not
+    those that this class computes.
     """
     from diffusers import DiTTransformer2DModel
 
@@ -417,8 +418,8 @@ def _build_stock_transformer(system: DiTSystem, network: DiT) -> nn.Module:
 
 
 def _write_and_build_class_transformer(system: DiTSystem, network: DiT, folder: Path) -> nn.Module:
-    """Writes the source of ClassTransformer into `folder`, which must not exist, and returns the network as this class.
-    The file is named by a hash of its content: Python imports a name once, and a process may read networks of several
+    """Writes the source code of ClassTransformer into `folder`, which must not exist, and returns the trained network
+    as that class. The file's name has a hash of its content, so that one process can import the code of several
     releases.
     """
     from dstrain.systems.dit.transformer import ClassTransformer
@@ -451,7 +452,7 @@ def _copy_weights_in_float32(network: DiT) -> dict[str, Tensor]:
 
 
 def _import_class(path: Path) -> type[Any]:
-    """Imports a file that `_write_and_build_class_transformer` has written, and returns its ClassTransformer."""
+    """Imports a file written by `_write_and_build_class_transformer`, and returns the class ClassTransformer in it."""
     spec = importlib.util.spec_from_file_location(path.stem, path)
     module = importlib.util.module_from_spec(spec)
     sys.modules[path.stem] = module  # where the class looks for its file
@@ -466,8 +467,8 @@ def _build_scheduler(system: DiTSystem) -> Any:
 
 
 def _load_first_stage(config: Config) -> nn.Module | None:
-    """Returns diffusers' autoencoder of the first stage with the run's scale in its config; None if the model has no
-    first stage. Loads it again, since the system may have dropped its encoder.
+    """Returns the first stage as diffusers' autoencoder, with the scale of the run in its config; None if the model has
+    no first stage. Reads it from its folder anew, since the system may have dropped its encoder.
 
     Raises ConfigError if the folder now holds another autoencoder, or an AutoencoderRAE, for which diffusers has no
     pipeline.
