@@ -16,7 +16,7 @@ from dstrain.data.source import Source
 from dstrain.data.views import Spread
 from dstrain.distributed import group
 from dstrain.distributed.exit_codes import DONE, STOPPED
-from dstrain.distributed.pieces import Pieces, end_piece
+from dstrain.distributed.pieces import Pieces, record_piece_of_work
 from dstrain.distributed.progress import get_phases
 from dstrain.distributed.stops import Stopped, Stops, get_stops
 from dstrain.distributed.watchdog import Watchdog
@@ -208,7 +208,7 @@ def raise_if_data_problem(training: Training, done: int) -> None:
     all ranks have samples. Call it on all ranks after step `done` is saved.
     """
     for problem in filter(None, group.gather_objects(training.batches.problem)):
-        training.tracker.note(f"stopped at step {done}, which is saved, since samples cannot be read: {problem}")
+        training.tracker.log(f"stopped at step {done}, which is saved, since samples cannot be read: {problem}")
         raise problem
 
 
@@ -230,7 +230,7 @@ def roll_back(training: Training, done: int, trouble: str) -> int:
     step = training.saves.roll_back(done, trouble)
     training.batches.set_step_count(training.run.steps + training.course.shift)
     training.tracker.report_rollback(step, done, trouble)
-    training.tracker.note(f"{trouble}: back from step {done} to step {step}, and past the {done - step} batches since")
+    training.tracker.log(f"{trouble}: back from step {done} to step {step}, and past the {done - step} batches since")
     training.throughput.start_interval(step)
     return step
 
@@ -255,7 +255,7 @@ def take_step(
     losses: dict[str, list[Tensor]] = {}
     for micro, batch in enumerate(batches.read_step(step + shift)):  # batch["key"]: randomness belongs to a sample
         if micro:
-            end_piece()
+            record_piece_of_work()
         if vote and micro + 1 == batches.accumulation:
             vote()
         if shift:
@@ -355,7 +355,7 @@ def set_up_training(run: Run, settings: dict[str, Any], resume: Resume, watchdog
         weights=weights,
         system=systems.find_external_file(run.system),
     )
-    saves.saver.report = tracker.note
+    saves.saver.report = tracker.log
     throughput = Throughput(
         folder,
         first,
@@ -367,7 +367,7 @@ def set_up_training(run: Run, settings: dict[str, Any], resume: Resume, watchdog
         precision=read_precision(settings),
         train_only=run.train_only,
         window=resume.profile,
-        note=tracker.note,
+        note=tracker.log,
     )
     return Training(
         run,
@@ -443,7 +443,7 @@ def finish_run(training: Training, done: int, left: bool) -> None:
         checkpoint = run.directory / "checkpoints" / f"step_{run.steps:08d}"
         parts = training.system.averaged or training.engines
         tracker.log_model(done, lambda into: write_part_weights(checkpoint, parts, run.samples.ema, into))
-    tracker.note(folders.describe_end(run, run.directory, training.first, done, saved, training.stops.reason, left))
+    tracker.log(folders.describe_end(run, run.directory, training.first, done, saved, training.stops.reason, left))
     tracker.write_last_report(done)
     group.leave_process_group()  # signals are still caught and ignored: all is saved
 

@@ -301,7 +301,7 @@ def _name_result_file(options: EvaluateOptions, result: dict[str, Any]) -> str:
     """Returns the name, without ending, of the file for a result. It names the step, the weights and the options that
     change the figures: the same options again replace their own file.
     """
-    words = [f"step_{result['step']:08d}", figures.name_weights(result)]
+    words = [f"step_{result['step']:08d}", figures.make_weights_label(result)]
     if options.data is not None:
         digest = hashlib.blake2b(os.path.abspath(options.data).encode(), digest_size=3).hexdigest()
         words.append(f"{Path(options.data).name or 'data'}-{digest}")

@@ -25,8 +25,8 @@ class Pieces:
 
     @contextmanager
     def allow_stops(self) -> Iterator[None]:
-        """Within the block, `end_piece` may raise Stopped, on all ranks together, once any rank has a reason to stop.
-        Enter it on all ranks. All pieces of work within one block must take about the same time.
+        """Within the block, `record_piece_of_work` may raise Stopped, on all ranks together, once any rank has a reason
+        to stop. Enter it on all ranks. All pieces of work within one block must take about the same time.
         """
         self._every, self._left, self._last = 1, 1, time.monotonic()
         _open.append(self)
@@ -53,7 +53,7 @@ class Pieces:
 _open: list[Pieces] = []
 
 
-def end_piece() -> None:
+def record_piece_of_work() -> None:
     """Records for the watchdog that a piece of work has ended, such as a micro-batch. Within `Pieces.allow_stops`, the
     ranks may also vote here, and Stopped is raised on all of them if any has a reason to stop: so all ranks must call
     this function equally often.

@@ -47,7 +47,7 @@ class Presence:
         that ends this process with exit code 1 once another rank of this machine has been dead for `patience` seconds.
         Does nothing if the file cannot be made.
         """
-        folder = Path(tempfile.gettempdir()) / f"dstrain-{os.getuid()}" / name_launch_folder()
+        folder = Path(tempfile.gettempdir()) / f"dstrain-{os.getuid()}" / make_launch_folder_name()
         try:
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             if folder.parent.lstat().st_uid != os.getuid():  # pids that others wrote would be believed
@@ -109,7 +109,7 @@ def get_presence() -> Presence:
     return Presence()
 
 
-def name_launch_folder() -> str:
+def make_launch_folder_name() -> str:
     """Returns a name for a folder that is equal for all ranks of one launch on this machine, and differs between
     launches and between containers.
     """

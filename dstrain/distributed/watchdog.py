@@ -103,8 +103,8 @@ class Watchdog(AbstractContextManager):
             ).start()
 
     def enter_phase(self, step: int, phase: str = STEP) -> None:
-        """Records that the main thread begins step `step`, or with another `phase` than "step" such work after it as a
-        save. If it was in a step before, records how long that took.
+        """Records that the main thread enters a phase of step `step`: the step itself, or other work such as its save.
+        If the main thread was in a step before, records how long that step took.
         """
         now = time.monotonic()
         before, _, since = self._now

@@ -239,7 +239,7 @@ class Checkpoints:
         masters = self._engines.masters[part]
         if not native:
             yield "master", masters.flats
-            for moment in masters.kinds:
+            for moment in masters.moment_kinds:
                 yield moment, masters.read_moments(moment)
         for decay, flats in self._ema.flats.get(part, {}).items():
             yield f"ema.{decay!r}", flats
@@ -348,15 +348,16 @@ class Checkpoints:
                 expected = {name: tuple(shape) for name, shape in self._engines.list_shapes(part).items()}
                 validate.require_same_shapes(path, part, saved, expected)
                 held = {kind for kind in shards.list_kinds() if not kind.startswith("ema.")} - {"master", *CODES}
-                if anew := held != set(masters.kinds):  # only after --allow-change: the recipe is compared before
+                # They differ only after --allow-change: the recipe is compared before.
+                if anew := held != set(masters.moment_kinds):
                     masters.reset_optimizer_state()
                     if group.rank() == 0:
                         self.saver.report(
                             f"{path.name} holds {', '.join(sorted(held))} of {part}, and this optimizer "
-                            f"keeps {', '.join(masters.kinds)}: it begins without moments"
+                            f"keeps {', '.join(masters.moment_kinds)}: it begins without moments"
                         )
             for kind, flats in self._list_flats_by_kind(part, native):
-                if anew and kind in masters.kinds:
+                if anew and kind in masters.moment_kinds:
                     continue
                 # An average that the checkpoint does not hold (a decay added since) starts from the weights.
                 source = kind if kind in shards.list_kinds() else "master"
@@ -365,7 +366,7 @@ class Checkpoints:
                 if source in shards.list_kinds():
                     for fragment, view in masters.list_views(flats):
                         view.copy_(shards.read(source, fragment.name, fragment.start, fragment.numel, fragment.shape))
-                    if kind in masters.kinds:
+                    if kind in masters.moment_kinds:
                         masters.write_moments(kind, flats)
                 elif kind.startswith("ema."):
                     torch._foreach_copy_(flats, [flat.detach() for flat in masters.flats])

@@ -271,7 +271,7 @@ class Masters(Updates):
         return list(self._get_inner_optimizer().state.values())
 
     @property
-    def kinds(self) -> list[str]:
+    def moment_kinds(self) -> list[str]:
         """Returns the names of all moments that the optimizer keeps, such as exp_avg; some weights may lack some of
         them.
         """

@@ -16,7 +16,7 @@ import torch
 
 from dstrain.distributed import group
 from dstrain.distributed.launcher import Place
-from dstrain.distributed.presence import name_launch_folder
+from dstrain.distributed.presence import make_launch_folder_name
 from dstrain.distributed.progress import get_phases
 from dstrain.distributed.stops import get_stops
 from dstrain.engine.patches import import_deepspeed, replace_current_stream, set_group_timeout
@@ -176,7 +176,7 @@ def open_store() -> torch.distributed.Store:
         )
     except torch.distributed.DistNetworkError as error:
         raise (_make_taken_port_error() if _is_port_taken(error) else error) from None
-    host, launch = socket.gethostname(), name_launch_folder() if place.local_world > 1 else ""
+    host, launch = socket.gethostname(), make_launch_folder_name() if place.local_world > 1 else ""
     if place.rank == 0:
         store.set("dstrain/launch", f"{host} {launch}")
     elif (first := store.get("dstrain/launch").decode()).startswith(f"{host} ") and first != f"{host} {launch}":
@@ -197,8 +197,8 @@ def _make_taken_port_error() -> ConfigError:
 
 
 def _unlink_shared_buffers() -> None:
-    """Removes the files in /dev/shm of the buffers by which DeepSpeed exchanges data on the CPU, 69 MB for each rank,
-    which it would leave there. Does nothing on a GPU.
+    """Removes the files in /dev/shm by which DeepSpeed shares buffers between ranks on the CPU, 69 MB for each rank;
+    DeepSpeed would leave them there. Does nothing on a GPU.
 
     Every rank has mapped them by now, so the memory is freed when the last process ends.
     """

@@ -205,7 +205,7 @@ def collect_statistics(
     return {name: collector.merge_ranks() for name, collector in collectors.items()}
 
 
-def check_set_and_read_first_batch(
+def check_images_and_read_first_batch(
     images: Images, networks: dict[str, Features], size: int, keep: int = KEPT
 ) -> Images:
     """Checks that a set of images suits the metrics, reads this rank's first batch, and returns the set, which yields

@@ -115,7 +115,7 @@ def measure_states(
         engines = build_engines(run, settings, system, kind=kind)
         ema = EmaShadow(engines.masters, run.ema, system.averaged)
         for masters in engines.masters.values():
-            for moment in masters.kinds:
+            for moment in masters.moment_kinds:
                 masters.read_moments(moment)
         for name, tensor in list_kept_tensors(engines.masters, ema):
             watch.mark([tensor], name, MADE_IN_A_STEP)

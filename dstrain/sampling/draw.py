@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from dstrain.distributed import group
-from dstrain.distributed.pieces import end_piece
+from dstrain.distributed.pieces import record_piece_of_work
 from dstrain.recipe import ConfigError
 from dstrain.systems.base import Batch, Nets, Request, System, Terms
 
@@ -21,11 +21,11 @@ from dstrain.systems.base import Batch, Nets, Request, System, Terms
 @contextmanager
 def set_eval_mode(nets: Nets) -> Iterator[None]:
     """Runs the block with the networks in evaluation mode, without dropout, and afterwards restores the mode of each
-    module. Each call of a network within the block first calls `end_piece` (distributed/pieces.py).
+    module. Each call of a network within the block first calls `record_piece_of_work` (distributed/pieces.py).
     """
     networks = [net for net in nets.values() if isinstance(net, nn.Module)]
     modes = [(module, module.training) for net in networks for module in net.modules()]
-    hooks = [net.register_forward_pre_hook(lambda *_: end_piece(), prepend=True) for net in networks]
+    hooks = [net.register_forward_pre_hook(lambda *_: record_piece_of_work(), prepend=True) for net in networks]
     for module, _ in modes:
         module.training = False
     try:
@@ -63,7 +63,7 @@ def draw_own_share(
     """
     total, world, device = len(request.seeds), group.world(), device or group.device()
     for begin in range(0, total, chunk * world):
-        end_piece()
+        record_piece_of_work()
         numbers = begin + group.rank() * chunk + torch.arange(chunk)
         index = numbers % total
         conditions = {name: value[index].to(device) for name, value in request.conditions.items()}
@@ -237,7 +237,7 @@ def score_batches(
     """
     means = Means()
     for batch in batches:
-        end_piece()
+        record_piece_of_work()
         valid = batch.pop("valid")
         with set_eval_mode(nets):
             terms = system.evaluate(nets, system.encode(batch))

@@ -15,7 +15,7 @@ from dstrain.disk.atomic import replace_file
 _INK, _SECOND, _FAINT = "#1f4e9c", "#c2571a", "#8a8a8a"
 
 
-def make_title(result: dict[str, Any]) -> str:
+def make_plot_title(result: dict[str, Any]) -> str:
     """Returns the title of an evaluation's plot: the run, the step, which weights, and how many samples were
     evaluated.
     """
@@ -27,10 +27,10 @@ def make_title(result: dict[str, Any]) -> str:
         number = f"{result['samples']} of {result['samples_of_split']} {data} samples"
     chain = f", {len(result['timesteps'])} timesteps" if result["timesteps"] else ""
     precision = "" if result["precision"] == "fp32" else f", {result['precision']}"
-    return f"{result['run']} at step {result['step']}, {name_weights(result)}: {number}{chain}{precision}"
+    return f"{result['run']} at step {result['step']}, {make_weights_label(result)}: {number}{chain}{precision}"
 
 
-def name_weights(result: dict[str, Any]) -> str:
+def make_weights_label(result: dict[str, Any]) -> str:
     """Returns a short name for the weights that were evaluated: such as ema0.995, or raw for the training weights."""
     kinds = [kind for kind in result["weights"].values() if kind != "master"]
     return kinds[0].replace(".", "", 1) if kinds else "raw"
@@ -45,7 +45,7 @@ def format_table(result: dict[str, Any]) -> str:
         return f"  {name:<26}{number:>11}" + (f" +- {error:<9.2g}" if error is not None else "") + unit
 
     bits = "  bits/dim" if "vb" in result["curves"] else ""
-    lines = [make_title(result)]
+    lines = [make_plot_title(result)]
     lines += [
         format_row(name, value, result["standard_errors"][name], bits) for name, value in result["figures"].items()
     ]
@@ -75,7 +75,7 @@ def plot_evaluation(path: str | os.PathLike, result: dict[str, Any]) -> None:
     others = set(result["curves"]) - {"vb"}
     panels += [_draw_errors if result["timesteps"] else _draw_sorted_curves] if others else []
     panels += [_draw_similarities] if _list_sampling_steps(result) else []
-    _draw_panels(path, make_title(result), panels or [_draw_quarters], result)
+    _draw_panels(path, make_plot_title(result), panels or [_draw_quarters], result)
 
 
 def plot_sorted_curves(path: str | os.PathLike, headline: str, curves: dict[str, list[float]]) -> None:

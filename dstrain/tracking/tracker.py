@@ -108,13 +108,13 @@ class Tracker:
             for name, text in (("recipe", recipe), ("machine", json.dumps(facts | sharding, indent=2))):
                 self._board.add_text(name, f"```\n{text}\n```", resumed_step)
         self._wandb = WandbSink(
-            self.folder, track, name=name, config=config | sharding | {"machine": facts}, note=self.note
+            self.folder, track, name=name, config=config | sharding | {"machine": facts}, note=self.log
         )
         if weights:
-            self.note(describe_memory_use())
+            self.log(describe_memory_use())
         if damaged or torn:
-            self.note(f"half-written lines were dropped: {damaged} of metrics.jsonl, {int(torn > 0)} of log.txt")
-        self._page = Page(self.folder, report_page, resumed_step, self.note)
+            self.log(f"half-written lines were dropped: {damaged} of metrics.jsonl, {int(torn > 0)} of log.txt")
+        self._page = Page(self.folder, report_page, resumed_step, self.log)
         self._write_event("start", resumed_step, facts)
 
     def add_terms(self, part: str, terms: dict[str, Tensor]) -> None:
@@ -142,7 +142,7 @@ class Tracker:
         self._append_to_file(
             "metrics.jsonl", _format_line({"step": done, **steady, "timing": timing | {"time": time.time()}})
         )
-        self.note(self._format_log_line(done, values))
+        self.log(self._format_log_line(done, values))
         get_phases().print_fewer_silence_lines()
         self._send_values(
             {f"train/{name}": value for name, value in steady.items()}
@@ -161,7 +161,7 @@ class Tracker:
             return
         named = {f"{kind}/{name}": value for name, value in scores.items()}
         self._append_to_file("metrics.jsonl", _format_line({"step": done, **named}))
-        self.note(self._format_log_line(done, named))
+        self.log(self._format_log_line(done, named))
         self._send_values(named, done)
         for name, values in (curves or {}).items():
             path = self.folder / "samples" / f"step_{done:08d}_{name}.png"
@@ -252,7 +252,7 @@ class Tracker:
         try:
             write(folder)
         except (OSError, ValueError) as error:
-            self.note(f"track.artifact: the model was not logged: {error}")
+            self.log(f"track.artifact: the model was not logged: {error}")
         else:
             self._wandb.log_artifact(self._name, folder, done)
 
@@ -268,11 +268,11 @@ class Tracker:
         error.
         """
         self._faults.add("log.txt")  # it would be no news now that training goes on without it
-        self.note(text)
+        self.log(text)
         if self._first and page:
             self._page.write_last(self._done, _PATIENCE)
 
-    def note(self, text: str) -> None:
+    def log(self, text: str) -> None:
         """On rank 0, prints a line of text and appends it to log.txt. Control characters, which a terminal would obey,
         become "?".
         """

@@ -85,7 +85,11 @@ def measure(job: Job, folder: Path) -> dict[str, float]:
     values = [
         flat.detach()
         for part, masters in engines.masters.items()
-        for flats in (masters.flats, *map(masters.read_moments, masters.kinds), *ema.flats.get(part, {}).values())
+        for flats in (
+            masters.flats,
+            *map(masters.read_moments, masters.moment_kinds),
+            *ema.flats.get(part, {}).values(),
+        )
         for flat in flats
     ]
     size = sum(flat.numel() for flat in values)

@@ -76,7 +76,7 @@ class Trial:
         masters = self.engines.masters["tiny"]
         kinds = {
             "master": masters.flats,
-            **{kind: masters.read_moments(kind) for kind in masters.kinds},
+            **{kind: masters.read_moments(kind) for kind in masters.moment_kinds},
             **{f"ema.{decay}": flats for decay, flats in self.ema.flats["tiny"].items()},
         }
         whole = {

@@ -203,7 +203,10 @@ class Trial:
         return all(torch.equal(before[key], after[key]) for key in before)
 
     def state(self) -> dict[str, Tensor]:
-        kinds = {"master": self.masters.flats, **{kind: self.masters.read_moments(kind) for kind in self.masters.kinds}}
+        kinds = {
+            "master": self.masters.flats,
+            **{kind: self.masters.read_moments(kind) for kind in self.masters.moment_kinds},
+        }
         return {
             f"{kind}/{key}": value
             for kind, flats in kinds.items()

@@ -116,8 +116,16 @@ HANGS = {
     "metrics": ("dstrain.metrics.table:compute_figures:1:60", ("every.metrics=1",), True),
     "save": ("dstrain.checkpoint.store:Store.commit:1:60", (), True),
     "pieces of the data": ("dstrain.metrics.images:Batch:1:1", ("every.metrics=1",), False),
-    "pieces of a grid": ("dstrain.sampling.draw:end_piece:1:1", ("samples.num=40", "samples.num_steps=4"), False),
-    "pieces of a loss": ("dstrain.sampling.draw:end_piece:1:0.2", ("every.sample=0", "every.evaluate=1"), False),
+    "pieces of a grid": (
+        "dstrain.sampling.draw:record_piece_of_work:1:1",
+        ("samples.num=40", "samples.num_steps=4"),
+        False,
+    ),
+    "pieces of a loss": (
+        "dstrain.sampling.draw:record_piece_of_work:1:0.2",
+        ("every.sample=0", "every.evaluate=1"),
+        False,
+    ),
     "pieces of a save": ("dstrain.checkpoint.manifest:Digest.update:1:0.2", ("every.sample=0", "ema.decays=[]"), False),
 }
 BRIEF = ("grid", "pieces of a grid")

@@ -94,7 +94,7 @@ def test_scores_and_notes(tmp_path, capsys):
     """Oracle: the lines and the entry written out by hand."""
     track = tracker(tmp_path)
     track.report_scores(10, {"loss": 0.5, "raw/loss": 0.25})
-    track.note("complete")
+    track.log("complete")
     track.close()
     track.close()
     assert capsys.readouterr().out == "step 10/20  held_out/loss 0.5  held_out/raw/loss 0.25\ncomplete\n"
@@ -183,7 +183,7 @@ def test_other_ranks_write_nothing(tmp_path, monkeypatch, capsys):
     track.report_means(10, {})
     track.report_scores(10, {})
     track.save_samples(10, torch.zeros(1, 3, 8, 8, dtype=torch.uint8))
-    track.note("x")
+    track.log("x")
     track.close()
     assert not (tmp_path / "run").exists() and capsys.readouterr() == ("", "")
 

@@ -66,7 +66,7 @@ def measure_quality(options: EvaluateOptions) -> tuple[Path | None, dict[str, An
         images, facts = _open_measured_data(options, run)
         compared = _open_reference(options, run, networks)
         with use_precision(options.precision), reword_errors(options=OPTIONS):
-            images = table.check_set_and_read_first_batch(images, networks, options.batch, options.kept or KEPT)
+            images = table.check_images_and_read_first_batch(images, networks, options.batch, options.kept or KEPT)
         known, place = compared.read_statistics(partial(_collect_statistics, options, compared=True)), compared.place
         with use_precision(options.precision):
             measured = _collect_statistics(options, images, networks, left_out=run.data.leave_out if run else ())
@@ -274,7 +274,7 @@ def _name_result_file(options: EvaluateOptions, result: dict[str, Any]) -> str:
     question["reference"] = question.pop("against") or options.reference
     del question["data"]
     digest = hashlib.blake2b(json.dumps(question, sort_keys=True, default=str).encode(), digest_size=3).hexdigest()
-    words = [f"step_{result['step']:08d}", figures.name_weights(result)] if options.folder else [result["run"]]
+    words = [f"step_{result['step']:08d}", figures.make_weights_label(result)] if options.folder else [result["run"]]
     return "_".join([*words, *(options.metrics or ()), f"n{result['samples']}", digest])
 
 

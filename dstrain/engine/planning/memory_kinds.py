@@ -33,7 +33,7 @@ def count_saved_bytes(masters: Mapping[str, Masters], ema: EmaShadow) -> int:
     and frozen weights.
     """
     kinds = [
-        (own, [own.flats, *map(own.read_moments, own.kinds), *ema.flats.get(part, {}).values()])
+        (own, [own.flats, *map(own.read_moments, own.moment_kinds), *ema.flats.get(part, {}).values()])
         for part, own in masters.items()
     ]
     total = sum(view.nbytes for own, layouts in kinds for flats in layouts for _, view in own.list_own_views(flats))

@@ -154,7 +154,7 @@ def select_curve_points(values: np.ndarray, most: int) -> np.ndarray:
     return np.array(sorted(kept))
 
 
-def count_hours(metrics: Metrics, starts: list[float]) -> np.ndarray | None:
+def compute_hours(metrics: Metrics, starts: list[float]) -> np.ndarray | None:
     """Returns the hours of training up to each row of metrics, (rows,). Pauses between commands are not counted.
     starts: the times at which the run's commands began, in seconds since 1970.
 

@@ -92,7 +92,7 @@ def read_record(folder: Path, label: str | None = None) -> Record:
     events = read_or_remark("events.jsonl", _read_events, [])
     record.starts = [event for event in events if event["event"] == "start"]
     record.rollbacks = [event for event in events if event["event"] == "rollback"]
-    record.hours = metrics.count_hours(columns, [event["time"] for event in record.starts])
+    record.hours = metrics.compute_hours(columns, [event["time"] for event in record.starts])
     record.pictures = pictures.list_picture_series(folder / "samples")
     record.evaluations = _read_evaluations(folder / "evaluation", remarks)
     record.bad_files = read_or_remark("bad_files.txt", _read_lines, [])

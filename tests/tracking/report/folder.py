@@ -49,7 +49,7 @@ def made(folder: Path, *, steps: int = 40, lr: float = 1e-3, clips: bool = False
             tracker.close()
             tracker = track_run(run, folder, resumed_step=16)
     tracker.report_rollback(steps, steps + 6, "a loss of <NaN>")
-    tracker.note(f"complete: {steps} steps")
+    tracker.log(f"complete: {steps} steps")
     tracker.close()
     (folder / "evaluation").mkdir()
     (folder / "evaluation" / "step_00000040_ema0.99.json").write_text(json.dumps(result()))

@@ -87,6 +87,6 @@ def test_hours(tmp_path, times, starts, seconds):
             for row, time in enumerate(times, 1)
         )
     )
-    assert metrics.count_hours(metrics.read_columns(path), starts) * 3600 == pytest.approx(seconds)
+    assert metrics.compute_hours(metrics.read_columns(path), starts) * 3600 == pytest.approx(seconds)
     path.write_text('{"step": 1, "loss": 2}\n')
-    assert metrics.count_hours(metrics.read_columns(path), []) is None
+    assert metrics.compute_hours(metrics.read_columns(path), []) is None
