@@ -56,6 +56,7 @@ class Plan:
 
     @property
     def nbytes(self) -> int:
+        """Returns the bytes of all tensors that are written."""
         return sum(entry.nbytes for entries in self.parts.values() for entry in entries)
 
 
@@ -66,12 +67,13 @@ def run_verb(order: Order) -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that half a folder is removed
     bars = []
 
-    def begin(total: int) -> Update:
+    def start_bar(total: int) -> Update:
+        """Opens a progress bar for `total` bytes, and returns the function that advances it."""
         bars.append(Bar("verifying and writing bytes", total=total, unit="B", unit_scale=True, desc="verify, write"))
         return bars[0].update
 
     try:
-        done = consolidate_weights(order, begin)
+        done = consolidate_weights(order, start_bar)
     except OSError as error:
         raise ConfigError(str(error)) from None
     finally:
@@ -116,6 +118,10 @@ def consolidate_weights(order: Order, bar: Callable[[int], Update] | None = None
 
 
 def _write_planned_files(order: Order, plan: Plan, out: Path, update: Update) -> None:
+    """Verifies the source, then writes weights, recipe.yaml and consolidated.json into the folder `out`. Calls `update`
+    with the bytes done since the last call. Raises OSError if the disk has too little room, ConfigError if the source
+    is damaged.
+    """
     free = shutil.disk_usage(out).free
     if free < plan.nbytes:
         raise OSError(errno.ENOSPC, f"{plan.nbytes / 1e9:.3g} GB are needed, {free / 1e9:.3g} GB free")
@@ -129,7 +135,7 @@ def _write_planned_files(order: Order, plan: Plan, out: Path, update: Update) ->
         files |= {path.relative_to(out).as_posix(): entry for path, entry in written.items()}
     if plan.recipe:
         (out / "recipe.yaml").write_bytes(small.read_bytes(plan.recipe, small.MEGABYTE))
-    description = json.dumps({**_make_description(order, plan), "files": files}, indent=2)
+    description = json.dumps({**_describe_consolidation(order, plan), "files": files}, indent=2)
     (out / CONSOLIDATED).write_text(description + "\n", encoding="utf-8")
 
 
@@ -206,6 +212,9 @@ def _find_checkpoints_by_step(store: Path) -> dict[int, Path]:
 
 
 def _plan_dstrain_checkpoint(order: Order, checkpoint: Path) -> Plan:
+    """Plans the consolidation of a checkpoint that dstrain has written. Raises ConfigError if the checkpoint is
+    damaged, or lacks the part or the average that the options name.
+    """
     try:
         body = read_manifest(checkpoint)
     except ConfigError as error:
@@ -237,13 +246,16 @@ def _plan_dstrain_checkpoint(order: Order, checkpoint: Path) -> Plan:
         plan.weights[part] = "raw" if kind == "master" else kind.replace("ema.", "ema:", 1)
     plan.to_verify = sum(files[name]["size"] for name in used)
 
-    def verify(update: Update) -> None:
+    def verify_hashes(update: Update) -> None:
+        """Compares the files that are read with the hashes in the manifest. Raises ConfigError for the first that
+        differs.
+        """
         for name in sorted(used):
             if problems := find_file_faults(checkpoint, [name], files):
                 raise layout.make_damage_error(checkpoint, problems[0])
             update(files[name]["size"])
 
-    plan.verify = verify
+    plan.verify = verify_hashes
     return plan
 
 
@@ -270,11 +282,12 @@ def _describe_checkpoint(checkpoint: Path, body: dict, recipe: Path | None) -> d
 
 
 def _choose_weights_kind(order: Order, checkpoint: Path, part: str, decays: dict[str, list[float]]) -> str:
-    """Returns which values of a part's weights --weights asks for: "master" for raw, else "ema.DECAY", which without a
-    number is the part's first average. A part without averages gives "master". `decays` lists the averages of each
-    part.
+    """Returns which values of the weights of `part` --weights asks for: "master" for raw, else "ema.DECAY". Without a
+    number this is the part's first average. Returns "master" if the part has no averages. `decays` holds the decays of
+    the averages of each part.
 
-    Raises ConfigError if --weights asks for an average and no part has any, or for one that this part does not hold.
+    Raises ConfigError if --weights asks for an average and no part has any, or if `part` has averages, but not that
+    one.
     """
     weights, _, text = (order.weights or "").partition(":")
     if weights == "raw":
@@ -315,6 +328,9 @@ def _parse_optional_file(path: Path | None, parse: Callable[[str], Any]) -> Any:
 
 
 def _plan_deepspeed_checkpoint(order: Order, folder: Path) -> Plan:
+    """Plans the consolidation of a checkpoint that DeepSpeed itself has written. Raises ConfigError if the options name
+    a part, a step or an average, which it does not have, or if it cannot be read.
+    """
     for option, value, reason in (("--part", order.part, "one network"), ("--step", order.step, "tags: give --tag")):
         if value is not None:
             raise ConfigError(f"{option} {value}: {folder} is DeepSpeed's own checkpoint, which knows {reason}")
@@ -326,7 +342,8 @@ def _plan_deepspeed_checkpoint(order: Order, folder: Path) -> Plan:
     merged = deepspeed_files.read_checkpoint(folder, order.trust_pickle, DTYPES[order.dtype])
     facts = {"seed": None, **merged.facts, "tag": folder.name}
 
-    def verify(update: Update) -> None:
+    def verify_checksums(update: Update) -> None:
+        """Compares the bytes of the source with their CRC-32. Raises ConfigError for the first altered file."""
         for span, crc in merged.sums.items():
             if torch_files.is_altered(span, crc):
                 raise ConfigError(f"checkpoint {folder} is damaged ({span.path.name} is altered): take another --tag")
@@ -337,12 +354,13 @@ def _plan_deepspeed_checkpoint(order: Order, folder: Path) -> Plan:
         {"": "raw"},
         facts,
         {"": merged.tied},
-        verify=verify,
+        verify=verify_checksums,
         to_verify=sum(span.nbytes for span in merged.sums),
     )
 
 
-def _make_description(order: Order, plan: Plan) -> dict[str, Any]:
+def _describe_consolidation(order: Order, plan: Plan) -> dict[str, Any]:
+    """Returns the content of consolidated.json, except the list of files."""
     parts = {
         part or "model": {
             "weights": plan.weights[part],

@@ -76,6 +76,9 @@ def load_converter(name: str) -> ModuleType:
 
 
 def _read_splits(options: ConvertOptions) -> dict[str, Pictures]:
+    """Opens the pictures in options.path with the converter for options.kind. Returns them by the name of their split,
+    with the class names of --class-list if it is given.
+    """
     class_list = read_class_list(options.class_list)
     if options.kind == "lsun":
         return load_converter("lsun").read_lsun(options.path, class_list)
@@ -92,6 +95,9 @@ def _read_splits(options: ConvertOptions) -> dict[str, Pictures]:
 
 
 def _convert_latents(options: ConvertOptions) -> str:
+    """Converts the latents in options.path into a cache of latents in options.out. Returns a line that says what was
+    written.
+    """
     index = load_converter("latents").convert_latents(options)
     encoding, bad = index["encoding"], len(index["bad_files"])
     return (
@@ -103,7 +109,8 @@ def _convert_latents(options: ConvertOptions) -> str:
 
 def write_splits(out: Path, splits: dict[str, Pictures], of: str) -> dict[str, int]:
     """Writes the pictures of each split as shards: a single split into `out` itself, "train" and "held_out" into
-    folders of these names in `out`. Returns the number of pictures of each split. `of` is the kind of the data.
+    folders of these names in `out`. Returns the number of pictures of each split. `of` is the kind of the data, such as
+    "mnist".
 
     Raises ConfigError if a folder holds other files or cannot be written, or if a label is not below the number of
     classes.
@@ -115,8 +122,9 @@ def write_splits(out: Path, splits: dict[str, Pictures], of: str) -> dict[str, i
 
 
 def _prepare_folder(out: Path, folder: Path, of: str) -> None:
-    """Makes `folder`, which is `out` or a split's folder in it, marks it with the kind `of` of the data, and removes
-    its index. Raises ConfigError if it holds files that no interrupted conversion of this kind has left.
+    """Makes `folder`, which is `out` or a split's folder in it, notes there the kind `of` of the data, such as "mnist",
+    and removes an earlier index. Raises ConfigError if it holds files that no interrupted conversion of this kind has
+    left.
     """
     with explain_write_errors(f"--out {out}", "name a folder that can be written"):
         folder.mkdir(parents=True, exist_ok=True)

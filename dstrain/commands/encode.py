@@ -29,11 +29,11 @@ from dstrain.commands.encoding import embeddings
 from dstrain.commands.encoding.folder import (
     SAME_COMMAND,
     claim_folder,
-    complete_shards,
     count_samples,
-    require_few_unreadable,
+    make_missing_shards,
+    require_few_unreadable_samples,
 )
-from dstrain.commands.encoding.plan import make_plan
+from dstrain.commands.encoding.plan import plan_encoding
 from dstrain.commands.options.encode import EncodeOptions
 from dstrain.data.cached import shards
 from dstrain.data.cached.rows import pack_caption
@@ -75,6 +75,7 @@ def run_verb(options: EncodeOptions) -> None:
 
 
 def _summarize_index(out: Path, index: dict[str, Any]) -> str:
+    """Returns a line for the user that says what the cache in `out` holds. `index` is the content of its index."""
     encoding, found = index["encoding"], index["statistics"]
     text = (
         f"{encoding['number']} samples in {out}: {encoding['kind']} {encoding['dtype']} {encoding['shape']} x "
@@ -101,7 +102,7 @@ def encode_data(options: EncodeOptions) -> dict[str, Any] | None:
     Raises ConfigError if the options contradict the data or each other, if too many files are unreadable, or if the
     folder holds other codes.
     """
-    plan = make_plan(options)
+    plan = plan_encoding(options)
     encoding = plan.encoding
     if group.rank() == 0:
         of_run = plan.stage.data.path if plan.stage.data is not None else ""
@@ -111,18 +112,19 @@ def encode_data(options: EncodeOptions) -> dict[str, Any] | None:
             get_phases().print_lines(*describe_truncated_captions(plan.source, plan.texts))
     numbers = _list_shards_of_part(encoding, options.part)
 
-    def prepare():
+    def prepare_out_folder() -> str | None:
+        """Prepares options.out. Returns None, or a message that says why it cannot be used."""
         return _prepare_folder(options, plan.stage, encoding, numbers)
 
     with (
         _use_one_thread(),
         use_precision(options.precision),
-        claim_folder(options.out, "encodes", prepare, numbers, options.part is not None),
+        claim_folder(options.out, "encodes", prepare_out_folder, numbers, options.part is not None),
     ):
         encoder = Encoder(plan.stage, plan.texts, encoding)
-        records = complete_shards(
+        records = make_missing_shards(
             numbers,
-            lambda number: _find_or_remove_shard(options.out, encoding, number),
+            lambda number: _verify_or_remove_shard(options.out, encoding, number),
             lambda missing: _make_shards(options, encoder, plan.source, numbers, missing),
         )
         return _write_index(options, plan.source, encoding, records)
@@ -184,6 +186,7 @@ def _find_conflict(out: Path, encoding: dict[str, Any], names: dict[str, str]) -
     if (earlier := shards.read_earlier_encoding(out)) is not None:
 
         def describe_value(key: str, value: Any, names: dict[str, str]) -> Any:
+            """Returns a value of the encoding for the message, behind its readable name if `names` has one."""
             return f"{names[key]} ({value})" if key in names else value
 
         old, old_names = earlier["encoding"], earlier.get("of", {})
@@ -213,9 +216,9 @@ def _estimate_sample_bytes(encoding: dict[str, Any]) -> int:
     return numbers * np.dtype(encoding["dtype"]).itemsize + 32 + several * texts
 
 
-def _find_or_remove_shard(out: Path, encoding: dict[str, Any], number: int) -> dict[str, Any] | None:
+def _verify_or_remove_shard(out: Path, encoding: dict[str, Any], number: int) -> dict[str, Any] | None:
     """Returns the record of shard `number` if its file is whole, has this encoding, and has no captions that an older
-    dstrain cut. Otherwise prints why and removes the file, if there is one, and returns None.
+    dstrain cut. Otherwise removes the file, if there is one, prints why, and returns None.
     """
     path = out / shards.name_shard(number)
     if not path.exists():
@@ -234,6 +237,7 @@ def _find_or_remove_shard(out: Path, encoding: dict[str, Any], number: int) -> d
 
 
 def _is_expected_shard(facts: dict[str, Any], encoding: dict[str, Any], number: int) -> bool:
+    """Returns whether `facts`, the metadata of a shard, name this encoding and this number."""
     return facts["encoding"] == shards.hash_encoding(encoding) and facts["number"] == number
 
 
@@ -277,7 +281,10 @@ def _read_samples(
     names = [name for name in ("image", "video", "frames", "caption") if name != "caption" or encoding.get("captions")]
     several = encoding.get("num_captions")
 
-    def read(index: int) -> tuple[dict, list]:
+    def read_sample(index: int) -> tuple[dict, list]:
+        """Reads sample `index`. Returns it as a dict of tensors, and (name, reason) of the unreadable samples that it
+        replaces.
+        """
         crops, bad = _read_crops(source, index, encoding)
         items: list[dict[str, Any]] = [*crops]
         item = items[0]
@@ -334,8 +341,11 @@ def _write_shard(
 
 
 def _require_few_unreadable_files(bad: Mapping[str, str], options: EncodeOptions, total: int) -> None:
+    """Raises ConfigError if more than --max-bad-fraction of the files are unreadable. `bad` has the reason by file;
+    `total` counts samples, of which each file has --clips.
+    """
     # A file is bad in each of its windows, and counts once.
-    require_few_unreadable(bad, total // (options.clips or 1), options.max_bad_fraction, "files")
+    require_few_unreadable_samples(bad, total // (options.clips or 1), options.max_bad_fraction, "files")
 
 
 def _write_index(
@@ -373,8 +383,8 @@ def _write_index(
 def _read_records_of_other_parts(
     options: EncodeOptions, encoding: dict[str, Any], records: dict[int, dict[str, Any]]
 ) -> dict[int, dict[str, Any]]:
-    """Returns records, by number, of the shards of this encoding that other parts have written. Reads their headers,
-    and does not compute their hashes again.
+    """Returns the records, by number, of the shards of this encoding that commands for other parts (--part) have
+    written. Reads only the headers of the shards: their hashes are not computed again.
     """
     others = {}
     for number in _list_shards_of_part(encoding, None):

@@ -89,7 +89,7 @@ def evaluate_run(options: EvaluateOptions) -> tuple[Path, dict[str, Any]]:
     }
     networks = trained.load_networks(system, checkpoint, kinds, choose_dtype(options.precision))
     with use_precision(options.precision):
-        means = measure_source(
+        means = measure_system_on_source(
             system,
             networks,
             source,
@@ -120,7 +120,7 @@ def evaluate_run(options: EvaluateOptions) -> tuple[Path, dict[str, Any]]:
 
 
 @torch.no_grad()
-def measure_source(
+def measure_system_on_source(
     system: System,
     networks: dict[str, nn.Module],
     source: Source,
@@ -131,12 +131,11 @@ def measure_source(
     show: bool = False,
 ) -> dict[str, Any]:
     """Computes the means of System.measure over all samples of a source, on all ranks together. Every rank calls the
-    networks equally often, with at most `batch` samples at a time.
+    networks equally often, with at most `batch` samples at a time. `show` draws a progress bar, on a terminal.
 
-    Returns figures and standard_errors {name: mean or error}, curves {name: [mean of each column]}, timesteps (of the
-    columns, or None), quarters {name: [mean in each quarter of the timesteps]} and nonfinite_samples (their number).
-    Figures that are not finite are None, and so are the errors of figures from System.digest. `show` draws a progress
-    bar, on a terminal.
+    Returns a dict of figures and standard_errors {name: mean or error}, curves {name: [mean of each column]}, timesteps
+    (of the columns, or None), quarters {name: [mean in each quarter of the timesteps]} and nonfinite_samples (their
+    number). Figures that are not finite are None, and so are the errors of figures from System.digest.
     """
     rounds = -(-len(source) // (batch * group.world()))
     batch = -(-len(source) // (rounds * group.world()))  # as little filling as can be
@@ -167,21 +166,23 @@ def _convert_to_json(value: Any) -> Any:
 
 
 def _make_progress(bar: Bar, rounds: int) -> Any:
-    """Returns a System's Progress: a function that yields the given steps of a batch, and advances the bar after each.
-    It also sets the bar's total to the steps of all `rounds` batches, which take equally many.
+    """Returns a function that yields the sampling steps of a batch one by one, and advances the bar after each. At each
+    call it sets the bar's total to the steps of all `rounds` batches, which take equally many.
     """
 
-    def show_rounds(steps: Iterable[int]) -> Iterator[int]:
+    def advance_bar(steps: Iterable[int]) -> Iterator[int]:
+        """Yields the steps of one batch, and advances the bar after each."""
         steps = list(steps)
         bar.total = rounds * len(steps)
         for step in steps:
             yield step
             bar.update()
 
-    return show_rounds
+    return advance_bar
 
 
 def _name_split(options: EvaluateOptions) -> str:
+    """Returns the name of the measured split: "all" with --data, else the one of --split, or "held_out" without it."""
     return "all" if options.data else options.split or "held_out"
 
 
@@ -212,6 +213,11 @@ def _open_source(options: EvaluateOptions, run: Run, classes: int | None) -> Sou
 
 
 def _open_other_data(path: str, split: str | None, run: Run, classes: int) -> Source | None:
+    """Opens the images, videos or embedding pairs at `path`, the value of --data, in the form in which the run learns.
+    `classes` is the model's number of classes, 1 if it takes no labels. Returns None if there are no pairs.
+
+    Raises ConfigError if `split` is given, or if the data do not suit the run.
+    """
     data, labelled = run.data, classes > 1
     pairs = "pairs" in systems.find_config_class(run.system).learns_from
     if split is not None:

@@ -76,8 +76,8 @@ def _quit_python(code: int) -> NoReturn:
 
 @contextmanager
 def _raise_stopped_on_request() -> Iterator[None]:
-    """Raises Stopped within the block as soon as a stop is requested, until training defers stops to its own votes. A
-    RuntimeError after such a request counts as that stop. Restores the earlier signal handlers afterwards.
+    """Ends its block with Stopped if a stop is requested, until training handles such requests itself. A RuntimeError
+    after such a request counts as the stop. Restores the earlier signal handlers afterwards.
     """
     stops = get_stops()
     try:
@@ -117,6 +117,10 @@ def _record_exit_code(code: int, at_once: bool = False) -> None:
 
 
 def _run_with_exit_codes(main: Callable[[], None], hears: bool) -> None:
+    """Runs `main`. Turns a ConfigError, NotRead, NotSaved, FloatingPointError or KeyboardInterrupt into a message on
+    stderr and SystemExit with an exit code; other errors pass through. If other ranks are lost, ends this process.
+    `hears`: a request to stop also ends `main`.
+    """
     try:
         # Only the main thread may set handlers; a program that runs a verb in another one keeps its own.
         with (
@@ -153,6 +157,7 @@ def _report_error(error: Exception) -> None:
 
 
 def _print_problems(lines: list[str], where: str = "") -> None:
+    """Prints the program's name, `where` (such as " [rank 3]"), and the problems, a line each, on stderr."""
     count = f"{len(lines)} things are wrong" if len(lines) > 1 else "error"
     print(
         f"{Path(sys.argv[0]).name}{where}: {count}:\n" + "\n".join(f"  {line}" for line in lines),

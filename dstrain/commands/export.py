@@ -157,8 +157,8 @@ def _measure_difference(drawn: np.ndarray, expected: torch.Tensor) -> float:
 
 
 def _require_agreement(folder: Path, exported: Exported, limits: dict[str, float]) -> None:
-    """Raises ConfigError if a relative error of the export is NaN or above its limit: the one in `limits`, else
-    1e-5.
+    """Raises ConfigError if the export differs from the trained network: if one of its relative errors is NaN or above
+    its limit, the one in `limits`, else 1e-5. `folder` is the run's folder, for the message.
     """
     excess = [
         f"{error:.1e} ({name})" for name, error in exported.errors.items() if not error <= limits.get(name, _TOLERATED)
@@ -171,7 +171,7 @@ def _require_agreement(folder: Path, exported: Exported, limits: dict[str, float
 
 
 def _require_adapters(options: ExportOptions, run: Run, lora: Lora | None) -> None:
-    """Raises ConfigError if a run has no adapters, or has learned other weights beside them."""
+    """Raises ConfigError if a run has no LoRA adapters, or has also trained other weights."""
     if lora is None:
         raise ConfigError(
             f"--format {options.format}: {options.run} was trained without model.lora: take --format safetensors"
@@ -241,6 +241,9 @@ def _save_for_pipeline(adapters: dict[str, torch.Tensor], lora: Lora, described:
 
 
 def _export_parts(run: Run, checkpoint: Path, kinds: dict[str, str], lora: Lora | None, out: Path) -> Exported:
+    """Writes recipe.yaml, and PART.safetensors of each part in `kinds`, with LoRA adapters merged. Reads the weights
+    back: the error of a part is 0 if they are equal, else infinite.
+    """
     (out / "recipe.yaml").write_text(recipe.dump_run(run), encoding="utf-8")
     assert recipe.load_recipe(out / "recipe.yaml") == run
     errors = {}
@@ -256,9 +259,13 @@ def _export_parts(run: Run, checkpoint: Path, kinds: dict[str, str], lora: Lora 
 def _export_to_diffusers(
     options: ExportOptions, run: Run, system: System, nets: dict[str, nn.Module], writer: ModuleType, out: Path
 ) -> Exported:
+    """Writes the networks as models of diffusers by the module `writer`. Returns a description of the export, with its
+    relative errors on a few synthetic samples.
+    """
     scale: dict[str, Any] = {}  # stays empty where the writer does not ask
 
-    def measure() -> dict[str, Any]:
+    def get_statistics() -> dict[str, Any]:
+        """Returns the statistics of latents: those that --statistics names, else measured ones of training samples."""
         scale.update(
             _read_statistics(options.statistics, options.run, system, nets)
             if options.statistics
@@ -266,7 +273,7 @@ def _export_to_diffusers(
         )
         return scale
 
-    writer.save_export(system, nets, out, measure, lambda: _read_class_names(run))
+    writer.save_export(system, nets, out, get_statistics, lambda: _read_class_names(run))
     synthetic = {name: tensor.to(group.device()) for name, tensor in system.synthetic(_PROBE).items()}
     with _compute_in_float32():
         errors = writer.measure_errors(system, nets, out, system.encode(synthetic))
@@ -299,7 +306,9 @@ def _read_statistics(path: Path, run: Path, system: System, nets: dict[str, nn.M
 
 @torch.no_grad()
 def _measure_statistics(num: int, run: Run, system: System, nets: dict[str, nn.Module]) -> dict[str, Any]:
-    """Returns the statistics of latents, measured on the posteriors of `num` training samples."""
+    """Returns the statistics of latents (mean, std, scaling_factor and more), measured on the posteriors of `num`
+    training samples.
+    """
     shards, count = [], 0
     for example in _iterate_encoded_samples(num, run, system):
         codes = system.codes(nets, example)
@@ -310,6 +319,7 @@ def _measure_statistics(num: int, run: Run, system: System, nets: dict[str, nn.M
 
 
 def _iterate_encoded_samples(num: int, run: Run, system: System) -> Iterator[Example]:
+    """Yields `num` training samples, shuffled, in batches that System.encode has encoded. Prints a line on the data."""
     source = Shuffled(open_sources(run.data, run=run.directory)[0], run.seed)
     print(f"data: {run.data.path}: {min(num, len(source)):,} of {source.describe_samples()}", flush=True)
     for batch in iterate_held_out(source, min(_BATCH, num), device=group.device(), seed=run.seed, limit=num):

@@ -86,6 +86,9 @@ def generate_samples(options: GenerateOptions) -> Path:
 
 
 def _choose_guidance_scale(options: GenerateOptions, run: Run) -> float:
+    """Returns --guidance-scale if it is given. Otherwise returns the recipe's, or with --invert 1, which is no
+    guidance.
+    """
     if options.guidance_scale is not None:
         return options.guidance_scale
     return run.samples.guidance_scale if options.invert is None else 1.0  # guided chains come back less exactly
@@ -100,6 +103,9 @@ def _write_samples(
     scenes: list[dict[str, Tensor]],
     clip: Length | None,
 ) -> None:
+    """Draws all samples, and writes them into the folder `out`. With --invert also prints how far the drawn pictures
+    are from the given ones. Raises ConfigError if the folder holds samples already, or if the runs cannot draw these.
+    """
     with ExitStack() as claims, Bar("drawing", total=options.num, unit="sample") as bar:
         rounds = _draw_rounds(runs, options, request, scenes, clip)
         with reword_errors(options=OPTIONS):
@@ -134,6 +140,9 @@ def _write_samples(
 
 
 def _open_run(folder: Path, options: GenerateOptions | None = None) -> Opened:
+    """Returns a run's folder, its recipe, and its system, whose text encoder the options may replace. Loads no weights.
+    Raises ConfigError if the run cannot draw.
+    """
     run = trained.read_recipe(folder)
     with reword_errors(f"{folder}: "):
         if options is not None:
@@ -156,6 +165,9 @@ def _load_run(
     ema: float | None = None,
     raw: bool = False,
 ) -> ReadyRun:
+    """Loads the weights of a run's checkpoint: that of `step`, or the newest if `step` is None. Takes the average
+    `ema`, or the recipe's if that is None; with `raw` the training weights.
+    """
     checkpoint = trained.find_checkpoint(folder, step, ema)
     kinds = trained.choose_kinds(system, checkpoint, run.samples.ema if ema is None else ema, raw)
     return ReadyRun(folder, run, system, trained.load_networks(system, checkpoint, kinds, dtype))
@@ -276,6 +288,9 @@ def _require_chainable(before: Opened, after: Opened) -> None:
 
 
 def _read_pictures_to_invert(path: Path, options: GenerateOptions, run: Run, system: System) -> Tensor:
+    """Reads the pictures of --invert, uint8 (N, C, H, W). Raises ConfigError if the system cannot carry pictures to
+    noise, if they have another size than the run's, or if options do not go with --invert.
+    """
     if not system.inverts:
         raise ConfigError(
             f"--invert: {options.folder} trains {run.system}, which carries no pictures to noise; leave it out"

@@ -83,6 +83,9 @@ def index_data(data: Data, captions: bool = False, check: bool = False) -> dict[
 
 
 def _summarize_classes(index: Index) -> dict[str, Any] | None:
+    """Returns the number of classes, how many are empty, the median of their numbers of samples, and the names and
+    numbers of samples of the smallest and of the largest. Returns None if the samples have no labels.
+    """
     if not index.labelled:
         return None
     counts = np.array(index.header["counts"])
@@ -176,6 +179,7 @@ def _iterate_unreadable_samples(data: Data, captions: bool, layout: Layout, inde
     source = Videos(layout, index, Cut(1, 64, 64)) if clips else Images(layout, index, 64, captions=captions)
 
     def find_fault(row: int) -> tuple[str, str] | None:
+        """Returns (name, reason) if the sample in `row` cannot be read, else None."""
         try:
             source.read(row)
         except BadSample as error:
@@ -226,10 +230,12 @@ def format_report(result: dict[str, Any]) -> str:
 
 
 def _format_row(table: dict[str, int]) -> str:
+    """Returns the counts of a table as text, such as "cat 12, dog 7"."""
     return ", ".join(f"{name} {count:,}" for name, count in table.items())
 
 
 def _describe_captions(captions: dict[str, Any] | None) -> str:
+    """Returns the result of `_summarize_captions` as a phrase."""
     if captions is None:
         return "none in the index"
     if "beside" in captions:

@@ -64,7 +64,7 @@ def prepare_job(options: JobOptions, world: int | None = None, device_type: str 
         problems += systems.build_config(run.system, run.model).conflicts_at(settings.read_stage(resolved))
     if not problems and group.read_rank_and_world().rank == 0:
         with _collect_problems(problems):
-            checked_remarks, notes = _check_data_and_folder(run, options, resolved, world)
+            checked_remarks, notes = _check_data_and_list_remarks(run, options, resolved, world)
             remarks += checked_remarks
     if problems:
         raise ConfigError(*problems)
@@ -143,8 +143,8 @@ def complete_recipe(run: Run, overrides: Sequence[str] = ()) -> tuple[Run, list[
 
 
 def _take_upright_of_resumed_run(run: Run) -> Data:
-    """Returns the data section of a Run. If the section does not set `upright`, and the run's folder holds a run,
-    `upright` has the value of that run.
+    """Returns the data section of a recipe. If it does not set `upright` (pictures are turned as EXIF says), and the
+    run's folder holds a run, `upright` gets the value of that run.
     """
     if "upright" not in run.data.model_fields_set and (run.directory / "run.yaml").is_file():
         with suppress(ConfigError):  # a damaged one is reported later
@@ -196,7 +196,7 @@ def _find_folder_problem(folder: Path) -> str | None:
     return None
 
 
-def _check_data_and_folder(
+def _check_data_and_list_remarks(
     run: Run, options: JobOptions, resolved: dict[str, Any], world: int
 ) -> tuple[list[str], tuple[str, ...]]:
     """Checks a run against its data, its built system and what its folder holds. Returns (remarks to print now, lines
@@ -236,7 +236,9 @@ def _check_data_and_folder(
     )
     require_possible_size(run.system, system)
     build_quality(run, system, source, held_out)  # raises ConfigError if its metrics cannot be measured
-    remarks = describe_data(run.data, source, held_out, run.directory) + _check_initial_weights(run, system, options)
+    remarks = describe_data(run.data, source, held_out, run.directory) + _check_and_describe_initial_weights(
+        run, system, options
+    )
     remarks += [cut] if cut else []
     if held_out is not None and run.every.evaluate and run.every.evaluate_samples > len(held_out):
         taken = f"{len(held_out):,} are held out, and all of them are taken"
@@ -249,8 +251,8 @@ def _check_data_and_folder(
     lost = tuple(f"`dstrain export` will not write this run for diffusers: {problem}" for problem in problems)
     if options.dry_run:
         remarks += lost
-    _check_step(run, options)
-    _check_profile(run, options)
+    _require_possible_step(run, options)
+    _require_possible_profile(run, options)
     folders.require_allowed_start(run, system.fingerprint(source), options)
     if options.print_config:
         return remarks, ()
@@ -269,7 +271,7 @@ def _check_data_and_folder(
         return remarks, notes
 
 
-def _check_step(run: Run, options: JobOptions) -> None:
+def _require_possible_step(run: Run, options: JobOptions) -> None:
     """Raises ConfigError if the run would begin beyond its last step, if the run's folder holds no checkpoint of
     --step, or if --step is given with --from-scratch.
     """
@@ -290,7 +292,7 @@ def _check_step(run: Run, options: JobOptions) -> None:
         )
 
 
-def _check_profile(run: Run, options: JobOptions) -> None:
+def _require_possible_profile(run: Run, options: JobOptions) -> None:
     """Raises ConfigError if the steps of --profile are beyond the end of the run. tracking/profile.py finds other
     faults of --profile.
     """
@@ -299,8 +301,8 @@ def _check_profile(run: Run, options: JobOptions) -> None:
 
 
 def _require_drawable_samples(run: Run, system: System) -> None:
-    """Raises ConfigError if the grids of training cannot be drawn as the recipe says. If it gives prompts, encodes one
-    of them to try the text encoder.
+    """Raises ConfigError if the grids of samples that training draws cannot be drawn as the recipe says. If the recipe
+    has prompts for them, encodes one, to try the text encoder.
     """
     samples, draws = run.samples, system.generates or not run.every.sample
     problems: list[str] = []
@@ -331,7 +333,7 @@ def _require_drawable_samples(run: Run, system: System) -> None:
         system.conditions_from_texts([samples.prompts[0]])
 
 
-def _check_initial_weights(run: Run, system: System, options: JobOptions) -> list[str]:
+def _check_and_describe_initial_weights(run: Run, system: System, options: JobOptions) -> list[str]:
     """Checks that the weights of `init_from` fit, unless the run resumes or has no init_from. Returns, with --dry-run,
     lines that say what is loaded; otherwise []. Raises ConfigError if the weights do not fit.
     """

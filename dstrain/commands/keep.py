@@ -35,14 +35,14 @@ def run_verb(options: KeepOptions) -> None:
     job = options.training_options
     if options.min_hosts:
         require_enough_hosts(options.words, options.min_hosts)
-    raise SystemExit(keep_running(options, load_recipe(find_recipe(job.recipe), job.overrides)))
+    raise SystemExit(keep_command_running(options, load_recipe(find_recipe(job.recipe), job.overrides)))
 
 
-def keep_running(options: KeepOptions, run: Run) -> int:
+def keep_command_running(options: KeepOptions, run: Run) -> int:
     """Runs the command, and runs it again whenever it has died, until the run is complete or a restart is of no use.
     Returns the exit code of the last start, 0 if the run is complete.
     """
-    return _Supervisor(options, run).keep_running()
+    return _Supervisor(options, run).keep_command_running()
 
 
 class _Supervisor:
@@ -54,7 +54,7 @@ class _Supervisor:
         self._before = self._read_folder_progress()
         self._unwritten: list[str] = []  # lines for restarts.log, until the folder is a run's
 
-    def keep_running(self) -> int:
+    def keep_command_running(self) -> int:
         """Starts the command again and again, until it ends in a way that a restart would not change, or until
         --max-restarts or FRUITLESS starts in a row without a saved step. Returns the exit code of the last start.
         """
@@ -203,6 +203,7 @@ class _Supervisor:
                 os.killpg(self._process.pid, number)
 
     def _wait(self, seconds: float) -> None:
+        """Waits for some seconds, or until a signal has come."""
         end = time.monotonic() + seconds
         while time.monotonic() < end and not self._signal:
             time.sleep(0.1)
@@ -217,6 +218,9 @@ class _Supervisor:
         self._append_to_log()
 
     def _append_to_log(self) -> None:
+        """Appends the lines that wait in memory to restarts.log, if the folder holds a run. Prints on stderr if this
+        fails.
+        """
         if self._unwritten and (self._folder / "run.yaml").exists():
             try:
                 append_lines(self._folder / "restarts.log", "".join(self._unwritten))

@@ -103,6 +103,9 @@ def start_verb(name: str) -> None:
 
 
 def _run_verb(verb: Verb) -> None:
+    """Runs a verb with the options in sys.argv. Begins a process group only if the verb uses several ranks and there
+    are several.
+    """
     from dstrain.commands.options.command import Command, parse_options
     from dstrain.recipe.trust import trust_system
 

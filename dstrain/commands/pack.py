@@ -20,10 +20,10 @@ from PIL import Image
 from dstrain.commands.encoding.folder import (
     SAME_COMMAND,
     claim_folder,
-    complete_shards,
     count_samples,
     describe_changes,
-    require_few_unreadable,
+    make_missing_shards,
+    require_few_unreadable_samples,
 )
 from dstrain.commands.options.pack import PackOptions
 from dstrain.data.decode.pixels import FORMATS
@@ -59,10 +59,10 @@ class _Packable(Indexed):
 
     def __init__(self, layout: Layout, index: Index) -> None:
         super().__init__(layout, index)
-        self.noun, self.captioned = layout.request.noun, self.beside or index.most_captions > 0
+        self.noun, self.captioned = layout.request.noun, self.captions_beside or index.most_captions > 0
 
     @property
-    def beside(self) -> bool:
+    def captions_beside(self) -> bool:
         """Returns whether the captions of clips lie in files beside them, and not in the index."""
         return bool(self.layout.notes.get("beside"))
 
@@ -70,14 +70,15 @@ class _Packable(Indexed):
         """Returns the captions of a row; if they lie beside clips, the first line of the clip's text file, "" if it is
         empty. Raises OSError or ConfigError if that file cannot be read.
         """
-        if not self.beside:
+        if not self.captions_beside:
             return self.index.read_captions(row)
         return split_lines(read_text_file((self.path / self.index.read_name(row)).with_suffix(".txt")))[:1] or ("",)
 
     def _hash_texts(self, numbers: Sequence[int]) -> bytes:
+        """Returns a hash of the captions of the rows `numbers`."""
         return (
             hash_captions_beside(self.path, self._iterate_files(numbers))
-            if self.beside
+            if self.captions_beside
             else super()._hash_texts(numbers)
         )
 
@@ -85,6 +86,7 @@ class _Packable(Indexed):
         raise NotImplementedError("files are copied, and not decoded")
 
     def _summarize(self) -> str:
+        """Returns a line with the number of samples and a hash of their names, for the fingerprint."""
         return f"{self.layout.request.noun} n={len(self)} names={self._hash_names()}"
 
 
@@ -116,22 +118,25 @@ def pack_data(options: PackOptions) -> dict[str, Any]:
     layout, index = _open_index(options, data)
     first = group.rank() == 0
     files = _Packable(layout, index)  # on all ranks together
-    plan = run_on_rank_0(lambda: _make_plan(options, files))
+    plan = run_on_rank_0(lambda: _plan_packing(options, files))
     if first:
         print(f"data: {data.path}: {files.describe_samples()}; {plan['shard_samples']:,} a shard", flush=True)
     with claim_folder(options.out, "packs", lambda: _prepare_folder(options, plan)):
         plan = run_on_rank_0(lambda: _read_plan(options.out))  # an earlier command may have counted other sizes
         count = -(-len(index) // plan["shard_samples"])
         earlier = run_on_rank_0(lambda: _read_records(options.out))
-        records = complete_shards(
+        records = make_missing_shards(
             range(count),
-            lambda number: _find_or_remove_shard(options.out, plan["format"], number, earlier),
+            lambda number: _verify_or_remove_shard(options.out, plan["format"], number, earlier),
             lambda missing: _make_shards(options, plan, files, missing),
         )
         return _write_index(options, plan, index, records)
 
 
 def _open_index(options: PackOptions, data: Data) -> tuple[Layout, Index]:
+    """Opens the index of the data that are packed, or makes it. Raises ConfigError if the data are built in or a
+    mixture, or if --out lies within them.
+    """
     if BuiltinData.recognises(data) or data.mixture:
         raise ConfigError(
             f"{data.path}: what is built in is not packed; name a folder or a file of data"
@@ -146,7 +151,7 @@ def _open_index(options: PackOptions, data: Data) -> tuple[Layout, Index]:
     return open_layout_and_index(data.model_copy(update={"num_frames": 1 if clips else None}), options.captions)
 
 
-def _make_plan(options: PackOptions, files: _Packable) -> dict[str, Any]:
+def _plan_packing(options: PackOptions, files: _Packable) -> dict[str, Any]:
     """Returns the settings that determine the shards, for packing.json. The number of samples in a shard follows from
     the sizes of up to 1000 files.
     """
@@ -161,7 +166,7 @@ def _make_plan(options: PackOptions, files: _Packable) -> dict[str, Any]:
         "shard_samples": samples,
         "shard_bytes": options.shard_bytes,
         "classes": len(index.classes),
-        "captions": 1 if files.beside else index.most_captions,
+        "captions": 1 if files.captions_beside else index.most_captions,
         "data": files.compute_full_fingerprint(),
     }
 
@@ -185,14 +190,17 @@ def _prepare_folder(options: PackOptions, plan: dict[str, Any]) -> str | None:
 
 
 def _read_plan(out: Path) -> dict[str, Any]:
+    """Returns the settings in a folder's packing.json."""
     return small.read_json(out / PACKING)["plan"]
 
 
 def _make_shard_path(out: Path, kind: str, number: int) -> Path:
+    """Returns the path of shard `number`. `kind` is "shards" or "tar"."""
     return out / (packed.name_shard(number) if kind == "shards" else f"files-{number:06d}.tar")
 
 
 def _make_record_path(out: Path, number: int) -> Path:
+    """Returns the path at which the record of shard `number` lies until the index is written."""
     return out / _RECORDS / f"{number}.json"
 
 
@@ -207,11 +215,12 @@ def _read_records(out: Path) -> dict[int, dict[str, Any]]:
     return {}
 
 
-def _find_or_remove_shard(
+def _verify_or_remove_shard(
     out: Path, kind: str, number: int, earlier: dict[int, dict[str, Any]]
 ) -> dict[str, Any] | None:
-    """Returns the record of shard `number` if its file has the recorded size and hash. Otherwise removes the file with
-    a message, if there is one, and returns None. `earlier` are the records of a finished command.
+    """Returns the record of shard `number` if its file has the recorded size and hash. Otherwise removes the file, if
+    there is one, with a message, and returns None. `earlier` has the records by number if an earlier command has
+    finished.
     """
     path, record = _make_shard_path(out, kind, number), _make_record_path(out, number)
     known = earlier.get(number) or (sealed.parse_sealed_json(record.read_bytes()) if record.is_file() else None)
@@ -255,7 +264,7 @@ def _make_shards(
                     "samples": here,
                     "bad": [list(entry) for entry in bad[before:]],
                 }
-            require_few_unreadable(dict(bad), total, options.max_bad_fraction, "files")
+            require_few_unreadable_samples(dict(bad), total, options.max_bad_fraction, "files")
             with explain_write_errors(options.out, SAME_COMMAND):
                 atomic.write_file(_make_record_path(options.out, number), sealed.render_sealed_json(record))
             records[number] = record
@@ -272,7 +281,10 @@ def _read_samples(
     """
     layout, index = files.layout, files.index
 
-    def read(row: int) -> tuple[Sampled, str | None]:
+    def read_sample(row: int) -> tuple[Sampled, str | None]:
+        """Reads the sample in `row`. Returns it, and None. If it cannot be read, it has no bytes, and the reason stands
+        for None.
+        """
         place, captions, problem = index.read_place(row), (), None
         try:
             with convert_errors_to_bad_sample(place.name, Path(layout.root, place.name)):
@@ -282,7 +294,7 @@ def _read_samples(
             content, problem = b"", error.reason
         return (place.name, content, index.read_label(row) if index.labelled else None, captions), problem
 
-    results: Iterator[tuple[Sampled, str | None]] = map_in_threads(read, rows, _THREADS, 2 * _THREADS)
+    results: Iterator[tuple[Sampled, str | None]] = map_in_threads(read_sample, rows, _THREADS, 2 * _THREADS)
     for sample, problem in results:
         if problem is not None:
             bad(sample[0], problem)
@@ -303,6 +315,9 @@ def _read_bytes(content: Path | bytes) -> bytes:
 
 
 def _write_shard(file: BinaryIO, samples: Iterator[Sampled], first: int, suffixes: tuple[str, ...]) -> None:
+    """Writes samples as a shard of dstrain's own form. `first` and `suffixes` are ignored; only `_write_tar`
+    uses them.
+    """
     writer = ShardWriter(file)
     for name, content, label, captions in samples:
         writer.add_sample(name, content, label, captions)
@@ -360,7 +375,7 @@ def _write_index(
         "shards": [records[number] for number in sorted(records)],
     }
     bad = dict(entry for record in body["shards"] for entry in record["bad"])
-    require_few_unreadable(bad, len(index), options.max_bad_fraction, "files")
+    require_few_unreadable_samples(bad, len(index), options.max_bad_fraction, "files")
     if group.rank() == 0:
         with explain_write_errors(options.out, SAME_COMMAND):
             if plan["format"] == "tar" and index.classes:

@@ -119,8 +119,8 @@ def describe_plan(case: Case, json: bool = False) -> tuple[str, bool]:
 
 
 def describe_choices(case: Case, json: bool = False) -> tuple[str, bool]:
-    """Returns a table of the combinations of stage, micro-batch and recomputation that fit, and whether any does. The
-    table has the first 20, the fastest first; if `json`, the text is JSON of all.
+    """Counts many combinations of stage, micro-batch and recomputation. Returns a table of those that fit, and whether
+    any does. The table has the first 20, the fastest first; if `json`, the text is JSON of all.
 
     Each row is also printed on stderr as soon as it is counted, since all of them may take an hour.
     """
@@ -142,6 +142,7 @@ def describe_choices(case: Case, json: bool = False) -> tuple[str, bool]:
 
 
 def _format_row(estimate: Estimate) -> str:
+    """Returns the costs of one combination as a row of the table."""
     time, free = estimate.time, estimate.chip.memory - estimate.needed - estimate.reserve
     accumulation = estimate.settings["gradient_accumulation_steps"]
     speed = f"{time.total:>9.4g} {estimate.run.batch.global_ / time.total:>10,.0f}" if time else f"{'-':>9} {'-':>10}"
@@ -154,6 +155,7 @@ def _format_row(estimate: Estimate) -> str:
 
 
 def _name_machines(estimate: Estimate) -> str:
+    """Returns the GPUs as text, such as "16 x H100, 8 a machine"."""
     layout, chip = estimate.layout, estimate.chip
     name = chip.name.removeprefix("NVIDIA ") if chip.name else f"{chip.memory / 1e9:.1f} GB"
     each = f", {min(layout.gpus_per_node, layout.world)} a machine" if layout.world > 1 else ""
@@ -161,6 +163,7 @@ def _name_machines(estimate: Estimate) -> str:
 
 
 def _describe_run(estimate: Estimate) -> list[str]:
+    """Returns lines on the run's name, sharding, batch and weights."""
     run, settings, sequence = estimate.run, estimate.settings, estimate.run.parallel.sequence
     each = "ranks" if sequence == 1 else f"groups of {sequence} ranks"
     sizes = (
@@ -178,6 +181,7 @@ def _describe_run(estimate: Estimate) -> list[str]:
 
 
 def _describe_device(estimate: Estimate) -> list[str]:
+    """Returns lines on the memory of a GPU at the peak of a step, and on that of the host, by kind."""
     lines = ["", "on each GPU, when a step takes most"]
     lines += [f"  {kind:14} {_format_number(size):>10}B" for kind, size in estimate.counts.device.items() if size]
     lines += [
@@ -197,6 +201,7 @@ def _describe_device(estimate: Estimate) -> list[str]:
 
 
 def _describe_step(estimate: Estimate) -> list[str]:
+    """Returns lines on the operations, the exchanged bytes and the time of a step."""
     counts, time = estimate.counts, estimate.time
     largest = " in the largest bucket" if estimate.run.data.buckets else ""
     lines = [
@@ -231,6 +236,7 @@ def _list_launch_warnings(estimate: Estimate) -> list[str]:
 
 
 def _describe_whole_run(estimate: Estimate) -> list[str]:
+    """Returns lines on the speed, the duration and the energy of the whole run, and on the size of a checkpoint."""
     run, time, figures = estimate.run, estimate.time, estimate.list_figures()
     checkpoint = f"checkpoint {_format_number(estimate.counts.checkpoint)}B"
     if time is None:
@@ -244,10 +250,12 @@ def _describe_whole_run(estimate: Estimate) -> list[str]:
 
 
 def _describe_fit(estimate: Estimate) -> list[str]:
+    """Returns lines that say whether the run fits into the memory."""
     return ["", f"{'it fits' if estimate.fits else 'IT DOES NOT FIT'}: {describe_memory(estimate)}"]
 
 
 def _describe_advice(estimate: Estimate, change: Estimate | None) -> list[str]:
+    """Returns a line that says with which `change` the run fits, or that there is none if `change` is None."""
     if change is None:
         return [
             "no micro-batch, recomputation, stage and offload makes it fit, nor does any doubling of the GPUs that "
@@ -269,6 +277,7 @@ def _format_choice(name: str, value: Any) -> str:
 
 
 def _format_days(days: float) -> str:
+    """Returns a time as text, in days, hours, minutes or seconds."""
     for number, unit in ((days, "days"), (24 * days, "hours"), (24 * 60 * days, "minutes")):
         if number >= 2:
             return f"{number:,.1f} {unit}"
@@ -276,6 +285,7 @@ def _format_days(days: float) -> str:
 
 
 def _format_seconds(seconds: float) -> str:
+    """Returns a time as text, in seconds or milliseconds."""
     return f"{seconds:.4g} s" if seconds >= 1 else f"{1000 * seconds:.4g} ms"
 
 

@@ -56,14 +56,13 @@ class _Enough(Exception):
 
 
 def probe_system(run: Run, system: System, source: Any, precision: str = "fp32") -> list[str]:
-    """Takes two samples of `source` through `encode` and the loss of every part that learns at the first or the last
-    step. Then evaluates them and draws two samples in two steps, if the run will do so. Returns remarks, a line each.
-    Call it on rank 0 alone, and last with this `system`: its frozen networks may be on the meta device afterwards.
+    """Tries a system on two samples of `source`: `encode`, and the loss of every part that learns at the first or the
+    last step; then evaluation and drawing in two steps, if the run does these. Returns remarks, a line each. Call it on
+    rank 0 alone, and last with this `system`: its frozen networks may be on the meta device afterwards.
 
     Torch's random state, the run's folder and the source stay as they are. precision: that of the weights in training,
-    fp32, bf16 or fp16.
-    Raises ConfigError if the system does or returns something that systems/base.py forbids, or if ids are out of range.
-    Other exceptions pass through.
+    fp32, bf16 or fp16. Raises ConfigError if the system does or returns something that systems/base.py forbids, or if
+    ids are out of range. Other exceptions pass through.
     """
     with torch.random.fork_rng(devices=[]):
         networks = _build_networks(run.system, system)
@@ -79,7 +78,7 @@ def probe_system(run: Run, system: System, source: Any, precision: str = "fp32")
         if learning.type == "meta" and not next(next(iter(networks.values())).parameters()).is_meta:
             return [f"{run.system}: not checked, since its constructors need values, and the model is large"]
         try:
-            remarks = _try_parts(run, system, batch, encoding, learning, precision)
+            remarks = _try_system(run, system, batch, encoding, learning, precision)
         except _NotChecked as error:
             return [f"{error}: not checked, since it needs values, and the model is too large to compute them here"]
     if learning.type == "meta":
@@ -105,6 +104,7 @@ def _build_networks(name: str, system: System) -> dict[str, nn.Module]:
     count, numbers = 0, 0
 
     def require_bounded(_: Any, entry: str, values: Any) -> None:
+        """Counts a tensor that a constructor registers. Raises ConfigError if it, or all of them, are too large."""
         nonlocal count, numbers
         if isinstance(values, Tensor):
             count, numbers = count + 1, numbers + values.numel()
@@ -151,7 +151,7 @@ def _read_batch(run: Run, source: Any) -> dict[str, Tensor]:
         return next(batches.read_step(0))
 
 
-def _try_parts(
+def _try_system(
     run: Run, system: System, batch: Batch, encoding: torch.device, learning: torch.device, precision: str
 ) -> list[str]:
     """Computes the loss of every part that has a turn at the first or the last step; then tries saving, evaluation and
@@ -182,7 +182,7 @@ def _try_parts(
         if parts.issuperset(turns):
             continue
         parts.update(turns)
-        with torch.no_grad(), _explain_errors(f"{run.system}: encode", _list_ids(batch), encoding):
+        with torch.no_grad(), _explain_id_errors(f"{run.system}: encode", _list_ids(batch), encoding):
             example = system.encode(copy_batch_to_device(batch, encoding))
         if live := [name for name, values in example.items() if values.requires_grad]:
             raise ConfigError(
@@ -196,7 +196,7 @@ def _try_parts(
             for name, network in networks.items():  # as in a turn: only this part learns
                 network.requires_grad_(name == part)
             place = f"{run.system}: loss of {part}"
-            with _explain_errors(place, ids, learning, tables), _explain_casts(place, half):
+            with _explain_id_errors(place, ids, learning, tables), _explain_cast_errors(place, half):
                 terms = system.loss(part, networks, example)
             _require_valid_terms(place, terms, system.watched)
             seen.update(terms)
@@ -207,7 +207,7 @@ def _try_parts(
     _try_saving_state(run.system, system)
     held = {name: values for name, values in batch.items() if name != "step"}  # as held-out data come
     with torch.no_grad(), set_eval_mode(networks), suppress(_NotChecked, _Enough):
-        with _explain_errors(f"{run.system}: encode of held-out data", _list_ids(held), encoding):
+        with _explain_id_errors(f"{run.system}: encode of held-out data", _list_ids(held), encoding):
             example = copy_batch_to_device(system.encode(copy_batch_to_device(held, encoding)), learning)
         if run.every.evaluate:
             _try_evaluation(run, system, networks, example)
@@ -218,7 +218,11 @@ def _try_parts(
         for network in networks.values():
             network.to(half)
         part = next(iter(system.parts))
-        with torch.no_grad(), suppress(RuntimeError, TypeError), _explain_casts(f"{run.system}: loss of {part}", half):
+        with (
+            torch.no_grad(),
+            suppress(RuntimeError, TypeError),
+            _explain_cast_errors(f"{run.system}: loss of {part}", half),
+        ):
             system.loss(part, networks, example)
     return remarks
 
@@ -232,6 +236,9 @@ def _cache_output_shapes(network: nn.Module) -> None:
     outputs: dict[Any, Any] = {}
 
     def compute_once(*values: Any, **named: Any) -> Any:
+        """Calls `forward` for new shapes. For known ones returns an empty tensor of the same shape, unless gradients
+        are on.
+        """
         tensors = [*values, *named.values()]
         if not tensors or not all(torch.is_tensor(value) and value.ndim for value in tensors):
             return forward(*values, **named)
@@ -263,7 +270,7 @@ def _try_evaluation(run: Run, system: System, networks: Nets, example: Example) 
     have the wrong form, or lack the loss by which save.best=true chooses.
     """
     place = f"{run.system}: evaluate"
-    with _explain_errors(place, {}, example["key"].device):
+    with _explain_id_errors(place, {}, example["key"].device):
         terms = system.evaluate(networks, example)
     require_valid_scores(system, terms, _SAMPLES)
     if run.save.best is True and "loss" not in terms:
@@ -285,7 +292,7 @@ def _try_drawing(run: Run, system: System, networks: Nets, data: Batch, example:
     device = example["key"].device
     if system.generates and not system.cannot_draw():
         samples = run.samples.model_copy(update={"num": _SAMPLES} if run.samples.prompts else {})
-        with _explain_errors(f"{run.system}: conditions", {}, device):
+        with _explain_id_errors(f"{run.system}: conditions", {}, device):
             request, _ = make_grid_request(samples, system, data if system.starts_from_data else {})
         few = replace(
             request,
@@ -293,10 +300,10 @@ def _try_drawing(run: Run, system: System, networks: Nets, data: Batch, example:
             conditions={name: values[:_SAMPLES].to(device) for name, values in request.conditions.items()},
             num_steps=min(_SAMPLES, request.num_steps),
         )
-        with _explain_errors(f"{run.system}: sample", {}, device), suppress(_Enough), _limit_calls(networks):
+        with _explain_id_errors(f"{run.system}: sample", {}, device), suppress(_Enough), _limit_calls(networks):
             require_valid_samples(system, system.sample(networks, few), len(few.seeds))
     if system.starts_from_data:
-        with _explain_errors(f"{run.system}: pictures", {}, device):
+        with _explain_id_errors(f"{run.system}: pictures", {}, device):
             pictures = system.pictures(networks, example)
         for name, images in pictures.items():
             if images.dtype != torch.uint8 or images.ndim not in (4, 5) or len(images) != _SAMPLES:
@@ -314,6 +321,7 @@ def _limit_calls(networks: Nets) -> Iterator[None]:
     calls = itertools.count(1)
 
     def count_call(*_: Any) -> None:
+        """Counts a call, and raises _Enough after too many."""
         if next(calls) > _CALLS:
             raise _Enough
 
@@ -327,7 +335,7 @@ def _limit_calls(networks: Nets) -> Iterator[None]:
 
 
 @contextmanager
-def _explain_casts(place: str, half: torch.dtype | None) -> Iterator[None]:
+def _explain_cast_errors(place: str, half: torch.dtype | None) -> Iterator[None]:
     """Turns the block's RuntimeError about inputs in float32 that meet weights of the dtype `half` into a ConfigError
     with a remedy. Changes nothing if `half` is None.
     """
@@ -390,6 +398,7 @@ def _require_valid_terms(place: str, terms: dict[str, Tensor], watched: tuple[st
 
 
 def _list_ids(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Returns the int64 tensors on the CPU, such as labels and tokens, without key, position and step."""
     return {
         name: values
         for name, values in tensors.items()
@@ -398,7 +407,7 @@ def _list_ids(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 @contextmanager
-def _explain_errors(
+def _explain_id_errors(
     place: str, ids: dict[str, Tensor], device: torch.device, tables: tuple[int, ...] = ()
 ) -> Iterator[None]:
     """Turns the block's error about an id out of range into a ConfigError that lists which `ids` there are, and on the

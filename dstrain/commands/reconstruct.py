@@ -62,16 +62,16 @@ def run_verb(options: ReconstructOptions) -> None:
         return
     step, widths = int(made[0].path.name.removeprefix("step_")), [one.width for one in made]
     if quality is None:
-        sweep.sweep_loss(options.folder, step, widths, options.num, options.batch)
+        sweep.measure_loss_by_width(options.folder, step, widths, options.num, options.batch)
     else:
-        sweep.sweep_metric(replace(quality, step=step), widths)
+        sweep.measure_metric_by_width(replace(quality, step=step), widths)
 
 
 def make_averages(options: ReconstructOptions) -> list[Made]:
-    """Writes an average of each width, whole or not at all. All ranks call it together; each makes its share of the
-    elements. Averages that are there already are kept. Returns all of them.
+    """Writes an average of each width that the options ask for, whole or not at all. All ranks call it together; each
+    makes its share of the elements. Averages that are there already are kept. Returns all of them.
 
-    Raises ConfigError if there are no such snapshots, or if they make no average of some width.
+    Raises ConfigError if the run has no snapshots to make them of, or if a width cannot be made of these.
     """
     snapshots = list_usable_snapshots(options.folder, options.step)
     step, origin = snapshots[-1].step, {"snapshots": [s.step for s in snapshots], "identity": hash_snapshots(snapshots)}
@@ -96,7 +96,7 @@ def make_averages(options: ReconstructOptions) -> list[Made]:
                 _write_averages(
                     snapshots[-1], parts, missing, {width: {**origin, "misfit": misfits[width]} for width in missing}
                 )
-    return [Made(width, _name_folder(stores[width], step), max(misfits[width].values())) for width in widths]
+    return [Made(width, _make_step_path(stores[width], step), max(misfits[width].values())) for width in widths]
 
 
 def list_usable_snapshots(folder: Path, step: int | None) -> list[Snapshot]:
@@ -136,7 +136,7 @@ def list_usable_snapshots(folder: Path, step: int | None) -> list[Snapshot]:
                     f"the snapshot of step {number} in {store.folder} is damaged and left out: {fault}", file=sys.stderr
                 )
         else:
-            whole.append(_name_folder(store, number))
+            whole.append(_make_step_path(store, number))
     return select_combinable_snapshots(whole)
 
 
@@ -145,14 +145,14 @@ def _has_made_average(store: Store, step: int, origin: dict[str, Any]) -> bool:
     call it together.
     """
     made = step in group.broadcast_from_first(store.list_steps()) and store.find_fault(step) is None
-    return made and origin.items() <= read_manifest(_name_folder(store, step))["extra"].items()
+    return made and origin.items() <= read_manifest(_make_step_path(store, step))["extra"].items()
 
 
 def _remove_outdated_averages(stores: Iterable[Store], step: int) -> None:
     """Removes the folders of this step from the stores, which were made from other snapshots or are damaged. All ranks
     call it together. Raises ConfigError if another process reads one of the folders.
     """
-    paths = [path for path in (_name_folder(store, step) for store in stores) if path.is_dir()]
+    paths = [path for path in (_make_step_path(store, step) for store in stores) if path.is_dir()]
     if read := group.broadcast_from_first([path for path in paths if is_held(path)]):
         raise ConfigError(f"{read[0]} is being read, and is of other snapshots: give the same command later")
     group.barrier()  # all have looked
@@ -164,6 +164,9 @@ def _remove_outdated_averages(stores: Iterable[Store], step: int) -> None:
 def _write_averages(
     last: Snapshot, parts: Sequence[Combined], stores: dict[float, Store], extras: dict[float, Any]
 ) -> None:
+    """Writes an average into each store, by width, at the step of the snapshot `last`; each rank writes its share.
+    `extras` has what the manifest of each width says besides. Raises ConfigError if an average cannot be written.
+    """
     need = (last.path / COMMON).stat().st_size + sum(part.bytes_per_average for part in parts) + (1 << 20)
     folders = {}
     get_phases().enter_phase(f"writing averages of step {last.step}")
@@ -189,7 +192,8 @@ def _write_averages(
             raise ConfigError(f"--ema {width}: {store.error}")
 
 
-def _name_folder(store: Store, step: int) -> Path:
+def _make_step_path(store: Store, step: int) -> Path:
+    """Returns the path of the folder of a step in a store."""
     return store.folder / f"step_{step:08d}"
 
 

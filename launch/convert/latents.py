@@ -30,7 +30,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from dstrain import __version__
-from dstrain.commands.encoding.folder import SAME_COMMAND, claim_folder, require_few_unreadable
+from dstrain.commands.encoding.folder import SAME_COMMAND, claim_folder, require_few_unreadable_samples
 from dstrain.commands.options.convert import ConvertOptions
 from dstrain.data.cached import shards
 from dstrain.data.files.storage import refuse_special_file, retry
@@ -361,7 +361,7 @@ def convert_latents(options: ConvertOptions) -> dict[str, Any]:
         records = [_write_shard(options, source, encoding, rows) for rows in _list_shards(options, source)]
         versions = {"dstrain": __version__, "torch": torch.__version__}
         index = shards.make_index_body(encoding, None if source.labelled else [], records, versions)
-        require_few_unreadable(dict(index["bad_files"]), len(source), options.max_bad_fraction, "files")
+        require_few_unreadable_samples(dict(index["bad_files"]), len(source), options.max_bad_fraction, "files")
         atomic.write_file(options.out / shards.INDEX, render_sealed_json(index))
     return index
 

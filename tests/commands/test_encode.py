@@ -12,7 +12,7 @@ from safetensors.numpy import load_file
 
 from dstrain import rng, systems
 from dstrain.commands.encode import EncodeOptions, encode_data
-from dstrain.commands.encoding.plan import make_plan
+from dstrain.commands.encoding.plan import plan_encoding
 from dstrain.data.batches import Batches, iterate_held_out
 from dstrain.data.cached import shards
 from dstrain.data.cached.latents import Latents, is_codes_cache
@@ -167,7 +167,7 @@ def test_another_encoding_is_refused(tmp_path, vae, images):
 
 def test_caches_of_the_built_in_set_stay_valid(tmp_path, vae):
     """Oracle: what earlier versions wrote down: the fingerprint that runs keep, too."""
-    found = make_plan(options(tmp_path, vae, "builtin:fashion")).encoding["data"]
+    found = plan_encoding(options(tmp_path, vae, "builtin:fashion")).encoding["data"]
     assert (
         found
         == open_images("builtin:fashion", 16, channels=1).compute_fingerprint()

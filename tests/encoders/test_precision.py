@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from dstrain import recipe, rng, systems
-from dstrain.commands.encoding.plan import EncodeOptions, make_plan
+from dstrain.commands.encoding.plan import EncodeOptions, plan_encoding
 from dstrain.commands.evaluate import evaluate_run
 from dstrain.commands.generate import GenerateOptions, generate_samples
 from dstrain.commands.options.evaluate import EvaluateOptions
@@ -35,7 +35,7 @@ def test_tf32_is_switched_for_a_while():
     [
         lambda: generate_samples(GenerateOptions(Path("nowhere"), precision="tf32")),
         lambda: evaluate_run(EvaluateOptions(Path("nowhere"), precision="tf32")),
-        lambda: make_plan(EncodeOptions(out=Path("out"), first_stage="nowhere", precision="tf32")),
+        lambda: plan_encoding(EncodeOptions(out=Path("out"), first_stage="nowhere", precision="tf32")),
     ],
 )
 def test_tf32_is_refused_where_there_is_none(monkeypatch, command):

@@ -146,9 +146,9 @@ def test_a_long_phase(tmp_path, phase):
 @pytest.mark.parametrize(
     "place, code",
     [
-        ("dstrain.commands.job:_check_data_and_folder:1:-40", 0),
+        ("dstrain.commands.job:_check_data_and_list_remarks:1:-40", 0),
         ("dstrain.runs.folders:check_and_prepare_run_folder:1:-40", 0),
-        ("dstrain.commands.job:_check_data_and_folder:1:300", 1),
+        ("dstrain.commands.job:_check_data_and_list_remarks:1:300", 1),
         ("dstrain.runs.folders:check_and_prepare_run_folder:1:300", 4),
     ],
 )

@@ -24,10 +24,10 @@ import torch
 from dstrain.commands.encoding.folder import (
     SAME_COMMAND,
     claim_folder,
-    complete_shards,
     count_samples,
     describe_changes,
-    require_few_unreadable,
+    make_missing_shards,
+    require_few_unreadable_samples,
 )
 from dstrain.commands.options.encode import EncodeOptions
 from dstrain.data.cached.embeddings import PLAN, read_pairs_plan
@@ -81,13 +81,13 @@ def embed_pairs(options: EncodeOptions) -> dict[str, Any]:
     plan = _describe_embedding(options, encoders, source) | ({"upright": True} if upright else {})
     count = -(-plan["pairs"] // options.shard_size)
     with claim_folder(options.out, "embeds", lambda: _prepare_folder(options, plan)):
-        notes = complete_shards(
+        notes = make_missing_shards(
             range(count),
             lambda number: _read_record_if_whole(options.out, number),
             lambda missing: _make_shards(options, encoders, source, missing),
         )
         bad = dict(entry for note in notes.values() for entry in note["unreadable"])
-        require_few_unreadable(bad, plan["pairs"], options.max_bad_fraction, "pairs")
+        require_few_unreadable_samples(bad, plan["pairs"], options.max_bad_fraction, "pairs")
         plan |= {"complete": True, "unreadable": len(bad), "without_caption": source.num_uncaptioned}
         if group.rank() == 0:
             atomic.write_file(options.out / PLAN, json.dumps(plan, sort_keys=True, indent=1) + "\n")
@@ -145,20 +145,24 @@ def _prepare_folder(options: EncodeOptions, plan: dict[str, Any]) -> str | None:
 
 
 def _read_record_if_whole(out: Path, number: int) -> dict[str, Any] | None:
-    """Returns the content of a shard's done/shard_N.json; None unless all files of the shard have the hashes in it."""
+    """Returns the content of a shard's done/shard_N.json. Returns None if it cannot be read, or if a file of the shard
+    does not have the hash that it records.
+    """
     try:
-        note = json.loads(_name_shard_record(out, number).read_text(encoding="utf-8"))
+        note = json.loads(_make_record_path(out, number).read_text(encoding="utf-8"))
         whole = all(_hash_bytes((out / name).read_bytes()) == digest for name, digest in note["files"].items())
         return note if whole and isinstance(note["unreadable"], list) else None
     except (OSError, ValueError, AttributeError, KeyError, TypeError):
         return None
 
 
-def _name_shard_record(out: Path, number: int) -> Path:
+def _make_record_path(out: Path, number: int) -> Path:
+    """Returns the path of a shard's done/shard_N.json in the folder `out`."""
     return out / "done" / f"shard_{number:05d}.json"
 
 
 def _hash_bytes(data: bytes) -> str:
+    """Returns a BLAKE2b hash of 32 bytes, as hexadecimal text."""
     return hashlib.blake2b(data, digest_size=32).hexdigest()
 
 
@@ -174,7 +178,7 @@ def _make_shards(
     mine, total = missing[group.rank() :: group.world()], len(source)
     with Bar("encoding", total=count_samples(mine, options.shard_size, total), unit="pair") as bar:
         for number in mine:
-            _name_shard_record(options.out, number).unlink(missing_ok=True)
+            _make_record_path(options.out, number).unlink(missing_ok=True)
             parts: list[dict[str, Any]] = []
             unreadable: set[tuple[str, str]] = set()
             stop = min((number + 1) * options.shard_size, total)
@@ -182,7 +186,7 @@ def _make_shards(
                 rows = range(start, min(start + options.batch, stop))
                 items, bad = read_items(source, list(rows))
                 unreadable.update(bad)
-                require_few_unreadable(all_bad | dict(unreadable), total, options.max_bad_fraction, "pairs")
+                require_few_unreadable_samples(all_bad | dict(unreadable), total, options.max_bad_fraction, "pairs")
                 parts.append(_embed_batch(options, encoders, items))
                 bar.update(len(rows))
             notes[number] = _write_shard(options.out, number, parts, sorted(unreadable))
@@ -192,8 +196,9 @@ def _make_shards(
 
 @torch.no_grad()
 def _embed_batch(options: EncodeOptions, encoders: Encoders, items: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Embeds n pairs, filled up with the last one to the fixed batch size. Returns arrays (n, ...) by name in the
-    stored dtype, and "captions". Raises ConfigError if a value is not finite in that dtype.
+    """Embeds n pairs of image and caption, at most a batch. Returns arrays (n, ...) by name in the stored dtype, and
+    "captions", the n texts. Copies of the last pair fill up a smaller batch, so that the encoders see one shape. Raises
+    ConfigError if a value is not finite in that dtype.
     """
     full = [*items, *[items[-1]] * (options.batch - len(items))]
     captions = unpack_captions(stack_texts([item["caption"] for item in full]))
@@ -231,11 +236,12 @@ def _write_shard(out: Path, number: int, parts: list[dict[str, Any]], bad: list[
                 data = buffer.getvalue()
             atomic.write_file(out / path, data)
             note["files"][path] = _hash_bytes(data)
-        atomic.write_file(_name_shard_record(out, number), json.dumps(note, indent=1) + "\n")
+        atomic.write_file(_make_record_path(out, number), json.dumps(note, indent=1) + "\n")
     return note
 
 
 def _pack_captions(captions: list[str]) -> bytes:
+    """Returns the bytes of a Parquet file whose column `caption` holds the captions."""
     import pyarrow  # slow to import
     import pyarrow.parquet
 

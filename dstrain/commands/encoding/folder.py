@@ -21,13 +21,13 @@ SAME_COMMAND = "what is there is whole: give the same command again once it can"
 def claim_folder(
     out: Path, verb: str, prepare: Callable[[], str | None], numbers: range | None = None, shared: bool = False
 ) -> Iterator[None]:
-    """Runs `prepare` on rank 0, and keeps other commands from writing into `out` within the block. At its end the ranks
-    wait for each other. Call it on all ranks.
+    """Keeps other commands from writing into the folder `out` within the block. Before the block it runs `prepare` on
+    rank 0; after the block the ranks wait for each other. Call it on all ranks.
 
     `numbers` are the shards that this command writes. If `shared`, other commands may write other shards at the same
-    time: then the whole folder is locked only while `prepare` runs, and these shards alone afterwards. Raises
-    ConfigError if the folder cannot be written, if another process `verb` into it (such as "encodes"), or with the
-    message that `prepare` returns.
+    time: then only these shards stay locked once `prepare` has run. Raises ConfigError if the folder cannot be written,
+    with the message that `prepare` returns, or if another process writes there; `verb` says what that one does, such as
+    "encodes".
     """
     first, problem = group.rank() == 0, None
     busy = f"--out {out}: another process {verb} into it; wait for its end"
@@ -76,12 +76,12 @@ def _lock_shards(file: IO[str], numbers: range) -> bool:
             return True
 
 
-def complete_shards(
+def make_missing_shards(
     numbers: range, find: Callable[[int], Record | None], make: Callable[[list[int]], dict[int, Record]]
 ) -> dict[int, Record]:
-    """Finds the shards in `numbers` that are whole, and makes the others. Returns the records of all, by number, on
-    every rank. `find` returns the record of a whole shard, else None. `make` gets the missing numbers, makes this
-    rank's share of them, and returns their records.
+    """Makes those of the shards `numbers` that are not whole yet. Returns the records of all, by number, on every rank.
+    `find` returns the record of a whole shard, else None. `make` gets the missing numbers, makes this rank's share of
+    them, and returns their records.
     """
     records = {}
     for number in numbers[group.rank() :: group.world()]:
@@ -94,8 +94,8 @@ def complete_shards(
 
 
 def count_samples(numbers: Iterable[int], size: int, total: int) -> int:
-    """Counts the samples in the shards `numbers`, if `total` samples are dealt to shards of `size`: the last may hold
-    fewer.
+    """Returns how many samples the shards `numbers` hold. `total` samples lie in shards of `size`; the last shard may
+    hold fewer.
     """
     return sum(min(size, total - number * size) for number in numbers)
 
@@ -110,11 +110,12 @@ def describe_changes(earlier: dict[str, Any], now: dict[str, Any], keys: Iterabl
     return "; ".join(changes)
 
 
-def require_few_unreadable(bad: Mapping[str, str], total: int, max_fraction: float, unit: str) -> None:
-    """Raises ConfigError if more than `max_fraction` of the samples are unreadable. A single one is always tolerated,
-    unless the fraction is 0.
+def require_few_unreadable_samples(bad: Mapping[str, str], total: int, max_fraction: float, unit: str) -> None:
+    """Raises ConfigError if more than `max_fraction` of `total` samples are unreadable. A single one is always
+    tolerated, unless the fraction is 0.
 
-    `bad` has the reason of each unreadable sample by its name; `unit` is what the message calls samples.
+    `bad` has the reason of each unreadable sample by its name. `unit` is the word for samples in the message, such as
+    "files".
     """
     if len(bad) > max(max_fraction * total, 1 if max_fraction else 0):
         name, reason = next(iter(bad.items()))

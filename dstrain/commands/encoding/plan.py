@@ -35,9 +35,10 @@ class Plan:
     encoding: dict[str, Any]  # JSON, see data/cached/shards.py
 
 
-def make_plan(options: EncodeOptions) -> Plan:
-    """Opens the first stage, text encoder and data that the options name, and describes their encoding; it is the same
-    on all ranks. Raises ConfigError if options do not go together or do not suit the data.
+def plan_encoding(options: EncodeOptions) -> Plan:
+    """Opens the first stage, the text encoder and the data that the options name. Returns them with a description of
+    the encoding, which is the same on all ranks. Raises ConfigError if options do not go together or do not suit the
+    data.
     """
     require_precision(options.precision)
     if options.run is not None:
@@ -63,6 +64,7 @@ def make_plan(options: EncodeOptions) -> Plan:
 
 
 def _encodes_videos(stage: FirstStage) -> bool:
+    """Returns whether the first stage encodes videos, and not images."""
     return stage.data is not None and stage.data.num_frames is not None
 
 
@@ -78,6 +80,9 @@ def _is_turned_upright(options: EncodeOptions, stage: FirstStage) -> bool:
 
 
 def _open_text_encoder(options: EncodeOptions) -> TextEncoder | None:
+    """Opens the text encoder that --text-encoder names, on the rank's device. Returns None without that option. Raises
+    ConfigError if --max-text-len is given without it, or if the encoder cannot be opened.
+    """
     if options.text_encoder is None:
         if options.max_text_len is not None:
             raise ConfigError("--max-text-len counts the tokens of --text-encoder: name one, or leave it out")
@@ -89,7 +94,9 @@ def _open_text_encoder(options: EncodeOptions) -> TextEncoder | None:
 def _open_source_and_describe_encoding(
     options: EncodeOptions, stage: FirstStage, texts: TextEncoder | None
 ) -> tuple[Source, dict[str, Any]]:
-    """Opens the source, encodes one sample of it to learn the shapes, and returns the source and the encoding."""
+    """Opens the data, and encodes one sample to learn the shapes. Returns the data, and a dict that describes the
+    encoding, see Plan. Raises ConfigError if a text encoder is given and the data have no captions.
+    """
     source, size = _open_source(options, stage)
     (first,), _ = read_items(source, [0])
     if texts is not None and "caption" not in first:
@@ -184,6 +191,9 @@ def _open_source(options: EncodeOptions, stage: FirstStage) -> tuple[Source, int
 def _open_images(
     options: EncodeOptions, stage: FirstStage, path: str, size: int, share: float, held_out_path: str | None
 ) -> Source:
+    """Opens the split options.split of the images at `path`, cropped to `size` pixels. `share` of them are held out, or
+    `held_out_path` names the held-out images. Raises ConfigError if captions are asked for and there are none.
+    """
     own = stage.data if options.data is None else None
     captions = options.num_captions is not None or options.text_encoder is not None
     request = replace(

@@ -38,8 +38,8 @@ from dstrain.tracking import figures
 
 
 def measure_quality(options: EvaluateOptions) -> tuple[Path | None, dict[str, Any]]:
-    """Measures pictures on all ranks together, prints the figures, and writes them as JSON if there is a folder for
-    that.
+    """Measures pictures by the metrics of the options, on all ranks together, and prints the figures. Writes them as
+    JSON into --out, or into the run's evaluation/; writes nothing if there is neither.
 
     Returns the path of the JSON file, or None, and its content. Raises ConfigError, with the remedy, if something
     cannot be measured, before anything is drawn.
@@ -99,7 +99,7 @@ def measure_quality(options: EvaluateOptions) -> tuple[Path | None, dict[str, An
     return path, result
 
 
-def require_measurable(options: EvaluateOptions) -> None:
+def require_measurable_run(options: EvaluateOptions) -> None:
     """Checks, without drawing, that a run can be measured by the metrics of the options. Raises ConfigError if a
     network or the reference is absent or does not serve the metrics, or if too few images are asked for.
     """
@@ -109,6 +109,7 @@ def require_measurable(options: EvaluateOptions) -> None:
 
 
 def _require_enough_samples(options: EvaluateOptions) -> None:
+    """Raises ConfigError if --num-samples is 1, since metrics compare sets of images."""
     if options.num is not None:
         table.require_enough_images(options.num, f"--num-samples {options.num}: ")
 
@@ -162,7 +163,7 @@ def _open_measured_data(options: EvaluateOptions, run: Run | None) -> tuple[Imag
         raise ConfigError(f"--prompts: {options.folder} trains {run.system}, which takes no texts; leave it out")
     if system.draws_embeddings:
         raise ConfigError(f"{options.folder} draws embeddings, and metrics are of pictures: leave out --metrics")
-    source = _open_low_res(options, run) if system.starts_from_data else None
+    source = _open_images_to_enlarge(options, run) if system.starts_from_data else None
     sampler = system.sampler(*((run.samples.sampler,) if options.sampler is None else (options.sampler, "--sampler")))
     checkpoint = trained.find_checkpoint(options.run_folder, options.step, options.ema)
     kinds = trained.choose_kinds(
@@ -197,7 +198,7 @@ def _open_measured_data(options: EvaluateOptions, run: Run | None) -> tuple[Imag
     }
 
 
-def _open_low_res(options: EvaluateOptions, run: Run) -> Source:
+def _open_images_to_enlarge(options: EvaluateOptions, run: Run) -> Source:
     """Opens the images that a super-resolution run is measured on, --num-samples of them, evenly spaced: held-out ones,
     or those of the training set if none are held out. Raises ConfigError if --labels is given, too.
     """
@@ -247,6 +248,10 @@ def _collect_statistics(
     compared: bool = False,
     left_out: Sequence[str] = (),
 ) -> dict[str, Statistics]:
+    """Computes the statistics of a set of images that the metrics need, by the name of their network. Draws a progress
+    bar. `compared`: the set is the reference. `left_out`: patterns of captions, whose images are counted separately,
+    too.
+    """
     share = f"{len(images)} {'of the reference' if compared else 'images'}"
     with Bar("taking features", total=len(images), unit="image", desc=share) as bar:
         return table.collect_statistics(

@@ -17,8 +17,8 @@ from dstrain.recipe import explain_write_errors
 
 
 def describe_command(options: EvaluateOptions, begun: float) -> dict[str, Any]:
-    """Returns the entries of a result that depend on the command and on the machine. `begun` is time.perf_counter()
-    when the command began.
+    """Returns entries of a result that describe the command and the machine: precision, ranks, batch, versions, device,
+    and the seconds since `begun`, a value of time.perf_counter().
     """
     return {
         "precision": options.precision,

@@ -53,6 +53,7 @@ class Drawn(Images):
         return self.num
 
     def iterate_batches(self, size: int) -> Iterator[Batch]:
+        """Draws this rank's share of the images, and yields it in batches of at most `size`."""
         options, size = self.options, min(size, self.num)
         # Vectors of texts are large, and so are images: not all samples are asked for at once. The ranks' turns stay.
         turn = size * group.world()
@@ -82,6 +83,9 @@ class Drawn(Images):
                 yield batch
 
     def _read_images_to_enlarge(self, source: Source, begin: int, count: int) -> dict[str, Any]:
+        """Reads `count` samples of a source, from row `begin` on. Returns {"images": (count, C, H, W), "labels": a
+        tuple, or None if the system takes no labels}.
+        """
         images, _ = source.read_batch(torch.arange(begin, begin + count))
         labels = tuple(images["label"].tolist()) if "label" in self.system.conditions(1) else None
         return {"images": images["image"], "labels": labels}
@@ -121,8 +125,8 @@ class Stories(Drawn):
 
     @torch.no_grad()
     def sum_story_scores(self, network: Features) -> torch.Tensor:
-        """Draws all stories, and returns the sums of their scores over all ranks, float64 (6, scenes), see
-        metrics/clips.py.
+        """Draws all stories, and sums their scores over stories and ranks. Returns float64 (6, scenes): six scores of
+        each scene, see metrics/clips.py.
         """
         options, texts, size = self.options, [*list_captions()], min(self.options.batch, self.num)
         request, _ = make_request(

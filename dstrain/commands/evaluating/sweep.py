@@ -14,7 +14,7 @@ import torch
 
 from dstrain import systems
 from dstrain.checkpoint.layout import RECONSTRUCTED
-from dstrain.commands.evaluating.quality import measure_quality, replace_nonfinite_by_none, require_measurable
+from dstrain.commands.evaluating.quality import measure_quality, replace_nonfinite_by_none, require_measurable_run
 from dstrain.commands.evaluating.results import publish_result
 from dstrain.commands.options.evaluate import EvaluateOptions
 from dstrain.data.batches import iterate_held_out
@@ -30,10 +30,8 @@ from dstrain.tracking import figures
 
 
 def require_sweep_possible(folder: Path, options: EvaluateOptions | None) -> None:
-    """Checks, before any average is made, that it can be measured: by its held-out loss if `options` is None, else by
-    the metric of the options.
-
-    Raises ConfigError if the run has no held-out samples, or if the metric cannot be measured.
+    """Raises ConfigError if averages of this run could not be measured: by the held-out loss if `options` is None,
+    since no samples are held out, else by the metric of the options. Call it before averages are made.
     """
     if options is None or options.metrics is None:
         _open_held_out(folder, trained.read_recipe(folder))
@@ -41,17 +39,18 @@ def require_sweep_possible(folder: Path, options: EvaluateOptions | None) -> Non
     if options.metrics[0] not in (*LOWER, *HIGHER):
         raise ConfigError(f"--metric {options.metrics[0]}: name one of {', '.join((*LOWER, *HIGHER))}")
     with reword_errors(options={"--metrics ": "--metric "}):
-        require_measurable(options)
+        require_measurable_run(options)
 
 
 def _open_held_out(folder: Path, run: Run) -> Source:
+    """Opens the run's held-out samples. Raises ConfigError if there are none."""
     source = open_sources(run.data, run=folder)[1]
     if source is None:
         raise ConfigError(f"--sweep: {folder} holds no samples out: train with data.held_out=0.05, or name a --metric")
     return source
 
 
-def sweep_loss(
+def measure_loss_by_width(
     folder: Path, step: int, widths: Sequence[float], num: int | None = None, batch: int = 32
 ) -> tuple[Path, dict[str, Any]]:
     """Measures the held-out loss of the averages of these widths at `step`, on all ranks together.
@@ -75,7 +74,7 @@ def sweep_loss(
     return _publish_scores(folder, facts, "loss", widths, scores)
 
 
-def sweep_metric(options: EvaluateOptions, widths: Sequence[float]) -> tuple[Path, dict[str, Any]]:
+def measure_metric_by_width(options: EvaluateOptions, widths: Sequence[float]) -> tuple[Path, dict[str, Any]]:
     """Measures one metric of the pictures that each average draws, from the same noise at every width. Returns the path
     of the JSON file, and its content.
 

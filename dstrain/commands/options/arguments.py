@@ -26,6 +26,7 @@ class Parser(argparse.ArgumentParser):
         self.add_argument("--local_rank", "--local-rank", type=int)  # the environment says it, too
 
     def error(self, message: str) -> NoReturn:
+        """Raises ConfigError with argparse's message, instead of ending the process."""
         raise ConfigError(f"{message}; --help shows what there is")
 
     def parse_words(self, argv: Sequence[str] | None = None) -> dict[str, Any]:
@@ -166,6 +167,7 @@ def make_words_parser(*known: str) -> Callable[[str], tuple[str, ...]]:
     """
 
     def parse_words(text: str) -> tuple[str, ...]:
+        """Splits a text at commas. Raises ArgumentTypeError for an unknown word."""
         words = tuple(dict.fromkeys(word.strip() for word in text.split(",")))
         if not set(words) <= set(known):
             raise argparse.ArgumentTypeError(f"{text!r} is not of {', '.join(known)}")

@@ -127,6 +127,7 @@ def _make_nonempty_parser(kind: Callable[[str], Any]) -> Callable[[str], Any]:
     """
 
     def parse_nonempty_word(text: str) -> Any:
+        """Returns what `kind` makes of a word. Raises ArgumentTypeError if the word is empty."""
         if not text.strip():
             raise argparse.ArgumentTypeError(
                 "gives nothing, as where a variable of the shell is not set: write a value, or leave it out"
@@ -137,6 +138,7 @@ def _make_nonempty_parser(kind: Callable[[str], Any]) -> Callable[[str], Any]:
 
 
 def _add_options(parser: Parser, found: list[tuple[Field, Spec]]) -> None:
+    """Adds each option of a verb to the parser. In names of options dashes and underscores mean the same."""
     rivals: dict[str, Any] = {}
     for entry, spec in found:
         kinds: dict[str, Any] = {"default": None if entry.default is MISSING else entry.default}
@@ -174,6 +176,7 @@ def _parse_words(parser: Parser, words: list[str], overrides: bool) -> dict[str,
 
 
 def _explain_unknown_word(word: str, parser: argparse.ArgumentParser, overrides: bool) -> str:
+    """Returns the error message for an unknown option, with the most similar known one if there is any."""
     known = parser._option_string_actions
     name, equals, value = word.lstrip("-").partition("=")
     if overrides and equals and f"--{name}" not in known:
@@ -187,7 +190,7 @@ def _explain_unknown_word(word: str, parser: argparse.ArgumentParser, overrides:
 
 
 def format_help(command: type[Command]) -> str:
-    """Returns the text of --help."""
+    """Returns the text of --help for a verb, made of its options class."""
     summary, _, notes = inspect.cleandoc(command.__doc__ or "").partition("\n\n")
     first, *other = inspect.cleandoc(command.usage).splitlines()
     lines = [*textwrap.wrap(summary, _WIDTH), "", f"usage:  {first}", *(f"        {line}" for line in other)]
@@ -207,6 +210,7 @@ def format_help(command: type[Command]) -> str:
 
 
 def _format_rows(name: str, text: str, default: str) -> list[str]:
+    """Returns the lines of --help for one option: its name, and its text with the default in brackets, wrapped."""
     if default:
         text = f"{text} ({default})"
     first = f"  {name}".ljust(_LEFT - 2)
@@ -216,16 +220,19 @@ def _format_rows(name: str, text: str, default: str) -> list[str]:
 
 
 def _name_option(entry: Field, spec: Spec) -> str:
+    """Returns the name of an option without the leading dashes, such as "num-samples"."""
     return spec.name or entry.name.replace("_", "-")
 
 
 def _format_name(entry: Field, spec: Spec) -> str:
+    """Returns an option as --help shows it, such as "--num-samples N", or "RUN" for a word without dashes."""
     if spec.positional:
         return spec.metavar
     return f"--{_name_option(entry, spec)} {spec.metavar}".rstrip()
 
 
 def _format_default(entry: Field, spec: Spec) -> str:
+    """Returns the default of an option as --help shows it, "" if none is shown."""
     if spec.shown is not None:
         return spec.shown
     if isinstance(entry.default, bool) or entry.default in (None, (), MISSING):

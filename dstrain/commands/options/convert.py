@@ -73,6 +73,9 @@ class ConvertOptions(Command):
     )
 
     def check_options(self) -> None:
+        """Raises ConfigError if the kind, PATH or --out is missing, or if options for latents are given with another
+        kind.
+        """
         if self.kind not in KINDS:
             raise ConfigError(f"name the kind of the data, one of {', '.join(KINDS)}; --help shows how")
         for name, value in (("PATH", self.path), ("--out OUT", self.out)):

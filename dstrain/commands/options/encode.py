@@ -151,8 +151,11 @@ class EncodeOptions(Weights):
         return bool(self.image_encoder or self.text_encodings or (alone and (self.text_encoder or self.max_text_len)))
 
     def check_options(self) -> None:
+        """Raises ConfigError if there is not exactly one first stage, if --out is missing, or if options do not go
+        together.
+        """
         if self.makes_pairs:
-            self._check_pairs()
+            self._check_options_of_pairs()
             return
         if (self.run is None) == (self.first_stage is None):
             raise ConfigError("name one first stage: the folder of a run, or --first-stage PATH; --help shows how")
@@ -163,7 +166,10 @@ class EncodeOptions(Weights):
                 "--ema, --raw and --checkpoint choose among a run's weights; leave them out with --first-stage"
             )
 
-    def _check_pairs(self) -> None:
+    def _check_options_of_pairs(self) -> None:
+        """Raises ConfigError if an option that embedding pairs need is missing, or if one is given that they do not
+        use.
+        """
         for name in ("out", "data"):
             if getattr(self, name) is None:
                 raise ConfigError(f"embedding pairs need --{name}: --help shows how")

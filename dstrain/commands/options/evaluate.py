@@ -139,6 +139,7 @@ class EvaluateOptions(Weights, Sampling):
     )
 
     def check_options(self) -> None:
+        """Raises ConfigError if nothing is named that can be measured, or if options do not go together."""
         if self.folder is None and self.images is None:
             raise ConfigError("name the folder of a run, for example: dstrain evaluate runs/dit-small")
         if self.metrics is None:
@@ -166,6 +167,7 @@ class EvaluateOptions(Weights, Sampling):
         return [name for name, value in found if value is not None and value is not False and value != ()]
 
     def _refuse_unused_options(self) -> None:
+        """Raises ConfigError for an option that has no effect beside --images, --write-reference or --reference."""
         for present, unused in (
             ("images", (*_DRAWING, "split", "num")),
             ("write_reference", (*_DRAWING, "reference", "against", "out")),
@@ -179,6 +181,9 @@ class EvaluateOptions(Weights, Sampling):
             raise ConfigError(f"--precision {self.precision} is of a run that draws: leave it out")
 
     def _refuse_options_beside_scenes(self, metrics: tuple[str, ...]) -> None:
+        """Raises ConfigError for an option or a metric that does not go with --metrics scenes, and for --prime-frames
+        without it.
+        """
         if "scenes" not in metrics:
             if self.prime_frames is not None:
                 raise ConfigError("--prime-frames is of --metrics scenes: leave it out")
@@ -197,4 +202,5 @@ class EvaluateOptions(Weights, Sampling):
 
 
 def _spell_option(name: str) -> str:
+    """Returns the option of a field as it is typed, such as "--num-samples"."""
     return f"--{_NAMES.get(name, name.replace('_', '-'))}"

@@ -43,6 +43,7 @@ class IndexOptions(Command):
     json: bool = option(False, "prints JSON")
 
     def check_options(self) -> None:
+        """Raises ConfigError if no data are named, or if an override is not of the section data, or is data.path."""
         if self.path.startswith("data.") and "=" in self.path:
             raise ConfigError("name the data: dstrain index DATA; --help shows how")
         for key in (word.partition("=")[0] for word in self.overrides):

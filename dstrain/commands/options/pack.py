@@ -56,6 +56,7 @@ class PackOptions(Command):
     )
 
     def check_options(self) -> None:
+        """Raises ConfigError if an override is not of the section data."""
         if wrong := [override for override in self.overrides if not override.startswith("data.")]:
             raise ConfigError(f"{wrong[0]}: beside DATA there are entries data.KEY=VALUE alone")
 

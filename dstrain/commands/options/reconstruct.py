@@ -66,6 +66,7 @@ class ReconstructOptions(Trusting):
     batch: int = option(32, "samples of one rank at a time", parse_positive_integer, metavar="N")
 
     def check_options(self) -> None:
+        """Raises ConfigError if neither --ema nor --sweep is given, or an option without the one that it needs."""
         if self.widths is None and not self.sweep:
             raise ConfigError("name the widths to make: --ema 0.05,0.10; --help shows how")
         for option_name, value, needed, given in (

@@ -35,6 +35,7 @@ class RecipeOptions(Trusting):
     overrides: tuple[str, ...] = make_words_field("key=value", "entries of the recipe")
 
     def check_options(self) -> None:
+        """Raises ConfigError for a file name that stands alone, without --recipe or --ds_config before it."""
         for override in self.overrides:
             for ending, name in _FILES:
                 if "=" not in override and override.endswith(ending):
