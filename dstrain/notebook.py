@@ -14,7 +14,7 @@ from dstrain.disk import owner
 from dstrain.distributed import group
 from dstrain.recipe import ConfigError, Run, trust
 from dstrain.runs import trained
-from dstrain.runs.weights import fit_weights
+from dstrain.runs.weights import read_adapted_weights
 from dstrain.sampling.draw import draw_all, score_batches
 from dstrain.sampling.requests import make_request
 from dstrain.systems.base import System
@@ -140,14 +140,14 @@ def load(
     if exported:
         if raw or ema is not None or step is not None:
             raise ConfigError(f"{folder} is an export and holds one set of weights: leave out ema=, raw= and step=")
-        states = {part: state for part, (state, _) in fit_weights(folder, system, system.averaged).items()}
+        states = {part: state for part, (state, _) in read_adapted_weights(folder, system, system.averaged).items()}
         networks, kinds = (
             trained.build_loaded_networks(system, states.items(), dtype, device),
             dict.fromkeys(states, "exported"),
         )
     else:
         checkpoint = trained.find_checkpoint(folder, step, ema)
-        kinds = trained.choose_kinds(system, checkpoint, run.samples.ema if ema is None else ema, raw)
+        kinds = trained.choose_weights_kinds(system, checkpoint, run.samples.ema if ema is None else ema, raw)
         networks = trained.load_networks(system, checkpoint, kinds, dtype, device)
         owner.release_holds()
         step = int(checkpoint.name.removeprefix("step_"))

@@ -31,7 +31,7 @@ from dstrain.nn.sequence import share_tokens
 from dstrain.recipe import NotSaved, Run, dump_run
 from dstrain.runs import folders, hosts
 from dstrain.runs.resume import Resume
-from dstrain.runs.weights import fit_weights, write_part_weights
+from dstrain.runs.weights import read_adapted_weights, write_part_weights
 from dstrain.sampling.draw import score_batches
 from dstrain.sampling.grids import draw_grids
 from dstrain.systems.base import System
@@ -293,7 +293,7 @@ def set_up_training(run: Run, settings: dict[str, Any], resume: Resume, watchdog
     system = systems.build(run.system, run.model)  # networks, losses, sampler: plain torch
     # Checked before, too; but a run that was waited for may have trained here since then.
     hosts.run_on_rank_0_or_exit(lambda: folders.check_and_prepare_run_folder(run, system.fingerprint(source), resume))
-    folders.share_claim(folder)
+    folders.register_claim_on_all_ranks(folder)
 
     for network in system.frozen():
         network.to(group.device())
@@ -421,7 +421,7 @@ def load_weights(
     if request is not None:
         hosts.run_on_rank_0_or_exit(lambda: folders.move_newer_steps_aside(run.directory, step))
     if step == 0:
-        loaded = fit_weights(run.init_from, system) if run.init_from is not None else {}
+        loaded = read_adapted_weights(run.init_from, system) if run.init_from is not None else {}
         get_phases().print_lines(*(f"init_from: {change}" for _, changes in loaded.values() for change in changes))
         engines.draw_weights({part: values for part, (values, _) in loaded.items()})
         ema.reset()
@@ -443,7 +443,7 @@ def finish_run(training: Training, done: int, left: bool) -> None:
         checkpoint = run.directory / "checkpoints" / f"step_{run.steps:08d}"
         parts = training.system.averaged or training.engines
         tracker.log_model(done, lambda into: write_part_weights(checkpoint, parts, run.samples.ema, into))
-    tracker.log(folders.describe_end(run, run.directory, training.first, done, saved, training.stops.reason, left))
+    tracker.log(folders.describe_run_end(run, run.directory, training.first, done, saved, training.stops.reason, left))
     tracker.write_last_report(done)
     group.leave_process_group()  # signals are still caught and ignored: all is saved
 

@@ -13,7 +13,7 @@ from PIL import Image, ImageSequence
 from dstrain.commands import job
 from dstrain.data.source import Source
 from dstrain.recipe import ConfigError, Run
-from dstrain.runs.folders import describe_end
+from dstrain.runs.folders import describe_run_end
 from dstrain.sampling.draw import draw_all
 from dstrain.systems.base import Request, System
 from dstrain.tracking.videos import make_film_grid
@@ -105,6 +105,8 @@ def test_what_cannot_be_shown_is_refused(samples, model, message):
 def test_the_last_line(tmp_path):
     """Oracle: the line written by hand: of samples only where some were drawn."""
     run = Run(steps=20)
-    assert describe_end(run, tmp_path, 0, 20, 20, None) == f"complete: 20 steps, saved in {tmp_path / 'checkpoints'}"
+    assert (
+        describe_run_end(run, tmp_path, 0, 20, 20, None) == f"complete: 20 steps, saved in {tmp_path / 'checkpoints'}"
+    )
     (tmp_path / "samples").mkdir()
-    assert describe_end(run, tmp_path, 0, 20, 20, None).endswith(f"checkpoints, samples in {tmp_path / 'samples'}")
+    assert describe_run_end(run, tmp_path, 0, 20, 20, None).endswith(f"checkpoints, samples in {tmp_path / 'samples'}")

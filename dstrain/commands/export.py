@@ -38,7 +38,7 @@ from dstrain.nn.measures import measure_relative_error
 from dstrain.recipe import ConfigError, Run
 from dstrain.runs import card, trained
 from dstrain.runs.folders import fill_new_folder
-from dstrain.runs.weights import read_state
+from dstrain.runs.weights import read_state_dict
 from dstrain.systems.base import Example, System
 
 _BATCH = 32  # samples of the data at a time
@@ -90,7 +90,7 @@ def export_run(options: ExportOptions) -> Exported:
         raise ConfigError(f"--statistics: {options.run} trains {run.system}, which has no scaling_factor: leave it out")
     checkpoint = trained.find_checkpoint(options.run, options.step, options.ema)
     ema = run.samples.ema if options.ema is None else options.ema
-    kinds = trained.choose_kinds(system, checkpoint, ema, options.raw, every=True)
+    kinds = trained.choose_weights_kinds(system, checkpoint, ema, options.raw, every=True)
     if writer is not None:  # diffusers' classes are of the first part alone
         first = next(iter(system.parts))
         kinds = {first: kinds[first]}
@@ -250,7 +250,7 @@ def _export_parts(run: Run, checkpoint: Path, kinds: dict[str, str], lora: Lora 
     for part, kind in kinds.items():
         path, weights = out / f"{part}.safetensors", _read_merged_weights(checkpoint, part, kind, lora)
         save_file(weights, path, metadata={"weights": kind, "checkpoint": checkpoint.name})
-        copy = read_state(path)
+        copy = read_state_dict(path)
         same = copy.keys() == weights.keys() and all(torch.equal(copy[name], weights[name]) for name in weights)
         errors[part] = 0.0 if same else math.inf
     return Exported("safetensors", errors, {})

@@ -169,7 +169,7 @@ def _load_run(
     `ema`, or the recipe's if that is None; with `raw` the training weights.
     """
     checkpoint = trained.find_checkpoint(folder, step, ema)
-    kinds = trained.choose_kinds(system, checkpoint, run.samples.ema if ema is None else ema, raw)
+    kinds = trained.choose_weights_kinds(system, checkpoint, run.samples.ema if ema is None else ema, raw)
     return ReadyRun(folder, run, system, trained.load_networks(system, checkpoint, kinds, dtype))
 
 

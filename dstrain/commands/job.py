@@ -337,9 +337,9 @@ def _check_and_describe_initial_weights(run: Run, system: System, options: JobOp
     """Checks that the weights of `init_from` fit, unless the run resumes or has no init_from. Returns, with --dry-run,
     lines that say what is loaded; otherwise []. Raises ConfigError if the weights do not fit.
     """
-    from dstrain.runs.weights import fit_weights
+    from dstrain.runs.weights import read_adapted_weights
 
     if run.init_from is None or options.from_scratch or folders.read_last_saved_step(run.directory):
         return []
-    changes = [change for _, changed in fit_weights(run.init_from, system).values() for change in changed]
+    changes = [change for _, changed in read_adapted_weights(run.init_from, system).values() for change in changed]
     return [f"init_from: {change}" for change in changes] if options.dry_run else []

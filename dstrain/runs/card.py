@@ -113,7 +113,7 @@ def write_model_card(
         "Run": run.name,
         "Step": f"0, imported from {imported}" if imported else f"{sealed['step']:,} of {run.steps:,}",
         "Weights": "; ".join(
-            f"{part}: {'as imported' if imported else _describe_kind(kind)}" for part, kind in kinds.items()
+            f"{part}: {'as imported' if imported else _describe_weights_kind(kind)}" for part, kind in kinds.items()
         ),
         "Seed": str(run.seed),
         "Data": "unknown" if imported else f"{run.data.path} ({data})",
@@ -215,10 +215,16 @@ def _strip_paths(value: Any) -> Any:
 
 
 def _keep_last_path_part(path: Any) -> Any:
+    """Returns the last part of a path, in the path's own type, str or Path. Returns the path itself if it has no parts,
+    as /.
+    """
     return type(path)(Path(path).name) if Path(path).name else path
 
 
-def _describe_kind(kind: str) -> str:
+def _describe_weights_kind(kind: str) -> str:
+    """Returns a kind of weights in words: "master" or "ema.0.9999" as "an average of the training weights, decay
+    0.9999".
+    """
     name, _, decay = kind.partition(".")
     return f"{_KINDS[name]} {decay}".rstrip()
 

@@ -63,6 +63,9 @@ def open_run(
     cast_weights(codec, precision)
 
     def encode_samples(batch: Batch) -> np.ndarray:
+        """Encodes images (B, C, H, W) or videos, uint8. Returns token ids, or means and deviations of latents (B, 2,
+        ...).
+        """
         pixels = batch["video"] if "video" in batch else batch["image"]
         encoded = codec.encode(pixels.float() / 127.5 - 1, batch.get("frames"))
         if codec.kind == "tokens":
@@ -75,20 +78,20 @@ def open_run(
 
 
 def _open_checkpoint(folder: Path, ema: float | None, raw: bool, step: int | None) -> Codec:
-    """Opens the codec of a run, with the weights of one of its checkpoints, in float32. Raises ConfigError as
-    `open_run` does.
+    """Opens the first stage of a run with the weights of one of its checkpoints, in float32. The arguments and the
+    errors are those of `open_run`.
     """
     run = trained.read_recipe(folder)
     system = systems.build(run.system, run.model)
     require_first_stage(system, run, folder, _RUN)
     checkpoint = trained.find_checkpoint(folder, step, ema)
-    kinds = trained.choose_kinds(system, checkpoint, run.samples.ema if ema is None else ema, raw)
+    kinds = trained.choose_weights_kinds(system, checkpoint, run.samples.ema if ema is None else ema, raw)
     first = next(iter(system.parts))  # another part, such as a discriminator, encodes nothing
     networks = trained.load_networks(system, checkpoint, {first: kinds[first]}, torch.float32)
     return Codec(networks[first], system, run, str(folder), _RUN)
 
 
-def open_diffusers(path: str, image_size: int | None, precision: Precision = "fp32") -> FirstStage:
+def open_diffusers_autoencoder(path: str, image_size: int | None, precision: Precision = "fp32") -> FirstStage:
     """Opens an AutoencoderKL of diffusers on the rank's device. `path` is its folder or its name on the hub.
     `image_size` (in pixels) is only checked; None: no check.
 
@@ -104,6 +107,7 @@ def open_diffusers(path: str, image_size: int | None, precision: Precision = "fp
         raise ConfigError(f"--image-size {image_size} is no multiple of {vae.factor}, by which {path} shrinks images")
 
     def encode_images(batch):
+        """Encodes images, uint8 (B, C, H, W). Returns means and deviations of latents, (B, 2, c, h, w)."""
         return _make_moments(*autoencoder.encode_posterior(vae.vae, batch["image"].float() / 127.5 - 1))
 
     fingerprint = vae.fingerprint()
@@ -129,7 +133,8 @@ class Encoder:
 
     def encode_batch(self, batch: Batch) -> dict[str, np.ndarray]:
         """Encodes n samples, at most encoding["batch"]. Returns arrays by name: the codes, "tokens" or "moments", (n,
-        views, ...), the encoded texts, and the other entries of the batch except pixels, (n, ...) each.
+        views, ...), where views are crops and their mirror images; the encoded texts; and the other entries of the
+        batch except pixels, (n, ...) each.
 
         A smaller batch is filled up with copies of its last sample, so that networks see one shape. Raises ConfigError
         if a value cannot be stored as a finite number.

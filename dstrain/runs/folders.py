@@ -63,11 +63,10 @@ _BESIDE = re.compile(  # what may lie beside a run, and stays
 
 
 def require_allowed_start(run: Run, fingerprint: str, resume: Resume) -> None:
-    """Checks that this run may start or resume in its folder; changes nothing. Raises ConfigError with the remedy if
-    the folder holds other files, links, imported weights, another run's checkpoints, another recipe or other data, or a
-    run whose checkpoints are lost: `saved`, which is 0 from the start until the first checkpoint, is missing or names a
-    step while no checkpoint is there. `resume` can skip the comparisons (allow_change) or all checks of an earlier run
-    (from_scratch).
+    """Raises ConfigError, with the remedy, if this run may not start or resume in its folder. Changes nothing. The
+    folder must not hold files that are no run's, links, imported weights, another run's checkpoints, a run of another
+    recipe or of other data, nor a run whose checkpoints are lost. `resume` can permit another recipe, other data and
+    another run's checkpoints (allow_change), or skip all checks of an earlier run (from_scratch).
     """
     folder = run.directory
     if folder.exists() and not folder.is_dir():
@@ -122,11 +121,12 @@ def require_allowed_start(run: Run, fingerprint: str, resume: Resume) -> None:
 
 
 def _is_run(folder: Path) -> bool:
-    """Returns whether a folder holds, or has held, a run: two files that only runs write; or one such file and
-    checkpoints; or an identity, without step_* directly in the folder. A common name, such as samples/, is not enough.
+    """Returns whether a folder holds, or has held, a run. It does with two of the files that only runs write, with one
+    of them and checkpoints, or with a run's identity and no step_* beside it. A common name, such as samples/, is not
+    enough.
     """
     marks = sum(os.path.lexists(folder / name) for name in _MARKS)
-    if marks > 1 or (marks > 0 and _list_steps(folder)):
+    if marks > 1 or (marks > 0 and _list_checkpoint_steps(folder)):
         return True
     return owner.read_identity(folder) is not None and not any(folder.glob("step_*"))  # else another's checkpoints
 
@@ -144,6 +144,7 @@ def require_no_links(folder: Path) -> None:
 
 
 def _make_link_error(path: Path) -> ConfigError:
+    """Returns a ConfigError: `path`, in a run's folder, is a link, and nothing is written through it."""
     return ConfigError(
         f"{path.parent}: {path.name} is a link to {path.resolve()}, and nothing is written through a link: put what it "
         "names in its place, or remove it"
@@ -151,9 +152,10 @@ def _make_link_error(path: Path) -> ConfigError:
 
 
 def check_and_prepare_run_folder(run: Run, fingerprint: str, resume: Resume) -> None:
-    """Checks as `require_allowed_start` does, in a folder that this process has locked. With `resume.from_scratch` then
-    moves an earlier run into earlier_N. Writes the folder's identity, a new one if the folder is a copy of another
-    run's, and then removes the copied wandb_id. Raises ConfigError also if the folder cannot be written.
+    """Checks as `require_allowed_start` does, then prepares the folder, which this process has locked. With
+    `resume.from_scratch` moves an earlier run into earlier_N. Writes the run's identity; if the folder is a copy of
+    another run's, it is a new one, and the copied wandb_id is removed. Raises ConfigError also if the folder cannot be
+    written.
     """
     require_allowed_start(run, fingerprint, resume)
     folder, checkpoints = run.directory, run.directory / "checkpoints"
@@ -175,7 +177,7 @@ def check_and_prepare_run_folder(run: Run, fingerprint: str, resume: Resume) -> 
 
 def _describe_lost_checkpoints(folder: Path) -> str | None:
     """Returns how checkpoints of the run were lost, as "has saved step 40 and holds ..."; None if none were lost."""
-    checkpoints, steps, noted = folder / "checkpoints", _list_steps(folder), _read_saved_file(folder)
+    checkpoints, steps, noted = folder / "checkpoints", _list_checkpoint_steps(folder), _read_saved_file(folder)
     if checkpoints.is_symlink() and not checkpoints.exists():
         return f"has the link checkpoints, and {os.readlink(checkpoints)} is not there"
     if checkpoints.exists() and not checkpoints.is_dir():
@@ -193,10 +195,8 @@ def _describe_lost_checkpoints(folder: Path) -> str | None:
 
 
 def read_recipe(folder: Path) -> Run:
-    """Reads the recipe that a run was trained with, as resolved. Its `folder` becomes the given one, if the run was
-    moved.
-
-    Raises ConfigError if run.yaml cannot be read, is empty or has unknown keys, or if the folder holds links.
+    """Reads the recipe that a run was trained with, with all defaults, and sets its `folder` to the given one. Raises
+    ConfigError if run.yaml cannot be read, is empty or has unknown keys, or if the folder holds links.
     """
     require_no_links(folder)
     if small.read_stripped_text(folder / "run.yaml", small.MEGABYTE) == "":
@@ -236,9 +236,9 @@ class Claimed:
 
 
 def lock_folder(folder: Path, patience: float = 60.0, busy: str | None = None, verb: str = "train") -> Claimed:
-    """Makes the folder if it is missing, and claims it for this process by a lock and a lease (disk/owner.py). Call it
-    on rank 0 only. The lock ends with its process, and earlier versions of dstrain know it; the lease also works on a
-    file system without locks.
+    """Claims a folder for this process by a lock and a lease (disk/owner.py), and makes it if it is missing. Call it on
+    rank 0 only. The lease works on a file system without locks; earlier versions of dstrain know the lock. `verb` tells
+    other commands what this one does there.
 
     Ranks of an earlier command may still be saving, so it waits for them. Raises ConfigError if the folder cannot be
     written, or, with the message `busy` if given, if another process has the folder after `patience` seconds.
@@ -286,8 +286,9 @@ def _ignore_unsupported_locks() -> Iterator[None]:
 @contextmanager
 def claim_output(out: Path, named: str, verb: str) -> Iterator[None]:
     """Makes the folder `out` and claims it: no other command writes into it within the block. At the end waits for all
-    ranks, and removes the folder if it is new and empty. Call it on all ranks. Raises ConfigError on all ranks, which
-    begins with `named`, if another command writes into the folder or it cannot be written.
+    ranks, and removes the folder if it is new and empty. Call it on all ranks. Raises ConfigError on all ranks if
+    another command writes into the folder, or if it cannot be written. The message begins with `named`, such as "--out
+    DIR"; `verb` tells other commands what this one does there.
     """
     problem, is_new = None, False
     if group.rank() == 0:
@@ -303,7 +304,7 @@ def claim_output(out: Path, named: str, verb: str) -> Iterator[None]:
     try:
         if problem := group.broadcast_from_first(problem):
             raise ConfigError(problem)
-        share_claim(out)
+        register_claim_on_all_ranks(out)
         yield
         group.barrier()
     finally:
@@ -313,9 +314,9 @@ def claim_output(out: Path, named: str, verb: str) -> Iterator[None]:
                 out.rmdir()
 
 
-def share_claim(folder: Path) -> None:
-    """Registers rank 0's claim on the folder on every rank, which checks it before each write. Call it on all ranks.
-    Waits up to 20 s until this rank sees the folder's identity, which a network file system may show late.
+def register_claim_on_all_ranks(folder: Path) -> None:
+    """Tells every rank of rank 0's claim on the folder, which each rank checks before it writes there. Call it on all
+    ranks. Waits up to 20 s until this rank sees the folder's identity, which a network file system may show late.
     """
     claim, end = group.broadcast_from_first(owner.find_claim(folder)), time.monotonic() + 20
     while claim and claim.identity and owner.read_identity(folder) != claim.identity and time.monotonic() < end:
@@ -324,6 +325,7 @@ def share_claim(folder: Path) -> None:
 
 
 def _open_lock_file(folder: Path) -> IO[str]:
+    """Opens the folder's .lock for appending, and makes both if they are missing. Raises ConfigError if this fails."""
     with report_disk_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
         if (folder / ".lock").is_symlink():
@@ -397,7 +399,7 @@ def require_step_within_run(run: Run, step: int) -> None:
 
 def read_last_saved_step(folder: Path) -> int:
     """Returns the largest step that the file `saved` or the name of a checkpoint gives; 0 if there is none."""
-    return max(_read_saved_file(folder) or 0, *_list_steps(folder), 0)
+    return max(_read_saved_file(folder) or 0, *_list_checkpoint_steps(folder), 0)
 
 
 def _read_saved_file(folder: Path) -> int | None:
@@ -406,7 +408,7 @@ def _read_saved_file(folder: Path) -> int | None:
     return int(text) if text.isascii() and text.isdigit() and len(text) < 19 else None
 
 
-def _list_steps(folder: Path) -> list[int]:
+def _list_checkpoint_steps(folder: Path) -> list[int]:
     """Returns the steps of a run's checkpoints, whole or damaged, in no order. Unfinished ones (*.tmp) are left out."""
     names = [path.name for path in (folder / "checkpoints").glob("step_*[0-9]") if path.is_dir()]
     return [int(name[5:]) for name in names if name[5:].isdigit()]
@@ -422,9 +424,7 @@ def read_earlier_settings(folder: Path) -> dict[str, Any]:
 
 
 def write_saved_step(folder: Path, step: int) -> None:
-    """Writes `step` into the file `saved` of a run's folder. Raises OSError if the folder is gone or is not
-    writable.
-    """
+    """Writes `step` into a run's file `saved`. Raises OSError if the folder is gone or cannot be written."""
     atomic.write_file(folder / "saved", f"{step}\n", make=False)  # a run's folder that was taken away stays so
 
 
@@ -476,6 +476,7 @@ def _require_unread(paths: Iterable[Path]) -> None:
 
 
 def _make_folder_for_earlier_run(folder: Path) -> Path:
+    """Makes the first folder earlier_N in `folder` that does not exist yet, and returns its path."""
     number = 1 + sum(1 for _ in folder.glob("earlier_*"))
     while (folder / f"earlier_{number}").exists():
         number += 1
@@ -483,12 +484,12 @@ def _make_folder_for_earlier_run(folder: Path) -> Path:
     return folder / f"earlier_{number}"
 
 
-def describe_end(
+def describe_run_end(
     run: Run, folder: Path, first: int, done: int, saved: int, reason: str | None, left: bool = False
 ) -> str:
-    """Returns the last line of training: how the run ended, and what to do next. `first`, `done` and `saved` are the
-    steps at which this command began and ended, and which was saved last. `reason`: why it stopped early; None: another
-    rank was stopped. `left`: it stopped before the samples and metrics after the last step were made.
+    """Returns the last line that training prints: how the run ended, and what to do next. This command began at step
+    `first` and ended at `done`; `saved` is the last saved step. `reason`: why it stopped early; None: another rank was
+    stopped. `left`: it stopped before the samples and metrics after the last step were made.
     """
     if first == run.steps and not left:
         return f"{folder} is complete: {run.steps} steps. Raise steps= to train on, or name another folder."

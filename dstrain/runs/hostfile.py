@@ -35,8 +35,8 @@ def read_hosts(command: Sequence[str]) -> list[str]:
 
 
 def require_enough_hosts(command: Sequence[str], least: int) -> None:
-    """Raises ConfigError if the hostfile of `command` names fewer hosts than `least`, for which a supervisor would wait
-    for ever, or as `read_hosts` does.
+    """Raises ConfigError if the hostfile of `command` names fewer hosts than `least`, for which `dstrain keep` would
+    wait for ever, or if `read_hosts` cannot read it.
     """
     if len(hosts := read_hosts(command)) < least:
         raise ConfigError(
@@ -53,6 +53,7 @@ def find_unreachable_hosts(hosts: Sequence[str]) -> list[str]:
 
 
 def _can_reach(host: str) -> bool:
+    """Returns whether ssh runs a command on a host without a password, within a fixed time."""
     try:
         asked = subprocess.run([*_ASK, host, "true"], capture_output=True, stdin=subprocess.DEVNULL, timeout=_SECONDS)
     except (OSError, subprocess.TimeoutExpired):

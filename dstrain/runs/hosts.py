@@ -40,7 +40,7 @@ def require_same_setup_on_all_ranks(run: Run, settings: dict[str, Any], patience
     if group.world() == 1:
         return
     get_phases().enter_phase("comparing the machines of all ranks")
-    folder, machine, code = run.directory, socket.gethostname(), _describe_code()
+    folder, machine, code = run.directory, socket.gethostname(), _list_code_versions()
     probe = folder / group.broadcast_from_first(f".shared-{secrets.token_hex(8)}")
     with folders.report_disk_errors(folder):
         if group.rank() == 0:
@@ -114,8 +114,8 @@ def require_own_folder(folder: Path, patience: float = 2.0) -> None:
 
 
 def has_lost_folder(folder: Path) -> bool:
-    """Returns whether a folder that this process has claimed now belongs to another process. It reads the disk at most
-    once in five seconds, and otherwise, or if the disk cannot be read, returns False.
+    """Returns whether a folder that this process has claimed now belongs to another process. Looks at most once in five
+    seconds: in between, and if the disk cannot be read, it returns False.
     """
     global _looked
     if time.monotonic() - _looked < _LOOK_SECONDS:
@@ -142,9 +142,9 @@ def _end_all_ranks_if_problems(problems: list[str]) -> None:
         raise SystemExit(2)
 
 
-def _describe_code() -> dict[str, str]:
-    """Returns, by package, the versions of torch and DeepSpeed, and for dstrain a hash of its source files, since the
-    files may change without a new version.
+def _list_code_versions() -> dict[str, str]:
+    """Returns {package: version} of torch and DeepSpeed, and for dstrain a hash of its source files, since the files
+    may change without a new version.
     """
     package, digest = Path(__file__).parents[1], hashlib.sha256()
     for path in sorted(package.rglob("*.py")):
@@ -168,8 +168,8 @@ def _list_setup_differences(
 
 
 def _is_seen_within(path: Path, patience: float) -> bool:
-    """Returns True as soon as a file or folder exists, or False if it does not within `patience` seconds. Opens the
-    folders above it again and again, so that NFS looks for it anew.
+    """Waits until a file or folder exists, and returns True; returns False if it does not within `patience` seconds.
+    Opens the folders above it again and again, so that NFS looks for it anew.
     """
     end = time.monotonic() + patience
     while not path.exists():

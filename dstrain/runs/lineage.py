@@ -29,7 +29,7 @@ def require_own_checkpoints(folder: Path, step: int | None) -> None:
     if own is None:
         return
     known = {own, *_read_ancestors(folder)}
-    writers = _read_writers(folder, step)
+    writers = _read_checkpoint_writers(folder, step)
     foreign = [number for number, writer in writers.items() if writer not in known]
     if not foreign:
         return
@@ -42,16 +42,16 @@ def require_own_checkpoints(folder: Path, step: int | None) -> None:
 
 
 def write_ancestors(folder: Path, adopts: bool) -> None:
-    """Appends to the folder's .ancestors the identities of other runs whose checkpoints belong to this run: the present
-    identity if the folder is a copy of another run's; and the writers of its newest checkpoints if `adopts` is True, or
-    if the folder has no identity yet. Writes nothing if there is no new one.
+    """Appends to the folder's .ancestors the identities of other runs whose checkpoints this run may resume from. These
+    are the folder's own identity if the folder is a copy of another run's, and the writers of the newest checkpoints if
+    `adopts` is True or the folder has no identity yet. Writes nothing if there is no new one.
 
     Call it before the folder gets its identity. Raises OSError if the file cannot be written.
     """
     own, known = owner.read_identity(folder), _read_ancestors(folder)
     found = {own} if own and owner.find_other_run(folder, folder) else set()  # a copy's, which is renewed
     if adopts or own is None:
-        found |= {*_read_writers(folder, None).values()} - {own}
+        found |= {*_read_checkpoint_writers(folder, None).values()} - {own}
     if new := sorted(found - {*known}):
         atomic.write_file(folder / ANCESTORS, "".join(f"{identity}\n" for identity in [*known, *new]))
 
@@ -94,7 +94,7 @@ def _read_ancestors(folder: Path) -> list[str]:
     return []
 
 
-def _read_writers(folder: Path, step: int | None) -> dict[int, str]:
+def _read_checkpoint_writers(folder: Path, step: int | None) -> dict[int, str]:
     """Returns, by step, the identity of the run that has written each of the newest checkpoints, and the one at `step`
     (None: the newest alone). Leaves out damaged checkpoints, and those of earlier versions, which name no run.
     """

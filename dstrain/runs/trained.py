@@ -18,15 +18,15 @@ from dstrain.distributed import group
 from dstrain.engine.checkpoint import read_weights
 from dstrain.recipe import ConfigError, Run, explain_write_errors, reword_errors
 from dstrain.runs import folders
-from dstrain.runs.weights import choose_kind, hold_while_choosing, require_whole_checkpoint
+from dstrain.runs.weights import choose_weights_kind, hold_checkpoints_while_choosing, require_whole_checkpoint
 from dstrain.systems.base import System
 
 Guide = tuple[Path, float | str | None, int | None]  # a run; a decay or width of its EMA, or raw; a step
 
 
 def read_recipe(folder: Path) -> Run:
-    """Reads the recipe that a run was trained with, as resolved. Raises ConfigError if `folder` is no run's, or if its
-    recipe cannot be read.
+    """Reads the recipe that a run was trained with, with all defaults filled in. Raises ConfigError if `folder` is no
+    run's, or if its recipe cannot be read.
     """
     if not (folder / "run.yaml").exists():
         raise ConfigError(
@@ -45,7 +45,7 @@ def find_checkpoint(folder: Path, step: int | None = None, ema: float | None = N
     ConfigError if there is no such checkpoint, or if it is damaged. Call it on all ranks.
     """
     steps = [folder / "checkpoints" / f"step_{step:08d}"] if step is not None else []
-    with hold_while_choosing(steps or (folder / "checkpoints").glob("step_*[0-9]")) as keep:
+    with hold_checkpoints_while_choosing(steps or (folder / "checkpoints").glob("step_*[0-9]")) as keep:
         return keep(_choose_checkpoint(folder, step, ema))
 
 
@@ -88,7 +88,7 @@ def make_writable_folder(folder: Path, option: str = "--out") -> None:
         raise ConfigError(f"{option} {folder} cannot be written: name another folder")
 
 
-def choose_kinds(
+def choose_weights_kinds(
     system: System, checkpoint: Path, ema: float | None = None, raw: bool = False, every: bool = False
 ) -> dict[str, str]:
     """Returns the kind of weights to take of each part: "ema.DECAY" of the average `ema` (None: the first), or
@@ -99,7 +99,7 @@ def choose_kinds(
     there is no such average.
     """
     return {
-        part: choose_kind(checkpoint, part, ema) if part in system.averaged and not raw else "master"
+        part: choose_weights_kind(checkpoint, part, ema) if part in system.averaged and not raw else "master"
         for part in system.parts
         if part in system.averaged or (every and any(checkpoint.glob(f"{part}-*-of-*")))
     }
@@ -119,9 +119,9 @@ def load_networks(
 def build_loaded_networks(
     system: System, states: Iterable[tuple[str, dict[str, Tensor]]], dtype: torch.dtype, device: torch.device
 ) -> dict[str, nn.Module]:
-    """Builds the system's networks, loads `states`, pairs of a part and its state dict, into them, and returns the
-    networks of these parts, by part, in eval mode on a device. Weights are converted to `dtype`; buffers keep their
-    dtype. Also moves the system's frozen networks to the device.
+    """Builds the system's networks, and loads `states` into them, pairs of (part, state dict). Returns the networks of
+    these parts, by part, in eval mode on a device. Weights are converted to `dtype`; buffers keep their dtype. Also
+    moves the system's frozen networks to the device.
     """
     fresh, loaded = system.networks(), {}
     for part, state in states:
@@ -137,8 +137,8 @@ def build_loaded_networks(
 
 
 def load_guide(guide: Guide, system: System, scale: float, dtype: torch.dtype) -> nn.Module:
-    """Returns the network of another run, checkpoint or average that guides samples (Karras et al. 2024), in eval mode
-    on the rank's device.
+    """Returns the network that guides samples of `system` (Karras et al. 2024), in eval mode on the rank's device.
+    `guide` names it: a run, another average or "raw" (None: the recipe's average), and a step (None: the newest).
 
     Raises ConfigError if it cannot be loaded, if it cannot guide samples of `system`, or if `scale` is 1, at which
     guidance has no effect.
@@ -152,7 +152,7 @@ def load_guide(guide: Guide, system: System, scale: float, dtype: torch.dtype) -
         system.require_guide(other)
         ema = None if raw else weights
         checkpoint = find_checkpoint(folder, step, ema)
-        kinds = choose_kinds(other, checkpoint, run.samples.ema if ema is None else ema, raw)
+        kinds = choose_weights_kinds(other, checkpoint, run.samples.ema if ema is None else ema, raw)
         return load_networks(other, checkpoint, kinds, dtype)["denoiser"]
 
 

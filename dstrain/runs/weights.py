@@ -38,15 +38,15 @@ _MODEL = "diffusion_pytorch_model"  # what diffusers calls its files
 _INDICES = (_INDEX, f"{_MODEL}.safetensors.index.json")
 
 
-def fit_weights(path: Path, system: System, parts: Iterable[str] | None = None) -> Adapted:
+def read_adapted_weights(path: Path, system: System, parts: Iterable[str] | None = None) -> Adapted:
     """Reads weights from `path` and adapts them to the system's networks. Returns {part: (values by state-dict name,
     notes)}; the notes say what was changed, and the first one counts what was loaded, replaced and left out.
 
     `path` is a run's folder (its newest whole checkpoint is read, and of it the first EMA if there is one), a
     checkpoint's folder, or a consolidated or exported one. For the first part alone it may also be a folder of
-    diffusers (of the network, or of a pipeline with it), a universal folder of DeepSpeed, or what `read_state` takes.
-    Other parts than the first may be absent, since an adversary may join later. `parts` limits the parts that are
-    looked for; None: all.
+    diffusers (of the network, or of a pipeline with it), a universal folder of DeepSpeed, or what `read_state_dict`
+    takes. Other parts than the first may be absent, since an adversary may join later. `parts` limits the parts that
+    are looked for; None: all.
 
     Raises ConfigError, with the remedy, if weights are unreadable or damaged, or do not fit.
     """
@@ -54,7 +54,7 @@ def fit_weights(path: Path, system: System, parts: Iterable[str] | None = None) 
     if path.name in (f"{_MODEL}.safetensors", f"{_MODEL}.bin") and (path.parent / "config.json").is_file():
         path = path.parent  # the names in it are those of diffusers
     if (path / "checkpoints").is_dir():
-        with hold_while_choosing((path / "checkpoints").glob("step_*[0-9]")) as keep:
+        with hold_checkpoints_while_choosing((path / "checkpoints").glob("step_*[0-9]")) as keep:
             newest = Store(path / "checkpoints", check=require_loadable_checkpoint).find_newest()
             if newest is None:
                 raise ConfigError(f"init_from={path}: the run has no whole checkpoint; train it first, or name another")
@@ -66,10 +66,10 @@ def fit_weights(path: Path, system: System, parts: Iterable[str] | None = None) 
         adapted, notes = _read_checkpoint(path, system, first, others)
     elif files := _find_consolidated_parts(path, first, others):
         require_unaltered_files(files.values(), together=True)
-        adapted = {part: _adapt_part(system, part, read_state(file), file) for part, file in files.items()}
+        adapted = {part: _adapt_part(system, part, read_state_dict(file), file) for part, file in files.items()}
     elif config_file := _find_diffusers_config(path, system):
         config = read_json(config_file)
-        state, notes = system.from_diffusers(read_state(config_file.parent), config)
+        state, notes = system.from_diffusers(read_state_dict(config_file.parent), config)
         adapted = {first: _adapt_part(system, first, state, f"{config_file.parent} ({config['_class_name']})")}
     elif path.is_dir() and deepspeed_files.is_universal_checkpoint(path):
         adapted = {first: _adapt_part(system, first, _read_universal_folder(path), path)}
@@ -80,7 +80,7 @@ def fit_weights(path: Path, system: System, parts: Iterable[str] | None = None) 
                 f"`dstrain consolidate {path} --trust-pickle --out DIR`, and name DIR"
             )
         require_unaltered_files([path], together=True)
-        state = read_state(path)
+        state = read_state_dict(path)
         if not (path.parent / CONSOLIDATED).exists():
             state, notes = system.rename_published(first, state)
         adapted = {first: _adapt_part(system, first, state, path)}
@@ -109,7 +109,7 @@ def _read_checkpoint(path: Path, system: System, first: str, others: list[str]) 
         )
     adapted, notes = {}, []
     for part in (part for part in (first, *others) if part in parts):
-        kind = choose_kind(path, part)
+        kind = choose_weights_kind(path, part)
         if part != first and kind == "master" and (path / "deepspeed").is_dir():
             notes.append(f"{part} lies in DeepSpeed's own files in {path} and begins anew")
         else:
@@ -232,7 +232,7 @@ def write_part_weights(checkpoint: Path, parts: Iterable[str], ema: float | None
     if (recipe := checkpoint.parent.parent / "run.yaml").exists():
         shutil.copyfile(recipe, folder / "run.yaml")
     for part in parts:
-        kind = choose_kind(checkpoint, part, ema if ema in read_ema_decays(checkpoint, part) else None)
+        kind = choose_weights_kind(checkpoint, part, ema if ema in read_ema_decays(checkpoint, part) else None)
         save_file(
             read_weights(checkpoint, part, kind),
             folder / f"{part}.safetensors",
@@ -242,14 +242,15 @@ def write_part_weights(checkpoint: Path, parts: Iterable[str], ema: float | None
 
 
 @contextmanager
-def hold_while_choosing(candidates: Iterable[Path]) -> Iterator[Callable[[Path], Path]]:
-    """Within the block, a training run does not remove the `candidates`, which are folders of checkpoints. Yields a
-    function that takes the chosen folder, protects it from removal also after the block, until this process ends or
-    calls `owner.release_holds`, and returns it. Call it on all ranks; rank 0 alone writes the holds.
+def hold_checkpoints_while_choosing(candidates: Iterable[Path]) -> Iterator[Callable[[Path], Path]]:
+    """Keeps training runs from removing the folders of checkpoints `candidates` within the block. Yields a function
+    that is called with the chosen folder and returns it: this one stays protected also after the block, until this
+    process ends or calls `owner.release_holds`. Call it on all ranks; rank 0 alone writes the holds.
     """
     held = {path: owner.Hold(path) for path in candidates} if group.rank() == 0 else {}
 
     def keep_chosen(path: Path) -> Path:
+        """Protects the chosen folder from removal also after the block, and returns it."""
         if group.rank() == 0:
             held.pop(path, None) or owner.Hold(path)
         return path
@@ -262,8 +263,8 @@ def hold_while_choosing(candidates: Iterable[Path]) -> Iterator[Callable[[Path],
 
 
 def require_whole_checkpoint(checkpoint: Path) -> Path:
-    """Checks the hashes of a checkpoint's files. Returns `checkpoint`, or raises ConfigError if a file is missing or
-    damaged.
+    """Compares a checkpoint's files with their hashes. Returns `checkpoint`, or raises ConfigError if a file is missing
+    or damaged.
     """
     if fault := Store(checkpoint.parent, check=require_loadable_checkpoint).find_fault(
         int(checkpoint.name.removeprefix("step_"))
@@ -272,7 +273,7 @@ def require_whole_checkpoint(checkpoint: Path) -> Path:
     return checkpoint
 
 
-def choose_kind(path: Path, part: str, ema: float | None = None) -> str:
+def choose_weights_kind(path: Path, part: str, ema: float | None = None) -> str:
     """Returns the kind of weights to take of a part of the checkpoint `path`: "ema.DECAY" of the average `ema` or, if
     `ema` is None, of the first average, or "master" if there is no average. Raises ConfigError if the checkpoint lacks
     the average `ema`.
@@ -289,8 +290,8 @@ def choose_kind(path: Path, part: str, ema: float | None = None) -> str:
 
 
 def _describe_averages(run: Path, ema: float) -> str:
-    """Returns the end of an error message: the widths whose averages `dstrain reconstruct` has made of a run, and
-    whether it can make `ema`; "" if there is nothing to say.
+    """Returns the end of an error message about an average that is missing: the widths that `dstrain reconstruct` has
+    made of a run, and whether it can make `ema`; "" if neither helps.
     """
     made = sorted((path.name for path in (run / RECONSTRUCTED).glob("*") if any(path.glob("step_*"))), key=float)
     makes = ema <= WIDEST and any((run / snapshots.FOLDER).glob("step_*"))
@@ -299,9 +300,9 @@ def _describe_averages(run: Path, ema: float) -> str:
     )
 
 
-def read_state(path: str | Path) -> dict[str, Tensor]:
-    """Reads the state dict in a file, or in the files of a folder, on the CPU. Of a file with averages it returns an
-    average. Prefixes of DataParallel and torch.compile are removed from the names.
+def read_state_dict(path: str | Path) -> dict[str, Tensor]:
+    """Reads the state dict in a file, or in the files of a folder, on the CPU. If the file holds averages, too, returns
+    an average. Prefixes of DataParallel and torch.compile are removed from the names.
 
     Pickled files are read by torch's restricted unpickler: nothing in them is executed. Raises ConfigError if a file is
     missing or damaged, holds other objects than tensors and plain values, or holds no state dict.

@@ -37,7 +37,7 @@ from dstrain.disk.sealed import render_sealed_json
 from dstrain.encoders.autoencoder import Autoencoder, hash_network
 from dstrain.recipe import ConfigError
 from dstrain.runs import first_stage
-from dstrain.runs.weights import fit_weights
+from dstrain.runs.weights import read_adapted_weights
 from dstrain.systems.dit.presets import PRESETS
 from dstrain.systems.iddpm import to_diffusers as unets
 from dstrain.systems.optional import Imports
@@ -243,7 +243,7 @@ def test_an_export_and_its_card(tmp_path, name, words, kind, own):
         drawn, expected = torch.load(tmp_path / "drawn.pt"), writer.draw_expected(system, {first: nets[first].eval()})
         assert (drawn - expected).abs().max() <= writer.TOLERATED["code"] * expected.abs().max()
         (tmp_path / "drawn.pt").unlink()
-    values, notes = fit_weights(out, system)[first]
+    values, notes = read_adapted_weights(out, system)[first]
     state = nets[first].state_dict()
     assert values.keys() == state.keys() and all(torch.equal(values[key], state[key]) for key in state)
     assert notes[0].startswith(f"{first}: {len(state)} tensors loaded, 0 replaced")
@@ -325,7 +325,7 @@ def test_parts_of_an_export_are_read_apart(tmp_path):
     folder, nets = begun(tmp_path, "tiny-vae", discriminator)
     export_run(ExportOptions(folder, tmp_path / "out", "safetensors"))
     run = recipe.load_recipe(folder / "run.yaml")
-    found = fit_weights(tmp_path / "out", systems.build("vae", run.model))
+    found = read_adapted_weights(tmp_path / "out", systems.build("vae", run.model))
     assert found.keys() == nets.keys() == {"autoencoder", "discriminator"}
     for part, (values, notes) in found.items():
         state = nets[part].state_dict()
@@ -334,7 +334,7 @@ def test_parts_of_an_export_are_read_apart(tmp_path):
             f"{part}: {len(state)} tensors loaded, 0 replaced, 0 left, from {tmp_path / 'out' / part}.safetensors"
         ]
     (tmp_path / "out" / "discriminator.safetensors").unlink()
-    ((_, notes),) = fit_weights(tmp_path / "out", systems.build("vae", run.model)).values()
+    ((_, notes),) = read_adapted_weights(tmp_path / "out", systems.build("vae", run.model)).values()
     assert notes[1] == f"discriminator is not in {tmp_path / 'out'} and begins anew"
 
 
@@ -370,7 +370,7 @@ def test_two_parts_in_deepspeeds_files(tmp_path):
         nets["autoencoder"].state_dict(),
     )
     assert export_run(ExportOptions(folder, tmp_path / "out")).name == "AutoencoderKL"
-    ((values, notes),) = fit_weights(folder, system).values()
+    ((values, notes),) = read_adapted_weights(folder, system).values()
     assert all(torch.equal(values[name], state[name]) for name in state)
     assert "discriminator lies in DeepSpeed's own files" in notes[-1] and notes[-1].endswith("begins anew")
     exact, near = (first_stage.open_run(folder, precision=precision) for precision in ("fp32", "bf16"))
@@ -399,7 +399,7 @@ def test_a_consolidated_folder_is_a_first_stage(tmp_path):
     system = systems.build("vae", recipe.load_recipe(folder / "run.yaml").model)
     for given in (tmp_path / "both", path.parent, path):  # the folder, one part's of it, one file
         with pytest.raises(ValueError, match="is damaged .autoencoder/model.safetensors has altered bytes"):
-            fit_weights(given, system)
+            read_adapted_weights(given, system)
 
 
 @pytest.mark.parametrize("format", ["diffusers", "safetensors"])

@@ -32,7 +32,7 @@ from dstrain.engine.checkpoint import read_weights
 from dstrain.engine.ema.combine import hash_snapshots
 from dstrain.recipe import ConfigError
 from dstrain.runs import first_stage
-from dstrain.runs.weights import fit_weights
+from dstrain.runs.weights import read_adapted_weights
 from tests.commands.test_export import DISCRIMINATOR, begun
 from tests.engine.ema.test_profiles import published_solution
 from tests.runs.test_weights import here
@@ -148,7 +148,7 @@ def test_its_own_average_stays_that_of_the_checkpoint(made, tmp_path, capsys):
     with pytest.raises(ConfigError, match="holds no EMA of decay 0.99; it holds 0.9; reconstructed"):
         generate_samples(GenerateOptions(folder, num=1, ema=0.99, out=tmp_path / "x"))
     system = systems.build("dit", other.recipe.model)
-    begins = fit_weights(folder / "reconstructed" / "0.15" / "step_00000007", system)["denoiser"][0]
+    begins = read_adapted_weights(folder / "reconstructed" / "0.15" / "step_00000007", system)["denoiser"][0]
     assert all(
         torch.equal(begins[name], value)
         for name, value in dstrain.load(folder, ema=0.15).networks["denoiser"].state_dict().items()

@@ -8,7 +8,7 @@ import torch
 from dstrain import rng, systems
 from dstrain.encoders.autoencoder import Autoencoder, encode_posterior, hash_network, read_encoding_config_and_weights
 from dstrain.recipe import ConfigError
-from dstrain.runs.first_stage import open_diffusers
+from dstrain.runs.first_stage import open_diffusers_autoencoder
 from dstrain.systems.base import Request
 from tests.support import first_stage
 
@@ -191,4 +191,4 @@ def test_a_dit_of_representations(tmp_path):
     with pytest.raises(ConfigError, match="image_size: 32 in the recipe, 16 in autoencoder"):
         systems.build("dit", model | {"image_size": 32})
     with pytest.raises(ConfigError, match=f"--image-size 32: {path} encodes pictures of 16 pixels alone"):
-        open_diffusers(str(path), 32)
+        open_diffusers_autoencoder(str(path), 32)

@@ -298,7 +298,7 @@ def cases() -> dict[str, tuple[str, object, Callable[[Path], object]]]:
     """Name of a case -> (path below its folder, content or what makes it, what reads it)."""
     table: dict[str, tuple[str, object, Callable[[Path], object]]] = {}
     for name, content in WEIGHTS.items():
-        table[f"weights: {name}"] = (f"w/{name}", content, weights.read_state)
+        table[f"weights: {name}"] = (f"w/{name}", content, weights.read_state_dict)
         if name.endswith(".safetensors") and name not in HARMLESS:
             table[f"header: {name}"] = (f"w/{name}", content, safetensors_io.read_header)
         elif not name.endswith(".safetensors"):
@@ -325,7 +325,7 @@ def cases() -> dict[str, tuple[str, object, Callable[[Path], object]]]:
         f"index of weights: {name}": (
             "w/model.safetensors.index.json",
             content,
-            lambda path: weights.read_state(path.parent),
+            lambda path: weights.read_state_dict(path.parent),
         )
         for name, content in JSONS.items()
     }
@@ -355,8 +355,8 @@ def cases() -> dict[str, tuple[str, object, Callable[[Path], object]]]:
         ("folder", os.mkdir),
     ):
         table |= {
-            f"{kind} as weights": ("w/a.safetensors", make, weights.read_state),
-            f"{kind} as a pickle": ("w/a.pt", make, weights.read_state),
+            f"{kind} as weights": ("w/a.safetensors", make, weights.read_state_dict),
+            f"{kind} as a pickle": ("w/a.pt", make, weights.read_state_dict),
             f"{kind} as prompts": ("p.txt", make, lambda path: arguments.read_nonempty_lines(str(path))),
             f"{kind} as a list": ("t/l.csv", make, first_listed),
             f"{kind} as captions": ("c.csv", make, read_captions),

@@ -20,7 +20,7 @@ from dstrain.data.sources.images import open_images
 from dstrain.engine.checkpoint import read_weights
 from dstrain.recipe import ConfigError, load_recipe
 from dstrain.runs import trained
-from dstrain.runs.weights import fit_weights
+from dstrain.runs.weights import read_adapted_weights
 from dstrain.sampling.draw import draw_all
 from dstrain.systems.base import Request
 from tests.support import clips, first_stage, tokenizer, towers
@@ -132,7 +132,7 @@ def same_parts(run, out, kind):
     assert load_recipe(out / "recipe.yaml") == recipe
     first = next(iter(system.parts))
     expected = read_weights(trained.find_checkpoint(run), first, kind)
-    weights, remarks = fit_weights(out / f"{first}.safetensors", system)[first]
+    weights, remarks = read_adapted_weights(out / f"{first}.safetensors", system)[first]
     assert remarks == [f"{first}: {len(expected)} tensors loaded, 0 replaced, 0 left, from {out / first}.safetensors"]
     assert weights.keys() == expected.keys()
     assert all(torch.equal(weights[name], expected[name]) for name in expected)
@@ -296,7 +296,9 @@ def test_the_whole_way(tmp_path):
     pictures = np.load(tmp_path / "pictures" / "samples_4x16x16x3.npz")["arr_0"].astype(int)
     recipe, system = trained.read_recipe(dit), systems.build("dit", trained.read_recipe(dit).model)
     at = trained.find_checkpoint(dit)
-    nets = trained.load_networks(system, at, trained.choose_kinds(system, at, recipe.samples.ema), torch.float32)
+    nets = trained.load_networks(
+        system, at, trained.choose_weights_kinds(system, at, recipe.samples.ema), torch.float32
+    )
 
     def drawn(system, seeds, labels, guidance_scale=recipe.samples.guidance_scale):
         request = Request(
@@ -320,16 +322,16 @@ def test_the_whole_way(tmp_path):
 
     done = export_run(Export(dit, tmp_path / "pipeline"))
     assert done.name == "DiTPipeline" and done.errors["code"] <= 1.01 / 255
-    ((values, notes),) = fit_weights(tmp_path / "pipeline", system).values()
+    ((values, notes),) = read_adapted_weights(tmp_path / "pipeline", system).values()
     expected = read_weights(at, "denoiser", f"ema.{recipe.samples.ema or recipe.ema.decays[0]!r}")
     assert len(notes) == 1 and values.keys() == expected.keys()
     assert all(torch.equal(values[name], expected[name]) for name in expected)
     card = (tmp_path / "pipeline" / "README.md").read_text()
     assert (dit / "data.txt").read_text().strip() in card and "| Step | 60 of 60 |" in card
     assert (tmp_path / "pipeline" / "samples.png").read_bytes() == (dit / "samples/step_00000060.png").read_bytes()
-    assert fit_weights(tmp_path / "pipeline", systems.build("vae", trained.read_recipe(run).model))["autoencoder"][1][
-        0
-    ].endswith(f"0 replaced, 0 left, from {tmp_path / 'pipeline' / 'vae'} (AutoencoderKL)")
+    assert read_adapted_weights(tmp_path / "pipeline", systems.build("vae", trained.read_recipe(run).model))[
+        "autoencoder"
+    ][1][0].endswith(f"0 replaced, 0 left, from {tmp_path / 'pipeline' / 'vae'} (AutoencoderKL)")
     assert export_run(Export(dit, tmp_path / "x", "safetensors", ema=0.99)).errors == {"denoiser": 0.0}
     same_parts(dit, tmp_path / "x", "ema.0.99")
     export_run(Export(run, tmp_path / "y", "safetensors", raw=True))

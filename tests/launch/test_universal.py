@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from dstrain import recipe, systems
 from dstrain.commands.consolidate import Order, consolidate_weights
 from dstrain.engine.optimizers import group_weights
-from dstrain.runs.weights import fit_weights, read_state
+from dstrain.runs.weights import read_adapted_weights, read_state_dict
 from tests.launch import check_universal
 from tests.support.checkpoints import convert
 from tests.support.launch import ROOT, free_port, run
@@ -50,7 +50,7 @@ def folders(tmp_path_factory, system):
         (at / "native").symlink_to(native)
         convert(native, at / "universal")
         consolidate_weights(Order(at / "run", at / "merged", "raw", trust_pickle=True))
-        save_file(read_state(at / "merged"), at / "expected.safetensors")
+        save_file(read_state_dict(at / "merged"), at / "expected.safetensors")
         (at / "groups.json").write_text(json.dumps(groups))
     return folder
 
@@ -74,15 +74,15 @@ def test_there_and_back(folders, system, tmp_path, stage):
     run begins from the folder. DeepSpeed's own files that are not universal are refused with the remedy, as before.
     """
     at = folders / str(stage)
-    expected = read_state(at / "expected.safetensors")
-    ((part, (found, notes)),) = fit_weights(at / "universal", system).items()
+    expected = read_state_dict(at / "expected.safetensors")
+    ((part, (found, notes)),) = read_adapted_weights(at / "universal", system).items()
     assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in expected)
     assert notes[0].startswith(f"{part}: {len(expected)} tensors loaded, 0 replaced, 0 left")
     with pytest.raises(ValueError, match="merge them with `dstrain consolidate"):
-        fit_weights((at / "native").resolve(), system)
+        read_adapted_weights((at / "native").resolve(), system)
     part = shutil.copytree(at / "universal", tmp_path / "part", ignore=shutil.ignore_patterns("*_model_states.pt"))
     with pytest.raises(ValueError, match="part lacks mp_rank_00_model_states.pt .*: copy it from the folder"):
-        fit_weights(part, system)
+        read_adapted_weights(part, system)
     words = train(tmp_path / "next", 2, *WORDS, f"init_from={at / 'universal'}")
     assert f"{len(expected)} tensors loaded" in finish(words)
 

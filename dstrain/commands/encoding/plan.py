@@ -45,7 +45,7 @@ def plan_encoding(options: EncodeOptions) -> Plan:
         stage = first_stage.open_run(options.run, options.ema, options.raw, options.step, options.precision)
     else:
         assert options.first_stage is not None
-        stage = first_stage.open_diffusers(options.first_stage, options.image_size, options.precision)
+        stage = first_stage.open_diffusers_autoencoder(options.first_stage, options.image_size, options.precision)
     if options.crops is None and options.crop != "random":
         raise ConfigError(f"--crop {options.crop}: say how many of each image, such as --crops 4")
     if _encodes_videos(stage) and options.crops is not None:

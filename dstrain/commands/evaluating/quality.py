@@ -166,7 +166,7 @@ def _open_measured_data(options: EvaluateOptions, run: Run | None) -> tuple[Imag
     source = _open_images_to_enlarge(options, run) if system.starts_from_data else None
     sampler = system.sampler(*((run.samples.sampler,) if options.sampler is None else (options.sampler, "--sampler")))
     checkpoint = trained.find_checkpoint(options.run_folder, options.step, options.ema)
-    kinds = trained.choose_kinds(
+    kinds = trained.choose_weights_kinds(
         system, checkpoint, run.samples.ema if options.ema is None else options.ema, options.raw
     )
     step = read_manifest(checkpoint)["step"]  # before the measurement, in which training may remove the checkpoint

@@ -22,7 +22,7 @@ from dstrain.nn.lora import ATTENTION, Lora, convert_adapters_to_peft
 from dstrain.nn.measures import measure_relative_error
 from dstrain.recipe import ConfigError
 from dstrain.runs import trained
-from dstrain.runs.weights import fit_weights
+from dstrain.runs.weights import read_adapted_weights
 from dstrain.systems.dit.to_diffusers import rename_adapters, save_export
 from tests.support.launch import ROOT, launch
 from tests.systems.dit import test_pixart, test_sd3
@@ -100,7 +100,7 @@ def test_exported_run(tmp_path: Path) -> None:
     from peft import PeftModel
 
     plain, _ = test_sd3.build_told(tmp_path)
-    values, _ = fit_weights(test_sd3.write(tmp_path / "weights", "folder"), plain)["denoiser"]
+    values, _ = read_adapted_weights(test_sd3.write(tmp_path / "weights", "folder"), plain)["denoiser"]
     base = plain.networks()["denoiser"]
     base.load_state_dict(values)
     save_export(plain, {"denoiser": base}, tmp_path / "out")
@@ -123,7 +123,7 @@ def test_exported_run(tmp_path: Path) -> None:
     recipe = trained.read_recipe(run)
     system = systems.build(recipe.system, recipe.model)
     checkpoint = trained.find_checkpoint(run)
-    network = trained.load_networks(system, checkpoint, trained.choose_kinds(system, checkpoint), torch.float32)
+    network = trained.load_networks(system, checkpoint, trained.choose_weights_kinds(system, checkpoint), torch.float32)
     pipeline = StableDiffusion3Pipeline.from_pretrained(tmp_path / "out")
     theirs = PeftModel.from_pretrained(deepcopy(pipeline.transformer), tmp_path / "adapters").eval()
     found, expected = predict_both("sd3", system, network["denoiser"], pipeline.transformer.eval())

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import save_file
 
 from dstrain import systems
-from dstrain.runs.weights import read_state
+from dstrain.runs.weights import read_state_dict
 from dstrain.systems.dit import weights
 from dstrain.systems.dit.network import DiT
 from tests.systems.dit.cases import TINY
@@ -76,7 +76,7 @@ def test_files(tmp_path, kind):
             }[kind],
             path,
         )
-    found = read_state(path)
+    found = read_state_dict(path)
     assert same(found, state)
     fitted, notes = weights.adapt_weights(found, small())
     assert same(fitted, state) and notes == []
@@ -88,7 +88,7 @@ def test_malicious_pickle_is_refused(tmp_path):
     for content in (Malice(tmp_path / "harm"), {"ema": {}, "args": Malice(tmp_path / "harm")}):
         torch.save(content, tmp_path / "w.pt")
         with pytest.raises(ValueError, match="was not loaded"):
-            read_state(tmp_path / "w.pt")
+            read_state_dict(tmp_path / "w.pt")
     assert not (tmp_path / "harm").exists()
 
 
@@ -101,7 +101,7 @@ def test_unreadable_files(tmp_path):
     torch.save([torch.ones(1)], tmp_path / "list.pt")
     for name in ("absent.pt", "empty", "noise.pt", "noise.safetensors", "other.pt", "list.pt"):
         with pytest.raises(ValueError, match=re.escape(name)):
-            read_state(tmp_path / name)
+            read_state_dict(tmp_path / name)
 
 
 def test_other_resolution():

@@ -8,7 +8,7 @@ from safetensors.torch import save_file
 
 from dstrain import systems
 from dstrain.nn import fitting
-from dstrain.runs.weights import read_state
+from dstrain.runs.weights import read_state_dict
 from dstrain.systems.iddpm import weights
 from tests.support import golden
 from tests.systems.iddpm.test_golden import section
@@ -60,7 +60,7 @@ def test_round_trip(tmp_path, changes):
     system = build(**changes)
     state = state_of(system)
     save_file(state, tmp_path / "w.safetensors")
-    fitted, notes = system.adapt("denoiser", read_state(tmp_path / "w.safetensors"))
+    fitted, notes = system.adapt("denoiser", read_state_dict(tmp_path / "w.safetensors"))
     network = system.networks()["denoiser"]
     network.load_state_dict(fitted)
     assert same(network.state_dict(), state) and len(notes) == 1

@@ -7,7 +7,7 @@ from diffusers import PriorTransformer as Published
 from diffusers.schedulers import scheduling_ddpm, scheduling_unclip
 
 from dstrain import rng, systems
-from dstrain.runs.weights import fit_weights, read_state
+from dstrain.runs.weights import read_adapted_weights, read_state_dict
 from dstrain.systems.base import Request
 from dstrain.systems.prior import to_diffusers
 from dstrain.systems.prior.network import PriorTransformer
@@ -111,7 +111,7 @@ def ours_of(theirs, tmp_path, **changes):
     theirs.save_pretrained(tmp_path / "published")
     path = str(tmp_path / "published")
     system = systems.build("prior", SIZE | {"image_embed_stats": path, "normalize_embeds": False} | changes)
-    state, notes = system.adapt("denoiser", read_state(path))
+    state, notes = system.adapt("denoiser", read_state_dict(path))
     network = system.networks()["denoiser"]
     network.load_state_dict(state)
     return system, network.eval(), notes
@@ -140,7 +140,7 @@ def test_there_and_back(tmp_path, changes):
                 weight.normal_()
     to_diffusers.save_export(system, {"denoiser": network}, out)
     for path in (out, out / "prior"):  # what init_from reads
-        state, _ = system.adapt("denoiser", read_state(path))
+        state, _ = system.adapt("denoiser", read_state_dict(path))
         assert state.keys() == network.state_dict().keys()
         assert all(torch.equal(state[name], value) for name, value in network.state_dict().items())
     example = system.encode(system.synthetic(6))
@@ -213,7 +213,7 @@ def test_unclip_scheduler(tmp_path, monkeypatch, prediction, total, steps):
     torch.testing.assert_close(scheduler.betas.double(), system.diffusion.tables["betas"], rtol=1e-4, atol=1e-7)
     scheduler.betas = system.diffusion.tables["betas"]
     scheduler.alphas, scheduler.alphas_cumprod = 1 - scheduler.betas, system.diffusion.tables["alphas_cumprod"]
-    null = read_state(tmp_path / "out" / "prior" / "null_text.safetensors")
+    null = read_state_dict(tmp_path / "out" / "prior" / "null_text.safetensors")
 
     _, _, embed, encodings, mask = inputs(4)
     seeds = torch.arange(4)
@@ -303,17 +303,17 @@ def test_heads_must_agree(tmp_path, changes, words):
     """Oracle: diffusers' own folder, whose weights fit another number of heads, too."""
     published().save_pretrained(tmp_path / "prior")
     stats = {"image_embed_stats": str(tmp_path / "prior"), "normalize_embeds": False}
-    values, notes = fit_weights(tmp_path, systems.build("prior", SIZE | stats))["denoiser"]
+    values, notes = read_adapted_weights(tmp_path, systems.build("prior", SIZE | stats))["denoiser"]
     assert notes[0].endswith(f"from {tmp_path / 'prior'} (PriorTransformer)") and "clip_mean" not in values
     with pytest.raises(ValueError, match=words):
-        fit_weights(tmp_path, systems.build("prior", SIZE | stats | changes))
+        read_adapted_weights(tmp_path, systems.build("prior", SIZE | stats | changes))
 
 
 def test_statistics_must_agree(tmp_path):
     """Oracle: a ValueError that names image_embed_stats; widths and files that do not fit are refused, too."""
     theirs = published()
     theirs.save_pretrained(tmp_path / "published")
-    state = read_state(tmp_path / "published")
+    state = read_state_dict(tmp_path / "published")
     with pytest.raises(ValueError, match="set model.image_embed_stats"):
         systems.build("prior", SIZE).adapt("denoiser", state)
     with pytest.raises(ValueError, match="encoder_hidden_states_proj.*max_text_len"):

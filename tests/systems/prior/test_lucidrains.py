@@ -103,7 +103,9 @@ def test_an_original_file(tmp_path, monkeypatch, capsys, name):
     assert ("cosine_similarity is true from version 1.4" in err + out) == (name == "products")
     run = trained.read_recipe(tmp_path / "run")
     system, at = systems.build(run.system, run.model), trained.find_checkpoint(tmp_path / "run")
-    networks = trained.load_networks(system, at, trained.choose_kinds(system, at, run.samples.ema), torch.float32)
+    networks = trained.load_networks(
+        system, at, trained.choose_weights_kinds(system, at, run.samples.ema), torch.float32
+    )
     network, (x, t, texts) = networks["denoiser"].eval().requires_grad_(False), inputs()
     if not system.config.text_tokens:
         texts = {"text_embed": texts["text_embed"]}
@@ -136,7 +138,7 @@ def test_what_is_refused(tmp_path):
         ({"lucidrains": None}, "model.lucidrains={}"),
     ):
         with pytest.raises(ConfigError, match=words):
-            weights.fit_weights(tmp_path / "file.pth", systems.build("prior", CASES["texts"] | changes))
+            weights.read_adapted_weights(tmp_path / "file.pth", systems.build("prior", CASES["texts"] | changes))
     for content, words in (
         (state_of("texts") | {"noise_scheduler.betas": torch.zeros(0)}, "the file's 0 betas are not"),
         (state_of("texts") | {"noise_scheduler.betas": torch.tensor(0.1)}, "the file's 1 betas, from"),
@@ -144,7 +146,7 @@ def test_what_is_refused(tmp_path):
     ):
         torch.save(content, tmp_path / "other.pth")
         with pytest.raises(ConfigError, match=words):
-            weights.fit_weights(tmp_path / "other.pth", systems.build("prior", CASES["texts"]))
+            weights.read_adapted_weights(tmp_path / "other.pth", systems.build("prior", CASES["texts"]))
     for changes, words in (
         ({"text_embed_dim": 12}, "as wide as"),
         ({"embedding_proj_norm": True}, "no projection"),
