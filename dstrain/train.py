@@ -484,8 +484,8 @@ def measure_quality(training: Training, done: int) -> float | None:
     """
     training.watchdog.enter_phase(done, "metrics of step")
     run, scores = training.run, {}
-    first = next(iter(run.ema.names), None) if run.samples.ema is None else run.samples.ema
-    for average in run.ema.names or (None,):
+    first = next(iter(run.ema.decays_and_widths), None) if run.samples.ema is None else run.samples.ema
+    for average in run.ema.decays_and_widths or (None,):
         with training.ema.use_averages(average):
             figures = training.quality.measure(training.engines.modules, training.micro)
         scores |= {name if average == first else f"ema_{average:g}/{name}": value for name, value in figures.items()}

@@ -24,7 +24,7 @@ from tests.support.runs import finish, train
 def folder(tmp_path):
     """A run as an untrained network leaves it, with random weights throughout and an average that is its weights."""
     run = recipe.load_recipe(ROOT / "tests/launch/tiny.yaml", ["ema.decays=[0.9]"])
-    run = recipe.complete_model(run, systems.find_config_class("dit"))
+    run = recipe.complete_model_section(run, systems.find_config_class("dit"))
     torch.manual_seed(0)
     networks = systems.build("dit", run.model).networks()
     with torch.no_grad():

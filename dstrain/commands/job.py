@@ -117,7 +117,7 @@ def complete_recipe(run: Run, overrides: Sequence[str] = ()) -> tuple[Run, list[
                 f"data.buckets: {run.system} takes clips of one length: leave it out, or choose "
                 "system=phenaki.tokenizer"
             )
-        run = recipe.complete_model(run, schema, overrides)
+        run = recipe.complete_model_section(run, schema, overrides)
         config = systems.build_config(run.system, run.model)
         captioned = config.reads_texts and find_contents(run.data) == "images"
         run = run.model_copy(update={"data": run.data.model_copy(update={"captioned": captioned})})

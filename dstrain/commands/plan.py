@@ -143,12 +143,13 @@ def describe_choices(case: Case, json: bool = False) -> tuple[str, bool]:
 
 def _format_row(estimate: Estimate) -> str:
     """Returns the costs of one combination as a row of the table."""
-    time, free = estimate.time, estimate.chip.memory - estimate.needed - estimate.reserve
+    time, free = estimate.time, estimate.chip.memory - estimate.device_bytes - estimate.reserve_bytes
     accumulation = estimate.settings["gradient_accumulation_steps"]
     speed = f"{time.total:>9.4g} {estimate.run.batch.global_ / time.total:>10,.0f}" if time else f"{'-':>9} {'-':>10}"
     return (
         f"{read_stage(estimate.settings):>5} {estimate.micro_batch:>6} {accumulation:>8} "
-        f"{estimate.list_choices()['model.recompute']:>10} {estimate.needed / 1e9:>8.2f} {free / 1e9:>8.2f} {speed}"
+        f"{estimate.list_choices()['model.recompute']:>10} {estimate.device_bytes / 1e9:>8.2f} {free / 1e9:>8.2f} "
+        f"{speed}"
         + (f"  parallel.sequence={estimate.run.parallel.sequence}" if estimate.run.parallel.sequence > 1 else "")
         + ("" if estimate.fits else "  does not fit")
     )
@@ -189,11 +190,11 @@ def _describe_device(estimate: Estimate) -> list[str]:
         for kind, size in estimate.counts.elsewhen.items()
     ]
     lines += [
-        f"  {'counted':14} {_format_number(estimate.needed):>10}B",
-        f"  {'reserve':14} {_format_number(estimate.reserve):>10}B   CUDA context, NCCL, loss of the allocator",
+        f"  {'counted':14} {_format_number(estimate.device_bytes):>10}B",
+        f"  {'reserve':14} {_format_number(estimate.reserve_bytes):>10}B   CUDA context, NCCL, loss of the allocator",
     ]
     hosts = ", ".join(f"{kind} {_format_number(size)}B" for kind, size in estimate.counts.host.items() if size)
-    per_machine = estimate.host * min(estimate.layout.gpus_per_node, estimate.layout.world)
+    per_machine = estimate.host_bytes * min(estimate.layout.gpus_per_node, estimate.layout.world)
     return [
         *lines,
         f"in the host's memory, of a rank: {hosts or 'nothing'}; of a machine: {_format_number(per_machine)}B",

@@ -38,8 +38,8 @@ class Case:
     efficiency: float = EFFICIENCY
 
     def estimate_costs(self) -> Estimate:
-        """Counts the costs of the case and returns the estimate; prints a line on stderr before. Raises ConfigError if
-        the JSON does not suit the recipe or this number of ranks.
+        """Counts the costs of the case, and returns the estimate. Prints a line on stderr before, since a count takes
+        seconds or minutes. Raises ConfigError if the JSON does not suit the recipe or this number of ranks.
         """
         settings = resolve_settings(
             self.ds_config,
@@ -58,7 +58,7 @@ class Case:
         counts = count_costs(self.run, settings, self.layout)
         return Estimate(self.run, settings, self.layout, self.chip, counts, self.efficiency)
 
-    def change(
+    def copy_with(
         self,
         *,
         micro: int | None = None,
@@ -68,7 +68,8 @@ class Case:
         offload: tuple[str, ...] = (),
     ) -> "Case":
         """Returns a copy of the case with other choices: the micro-batch, recomputation, ZeRO stage, ranks for each
-        sample, and the names in `offload`, which go to the CPU. A choice that is None or () stays.
+        sample, and `offload`, the DeepSpeed sections such as "offload_optimizer" that go to the CPU. A choice that is
+        None or () stays.
         """
         run, ds_config = self.run, copy.deepcopy(self.ds_config)
         if micro is not None:
@@ -84,8 +85,9 @@ class Case:
 
 
 def find_smallest_change(estimate: Estimate, case: Case) -> Estimate | None:
-    """Returns the estimate after the smallest change by which a run fits: the fewest choices changed, and of these
-    changes the fastest. Returns None if no change makes it fit on this number of GPUs.
+    """Returns the estimate of the case with the smallest change that makes the run fit: the fewest choices changed, and
+    of such changes the fastest. `estimate` is that of the case as it is. Returns None if no change makes it fit on this
+    number of GPUs.
     """
     if case.chip.memory <= CONTEXT:
         return None
@@ -113,7 +115,7 @@ def find_fit_with_shared_samples(case: Case) -> Estimate | None:
     ranks makes it fit.
     """
     for ranks in _list_sequence_sizes(case)[1:] if case.chip.memory > CONTEXT else ():
-        if fitting := _find_fit_at_stage_3(case.change(sequence=ranks)):
+        if fitting := _find_fit_at_stage_3(case.copy_with(sequence=ranks)):
             return fitting
     return None
 
@@ -138,36 +140,37 @@ def _find_fit_at_stage_3(case: Case) -> Estimate | None:
     recompute=offload; None if neither fits.
     """
     for recompute in RECOMPUTE[-2:] if "recompute" in case.run.model else (None,):
-        tried = _estimate_or_none(case.change(stage=3, recompute=recompute, micro=1))
+        tried = _estimate_or_none(case.copy_with(stage=3, recompute=recompute, micro=1))
         if tried and tried.fits:
             return tried
     return None
 
 
 def _iterate_fitting_estimates(case: Case, changes: dict[str, list[Any]]) -> Iterator[Estimate]:
-    """Yields, for each combination of the values in `changes` without "micro", the estimate that fits with the largest
-    micro-batch of changes["micro"]. Skips a combination that fits with none.
+    """Yields estimates of the case that fit. `changes` has values to try by choice. For each combination of the values,
+    except those of "micro", yields the estimate with the largest micro-batch in changes["micro"] that fits, if any
+    does.
     """
     others = [[(name, value) for value in values] for name, values in changes.items() if name != "micro"]
     for way in itertools.product(*others):
-        other = case.change(**dict(way))
+        other = case.copy_with(**dict(way))
         sizes = [{"micro": micro} for micro in changes["micro"]] if "micro" in changes else [{}]
-        if tried := _find_first_that_fits(partial(_try_size, other), sizes):
+        if tried := _find_first_fitting_size(partial(_estimate_with_size, other), sizes):
             yield tried
 
 
-def _try_size(case: Case, size: dict[str, int]) -> Estimate | None:
-    """Returns the estimate of the case with `size`, {"micro": n} or {}, in place of its own micro-batch; None if it
-    cannot be estimated.
+def _estimate_with_size(case: Case, size: dict[str, int]) -> Estimate | None:
+    """Returns the estimate of the case with `size`, {"micro": n}, as its micro-batch; {} keeps its own. Returns None if
+    the case cannot be estimated.
     """
-    return _estimate_or_none(case.change(**size))
+    return _estimate_or_none(case.copy_with(**size))
 
 
-def _find_first_that_fits(
+def _find_first_fitting_size(
     try_: Callable[[dict[str, int]], Estimate | None], sizes: list[dict[str, int]]
 ) -> Estimate | None:
-    """Returns the estimate of the first size that fits, found by bisection, since later sizes take less memory; None if
-    none fits.
+    """Returns the estimate of the first of `sizes` that fits, None if none fits. `try_` estimates a size. Searches by
+    bisection, since later sizes take less memory.
     """
     fitting, low, high = None, 0, len(sizes) - 1
     middle = high  # The last one is tried first, since most ways fail even with it.
@@ -194,7 +197,7 @@ def search_choices(case: Case, report: Callable[[Estimate], None]) -> list[Estim
     recompute = RECOMPUTE if "recompute" in case.run.model else (None,)
     for stage, choice in itertools.product((1, 2, 3), recompute):
         for ranks in _list_sequence_sizes(case):
-            if found := _search_micro_batches(case.change(stage=stage, recompute=choice, sequence=ranks), report):
+            if found := _search_micro_batches(case.copy_with(stage=stage, recompute=choice, sequence=ranks), report):
                 fitting += found
                 break
     return sorted(fitting, key=_make_cost_key)
@@ -208,7 +211,7 @@ def _search_micro_batches(case: Case, report: Callable[[Estimate], None]) -> lis
     for micro in reversed(_list_micro_batches(share)):
         if full and micro < share:  # more samples take more; a whole share sums no gradients
             continue
-        tried = _estimate_or_none(case.change(micro=micro))
+        tried = _estimate_or_none(case.copy_with(micro=micro))
         full = tried is not None and not tried.fits
         if tried:
             report(tried)
@@ -249,13 +252,15 @@ def _make_cost_key(estimate: Estimate) -> tuple[float, ...]:
     """
     if estimate.time is None:
         exchanged = sum(call.bytes for call in estimate.counts.collectives)
-        return estimate.host, estimate.counts.recomputed, exchanged, -estimate.micro_batch, estimate.needed
+        return estimate.host_bytes, estimate.counts.recomputed, exchanged, -estimate.micro_batch, estimate.device_bytes
     # The rule of time leaves out the launches of kernels: of equal times, fewer micro-batches are faster.
-    return estimate.time.total, estimate.host, -estimate.micro_batch
+    return estimate.time.total, estimate.host_bytes, -estimate.micro_batch
 
 
 def _list_micro_batches(share: int) -> list[int]:
-    """Returns the micro-batches to try, from the largest: a rank's samples of a step divided by 1, 2, 4, ..., and 1."""
+    """Returns the micro-batches to try, from the largest: `share`, a rank's samples of a step, divided by 1, 2, 4, ...
+    as long as that is whole, and 1.
+    """
     sizes = [share]
     while sizes[-1] % 2 == 0:
         sizes.append(sizes[-1] // 2)

@@ -38,28 +38,28 @@ def count_costs(run: Run, settings: dict[str, Any], layout: Layout, device: str 
     Raises ConfigError if the settings ask for ZeRO++'s quantization, which cannot be counted.
     Raises RuntimeError, TypeError or ValueError if the system's code needs the values of tensors, which have none here.
     """
-    from dstrain.planning.rank import count_as_rank_0
+    from dstrain.planning.rank import count_costs_as_rank_0
 
-    return run_in_worker(count_as_rank_0, run, settings, layout, device)
+    return run_in_worker(count_costs_as_rank_0, run, settings, layout, device)
 
 
 def run_in_worker(work: Callable[..., T], *arguments: Any) -> T:
     """Calls a function in the process that counts, and returns its result or raises its exception. Ctrl-C ends that
     process, too, since a count may take minutes; the next call then starts a new one.
     """
-    worker = _start_worker()
+    worker = _get_worker()
     try:
         return worker.submit(_call_with_portable_errors, list_trusted_packages(), work, *arguments).result()
     except KeyboardInterrupt:
         for process in worker._processes.values():  # public as kill_workers() from Python 3.14 on
             process.kill()
-        _start_worker.cache_clear()
+        _get_worker.cache_clear()
         raise
 
 
 def _call_with_portable_errors(trusted: list[str], work: Callable[..., T], *arguments: Any) -> T:
-    """Runs in the worker: allows it to import the `trusted` packages as systems, calls `work`, and returns its result.
-    An exception that cannot be pickled becomes a RuntimeError with the traceback as text.
+    """Calls `work` in the worker process, and returns its result. Before, allows the worker to import the `trusted`
+    packages as systems. An exception that cannot be pickled becomes a RuntimeError with the traceback as text.
     """
     for name in trusted:
         trust_system(name)
@@ -74,8 +74,8 @@ def _call_with_portable_errors(trusted: list[str], work: Callable[..., T], *argu
 
 
 @functools.cache
-def _start_worker() -> ProcessPoolExecutor:
-    """Returns the pool of one process that counts. The first call makes the pool, later calls return the same one."""
+def _get_worker() -> ProcessPoolExecutor:
+    """Returns the pool of one process that counts. The first call makes it."""
     return ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), _prepare_worker)
 
 

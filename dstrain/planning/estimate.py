@@ -36,6 +36,7 @@ class StepTime:
 
     @property
     def total(self) -> float:
+        """Returns the seconds of the whole step."""
         return self.compute + self.links
 
 
@@ -51,29 +52,31 @@ class Estimate:
     efficiency: float = EFFICIENCY  # the share of the chip's rate that training reaches
 
     @property
-    def needed(self) -> int:
+    def device_bytes(self) -> int:
         """Returns the bytes of a GPU's memory that the counted tensors take at the peak of a step."""
         return sum(self.counts.device.values())
 
     @property
-    def reserve(self) -> int:
+    def reserve_bytes(self) -> int:
         """Returns the bytes of a GPU's memory that are kept free beside those that are counted: for libraries and the
         allocator.
         """
-        return int(CONTEXT + (_NCCL if self.layout.world > 1 else 0) + _ALLOCATOR * self.needed)
+        return int(CONTEXT + (_NCCL if self.layout.world > 1 else 0) + _ALLOCATOR * self.device_bytes)
 
     @property
-    def host(self) -> int:
+    def host_bytes(self) -> int:
         """Returns the bytes of the host's memory that one rank takes."""
         return sum(self.counts.host.values())
 
     @property
     def fits(self) -> bool:
-        on_host = self.chip.host is None or self.host <= _HOST * self.chip.host
-        return self.needed + self.reserve <= self.chip.memory and on_host
+        """Returns whether the run fits into the GPU's memory, and into the host's, if its size is known."""
+        on_host = self.chip.host is None or self.host_bytes <= _HOST * self.chip.host
+        return self.device_bytes + self.reserve_bytes <= self.chip.memory and on_host
 
     @property
     def time(self) -> StepTime | None:
+        """Returns the estimated seconds of an optimizer step; None if the chip's rates are unknown."""
         if self.chip.name is None:
             return None
         rate = self.efficiency * self.chip.get_peak_flops(read_precision(self.settings))
@@ -87,10 +90,11 @@ class Estimate:
 
     @property
     def micro_batch(self) -> int:
+        """Returns the samples of a rank in one forward pass."""
         return self.settings["train_micro_batch_size_per_gpu"]
 
     def list_choices(self) -> dict[str, Any]:
-        """Returns the choices that may be changed so that a run fits, by the names that a user writes."""
+        """Returns the choices that `dstrain plan` may change so that a run fits, {key as a user writes it: value}."""
         zero = {"stage": read_stage(self.settings)} | {
             name: read_offload_device(self.settings, name) for name in OPTIONAL
         }
@@ -113,13 +117,13 @@ class Estimate:
             "choices": self.list_choices(),
             "weights": counts.weights,
             "device": counts.device,
-            "device_bytes": self.needed,
-            "reserve_bytes": self.reserve,
+            "device_bytes": self.device_bytes,
+            "reserve_bytes": self.reserve_bytes,
             "memory_bytes": self.chip.memory,
             "fits": self.fits,
             "elsewhen": counts.elsewhen,
             "host": counts.host,
-            "host_bytes": self.host,
+            "host_bytes": self.host_bytes,
             "collectives": [vars(call) for call in counts.collectives],
             "flops": counts.flops,
             "recomputed_flops": counts.recomputed,
@@ -139,8 +143,8 @@ class Estimate:
 
 
 def _estimate_collective_seconds(call: Collective, layout: Layout, chip: Chip) -> float:
-    """Returns the seconds that all calls of one kind take, each as a ring over a group that fills one machine after
-    another.
+    """Returns the seconds that all calls of one collective operation take: each goes round a ring of its ranks, which
+    fill one machine after another.
     """
     rate = chip.link
     if call.ranks > layout.gpus_per_node:
@@ -153,19 +157,19 @@ def describe_memory(estimate: Estimate) -> str:
     """Returns a text on how many GB of a GPU's memory a run would take; also of the host's memory, if the host has too
     little.
     """
-    chip, total = estimate.chip, estimate.needed + estimate.reserve
+    chip, total = estimate.chip, estimate.device_bytes + estimate.reserve_bytes
     text = f"{total / 1e9:.2f} GB of the {chip.memory / 1e9:.1f} GB of a GPU"
-    if chip.host is not None and estimate.host > _HOST * chip.host:
+    if chip.host is not None and estimate.host_bytes > _HOST * chip.host:
         text += (
-            f", {estimate.host / 1e9:.0f} GB of the {_HOST * chip.host / 1e9:.0f} GB that a rank may take of the "
+            f", {estimate.host_bytes / 1e9:.0f} GB of the {_HOST * chip.host / 1e9:.0f} GB that a rank may take of the "
             "host's memory"
         )
     return text
 
 
 def find_changed_choices(before: Estimate, after: Estimate) -> dict[str, Any]:
-    """Returns, by name, the values of `after` for the choices in which it differs from `before`; for the number of
-    GPUs, too, as world.
+    """Returns {key: value of `after`} for the choices in which two estimates differ. If the number of GPUs differs, it
+    is there as world.
     """
     choices = before.list_choices()
     more = {"world": after.layout.world} if after.layout.world != before.layout.world else {}

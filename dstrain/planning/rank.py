@@ -23,7 +23,7 @@ _MAX_FAKE_RANKS = 8
 _MICRO_BATCHES = 3  # A step of more is counted from so many: each further one does what the second does.
 
 
-def count_as_rank_0(run: Run, settings: dict[str, Any], layout: Layout, device: str) -> Counts:
+def count_costs_as_rank_0(run: Run, settings: dict[str, Any], layout: Layout, device: str) -> Counts:
     """Returns the costs on rank 0, see count.count_costs. Call it only in the process that count.py starts. Raises
     ConfigError if weights or gradients are quantized.
     """
@@ -34,7 +34,7 @@ def count_as_rank_0(run: Run, settings: dict[str, Any], layout: Layout, device: 
         count_step_flops(system, run.batch.global_, choose_measured_step(run, system), run.train_only) / layout.world
     )
     weights, checkpoint = count_weights_and_checkpoint_bytes(run, system)
-    measured, own = measure_as_rank_0(run, settings, system, layout.world, device)
+    measured, own = measure_step_as_rank_0(run, settings, system, layout.world, device)
     peak = max((measured.passes, measured.update), key=lambda kinds: sum(kinds.values()))
     moved = [
         kind for entry, kinds in OFFLOADED.items() if read_offload_device(settings, entry) != "none" for kind in kinds
@@ -63,18 +63,18 @@ def count_as_rank_0(run: Run, settings: dict[str, Any], layout: Layout, device: 
     )
 
 
-def measure_as_rank_0(
+def measure_step_as_rank_0(
     run: Run, settings: dict[str, Any], system: System, world: int, device: str
 ) -> tuple[Measured, int]:
-    """Measures a step of rank 0 of `world` fake ranks; returns the measures, and the bytes that the rank writes into a
-    checkpoint. A step of more than 3 micro-batches is extrapolated from one of 3. At stage 3, a step of more than about
-    8 ranks is extrapolated from one of about 8.
+    """Measures a step of rank 0 of `world` ranks that do not exist. Returns the measures, and the bytes that the rank
+    writes into a checkpoint. A step of more than 3 micro-batches is extrapolated from one of 3, and at stage 3 a step
+    of more than about 8 ranks from one of about 8.
     """
     accumulation = settings["gradient_accumulation_steps"]
     if accumulation > _MICRO_BATCHES:
         fewer = {**settings, "gradient_accumulation_steps": _MICRO_BATCHES}
-        measured, own = measure_as_rank_0(run, fewer, system, world, device)
-        return _add_micro_batches(measured, accumulation - _MICRO_BATCHES), own
+        measured, own = measure_step_as_rank_0(run, fewer, system, world, device)
+        return _extrapolate_micro_batches(measured, accumulation - _MICRO_BATCHES), own
     # At least two whole groups of ranks that share a second copy of the weights, and of those that share samples.
     copies = settings.get("zero_optimization", {}).get("zero_hpz_partition_size", 1)
     sharing = math.lcm(copies, run.parallel.sequence)
@@ -90,9 +90,9 @@ def measure_as_rank_0(
     return measured, own
 
 
-def _add_micro_batches(measured: Measured, more: int) -> Measured:
-    """Returns the measures of a step with `more` micro-batches, each of which costs as much as the last but one that
-    was measured. The peaks of memory do not change.
+def _extrapolate_micro_batches(measured: Measured, more: int) -> Measured:
+    """Returns the measures of a step with `more` further micro-batches, each of which costs as much as the last but one
+    that was measured. The peaks of memory do not change.
     """
     before, after = measured.begun[-2:]
     known = {(each.operation, each.ranks): each for each in before.collectives}
@@ -127,17 +127,17 @@ def _require_countable(settings: dict[str, Any]) -> None:
 
 
 def _scale_to_world(measured: Measured, kept: dict[str, int], few: int, world: int) -> Measured:
-    """Returns the measures of a step of `world` ranks, computed from those of `few` ranks. kept: the bytes by kind that
-    a rank of `world` keeps between steps.
+    """Returns the measures of a step of `world` ranks, computed from `measured`, those of `few` ranks. kept: the bytes
+    by kind that a rank of `world` keeps between steps.
 
-    All other bytes are of whole weights or of samples, and stay; so do groups of fewer ranks, which share ZeRO++'s
-    second copy, or samples. The optimizer's step works on shares alone. Exchanged weights are padded to a multiple of
-    the ranks.
+    What a rank shares with all others shrinks: what it keeps, and what the optimizer's step works on. Whole weights,
+    samples and groups of fewer ranks stay. Exchanged weights are padded to a multiple of the ranks.
     """
     smaller = kept["masters"] / measured.kept["masters"]
     padded = smaller * world / few
 
     def scale_shared(kinds: dict[str, int], working: float) -> dict[str, int]:
+        """Returns the bytes by kind for `world` ranks. Bytes of the kind "working" are multiplied by `working`."""
         sizes = {
             kind: size + kept.get(kind, 0) - measured.kept.get(kind, 0) if kind in kept else size
             for kind, size in kinds.items()
@@ -145,6 +145,7 @@ def _scale_to_world(measured: Measured, kept: dict[str, int], few: int, world: i
         return {kind: round(size * working) if kind == "working" else size for kind, size in sizes.items()}
 
     def scale_collectives_to_world(collectives: tuple[Collective, ...]) -> tuple[Collective, ...]:
+        """Returns the collectives of all ranks as `world` ranks exchange them; those of smaller groups stay."""
         # Muon's all_to_all exchanges what a rank owns; other collectives exchange whole weights.
         return tuple(
             replace(

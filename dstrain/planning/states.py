@@ -66,7 +66,9 @@ def count_bytes_of_states(run: Run, system: System, settings: dict[str, Any], wo
 
 
 def describe_memory_of_states(run: Run, system: System, settings: dict[str, Any], world: int) -> str:
-    """Returns a line on what a rank keeps, by kind, in GB, and which kinds lie in the host's memory."""
+    """Returns a line on what a rank keeps between steps: the GB of weights, masters, moments and the like, and which of
+    these lie in the host's memory.
+    """
     sizes = count_bytes_of_states(run, system, settings, world)
     offloaded = {
         kind for entry, kinds in OFFLOADED.items() if read_offload_device(settings, entry) != "none" for kind in kinds
@@ -85,6 +87,7 @@ def _build_and_freeze_networks(run: Run, system: System) -> dict[str, nn.Module]
 
 
 def _count_frozen_weights(network: nn.Module) -> int:
+    """Returns how many numbers the weights have that do not learn."""
     return sum(weight.numel() for weight in network.parameters() if not weight.requires_grad)
 
 
@@ -96,5 +99,5 @@ def _count_group_sizes(run: Run, system: System, part: str, network: nn.Module) 
         yield (
             sum(weight.numel() for weight in members["params"]),
             len(members["moments"]),
-            len(run.ema.names) if part in system.averaged else 0,
+            len(run.ema.decays_and_widths) if part in system.averaged else 0,
         )

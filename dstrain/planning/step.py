@@ -66,14 +66,14 @@ def measure_step(
     engines and the averages.
     """
     with Watch() as watch:
-        with watch.mark_new_storages("buckets"):  # what is made here and has no other owner
+        with watch.set_kind_of_new_storages("buckets"):  # what is made here and has no other owner
             engines = build_engines(run, settings, system, kind=kind)
         ema = EmaShadow(engines.masters, run.ema, system.averaged)
-        with watch.mark_new_storages("inputs"), unset_fake_temporarily():  # captions are read
+        with watch.set_kind_of_new_storages("inputs"), unset_fake_temporarily():  # captions are read
             batches = Repeated(
                 system, settings["train_micro_batch_size_per_gpu"], settings["gradient_accumulation_steps"]
             )
-        watch.mark(
+        watch.set_kind(
             (tensor for network in system.frozen() for tensor in (*network.parameters(), *network.buffers())), "frozen"
         )
         updates: list[int] = []  # where they begin and end, in turn
@@ -84,10 +84,10 @@ def measure_step(
             _label_states_and_reset_counts(watch, engines, ema)
             begun.clear()
             begin = watch.num_events
-            with watch.mark_new_storages("activations"):
+            with watch.set_kind_of_new_storages("activations"):
                 take_step(max(0, number), run, system, engines, batches, NoTracker())
             updates.append(watch.num_events)
-            with watch.mark_new_storages("working"):
+            with watch.set_kind_of_new_storages("working"):
                 ema.update(max(0, number), engines.collect_applied_flags())
             updates.append(watch.num_events)
         moments = [begin, *updates, watch.num_events]
@@ -118,8 +118,8 @@ def measure_states(
             for moment in masters.moment_kinds:
                 masters.read_moments(moment)
         for name, tensor in list_kept_tensors(engines.masters, ema):
-            watch.mark([tensor], name, MADE_IN_A_STEP)
-        watch.mark(list_gradients(engines.masters), "gradients", MADE_IN_A_STEP)
+            watch.set_kind([tensor], name, MADE_IN_A_STEP)
+        watch.set_kind(list_gradients(engines.masters), "gradients", MADE_IN_A_STEP)
         sizes = watch.sum_living_bytes()
     return {kind: size for kind, size in sizes.items() if kind not in MADE_IN_A_STEP}, engines, ema
 
@@ -131,35 +131,38 @@ def _label_tensors_by_maker(
     updates: list[int],
     begun: list[Done],
 ) -> None:
-    """Makes the watch label tensors from now on by the purpose for which they are made.
+    """Makes the watch give each tensor from now on the kind of the purpose for which it is made. Also fills two lists
+    in each later step:
 
-    updates     gets the numbers of the events at which each optimizer's step begins and ends
-    begun       gets what was done before each micro-batch
+    updates     the numbers of the events at which each optimizer's step begins and ends
+    begun       what was done before each micro-batch
     """
 
     @contextmanager
-    def mark_encoding() -> Iterator[None]:
+    def label_encoding() -> Iterator[None]:
+        """Notes what was done before a micro-batch, and gives the kind "inputs" to what its encoding makes."""
         begun.append(watch.read_counts())
-        with watch.mark_new_storages("inputs"):
+        with watch.set_kind_of_new_storages("inputs"):
             yield
 
-    wrap_method(system, "encode", mark_encoding)
-    wrap_method(engines, "learn", lambda: watch.mark_new_storages("working"))
-    wrap_method(engines.host, "send_to_host", lambda: watch.mark_new_storages(ON_HOST))
+    wrap_method(system, "encode", label_encoding)
+    wrap_method(engines, "learn", lambda: watch.set_kind_of_new_storages("working"))
+    wrap_method(engines.host, "send_to_host", lambda: watch.set_kind_of_new_storages(ON_HOST))
     system.observe = lambda rows: None  # it would read values
 
     @contextmanager
-    def mark_updating() -> Iterator[None]:
-        watch.mark(list_gradients(engines.masters), "gradients", MADE_IN_A_STEP)
-        watch.mark(list_secondary_weights(engines.masters), "secondary")
+    def label_updating() -> Iterator[None]:
+        """Notes the events at which an optimizer's step begins and ends, and labels gradients before it."""
+        watch.set_kind(list_gradients(engines.masters), "gradients", MADE_IN_A_STEP)
+        watch.set_kind(list_secondary_weights(engines.masters), "secondary")
         updates.append(watch.num_events)
         yield
         updates.append(watch.num_events)
 
     for masters in engines.masters.values():
-        wrap_method(masters, "step", mark_updating)
+        wrap_method(masters, "step", label_updating)
         for owner, name, kind in list_tensor_makers(masters):
-            wrap_method(owner, name, partial(watch.mark_new_storages, kind))
+            wrap_method(owner, name, partial(watch.set_kind_of_new_storages, kind))
 
 
 def wrap_method(owner: Any, name: str, context: Callable[[], AbstractContextManager]) -> None:
@@ -168,6 +171,7 @@ def wrap_method(owner: Any, name: str, context: Callable[[], AbstractContextMana
 
     @wraps(method)
     def call_within(*args: Any, **kwargs: Any) -> Any:
+        """Calls the method within a new context."""
         with context():
             return method(*args, **kwargs)
 
@@ -175,21 +179,21 @@ def wrap_method(owner: Any, name: str, context: Callable[[], AbstractContextMana
 
 
 def _label_states_and_reset_counts(watch: Watch, engines: Engines, ema: EmaShadow) -> None:
-    """Sets the kinds of the tensors that live between two steps: weights, masters, moments, average or gradients, and
-    "other" for any else that a step has made. Resets the watch's counts of collectives, recomputed operations and bytes
-    moved to the host.
+    """Sets the kinds of the tensors that live between two steps: weights, masters, moments, averages or gradients, and
+    "other" for the rest of what a step has made. Resets the watch's counts of collectives, recomputed operations and
+    bytes moved to the host.
     """
     for kind, tensor in list_kept_tensors(engines.masters, ema):
-        watch.mark([tensor], kind, (*MADE_IN_A_STEP, "buckets"))
-    watch.mark(list_gradients(engines.masters), "gradients", (*MADE_IN_A_STEP, "buckets"))
+        watch.set_kind([tensor], kind, (*MADE_IN_A_STEP, "buckets"))
+    watch.set_kind(list_gradients(engines.masters), "gradients", (*MADE_IN_A_STEP, "buckets"))
     watch.replace_kinds("other", MADE_IN_A_STEP)
     watch.pop_collectives()
     watch.recomputed, watch.moved = 0.0, 0
 
 
 def choose_measured_step(run: Run, system: System) -> int:
-    """Returns the number of the step to measure: of the first step and the last 4,096, one with the most work and,
-    among these, one in which penalties of every 16th step are due.
+    """Returns the number of the step to measure, of the first step and the last 4,096: one in which the system does
+    most work. Among several it prefers a multiple of 16, at which penalties of every 16th step are due.
     """
     late = range(run.steps - 1, max(run.steps - 1 - _LATE, -1), -1)
     return max((*late, 0), key=lambda step: (system.workload(step), step % _EVERY == 0))

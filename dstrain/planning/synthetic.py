@@ -24,6 +24,7 @@ class Repeated:
         ]
 
     def read_step(self, step: int) -> Iterator[Batch]:
+        """Yields the micro-batches of an optimizer step, on the device."""
         for number in range(step * self.accumulation, (step + 1) * self.accumulation):
             batch = self.batches[number % len(self.batches)]
             yield {**batch, "step": torch.full_like(batch["key"], step)}
@@ -33,4 +34,5 @@ class NoTracker:
     """Reports nothing, with the interface of Tracker that take_step uses."""
 
     def add_terms(self, part: str, terms: dict[str, Tensor]) -> None:
+        """Does nothing."""
         pass

@@ -57,7 +57,7 @@ def _is_recomputing() -> bool:
 
 class Watch(TorchDispatchMode):
     """Records, within the block, the size and kind of each storage that an operation makes. The kind is the value of
-    `kind` at that moment; `mark` can change it. Storages of the kind ON_HOST are not in the GPU's memory.
+    `kind` at that moment; `set_kind` can change it. Storages of the kind ON_HOST are not in the GPU's memory.
     """
 
     def __init__(self) -> None:
@@ -78,41 +78,44 @@ class Watch(TorchDispatchMode):
         if func.namespace == "c10d":
             self._count_exchange(func.name().partition(".")[0].removeprefix("c10d::").strip("_"), args)
         elif func.namespace == "_c10d_functional":
-            self._count_functional_exchange(func.name().rpartition("::")[2], args, out)
+            self._count_token_exchange(func.name().rpartition("::")[2], args, out)
         elif self.kind == "working" and _is_recomputing():
             self.recomputed += count_operation_flops(func, args, kwargs or {}, out)
         for tensor in (out,) if isinstance(out, Tensor) else tree_leaves(out):
             if (
                 isinstance(tensor, Tensor) and tensor.device.type != "meta"
             ):  # Asking for is_meta would be an operation, too.
-                self.record(tensor)
+                self.record_storage(tensor)
         return out
 
-    def record(self, tensor: Tensor) -> int:
+    def record_storage(self, tensor: Tensor) -> int:
         """Records the storage of a tensor, unless it is recorded already, and returns the storage's number."""
         storage = tensor.untyped_storage()
         address, size = storage._cdata, storage.nbytes()
         if address not in self._numbers:
             number = self._numbers[address] = len(self.kinds)
             self.kinds[number] = self.kind
-            self._references[address] = weakref.ref(storage, lambda _: self._forget(address, size))
+            self._references[address] = weakref.ref(storage, lambda _: self._record_end_of_storage(address, size))
             self._events.append((number, size))
             if self.kind == ON_HOST:
                 self.moved += size
         return self._numbers[address]
 
-    def _forget(self, address: int, size: int) -> None:
+    def _record_end_of_storage(self, address: int, size: int) -> None:
+        """Records that a storage of `size` bytes has been freed."""
         del self._references[address]
         self._events.append((self._numbers.pop(address), -size))
 
-    def mark(self, tensors: Iterable[Tensor], kind: str, instead_of: tuple[str, ...] = ()) -> None:
-        """Sets the kind of the storages of tensors; with `instead_of`, only of those that have one of these kinds."""
-        for number in set(map(self.record, tensors)):
+    def set_kind(self, tensors: Iterable[Tensor], kind: str, instead_of: tuple[str, ...] = ()) -> None:
+        """Sets the kind of the storages of tensors. With `instead_of`, only storages that have one of these kinds are
+        changed.
+        """
+        for number in set(map(self.record_storage, tensors)):
             if not instead_of or self.kinds[number] in instead_of:
                 self.kinds[number] = kind
 
     @contextmanager
-    def mark_new_storages(self, kind: str) -> Iterator[None]:
+    def set_kind_of_new_storages(self, kind: str) -> Iterator[None]:
         """Gives the kind `kind` to all storages that are made within the block."""
         before, self.kind = self.kind, kind
         try:
@@ -133,8 +136,8 @@ class Watch(TorchDispatchMode):
         return len(self._events)
 
     def find_peak(self, spans: Iterable[tuple[int, int]]) -> Counter[str]:
-        """Returns the bytes of living storages on the GPU, by kind, at the event within `spans` at which their sum is
-        largest. A span is (number of its first event, number of its last event).
+        """Returns the bytes of living storages on the GPU by kind, at the event at which their sum is largest. Only
+        events within `spans` count, pairs (number of the first event, number of the last event).
         """
         sizes = (0 if self.kinds[number] == ON_HOST else size for number, size in self._events)
         totals = list(accumulate(sizes, initial=0))
@@ -158,18 +161,23 @@ class Watch(TorchDispatchMode):
                 self.kinds[number] = kind
 
     def _count_exchange(self, name: str, args: tuple) -> None:
+        """Counts an exchange between ranks that torch.distributed does, by operation and number of ranks. Tensors that
+        it takes and that have the kind "working" get the kind "buckets".
+        """
         groups = [arg for arg in args if isinstance(arg, torch.ScriptObject) and "ProcessGroup" in str(arg._type())]
         ranks = dist.ProcessGroup.unbox(groups[0]).size() if groups else dist.get_world_size()
         for tensor in tree_leaves(args[:2]):
             if isinstance(tensor, Tensor):
-                self.mark([tensor], "buckets", ("working",))
+                self.set_kind([tensor], "buckets", ("working",))
         sides = [sum(leaf.nbytes for leaf in tree_leaves(arg) if isinstance(leaf, Tensor)) for arg in args[:2]]
         operation = _NAMES.get(name, name)
         self._calls[operation, ranks] += 1
         self._bytes[operation, ranks] += max(sides)
 
-    def _count_functional_exchange(self, name: str, args: tuple, out: Tensor) -> None:
-        """Counts an exchange of tokens between ranks that share samples, whose last argument is their group's name."""
+    def _count_token_exchange(self, name: str, args: tuple, out: Tensor) -> None:
+        """Counts an exchange of tokens between ranks that share samples. The last of `args` is the name of
+        their group.
+        """
         if name != "wait_tensor":
             key = _NAMES.get(name, name), dist.distributed_c10d._resolve_process_group(args[-1]).size()
             self._calls[key] += 1
@@ -189,6 +197,7 @@ class Watch(TorchDispatchMode):
         return Done(self._list_collectives(), self.recomputed, self.moved)
 
     def _list_collectives(self) -> tuple[Collective, ...]:
+        """Returns the counted collectives among more than one rank, sorted."""
         return tuple(
             Collective(operation, calls, self._bytes[operation, ranks], ranks)
             for (operation, ranks), calls in sorted(self._calls.items())

@@ -12,10 +12,10 @@ from dstrain.recipe.errors import (
     NotSaved,
     choose_write_remedy,
     explain_write_errors,
-    require_replaceable,
+    require_replaceable_file,
     reword_errors,
 )
-from dstrain.recipe.files import complete_model, describe_replaced_entries, dump_run, load_recipe
+from dstrain.recipe.files import complete_model_section, describe_replaced_entries, dump_run, load_recipe
 from dstrain.recipe.patterns import fits_pattern, is_learned
 from dstrain.recipe.problems import format_divisors, format_value, list_problems, suggest_files, suggest_key
 from dstrain.recipe.run import (
@@ -57,7 +57,7 @@ __all__ = [
     "Section",
     "Track",
     "choose_write_remedy",
-    "complete_model",
+    "complete_model_section",
     "describe_replaced_entries",
     "dump_run",
     "explain_write_errors",
@@ -73,7 +73,7 @@ __all__ = [
     "mark_filled_in",
     "mark_fixed",
     "require_known_keys",
-    "require_replaceable",
+    "require_replaceable_file",
     "reword_errors",
     "suggest_files",
     "suggest_key",

@@ -25,14 +25,16 @@ def list_differences(old: Run, new: Run) -> list[Change]:
 
 
 def list_refused_changes(old: Run, new: Run, system: type[BaseModel]) -> list[Change]:
-    """Lists (dotted key, old value, new value) for each difference between two Runs that a resumed run may not have.
-    `system` is the Config class of the section `model`; a key that the section lacks has the default of that class.
+    """Lists (dotted key, old value, new value) for each key whose value a resumed run may not change, and which differs
+    between the two Runs. `system` is the Config class of the section `model`; a key that the section lacks has the
+    default of that class.
 
     If both learning rates decay, another last step of the decay (decay_steps, or `steps` without it) is listed as
     optimizer.decay_steps.
     """
 
     def is_allowed(key: str, before: Any) -> bool:
+        """Returns whether a resumed run may have another value of `key`; `before` is the old value."""
         rule = find_resume_rule(key, Run, system)
         return rule.may_change or (rule.may_be_filled_in and before is None)
 
@@ -90,6 +92,7 @@ def _flatten_run(run: Run) -> dict[str, Any]:
     """
 
     def list_values(values: dict[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
+        """Yields (dotted key, value) of a nested dict; each key begins with `prefix`."""
         for name, value in values.items():
             if isinstance(value, dict):
                 yield from list_values(value, f"{prefix}{name}.")

@@ -42,9 +42,9 @@ def reword_errors(prefix: str = "", options: Mapping[str, str] | None = None) ->
 
 @contextmanager
 def explain_write_errors(path: object, remedy: str) -> Iterator[None]:
-    """Turns an OSError that the block raises into a ConfigError, which says that `path` cannot be written, why, and
-    what to do: `remedy`, see `choose_write_remedy`, or to move away a folder that has the name of the file. NotRead is
-    passed on unchanged.
+    """Turns an OSError that the block raises into a ConfigError: `path` cannot be written, why, and what to do. That is
+    `remedy`, see `choose_write_remedy`, or to move away a folder that has the name of the file. NotRead passes through
+    unchanged.
     """
     try:
         yield
@@ -61,17 +61,17 @@ def explain_write_errors(path: object, remedy: str) -> Iterator[None]:
 
 
 def choose_write_remedy(error: OSError, remedy: str) -> str:
-    """Returns `remedy`, what users should do after an OSError of writing. If permission is missing or the file system
-    is read-only, "make room" in the text becomes "allow writing".
+    """Returns `remedy`, the advice to users after a write has failed. If permission is missing or the file system is
+    read-only, "make room" in the text becomes "allow writing".
     """
     forbidden = error.errno in (errno.EACCES, errno.EPERM, errno.EROFS)
     return remedy.replace("make room", "allow writing") if forbidden else remedy
 
 
-def require_replaceable(path: Path, named: str, is_own: Callable[[Path], bool]) -> None:
-    """Raises ConfigError if `path` exists, unless it is an empty file or a file for which `is_own` returns True, since
-    this command has written it. A file that cannot be read is refused, too. `named` is the option that gives the path,
-    for the message.
+def require_replaceable_file(path: Path, named: str, is_own: Callable[[Path], bool]) -> None:
+    """Raises ConfigError if a command must not replace the file `path`: it exists, is not empty, and `is_own` does not
+    say that this command has written it, or it cannot be read. `named` is the option that gives the path, for the
+    message.
     """
     try:
         if not path.exists() or (path.is_file() and (path.stat().st_size == 0 or is_own(path))):

@@ -1,8 +1,8 @@
 """Reads a recipe from a YAML file and `key=value` overrides as a checked Run, and writes a Run as YAML.
 
 All problems are collected and raised together as one ConfigError. Overrides are YAML values under dotted keys
-(`optimizer.betas=[0.9,0.95]`). `load_recipe` accepts any mapping as the section `model`; `complete_model` checks it
-by the Config class of the system.
+(`optimizer.betas=[0.9,0.95]`). `load_recipe` accepts any mapping as the section `model`; `complete_model_section`
+checks it by the Config class of the system.
 """
 
 import math
@@ -51,7 +51,7 @@ def load_recipe(recipe: Path | None, overrides: Iterable[str] = ()) -> Run:
     return run
 
 
-def complete_model(run: Run, config_class: Any, typed: Iterable[str] = ()) -> Run:
+def complete_model_section(run: Run, config_class: Any, typed: Iterable[str] = ()) -> Run:
     """Returns the Run with its section `model` completed from the rest of the recipe, checked by the system's Config,
     and with all defaults written out.
 
@@ -93,8 +93,8 @@ def describe_replaced_entries(
 
 
 def _keeps_given_value(given: Any, completed: Any) -> bool:
-    """Returns whether `completed` keeps a given value: it equals the value, or both are sections, and `completed` keeps
-    each entry of `given` that is not null.
+    """Returns whether a completed value is still the one that the user has given: both are equal, or both are sections,
+    and `completed` keeps each entry of `given` that is not null.
     """
     if isinstance(given, dict) and isinstance(completed, dict):
         return all(value is None or _keeps_given_value(value, completed.get(name)) for name, value in given.items())
@@ -120,6 +120,9 @@ def convert_to_plain_values(value: Any) -> Any:
 
 
 def _read_recipe(recipe: Path) -> dict[str, Any]:
+    """Reads the nested dict in a recipe file, {} if the file is empty. Raises ConfigError if it cannot be read or
+    parsed, or holds something else than sections.
+    """
     try:
         values = _parse_yaml(small.read_text(recipe, small.MEGABYTE))
     except FileNotFoundError:
@@ -195,8 +198,9 @@ def _set_key(values: dict[str, Any], key: str, value: Any) -> None:
 
 
 def _move_init_from(values: dict[str, Any], overridden: set[str]) -> list[str]:
-    """Moves the key model.init_from, a synonym of init_from, to init_from, in place. If their values differ, the key
-    that only the command line sets is kept; if none is such, returns a list with one problem. Otherwise returns [].
+    """Renames the key model.init_from to init_from, of which it is a synonym, in place. If both are given with
+    different values, the one that only the command line sets is kept; if that is neither, returns a list with one
+    problem. Otherwise returns [].
     """
     model = values.get("model")
     if not isinstance(model, dict) or "init_from" not in model:
@@ -238,6 +242,7 @@ class _Loader(yaml.SafeLoader):
         self._sizes: dict[yaml.Node, int] = {}  # nodes within a node, aliases unfolded
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node:
+        """Reads one YAML node. Raises ComposerError for tags, and for texts that are too large or too deeply nested."""
         event, self._depth = self.peek_event(), self._depth + 1
         tag = getattr(event, "tag", None)
         for is_wrong, problem in (
@@ -266,6 +271,7 @@ class _Loader(yaml.SafeLoader):
         return node
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        """Makes a dict of a YAML mapping. Raises ConstructorError for repeated keys, and for keys that are no texts."""
         seen: dict[Any, int] = {}
         for key_node, value_node in node.value:
             key = self.construct_object(key_node, deep=True)

@@ -24,6 +24,7 @@ class MixtureSource(Section):
     @field_validator("path", "held_out_path", "captions")
     @classmethod
     def _expand_home(cls, path: str | None) -> str | None:
+        """Returns the path with the home folder in place of ~; None stays."""
         return path if path is None else expand_path(path)
 
 
@@ -43,6 +44,7 @@ class Mixture(Section):
     @model_validator(mode="before")
     @classmethod
     def _fill_in_path(cls, values: Any) -> Any:
+        """Returns the section's values; if it has a mixture, `path` is that of the first source."""
         # What asks for the kind of the data looks at data.path: all sources are of the kind of the first.
         mixture = values.get("mixture") if isinstance(values, dict) else None
         if isinstance(mixture, list) and mixture and isinstance(mixture[0], dict) and "path" in mixture[0]:

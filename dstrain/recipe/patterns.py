@@ -12,8 +12,8 @@ Pattern = Annotated[str, Field(min_length=1, max_length=500)]
 
 
 def fits_pattern(pattern: str, part: str, name: str) -> bool:
-    """Returns whether a shell pattern matches the whole `name` of a weight in the state dict of a part's network, or
-    the whole PART/NAME. A * also matches dots, and upper and lower case differ.
+    """Returns whether a shell pattern matches `name`, a weight in the state dict of a part's network, or PART/NAME; it
+    has to match the whole. A * also matches dots, and upper and lower case differ.
     """
     return fnmatchcase(name, pattern) or fnmatchcase(f"{part}/{name}", pattern)
 
@@ -25,14 +25,13 @@ def match_caption(patterns: Sequence[str], caption: str) -> list[bool]:
 
 
 def is_adapter_weight(name: str) -> bool:
-    """Returns whether `name`, of a weight in a state dict, is the name of a LoRA adapter's weight (nn/lora.py)."""
+    """Returns whether `name`, of a weight in a state dict, is that of a LoRA adapter's weight (nn/lora.py)."""
     return ".lora_A." in name or ".lora_B." in name
 
 
 def is_learned(train_only: Sequence[str] | None, part: str, name: str, built: bool) -> bool:
-    """Returns whether a weight is trained. If `train_only` is None, this is `built`, the weight's requires_grad when
-    its network was built. Otherwise a pattern of `train_only` has to match the weight, or the weight is one of a LoRA
-    adapter (nn/lora.py).
+    """Returns whether a weight is trained. If `train_only` is None, returns `built`, the weight's requires_grad when
+    its network was built. Otherwise returns True if a pattern of `train_only` matches it, or if it is a LoRA adapter's.
     """
     if train_only is None:
         return built

@@ -53,8 +53,8 @@ def list_problems(
     overridden: Iterable[str] = (),
     recipe: Path | None = None,
 ) -> list[str]:
-    """Converts pydantic's errors to lines that name the key, its value, what it should be, and in brackets where it was
-    given.
+    """Converts pydantic's errors to lines for the user. Each names the key, its value, what it should be, and in
+    brackets where it was given.
 
     schema: the class that was validated; its keys are those of the recipe behind `prefix`. overridden: the keys that
     the command line sets. All others come from the file `recipe`; None leaves their origin out.
@@ -62,7 +62,7 @@ def list_problems(
     known = [key for key, _ in iterate_fields(schema, prefix)]
     lines: list[str] = []
     for item in _merge_type_errors(error.errors()):
-        key = _join_location(item["loc"], prefix)
+        key = _make_dotted_key(item["loc"], prefix)
         typed = any(_is_same_or_below(key, name) or _is_same_or_below(name, key) for name in overridden)
         origin = "command line" if typed else recipe
         if item["type"] == "extra_forbidden" and recipe and not typed and is_in_run_or_export(recipe):
@@ -87,8 +87,8 @@ _TRIED = re.compile(r"bool|int|float|str|\[key\]|(constrained|function|lax|liter
 
 
 def _merge_type_errors(items: Iterable[Any]) -> list[Any]:
-    """Returns pydantic's errors with those of one value merged into one: pydantic reports an error for each type that a
-    value may have.
+    """Returns pydantic's errors, at most one for each value: if a value may have several types, pydantic reports an
+    error for each of them, and these become one.
     """
     merged: list[Any] = []
     for item in items:
@@ -114,7 +114,10 @@ def _is_same_or_below(key: str, section: str) -> bool:
     return key == section or key.startswith((f"{section}.", f"{section}["))
 
 
-def _join_location(location: Iterable[Any], prefix: str) -> str:
+def _make_dotted_key(location: Iterable[Any], prefix: str) -> str:
+    """Returns a pydantic location such as ("mixture", 0, "path") as a key: "data.mixture[0].path" with the prefix
+    "data".
+    """
     key = prefix
     for part in location:
         key += f"[{part}]" if isinstance(part, int) else f".{part}"
@@ -187,6 +190,7 @@ def suggest_key(key: str, known: Iterable[str]) -> str:
 
 
 def _remove_underscores(word: str) -> str:
+    """Returns a word without its underscores."""
     return word.replace("_", "")
 
 

@@ -93,7 +93,7 @@ class Data(Mixture, Shaping):
         return path if path is None else expand_path(path)
 
     @model_validator(mode="after")
-    def _check_agreement(self) -> "Data":
+    def _require_consistent_values(self) -> "Data":
         clips = {
             "height": self.height,
             "captions": self.captions,
@@ -190,7 +190,7 @@ class BatchSize(Section):
     micro: PositiveInt | None = None  # samples for each rank and forward pass; None: global / world size
 
     @model_validator(mode="after")
-    def _check_agreement(self) -> "BatchSize":
+    def _require_consistent_values(self) -> "BatchSize":
         _raise_failed_checks(
             (
                 self.micro and self.global_ % self.micro,
@@ -223,7 +223,7 @@ class Optimizer(Section):
     rates: dict[Pattern, Annotated[float, Field(gt=0, le=1e3)]] = {}
 
     @model_validator(mode="after")
-    def _check_agreement(self) -> "Optimizer":
+    def _require_consistent_values(self) -> "Optimizer":
         _raise_failed_checks(
             (max(self.betas) >= 1, f"optimizer.betas={list(self.betas)} must lie below 1, for example [0.9, 0.999]"),
             (self.momentum == 1, "optimizer.momentum=1 must lie below 1, for example 0.95"),
@@ -266,12 +266,12 @@ class Ema(Section):
     snapshot_precision: Annotated[Literal["fp32", "bf16"], MAY_CHANGE] = "fp32"  # bf16: see docs/guides/reconstruct.md
 
     @property
-    def names(self) -> tuple[float, ...]:
+    def decays_and_widths(self) -> tuple[float, ...]:
         """Returns the numbers by which --ema chooses an average: the decays, then the relative widths, up to WIDEST."""
         return (*self.decays, *self.profiles)
 
     @model_validator(mode="after")
-    def _check_agreement(self) -> "Ema":
+    def _require_consistent_values(self) -> "Ema":
         repeated = {
             name: sorted({value for value in values if values.count(value) > 1})
             for name, values in (("decay", self.decays), ("profile", self.profiles))
@@ -363,7 +363,7 @@ class Samples(Section):
         return path if path is None else expand_path(path)
 
     @model_validator(mode="after")
-    def _check_agreement(self) -> "Samples":
+    def _require_consistent_values(self) -> "Samples":
         _raise_failed_checks(
             (self.labels == (), "samples.labels=[] names no label: give some, or null for every class in turn"),
             (
@@ -407,7 +407,7 @@ class Faults(Section):
     hang_seconds: NonNegative = 300  # and no step hangs before
 
     @model_validator(mode="after")
-    def _check_agreement(self) -> "Faults":
+    def _require_consistent_values(self) -> "Faults":
         _raise_failed_checks(
             (
                 0 < self.hang_factor < 1,
@@ -455,7 +455,7 @@ class Run(Section):
         return expand_path(str(path)) if isinstance(path, (str, Path)) else path
 
     @model_validator(mode="after")
-    def _check_agreement(self) -> "Run":
+    def _require_consistent_values(self) -> "Run":
         ema, profiles = self.samples.ema, list(self.ema.profiles)
         given = {"train_only": self.train_only, "model.lora": self.model.get("lora")}
         freezes = next((key for key, value in given.items() if value is not None), None)
@@ -470,7 +470,7 @@ class Run(Section):
                 f"{freezes}: ema.snapshots keeps no weights that are frozen: write ema.snapshots=0",
             ),
             (
-                ema is not None and ema not in self.ema.names,
+                ema is not None and ema not in self.ema.decays_and_widths,
                 f"samples.ema={ema} is none of ema.decays="
                 f"{list(self.ema.decays)}{f' and ema.profiles={profiles}' if profiles else ''}: choose one of them, or "
                 "add it to ema.decays",

@@ -36,9 +36,9 @@ def expand_path(path: str) -> str:
     return path
 
 
-def _check_recompute(value: Any) -> Any:
-    """Returns a value of the field recompute; true and false, its former values, become "all" and "none". Raises
-    PydanticCustomError for any other value.
+def _parse_recompute(value: Any) -> Any:
+    """Returns a valid value of the field recompute. true and false, the values in earlier versions, become "all" and
+    "none". Raises PydanticCustomError for any other value.
     """
     value = {True: "all", False: "none"}[value] if isinstance(value, bool) else value
     if value in ("none", "attention", "all", "offload") or (isinstance(value, int) and value > 0):
@@ -48,7 +48,7 @@ def _check_recompute(value: Any) -> Any:
     )
 
 
-Recompute = Annotated[bool | int | str, BeforeValidator(_check_recompute)]
+Recompute = Annotated[bool | int | str, BeforeValidator(_parse_recompute)]
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,10 @@ class Section(BaseModel):
 
     @field_validator("*", mode="before")
     @classmethod
-    def _check_plain_value(cls, value: Any, info: ValidationInfo) -> Any:
+    def _require_plain_value(cls, value: Any, info: ValidationInfo) -> Any:
+        """Returns a value unchanged. Raises PydanticCustomError for true or false in a field that is no bool, for a NUL
+        in a text, and for a number of 2**63 or more.
+        """
         for part in value if isinstance(value, (list, tuple)) else (value,):
             # Python's True is an int: without this `steps: true` would be one step.
             if isinstance(part, bool) and bool not in list_types(cls.model_fields[str(info.field_name)].annotation):
@@ -106,7 +109,7 @@ class Section(BaseModel):
 
 
 def list_types(annotation: Any) -> list[Any]:
-    """Lists the types of which an annotation consists: [int, NoneType] of `int | None`."""
+    """Lists the types of which a type annotation consists: [int, NoneType] for `int | None`."""
     inner = typing.get_args(annotation)
     return [plain for part in inner for plain in list_types(part)] if inner else [annotation]
 
@@ -127,7 +130,7 @@ def iterate_fields(schema: type[BaseModel], prefix: str = "") -> Iterator[tuple[
 
 
 def is_known_key(key: str, schema: type[BaseModel], system: type[BaseModel]) -> bool:
-    """Returns whether the words of a dotted key name fields of the schema. Words below a field that holds a plain value
+    """Returns whether all words of a dotted key name fields of the schema. Words below a field that holds a plain value
     are not checked. Keys below `model` are those of the Config class `system`.
     """
     return all(field is not None for field in _iterate_fields_along_key(key, schema, system))

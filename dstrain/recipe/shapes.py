@@ -34,9 +34,9 @@ class BucketRule(Section):
     ratio: Annotated[float, Field(ge=1, le=16)] = 2.0  # of the longer side to the shorter one, at most
 
     def list_shapes(self) -> tuple[tuple[int, int], ...]:
-        """Returns the shapes (width, height) of the rule, the widest first. Each shorter side, a multiple of `step`,
-        has the longest other side that `pixels` allows, in both orientations; it is left out if `ratio` does not allow
-        that.
+        """Returns the shapes (width, height) that the rule makes, the widest first. For each shorter side, a multiple
+        of `step`, the other side is the longest for which the area is at most `pixels`. Each shape also comes turned by
+        90 degrees. Shapes that are longer than `ratio` allows are left out.
         """
         square = int(self.pixels**0.5) // self.step * self.step
         shapes = set()
@@ -48,6 +48,9 @@ class BucketRule(Section):
 
 
 def _parse_buckets(value: Any) -> Any:
+    """Returns data.buckets as lists or tuples of one or two numbers: [5, 9] becomes [[5], [9]], and a rule becomes the
+    shapes that it makes. Raises PydanticCustomError for a wrong rule.
+    """
     if isinstance(value, list):
         return [[entry] if isinstance(entry, int) else entry for entry in value]
     if not isinstance(value, dict):
@@ -120,7 +123,8 @@ class Shaping(Section):
         )
 
     @model_validator(mode="after")
-    def _check_shapes(self) -> "Shaping":
+    def _require_consistent_shapes(self) -> "Shaping":
+        """Returns the section itself. Raises ValueError if entries about shapes and crops do not go together."""
         pairs = (("crop_scale", self.crop_scale), ("crop_ratio", self.crop_ratio))
         checks = (
             (self.buckets == (), "data.buckets=[] gives no shape: give some, or null for squares"),

@@ -17,7 +17,9 @@ def trust_system(name: str) -> None:
 
 
 def list_trusted_packages() -> list[str]:
-    """Returns the names of the packages that the user trusts, sorted, such as for a process that this one starts."""
+    """Returns the names of the packages that the user trusts, sorted; a process that this one starts has to be told
+    them.
+    """
     return sorted(_trusted)
 
 

@@ -65,7 +65,7 @@ def system_of(name: str) -> systems.System:
         raise recipe.ConfigError(f"RECIPE {name}: there is no such name or file{recipe.suggest_files(path, '*.yaml')}")
     with recipe.reword_errors(options={"--recipe ": "RECIPE "}):
         run = recipe.load_recipe(path if path.exists() else Path(name), LARGE.get(name, []))
-        run = recipe.complete_model(run, systems.find_config_class(run.system))
+        run = recipe.complete_model_section(run, systems.find_config_class(run.system))
         return systems.build(run.system, run.model)
 
 

@@ -16,7 +16,7 @@ import numpy as np
 from dstrain.data.formats.labels import SYNSET
 from dstrain.data.formats.unconverted import VALIDATION_IMAGE, find_validation_labels_file
 from dstrain.disk import atomic, small
-from dstrain.recipe import ConfigError, explain_write_errors, require_replaceable
+from dstrain.recipe import ConfigError, explain_write_errors, require_replaceable_file
 
 _MOST_BYTES = 1 << 24  # of a file of the kit
 
@@ -44,7 +44,7 @@ def write_table(path: Path, out: Path) -> int:
         if not 1 <= number <= len(synsets):
             raise ConfigError(f"{labels_file} has no label of {name}, only of {len(synsets)} images")
         rows.append((os.path.relpath(path / name, out.parent), synsets[number - 1]))
-    require_replaceable(out, "--out", _is_table)
+    require_replaceable_file(out, "--out", _is_table)
     text = io.StringIO()
     csv.writer(text, lineterminator="\n").writerows([("path", "label"), *rows])
     with explain_write_errors(f"--out {out}", "name a file that can be written"):

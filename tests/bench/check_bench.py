@@ -18,7 +18,7 @@ from tests.support.launch import ROOT
 def main() -> None:
     start_group()
     run = recipe.load_recipe(ROOT / "tests/launch/tiny.yaml", ["batch.micro=4", "optimizer.weight_decay=0.1"])
-    run = recipe.complete_model(run, systems.find_config_class(run.system))
+    run = recipe.complete_model_section(run, systems.find_config_class(run.system))
     system = systems.build(run.system, run.model)
     batches, settings = Repeated(system, 4, 2, 3), resolve({"zero_optimization": {"stage": 1}}, run, 1, "cpu")
     ours, plain = Dstrain(run, settings, system, batches), Plain(run, system, batches, torch.float32)

@@ -231,7 +231,7 @@ def test_batches_of_a_cache(made, tmp_path):
     assert {"tokens", "frames", "caption", "text_encodings", "text_mask", "label"} <= whole.keys()
     assert whole["text_encodings"].dtype == torch.float16 and unpack_captions(whole["caption"])[0] in TEXTS
     run = Run(name="x", system="phenaki", data=data, model={"dim": 16, "depth": 1, "heads": 2, "dim_head": 8})
-    system = systems.build("phenaki", recipe.complete_model(run, systems.find_config_class("phenaki")).model)
+    system = systems.build("phenaki", recipe.complete_model_section(run, systems.find_config_class("phenaki")).model)
     assert (system.config.max_text_len, system.config.text_encoder_fingerprint) == (10, data.codes.text_encoder)
     terms = system.loss("maskgit", system.networks(), system.encode(whole))
     assert 0.5 * np.log(16) < terms["loss"] < 2 * np.log(16), "the model of these tokens learns from the batch as it is"

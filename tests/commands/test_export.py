@@ -56,7 +56,7 @@ def trained(tmp_path):
     folder_of_pictures(tmp_path / "data", 2, 25)
     words = [f"data.path={tmp_path / 'data'}", "model.kl.norm_num_groups=2"]
     run = recipe.load_recipe(ROOT / "tests/launch/tiny-vae.yaml", words)
-    run = recipe.complete_model(run, systems.find_config_class("vae"))
+    run = recipe.complete_model_section(run, systems.find_config_class("vae"))
     system = systems.build("vae", run.model)
     return run, system, system.networks()
 
@@ -153,7 +153,7 @@ def begun(tmp_path, name, *words):
     """(folder, networks) of a run of tests/launch/NAME.yaml, whose weights are all random, with grids of two steps."""
     torch.manual_seed(0)
     run = recipe.load_recipe(ROOT / f"tests/launch/{name}.yaml", list(words))
-    run = recipe.complete_model(run, systems.find_config_class(run.system))
+    run = recipe.complete_model_section(run, systems.find_config_class(run.system))
     nets = systems.build(run.system, run.model).networks()
     with torch.no_grad():
         for network in nets.values():

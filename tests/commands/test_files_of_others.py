@@ -12,7 +12,7 @@ from dstrain.commands.evaluating import quality
 from dstrain.commands.options.command import parse_options
 from dstrain.commands.options.evaluate import EvaluateOptions
 from dstrain.metrics import reference
-from dstrain.recipe import ConfigError, require_replaceable
+from dstrain.recipe import ConfigError, require_replaceable_file
 from dstrain.tracking.report import page
 
 
@@ -71,6 +71,6 @@ def test_a_file_of_the_command_is_replaced(tmp_path):
     reference.write_reference(statistics := tmp_path / "a.npz", {})
     assert not reference.is_written_by_dstrain(statistics)  # it holds none
     (tmp_path / "empty").touch()
-    require_replaceable(tmp_path / "empty", "--out", lambda path: False)
+    require_replaceable_file(tmp_path / "empty", "--out", lambda path: False)
     with pytest.raises(ConfigError, match="/dev/null"):
-        require_replaceable(Path("/dev/null"), "--out", lambda path: True)
+        require_replaceable_file(Path("/dev/null"), "--out", lambda path: True)

@@ -143,7 +143,7 @@ def test_runs_that_cannot_draw(tmp_path, system, model, words, message):
 def tiny(tmp_path):
     """The folder of a run of random weights."""
     run = recipe.load_recipe(ROOT / "tests/launch/tiny.yaml", ["samples.num_steps=1"])
-    run = recipe.complete_model(run, systems.find_config_class("dit"))
+    run = recipe.complete_model_section(run, systems.find_config_class("dit"))
     networks = systems.build("dit", run.model).networks()
     torch.manual_seed(0)
     for weight in networks["denoiser"].parameters():

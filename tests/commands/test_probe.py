@@ -209,7 +209,7 @@ from dstrain import recipe, systems
 from dstrain.commands.probe import probe_system
 from dstrain.data.open import open_sources
 run = recipe.load_recipe(Path("launch/recipes/dit-small.yaml"))
-run = recipe.complete_model(run, systems.find_config_class(run.system))
+run = recipe.complete_model_section(run, systems.find_config_class(run.system))
 system, (source, _) = systems.build(run.system, run.model), open_sources(run.data)
 before = "torch._dynamo" in sys.modules
 print(probe_system(run, system, source), before, "torch._dynamo" in sys.modules)

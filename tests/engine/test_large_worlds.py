@@ -143,7 +143,7 @@ def count(
         words = [*LARGE, "model.recompute=all", "model.first_stage=null", "model.in_channels=4", "model.image_size=32"]
         words += [f"batch.global={world}", f"optimizer.name={optimizer}", "compile=off", *more]
         run = recipe.load_recipe(ROOT / "launch" / "recipes" / "dit-xl2-imagenet256.yaml", words)
-        run = recipe.complete_model(run, systems.find_config_class(run.system))
+        run = recipe.complete_model_section(run, systems.find_config_class(run.system))
         config = resolve({"bf16": {"enabled": True}, "zero_optimization": {"stage": stage}}, run, world, "cuda")
         system = systems.build(run.system, run.model)
         system.observe = lambda rows: None  # it would read values

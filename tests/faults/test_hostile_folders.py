@@ -164,7 +164,7 @@ def folders(tmp_path_factory):
         plant(root / name, "pickles")
         (root / name / "modules.json").unlink()
     yaml = recipe.load_recipe(ROOT / "tests/launch/tiny.yaml", ["model.time_freq=diffusers", "model.learn_sigma=false"])
-    yaml = recipe.complete_model(yaml, systems.find_config_class("dit"))
+    yaml = recipe.complete_model_section(yaml, systems.find_config_class("dit"))
     (root / "recipe.yaml").write_text(recipe.dump_run(yaml))
     system = systems.build("dit", yaml.model)
     to_diffusers.save_export(system, system.networks(), root / "export")

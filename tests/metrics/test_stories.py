@@ -126,7 +126,7 @@ def run(tmp_path_factory) -> Path:
             },
         }
     )
-    run = recipe.complete_model(run, systems.find_config_class("phenaki"))
+    run = recipe.complete_model_section(run, systems.find_config_class("phenaki"))
     torch.manual_seed(0)
     networks = systems.build("phenaki", run.model).networks()
     for weight in networks["maskgit"].parameters():

@@ -245,7 +245,7 @@ def test_buffers_of_numpy(train, tmp_path, monkeypatch, capsys):
         text = text.replace("x = self.enter(x.to(dtype))", "x = self.enter(x.to(dtype)) * self.scale.mean()")
         code, output = train(text, "--dry-run", **ALL)
         assert code == 0 and "Traceback" not in output, output
-        count._start_worker.cache_clear()  # One of an earlier test has another path, and the module as it was.
+        count._get_worker.cache_clear()  # One of an earlier test has another path, and the module as it was.
         code, stdout, stderr = here(
             "plan.py",
             ["--recipe", tmp_path / "recipe.yaml", "--world", 2, f"folder={tmp_path / 'run'}"],

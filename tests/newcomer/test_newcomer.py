@@ -67,7 +67,7 @@ def first_loss(folder):
     """The first training loss in plain torch: the constructor's weights, one process, no engine."""
     run = recipe.load_recipe(folder / "recipe.yaml")
     run = run.model_copy(update={"data": fill_in_codes(run.data)})
-    system = systems.build(run.system, recipe.complete_model(run, systems.find_config_class(run.system)).model)
+    system = systems.build(run.system, recipe.complete_model_section(run, systems.find_config_class(run.system)).model)
     torch.manual_seed(run.seed)
     nets = system.networks()
     with Batches(

@@ -88,7 +88,7 @@ def counting(request, monkeypatch):
 
 
 def takes(estimate):
-    return estimate.needed + estimate.reserve
+    return estimate.device_bytes + estimate.reserve_bytes
 
 
 def neighbours():
@@ -104,14 +104,14 @@ def neighbours():
 
 def test_the_smallest_change(case):
     """Oracle: all ways to change one choice, each counted anew: advice is one of those that fit, where one does."""
-    ways = {takes(case.change(**way).estimate_costs()): way for way in neighbours()}
+    ways = {takes(case.copy_with(**way).estimate_costs()): way for way in neighbours()}
     least = min(ways)
     tight = on(case, least)
     assert not tight.estimate_costs().fits
     change = advice.find_smallest_change(tight.estimate_costs(), tight)
     assert change.fits and takes(change) == least
     assert find_changed_choices(tight.estimate_costs(), change) == find_changed_choices(
-        case.estimate_costs(), case.change(**ways[least]).estimate_costs()
+        case.estimate_costs(), case.copy_with(**ways[least]).estimate_costs()
     )
     assert len(find_changed_choices(tight.estimate_costs(), change)) == 1
 
@@ -121,19 +121,19 @@ def test_what_computes_least(case):
     least on the host and computes least again; and the network of no chip is refused.
     """
     tight = on(case, takes(case.estimate_costs()) - 1)
-    fitting = [other for way in neighbours() if (other := tight.change(**way).estimate_costs()).fits]
-    costs = sorted((other.host, other.counts.recomputed) for other in fitting)
+    fitting = [other for way in neighbours() if (other := tight.copy_with(**way).estimate_costs()).fits]
+    costs = sorted((other.host_bytes, other.counts.recomputed) for other in fitting)
     change = advice.find_smallest_change(tight.estimate_costs(), tight)
-    assert len(set(costs)) > 1 and (change.host, change.counts.recomputed) == costs[0] and change.time is None
+    assert len(set(costs)) > 1 and (change.host_bytes, change.counts.recomputed) == costs[0] and change.time is None
     with pytest.raises(ConfigError, match="^--network: --gpu 900TB names no chip, so that nothing is timed"):
         plan.make_case(case.run, ROOT / "ds_configs" / "zero2.json", WORLD, 8, "900TB", 100.0)
 
 
 def test_several_changes(case, counting):
     """Oracle: all pairs of choices, each counted anew, where no single one fits."""
-    singles = [takes(case.change(**way).estimate_costs()) for way in neighbours()]
+    singles = [takes(case.copy_with(**way).estimate_costs()) for way in neighbours()]
     pairs = [
-        takes(case.change(**one, **other).estimate_costs())
+        takes(case.copy_with(**one, **other).estimate_costs())
         for one, other in itertools.combinations(neighbours(), 2)
         if not set(one) & set(other)
     ]
@@ -147,8 +147,8 @@ def test_sharing():
     """Oracle: two ranks that share each sample, the most that two heads allow, counted anew: they keep less."""
     case = tiny("zero2.json", f"batch.global={BATCH}", "model.recompute=attention", "model.patch_size=1")
     least = {"stage": 3, "micro": 1, "recompute": "offload"}
-    shared = case.change(**least, sequence=2).estimate_costs()
-    assert takes(shared) < takes(case.change(**least).estimate_costs())
+    shared = case.copy_with(**least, sequence=2).estimate_costs()
+    assert takes(shared) < takes(case.copy_with(**least).estimate_costs())
     tight = on(case, takes(shared))
     found = advice.find_fit_with_shared_samples(tight)
     assert found.fits and find_changed_choices(case.estimate_costs(), found)["parallel.sequence"] == 2
@@ -163,10 +163,10 @@ def test_inputs_on_the_host():
     """
     words = ("model.depth=9", "model.patch_size=2", f"batch.global={BATCH}")
     case = replace(tiny("zero2.json", *words), chip=CHIPS["h100"])
-    kept, sent = (case.change(recompute=choice).estimate_costs() for choice in ("all", "offload"))
+    kept, sent = (case.copy_with(recompute=choice).estimate_costs() for choice in ("all", "offload"))
     one = 2 * 256 * 64 * 2
-    assert kept.needed - sent.needed == 8 * one and sent.counts.moved == 9 * one and kept.counts.moved == 0
-    assert sent.host - kept.host == sent.counts.host["activations"] == 9 * one
+    assert kept.device_bytes - sent.device_bytes == 8 * one and sent.counts.moved == 9 * one and kept.counts.moved == 0
+    assert sent.host_bytes - kept.host_bytes == sent.counts.host["activations"] == 9 * one
     assert sent.time.compute == kept.time.compute
     assert sent.time.links - kept.time.links == pytest.approx(2 * 9 * one / CHIPS["h100"].host_link)
     assert sent.list_figures()["moved_bytes"] == 9 * one
@@ -187,7 +187,7 @@ def test_the_fastest_change(case):
     chip = replace(CHIPS["h200"], memory=takes(case.estimate_costs()) - 1)
     tight = replace(case, chip=chip)
     assert not tight.estimate_costs().fits
-    ways = [replace(case.change(**way).estimate_costs(), chip=chip) for way in neighbours()]
+    ways = [replace(case.copy_with(**way).estimate_costs(), chip=chip) for way in neighbours()]
     fitting = [estimate for estimate in ways if estimate.fits]
     assert len(fitting) >= 2
     assert advice.find_smallest_change(tight.estimate_costs(), tight).time.total == min(
@@ -197,11 +197,11 @@ def test_the_fastest_change(case):
 
 def test_the_host_is_full(case):
     """Oracle: an offload that puts more into the host's memory than it has is no advice."""
-    offloaded = case.change(offload=("offload_optimizer",)).estimate_costs()
-    assert offloaded.host > 0
-    full = replace(case, chip=Chip(2**40, host=offloaded.host))
-    assert case.estimate_costs().host < 0.9 * offloaded.host
-    assert full.estimate_costs().fits and not full.change(offload=("offload_optimizer",)).estimate_costs().fits
+    offloaded = case.copy_with(offload=("offload_optimizer",)).estimate_costs()
+    assert offloaded.host_bytes > 0
+    full = replace(case, chip=Chip(2**40, host=offloaded.host_bytes))
+    assert case.estimate_costs().host_bytes < 0.9 * offloaded.host_bytes
+    assert full.estimate_costs().fits and not full.copy_with(offload=("offload_optimizer",)).estimate_costs().fits
 
 
 @pytest.mark.slow
@@ -213,7 +213,7 @@ def test_search(case, counting):
     counted = []
     estimates = advice.search_choices(fast, counted.append)
     every = [
-        fast.change(stage=stage, micro=micro, recompute=choice).estimate_costs()
+        fast.copy_with(stage=stage, micro=micro, recompute=choice).estimate_costs()
         for stage in (1, 2, 3)
         for micro in (1, 2)
         for choice in advice.RECOMPUTE

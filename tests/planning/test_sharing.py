@@ -35,7 +35,7 @@ CASES = {
 def keep(name: str) -> list[int]:
     """Bytes by numbers of ranks, of one sample in bfloat16."""
     run = recipe.load_recipe(ROOT / "launch" / "recipes" / f"{name}.yaml", CASES[name])
-    system = systems.build(run.system, recipe.complete_model(run, systems.find_config_class(run.system)).model)
+    system = systems.build(run.system, recipe.complete_model_section(run, systems.find_config_class(run.system)).model)
     with torch.device("meta"):
         networks = system.networks()
     part, network = next(iter(networks.items()))

@@ -54,7 +54,7 @@ def test_edges(passes, fails):
     """Oracle: by hand: the last value that means something, the first that does not, which the error names."""
 
     def load(words: str) -> Run:
-        return recipe.complete_model(recipe.load_recipe(None, words.split("%")), Even)
+        return recipe.complete_model_section(recipe.load_recipe(None, words.split("%")), Even)
 
     load(passes)
     with pytest.raises(ConfigError) as caught:
@@ -301,14 +301,14 @@ class Even(SystemConfig):
 def test_what_is_wrong_in_a_model(model, message):
     """Oracle: by hand: one line with the dotted key, the value, and what may stand there."""
     with pytest.raises(ConfigError) as caught:
-        recipe.complete_model(Run(model=model), Even)
+        recipe.complete_model_section(Run(model=model), Even)
     assert caught.value.problems == [message]
 
 
 def test_a_model_that_is_right():
     """Oracle: the section with every default written out; the rest of the run as it was."""
     run = Run(model={"width": 4}, steps=7)
-    checked = recipe.complete_model(run, Even)
+    checked = recipe.complete_model_section(run, Even)
     assert checked.model == {"recompute": "none", "width": 4, "name": "a", "inner": {"wide": 1.0, "title": "a"}}
     assert checked.model_copy(update={"model": {}}) == run.model_copy(update={"model": {}})
 

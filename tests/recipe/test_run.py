@@ -124,7 +124,7 @@ def stand_in(run):
     """Saves a narrow tokenizer where a recipe expects one, with the geometry of the recipe that trains it."""
     made_by = run.name.replace("phenaki", "phenaki-tokenizer")
     run_of_tokenizer = recipe.load_recipe(next(path for path in RECIPES if path.stem == made_by))
-    config = recipe.complete_model(run_of_tokenizer, find_config_class(run_of_tokenizer.system)).model
+    config = recipe.complete_model_section(run_of_tokenizer, find_config_class(run_of_tokenizer.system)).model
     tokenizers.save(
         Path(run.model["tokenizer"]["path"]),
         **{
@@ -142,10 +142,11 @@ def test_a_shipped_recipe_is_complete(path, tmp_path, monkeypatch):
     run = recipe.load_recipe(path)
     if "tokenizer" in run.model:
         stand_in(run)
-    checked = recipe.complete_model(run, find_config_class(run.system))
+    checked = recipe.complete_model_section(run, find_config_class(run.system))
     assert run.name == path.stem
     assert (
-        set(run.model) < set(checked.model) and recipe.complete_model(checked, find_config_class(run.system)) == checked
+        set(run.model) < set(checked.model)
+        and recipe.complete_model_section(checked, find_config_class(run.system)) == checked
     )
     assert all(f"# {word}" in text for word in ("Source ", "Launch ", "Expected "))
 
@@ -269,7 +270,7 @@ def test_did_you_mean_of_a_model(model, meant):
     """Oracle: the key that a reader would have meant: its words before its letters."""
     run = recipe.load_recipe(None, [f"model.{model}"])
     with pytest.raises(ConfigError, match="there is no such key") as caught:
-        recipe.complete_model(run, find_config_class("dit"))
+        recipe.complete_model_section(run, find_config_class("dit"))
     assert f"(did you mean model.{meant}" in str(caught.value)
 
 
@@ -278,7 +279,7 @@ def test_a_recipe_of_another_version(tmp_path):
     the same key is advised another one; values below a key, such as columns, are no keys.
     """
     run = recipe.load_recipe(ROOT / "tests/launch/tiny.yaml", ["data.columns={image: a}"])
-    run = recipe.complete_model(run, find_config_class(run.system))
+    run = recipe.complete_model_section(run, find_config_class(run.system))
     text = recipe.dump_run(run)
     newer = text.replace("optimizer:\n", "optimizer:\n  newer: 3\n") + "novelty: 1\n"
     (tmp_path / "run.yaml").write_text(newer)

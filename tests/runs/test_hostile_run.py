@@ -34,7 +34,7 @@ VERBS = {
 def made(tmp_path_factory):
     """The folder of a run of random weights."""
     run = recipe.load_recipe(ROOT / "tests/launch/tiny.yaml", ["samples.num_steps=1", "data.workers=0"])
-    run = recipe.complete_model(run, systems.find_config_class("dit"))
+    run = recipe.complete_model_section(run, systems.find_config_class("dit"))
     torch.manual_seed(0)
     return checkpoints.write(tmp_path_factory.mktemp("made") / "run", run, systems.build("dit", run.model).networks())
 

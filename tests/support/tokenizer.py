@@ -27,7 +27,7 @@ def save(
     """Writes the export of a run on `videos`, grey clips of 8 x 12 pixels: tokens are (1 + (T - 1) / 2, 2, 3)."""
     defaults = {"path": videos, "image_size": 12, "height": 8, "num_frames": num_frames, "channels": 1, "flip": False}
     run = Run.model_validate({"name": "tiny", "system": "phenaki.tokenizer", "model": MODEL, "data": defaults | data})
-    run = recipe.complete_model(run, systems.find_config_class(run.system))
+    run = recipe.complete_model_section(run, systems.find_config_class(run.system))
     system = systems.build(run.system, run.model)
     torch.manual_seed(seed)
     network = system.networks()["tokenizer"].eval()

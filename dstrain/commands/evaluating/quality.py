@@ -30,7 +30,7 @@ from dstrain.metrics.features import open_features
 from dstrain.metrics.images import Images, Sourced, open_image_set
 from dstrain.metrics.network import Features
 from dstrain.metrics.statistics import KEPT, Statistics
-from dstrain.recipe import ConfigError, Run, require_replaceable, reword_errors
+from dstrain.recipe import ConfigError, Run, require_replaceable_file, reword_errors
 from dstrain.runs import trained
 from dstrain.runs.trained import load_guide
 from dstrain.sampling.requests import OPTIONS
@@ -125,7 +125,7 @@ def write_reference(options: EvaluateOptions) -> str:
     assert path is not None
     if path.suffix != ".npz":
         raise ConfigError(f"--write-reference {path}: name a file that ends in .npz")
-    require_replaceable(path, "--write-reference", reference.is_written_by_dstrain)
+    require_replaceable_file(path, "--write-reference", reference.is_written_by_dstrain)
     _require_enough_samples(options)
     trained.make_writable_folder(path.parent, "--write-reference")
     metrics = options.metrics or ()

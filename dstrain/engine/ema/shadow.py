@@ -32,7 +32,7 @@ class EmaShadow:
         self.ema = ema
         self._powers = {width: solve_exponent(width) + 1 for width in ema.profiles}
         self.flats: dict[str, dict[float, list[Tensor]]] = {
-            part: {name: [flat.detach().clone() for flat in masters[part].flats] for name in ema.names}
+            part: {name: [flat.detach().clone() for flat in masters[part].flats] for name in ema.decays_and_widths}
             for part in averaged
         }
         # Of the averages by width: the step at which they began, and each part's updates since, on the device.

@@ -16,7 +16,7 @@ import numpy as np
 
 from dstrain import __version__
 from dstrain.disk import atomic
-from dstrain.recipe import ConfigError, explain_write_errors, format_value, require_replaceable
+from dstrain.recipe import ConfigError, explain_write_errors, format_value, require_replaceable_file
 from dstrain.tracking.figures import format_duration
 from dstrain.tracking.report import metrics, pictures
 from dstrain.tracking.report.record import Record, read_record
@@ -42,7 +42,7 @@ def write_report(folders: Sequence[Path], out: Path) -> Path:
     _read_plotly()
     if out.is_dir():
         raise ConfigError(f"--out {out} is a folder: name a file in it, for example {out / 'report.html'}")
-    require_replaceable(out, "--out", _is_report)
+    require_replaceable_file(out, "--out", _is_report)
     folders = [folder.resolve() for folder in dict.fromkeys(folders)]
     names = [folder.name for folder in folders]
     if len(set(names)) < len(names):  # runs of one name are told apart by their folders

@@ -35,7 +35,7 @@ def run(tmp_path_factory) -> Path:
     """The folder of a run of random weights on the built-in images."""
     folder = tmp_path_factory.mktemp("quality")
     run = recipe.load_recipe(ROOT / "tests/launch/tiny.yaml", ["samples.num_steps=2"])
-    run = recipe.complete_model(run, systems.find_config_class("dit"))
+    run = recipe.complete_model_section(run, systems.find_config_class("dit"))
     networks = systems.build("dit", run.model).networks()
     torch.manual_seed(0)
     for weight in networks["denoiser"].parameters():
@@ -110,7 +110,7 @@ def test_super_resolution(words, tmp_path, monkeypatch):
     run = recipe.load_recipe(
         ROOT / "tests/launch/tiny-iddpm.yaml", ["model.small_size=8", "samples.ema=0.9", "ema.decays=[0.9]"]
     )
-    run = recipe.complete_model(run, systems.find_config_class("iddpm"))
+    run = recipe.complete_model_section(run, systems.find_config_class("iddpm"))
     folder = checkpoints.write(tmp_path / "run", run, systems.build("iddpm", run.model).networks())
     unseen = Spread(open_sources(run.data)[1], NUM)
     images, _ = unseen.read_batch(torch.arange(NUM))

@@ -21,7 +21,7 @@ from tests.support.launch import ROOT
 def run(tmp_path) -> Path:
     """The folder of a run of random weights on the built-in images."""
     entries = ["samples.num_steps=2", "ema.decays=[0.9]", "samples.ema=0.9"]
-    run = recipe.complete_model(
+    run = recipe.complete_model_section(
         recipe.load_recipe(ROOT / "tests/launch/tiny.yaml", entries), systems.find_config_class("dit")
     )
     return checkpoints.write(tmp_path / "run", run, systems.build("dit", run.model).networks())

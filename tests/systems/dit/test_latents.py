@@ -42,7 +42,7 @@ def build(path: Path | str, model: dict, **data: object):
         batch={"global": 8},
     )
     run = run.model_copy(update={"data": fill_in_codes(run.data)})
-    run = recipe.complete_model(run, systems.find_config_class("dit"))
+    run = recipe.complete_model_section(run, systems.find_config_class("dit"))
     return run, systems.build("dit", run.model)
 
 

@@ -13,7 +13,7 @@ KEYS = json.loads((golden.FOLDER / "iddpm_keys.json").read_text())
 
 
 def load(name):
-    run = recipe.complete_model(
+    run = recipe.complete_model_section(
         recipe.load_recipe(ROOT / "launch" / "recipes" / f"{name}.yaml"), systems.find_config_class("iddpm")
     )
     return run, systems.build("iddpm", run.model)
@@ -61,7 +61,7 @@ def test_small_recipes_chain():
     """Oracle: the header of the upsampler's recipe: a base at the small size, whose pictures it takes."""
     changes = ["data.image_size=14", "model.channel_mult=[1,2]"]
     base = recipe.load_recipe(ROOT / "launch" / "recipes" / "iddpm-small.yaml", changes)
-    base = systems.build("iddpm", recipe.complete_model(base, systems.find_config_class("iddpm")).model)
+    base = systems.build("iddpm", recipe.complete_model_section(base, systems.find_config_class("iddpm")).model)
     run, upsampler = load("iddpm-small-upsampler")
     _, small = load("iddpm-small")
     assert base.shape[1:] == (upsampler.config.small_size,) * 2 and upsampler.shape == small.shape

@@ -574,7 +574,7 @@ def test_filled_in_from_tokenizer_and_cache(tokenizer):
     """Oracle: the tokenizer's recipe and the cache's index; what is written down fixes the fingerprint."""
     data = {"num_frames": 5, "channels": 1, "image_size": 16, "flip": False}
     run = run_of(SILENT | {"tokenizer": {"path": tokenizer}}, data=data)
-    found = Config.model_validate(recipe.complete_model(run, Config).model)
+    found = Config.model_validate(recipe.complete_model_section(run, Config).model)
     assert (found.token_shape, found.codebook_size, found.temporal_patch_size) == ((3, 2, 2), 64, 2)
     assert found.tokenizer.fingerprint == codec.load_tokenizer(tokenizer).fingerprint and found.codes is None
     codes = Codes(
@@ -588,26 +588,28 @@ def test_filled_in_from_tokenizer_and_cache(tokenizer):
         text_encoder="t5",
     )
     cached = run_of(SILENT).model_copy(update={"data": run.data.model_copy(update={"codes": codes, "num_frames": 5})})
-    found = Config.model_validate(recipe.complete_model(cached, Config).model)
+    found = Config.model_validate(recipe.complete_model_section(cached, Config).model)
     assert (found.token_shape, found.codebook_size, found.temporal_patch_size) == ((2, 2, 2), 32, 4)
     assert found.text_encodings_dim == 6 and found.codes.first_stage == "abc" and found.num_frames == 5
     assert (found.max_text_len, found.text_encoder_fingerprint, found.codes.text_encoder) == (4, "t5", "t5")
     with pytest.raises(ConfigError, match="max_text_len 5: .* of 4 tokens.* set model.max_text_len=4, or encode with"):
-        recipe.complete_model(cached.model_copy(update={"model": SILENT | {"max_text_len": 5}}), Config)
+        recipe.complete_model_section(cached.model_copy(update={"model": SILENT | {"max_text_len": 5}}), Config)
     hashes = Config.model_validate(
-        recipe.complete_model(
+        recipe.complete_model_section(
             cached.model_copy(update={"model": SILENT | {"max_text_len": 5, "text_encodings_dim": None}}), Config
         ).model
     )
     assert (hashes.text_encodings_dim, hashes.max_text_len, hashes.text_encoder_fingerprint) == (None, 5, None)
     with pytest.raises(ConfigError, match="codebook_size 8192.*of a codebook of 32; set model.codebook_size=32"):
-        recipe.complete_model(cached.model_copy(update={"model": SILENT | {"codebook_size": 8192}}), Config)
+        recipe.complete_model_section(cached.model_copy(update={"model": SILENT | {"codebook_size": 8192}}), Config)
     with pytest.raises(ValueError, match="there is no folder"):
-        recipe.complete_model(run_of(SILENT | {"tokenizer": {"path": f"{tokenizer}/nothing"}}), Config)
+        recipe.complete_model_section(run_of(SILENT | {"tokenizer": {"path": f"{tokenizer}/nothing"}}), Config)
     with pytest.raises(ValueError, match="no tokenizer is named that encodes it; set model.tokenizer.path"):
-        recipe.complete_model(run_of(SILENT), Config)
+        recipe.complete_model_section(run_of(SILENT), Config)
     with pytest.raises(ConfigError, match="tokens in data.path are of abc"):
-        recipe.complete_model(cached.model_copy(update={"model": SILENT | {"tokenizer": {"path": tokenizer}}}), Config)
+        recipe.complete_model_section(
+            cached.model_copy(update={"model": SILENT | {"tokenizer": {"path": tokenizer}}}), Config
+        )
 
 
 @pytest.mark.parametrize(
