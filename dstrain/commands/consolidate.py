@@ -282,9 +282,9 @@ def _describe_checkpoint(checkpoint: Path, body: dict, recipe: Path | None) -> d
 
 
 def _choose_weights_kind(order: Order, checkpoint: Path, part: str, decays: dict[str, list[float]]) -> str:
-    """Returns which values of the weights of `part` --weights asks for: "master" for raw, else "ema.DECAY". Without a
-    number this is the part's first average. Returns "master" if the part has no averages. `decays` holds the decays of
-    the averages of each part.
+    """Returns the kind of weights that --weights chooses for `part`: "master" for raw, else "ema.DECAY". If --weights
+    gives no number, DECAY is that of the part's first average. Returns "master" if the part has no averages. `decays`
+    has the decays of the averages by part.
 
     Raises ConfigError if --weights asks for an average and no part has any, or if `part` has averages, but not that
     one.

@@ -59,7 +59,9 @@ from dstrain.runs.first_stage import Encoder, FirstStage
 
 
 def run_verb(options: EncodeOptions) -> None:
-    """Encodes the data, or embeds pairs if the options ask for that, and prints on rank 0 what was written."""
+    """Encodes the data, or embeds pairs of image and caption if the options ask for that. Prints on rank 0 what was
+    written.
+    """
     if options.makes_pairs:
         plan = embeddings.embed_pairs(options)
         text = (
@@ -96,8 +98,8 @@ def _summarize_index(out: Path, index: dict[str, Any]) -> str:
 
 
 def encode_data(options: EncodeOptions) -> dict[str, Any] | None:
-    """Encodes the data into options.out, on all ranks together. Returns the content of the index, or None if shards of
-    other parts are still missing.
+    """Encodes the data into options.out, on all ranks together. Returns the content of the index, or None if, with
+    --part, shards of other parts are still missing.
 
     Raises ConfigError if the options contradict the data or each other, if too many files are unreadable, or if the
     folder holds other codes.
@@ -131,8 +133,8 @@ def encode_data(options: EncodeOptions) -> dict[str, Any] | None:
 
 
 def _list_shards_of_part(encoding: dict[str, Any], part: tuple[int, int] | None) -> range:
-    """Returns the numbers of the shards that `part`, (number from 1 on, number of all parts), has to make; of all
-    shards if `part` is None.
+    """Returns the numbers of the shards that a part of the command has to make. `part` is (K, N), the Kth of N parts, K
+    from 1 on; None: all shards.
     """
     count = -(-encoding["number"] // encoding["shard_size"])
     place, parts = part or (1, 1)
@@ -180,8 +182,8 @@ def _prepare_folder(options: EncodeOptions, stage: FirstStage, encoding: dict[st
 
 
 def _find_conflict(out: Path, encoding: dict[str, Any], names: dict[str, str]) -> str | None:
-    """Returns a message if `out` holds shards of another encoding, or files of other origin; else None. `names` has,
-    for some keys of the encoding, a readable name that the message adds to the value.
+    """Returns a message if `out` holds shards of another encoding, or files that `dstrain encode` has not written; else
+    None. `names` has, for some keys of the encoding, a readable name that the message adds to the value.
     """
     if (earlier := shards.read_earlier_encoding(out)) is not None:
 
@@ -302,7 +304,7 @@ def _read_samples(
 
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     threads = 1 if source.light else max(1, min(8, cores // group.read_rank_and_world().local_world))
-    yield from map_in_threads(read, rows, threads, ahead)
+    yield from map_in_threads(read_sample, rows, threads, ahead)
 
 
 def _read_crops(source: Source, index: int, encoding: dict[str, Any]) -> tuple[list[Item], Bad]:
@@ -398,9 +400,7 @@ def _read_records_of_other_parts(
 def _list_missing_parts(
     part: tuple[int, int], encoding: dict[str, Any], records: dict[int, dict[str, Any]]
 ) -> list[str]:
-    """Lists the parts, such as "3/16", that have shards without a record. `part` is this command's own, (number from 1
-    on, number of all parts).
-    """
+    """Lists the parts, such as "3/16", that have shards without a record. `part` is (K, N), this command's own part."""
     return [
         f"{place}/{part[1]}"
         for place in range(1, part[1] + 1)

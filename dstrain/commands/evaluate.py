@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from dstrain import systems
 from dstrain.checkpoint.manifest import read_manifest
 from dstrain.commands.evaluating import quality
-from dstrain.commands.evaluating.results import describe_command, publish_result
+from dstrain.commands.evaluating.results import describe_command_and_machine, publish_result
 from dstrain.commands.options.evaluate import EvaluateOptions
 from dstrain.data.batches import iterate_held_out
 from dstrain.data.cached.embeddings import open_pairs
@@ -70,7 +70,7 @@ def evaluate_run(options: EvaluateOptions) -> tuple[Path, dict[str, Any]]:
     source = Spread(_open_source(options, run, systems.build_config(run.system, run.model).num_labels), options.num)
     if group.rank() == 0:  # stdout is for the figures
         print(
-            f"data: {options.data or run.data.path}, {_name_split(options)}: {source.describe_samples()}",
+            f"data: {options.data or run.data.path}, {_name_measured_split(options)}: {source.describe_samples()}",
             file=sys.stderr,
         )
     checkpoint = trained.find_checkpoint(options.run_folder, options.step, options.ema)
@@ -104,7 +104,7 @@ def evaluate_run(options: EvaluateOptions) -> tuple[Path, dict[str, Any]]:
         "system": run.system,
         "step": manifest["step"],
         "weights": kinds,
-        "split": _name_split(options),
+        "split": _name_measured_split(options),
         "samples": len(source),
         "samples_of_split": len(source.whole),
         "num_steps": options.num_steps,
@@ -112,7 +112,7 @@ def evaluate_run(options: EvaluateOptions) -> tuple[Path, dict[str, Any]]:
         "data": data,
         "seed": run.seed,
         "trained_with": manifest["versions"],
-        **describe_command(options, begun),
+        **describe_command_and_machine(options, begun),
     }
     path = out / f"{_name_result_file(options, result)}.json"
     publish_result(path, result, figures.format_table(result), figures.plot_evaluation)
@@ -144,7 +144,7 @@ def measure_system_on_source(
         batches = iterate_held_out(source, batch, group.rank(), group.world(), group.device(), seed)
         for done, samples in enumerate(batches, 1):
             valid = samples.pop("valid")
-            terms = system.measure(networks, system.encode(samples), num_steps, _make_progress(bar, rounds))
+            terms = system.measure(networks, system.encode(samples), num_steps, _make_progress_function(bar, rounds))
             require_valid_scores(system, terms, len(valid))
             means.add_terms(terms, valid)
             bar.update(bar.total * done // rounds - bar.n)  # a system may have shown no steps of its own
@@ -165,7 +165,7 @@ def _convert_to_json(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _make_progress(bar: Bar, rounds: int) -> Any:
+def _make_progress_function(bar: Bar, rounds: int) -> Any:
     """Returns a function that yields the sampling steps of a batch one by one, and advances the bar after each. At each
     call it sets the bar's total to the steps of all `rounds` batches, which take equally many.
     """
@@ -181,7 +181,7 @@ def _make_progress(bar: Bar, rounds: int) -> Any:
     return advance_bar
 
 
-def _name_split(options: EvaluateOptions) -> str:
+def _name_measured_split(options: EvaluateOptions) -> str:
     """Returns the name of the measured split: "all" with --data, else the one of --split, or "held_out" without it."""
     return "all" if options.data else options.split or "held_out"
 
@@ -194,7 +194,7 @@ def _open_source(options: EvaluateOptions, run: Run, classes: int | None) -> Sou
     """
     source: Source | None
     if options.data is not None:
-        source = _open_other_data(os.path.expanduser(options.data), options.split, run, classes or 1)
+        source = _open_evaluation_data(os.path.expanduser(options.data), options.split, run, classes or 1)
     elif options.split == "test":
         source = open_split(run.data, "test")
     else:
@@ -212,7 +212,7 @@ def _open_source(options: EvaluateOptions, run: Run, classes: int | None) -> Sou
     return source
 
 
-def _open_other_data(path: str, split: str | None, run: Run, classes: int) -> Source | None:
+def _open_evaluation_data(path: str, split: str | None, run: Run, classes: int) -> Source | None:
     """Opens the images, videos or embedding pairs at `path`, the value of --data, in the form in which the run learns.
     `classes` is the model's number of classes, 1 if it takes no labels. Returns None if there are no pairs.
 

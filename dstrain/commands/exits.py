@@ -25,7 +25,7 @@ def run_main(main: Callable[[], None], speaks: bool = True) -> None:
 
     A ConfigError, which a user can mend, becomes a message on stderr and exit code 2. Training that has diverged ends
     with 3. Any other error is a fault of the code: it keeps its traceback and ends with 1. A rank that has lost the
-    other ranks ends at once. `speaks`: a command that is silent for long prints on stderr what it is doing, see
+    other ranks ends at once. `speaks`: whether a command that is silent for long says on stderr what it is doing, see
     distributed/progress.py.
     """
     _shorten_busy_waits()
@@ -108,8 +108,9 @@ def _find_group_module() -> ModuleType | None:
 
 
 def _record_exit_code(code: int, at_once: bool = False) -> None:
-    """Records this rank's exit code for a supervisor. If the code is DONE or STOPPED, also tells the other ranks of
-    this machine that this rank has ended as planned; not if it has stopped `at_once`: then the other ranks end, too.
+    """Records this rank's exit code, for `dstrain keep`. If it is DONE or STOPPED, also tells the other ranks of this
+    machine that this rank has ended as planned, so that they go on. After a stop `at_once` they are to end, too, and
+    are not told.
     """
     exit_codes.append_exit_code(code)
     if code in (exit_codes.DONE, exit_codes.STOPPED) and not at_once:
@@ -148,6 +149,7 @@ def _run_with_exit_codes(main: Callable[[], None], hears: bool) -> None:
 
 
 def _report_error(error: Exception) -> None:
+    """Prints an error on stderr. Ranks above 0 wait 6 seconds before: mostly rank 0 reports the same, and ends them."""
     rank = read_rank_and_world().rank
     if rank:
         # Mostly rank 0 reports the same, and its end ends this rank, after seconds where the launcher has little of a

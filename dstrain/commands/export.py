@@ -79,7 +79,7 @@ def export_run(options: ExportOptions) -> Exported:
     field = config.adapters_field
     lora = getattr(config, field) if field else None
     if options.format in ADAPTER_FORMATS:
-        _require_adapters(options, run, lora)
+        _require_lora_adapters(options, run, lora)
     if lora is not None:  # what is written has none
         run = run.model_copy(update={"model": {key: value for key, value in run.model.items() if key != field}})
     system = systems.build(run.system, run.model)
@@ -99,12 +99,12 @@ def export_run(options: ExportOptions) -> Exported:
         if options.format in ADAPTER_FORMATS and lora is not None:
             exported = _export_adapters(options, run, system, checkpoint, kinds, lora, folder)
         elif writer is None:
-            exported = _export_parts(run, checkpoint, kinds, lora, folder)
+            exported = _export_parts_as_safetensors(run, checkpoint, kinds, lora, folder)
         else:
             states = ((part, _read_merged_weights(checkpoint, part, kind, lora)) for part, kind in kinds.items())
             nets = trained.build_loaded_networks(system, states, torch.float32, group.device())
             exported = _export_to_diffusers(options, run, system, nets, writer, folder)
-        _require_agreement(options.run, exported, getattr(writer, "TOLERATED", {}))
+        _require_small_errors(options.run, exported, getattr(writer, "TOLERATED", {}))
         if writer is not None:
             # What takes a process of its own comes last.
             get_phases().enter_phase("drawing from the export in a process without dstrain")
@@ -112,7 +112,7 @@ def export_run(options: ExportOptions) -> Exported:
             drawn = card.run_example_code(folder, title, code)
             with _compute_in_float32():
                 exported.errors["code"] = _measure_difference(drawn, writer.draw_expected(system, nets))
-            _require_agreement(options.run, exported, writer.TOLERATED)
+            _require_small_errors(options.run, exported, writer.TOLERATED)
             card.write_model_card(
                 folder,
                 title,
@@ -156,7 +156,7 @@ def _measure_difference(drawn: np.ndarray, expected: torch.Tensor) -> float:
     return measure_relative_error(found.float(), expected.float().cpu())
 
 
-def _require_agreement(folder: Path, exported: Exported, limits: dict[str, float]) -> None:
+def _require_small_errors(folder: Path, exported: Exported, limits: dict[str, float]) -> None:
     """Raises ConfigError if the export differs from the trained network: if one of its relative errors is NaN or above
     its limit, the one in `limits`, else 1e-5. `folder` is the run's folder, for the message.
     """
@@ -170,7 +170,7 @@ def _require_agreement(folder: Path, exported: Exported, limits: dict[str, float
         )
 
 
-def _require_adapters(options: ExportOptions, run: Run, lora: Lora | None) -> None:
+def _require_lora_adapters(options: ExportOptions, run: Run, lora: Lora | None) -> None:
     """Raises ConfigError if a run has no LoRA adapters, or has also trained other weights."""
     if lora is None:
         raise ConfigError(
@@ -240,7 +240,9 @@ def _save_for_pipeline(adapters: dict[str, torch.Tensor], lora: Lora, described:
     save_file(scaled, path, metadata=metadata)
 
 
-def _export_parts(run: Run, checkpoint: Path, kinds: dict[str, str], lora: Lora | None, out: Path) -> Exported:
+def _export_parts_as_safetensors(
+    run: Run, checkpoint: Path, kinds: dict[str, str], lora: Lora | None, out: Path
+) -> Exported:
     """Writes recipe.yaml, and PART.safetensors of each part in `kinds`, with LoRA adapters merged. Reads the weights
     back: the error of a part is 0 if they are equal, else infinite.
     """

@@ -43,7 +43,7 @@ _SIDES = (32, 64, 128, 256, 512, 1024, 2048, 4096)  # pixels
 
 def run_verb(options: IndexOptions) -> None:
     """Makes the index, and prints what it holds, as text or as JSON."""
-    result = index_data(options.make_data(), options.captions, options.check_all)
+    result = index_data(options.make_data_section(), options.captions, options.check_all)
     print(json.dumps(result, indent=1) if options.json else format_report(result))
 
 
@@ -204,8 +204,8 @@ def format_report(result: dict[str, Any]) -> str:
         empty = f", {classes['empty']:,} of them empty" if classes["empty"] else ""
         lines += [
             f"classes: {classes['number']:,}{empty}, {classes['median']:,.0f} samples in the median",
-            f"  smallest: {_format_row(classes['smallest'])}",
-            f"  largest:  {_format_row(classes['largest'])}",
+            f"  smallest: {_format_counts(classes['smallest'])}",
+            f"  largest:  {_format_counts(classes['largest'])}",
         ]
     unlisted = result["captions"] is None and not result["captions_listed"]
     hint = "; --captions lists those of images, such as X.txt beside X.png" if unlisted else ""
@@ -214,7 +214,7 @@ def format_report(result: dict[str, Any]) -> str:
         if table := result.get(name):
             others = result["other_sizes"] if name == "sizes" else 0
             lines.append(
-                f"{name.replace('_', ' ')}: {_format_row(table)}" + (f", {others:,} other sizes" if others else "")
+                f"{name.replace('_', ' ')}: {_format_counts(table)}" + (f", {others:,} other sizes" if others else "")
             )
     if result["advice"]:
         lines.append(f"note: {result['advice']}")
@@ -229,7 +229,7 @@ def format_report(result: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _format_row(table: dict[str, int]) -> str:
+def _format_counts(table: dict[str, int]) -> str:
     """Returns the counts of a table as text, such as "cat 12, dog 7"."""
     return ", ".join(f"{name} {count:,}" for name, count in table.items())
 

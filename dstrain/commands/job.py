@@ -163,8 +163,8 @@ def _collect_problems(problems: list[str]) -> Iterator[None]:
 
 
 def _list_path_problems(run: Run) -> list[str]:
-    """Returns the faults of a recipe's paths (data, init_from, folder), and of a missing tensorboard, a line each; []
-    if none.
+    """Returns a line for each fault of a recipe's paths (data, init_from, folder), and one if the recipe asks for
+    tensorboard and it is not installed; [] if there are none.
     """
     from dstrain.data.paths import find_path_problems
 
@@ -178,8 +178,8 @@ def _list_path_problems(run: Run) -> list[str]:
 
 
 def _find_folder_problem(folder: Path) -> str | None:
-    """Returns why nothing can be written in `folder`, or None. Rank 0 finds out by making a temporary folder there,
-    which it removes again.
+    """Returns why nothing can be written in `folder`, or None if it can be. Rank 0 finds out by making a temporary
+    folder there, which it removes again.
     """
     above = (folder.absolute(), *folder.absolute().parents)
     if link := next((path for path in above if path.is_symlink() and not os.path.exists(path)), None):

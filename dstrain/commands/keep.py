@@ -235,8 +235,8 @@ def _convert_exit_code(code: int) -> int:
 
 
 def _describe_exit(code: int) -> str:
-    """Describes how a command ended by its exit code, negative if a signal has killed it. After a rank that signal N
-    has killed, deepspeed ends with 256 - N, a shell with 128 + N. 255 is an error of ssh.
+    """Returns how a command ended, in words. `code` is its exit code, negative if a signal has killed it. If signal N
+    has killed a rank, deepspeed ends with 256 - N, and a shell with 128 + N. 255 is an error of ssh.
     """
     names = {number.value: number.name for number in signal.Signals}
     if code < 0:

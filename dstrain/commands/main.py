@@ -109,7 +109,7 @@ def _run_verb(verb: Verb) -> None:
     from dstrain.commands.options.command import Command, parse_options
     from dstrain.recipe.trust import trust_system
 
-    silence_libraries()
+    silence_bitsandbytes()
     options: Command = parse_options(find_options_class(verb), sys.argv[1:])
     for name in getattr(options, "trust_system", ()):
         trust_system(name)
@@ -128,7 +128,7 @@ def _run_verb(verb: Verb) -> None:
     group.leave_process_group()
 
 
-def silence_libraries() -> None:
+def silence_bitsandbytes() -> None:
     """Hides the warnings of bitsandbytes about 4-bit kernels, which dstrain never calls."""
     import logging
 

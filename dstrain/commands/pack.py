@@ -114,7 +114,7 @@ def pack_data(options: PackOptions) -> dict[str, Any]:
     """Packs the data into options.out, on all ranks together. Returns the content of pack.json. Raises ConfigError if
     the data cannot be packed, the folder cannot be written, or too many files are unreadable.
     """
-    data = options.make_data()
+    data = options.make_data_section()
     layout, index = _open_index(options, data)
     first = group.rank() == 0
     files = _Packable(layout, index)  # on all ranks together

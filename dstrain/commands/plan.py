@@ -108,7 +108,7 @@ def describe_plan(case: Case, json: bool = False) -> tuple[str, bool]:
         return format_json(estimate.list_figures() | ({} if estimate.fits else {"advice": advised})), estimate.fits
     lines = [
         *_describe_run(estimate),
-        *_describe_device(estimate),
+        *_describe_memory_of_device(estimate),
         *_describe_step(estimate),
         *_describe_whole_run(estimate),
         *_describe_fit(estimate),
@@ -125,7 +125,7 @@ def describe_choices(case: Case, json: bool = False) -> tuple[str, bool]:
     Each row is also printed on stderr as soon as it is counted, since all of them may take an hour.
     """
     print(_HEAD, file=sys.stderr, flush=True)
-    estimates = search_choices(case, lambda tried: print(_format_row(tried), file=sys.stderr, flush=True))
+    estimates = search_choices(case, lambda tried: print(_format_estimate_row(tried), file=sys.stderr, flush=True))
     if json:
         return format_json([estimate.list_figures() for estimate in estimates]), bool(estimates)
     if not estimates:
@@ -134,14 +134,14 @@ def describe_choices(case: Case, json: bool = False) -> tuple[str, bool]:
         f"{case.run.name} on {_name_machines(estimates[0])}: what fits, "
         + ("the fastest first" if case.chip.name else "the least memory of the host, recomputation and exchange first"),
         _HEAD,
-        *map(_format_row, estimates[:_ROWS]),
+        *map(_format_estimate_row, estimates[:_ROWS]),
     ]
     if len(estimates) > _ROWS:
         lines.append(f"and {len(estimates) - _ROWS} more; --json prints all")
     return "\n".join(lines + _list_launch_warnings(estimates[0])), True
 
 
-def _format_row(estimate: Estimate) -> str:
+def _format_estimate_row(estimate: Estimate) -> str:
     """Returns the costs of one combination as a row of the table."""
     time, free = estimate.time, estimate.chip.memory - estimate.device_bytes - estimate.reserve_bytes
     accumulation = estimate.settings["gradient_accumulation_steps"]
@@ -181,7 +181,7 @@ def _describe_run(estimate: Estimate) -> list[str]:
     ]
 
 
-def _describe_device(estimate: Estimate) -> list[str]:
+def _describe_memory_of_device(estimate: Estimate) -> list[str]:
     """Returns lines on the memory of a GPU at the peak of a step, and on that of the host, by kind."""
     lines = ["", "on each GPU, when a step takes most"]
     lines += [f"  {kind:14} {_format_number(size):>10}B" for kind, size in estimate.counts.device.items() if size]

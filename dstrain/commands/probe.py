@@ -182,14 +182,14 @@ def _try_system(
         if parts.issuperset(turns):
             continue
         parts.update(turns)
-        with torch.no_grad(), _explain_id_errors(f"{run.system}: encode", _list_ids(batch), encoding):
+        with torch.no_grad(), _explain_id_errors(f"{run.system}: encode", _choose_id_tensors(batch), encoding):
             example = system.encode(copy_batch_to_device(batch, encoding))
         if live := [name for name, values in example.items() if values.requires_grad]:
             raise ConfigError(
                 f"{run.system}: encode returns {', '.join(live)} with a gradient: compute the example "
                 "from frozen networks alone, or detach it"
             )
-        ids = _list_ids(example)
+        ids = _choose_id_tensors(example)
         example = copy_batch_to_device(example, learning)
         rng.seed_torch(run.seed, step, 0)
         for part in turns:
@@ -207,7 +207,7 @@ def _try_system(
     _try_saving_state(run.system, system)
     held = {name: values for name, values in batch.items() if name != "step"}  # as held-out data come
     with torch.no_grad(), set_eval_mode(networks), suppress(_NotChecked, _Enough):
-        with _explain_id_errors(f"{run.system}: encode of held-out data", _list_ids(held), encoding):
+        with _explain_id_errors(f"{run.system}: encode of held-out data", _choose_id_tensors(held), encoding):
             example = copy_batch_to_device(system.encode(copy_batch_to_device(held, encoding)), learning)
         if run.every.evaluate:
             _try_evaluation(run, system, networks, example)
@@ -300,7 +300,7 @@ def _try_drawing(run: Run, system: System, networks: Nets, data: Batch, example:
             conditions={name: values[:_SAMPLES].to(device) for name, values in request.conditions.items()},
             num_steps=min(_SAMPLES, request.num_steps),
         )
-        with _explain_id_errors(f"{run.system}: sample", {}, device), suppress(_Enough), _limit_calls(networks):
+        with _explain_id_errors(f"{run.system}: sample", {}, device), suppress(_Enough), _limit_network_calls(networks):
             require_valid_samples(system, system.sample(networks, few), len(few.seeds))
     if system.starts_from_data:
         with _explain_id_errors(f"{run.system}: pictures", {}, device):
@@ -314,7 +314,7 @@ def _try_drawing(run: Run, system: System, networks: Nets, data: Batch, example:
 
 
 @contextmanager
-def _limit_calls(networks: Nets) -> Iterator[None]:
+def _limit_network_calls(networks: Nets) -> Iterator[None]:
     """Makes the networks raise _Enough within the block when they are called more than _CALLS times, since a sampler
     may ignore the number of steps.
     """
@@ -397,7 +397,7 @@ def _require_valid_terms(place: str, terms: dict[str, Tensor], watched: tuple[st
             )
 
 
-def _list_ids(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+def _choose_id_tensors(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Returns the int64 tensors on the CPU, such as labels and tokens, without key, position and step."""
     return {
         name: values
@@ -410,9 +410,9 @@ def _list_ids(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 def _explain_id_errors(
     place: str, ids: dict[str, Tensor], device: torch.device, tables: tuple[int, ...] = ()
 ) -> Iterator[None]:
-    """Turns the block's error about an id out of range into a ConfigError that lists which `ids` there are, and on the
-    meta device an error about missing values into _NotChecked. Other errors pass through, also if the ids fit into all
-    `tables`, the sizes of the embeddings.
+    """Turns an error of the block about an id out of range into a ConfigError that lists the least and the greatest of
+    `ids`. On the meta device turns an error about missing values into _NotChecked. Other errors pass through. So does
+    one about an id if all `ids` fit into `tables`, the sizes of the embeddings.
     """
     try:
         yield

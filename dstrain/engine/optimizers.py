@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from dstrain.distributed import group as ranks
 from dstrain.engine import settings
 from dstrain.engine.patches import forget_beta_powers
-from dstrain.recipe import ConfigError, Optimizer, fits_pattern, is_learned
+from dstrain.recipe import ConfigError, Optimizer, fits_pattern, is_weight_learned
 
 Group = dict[str, Any]
 Decays = Callable[[str, Tensor], bool]
@@ -83,7 +83,7 @@ def freeze_weights(networks: Mapping[str, nn.Module], train_only: Sequence[str] 
             near = difflib.get_close_matches(pattern, [name for _, name, _ in weights], 1, 0.0)
             raise ConfigError(f"{key}: {pattern} fits no weight of {', '.join(networks)}; the nearest is {near[0]}")
     for part, name, weight in weights:
-        weight.requires_grad_(is_learned(train_only, part, name, weight.requires_grad))
+        weight.requires_grad_(is_weight_learned(train_only, part, name, weight.requires_grad))
     learning = {part for part, _, weight in weights if weight.requires_grad}
     for part in networks:
         if part not in learning:

@@ -58,7 +58,7 @@ class Estimate:
 
     @property
     def reserve_bytes(self) -> int:
-        """Returns the bytes of a GPU's memory that are kept free beside those that are counted: for libraries and the
+        """Returns the bytes of a GPU's memory that are not counted and are kept free: for libraries and the
         allocator.
         """
         return int(CONTEXT + (_NCCL if self.layout.world > 1 else 0) + _ALLOCATOR * self.device_bytes)

@@ -12,7 +12,7 @@ from dstrain.engine.planning.memory_kinds import OFFLOADED, count_saved_bytes
 from dstrain.engine.settings import read_offload_device, read_stage
 from dstrain.planning.counts import Collective, Counts, Layout
 from dstrain.planning.states import count_bytes_of_states, count_weights_and_checkpoint_bytes
-from dstrain.planning.step import Measured, choose_measured_step, measure_states, measure_step
+from dstrain.planning.step import Measured, choose_measured_step, measure_bytes_of_states, measure_step
 from dstrain.recipe import ConfigError, Run
 from dstrain.systems.base import System
 from dstrain.tracking.flops import count_step_flops
@@ -27,7 +27,7 @@ def count_costs_as_rank_0(run: Run, settings: dict[str, Any], layout: Layout, de
     """Returns the costs on rank 0, see count.count_costs. Call it only in the process that count.py starts. Raises
     ConfigError if weights or gradients are quantized.
     """
-    _require_countable(settings)
+    _require_no_quantization(settings)
     run = run.model_copy(update={"compile": "off"})
     system = systems.build(run.system, run.model)
     flops = (
@@ -84,9 +84,9 @@ def measure_step_as_rank_0(
         own = count_saved_bytes(engines.masters, ema)
     if few < world:
         with enter_fake_world(world):
-            kept, engines, ema = measure_states(run, settings, system, FakeEngines)
+            kept, engines, ema = measure_bytes_of_states(run, settings, system, FakeEngines)
             own = count_saved_bytes(engines.masters, ema)
-        measured = _scale_to_world(measured, kept, few, world)
+        measured = _scale_measures_to_world(measured, kept, few, world)
     return measured, own
 
 
@@ -116,7 +116,7 @@ def _extrapolate_micro_batches(measured: Measured, more: int) -> Measured:
     )
 
 
-def _require_countable(settings: dict[str, Any]) -> None:
+def _require_no_quantization(settings: dict[str, Any]) -> None:
     """Raises ConfigError if weights or gradients are quantized, which needs the kernels of a GPU."""
     for key in ("zero_quantized_weights", "zero_quantized_gradients"):
         if settings.get("zero_optimization", {}).get(key):
@@ -126,7 +126,7 @@ def _require_countable(settings: dict[str, Any]) -> None:
             )
 
 
-def _scale_to_world(measured: Measured, kept: dict[str, int], few: int, world: int) -> Measured:
+def _scale_measures_to_world(measured: Measured, kept: dict[str, int], few: int, world: int) -> Measured:
     """Returns the measures of a step of `world` ranks, computed from `measured`, those of `few` ranks. kept: the bytes
     by kind that a rank of `world` keeps between steps.
 

@@ -38,8 +38,8 @@ def count_weights_and_checkpoint_bytes(run: Run, system: System) -> tuple[dict[s
 
 
 def count_bytes_of_states(run: Run, system: System, settings: dict[str, Any], world: int) -> dict[str, int]:
-    """Returns the bytes that a rank of `world` keeps, by the kinds of memory_kinds.py; "gradients" are the sums over
-    micro-batches. Padding and buffers are not counted.
+    """Returns {kind: bytes} that a rank of `world` keeps, such as "masters" and others of
+    engine/planning/memory_kinds.py; "gradients" are the sums over micro-batches. Padding and buffers are not counted.
 
     Raises ConfigError if the recipe or DeepSpeed's JSON names weights or modules that the networks lack.
     """

@@ -62,8 +62,8 @@ class Measured:
 def measure_step(
     run: Run, settings: dict[str, Any], system: System, kind: type[Engines] = Engines
 ) -> tuple[Measured, Engines, EmaShadow]:
-    """Builds engines (of class `kind`) and averages, and takes a few steps. Returns the measures of the last step, the
-    engines and the averages.
+    """Builds DeepSpeed engines (of class `kind`) and averages, and takes a few steps. Returns the measures of the last
+    step, the engines and the averages.
     """
     with Watch() as watch:
         with watch.set_kind_of_new_storages("buckets"):  # what is made here and has no other owner
@@ -94,22 +94,22 @@ def measure_step(
         spans = list(itertools.pairwise(moments))  # passes, update, passes, ..., averages, nothing
         result = Measured(
             dict(watch.sum_living_bytes(begin)),
-            dict(watch.find_peak(spans[::2])),
-            dict(watch.find_peak(spans[1::2])),
+            dict(watch.find_peak_bytes(spans[::2])),
+            dict(watch.find_peak_bytes(spans[1::2])),
             watch.pop_collectives(),
             watch.recomputed,
             watch.moved,
-            watch.find_peak_on_host(),
+            watch.find_peak_bytes_on_host(),
             begun,
         )
     return result, engines, ema
 
 
-def measure_states(
+def measure_bytes_of_states(
     run: Run, settings: dict[str, Any], system: System, kind: type[Engines]
 ) -> tuple[dict[str, int], Engines, EmaShadow]:
-    """Builds engines (of class `kind`) and averages, and takes no step. Returns the bytes of weights, optimizer states,
-    averages and gradients by kind, the engines and the averages.
+    """Builds DeepSpeed engines (of class `kind`) and averages, and takes no step. Returns {kind: bytes} of weights,
+    optimizer states, averages and gradients, the engines and the averages.
     """
     with Watch() as watch:
         engines = build_engines(run, settings, system, kind=kind)
@@ -141,7 +141,7 @@ def _label_tensors_by_maker(
     @contextmanager
     def label_encoding() -> Iterator[None]:
         """Notes what was done before a micro-batch, and gives the kind "inputs" to what its encoding makes."""
-        begun.append(watch.read_counts())
+        begun.append(watch.get_counts())
         with watch.set_kind_of_new_storages("inputs"):
             yield
 

@@ -135,7 +135,7 @@ class Watch(TorchDispatchMode):
         """Returns the number of events so far: each is the making or the end of a storage."""
         return len(self._events)
 
-    def find_peak(self, spans: Iterable[tuple[int, int]]) -> Counter[str]:
+    def find_peak_bytes(self, spans: Iterable[tuple[int, int]]) -> Counter[str]:
         """Returns the bytes of living storages on the GPU by kind, at the event at which their sum is largest. Only
         events within `spans` count, pairs (number of the first event, number of the last event).
         """
@@ -146,7 +146,7 @@ class Watch(TorchDispatchMode):
         found.pop(ON_HOST, None)
         return found
 
-    def find_peak_on_host(self) -> int:
+    def find_peak_bytes_on_host(self) -> int:
         """Returns the most bytes of kind ON_HOST at once, each storage rounded up to a power of two: torch pins no
         other sizes.
         """
@@ -190,7 +190,7 @@ class Watch(TorchDispatchMode):
         self._bytes.clear()
         return found
 
-    def read_counts(self) -> Done:
+    def get_counts(self) -> Done:
         """Returns the collectives, recomputed operations and bytes moved to the host since their counts were reset.
         Does not reset them.
         """

@@ -16,7 +16,7 @@ from dstrain.recipe.errors import (
     reword_errors,
 )
 from dstrain.recipe.files import complete_model_section, describe_replaced_entries, dump_run, load_recipe
-from dstrain.recipe.patterns import fits_pattern, is_learned
+from dstrain.recipe.patterns import fits_pattern, is_weight_learned
 from dstrain.recipe.problems import format_divisors, format_value, list_problems, suggest_files, suggest_key
 from dstrain.recipe.run import (
     WIDEST,
@@ -64,7 +64,7 @@ __all__ = [
     "fits_pattern",
     "format_divisors",
     "format_value",
-    "is_learned",
+    "is_weight_learned",
     "list_differences",
     "list_problems",
     "list_refused_changes",

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from dstrain.recipe.section import FIXED, Fraction, Section, expand_path, mark_fixed
+from dstrain.recipe.section import FIXED, Fraction, Section, expand_home_in_path, mark_fixed
 
 _Weight = Annotated[float, Field(gt=0, le=1e9)]
 
@@ -25,7 +25,7 @@ class MixtureSource(Section):
     @classmethod
     def _expand_home(cls, path: str | None) -> str | None:
         """Returns the path with the home folder in place of ~; None stays."""
-        return path if path is None else expand_path(path)
+        return path if path is None else expand_home_in_path(path)
 
 
 class Mixture(Section):

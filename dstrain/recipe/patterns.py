@@ -29,7 +29,7 @@ def is_adapter_weight(name: str) -> bool:
     return ".lora_A." in name or ".lora_B." in name
 
 
-def is_learned(train_only: Sequence[str] | None, part: str, name: str, built: bool) -> bool:
+def is_weight_learned(train_only: Sequence[str] | None, part: str, name: str, built: bool) -> bool:
     """Returns whether a weight is trained. If `train_only` is None, returns `built`, the weight's requires_grad when
     its network was built. Otherwise returns True if a pattern of `train_only` matches it, or if it is a LoRA adapter's.
     """

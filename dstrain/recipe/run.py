@@ -17,7 +17,7 @@ from pydantic_core import PydanticCustomError
 from dstrain.recipe.mixture import Mixture
 from dstrain.recipe.patterns import Pattern, fits_pattern
 from dstrain.recipe.problems import format_divisors
-from dstrain.recipe.section import FIXED, MAY_CHANGE, Count, Fraction, NonNegative, Section, expand_path
+from dstrain.recipe.section import FIXED, MAY_CHANGE, Count, Fraction, NonNegative, Section, expand_home_in_path
 from dstrain.recipe.shapes import Shape, Shaping
 
 WIDEST = 0.288  # relative width of an average by a power of time: all steps count alike at 1 / sqrt(12)
@@ -53,7 +53,7 @@ class Cache(Section):
     @field_validator("folder")
     @classmethod
     def _expand_home(cls, folder: str | None) -> str | None:
-        return folder if folder is None else expand_path(folder)
+        return folder if folder is None else expand_home_in_path(folder)
 
 
 class Data(Mixture, Shaping):
@@ -90,7 +90,7 @@ class Data(Mixture, Shaping):
     @field_validator("path", "held_out_path", "captions", "images", "class_list", "index", "embeddings")
     @classmethod
     def _expand_home(cls, path: str | None) -> str | None:
-        return path if path is None else expand_path(path)
+        return path if path is None else expand_home_in_path(path)
 
     @model_validator(mode="after")
     def _require_consistent_values(self) -> "Data":
@@ -132,8 +132,8 @@ class Data(Mixture, Shaping):
         return self
 
     def list_sources(self) -> tuple[Self, ...]:
-        """Returns a section `data` for each source of data.mixture, with this section's values where the source gives
-        none; () without a mixture. held_out is 0 for a built-in source, and with held_out_path, unless given.
+        """Returns a section `data` for each source of data.mixture; () without a mixture. What a source does not give
+        has the value of this section, but held_out is then 0 for a built-in source and for one with held_out_path.
         """
         return tuple(
             self.model_copy(
@@ -155,7 +155,7 @@ class Data(Mixture, Shaping):
         )
 
     def list_mixture_checks(self) -> list[tuple[Any, str]]:
-        """Lists the checks of data.mixture, for `_raise_failed_checks`: (whether it is wrong, message) each."""
+        """Lists the checks of data.mixture as (whether it has failed, message), for `_raise_failed_checks`."""
         if self.mixture is None:
             return []
         if not self.mixture:
@@ -295,7 +295,7 @@ class Ema(Section):
         return self
 
     def compute_decay(self, decay: float, step: int) -> float:
-        """Returns the decay after `step` updates: `decay`, with ema.warmup at most (1 + step) / (10 + step)."""
+        """Returns the decay after `step` updates: `decay`; with ema.warmup min(decay, (1 + step) / (10 + step))."""
         return min(decay, (1 + step) / (10 + step)) if self.warmup else decay
 
 
@@ -360,7 +360,7 @@ class Samples(Section):
     @field_validator("reference")
     @classmethod
     def _expand_home(cls, path: str | None) -> str | None:
-        return path if path is None else expand_path(path)
+        return path if path is None else expand_home_in_path(path)
 
     @model_validator(mode="after")
     def _require_consistent_values(self) -> "Samples":
@@ -452,7 +452,7 @@ class Run(Section):
     @field_validator("folder", "init_from", mode="before")
     @classmethod
     def _expand_home(cls, path: Any) -> Any:
-        return expand_path(str(path)) if isinstance(path, (str, Path)) else path
+        return expand_home_in_path(str(path)) if isinstance(path, (str, Path)) else path
 
     @model_validator(mode="after")
     def _require_consistent_values(self) -> "Run":

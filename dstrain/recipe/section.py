@@ -24,7 +24,7 @@ NonNegative = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]  # prod
 Count = Annotated[int, Field(ge=0)]
 
 
-def expand_path(path: str) -> str:
+def expand_home_in_path(path: str) -> str:
     """Returns the path with the home folder in place of ~. Raises PydanticCustomError if the path is empty, or too long
     for Linux.
     """
@@ -97,7 +97,9 @@ class Section(BaseModel):
         """
         for part in value if isinstance(value, (list, tuple)) else (value,):
             # Python's True is an int: without this `steps: true` would be one step.
-            if isinstance(part, bool) and bool not in list_types(cls.model_fields[str(info.field_name)].annotation):
+            if isinstance(part, bool) and bool not in list_types_of_annotation(
+                cls.model_fields[str(info.field_name)].annotation
+            ):
                 raise PydanticCustomError(
                     "no_bool", "is {value}, which has no meaning here", {"value": str(part).lower()}
                 )
@@ -108,15 +110,15 @@ class Section(BaseModel):
         return value
 
 
-def list_types(annotation: Any) -> list[Any]:
+def list_types_of_annotation(annotation: Any) -> list[Any]:
     """Lists the types of which a type annotation consists: [int, NoneType] for `int | None`."""
     inner = typing.get_args(annotation)
-    return [plain for part in inner for plain in list_types(part)] if inner else [annotation]
+    return [plain for part in inner for plain in list_types_of_annotation(part)] if inner else [annotation]
 
 
 def find_section_class(field: FieldInfo) -> type[BaseModel] | None:
     """Returns the class of the section that a field holds, or None if it holds a plain value."""
-    kinds = list_types(field.annotation)
+    kinds = list_types_of_annotation(field.annotation)
     return next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)), None)
 
 

@@ -95,8 +95,8 @@ class Shaping(Section):
         return tuple(bucket[0] for bucket in self.buckets or () if len(bucket) == 1)
 
     def list_clip_checks(self, num_frames: int | None) -> tuple[tuple[Any, str], ...]:
-        """Lists checks (whether it is wrong, message) for entries of images that are given with clips, and for numbers
-        of frames that are given with images. `num_frames` is data.num_frames, None for images.
+        """Lists checks (whether it has failed, message): of entries about images that are given with clips, and of
+        numbers of frames that are given with images. `num_frames` is data.num_frames, None for images.
         """
         durations, of_clips = list(self.durations), num_frames is not None
         longest = max(durations, default=0)

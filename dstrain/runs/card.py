@@ -123,7 +123,7 @@ def write_model_card(
         + ", relative, of what diffusers computes from this folder and the trained network",
     }
     lines = ["---", "library_name: diffusers", f"tags: [dstrain, {run.system}]", "---", "", f"# {run.name}", ""]
-    if (grid := _find_grid(folder / "samples")) is not None:
+    if (grid := _find_newest_grid(folder / "samples")) is not None:
         shutil.copyfile(grid, out / GRID)
         lines += [f"![samples of {grid.stem.replace('_', ' ')}]({GRID})", ""]
     cells = {key: value.replace("|", "\\|").replace("\n", " ") for key, value in facts.items()}
@@ -229,7 +229,7 @@ def _describe_weights_kind(kind: str) -> str:
     return f"{_KINDS[name]} {decay}".rstrip()
 
 
-def _find_grid(samples: Path) -> Path | None:
+def _find_newest_grid(samples: Path) -> Path | None:
     """Returns the newest grid of samples in `samples`, a run's folder samples/. If there is none, returns the newest
     grid of reconstructions, or None if there is none either.
     """

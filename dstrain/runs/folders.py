@@ -42,10 +42,10 @@ from dstrain.recipe import (
 )
 from dstrain.runs.lineage import (
     ANCESTORS,
+    append_ancestor_runs,
     claim_checkpoints,
     require_link_to_own_checkpoints,
     require_own_checkpoints,
-    write_ancestors,
 )
 from dstrain.runs.resume import Resume
 from dstrain.systems import find_config_class
@@ -121,8 +121,8 @@ def require_allowed_start(run: Run, fingerprint: str, resume: Resume) -> None:
 
 
 def _is_run(folder: Path) -> bool:
-    """Returns whether a folder holds, or has held, a run. It does with two of the files that only runs write, with one
-    of them and checkpoints, or with a run's identity and no step_* beside it. A common name, such as samples/, is not
+    """Returns whether a folder holds, or has held, a run. It does if it holds two of the files that only runs write, or
+    one of them and checkpoints, or a run's identity and no step_* beside it. A common name, such as samples/, is not
     enough.
     """
     marks = sum(os.path.lexists(folder / name) for name in _MARKS)
@@ -153,22 +153,22 @@ def _make_link_error(path: Path) -> ConfigError:
 
 def check_and_prepare_run_folder(run: Run, fingerprint: str, resume: Resume) -> None:
     """Checks as `require_allowed_start` does, then prepares the folder, which this process has locked. With
-    `resume.from_scratch` moves an earlier run into earlier_N. Writes the run's identity; if the folder is a copy of
-    another run's, it is a new one, and the copied wandb_id is removed. Raises ConfigError also if the folder cannot be
-    written.
+    `resume.from_scratch` moves an earlier run into earlier_N. Writes the run's identity, a random id. If the folder is
+    a copy of another run's, makes a new one, and removes the copied wandb_id. Raises ConfigError also if the folder
+    cannot be written.
     """
     require_allowed_start(run, fingerprint, resume)
     folder, checkpoints = run.directory, run.directory / "checkpoints"
-    with report_disk_errors(folder):
+    with explain_disk_errors(folder):
         if resume.from_scratch:
-            _require_unread(checkpoints.glob("step_*"))
+            _require_no_readers(checkpoints.glob("step_*"))
             move_run_aside(folder)
         if linked := checkpoints.is_symlink():
             claim_checkpoints(checkpoints)
             require_link_to_own_checkpoints(folder)
         earlier = owner.read_identity(folder)
         if not resume.from_scratch:
-            write_ancestors(folder, resume.allow_change)
+            append_ancestor_runs(folder, resume.allow_change)
         if owner.write_folder_identity(folder).identity != earlier and earlier:
             (folder / "wandb_id").unlink(missing_ok=True)  # it came here with a copy of another run
         if linked:
@@ -211,7 +211,7 @@ def read_recipe(folder: Path) -> Run:
 
 
 def is_same_data(earlier: str, fingerprint: str) -> bool:
-    """Returns whether `earlier` is `fingerprint` or its first words; earlier versions saved only the first words."""
+    """Returns whether both are fingerprints of the same data; `earlier` may be the first words only, as once saved."""
     return f"{fingerprint} ".startswith(f"{earlier} ")
 
 
@@ -252,7 +252,7 @@ def lock_folder(folder: Path, patience: float = 60.0, busy: str | None = None, v
             with _ignore_unsupported_locks():
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if os.fstat(file.fileno()).st_nlink:
-                with report_disk_errors(folder):
+                with explain_disk_errors(folder):
                     owner.claim_folder(folder, verb)
                     os.utime(file.fileno())  # when this command began, for tracking/report/state.py
                 return Claimed(folder, file)
@@ -326,7 +326,7 @@ def register_claim_on_all_ranks(folder: Path) -> None:
 
 def _open_lock_file(folder: Path) -> IO[str]:
     """Opens the folder's .lock for appending, and makes both if they are missing. Raises ConfigError if this fails."""
-    with report_disk_errors(folder):
+    with explain_disk_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
         if (folder / ".lock").is_symlink():
             raise _make_link_error(folder / ".lock")
@@ -339,7 +339,7 @@ def _open_lock_file(folder: Path) -> IO[str]:
         )
 
 
-def report_disk_errors(folder: Path) -> AbstractContextManager[None]:
+def explain_disk_errors(folder: Path) -> AbstractContextManager[None]:
     """Returns a context manager that turns its block's OSError, as of a full disk, into a ConfigError about folder=."""
     return explain_write_errors(f"folder={folder}", "make room there, or name another folder=")
 
@@ -355,7 +355,7 @@ def write_run_files(run: Run, settings: dict[str, Any], fingerprint: str) -> Non
     it on rank 0 only, after `require_allowed_start`. Raises ConfigError if a file cannot be written.
     """
     folder = run.directory
-    with report_disk_errors(folder):
+    with explain_disk_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
         if _read_saved_file(folder) is None:
             write_saved_step(folder, read_last_saved_step(folder))
@@ -444,7 +444,7 @@ def move_run_aside(folder: Path) -> None:
 
 def move_newer_steps_aside(folder: Path, step: int) -> None:
     """Moves checkpoints and averages after `step` into a new earlier_N, the newest first, with a copy of metrics.jsonl.
-    Then writes `step` into `saved`. Does nothing if there are none. Raises ConfigError if another command reads one of
+    Then writes `step` into `saved`. Does nothing if none is newer. Raises ConfigError if another command reads one of
     them, or if the disk fails.
     """
     newer = [
@@ -455,8 +455,8 @@ def move_newer_steps_aside(folder: Path, step: int) -> None:
     ]
     if not newer:
         return
-    _require_unread(newer)
-    with report_disk_errors(folder):
+    _require_no_readers(newer)
+    with explain_disk_errors(folder):
         earlier = _make_folder_for_earlier_run(folder)
         if (folder / "metrics.jsonl").is_file():
             shutil.copyfile(folder / "metrics.jsonl", earlier / "metrics.jsonl")
@@ -468,7 +468,7 @@ def move_newer_steps_aside(folder: Path, step: int) -> None:
         write_saved_step(folder, step)
 
 
-def _require_unread(paths: Iterable[Path]) -> None:
+def _require_no_readers(paths: Iterable[Path]) -> None:
     """Raises ConfigError if another command is reading one of the paths (disk/owner.py), which are to be moved."""
     for path in paths:
         if owner.is_held(path):

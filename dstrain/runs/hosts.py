@@ -42,7 +42,7 @@ def require_same_setup_on_all_ranks(run: Run, settings: dict[str, Any], patience
     get_phases().enter_phase("comparing the machines of all ranks")
     folder, machine, code = run.directory, socket.gethostname(), _list_code_versions()
     probe = folder / group.broadcast_from_first(f".shared-{secrets.token_hex(8)}")
-    with folders.report_disk_errors(folder):
+    with folders.explain_disk_errors(folder):
         if group.rank() == 0:
             probe.touch()
     host, first_code, config = group.broadcast_from_first((machine, code, pickle.dumps((run, settings))))

@@ -23,12 +23,13 @@ _NEWEST = 10  # checkpoints that are looked at: a run goes on from one of them
 
 def require_own_checkpoints(folder: Path, step: int | None) -> None:
     """Raises ConfigError if another run has written a checkpoint from which this run may resume: one of the newest, or
-    the one at `step`. Does nothing if the folder has no identity. Checkpoints that name no run are accepted.
+    the one at `step`. Each run has an identity, a random id, in its folder and in its checkpoints. Does nothing if the
+    folder has none. Checkpoints that name no run are accepted.
     """
     own = owner.read_identity(folder)
     if own is None:
         return
-    known = {own, *_read_ancestors(folder)}
+    known = {own, *_read_ancestor_runs(folder)}
     writers = _read_checkpoint_writers(folder, step)
     foreign = [number for number, writer in writers.items() if writer not in known]
     if not foreign:
@@ -41,14 +42,15 @@ def require_own_checkpoints(folder: Path, step: int | None) -> None:
     )
 
 
-def write_ancestors(folder: Path, adopts: bool) -> None:
-    """Appends to the folder's .ancestors the identities of other runs whose checkpoints this run may resume from. These
-    are the folder's own identity if the folder is a copy of another run's, and the writers of the newest checkpoints if
-    `adopts` is True or the folder has no identity yet. Writes nothing if there is no new one.
+def append_ancestor_runs(folder: Path, adopts: bool) -> None:
+    """Appends to the folder's .ancestors the identities (random ids) of other runs whose checkpoints this run may
+    resume from. These are the folder's own identity if the folder is a copy of another run's, and those of the writers
+    of the newest checkpoints if `adopts` is True or the folder has no identity yet. Writes nothing if all are there
+    already.
 
     Call it before the folder gets its identity. Raises OSError if the file cannot be written.
     """
-    own, known = owner.read_identity(folder), _read_ancestors(folder)
+    own, known = owner.read_identity(folder), _read_ancestor_runs(folder)
     found = {own} if own and owner.find_other_run(folder, folder) else set()  # a copy's, which is renewed
     if adopts or own is None:
         found |= {*_read_checkpoint_writers(folder, None).values()} - {own}
@@ -87,16 +89,19 @@ def claim_checkpoints(checkpoints: Path) -> None:
         time.sleep(0.5)
 
 
-def _read_ancestors(folder: Path) -> list[str]:
-    """Returns the identities in the folder's .ancestors; [] if the file is missing or cannot be read."""
+def _read_ancestor_runs(folder: Path) -> list[str]:
+    """Returns the identities (random ids of runs) in the folder's .ancestors; [] if the file is missing or cannot be
+    read.
+    """
     with suppress(OSError, UnicodeDecodeError):
         return small.read_text(folder / ANCESTORS, small.MEGABYTE).split()
     return []
 
 
 def _read_checkpoint_writers(folder: Path, step: int | None) -> dict[int, str]:
-    """Returns, by step, the identity of the run that has written each of the newest checkpoints, and the one at `step`
-    (None: the newest alone). Leaves out damaged checkpoints, and those of earlier versions, which name no run.
+    """Returns {step: identity}, the random id of the run that has written a checkpoint, for each of the newest
+    checkpoints and for the one at `step` (None: only the newest). Leaves out damaged checkpoints, and those of earlier
+    versions, which name no run.
     """
     writers: dict[int, str] = {}
     steps = Store(folder / "checkpoints").list_steps()

@@ -18,7 +18,7 @@ from torch.utils.flop_counter import flop_registry
 
 from dstrain.data.batches import copy_batch_to_device
 from dstrain.distributed import group
-from dstrain.recipe import is_learned
+from dstrain.recipe import is_weight_learned
 from dstrain.systems.base import System
 from dstrain.tracking.hardware import find_peak_flops
 
@@ -83,7 +83,7 @@ def count_step_flops(system: System, batch: int, step: int = 0, train_only: Sequ
             part: [
                 weight
                 for name, weight in network.named_parameters()
-                if is_learned(train_only, part, name, weight.requires_grad)
+                if is_weight_learned(train_only, part, name, weight.requires_grad)
             ]
             for part, network in networks.items()
         }

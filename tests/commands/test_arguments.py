@@ -8,7 +8,7 @@ import pytest
 
 from dstrain.commands import options
 from dstrain.commands.options import arguments
-from dstrain.commands.options.command import Command, list_specs, parse_options
+from dstrain.commands.options.command import Command, list_option_specs, parse_options
 from dstrain.commands.options.index import IndexOptions
 from dstrain.recipe import ConfigError
 
@@ -24,7 +24,7 @@ VERBS = {
 def test_a_variable_of_the_shell_that_is_not_set(verb):
     """Oracle: every option and word of every verb: Path("") would be the current folder."""
     assert len(VERBS) > 12
-    for field, spec in list_specs(verb):
+    for field, spec in list_option_specs(verb):
         name = spec.name or field.name.replace("_", "-")
         if spec.positional == "--" or isinstance(field.default, bool):
             continue

@@ -76,6 +76,6 @@ def test_three_hundred_launches(tmp_path):
 def test_other_packages_are_silent():
     """Oracle: an empty stderr of a process that imports what diffusers does, on any CPU."""
     pytest.importorskip("bitsandbytes")
-    code = "from dstrain.commands.main import silence_libraries as run; run(); import bitsandbytes"
+    code = "from dstrain.commands.main import silence_bitsandbytes as run; run(); import bitsandbytes"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment())
     assert done.returncode == 0 and "gemm_4bit" not in done.stderr

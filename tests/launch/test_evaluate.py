@@ -11,7 +11,7 @@ import yaml
 from PIL import Image
 
 from dstrain import rng, systems
-from dstrain.commands.options.command import list_specs
+from dstrain.commands.options.command import list_option_specs
 from dstrain.commands.options.evaluate import EvaluateOptions
 from dstrain.data.builtin.fashion import Fashion
 from dstrain.engine.checkpoint import read_weights
@@ -280,5 +280,5 @@ def test_help(evaluate):
     """Oracle: two screens of 40 x 120; every option that is declared is on it."""
     code, out, _ = evaluate("--help")
     assert code == 0 and len(out.splitlines()) <= 80 and max(map(len, out.splitlines())) <= 120
-    names = [spec.name or entry.name.replace("_", "-") for entry, spec in list_specs(EvaluateOptions)]
+    names = [spec.name or entry.name.replace("_", "-") for entry, spec in list_option_specs(EvaluateOptions)]
     assert all(f"--{name}" in out for name in names if name != "folder")

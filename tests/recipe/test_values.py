@@ -9,7 +9,7 @@ import pytest
 
 from dstrain import recipe
 from dstrain.recipe import ConfigError, Run
-from dstrain.recipe.section import find_section_class, iterate_fields, list_types
+from dstrain.recipe.section import find_section_class, iterate_fields, list_types_of_annotation
 
 # A changed default would change every recipe that leaves the key out, without a word.
 DEFAULTS = {
@@ -271,7 +271,7 @@ def test_every_bound_is_tried():
     [
         key
         for key, field in iterate_fields(Run)
-        if int in list_types(field.annotation) and bool not in list_types(field.annotation)
+        if int in list_types_of_annotation(field.annotation) and bool not in list_types_of_annotation(field.annotation)
     ],
 )
 def test_true_is_no_number(key):

@@ -15,7 +15,7 @@ from typing import Any
 
 from dstrain import systems
 from dstrain.checkpoint.manifest import read_manifest
-from dstrain.commands.evaluating.results import describe_command, publish_result
+from dstrain.commands.evaluating.results import describe_command_and_machine, publish_result
 from dstrain.commands.evaluating.sampled_sets import SAMPLING, Drawn, Stories
 from dstrain.commands.options.evaluate import EvaluateOptions
 from dstrain.data.open import open_builtin, open_sources, open_split
@@ -92,7 +92,7 @@ def measure_quality(options: EvaluateOptions) -> tuple[Path | None, dict[str, An
         "reference": place,
         "networks": {name: f"{network.name} {network.fingerprint}" for name, network in networks.items()},
         "kept": kept,
-        **describe_command(options, begun),
+        **describe_command_and_machine(options, begun),
     }
     path = out and out / f"{_name_result_file(options, result)}.json"
     publish_result(path, result, format_report(result))

@@ -16,7 +16,7 @@ from dstrain.distributed import group
 from dstrain.recipe import explain_write_errors
 
 
-def describe_command(options: EvaluateOptions, begun: float) -> dict[str, Any]:
+def describe_command_and_machine(options: EvaluateOptions, begun: float) -> dict[str, Any]:
     """Returns entries of a result that describe the command and the machine: precision, ranks, batch, versions, device,
     and the seconds since `begun`, a value of time.perf_counter().
     """

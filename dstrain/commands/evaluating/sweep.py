@@ -30,8 +30,9 @@ from dstrain.tracking import figures
 
 
 def require_sweep_possible(folder: Path, options: EvaluateOptions | None) -> None:
-    """Raises ConfigError if averages of this run could not be measured: by the held-out loss if `options` is None,
-    since no samples are held out, else by the metric of the options. Call it before averages are made.
+    """Raises ConfigError if the averages of a run cannot be measured. If `options` is None, they would be measured by
+    the held-out loss, which needs held-out samples; else by the metric of the options. Call it before averages are
+    made.
     """
     if options is None or options.metrics is None:
         _open_held_out(folder, trained.read_recipe(folder))
@@ -94,9 +95,9 @@ def _publish_scores(
     widths: Sequence[float],
     scores: Sequence[Mapping[str, float | None]],
 ) -> tuple[Path, dict[str, Any]]:
-    """Prints the scores of all widths, and writes them as a JSON file with a plot into RUN/reconstructed. The best
-    width is the one by the score `judge`, None if no such score is finite. Returns the path of the JSON file, and its
-    content.
+    """Prints the scores of all widths, and writes them as a JSON file with a plot into RUN/reconstructed. `judge` names
+    the score by which the best width is chosen; the best width is None if no such score is finite. Returns the path of
+    the JSON file, and its content.
     """
     columns = {name: [replace_nonfinite_by_none(one[name]) for one in scores] for name in scores[0]}
     finite = [(value, width) for width, value in zip(widths, columns[judge]) if value is not None]

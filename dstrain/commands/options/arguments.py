@@ -30,14 +30,14 @@ class Parser(argparse.ArgumentParser):
         raise ConfigError(f"{message}; --help shows what there is")
 
     def parse_words(self, argv: Sequence[str] | None = None) -> dict[str, Any]:
-        """Returns the values that were typed, or the defaults, by name. Prints `text` and ends the process if --help
+        """Returns the values that were typed, or the defaults, by name. Prints the help and ends the process if --help
         was typed.
         """
         return self.read_values(self.parse_args(argv))
 
     def read_values(self, parsed: argparse.Namespace) -> dict[str, Any]:
-        """Returns the values of the parsed arguments, or the defaults, by name, without help and local_rank. Prints
-        `text` and ends the process with exit code 0 if --help was typed.
+        """Returns the values of the parsed arguments, or the defaults, by name, without help and local_rank. Prints the
+        help and ends the process with exit code 0 if --help was typed.
         """
         words = vars(parsed)
         if words.pop("help"):
@@ -130,7 +130,7 @@ def parse_guide(text: str) -> tuple[Path, float | str | None, int | None]:
     return (Path(folder), weights, parse_nonnegative_integer(step)) if at else (Path(run), weights, None)
 
 
-def parse_window(text: str) -> tuple[int, int, int]:
+def parse_step_window(text: str) -> tuple[int, int, int]:
     """Parses A:B or A:B:N, the steps after A up to B on every Nth rank, into (A, B, N); N is 1 if left out. Raises
     ArgumentTypeError for any other text, unless A is below B, and if N is 0.
     """

@@ -86,7 +86,7 @@ class Command:
         """Checks options against each other. Raises ConfigError if they do not go together."""
 
 
-def list_specs(command: type[Command]) -> list[tuple[Field, Spec]]:
+def list_option_specs(command: type[Command]) -> list[tuple[Field, Spec]]:
     """Returns (field, spec) of each option. Options with the same heading are neighbours; among them keyword-only
     fields come last.
     """
@@ -104,7 +104,7 @@ def parse_options(command: type[C], argv: Sequence[str]) -> C:
     together.
     """
     parser = Parser(format_help(command))
-    found, values, words = list_specs(command), {}, list(argv)
+    found, values, words = list_option_specs(command), {}, list(argv)
     for entry, spec in found:
         if spec.positional == _BEHIND:
             place = words.index(_BEHIND) if _BEHIND in words else len(words)
@@ -151,7 +151,7 @@ def _add_options(parser: Parser, found: list[tuple[Field, Spec]]) -> None:
             kinds |= {"type": _make_nonempty_parser(spec.kind), "choices": spec.choices or None}
         if spec.again:
             kinds |= {"action": "append", "default": []}
-        name = _name_option(entry, spec)
+        name = _make_option_name(entry, spec)
         names = dict.fromkeys([f"--{name}", f"--{name.replace('-', '_')}", *spec.aliases])
         place = parser
         if spec.rivals:
@@ -195,12 +195,12 @@ def format_help(command: type[Command]) -> str:
     first, *other = inspect.cleandoc(command.usage).splitlines()
     lines = [*textwrap.wrap(summary, _WIDTH), "", f"usage:  {first}", *(f"        {line}" for line in other)]
     heading = None
-    for entry, spec in list_specs(command):
+    for entry, spec in list_option_specs(command):
         if spec.heading != heading:
             lines += ["", f"{spec.heading}:"] if spec.heading else [""]
             heading = spec.heading
-        lines += _format_rows(_format_name(entry, spec), spec.text, _format_default(entry, spec))
-    lines += _format_rows("-h, --help", "this text", "")
+        lines += _format_option_rows(_format_option_name(entry, spec), spec.text, _format_option_default(entry, spec))
+    lines += _format_option_rows("-h, --help", "this text", "")
     for paragraph in notes.split("\n\n") if notes else ():
         table = "  " in paragraph
         lines += ["", *(paragraph.splitlines() if table else textwrap.wrap(paragraph, _WIDTH))]
@@ -209,7 +209,7 @@ def format_help(command: type[Command]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _format_rows(name: str, text: str, default: str) -> list[str]:
+def _format_option_rows(name: str, text: str, default: str) -> list[str]:
     """Returns the lines of --help for one option: its name, and its text with the default in brackets, wrapped."""
     if default:
         text = f"{text} ({default})"
@@ -219,19 +219,19 @@ def _format_rows(name: str, text: str, default: str) -> list[str]:
     )
 
 
-def _name_option(entry: Field, spec: Spec) -> str:
+def _make_option_name(entry: Field, spec: Spec) -> str:
     """Returns the name of an option without the leading dashes, such as "num-samples"."""
     return spec.name or entry.name.replace("_", "-")
 
 
-def _format_name(entry: Field, spec: Spec) -> str:
+def _format_option_name(entry: Field, spec: Spec) -> str:
     """Returns an option as --help shows it, such as "--num-samples N", or "RUN" for a word without dashes."""
     if spec.positional:
         return spec.metavar
-    return f"--{_name_option(entry, spec)} {spec.metavar}".rstrip()
+    return f"--{_make_option_name(entry, spec)} {spec.metavar}".rstrip()
 
 
-def _format_default(entry: Field, spec: Spec) -> str:
+def _format_option_default(entry: Field, spec: Spec) -> str:
     """Returns the default of an option as --help shows it, "" if none is shown."""
     if spec.shown is not None:
         return spec.shown

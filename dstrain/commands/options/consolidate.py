@@ -13,14 +13,14 @@ DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 
 
 def parse_weights_kind(text: str) -> str:
-    """Returns a text that is raw, ema or ema:DECAY. Raises argparse.ArgumentTypeError for any other."""
+    """Returns `text` unchanged if it is raw, ema or ema:DECAY. Raises argparse.ArgumentTypeError for any other."""
     if not re.fullmatch(r"raw|ema(:.+)?", text):
         raise argparse.ArgumentTypeError(f"{text!r} is neither ema, ema:DECAY nor raw")
     return text
 
 
 def parse_part_name(text: str) -> str | None:
-    """Returns the name of a part; None for `all`."""
+    """Returns the name of a part, or None for "all", which means all parts."""
     return None if text == "all" else text
 
 

@@ -52,7 +52,7 @@ class IndexOptions(Command):
                     f"{key} changes nothing: DATA says what is listed, and data.key=value how; leave it out"
                 )
 
-    def make_data(self) -> Data:
+    def make_data_section(self) -> Data:
         """Returns these options as the data section of a recipe. Raises ConfigError if an entry is wrong."""
         changes = {"path": os.path.expanduser(self.path)}
         if self.index is not None:

@@ -60,6 +60,6 @@ class PackOptions(Command):
         if wrong := [override for override in self.overrides if not override.startswith("data.")]:
             raise ConfigError(f"{wrong[0]}: beside DATA there are entries data.KEY=VALUE alone")
 
-    def make_data(self) -> Data:
+    def make_data_section(self) -> Data:
         """Returns these options as the data section of a recipe. Raises ConfigError if an entry is wrong."""
         return load_recipe(None, [*self.overrides, f"data.path={os.path.expanduser(self.path)}"]).data
