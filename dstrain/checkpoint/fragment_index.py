@@ -147,6 +147,9 @@ class FragmentIndex(TensorLocator):
         return first < last
 
     def _find_shape(self, kind: str, name: str) -> tuple[int, ...]:
+        """Returns the shape of a tensor; (elements,) if the index lists no shape of it, as for an optimizer's 8-bit
+        codes.
+        """
         if name in self._shapes:
             return self._shapes[name]
         last = self._find_rows(kind, name)[1] - 1  # of codes of 8 bits, which are flat
@@ -176,8 +179,10 @@ class FragmentIndex(TensorLocator):
 
 
 def _hash_shard_hashes(hashes: Iterable[str]) -> str:
+    """Returns one hash of the hashes of all shards, in the order of ranks."""
     return hashlib.blake2b("".join(hashes).encode(), digest_size=16).hexdigest()
 
 
 def _hash_tensor_key(kind: str, name: str) -> int:
+    """Returns the number, int64, under which the index lists a tensor: a hash of "kind/name"."""
     return int.from_bytes(hashlib.blake2b(f"{kind}/{name}".encode(), digest_size=8).digest(), "little", signed=True)

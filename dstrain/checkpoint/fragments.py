@@ -140,9 +140,9 @@ class IndexedShards(_Reader, FragmentIndex):
 
 
 def open_shards(folder: Path, part: str) -> Shards | IndexedShards:
-    """Opens the shards of a part (a network) of a checkpoint folder for reading. Finds tensors by the part's index file
-    if it was made of these very shards. Otherwise reads the headers of all shards, and raises ConfigError if a shard is
-    missing or malformed.
+    """Opens the shards of a part (a network) in a checkpoint folder for reading; each rank has written one. Finds
+    tensors by the part's index file if it was made of these very shards. Otherwise reads the headers of all shards, and
+    raises ConfigError if one is missing or malformed.
     """
     if (folder / name_index_file(part)).is_file():  # earlier versions wrote none
         indexed = IndexedShards(folder, part)
@@ -220,7 +220,8 @@ def read_elements(value: Tensor, start: int, numel: int) -> Tensor:
 
 
 def list_stored_weights(shards: Shards | IndexedShards, kind: str) -> dict[str, Tensor]:
-    """Returns {state-dict name: tensor} of one kind, such as "master" or an average, as StoredWeights, whose values are
-    not read yet. Frozen weights, which have no averages, are included with their own values.
+    """Returns {state-dict name: StoredWeight} of one kind of values, such as "master" or an average. A StoredWeight is
+    a tensor whose values are read when they are needed. Frozen weights, which have no averages, are included as they
+    are.
     """
     return {name: StoredWeight(shards, found, name) for name, found in shards.find_kinds_by_name(kind).items()}

@@ -225,8 +225,8 @@ class Fragments(Index):
 
 
 def find_reconstructed_folder(folder: Path, width: float, step: int | None, checkpoint: Path | None) -> Path | None:
-    """Returns the folder in which `dstrain reconstruct` has written the average of a relative `width` for the run in
-    `folder`, at `step`; None for `step`: at its newest step.
+    """Returns the folder of an average of weights that `dstrain reconstruct` has made afterwards: one of relative
+    `width` (EDM2) for the run in `folder`, at `step`, or at its newest step if `step` is None.
 
     Returns None if there is no such folder, or if `checkpoint`, the run's own checkpoint of that step, holds this
     average itself.

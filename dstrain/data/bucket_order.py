@@ -78,8 +78,8 @@ class BucketOrder:
 
 
 def choose_buckets(sizes: np.ndarray, shapes: tuple[tuple[int, int], ...], max_upscale: float = 1.0) -> np.ndarray:
-    """Returns for each picture the index of its bucket, an entry of `shapes`: int64 (N,). sizes (N, 2) and shapes are
-    (width, height).
+    """Returns for each picture the number of its bucket, an index into `shapes`: int64 (N,). The rows of sizes (N, 2),
+    and the shapes, are (width, height).
 
     The bucket with the nearest aspect is chosen, by log(width / height). If shapes have several resolutions, it is
     chosen within one: the highest at which the picture is enlarged at most `max_upscale` times, else the lowest. A side

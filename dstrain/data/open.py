@@ -165,6 +165,7 @@ class BuiltinData(DataKind):
         return _open_images(self.data, run, mixed, holds_out=True)
 
     def _open_clips(self) -> Split:
+        """Opens the built-in clips. Raises ConfigError if a setting, or data.num_frames, does not fit them."""
         data = self.data
         if data.buckets:
             raise ConfigError(
@@ -436,6 +437,7 @@ def make_request(data: Data, suffixes: tuple[str, ...] = SUFFIXES, **more: Any) 
 
 
 def _open_images(data: Data, run: Path | None, mixed: bool, holds_out: bool) -> Split:
+    """Opens images; the held-out source is None unless `holds_out`. Other arguments are as in `open_sources`."""
     captions = data.captioned or data.embeddings is not None or bool(data.leave_out)
     bucketed = data.buckets is not None
     common = {
@@ -470,8 +472,8 @@ def _add_embeddings_or_buckets(data: Data, source: Source) -> Source:
 
 
 def _fill_in_split_paths(data: Data) -> Data:
-    """Returns a copy of the section. If data.path holds splits such as train/ and val/, its path is the first one, and
-    its held_out_path the second, unless held_out or held_out_path is set. All ranks must call it.
+    """Returns a copy of the data section. If data.path holds splits such as train/ and val/, the copy's path is the
+    first, and its held_out_path the second unless held_out or held_out_path is set. All ranks must call it.
     """
     path, held_out_path = run_on_rank_0(
         lambda: find_split_paths(data.path, data.held_out, data.held_out_path, cache=data.cache)

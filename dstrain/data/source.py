@@ -194,7 +194,7 @@ class Source(ABC):
 
     def prefetch(self, index: Tensor, mirrored: Tensor | None = None, chance: Tensor | None = None) -> None:
         """Begins to read the samples that a later `read_batch` with the same arguments needs, and does not wait for
-        them. Does nothing here, but in sources with `prefetches`.
+        them. Only sources whose `prefetches` is True do this; others do nothing.
         """
 
     def read_batch(

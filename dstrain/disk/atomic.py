@@ -90,7 +90,7 @@ def publish_folder(temporary: str | os.PathLike, folder: str | os.PathLike) -> N
 def fsync_folder(path: str | os.PathLike) -> None:
     """Flushes the list of a folder's entries to the disk. Without this, a rename may be lost when the power fails.
 
-    Does nothing on file systems that cannot flush folders, mostly network ones. Raises any other OSError.
+    Ignores the errors of file systems that cannot flush folders, mostly network ones. Raises any other OSError.
     """
     descriptor = os.open(path, os.O_RDONLY)
     try:

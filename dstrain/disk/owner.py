@@ -389,8 +389,8 @@ def _is_dead(path: Path, patience: float) -> bool:
 
 
 def _stays_untouched(path: Path) -> bool:
-    """Waits SILENT_SECONDS. Returns whether the file's time of change is still the same. Used for a time in the future,
-    from which no age can be computed.
+    """Waits SILENT_SECONDS. Returns whether the file's time of change is the same as before. For a file whose time lies
+    in the future, so that it has no age.
     """
     before = os.lstat(path).st_mtime_ns
     time.sleep(SILENT_SECONDS)

@@ -165,7 +165,7 @@ class Latents(Source):
     def _locate_rows(
         self, index: Tensor, mirrored: Tensor | None, chance: Tensor | None
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Returns of each sample: the number of its shard, its row in the shard, and the row of its codes, of which it
+        """Returns for each sample: the number of its shard, its row in the shard, and the row of its codes, of which it
         has one for each crop and each mirroring. Three int64 (b,). Arguments and errors are as in `read_codes`.
         """
         number = index.numpy() if self.members is None else self.members.find_members(index.numpy())

@@ -157,8 +157,8 @@ class Images(Indexed):
         return self.index.read_captions(self.find_row(index))
 
     def _decode_and_crop(self, place: Place, width: int, height: int, numbers: list[float] | None) -> Item:
-        """Returns the item's entries "image" and, if sizes are asked for, "size" and "right"; see the module's
-        docstring. numbers: for a random crop; None: none.
+        """Returns the item's entries "image" and, if sizes are asked for, "size" and "right", which the module's
+        docstring explains. numbers: in [0, 1), for a random crop; None: the centre crop.
         """
         file, upright = fetch_encoded_file(self.layout, place), self.layout.request.upright
         image = decode_whole_image(file, self.channels, (width, height) if self.draft else None, upright)
