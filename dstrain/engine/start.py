@@ -64,8 +64,8 @@ def start_group(timeout_minutes: float = 30) -> None:
 
 def _write_rank_variables() -> Place:
     """Sets RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE in the environment, which DeepSpeed reads. Sets
-    MASTER_ADDR and MASTER_PORT if they are missing: several ranks derive the same port from Slurm's job; a single
-    process takes a free port and always uses the address 127.0.0.1. Returns rank and world size of this process.
+    MASTER_ADDR and MASTER_PORT if they are missing: several ranks derive the same port from Slurm's job. A single
+    process takes a free port at 127.0.0.1, whatever its launcher names. Returns rank and world size of this process.
     """
     place = group.read_rank_and_world()
     os.environ.update(
@@ -78,13 +78,15 @@ def _write_rank_variables() -> Place:
         os.environ["MASTER_ADDR"] = "127.0.0.1"
     elif "MASTER_ADDR" not in os.environ:
         os.environ["MASTER_ADDR"] = _find_first_host()
-    if "MASTER_PORT" not in os.environ:
-        # A process alone takes any free port. Several must know one port without a word between them: it follows from
-        # Slurm's job, so that two jobs on one host seldom meet.
+    # Launchers name the same port for every run, so that two runs of one rank would fight for it, which nobody else
+    # needs. Only torchrun's agent listens at the port that it names.
+    alone = place.world == 1 and not exchanged and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    if alone or "MASTER_PORT" not in os.environ:
+        # Several ranks must know one port without a word between them: it follows from Slurm's job, so that two jobs on
+        # one host seldom meet.
         job = os.environ.get("SLURM_JOB_ID", "0")
         number = int(job) if job.isdecimal() else zlib.crc32(job.encode())
-        port = _find_free_port() if place.world == 1 else 20000 + number % 10000
-        os.environ["MASTER_PORT"] = str(port)
+        os.environ["MASTER_PORT"] = str(_find_free_port() if place.world == 1 else 20000 + number % 10000)
     return place
 
 

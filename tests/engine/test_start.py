@@ -188,6 +188,7 @@ def test_the_minute_of_compiling(tmp_path, monkeypatch, there):
 
 
 def taken(rank: int) -> None:
+    os.environ.update(ranks(0, 2))
     with pytest.raises(ConfigError, match=f"port {os.environ['MASTER_PORT']} is taken, .*--master_port PORT"):
         start_group(timeout_minutes=0.05)
 
@@ -200,11 +201,15 @@ def lonely(rank: int) -> None:
 
 
 def test_addresses_that_do_not_serve():
-    """Oracle: a socket that listens on the port; and a rank 0 that never comes, which is no fault of a port."""
+    """Oracle: a socket that listens on the port, which a rank alone does not need: two runs on one machine, whose
+    launchers name the same port; and a rank 0 that never comes, which is no fault of a port.
+    """
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen()
-        forked(1, taken, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(listener.getsockname()[1]))
+        port = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(listener.getsockname()[1])}
+        forked(1, taken, **port)
+        forked(1, alone, **port)
     forked(1, lonely, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
 
 
