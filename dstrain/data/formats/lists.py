@@ -246,7 +246,7 @@ class Metadata(TableList):
         columns = self._choose_columns(table)["path"]
         for group in range(table.count_groups()):
             for line, row in table.iterate_rows(columns, group):
-                named.add(os.path.normpath(self._read_path(row, columns, f"{table.where}, {table.noun} {line}")))
+                named.add_name(os.path.normpath(self._read_path(row, columns, f"{table.where}, {table.noun} {line}")))
         with report_listing_errors(self.root, self.request.key):
             files = walk_files(Path(self.root), "", self.request.suffixes, others=others)
             if unnamed := sum(name not in named for name in files):
