@@ -59,8 +59,8 @@ class TimestepEmbedder(nn.Module):
                 self.W.copy_(torch.from_numpy(np.random.default_rng(0).standard_normal(TIME_FEATURES)))
 
     def _apply(self, change: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """Applies `change` to all tensors, as nn.Module does, except that the frequencies `W` stay in float32 when the
-        network is cast to bfloat16 or float16, which are too coarse for their phases.
+        """Applies `change` to all tensors, as nn.Module does. But if the network is cast to bfloat16 or float16, keeps
+        the frequencies `W` in float32, since these dtypes are too coarse for their phases.
         """
         frequencies = getattr(self, "W", None)
         super()._apply(change, recurse)
@@ -291,8 +291,8 @@ class Label(Condition):
         self.num_classes = num_classes
 
     def read_example(self, example: Example) -> Arguments:
-        """Returns {"y": int64 (B,)}, the example's labels, or 0 if there is only one class. Raises ConfigError if there
-        are several and the example has no labels.
+        """Returns {"y": int64 (B,)}, the example's labels; zeros if it has none and there is only one class. Raises
+        ConfigError if it has none and there are several.
         """
         if "label" in example:
             return {"y": example["label"]}

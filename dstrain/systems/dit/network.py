@@ -189,16 +189,18 @@ class DiT(nn.Module):
         keep: Tensor | None = None,
         given: Tensor | None = None,
     ) -> Tensor | dict[str, Any]:
-        """Returns the prediction (B, C or 2C, ...) for noised inputs x at times t (B,): images (B, C, H, W) or clips
-        (B, C, T, H, W).
+        """Returns the prediction (B, C or 2C, ...) for noised inputs x, images (B, C, H, W) or clips (B, C, T, H, W),
+        at times t (B,).
 
         y             int64 (B,), labels; None: no labels.
         size, embed   int64 (B, 6), see SizeEmbedder, and (B, E), see ImageEmbedder; None: no such conditions.
         text, mask    see TextTokens; None: no texts.
-        extras        returns a dict instead: out, the prediction; base, that of the second head; projected, by
-                      projector (B, N, width); drawn and towards of LayerSync, (B, N, D), the latter without a gradient.
-        keep          int64 (B, M), the patches that go through the `routed` blocks; None: all.
-        given         (B, C + 1, T, H, W), the given frames of a clip, and 1 where they stand; 0 elsewhere.
+        extras        whether to return a dict instead: out, the prediction; base, that of the second head; projected, a
+                      list of (B, N, width), one for each projector; drawn and towards, the tokens (B, N, D) that
+                      LayerSync compares, the latter without a gradient. It has only those that the network computes.
+        keep          int64 (B, M), the numbers of the patches that go through the `routed` blocks; None: all.
+        given         (B, C + 1, T, H, W), the first frames of a clip that are given, all others zero, and a last
+                      channel that is 1 in the given frames; None: the network takes none.
         """
         image = x if given is None else torch.cat((x, given.to(x)), dim=1)
         grid = self.count_patches(x)

@@ -277,8 +277,8 @@ def _iterate_name_pairs(depth: int) -> Iterator[tuple[str, list[str]]]:
 
 
 def _merge_equal_copies(copies: dict[str, Tensor]) -> Tensor:
-    """Returns the one weight of which diffusers has a copy in each block; copies: by name. Raises ConfigError if they
-    are not all equal.
+    """Returns the value that all copies of a weight share, of which diffusers has one in each block. copies: by
+    diffusers' names. Raises ConfigError if two differ.
     """
     first = next(iter(copies.values()))
     for name, copy in copies.items():
