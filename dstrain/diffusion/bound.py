@@ -12,7 +12,7 @@ from dstrain.diffusion import schedule
 from dstrain.diffusion.gaussian import GaussianDiffusion, Network, Progress
 
 
-def measure_bound(
+def measure_variational_bound(
     diffusion: GaussianDiffusion,
     network: Network,
     x_start: Tensor,
@@ -20,22 +20,24 @@ def measure_bound(
     num_steps: int | None = None,
     progress: Progress = iter,
 ) -> dict[str, Tensor]:
-    """Computes the variational bound of pixels x_start (B, C, H, W) in [-1, 1] and returns its terms, in the form of
-    System.measure. Noise is drawn from the samples' keys `key`, int64 (B,).
+    """Returns terms of the variational bound of pixels x_start (B, C, H, W) in [-1, 1], with noise drawn from the
+    samples' keys `key`, int64 (B,):
 
     total, prior      (B,) in bits per dimension; total = prior + the sum of vb.
-    vb                (B, K) in bits per dimension, the bound's term of each timestep.
-    mse, x_start_mse  (B, K), squared errors of eps and of x_start.
-    timestep          int64 (B, K), ascending: the timestep of the original chain that a column belongs to.
+    vb                (B, K) in bits per dimension, the bound's term at each timestep.
+    mse, x_start_mse  (B, K), mean squared errors of the predicted eps and x_start.
+    timestep          int64 (B, K), ascending: the timestep of each column in the original chain.
 
-    K is num_steps, or the length of the chain if that is None; the network is called K times. Draw i of the noise is
-    the random stream bound/{i}, where i = 0 belongs to the last timestep. Raises ConfigError if num_steps is below 1 or
-    above the chain's length.
+    K is num_steps; None: the length of the chain. The network is called K times. Raises ConfigError if num_steps is
+    below 1 or above the chain's length.
     """
     whole = num_steps in (None, diffusion.num_timesteps)
-    chain = diffusion if whole else diffusion.respace(schedule.make_even_spec(diffusion.num_timesteps, num_steps))
+    chain = (
+        diffusion if whole else diffusion.respace(schedule.make_even_respacing_spec(diffusion.num_timesteps, num_steps))
+    )
 
     def draw_noise(i):
+        """Returns noise (B, C, H, W) from stream i of the samples' keys; i = 0 belongs to the last timestep."""
         return rng.normal(key, f"bound/{i}", tuple(x_start.shape[1:]))
 
     terms = chain.compute_bits_per_dim(network, x_start, draw_noise, progress=progress)

@@ -18,10 +18,9 @@ REFERENCE_VALUES = 4096  # of a latent whose shift by dimension is 1 (RAE, after
 
 
 def draw_logit_normal_times(uniforms: Tensor, mean: float, std: float, highest: float = 1.0) -> Tensor:
-    """Returns times (B,) from uniform numbers (B,) in [0, 1): sigmoid(mean + std * n) for standard normal n, truncated
-    at `highest`.
-
-    On a straight path EDM's sigma, noise over signal, is then exp(mean + std * n).
+    """Returns times (B,) whose logit is normal with this mean and standard deviation: sigmoid(mean + std * n) for the
+    standard normal n at the quantile that `uniforms` (B,) in [0, 1) gives. Times lie below `highest`, where the density
+    is truncated.
     """
     if highest < 1:
         share = torch.special.ndtr(torch.tensor((math.log(highest / (1 - highest)) - mean) / std).double())
@@ -30,21 +29,23 @@ def draw_logit_normal_times(uniforms: Tensor, mean: float, std: float, highest: 
 
 
 def draw_uniform_times(uniforms: Tensor, mean: float, std: float, highest: float = 1.0) -> Tensor:
-    """Returns times (B,) spread evenly over [0, `highest`), from uniform numbers (B,). mean and std have no effect."""
+    """Returns times (B,) that are uniform in [0, `highest`): `uniforms` (B,) in [0, 1), times `highest`. `mean` and
+    `std` have no effect.
+    """
     return uniforms * highest if highest < 1 else uniforms
 
 
 def draw_mode_times(uniforms: Tensor, mean: float, std: float, highest: float = 1.0) -> Tensor:
-    """Returns times (B,) of SD3's mode density, which has heavy tails, from uniform numbers (B,): 1 - u - std *
-    (cos^2(pi u / 2) - 1 + u), where u = 1 - `uniforms`. `mean` and `highest` have no effect.
+    """Returns times (B,) of SD3's mode density with scale `std` (Esser et al. 2024, section 3.1), from `uniforms` (B,)
+    in [0, 1). `mean` and `highest` have no effect.
     """
     u = 1 - uniforms
     return 1 - u - std * (torch.cos(math.pi / 2 * u).square() - 1 + u)
 
 
 def draw_cosmap_times(uniforms: Tensor, mean: float, std: float, highest: float = 1.0) -> Tensor:
-    """Returns times (B,) of SD3's cosmap density from uniform numbers (B,), truncated at `highest`. Under it log(signal
-    / noise) is distributed as under the cosine schedule. `mean` and `std` have no effect.
+    """Returns times (B,) of SD3's cosmap density, which imitates the cosine schedule, from `uniforms` (B,) in [0, 1).
+    The density is truncated at `highest`. `mean` and `std` have no effect.
     """
     share = 2 / math.pi * math.atan2(highest, 1 - highest)  # of times at most `highest`
     return 1 - 1 / (torch.tan(math.pi / 2 * share * uniforms) + 1)
@@ -59,13 +60,12 @@ DENSITIES: dict[str, Callable[..., Tensor]] = {
 
 
 def stratify_uniforms(uniforms: Tensor, position: Tensor, step: Tensor | None, strata: int) -> Tensor:
-    """Moves each uniform number (B,) into one of `strata` equal parts of [0, 1), and returns them. Of any `strata`
-    samples in a row, each part gets one.
+    """Moves each uniform number (B,) into one of `strata` equal parts of [0, 1), such that any `strata` samples in a
+    row get one number in each part. Returns the new numbers, (B,) below 1.
 
-    The part depends on the sample's `position` in the global batch and on the `step`, int64 (B,) each, so that a
-    position gets other parts in other steps. If step is None, the part depends on the position alone. Consecutive
-    positions get parts about 0.618 apart (modulo 1), so that a micro-batch, too, is spread over [0, 1). A sample's own
-    uniform number chooses the place within the part. Results are below 1. Source: Kingma et al. 2021 (VDM), appendix I.
+    The part is a function of the sample's `position` in the global batch and of `step`, int64 (B,) each; if step is
+    None, of the position alone. The given number sets the place within the part. Source: Kingma et al. 2021 (VDM),
+    appendix I.
     """
     stride = round(strata * (math.sqrt(5) - 1) / 2)
     while math.gcd(stride, strata) > 1:
@@ -77,5 +77,5 @@ def stratify_uniforms(uniforms: Tensor, position: Tensor, step: Tensor | None, s
 
 
 def compute_dimension_shift(num_values: int) -> float:
-    """Returns the time shift for an input of `num_values` values: sqrt(num_values / 4096)."""
+    """Returns the time shift of a flow whose input has `num_values` numbers: sqrt(num_values / 4096), as in RAE."""
     return math.sqrt(num_values / REFERENCE_VALUES)

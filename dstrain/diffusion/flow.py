@@ -18,9 +18,9 @@ from torch import Tensor
 
 from dstrain.diffusion.densities import DENSITIES
 from dstrain.diffusion.gaussian import Network, Noise, Progress, cast_output
-from dstrain.diffusion.interpolant import PATHS, Interpolant, find_time_of_noise
+from dstrain.diffusion.interpolant import PATHS, Interpolant, compute_time_of_noise_ratio
 from dstrain.diffusion.schedule import LARGEST_NOISE, make_noise_levels_after_first_step
-from dstrain.diffusion.solvers import SOLVERS, Level, choose_eta, count_solver_steps, solve_levels
+from dstrain.diffusion.solvers import SOLVERS, Level, choose_eta, count_solver_steps, run_solver
 from dstrain.recipe import ConfigError
 
 SAMPLERS = (*(name for name in SOLVERS if name != "heun"), "sde-heun", "sde", "euler", "heun")  # the usual one last
@@ -74,27 +74,30 @@ class FlowMatching:
         self.interpolant = Interpolant(**choices)
 
     def draw_times(self, uniforms: Tensor) -> Tensor:
-        """Maps uniform numbers (B,) in [0, 1) to training times (B,) in [0, 1], by the inverse of the times'
-        distribution, and shifts them.
+        """Returns training times (B,) in [0, 1], already shifted, from uniform numbers (B,) in [0, 1). Equal numbers
+        give equal times.
         """
         return self._shift_times(DENSITIES[self.density](uniforms, self.logit_mean, self.logit_std, self.t_max))
 
     def _shift_times(self, t: Tensor) -> Tensor:
+        """Returns shift * t / (1 + (shift - 1) * t) for times t in [0, 1]; the result is in [0, 1], too."""
         return (self.shift * t / (1 + (self.shift - 1) * t)).clamp(max=1)  # rounding may put it above 1
 
     def call_network(self, network: Network, x_t: Tensor, t: Tensor) -> Tensor:
-        """Calls the network at x_t and t * time_scale, and returns its prediction, float32 (float64 stays) of x_t's
-        shape. Further channels of the output, such as a diffusion network's variances, are left out.
+        """Returns the network's prediction at x_t (B, C, ...) and times t (B,), in x_t's shape. The network gets t *
+        time_scale. Output channels beyond C are dropped, and bfloat16 and float16 become float32.
         """
         return cast_output(network(x_t, t * self.time_scale))[:, : x_t.shape[1]]
 
     def predict_velocity(self, network: Network, x_t: Tensor, t: Tensor) -> Tensor:
-        """Calls the network and converts its prediction to a velocity."""
+        """Returns the velocity at x_t (B, C, ...) and times t (B,), in x_t's shape: calls the network and converts its
+        prediction.
+        """
         return self.interpolant.convert_prediction(self.call_network(network, x_t, t), x_t, t, "velocity")
 
     def training_losses(self, network: Network, x_start: Tensor, t: Tensor, noise: Tensor) -> dict[str, Tensor]:
-        """Returns per-sample terms (B,): `loss`, computed by Interpolant.compute_losses, and `mse`, the same values
-        detached from the graph. `noise` has deviation 1; this method multiplies it by noise_scale.
+        """Returns the terms `loss` and `mse`, (B,) each: the loss of each sample at times t (B,), with gradient and
+        without. `noise` is standard normal; it is multiplied by noise_scale here.
         """
         noise = self.scale_noise(noise)
         out = self.call_network(network, self.interpolant.mix_noise(x_start, noise, t), t)
@@ -102,12 +105,12 @@ class FlowMatching:
         return {"loss": mse, "mse": mse.detach()}
 
     def scale_noise(self, noise: Tensor) -> Tensor:
-        """Scales noise of deviation 1 to the flow's noise_scale."""
+        """Returns standard normal noise multiplied by noise_scale."""
         return noise if self.noise_scale == 1 else noise * self.noise_scale
 
     def compute_noise_ratio(self, x_t: Tensor, scaled: Tensor) -> Tensor:
-        """Returns the noise ratio sigma / alpha at times `scaled` (B,), which are t * time_scale, as the network sees
-        them. Its shape is (B, 1, ...), with as many axes as x_t.
+        """Returns sigma / alpha of the path, (B, 1, ...) with as many axes as x_t. `scaled` (B,) are times as the
+        network sees them, t * time_scale.
         """
         if self.interpolant.path == "linear":
             return (scaled / (self.time_scale - scaled)).view(-1, *(1,) * (x_t.ndim - 1))
@@ -117,18 +120,17 @@ class FlowMatching:
     def make_time_grid(
         self, num_steps: int, like: Tensor, spacing: str | None = None, first: float = 1.0, last_size: float = 0.0
     ) -> Tensor:
-        """Returns the times of `num_steps` sampling steps, from noise to data: (num_steps + 1,), with dtype and device
-        of `like`.
+        """Returns the times at which `num_steps` sampling steps begin and end, descending from noise: (num_steps + 1,),
+        with the dtype and device of `like`.
 
-        spacing     None or linspace: evenly spaced from `first` to t_last, then shifted. karras: `first`, then EDM's
-                    spacing of the noise ratio sigma / alpha, then 0; t_last and the shift have no effect.
-        first       the first time, before the shift.
-        last_size   time at which the last step begins, before the shift; 0: times are spaced evenly. Without effect for
-                    karras.
+        spacing    None or linspace: even from `first` to t_last, then shifted. karras: `first`, then EDM's spacing of
+                   sigma / alpha, then 0; t_last, the shift and last_size have no effect.
+        first      the first time, before the shift.
+        last_size  time at which the last step begins, before the shift; 0: as for even steps.
         """
         if spacing == "karras":  # pure noise, then ever denser in t / (1 - t)
             noises = make_noise_levels_after_first_step(num_steps, _LOWEST, LARGEST_NOISE)
-            inner = [find_time_of_noise(self.interpolant.path, noise) for noise in noises]
+            inner = [compute_time_of_noise_ratio(self.interpolant.path, noise) for noise in noises]
             return torch.tensor([first, *inner, 0.0], dtype=like.dtype, device=like.device)
         times = torch.linspace(first, self.t_last, num_steps + 1, dtype=like.dtype, device=like.device)
         if last_size and num_steps > 1:
@@ -146,15 +148,19 @@ class FlowMatching:
         eta: float | None = None,
         progress: Progress = iter,
     ) -> Tensor:
-        """Returns x_start from noise x of deviation 1 by the named sampler, one of SAMPLERS, in as many steps as
-        `num_calls` calls of the network allow, and at least one. heun takes two calls a step.
+        """Returns samples x_start, made from standard normal noise x by the named sampler, one of SAMPLERS.
 
-        `spacing` is that of `make_time_grid`. `eta` scales the noise of the samplers that draw some; None takes their
-        usual amount. Raises ConfigError for an eta where the sampler has none to choose.
+        noise      noise(i) returns the noise that step i adds; only some samplers use it.
+        num_calls  the most calls of the network, but at least one step is made; heun takes two calls a step.
+        spacing    see `make_time_grid`.
+        eta        how much noise is added; None: the sampler's usual amount.
+
+        Raises ConfigError if eta is given to a sampler that adds no noise.
         """
         x, eta = self.scale_noise(x), choose_eta(sampler, eta)
 
         def draw_scaled_noise(step: int) -> Tensor:
+            """Returns the noise that a step adds, multiplied by noise_scale."""
             return self.scale_noise(noise(step))
 
         num_steps = max(num_calls // 2, 1) if sampler == "heun" else count_solver_steps(sampler, num_calls)
@@ -170,7 +176,7 @@ class FlowMatching:
             return self.integrate_ode(network, x, grid, sampler, progress)
         denoise = _Denoiser(self, network)
         levels = [*map(denoise.make_level, grid[:-1].tolist()), Level.make_data_level()]
-        return solve_levels(sampler, denoise, levels, x, draw_scaled_noise, eta, progress)
+        return run_solver(sampler, denoise, levels, x, draw_scaled_noise, eta, progress)
 
     def invert(
         self,
@@ -181,8 +187,8 @@ class FlowMatching:
         spacing: str | None = None,
         eta: float | None = None,
     ) -> Tensor:
-        """Returns the noise that `sample` with these arguments maps to about x_start. Raises ConfigError unless the
-        sampler is euler or heun, and if an eta is given.
+        """Returns the standard normal noise from which `sample`, with the same arguments, makes about x_start. Raises
+        ConfigError unless the sampler is euler or heun, and if eta is not None.
         """
         choose_eta(sampler, eta)
         if sampler not in ("euler", "heun"):
@@ -195,11 +201,11 @@ class FlowMatching:
     def integrate_ode(
         self, network: Network, x: Tensor, grid: Tensor, method: str, progress: Progress = iter
     ) -> Tensor:
-        """Integrates the ODE along the times `grid` (n + 1,), ascending or descending, from x at the first of them, and
-        returns x at the last.
+        """Integrates the ODE from x at time grid[0] to time grid[-1], and returns x there. The times `grid` (n + 1,)
+        ascend (data to noise) or descend (noise to data).
 
-        method  euler, with n calls of the network; or heun, with 2 n. Where the network does not predict velocities,
-                heun makes a step to or from the data (t = 0) as euler does.
+        method  euler: n calls of the network; heun: 2 n calls. If the network does not predict velocities, heun makes a
+                step that begins or ends at t = 0 as euler does.
         """
         times = grid.tolist()
         for step in progress(range(len(grid) - 1)):
@@ -215,7 +221,9 @@ class FlowMatching:
         return x
 
     def sample_euler(self, network: Network, x: Tensor, num_steps: int, progress: Progress = iter) -> Tensor:
-        """Returns x_start from noise x by Euler's method with num_steps calls of the network."""
+        """Returns samples x_start, made from noise x by Euler's method in `num_steps` steps of one network
+        call each.
+        """
         return self.integrate_ode(network, x, self.make_time_grid(num_steps, x), "euler", progress)
 
     @torch.no_grad()
@@ -229,16 +237,17 @@ class FlowMatching:
         progress: Progress = iter,
         method: str = "sde",
     ) -> Tensor:
-        """Integrates the SDE along the times `grid` (n + 1,), descending, from noise x at the first of them, and
+        """Integrates the SDE backwards in time along `grid` (n + 1,), descending, from noise x at the first time, and
         returns x at the last:
 
-            dx = (velocity - w / 2 score) dt + sqrt(w) dW, backwards in t, where w is eta times the coefficient
+            dx = (velocity - w / 2 score) dt + sqrt(w) dW, where w is eta times the coefficient
 
-        method  sde: Euler-Maruyama, one call of the network a step; sde-heun: Heun's method after the noise has been
-                added, two calls a step.
+        noise   noise(i) returns the noise that step i adds.
+        eta     0: the SDE is the ODE.
+        method  sde: Euler-Maruyama, one call of the network a step; sde-heun: the noise is added, then Heun's method
+                makes the step, with two calls.
 
-        With the usual coefficient, sigma, w times the score is -eta eps. With eta 0 the SDE is the ODE. The attribute
-        `last` chooses the method of the last step.
+        The last step is made as the attribute `last` says.
         """
         times = grid.tolist()
         for step in progress(range(len(times) - 1)):
@@ -250,7 +259,7 @@ class FlowMatching:
             rate = 0.5 * eta * self.compute_coefficient_over_sigma(here) if last != "euler" else 0.0
             added = 0.0
             if rate and last == "none":
-                added = math.sqrt(2 * rate * self.interpolant.compute_level(here)[1] * length) * noise(step)
+                added = math.sqrt(2 * rate * self.interpolant.compute_alpha_and_sigma(here)[1] * length) * noise(step)
             if method == "sde" or last != "none":
                 velocity, eps = self._predict_velocity_and_eps(network, x, at)
                 x = x - length * velocity
@@ -269,13 +278,13 @@ class FlowMatching:
         return x
 
     def _predict_velocity_and_eps(self, network: Network, x: Tensor, t: Tensor) -> list[Tensor]:
-        """Returns velocity and eps at times (B,), from one call of the network."""
+        """Returns [velocity, eps] at x and times t (B,), in the shape of x each, from one call of the network."""
         out = self.call_network(network, x, t)
         return [self.interpolant.convert_prediction(out, x, t, wanted) for wanted in ("velocity", "eps")]
 
     def compute_coefficient_over_sigma(self, t: float) -> float:
-        """Returns w / sigma at time t, where w is the SDE's coefficient without eta. Since score = -eps / sigma, w
-        times the score is minus this rate times eps.
+        """Returns the SDE's coefficient w (without eta) divided by sigma, at time t. Since score = -eps / sigma, w *
+        score is minus this value times eps.
         """
         alpha, sigma, alpha_slope, sigma_slope = PATHS[self.interpolant.path](torch.tensor(t, dtype=torch.float64))
         if self.coefficient == "sbdm":
@@ -290,8 +299,8 @@ class FlowMatching:
         return forms[self.coefficient] / float(sigma)
 
 
-def check_spacing(spacing: str | None) -> None:
-    """Raises ConfigError if `spacing` is neither None nor one of SPACINGS, those that a flow has."""
+def require_known_spacing(spacing: str | None) -> None:
+    """Raises ConfigError if `spacing` is neither None nor one of a flow's spacings, linspace and karras."""
     if spacing not in (None, *SPACINGS):
         raise ConfigError(
             f"spacing={spacing}: a flow's times are spaced by {' or '.join(SPACINGS)}, which begin with "
@@ -306,10 +315,12 @@ class _Denoiser:
         self.flow, self.network = flow, network
 
     def make_level(self, t: float) -> Level:
-        return Level(*self.flow.interpolant.compute_level(t), t)
+        """Returns the noise level at time t in [0, 1]."""
+        return Level(*self.flow.interpolant.compute_alpha_and_sigma(t), t)
 
-    def find_nearest_level(self, s: float) -> Level:
-        return self.make_level(find_time_of_noise(self.flow.interpolant.path, s))
+    def find_nearest_level(self, noise_ratio: float) -> Level:
+        """Returns the noise level whose sigma / alpha is `noise_ratio`. A flow has one for every ratio."""
+        return self.make_level(compute_time_of_noise_ratio(self.flow.interpolant.path, noise_ratio))
 
     def __call__(self, x: Tensor, level: Level) -> Tensor:
         t = x.new_full((len(x),), level.time)

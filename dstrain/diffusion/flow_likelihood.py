@@ -33,13 +33,15 @@ def measure_likelihood(
     num_calls: int | None = None,
     progress: Progress = iter,
 ) -> dict[str, Tensor]:
-    """Returns the terms of System.measure for pixels x_start (B, C, H, W) in [-1, 1], in bits per dimension.
+    """Returns terms of the likelihood of pixels x_start (B, C, H, W) in [-1, 1], in bits per dimension:
 
-    bits_per_dim, prior_bits   (B,): bits_per_dim = prior_bits - the integral of divergence over t.
-    divergence, timestep       (B, K): div v in each of the K steps from data to noise, and 1000 t in its middle, int64.
+    bits_per_dim  (B,), prior_bits minus the integral of `divergence` over t.
+    prior_bits    (B,), those of the noise at the end of the path, under a normal distribution.
+    divergence    (B, K), of the velocity in each of the K steps from data to noise.
+    timestep      int64 (B, K), 1000 t in the middle of each step.
 
-    num_calls  calls of the network, each followed by one backward pass; Heun's method makes two a step. None: 100.
-    key        int64 (B,), from whose streams dequantize and probe the noise within a level and the probe are drawn.
+    num_calls  calls of the network, two for each step; None: 100. A backward pass follows each.
+    key        int64 (B,), the samples' keys, from which all noise is drawn.
     """
     shape = tuple(x_start.shape[1:])
     x = x_start + _LEVEL * (rng.uniform(key, "dequantize", shape) - 0.5).to(x_start)
@@ -54,6 +56,7 @@ def measure_likelihood(
         divergences.append((divergence + later) / 2)
 
     def convert_to_bits(nats):
+        """Converts nats of a whole sample to bits per dimension."""
         return nats / (math.prod(shape) * math.log(2))
 
     constant = math.log(2 * math.pi) + 2 * math.log(flow.noise_scale)
@@ -74,7 +77,9 @@ def measure_likelihood(
 def _estimate_divergence(
     flow: FlowMatching, network: Network, x: Tensor, t: Tensor, probe: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Returns the velocity (B, ...) and its divergence (B,), estimated with `probe`."""
+    """Returns the velocity (B, ...) at x and time t, and an estimate (B,) of its divergence: probe . (dv / dx) probe,
+    where `probe` (B, ...) holds random signs (Hutchinson).
+    """
     with torch.enable_grad():
         x = x.detach().requires_grad_()
         velocity = flow.predict_velocity(network, x, t.expand(len(x)))

@@ -89,7 +89,7 @@ class GaussianDiffusion:
         self.original_steps = original_steps or self.num_timesteps
         self.rescale_timesteps = rescale_timesteps
         self.learns_variance = variance.startswith("learned")
-        self.tables = _compute_tables(betas.double(), prediction, variance)  # float64 (T,) each, on the CPU
+        self.tables = _compute_coefficient_tables(betas.double(), prediction, variance)  # float64 (T,) each, on the CPU
         self.min_snr = min_snr
         if min_snr is not None:
             snr = self.tables["alphas_cumprod"] / (1 - self.tables["alphas_cumprod"])
@@ -100,12 +100,14 @@ class GaussianDiffusion:
         self._times: dict[torch.device, Tensor] = {}
 
     def respace(self, spec: str | Sequence[int]) -> "GaussianDiffusion":
-        """Returns the chain over the subset `spec` of this one's timesteps, see schedule.space_timesteps."""
+        """Returns a shorter chain over a subset of this one's timesteps. `spec` says how many and which, see
+        schedule.space_timesteps.
+        """
         return self.respace_chain(schedule.space_timesteps(self.num_timesteps, spec))
 
     def respace_chain(self, timesteps: Sequence[int]) -> "GaussianDiffusion":
-        """Returns the chain that visits only `timesteps` of this one, ascending indices in [0, T), with the same
-        marginals there.
+        """Returns a shorter chain that visits only `timesteps` of this one (ascending, in [0, T)) and has the same
+        alphas_cumprod there.
         """
         return GaussianDiffusion(
             schedule.respace_betas(self.tables["betas"], timesteps),
@@ -119,8 +121,8 @@ class GaussianDiffusion:
         )
 
     def call_network(self, network: Network, x_t: Tensor, t: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Calls the network at x_t and timesteps t (B,). Returns its prediction and its variance values, float32
-        (float64 stays) of x_t's shape each; the values are None if the variance is fixed.
+        """Calls the network at x_t and timesteps t (B,). Returns two tensors of x_t's shape: its prediction, and its
+        output for the variance, None if the variance is fixed. Both are float32, or float64 if the network's output is.
 
         Raises ConfigError if the variance is learned and the output has not twice the channels of x_t.
         """
@@ -136,8 +138,8 @@ class GaussianDiffusion:
         return prediction, values
 
     def scale_timesteps(self, t: Tensor) -> Tensor:
-        """Returns t as the network sees it: timesteps of the original chain, (B,) int64, or float32 if they are
-        rescaled.
+        """Converts timesteps t (B,) of this chain to those that the network gets: timesteps of the original chain,
+        int64 (B,), or with rescale_timesteps float32 in [0, 1000).
         """
         if t.device not in self._times:
             with torch.inference_mode(False):
@@ -148,36 +150,40 @@ class GaussianDiffusion:
         return self._times[t.device].index_select(0, t)
 
     def q_sample(self, x_start: Tensor, t: Tensor, noise: Tensor) -> Tensor:
-        """Returns x_t from x_start and noise eps. Equation 4 of DDPM."""
-        signal, sigma = self._gather_columns(t, x_start, "sqrt_alphas_cumprod", "sqrt_one_minus_alphas_cumprod")
+        """Returns x_t, the sample of q(x_t | x_start) that the noise eps gives, at timesteps t (B,). DDPM,
+        Equation 4.
+        """
+        signal, sigma = self._gather_coefficients(t, x_start, "sqrt_alphas_cumprod", "sqrt_one_minus_alphas_cumprod")
         return (signal * x_start).addcmul_(sigma, noise)
 
     def q_posterior(self, x_start: Tensor, x_t: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns mean and log variance of q(x_{t-1} | x_t, x_start), Equation 7 of DDPM. At t = 0, where the variance
-        is 0, the log variance is that of t = 1.
+        """Returns the mean and the log variance of q(x_{t-1} | x_t, x_start), which broadcasts to x_t. DDPM, Equation
+        7. At t = 0 the variance would be 0, so the log variance of t = 1 is returned.
         """
-        first, second, log_variance = self._gather_columns(
+        first, second, log_variance = self._gather_coefficients(
             t, x_t, "posterior_mean_coef1", "posterior_mean_coef2", "posterior_log_variance_clipped"
         )
         return torch.addcmul(first * x_start, second, x_t), log_variance
 
-    def make_target(self, x_start: Tensor, x_t: Tensor, t: Tensor, noise: Tensor) -> Tensor:
-        """Returns what the network should predict: eps, x_start, v or previous_x."""
+    def compute_training_target(self, x_start: Tensor, x_t: Tensor, t: Tensor, noise: Tensor) -> Tensor:
+        """Returns what the network should predict at x_t, in its shape: eps, x_start, v or the posterior's mean, as
+        `prediction` says.
+        """
         if self.prediction == "eps":
             return noise
         if self.prediction == "x_start":
             return x_start
         if self.prediction == "previous_x":
             return self.q_posterior(x_start, x_t, t)[0]
-        signal, sigma = self._gather_columns(t, x_start, "sqrt_alphas_cumprod", "sqrt_one_minus_alphas_cumprod")
+        signal, sigma = self._gather_coefficients(t, x_start, "sqrt_alphas_cumprod", "sqrt_one_minus_alphas_cumprod")
         return signal * noise - sigma * x_start
 
     def p_mean_variance(
         self, network: Network, x_t: Tensor, t: Tensor, clip_denoised: bool = False
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns (mean, log variance (broadcastable), predicted x_start) of p(x_{t-1} | x_t).
-
-        clip_denoised keeps the predicted x_start in [-1, 1]: for pixels, not for latents.
+        """Returns the mean and the log variance of the network's p(x_{t-1} | x_t), and the predicted x_start. The log
+        variance broadcasts to x_t. clip_denoised keeps the predicted x_start in [-1, 1], which is for pixels, not for
+        latents.
         """
         prediction, values = self.call_network(network, x_t, t)
         x_start = self.predict_x_start(prediction, x_t, t)
@@ -187,53 +193,54 @@ class GaussianDiffusion:
         return mean, self._compute_log_variance(values, x_t, t), x_start
 
     def predict_x_start(self, prediction: Tensor, x_t: Tensor, t: Tensor) -> Tensor:
-        """Returns the x_start that a prediction at x_t implies."""
+        """Converts the network's prediction at x_t and timesteps t (B,) to x_start."""
         if self.prediction == "x_start":
             return prediction
         if self.prediction == "eps":
-            of_x_t, of_prediction = self._gather_columns(
+            of_x_t, of_prediction = self._gather_coefficients(
                 t, x_t, "sqrt_recip_alphas_cumprod", "sqrt_recipm1_alphas_cumprod"
             )
         elif self.prediction == "v":
-            of_x_t, of_prediction = self._gather_columns(t, x_t, "sqrt_alphas_cumprod", "sqrt_one_minus_alphas_cumprod")
+            of_x_t, of_prediction = self._gather_coefficients(
+                t, x_t, "sqrt_alphas_cumprod", "sqrt_one_minus_alphas_cumprod"
+            )
         else:  # the posterior mean, solved for x_start
-            first, second = self._gather_columns(t, x_t, "posterior_mean_coef1", "posterior_mean_coef2")
+            first, second = self._gather_coefficients(t, x_t, "posterior_mean_coef1", "posterior_mean_coef2")
             return (prediction - second * x_t) / first
         return of_x_t * x_t - of_prediction * prediction
 
     def predict_eps(self, x_start: Tensor, x_t: Tensor, t: Tensor) -> Tensor:
-        """Returns the eps that leads from x_start to x_t. It is defined at every timestep, also where x_t is noise
-        alone.
-        """
-        signal, sigma = self._gather_columns(t, x_t, "sqrt_alphas_cumprod", "sqrt_one_minus_alphas_cumprod")
+        """Returns the noise eps that leads from x_start to x_t at timesteps t (B,)."""
+        signal, sigma = self._gather_coefficients(t, x_t, "sqrt_alphas_cumprod", "sqrt_one_minus_alphas_cumprod")
         return (x_t - signal * x_start) / sigma
 
     def compute_noise_ratio(self, x_t: Tensor, t: Tensor) -> Tensor:
-        """Returns the noise ratio sigma / alpha at times t (B,) as the network sees them: (B, 1, ...), with as many
-        axes as x_t. Call this on the original chain only: on a respaced chain the result is wrong.
+        """Returns sqrt(1 - alphas_cumprod) / sqrt(alphas_cumprod), (B, 1, ...) with as many axes as x_t, at times t
+        (B,) as the network sees them. Right only for a chain that is not respaced.
         """
         if self.rescale_timesteps:
             t = (t * (self.original_steps / 1000)).round().long()
-        return self._gather_columns(t, x_t, "sqrt_recipm1_alphas_cumprod")[0]
+        return self._gather_coefficients(t, x_t, "sqrt_recipm1_alphas_cumprod")[0]
 
     def _compute_log_variance(self, values: Tensor | None, x_t: Tensor, t: Tensor) -> Tensor:
+        """Returns the log variance of p(x_{t-1} | x_t), which broadcasts to x_t. `values` is the network's output for
+        the variance, None if it is fixed.
+        """
         if self.variance == "learned":
             return values
         if self.variance == "learned_range":  # Equation 15 of IDDPM, about the middle of the range
-            middle, half = self._gather_columns(t, x_t, "range_middle", "range_half")
+            middle, half = self._gather_coefficients(t, x_t, "range_middle", "range_half")
             return (half * values).add_(middle)
-        return self._gather_columns(t, x_t, "fixed_log_variance")[0]
+        return self._gather_coefficients(t, x_t, "fixed_log_variance")[0]
 
     def training_losses(self, network: Network, x_start: Tensor, t: Tensor, noise: Tensor) -> dict[str, Tensor]:
-        """Returns per-sample terms (B,): loss (with gradient), mse, and, if the loss or a learned variance needs it,
-        vb, the bound's term at t in bits per dimension.
-
-        In every convention the error of the predicted mean is gain_t (prediction - target). So one squared error serves
-        mse and bound alike. The predicted x_start is not formed: in float32 its difference would cancel.
+        """Returns terms of each sample, (B,) each, at timesteps t (B,): `loss` with gradient; `mse`; and `vb`, the
+        variational bound's term at t in bits per dimension, if the variance is learned or the loss is kl or
+        rescaled_kl.
         """
         x_t = self.q_sample(x_start, t, noise)
         prediction, values = self.call_network(network, x_t, t)
-        error = prediction - self.make_target(x_start, x_t, t, noise)
+        error = prediction - self.compute_training_target(x_start, x_t, t, noise)
         squares = error.square()
         mse = average_over_dimensions(squares)
         if self.loss in ("kl", "rescaled_kl"):
@@ -242,7 +249,7 @@ class GaussianDiffusion:
             return {"loss": loss, "mse": mse.detach(), "vb": vb.detach()}
         weighted = mse
         if self.min_snr is not None:
-            weighted = self._gather_columns(t, x_start, "mse_weight")[0].flatten() * mse
+            weighted = self._gather_coefficients(t, x_start, "mse_weight")[0].flatten() * mse
         if not self.learns_variance:
             return {"loss": weighted, "mse": mse.detach()}
         # The bound trains the variance only: the mean gets no gradient from it.
@@ -254,15 +261,17 @@ class GaussianDiffusion:
     def _compute_bound_term(
         self, error: Tensor, squares: Tensor, mse: Tensor, values: Tensor | None, x_start: Tensor, t: Tensor
     ) -> Tensor:
-        """Returns the variational bound's term at t, in bits per dimension (B,): the KL, at t = 0 the decoder's NLL.
+        """Returns the variational bound's term at t in bits per dimension, (B,): the KL, at t = 0 the decoder's NLL.
+        `error` is prediction - target, `squares` its square and `mse` the mean of the squares; `values` is the
+        network's output for the variance.
 
         With u = log variance - log posterior variance and G = gain^2 / posterior variance,
 
-            KL = mean(u - 1 + e^-u (1 + G error^2)) / 2 = (mean(u + (e^-u - 1)(1 + G error^2)) + G mse) / 2,
+            KL = mean(u - 1 + e^-u (1 + G error^2)) / 2 = (mean(u + (e^-u - 1)(1 + G error^2)) + G mse) / 2
 
-        where nothing cancels for small u. In the difference of two log variances it would.
+        The second form is computed, since it loses no digits for small u.
         """
-        share = self._gather_columns(t, x_start, "mean_gain_share")[0]
+        share = self._gather_coefficients(t, x_start, "mean_gain_share")[0]
         ratio = self._compute_log_ratio(values, x_start, t)  # -u
         rest = torch.addcmul(ratio, compute_expm1(ratio), torch.mul(share, squares).add_(1), value=-1)
         kl = 0.5 * (share.flatten() * mse - average_over_dimensions(rest))
@@ -276,25 +285,27 @@ class GaussianDiffusion:
         return kl * (1 / math.log(2.0))
 
     def _compute_decoder_nll(self, error: Tensor, ratio: Tensor, x_start: Tensor, t: Tensor) -> Tensor:
-        """Returns the decoder's NLL in nats (B,), the bound's term at t = 0, where the posterior's mean is x_start."""
-        gain, log_variance = self._gather_columns(t, x_start, "mean_gain", "posterior_log_variance_clipped")
+        """Returns the negative log-likelihood of x_start under p(x_start | x_1) in nats per dimension, (B,). `error` is
+        prediction - target, `ratio` that of `_compute_log_ratio`.
+        """
+        gain, log_variance = self._gather_coefficients(t, x_start, "mean_gain", "posterior_log_variance_clipped")
         log_variance = log_variance - ratio
         return average_over_dimensions(
             -compute_discretized_log_likelihood(x_start, x_start + gain * error, 0.5 * log_variance)
         )
 
     def _compute_log_ratio(self, values: Tensor | None, x: Tensor, t: Tensor) -> Tensor:
-        """Returns log(posterior variance / variance of p), broadcastable to x."""
+        """Returns log(posterior variance / variance of p), which broadcasts to x."""
         if self.variance == "learned_range":
-            return (values + 1) * -self._gather_columns(t, x, "range_half")[0]
-        return self._gather_columns(t, x, "posterior_log_variance_clipped")[0] - self._compute_log_variance(
+            return (values + 1) * -self._gather_coefficients(t, x, "range_half")[0]
+        return self._gather_coefficients(t, x, "posterior_log_variance_clipped")[0] - self._compute_log_variance(
             values, x, t
         )
 
     def compute_prior_bits(self, x_start: Tensor) -> Tensor:
-        """Returns the KL of q(x_T | x_start) from N(0, I), bits per dimension (B,)."""
+        """Returns KL(q(x_T | x_start) || N(0, I)) in bits per dimension, (B,)."""
         last = torch.full((len(x_start),), self.num_timesteps - 1, device=x_start.device)
-        signal, log_variance = self._gather_columns(
+        signal, log_variance = self._gather_coefficients(
             last, x_start, "sqrt_alphas_cumprod", "log_one_minus_alphas_cumprod"
         )
         return average_over_dimensions(compute_normal_kl(signal * x_start, log_variance, 0.0, 0.0)) / math.log(2.0)
@@ -303,11 +314,11 @@ class GaussianDiffusion:
     def compute_bits_per_dim(
         self, network: Network, x_start: Tensor, noise: Noise, clip_denoised: bool = True, progress: Progress = iter
     ) -> dict[str, Tensor]:
-        """Returns the terms of the variational bound: total and prior (B,), and vb (B, T) by timestep, in bits per
-        dimension; mse and x_start_mse (B, T), the squared errors of eps and of x_start.
+        """Returns terms of the variational bound in bits per dimension: `total` and `prior` (B,), and `vb` (B, T), its
+        term at each timestep; and the mean squared errors `mse` of eps and `x_start_mse` of x_start, (B, T) each.
 
-        The chain is walked from its last timestep down: column 0 and noise(0) belong to the last timestep. The network
-        is called T times.
+        Column 0 belongs to the last timestep, and so does noise(0), the noise of that column. The network is called T
+        times.
         """
         columns: dict[str, list[Tensor]] = {"vb": [], "mse": [], "x_start_mse": []}
         for draw, step in enumerate(progress(range(self.num_timesteps - 1, -1, -1))):
@@ -325,8 +336,10 @@ class GaussianDiffusion:
         prior = self.compute_prior_bits(x_start)
         return {"total": terms["vb"].sum(dim=1) + prior, "prior": prior, **terms}
 
-    def _gather_columns(self, t: Tensor, x: Tensor, *names: str) -> list[Tensor]:
-        """Returns the table's columns `names` at timesteps t, in x's precision: (B,) -> (B, 1, ...) each."""
+    def _gather_coefficients(self, t: Tensor, x: Tensor, *names: str) -> list[Tensor]:
+        """Returns the chain's coefficients `names` at timesteps t (B,), each (B, 1, ...) with as many axes as x:
+        float64 if x is, else float32.
+        """
         dtype = x.dtype if x.dtype == torch.float64 else torch.float32
         key = (x.device, dtype, x.ndim)
         if key not in self._stacked:
@@ -337,8 +350,8 @@ class GaussianDiffusion:
         return [rows.select(1, self._column[name]) for name in names]
 
 
-def _compute_tables(betas: Tensor, prediction: str, variance: str) -> dict[str, Tensor]:
-    """Returns all coefficients of a chain with these betas (T,), by name: float64 (T,) each."""
+def _compute_coefficient_tables(betas: Tensor, prediction: str, variance: str) -> dict[str, Tensor]:
+    """Returns all coefficients of the chain with these betas, float64 (T,), by name, float64 (T,) each."""
     one = torch.ones(1, dtype=torch.float64)
     alphas_cumprod = torch.cumprod(1 - betas, dim=0)
     previous = torch.cat((one, alphas_cumprod[:-1]))
@@ -376,5 +389,5 @@ def _compute_tables(betas: Tensor, prediction: str, variance: str) -> dict[str, 
 
 
 def cast_output(out: Tensor) -> Tensor:
-    """Casts a network's output to float32, the precision of losses and samplers; float64 stays."""
+    """Returns a network's output in float32, or unchanged if it is float64."""
     return out if out.dtype == torch.float64 else out.float()

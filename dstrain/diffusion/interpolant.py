@@ -24,20 +24,23 @@ _VP_LOW, _VP_HIGH = 0.1, 20.0  # betas at both ends
 
 
 def compute_linear_path(t: Tensor) -> Coefficients:
+    """Returns alpha, sigma and their derivatives at times t on the straight path, x_t = (1 - t) x + t eps."""
     one = torch.ones_like(t)
     return 1 - t, t, -one, one
 
 
 def compute_gvp_path(t: Tensor) -> Coefficients:
-    """Returns alpha, sigma and their derivatives of the path of constant variance: cosine and sine."""
+    """Returns alpha, sigma and their derivatives at times t on SiT's path of constant variance: alpha = cos(pi t / 2),
+    sigma = sin(pi t / 2).
+    """
     angle = math.pi / 2 * t
     alpha, sigma = angle.cos(), angle.sin()
     return alpha, sigma, -math.pi / 2 * sigma, math.pi / 2 * alpha
 
 
 def compute_vp_path(t: Tensor) -> Coefficients:
-    """Returns alpha, sigma and their derivatives of the path of DDPM's linear betas, 0.1 to 20, in continuous time
-    (Song et al. 2020, VP-SDE).
+    """Returns alpha, sigma and their derivatives at times t on the VP-SDE's path (Song et al. 2020): DDPM's linear
+    betas, 0.1 to 20, in continuous time.
     """
     half_log = -(t.square()) * (_VP_HIGH - _VP_LOW) / 4 - t * _VP_LOW / 2
     slope = -t * (_VP_HIGH - _VP_LOW) / 2 - _VP_LOW / 2
@@ -53,8 +56,8 @@ PATHS: dict[str, Callable[[Tensor], Coefficients]] = {
 }
 
 
-def find_time_of_noise(path: str, noise: float) -> float:
-    """Returns the time at which sigma / alpha of a path equals `noise`."""
+def compute_time_of_noise_ratio(path: str, noise: float) -> float:
+    """Returns the time t at which sigma / alpha of a path equals `noise`. `path` is linear, gvp or vp."""
     if path == "linear":
         return noise / (1 + noise)
     if path == "gvp":
@@ -87,16 +90,18 @@ class Interpolant:
         self.loss = loss or self._space
 
     def compute_coefficients(self, t: Tensor, like: Tensor) -> Coefficients:
-        """Returns alpha, sigma and their derivatives at t (B,), broadcastable to tensors such as `like` (B, ...)."""
+        """Returns alpha, sigma and their derivatives at times t (B,), (B, 1, ...) each, with the dtype and as many axes
+        as `like`.
+        """
         return PATHS[self.path](t.to(like.dtype).view(-1, *(1,) * (like.ndim - 1)))
 
-    def compute_level(self, t: float) -> tuple[float, float]:
+    def compute_alpha_and_sigma(self, t: float) -> tuple[float, float]:
         """Returns alpha and sigma at time t, as Python numbers."""
         alpha, sigma, _, _ = PATHS[self.path](torch.tensor(t, dtype=torch.float64))
         return float(alpha), float(sigma)
 
     def mix_noise(self, x_start: Tensor, noise: Tensor, t: Tensor) -> Tensor:
-        """Returns x_t = alpha x_start + sigma noise at times (B,)."""
+        """Returns x_t = alpha * x_start + sigma * noise at times t (B,)."""
         if self.path == "linear":
             t = t.to(x_start.dtype).view(-1, *(1,) * (x_start.ndim - 1))
             return torch.lerp(x_start, noise.to(x_start.dtype), t)
@@ -104,7 +109,9 @@ class Interpolant:
         return alpha * x_start + sigma * noise
 
     def convert_prediction(self, out: Tensor, x_t: Tensor, t: Tensor, wanted: str) -> Tensor:
-        """Converts a network's output `out` at x_t and times t (B,) to what is `wanted`: velocity, x, eps or score."""
+        """Converts the network's output `out` at x_t and times t (B,) to the quantity `wanted`: velocity, x, eps or
+        score.
+        """
         if wanted == self.prediction:
             return out
         coefficients = self.compute_coefficients(self._clamp_times(t), out)
@@ -112,13 +119,13 @@ class Interpolant:
             out = -coefficients[1] * out
         if wanted == self._space:
             return out
-        of_x_t, of_out = self._compute_weights(coefficients, wanted)
+        of_x_t, of_out = self._compute_conversion_weights(coefficients, wanted)
         return of_x_t * x_t + of_out * out
 
     def compute_losses(self, out: Tensor, x_start: Tensor, noise: Tensor, t: Tensor) -> Tensor:
-        """Returns the loss (B,) of each sample: the mean squared error of the predictions `out` (B, C, ...) in the
-        space `loss`. For `loss` likelihood the error is multiplied by SiT's weight. If `cosine` is not 0, the loss also
-        has the term cosine * (1 - the cosine similarity of prediction and target over channels).
+        """Returns the loss of each sample, (B,): the mean squared error of the network's output `out` (B, C, ...) at
+        times t (B,), converted to the quantity that `loss` names. For loss likelihood it is multiplied by SiT's weight.
+        If `cosine` is not 0, cosine * (1 - cosine similarity of output and target over channels) is added.
         """
         coefficients = self.compute_coefficients(self._clamp_times(t), out)
         alpha, sigma, alpha_slope, sigma_slope = coefficients
@@ -131,7 +138,7 @@ class Interpolant:
         error = out - target
         wanted = "eps" if self.loss == "likelihood" else self.loss
         if wanted != self._space:
-            error = self._compute_weights(coefficients, wanted)[1] * error
+            error = self._compute_conversion_weights(coefficients, wanted)[1] * error
         losses = average_over_dimensions(error.square())
         if self.loss == "likelihood":
             losses = losses * ((sigma_slope - sigma * alpha_slope / alpha) / sigma).flatten()
@@ -140,17 +147,18 @@ class Interpolant:
         return losses
 
     def _clamp_times(self, t: Tensor) -> Tensor:
-        """Keeps times at least t_min away from the ends where conversions divide by 0: from 1 if the network predicts
-        eps or a score (they divide by alpha); from 0 if it predicts x (by sigma) or the path is vp (its slope of
-        sigma); from both for the loss likelihood. With t_min 0 returns t as it is.
+        """Returns times t (B,), kept at least t_min away from an end where conversions would divide by 0.
+
+        From 1: if the network predicts eps or a score, or for loss likelihood. From 0: if it predicts x, if the path is
+        vp, or for loss likelihood.
         """
         likelihood = self.loss == "likelihood"
         low = self.t_min if self.prediction == "x" or self.path == "vp" or likelihood else 0.0
         high = 1 - self.t_min if self.prediction in ("eps", "score") or likelihood else 1.0
         return t.clamp(low, high) if self.t_min else t
 
-    def _compute_weights(self, coefficients: Coefficients, wanted: str) -> tuple[Tensor, Tensor]:
-        """Returns two factors, a and b, such that a * x_t + b * prediction is what is `wanted`: velocity, x, eps or
+    def _compute_conversion_weights(self, coefficients: Coefficients, wanted: str) -> tuple[Tensor, Tensor]:
+        """Returns factors a and b such that a * x_t + b * prediction is the quantity `wanted`: velocity, x, eps or
         score.
         """
         alpha, sigma, alpha_slope, sigma_slope = coefficients

@@ -12,24 +12,25 @@ from torch import Tensor
 
 
 def average_over_dimensions(x: Tensor) -> Tensor:
-    """Averages over all axes but the batch: (B, ...) -> (B,)."""
+    """Returns the mean over all axes but the first: (B, ...) -> (B,)."""
     return x.flatten(1).mean(dim=1)
 
 
 def compute_normal_kl(
     mean1: Tensor, log_variance1: Tensor, mean2: Tensor | float, log_variance2: Tensor | float
 ) -> Tensor:
-    """Returns KL(N(mean1, e^log_variance1) || N(mean2, e^log_variance2)) in nats, elementwise."""
+    """Returns KL(N(mean1, e^log_variance1) || N(mean2, e^log_variance2)) in nats, for each element."""
     log_variance2 = torch.as_tensor(log_variance2, dtype=mean1.dtype, device=mean1.device)
     difference = log_variance1 - log_variance2
     return 0.5 * (-1.0 - difference + difference.exp() + (mean1 - mean2).square() * torch.exp(-log_variance2))
 
 
 def compute_discretized_log_likelihood(x: Tensor, mean: Tensor, log_scale: Tensor) -> Tensor:
-    """Returns the log probability (nats, elementwise) of x in [-1, 1], one of 256 levels, under a Gaussian of this mean
-    and log standard deviation. The lowest and the highest level also get the tail beyond them.
+    """Returns the log probability in nats, for each element, of 8-bit values x, scaled to [-1, 1], under a Gaussian
+    with this mean and log standard deviation. It is that of the value's interval of width 2 / 255; the lowest and the
+    highest value also get the tail beyond.
 
-    DDPM, Equation 13, with the tanh approximation of the normal CDF that published bits/dim were computed with.
+    DDPM, Equation 13, with the tanh approximation of the normal distribution that published figures use.
     """
     centered, inverse = x - mean, torch.exp(-log_scale)
     above = _compute_normal_cdf(inverse * (centered + 1 / 255))
@@ -39,17 +40,19 @@ def compute_discretized_log_likelihood(x: Tensor, mean: Tensor, log_scale: Tenso
 
 
 def _compute_normal_cdf(x: Tensor) -> Tensor:
+    """Returns the standard normal distribution function at x, by the tanh approximation."""
     return 0.5 * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x * x * x)))
 
 
 def compute_expm1(x: Tensor) -> Tensor:
-    """Returns e^x - 1 without cancellation, elementwise."""
+    """Returns e^x - 1 for each element, precise also for small x."""
     return _HostExpm1.apply(x) if can_read_values(x) else torch.expm1(x)
 
 
 def can_read_values(x: Tensor) -> bool:
-    """Returns whether Python can read values of x at once: x is a plain tensor on the CPU, and torch.compile is not
-    tracing."""
+    """Returns whether Python can read the values of x without waiting for a device: x is a plain tensor on the CPU, and
+    torch.compile is not tracing.
+    """
     return type(x) is Tensor and x.device.type == "cpu" and not torch.compiler.is_compiling()
 
 
@@ -60,6 +63,7 @@ class _HostExpm1(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
+        """Returns e^x - 1, computed by numpy; x is a tensor on the CPU."""
         with np.errstate(over="ignore"):  # the result is infinite, as torch's is
             out = torch.from_numpy(np.expm1(x.numpy()))
         ctx.save_for_backward(out)
@@ -67,5 +71,6 @@ class _HostExpm1(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        """Returns the gradient with respect to x: gradient * e^x."""
         (out,) = ctx.saved_tensors
         return torch.addcmul(gradient, gradient, out)

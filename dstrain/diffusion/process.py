@@ -44,12 +44,14 @@ class _Process:
     diffusion: Any = None
     strata: int = 0
 
-    def draw_losses(self: "Process", network: Network, example: Mapping[str, Tensor], t: Tensor | None = None) -> Terms:
-        """Draws noise, and times if t is None, from the samples' keys (streams noise and timestep), and returns
-        `compute_losses` at times t (B,).
+    def compute_losses_at_drawn_times(
+        self: "Process", network: Network, example: Mapping[str, Tensor], t: Tensor | None = None
+    ) -> Terms:
+        """Returns `compute_losses` of a batch, with noise, and training times unless t (B,) is given, drawn from the
+        samples' keys.
 
-        example  a batch with key and x_start; with position, and perhaps step, the drawn times are stratified by
-                 `strata`.
+        example  holds `key` int64 (B,) and `x_start`. If it holds `position`, and perhaps `step`, times are spread
+                 evenly over each `strata` samples in a row.
         """
         key, x_start = example["key"], example["x_start"]
         if t is None:
@@ -79,21 +81,20 @@ class ChainProcess(_Process):
         self.card_steps = find_largest_divisor(diffusion.num_timesteps)
 
     def draw_times(self, uniforms: Tensor) -> Tensor:
-        """Returns training times (B,) by the inverse of their distribution at uniform numbers (B,) in [0, 1)."""
+        """Returns training timesteps, int64 (B,), uniform over the chain, from uniform numbers (B,) in [0, 1)."""
         return self.uniform.sample(uniforms)[0]
 
     def compute_losses(self, network: Network, x_start: Tensor, t: Tensor, noise: Tensor) -> Terms:
-        """Returns per-sample terms (B,): loss (with gradient), the other terms of GaussianDiffusion.training_losses,
-        and quartile, the quarter of the timesteps in which t lies, 0 to 3.
+        """Returns terms of each sample, (B,) each, at timesteps t (B,): those of GaussianDiffusion.training_losses,
+        such as `loss`, and `quartile`, the quarter of the chain in which t lies, 0 to 3.
         """
         terms = self.diffusion.training_losses(network, x_start, t, noise)
         return terms | {"quartile": 4 * t // self.diffusion.num_timesteps}
 
     def choose_timesteps(self, sampler: str, num_calls: int, spacing: str | None) -> list[int]:
-        """Returns the timesteps that a sampler visits with `num_calls` calls of the network, ascending.
-
-        They are those of the recipe's respacing if no spacing is given and the respacing keeps as many; otherwise those
-        of samplers.choose_timesteps.
+        """Returns the timesteps, ascending, that a sampler visits with `num_calls` calls of the network. They are those
+        of the recipe's respacing if `spacing` is None and the respacing has as many; otherwise those of
+        samplers.choose_timesteps.
         """
         is_respaced = self.respaced is not self.diffusion and spacing is None
         if is_respaced and self.respaced.num_timesteps == count_solver_steps(sampler, num_calls):
@@ -110,7 +111,10 @@ class ChainProcess(_Process):
         spacing: str | None = None,
         eta: float | None = None,
     ) -> Tensor:
-        """Returns x_start from noise x by the named sampler, with at most `num_calls` calls of the network."""
+        """Returns samples x_start, made from standard normal noise x by the named sampler with at most `num_calls`
+        calls of the network. noise(i) is the noise that step i adds. spacing and eta: see samplers.choose_timesteps and
+        sample_chain.
+        """
         timesteps = self.choose_timesteps(sampler, num_calls, spacing)
         return samplers.sample_chain(self.diffusion, network, x, noise, sampler, timesteps, eta, self.clip)
 
@@ -123,45 +127,45 @@ class ChainProcess(_Process):
         spacing: str | None = None,
         eta: float | None = None,
     ) -> Tensor:
-        """Returns the noise that `sample` with these arguments maps to about x_start. Raises ConfigError unless the
-        sampler is ddim without noise (eta None or 0).
+        """Returns the noise from which `sample`, with the same arguments, makes about x_start. Raises ConfigError
+        unless the sampler is ddim and eta is None or 0.
         """
         timesteps = self.choose_timesteps(sampler, num_calls, spacing)
         return samplers.invert_chain(self.diffusion, network, x_start, sampler, timesteps, eta)
 
     def draw_as_diffusers(self, network: Network, x: Tensor) -> Tensor:
-        """Returns x_start from noise x as diffusers' DDIMScheduler computes it in `card_steps` steps."""
+        """Returns samples x_start, made from noise x as diffusers' DDIMScheduler makes them in `card_steps` steps."""
         return samplers.sample_ddim(
             self.diffusion.respace(f"ddim{self.card_steps}"), network, x, clip_denoised=self.clip
         )
 
     def compute_noise_ratio(self, x_t: Tensor, scaled: Tensor) -> Tensor:
-        """Returns the noise ratio sigma / alpha at times `scaled` (B,) as the network sees them: (B, 1, ...), with the
-        axes of x_t.
+        """Returns sigma / alpha, (B, 1, ...) with as many axes as x_t, at times `scaled` (B,) as the network
+        sees them.
         """
         return self.diffusion.compute_noise_ratio(x_t, scaled)
 
     def make_even_times(self, count: int, device: torch.device) -> Tensor:
-        """Returns `count` evenly spaced times from data to noise, as the network sees them: int64 (count,)."""
+        """Returns `count` evenly spaced timesteps from the first to the last of the chain, int64 (count,)."""
         return torch.linspace(0, self.diffusion.num_timesteps - 1, count, device=device).long()
 
-    def check_spacing(self, spacing: str | None) -> None:
-        """Does nothing: `choose_timesteps` raises ConfigError for an unknown spacing. A flow checks it here."""
+    def require_known_spacing(self, spacing: str | None) -> None:
+        """Does nothing, since `choose_timesteps` checks the spacing of a chain. FlowProcess checks it in its method of
+        this name.
+        """
 
-    def measure_bits(
+    def measure_bits_per_dim(
         self, network: Network, x_start: Tensor, key: Tensor, num_calls: int | None = None, progress: Progress = iter
     ) -> Terms:
-        """Returns the terms of System.measure for pixels in [-1, 1], in bits per dimension. `num_calls` timesteps are
-        visited; None: those of the respacing.
+        """Returns terms of the variational bound of pixels x_start (B, C, H, W) in [-1, 1], in bits per dimension, see
+        measure_variational_bound. The bound is computed over `num_calls` timesteps; None: over the recipe's respacing.
         """
         chain = self.respaced if num_calls is None else self.diffusion
-        return bound.measure_bound(chain, network, x_start, key, num_calls, progress)
+        return bound.measure_variational_bound(chain, network, x_start, key, num_calls, progress)
 
     def make_scheduler_arguments(self, velocities: bool = False) -> dict[str, Any]:
-        """Returns the keyword arguments of diffusers' scheduler. Raises ConfigError for what it cannot express.
-
-        velocities  whether the exported network gives velocities, whatever the trained one predicts. Only a flow reads
-                    this.
+        """Returns the keyword arguments of diffusers' DDIMScheduler for this chain. `velocities` has no effect; only a
+        flow reads it. Raises ConfigError if the scheduler does not know the network's prediction.
         """
         return make_scheduler_arguments(self.diffusion, self.schedule, self.clip)
 
@@ -178,24 +182,41 @@ class FlowProcess(FlowMatching, _Process):
         self.strata = strata
 
     def compute_losses(self, network: Network, x_start: Tensor, t: Tensor, noise: Tensor) -> Terms:
+        """Returns terms of each sample, (B,) each, at times t (B,): `loss`, `mse`, and `quartile`, the quarter of [0,
+        1] in which t lies, 0 to 3.
+        """
         terms = self.training_losses(network, x_start, t, noise)
         return terms | {"quartile": (4 * t).long().clamp(max=3)}
 
     def draw_as_diffusers(self, network: Network, x: Tensor) -> Tensor:
+        """Returns samples x_start, made from noise x by Euler's method in `card_steps` steps, as diffusers' scheduler
+        makes them.
+        """
         return self.sample_euler(network, x, self.card_steps)
 
     def make_even_times(self, count: int, device: torch.device) -> Tensor:
+        """Returns `count` evenly spaced times from data to noise, as the network sees them: (count,) in [0,
+        time_scale].
+        """
         return torch.linspace(0, self.time_scale, count, device=device)
 
-    def measure_bits(
+    def measure_bits_per_dim(
         self, network: Network, x_start: Tensor, key: Tensor, num_calls: int | None = None, progress: Progress = iter
     ) -> Terms:
+        """Returns terms of the likelihood of pixels x_start (B, C, H, W) in [-1, 1], in bits per dimension, see
+        flow_likelihood.measure_likelihood.
+        """
         return flow_likelihood.measure_likelihood(self, network, x_start, key, num_calls, progress)
 
-    def check_spacing(self, spacing: str | None) -> None:
-        flow.check_spacing(spacing)
+    def require_known_spacing(self, spacing: str | None) -> None:
+        """Raises ConfigError if `spacing` is not None and no spacing of a flow."""
+        flow.require_known_spacing(spacing)
 
     def make_scheduler_arguments(self, velocities: bool = False) -> dict[str, Any]:
+        """Returns the keyword arguments of diffusers' FlowMatchEulerDiscreteScheduler for this flow. `velocities`:
+        whether the exported network gives velocities on a straight path, whatever the trained one predicts. Raises
+        ConfigError if the scheduler cannot express this flow.
+        """
         path = self.interpolant
         for name, found, known in (
             ("path", "linear" if velocities else path.path, "linear"),
@@ -265,7 +286,10 @@ class Flow(Section):
     """Read by the samplers sde and sde-heun."""
 
     @model_validator(mode="after")
-    def _check_agreement(self) -> "Flow":
+    def _require_consistent_fields(self) -> "Flow":
+        """Returns the section. Raises ConfigError if t_min is 0 where conversions divide by it, if t_max is set for the
+        density mode, or if sde.last_size is not above t_last.
+        """
         if not self.t_min and (self.prediction != "velocity" or self.path == "vp" or self.loss == "likelihood"):
             raise ConfigError(
                 f"flow.t_min: 0 divides by 0 where prediction={self.prediction}, path={self.path} and loss={self.loss} "
@@ -280,8 +304,8 @@ class Flow(Section):
             )
         return self
 
-    def list_batch_conflicts(self, global_batch: int) -> list[str]:
-        """Returns a message if `strata` does not divide the number of samples in a global batch; else an empty list."""
+    def list_strata_conflicts(self, global_batch: int) -> list[str]:
+        """Returns [one error message] if `strata` does not divide the global batch size; [] otherwise."""
         if not self.strata or global_batch % self.strata == 0:
             return []
         return [
@@ -289,7 +313,9 @@ class Flow(Section):
         ]
 
     def make_process(self, shape: tuple[int, ...]) -> FlowProcess:
-        """Builds the flow for inputs (C, H, W)."""
+        """Returns the flow that this section describes, for inputs of `shape`, such as (C, H, W), without the batch
+        axis.
+        """
         arguments = {**self.model_dump(exclude={"sde"}), **self.sde.model_dump()}
         if self.shift == "dimension":
             arguments["shift"] = compute_dimension_shift(math.prod(shape))

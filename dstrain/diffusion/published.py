@@ -16,10 +16,12 @@ PREDICTIONS = {"eps": "epsilon", "x_start": "sample", "v": "v_prediction"}  # ds
 
 
 def make_scheduler_arguments(diffusion: GaussianDiffusion, schedule: str, clip: bool) -> dict[str, Any]:
-    """Returns keyword arguments with which diffusers' DDIMScheduler and DDPMScheduler follow this chain. `schedule` is
-    the name of its betas; `clip` says whether the predicted x_start is kept in [-1, 1].
+    """Returns the keyword arguments with which diffusers' DDIMScheduler and DDPMScheduler follow this chain.
 
-    Raises ConfigError for a prediction that these schedulers do not know.
+    schedule  the name of the chain's betas, see schedule.make_betas.
+    clip      whether the predicted x_start is kept in [-1, 1].
+
+    Raises ConfigError if these schedulers do not know the network's prediction.
     """
     if diffusion.prediction not in PREDICTIONS:
         raise ConfigError(
@@ -37,14 +39,16 @@ def make_scheduler_arguments(diffusion: GaussianDiffusion, schedule: str, clip: 
 
 
 def add_to_model_index(folder: Path, **entries: Any) -> None:
-    """Adds entries to model_index.json in a pipeline's folder; entries of the same names are replaced."""
+    """Writes `entries` into model_index.json in a diffusers pipeline's folder. Entries of the same names are replaced,
+    others are kept.
+    """
     path = folder / "model_index.json"
     index = json.loads(path.read_text(encoding="utf-8")) | entries
     path.write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
 
 def find_largest_divisor(count: int, most: int = 20) -> int:
-    """Returns the largest divisor of `count`, a number of timesteps, that is at most `most`. In so many steps
-    diffusers' DDIM visits the timesteps that ours visits.
+    """Returns the largest divisor of `count` that is at most `most`. With so many steps, diffusers' DDIM visits the
+    same of `count` timesteps as dstrain's.
     """
     return max(steps for steps in range(1, most + 1) if count % steps == 0)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from dstrain.diffusion import schedule
 from dstrain.diffusion.gaussian import GaussianDiffusion, Network, Noise, Progress, cast_output
-from dstrain.diffusion.solvers import SOLVERS, Level, choose_eta, count_solver_steps, solve_levels
+from dstrain.diffusion.solvers import SOLVERS, Level, choose_eta, count_solver_steps, run_solver
 from dstrain.recipe import ConfigError
 
 
@@ -29,7 +29,9 @@ def sample_ancestral(
     clip_denoised: bool = False,
     progress: Progress = iter,
 ) -> Tensor:
-    """Returns x_start from noise x (B, C, ...) by ancestral sampling. DDPM, Algorithm 2."""
+    """Returns samples x_start, made from noise x (B, C, ...) by ancestral sampling (DDPM, Algorithm 2), with one call
+    of the network for each timestep of the chain. noise(i) is the noise that step i adds.
+    """
     for draw, (step, t) in enumerate(_iterate_timesteps(diffusion, x, progress)):
         mean, log_variance, _ = diffusion.p_mean_variance(network, x, t, clip_denoised)
         eps = noise(draw)
@@ -47,15 +49,16 @@ def sample_ddim(
     clip_denoised: bool = False,
     progress: Progress = iter,
 ) -> Tensor:
-    """Returns x_start from noise x (B, C, ...) by DDIM. eta 0 is deterministic and needs no `noise`; eta 1 is as noisy
-    as DDPM. Raises ConfigError for an eta above 0 without `noise`.
+    """Returns samples x_start, made from noise x (B, C, ...) by DDIM, with one call of the network for each timestep of
+    the chain. eta 0 adds no noise; eta 1 adds as much as DDPM, noise(i) in step i. Raises ConfigError if eta is above 0
+    and `noise` is None.
     """
     if eta and noise is None:
         raise ConfigError("eta: above 0 DDIM draws noise at each step; pass `noise`, or eta 0")
     for draw, (step, t) in enumerate(_iterate_timesteps(diffusion, x, progress)):
         _, _, x_start = diffusion.p_mean_variance(network, x, t, clip_denoised)
         direction = diffusion.predict_eps(x_start, x, t)
-        current, previous = diffusion._gather_columns(t, x, "alphas_cumprod", "alphas_cumprod_previous")
+        current, previous = diffusion._gather_coefficients(t, x, "alphas_cumprod", "alphas_cumprod_previous")
         sigma = eta * ((1 - previous) / (1 - current) * (1 - current / previous)).sqrt()  # Equation 16
         x = x_start * previous.sqrt() + (1 - previous - sigma.square()).clamp(min=0).sqrt() * direction
         if eta:
@@ -71,18 +74,22 @@ SAMPLERS = (*SOLVERS, *CHAINS)  # names, the usual one last
 def choose_timesteps(
     diffusion: GaussianDiffusion, sampler: str, num_calls: int, spacing: str | None = None
 ) -> list[int]:
-    """Returns the timesteps that a sampler visits with `num_calls` calls of the network, ascending.
+    """Returns the timesteps, ascending, that a sampler visits with `num_calls` calls of the network. A single step is
+    at the last timestep.
 
-    spacing is one of schedule.SPACINGS. None chooses it by sampler: for solvers karras, but trailing for fewer than
-    schedule.FEW steps; for ddim a constant stride from 0 on, where one exists; else even steps, as for ddpm. A single
-    step is at the last timestep. Raises ConfigError if the chain has fewer timesteps, or the spacing is unknown.
+    spacing  one of schedule.SPACINGS. None: for a solver karras, or trailing for fewer than schedule.FEW steps; for
+             ddim multiples of a constant stride if one gives the number; for ddpm, and otherwise, even steps.
+
+    Raises ConfigError if the chain has fewer timesteps, or the spacing is unknown.
     """
     total, count = diffusion.num_timesteps, count_solver_steps(sampler, num_calls)
     if spacing is None and (sampler in SOLVERS or count == 1):
         spacing = "trailing" if count < schedule.FEW else "karras"
     if spacing is None:
-        return schedule.space_timesteps(total, schedule.make_even_spec(total, count, strided=sampler == "ddim"))
-    return schedule.space_by_noise(diffusion.tables["sqrt_recipm1_alphas_cumprod"].tolist(), count, spacing)
+        return schedule.space_timesteps(
+            total, schedule.make_even_respacing_spec(total, count, strided=sampler == "ddim")
+        )
+    return schedule.space_timesteps_by_noise(diffusion.tables["sqrt_recipm1_alphas_cumprod"].tolist(), count, spacing)
 
 
 def sample_chain(
@@ -96,9 +103,9 @@ def sample_chain(
     clip_denoised: bool = False,
     progress: Progress = iter,
 ) -> Tensor:
-    """Returns x_start from noise x (B, C, ...) by the named sampler, which visits these timesteps of the chain
-    (ascending). eta None takes the sampler's usual amount of noise. Raises ConfigError for an eta where the sampler has
-    none to choose.
+    """Returns samples x_start, made from noise x (B, C, ...) by the named sampler, which visits `timesteps` of the
+    chain (given in ascending order). noise(i) is the noise that step i adds, whose amount eta sets; eta None: the
+    sampler's usual amount. Raises ConfigError if eta is given to a sampler that adds no noise.
     """
     eta = choose_eta(sampler, eta)
     if sampler in CHAINS:
@@ -114,7 +121,7 @@ def sample_chain(
         )
     denoise = ChainDenoiser(diffusion, network, clip_denoised)
     levels = [*map(denoise.make_level, reversed(timesteps)), Level.make_data_level()]
-    return solve_levels(sampler, denoise, levels, x, noise, eta, progress)
+    return run_solver(sampler, denoise, levels, x, noise, eta, progress)
 
 
 def invert_chain(
@@ -125,8 +132,8 @@ def invert_chain(
     timesteps: Sequence[int],
     eta: float | None = None,
 ) -> Tensor:
-    """Returns the noise that `sample_chain` with these arguments maps to about x_start. Raises ConfigError unless the
-    sampler is ddim without noise (eta None or 0).
+    """Returns the noise from which `sample_chain`, with the same arguments, makes about x_start. Raises ConfigError
+    unless the sampler is ddim and eta is None or 0.
     """
     if sampler != "ddim" or eta:
         raise ConfigError(
@@ -144,12 +151,16 @@ class ChainDenoiser:
         self.alphas, self.sigmas = (diffusion.tables[name].tolist() for name in names)
 
     def make_level(self, t: int) -> Level:
+        """Returns the noise level of timestep t."""
         return Level(self.alphas[t], self.sigmas[t], t)
 
-    def find_nearest_level(self, s: float) -> Level:
-        above = bisect.bisect_left(range(len(self.alphas) - 1), s, key=lambda t: self.make_level(t).s)
+    def find_nearest_level(self, noise_ratio: float) -> Level:
+        """Returns the level of the timestep whose sigma / alpha is nearest to `noise_ratio`."""
+        above = bisect.bisect_left(
+            range(len(self.alphas) - 1), noise_ratio, key=lambda t: self.make_level(t).noise_ratio
+        )
         candidates = [self.make_level(t) for t in (max(above - 1, 0), above)]
-        return min(candidates, key=lambda level: abs(level.s - s))
+        return min(candidates, key=lambda level: abs(level.noise_ratio - noise_ratio))
 
     def __call__(self, x: Tensor, level: Level) -> Tensor:
         t = torch.full((len(x),), level.time, device=x.device)
@@ -165,19 +176,21 @@ def invert_ddim(
     clip_denoised: bool = False,
     progress: Progress = iter,
 ) -> Tensor:
-    """Returns the noise that `sample_ddim` with eta 0 maps to about x_start: the same ODE run from data to noise."""
+    """Returns the noise from which `sample_ddim` with eta 0 makes about x_start, by DDIM's steps from data to noise."""
     x = x_start
     for step in progress(range(diffusion.num_timesteps)):
         t = torch.full((len(x),), step, device=x.device)
         _, _, predicted = diffusion.p_mean_variance(network, x, t, clip_denoised)
         direction = diffusion.predict_eps(predicted, x, t)
-        following = diffusion._gather_columns(t, x, "alphas_cumprod_next")[0]
+        following = diffusion._gather_coefficients(t, x, "alphas_cumprod_next")[0]
         x = predicted * following.sqrt() + (1 - following).sqrt() * direction
     return x
 
 
 def _iterate_timesteps(diffusion: GaussianDiffusion, x: Tensor, progress: Progress) -> Iterator[tuple[int, Tensor]]:
-    """Yields the timesteps from the last to 0, each as a number and as int64 (B,)."""
+    """Yields the chain's timesteps from the last to 0, each as a number and as int64 (B,), where B is the batch size of
+    x.
+    """
     for step in progress(range(diffusion.num_timesteps - 1, -1, -1)):
         yield step, torch.full((len(x),), step, device=x.device)
 
@@ -193,23 +206,24 @@ def guide_network(
     guide: Callable[..., Tensor] | None = None,
     active: Callable[[Tensor, Tensor], Tensor] | None = None,
 ) -> Network:
-    """Returns a network with guidance, whose output is weaker + scale * (conditional - weaker). In classifier-free
-    guidance `weaker` is the network without conditions; both are then one call of twice the batch.
+    """Returns a function (x_t, t) -> output that adds guidance to `network`: weaker + scale * (conditional - weaker),
+    where `conditional` is the network's output with `conditions`, and `weaker` its output with `null` (classifier-free
+    guidance), or that of `guide` with `conditions` (autoguidance).
 
-    conditions  keyword arguments of the network, (B, ...) each; `null` those without the condition.
-    scale       1 means no guidance, and a call of the plain batch.
-    channels    how many leading output channels are guided; None means as many as the input has. All others (learned
-                variances) are taken from the conditional half.
-    rescale     share, 0 to 1, by which each sample's guided output is brought to the conditional's deviation.
-    guide       a weaker network instead, called with the same conditions: autoguidance.
-    active      (x_t, t) -> bool (B, 1, ...): where guidance acts. Where it acts on no sample, only the conditional call
-                is made: samplers have all samples of all ranks at one timestep, so that the ranks call alike.
+    conditions  keyword arguments of the network, (B, ...) each; `null` has the same names, for no condition.
+    scale       1: no guidance, and the network is called with `conditions` alone.
+    channels    number of first output channels that are guided; None: as many as x_t has. All others, such as learned
+                variances, come from `conditional`.
+    rescale     0 to 1: how far the guided output's standard deviation is brought to that of `conditional`.
+    active      (x_t, t) -> bool (B, 1, ...): which samples are guided; None: all. If it is False for all, `weaker` is
+                not computed.
     """
     if scale == 1.0:
         return lambda x_t, t: network(x_t, t, **conditions)
     both = {name: torch.cat((value, null[name])) for name, value in conditions.items()}
 
     def call_guided_network(x_t: Tensor, t: Tensor) -> Tensor:
+        """Returns the guided output at x_t (B, C, ...) and times t (B,)."""
         count = channels or x_t.shape[1]
         acts = None if active is None else active(x_t, t)
         if acts is not None and not acts.any():
@@ -223,10 +237,11 @@ def guide_network(
         leading = torch.lerp(weaker[:, :count], plain, scale)
         if rescale:
 
-            def deviation(out):
+            def compute_deviation(out):
+                """Returns the standard deviation of each sample's output, (B, 1, ...)."""
                 return out.flatten(1).std(dim=1).view(-1, *(1,) * (out.ndim - 1))
 
-            leading = torch.lerp(leading, leading * (deviation(plain) / deviation(leading)), rescale)
+            leading = torch.lerp(leading, leading * (compute_deviation(plain) / compute_deviation(leading)), rescale)
         if acts is not None:
             leading = torch.where(acts, leading, plain)
         return torch.cat((leading, conditional[:, count:]), dim=1)
@@ -237,15 +252,17 @@ def guide_network(
 def make_guidance_condition(
     interval: tuple[float, float] | None, noise_of: Callable[[Tensor, Tensor], Tensor]
 ) -> Callable[[Tensor, Tensor], Tensor] | None:
-    """Returns a function for the argument `active` of `guide_network`, which is true where the noise ratio sigma /
-    alpha lies in `interval` (low, high). Returns None for interval None: guidance then acts everywhere.
+    """Returns a function (x_t, t) -> bool (B, 1, ...), which says whether a sample's sigma / alpha lies in `interval`
+    (low, high). It is made for the argument `active` of `guide_network`. Returns None if interval is None: all are
+    guided.
 
-    noise_of  (x_t, t) -> sigma / alpha (B, 1, ...), t as the network sees it.
+    noise_of  (x_t, t) -> sigma / alpha (B, 1, ...), for t as the network sees it.
     """
     if interval is None:
         return None
 
     def is_active(x_t: Tensor, t: Tensor) -> Tensor:
+        """Returns whether sigma / alpha of each sample lies in the interval, bool (B, 1, ...)."""
         noise = noise_of(x_t, t)
         return (interval[0] <= noise) & (noise <= interval[1])
 

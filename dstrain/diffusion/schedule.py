@@ -37,10 +37,10 @@ BETA_START, BETA_END = 1e-4, 0.02  # DDPM, for 1000 steps
 
 
 def make_betas(name: str, num_timesteps: int) -> Tensor:
-    """Returns the betas of the schedule `name` over `num_timesteps` steps: float64 (T,).
+    """Returns the betas of the noise schedule `name` over `num_timesteps` steps, float64 (num_timesteps,).
 
-    `linear`, `quadratic` and `sigmoid` are scaled by 1000 / T, so that any T ends at about the same noise; other
-    schedules keep their end points, as published. Raises ConfigError for an unknown name, or scaled betas outside (0,
+    The betas of linear, quadratic and sigmoid are scaled by 1000 / num_timesteps, so that they end at about the same
+    noise for any length. Raises ConfigError if the name is unknown, num_timesteps is below 1, or a beta is not in (0,
     1].
     """
     if num_timesteps < 1:
@@ -49,6 +49,7 @@ def make_betas(name: str, num_timesteps: int) -> Tensor:
         raise ConfigError(f"schedule: {name!r} is unknown; one of {', '.join(SCHEDULES)}")
 
     def make_line(start, end):
+        """Returns num_timesteps evenly spaced values from start to end, float64."""
         return torch.linspace(start, end, num_timesteps, dtype=torch.float64)
 
     scale, quad = 1000 / num_timesteps, make_line(BETA_START**0.5, BETA_END**0.5) ** 2
@@ -74,6 +75,9 @@ def make_betas(name: str, num_timesteps: int) -> Tensor:
 
 
 def _make_warmup_betas(num_timesteps: int, fraction: float) -> Tensor:
+    """Returns betas that rise linearly over this fraction of the timesteps and then stay at the largest,
+    float64 (T,).
+    """
     table = torch.full((num_timesteps,), BETA_END, dtype=torch.float64)
     length = max(int(num_timesteps * fraction), 1)
     table[:length] = torch.linspace(BETA_START, BETA_END, length, dtype=torch.float64)
@@ -81,8 +85,8 @@ def _make_warmup_betas(num_timesteps: int, fraction: float) -> Tensor:
 
 
 def _make_cosine_betas(num_timesteps: int, offset: float = 0.008, largest: float = 0.999) -> Tensor:
-    """Returns betas whose alphas_cumprod follows a squared cosine; the cap avoids a singularity at the end. Equation
-    17.
+    """Returns betas whose alphas_cumprod is a squared cosine (IDDPM, Equation 17), float64 (T,). No beta is above
+    `largest`.
     """
     time = torch.arange(num_timesteps + 1, dtype=torch.float64) / num_timesteps
     remaining = torch.cos((time + offset) / (1 + offset) * (math.pi / 2)) ** 2
@@ -90,20 +94,22 @@ def _make_cosine_betas(num_timesteps: int, offset: float = 0.008, largest: float
 
 
 def space_timesteps(num_timesteps: int, spec: str | Sequence[int]) -> list[int]:
-    """Returns the timesteps that a shorter chain visits, ascending.
+    """Returns the timesteps of a chain of `num_timesteps` that a shorter chain visits, ascending. `spec` says which:
 
-    spec  "" for all; "250" for 250 of the whole chain, its first and last among them; "10,15,20" (or a list) for as
-          many of each of three equal sections; "ddim50" for every (T / 50)-th timestep from 0 on.
+    ""          all.
+    "250"       250 evenly spaced ones, with the first and the last.
+    "10,15,20"  or a list: as many of each of three equal sections of the chain.
+    "ddim50"    50 at a constant stride from 0 on.
 
-    Raises ConfigError if the spec cannot be read, if a section has fewer timesteps than it asks for, or if no integer
-    stride gives the number of ddimN.
+    Raises ConfigError if the spec cannot be read, a section has too few timesteps, or no stride gives the number after
+    ddim.
     """
     if isinstance(spec, str):
         if not re.fullmatch(r"(ddim\d+|\d+(,\d+)*)?", spec.replace(" ", "")):
             raise ConfigError(f"respacing: {spec!r} is neither a number, numbers with commas, nor ddim and a number")
         if spec.startswith("ddim"):
             count = int(spec.removeprefix("ddim"))
-            if timesteps := _stride_timesteps(num_timesteps, count):
+            if timesteps := _find_strided_timesteps(num_timesteps, count):
                 return timesteps
             raise ConfigError(
                 f"respacing: no integer stride takes {count} of {num_timesteps} timesteps, as {spec} "
@@ -124,36 +130,37 @@ def space_timesteps(num_timesteps: int, spec: str | Sequence[int]) -> list[int]:
     return sorted(set(timesteps))
 
 
-def _stride_timesteps(num_timesteps: int, count: int) -> list[int]:
-    """Returns `count` timesteps at a constant stride from 0 on, or [] if no stride gives exactly so many."""
+def _find_strided_timesteps(num_timesteps: int, count: int) -> list[int]:
+    """Returns exactly `count` timesteps at a constant stride from 0 on; [] if no stride gives so many."""
     chains = (range(0, num_timesteps, stride) for stride in range(1, num_timesteps + 1))
     return next((list(chain) for chain in chains if len(chain) == count), [])
 
 
-def make_even_spec(num_timesteps: int, count: int, strided: bool = False) -> str:
-    """Returns the `spec` of `space_timesteps` for `count` evenly spaced timesteps: "ddimN" if `strided` and a constant
-    stride gives so many, else "N". Raises ConfigError if the chain has fewer than `count`, or count is below 1.
+def make_even_respacing_spec(num_timesteps: int, count: int, strided: bool = False) -> str:
+    """Returns the `spec` with which `space_timesteps` gives `count` evenly spaced timesteps: "ddimN" if `strided` is
+    true and a constant stride gives so many, else "N". Raises ConfigError unless count is between 1 and num_timesteps.
     """
     if not 1 <= count <= num_timesteps:
         raise ConfigError(f"num_steps: {count} is not between 1 and the {num_timesteps} timesteps of the chain")
-    return f"ddim{count}" if strided and _stride_timesteps(num_timesteps, count) else str(count)
+    return f"ddim{count}" if strided and _find_strided_timesteps(num_timesteps, count) else str(count)
 
 
-def space_by_noise(noise: Sequence[float], count: int, spacing: str) -> list[int]:
-    """Returns `count` timesteps of a chain, ascending, by one of SPACINGS; `noise` (T,) is sigma / alpha of each
-    timestep.
+def space_timesteps_by_noise(noise: Sequence[float], count: int, spacing: str) -> list[int]:
+    """Returns `count` timesteps of a chain, ascending. `noise` (T,) is sigma / alpha of each of its timesteps.
+    `spacing` is one of:
 
-    leading   multiples of T // count, from 0 on          linspace  evenly, the first and the last among them
-    trailing  evenly, the last among them                 karras    the last one, then EDM's levels from
-                                                                    LARGEST_NOISE to the noise of t = 0
+    leading   multiples of T // count, from 0 on.
+    trailing  evenly spaced, with the last timestep.
+    linspace  evenly spaced, with the first and the last timestep.
+    karras    the last timestep, then EDM's noise levels, from LARGEST_NOISE or less to the noise of t = 0.
 
-    A single timestep is the last one, since samples begin from pure noise. Sources: Lin et al. 2023, Table 2; Karras et
-    al. 2022 (EDM), Equation 5. Raises ConfigError if the spacing is unknown, or the chain has fewer timesteps.
+    A single timestep is the last one. Raises ConfigError if the spacing is unknown, or count is not between 1 and T.
+    Sources: Lin et al. 2023, Table 2; Karras et al. 2022 (EDM), Equation 5.
     """
     if spacing not in SPACINGS:
         raise ConfigError(f"spacing={spacing} is none of {', '.join(SPACINGS)}: name one of them")
     total = len(noise)
-    make_even_spec(total, count)  # refuses other numbers
+    make_even_respacing_spec(total, count)  # refuses other numbers
     if count == 1:
         return [total - 1]
     if spacing == "leading":
@@ -170,17 +177,17 @@ def space_by_noise(noise: Sequence[float], count: int, spacing: str) -> list[int
 
 
 def make_karras_levels(count: int, lowest: float, highest: float, rho: float = 7.0) -> list[float]:
-    """Returns `count` noise levels sigma / alpha, descending from `highest` to `lowest` and ever denser. EDM, Equation
-    5.
+    """Returns `count` noise levels sigma / alpha, descending from `highest` to `lowest` in ever smaller steps (EDM,
+    Equation 5).
     """
     first, last = highest ** (1 / rho), lowest ** (1 / rho)
     return [(first + i / max(count - 1, 1) * (last - first)) ** rho for i in range(count)]
 
 
 def make_noise_levels_after_first_step(count: int, lowest: float, highest: float) -> list[float]:
-    """Returns the count - 1 noise levels, descending, at which all but the first of `count` steps begin; the first
-    begins with pure noise. They are those of `make_karras_levels`. For fewer than FEW steps they lie within the range
-    and leave out its ends, which are almost pure noise and almost data.
+    """Returns count - 1 noise levels sigma / alpha, descending, at which the steps after the first of `count` sampling
+    steps begin. The first step begins at pure noise. They are EDM's levels from `highest` to `lowest`; for fewer than
+    FEW steps without these two ends.
     """
     return (
         make_karras_levels(count + 1, lowest, highest)[1:-1]
@@ -190,8 +197,8 @@ def make_noise_levels_after_first_step(count: int, lowest: float, highest: float
 
 
 def respace_betas(original: Tensor, timesteps: Sequence[int]) -> Tensor:
-    """Returns the betas of the chain that visits only `timesteps` of the original one and has the same marginals there.
-    The original betas are (T,), the result is float64 (K,) for K timesteps.
+    """Returns the betas, float64 (K,), of a chain that visits only K `timesteps` of the original one and has the same
+    alphas_cumprod there. `original` holds the betas (T,) of the original chain.
     """
     alphas_cumprod = torch.cumprod(1 - original.double(), dim=0)[list(timesteps)]
     previous = torch.cat((torch.ones(1, dtype=torch.float64), alphas_cumprod[:-1]))

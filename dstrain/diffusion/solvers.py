@@ -1,8 +1,8 @@
 """Solvers from noise to data in few steps: DPM-Solver++ (2M and its SDE), UniPC, and EDM's Heun, with or without churn.
 
-Notation: x = alpha x_start + sigma eps at a noise level; s = sigma / alpha is its noise, lambda = -log s (half the log
-of the signal-to-noise ratio), h the step in lambda. A solver walks down `levels`, from noise to data (alpha 1, sigma
-0), where the last step is the prediction itself. Both ends may be infinite in s or lambda: pure noise is alpha 0.
+Notation: x = alpha x_start + sigma eps at a noise level; s = sigma / alpha is its noise ratio, lambda = -log s (half
+the log of the signal-to-noise ratio), h the step in lambda. A solver walks down `levels`, from noise to data (alpha 1,
+sigma 0), where the last step is the prediction itself. Both ends may be infinite in s or lambda: pure noise is alpha 0.
 
 All coefficients are numbers of the host in float64. A level is the same for the whole batch, so that every rank calls
 the network equally often, whatever the data are. The i-th draw of noise, i = 0, 1, ..., belongs to step i.
@@ -35,18 +35,20 @@ class Level:
     time: float
 
     @property
-    def s(self) -> float:
+    def noise_ratio(self) -> float:
+        """Returns sigma / alpha; infinity for pure noise, where alpha is 0."""
         return self.sigma / self.alpha if self.alpha else math.inf
 
     @property
     def half_log_snr(self) -> float:
+        """Returns log(alpha / sigma): infinity for data, minus infinity for pure noise."""
         if not self.alpha or not self.sigma:
             return math.copysign(math.inf, self.alpha - self.sigma)
         return math.log(self.alpha / self.sigma)
 
     @classmethod
     def make_data_level(cls) -> "Level":
-        """Returns the level of data, where every solver ends."""
+        """Returns the noise level of data, alpha 1 and sigma 0, where every solver ends."""
         return cls(1.0, 0.0, 0.0)
 
 
@@ -54,22 +56,22 @@ class Denoiser(Protocol):
     """Declares a network together with its noise levels."""
 
     def __call__(self, x: Tensor, level: Level) -> Tensor:
-        """Returns the predicted x_start of x at a level."""
+        """Returns x_start as predicted from x at a noise level."""
 
-    def find_nearest_level(self, s: float) -> Level:
-        """Returns the level nearest to noise s that the network knows."""
+    def find_nearest_level(self, noise_ratio: float) -> Level:
+        """Returns the noise level that the network knows whose sigma / alpha is nearest to `noise_ratio`."""
 
 
 def solve_dpmpp(
     denoise: Denoiser, levels: Sequence[Level], x: Tensor, noise: Noise, eta: float = 0.0, progress: Progress = iter
 ) -> Tensor:
-    """Returns x_start from noise x at levels[0] by DPM-Solver++(2M), of second order, with one call of the network a
-    step. eta 1 is its SDE (the midpoint form), eta 0 the ODE.
+    """Returns samples x_start, made from noise x at levels[0] by DPM-Solver++(2M), of second order, with one call of
+    `denoise` a step. eta 0 solves the ODE, eta 1 the SDE, in which step i adds noise(i).
     """
     earlier, h_earlier = None, math.inf
     for i in progress(range(len(levels) - 1)):
         here, there = levels[i], levels[i + 1]
-        h, kept = there.half_log_snr - here.half_log_snr, there.s * here.alpha / here.sigma  # e^-h
+        h, kept = there.half_log_snr - here.half_log_snr, there.noise_ratio * here.alpha / here.sigma  # e^-h
         x_start = denoise(x, here)
         estimate = x_start
         if earlier is not None and there.sigma:
@@ -84,8 +86,8 @@ def solve_dpmpp(
 def solve_unipc(
     denoise: Denoiser, levels: Sequence[Level], x: Tensor, noise: Noise, eta: float = 0.0, progress: Progress = iter
 ) -> Tensor:
-    """Returns x_start from noise x at levels[0] by UniPC-2, with one call of the network a step: a predictor of second
-    order, 2M, which the call of the next step corrects to third order. `noise` and `eta` have no effect.
+    """Returns samples x_start, made from noise x at levels[0] by UniPC-2, with one call of `denoise` a step: a
+    predictor of second order, corrected to third order. `noise` and `eta` have no effect.
     """
     known: list[tuple[float, Tensor]] = []  # lambda and x_start of the last two levels, the newer one last
     x_before = x
@@ -93,7 +95,7 @@ def solve_unipc(
         here, there = levels[i], levels[i + 1]
         x_start = denoise(x, here)
         if known:
-            x = _correct_step(levels[i - 1], here, x_before, known, x_start)
+            x = _redo_step_corrected(levels[i - 1], here, x_before, known, x_start)
         known = [*known[-1:], (here.half_log_snr, x_start)]
         estimate = x_start
         if len(known) == 2 and there.sigma:
@@ -104,11 +106,13 @@ def solve_unipc(
     return x
 
 
-def _correct_step(here: Level, there: Level, x: Tensor, known: list[tuple[float, Tensor]], following: Tensor) -> Tensor:
-    """Returns x at level `there`: repeats the step of x from `here`, corrected by `following`, the x_start predicted at
-    `there`. UniPC, Algorithm 1 (UniC).
+def _redo_step_corrected(
+    here: Level, there: Level, x: Tensor, known: list[tuple[float, Tensor]], following: Tensor
+) -> Tensor:
+    """Returns x at level `there`: repeats the step from x at level `here`, corrected by `following`, the x_start
+    predicted at `there` (UniPC, Algorithm 1, UniC).
 
-    known  lambda and x_start of the last one or two levels, of which the newer, `here`, comes last.
+    known  pairs (log(alpha / sigma), predicted x_start) of one or two earlier levels; the last one is that of `here`.
     """
     newest, x_start = known[-1]
     h = there.half_log_snr - newest
@@ -124,35 +128,35 @@ def _correct_step(here: Level, there: Level, x: Tensor, known: list[tuple[float,
 
 
 def _compute_gain(here: Level, there: Level) -> float:
-    """Returns 1 - e^-h for the step h from `here` to `there`."""
-    return 1 - there.s * here.alpha / here.sigma
+    """Returns 1 - e^-h, where h is the step in log(alpha / sigma) from level `here` to `there`."""
+    return 1 - there.noise_ratio * here.alpha / here.sigma
 
 
 def solve_heun(
     denoise: Denoiser, levels: Sequence[Level], x: Tensor, noise: Noise, eta: float = 0.0, progress: Progress = iter
 ) -> Tensor:
-    """Returns x_start from noise x at levels[0] by Heun's method in s, of second order, with two calls of the network a
-    step. One call is made in the last step, and in steps from s above twice LARGEST_NOISE, where s changes too much for
-    the second order.
+    """Returns samples x_start, made from noise x at levels[0] by EDM's Heun method, of second order, with two calls of
+    `denoise` a step. The last step and steps from a very high noise level (sigma / alpha above 2 * LARGEST_NOISE) are
+    Euler steps with one call.
 
-    eta above 0 is EDM's stochastic sampler: within CHURN_RANGE noise is added before a step, which then begins at a
-    higher level, the nearest to the noise wanted that the network knows.
+    eta above 0 is EDM's stochastic sampler: where sigma / alpha is in CHURN_RANGE, noise(i) is added before step i,
+    which then begins at the higher noise level.
     """
     steps = len(levels) - 1
     gamma = min(eta * CHURN / steps, math.sqrt(2) - 1)
     for i in progress(range(steps)):
         here, there = levels[i], levels[i + 1]
-        if gamma and CHURN_RANGE[0] <= here.s <= CHURN_RANGE[1]:
-            raised = denoise.find_nearest_level(here.s * (1 + gamma))
-            if raised.s > here.s:
-                added = math.sqrt(raised.s**2 - here.s**2)
+        if gamma and CHURN_RANGE[0] <= here.noise_ratio <= CHURN_RANGE[1]:
+            raised = denoise.find_nearest_level(here.noise_ratio * (1 + gamma))
+            if raised.noise_ratio > here.noise_ratio:
+                added = math.sqrt(raised.noise_ratio**2 - here.noise_ratio**2)
                 here, x = raised, raised.alpha * (x / here.alpha + added * noise(i))
         x_start = denoise(x, here)
         eps = (x - here.alpha * x_start) / here.sigma  # dy / ds, where y = x / alpha
         x = there.alpha * x_start + there.sigma * eps
-        if there.sigma and here.s <= 2 * LARGEST_NOISE:
+        if there.sigma and here.noise_ratio <= 2 * LARGEST_NOISE:
             other = (x - there.alpha * denoise(x, there)) / there.sigma
-            x = x + there.alpha * (there.s - here.s) / 2 * (other - eps)
+            x = x + there.alpha * (there.noise_ratio - here.noise_ratio) / 2 * (other - eps)
     return x
 
 
@@ -169,8 +173,8 @@ ETAS = {"ddim": 0.0, "dpm++sde": 1.0, "edm": 1.0, "sde": 1.0, "sde-heun": 1.0}
 
 
 def choose_eta(sampler: str, eta: float | None) -> float:
-    """Returns eta, or the sampler's default if eta is None: 0 for a sampler that takes no eta. Raises ConfigError if
-    eta is given and the sampler takes none.
+    """Returns eta; if it is None, the sampler's usual value, which is 0 for samplers that add no noise. Raises
+    ConfigError if eta is given to a sampler that adds no noise.
     """
     if eta is not None and sampler not in ETAS:
         raise ConfigError(
@@ -181,12 +185,14 @@ def choose_eta(sampler: str, eta: float | None) -> float:
 
 
 def count_solver_steps(sampler: str, num_calls: int) -> int:
-    """Returns how many steps a solver can take with `num_calls` calls of the network."""
+    """Returns how many steps a sampler makes with `num_calls` calls of the network: about half as many for Heun's
+    method (heun, edm), as many for all others.
+    """
     return (num_calls + 1) // 2 if SOLVERS.get(sampler) is solve_heun else num_calls
 
 
 @torch.no_grad()
-def solve_levels(
+def run_solver(
     sampler: str,
     denoise: Denoiser,
     levels: Sequence[Level],
@@ -195,5 +201,8 @@ def solve_levels(
     eta: float,
     progress: Progress = iter,
 ) -> Tensor:
-    """Returns x_start from noise x (B, ...), which belongs to levels[0], by the named solver."""
+    """Returns samples x_start, made from noise x (B, ...) by the solver named `sampler`. `levels` are the noise levels
+    at which its steps begin and end, from that of x to that of data. noise(i) is the noise that step i adds, whose
+    amount eta sets.
+    """
     return SOLVERS[sampler](denoise, levels, x, noise, eta, progress)

@@ -23,26 +23,23 @@ class TimestepSampler(ABC):
 
     @abstractmethod
     def sample(self, uniforms: Tensor) -> tuple[Tensor, Tensor]:
-        """Draws timesteps int64 (B,) and weights float32 (B,) from uniform numbers float32 (B,) in [0, 1), one of each
-        sample's key. The mean of weight * loss is the mean loss over all timesteps.
-
-        A timestep is the inverse of the cumulative distribution at its uniform number: a function of it and of the
-        state alone, never of batch, rank or device. The host never waits for the device.
+        """Draws training timesteps int64 (B,) and returns them with their loss weights, float32 (B,). `uniforms`,
+        float32 (B,) in [0, 1), is the only source of randomness. With these weights, the expected loss is the mean loss
+        over all timesteps.
         """
 
     def observe(self, t: Tensor, losses: Tensor) -> None:
-        """Updates the distribution with unweighted losses at timesteps, (N,) each: those of all ranks and micro-batches
-        of a step, in the order of the global batch. Equal arguments on all ranks leave equal states, however the batch
-        was split.
-
-        Entries with t < 0 are padding. Losses that are not finite are ignored: they would stay in the history.
+        """Updates the distribution of timesteps by the unweighted `losses` (N,) of samples at timesteps `t` (N,): those
+        of a whole step, of all ranks and micro-batches, in the order of the global batch. Samples with t < 0 or a loss
+        that is not finite are ignored. A sampler that learns nothing does nothing.
         """
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Returns the tensors that a checkpoint keeps; {} if nothing is learned."""
+        """Returns the tensors that a checkpoint saves, by name; {} for a sampler that learns nothing."""
         return {}
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        """Raises ConfigError if `state` is not empty, since this sampler learns nothing."""
         if state:
             raise ConfigError(
                 f"{type(self).__name__} keeps no state, the checkpoint holds {', '.join(sorted(state))}; "
@@ -54,6 +51,7 @@ class UniformSampler(TimestepSampler):
     """Draws every timestep with equal probability and weight 1."""
 
     def sample(self, uniforms: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns timesteps int64 (B,), floor(T * uniforms), and weights 1, float32 (B,)."""
         # The largest float32 below 1 is 1 - 2^-24. Its product with T is below T by at least half the spacing of floats
         # at T, and is never rounded up to T.
         return (uniforms * self.num_timesteps).long(), torch.ones_like(uniforms)
@@ -79,11 +77,11 @@ class LossSecondMomentSampler(TimestepSampler):
         self._update_probabilities()
 
     def compute_probabilities(self) -> Tensor:
-        """Returns p(t), float64 (T,)."""
+        """Returns a copy of the probability of each timestep, float64 (T,)."""
         return torch.as_tensor(self._p).clone()
 
     def _update_probabilities(self) -> None:
-        """Computes p(t) from the history; on the CPU by numpy, which is faster there."""
+        """Computes the probabilities of all timesteps, and their cumulative sums, anew from the history of losses."""
         on_host, history, seen = _is_on_host(self._history), self._history, self._seen
         if on_host:
             history, seen = history.numpy(), seen.numpy()
@@ -101,6 +99,9 @@ class LossSecondMomentSampler(TimestepSampler):
         self._guide: np.ndarray | None = None  # made by the first large draw
 
     def sample(self, uniforms: Tensor) -> tuple[Tensor, Tensor]:
+        """Draws timesteps int64 (B,) from the learned distribution, by uniform numbers (B,) in [0, 1). Returns them and
+        the weights 1 / (T * p(t)), float32 (B,).
+        """
         self._move_to_device(uniforms.device)
         if _is_on_host(uniforms):
             t = self._search_timesteps(uniforms.numpy())
@@ -111,8 +112,8 @@ class LossSecondMomentSampler(TimestepSampler):
         return t, (self.num_timesteps * p.index_select(0, t)).reciprocal().float()
 
     def _search_timesteps(self, uniforms: np.ndarray) -> np.ndarray:
-        """Returns the timestep int64 (B,) in whose share of the cumulative distribution each uniform number lies, as
-        searchsorted does, but by a guide table (Chen & Asau 1974): bucket j of [0, 1) begins in timestep guide[j].
+        """Returns the timestep, int64 (B,), of each uniform number: the first whose cumulative probability is above the
+        number. Equals numpy's searchsorted, and is faster by a guide table (Chen & Asau 1974).
         """
         if 8 * len(uniforms) < self.num_timesteps:  # the table would cost more than it saves
             return self._cumulative.searchsorted(uniforms, side="right")
@@ -127,15 +128,21 @@ class LossSecondMomentSampler(TimestepSampler):
         return t
 
     def observe(self, t: Tensor, losses: Tensor) -> None:
+        """Adds losses (N,) at timesteps t (N,) to the history, and computes the probabilities anew. Ignores samples
+        with t < 0 or a loss that is not finite.
+        """
         self._move_to_device(t.device)
         losses = losses.detach().double()
         if _is_on_host(t):
-            self._append_losses(t.numpy(), losses.numpy())
+            self._append_losses_on_cpu(t.numpy(), losses.numpy())
         else:
             self._append_losses_on_device(t, losses)
         self._update_probabilities()
 
-    def _append_losses(self, t: np.ndarray, losses: np.ndarray) -> None:
+    def _append_losses_on_cpu(self, t: np.ndarray, losses: np.ndarray) -> None:
+        """Adds losses (N,) at timesteps t (N,) to the history by numpy. Ignores samples with t < 0 or a loss that is
+        not finite.
+        """
         length, history, seen = self.history_per_term, self._history.numpy(), self._seen.numpy()
         valid = (t >= 0) & np.isfinite(losses)
         if not valid.all():
@@ -154,8 +161,8 @@ class LossSecondMomentSampler(TimestepSampler):
         seen += counts
 
     def _append_losses_on_device(self, t: Tensor, losses: Tensor) -> None:
-        """Appends losses to the history as `_append_losses` does, on the device; the host reads no value, so it need
-        not wait.
+        """Adds losses (N,) at timesteps t (N,) to the history on an accelerator, without waiting for it. Ignores
+        samples with t < 0 or a loss that is not finite.
         """
         length, unused = self.history_per_term, self.num_timesteps
         t = torch.where((t >= 0) & losses.isfinite(), t, unused)
@@ -172,14 +179,21 @@ class LossSecondMomentSampler(TimestepSampler):
         self._seen[unused:] = 0  # with a number as index, a GPU would be waited for
 
     def _move_to_device(self, device: torch.device) -> None:
+        """Moves the history of losses to a device, and computes the probabilities there, unless it is there already."""
         if self._history.device != device:
             self._history, self._seen = self._history.to(device), self._seen.to(device)
             self._update_probabilities()
 
     def state_dict(self) -> dict[str, Tensor]:
+        """Returns {"history": the last losses of each timestep, float64 (T, history_per_term), "seen": the number of
+        losses of each, int64 (T,)}.
+        """
         return {"history": self._history[:, :-1].t().contiguous(), "seen": self._seen[:-1].clone()}
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        """Restores the history of losses from `state_dict`, and computes the probabilities anew. Raises ConfigError if
+        `state` has other names, or another number of timesteps or of losses of each.
+        """
         shape = (self.num_timesteps, self.history_per_term)
         if set(state) != {"history", "seen"} or state["history"].shape != shape:
             saved = tuple(state["history"].shape) if "history" in state else "none"
@@ -193,4 +207,5 @@ class LossSecondMomentSampler(TimestepSampler):
 
 
 def _is_on_host(values: Tensor) -> bool:
+    """Returns whether a tensor is a plain one on the CPU, whose values numpy can read."""
     return type(values) is Tensor and values.device.type == "cpu"  # other types may have no values

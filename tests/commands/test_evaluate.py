@@ -15,7 +15,7 @@ from dstrain.data.builtin.fashion import Fashion
 from dstrain.data.builtin.moving import MovingFashion
 from dstrain.data.views import Spread
 from dstrain.diffusion import schedule
-from dstrain.diffusion.bound import measure_bound
+from dstrain.diffusion.bound import measure_variational_bound
 from dstrain.diffusion.gaussian import GaussianDiffusion
 from dstrain.recipe import ConfigError, Run
 from dstrain.systems.base import Batch, Example, Nets, Progress, System, Terms
@@ -178,7 +178,7 @@ def test_steps_beyond_the_chain(num_steps):
     """Oracle: a ValueError that says how many there are."""
     diffusion = GaussianDiffusion(schedule.make_betas("cosine", 12), variance="fixed_small")
     with pytest.raises(ValueError, match=f"num_steps: {num_steps} is not between 1 and the 12 timesteps of the chain"):
-        measure_bound(diffusion, lambda x, t: x, torch.zeros(2, 1, 4, 4), torch.arange(2), num_steps)
+        measure_variational_bound(diffusion, lambda x, t: x, torch.zeros(2, 1, 4, 4), torch.arange(2), num_steps)
 
 
 def test_progress_is_told():

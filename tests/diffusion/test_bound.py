@@ -7,7 +7,7 @@ import torch
 
 from dstrain import rng
 from dstrain.diffusion import schedule
-from dstrain.diffusion.bound import measure_bound
+from dstrain.diffusion.bound import measure_variational_bound
 from dstrain.diffusion.gaussian import GaussianDiffusion
 from dstrain.recipe import ConfigError
 
@@ -28,7 +28,9 @@ def test_every_term(num_steps):
     key = rng.keys(1, 2, torch.arange(5))
     x_start = (rng.normal(key, "data", SHAPE).double() * 0.4).clamp(-0.9, 0.9)
     calls = []
-    found = measure_bound(diffusion, network, x_start, key, num_steps, lambda steps: calls.extend(steps) or calls)
+    found = measure_variational_bound(
+        diffusion, network, x_start, key, num_steps, lambda steps: calls.extend(steps) or calls
+    )
     count = num_steps or STEPS
     chain = diffusion if count == STEPS else diffusion.respace(str(count))
     assert calls == list(range(count - 1, -1, -1))
@@ -59,4 +61,4 @@ def test_more_steps_than_there_are():
     """Oracle: the contract: the key and the length of the chain."""
     diffusion = GaussianDiffusion(schedule.make_betas("cosine", STEPS))
     with pytest.raises(ConfigError, match="num_steps: 7 is not between 1 and the 6 timesteps"):
-        measure_bound(diffusion, network, torch.zeros(1, *SHAPE), rng.keys(0, 0, torch.arange(1)), 7)
+        measure_variational_bound(diffusion, network, torch.zeros(1, *SHAPE), rng.keys(0, 0, torch.arange(1)), 7)

@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 
-from dstrain.diffusion.flow import SAMPLERS, FlowMatching, _Denoiser, check_spacing
+from dstrain.diffusion.flow import SAMPLERS, FlowMatching, _Denoiser, require_known_spacing
 from dstrain.recipe import ConfigError
 
 MEAN, STD = 0.3, 0.2  # of the data
@@ -161,15 +161,15 @@ def test_levels_that_solvers_may_take():
     denoiser = _Denoiser(FlowMatching(), optimal)
     for s in (0.05, 1.0, 7.0):
         level = denoiser.find_nearest_level(s)
-        assert level.s == pytest.approx(s) and level.time / (1 - level.time) == pytest.approx(s)
+        assert level.noise_ratio == pytest.approx(s) and level.time / (1 - level.time) == pytest.approx(s)
 
 
 def test_names_of_spacings():
     """Oracle: by hand: the two names and none at all are taken, another is refused with them."""
     for spacing in (None, "linspace", "karras"):
-        check_spacing(spacing)
+        require_known_spacing(spacing)
     with pytest.raises(ConfigError, match="spacing=trailing: a flow's times are spaced by linspace or karras"):
-        check_spacing("trailing")
+        require_known_spacing("trailing")
 
 
 LOUD = 2.0  # deviation of the noise

@@ -81,7 +81,7 @@ def test_conventions_agree(data, prediction):
     x_start, t, noise = data
     diffusion = chain(prediction=prediction, variance="fixed_small")
     x_t = diffusion.q_sample(x_start, t, noise)
-    target = diffusion.make_target(x_start, x_t, t, noise)
+    target = diffusion.compute_training_target(x_start, x_t, t, noise)
     mean, _, predicted = diffusion.p_mean_variance(lambda x, times: target, x_t, t)
     torch.testing.assert_close(predicted, x_start, rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(mean, diffusion.q_posterior(x_start, x_t, t)[0], rtol=1e-6, atol=1e-6)
@@ -121,7 +121,7 @@ def test_hybrid_gradient(data, prediction):
         terms = diffusion.training_losses(lambda x, times: out, x_start, t, noise)
         torch.testing.assert_close(terms["loss"].detach(), terms["mse"] + terms["vb"])
         terms["loss"].sum().backward()
-        target = diffusion.make_target(x_start, diffusion.q_sample(x_start, t, noise), t, noise)
+        target = diffusion.compute_training_target(x_start, diffusion.q_sample(x_start, t, noise), t, noise)
         means = out.detach()[:, :2]
         torch.testing.assert_close(out.grad[:, :2], 2 * (means - target) / means[0].numel())
         kl = chain(prediction=prediction, loss="kl")

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from dstrain.diffusion.densities import DENSITIES, compute_dimension_shift
 from dstrain.diffusion.flow import FlowMatching
-from dstrain.diffusion.interpolant import PATHS, PREDICTIONS, Interpolant, find_time_of_noise
+from dstrain.diffusion.interpolant import PATHS, PREDICTIONS, Interpolant, compute_time_of_noise_ratio
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "dit"
 OURS = {"velocity": "velocity", "noise": "eps", "score": "score"}  # SiT's words for predictions
@@ -67,8 +67,8 @@ def test_conversions_invert_each_other(path: str, given: str, wanted: str) -> No
 def test_times_of_noise(path: str) -> None:
     """Oracle: the path's own sigma / alpha, and central differences for its derivatives."""
     for t in (0.01, 0.3, 0.9):
-        alpha, sigma = Interpolant(path).compute_level(t)
-        assert find_time_of_noise(path, sigma / alpha) == pytest.approx(t, rel=1e-9)
+        alpha, sigma = Interpolant(path).compute_alpha_and_sigma(t)
+        assert compute_time_of_noise_ratio(path, sigma / alpha) == pytest.approx(t, rel=1e-9)
     t, step = torch.tensor([0.2, 0.7], dtype=torch.float64), 1e-6
     above, below, here = (PATHS[path](at) for at in (t + step, t - step, t))
     for value in (0, 1):

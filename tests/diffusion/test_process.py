@@ -157,11 +157,11 @@ def test_times_keep_their_density():
     process = Flow(strata=STRATA, logit_mean=0.4, logit_std=1.2).make_process((1, 2, 2))
     position, met = torch.arange(2400), []
     example = {"key": rng.keys(3, 0, position), "position": position, "x_start": torch.zeros(2400, 1, 2, 2)}
-    process.draw_losses(lambda x, t: met.append(t / 1000) or x, example)
+    process.compute_losses_at_drawn_times(lambda x, t: met.append(t / 1000) or x, example)
     found = torch.special.logit(met[0]).numpy()
     assert kstest(found, norm(0.4, 1.2).cdf).pvalue > 0.01
     alone = Flow(logit_mean=0.4, logit_std=1.2).make_process((1, 2, 2))
-    alone.draw_losses(lambda x, t: met.append(t / 1000) or x, example)
+    alone.compute_losses_at_drawn_times(lambda x, t: met.append(t / 1000) or x, example)
     assert abs(found.mean() - 0.4) < abs(torch.special.logit(met[1]).mean() - 0.4)
 
 
@@ -202,7 +202,7 @@ def test_choices_of_a_flow():
     """
     with pytest.raises(ValueError, match=r"flow.sde.last_size: 0.01 is not above flow.t_last 0.02"):
         Flow(t_last=0.02, sde={"last_size": 0.01})
-    assert Flow(strata=8).list_batch_conflicts(64) == [] == Flow().list_batch_conflicts(3)
-    assert Flow(strata=24).list_batch_conflicts(64) == [
+    assert Flow(strata=8).list_strata_conflicts(64) == [] == Flow().list_strata_conflicts(3)
+    assert Flow(strata=24).list_strata_conflicts(64) == [
         "model.flow.strata=24 does not divide batch.global=64: take 64, or 0"
     ]

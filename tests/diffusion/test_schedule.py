@@ -46,14 +46,16 @@ def test_impossible_spacing(spec, words):
 
 def test_even_spec():
     """Oracle: 10 timesteps have a stride for 5 and none for 7."""
-    assert [schedule.make_even_spec(10, count, strided) for count, strided in ((5, True), (7, True), (5, False))] == [
+    assert [
+        schedule.make_even_respacing_spec(10, count, strided) for count, strided in ((5, True), (7, True), (5, False))
+    ] == [
         "ddim5",
         "7",
         "5",
-    ] and schedule.make_even_spec(10, 5) == "5"
+    ] and schedule.make_even_respacing_spec(10, 5) == "5"
     for count in (0, 11):
         with pytest.raises(ValueError, match=f"{count} is not between 1 and the 10"):
-            schedule.make_even_spec(10, count)
+            schedule.make_even_respacing_spec(10, count)
 
 
 def test_cosine():
@@ -154,7 +156,7 @@ def test_a_chain_coarser_than_its_spacing():
     """Oracle: by hand: the levels 0.001, 0.13, 2.2, 17, 80 of Equation 5 lie nearest to timesteps 0, 1, 1, 2, 8, and
     the last step is 8 once more: those that fall together take the next free one, or at the end the one before.
     """
-    assert schedule.space_by_noise([0.001, 10, 20, 30, 40, 50, 60, 70, 80], 6, "karras") == [0, 1, 2, 3, 7, 8]
+    assert schedule.space_timesteps_by_noise([0.001, 10, 20, 30, 40, 50, 60, 70, 80], 6, "karras") == [0, 1, 2, 3, 7, 8]
 
 
 def test_wrong_names_and_lengths():

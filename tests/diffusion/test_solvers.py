@@ -9,7 +9,7 @@ from diffusers import DPMSolverMultistepScheduler, HeunDiscreteScheduler, UniPCM
 
 from dstrain.diffusion import flow, samplers
 from dstrain.diffusion.gaussian import GaussianDiffusion
-from dstrain.diffusion.solvers import ETAS, SOLVERS, Level, choose_eta, count_solver_steps, solve_levels
+from dstrain.diffusion.solvers import ETAS, SOLVERS, Level, choose_eta, count_solver_steps, run_solver
 
 MEAN, STD = 0.3, 0.2  # of the data
 CHAIN = GaussianDiffusion(torch.linspace(1e-4, 0.02, 700), prediction="x_start", variance="fixed_small")
@@ -81,7 +81,7 @@ def test_stochastic_solvers_keep_the_distribution(solver, eta):
         drawn.append(i)
         return randn(i + 1, (20000, 1))
 
-    out = solve_levels(solver, Exact(), levels, on_path(randn(0, (20000, 1)), levels[0]), noise, eta)
+    out = run_solver(solver, Exact(), levels, on_path(randn(0, (20000, 1)), levels[0]), noise, eta)
     assert float(out.mean()) == pytest.approx(MEAN, abs=0.006)
     assert float(out.std()) == pytest.approx(STD, rel=0.03)
     assert drawn and drawn == sorted(set(drawn)) and max(drawn) < 101
@@ -92,8 +92,8 @@ def test_the_range_of_added_noise(first, adds):
     """Oracle: Algorithm 2 of the same paper: S_min <= t <= S_max, both ends among them."""
     model = Exact()
     levels = [Level(1.0, first, first), model.find_nearest_level(first / 2)]
-    solve_levels("edm", model, levels, on_path(randn(0), levels[0]), lambda i: randn(1), 1.0)
-    assert (model.calls[0].s > first) == adds
+    run_solver("edm", model, levels, on_path(randn(0), levels[0]), lambda i: randn(1), 1.0)
+    assert (model.calls[0].noise_ratio > first) == adds
 
 
 def test_no_noise_without_a_higher_level():
@@ -105,15 +105,15 @@ def test_no_noise_without_a_higher_level():
 
     levels = levels_of(1)
     x = on_path(randn(0), levels[0])
-    plain = solve_levels("heun", Exact(), levels, x, None, 0.0)
-    assert torch.equal(solve_levels("edm", Coarse(), levels, x, None, 1.0), plain)  # there is no noise to call
+    plain = run_solver("heun", Exact(), levels, x, None, 0.0)
+    assert torch.equal(run_solver("edm", Coarse(), levels, x, None, 1.0), plain)  # there is no noise to call
 
 
 @pytest.mark.parametrize("first, calls", [(160.0, 2), (160.1, 1)])
 def test_a_first_step_from_far_above(first, calls):
     """Oracle: by hand: EDM's range ends at 80; from above twice as much the first step is Euler's, with one call."""
     levels, model = [Level(1.0, first, first), Exact().find_nearest_level(80.0)], Exact()
-    solve_levels("heun", model, levels, on_path(randn(0), levels[0]), None, 0.0)
+    run_solver("heun", model, levels, on_path(randn(0), levels[0]), None, 0.0)
     assert len(model.calls) == calls
 
 
@@ -135,7 +135,7 @@ def test_edm_is_algorithm_2(count, eta):
     def exact(y, s):
         return denoised(y, 1.0, s)
 
-    for i, (s, following) in enumerate((a.s, b.s) for a, b in itertools.pairwise(levels)):
+    for i, (s, following) in enumerate((a.noise_ratio, b.noise_ratio) for a, b in itertools.pairwise(levels)):
         gamma = min(eta * 40 / steps, math.sqrt(2) - 1) if 0.05 <= s <= 50 else 0.0
         raised = s + gamma * s
         y = y + math.sqrt(raised**2 - s**2) * randn(i + 1)
@@ -144,7 +144,7 @@ def test_edm_is_algorithm_2(count, eta):
         if following:
             ahead = y + (following - raised) * (slope + (ahead - exact(ahead, following)) / following) / 2
         y = ahead
-    torch.testing.assert_close(solve_levels("edm", model, levels, x, lambda i: randn(i + 1), eta), y)
+    torch.testing.assert_close(run_solver("edm", model, levels, x, lambda i: randn(i + 1), eta), y)
 
 
 @pytest.mark.parametrize(

@@ -252,7 +252,7 @@ class Config(Fields):
         problems, samples = self.unequal(run, image_size="image_size"), run.samples
         problems += list_clip_problems(self.video, run, self.image_size) + list_lora_conflicts(self.lora, run)
         if self.objective == "flow":
-            problems += self.flow.list_batch_conflicts(run.batch.global_)
+            problems += self.flow.list_strata_conflicts(run.batch.global_)
         elif samples.num_steps > self.diffusion.num_steps:
             problems.append(
                 f"samples.num_steps={samples.num_steps} is above model.diffusion.num_steps="

@@ -112,7 +112,7 @@ class ClassPipeline(DiffusionPipeline):
             kept = float(self.scheduler.alphas_cumprod[int(t)])
             return (1 / kept - 1) ** 0.5 if kept else float("inf")
         if getattr(self.transformer, "flow", None) is not None:
-            alpha, sigma = self.transformer.flow.compute_level(float(t) / self.transformer.time_scale)
+            alpha, sigma = self.transformer.flow.compute_alpha_and_sigma(float(t) / self.transformer.time_scale)
             return sigma / alpha if alpha else float("inf")
         share = float(t) / self.scheduler.config.num_train_timesteps
         return share / (1 - share) if share < 1 else float("inf")

@@ -141,7 +141,7 @@ class DiTSystem(System):
         """
         if self.config.models_pixels:
             network = partial(nets["denoiser"], **self._read_conditions(example))
-            terms = self.process.measure_bits(network, example["x_start"], example["key"], num_steps, progress)
+            terms = self.process.measure_bits_per_dim(network, example["x_start"], example["key"], num_steps, progress)
             if "mse" not in terms:  # a chain's bound has the error at every timestep
                 terms["loss"] = self.evaluate(nets, example)["loss"]
             return terms
@@ -186,9 +186,9 @@ class DiTSystem(System):
             tapped.update(out)
             return tapped["out"]
 
-        terms = self.process.draw_losses(call_denoiser, example)
+        terms = self.process.compute_losses_at_drawn_times(call_denoiser, example)
         if internal := self.config.internal:  # the second head's, of the same forward pass
-            base = self.process.draw_losses(lambda x_t, t: tapped["base"], example)["loss"]
+            base = self.process.compute_losses_at_drawn_times(lambda x_t, t: tapped["base"], example)["loss"]
             terms |= {"loss": terms["loss"] + internal.weight * base, "base": base.detach()}
         if alignment:
             align = alignment.compute_loss(tapped, example, grid, options.get("keep"))
@@ -338,7 +338,7 @@ class DiTSystem(System):
         with reword_errors("--size or samples.size: "):
             self.config.get_input_shape(samples.size)
         choose_eta(self.sampler(samples.sampler, "samples.sampler"), samples.eta)
-        self.process.check_spacing(samples.spacing)
+        self.process.require_known_spacing(samples.spacing)
 
     def require_guide(self, other: System) -> None:
         """Raises ConfigError if `other`, whose network is to guide this model's samples, is no DiT, or was trained on

@@ -200,7 +200,7 @@ class Config(SystemConfig):
         problems, samples = self.unequal(run, image_size="image_size", channels="in_channels"), run.samples
         problems += list_lora_conflicts(self.lora, run)
         if self.objective == "flow":
-            problems += self.flow.list_batch_conflicts(run.batch.global_)
+            problems += self.flow.list_strata_conflicts(run.batch.global_)
         elif samples.num_steps > self.diffusion_steps:
             problems.append(
                 f"samples.num_steps={samples.num_steps} is above model.diffusion_steps="

@@ -115,7 +115,7 @@ class IDDPMSystem(System):
         """Returns the loss and other terms of each sample, (B,), at times t (B,). None: times are drawn from the
         samples' keys.
         """
-        return self.process.draw_losses(self.bind_conditions(nets, example), example, t)
+        return self.process.compute_losses_at_drawn_times(self.bind_conditions(nets, example), example, t)
 
     def bind_conditions(self, nets: Nets, conditions: dict[str, Tensor]) -> Network:
         """Returns a function of x_t and t that calls the denoiser with these conditions. Ignores those that the network
@@ -162,7 +162,7 @@ class IDDPMSystem(System):
         those that timestep_respacing keeps), and 100 calls.
         """
         network = self.bind_conditions(nets, example)
-        terms = self.process.measure_bits(network, example["x_start"], example["key"], num_steps, progress)
+        terms = self.process.measure_bits_per_dim(network, example["x_start"], example["key"], num_steps, progress)
         if "mse" not in terms:  # a chain's bound has the error at every timestep
             terms["loss"] = self.evaluate(nets, example)["loss"]
         return terms
@@ -201,7 +201,7 @@ class IDDPMSystem(System):
         with reword_errors("--size or samples.size: "):
             self.config.get_image_shape(samples.size)
         choose_eta(self.sampler(samples.sampler, "samples.sampler"), samples.eta)
-        self.process.check_spacing(samples.spacing)
+        self.process.require_known_spacing(samples.spacing)
 
     def conditions_from(self, images: Tensor) -> dict[str, Tensor]:
         """Returns {"low_res": float32 (N, C, small, small) in [-1, 1]} for pictures uint8 (N, C, H, W), from which

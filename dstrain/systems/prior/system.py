@@ -216,7 +216,7 @@ class PriorSystem(System):
         prediction = cast_output(nets["denoiser"](x_t, t, **inputs))
         if self.config.training_clamp_l2norm:
             prediction = self._rescale_to_data_length(prediction)
-        target = self.diffusion.make_target(x_start, x_t, t, noise)
+        target = self.diffusion.compute_training_target(x_start, x_t, t, noise)
         losses = {"l2": F.mse_loss, "l1": F.l1_loss, "huber": F.smooth_l1_loss}
         loss = losses[self.config.loss](prediction, target, reduction="none").mean(dim=1)  # (B,)
         return {"loss": loss, "quartile": 4 * t // self.config.timesteps}
@@ -342,7 +342,9 @@ class PriorSystem(System):
             )  # t is a timestep of the whole chain, as these tables expect
             if self.config.sampling_clamp_l2norm:
                 x_start = self._rescale_to_data_length(x_start)
-                out = self.diffusion.make_target(x_start, x_t, t, self.diffusion.predict_eps(x_start, x_t, t))
+                out = self.diffusion.compute_training_target(
+                    x_start, x_t, t, self.diffusion.predict_eps(x_start, x_t, t)
+                )
             last[:] = [x_start]
             return out
 

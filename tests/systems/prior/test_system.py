@@ -234,7 +234,7 @@ def test_perfect_predictions_are_reached(prediction):
     goal = 4 * torch.randn(4, 6, generator=torch.Generator().manual_seed(0))
 
     def knows(x, t, **_):
-        return system.diffusion.make_target(goal, x, t, system.diffusion.predict_eps(goal, x, t))
+        return system.diffusion.compute_training_target(goal, x, t, system.diffusion.predict_eps(goal, x, t))
 
     for sampler in ("ddim", "ddpm"):
         found = system.sample({"denoiser": knows}, request(system, sampler=sampler, num_steps=20))
