@@ -15,7 +15,7 @@ from dstrain.distributed import group
 from dstrain.recipe import ConfigError, Run, trust
 from dstrain.runs import trained
 from dstrain.runs.weights import read_adapted_weights
-from dstrain.sampling.draw import draw_all, score_batches
+from dstrain.sampling.draw import draw_all_samples, score_batches
 from dstrain.sampling.requests import make_request
 from dstrain.systems.base import System
 
@@ -89,7 +89,7 @@ class TrainedRun:
             guidance_rescale=guidance_rescale,
             guidance_interval=guidance_interval,
         )
-        return draw_all(self.system, self.networks, request, min(batch, num), self.device)
+        return draw_all_samples(self.system, self.networks, request, min(batch, num), self.device)
 
     def evaluate(self, num: int | None = None, batch: int = 16) -> dict[str, float]:
         """Returns {name: mean} of the system's evaluation terms, such as loss, over the first `num` held-out samples

@@ -14,7 +14,7 @@ from dstrain.commands import job
 from dstrain.data.source import Source
 from dstrain.recipe import ConfigError, Run
 from dstrain.runs.folders import describe_run_end
-from dstrain.sampling.draw import draw_all
+from dstrain.sampling.draw import draw_all_samples
 from dstrain.systems.base import Request, System
 from dstrain.tracking.videos import make_film_grid
 from dstrain.train import draw_and_save_samples
@@ -66,7 +66,7 @@ def test_videos_are_shown(tmp_path, prompts):
     texts = prompts and [prompts[i % 2] for i in range(5)]
     assert shown(tmp_path, system, prompts=prompts, num_frames=3) == ["step_00000010.gif", "step_00000010.png"]
     conditions = {"words": torch.tensor([[len(text)] for text in texts])} if texts else {}
-    clips = draw_all(system, system.networks(), Request(3 + torch.arange(5), conditions, num_frames=3), 5)
+    clips = draw_all_samples(system, system.networks(), Request(3 + torch.arange(5), conditions, num_frames=3), 5)
     found = frames_of(tmp_path / "samples" / "step_00000010.gif")
     assert len(found) == 3 and np.array_equal(found, make_film_grid(clips, None, texts))
 

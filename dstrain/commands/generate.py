@@ -27,10 +27,16 @@ from dstrain.recipe import ConfigError, Run, explain_write_errors, reword_errors
 from dstrain.runs import hosts, trained
 from dstrain.runs.folders import claim_output
 from dstrain.runs.trained import load_guide, require_outside_run_folders
-from dstrain.sampling.draw import count_class_columns, draw_all, draw_rounds
-from dstrain.sampling.files import FORMATS, About, Embeddings, Pictures, choose_folder, require_unused_folder
+from dstrain.sampling.draw import count_class_columns, draw_all_samples, draw_samples_in_rounds
+from dstrain.sampling.files import FORMATS, About, Embeddings, Pictures, choose_samples_folder, require_unused_folder
 from dstrain.sampling.requests import OPTIONS, choose_conditions, make_request
-from dstrain.sampling.scenes import Length, assign_frames, choose_clip_length, draw_scenes, read_prime_frames
+from dstrain.sampling.scenes import (
+    Length,
+    assign_frames_to_scenes,
+    choose_clip_length,
+    draw_further_scenes,
+    read_prime_frames,
+)
 from dstrain.systems.base import CHOICES, Request, System
 
 Opened = tuple[Path, Run, System]
@@ -75,7 +81,7 @@ def generate_samples(options: GenerateOptions) -> Path:
         runs[0].networks["guide"] = guide
     scenes = _encode_later_scenes(options, run, system)
     request, captions = _make_request(options, run, system, images, clip, sampler)
-    out = group.broadcast_from_first(choose_folder(options.out, runs[-1].folder) if group.rank() == 0 else None)
+    out = group.broadcast_from_first(choose_samples_folder(options.out, runs[-1].folder) if group.rank() == 0 else None)
     with (
         explain_write_errors(f"--out {out}", "make room, or name a folder elsewhere"),
         use_precision(options.precision),
@@ -119,7 +125,7 @@ def _write_samples(
             count_class_columns(request),
             request.conditions.get("label"),
             captions,
-            assign_frames(options.scenes, clip) if options.scenes and clip else None,
+            assign_frames_to_scenes(options.scenes, clip) if options.scenes and clip else None,
             options.pngs,
             options.formats or FORMATS,
             options.fps,
@@ -369,17 +375,17 @@ def _draw_rounds(
     chunk = min(options.batch, options.num)
     first, *then = runs
     shared = [_choose_labels_of_later_run(request, later, options) for later in then]
-    for numbers, samples in draw_rounds(first.system, first.networks, request, chunk):
+    for numbers, samples in draw_samples_in_rounds(first.system, first.networks, request, chunk):
         seeds = request.seeds[numbers]
         if scenes and clip:
-            samples = draw_scenes(
+            samples = draw_further_scenes(
                 first.system,
                 samples,
                 seeds,
                 scenes,
                 clip.primed,
                 request,
-                lambda scene: draw_all(first.system, first.networks, scene, chunk),
+                lambda scene: draw_all_samples(first.system, first.networks, scene, chunk),
             )
         for later, labels in zip(then, shared):
             choice = later.run.samples
@@ -387,7 +393,7 @@ def _draw_rounds(
             seeds = rng.keys_of_seeds(seeds)
             conditions = {name: values[numbers] for name, values in labels.items()}
             conditions |= later.system.conditions_from(samples)
-            samples = draw_all(
+            samples = draw_all_samples(
                 later.system,
                 later.networks,
                 Request(

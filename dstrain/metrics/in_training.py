@@ -28,8 +28,8 @@ from dstrain.metrics.network import Features
 from dstrain.metrics.statistics import KEPT, Statistics
 from dstrain.recipe import ConfigError, Run, reword_errors
 from dstrain.recipe.patterns import match_caption
-from dstrain.sampling.draw import draw_own_share
-from dstrain.sampling.requests import adapt_samples_for_metrics, list_built_in_texts, make_request
+from dstrain.sampling.draw import draw_share_of_rank
+from dstrain.sampling.requests import adapt_samples_for_metrics, list_built_in_captions, make_request
 from dstrain.systems.base import Nets, Request, System
 
 _BATCH = 100  # pictures of the data that are described at once
@@ -173,7 +173,7 @@ def draw_batches(
     must call it and take all batches.
     """
     labels, count = request.conditions.get("label"), len(request.seeds)
-    for numbers, images in draw_own_share(system, nets, request, size):
+    for numbers, images in draw_share_of_rank(system, nets, request, size):
         numbers = numbers[numbers < count]
         if len(numbers):
             yield Batch(
@@ -227,7 +227,7 @@ def build_quality(run: Run, system: System, train: Source, unseen: Source | None
     elif run.every.metrics and metrics is None:
         draws = system.generates and not system.starts_from_data and not system.cannot_draw()
         name = find_original_path(run.data)
-        asked = list_built_in_texts(run.data, system) or (name == FASHION_PATH and "label" in system.conditions(1))
+        asked = list_built_in_captions(run.data, system) or (name == FASHION_PATH and "label" in system.conditions(1))
         metrics = ()
         if draws and name in (FASHION_PATH, MOVING):
             metrics = ("fd", "accuracy") if asked else ("fd",)

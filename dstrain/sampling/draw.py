@@ -20,8 +20,8 @@ from dstrain.systems.base import Batch, Nets, Request, System, Terms
 
 @contextmanager
 def set_eval_mode(nets: Nets) -> Iterator[None]:
-    """Runs the block with the networks in evaluation mode, without dropout, and afterwards restores the mode of each
-    module. Each call of a network within the block first calls `record_piece_of_work` (distributed/pieces.py).
+    """Inside the block, the networks are in evaluation mode (no dropout), and `record_piece_of_work` is called before
+    each call of a network. Afterwards each module has its earlier mode again.
     """
     networks = [net for net in nets.values() if isinstance(net, nn.Module)]
     modes = [(module, module.training) for net in networks for module in net.modules()]
@@ -37,29 +37,30 @@ def set_eval_mode(nets: Nets) -> Iterator[None]:
             hook.remove()
 
 
-def draw_rounds(
+def draw_samples_in_rounds(
     system: System, nets: Nets, request: Request, chunk: int, device: torch.device | None = None
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Draws all samples of a request by all ranks together, and yields (numbers, images) of each round. The numbers,
-    int64 (n,), are the samples' indices in the request; the images, (n, ...), are what System.sample returns for them.
-    All ranks receive all images, on the CPU. `chunk` is the number of samples in one call of the networks by one rank.
+    """Draws all samples of a request by all ranks together, in rounds. Yields (numbers, images) of each round, on the
+    CPU of every rank: numbers, int64 (n,), are the samples' indices in the request, and images (n, ...) the samples
+    themselves. In a round each rank draws `chunk` samples in one call of System.sample.
     """
     total, world = len(request.seeds), group.world()
-    for round, (_, images) in enumerate(draw_own_share(system, nets, request, chunk, device)):
+    for round, (_, images) in enumerate(draw_share_of_rank(system, nets, request, chunk, device)):
         images = group.gather_rows(images).cpu()
         numbers = round * chunk * world + torch.arange(chunk * world)
         yield numbers[numbers < total], images[numbers < total]
 
 
 @torch.no_grad()
-def draw_own_share(
+def draw_share_of_rank(
     system: System, nets: Nets, request: Request, chunk: int, device: torch.device | None = None
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Draws all samples of a request by all ranks together, and yields (numbers, images) of this rank's `chunk` samples
-    of each round. The images stay on its device.
+    """Draws all samples of a request by all ranks together, in rounds. Yields (numbers, images) of the `chunk` samples
+    that this rank draws in each round, on its device. numbers are the samples' indices in the request.
 
-    Numbers that are not below the number of samples belong to repetitions of other samples, which keep the calls of the
-    networks equal on all ranks. Raises ConfigError if the system returns no valid samples.
+    The last round may be longer than needed: numbers >= the number of samples mark samples that are drawn a second
+    time, so that all ranks call the networks equally often. Raises ConfigError if System.sample returns anything but
+    samples.
     """
     total, world, device = len(request.seeds), group.world(), device or group.device()
     for begin in range(0, total, chunk * world):
@@ -75,8 +76,8 @@ def draw_own_share(
 
 
 def require_valid_samples(system: System, images: Any, count: int) -> None:
-    """Raises ConfigError unless `images`, which a system's `sample` has returned, holds `count` samples: uint8 (count,
-    C, H, W) or (count, T, C, H, W), or floating-point embeddings (count, D) if the system draws embeddings.
+    """Raises ConfigError unless `images`, the result of System.sample, holds `count` pictures or videos, uint8 (count,
+    C, H, W) or (count, T, C, H, W); or, for a system that draws embeddings, floating-point vectors (count, D).
     """
     width = system.draws_embeddings
     found = f"{images.dtype} {tuple(images.shape)}" if torch.is_tensor(images) else f"a {type(images).__name__}"
@@ -95,8 +96,8 @@ def require_valid_samples(system: System, images: Any, count: int) -> None:
 
 
 def require_valid_scores(system: System, terms: Any, count: int) -> None:
-    """Raises ConfigError unless `terms`, which a system's `evaluate` has returned, is a dict with at least one entry
-    and only tensors (count,) or (count, K). Scalar tensors pass, except as `loss`.
+    """Raises ConfigError unless `terms`, the result of System.evaluate, is a dict that is not empty and holds tensors
+    (count,) or (count, K) only. Scalar tensors are allowed, except as `loss`.
     """
     place = f"system: evaluate of a {type(system).__name__}"
     if not isinstance(terms, dict) or not terms:
@@ -112,25 +113,29 @@ def require_valid_scores(system: System, terms: Any, count: int) -> None:
             )
 
 
-def draw_all(system: System, nets: Nets, request: Request, chunk: int, device: torch.device | None = None) -> Tensor:
-    """Draws all samples of a request by all ranks together, and returns them on the CPU of every rank, (N, ...)."""
-    return torch.cat([images for _, images in draw_rounds(system, nets, request, chunk, device)])
+def draw_all_samples(
+    system: System, nets: Nets, request: Request, chunk: int, device: torch.device | None = None
+) -> Tensor:
+    """Draws all N samples of a request by all ranks together, `chunk` in a call of a rank. Returns them on the CPU of
+    every rank, (N, ...).
+    """
+    return torch.cat([images for _, images in draw_samples_in_rounds(system, nets, request, chunk, device)])
 
 
-def draw_all_on_first_rank(system: System, nets: Nets, request: Request, chunk: int) -> Tensor | None:
-    """Draws all samples of a request by all ranks together, and returns them on the CPU of rank 0, (N, ...); None on
-    the other ranks. No rank's GPU holds more than its own samples.
+def draw_all_samples_on_first_rank(system: System, nets: Nets, request: Request, chunk: int) -> Tensor | None:
+    """Draws all N samples of a request by all ranks together, `chunk` in a call of a rank. Returns them on the CPU of
+    rank 0, (N, ...), and None on the other ranks.
     """
     rounds = [
         group.gather_rows_on_first_rank(images, count_samples_of_round(len(request.seeds), number, chunk))
-        for number, (_, images) in enumerate(draw_own_share(system, nets, request, chunk))
+        for number, (_, images) in enumerate(draw_share_of_rank(system, nets, request, chunk))
     ]
     return None if rounds[0] is None else torch.cat(rounds)
 
 
 def count_samples_of_round(total: int, round: int, chunk: int) -> list[int]:
-    """Returns, for each rank, how many of its `chunk` samples of a round are among the first `total`. The rest of the
-    `chunk` repeats other samples.
+    """Returns, for each rank, how many of the `chunk` samples that it draws in round number `round` are needed: those
+    whose index is below `total`.
     """
     first = round * chunk * group.world()
     return [min(max(total - first - rank * chunk, 0), chunk) for rank in range(group.world())]
@@ -138,8 +143,8 @@ def count_samples_of_round(total: int, round: int, chunk: int) -> list[int]:
 
 @torch.no_grad()
 def draw_pictures_on_first_rank(system: System, nets: Nets, batch: Batch, chunk: int) -> dict[str, Tensor | None]:
-    """Draws the system's own pictures, see System.pictures, of a batch that all ranks hold, `chunk` samples of a rank
-    at a time. Returns them by name on the CPU of rank 0, uint8 (N, ...) each; None instead of each on the other ranks.
+    """Makes the pictures of System.pictures, such as reconstructions, for a batch that all ranks hold, `chunk` samples
+    in a call of a rank. Returns {name: uint8 (N, ...) on the CPU of rank 0}; on the other ranks the values are None.
     """
     pictures: dict[str, list[Tensor | None]] = {}
     total, world = len(batch["key"]), group.world()
@@ -155,11 +160,9 @@ def draw_pictures_on_first_rank(system: System, nets: Nets, batch: Batch, chunk:
 
 
 def count_class_columns(request: Request, most: int = 20) -> int | None:
-    """Returns the number of classes if the request's labels go through all classes in the same order again and again. A
-    grid with so many columns then has one column for each class.
-
-    Returns None for other labels or none, for a single class, for more classes than `most`, and if no class comes
-    twice.
+    """Returns the number of classes if the request's labels repeat one sequence of distinct classes, such as 0 1 2 0 1
+    2; a grid with so many columns has one column for each class. Returns None for other labels or none, for fewer than
+    2 or more than `most` classes, and if no class is repeated.
     """
     labels = request.conditions.get("label")
     count = 0 if labels is None else len(labels.unique())
@@ -181,6 +184,9 @@ class Means:
     nonfinite: int = 0  # samples
 
     def add_terms(self, terms: Terms, valid: Tensor) -> None:
+        """Adds the terms of a batch, (B,) or (B, K) by name, to the sums. Samples where `valid`, bool (B,), is False
+        are left out, and so are scalar terms.
+        """
         valid, terms = valid.cpu(), {name: values.cpu() for name, values in terms.items() if values.ndim}
         quartile, timestep = terms.pop("quartile", None), terms.pop("timestep", None)
         if timestep is not None:
@@ -194,14 +200,22 @@ class Means:
         self.nonfinite += int((valid & ~finite).sum())
 
     def _add_sums(self, kind: str, name: str, values: Tensor, counted: Tensor) -> None:
+        """Adds the counted ones of `values` (B, K) to the sums under (kind, name). `counted` is bool, (B, 1)
+        or (B, K).
+        """
         values = torch.where(counted, values, 0.0)
         sums = torch.stack((values.sum(0), values.square().sum(0), counted.expand_as(values).sum(0)))  # (3, K)
         self.sums[kind, name] = self.sums.get((kind, name), 0) + sums
 
     def average_over_ranks(self) -> dict[str, Any]:
-        """Returns the means over the samples of all ranks, which must have added terms of the same names: figures and
-        standard_errors {name: float}, curves {name: (K,)} and quarters {name: (4,)} float64, timesteps (of the curves'
-        columns, or None) and nonfinite_samples (their number). All ranks call it together.
+        """Returns the means over all valid samples of all ranks. All ranks call it together, with terms of the same
+        names. The keys of the dict are:
+
+        figures, standard_errors  {name: float}, of terms (B,).
+        curves                    {name: float64 (K,)}, of terms (B, K).
+        quarters                  {name: float64 (4,)}, of terms (B,) by quarter of the timesteps.
+        timesteps                 the timestep of each column of the curves, or None.
+        nonfinite_samples         the number of samples with a value that is not finite.
         """
         names = list(self.sums)
         flat = torch.cat([*(self.sums[name].flatten() for name in names), torch.tensor([self.nonfinite]).double()])
@@ -228,12 +242,13 @@ class Means:
 def score_batches(
     system: System, nets: Nets, batches: Iterable[Batch], curves: dict[str, list[float]] | None = None
 ) -> dict[str, float]:
-    """Returns the means of the system's evaluation terms over held-out samples, by name, and the figures that
-    System.digest computes from the curves. They are the same for any number of ranks. All ranks call this together.
+    """Returns the mean over held-out samples of each of System.evaluate's terms (B,), by name, and the figures of
+    System.digest. The result is the same for any number of ranks, which call this together.
 
-    A batch's `valid`, bool (B,), is False for the repetitions that fill up a rank's last batch. The dict `curves`
-    receives the means of terms (B, K), such as the use of each token. A value that is not finite makes the mean of its
-    term not finite; `nonfinite_samples` is the number of samples with such values, and is left out if it is 0.
+    batches  their `valid`, bool (B,), is False for repeated samples, which are not counted.
+    curves   None, or a dict that receives the means of terms (B, K) as lists.
+
+    A value that is not finite makes its mean not finite; `nonfinite_samples` then gives the number of such samples.
     """
     means = Means()
     for batch in batches:

@@ -47,8 +47,8 @@ class About:
     formats: Sequence[str] = FORMATS  # of videos
     fps: int = FPS
 
-    def make_stem(self, number: int) -> str:
-        """Returns the name of a sample's files, without the suffix."""
+    def make_file_stem(self, number: int) -> str:
+        """Returns the file name of a sample, without the suffix: its seed in six digits and its caption, if any."""
         caption = make_safe_name(self.captions[number]) if self.captions else ""
         return f"{self.seed + number:06d}" + (f"-{caption}" if caption else "")
 
@@ -65,16 +65,16 @@ class Pictures:
         self.videos = False
 
     def add(self, numbers: Tensor, samples: Tensor) -> None:
-        """Saves the next samples under their numbers, each rank its share, unless `about.files` is false; rank 0 also
-        adds them to the grid and the album. All ranks call it, in the order of the numbers. Videos of one frame are
-        saved as pictures.
+        """Saves the samples (n, ...) with these numbers, each rank its share, unless about.files is false. Rank 0 also
+        keeps them for the grid and the .npz. All ranks call this with the same samples, in the order of the numbers.
+        Videos of one frame are saved as pictures.
         """
         if samples.ndim == 5 and samples.shape[1] == 1:
             samples = samples[:, 0]
         self.videos = samples.ndim == 5
         for number, sample in zip(numbers.tolist(), samples) if self.about.files else ():
             if number % group.world() == group.rank():
-                self._save(self.out / SAMPLES / self.about.make_stem(number), sample)
+                self._save(self.out / SAMPLES / self.about.make_file_stem(number), sample)
         if group.rank() == 0:
             if sum(map(len, self.first)) < (_CLIPS_IN_GRID if self.videos else _IN_GRID):
                 self.first.append(samples)
@@ -85,6 +85,7 @@ class Pictures:
             self.album.add_pictures(array)
 
     def _save(self, stem: Path, sample: Tensor) -> None:
+        """Saves one picture (C, H, W) as STEM.png, or one video (T, C, H, W) in each of the chosen formats."""
         if not self.videos:
             save_png(f"{stem}.png", sample.permute(1, 2, 0).numpy())
             return
@@ -93,8 +94,8 @@ class Pictures:
             {"gif": save_gif, "mp4": save_mp4}[kind](f"{stem}.{kind}", frames, self.about.fps)
 
     def close(self) -> None:
-        """Writes the files about all samples on rank 0: the grid, the prompts, and last the .npz. Does nothing on other
-        ranks.
+        """Writes, on rank 0, the files about all samples: the grid, then the prompts and captions if there are texts,
+        and last the .npz. Does nothing on other ranks.
         """
         if group.rank() != 0:
             return
@@ -111,7 +112,11 @@ class Pictures:
             _write_prompts(self.out, [scene.caption for scene in about.scenes] if about.scenes else about.captions)
             kind = (about.formats[0] if self.videos else "png") if about.files else None
             lines = (
-                {"file": kind and f"{about.make_stem(number)}.{kind}", "caption": caption, "seed": about.seed + number}
+                {
+                    "file": kind and f"{about.make_file_stem(number)}.{kind}",
+                    "caption": caption,
+                    "seed": about.seed + number,
+                }
                 | ({"scenes": [asdict(scene) for scene in about.scenes]} if about.scenes else {})
                 for number, caption in enumerate(about.captions)
             )
@@ -128,11 +133,13 @@ class Embeddings:
         self.out, self.about, self.rows = out, about, []
 
     def add(self, numbers: Tensor, embeddings: Tensor) -> None:
-        """Keeps the next embeddings (n, D) for `close`. Their order is that of the calls; `numbers` has no effect."""
+        """Keeps embeddings (n, D) until `close` writes them in the order of the calls. `numbers` has no effect."""
         self.rows.append(embeddings)
 
     def close(self) -> None:
-        """Writes, on rank 0, embeddings.npy with all that was added, and prompts.txt if there are texts."""
+        """Writes, on rank 0, all embeddings that were added to embeddings.npy, and the texts, if any, to
+        prompts.txt.
+        """
         if group.rank() == 0:
             with replace_file(self.out / "embeddings.npy") as temporary, open(temporary, "wb") as file:
                 np.save(file, torch.cat(self.rows).float().numpy())
@@ -141,12 +148,13 @@ class Embeddings:
 
 
 def _write_prompts(out: Path, texts: Sequence[str]) -> None:
+    """Writes prompts.txt into the folder `out`, one text a line."""
     write_file(out / "prompts.txt", "".join(f"{' '.join(text.split())}\n" for text in texts))
 
 
-def choose_folder(out: Path | None, parent: Path) -> Path:
-    """Returns the folder to write into: `out`, or for None the first of PARENT/generated, generated_2, ... that holds
-    no samples and is no symbolic link. Does not make the folder.
+def choose_samples_folder(out: Path | None, parent: Path) -> Path:
+    """Returns the folder into which samples are written, which need not exist: `out`, or if it is None the first of
+    PARENT/generated, PARENT/generated_2, ... that holds no samples and is no symbolic link.
 
     Raises ConfigError if `out` cannot be written, or holds samples already.
     """
@@ -162,12 +170,15 @@ def choose_folder(out: Path | None, parent: Path) -> Path:
 
 
 def require_unused_folder(out: Path) -> None:
-    """Raises ConfigError if a folder holds samples already."""
+    """Raises ConfigError if the folder `out` holds samples already."""
     if _has_samples(out):
         raise ConfigError(f"--out {out} holds samples already: name another folder, or empty it")
 
 
 def _has_samples(path: Path) -> bool:
+    """Returns whether a folder holds samples: an .npz of samples, embeddings.npy, or anything in its folder of
+    pictures.
+    """
     # Pictures alone are those of a command that was stopped: they would mix with others.
     return path.is_dir() and any(
         chain(path.glob("samples_*.npz"), path.glob("embeddings.npy"), path.glob(f"{SAMPLES}/*"))

@@ -8,15 +8,18 @@ from dstrain.data.batches import iterate_held_out
 from dstrain.data.source import Source
 from dstrain.distributed import group
 from dstrain.recipe import Run, Samples
-from dstrain.sampling.draw import count_class_columns, draw_all_on_first_rank, draw_pictures_on_first_rank
+from dstrain.sampling.draw import count_class_columns, draw_all_samples_on_first_rank, draw_pictures_on_first_rank
 from dstrain.sampling.requests import make_request, require_condition_rows
 from dstrain.systems.base import Batch, Nets, Request, System
 
 
 def make_grid_request(samples: Samples, system: System, data: Batch) -> tuple[Request, list[str] | None]:
-    """Returns the request for the samples of a grid, and their captions or None. If `data` is not empty, one sample is
-    drawn for each row of `data`: it begins from the row's image or embedding, and takes conditions from the row, such
-    as its label. Raises ConfigError if the system returns conditions of another number of rows.
+    """Returns the request for the samples of a grid, and the samples' captions, None without texts.
+
+    data  if not empty, one sample is drawn for each row: it begins from the row's image or embedding, and its
+          conditions, such as the label, are the row's.
+
+    Raises ConfigError if the system returns conditions of another number of rows.
     """
     request, captions = make_request(samples, system, len(data["key"]) if data else samples.num, samples.seed)
     if data:
@@ -30,12 +33,15 @@ def make_grid_request(samples: Samples, system: System, data: Batch) -> tuple[Re
 def draw_grids(
     run: Run, system: System, nets: Nets, source: Source, micro: int
 ) -> Iterator[tuple[Tensor | None, str, int | None, list[str] | None]]:
-    """Yields (images, name, columns, captions) of each grid. The images, uint8 (N, ...), are on the CPU of rank 0, and
-    None on the other ranks; columns are None unless each class has one, captions None without texts. All ranks call it
+    """Yields (images, name, columns, captions) of each grid of pictures that training shows. All ranks call it
     together.
 
-    `source` holds the samples from which some systems begin to draw, such as super-resolution. At most `micro` samples
-    of a rank are drawn in one call.
+    images    uint8 (N, ...) on the CPU of rank 0; None on the other ranks.
+    columns   the grid's number of columns if each class has one; else None.
+    captions  one for each image; None without texts.
+
+    `source` holds the data from which some systems begin to draw, such as super-resolution. A rank draws at most
+    `micro` samples in a call.
     """
     samples = run.samples
     chunk = min(micro, -(-samples.num // group.world()))
@@ -45,7 +51,7 @@ def draw_grids(
         data = next(iterate_held_out(source, min(samples.num, len(source)), seed=run.seed))
     if system.generates:
         request, captions = make_grid_request(samples, system, data)
-        images = draw_all_on_first_rank(system, nets, request, chunk)
+        images = draw_all_samples_on_first_rank(system, nets, request, chunk)
         columns = count_class_columns(request)
         yield images, "samples", columns, captions
     if data:

@@ -29,15 +29,15 @@ def make_request(
     images: Tensor | None = None,
     **choices: Any,
 ) -> tuple[Request, list[str] | None]:
-    """Returns a request for `num` samples, of which sample i is a function of seed + i, and the text of each sample, or
-    None if they have no texts.
+    """Returns a request for `num` samples, sample i with the seed `seed` + i, and the samples' texts, None without
+    texts.
 
-    labels   repeated to `num`; None: those of the section `samples`.
-    prompts  texts, repeated to `num`; None: those of `samples`, but none where labels are given.
-    images   uint8 (N, C, H, W), or frames (N, K, C, H, W), that samples begin from, repeated to `num`.
-    choices  other fields of `samples`, such as sampler and num_steps; None takes that of `samples`.
+    labels   repeated to `num`; None: those of `samples`.
+    prompts  texts, repeated to `num`; None: those of `samples`, but no texts if labels are given.
+    images   uint8 (N, C, H, W), or frames (N, K, C, H, W), from which samples begin, repeated to `num`; None: none.
+    choices  values that replace fields of `samples`, such as sampler and num_steps; None replaces nothing.
 
-    Raises ConfigError if the system does not take what is chosen, or choices contradict each other.
+    Raises ConfigError if the system cannot draw what is asked for, or choices contradict each other.
     """
     choices = {name: value for name, value in choices.items() if value is not None}
     samples = samples.model_copy(update=choices)
@@ -84,8 +84,8 @@ def make_request(
 
 
 def choose_conditions(system: System, num: int, labels: tuple[int, ...] | None) -> dict[str, Tensor]:
-    """Returns the system's conditions for `num` samples, by name, (num, ...) each. labels None lets the system choose
-    them. Raises ConfigError for labels that the system does not know, or conditions of another number of samples.
+    """Returns the system's conditions for `num` samples, {name: tensor (num, ...)}. If `labels` is None, the system
+    chooses labels. Raises ConfigError if the system does not know a label, or returns another number of rows.
     """
     if labels and system.num_labels is not None:  # A system that says no number may still know its labels.
         system.require_labels(labels)
@@ -95,7 +95,7 @@ def choose_conditions(system: System, num: int, labels: tuple[int, ...] | None) 
 
 
 def require_condition_rows(system: System, conditions: dict[str, Tensor], num: int) -> None:
-    """Raises ConfigError unless each of the `conditions` that the system has returned is a tensor (num, ...)."""
+    """Raises ConfigError unless all values of `conditions`, which the system has returned, are tensors (num, ...)."""
     for name, values in conditions.items():
         if not torch.is_tensor(values) or values.shape[:1] != (num,):
             found = tuple(values.shape) if torch.is_tensor(values) else type(values).__name__
@@ -105,9 +105,9 @@ def require_condition_rows(system: System, conditions: dict[str, Tensor], num: i
             )
 
 
-def list_built_in_texts(data: Data, system: System) -> tuple[str, ...]:
-    """Returns all captions of the built-in data, if `data` are those, with captions, and the system reads texts; else
-    ().
+def list_built_in_captions(data: Data, system: System) -> tuple[str, ...]:
+    """Returns all captions that occur in the package's built-in data set; () if `data` is another data set or has no
+    captions, or the system does not read texts.
     """
     name = find_original_path(data)
     if system.takes_texts and name == MOVING:
@@ -118,9 +118,9 @@ def list_built_in_texts(data: Data, system: System) -> tuple[str, ...]:
 
 
 def adapt_samples_for_metrics(samples: Samples, data: Data, system: System) -> Samples:
-    """Returns the samples section for a set that metrics compare with the data. It has all classes in turn, whatever
-    labels the grids show; all captions of the built-in data, or else the recipe's own prompts; and the size of the
-    data's squares.
+    """Returns a copy of the `samples` section for samples that metrics compare with the data. Its labels are None (all
+    classes in turn) and its size is None (the size of the data); its prompts are all captions of the built-in data, or
+    for other data the recipe's prompts.
     """
-    prompts = list_built_in_texts(data, system) or samples.prompts
+    prompts = list_built_in_captions(data, system) or samples.prompts
     return samples.model_copy(update={"labels": None, "prompts": prompts, "size": None})

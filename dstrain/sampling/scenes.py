@@ -42,12 +42,12 @@ class Scene:
 
 
 def choose_clip_length(system: System, frames: int | None, primed: int | None, scenes: bool) -> Length:
-    """Returns the Length of a clip. If `frames` is None, it is that of the system's longest clip. If `primed` is None,
-    1 frame is given with scenes; otherwise 1 + p frames, p being the system's temporal_patch_size, or 1 if a clip has
-    no more than 1 + p.
+    """Returns the number of frames of a clip, and how many of them are given (`primed`).
 
-    With scenes 1 given frame is the default: with more, the earlier motion continues against the text. See
-    docs/guides/scenes.md.
+    frames  None: as many as the system's longest clip has.
+    primed  None: 1 with `scenes`. Otherwise 1 + p, where p is the system's temporal_patch_size, or 1 if the clip has no
+            more than 1 + p frames.
+
     Raises ConfigError if the system's clips cannot have so many frames, or so many given ones.
     """
     unit, frames = system.temporal_patch_size, frames or system.num_frames
@@ -68,15 +68,15 @@ def choose_clip_length(system: System, frames: int | None, primed: int | None, s
     return Length(frames, primed)
 
 
-def assign_frames(captions: tuple[str, ...], length: Length) -> list[Scene]:
-    """Returns a Scene for each caption, with the frames of the long clip that are drawn for it: length.frames for the
+def assign_frames_to_scenes(captions: tuple[str, ...], length: Length) -> list[Scene]:
+    """Returns a Scene for each caption of a long video, with the frames that are drawn for it: length.frames for the
     first scene, length.frames - length.primed for each later one.
     """
     ends = [length.frames + number * (length.frames - length.primed) for number in range(len(captions))]
     return [Scene(caption, first, end - first) for caption, first, end in zip(captions, [0, *ends], ends)]
 
 
-def draw_scenes(
+def draw_further_scenes(
     system: System,
     clips: Tensor,
     seeds: Tensor,
@@ -85,12 +85,13 @@ def draw_scenes(
     request: Request,
     draw: Callable[[Request], Tensor],
 ) -> Tensor:
-    """Draws further scenes behind clips uint8 (N, T, C, H, W), and returns the clips with all scenes, (N, T', C, H, W).
+    """Continues clips uint8 (N, T, C, H, W) by one scene after the other, and returns the whole videos, (N, T', C, H,
+    W).
 
-    seeds    int64 (N,), of the first scene; each further scene gets seeds of its own, derived from them.
-    scenes   the conditions of each further scene, (N, ...), or (1, ...) for all clips.
-    primed   the number of last frames from which a scene goes on.
-    request  gives steps, sampler and guidance of all scenes.
+    seeds    int64 (N,), those of `clips`; the seeds of further scenes are derived from them.
+    scenes   for each further scene its conditions {name: (N, ...), or (1, ...) for all clips}.
+    primed   how many last frames each scene begins with; these are not drawn again.
+    request  gives the sampler, steps and guidance of all scenes.
     draw     draws the N clips of a request.
     """
     for texts in scenes:
@@ -103,18 +104,18 @@ def draw_scenes(
 
 
 def read_prime_frames(path: Path, data: Data, unit: int, primed: int, exactly: bool) -> Tensor:
-    """Reads the frames that clips go on from, uint8 (N, K, C, H, W): the last K frames of a video or picture, of each
-    in a folder, or of each sample in an .npz.
+    """Reads the frames from which videos are continued, uint8 (N, K, C, H, W): the last K frames of a video or picture,
+    of each one in a folder, or of each sample in an .npz. K is `primed`; if a clip is shorter, the largest 1 + m * unit
+    that all clips have, or, if `exactly` is true, ConfigError is raised.
 
-    K is `primed`. If a clip is shorter, K is the largest 1 + m * unit that all have, but with `exactly` ConfigError is
-    raised. Videos and pictures are scaled and cropped to the run's size, as its data are. Raises ConfigError, which
-    names the file, if one cannot be read, or an .npz has another size.
+    Videos and pictures are scaled and cropped to the size of the run's data. Raises ConfigError, with the file's name,
+    if a file cannot be read, or an .npz has another size.
     """
     path = find_samples_file(path)
     clips = (
         _read_npz(path, data)
         if path.suffix == ".npz"
-        else [_read_frames(file, data, primed) for file in _list_prime_files(path)]
+        else [_read_last_frames(file, data, primed) for file in _list_prime_files(path)]
     )
     shortest = min(map(len, clips))
     if exactly and shortest < primed:
@@ -127,6 +128,9 @@ def read_prime_frames(path: Path, data: Data, unit: int, primed: int, exactly: b
 
 
 def _list_prime_files(path: Path) -> list[Path]:
+    """Returns [path] for a file, or the videos and pictures in a folder, without each .mp4 that stands beside a .gif of
+    its name. Raises ConfigError if the folder holds none.
+    """
     if not path.is_dir():
         return [path]
     files = [path / name for name in sorted(walk_files(path, "", (*VIDEOS, *PICTURES)))]
@@ -137,11 +141,12 @@ def _list_prime_files(path: Path) -> list[Path]:
     return files
 
 
-def _read_frames(file: Path, data: Data, most: int) -> Tensor:
+def _read_last_frames(file: Path, data: Data, most: int) -> Tensor:
+    """Returns at most the last `most` frames of a video or picture, in the size of the run's data. Raises ConfigError
+    if it cannot be read.
+    """
     try:
-        clip, real, _ = read_clip(
-            file, Cut(most, *_find_frame_size(data), data.channels, upright=data.upright), _LATEST
-        )
+        clip, real, _ = read_clip(file, Cut(most, *_get_frame_size(data), data.channels, upright=data.upright), _LATEST)
     except Exception as error:  # a hostile file may raise anything
         raise ConfigError(
             f"--prime {file} cannot be read ({' '.join(str(error).split())[:150]}): give a video or a picture"
@@ -150,10 +155,13 @@ def _read_frames(file: Path, data: Data, most: int) -> Tensor:
 
 
 def _read_npz(path: Path, data: Data) -> Tensor:
+    """Returns the videos or pictures in an .npz, uint8 (N, T, C, H, W), T being 1 for pictures. Raises ConfigError if
+    they have another dtype or size than the run's data.
+    """
     with reword_errors("--prime "):
         array = read_samples_array(path)
     array = array[:, None] if array.ndim == 4 else array
-    size = _find_frame_size(data)
+    size = _get_frame_size(data)
     if array.dtype != np.uint8 or array.ndim != 5 or array.shape[2:4] != size or array.shape[4] != 3 or not len(array):
         raise ConfigError(
             f"--prime {path}: arr_0 is {array.dtype} {array.shape}, and this run goes on from uint8 "
@@ -163,5 +171,6 @@ def _read_npz(path: Path, data: Data) -> Tensor:
     return torch.from_numpy(channels).permute(0, 1, 4, 2, 3)
 
 
-def _find_frame_size(data: Data) -> tuple[int, int]:
+def _get_frame_size(data: Data) -> tuple[int, int]:
+    """Returns the height and the width of a frame in pixels."""
     return data.height or data.image_size, data.image_size

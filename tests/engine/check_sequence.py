@@ -13,7 +13,7 @@ from dstrain.distributed import group
 from dstrain.nn.pixels import convert_to_uint8
 from dstrain.recipe import Run
 from dstrain.runs import trained
-from dstrain.sampling.draw import draw_all
+from dstrain.sampling.draw import draw_all_samples
 from dstrain.sampling.requests import make_request
 from dstrain.systems.base import System
 from dstrain.train import build_engines, take_step
@@ -165,7 +165,7 @@ def draw(folders: Iterable[Path], out: Path) -> None:
             return own[-1]
 
         system.process.sample = keep
-        pictures = draw_all(system, networks, request, 2)
+        pictures = draw_all_samples(system, networks, request, 2)
         drawn.append(torch.cat([group.gather_rows(part) for part in own]))
         assert torch.equal(convert_to_uint8(drawn[-1]), pictures)
     if group.rank() == 0:

@@ -21,7 +21,7 @@ from dstrain.engine.checkpoint import read_weights
 from dstrain.recipe import ConfigError, load_recipe
 from dstrain.runs import trained
 from dstrain.runs.weights import read_adapted_weights
-from dstrain.sampling.draw import draw_all
+from dstrain.sampling.draw import draw_all_samples
 from dstrain.systems.base import Request
 from tests.support import clips, first_stage, tokenizer, towers
 from tests.support.launch import ROOT, command
@@ -308,7 +308,7 @@ def test_the_whole_way(tmp_path):
             recipe.samples.sampler,
             guidance_scale,
         )
-        return draw_all(system, nets, request, 4).permute(0, 2, 3, 1).numpy().astype(int)
+        return draw_all_samples(system, nets, request, 4).permute(0, 2, 3, 1).numpy().astype(int)
 
     four = [0, 1, 2, 3]
     assert np.abs(drawn(system, four, four) - pictures).max() <= 1 and drawn(system, four, four).shape[1:3] == (16, 16)

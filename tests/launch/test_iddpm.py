@@ -15,7 +15,7 @@ from dstrain.data.decode.pixels import read_pictures
 from dstrain.diffusion.timesteps import LossSecondMomentSampler
 from dstrain.engine.checkpoint import read_weights
 from dstrain.runs import trained
-from dstrain.sampling.draw import draw_all
+from dstrain.sampling.draw import draw_all_samples
 from dstrain.systems.base import Request
 from tests.support.launch import ROOT, command, here
 from tests.support.runs import assert_equal_runs, finish, kill_in_the_middle, metrics, train
@@ -182,7 +182,7 @@ def test_chain_of_base_and_upsampler(undisturbed, tmp_path):
             3,
             "ddpm",
         )
-        return draw_all(system, networks, request, 2)[:, 0].numpy()
+        return draw_all_samples(system, networks, request, 2)[:, 0].numpy()
 
     small = read_pictures(tmp_path / "small", 1)
     assert np.array_equal(enlarged([7, 3, 7, 3, 7], small), large[0][..., 0])  # the recipe's labels

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from dstrain.data.batches import iterate_held_out
 from dstrain.sampling.draw import (
     count_class_columns,
-    draw_all,
-    draw_all_on_first_rank,
+    draw_all_samples,
+    draw_all_samples_on_first_rank,
     draw_pictures_on_first_rank,
-    draw_rounds,
+    draw_samples_in_rounds,
     score_batches,
     set_eval_mode,
 )
@@ -103,11 +103,13 @@ def together(rank: int) -> dict:
         "uneven": score_batches(system, nets, uneven(rank)),
         "draws": {},
         "pictures": {size: draw_pictures_on_first_rank(system, nets, system.synthetic(size), 3) for size in SIZES},
-        "on first": {sizes: draw_all_on_first_rank(system, nets, request(sizes[0]), sizes[1]) for sizes in REQUESTS},
+        "on first": {
+            sizes: draw_all_samples_on_first_rank(system, nets, request(sizes[0]), sizes[1]) for sizes in REQUESTS
+        },
     }
     for num, chunk in REQUESTS:
         system.calls = 0
-        rounds = list(draw_rounds(system, nets, request(num), chunk))
+        rounds = list(draw_samples_in_rounds(system, nets, request(num), chunk))
         result["draws"][num, chunk] = (
             [numbers.tolist() for numbers, _ in rounds],
             torch.cat([im for _, im in rounds]),
@@ -155,7 +157,7 @@ def test_every_word_of_a_request_arrives():
             return super().sample(nets, request)
 
     asked = dataclasses.replace(request(5), num_frames=9)
-    draw_all(Watched(), Sums().networks(), asked, 2)
+    draw_all_samples(Watched(), Sums().networks(), asked, 2)
     for field in dataclasses.fields(Request):
         if field.name not in ("seeds", "conditions"):
             assert [getattr(part, field.name) for part in seen] == [getattr(asked, field.name)] * 3, field.name
@@ -234,10 +236,10 @@ def test_draws_of_two_ranks(two, num, chunk):
 def test_draws_in_chunks(num, chunk, seed):
     """Oracle: numpy, sample by sample: numbers are complete and in order, the filling of the last chunk is dropped."""
     system, nets = Sums(), Sums().networks()
-    rounds = list(draw_rounds(system, nets, request(num, seed), chunk))
+    rounds = list(draw_samples_in_rounds(system, nets, request(num, seed), chunk))
     assert torch.cat([numbers for numbers, _ in rounds]).tolist() == list(range(num))
     assert all(len(numbers) == len(images) <= chunk for numbers, images in rounds) and system.calls == len(rounds)
-    assert torch.equal(draw_all(system, nets, request(num, seed), chunk), pictures(num, seed))
+    assert torch.equal(draw_all_samples(system, nets, request(num, seed), chunk), pictures(num, seed))
     assert torch.equal(torch.cat([images for _, images in rounds]), pictures(num, seed))
 
 
@@ -254,7 +256,7 @@ def test_drawing_and_scoring_need_no_gradient():
             seen.append(torch.is_grad_enabled())
             return super().evaluate(nets, example)
 
-    draw_all(Watched(), Sums().networks(), request(3), 2)
+    draw_all_samples(Watched(), Sums().networks(), request(3), 2)
     score_batches(Watched(), Sums().networks(), uneven(0))
     assert seen == [False] * 5
 
@@ -324,5 +326,5 @@ def test_nothing_drops_out_in_evaluation():
     assert score_batches(
         dropping, {"net": net}, [batch | {"valid": batch["key"] >= 0} for batch in [dropping.synthetic(9)]]
     )
-    draw_all(dropping, Sums().networks() | {"other": net}, request(2), 2)
+    draw_all_samples(dropping, Sums().networks() | {"other": net}, request(2), 2)
     assert seen == [False] and net.training

@@ -15,7 +15,7 @@ from dstrain.commands.options.command import parse_options
 from dstrain.data.decode.clips import Cut
 from dstrain.data.sources.videos import open_videos
 from dstrain.recipe import ConfigError, Run
-from dstrain.sampling.files import About, Pictures, choose_folder
+from dstrain.sampling.files import About, Pictures, choose_samples_folder
 from dstrain.tracking.pictures import Album, composite_on_white, save_png
 from tests.support import counting, gloo
 
@@ -150,9 +150,9 @@ def test_files_of_pictures(tmp_path, channels):
 def test_pictures_of_a_stopped_command(tmp_path):
     """Oracle: the law that samples/ holds one command's samples: pictures without their .npz are not drawn beside."""
     save_png(tmp_path / "generated" / "samples" / "000099.png", np.zeros((4, 4, 1), np.uint8))
-    assert choose_folder(None, tmp_path) == tmp_path / "generated_2"
+    assert choose_samples_folder(None, tmp_path) == tmp_path / "generated_2"
     with pytest.raises(ConfigError, match="generated holds samples already: name another folder, or empty it"):
-        choose_folder(tmp_path / "generated", tmp_path)
+        choose_samples_folder(tmp_path / "generated", tmp_path)
 
 
 # -------------------------------------------------------------------------------------------------------------- scenes

@@ -21,7 +21,7 @@ from dstrain.metrics.network import Features
 from dstrain.recipe import ConfigError, Run
 from dstrain.sampling.draw import set_eval_mode
 from dstrain.sampling.requests import adapt_samples_for_metrics, make_request
-from dstrain.sampling.scenes import assign_frames, choose_clip_length, draw_scenes
+from dstrain.sampling.scenes import assign_frames_to_scenes, choose_clip_length, draw_further_scenes
 from dstrain.systems.base import CHOICES, Request, System
 
 SAMPLING = ("num_steps", "guidance_scale", *CHOICES)
@@ -138,7 +138,7 @@ class Stories(Drawn):
             num_frames=self.length.frames,
             **{name: getattr(options, name) for name in SAMPLING},
         )
-        ends = [scene.first + scene.frames for scene in assign_frames(("",) * SCENES, self.length)]
+        ends = [scene.first + scene.frames for scene in assign_frames_to_scenes(("",) * SCENES, self.length)]
         sums = torch.zeros(6, SCENES, dtype=torch.float64, device=group.device())
         with Bar("telling stories", total=self.num, unit="story") as bar:
             for begin in range(0, self.num, size * group.world()):
@@ -163,4 +163,4 @@ class Stories(Drawn):
         draw = partial(self.system.sample, self.networks)
         with set_eval_mode(self.networks):
             clips = draw(replace(request, seeds=seeds, conditions=first))
-            return draw_scenes(self.system, clips, seeds, later, self.length.primed, request, draw)
+            return draw_further_scenes(self.system, clips, seeds, later, self.length.primed, request, draw)

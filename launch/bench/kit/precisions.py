@@ -21,7 +21,7 @@ from dstrain.engine.start import start_group
 from dstrain.planning.synthetic import Repeated
 from dstrain.recipe import Run
 from dstrain.runs.trained import build_loaded_networks
-from dstrain.sampling.draw import draw_all
+from dstrain.sampling.draw import draw_all_samples
 from dstrain.sampling.requests import make_request
 from dstrain.systems.base import System
 from kit import jobs, speed
@@ -78,7 +78,11 @@ def draw(record: Record, num: int = 64, steps: int = 20) -> None:
                 at_most=_NEAR if precision == "fp32" else None,
             )
             _time(
-                record, f"{precision}, {steps} steps: ", "samples", num, partial(draw_all, system, nets, request, num)
+                record,
+                f"{precision}, {steps} steps: ",
+                "samples",
+                num,
+                partial(draw_all_samples, system, nets, request, num),
             )
 
 

@@ -14,7 +14,7 @@ from dstrain.commands.generate import generate_samples
 from dstrain.commands.options.generate import GenerateOptions
 from dstrain.encoders.autoencoder import Autoencoder
 from dstrain.recipe import ConfigError, Run, dump_run
-from dstrain.sampling.scenes import choose_clip_length, draw_scenes
+from dstrain.sampling.scenes import choose_clip_length, draw_further_scenes
 from dstrain.systems.base import Request
 from dstrain.systems.dit.config import Config
 from dstrain.systems.dit.network import DiT, PatchEmbed
@@ -210,7 +210,7 @@ def test_scenes_go_on() -> None:
         return system.sample(nets, request)
 
     told = [system.conditions_from_texts(["a coat"])]
-    story = draw_scenes(system, clip, first.seeds, told, length.primed, first, draw)
+    story = draw_further_scenes(system, clip, first.seeds, told, length.primed, first, draw)
     assert story.shape == (1, 9, 1, 4, 4) and torch.equal(story[:, :5], clip) and torch.equal(given[0], clip[:, -1:])
 
 

@@ -9,7 +9,7 @@ from dstrain import rng, systems
 from dstrain.engine.blocks import prepare_blocks
 from dstrain.nn.positions import make_sincos_positions
 from dstrain.recipe import ConfigError, Samples
-from dstrain.sampling.draw import draw_all
+from dstrain.sampling.draw import draw_all_samples
 from dstrain.systems.base import Request
 from dstrain.systems.dit import weights
 from dstrain.systems.dit.blocks import Block
@@ -145,12 +145,12 @@ def test_draws_any_size():
     bit."""
     system, nets = build(sizes=SHAPES), {"denoiser": network(3)}
     seeds = torch.arange(4)
-    wide = draw_all(system, nets, Request(seeds, num_steps=3, size=(12, 6)), 4)
+    wide = draw_all_samples(system, nets, Request(seeds, num_steps=3, size=(12, 6)), 4)
     assert wide.shape == (4, 1, 6, 12)
-    alone = draw_all(system, nets, Request(seeds[2:3], num_steps=3, size=(12, 6)), 1)
+    alone = draw_all_samples(system, nets, Request(seeds[2:3], num_steps=3, size=(12, 6)), 1)
     assert (wide[2:3].int() - alone.int()).abs().max() <= 1
-    plain = draw_all(build(), nets, Request(seeds, num_steps=3), 4)
-    assert torch.equal(plain, draw_all(system, nets, Request(seeds, num_steps=3, size=(8, 8)), 4))
+    plain = draw_all_samples(build(), nets, Request(seeds, num_steps=3), 4)
+    assert torch.equal(plain, draw_all_samples(system, nets, Request(seeds, num_steps=3, size=(8, 8)), 4))
     with pytest.raises(ConfigError, match="multiples of 2"):
         system.check_sampling(Samples(size=(12, 7)))
 

@@ -9,7 +9,7 @@ from dstrain import rng, systems
 from dstrain.diffusion import flow, samplers
 from dstrain.diffusion.solvers import ETAS
 from dstrain.recipe import Samples
-from dstrain.sampling.draw import draw_all
+from dstrain.sampling.draw import draw_all_samples
 from dstrain.systems.base import Request
 from dstrain.systems.dit import Config
 from dstrain.systems.dit.network import DiT
@@ -178,7 +178,7 @@ def pictures_of_all_samplers(rank=0):
     for objective, names in (("diffusion", samplers.SAMPLERS), ("flow", flow.SAMPLERS)):
         system = build(objective=objective, learn_sigma=False)
         nets = {"denoiser": random(system.networks()["denoiser"])}
-        drawn += [draw_all(system, nets, Request(torch.arange(5), {}, 4, name, 1.5), 2) for name in names]
+        drawn += [draw_all_samples(system, nets, Request(torch.arange(5), {}, 4, name, 1.5), 2) for name in names]
     return torch.stack(drawn).numpy()
 
 
