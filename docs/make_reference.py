@@ -74,7 +74,7 @@ def make_recipes() -> str:
     lines.append(
         "## The section model\n\nEach system has a `model` section of its own; `system=` chooses the system.\n"
     )
-    for name in systems.list_names():
+    for name in systems.list_system_names():
         config = systems.find_config_class(name)
         if config.__module__.startswith("dstrain."):
             lines += [f"### {name}\n", *list_section(config, "model", config)]

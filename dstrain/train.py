@@ -353,7 +353,7 @@ def set_up_training(run: Run, settings: dict[str, Any], resume: Resume, watchdog
         resumed_step=first,
         settings=settings,
         weights=weights,
-        system=systems.find_external_file(run.system),
+        system=systems.find_external_system_file(run.system),
     )
     saves.saver.report = tracker.log
     throughput = Throughput(

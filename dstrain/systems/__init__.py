@@ -24,9 +24,9 @@ from dstrain.systems.base import Kind, System, SystemConfig, require_valid_attri
 _GROUP = "dstrain.systems"
 
 
-def list_names() -> list[str]:
-    """Returns, in alphabetical order, the names of dstrain's own systems and of those that installed packages register
-    as entry points.
+def list_system_names() -> list[str]:
+    """Returns the names of dstrain's own systems and of those that installed packages register as entry points, in
+    alphabetical order.
     """
     root = Path(__file__).parent
     own = [".".join(path.parent.relative_to(root).parts) for path in root.rglob("system.py")]
@@ -39,16 +39,16 @@ def list_systems_learning_from(kind: str) -> list[str]:
     """
     return [
         name
-        for name in list_names()
+        for name in list_system_names()
         if name not in _list_entry_points() and kind in find_config_class(name).learns_from
     ]
 
 
 def build(name: str, model: dict[str, Any]) -> System:
-    """Builds the system `name` from the model section of a recipe, and sets the system's num_labels from this section.
+    """Builds the system `name` from the `model` section of a recipe.
 
-    Raises ConfigError if the name or a field is unknown, if a value is out of range, or if the package's build()
-    returns something else than a System, or a System whose attributes `require_valid_attributes` refuses.
+    Raises ConfigError if the name is unknown, a field of the section is unknown or out of range, or the package's own
+    build() does not return a valid System.
     """
     section = build_config(name, model)
     system = import_package(name).build(section)
@@ -60,10 +60,8 @@ def build(name: str, model: dict[str, Any]) -> System:
 
 
 def build_config(name: str, model: dict[str, Any]) -> SystemConfig:
-    """Returns the model section of a recipe as the system's Config: checked, with defaults for the fields that the
-    section leaves out.
-
-    Raises ConfigError if the name or a field is unknown, or a value is out of range.
+    """Returns the `model` section of a recipe as the Config of the system `name`: checked, and with defaults for the
+    fields that are left out. Raises ConfigError if the name or a field is unknown, or a value is out of range.
     """
     schema = find_config_class(name)
     try:
@@ -73,23 +71,23 @@ def build_config(name: str, model: dict[str, Any]) -> SystemConfig:
 
 
 def find_config_class(name: str) -> type[SystemConfig]:
-    """Returns the Config class of a system: the fields of its model section, with their defaults and descriptions.
-    Raises ConfigError in the cases of `import_package`.
+    """Imports the package of the system `name`, and returns its Config class, which declares the fields of the recipe's
+    `model` section. Raises ConfigError as `import_package` does.
     """
     return import_package(name).Config
 
 
 def _list_entry_points() -> dict[str, importlib.metadata.EntryPoint]:
+    """Returns the entry points by which installed packages register systems, by the system's name."""
     return {point.name: point for point in importlib.metadata.entry_points(group=_GROUP)}
 
 
 def import_package(name: str) -> ModuleType:
-    """Imports the package of a system and returns the package.
+    """Imports the package of the system `name`, and returns it.
 
-    Raises ConfigError if `name` is not a valid package name, if there is no such package, if the package lacks Config
-    or build, if Config.learns_from is no tuple of known kinds of data, or if the package belongs neither to dstrain nor
-    to an entry point, is not imported yet, and was not named by the user (recipe/trust.py). An exception within the
-    module of an entry point is raised with a note that names the entry point.
+    Raises ConfigError if there is no such package, if it lacks Config or build, if Config.learns_from is no tuple of
+    known kinds of data, or if the user has not named a foreign package himself (recipe/trust.py). An exception while an
+    entry point is imported is raised with a note that names the entry point.
     """
     if not all(word.isidentifier() for word in name.replace("-", "_").split(".")) or len(name) > 200:
         raise ConfigError(f"system: {name[:200]!r} is no name of a package: write letters, digits and dots")
@@ -103,15 +101,16 @@ def import_package(name: str) -> ModuleType:
             raise
     elif not is_trusted(name) and name not in sys.modules:
         raise ConfigError(
-            f"system: {name!r} is unknown; one of {', '.join(list_names())}{_suggest_name(name)}. A package that only "
+            f"system: {name!r} is unknown; one of {', '.join(list_system_names())}"
+            f"{_format_name_suggestion(name)}. A package that only "
             f"a folder names is not imported: if you know it, give {OPTION} {name}"
         )
     elif _can_be_imported(name):
         module = importlib.import_module(name)
     else:
         raise ConfigError(
-            f"system: {name!r} is unknown; one of {', '.join(list_names())}, or a package on "
-            f"PYTHONPATH{_suggest_name(name)}"
+            f"system: {name!r} is unknown; one of {', '.join(list_system_names())}, or a package on "
+            f"PYTHONPATH{_format_name_suggestion(name)}"
         )
     missing = [word for word in ("Config", "build") if not hasattr(module, word)]
     if missing:
@@ -127,22 +126,25 @@ def import_package(name: str) -> ModuleType:
     return module
 
 
-def find_external_file(name: str) -> Path | None:
-    """Returns the path of the `__init__.py`, or of the module's file, of a system that is not dstrain's own; None for
-    one of dstrain's own. Imports the package, and raises ConfigError in the cases of `import_package`.
+def find_external_system_file(name: str) -> Path | None:
+    """Returns the path of the Python file that defines a system, or None if the system is dstrain's own. Imports the
+    package, and raises ConfigError as `import_package` does.
     """
     file = Path(import_package(name).__file__ or "")
     return None if Path(__file__).parent in file.parents else file
 
 
-def _suggest_name(name: str) -> str:
-    near = difflib.get_close_matches(name, list_names(), n=1)
+def _format_name_suggestion(name: str) -> str:
+    """Returns "; did you mean NAME?" with the system's name that is most similar to `name`, or "" if none is
+    similar.
+    """
+    near = difflib.get_close_matches(name, list_system_names(), n=1)
     return f"; did you mean {near[0]}?" if near else ""
 
 
 def _can_be_imported(name: str) -> bool:
-    """Returns whether Python finds a package of this name. To find it Python imports the parent packages; an error
-    within these, such as a missing library, is raised unchanged.
+    """Returns whether Python finds a package of this name; its parent packages are imported to find it. An error within
+    a parent package, such as a missing library, is raised.
     """
     try:
         return importlib.util.find_spec(name) is not None

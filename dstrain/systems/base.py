@@ -78,47 +78,44 @@ class SystemConfig(Section):
 
     @classmethod
     def completed(cls, model: dict[str, Any], run: Run) -> dict[str, Any]:
-        """Returns the section with values from the rest of the recipe, such as the image size, for fields that it
-        leaves out. By default returns it unchanged.
+        """Returns `model`, the section of a recipe, with values for fields that it leaves out, taken from the rest of
+        the recipe, such as the image size. By default returns it unchanged. The result is saved in the run's folder.
 
-        `run.data.codes` describes the cache that the data are read from, None if the data are no cache. The completed
-        section is what a run saves in its folder.
+        `run.data.codes` describes the cache that the data are read from; None if they are no cache.
         """
         return model
 
     @classmethod
     def recorded(cls, model: dict[str, Any]) -> dict[str, Any]:
-        """Returns the section of a saved run.yaml with defaults for fields that older versions did not write. By
-        default returns the section unchanged.
+        """Returns `model`, the section of a saved run.yaml, with values for fields that older versions of dstrain did
+        not write, so that old runs go on unchanged. By default returns it as it is.
         """
         return model
 
     @classmethod
     def without_files(cls, run: Run) -> tuple[Run, str]:
-        """Returns the run changed so that it trains the same networks without the files of frozen networks that are
-        missing on this machine, and a line for the user about what is left out; "" if nothing is. `dstrain plan` calls
-        this. By default returns the run unchanged and "".
+        """Returns a run that trains the same networks without those frozen networks whose files are missing on this
+        machine, and a note for the user about them, "" if none is missing. For `dstrain plan`. By default returns the
+        run unchanged and "".
         """
         return run, ""
 
     def conflicts(self, run: Run) -> list[str]:
-        """Returns the problems between this section and the rest of the recipe, one message each, with the keys and the
-        remedy; [] if there are none.
+        """Returns an error message for each conflict between this section and the rest of the recipe, with the keys and
+        the remedy; [] if there are none, as by default.
         """
         return []
 
     def conflicts_at(self, stage: int) -> list[str]:
-        """Returns the problems of this section with a ZeRO stage, 0 to 3, as messages like those of `conflicts`; [] by
+        """Returns an error message for each reason why this section cannot be trained at a ZeRO stage, 0 to 3; [] by
         default.
         """
         return []
 
     def conflicts_among(self, ranks: int) -> list[str]:
-        """Returns the reasons why `ranks` ranks (parallel.sequence) cannot share the tokens of a sample, as messages
-        like those of `conflicts`; [] if the ranks can.
-
-        By default no ranks can. A system whose networks share tokens (nn/sequence.py) returns what list_indivisible
-        returns.
+        """Returns an error message for each reason why `ranks` ranks cannot share the tokens of a sample
+        (parallel.sequence); [] if they can. By default they cannot. A system whose networks share tokens returns the
+        result of list_indivisible.
         """
         return [
             f"parallel.sequence={ranks}: {self.unshared}, and the systems that share tokens are dit, phenaki and "
@@ -127,24 +124,23 @@ class SystemConfig(Section):
 
     @property
     def num_labels(self) -> int | None:
-        """Returns the number of classes that samples are conditioned on; None if the model reads no labels. Training is
-        refused if the data have another number of classes. With 1 class the data need no labels.
+        """Returns the number of classes on which samples are conditioned; None if the model reads no labels. The data
+        must have as many classes; for 1 class they need no labels.
         """
         return None
 
     @property
     def reads_texts(self) -> bool:
-        """Returns whether samples are conditioned on texts. If so, images are read with their captions."""
+        """Returns whether samples are conditioned on texts, so that data are read with their captions."""
         return False
 
     @classmethod
     def with_encoders(
         cls, model: dict[str, Any], text_encoder: str | None = None, tokenizer: str | None = None
     ) -> dict[str, Any]:
-        """Returns the section with other folders or hub names for its frozen networks: the values of `dstrain generate`
-        --text-encoder and --tokenizer, None where the option is absent.
-
-        Raises ConfigError for an option that the model has no use for.
+        """Returns `model`, the section of a recipe, with other folders or hub names for its frozen networks: the values
+        of the options --text-encoder and --tokenizer of `dstrain generate`, None if not given. Raises ConfigError if
+        the model has no use for a given one.
         """
         if text_encoder is not None:
             raise ConfigError("--text-encoder: the model takes no texts; leave it out")
@@ -153,8 +149,8 @@ class SystemConfig(Section):
         return model
 
     def unequal(self, run: Run, **fields: str) -> list[str]:
-        """Returns messages that `conflicts` can return: one for each keyword argument KEY="FIELD" for which data.KEY of
-        the run and model.FIELD differ; [] if all are equal.
+        """Returns an error message for each keyword argument KEY="FIELD" for which data.KEY of the run and model.FIELD
+        differ; [] if all are equal. For use in `conflicts`.
         """
         pairs = ((key, getattr(run.data, key), field, getattr(self, field)) for key, field in fields.items())
         return [
@@ -165,8 +161,8 @@ class SystemConfig(Section):
 
 
 def list_indivisible(ranks: int, counts: Mapping[str, int]) -> list[str]:
-    """Returns messages that `conflicts_among` can return: one for each entry of `counts` (what is counted -> how many)
-    that is no multiple of `ranks`; [] if all are multiples.
+    """Returns an error message for each number in `counts` that `ranks` does not divide; [] if it divides all. The keys
+    of `counts` say what is counted. For use in `conflicts_among`.
     """
     fits = format_divisors(math.gcd(*counts.values()))
     return [
@@ -187,37 +183,37 @@ class System(Figures, Stateful, Prompted, Sampling, Videos, FirstStage, Imports,
 
     @abstractmethod
     def networks(self) -> dict[str, nn.Module]:
-        """Builds the networks with new weights, under the names of `parts`. The caller may have set the meta device for
-        all tensors, or for the parameters alone.
+        """Builds the networks with new weights, and returns them by the names of `parts`. The caller may have set the
+        meta device as the default, for all tensors or for parameters alone.
         """
 
     @abstractmethod
     def synthetic(self, batch_size: int) -> Batch:
-        """Returns a batch of the right shapes and random content, for benchmarks, exports and tests."""
+        """Returns a batch of random content in the right shapes, for benchmarks, exports and tests."""
 
     def sample(self, nets: Nets, request: Request) -> Tensor:
-        """Draws a sample for each seed of the request: uint8 images (N, C, H, W) or videos (N, T, C, H, W), or float32
-        embeddings (N, D). Raises ConfigError by default.
+        """Draws one sample for each seed of the request: uint8 images (N, C, H, W) or videos (N, T, C, H, W), or
+        float32 embeddings (N, D). By default raises ConfigError.
         """
         raise ConfigError(f"a {type(self).__name__} draws no samples")
 
     def encode(self, batch: Batch) -> Example:
-        """Returns an example, which is what the losses read, made from a batch: by default x_start, the images in [-1,
-        1], and the batch's other tensors unchanged. No gradient flows through the example.
+        """Converts a batch of data to the example that the losses read. By default replaces "image", uint8, by
+        "x_start", float32 in [-1, 1], and keeps all other tensors. No gradient flows through the example.
         """
         example = {name: tensor for name, tensor in batch.items() if name != "image"}
         example["x_start"] = batch["image"].float() / 127.5 - 1
         return example
 
     def loss(self, part: str, nets: Nets, example: Example) -> Terms:
+        """Returns the terms of a part's loss on an example, with `loss`, the scalar to minimize, among them."""
         return self.parts[part](nets, example)
 
     def evaluate(self, nets: Nets, example: Example) -> Terms:
-        """Returns terms on held-out data, (B,) each, with `loss` among them. By default computes the first part's loss,
-        and returns its terms by sample, with loss_each renamed to `loss`; leaves out scalars.
+        """Returns the terms of held-out samples, (B,) each, with `loss` among them; curves (B, K) are allowed, too. By
+        default these are the terms by sample of the first part's loss, whose loss_each becomes `loss`.
 
-        Curves (B, K) are allowed, too: they are averaged over all held-out samples and passed to `digest`. Held-out
-        examples have no `step`. Raises ConfigError if the first part's loss returns no loss_each.
+        Examples of held-out data have no `step`. Raises ConfigError if the first part's loss returns no loss_each.
         """
         terms = self.loss(next(iter(self.parts)), nets, example)
         if "loss_each" not in terms:
@@ -230,20 +226,19 @@ class System(Figures, Stateful, Prompted, Sampling, Videos, FirstStage, Imports,
         return by_sample | {"loss": loss}
 
     def turns(self, step: int) -> tuple[str, ...]:
-        """Returns the names of the parts that learn at `step`, in order."""
+        """Returns the names of the parts that learn at `step`, in order. By default all."""
         return tuple(self.parts)
 
     def workload(self, step: int) -> tuple[int, ...]:
-        """Returns numbers that rank steps by their operations, compared as a tuple: larger for more. Steps whose
-        workload and turns are equal must need equally many operations.
+        """Returns a tuple of numbers that is larger for steps that need more operations, and equal only for steps that
+        need equally many. By default the number of parts that learn.
         """
         return (len(self.turns(step)),)
 
     def conditions(self, num: int, labels: tuple[int, ...] | None = None) -> dict[str, Tensor]:
-        """Returns conditions by name for `num` samples, (num, ...) each. By default {"label": int64 (num,)}, which goes
-        through `labels` again and again, or through all classes if it is None; {} if the model has no classes.
-
-        Raises ConfigError for labels that `require_labels` refuses.
+        """Returns conditions for `num` samples, {name: tensor (num, ...)}. By default {"label": int64 (num,)}, which
+        repeats `labels`, or all classes if `labels` is None; {} if the model has no classes. Raises ConfigError if a
+        label is no class.
         """
         self.require_labels(labels or ())
         if self.num_labels is None:
@@ -252,8 +247,8 @@ class System(Figures, Stateful, Prompted, Sampling, Videos, FirstStage, Imports,
         return {"label": classes.repeat(-(-num // len(classes)))[:num]}
 
     def require_labels(self, labels: Iterable[int]) -> None:
-        """Raises ConfigError if a label is not the number of a class, or if there are labels and the model has
-        no classes.
+        """Raises ConfigError if a label is not the number of a class, or if labels are given and the model has no
+        classes.
         """
         unknown = sorted(label for label in set(labels) if not 0 <= label < (self.num_labels or 0))
         if unknown and self.num_labels is None:
@@ -265,32 +260,30 @@ class System(Figures, Stateful, Prompted, Sampling, Videos, FirstStage, Imports,
             )
 
     def accepts(self, source: Any) -> None:
-        """Checks a data source before the training starts. Raises ConfigError if the source's samples do not fit the
-        model; by default raises nothing.
+        """Raises ConfigError if the samples of a data source do not fit the model; called before the training starts.
+        By default does nothing.
         """
 
     def fingerprint(self, source: Any) -> str:
-        """Returns a text by which a resumed run notices that its training data have changed: by default the source's
-        own hash. A system adds hashes of other things that samples depend on and the recipe only names, such as the
-        encoder of captions that are not cached.
+        """Returns a text that changes if the training data change, so that a resumed run notices it. By default the
+        source's own hash. A system adds hashes of whatever else its samples depend on, such as the encoder of captions.
         """
         return source.compute_fingerprint()
 
     def decays(self, name: str, weight: Tensor) -> bool:
-        """Returns whether weight decay applies to a parameter: by default to those of two or more axes
-        (matrices, filters), not to biases and gains.
+        """Returns whether weight decay applies to the weight `name`. By default to those of two or more axes (matrices,
+        filters), not to biases and gains.
         """
         return weight.ndim >= 2
 
     def blocks(self) -> tuple[type[nn.Module], ...]:
-        """Returns the classes of the networks' repeated blocks, which are compiled and recomputed one by one. The first
-        argument of each must be the output of the block before it: model.recompute=offload keeps it in the host's
-        memory.
+        """Returns the classes of the networks' repeated blocks, which are compiled and recomputed one by one; () by
+        default. The first argument of a block must be the output of the block before it.
         """
         return ()
 
     def frozen(self) -> tuple[nn.Module, ...]:
-        """Returns the networks that are moved to the device and never trained, averaged or saved."""
+        """Returns the networks that are moved to the device, and never trained, averaged or saved; () by default."""
         return ()
 
     def cannot_draw(self) -> str | None:
@@ -298,8 +291,8 @@ class System(Figures, Stateful, Prompted, Sampling, Videos, FirstStage, Imports,
         return None if type(self).sample is not System.sample else f"a {type(self).__name__} draws no samples"
 
     def sampler(self, name: str | None, key: str = "sampler") -> str:
-        """Returns `name` if it is one of `samplers`, and the default one, the last, for None; "" if there is no choice.
-        Raises ConfigError, which begins with `key`, for any other name.
+        """Returns `name` if it is one of `samplers`; for None the default one, the last of them, or "" if there is no
+        choice. Raises ConfigError, whose message begins with `key`, for any other name.
         """
         if name is None:
             return self.samplers[-1] if self.samplers else ""
@@ -311,8 +304,8 @@ class System(Figures, Stateful, Prompted, Sampling, Videos, FirstStage, Imports,
 
 
 def require_valid_attributes(name: str, system: System) -> None:
-    """Raises ConfigError if averaged, samplers, sampling or watched of the system `name` is no tuple or list of names,
-    or `parts` is no dict or is empty.
+    """Raises ConfigError if `averaged`, `samplers`, `sampling` or `watched` of the system `name` is no tuple or list of
+    strings, or `parts` is no dict or is empty.
     """
     for member in ("averaged", "samplers", "sampling", "watched"):
         names = getattr(system, member, None)

@@ -10,8 +10,8 @@ _GOLDEN = 0.6180339887498949  # (sqrt(5) - 1) / 2: its multiples modulo 1 fill [
 
 
 def find_last_kept_frame(shares: tuple[float, ...], step: int) -> int | None:
-    """Returns the last latent frame, counted from 0, that the clips of a training step keep. A share shares[f] of all
-    steps, spread evenly, keeps frames 0 to f. The other steps keep whole clips: for these returns None.
+    """Returns the last latent frame, counted from 0, that clips keep in a training step; None if they are kept whole.
+    Of all steps the share shares[f], spread evenly, keeps frames 0 to f; the rest keeps whole clips.
     """
     place = step * _GOLDEN % 1.0
     for frame, end in enumerate(accumulate(shares)):
@@ -20,9 +20,9 @@ def find_last_kept_frame(shares: tuple[float, ...], step: int) -> int | None:
     return None
 
 
-def require_shares(key: str, shares: tuple[float, ...], latent_frames: int) -> None:
-    """Raises ConfigError if there are more shares than latent frames, if one is negative, or if their sum exceeds 1.
-    `key` is the model's key of the shares, for the message.
+def require_valid_frame_shares(key: str, shares: tuple[float, ...], latent_frames: int) -> None:
+    """Raises ConfigError if there are more shares than latent frames, if a share is negative, or if their sum is above
+    1. `key` is the recipe's name for the shares, for the message.
     """
     if len(shares) > latent_frames:
         raise ConfigError(

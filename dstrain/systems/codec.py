@@ -59,11 +59,11 @@ class Codec(Frozen):
 
     @classmethod
     def load(cls, path: str | Path, key: str = "model.first_stage.path") -> "Codec":
-        """Loads the first stage from a folder that `dstrain export RUN --format safetensors` or `dstrain consolidate`
-        has written.
+        """Loads a trained first stage from a folder that `dstrain export --format safetensors` or `dstrain consolidate`
+        has written. `key` names the folder in messages: a key of the recipe, or an option.
 
-        Raises ConfigError if the folder is absent, if it holds something else or damaged weights, or if its system is
-        no first stage.
+        Raises ConfigError if the folder is absent, holds no such export or damaged weights, or if its system is no
+        first stage.
         """
         folder = Path(path)
         _require_export(folder, key)
@@ -89,14 +89,14 @@ class Codec(Frozen):
 
     @torch.no_grad()
     def encode(self, pixels: Tensor, frames: Tensor | None = None) -> dict[str, Tensor]:
-        """Returns the codes of pixels by name: tokens int64, or latent_mean and latent_std float32, (B, *codes_shape)
+        """Encodes pixels to codes: {"tokens": int64}, or {"latent_mean", "latent_std": float32}, (B, *codes_shape)
         each.
 
-        pixels: images (B, C, H, W) or videos (B, T, C, H, W), float in [-1, 1]. A first stage of videos takes an image
-        as a video of one frame. frames: how many frames of each video are real, int64 (B,), None for all; tokens of
-        padded frames have no meaning. Raises ConfigError for pixels of another height, width or number of channels, for
-        a number of frames that is not 1 + a multiple of temporal_patch_size, and for videos if the first stage encodes
-        images.
+        pixels  images (B, C, H, W) or videos (B, T, C, H, W), float in [-1, 1]. A first stage of videos also takes
+                images, as videos of one frame.
+        frames  int64 (B,), how many frames of each video are real; None: all. Tokens of padding have no meaning.
+
+        Raises ConfigError if pixels have another shape than the first stage takes, or are videos and it takes images.
         """
         self.require_shape(tuple(pixels.shape[-3:]))
         if pixels.ndim == 5 and not self.of_videos:
@@ -118,10 +118,10 @@ class Codec(Frozen):
 
     @torch.no_grad()
     def decode(self, codes: Tensor) -> Tensor:
-        """Decodes codes to images (B, C, H, W) or videos (B, T, C, H, W), float32 in [-1, 1].
+        """Decodes codes (B, *codes_shape), int64 tokens or float latents, to images (B, C, H, W) or videos (B, T, C, H,
+        W), float32 in [-1, 1]. Videos may have another number of latent frames.
 
-        codes: tokens int64, or latents float (a mean, or a draw from the posterior), (B, *codes_shape); videos may have
-        another number of latent frames. Raises ConfigError for another kind or shape, or token ids beyond the codebook.
+        Raises ConfigError if the codes have another dtype or shape, or hold token ids beyond the codebook.
         """
         of_tokens, inner = self.kind == "tokens", 2 if self.of_videos else 1
         if (
@@ -143,7 +143,9 @@ class Codec(Frozen):
         return self._system.decode(self._nets, codes)
 
     def require_shape(self, shape: tuple[int, ...]) -> None:
-        """Raises ConfigError if the (channels, height, width) of images or frames is not that of this first stage."""
+        """Raises ConfigError if `shape`, (channels, height, width) of images or frames, is not that of this first
+        stage.
+        """
         if shape != self.shape:
             raise ConfigError(
                 f"data: images or frames are {shape} (channels, height, width), the first stage at "
@@ -153,8 +155,8 @@ class Codec(Frozen):
 
 
 def require_first_stage(system: System, run: Run, path: str | Path, key: str) -> None:
-    """Raises ConfigError if the system of the run at `path` is no first stage, that is, has no codes for other systems
-    to learn from. key: the option or recipe key that names `path`, for the message.
+    """Raises ConfigError if the system of the run at `path` is no first stage: it has no codes for other systems to
+    learn from. `key` is the option or recipe key that gives `path`, for the message.
     """
     if not system.encodes:
         raise ConfigError(
@@ -164,8 +166,8 @@ def require_first_stage(system: System, run: Run, path: str | Path, key: str) ->
 
 
 def _require_export(folder: Path, key: str) -> None:
-    """Raises ConfigError if the folder does not exist or holds no recipe.yaml. The message says if the folder is a run
-    or holds weights of diffusers.
+    """Raises ConfigError if the folder does not exist or is no export, which holds a recipe.yaml. `key` is the option
+    or recipe key that gives the folder, for the message.
     """
     if (folder / "recipe.yaml").is_file():
         return
@@ -180,9 +182,9 @@ def _require_export(folder: Path, key: str) -> None:
 
 
 def _read_weights(folder: Path, part: str) -> dict[str, Tensor]:
-    """Reads a part's state dict from the folder: from PART.safetensors of an export, or else, of a consolidated run,
-    from all model*.safetensors in PART/, or in the folder itself if there is no PART/. Raises OSError if there is no
-    such file.
+    """Returns the state dict of a part: from PART.safetensors if the folder has one (an export), else from
+    model*.safetensors in the folder PART or, without that, in the folder itself (a consolidated run). Raises OSError if
+    there is no such file.
     """
     files = [folder / f"{part}.safetensors"]
     if not files[0].is_file():

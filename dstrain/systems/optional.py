@@ -17,22 +17,22 @@ class Figures:
 
     def measure(self, nets: Nets, example: Example, num_steps: int | None = None, progress: Progress = iter) -> Terms:
         """Returns the terms that `dstrain evaluate` averages over held-out samples: values (B,), or curves (B, K) such
-        as bits by timestep. By default returns the terms of `evaluate`.
+        as bits by timestep. By default those of `evaluate`.
 
-        num_steps: how many steps of a chain to take; None takes all steps. progress: shows the progress of such a
-        chain.
+        num_steps  how many steps of a chain are measured; None: all. Only some systems read it.
+        progress   wraps the loop over these steps, like tqdm.
         """
         return self.evaluate(nets, example)
 
     def digest(self, means: dict[str, Tensor]) -> dict[str, float]:
-        """Returns figures by name, such as the codebook usage, computed from `means`: the curves (K,) that `evaluate`
-        returns, each averaged over all held-out samples. {} by default.
+        """Returns figures by name, such as the codebook's perplexity, computed from `means`: the curves (K,) of
+        `evaluate`, averaged over all held-out samples. {} by default.
         """
         return {}
 
     def pictures(self, nets: Nets, example: Example) -> dict[str, Tensor]:
-        """Returns pictures to show beside the samples, such as reconstructions, by name: uint8 (B, C, H, W) or
-        (B, T, C, H, W). {} by default.
+        """Returns further pictures that training shows, such as reconstructions, {name: uint8 (B, C, H, W) or (B, T, C,
+        H, W)}. {} by default.
         """
         return {}
 
@@ -45,14 +45,16 @@ class Stateful:
     watched: tuple[str, ...] = ()  # terms by sample that `observe` sees after a step, and no report
 
     def observe(self, terms: Terms) -> None:
-        """Updates the state after a step from its `watched` terms, (N, ...) each: those of all ranks, in the order of
-        the global batch. By default does nothing.
+        """Updates the system's own state after a step. `terms` holds those named in `watched`, (N, ...) each, of all
+        ranks, in the order of the global batch. By default does nothing.
         """
 
     def state_dict(self) -> dict[str, Tensor]:
+        """Returns the system's own state, beside the weights, for checkpoints: tensors by name; {} by default."""
         return {}
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        """Restores the state that `state_dict` has returned. By default raises ConfigError unless it is empty."""
         if state:
             raise ConfigError(f"{type(self).__name__} keeps no state, the checkpoint holds {', '.join(sorted(state))}")
 
@@ -67,40 +69,39 @@ class Prompted:
 
     @property
     def takes_texts(self) -> bool:
-        """Returns whether samples can begin from texts."""
+        """Returns whether samples can be drawn from texts."""
         return type(self).conditions_from_texts is not Prompted.conditions_from_texts
 
     def conditions_from_texts(self, texts: list[str]) -> dict[str, Tensor]:
-        """Returns the conditions for N texts by name, (N, ...) each. Raises ConfigError if the system takes no
-        texts.
+        """Returns the conditions for N texts, {name: tensor (N, ...)}. By default raises ConfigError: the system takes
+        no texts.
         """
         raise ConfigError(f"a {type(self).__name__} takes no texts")
 
     def conditions_to_avoid(self, text: str, num: int) -> dict[str, Tensor]:
-        """Returns the conditions of a negative prompt `text` by name, (num, ...) each, for `num` samples. Guidance
-        leads the samples away from this prompt. Raises ConfigError by default.
+        """Returns the conditions of a negative prompt, from which guidance leads samples away, for `num` samples:
+        {name: tensor (num, ...)}. By default raises ConfigError.
         """
         raise ConfigError(f"a {type(self).__name__} is led away from no text")
 
     def describe_cut(self, texts: list[str], what: str) -> str:
-        """Returns a line that says how many tokens of the texts are cut off, since the model reads only a limited
-        number of them; "" if none is, and by default. what: the word for the texts in this line, such as prompts or
-        captions.
+        """Returns a note for the user that says how many tokens of the texts are cut off, if the model reads only the
+        first ones of long texts; "" if none is, as by default. `what` is the note's word for the texts, such as
+        "prompts".
         """
         return ""
 
     @property
     def takes_pictures(self) -> bool:
-        """Returns whether samples can begin from pictures or frames."""
+        """Returns whether samples can begin from given pictures or frames."""
         return type(self).conditions_from is not Prompted.conditions_from
 
     def conditions_from(self, images: Tensor) -> dict[str, Tensor]:
-        """Returns the conditions, by name, of samples that begin from given pictures, uint8 (N, C, H, W).
+        """Returns the conditions of samples that begin from given pictures, uint8 (N, C, H, W): {name: tensor (N,
+        ...)}. A system of videos takes their first frames, (N, K, C, H, W) with K = 1 + m * temporal_patch_size. A
+        system with takes_embeddings takes float32 (N, takes_embeddings).
 
-        A system of videos takes their first frames, (N, K, C, H, W) with K = 1 + m * temporal_patch_size. A system of
-        embeddings takes float32 (N, takes_embeddings).
-
-        Raises ConfigError if the system begins from noise alone, as by default, or if the pictures do not fit.
+        Raises ConfigError if the pictures do not fit, and by default.
         """
         raise ConfigError(f"a {type(self).__name__} begins from noise and takes no pictures")
 
@@ -116,8 +117,8 @@ class Sampling:
     # that are carried to noise, and drawn again from it
 
     def check_sampling(self, samples: Samples) -> None:
-        """Raises ConfigError if a recipe's samples section sets a choice that this system does not read, or that does
-        not go with its sampler.
+        """Raises ConfigError if the recipe's `samples` section sets a field that this system does not read, or one that
+        does not go with its sampler.
         """
         usual, kind, problems = Samples(), type(self).__name__, []
         if samples.size is not None and not self.takes_sizes:
@@ -133,8 +134,8 @@ class Sampling:
             raise ConfigError(*problems)
 
     def require_guide(self, other: Any) -> None:
-        """Raises ConfigError if the network of the system `other`, which `sample` would find in `nets` as `guide`,
-        cannot guide this system's samples. By default no system can.
+        """Raises ConfigError if the network of the system `other` cannot guide this system's samples (autoguidance). By
+        default none can.
         """
         raise ConfigError(f"a {type(self).__name__} is guided by no other run; leave it out")
 
@@ -155,22 +156,21 @@ class FirstStage:
     codebook_size: int | None = None  # number of ids that `codes` may give; None: latents
 
     def codes(self, nets: Nets, example: Example) -> dict[str, Tensor]:
-        """Returns the codes of example["x_start"] by name, without any noise. For images (B, C, H, W): latent_mean and
-        latent_std, float32 (B, C, h, w), or tokens, int64 (B, h, w). For videos (B, T, C, H, W): tokens, int64 (B, t,
-        h, w); of each video the first example["frames"] (B,) frames are real. Raises ConfigError by default.
+        """Encodes example["x_start"] without noise, for `dstrain encode`. Images (B, C, H, W) give {"latent_mean",
+        "latent_std": float32 (B, c, h, w)} or {"tokens": int64 (B, h, w)}; videos (B, T, C, H, W), whose first
+        example["frames"] (B,) frames are real, give {"tokens": int64 (B, t, h, w)}. By default raises ConfigError.
         """
         raise ConfigError(f"a {type(self).__name__} encodes nothing that others learn from")
 
     def decode(self, nets: Nets, codes: Tensor) -> Tensor:
-        """Decodes codes to pixels, float32 in [-1, 1]. Tokens (B, h, w), or latents (B, C, h, w), which are a mean or a
-        draw from the posterior, become images (B, C, H, W). Tokens (B, t, h, w) become videos (B, T, C, H, W). Raises
-        ConfigError by default.
+        """Decodes codes to pixels, float32 in [-1, 1]: tokens (B, h, w) or latents (B, C, h, w) to images (B, C, H, W),
+        tokens (B, t, h, w) to videos (B, T, C, H, W). By default raises ConfigError.
         """
         raise ConfigError(f"a {type(self).__name__} decodes nothing that others draw")
 
     def identity(self, nets: Nets) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """Returns what `codes` depends on: the config, whose values JSON can hold, and the weights by name. A hash of
-        both is the first stage's fingerprint. Raises ConfigError if the system has no codes, as by default.
+        """Returns all that the result of `codes` depends on: a config that JSON can hold, and weights by name. A hash
+        of both tells first stages apart. By default raises ConfigError.
         """
         raise ConfigError(f"a {type(self).__name__} encodes nothing that others learn from")
 
@@ -183,11 +183,11 @@ class Imports:
     in_pipeline: str = ""  # where a pipeline of diffusers keeps what `from_diffusers` takes
 
     def build_part_on_meta(self, part: str) -> nn.Module:
-        """Builds the network of a part on the meta device: it has names and shapes, but no values."""
+        """Builds the network of a part on the meta device: it has names and shapes of weights, but no values."""
         return self.build_networks_on_meta()[part]
 
     def build_networks_on_meta(self) -> dict[str, nn.Module]:
-        """Builds all networks on the meta device, by part: they have names, shapes and operations, but no values."""
+        """Builds all networks on the meta device, by part: they have names and shapes of weights, but no values."""
         with torch.device("meta"):
             networks = self.networks()
         for network in networks.values():
@@ -195,17 +195,16 @@ class Imports:
         return networks
 
     def rename_published(self, part: str, state: dict[str, Tensor]) -> tuple[dict[str, Tensor], list[str]]:
-        """Returns the weights of a file that dstrain has not written under the names that `adapt` takes, and notes for
-        the user. By default returns them unchanged, without notes.
+        """Returns the weights of a file that another program has written, under the names that `adapt` takes, and notes
+        for the user. By default returns them unchanged, without notes.
         """
         return state, []
 
     def adapt(self, part: str, state: dict[str, Tensor]) -> tuple[dict[str, Tensor], list[str]]:
-        """Returns weights that other programs have saved, fitted to the part's network, and notes on what was changed.
-        By default returns a copy with unchanged values and no notes.
+        """Returns weights that another program has saved, fitted to the part's network, and notes for the user on what
+        was changed. By default returns a copy without notes.
 
-        Raises ConfigError for the first difference of names or shapes that the system cannot bridge (by default any),
-        with both shapes and the remedy.
+        Raises ConfigError at the first name or shape that does not fit the network and cannot be adapted.
         """
         expected = self.build_part_on_meta(part).state_dict()
         for name in [*expected, *state]:
@@ -222,10 +221,10 @@ class Imports:
     def from_diffusers(
         self, state: dict[str, Tensor], diffusers_config: Mapping[str, Any]
     ) -> tuple[dict[str, Tensor], list[str]]:
-        """Returns the weights of the first part's network that diffusers has saved, under the names that `adapt` takes,
-        and notes for the user. diffusers_config: the content of their config.json.
+        """Returns weights that diffusers has saved, under the names that `adapt` takes for the first part, and notes
+        for the user. `diffusers_config` is the content of their config.json.
 
-        Raises ConfigError if the weights are of another class or a field differs from the recipe's, and by default.
+        Raises ConfigError if config.json does not fit the recipe, and by default.
         """
         raise ConfigError(
             f"weights: config.json is of class {diffusers_config.get('_class_name')} of diffusers, which "
@@ -233,7 +232,7 @@ class Imports:
         )
 
     def require_expressible(self) -> None:
-        """Raises ConfigError if `dstrain export` cannot write this model for diffusers, whatever its weights. By
-        default raises it.
+        """Raises ConfigError if diffusers has no class for this model, so that it cannot be exported for diffusers. By
+        default always raises it.
         """
         raise ConfigError(f"a {type(self).__name__} has no form in diffusers: take --format safetensors")

@@ -11,13 +11,13 @@ _PACKAGE = "dstrain."
 
 
 def gather_source(root: type, replaced: Mapping[str, str]) -> str:
-    """Returns Python source with a class, and before it the imports and the classes, functions and constants that it
-    needs.
+    """Returns Python source that defines the class `root` without importing dstrain: the imports, then all classes,
+    functions and constants of dstrain that it uses, then the class itself.
 
-    replaced: name of a module of dstrain -> source that is written in place of all definitions from this module.
+    replaced  {name of a module of dstrain: source that is written in place of its definitions}.
     """
     gathered = _Gatherer(replaced)
-    gathered.add(root.__module__, root.__name__)
+    gathered.add_name(root.__module__, root.__name__)
     return "\n\n".join(("\n".join(sorted(gathered.imports)), *gathered.definitions)) + "\n"
 
 
@@ -33,14 +33,14 @@ class _Gatherer:
         self._owners: dict[str, str] = {}  # the modules of what was added, by its name
         self._modules: dict[str, tuple[str, dict[str, ast.stmt]]] = {}
 
-    def add(self, module: str, name: str) -> None:
-        """Adds what `name` refers to in a module: the line of an import, or a definition after all definitions that it
-        needs. Adds nothing if the name was added before, or is that of a builtin or a local variable.
+    def add_name(self, module: str, name: str) -> None:
+        """Adds what defines `name` in a module: an import line, or a definition, after all definitions that it uses.
+        Adds nothing if it was added before, or if the module does not define the name (builtins, local variables).
         """
         source, statements = self._read_module(module)
         statement = statements.get(name)
         if isinstance(statement, ast.ImportFrom) and str(statement.module).startswith(_PACKAGE):
-            self._add_definition(str(statement.module), name)
+            self._add_dstrain_definition(str(statement.module), name)
         elif isinstance(statement, ast.Import | ast.ImportFrom):
             entry = next(entry for entry in statement.names if name in (entry.asname, entry.name))
             alone = ast.Import([entry]) if isinstance(statement, ast.Import) else None
@@ -48,18 +48,19 @@ class _Gatherer:
         elif statement is not None and self._mark_added_if_new(module, name):
             for node in ast.walk(statement):
                 if isinstance(node, ast.Name) and node.id != name:
-                    self.add(module, node.id)
-            self.definitions.append(_read_statement(source, statement))
+                    self.add_name(module, node.id)
+            self.definitions.append(_extract_statement_source(source, statement))
 
-    def _add_definition(self, module: str, name: str) -> None:
+    def _add_dstrain_definition(self, module: str, name: str) -> None:
+        """Adds the definition of `name` from a module of dstrain, or, once, the source that replaces this module."""
         if module not in self.replaced:
-            self.add(module, name)
+            self.add_name(module, name)
         elif self._mark_added_if_new(module, module):
             self.definitions.append(self.replaced[module])
 
     def _mark_added_if_new(self, module: str, name: str) -> bool:
-        """Records that `name` of this module is added, and returns True; returns False if the name was added before.
-        Fails by an assertion if the name was added from another module.
+        """Returns whether `name` of this module is new, and records it as added. The same name from two modules is an
+        AssertionError, since both would stand in one file.
         """
         if name not in self._owners:
             self._owners[name] = module
@@ -68,7 +69,7 @@ class _Gatherer:
         return False
 
     def _read_module(self, module: str) -> tuple[str, dict[str, ast.stmt]]:
-        """Returns the source of a module, and its top-level statements by the names that they bind."""
+        """Returns the source of a module, and its top-level statements by each name that they define or import."""
         if module not in self._modules:
             source = inspect.getsource(importlib.import_module(module))
             bound = {name: found for found in ast.parse(source).body for name in _list_bound_names(found)}
@@ -77,7 +78,7 @@ class _Gatherer:
 
 
 def _list_bound_names(statement: ast.stmt) -> list[str]:
-    """Returns the names that a top-level statement binds by import, definition or assignment; [] for other
+    """Returns the names that a top-level statement defines: by import, class, def or assignment. [] for other
     statements.
     """
     if isinstance(statement, ast.Import | ast.ImportFrom):
@@ -90,7 +91,7 @@ def _list_bound_names(statement: ast.stmt) -> list[str]:
     return []
 
 
-def _read_statement(source: str, statement: ast.stmt) -> str:
-    """Returns the source lines of a statement, with those of its decorators."""
+def _extract_statement_source(source: str, statement: ast.stmt) -> str:
+    """Returns the lines of a statement, with those of its decorators, from the source of its module."""
     first = min([statement.lineno, *(line.lineno for line in getattr(statement, "decorator_list", []))])
     return "\n".join(source.splitlines()[first - 1 : statement.end_lineno])

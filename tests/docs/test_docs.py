@@ -102,7 +102,7 @@ def test_modules(page):
 def find_keys() -> dict[str, set[str]]:
     """Returns the dotted keys of a recipe, "", and of each system's section model."""
     found = {"": {key for key, _ in iterate_fields(Run)}}
-    for name in systems.list_names():
+    for name in systems.list_system_names():
         if systems.find_config_class(name).__module__.startswith("dstrain."):
             found[name] = {key for key, _ in iterate_fields(systems.find_config_class(name), "model")}
     return found

@@ -15,7 +15,7 @@ from dstrain.encoders.autoencoder import Autoencoder
 from dstrain.recipe import ConfigError, Run, Section
 from dstrain.recipe.shapes import Shape
 from dstrain.systems.base import Example, Request
-from dstrain.systems.beginnings import find_last_kept_frame, require_shares
+from dstrain.systems.beginnings import find_last_kept_frame, require_valid_frame_shares
 from dstrain.systems.dit.conditions import Arguments, Condition
 
 PRIME = "prime"  # given frames in a request's conditions, uint8 (N, K, C, H, W)
@@ -49,7 +49,7 @@ class Video(Section):
             self.require_valid_frames("video.given", self.given)
         if self.given >= self.frames:
             raise ConfigError(f"video.given: {self.given} frames leave none of {self.frames} to draw; give fewer")
-        require_shares("video.beginnings", self.beginnings, self.count_patches(self.frames))
+        require_valid_frame_shares("video.beginnings", self.beginnings, self.count_patches(self.frames))
         return self
 
     def count_patches(self, frames: int) -> int:

@@ -7,8 +7,8 @@ from dstrain.systems.codec import Codec
 
 
 def load_tokenizer(path: str) -> Codec:
-    """Loads the tokenizer that `dstrain export` has written to the folder `path`. Raises ConfigError if it does not
-    make tokens of videos.
+    """Loads the video tokenizer that `dstrain export` has written to the folder `path`. Raises ConfigError if the
+    folder holds something else.
     """
     codec = Codec.load(path, "model.tokenizer.path")
     if codec.kind != "tokens" or not codec.of_videos:
@@ -20,8 +20,9 @@ def load_tokenizer(path: str) -> Codec:
 
 
 def require_fitting_tokenizer(codec: Codec, config: Any) -> None:
-    """Raises ConfigError if a token model with this `config` cannot use this tokenizer: its fingerprint, codebook_size,
-    temporal_patch_size or frame size in tokens differs, or the cached tokens in data.path are of another one.
+    """Raises ConfigError if a token model with this config cannot use the tokenizer `codec`: it is another one than the
+    model was trained with, its codebook_size, temporal_patch_size or number of tokens per frame differs, or another one
+    has made the cached tokens.
     """
     path, expected = codec.path, config.tokenizer.fingerprint
     if expected not in (None, codec.fingerprint):

@@ -8,7 +8,7 @@ from dstrain.encoders.frozen import is_available_offline
 from dstrain.encoders.reader import ReadsTexts, get_text_fields_of_cache, replace_text_encoder
 from dstrain.recipe import MAY_CHANGE, ConfigError, Run, Section, mark_filled_in, mark_fixed
 from dstrain.systems.base import SystemConfig, list_indivisible
-from dstrain.systems.beginnings import require_shares
+from dstrain.systems.beginnings import require_valid_frame_shares
 from dstrain.systems.phenaki import codec
 
 SAMPLERS = ("confidence", "critic")
@@ -52,14 +52,14 @@ class Decoding(Section):
     """Over the steps: fixed, decay (to 0 at the last), or increase (from 0)."""
 
     def compute_temperature(self, done: float) -> float:
-        """Returns the sample temperature of a decoding step. done: share of all decoding steps that are complete after
-        this step, above 0 and up to 1.
+        """Returns the temperature at which a decoding step draws ids. `done`, above 0 and up to 1, is the share of all
+        decoding steps that are complete after this step.
         """
         return self.sample_temperature * (1 - done if self.sample_temperature_schedule == "decay" else 1)
 
     def compute_critic_noise(self, done: float) -> float:
-        """Returns the width of the uniform noise on the critic's logits in a decoding step. done: share of all decoding
-        steps that are complete after this step, above 0 and up to 1.
+        """Returns the width of the uniform noise that a decoding step adds to the critic's logits. `done`, above 0 and
+        up to 1, is the share of all decoding steps that are complete after this step.
         """
         return self.critic_noise * {"fixed": 1.0, "decay": 1 - done, "increase": done}[self.critic_noise_schedule]
 
@@ -126,10 +126,11 @@ class Config(SystemConfig, ReadsTexts):
     """How samples are drawn."""
 
     @model_validator(mode="after")
-    def _check(self) -> "Config":
+    def _require_consistent_fields(self) -> "Config":
+        """Returns the section. Raises ConfigError if fields of the section contradict each other."""
         if min(self.token_shape) < 1:
             raise ConfigError(f"token_shape {list(self.token_shape)}: latent frames, height and width are 1 at least")
-        require_shares("beginnings", self.beginnings, self.token_shape[0])
+        require_valid_frame_shares("beginnings", self.beginnings, self.token_shape[0])
         self.require_encodings_dim()
         if self.unconditional and (self.text_encoder or self.text_encodings_dim):
             raise ConfigError(
@@ -150,13 +151,11 @@ class Config(SystemConfig, ReadsTexts):
                 f"critic_labels={self.critic_labels}: there is no critic; set model.critic=token, or leave it out"
             )
         if self.codes is not None:
-            self._check_codes(self.codes)
+            self._require_fitting_codes(self.codes)
         return self
 
-    def _check_codes(self, codes: Codes) -> None:
-        """Raises ConfigError if the cached tokens or text encodings in data.path, described by `codes`, do not fit the
-        model.
-        """
+    def _require_fitting_codes(self, codes: Codes) -> None:
+        """Raises ConfigError if the cached tokens or text encodings, which `codes` describes, do not fit the model."""
         if codes.codebook_size not in (None, self.codebook_size):
             raise ConfigError(
                 f"codebook_size {self.codebook_size}: the tokens in data.path are of a codebook of "
@@ -177,6 +176,9 @@ class Config(SystemConfig, ReadsTexts):
 
     @classmethod
     def recorded(cls, model: dict[str, Any]) -> dict[str, Any]:
+        """Returns `model`, the section of a saved run.yaml. If it is of an older version, which wrote no critic_labels,
+        adds the choices that this version had made.
+        """
         if "critic_labels" in model:
             return model
         decoding = {"sample_temperature_schedule": "decay", **(model.get("decoding") or {})}
@@ -184,6 +186,9 @@ class Config(SystemConfig, ReadsTexts):
 
     @classmethod
     def without_files(cls, run: Run) -> tuple[Run, str]:
+        """Returns the run without the tokenizer and the text encoder if their files are missing on this machine and
+        cached tokens and encodings replace them, and a note for the user that names them, "" if none is left out.
+        """
         stage, encoder, every, absent = run.model.get("tokenizer"), run.model.get("text_encoder"), run.every, {}
         path = stage.get("path") if isinstance(stage, dict) else None
         if not is_available_offline(path) and run.model.get("token_shape"):
@@ -201,9 +206,9 @@ class Config(SystemConfig, ReadsTexts):
 
     @classmethod
     def completed(cls, model: dict[str, Any], run: Run) -> dict[str, Any]:
-        """Returns the section with the fields that it leaves out, taken from the tokenizer and the cache; `codes` is
-        always that of the cache, None if there is none. Raises ConfigError if the data hold no tokens and neither a
-        tokenizer nor token_shape is given.
+        """Returns the section `model` with the fields that it leaves out, taken from the tokenizer and the cache.
+        `codes` always describes the cache, None without cached tokens. Raises ConfigError if there are no cached tokens
+        and neither a tokenizer nor token_shape is given.
         """
         stage, codes, frames = model.get("tokenizer"), run.data.codes, run.data.num_frames or 1
         cached = codes is not None and codes.kind == "tokens"
@@ -235,12 +240,18 @@ class Config(SystemConfig, ReadsTexts):
         return added | model | {"codes": index} | ({"tokenizer": stage} if stage else {})
 
     def conflicts_among(self, ranks: int) -> list[str]:
+        """Returns an error message for each number that `ranks` ranks, which would share a clip's tokens, do not
+        divide: rows of tokens, heads, and with `peg` channels. [] if they divide all.
+        """
         counts = {"rows of tokens, token_shape": self.token_shape[1], "attention heads, heads": self.heads}
         if self.peg:
             counts["channels, dim"] = self.dim
         return list_indivisible(ranks, counts)
 
     def conflicts(self, run: Run) -> list[str]:
+        """Returns an error message for each conflict with the rest of the recipe, mostly with its section `samples`; []
+        if there are none.
+        """
         problems, samples = [], run.samples
         if samples.guidance_scale != 1 and not self.has_null:
             problems.append(
@@ -274,6 +285,9 @@ class Config(SystemConfig, ReadsTexts):
     def with_encoders(
         cls, model: dict[str, Any], text_encoder: str | None = None, tokenizer: str | None = None
     ) -> dict[str, Any]:
+        """Returns the section `model` with other folders or names of the text encoder and the tokenizer, None to keep
+        them.
+        """
         if text_encoder is not None:
             model = replace_text_encoder(model, text_encoder, not model.get("unconditional"))
         if tokenizer is not None:
@@ -282,23 +296,26 @@ class Config(SystemConfig, ReadsTexts):
 
     @property
     def samplers(self) -> tuple[str, ...]:
-        """Returns the names of the samplers: ("confidence",), or with a critic ("confidence", "critic"). The last one
-        is the default.
+        """Returns ("confidence",), or for a model with a critic ("confidence", "critic"). The last one is the
+        default.
         """
         return SAMPLERS if self.critic else SAMPLERS[:1]
 
     @property
     def reads_texts(self) -> bool:
+        """Returns whether the model learns from texts: it does unless it is unconditional."""
         return not self.unconditional
 
     @property
     def num_frames(self) -> int:
-        """Returns the number of frames, not latent ones, of the longest clip."""
+        """Returns the number of frames of the longest clip that the model can draw, in frames of the video (not latent
+        ones).
+        """
         return 1 + (self.token_shape[0] - 1) * self.temporal_patch_size
 
     def count_latent_frames(self, name: str, frames: int) -> int:
-        """Returns the number of latent frames of a clip of `frames` frames. Raises ConfigError, which begins with
-        `name`, if `frames` is not 1 + a multiple of temporal_patch_size, or more than the longest clip has.
+        """Returns the number of latent frames of a clip of `frames` frames. Raises ConfigError, whose message begins
+        with `name`, if `frames` is not 1 + a multiple of temporal_patch_size, or more than the longest clip has.
         """
         step, most = self.temporal_patch_size, self.num_frames
         if frames < 1 or (frames - 1) % step:
@@ -314,7 +331,9 @@ class Config(SystemConfig, ReadsTexts):
         return 1 + (frames - 1) // step
 
     def make_trunk_arguments(self) -> dict[str, Any]:
-        """Returns the keyword arguments of maskgit.Trunk, except num_tokens."""
+        """Returns the keyword arguments of the transformer maskgit.Trunk that this section chooses, all but
+        num_tokens.
+        """
         text = self.make_text_arguments() if self.reads_texts else None
         same = ("token_shape", "dim", "depth", "heads", "dim_head", "peg", "dropout", "gradient_shrink")
         return {**{name: getattr(self, name) for name in same}, "text": text}

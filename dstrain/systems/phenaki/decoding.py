@@ -44,15 +44,17 @@ def decode_tokens(
     choices: Decoding = Decoding(),
     criticize: Criticize | None = None,
 ) -> Tensor:
-    """Draws the tokens that are not `known` in `num_steps` steps, and returns all tokens, int64 (B, t, h, w), none of
-    them the mask token. With choices.order "frames" it draws frame by frame, each in `num_steps` steps.
+    """Draws the tokens that are not `known`, in `num_steps` steps, and returns all tokens, int64 (B, t, h, w), without
+    mask tokens. If choices.order is "frames", latent frames are drawn one after the other, each in `num_steps` steps.
 
-    predict    draws an id for each mask token, see `Predict`.
-    tokens     int64 (B, t, h, w), of which those that are `known` are read.
-    known      bool (B, t, h, w), True for tokens that stay: frames to go on from, and padding.
-    mask_token the id that stands for an unknown token.
-    key        int64 (B,), from which all noise is drawn.
-    criticize  the critic, see `Criticize`; None: the log-probabilities decide which tokens are masked again.
+    predict     draws an id for each mask token, see `Predict`.
+    tokens      int64 (B, t, h, w); values at unknown places have no effect.
+    known       bool (B, t, h, w), True for tokens that stay: given frames, and padding.
+    mask_token  the id that stands for an unknown token.
+    key         int64 (B,), the samples' keys, from which all noise is drawn.
+    criticize   the critic, see `Criticize`, which chooses the tokens that are masked again; None: their
+                log-probabilities do.
+
     Raises ConfigError if num_steps is below 1.
     """
     if num_steps < 1:
@@ -79,9 +81,9 @@ def _decode_frames_together(
     choices: Decoding,
     criticize: Criticize | None,
 ) -> Tensor:
-    """Decodes the tokens that are not `known`, of all frames at the same time. Each step but the last draws all masked
-    tokens and masks the least certain ones again; the last step only draws. Returns all tokens, int64 (B, t, h, w).
-    Arguments as those of `decode_tokens`.
+    """Draws the tokens that are not `known`, of all latent frames at once, and returns all tokens, int64 (B, t, h, w).
+    Each step draws all masked tokens, and all steps but the last then mask the least certain ones again. The arguments
+    are those of `decode_tokens`.
     """
     shape, count = tokens.shape, tokens[0].numel()
     free = ~known.flatten(1)  # (B, N)

@@ -63,25 +63,25 @@ class MaskGit(nn.Module):
         judged: Tensor | None = None,
         **text: Tensor,
     ) -> Pass:
-        """Hides the tokens at `masked`, bool (B, t, h, w), predicts them, and returns the loss against the true
-        `tokens`, int64 (B, t, h, w), see Pass.
+        """Masks the tokens where `masked`, bool (B, t, h, w), is True, predicts them, and compares them with the true
+        `tokens`, int64 (B, t, h, w). Returns a Pass: the loss, and what a critic needs.
 
-        weights   (B,): the weight in the total of each masked token of a sample.
-        uniforms  (B, N) in [0, 1), by which ids for the masked tokens are drawn at `temperature`. None draws none, and
-                  `filled` has the true ids.
-        judged    int64 (B, t, h, w): tokens that the self critic judges in the same pass; None: it judges nothing.
-        real, dropped, text: see Trunk.
+        weights        (B,), the weight in the total loss of each masked token of a sample.
+        uniforms       (B, N) in [0, 1), by which ids of the masked tokens are drawn at `temperature`; None: none are
+                       drawn, and `filled` has the true ids.
+        judged         int64 (B, t, h, w), tokens that the self critic judges in the same pass; None: it judges none.
+        real, dropped  see Trunk.forward, and so are the keyword arguments `text`.
         """
         pending = Pending(masked)
         seen = torch.where(masked, self.mask_token, tokens)
         if judged is not None:  # in the same call, since an engine hooks the outputs of one call
             states, of_judged = self.trunk(
-                torch.cat((seen, judged)), _repeat_twice(real), _repeat_twice(dropped), **_repeat_text(text)
+                torch.cat((seen, judged)), _repeat_batch_twice(real), _repeat_batch_twice(dropped), **_repeat_text(text)
             ).chunk(2)
             critic = self.to_critic(of_judged)[..., 0].float()
         else:
             states, critic = self.trunk(seen, real, dropped, **text), None
-        places = pending.read_indices()  # (M,)
+        places = pending.wait_for_indices()  # (M,)
         of_masked = self.to_logits(
             states.flatten(0, 3)[places],
             None if uniforms is None else uniforms.flatten()[places],
@@ -93,6 +93,9 @@ class MaskGit(nn.Module):
 
         # scatter writes each place once, so that no order of summation decides the last bits.
         def sum_by_sample(x):
+            """Returns the sum of x (M,), one value for each masked token, over the masked tokens of each
+            sample: (B,).
+            """
             return x.new_zeros(tokens.numel()).scatter(0, places, x).view(len(tokens), -1).sum(1)
 
         return Pass(of_masked.total, sum_by_sample(of_masked.loss), sum_by_sample(of_masked.hits), filled, critic)
@@ -107,14 +110,14 @@ class MaskGit(nn.Module):
         guidance_scale: float = 1.0,
     ) -> tuple[Tensor, Tensor]:
         """Draws an id for each mask token in `tokens`, int64 (B, t, h, w), by `uniforms` (B, N) in [0, 1). Returns the
-        tokens with these ids in place, and the ids' log-probabilities, float32 (B, t, h, w), 0 at other tokens.
+        tokens with these ids, and the log-probability of each, float32 (B, t, h, w), 0 at all other tokens.
 
-        With a guidance_scale s other than 1 the logits are null + s (text - null), from one pass over both. The head is
-        linear, so states are mixed instead of logits.
+        With a guidance_scale other than 1, ids are drawn from null + guidance_scale * (with text - null), where both
+        are logits and null is without text.
         """
         if guidance_scale != 1:
             half = torch.arange(2 * len(tokens), device=tokens.device) >= len(tokens)
-            both = self.trunk(_repeat_twice(tokens), _repeat_twice(real), half, **_repeat_text(text))
+            both = self.trunk(_repeat_batch_twice(tokens), _repeat_batch_twice(real), half, **_repeat_text(text))
             with_text, null = both.float().chunk(2)
             states = (null + guidance_scale * (with_text - null)).to(both.dtype)
         else:
@@ -126,8 +129,7 @@ class MaskGit(nn.Module):
 
     def criticize(self, tokens: Tensor, real: Tensor | None, text: dict[str, Tensor]) -> Tensor:
         """Returns the self critic's logits, float32 (B, t, h, w), for tokens int64 (B, t, h, w). A high logit means
-        that the token was probably masked, or has a wrong id: model.critic_labels decides which of the two the critic
-        has learned.
+        that the token was probably drawn and not given or, with critic_labels=replaced, that it is probably wrong.
         """
         return self.to_critic(self.trunk(tokens, real, None, **text))[..., 0].float()
 
@@ -145,17 +147,19 @@ class TokenCritic(nn.Module):
     def forward(
         self, tokens: Tensor, real: Tensor | None = None, dropped: Tensor | None = None, **text: Tensor
     ) -> Tensor:
-        """Returns the critic's logits, float32 (B, t, h, w), for tokens int64 (B, t, h, w), as `MaskGit.criticize`
-        does. For the other arguments see Trunk.
+        """Returns the critic's logits, float32 (B, t, h, w), for tokens int64 (B, t, h, w), high for tokens that were
+        probably drawn (or are wrong), see MaskGit.criticize. All other arguments are those of Trunk.forward.
         """
         return self.to_critic(self.trunk(tokens, real, dropped, **text))[..., 0].float()
 
 
-def _repeat_twice(x: Tensor | None) -> Tensor | None:
+def _repeat_batch_twice(x: Tensor | None) -> Tensor | None:
+    """Returns x concatenated with itself along the batch, (B, ...) -> (2B, ...); None for None."""
     return None if x is None else torch.cat((x, x))
 
 
 def _repeat_text(text: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Returns the text inputs, each concatenated with itself along the batch: (B, ...) -> (2B, ...)."""
     return {name: torch.cat((value, value)) for name, value in text.items()}
 
 
@@ -194,11 +198,11 @@ class Trunk(nn.Module):
     def forward(
         self, tokens: Tensor, real: Tensor | None = None, dropped: Tensor | None = None, **text: Tensor
     ) -> Tensor:
-        """Returns the states (B, t, h, w, dim) of tokens int64 (B, t, h, w).
+        """Returns the transformer's states for tokens: int64 (B, t, h, w) -> (B, t, h, w, dim).
 
-        real     bool (B, t), True for latent frames that are no padding; None: all.
-        dropped  bool (B,), True for samples whose text is replaced by the null text; None: none.
-        text     the other arguments of Text.forward.
+        real     bool (B, t), False for latent frames that are padding; None: none are.
+        dropped  bool (B,), True for samples whose text is replaced by the null text; None: none are.
+        text     the inputs words, or text_encodings and text_mask, of Text.forward.
         """
         x = self.token_emb(tokens)
         for axis, (table, side) in enumerate(zip(self.positions, tokens.shape[1:])):
@@ -236,8 +240,13 @@ class Text(nn.Module):
         text_encodings: Tensor | None = None,
         text_mask: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Returns the context (B, M, dim), and bool (B, M), True for the entries that attention sees. M is L, or L + 1
-        with a null text, which only samples see whose text is `dropped` (bool (B,); None: none) or has no tokens.
+        """Returns the context for cross-attention, (B, M, dim), and bool (B, M), True for the entries that may be read.
+
+        dropped         bool (B,), True for samples whose text is replaced by the null text; None: none are.
+        words           int64 (B, L), hashed words, 0 for padding; or instead of them:
+        text_encodings  (B, L, E), with text_mask, bool (B, L), False for padding.
+
+        M is L, or with a null text L + 1. Only samples with a dropped or empty text may read the null text.
         """
         if self.words is not None:
             context, seen = self.words(words), words != 0
@@ -255,7 +264,7 @@ class Text(nn.Module):
 class Pending:
     """Finds the indices where a mask is True, and copies their number to the host while the device works on.
 
-    The copy starts in the constructor and is read in `read_indices`, after the trunk has been launched. So the host
+    The copy starts in the constructor and is read in `wait_for_indices`, after the trunk has been launched. So the host
     waits for what was launched before the trunk, and never for the trunk itself.
     """
 
@@ -269,9 +278,9 @@ class Pending:
             self.event = torch.cuda.Event()
             self.event.record()
 
-    def read_indices(self) -> Tensor:
-        """Returns the indices, int64 (M,), ascending, once the host knows M. On the meta device, which has no values, M
-        is 2 / pi of all tokens.
+    def wait_for_indices(self) -> Tensor:
+        """Returns the indices at which the mask is True, int64 (M,), ascending, as soon as the host has received their
+        number M. On the meta device M is 2 / pi of all.
         """
         if self.event is not None:
             self.event.synchronize()

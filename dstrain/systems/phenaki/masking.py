@@ -13,20 +13,22 @@ MEAN_RATIO = 2 / math.pi
 
 
 def compute_masked_share(u: Tensor) -> Tensor:
-    """Returns the share of masked tokens, cos(pi/2 u): (B,) -> float64 (B,); 1 at u = 0, 0 at u = 1."""
+    """Returns the share of tokens that are masked, cos(pi / 2 * u): (B,) -> float64 (B,). It falls from 1 at u = 0 to 0
+    at u = 1.
+    """
     return torch.cos(u.double() * (math.pi / 2))
 
 
 def count_tokens_to_mask(u: Tensor, real: Tensor) -> Tensor:
-    """Returns the number of tokens of each clip that are masked in training, max(1, round(real * cos(pi/2 u))), int64
-    (B,). u: float (B,) in [0, 1); real: int64 (B,), the number of the clip's real tokens.
+    """Returns how many tokens of each clip are masked in training, int64 (B,): max(1, round(real * cos(pi / 2 * u))).
+    `u`, float (B,), is in [0, 1); `real`, int64 (B,), is the number of the clip's tokens without padding.
     """
     return (real * compute_masked_share(u)).round().long().clamp(min=1)
 
 
 def mark_lowest_scores(scores: Tensor, count: Tensor) -> Tensor:
-    """Returns bool (B, N), True at the `count` int64 (B,) lowest scores of each row of (B, N). Of equal scores the
-    first ones count as lower.
+    """Returns bool (B, N), True at the lowest `scores` (B, N) of each row, of which there are `count`, int64 (B,). Of
+    equal scores the first ones are taken.
     """
     order = scores.argsort(dim=1, stable=True)
     rank = torch.empty_like(order).scatter_(
@@ -36,9 +38,8 @@ def mark_lowest_scores(scores: Tensor, count: Tensor) -> Tensor:
 
 
 def draw_mask(u: Tensor, noise: Tensor, real: Tensor) -> Tensor:
-    """Returns bool (B, N), True for the tokens that are masked in training: of each clip the real tokens with the
-    lowest `noise` (B, N) in [0, 1), as many as `count_tokens_to_mask` returns for u (B,).
-
-    real bool (B, N), False for padding, which is never masked.
+    """Returns bool (B, N), True for the tokens that are masked in training: those with the lowest `noise` (B, N) in [0,
+    1), as many in each clip as count_tokens_to_mask gives for u (B,). Padding, where `real`, bool (B, N), is False, is
+    never masked.
     """
     return mark_lowest_scores(torch.where(real, noise, 2.0), count_tokens_to_mask(u, real.sum(1)))

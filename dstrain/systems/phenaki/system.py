@@ -50,6 +50,7 @@ class PhenakiSystem(System):
         self.texts = Reader(config)
 
     def networks(self) -> dict[str, nn.Module]:
+        """Builds the new networks by part: "maskgit" and, if the config has a token critic, "critic"."""
         config, trunk = self.config, self.config.make_trunk_arguments()
         networks: dict[str, nn.Module] = {
             "maskgit": MaskGit(
@@ -68,11 +69,12 @@ class PhenakiSystem(System):
 
     @torch.no_grad()
     def encode(self, batch: Batch) -> Example:
-        """Returns the batch with tokens int64 (B, t, h, w) in place of videos or images, real bool (B, t) if the batch
-        has `frames`, and the texts' inputs of the network.
+        """Returns the batch with `tokens` int64 (B, t, h, w) in place of videos or images, with the network's text
+        inputs in place of captions or encodings and, if the batch has `frames`, with `real`, bool (B, t), False for
+        latent frames with padding.
 
-        Raises ConfigError if the batch has neither videos nor tokens, if tokens have another shape than the model's,
-        and if captions that the model reads are missing.
+        Raises ConfigError if there are neither videos nor tokens, if tokens have another shape than the model's, or if
+        captions that the model reads are missing.
         """
         read = ("video", "image", "tokens", "frames", "caption", "label", "text_embed", *NAMES)
         example = {name: values for name, values in batch.items() if name not in read}
@@ -98,9 +100,8 @@ class PhenakiSystem(System):
         return example | self.texts.make_batch_inputs(batch)
 
     def accepts(self, source: Any) -> None:
-        """Encodes the first clip of the source as a check. Raises ConfigError if captions are missing, if shape, tokens
-        or texts do not fit the model, or if the tokenizer or text encoder that the model needs is missing or does not
-        fit.
+        """Encodes the first clip of a data source as a check. Raises ConfigError if captions are missing, if tokens or
+        texts do not fit the model, or if the tokenizer or text encoder is missing or does not fit.
         """
         if self.config.tokenizer is not None:
             self.get_tokenizer()
@@ -118,12 +119,12 @@ class PhenakiSystem(System):
             )
 
     def fingerprint(self, source: Any) -> str:
+        """Returns a text that changes if the training data or the text encoder change."""
         return source.compute_fingerprint() + self.texts.make_fingerprint_suffix()
 
     def get_tokenizer(self, device: torch.device | None = None) -> Codec:
-        """Returns the frozen tokenizer, on `device` if one is given. The first call loads the tokenizer, so that a run
-        with cached tokens does not need one. Raises ConfigError if the recipe names no tokenizer, or the tokenizer does
-        not fit the model.
+        """Returns the frozen tokenizer, moved to `device` unless it is None. The first call loads it, so that a run on
+        cached tokens needs none. Raises ConfigError if the recipe names no tokenizer, or it does not fit the model.
         """
         if self._tokenizer is None:
             if problem := self.cannot_draw():
@@ -133,6 +134,7 @@ class PhenakiSystem(System):
         return self._tokenizer if device is None else self._tokenizer.to(device)
 
     def cannot_draw(self) -> str | None:
+        """Returns an error message if the recipe names no tokenizer, which decodes samples; else None."""
         if self.config.tokenizer is None:
             return (
                 "model.tokenizer: no tokenizer is named that encodes and decodes videos; set model.tokenizer.path "
@@ -141,22 +143,28 @@ class PhenakiSystem(System):
         return None
 
     def turns(self, step: int) -> tuple[str, ...]:
-        """Returns the names of both parts, or of the one that model.train names. Also stores, for the losses of this
-        step, the last latent frame that its clips keep.
+        """Returns the parts that learn at `step`: all, or the one that model.train names. Stores for the losses of this
+        step the last latent frame that its clips keep, None for whole clips.
         """
         # The shapes of a step depend on it, and only here does the host know the step.
         self._cut = find_last_kept_frame(self.config.beginnings, step)
         return tuple(self.parts) if self.config.train == "both" else (self.config.train,)
 
     def workload(self, step: int) -> tuple[int, ...]:
+        """Returns (parts that learn, latent frames of a clip, latent frames that may be masked) at `step`: a larger
+        tuple means more operations.
+        """
         cut, longest = find_last_kept_frame(self.config.beginnings, step), self.config.token_shape[0]
         frames, masked = (longest, longest) if cut is None else (cut + 1, 1)
         return len(self.parts) if self.config.train == "both" else 1, frames, masked
 
     def compute_maskgit_loss(self, nets: Nets, example: Example) -> Terms:
-        """Returns the terms of MaskGit's turn: `loss`, the weighted cross-entropy at masked tokens, plus that of a self
-        critic; loss_each (B,); and the terms of `_run_maskgit`. Texts are dropped with probability cond_drop_prob.
-        Changes the example: cuts its clips as `_cut_clips` does and, for a token critic, stores the filled tokens.
+        """Returns the terms of MaskGit's turn: `loss`, a scalar with gradient, the weighted cross-entropy of masked
+        tokens plus the loss of a self critic; loss_each (B,); and further terms without gradient. Texts are dropped
+        with probability cond_drop_prob.
+
+        Changes the example: cuts its clips if this step is to have shorter ones, and stores the filled tokens for a
+        token critic.
         """
         self._cut_clips(example)
         passed, terms = self._run_maskgit(nets, example, self._draw_dropped_texts(example))
@@ -172,9 +180,9 @@ class PhenakiSystem(System):
         return terms | {"loss": loss, "loss_each": terms["loss"]}
 
     def compute_critic_loss(self, nets: Nets, example: Example) -> Terms:
-        """Returns the terms of the token critic's turn, on tokens whose masked ones MaskGit has filled: `loss`,
-        loss_each (B,), and those of `_compute_critic_terms`. If MaskGit had no turn in this step, its ids are drawn
-        here. Cuts the example's clips as `_cut_clips` does.
+        """Returns the terms of the token critic's turn, which judges clips whose masked tokens MaskGit has drawn:
+        `loss`, a scalar with gradient, loss_each (B,), and those of `_compute_critic_terms`. If MaskGit has no turn in
+        this step, its tokens are drawn here. Cuts the example's clips if this step is to have shorter ones.
         """
         self._cut_clips(example)
         dropped = self._draw_dropped_texts(example)
@@ -187,8 +195,8 @@ class PhenakiSystem(System):
 
     @torch.no_grad()
     def evaluate(self, nets: Nets, example: Example) -> Terms:
-        """Returns MaskGit's terms of each sample, (B,), with no text dropped; if a critic learns, also the critic's
-        terms, whose names begin with critic_. `loss` is MaskGit's, or the critic's if the critic alone learns.
+        """Returns terms of each sample, (B,) each, without dropping texts: MaskGit's and, if a critic learns, the
+        critic's, whose names begin with critic_. `loss` is MaskGit's, or the critic's if it learns alone.
         """
         example = dict(example)
         passed, terms = self._run_maskgit(nets, example, None)
@@ -204,15 +212,15 @@ class PhenakiSystem(System):
         return terms | {f"critic_{name}": value for name, value in judged.items()}
 
     def _draw_dropped_texts(self, example: Example) -> Tensor | None:
-        """Draws, from the samples' keys, which texts are dropped: bool (B,), True with probability cond_drop_prob.
-        Returns None, for no sample, if the model has no null text.
+        """Returns bool (B,), True for samples whose text is dropped, drawn from the samples' keys with probability
+        cond_drop_prob. Returns None if the model has no null text, so that none is dropped.
         """
         return rng.uniform(example["key"], "drop") < self.config.cond_drop_prob if self.config.has_null else None
 
     def _run_maskgit(self, nets: Nets, example: Example, dropped: Tensor | None) -> tuple[Pass, Terms]:
-        """Runs MaskGit on clips whose tokens are masked by the samples' keys. `dropped`, bool (B,), marks the samples
-        whose text is replaced by the null text; None: none. Returns MaskGit's Pass, and the terms of each sample, (B,).
-        For a self critic first draws ids without gradient, and stores the filled tokens in the example.
+        """Runs MaskGit on clips with masked tokens. Returns its Pass, and the terms of each sample, (B,) each.
+        `dropped`, bool (B,), is True for samples whose text is replaced by the null text; None: for none. For a self
+        critic the ids of masked tokens are drawn first, and stored in the example.
         """
         masked, total = self._get_or_draw_mask(example), self._count_maskable_tokens(example)
         weights = 1 / (masking.MEAN_RATIO * total)  # (B,)
@@ -237,8 +245,8 @@ class PhenakiSystem(System):
         }
 
     def _get_or_draw_mask(self, example: Example) -> Tensor:
-        """Returns bool (B, t, h, w), True for the tokens that are hidden from MaskGit. The first call draws them from
-        the samples' keys and stores them in the example.
+        """Returns bool (B, t, h, w), True for the tokens that MaskGit does not see. The first call for an example draws
+        it from the samples' keys and stores it in the example.
         """
         if "masked" not in example:
             key, shape = example["key"], example["tokens"].shape
@@ -248,9 +256,9 @@ class PhenakiSystem(System):
         return example["masked"]
 
     def _cut_clips(self, example: Example) -> None:
-        """Cuts the clips in the example, in place, after the latent frame that `turns` has chosen for this step, and
-        stores as "asked" bool (B, t), True for the last real frame of each clip. Does nothing if this step keeps whole
-        clips, or the clips are cut already.
+        """Cuts the example's clips, in place, after the latent frame that `turns` has stored, and stores "asked", bool
+        (B, t), True for the last real latent frame of each clip, whose tokens alone are masked. Does nothing if this
+        step has whole clips, or the clips are cut already.
         """
         if self._cut is None or "asked" in example:
             return
@@ -264,21 +272,22 @@ class PhenakiSystem(System):
         return self._mark_maskable_frames(example).sum(1) * (self.config.token_shape[1] * self.config.token_shape[2])
 
     def _mark_maskable_frames(self, example: Example) -> Tensor:
-        """Returns bool (B, t), True for the latent frames whose tokens may be masked: all that are no padding or, if
-        `_cut_clips` has cut the clips, only the last real one.
+        """Returns bool (B, t), True for latent frames whose tokens may be masked: all without padding or, if
+        `_cut_clips` has cut the clips, only the last of these.
         """
         return example["asked"] if "asked" in example else self._mark_real_frames(example)
 
     def _mark_real_frames(self, example: Example) -> Tensor:
-        """Returns bool (B, t), True for the latent frames that are no padding."""
+        """Returns bool (B, t), True for latent frames without padding."""
         return example.get("real", torch.ones_like(example["tokens"][:, :, 0, 0], dtype=torch.bool))
 
     def _run_critic(self, critic: Any, example: Example, dropped: Tensor | None) -> Tensor:
+        """Returns the token critic's logits (B, t, h, w) for the filled tokens of the example."""
         return critic(example["filled"], example.get("real"), dropped, **select_text_inputs(example))
 
     def _compute_critic_terms(self, logits: Tensor, example: Example) -> Terms:
-        """Returns the critic's terms, (B,) each, from its logits (B, t, h, w): its loss, its accuracy, and `replaced`,
-        the share of masked tokens that were filled with a wrong id.
+        """Returns terms of each sample, (B,) each, from the critic's logits (B, t, h, w): its `loss`, its `accuracy`,
+        and `replaced`, the share of masked tokens in whose place MaskGit drew a wrong id.
         """
         masked, total = self._get_or_draw_mask(example), self._count_maskable_tokens(example)
         replaced = example["filled"] != example["tokens"]
@@ -290,6 +299,7 @@ class PhenakiSystem(System):
             true, judged, number, scale = replaced, masked, count, masking.MEAN_RATIO * total
 
         def sum_over_judged(x):
+            """Returns the sum of x (B, t, h, w) over the tokens of each clip that the critic's loss counts: (B,)."""
             return torch.where(judged, x, 0.0).flatten(1).sum(1)
 
         each = F.binary_cross_entropy_with_logits(logits, true.to(logits.dtype), reduction="none")
@@ -301,12 +311,11 @@ class PhenakiSystem(System):
 
     @torch.no_grad()
     def sample(self, nets: Nets, request: Request) -> Tensor:
-        """Draws uint8 videos (N, T, C, H, W), one for each seed. T is request.num_frames, or the frames of the longest
-        clip.
+        """Draws one video for each seed of the request: uint8 (N, T, C, H, W), T being request.num_frames or else the
+        longest clip's. The conditions are the texts' inputs (without them, no text) and perhaps `prime`, uint8 (N, K,
+        C, H, W): frames with which the videos begin.
 
-        Conditions: words (N, L), or text_encodings (N, L, E) and text_mask (N, L); without them the null text is taken.
-        `prime`, uint8 (N, K, C, H, W), are frames to go on from: the video begins with them. Raises ConfigError if the
-        frames are too many or do not fit the temporal patch, for guidance without a null text, and without a tokenizer.
+        Raises ConfigError if T or K does not fit the model, if there is guidance without a null text, or no tokenizer.
         """
         config, device = self.config, request.seeds.device
         if request.guidance_scale != 1 and not config.has_null:
@@ -329,8 +338,8 @@ class PhenakiSystem(System):
         return video if prime is None else torch.cat((prime, video[:, prime.shape[1] :]), dim=1)
 
     def draw_tokens(self, nets: Nets, tokens: Tensor, known: Tensor, request: Request) -> Tensor:
-        """Returns tokens int64 (N, t, h, w): those at which `known`, bool (N, t, h, w), is True are kept from `tokens`,
-        and all others are drawn, for the seeds and conditions of the request. See decoding.py.
+        """Draws the tokens of clips for the request's seeds and conditions, int64 (N, t, h, w). Where `known`, bool (N,
+        t, h, w), is True, the tokens given in `tokens`, int64 (N, t, h, w), are kept.
         """
         network, real = nets["maskgit"], request.conditions.get("real")
         text = self.texts.make_batch_inputs(
@@ -338,22 +347,26 @@ class PhenakiSystem(System):
         )
         text = {name: value.to(tokens.device) for name, value in text.items()}
 
-        def seen(x):
+        def get_real_frames(x):
+            """Returns the condition `real`, bool (N, t), for the latent frames that x has; None if it is not given."""
             return None if real is None else real[:, : x.shape[1]]
 
         def predict(x, uniforms, temperature):
-            return network.predict(x, seen(x), text, uniforms, temperature, request.guidance_scale)
+            """Draws an id for each mask token of x, see decoding.Predict."""
+            return network.predict(x, get_real_frames(x), text, uniforms, temperature, request.guidance_scale)
 
         criticize = None
         led_by_critic = self.sampler(request.sampler) == "critic"
         if led_by_critic and self.config.critic == "self":
 
             def criticize(x):
-                return network.criticize(x, seen(x), text)
+                """Returns the self critic's logits for tokens x, see decoding.Criticize."""
+                return network.criticize(x, get_real_frames(x), text)
         elif led_by_critic:
 
             def criticize(x):
-                return nets["critic"](x, seen(x), None, **text)
+                """Returns the token critic's logits for tokens x, see decoding.Criticize."""
+                return nets["critic"](x, get_real_frames(x), None, **text)
 
         if real is not None:
             known = known | ~real[:, :, None, None]
@@ -369,8 +382,8 @@ class PhenakiSystem(System):
         )
 
     def conditions(self, num: int, labels: tuple[int, ...] | None = None) -> dict[str, Tensor]:
-        """Returns the network's inputs for `num` empty texts, (num, ...) each. Raises ConfigError if `labels` are
-        given, or the model reads texts and has no null text.
+        """Returns the text inputs of `num` empty texts, {name: tensor (num, ...)}. Raises ConfigError if `labels` are
+        given, since the model knows no classes, or if the model reads texts and has no null text.
         """
         if labels is not None:
             raise ConfigError(
@@ -381,17 +394,22 @@ class PhenakiSystem(System):
 
     @property
     def takes_texts(self) -> bool:
+        """Returns whether samples can be drawn from texts: they can unless the model is unconditional."""
         return not self.config.unconditional
 
     def conditions_from_texts(self, texts: list[str]) -> dict[str, Tensor]:
+        """Returns the network's inputs for N texts, {name: tensor (N, ...)}."""
         return self.texts.make_text_inputs(texts)
 
     def describe_cut(self, texts: list[str], what: str) -> str:
+        """Returns a note for the user that says how many tokens of long texts are cut off; "" if none is. `what` is the
+        note's word for the texts, such as "prompts".
+        """
         return self.texts.describe_cut(texts, what)
 
     def conditions_from(self, images: Tensor) -> dict[str, Tensor]:
-        """Returns {"prime": videos uint8 (N, K, C, H, W)}, the frames that the samples continue. Pictures (N, C, H, W)
-        become videos of one frame. Raises ConfigError if the frames do not fit the model or its tokenizer.
+        """Returns {"prime": uint8 (N, K, C, H, W)}, the frames with which samples begin. Pictures (N, C, H, W) become
+        videos of one frame. Raises ConfigError if the frames do not fit the model or its tokenizer.
         """
         video = images if images.ndim == 5 else images[:, None]
         self.config.count_latent_frames("prime", video.shape[1])
@@ -399,19 +417,23 @@ class PhenakiSystem(System):
         return {"prime": video}
 
     def decays(self, name: str, weight: Tensor) -> bool:
-        """Returns whether weight decay applies to a weight: to matrices and filters, but not to embeddings of positions
-        and of the null text.
+        """Returns whether weight decay applies to the weight `name`: to matrices and filters, but not to embeddings of
+        positions or of the null text.
         """
         return weight.ndim >= 2 and not any(part in name for part in ("positions.", "places.", "null."))
 
     def blocks(self) -> tuple[type[nn.Module], ...]:
+        """Returns the class of the transformers' blocks."""
         return (TransformerBlock,)
 
     def frozen(self) -> tuple[nn.Module, ...]:
+        """Returns the tokenizer and the text encoder, each only if it is loaded already."""
         return tuple(network for network in (self._tokenizer, self.texts.encoder) if network is not None)
 
     def synthetic(self, batch_size: int) -> Batch:
-        """Returns a batch of random tokens and texts, as a cache holds them, of clips with random numbers of frames."""
+        """Returns a batch of random tokens and texts, in the form of cached data, for clips with random numbers of real
+        frames.
+        """
         positions = torch.arange(batch_size)
         key = rng.keys(0, 0, positions)
         config = self.config
@@ -425,4 +447,5 @@ class PhenakiSystem(System):
 
 
 def build(config: Config) -> PhenakiSystem:
+    """Returns the system that the config describes."""
     return PhenakiSystem(config)

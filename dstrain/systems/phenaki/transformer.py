@@ -63,8 +63,8 @@ class Transformer(nn.Module):
         context: Tensor | None = None,
         context_mask: Tensor | None = None,
     ) -> Tensor:
-        """Maps (B, t, h, w, dim) -> (B, t, h, w, dim). `bias` (heads, N, N) is added to the scores of self-attention;
-        for the other arguments see TransformerBlock.
+        """Returns the output of all blocks and the last norm: (B, t, h, w, dim) -> (B, t, h, w, dim). `bias` (heads, N,
+        N) is added to the scores of self-attention; all other arguments are those of TransformerBlock.forward.
         """
         bias = None if bias is None else bias[None]
         for layer in self.layers:
@@ -106,12 +106,13 @@ class TransformerBlock(nn.Module):
         context: Tensor | None = None,
         context_mask: Tensor | None = None,
     ) -> Tensor:
-        """Maps (B, t, h, w, dim) -> (B, t, h, w, dim).
+        """Returns the block's output: (B, t, h, w, dim) -> (B, t, h, w, dim).
 
-        bias          (1, heads, N, N), added to the scores of self-attention; `over` decides N.
-        mask          bool (B, t, h, w), False for tokens that no other token sees; None: all are seen.
-        context       (B, M, E) for cross-attention.
-        context_mask  bool (B, M), True for the context that is seen.
+        bias          (1, heads, N, N), added to the scores of self-attention, N being the tokens that attend to
+                      each other; None: none.
+        mask          bool (B, t, h, w), False for tokens that no token may read; None: all may be read.
+        context       (B, M, E), which cross-attention reads.
+        context_mask  bool (B, M), False for entries of the context that may not be read; None: all may be.
         """
         own_mask = None if mask is None else take_own_part(mask, ROWS)
         if self.peg is not None:  # hidden tokens become 0, as the padding around the clip is
@@ -129,8 +130,8 @@ class TransformerBlock(nn.Module):
         return x + self.feed_forward(x)
 
     def _reshape_to_sequences(self, x: Tensor) -> Tensor:
-        """Reshapes (B, t, h, w, ...) -> (sequences, N, ...), so that the tokens that attend to each other are one
-        sequence.
+        """Reshapes a grid (B, t, h, w, ...) to (sequences, N, ...), where each sequence holds N tokens that attend to
+        each other.
         """
         if self.over == "all":
             return x.flatten(1, 3)
@@ -139,6 +140,7 @@ class TransformerBlock(nn.Module):
         return x.movedim(1, 3).flatten(0, 2)  # (B h w, t, ...)
 
     def _reshape_to_grid(self, flat: Tensor, shape: torch.Size) -> Tensor:
+        """Inverts `_reshape_to_sequences`: (sequences, N, dim) -> `shape`, which is (B, t, h, w, dim)."""
         if self.over != "time":
             return flat.view(shape)
         batch, t, h, w, dim = shape
@@ -169,18 +171,19 @@ class Attention(nn.Module):
         causal: bool = False,
         shared: int = 0,
     ) -> Tensor:
-        """Maps (B, N, dim) -> (B, N, dim).
+        """Returns the output of attention for tokens x: (B, N, dim) -> (B, N, dim).
 
-        context (B, M, E)         what is attended to; None: x itself.
-        mask bool (B, M)          True = seen. The output is 0 for a sample that sees nothing.
-        bias (1, heads, N, M)     added to the scores.
-        causal                    a token sees only itself and those before it (N = M).
-        shared                    see attend; mask and bias are of all tokens.
+        context  (B, M, E), what is read; None: x itself.
+        mask     bool (B, M), True for what may be read; None: all. The output is 0 for a sample that may read nothing.
+        bias     (1, heads, N, M), added to the scores; None: none.
+        causal   whether a token reads only itself and those before it (N = M).
+        shared   that of nn.attention.attend, where ranks share the tokens; mask and bias are of all tokens.
         """
         x = self.norm(x)
         source = x if self.context_norm is None else self.context_norm(context.to(x.dtype))
 
         def split_heads(y):
+            """Splits the last axis into heads: (B, N, heads d) -> (B, heads, N, d)."""
             return y.unflatten(-1, (self.heads, -1)).transpose(1, 2)  # (B, heads, N, d)
 
         key, value = self.to_kv(source).chunk(2, dim=-1)
@@ -196,9 +199,9 @@ class Attention(nn.Module):
 
 
 def _sum_biases(bias: Tensor | None, mask: Tensor | None, causal: bool, query: Tensor, count: int) -> Tensor | None:
-    """Returns the sum of all biases that are added to the scores, (B or 1, heads or 1, N or 1, M): `bias`, and large
-    negative numbers for tokens that `mask` or `causal` hides. Returns None if neither bias nor mask is given, even if
-    `causal` is set.
+    """Returns all that is added to the scores of attention, (B or 1, heads or 1, N or 1, M): `bias`, and large negative
+    numbers where `mask` or `causal` hides a token. Returns None if neither bias nor mask is given, even if `causal` is
+    true.
     """
     if bias is None and mask is None:
         return None
@@ -221,9 +224,11 @@ class UnitNorm(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
+        """Sets the gains to 1."""
         nn.init.ones_(self.weight)
 
     def forward(self, x: Tensor) -> Tensor:
+        """Returns x scaled to length 1 over its last axis, times the gains: (..., dim) -> (..., dim)."""
         return F.normalize(widen_precision(x), dim=-1, eps=1e-6).to(x.dtype) * self.weight
 
 
@@ -243,6 +248,7 @@ class FeedForward(nn.Module):
         self.narrow = Linear(hidden, dim, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
+        """Returns narrow(value * gelu(gate)), where widen(norm(x)) gives value and gate: (..., dim) -> (..., dim)."""
         value, gate = self.widen(self.norm(x)).chunk(2, dim=-1)
         return self.narrow(self.dropout(value * F.gelu(gate)))
 
@@ -259,6 +265,9 @@ class PositionEncoder3d(nn.Conv3d):
         self.before = 2 if causal else 1
 
     def forward(self, x: Tensor) -> Tensor:
+        """Returns the depthwise convolution of tokens over time, height and width: (B, t, h, w, dim) -> (B, t, h, w,
+        dim).
+        """
         x = gather_parts_and_split_channels(
             x, ROWS
         )  # a rank that shares rows encodes all of them, of a part of the channels
@@ -282,8 +291,8 @@ class PositionBias(nn.Module):
         )
 
     def forward(self, *sides: int) -> Tensor:
-        """Returns the biases (heads, N, N) of a grid with these `sides`. N is their product; tokens are in row-major
-        order.
+        """Returns the bias of each head for each pair of tokens, (heads, N, N), in a grid with these `sides`, whose
+        product is N. Tokens are numbered row by row.
         """
         like = self.net[0].weight
         distances = [torch.arange(1 - side, side, device=like.device) for side in sides]
@@ -293,8 +302,8 @@ class PositionBias(nn.Module):
 
 
 def _index_differences(sides: tuple[int, ...], device: torch.device) -> Tensor:
-    """Returns int64 (N, N): for each pair of tokens of a grid with these `sides`, the index of the pair's distance in
-    the table of all distances that PositionBias computes.
+    """Returns int64 (N, N): for each pair of tokens in a grid with these `sides`, the row of their distance in
+    PositionBias's table, which has one row for each distance that occurs.
     """
     row = torch.zeros((), dtype=torch.int64, device=device)
     places = torch.meshgrid(*(torch.arange(side, device=device) for side in sides), indexing="ij")
@@ -305,8 +314,8 @@ def _index_differences(sides: tuple[int, ...], device: torch.device) -> Tensor:
 
 
 def build_alibi(heads: int, count: int, like: Tensor) -> Tensor:
-    """Returns a bias (heads, count, count) that falls linearly with the distance of two tokens, at a rate of its own
-    for each head (ALiBi, Press et al. 2021).
+    """Returns ALiBi's bias for `count` tokens in a row, (heads, count, count): it falls linearly with the distance of
+    two tokens, at another rate for each head (Press et al. 2021). It has the dtype and device of `like`.
     """
     slopes = 2.0 ** (-8.0 / heads * torch.arange(1, heads + 1, device=like.device))
     place = torch.arange(count, device=like.device)

@@ -50,14 +50,13 @@ class Vocabulary(Linear):
         targets: Tensor | None = None,
         weights: Tensor | None = None,
     ) -> TokenLoss | tuple[Tensor, Tensor]:
-        """Returns the TokenLoss of x (M, dim) against `targets`. Without targets it returns drawn ids, int64 (M,), and
-        their log-probabilities at temperature 1, (M,).
+        """Returns the TokenLoss of states x (M, dim) if `targets` are given; otherwise a pair: drawn ids, int64 (M,),
+        and their log-probabilities at temperature 1, (M,).
 
-        uniforms  (M,) in [0, 1): an id is drawn from softmax(logits / temperature) by the inverse of its distribution.
-                  That takes one random number a row, the Gumbel trick V. Temperature 0 takes the likeliest id.
-                  None draws no ids, and needs targets.
-        targets   int64 (M,), whose cross-entropy is computed.
-        weights   (M,), the weight of each row in the total; needed with targets.
+        uniforms  (M,) in [0, 1), by which ids are drawn from softmax(logits / temperature); temperature 0 takes the
+                  most likely id. None draws no ids, and needs targets.
+        targets   int64 (M,), the true ids.
+        weights   (M,), the weight of each row in the total loss; needed with targets.
         """
         count = len(x)
         x, uniforms, targets, weights = (_pad_rows(rows) for rows in (x, uniforms, targets, weights))
@@ -84,8 +83,8 @@ class Vocabulary(Linear):
 
 
 def _pad_rows(rows: Tensor | None) -> Tensor | None:
-    """Adds rows of zeros, at most an eighth of the rows: (M, ...) -> (M', ...). None stays None. The added rows have
-    weight 0 in the loss.
+    """Adds rows of zeros, at most an eighth of the rows, so that few different sizes occur: (M, ...) -> (M', ...).
+    Returns None for None.
     """
     if rows is None:
         return None
@@ -94,8 +93,8 @@ def _pad_rows(rows: Tensor | None) -> Tensor | None:
 
 
 def _iterate_logit_chunks(x: Tensor, weight: Tensor, bias: Tensor, size: int) -> Iterator[tuple[slice, Tensor]]:
-    """Yields for each chunk of `size` rows the slice of these rows, and their logits (C, V), computed in the layer's
-    precision and then widened to float32 at least.
+    """Yields, for each chunk of `size` rows of x (M, dim), the slice of the rows and their logits (C, V), float32 at
+    least.
     """
     for first in range(0, len(x), size):
         rows = slice(first, first + size)
@@ -103,6 +102,9 @@ def _iterate_logit_chunks(x: Tensor, weight: Tensor, bias: Tensor, size: int) ->
 
 
 def _draw_ids(logits: Tensor, uniforms: Tensor, temperature: float) -> Tensor:
+    """Draws an id from softmax(logits / temperature) for each row of logits (C, V) by uniform numbers (C,) in [0, 1):
+    int64 (C,). Temperature 0 takes the most likely id.
+    """
     if temperature == 0:
         return logits.argmax(1)
     # Two rows at least: CUDA sums a single row in another order, and the ids would depend on the size of the chunk.
@@ -118,6 +120,9 @@ class _CrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, weight, bias, targets, weights, uniforms, temperature, smoothing, chunk, learns):
+        """Returns the weighted total loss, a scalar, and for each row, (M,) each: its loss, 1 if the most likely id is
+        the target, and a drawn id. If `learns`, also computes the gradients that `backward` returns.
+        """
         loss = x.new_empty(len(x), dtype=torch.promote_types(x.dtype, torch.float32))
         hits, ids = torch.empty_like(loss), targets.clone()
         # Weights are divided by the largest: products with a mean over thousands of rows would vanish in float16.
@@ -157,6 +162,7 @@ class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, grad, *_):
+        """Returns the gradients of x, weight and bias that `forward` has computed, times the gradient of the total."""
         to_x, to_weight, to_bias = ctx.saved_tensors
         scale = (grad * ctx.largest).to(to_weight.dtype)
         return (

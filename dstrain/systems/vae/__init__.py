@@ -11,5 +11,5 @@ __all__ = ["AutoencoderSystem", "Config", "DiscreteSystem", "KLSystem", "build"]
 
 
 def build(config: Config) -> AutoencoderSystem:
-    """Returns the system of a config: a DiscreteSystem if the config has the section discrete, else a KLSystem."""
+    """Returns a DiscreteSystem if the config has the section `discrete`, else a KLSystem."""
     return DiscreteSystem(config) if config.discrete else KLSystem(config)

@@ -36,7 +36,10 @@ class Temperature(Section):
     """legacy: every 100 steps the current temperature is multiplied by exp(-rate * step)."""
 
     @model_validator(mode="after")
-    def _check_order(self) -> "Temperature":
+    def _require_falling_temperature(self) -> "Temperature":
+        """Returns the section. Raises ConfigError if the minimum is above the start, unless the schedule is
+        constant.
+        """
         if self.schedule != "constant" and self.minimum > self.start:
             raise ConfigError(
                 f"minimum {self.minimum:g} is above start {self.start:g}: temperatures only fall; raise "
@@ -84,7 +87,10 @@ class Discrete(Section):
     """An adversary that judges patches, with an optimizer of its own; None: there is none."""
 
     @model_validator(mode="after")
-    def _check_choices(self) -> "Discrete":
+    def _require_consistent_fields(self) -> "Discrete":
+        """Returns the section. Raises ConfigError if levels, quantizer, num_tokens, kl_weight or normalization do not
+        go together.
+        """
         if (self.levels is not None) != (self.quantizer == "fsq"):
             raise ConfigError(
                 f"levels belong to quantizer fsq, quantizer is {self.quantizer}: give both, such as "
@@ -127,7 +133,10 @@ class KL(Section):
     """An adversary that judges patches, with an optimizer of its own; None: there is none."""
 
     @model_validator(mode="after")
-    def _check_choices(self) -> "KL":
+    def _require_consistent_fields(self) -> "KL":
+        """Returns the section. Raises ConfigError if block_out_channels is empty, or norm_num_groups does not divide
+        each of it.
+        """
         if not self.block_out_channels:
             raise ConfigError("block_out_channels is empty: give a width for each resolution, such as [128, 256]")
         if any(width % self.norm_num_groups for width in self.block_out_channels):
@@ -151,7 +160,10 @@ class Config(SystemConfig):
     """The KL autoencoder, which has a Gaussian posterior."""
 
     @model_validator(mode="after")
-    def _check(self) -> "Config":
+    def _require_consistent_fields(self) -> "Config":
+        """Returns the section. Raises ConfigError unless exactly one of `discrete` and `kl` is given and its fields
+        suit the size and the channels of the images.
+        """
         if (self.discrete is None) == (self.kl is None):
             number = "neither is" if self.kl is None else "both are"
             raise ConfigError(
@@ -177,30 +189,33 @@ class Config(SystemConfig):
 
     @property
     def kind(self) -> "Discrete | KL":
-        """Returns the section `discrete` or `kl`, whichever is given: exactly one of them is."""
+        """Returns the section `discrete` or `kl`, of which exactly one is given."""
         return self.discrete or self.kl
 
     @property
     def kind_name(self) -> Literal["discrete", "kl"]:
-        """Returns the name of the section that `kind` returns."""
+        """Returns which of the two sections is given: "discrete" or "kl"."""
         return "discrete" if self.discrete else "kl"
 
     @property
     def factor(self) -> int:
-        """Returns the downsampling: side of an image / side of its latents or tokens."""
+        """Returns the downsampling factor: the side of an image in pixels / the side of its latents or tokens."""
         return 2 ** (self.discrete.num_layers if self.discrete else len(self.kl.block_out_channels) - 1)
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        """Returns (channels, height, width) of an image in pixels."""
+        """Returns (channels, height, width) of an image, in pixels."""
         return self.channels, self.image_size, self.image_size
 
     @classmethod
     def completed(cls, model: dict[str, Any], run: Run) -> dict[str, Any]:
-        """Returns the section with image_size and channels of the data where it leaves them out."""
+        """Returns the section `model`, with image_size and channels of the data if it leaves them out."""
         return {"image_size": run.data.image_size, "channels": run.data.channels, **model}
 
     def conflicts(self, run: Run) -> list[str]:
+        """Returns an error message for each conflict with the rest of the recipe: another image size or number of
+        channels of the data, missing perceptual weights, or kl_form=legacy without batch.micro. [] if there are none.
+        """
         problems = self.unequal(run, image_size="image_size", channels="channels")
         problems += describe_missing_perceptual_weights(self.kind.perceptual, f"model.{self.kind_name}.perceptual")
         if self.discrete and self.discrete.kl_form == "legacy" and self.discrete.kl_weight and not run.batch.micro:

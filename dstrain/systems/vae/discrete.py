@@ -71,7 +71,7 @@ class DiscreteVAE(nn.Module):
         if image_size % 2**num_layers:
             raise ConfigError(f"image_size: {image_size} is no multiple of 2 ** num_layers, {2**num_layers}")
         self.sampling, self.logit_laplace, self.num_tokens = sampling, logit_laplace, num_tokens
-        self.normalize = Normalize(*(normalization or choose_normalization(channels)))
+        self.normalize = Normalize(*(normalization or get_default_normalization(channels)))
         self.quantizer: FiniteScalar | CosineQuantizer | None = None
         if quantizer == "gumbel":
             self.codebook = Codebook(num_tokens, codebook_dim)
@@ -95,9 +95,9 @@ class DiscreteVAE(nn.Module):
         )
 
     def forward(self, x: Tensor, noise: Tensor | None = None, temperature: Tensor | None = None) -> Relaxed | Rounded:
-        """Reconstructs images (B, C, H, W) in [0, 1]. With gumbel relaxed tokens are drawn by `noise` (B, K, h, w) at
-        `temperature` (B,), and Relaxed is returned. With other quantizers both arguments are None, and Rounded is
-        returned.
+        """Encodes and decodes images x (B, C, H, W) in [0, 1]. With the quantizer gumbel returns Relaxed, with tokens
+        drawn by Gumbel `noise` (B, K, h, w) at `temperature` (B,). With other quantizers returns Rounded; both
+        arguments are then None.
         """
         if self.quantizer is None:
             logits = widen_precision(self._encode_features(x))  # (B, K, h, w)
@@ -110,7 +110,9 @@ class DiscreteVAE(nn.Module):
         )
 
     def encode(self, x: Tensor) -> Tensor:
-        """Encodes images in [0, 1] to tokens, with gumbel to the likeliest ones: (B, C, H, W) -> int64 (B, h, w)."""
+        """Encodes images in [0, 1] to tokens: (B, C, H, W) -> int64 (B, h, w). With the quantizer gumbel these are the
+        most likely ones.
+        """
         if self.quantizer is None:
             return widen_precision(self._encode_features(x)).argmax(1)
         return self.quantizer.encode(self._encode_features(x).movedim(1, -1))
@@ -123,15 +125,20 @@ class DiscreteVAE(nn.Module):
         return self.convert_to_pixels(widen_precision(self.decoder(vectors))).clamp(0, 1)
 
     def convert_to_pixels(self, out: Tensor) -> Tensor:
-        """Converts the decoder's output to images, about in [0, 1]: (B, C or 2C, H, W) -> (B, C, H, W)."""
+        """Converts the decoder's output (B, C or 2C, H, W) to images (B, C, H, W) in about [0, 1]; they are not
+        clamped.
+        """
         return decode_logit_laplace(out) if self.logit_laplace else self.normalize.denormalize(out)
 
     def _encode_features(self, x: Tensor) -> Tensor:
+        """Returns the encoder's output for images (B, C, H, W) in [0, 1]: logits (B, K, h, w) with gumbel, else
+        vectors.
+        """
         return self.encoder(self.normalize(x).to(self.decoder[-1].weight.dtype))
 
 
 def move_channels_first(vectors: Tensor) -> Tensor:
-    """Returns the vectors with their channels as axis 1, contiguous: (B, h, w, D) -> (B, D, h, w)."""
+    """Moves the last axis to axis 1 and makes the result contiguous: (B, h, w, D) -> (B, D, h, w)."""
     return vectors.movedim(-1, 1).contiguous()
 
 
@@ -148,27 +155,30 @@ class Normalize(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
+        """Fills the buffers with the means and standard deviations of the recipe."""
         with torch.no_grad():
             for buffer, values in ((self.means, self._means), (self.stds, self._stds)):
                 for channel, value in enumerate(values):
                     buffer[channel].fill_(value)
 
     def forward(self, x: Tensor) -> Tensor:
+        """Returns (x - mean) / std by channel: (B, C, H, W) -> (B, C, H, W)."""
         return self.normalize(x)
 
     def normalize(self, x: Tensor) -> Tensor:
-        """Returns (x - mean) / std by channel. A loss calls this instead of the module: at ZeRO-3 a module may be
-        called only within the network's forward pass.
+        """Returns (x - mean) / std by channel, as `forward` does. Losses call this method, since under ZeRO-3 a module
+        may be called only within the network's forward pass.
         """
         return (x - self.means) / self.stds
 
     def denormalize(self, x: Tensor) -> Tensor:
+        """Inverts `normalize`: returns x * std + mean by channel."""
         return x * self.stds + self.means
 
 
-def choose_normalization(channels: int) -> Normalization:
-    """Returns the default (means, stds) by channel for images in [0, 1]: they move colours to [-1, 1] and keep alpha in
-    [0, 1].
+def get_default_normalization(channels: int) -> Normalization:
+    """Returns the default (means, standard deviations) by channel, for 1, 3 or 4 channels in [0, 1]: colours are moved
+    to [-1, 1], alpha stays in [0, 1].
     """
     return ((0.5,) * 3 + (0.0,))[:channels], ((0.5,) * 3 + (1.0,))[:channels]
 
@@ -201,4 +211,5 @@ class ResBlock(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
+        """Returns x plus the output of the convolutions for x: (B, dim, h, w) -> (B, dim, h, w)."""
         return x + self.net(x)

@@ -14,8 +14,8 @@ from dstrain.nn.quantize import compute_kl_to_uniform, draw_gumbel
 from dstrain.systems.base import Example, Nets, Terms
 from dstrain.systems.vae import losses
 from dstrain.systems.vae.config import Config
-from dstrain.systems.vae.discrete import DiscreteVAE, Down, Relaxed, ResBlock, Rounded, Up, choose_normalization
-from dstrain.systems.vae.schedules import compute_kl_weight, compute_temperature, find_final_temperature
+from dstrain.systems.vae.discrete import DiscreteVAE, Down, Relaxed, ResBlock, Rounded, Up, get_default_normalization
+from dstrain.systems.vae.schedules import compute_kl_weight, compute_temperature, get_final_temperature
 from dstrain.systems.vae.system import AutoencoderSystem
 
 
@@ -40,6 +40,7 @@ class DiscreteSystem(AutoencoderSystem):
         self.latent_shape = (self.codebook_size, self.side, self.side)
 
     def build_autoencoder(self) -> nn.Module:
+        """Builds the network of the discrete VAE that the config describes."""
         discrete = self.discrete
         return DiscreteVAE(
             self.config.image_size,
@@ -57,8 +58,9 @@ class DiscreteSystem(AutoencoderSystem):
         )
 
     def compute_output_and_code_loss(self, nets: Nets, example: Example) -> tuple[Tensor, Terms, Tensor]:
-        """Runs the network. Returns the decoder's output (B, C or 2C, H, W), and the terms of the code and the code's
-        part of the loss, (B,), as `_compute_code_terms` does. With kl_form=legacy this part is multiplied by B.
+        """Runs the network. Returns the decoder's output (B, C or 2C, H, W), the terms of the tokens by name, (B,)
+        each, and the tokens' part of the loss, (B,), see `_compute_code_terms`. With kl_form=legacy this part is
+        multiplied by B.
         """
         passed = self._run_network(nets, example)
         terms, coding = self._compute_code_terms(passed, example)
@@ -68,12 +70,13 @@ class DiscreteSystem(AutoencoderSystem):
 
     @torch.no_grad()
     def evaluate(self, nets: Nets, example: Example) -> Terms:
-        """Returns the terms of each sample, (B,), at the final temperature and KL weight. psnr and ssim are those of
-        the reconstruction from the tokens, with gumbel the likeliest ones; usage (B, K) has the share of each token.
+        """Returns terms of each sample, (B,) each, at the final temperature and KL weight: `loss` and its terms, and
+        psnr and ssim of the image decoded from the tokens (with gumbel the most likely ones); and usage (B, K), the
+        share of each token.
         """
         passed = self._run_network(nets, example)
         terms, coding = self._compute_code_terms(passed, example)
-        terms |= self.compute_distance(nets, passed.out, example)
+        terms |= self.compute_distance_terms(nets, passed.out, example)
         tokens, loss = self._choose_tokens(passed), self.picture_loss.compute_reconstruction_loss(terms) + coding
         usage = measure_token_shares(tokens, self.codebook_size)
         return (
@@ -84,20 +87,23 @@ class DiscreteSystem(AutoencoderSystem):
         )
 
     def digest(self, means: dict[str, Tensor]) -> dict[str, float]:
-        """Returns the perplexity of the codebook over all held-out samples, and dead_tokens, the share of tokens that
-        none of them used.
+        """Returns two figures over all held-out samples: `perplexity` of the codebook, from 1 to K, and `dead_tokens`,
+        the share of tokens that never occur.
         """
         return dict(zip(("perplexity", "dead_tokens"), measure_codebook_usage(means["usage"])))
 
     def reconstruct(self, nets: Nets, example: Example) -> list[Tensor]:
-        """Returns reconstructions, (B, C, H, W) each: with gumbel first that from relaxed tokens at the final
-        temperature, then that from the likeliest tokens; with other quantizers only that from the tokens.
+        """Returns a list of reconstructions, (B, C, H, W) each, in [-1, 1]. With gumbel two: from relaxed tokens at the
+        final temperature, and from the most likely tokens. With other quantizers one, from the tokens.
         """
         passed = self._run_network(nets, example)
         relaxed = [self.convert_to_picture(nets, passed.out).clamp(-1, 1)] if self.relaxed else []
         return [*relaxed, self.decode(nets, self._choose_tokens(passed))]
 
     def _run_network(self, nets: Nets, example: Example) -> Relaxed | Rounded:
+        """Returns the network's outputs for the example's images. With gumbel, the noise is drawn from the samples'
+        keys.
+        """
         x = (example["x_start"] + 1) / 2
         if not self.relaxed:
             return nets["autoencoder"](x)
@@ -105,8 +111,8 @@ class DiscreteSystem(AutoencoderSystem):
         return nets["autoencoder"](x, noise, self._compute_temperature_and_kl_weight(example)[0])
 
     def _compute_temperature_and_kl_weight(self, example: Example) -> tuple[Tensor, Tensor]:
-        """Returns the temperature and the KL weight of each sample, (B,) each, at the example's step. Held-out data
-        have no step, and get the final values of both schedules.
+        """Returns the temperature and the KL weight of each sample, (B,) each, at example["step"]; if the example has
+        no step, as held-out data, the final values of both schedules.
         """
         discrete = self.discrete
         if "step" in example:
@@ -116,13 +122,15 @@ class DiscreteSystem(AutoencoderSystem):
             )
         return tuple(
             torch.full_like(example["x_start"][:, 0, 0, 0], value)
-            for value in (find_final_temperature(discrete.temperature), discrete.kl_weight)
+            for value in (get_final_temperature(discrete.temperature), discrete.kl_weight)
         )
 
     def _compute_code_terms(self, passed: Relaxed | Rounded, example: Example) -> tuple[Terms, Tensor]:
-        """Returns the terms of the tokens and the code's part of the loss, (B,). Terms of gumbel: kl, the divergence
-        from a uniform distribution in nats, summed over a sample, with its weight and the temperature; of cosine: the
-        squared distances between vectors and entries; of fsq: none.
+        """Returns the terms of the tokens by name, (B,) each, and their part of the loss, (B,). The terms by quantizer:
+
+        gumbel  kl, the divergence from a uniform distribution in nats, summed over a sample; kl_weight; temperature.
+        cosine  commitment and codebook, squared distances between the vectors and their codebook entries.
+        fsq     none.
         """
         if self.relaxed:
             temperature, weight = self._compute_temperature_and_kl_weight(example)
@@ -137,9 +145,13 @@ class DiscreteSystem(AutoencoderSystem):
         return terms, self.discrete.commitment_weight * passed.commitment + passed.codebook
 
     def _choose_tokens(self, passed: Relaxed | Rounded) -> Tensor:
+        """Returns the tokens, int64 (B, h, w), of a forward pass; with gumbel the most likely ones."""
         return passed.logits.argmax(1) if self.relaxed else passed.tokens
 
-    def compute_distance(self, nets: Nets, out: Tensor, example: Example) -> Terms:
+    def compute_distance_terms(self, nets: Nets, out: Tensor, example: Example) -> Terms:
+        """Returns `recon`, the reconstruction error (B,), and, if the config has a perceptual loss, `perceptual`, (B,),
+        of the decoder's output.
+        """
         x, kind = (example["x_start"] + 1) / 2, self.discrete.reconstruction
         recon = (
             losses.compute_logit_laplace_loss(out, x)
@@ -153,30 +165,36 @@ class DiscreteSystem(AutoencoderSystem):
         )
 
     def convert_to_picture(self, nets: Nets, out: Tensor) -> Tensor:
+        """Converts the decoder's output (B, C or 2C, H, W) to pictures (B, C, H, W) in about [-1, 1]."""
         return 2 * nets["autoencoder"].convert_to_pixels(out) - 1
 
-    def find_last_layer(self, nets: Nets) -> nn.Conv2d:
+    def get_last_layer(self, nets: Nets) -> nn.Conv2d:
+        """Returns the decoder's last convolution, whose output is the decoder's."""
         return nets["autoencoder"].decoder[-1]
 
     @torch.no_grad()
     def codes(self, nets: Nets, example: Example) -> dict[str, Tensor]:
-        """Returns {"tokens": int64 (B, h, w)}, with gumbel the likeliest ones."""
+        """Encodes the example's images: {"tokens": int64 (B, h, w)}, with gumbel the most likely ones."""
         return {"tokens": nets["autoencoder"].encode((example["x_start"] + 1) / 2)}
 
     @torch.no_grad()
     def decode(self, nets: Nets, codes: Tensor) -> Tensor:
+        """Decodes tokens int64 (B, h, w) to images (B, C, H, W) in [-1, 1]."""
         return 2 * nets["autoencoder"].decode(codes) - 1
 
     def identity(self, nets: Nets) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """Returns the architecture with its normalization, and all weights by name."""
+        """Returns all that the tokens of an image depend on: the architecture with its normalization, and the weights
+        by name.
+        """
         names = ("num_tokens", "codebook_dim", "num_layers", "num_resnet_blocks", "hidden_dim")
         architecture = {name: getattr(self.discrete, name) for name in names} | {
             "channels": self.config.channels,
-            "normalization": self.discrete.normalization or choose_normalization(self.config.channels),
+            "normalization": self.discrete.normalization or get_default_normalization(self.config.channels),
         }
         if not self.relaxed:
             architecture |= {"quantizer": self.discrete.quantizer, "levels": list(self.discrete.levels or ())}
         return architecture, nets["autoencoder"].state_dict()
 
     def blocks(self) -> tuple[type[nn.Module], ...]:
+        """Returns the classes of the network's repeated layers."""
         return (Down, Up, ResBlock) if self.discrete.num_resnet_blocks else (Down, Up)

@@ -58,15 +58,15 @@ class KLAutoencoder(nn.Module):
         self.quant_conv, self.post_quant_conv = whole.quant_conv, whole.post_quant_conv
 
     def forward(self, x: Tensor, noise: Tensor) -> Pass:
-        """Reconstructs images (B, C, H, W) from a sample of their posterior, which is made of standard normal `noise`
-        (B, c, h, w).
+        """Encodes images x (B, C, H, W), draws latents from the posterior by standard normal `noise` (B, c, h, w), and
+        decodes them. Returns the picture and the posterior.
         """
         mean, log_variance = self.encode(x)
         return Pass(self.decode(mean + torch.exp(0.5 * log_variance) * noise), mean, log_variance)
 
     def encode(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns the mean and log variance of the posterior: (B, C, H, W) -> float32 (B, c, h, w) each. The log
-        variance is clamped to [-30, 20].
+        """Returns the mean and the log variance of the posterior of images: (B, C, H, W) -> float32 (B, c, h, w) each.
+        The log variance is clamped to [-30, 20].
         """
         moments = self.encoder(x.to(self.encoder.conv_in.weight.dtype))  # (B, 2c, h, w)
         if self.quant_conv is not None:
@@ -75,7 +75,9 @@ class KLAutoencoder(nn.Module):
         return mean, log_variance.clamp(*_LOG_VARIANCE)
 
     def decode(self, latents: Tensor) -> Tensor:
-        """Decodes unscaled latents to images, about in [-1, 1]: (B, c, h, w) -> float32 (B, C, H, W)."""
+        """Decodes latents to images in about [-1, 1]: (B, c, h, w) -> float32 (B, C, H, W). Latents are those of the
+        posterior, without a scaling factor.
+        """
         latents = latents.to(self.decoder.conv_in.weight.dtype)
         if self.post_quant_conv is not None:
             latents = self.post_quant_conv(latents)
@@ -83,7 +85,9 @@ class KLAutoencoder(nn.Module):
 
 
 def list_block_classes() -> tuple[type[nn.Module], ...]:
-    """Returns the classes of the network's repeated blocks, one of each for every resolution."""
+    """Returns diffusers' classes of the network's blocks, of which there is one for each resolution: the encoder's and
+    the decoder's.
+    """
     from diffusers.models.unets.unet_2d_blocks import DownEncoderBlock2D, UpDecoderBlock2D
 
     return DownEncoderBlock2D, UpDecoderBlock2D

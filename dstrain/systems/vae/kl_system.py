@@ -39,6 +39,7 @@ class KLSystem(AutoencoderSystem):
         self.latent_shape = (self.kl.latent_channels, self.side, self.side)
 
     def build_autoencoder(self) -> nn.Module:
+        """Builds the KL autoencoder that the config describes."""
         config = self.kl
         return KLAutoencoder(
             self.config.channels,
@@ -51,27 +52,29 @@ class KLSystem(AutoencoderSystem):
         )
 
     def compute_output_and_code_loss(self, nets: Nets, example: Example) -> tuple[Tensor, Terms, Tensor]:
-        """Runs the network. Returns the picture (B, C, H, W), the term kl (B,) in nats, summed over a sample's latents,
+        """Runs the network. Returns the picture (B, C, H, W), {"kl": (B,), in nats, summed over a sample's latents},
         and the KL's part of the loss, (B,).
         """
         passed = self._run_network(nets, example)
         kl = _compute_kl_to_normal(passed)
-        return passed.picture, {"kl": kl}, self._weight_kl(kl)
+        return passed.picture, {"kl": kl}, self._compute_kl_loss(kl)
 
     def convert_to_picture(self, nets: Nets, out: Tensor) -> Tensor:
+        """Returns the decoder's output unchanged: it is the picture already, in about [-1, 1]."""
         return out
 
-    def find_last_layer(self, nets: Nets) -> nn.Conv2d:
+    def get_last_layer(self, nets: Nets) -> nn.Conv2d:
+        """Returns the decoder's last convolution, whose output is the decoder's."""
         return nets["autoencoder"].decoder.conv_out
 
     @torch.no_grad()
     def evaluate(self, nets: Nets, example: Example) -> Terms:
-        """Returns the terms of each sample, (B,), without those of the discriminator, psnr and ssim of the
-        reconstruction, and latent_mean and latent_square by channel, (B, c), see `_compute_latent_mean_and_square`.
+        """Returns terms of each sample, (B,) each: `loss` and its terms, without the discriminator's, and psnr and ssim
+        of the reconstruction; and latent_mean and latent_square by channel, (B, c) each.
         """
         passed = self._run_network(nets, example)
-        terms = {"kl": _compute_kl_to_normal(passed)} | self.compute_distance(nets, passed.picture, example)
-        loss = self.picture_loss.compute_reconstruction_loss(terms) + self._weight_kl(terms["kl"])
+        terms = {"kl": _compute_kl_to_normal(passed)} | self.compute_distance_terms(nets, passed.picture, example)
+        loss = self.picture_loss.compute_reconstruction_loss(terms) + self._compute_kl_loss(terms["kl"])
         return (
             terms
             | {"loss": loss}
@@ -80,64 +83,77 @@ class KLSystem(AutoencoderSystem):
         )
 
     def digest(self, means: dict[str, Tensor]) -> dict[str, float]:
-        """Returns latent_std, the standard deviation of latents over all held-out samples, positions and channels, and
-        scaling_factor, 1 / latent_std, which brings latents to unit variance.
+        """Returns latent_std, the standard deviation of all latents of all held-out samples, and scaling_factor, 1 /
+        latent_std, by which latents get unit variance.
         """
         std = compute_latent_std(means)
         return {"latent_std": std, "scaling_factor": 1 / std}
 
     def reconstruct(self, nets: Nets, example: Example) -> list[Tensor]:
-        """Returns two reconstructions, (B, C, H, W) each: from a sample of the posterior, and from its mean."""
+        """Returns two reconstructions, (B, C, H, W) each, in about [-1, 1]: from a draw from the posterior, and from
+        its mean.
+        """
         passed = self._run_network(nets, example)
         return [passed.picture, nets["autoencoder"].decode(passed.mean)]
 
     def _run_network(self, nets: Nets, example: Example) -> Pass:
+        """Returns the network's outputs for the example's images, with latents drawn from the posterior by the samples'
+        keys.
+        """
         return nets["autoencoder"](example["x_start"], rng.normal(example["key"], "latent", self.latent_shape))
 
-    def compute_distance(self, nets: Nets, out: Tensor, example: Example) -> Terms:
+    def compute_distance_terms(self, nets: Nets, out: Tensor, example: Example) -> Terms:
+        """Returns `recon`, the reconstruction error (B,), and, if the config has a perceptual loss, `perceptual`, (B,),
+        of the decoder's output.
+        """
         x = example["x_start"]
         return {
             "recon": losses.compute_mean_error(self.kl.reconstruction, out, x)
         } | self.picture_loss.measure_perceptual_distance(out, x)
 
-    def _weight_kl(self, kl: Tensor) -> Tensor:
+    def _compute_kl_loss(self, kl: Tensor) -> Tensor:
+        """Returns the KL's part of the loss, (B,): kl_weight * kl / number of values of an image. `kl` (B,)
+        is in nats.
+        """
         return self.kl.kl_weight * kl / self.values
 
     @torch.no_grad()
     def codes(self, nets: Nets, example: Example) -> dict[str, Tensor]:
-        """Returns the mean and standard deviation of the posterior, {"latent_mean", "latent_std"}, float32 (B, c, h, w)
-        each.
+        """Returns the mean and the standard deviation of the posterior: {"latent_mean", "latent_std": float32 (B, c, h,
+        w)}.
         """
         mean, log_variance = nets["autoencoder"].encode(example["x_start"])
         return {"latent_mean": mean, "latent_std": torch.exp(0.5 * log_variance)}
 
     @torch.no_grad()
     def decode(self, nets: Nets, codes: Tensor) -> Tensor:
+        """Decodes latents (B, c, h, w) to images (B, C, H, W) in [-1, 1]."""
         return nets["autoencoder"].decode(codes).clamp(-1, 1)
 
     def identity(self, nets: Nets) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """Returns the config and weights by name that an AutoencoderKL with these weights has. So the hash of an
-        exported one is that of the trained one.
+        """Returns the config and the weights that the exported AutoencoderKL has, so that its hash is that of the
+        trained one.
         """
         return read_encoding_config_and_weights(nets["autoencoder"])
 
     def require_expressible(self) -> None:
-        """Does nothing: AutoencoderKL can express every choice of model.kl."""
+        """Does nothing, since diffusers' AutoencoderKL can express every choice of model.kl."""
 
     def blocks(self) -> tuple[type[nn.Module], ...]:
+        """Returns diffusers' classes of the network's blocks."""
         return kl.list_block_classes()
 
 
 def compute_latent_std(means: dict[str, Tensor]) -> float:
-    """Returns the standard deviation of latents over all samples, positions and channels. `means` has the averages over
-    all samples of latent_mean and latent_square, (c,) each, see `_compute_latent_mean_and_square`.
+    """Returns the standard deviation of all latents of all samples. `means` holds latent_mean and latent_square of
+    KLSystem.evaluate, averaged over samples, (c,) each.
     """
     variance = means["latent_square"].double().mean() - means["latent_mean"].double().mean().square()
     return variance.sqrt().item()
 
 
 def _compute_kl_to_normal(passed: Pass) -> Tensor:
-    """Returns the KL divergence of the posterior from the standard normal, in nats, summed over a sample's latents:
+    """Returns the KL divergence of each sample's posterior from the standard normal, in nats, summed over latents:
     (B,).
     """
     mean, log_variance = passed.mean, passed.log_variance
@@ -145,8 +161,8 @@ def _compute_kl_to_normal(passed: Pass) -> Tensor:
 
 
 def _compute_latent_mean_and_square(passed: Pass) -> Terms:
-    """Returns latent_mean and latent_square, (B, c) each: the means over positions of the expected value and the
-    expected square of the latents. Both follow from the posterior's moments; nothing is drawn.
+    """Returns latent_mean and latent_square, (B, c) each: the expected latent and its expected square under the
+    posterior, averaged over positions.
     """
     square = passed.mean.square() + passed.log_variance.exp()
     return {"latent_mean": passed.mean.mean((2, 3)), "latent_square": square.mean((2, 3))}

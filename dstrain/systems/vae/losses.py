@@ -18,15 +18,16 @@ LEAST_LOG_SCALE = -6.0
 
 
 def compute_mean_error(kind: Literal["l1", "mse", "smooth_l1"], picture: Tensor, truth: Tensor) -> Tensor:
-    """Returns the error of each sample, a mean over its values: absolute (l1), squared (mse) or smooth_l1; two (B, C,
-    H, W) -> (B,).
+    """Returns the mean error of each sample over its values: absolute (l1), squared (mse) or smooth_l1; two (B, C, H,
+    W) -> (B,).
     """
     return _ERRORS[kind](picture, truth, reduction="none").flatten(1).mean(1)
 
 
 def compute_logit_laplace_loss(out: Tensor, truth: Tensor) -> Tensor:
-    """Returns the negative log density of each sample in nats, a mean over its values, (B,). `out` (B, 2C, H, W) holds
-    means, then log scales, which are at least -6; `truth` (B, C, H, W) the pixels in [0, 1].
+    """Returns the negative log density of each sample in nats, averaged over its values, (B,), under logit-Laplace
+    distributions. `out` (B, 2C, H, W) holds their means, then their log scales, which count as at least -6; `truth` (B,
+    C, H, W) holds pixels in [0, 1].
     """
     mean, log_scale = out.chunk(2, dim=1)
     log_scale = log_scale.clamp(min=LEAST_LOG_SCALE)
@@ -36,7 +37,7 @@ def compute_logit_laplace_loss(out: Tensor, truth: Tensor) -> Tensor:
 
 
 def decode_logit_laplace(out: Tensor) -> Tensor:
-    """Returns the medians of logit-Laplace distributions as pixels, between -1/8 and 9/8: (B, 2C, H, W) -> (B, C, H,
-    W).
+    """Returns the pixels (B, C, H, W) at the medians of logit-Laplace distributions, whose means and log scales `out`
+    (B, 2C, H, W) holds. The pixels are between -1/8 and 9/8.
     """
     return (out.chunk(2, dim=1)[0].sigmoid() - EPS) / (1 - 2 * EPS)

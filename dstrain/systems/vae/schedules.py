@@ -13,9 +13,8 @@ _INTERVAL = 100  # steps between two updates of the legacy temperature
 def compute_temperature(schedule: Temperature, step: Tensor) -> Tensor:
     """Returns the temperature at optimizer steps: int64 (B,) -> float32 (B,).
 
-    The schedule legacy is computed in closed form. Its updates at steps 0, 100, ..., 100 n each multiply the
-    temperature by exp(-rate * step), so that the exponents add up to -rate * 100 * n (n + 1) / 2. An update takes
-    effect one step later.
+    The schedule legacy multiplies the temperature at steps 0, 100, 200, ... by exp(-rate * step); each update takes
+    effect one step later. All updates are computed at once, in closed form.
     """
     progress = (step.double() / schedule.steps).clamp(max=1)
     start, minimum = schedule.start, schedule.minimum
@@ -31,16 +30,16 @@ def compute_temperature(schedule: Temperature, step: Tensor) -> Tensor:
     return value.float()
 
 
-def find_final_temperature(schedule: Temperature) -> float:
-    """Returns the temperature with which held-out data are measured at every step, so that figures of different steps
-    compare: `minimum`, or `start` if the schedule is constant.
+def get_final_temperature(schedule: Temperature) -> float:
+    """Returns the temperature with which held-out data are measured at any step: `minimum`, or `start` if the schedule
+    is constant.
     """
     return schedule.start if schedule.schedule == "constant" else schedule.minimum
 
 
 def compute_kl_weight(weight: float, warmup: int, step: Tensor) -> Tensor:
-    """Returns the KL weight at optimizer steps, int64 (B,) -> float32 (B,): it grows linearly from 0 at step 0 to
-    `weight` at step `warmup`. Without warmup it is `weight` at once.
+    """Returns the KL weight at optimizer steps, int64 (B,) -> float32 (B,). It grows linearly from 0 at step 0 to
+    `weight` at step `warmup`; for warmup 0 it is `weight` from the start.
     """
     progress = (step.double() / warmup).clamp(max=1) if warmup else torch.ones_like(step, dtype=torch.float64)
     return (weight * progress).float()

@@ -44,32 +44,37 @@ class AutoencoderSystem(System):
         self.side = config.image_size // config.factor  # side of the latents or tokens
 
     def networks(self) -> dict[str, nn.Module]:
+        """Builds the new networks by part: "autoencoder" and, if the config has one, "discriminator"."""
         return {"autoencoder": self.build_autoencoder()} | self.picture_loss.build_networks(self.config.channels)
 
     @abstractmethod
     def build_autoencoder(self) -> nn.Module:
-        """Builds the network of the part `autoencoder`."""
+        """Builds the network of the part `autoencoder`, with new weights."""
 
     def frozen(self) -> tuple[nn.Module, ...]:
+        """Returns the frozen network of the perceptual loss; () if the config has no such loss, or its weights are
+        missing here.
+        """
         return self.picture_loss.list_frozen_networks()
 
     def turns(self, step: int) -> tuple[str, ...]:
+        """Returns the parts that learn at `step`: "autoencoder" and, from its start step on, "discriminator"."""
         return self.picture_loss.list_turns("autoencoder", step)
 
     def compute_autoencoder_loss(self, nets: Nets, example: Example) -> Terms:
-        """Returns the terms of the autoencoder's turn: `loss`, a scalar, and, detached, (B,) each, the reconstruction
-        error, the terms of the code and, from the discriminator's start on, its critique of the reconstruction.
+        """Returns the terms of the autoencoder's turn: `loss`, a scalar with gradient, and without gradient, (B,) each,
+        the reconstruction error, the terms of the codes and, once the discriminator learns, the adversarial terms.
         """
-        discriminator, last = self.config.kind.discriminator, self.find_last_layer(nets)
+        discriminator, last = self.config.kind.discriminator, self.get_last_layer(nets)
         by_last_layer = self.picture_loss.adversarial and discriminator.balance == "last_layer"
         with record_layer_inputs(last) if by_last_layer else nullcontext([]) as entered:
             out, terms, coding = self.compute_output_and_code_loss(nets, example)
         if not self.picture_loss.adversarial:
-            terms |= self.compute_distance(nets, out, example)
+            terms |= self.compute_distance_terms(nets, out, example)
             loss = (self.picture_loss.compute_reconstruction_loss(terms) + coding).mean()
         else:
             leaf = out.detach().requires_grad_()
-            terms |= self.compute_distance(nets, leaf, example)
+            terms |= self.compute_distance_terms(nets, leaf, example)
             of_distance = compute_picture_gradient(self.picture_loss.compute_reconstruction_loss(terms), leaf)
             layer = LastLayer(entered[0], last.kernel_size[0]) if by_last_layer else None
             critique, of_critique = self.picture_loss.compute_critique(
@@ -87,63 +92,66 @@ class AutoencoderSystem(System):
 
     @abstractmethod
     def compute_output_and_code_loss(self, nets: Nets, example: Example) -> tuple[Tensor, Terms, Tensor]:
-        """Runs the network. Returns the decoder's output (B, ...), the terms of the code, (B,) each, and the code's
-        part of the loss, (B,).
+        """Runs the network. Returns the decoder's output (B, ...), the terms of the codes by name, (B,) each, and the
+        codes' part of the loss, (B,).
         """
 
     @abstractmethod
-    def compute_distance(self, nets: Nets, out: Tensor, example: Example) -> Terms:
-        """Returns the distances of the decoder's output from the image, (B,) each: recon and, if the perceptual
-        distance has a weight above 0, perceptual.
+    def compute_distance_terms(self, nets: Nets, out: Tensor, example: Example) -> Terms:
+        """Returns the terms that compare the decoder's output with the image, (B,) each: `recon`, the reconstruction
+        error, and `perceptual`, if the config has a perceptual loss.
         """
 
     @abstractmethod
     def convert_to_picture(self, nets: Nets, out: Tensor) -> Tensor:
-        """Converts the decoder's output to pictures (B, C, H, W), about in [-1, 1]."""
+        """Converts the decoder's output to pictures (B, C, H, W) in about [-1, 1]."""
 
     @abstractmethod
-    def find_last_layer(self, nets: Nets) -> nn.Conv2d:
-        """Returns the decoder's last layer, from which its output comes."""
+    def get_last_layer(self, nets: Nets) -> nn.Conv2d:
+        """Returns the decoder's last convolution, whose output is the decoder's."""
 
     @torch.no_grad()
     def encode(self, batch: Batch) -> Example:
-        """Returns the batch with x_start (B, C, H, W) in [-1, 1] in place of the image. Raises ConfigError for images
-        of another shape than the model's.
+        """Replaces "image" in a batch by "x_start", float32 (B, C, H, W) in [-1, 1]. Raises ConfigError if the images
+        have another shape than the model's.
         """
         require_shape(batch["image"], self.config.shape, "channels")
         return super().encode(batch)
 
     def pictures(self, nets: Nets, example: Example) -> dict[str, Tensor]:
-        """Returns {"reconstruction": uint8 (B, C, H, n W)}: each original and, to its right, the n - 1 reconstructions
-        of it.
+        """Returns {"reconstruction": uint8 (B, C, H, n * W)}: each original with its n - 1 reconstructions to the
+        right.
         """
         shown = torch.cat([example["x_start"], *self.reconstruct(nets, example)], dim=3)  # (B, C, H, n W)
         return {"reconstruction": convert_to_uint8(shown)}
 
     @abstractmethod
     def reconstruct(self, nets: Nets, example: Example) -> list[Tensor]:
-        """Returns the reconstructions that `pictures` shows beside the original, one tensor for each kind, float (B, C,
-        H, W) in about [-1, 1] each.
+        """Returns a list of reconstructions of the example's images, one for each way to decode, (B, C, H, W) each, in
+        about [-1, 1].
         """
 
     def adapt(self, part: str, state: dict[str, Tensor]) -> Fitted:
-        """Returns the state dict with the names and shapes of the part's network, and notes for the user. The file may
-        be of another trainer, see weights.adapt_weights.
+        """Returns weights that another trainer may have saved, fitted to the part's network, and notes for the user,
+        see weights.adapt_weights.
         """
         return weights.adapt_weights(state, self.build_part_on_meta(part), self.remedies[part])
 
     def from_diffusers(self, state: dict[str, Tensor], diffusers_config: Mapping[str, Any]) -> Fitted:
-        """Returns the state dict unchanged, without notes: diffusers has the same names. Raises ConfigError if
-        config.json does not fit the network, see weights.require_same_config.
+        """Returns the weights unchanged, since diffusers uses the same names, and no notes. Raises ConfigError if
+        config.json does not fit the network.
         """
         weights.require_same_config(diffusers_config, getattr(self.build_part_on_meta("autoencoder"), "config", {}))
         return state, []
 
     def require_expressible(self) -> None:
+        """Raises ConfigError, since diffusers has no class for a discrete VAE. KLSystem overrides this."""
         raise ConfigError("diffusers has a class for model.kl alone, not for a discrete VAE: take --format safetensors")
 
     def synthetic(self, batch_size: int) -> Batch:
-        """Returns a batch of random pixels, with the keys of step 0 and positions from 0 on."""
+        """Returns a batch of random images uint8, with the samples' keys and positions, for benchmarks, exports and
+        tests.
+        """
         positions = torch.arange(batch_size)
         key = rng.keys(0, 0, positions)
         image = rng.integers(key, "image", 256, self.config.shape).to(torch.uint8)

@@ -45,10 +45,14 @@ with torch.no_grad():
 
 
 def describe_export(system: AutoencoderSystem) -> tuple[str, str, str]:
+    """Returns the name of diffusers' class for the model, a note for the user, which is empty here, and Python code
+    that encodes and decodes images with the exported folder, which the code calls OUT.
+    """
     return "AutoencoderKL", "", _CODE.format(shape=", ".join(map(str, _choose_image_shape(system))))
 
 
 def _choose_image_shape(system: AutoencoderSystem) -> tuple[int, ...]:
+    """Returns the shape of the two images that the example code makes, (2, C, H, W)."""
     config = system.config
     return 2, config.channels, config.image_size, config.image_size
 
@@ -60,10 +64,9 @@ def save_export(
     statistics: Callable[[], dict[str, Any]],
     classes: Callable[[], Sequence[str]] = tuple,
 ) -> None:
-    """Writes config.json and weights of an AutoencoderKL into `folder`. `statistics` returns scaling_factor, 1 /
-    standard deviation of latents, and more; `classes` is not used here.
-
-    Raises ConfigError for a discrete VAE.
+    """Writes config.json and the weights of diffusers' AutoencoderKL into `folder`. statistics() returns a dict with
+    scaling_factor, 1 / the standard deviation of latents, which config.json gets; `classes` has no effect. Raises
+    ConfigError for a discrete VAE.
     """
     from diffusers import AutoencoderKL
 
@@ -79,10 +82,9 @@ def save_export(
 
 @torch.no_grad()
 def measure_errors(system: KLSystem, nets: Mapping[str, nn.Module], folder: Path, example: Example) -> dict[str, float]:
-    """Returns the largest relative errors of the exported model, by name: mean and standard deviation of the posterior,
-    and the picture decoded from the mean.
-
-    Raises ConfigError if the weights in the folder are not bit for bit the trained ones.
+    """Compares the exported model in `folder` with the trained network on the example. Returns the largest relative
+    errors by name: mean and std, of the posterior, and decoded, of the picture. Raises ConfigError if the weights in
+    the folder are not exactly the trained ones.
     """
     read = Autoencoder(str(folder)).to(example["x_start"].device)
     trained, exported = hash_network(*system.identity(nets)), read.fingerprint()
@@ -100,8 +102,8 @@ def measure_errors(system: KLSystem, nets: Mapping[str, nn.Module], folder: Path
 
 @torch.no_grad()
 def draw_expected(system: KLSystem, nets: Mapping[str, nn.Module]) -> Tensor:
-    """Returns the `images` that the code of `describe_export` should make, computed by the trained network from the
-    same noise: float32 (B, C, H, W).
+    """Returns the `images` that the code of `describe_export` should make, float32 (B, C, H, W), computed by the
+    trained network from the same random numbers.
     """
     generator, device = torch.Generator().manual_seed(0), group.device()
     images = (torch.rand(_choose_image_shape(system), generator=generator) * 2 - 1).to(device)

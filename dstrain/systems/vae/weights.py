@@ -20,11 +20,11 @@ _NEW_NAMES = {"query": "to_q", "key": "to_k", "value": "to_v", "proj_attn": "to_
 def adapt_weights(
     state: dict[str, Tensor], network: nn.Module, remedies: Remedies
 ) -> tuple[dict[str, Tensor], list[str]]:
-    """Returns a state dict that fits `network`, of which only names and shapes are read, and notes on what was changed.
-    Of a DALL-E checkpoint only the VAE is taken; old names of attention layers are replaced by today's.
+    """Returns `state` with the names and shapes of `network`, and notes for the user on what was changed. From a DALL-E
+    checkpoint only the VAE is taken; diffusers' old names of attention layers become those of today.
 
-    Raises ConfigError for the first other difference, with both shapes, if the file is of the other kind of
-    autoencoder, and for placeholders of weights that ZeRO-3 had scattered.
+    Raises ConfigError if the file is of the other kind of autoencoder, holds ZeRO-3's placeholders instead of weights,
+    or differs in any other name or shape. `remedies` says which fields of the recipe to set.
     """
     shapes, notes = list_shapes(network), []
     inner = {name.removeprefix(_PART): tensor for name, tensor in state.items() if name.startswith(_PART)}
@@ -59,10 +59,9 @@ def adapt_weights(
 
 
 def require_same_config(diffusers_config: Mapping[str, Any], network_config: Mapping[str, Any]) -> None:
-    """Raises ConfigError if a config.json of diffusers is not of an AutoencoderKL, or differs from the network's config
-    in norm_num_groups or act_fn, which no shape of a weight shows.
-
-    network_config: that of the network; empty for a discrete VAE, of which only the class is compared.
+    """Raises ConfigError if a config.json of diffusers is not that of an AutoencoderKL, or differs from
+    `network_config` in norm_num_groups or act_fn. If network_config is empty (a discrete VAE), only the class is
+    checked.
     """
     if diffusers_config.get("_class_name") != _CLASS:
         raise ConfigError(

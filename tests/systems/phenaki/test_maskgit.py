@@ -130,7 +130,7 @@ def test_no_rows():
 def test_places():
     """Oracle: torch.nonzero."""
     mask = torch.rand(3, 2, 5) < 0.3
-    assert torch.equal(Pending(mask).read_indices(), mask.flatten().nonzero()[:, 0])
+    assert torch.equal(Pending(mask).wait_for_indices(), mask.flatten().nonzero()[:, 0])
 
 
 # -------------------------------------------------------------------------------------------------------- the networks

@@ -214,9 +214,9 @@ def test_the_adversary_weighs_as_the_frame_does():
     system = build(**JUDGED)
     nets, example = nets_of(system), system.encode(batch_of(system))
     passed = nets["tokenizer"](example["x_start"], example["frames"])
-    of_recon = torch.autograd.grad(system._compute_recon(passed.video, example).sum(), passed.video, retain_graph=True)[
-        0
-    ]
+    of_recon = torch.autograd.grad(
+        system._compute_reconstruction_error(passed.video, example).sum(), passed.video, retain_graph=True
+    )[0]
     _, descended = system._compute_critique(nets, passed.video, example)
     pull = torch.autograd.grad(descended.sum(), passed.video)[0]
     for number, (count, place) in enumerate(zip((7, 5, 1, 1), system._draw_frame_number(example).tolist())):

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from dstrain.systems.vae.config import Temperature
-from dstrain.systems.vae.schedules import compute_kl_weight, compute_temperature, find_final_temperature
+from dstrain.systems.vae.schedules import compute_kl_weight, compute_temperature, get_final_temperature
 
 
 def at(schedule, *steps):
@@ -50,8 +50,8 @@ def test_legacy_reaches_half_early():
 def test_constant():
     """Oracle: the start, also where held-out data are measured."""
     schedule = Temperature(schedule="constant", start=0.9)
-    assert at(schedule, 0, 10**6) == pytest.approx([0.9, 0.9]) and find_final_temperature(schedule) == 0.9
-    assert find_final_temperature(Temperature(minimum=0.1)) == 0.1
+    assert at(schedule, 0, 10**6) == pytest.approx([0.9, 0.9]) and get_final_temperature(schedule) == 0.9
+    assert get_final_temperature(Temperature(minimum=0.1)) == 0.1
 
 
 def test_it_only_falls():

@@ -77,7 +77,10 @@ class Config(SystemConfig):
     """An adversary that judges patches of single frames, with an optimizer of its own; None: there is none."""
 
     @model_validator(mode="after")
-    def _check_choices(self) -> "Config":
+    def _require_consistent_fields(self) -> "Config":
+        """Returns the section. Raises ConfigError if quantizer, levels, codebook_size, sizes or patch sizes do not go
+        together.
+        """
         if self.quantizer == "lookup_free":
             compute_codebook_bits(self.codebook_size)
         if (self.quantizer == "fsq") != (self.levels is not None):
@@ -105,16 +108,16 @@ class Config(SystemConfig):
 
     @property
     def size(self) -> tuple[int, int]:
-        """Returns (height, width) of a frame in pixels."""
+        """Returns (height, width) of a frame, in pixels."""
         return (self.image_size, self.image_size) if isinstance(self.image_size, int) else self.image_size
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        """Returns (channels, height, width) of a frame in pixels."""
+        """Returns (channels, height, width) of a frame, in pixels."""
         return self.channels, *self.size
 
     def make_network_arguments(self) -> dict[str, Any]:
-        """Returns the keyword arguments of CViViT."""
+        """Returns the keyword arguments of the network CViViT that this section chooses."""
         names = (
             "dim",
             "codebook_size",
@@ -136,7 +139,7 @@ class Config(SystemConfig):
 
     @classmethod
     def completed(cls, model: dict[str, Any], run: Run) -> dict[str, Any]:
-        """Returns the section with image_size, num_frames and channels of the data where it leaves them out."""
+        """Returns the section `model` with image_size, num_frames and channels of the data if it leaves them out."""
         width, height = run.data.image_size, run.data.height or run.data.image_size
         return {
             "image_size": width if height == width else [height, width],
@@ -146,6 +149,9 @@ class Config(SystemConfig):
         }
 
     def conflicts_among(self, ranks: int) -> list[str]:
+        """Returns an error message for each number that `ranks` ranks, which would share a clip's tokens, do not
+        divide: rows of patches, heads and channels. [] if they divide all.
+        """
         rows = self.size[0] // self.patch_size
         return list_indivisible(
             ranks,
@@ -153,6 +159,9 @@ class Config(SystemConfig):
         )
 
     def conflicts_at(self, stage: int) -> list[str]:
+        """Returns [one error message] at ZeRO stage 3 if the penalty's form is exact, which needs whole weights; []
+        otherwise.
+        """
         penalty = self.discriminator and self.discriminator.penalty
         if stage < 3 or not penalty or penalty.form != "exact":
             return []
@@ -162,6 +171,9 @@ class Config(SystemConfig):
         ]
 
     def conflicts(self, run: Run) -> list[str]:
+        """Returns an error message for each conflict with the data: their channels, size or numbers of frames differ,
+        or weights of the perceptual loss are missing. [] if there are none.
+        """
         problems = self.unequal(run, channels="channels") + describe_missing_perceptual_weights(
             self.perceptual, "model.perceptual"
         )

@@ -78,6 +78,7 @@ class CViViT(nn.Module):
         values = channels * patch_size**2
 
         def build_transformer(over: str) -> Transformer:
+            """Returns the transformer that attends over "space" or "time"."""
             depth = spatial_depth if over == "space" else temporal_depth
             return Transformer(dim, depth, heads, dim_head, causal=True, dropout=dropout, over=over)
 
@@ -101,8 +102,9 @@ class CViViT(nn.Module):
         self.to_pixels_first_frame, self.to_pixels = Linear(dim, values), Linear(dim, temporal_patch_size * values)
 
     def forward(self, video: Tensor, frames: Tensor) -> Pass:
-        """Encodes and decodes clips (B, T, C, H, W), of which the first `frames` int64 (B,) frames are real. Returns
-        the reconstructed clips with tokens and the quantizer's terms, see Pass.
+        """Encodes clips (B, T, C, H, W) to tokens and decodes them. The first `frames`, int64 (B,), frames of a clip
+        are real, the rest is padding. Returns a Pass: the reconstructed clips, the tokens, and the quantizer's loss
+        terms.
         """
         bias = self.spatial_rel_pos_bias(*self.grid)  # (heads, hw, hw)
         x = self._encode(video, frames, bias)
@@ -111,20 +113,20 @@ class CViViT(nn.Module):
         return Pass(self._decode(quantized.x, bias), *quantized[1:])
 
     def encode_tokens(self, video: Tensor, frames: Tensor | None = None) -> Tensor:
-        """Encodes clips (B, T, C, H, W) to tokens int64 (B, t, h, w). frames: int64 (B,), the number of real frames of
-        each clip; None: all are real.
+        """Encodes clips (B, T, C, H, W) to tokens, int64 (B, t, h, w). `frames`, int64 (B,), is the number of real
+        frames of each clip; None: all are real.
         """
         if frames is None:
             frames = torch.full((len(video),), video.shape[1], device=video.device)
         return self.vq.encode(self._encode(video, frames, self.spatial_rel_pos_bias(*self.grid)))
 
     def decode_tokens(self, tokens: Tensor) -> Tensor:
-        """Decodes tokens int64 (B, t, h, w) to clips (B, T, C, H, W) in [-1, 1]."""
+        """Decodes tokens, int64 (B, t, h, w), to clips (B, T, C, H, W) in [-1, 1]."""
         return self._decode(self.vq.decode(tokens), self.spatial_rel_pos_bias(*self.grid)).clamp(-1, 1)
 
     def _encode(self, video: Tensor, frames: Tensor, bias: Tensor) -> Tensor:
-        """Maps clips (B, T, C, H, W), with `frames` (B,) real frames and the spatial `bias` (heads, hw, hw), to vectors
-        (B, t, h, w, D).
+        """Returns the encoder's vectors, (B, t, h, w, D), before quantization, of clips (B, T, C, H, W) with `frames`,
+        int64 (B,), real frames. `bias` (heads, h w, h w) is that of spatial attention.
         """
         video = video.to(self.to_patch_emb.weight.dtype)
         counted = mark_frames_with_tokens(frames, self.temporal_patch_size, video.shape[1])  # (B, T)
@@ -137,7 +139,9 @@ class CViViT(nn.Module):
         return gather_parts(self.enc_temporal_transformer(x, build_alibi(self.heads, x.shape[1], x)), ROWS)
 
     def _decode(self, x: Tensor, bias: Tensor) -> Tensor:
-        """Maps vectors (B, t, h, w, D), with the spatial `bias` (heads, hw, hw), to clips float32 (B, T, C, H, W)."""
+        """Decodes quantized vectors (B, t, h, w, D) to clips, float32 (B, T, C, H, W). `bias` (heads, h w, h w) is that
+        of spatial attention.
+        """
         x = take_own_part_again(
             x, ROWS
         )  # the encoder's tokens were gathered for the quantizer, which measures whole clips
@@ -148,8 +152,8 @@ class CViViT(nn.Module):
         return widen_precision(torch.cat((first, later), dim=1))
 
     def _cut_patches(self, video: Tensor, length: int) -> Tensor:
-        """Cuts clips of t * `length` frames, (B, t length, C, H, W), into patches of `length` frames and s x s pixels,
-        s = patch_size: (B, t, h, w, length C s s).
+        """Cuts clips (B, t * length, C, H, W) into patches of `length` frames and s x s pixels, s being patch_size: (B,
+        t, h, w, length * C * s * s).
         """
         (h, w), s = self.grid, self.patch_size
         batch, count, channels = video.shape[:3]
@@ -157,7 +161,7 @@ class CViViT(nn.Module):
         return x.permute(0, 1, 4, 6, 2, 3, 5, 7).flatten(4)
 
     def _join_patches(self, x: Tensor, length: int) -> Tensor:
-        """Joins patches (B, t, h, w, length C s s) to clips (B, t length, C, H, W), the inverse of `_cut_patches`."""
+        """Inverts `_cut_patches`: (B, t, h, w, length * C * s * s) -> (B, t * length, C, H, W)."""
         (h, w), s = self.grid, self.patch_size
         batch, count = x.shape[:2]
         channels = x.shape[-1] // (length * s * s)
@@ -166,21 +170,21 @@ class CViViT(nn.Module):
 
 
 def mark_latent_frames_without_padding(frames: Tensor, temporal_patch_size: int, count: int) -> Tensor:
-    """Returns bool (B, count), True for the latent frames of each clip that contain no padding. frames: int64 (B,), the
-    number of real frames of each clip; count: number of latent frames.
+    """Returns bool (B, count), True for the latent frames of each clip that are made of real frames only. `frames`,
+    int64 (B,), is the number of real frames of each clip, `count` the number of latent frames.
     """
     return torch.arange(count, device=frames.device) < 1 + (frames[:, None] - 1) // temporal_patch_size
 
 
 def count_frames_with_tokens(frames: Tensor, temporal_patch_size: int) -> Tensor:
-    """Returns how many frames of each clip lie in latent frames without padding, int64 (B,). frames: int64 (B,), the
-    number of real frames of each clip. All further frames count as padding.
+    """Returns how many frames of each clip lie in latent frames that are made of real frames only, int64 (B,).
+    `frames`, int64 (B,), is the number of real frames of each clip.
     """
     return 1 + temporal_patch_size * ((frames - 1) // temporal_patch_size)
 
 
 def mark_frames_with_tokens(frames: Tensor, temporal_patch_size: int, total: int) -> Tensor:
-    """Returns bool (B, total), True for the frames of each clip that lie in latent frames without padding. frames:
-    int64 (B,), the number of real frames of each clip; total: number of all frames.
+    """Returns bool (B, total), True for the frames of each clip that lie in latent frames made of real frames only.
+    `frames`, int64 (B,), is the number of real frames of each clip, `total` the number of all frames.
     """
     return torch.arange(total, device=frames.device) < count_frames_with_tokens(frames, temporal_patch_size)[:, None]

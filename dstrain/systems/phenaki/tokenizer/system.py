@@ -68,13 +68,15 @@ class TokenizerSystem(System):
             self.watched = ("shares",)
 
     def networks(self) -> dict[str, nn.Module]:
+        """Builds the new networks by part: "tokenizer" and, if the config has one, "discriminator"."""
         tokenizer = CViViT(**self.config.make_network_arguments())
         return {"tokenizer": tokenizer} | self.picture_loss.build_networks(self.config.channels)
 
     @torch.no_grad()
     def encode(self, batch: Batch) -> Example:
-        """Returns the batch with x_start (B, T, C, H, W) in [-1, 1] in place of videos or images, and frames (B,), T if
-        the batch gives none. Raises ConfigError if the number of frames, or a frame's shape, does not fit the model.
+        """Returns the batch with `x_start`, float32 (B, T, C, H, W) in [-1, 1], in place of videos or images, and with
+        `frames`, int64 (B,), T for each clip if the batch has none. Raises ConfigError if the number of frames or the
+        shape of a frame does not fit the model.
         """
         example = {name: tensor for name, tensor in batch.items() if name not in ("image", "video")}
         video = batch["video"] if "video" in batch else batch["image"][:, None]  # (B, T, C, H, W)
@@ -89,12 +91,13 @@ class TokenizerSystem(System):
         return {"frames": frames} | example | {"x_start": video.float() / 127.5 - 1}
 
     def turns(self, step: int) -> tuple[str, ...]:
+        """Returns the parts that learn at `step`: "tokenizer" and, from its start step on, "discriminator"."""
         return self.picture_loss.list_turns("tokenizer", step)
 
     def compute_tokenizer_loss(self, nets: Nets, example: Example) -> Terms:
-        """Returns the terms of the tokenizer's turn: `loss`, a scalar, and, detached, (B,) each, the reconstruction,
-        the quantizer's terms and, from the discriminator's start on, the discriminator's critique of one frame. With
-        quantizer lookup_free also `shares` of codes, for `observe`.
+        """Returns the terms of the tokenizer's turn: `loss`, a scalar with gradient, and without gradient, (B,) each,
+        the reconstruction error, the quantizer's terms and, once the discriminator learns, its terms on one frame; with
+        lookup_free also `shares` of codes, for `observe`.
         """
         passed = nets["tokenizer"](example["x_start"], example["frames"])
         terms, shares = self._select_code_terms(passed), {}
@@ -105,7 +108,7 @@ class TokenizerSystem(System):
             shares = {"shares": passed.shares.detach()}
         coding = self._compute_code_loss(terms)
         if not self.picture_loss.adversarial:
-            terms |= self._compute_distances(passed.video, example)
+            terms |= self._compute_distance_terms(passed.video, example)
             loss = (self.picture_loss.compute_reconstruction_loss(terms) + coding).mean()
         else:
             judged, pull = self._compute_critique(nets, passed.video, example)
@@ -120,11 +123,11 @@ class TokenizerSystem(System):
 
     def _compute_critique(self, nets: Nets, made: Tensor, example: Example) -> tuple[Terms, Tensor]:
         """Returns the terms of reconstructed clips `made` (B, T, C, H, W), and a tensor (B,) whose gradient with
-        respect to the clips is that of reconstruction, perceptual distance and critique together.
+        respect to the clips is the sum of those of reconstruction error, perceptual distance and adversarial loss.
         """
         place, x = self._draw_frame_number(example), example["x_start"]
         video = made.detach().requires_grad_()
-        terms = {"recon": self._compute_recon(video, example)}
+        terms = {"recon": self._compute_reconstruction_error(video, example)}
         of_recon = compute_picture_gradient(terms["recon"], video)  # (B, T, C, H, W)
         frame, truth = _take_frame(made.detach(), place).requires_grad_(), _take_frame(x, place)
         of_frame = torch.zeros_like(frame)
@@ -141,12 +144,12 @@ class TokenizerSystem(System):
         return terms | critique, (made * pull).flatten(1).sum(1)
 
     def observe(self, seen: Terms) -> None:
-        """Moves the running shares of codes towards those of one global batch, `seen["shares"]` of each sample."""
+        """Updates the running shares of codes by seen["shares"], those of the samples of a global batch."""
         self._usage.update_shares(seen["shares"])
 
     def _select_code_terms(self, passed: Pass) -> Terms:
-        """Returns the terms of the quantizer that have a gradient: commitment, and codebook (cosine) or entropy
-        (lookup_free); {} for fsq.
+        """Returns the quantizer's loss terms by name, (B,) each: commitment and entropy for lookup_free, commitment and
+        codebook for cosine, none for fsq.
         """
         if self.config.quantizer == "fsq":
             return {}
@@ -154,8 +157,8 @@ class TokenizerSystem(System):
         return {"commitment": passed.commitment, other: getattr(passed, other)}
 
     def _compute_code_loss(self, terms: Terms) -> Tensor | float:
-        """Returns the quantizer's part of the loss, (B,), 0 for fsq. Held-out terms lack `diversity`, since its
-        reference changes from step to step: so losses of different steps can be compared.
+        """Returns the quantizer's part of the loss, (B,), or 0 for fsq. Without the term `diversity`, as on held-out
+        data, it lacks the loss of uneven use of codes, whose reference changes from step to step.
         """
         config = self.config
         if config.quantizer == "fsq":
@@ -168,20 +171,27 @@ class TokenizerSystem(System):
             entropy = entropy - config.diversity_gamma * terms["diversity"]
         return commitment + config.entropy_weight * entropy
 
-    def _compute_distances(self, video: Tensor, example: Example) -> Terms:
+    def _compute_distance_terms(self, video: Tensor, example: Example) -> Terms:
+        """Returns `recon`, the reconstruction error of each clip (B,), and, if the config has a perceptual loss,
+        `perceptual`, (B,), of one random frame of each clip.
+        """
         place = self._draw_frame_number(example)
-        return {"recon": self._compute_recon(video, example)} | self.picture_loss.measure_perceptual_distance(
+        return {
+            "recon": self._compute_reconstruction_error(video, example)
+        } | self.picture_loss.measure_perceptual_distance(
             _take_frame(video, place), _take_frame(example["x_start"], place)
         )
 
-    def _compute_recon(self, video: Tensor, example: Example) -> Tensor:
-        """Returns the mean squared error of each clip over its real frames, (B,)."""
+    def _compute_reconstruction_error(self, video: Tensor, example: Example) -> Tensor:
+        """Returns the mean squared error of each clip, (B,), over its frames in latent frames without padding."""
         return _average_marked_frames(
             (video - example["x_start"]).square().flatten(2).mean(2), self._mark_frames_with_tokens(example)
         )
 
     def _draw_frame_number(self, example: Example) -> Tensor:
-        """Draws a random real frame of each clip, and returns its number, int64 (B,)."""
+        """Returns the number of a random frame of each clip, int64 (B,), drawn from the samples' keys; never one in a
+        latent frame with padding.
+        """
         count = count_frames_with_tokens(example["frames"], self.temporal_patch_size)
         return (rng.uniform(example["key"], "frame") * count).long().minimum(count - 1)
 
@@ -191,11 +201,11 @@ class TokenizerSystem(System):
 
     @torch.no_grad()
     def evaluate(self, nets: Nets, example: Example) -> Terms:
-        """Returns the terms of each clip, (B,), without those of discriminator and diversity; psnr and ssim are means
-        over its real frames. usage (B, K) has the share of each token id.
+        """Returns terms of each clip, (B,) each: `loss` and its terms, without the discriminator's and diversity, and
+        psnr and ssim, averaged over its real frames; and usage (B, K), the share of each token.
         """
         passed: Pass = nets["tokenizer"](example["x_start"], example["frames"])
-        terms = self._select_code_terms(passed) | self._compute_distances(passed.video, example)
+        terms = self._select_code_terms(passed) | self._compute_distance_terms(passed.video, example)
         counted, tokens = self._mark_frames_with_tokens(example), passed.tokens
         by_frame = measure_psnr_and_ssim(passed.video.flatten(0, 1), example["x_start"].flatten(0, 1))
         by_clip = {
@@ -213,15 +223,15 @@ class TokenizerSystem(System):
         )
 
     def digest(self, means: dict[str, Tensor]) -> dict[str, float]:
-        """Returns the perplexity of the codebook over all held-out samples, and dead_tokens, the share of ids that none
-        of them used.
+        """Returns two figures over all held-out samples: `perplexity` of the codebook, from 1 to K, and `dead_tokens`,
+        the share of tokens that never occur.
         """
         return dict(zip(("perplexity", "dead_tokens"), measure_codebook_usage(means["usage"])))
 
     @torch.no_grad()
     def pictures(self, nets: Nets, example: Example) -> dict[str, Tensor]:
-        """Returns {"reconstruction": uint8}: original and reconstruction side by side, (B, T, C, H, 2W), or (B, C, H,
-        2W) if clips are single frames. In place of padding a clip repeats its last real frame.
+        """Returns {"reconstruction": uint8}, originals and reconstructions side by side, (B, T, C, H, 2W); (B, C, H,
+        2W) if clips are single frames. The last real frame of a clip is repeated in place of padding.
         """
         x, frames = example["x_start"], example["frames"]
         last = count_frames_with_tokens(frames, self.temporal_patch_size)[:, None] - 1
@@ -232,17 +242,20 @@ class TokenizerSystem(System):
 
     @torch.no_grad()
     def codes(self, nets: Nets, example: Example) -> dict[str, Tensor]:
-        """Returns {"tokens": int64 (B, t, h, w)} of an example. Tokens of latent frames with padding are
-        meaningless.
+        """Encodes the example's clips: {"tokens": int64 (B, t, h, w)}. Tokens of latent frames with padding have no
+        meaning.
         """
         return {"tokens": nets["tokenizer"].encode_tokens(example["x_start"], example["frames"])}
 
     @torch.no_grad()
     def decode(self, nets: Nets, codes: Tensor) -> Tensor:
+        """Decodes tokens, int64 (B, t, h, w), to clips (B, T, C, H, W) in [-1, 1]."""
         return nets["tokenizer"].decode_tokens(codes)
 
     def identity(self, nets: Nets) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """Returns the architecture and all weights by name, without the number of frames and choices for training."""
+        """Returns all that the tokens of a clip depend on: the architecture, without fields that matter only in
+        training or to another quantizer, and the weights by name.
+        """
         architecture = self.config.make_network_arguments()
         left_out = {"dropout", "inv_temperature"}
         left_out |= {
@@ -254,10 +267,8 @@ class TokenizerSystem(System):
         return architecture | {"image_size": list(self.config.size)}, nets["tokenizer"].state_dict()
 
     def adapt(self, part: str, state: dict[str, Tensor]) -> tuple[dict[str, Tensor], list[str]]:
-        """Returns a copy of the state dict, and no notes: names and shapes do not depend on image_size or num_frames.
-
-        Raises ConfigError for a file of phenaki-pytorch, and for the first name or shape that differs from the
-        network's.
+        """Returns a copy of the weights, and no notes. Raises ConfigError if the file is of phenaki-pytorch, or at the
+        first name or shape that differs from the network's.
         """
         if any(".dsconv." in name for name in state):
             raise ConfigError(
@@ -271,15 +282,23 @@ class TokenizerSystem(System):
         return dict(state), []
 
     def frozen(self) -> tuple[nn.Module, ...]:
+        """Returns the frozen network of the perceptual loss; () if the config has no such loss, or its weights are
+        missing here.
+        """
         return self.picture_loss.list_frozen_networks()
 
     def blocks(self) -> tuple[type[nn.Module], ...]:
+        """Returns the class of the transformers' blocks."""
         return (TransformerBlock,)
 
     def state_dict(self) -> dict[str, Tensor]:
+        """Returns {"usage": the running shares of codes} for the quantizer lookup_free; {} for others."""
         return {} if self._usage is None else {"usage": self._usage.q}
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        """Restores the running shares of codes. Raises ConfigError if names or shapes differ from those of
+        `state_dict`.
+        """
         own, saved = ({name: tuple(q.shape) for name, q in values.items()} for values in (self.state_dict(), state))
         if own != saved:
             raise ConfigError(
@@ -290,8 +309,8 @@ class TokenizerSystem(System):
             self._usage.q = state["usage"].clone()
 
     def synthetic(self, batch_size: int) -> Batch:
-        """Returns a batch of random clips with keys and positions. Of every three clips the first has only real frames,
-        the second about half real frames, and the third one real frame.
+        """Returns a batch of random clips, uint8, with the samples' keys and positions. Of every three clips the first
+        has real frames only, the second about half, and the third a single one.
         """
         positions, total, p = torch.arange(batch_size), self.config.num_frames, self.temporal_patch_size
         key = rng.keys(0, 0, positions)
@@ -302,10 +321,10 @@ class TokenizerSystem(System):
 
 
 def _take_frame(video: Tensor, place: Tensor) -> Tensor:
-    """Returns the frame of each clip whose number is `place`, int64 (B,): (B, T, C, H, W) -> (B, C, H, W)."""
+    """Returns one frame of each clip, the one with the number `place`, int64 (B,): (B, T, C, H, W) -> (B, C, H, W)."""
     return video[torch.arange(len(video), device=place.device), place]
 
 
 def _average_marked_frames(values: Tensor, counted: Tensor) -> Tensor:
-    """Returns the mean of `values` (B, T) of each clip over the frames where `counted`, bool (B, T), is True: (B,)."""
+    """Returns the mean of each clip's `values` (B, T) over the frames where `counted`, bool (B, T), is True: (B,)."""
     return torch.where(counted, values, 0.0).sum(1) / counted.sum(1)
