@@ -133,7 +133,7 @@ def _write_samples(
         files = (Pictures if first[1].dtype == torch.uint8 else Embeddings)(out, about)
         pictures, errors = request.conditions.get("invert"), torch.zeros(2, dtype=torch.float64)
         for numbers, samples in chain([first], rounds):
-            files.add(numbers, samples)
+            files.add_samples(numbers, samples)
             if pictures is not None:
                 error = samples.double() - pictures[numbers].double()
                 errors += torch.stack((error.abs().flatten(1).mean(1).sum(), error.square().flatten(1).mean(1).sum()))

@@ -195,7 +195,7 @@ def _iterate_timesteps(diffusion: GaussianDiffusion, x: Tensor, progress: Progre
         yield step, torch.full((len(x),), step, device=x.device)
 
 
-def guide_network(
+def make_guided_network(
     network: Callable[..., Tensor],
     conditions: Mapping[str, Tensor],
     null: Mapping[str, Tensor],
@@ -206,9 +206,9 @@ def guide_network(
     guide: Callable[..., Tensor] | None = None,
     active: Callable[[Tensor, Tensor], Tensor] | None = None,
 ) -> Network:
-    """Returns a function (x_t, t) -> output that adds guidance to `network`: weaker + scale * (conditional - weaker),
-    where `conditional` is the network's output with `conditions`, and `weaker` its output with `null` (classifier-free
-    guidance), or that of `guide` with `conditions` (autoguidance).
+    """Returns a function (x_t, t) -> output that adds guidance to `network`: weaker + scale * (conditional - weaker).
+    Here `conditional` is the network's output with `conditions`, and `weaker` its output with `null` (classifier-free
+    guidance) or, if given, the output of `guide` with `conditions` (autoguidance).
 
     conditions  keyword arguments of the network, (B, ...) each; `null` has the same names, for no condition.
     scale       1: no guidance, and the network is called with `conditions` alone.
@@ -253,8 +253,7 @@ def make_guidance_condition(
     interval: tuple[float, float] | None, noise_of: Callable[[Tensor, Tensor], Tensor]
 ) -> Callable[[Tensor, Tensor], Tensor] | None:
     """Returns a function (x_t, t) -> bool (B, 1, ...), which says whether a sample's sigma / alpha lies in `interval`
-    (low, high). It is made for the argument `active` of `guide_network`. Returns None if interval is None: all are
-    guided.
+    (low, high): the argument `active` of `make_guided_network`. Returns None if interval is None: all are guided.
 
     noise_of  (x_t, t) -> sigma / alpha (B, 1, ...), for t as the network sees it.
     """

@@ -95,7 +95,7 @@ def solve_unipc(
         here, there = levels[i], levels[i + 1]
         x_start = denoise(x, here)
         if known:
-            x = _redo_step_corrected(levels[i - 1], here, x_before, known, x_start)
+            x = _apply_unipc_corrector(levels[i - 1], here, x_before, known, x_start)
         known = [*known[-1:], (here.half_log_snr, x_start)]
         estimate = x_start
         if len(known) == 2 and there.sigma:
@@ -106,7 +106,7 @@ def solve_unipc(
     return x
 
 
-def _redo_step_corrected(
+def _apply_unipc_corrector(
     here: Level, there: Level, x: Tensor, known: list[tuple[float, Tensor]], following: Tensor
 ) -> Tensor:
     """Returns x at level `there`: repeats the step from x at level `here`, corrected by `following`, the x_start

@@ -85,7 +85,7 @@ def add_adapters(network: nn.Module, lora: Lora | None, usual: Sequence[str]) ->
         raise ConfigError("model.lora: this network has no attention: write model.lora.targets")
     network.requires_grad_(False)
     for layer in chosen.values():
-        layer.lora_A, layer.lora_B = _make_factors(layer, lora.rank)
+        layer.lora_A, layer.lora_B = _make_adapter_factors(layer, lora.rank)
         layer.lora_dropout, layer.lora_scale = make_dropout(lora.dropout), lora.scale
         layer.register_forward_hook(_add_adapter_output)
     return network
@@ -98,7 +98,7 @@ def _can_be_adapted(module: nn.Module) -> bool:
     return isinstance(module, (nn.Linear, Pointwise)) or (isinstance(module, nn.Conv2d) and module.groups == 1)
 
 
-def _make_factors(layer: Any, rank: int) -> tuple[nn.Module, nn.Module]:
+def _make_adapter_factors(layer: Any, rank: int) -> tuple[nn.Module, nn.Module]:
     """Returns the two new layers of a LoRA adapter for a linear layer or convolution: A, which maps its input to `rank`
     values, and B, which maps these to its output. B starts at 0.
     """

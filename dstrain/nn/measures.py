@@ -33,16 +33,19 @@ def compute_ssim(picture: Tensor, truth: Tensor) -> Tensor:
     channels, height, width = truth.shape[1:]
     down, across = (_make_gaussian_window(min(_WINDOW, side), truth) for side in (height, width))
 
-    def smooth(x: Tensor) -> Tensor:
+    def average_under_window(x: Tensor) -> Tensor:
         """Averages each channel of x (B, C, H, W) under the Gaussian window, only where the whole window is inside the
         picture.
         """
         x = F.conv2d(x, down.view(1, 1, -1, 1).expand(channels, -1, -1, -1), groups=channels)
         return F.conv2d(x, across.view(1, 1, 1, -1).expand(channels, -1, -1, -1), groups=channels)
 
-    mean_a, mean_b = smooth(picture), smooth(truth)
-    variance_a, variance_b = smooth(picture * picture) - mean_a.square(), smooth(truth * truth) - mean_b.square()
-    covariance = smooth(picture * truth) - mean_a * mean_b
+    mean_a, mean_b = average_under_window(picture), average_under_window(truth)
+    variance_a, variance_b = (
+        average_under_window(picture * picture) - mean_a.square(),
+        average_under_window(truth * truth) - mean_b.square(),
+    )
+    covariance = average_under_window(picture * truth) - mean_a * mean_b
     luminance = (2 * mean_a * mean_b + _C1) / (mean_a.square() + mean_b.square() + _C1)
     structure = (2 * covariance + _C2) / (variance_a + variance_b + _C2)
     return (luminance * structure).flatten(1).mean(1)

@@ -26,7 +26,7 @@ def make_sincos_positions(
     """
     if dim % 4:
         raise ConfigError(f"hidden_size: {dim} is not a multiple of 4, which two axes of sines and cosines need")
-    column, row = (_spread_positions(count, base, within) for count in (width, height))
+    column, row = (_compute_axis_positions(count, base, within) for count in (width, height))
     column, row = np.tile(column, height), np.repeat(row, width)
     frequencies = PERIOD ** (-np.arange(dim // 4) / (dim // 4))
     halves = []
@@ -60,7 +60,9 @@ def make_rotations(
     parts = []
     for axis, (count, width) in enumerate(zip(sides, widths, strict=True)):
         frequencies = PERIOD ** (-np.arange(0, width, 2) / width)
-        angles = np.repeat(_spread_positions(count, bases[axis] if bases else None)[:, None] * frequencies, 2, axis=1)
+        angles = np.repeat(
+            _compute_axis_positions(count, bases[axis] if bases else None)[:, None] * frequencies, 2, axis=1
+        )
         shape = [width if at == len(sides) else count if at == axis else 1 for at in range(len(sides) + 1)]
         parts.append(np.broadcast_to(angles.reshape(shape), (*sides, width)))
     angles = np.concatenate(parts, axis=-1).reshape(-1, head_dim)
@@ -80,7 +82,7 @@ def rotate_values(x: Tensor, rotation: Tensor) -> Tensor:
     return (x * cosines + swapped * sines).to(x.dtype)
 
 
-def _spread_positions(count: int, base: float | None, within: int | None = None) -> np.ndarray:
+def _compute_axis_positions(count: int, base: float | None, within: int | None = None) -> np.ndarray:
     """Returns the positions of `count` patches along an axis, (count,). `base` and `within` are those of
     `make_sincos_positions`.
     """

@@ -55,11 +55,11 @@ def draw_relaxed_tokens(logits: Tensor, noise: Tensor, temperature: Tensor, samp
 
 
 def _make_reinmax_surrogate(logits: Tensor, hard: Tensor, temperature: Tensor) -> Tensor:
-    """Returns a tensor whose Jacobian with respect to the logits is 2 J((pi_temperature + D) / 2) - J(pi) / 2.
+    """Returns a tensor (B, K, ...) whose gradient with respect to the logits is ReinMax's (Liu et al. 2023,
+    arXiv:2304.08612), of second order. `hard` (B, K, ...) is the drawn one-hot sample D, `temperature` broadcasts to
+    it.
 
-    Liu et al. 2023 ("Bridging discrete and backpropagation", arXiv:2304.08612): differences of the loss between tokens
-    by the trapezoid rule (Heun) instead of one gradient (Euler), which at temperature 1 is exact for quadratic losses.
-    p * (theta - <p, theta>) with a fixed p has the Jacobian J(p), so no logarithm of a vanishing p is needed.
+    The Jacobian is 2 J((softmax(logits / temperature) + D) / 2) - J(softmax(logits)) / 2, where J(p) = diag(p) - p p^T.
     """
     pi = logits.detach().softmax(1)
     halfway = ((logits.detach() / temperature).softmax(1) + hard) / 2

@@ -40,9 +40,9 @@ def set_eval_mode(nets: Nets) -> Iterator[None]:
 def draw_samples_in_rounds(
     system: System, nets: Nets, request: Request, chunk: int, device: torch.device | None = None
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Draws all samples of a request by all ranks together, in rounds. Yields (numbers, images) of each round, on the
-    CPU of every rank: numbers, int64 (n,), are the samples' indices in the request, and images (n, ...) the samples
-    themselves. In a round each rank draws `chunk` samples in one call of System.sample.
+    """Draws all samples of a request by all ranks together, in rounds, of which each rank draws `chunk` samples in one
+    call of System.sample. Yields (numbers, images) of each round, on the CPU of every rank: numbers, int64 (n,), are
+    the samples' indices in the request, images (n, ...) the samples themselves.
     """
     total, world = len(request.seeds), group.world()
     for round, (_, images) in enumerate(draw_share_of_rank(system, nets, request, chunk, device)):
@@ -56,11 +56,10 @@ def draw_share_of_rank(
     system: System, nets: Nets, request: Request, chunk: int, device: torch.device | None = None
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Draws all samples of a request by all ranks together, in rounds. Yields (numbers, images) of the `chunk` samples
-    that this rank draws in each round, on its device. numbers are the samples' indices in the request.
+    that this rank draws in each round, on its device: numbers, int64 (chunk,), are the samples' indices in the request.
 
-    The last round may be longer than needed: numbers >= the number of samples mark samples that are drawn a second
-    time, so that all ranks call the networks equally often. Raises ConfigError if System.sample returns anything but
-    samples.
+    In the last round, numbers >= the number of samples belong to samples that are drawn a second time, so that all
+    ranks call the networks equally often. Raises ConfigError if System.sample returns anything but samples.
     """
     total, world, device = len(request.seeds), group.world(), device or group.device()
     for begin in range(0, total, chunk * world):

@@ -64,7 +64,7 @@ class Pictures:
         self.album: Album | None = None
         self.videos = False
 
-    def add(self, numbers: Tensor, samples: Tensor) -> None:
+    def add_samples(self, numbers: Tensor, samples: Tensor) -> None:
         """Saves the samples (n, ...) with these numbers, each rank its share, unless about.files is false. Rank 0 also
         keeps them for the grid and the .npz. All ranks call this with the same samples, in the order of the numbers.
         Videos of one frame are saved as pictures.
@@ -74,7 +74,7 @@ class Pictures:
         self.videos = samples.ndim == 5
         for number, sample in zip(numbers.tolist(), samples) if self.about.files else ():
             if number % group.world() == group.rank():
-                self._save(self.out / SAMPLES / self.about.make_file_stem(number), sample)
+                self._save_sample(self.out / SAMPLES / self.about.make_file_stem(number), sample)
         if group.rank() == 0:
             if sum(map(len, self.first)) < (_CLIPS_IN_GRID if self.videos else _IN_GRID):
                 self.first.append(samples)
@@ -84,8 +84,7 @@ class Pictures:
             self.album = self.album or Album(self.out, (self.about.num, *array.shape[1:]))
             self.album.add_pictures(array)
 
-    def _save(self, stem: Path, sample: Tensor) -> None:
-        """Saves one picture (C, H, W) as STEM.png, or one video (T, C, H, W) in each of the chosen formats."""
+    def _save_sample(self, stem: Path, sample: Tensor) -> None:
         if not self.videos:
             save_png(f"{stem}.png", sample.permute(1, 2, 0).numpy())
             return
@@ -132,7 +131,7 @@ class Embeddings:
     def __init__(self, out: Path, about: About) -> None:
         self.out, self.about, self.rows = out, about, []
 
-    def add(self, numbers: Tensor, embeddings: Tensor) -> None:
+    def add_samples(self, numbers: Tensor, embeddings: Tensor) -> None:
         """Keeps embeddings (n, D) until `close` writes them in the order of the calls. `numbers` has no effect."""
         self.rows.append(embeddings)
 
@@ -148,7 +147,6 @@ class Embeddings:
 
 
 def _write_prompts(out: Path, texts: Sequence[str]) -> None:
-    """Writes prompts.txt into the folder `out`, one text a line."""
     write_file(out / "prompts.txt", "".join(f"{' '.join(text.split())}\n" for text in texts))
 
 

@@ -115,7 +115,7 @@ class SystemConfig(Section):
     def conflicts_among(self, ranks: int) -> list[str]:
         """Returns an error message for each reason why `ranks` ranks cannot share the tokens of a sample
         (parallel.sequence); [] if they can. By default they cannot. A system whose networks share tokens returns the
-        result of list_indivisible.
+        result of list_indivisible_counts.
         """
         return [
             f"parallel.sequence={ranks}: {self.unshared}, and the systems that share tokens are dit, phenaki and "
@@ -160,7 +160,7 @@ class SystemConfig(Section):
         ]
 
 
-def list_indivisible(ranks: int, counts: Mapping[str, int]) -> list[str]:
+def list_indivisible_counts(ranks: int, counts: Mapping[str, int]) -> list[str]:
     """Returns an error message for each number in `counts` that `ranks` does not divide; [] if it divides all. The keys
     of `counts` say what is counted. For use in `conflicts_among`.
     """

@@ -28,7 +28,7 @@ class Request:
     num_steps: int = 50  # network evaluations for each sample
     sampler: str | None = None  # None: the system's usual one
     guidance_scale: float = 1.0  # 1 is none
-    guidance_rescale: float = 0.0  # share, see samplers.guide_network
+    guidance_rescale: float = 0.0  # share, see samplers.make_guided_network
     guidance_interval: tuple[float, float] | None = None  # of noise, sigma / alpha; None: everywhere
     spacing: str | None = None  # of timesteps; None: the sampler's usual
     eta: float | None = None  # amount of noise; None: the sampler's usual

@@ -132,19 +132,21 @@ def test_guidance(channels):
         return out(x, y)
 
     x, y, null = randn(0, (2, 4, 2, 2)), torch.tensor([1.0, 2.0]), torch.tensor([5.0, 5.0])
-    found = samplers.guide_network(network, {"y": y}, {"y": null}, 4.0, channels)(x, torch.zeros(2))
+    found = samplers.make_guided_network(network, {"y": y}, {"y": null}, 4.0, channels)(x, torch.zeros(2))
     count = channels or 4
     conditional, without = out(x, y), out(x, null)
     torch.testing.assert_close(found[:, :count], (without + 4 * (conditional - without))[:, :count])
     assert torch.equal(found[:, count:], conditional[:, count:]) and calls == [4]
-    plain = samplers.guide_network(network, {"y": y}, {"y": null}, 1.0)(x, torch.zeros(2))
+    plain = samplers.make_guided_network(network, {"y": y}, {"y": null}, 1.0)(x, torch.zeros(2))
     assert torch.equal(plain, conditional) and calls == [4, 2]
 
 
 def test_bfloat16_network():
     """Oracle: the chain's own precision: float32 in, float32 out."""
     diffusion = chain(5)
-    network = samplers.guide_network(lambda x, t, y: x.bfloat16(), {"y": torch.ones(2)}, {"y": torch.zeros(2)}, 2.0)
+    network = samplers.make_guided_network(
+        lambda x, t, y: x.bfloat16(), {"y": torch.ones(2)}, {"y": torch.zeros(2)}, 2.0
+    )
     assert samplers.sample_ddim(diffusion, network, randn(0, (2, 1)).float()).dtype == torch.float32
     assert math.isfinite(
         float(
@@ -164,7 +166,7 @@ def test_guidance_is_rescaled():
     x, y, null = randn(0, (2, 4, 3, 3)), torch.tensor([1.0, 2.0]), torch.tensor([0.5, 3.0])
 
     def rescaled(share):
-        return samplers.guide_network(network, {"y": y}, {"y": null}, 5.0, rescale=share)(x, torch.zeros(2))
+        return samplers.make_guided_network(network, {"y": y}, {"y": null}, 5.0, rescale=share)(x, torch.zeros(2))
 
     plain, strong = network(x, None, y).numpy(), rescaled(0.0).numpy()
     for sample in range(2):
@@ -186,7 +188,7 @@ def test_guidance_interval(sampler, guide):
 
         return call
 
-    network = samplers.guide_network(
+    network = samplers.make_guided_network(
         counted(lambda x, t, y: 0 * x + y.view(-1, 1)),
         {"y": torch.ones(3)},
         {"y": torch.zeros(3)},
@@ -223,7 +225,7 @@ def test_the_noise_of_a_chain(rescaled):
 
 def test_guidance_where_a_batch_lies_on_both_sides():
     """Oracle: by hand: samples within the interval are guided, and their neighbours outside it are not."""
-    network = samplers.guide_network(
+    network = samplers.make_guided_network(
         lambda x, t, y: 0 * x + y.view(-1, 1),
         {"y": torch.ones(2)},
         {"y": torch.zeros(2)},
@@ -241,7 +243,7 @@ def test_autoguidance():
         return lambda x, t, y: calls.append(len(x)) or (factor * x * y.view(-1, 1)).repeat(1, channels)
 
     x, y = randn(0, (3, 2)), torch.tensor([1.0, 2.0, 3.0])
-    out = samplers.guide_network(of(1.0, 2), {"y": y}, {"y": y * 0}, 2.5, guide=of(0.2, 1))(x, torch.zeros(3))
+    out = samplers.make_guided_network(of(1.0, 2), {"y": y}, {"y": y * 0}, 2.5, guide=of(0.2, 1))(x, torch.zeros(3))
     conditional = x * y.view(-1, 1)
     torch.testing.assert_close(out[:, :2], 0.2 * conditional + 2.5 * 0.8 * conditional)
     assert torch.equal(out[:, 2:], conditional) and calls == [3, 3]

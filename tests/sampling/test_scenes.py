@@ -131,8 +131,8 @@ def test_files_of_pictures(tmp_path, channels):
     """Oracle: the pictures given, in the .npz three channels on white beside their labels, in each file as they are."""
     pictures = torch.randint(0, 256, (5, channels, 7, 6), dtype=torch.uint8)
     keep = Pictures(tmp_path, About(5, seed=2, labels=torch.tensor([3, 1, 3, 1, 3])))
-    keep.add(torch.arange(3), pictures[:3])
-    keep.add(torch.arange(3, 5), pictures[3:])
+    keep.add_samples(torch.arange(3), pictures[:3])
+    keep.add_samples(torch.arange(3, 5), pictures[3:])
     keep.close()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["grid.png", "samples", "samples_5x7x6x3.npz"]
     assert sorted(path.name for path in (tmp_path / "samples").iterdir()) == [

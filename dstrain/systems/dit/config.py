@@ -17,7 +17,7 @@ from dstrain.encoders.reader import Reader, ReadsTexts, get_text_fields_of_cache
 from dstrain.nn.lora import list_lora_conflicts
 from dstrain.recipe import ConfigError, Run
 from dstrain.recipe.shapes import require_multiples
-from dstrain.systems.base import list_indivisible
+from dstrain.systems.base import list_indivisible_counts
 from dstrain.systems.dit.align import Align, require_valid_block_numbers
 from dstrain.systems.dit.clips import Given, Video, list_clip_problems
 from dstrain.systems.dit.conditions import Condition, ImageEmbedding, Label, Sizes, Text
@@ -314,7 +314,7 @@ class Config(Fields):
         counts["attention heads, num_heads"] = shape["num_heads"]
         if self.wide:
             counts["attention heads, model.wide.num_heads"] = self.wide.num_heads
-        problems = list_indivisible(ranks, counts)
+        problems = list_indivisible_counts(ranks, counts)
         if self.routing:
             problems.append(
                 f"parallel.sequence={ranks}: with model.routing, ranks would keep unequal numbers of tokens: leave "

@@ -374,7 +374,7 @@ class DiTSystem(System):
             )
         self._require_valid_conditions(request.conditions)
         arguments, null = self.read_request(request)
-        return samplers.guide_network(
+        return samplers.make_guided_network(
             add_internal_guidance(nets["denoiser"], internal.scale) if internal else nets["denoiser"],
             arguments,
             null,

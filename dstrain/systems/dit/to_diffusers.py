@@ -321,7 +321,7 @@ def draw_expected(system: DiTSystem, nets: Mapping[str, nn.Module]) -> Tensor:
     channels = None if _uses_stock_pipeline(system) else config.guidance_channels
     prompts = system.conditions_from_texts(_PROMPTS) if config.reads_texts else {}
     arguments, null = system.read_request(Request(seeds, prompts))
-    network = samplers.guide_network(
+    network = samplers.make_guided_network(
         _make_predictor(system, nets), arguments, null, _choose_guidance_scale(system), channels
     )
     x = system.process.draw_as_diffusers(network, noise)

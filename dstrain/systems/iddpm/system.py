@@ -144,7 +144,7 @@ class IDDPMSystem(System):
             )
         arguments = self._make_condition_arguments(conditions)
         null = {"y": torch.full_like(arguments["y"], self.config.num_classes)} if self.config.has_null else {}
-        return samplers.guide_network(
+        return samplers.make_guided_network(
             nets["denoiser"],
             arguments,
             arguments | null,

@@ -7,7 +7,7 @@ from pydantic import Field, model_validator
 from dstrain.encoders.frozen import is_available_offline
 from dstrain.encoders.reader import ReadsTexts, get_text_fields_of_cache, replace_text_encoder
 from dstrain.recipe import MAY_CHANGE, ConfigError, Run, Section, mark_filled_in, mark_fixed
-from dstrain.systems.base import SystemConfig, list_indivisible
+from dstrain.systems.base import SystemConfig, list_indivisible_counts
 from dstrain.systems.beginnings import require_valid_frame_shares
 from dstrain.systems.phenaki import codec
 
@@ -246,7 +246,7 @@ class Config(SystemConfig, ReadsTexts):
         counts = {"rows of tokens, token_shape": self.token_shape[1], "attention heads, heads": self.heads}
         if self.peg:
             counts["channels, dim"] = self.dim
-        return list_indivisible(ranks, counts)
+        return list_indivisible_counts(ranks, counts)
 
     def conflicts(self, run: Run) -> list[str]:
         """Returns an error message for each conflict with the rest of the recipe, mostly with its section `samples`; []

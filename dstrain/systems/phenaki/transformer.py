@@ -298,10 +298,10 @@ class PositionBias(nn.Module):
         distances = [torch.arange(1 - side, side, device=like.device) for side in sides]
         grid = torch.stack(torch.meshgrid(*distances, indexing="ij"), dim=-1).flatten(0, -2)  # (differences, axes)
         table = self.net((grid.sign() * grid.abs().float().log1p()).to(like.dtype))  # (differences, heads)
-        return F.embedding(_index_differences(sides, like.device), table).permute(2, 0, 1)
+        return F.embedding(_index_token_distances(sides, like.device), table).permute(2, 0, 1)
 
 
-def _index_differences(sides: tuple[int, ...], device: torch.device) -> Tensor:
+def _index_token_distances(sides: tuple[int, ...], device: torch.device) -> Tensor:
     """Returns int64 (N, N): for each pair of tokens in a grid with these `sides`, the row of their distance in
     PositionBias's table, which has one row for each distance that occurs.
     """

@@ -333,7 +333,7 @@ class PriorSystem(System):
         def predict_guided(x_t: Tensor, t: Tensor) -> Tensor:
             own = {"self_cond": last.pop() if last else torch.zeros_like(x_t)} if self.config.self_cond else {}
             out = cast_output(
-                samplers.guide_network(
+                samplers.make_guided_network(
                     nets["denoiser"], inputs | own, null | own, scale, active=active, rescale=request.guidance_rescale
                 )(x_t, t)
             )

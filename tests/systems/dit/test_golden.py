@@ -79,7 +79,7 @@ def test_chains(tiny, diffusion, chain):
     x, y = tensors["x"], tensors["y"]
     scale = 4.0 if "cfg4" in chain else 1.0
     null = torch.full_like(y, meta["config"]["num_classes"])
-    guided = samplers.guide_network(network, {"y": y}, {"y": null}, scale, channels=3)
+    guided = samplers.make_guided_network(network, {"y": y}, {"y": null}, scale, channels=3)
 
     def noise(i):
         return golden.stream(f"noise/{i}", x.shape)

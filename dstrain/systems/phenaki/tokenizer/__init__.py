@@ -8,5 +8,5 @@ __all__ = ["CViViT", "Config", "TokenizerSystem", "build"]
 
 
 def build(config: Config) -> TokenizerSystem:
-    """Builds the system of a config."""
+    """Returns the system that the config describes."""
     return TokenizerSystem(config)

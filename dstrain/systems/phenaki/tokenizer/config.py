@@ -14,7 +14,7 @@ from dstrain.nn.picture_loss import (
     require_suitable_picture_shape,
 )
 from dstrain.recipe import ConfigError, Run
-from dstrain.systems.base import SystemConfig, list_indivisible
+from dstrain.systems.base import SystemConfig, list_indivisible_counts
 
 
 class FrameDiscriminator(Discriminator):
@@ -153,7 +153,7 @@ class Config(SystemConfig):
         divide: rows of patches, heads and channels. [] if they divide all.
         """
         rows = self.size[0] // self.patch_size
-        return list_indivisible(
+        return list_indivisible_counts(
             ranks,
             {"rows of a frame's patches": rows, "attention heads, heads": self.heads, "channels, dim": self.dim},
         )
