@@ -111,7 +111,7 @@ def export_run(options: ExportOptions) -> Exported:
             title, code = options.out.absolute().name, writer.describe_export(system)[2]
             drawn = card.run_example_code(folder, title, code)
             with _compute_in_float32():
-                exported.errors["code"] = _measure_difference(drawn, writer.draw_expected(system, nets))
+                exported.errors["code"] = _measure_difference(drawn, writer.draw_reference_outputs(system, nets))
             _require_small_errors(options.run, exported, writer.TOLERATED)
             card.write_model_card(
                 folder,

@@ -92,8 +92,8 @@ def generate_samples(options: GenerateOptions) -> Path:
 
 
 def _choose_guidance_scale(options: GenerateOptions, run: Run) -> float:
-    """Returns --guidance-scale if it is given. Otherwise returns the recipe's, or with --invert 1, which is no
-    guidance.
+    """Returns --guidance-scale if it is given. Otherwise returns the recipe's scale; with --invert returns 1.0, which
+    means no guidance, instead of the recipe's.
     """
     if options.guidance_scale is not None:
         return options.guidance_scale

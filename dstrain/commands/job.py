@@ -178,8 +178,8 @@ def _list_path_problems(run: Run) -> list[str]:
 
 
 def _find_folder_problem(folder: Path) -> str | None:
-    """Returns why nothing can be written in `folder`, or None if it can be. Rank 0 finds out by making a temporary
-    folder there, which it removes again.
+    """Returns why nothing can be written in `folder`, or None. Rank 0 makes a temporary folder in the nearest folder
+    above that exists, and removes it again. Other ranks look only for a file or a dead link in the way.
     """
     above = (folder.absolute(), *folder.absolute().parents)
     if link := next((path for path in above if path.is_symlink() and not os.path.exists(path)), None):

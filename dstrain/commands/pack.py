@@ -282,8 +282,8 @@ def _read_samples(
     layout, index = files.layout, files.index
 
     def read_sample(row: int) -> tuple[Sampled, str | None]:
-        """Reads the sample in `row`. Returns it, and None. If it cannot be read, it has no bytes, and the reason stands
-        for None.
+        """Reads the sample in `row`. Returns (sample, None), or, if it cannot be read, (the sample without bytes, the
+        reason).
         """
         place, captions, problem = index.read_place(row), (), None
         try:

@@ -186,8 +186,10 @@ def make_karras_levels(count: int, lowest: float, highest: float, rho: float = 7
 
 def make_noise_levels_after_first_step(count: int, lowest: float, highest: float) -> list[float]:
     """Returns count - 1 noise levels sigma / alpha, descending, at which the steps after the first of `count` sampling
-    steps begin. The first step begins at pure noise. They are EDM's levels from `highest` to `lowest`; for fewer than
-    FEW steps without these two ends.
+    steps begin. The first step begins at pure noise.
+
+    They are EDM's count - 1 levels from `highest` to `lowest`. If `count` is less than FEW, they are the inner ones of
+    EDM's count + 1 levels, so that neither `highest` nor `lowest` is among them.
     """
     return (
         make_karras_levels(count + 1, lowest, highest)[1:-1]

@@ -33,16 +33,16 @@ def prepare_environment() -> None:
     # One folder of compiled extensions for each environment, or two of them rebuild over each other.
     environment = f"{sys.prefix}-{sys.version_info[:2]}-{torch.__version__}"
     name = f"dstrain-{hashlib.sha1(environment.encode()).hexdigest()[:12]}"
-    _set_writable_folder("TORCH_EXTENSIONS_DIR", f"~/.cache/torch_extensions/{name}")
+    _set_variable_to_writable_folder("TORCH_EXTENSIONS_DIR", f"~/.cache/torch_extensions/{name}")
     if device == "cuda":
-        _set_writable_folder("TRITON_CACHE_DIR", "~/.triton/cache")
+        _set_variable_to_writable_folder("TRITON_CACHE_DIR", "~/.triton/cache")
     # ninja lies beside python in an environment that was not activated.
     beside = str(Path(sys.executable).parent)
     if beside not in os.environ.get("PATH", "").split(os.pathsep):
         os.environ["PATH"] = beside + os.pathsep + os.environ.get("PATH", "")
 
 
-def _set_writable_folder(variable: str, default: str) -> None:
+def _set_variable_to_writable_folder(variable: str, default: str) -> None:
     """Sets an environment variable to a folder that can be written: the one that it names already, or `default` if it
     is not set. If that folder cannot be written, or is no absolute path, sets the variable to a private folder below
     the one for temporary files.

@@ -28,7 +28,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from dstrain.engine.masters import find_full_shape
-from dstrain.engine.patches import replace_zero_linear
+from dstrain.engine.patches import replace_linear_of_zero3
 from dstrain.engine.settings import read_stage
 from dstrain.recipe import ConfigError
 
@@ -58,7 +58,7 @@ def prepare_blocks(
     host        keeps the first inputs of blocks with recompute=offload; None: a new HostMemory
 
     If blocks are compiled or have recompute=attention, ZeRO-3's linear layer is replaced in the whole process
-    (patches.replace_zero_linear).
+    (patches.replace_linear_of_zero3).
     """
     host = host or HostMemory()
     repeated = [module for module in network.modules() if isinstance(module, blocks)]
@@ -69,7 +69,7 @@ def prepare_blocks(
         for module in repeated:
             module.register_forward_pre_hook(_make_input_require_grad)  # before DeepSpeed's own hooks
     if repeated and (compiled or recompute == "attention"):  # at every stage: its layer outlives a ZeRO-3
-        replace_zero_linear()
+        replace_linear_of_zero3()
     graphs = Graphs()
     for number, module in enumerate(repeated, 1):
         keeps = recompute

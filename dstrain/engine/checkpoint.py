@@ -232,9 +232,9 @@ class Checkpoints:
             self.store.add_manifest_entries(step, course=self.course.state.model_dump())
 
     def _list_flats_by_kind(self, part: str, native: bool) -> Iterator[tuple[str, list[Tensor]]]:
-        """Yields (kind, flats) for each kind of fp32 values of a part that a checkpoint keeps as fragments: master, the
-        optimizer's moments, and averages (ema.NUMBER). The flats are this rank's tensors. With `native`, yields
-        averages alone, since DeepSpeed's own files hold the others.
+        """Yields (kind, this rank's flat fp32 tensors) for each kind of a part's values that a checkpoint stores:
+        "master" for its weights, the optimizer's moments by their names, and "ema.NUMBER" for each average. If `native`
+        is True, yields the averages alone, since DeepSpeed's own files hold the others.
         """
         masters = self._engines.masters[part]
         if not native:

@@ -68,8 +68,8 @@ def build_optimizer(groups: list[Group], choice: Optimizer, offloaded: bool) -> 
 
 
 def freeze_weights(networks: Mapping[str, nn.Module], train_only: Sequence[str] | None, choice: Optimizer) -> None:
-    """Freezes the weights that no pattern of train_only fits, in `networks` by part. If train_only is None, changes
-    none. Adapters (nn/lora.py) always learn.
+    """Freezes every weight that no pattern of train_only fits, and lets the other weights learn. Changes none if
+    train_only is None. Adapters (nn/lora.py) always learn. networks: {part: network}.
 
     Raises ConfigError if a pattern of train_only or optimizer.rates fits no weight, or if a part has nothing left to
     learn.

@@ -107,7 +107,7 @@ def list_refusals(settings: dict[str, Any]) -> Iterator[str]:
             if key not in sections and value != "auto"
         }
     )
-    wrong = [*_list_misplaced_values(settings), *_list_wrong_values(settings)]
+    wrong = [*_describe_values_in_place_of_sections(settings), *_list_wrong_values(settings)]
     if wrong:  # DeepSpeed's parser would stop at the first, in Python's words
         yield from wrong
         return
@@ -188,7 +188,7 @@ def _list_converted_values(section: str, block: dict[str, Any], parsed: Any) -> 
             yield f'"{section}.{key}" is {quote_value(value)}: write a number, without quotation marks'
 
 
-def _list_misplaced_values(settings: dict[str, Any]) -> Iterator[str]:
+def _describe_values_in_place_of_sections(settings: dict[str, Any]) -> Iterator[str]:
     """Yields a message for each key of DeepSpeed's JSON that has a plain value where DeepSpeed reads a section."""
     words = [key.split(".") for key in SUPPORTED]
     for key in dict.fromkeys(".".join(parts[:count]) for parts in words for count in range(1, len(parts))):

@@ -39,7 +39,7 @@ REPLACED = {
     "replace_current_stream": ("accelerator/cuda_accelerator.py:CUDA_Accelerator.current_stream",),
     "set_group_timeout": ("torch.distributed.distributed_c10d.default_pg_timeout",),
     "forget_groups_at_end": ("comm/comm.py:init_distributed", "utils/groups.py:_clone_world_group"),
-    "replace_zero_linear": (
+    "replace_linear_of_zero3": (
         "runtime/zero/linear.py:LinearFunctionForZeroStage3",
         "runtime/zero/utils.py:is_zero_param",
     ),
@@ -135,7 +135,7 @@ def forget_groups_at_end() -> Iterator[None]:
         torch.nn.functional.linear = linear
 
 
-def replace_zero_linear() -> None:
+def replace_linear_of_zero3() -> None:
     """Replaces the forward pass of ZeRO-3's linear layer by `_apply_linear`, and the layer's test whether a weight is
     partitioned by `_is_partitioned`, in the whole process.
     """

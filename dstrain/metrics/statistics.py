@@ -79,7 +79,7 @@ class Collector:
         if self.moments:
             self._waiting.append(features)
             self._add_moments(at_least=_ROWS)
-        self._keep_features(numbers, features)
+        self._keep_spaced_features(numbers, features)
         if self.scores:
             self._add_scores(torch.from_numpy(self._split[numbers.numpy()]), logits.double())
         if captions is None or not self.left_out:
@@ -146,13 +146,17 @@ class Collector:
             self._add_sum("sum", rows.sum(0))
             self._add_sum("products", rows.T @ rows)
 
-    def _keep_features(self, numbers: Tensor, features: Tensor) -> None:
-        """Keeps some of a batch's features: those whose numbers are among `keep` numbers evenly spaced over the whole
-        set.
+    def _keep_spaced_features(self, sample_numbers: Tensor, features: Tensor) -> None:
+        """Keeps some of a batch's features: those whose sample numbers are among `keep` numbers evenly spaced over
+        the whole set.
         """
         keep = min(self.keep, self.total)
-        slots = numbers * keep // self.total
-        chosen = slots != (numbers - 1) * keep // self.total if keep else torch.zeros(len(numbers), dtype=torch.bool)
+        slots = sample_numbers * keep // self.total
+        chosen = (
+            slots != (sample_numbers - 1) * keep // self.total
+            if keep
+            else torch.zeros(len(sample_numbers), dtype=torch.bool)
+        )
         self._slots.append(slots[chosen])
         self._rows.append(features[chosen.to(features.device)])
 

@@ -123,7 +123,7 @@ def estimate_squared_slope(logits: Tensor, stepped: Tensor, sigma: float) -> Ten
 
 
 def compute_balance_factor_and_ratio(
-    of_reconstruction: Tensor, of_critique: Tensor, most: float | None = None
+    reconstruction_gradient: Tensor, critique_gradient: Tensor, max_factor: float | None = None
 ) -> tuple[Tensor, Tensor]:
     """Balances two gradients of each sample, (B, ...) each. Returns a factor (B,) that scales the critique's gradient
     to the length of the reconstruction's, and the ratio (B,) of the scaled length to the reconstruction's.
@@ -132,14 +132,16 @@ def compute_balance_factor_and_ratio(
     step whose root mean square is 1, since a flatter critique's gradient may be rounding. Both gradients are those of
     means over values, so that this bound does not depend on the number of values.
 
-    most  None, or the factor's upper bound; then 1e-4 is added to the length of the critique's gradient instead, as
-          VQGAN does for gradients with respect to its last layer.
+    max_factor  None, or the factor's upper bound; then 1e-4 is added to the length of the critique's gradient
+                instead, as VQGAN does for gradients with respect to its last layer.
     """
-    reconstruction, critique = (values.flatten(1).norm(dim=1) for values in (of_reconstruction, of_critique))
-    if most is None:
-        factor = reconstruction / critique.clamp(min=_LEAST_RISE / of_critique[0].numel() ** 0.5)
+    reconstruction, critique = (
+        values.flatten(1).norm(dim=1) for values in (reconstruction_gradient, critique_gradient)
+    )
+    if max_factor is None:
+        factor = reconstruction / critique.clamp(min=_LEAST_RISE / critique_gradient[0].numel() ** 0.5)
     else:
-        factor = (reconstruction / (critique + 1e-4)).clamp(max=most)
+        factor = (reconstruction / (critique + 1e-4)).clamp(max=max_factor)
     return factor, factor * critique / reconstruction.clamp(min=1e-30)
 
 

@@ -202,7 +202,7 @@ class PictureLoss:
                     adversarial.compute_filter_gradient(last.entered, of_output, last.side)
                     for of_output in (of_mean, of_critique)
                 ),
-                most=_MOST,
+                max_factor=_MOST,
             )
         weight = self.discriminator.weight * factor
         example["original"], example["reconstruction"] = truth, picture.detach()

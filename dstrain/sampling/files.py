@@ -26,7 +26,15 @@ from dstrain.distributed import group
 from dstrain.recipe import ConfigError
 from dstrain.sampling.scenes import Scene
 from dstrain.tracking.pictures import Album, composite_on_white, make_grid, save_png
-from dstrain.tracking.videos import FPS, make_film, make_film_grid, make_safe_name, make_strip, save_gif, save_mp4
+from dstrain.tracking.videos import (
+    FPS,
+    convert_clip_to_frames,
+    make_film_grid,
+    make_safe_name,
+    make_strip,
+    save_gif,
+    save_mp4,
+)
 
 FORMATS = ("gif", "mp4")
 _IN_GRID = 256  # pictures
@@ -88,7 +96,7 @@ class Pictures:
         if not self.videos:
             save_png(f"{stem}.png", sample.permute(1, 2, 0).numpy())
             return
-        frames = make_film(sample)
+        frames = convert_clip_to_frames(sample)
         for kind in self.about.formats:
             {"gif": save_gif, "mp4": save_mp4}[kind](f"{stem}.{kind}", frames, self.about.fps)
 

@@ -24,7 +24,7 @@ _STRIP_CLIPS = 16  # in a strip
 _PALETTE_PIXELS = 1 << 16  # from which a palette is made
 
 
-def make_film(clip: Tensor) -> np.ndarray:
+def convert_clip_to_frames(clip: Tensor) -> np.ndarray:
     """Converts one clip, uint8 (T, 1, 3 or 4, H, W), to an array for `save_gif` and `save_mp4`, (T, H, W, 1 or 3). Lays
     RGBA on white.
     """

@@ -240,7 +240,10 @@ def test_an_export_and_its_card(tmp_path, name, words, kind, own):
             env=os.environ | {"HF_MODULES_CACHE": str(folder / "modules")},
         )
         assert done.returncode == 0, done.stderr
-        drawn, expected = torch.load(tmp_path / "drawn.pt"), writer.draw_expected(system, {first: nets[first].eval()})
+        drawn, expected = (
+            torch.load(tmp_path / "drawn.pt"),
+            writer.draw_reference_outputs(system, {first: nets[first].eval()}),
+        )
         assert (drawn - expected).abs().max() <= writer.TOLERATED["code"] * expected.abs().max()
         (tmp_path / "drawn.pt").unlink()
     values, notes = read_adapted_weights(out, system)[first]

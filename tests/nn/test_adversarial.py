@@ -61,7 +61,7 @@ def test_balance():
     factor, share = compute_balance_factor_and_ratio(one, other)
     torch.testing.assert_close(factor, torch.tensor([5 / 1.5, 18**0.5 / 5e-4, 18**0.5 / 5e-4]))
     torch.testing.assert_close(share, torch.tensor([1.0, 0.0, 1e-6 / 5e-4]))
-    factor, share = compute_balance_factor_and_ratio(one, other, most=7e3)
+    factor, share = compute_balance_factor_and_ratio(one, other, max_factor=7e3)
     torch.testing.assert_close(factor, torch.tensor([5 / 1.5001, 7e3, 7e3]), rtol=1e-5, atol=0)
     torch.testing.assert_close(share, torch.tensor([1.5 / 1.5001, 0.0, 7e-3 / 18**0.5]), rtol=1e-5, atol=0)
     assert compute_balance_factor_and_ratio(0 * one, other)[1].tolist() == [0, 0, 0]

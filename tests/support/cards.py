@@ -16,7 +16,7 @@ def difference(writer, system, nets, folder: Path) -> float:
     exec(compile(code, "README.md", "exec"), names)
     drawn = names["images"] if "images" in names else names["image_embeds"]
     drawn = drawn.numpy() if torch.is_tensor(drawn) else np.stack([np.asarray(image) for image in drawn])
-    return _measure_difference(drawn, writer.draw_expected(system, nets))
+    return _measure_difference(drawn, writer.draw_reference_outputs(system, nets))
 
 
 def draw_stock(writer, system, nets, folder: Path) -> tuple[torch.Tensor, torch.Tensor]:
@@ -25,4 +25,4 @@ def draw_stock(writer, system, nets, folder: Path) -> tuple[torch.Tensor, torch.
     """
     code = writer.describe_export(system)[2]
     drawn = torch.from_numpy(card.run_example_code(folder, folder.name, code)).movedim(-1, 1).float()
-    return drawn, writer.draw_expected(system, nets).float()
+    return drawn, writer.draw_reference_outputs(system, nets).float()

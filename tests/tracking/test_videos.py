@@ -13,7 +13,14 @@ from hypothesis import strategies as st
 from PIL import Image, ImageSequence
 
 from dstrain.tracking.pictures import draw_captions, enlarge_pictures, make_grid, tile_pictures
-from dstrain.tracking.videos import make_film, make_film_grid, make_safe_name, make_strip, save_gif, save_mp4
+from dstrain.tracking.videos import (
+    convert_clip_to_frames,
+    make_film_grid,
+    make_safe_name,
+    make_strip,
+    save_gif,
+    save_mp4,
+)
 
 
 def gif(path) -> tuple[np.ndarray, dict]:
@@ -154,8 +161,8 @@ def test_what_is_no_clip_is_refused(clips):
 def test_a_film_of_its_own_size():
     """Oracle: the clip, channels last; transparent pixels are white."""
     clip = torch.randint(0, 256, (3, 3, 5, 4), dtype=torch.uint8)
-    assert np.array_equal(make_film(clip), clip.permute(0, 2, 3, 1).numpy())
-    assert (make_film(torch.cat((clip, torch.zeros(3, 1, 5, 4, dtype=torch.uint8)), 1)) == 255).all()
+    assert np.array_equal(convert_clip_to_frames(clip), clip.permute(0, 2, 3, 1).numpy())
+    assert (convert_clip_to_frames(torch.cat((clip, torch.zeros(3, 1, 5, 4, dtype=torch.uint8)), 1)) == 255).all()
 
 
 # ------------------------------------------------------------------------------------------------------------- captions

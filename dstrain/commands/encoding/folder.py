@@ -25,9 +25,11 @@ def claim_folder(
     rank 0; after the block the ranks wait for each other. Call it on all ranks.
 
     `numbers` are the shards that this command writes. If `shared`, other commands may write other shards at the same
-    time: then only these shards stay locked once `prepare` has run. Raises ConfigError if the folder cannot be written,
-    with the message that `prepare` returns, or if another process writes there; `verb` says what that one does, such as
-    "encodes".
+    time: then only these shards stay locked once `prepare` has run. `verb` says in
+    messages what the other process does, such as "encodes".
+
+    `prepare` returns None, or a message that says why the command cannot go on. Raises ConfigError with that message,
+    if the folder cannot be written, or if another process writes there.
     """
     first, problem = group.rank() == 0, None
     busy = f"--out {out}: another process {verb} into it; wait for its end"

@@ -188,16 +188,15 @@ def convert_mode(image: Image.Image, channels: int) -> Image.Image:
 
 
 def crop_center(image: Image.Image, width: int, height: int | None = None) -> Image.Image:
-    """Returns the centre crop of ADM (Dhariwal and Nichol 2021) of an RGB, RGBA or L image, equal to theirs in every
-    bit: width x height pixels; a square if `height` is None.
+    """Returns the centre crop, width x height pixels, of an RGB, RGBA or L image; a square if `height` is None. Squares
+    of RGB and L equal those of ADM (Dhariwal and Nichol 2021) in every bit.
 
-    For a rectangle, the image is halved while both sides are at least twice the target's, then resized to just cover
-    the target. The colours of RGBA are weighted by opacity, so that invisible colours never show at an edge.
-
-    Pillow resizes columns first, then rows, and rounds to 8 bits in between. So the two passes can be called
-    separately, and what is not needed be cut away between them, with no bit changed. Recent versions of Pillow take
-    rows first if an image is more than twice as high as wide: such images are resized in one call.
+    The image is halved while both sides are at least twice the target's, then resized to just cover the target, and
+    cropped. The colours of RGBA are weighted by opacity, so that invisible colours never show at an edge.
     """
+    # Pillow resizes columns first, then rows, and rounds to 8 bits in between. So the two passes can be called
+    # separately, and what is not needed be cut away between them, with no bit changed. Recent versions of Pillow take
+    # rows first if an image is more than twice as high as wide: such images are resized in one call.
     height = height or width
     if image.mode == "RGBA":
         return crop_center(image.convert("RGBa"), width, height).convert("RGBA")

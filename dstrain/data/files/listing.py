@@ -90,13 +90,13 @@ def walk_files(
     seen: set[str] | None = None,
     tables: list[str] | None = None,
 ) -> Iterator[str]:
-    """Yields the relative paths of the files with one of these suffixes, at any depth below root/folder. Never asks for
-    a file's status, which would be slow.
+    """Yields the paths, relative to `root`, of the files with one of these suffixes, at any depth below root/folder.
+    Follows no link back to a folder above, and none twice. Never asks for a file's status, which would be slow.
 
-    visited: a list to which the relative paths of all subfolders are added. others: counts the files with other
-    suffixes, by suffix. tables: a list to which files with a name in METADATA, and dataset.json files, are added.
-    above, seen: for the recursion: the real paths of `root` and of all folders down to this one, and the targets of
-    links to folders. No link is followed back to a folder above, and none twice.
+    visited      a list to which the relative paths of all subfolders are added.
+    others       counts the files with other suffixes, by suffix.
+    tables       a list to which files with a name in METADATA, and dataset.json files, are added.
+    above, seen  of the recursion alone: the real paths of the folders above, and the targets of links to folders.
     """
     above = above or (os.path.realpath(root), os.path.realpath(root / folder))
     seen = set() if seen is None else seen

@@ -140,13 +140,13 @@ class Folders(Layout):
         if absent := len(by_name) - len(names) if by_name else 0:
             self.record_left_out(f"that {LABELS} names and that are not there", absent)
 
-    def _list_files_below(self, folder: str, *more: str) -> list[str]:
+    def _list_files_below(self, folder: str, *more_suffixes: str) -> list[str]:
         """Returns the sorted relative paths of the samples in a folder, at any depth, and of files that end in one of
-        the suffixes `more`. Counts other files as left out.
+        `more_suffixes`. Counts other files as left out.
 
         Raises ConfigError if a subfolder has a table of labels or captions of its own, which would not be read.
         """
-        root, suffixes, others, tables = Path(self.root), self.request.suffixes + more, Counter(), []
+        root, suffixes, others, tables = Path(self.root), self.request.suffixes + more_suffixes, Counter(), []
         names = sorted(walk_files(root, folder, suffixes, self._deeper, others=others, tables=tables))
         self.record_unread_files(others)
         refuse_inner_metadata(self.root, self.files, self.request, tables)

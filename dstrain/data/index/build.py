@@ -192,7 +192,7 @@ def _open_index_if_current(
     watched = index and read_sealed_file(folder / WATCHED)
     if not watched:
         return None
-    if not index.is_intact_or_large():
+    if not index.passes_early_check():
         if anew:
             get_phases().print_lines(f"data: {path}: the index in {folder} was altered; listing the data anew")
         return None

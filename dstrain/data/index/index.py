@@ -90,11 +90,11 @@ class Index:
     def __len__(self) -> int:
         return self.header["number"]
 
-    def is_intact_or_large(self) -> bool:
+    def passes_early_check(self) -> bool:
         """Returns whether all columns match their checksums. A column above 512 MB is not checked here but when it is
         read, and counts as intact.
         """
-        return all(column.is_intact_or_large() for column in self._columns.values())
+        return all(column.passes_early_check() for column in self._columns.values())
 
     def read_name(self, index: int) -> str:
         return os.fsdecode(self.read_name_bytes(index))
@@ -185,7 +185,7 @@ class Index:
         (not checked above 512 MB). Returns True if no sample is held out or left out, since no files are needed then.
         """
         splits = self._open_splits(held_out, leave_out) if held_out or leave_out else {}
-        return splits is not None and all(own.members.is_intact_or_large() for own in splits.values())
+        return splits is not None and all(own.members.passes_early_check() for own in splits.values())
 
     def write_splits(self, held_out: float, leave_out: Sequence[str] = ()) -> None:
         """Writes the splits "train" and "held_out" to a folder within that of the index, which must be on a disk. Old

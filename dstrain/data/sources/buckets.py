@@ -66,8 +66,8 @@ class Bucketed(Remade):
         """Returns the bucket of each of n samples, int64 (n,), and which samples to leave out, bool (n,), or None if
         none.
 
-        block: the samples' measures, n rows of the table. header: a dict for the counts that `describe_counts` shows;
-        adds this block's to them.
+        block   n rows of the table of measures, such as width and height, one row for each sample.
+        header  a dict of counts, which `describe_counts` shows. The counts of this block are added to them.
         """
 
     def __len__(self) -> int:

@@ -395,9 +395,9 @@ class DiTSystem(System):
 
     def adapt(self, part: str, state: dict[str, Tensor]) -> Fitted:
         """Returns weights fitted to the network, and notes on what was changed; see weights.adapt_weights. Leaves out a
-        null text in the file if null_text=encoder. Computes positions anew if sines_within is set and they are of
-        another square. A learned null text that the file lacks begins as the encoder's empty text, projected, if
-        text_projection=mlp and that is one token, as T5's is.
+        null text in the file if null_text=encoder. Computes the table of positions anew if sines_within is set and the
+        file's table is for another number of patches. A learned null text that the file lacks begins as the encoder's
+        empty text, projected, if text_projection=mlp and the encoder turns the empty text into one token, as T5 does.
         """
         left = []
         if self.config.null_text == "encoder" and weights.NULL_TEXT in state:
@@ -460,8 +460,8 @@ class DiTSystem(System):
         self.process.make_scheduler_arguments(velocities=not self.config.block.joint)
 
     def decays(self, name: str, weight: Tensor) -> bool:
-        """Returns whether weight decay applies to the parameter `name`: if it has two or more axes, and is no learned
-        token, table of the positions of words, or table of shifts.
+        """Returns whether weight decay applies to the parameter `name`. It applies to those of two or more axes, except
+        learned tokens, the table of the positions of words, and adaLN-single's tables of shifts, scales and gates.
         """
         tokens = ("_tokens.tokens", "_tokens.places.weight", "_tokens.null.weight", "adaLN_modulation.table")
         return super().decays(name, weight) and not name.endswith(tokens)

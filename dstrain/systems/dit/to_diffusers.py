@@ -312,7 +312,7 @@ def _measure_errors_with_texts(
 
 
 @torch.no_grad()
-def draw_expected(system: DiTSystem, nets: Mapping[str, nn.Module]) -> Tensor:
+def draw_reference_outputs(system: DiTSystem, nets: Mapping[str, nn.Module]) -> Tensor:
     """Draws, with the trained network and our sampler, what the code of `describe_export` should draw from the same
     noise: images uint8 (B, C, H, W), or latents if no autoencoder decodes them.
     """

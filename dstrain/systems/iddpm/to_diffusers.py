@@ -152,7 +152,7 @@ def measure_errors(
 
 
 @torch.no_grad()
-def draw_expected(system: IDDPMSystem, nets: Mapping[str, nn.Module]) -> Tensor:
+def draw_reference_outputs(system: IDDPMSystem, nets: Mapping[str, nn.Module]) -> Tensor:
     """Draws, with the trained network and our ancestral sampler, the images that the code of `describe_export` should
     draw from the same noise. Returns them as uint8 (B, C, H, W).
     """

@@ -197,7 +197,7 @@ def rename_to_diffusers(state: Mapping[str, Tensor], config: Config) -> dict[str
     """Returns a copy of our weights under the names of a UNet2DModel built with `make_diffusers_arguments`."""
     renamed = {
         f"{diffusers_name}.{kind}": state[f"{name}.{kind}"]
-        for name, diffusers_name in _iterate_layer_names(config)
+        for name, diffusers_name in _pair_layer_names_with_diffusers(config)
         for kind in ("weight", "bias")
         if f"{name}.{kind}" in state
     }
@@ -238,7 +238,7 @@ def rename_from_diffusers(
             if all(part is not None for part in parts):
                 rows = torch.stack([part.view(heads, -1, *part.shape[1:]) for part in parts], dim=1).flatten(0, 2)
                 renamed[f"{name}.qkv.{kind}"] = rows[..., None] if kind == "weight" else rows
-    for name, diffusers_name in _iterate_layer_names(config):
+    for name, diffusers_name in _pair_layer_names_with_diffusers(config):
         for kind in ("weight", "bias"):
             if (value := state.pop(f"{diffusers_name}.{kind}", None)) is not None:
                 is_map = name.endswith(".proj_out") and kind == "weight"
@@ -322,7 +322,7 @@ def _compute_time_features(config: Config) -> Tensor:
     return compute_timestep_features(torch.arange(config.diffusion_steps).float() * scale, config.num_channels)
 
 
-def _iterate_layer_names(config: Config) -> Iterator[tuple[str, str]]:
+def _pair_layer_names_with_diffusers(config: Config) -> Iterator[tuple[str, str]]:
     """Yields (our name, diffusers' name) of each layer but the qkv of attentions. Some are names of layers that a
     network may not have, such as skip_connection.
     """

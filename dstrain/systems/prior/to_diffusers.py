@@ -142,7 +142,7 @@ def measure_errors(
 
 
 @torch.no_grad()
-def draw_expected(system: PriorSystem, nets: Mapping[str, nn.Module]) -> Tensor:
+def draw_reference_outputs(system: PriorSystem, nets: Mapping[str, nn.Module]) -> Tensor:
     """Draws, with the trained network and our sampler, the two embeddings that the code of `describe_export` should
     draw from the same noise. Returns them as float32 (2, D).
     """

@@ -9,7 +9,8 @@ dstrain/commands/export.py needs these names of every system's to_diffusers.py:
     measure_errors(system, nets, folder, example)
                                    the largest relative errors, by name, of what diffusers computes with the folder,
                                    compared with the trained networks
-    draw_expected(system, nets)    what that code should draw, by the trained networks and our samplers from the same
+    draw_reference_outputs(system, nets)
+                                   what that code should draw, by the trained networks and our samplers from the same
                                    noise: uint8 pictures (B, C, H, W), or float32 (B, ...)
     TOLERATED                      the largest errors, by name, that are accepted: "code" is that of what the code
                                    draws; for names that it lacks export.py has a default
@@ -101,7 +102,7 @@ def measure_errors(system: KLSystem, nets: Mapping[str, nn.Module], folder: Path
 
 
 @torch.no_grad()
-def draw_expected(system: KLSystem, nets: Mapping[str, nn.Module]) -> Tensor:
+def draw_reference_outputs(system: KLSystem, nets: Mapping[str, nn.Module]) -> Tensor:
     """Returns the `images` that the code of `describe_export` should make, float32 (B, C, H, W), computed by the
     trained network from the same random numbers.
     """

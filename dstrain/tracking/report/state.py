@@ -70,7 +70,7 @@ def read_state(folder: Path) -> State:
         latest, when = metrics.read_newest_values(folder / "metrics.jsonl")
     except OSError:
         latest, when = {}, None
-    step, note = latest.get("step"), read_last_line(folder / "log.txt")
+    step, note = latest.get("step"), read_last_line_of_run(folder / "log.txt")
     steps, rate, saved = run.steps if run else None, latest.get("samples_per_second"), list_checkpoints(folder)
     left = None
     if run and step is not None and rate and rate > 0 and step < steps:  # 0 seconds: the run was to end there
@@ -138,7 +138,7 @@ def convert_to_json_object(one: State) -> dict[str, Any]:
     }
 
 
-def read_last_line(path: Path, tail: int = 1 << 14) -> str | None:
+def read_last_line_of_run(path: Path, tail: int = 1 << 14) -> str | None:
     """Returns the last line of a log, among its last `tail` bytes, that is about the run itself: not one of wandb or
     report.html. Returns None if there is none, or if the log cannot be read.
     """

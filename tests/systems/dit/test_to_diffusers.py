@@ -261,7 +261,7 @@ def test_latents_that_nothing_decodes(tmp_path):
     system, nets = made(tmp_path, codes, latents=False)
     to_diffusers.save_export(system, nets, tmp_path / "out")
     assert "latents times 0.5, of the autoencoder 0123456789abcdef" in to_diffusers.describe_export(system)[1]
-    assert to_diffusers.draw_expected(system, nets).shape == (2, 3, 8, 8)
+    assert to_diffusers.draw_reference_outputs(system, nets).shape == (2, 3, 8, 8)
     assert cards.difference(to_diffusers, system, nets, tmp_path / "out") < 1e-4
 
 

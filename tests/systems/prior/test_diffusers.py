@@ -178,7 +178,7 @@ def test_the_code_on_the_card(tmp_path, case):
     nets["denoiser"].eval()
     to_diffusers.save_export(system, nets, tmp_path / "out")
     assert cards.difference(to_diffusers, system, nets, tmp_path / "out") < 1e-3
-    ours = to_diffusers.draw_expected(system, nets)
+    ours = to_diffusers.draw_reference_outputs(system, nets)
     assert ours.shape == (2, 12) and not torch.allclose(ours[0], ours[1], rtol=0.1)
 
 
