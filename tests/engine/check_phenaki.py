@@ -105,7 +105,7 @@ class Trial:
     def state(self) -> dict[str, torch.Tensor]:
         found = {}
         for part, masters in self.engines.masters.items():
-            kinds = {"master": masters.flats, **{kind: masters.read_moments(kind) for kind in masters.kinds}}
+            kinds = {"master": masters.flats, **{kind: masters.read_moments(kind) for kind in masters.moment_kinds}}
             found |= {
                 f"{part}/{kind}/{name}": value
                 for kind, flats in kinds.items()

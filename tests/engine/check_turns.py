@@ -99,7 +99,7 @@ class Trial:
         for part, masters in self.engines.masters.items():
             kinds = {
                 "master": masters.flats,
-                **{kind: masters.read_moments(kind) for kind in masters.kinds},
+                **{kind: masters.read_moments(kind) for kind in masters.moment_kinds},
                 **{f"ema.{decay}": flats for decay, flats in self.ema.flats.get(part, {}).items()},
             }
             found |= {

@@ -237,7 +237,7 @@ def test_moments_of_8_bits(stage, precision):
         saved = torch.empty_like(code)
         restore_bytes_from_floats(saved, values)
         assert torch.equal(saved, code)
-    for kind in masters.kinds:
+    for kind in masters.moment_kinds:
         values = [torch.linspace(0.5, 1.0, moment.numel()).view_as(moment) for moment in masters.read_moments(kind)]
         masters.write_moments(kind, values)
         for value, moment in zip(values, masters.read_moments(kind), strict=True):
