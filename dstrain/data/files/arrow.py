@@ -67,7 +67,7 @@ class ArrowFile:
         return read_value(batch.column(batch.schema.get_field_index(column)), row)
 
     def _read_batch(self, message: pa.Message) -> pa.RecordBatch:
-        """Returns the record batch in an Arrow message. Raises ConfigError if it is compressed, or damaged."""
+        """Returns the record batch in an Arrow message. Raises ConfigError if the batch is compressed or damaged."""
         if _is_compressed(message.metadata):
             raise ConfigError(
                 f"{self.where} is compressed inside, so that each sample would cost a whole batch: write "
@@ -102,10 +102,7 @@ class ParquetFile:
         return sum(chunk.total_uncompressed_size for chunk in self._list_chunks(group, columns))
 
     def iterate_batches(self, group: int, columns: Sequence[str]) -> Iterator[pa.RecordBatch]:
-        """Yields these columns of a row group in batches of at most 256 rows.
-
-        A batch has fewer rows if the columns are large, since a dictionary may make each value as large as its column.
-        """
+        """Yields these columns of a row group in batches of at most 256 rows, or fewer if the columns are large."""
         rows = max(1, min(_BATCH, _BATCH_BYTES // max(self.count_bytes(group, columns), 1)))
         with _report_damage(self.where, "parquet"):
             yield from self._file.iter_batches(rows, row_groups=[group], columns=list(columns), use_threads=False)
@@ -118,10 +115,11 @@ class ParquetFile:
             yield from rows
 
     def read_plain_chunk(self, group: int, column: str) -> "PlainChunk | None":
-        """Returns the stored bytes of a column of byte strings, or of its field "bytes", in row group `group`. Returns
-        None if they are compressed, or if there is no such column.
+        """Returns the stored bytes of a column in row group `group`. The column must hold byte strings, or structs with
+        a field "bytes", whose bytes are then returned.
 
-        Raises ConfigError if they are more than 1 GiB, compressed or not.
+        Returns None if the bytes are compressed, or if there is no such column. Raises ConfigError if the column has
+        more than 1 GiB in this row group, compressed or not.
         """
         for chunk in self._list_chunks(group, [column]):
             if chunk.physical_type != "BYTE_ARRAY":
@@ -138,8 +136,8 @@ class ParquetFile:
         return None
 
     def require_single_file(self) -> None:
-        """Raises ConfigError if this file consists of several concatenated parquet files. The footer lists only the
-        rows of the last one, so that the others would not be read.
+        """Raises ConfigError if this file consists of several concatenated parquet files, of which only the last would
+        be read.
         """
         groups = (self._metadata.row_group(group) for group in range(self.num_groups))
         ends = [
@@ -158,8 +156,8 @@ class ParquetFile:
         return any(chunk.compression != "UNCOMPRESSED" for chunk in own)
 
     def _list_chunks(self, group: int, columns: Sequence[str]) -> list[pq.ColumnChunkMetaData]:
-        """Returns what the file's footer says of these columns in a row group: one entry for each column, or for each
-        field of a column of structs. Returns [] if there is no such row group.
+        """Returns the entries of the file's footer about these columns in a row group: one for each column, or, if a
+        column holds structs, one for each of its fields. Returns [] if there is no such row group.
         """
         if group >= self.num_groups:
             return []
@@ -177,8 +175,8 @@ class PlainChunk:
         self._start, self._content, self._at = start, content, 0
 
     def find_value(self, value: bytes) -> int | None:
-        """Returns the offset in the file, in bytes, at which `value` begins; None if its bytes are not stored
-        unchanged. Values must be looked for in the order in which the column has them.
+        """Returns the offset in the file, in bytes, at which `value` begins. Returns None if the file does not store
+        its bytes unchanged. Look for values in the order in which the column has them.
         """
         stored = struct.pack("<I", len(value)) + value
         # The value comes next, or behind the head of a page, or in the dictionary before all pages.
@@ -193,8 +191,8 @@ class PlainChunk:
 
 
 def read_value(column: pa.Array | pa.ChunkedArray, row: int) -> Any:
-    """Returns the value of a column in a row, as a Python object. Raises pyarrow's ArrowInvalid if it is damaged: a
-    damaged file may say that a value lies outside of the column.
+    """Returns the value of a column in a row, as a Python object. Raises pyarrow's ArrowInvalid if the value is
+    damaged.
     """
     value = column.slice(row, 1)
     value.validate(full=True)
@@ -202,8 +200,8 @@ def read_value(column: pa.Array | pa.ChunkedArray, row: int) -> Any:
 
 
 def list_rows(batch: pa.RecordBatch) -> list[dict[str, Any]]:
-    """Returns the rows of a batch as dictionaries {column: value}; they are empty if the batch has no columns. Raises
-    pyarrow's ArrowInvalid if the batch is damaged.
+    """Returns the rows of a batch as dictionaries {column: value}. If the batch has no columns, returns {} for each
+    row. Raises pyarrow's ArrowInvalid if the batch is damaged.
     """
     for column in batch.columns:
         column.validate(full=True)
@@ -221,10 +219,10 @@ def can_hold_bytes(kind: pa.DataType) -> bool:
 
 @contextmanager
 def _report_damage(where: str, kind: str) -> Iterator[None]:
-    """Within the block, raises errors of reading as ConfigError, which says that the file `where` is cut off or
-    damaged. ConfigError and NotRead are raised unchanged.
+    """Turns errors of reading within the block into ConfigError, which says that a file is cut off or damaged. Raises
+    ConfigError and NotRead unchanged.
 
-    kind: the format of the file, "Arrow" or "parquet", for the message.
+    where: names the file in the message. kind: the format of the file in the message, "Arrow" or "parquet".
     """
     try:
         yield
@@ -238,8 +236,8 @@ def _report_damage(where: str, kind: str) -> Iterator[None]:
 
 
 def _make_joined_files_error(where: str, at: int) -> ConfigError:
-    """Returns the error for a file that consists of several concatenated files, of which the first ends at byte
-    `at`.
+    """Returns the error for a file `where` that consists of several concatenated files. at: the byte at which the first
+    ends.
     """
     return ConfigError(
         f"{where} goes on behind its end at byte {at:,}: several files were joined as they are, and only one of them "
@@ -248,14 +246,16 @@ def _make_joined_files_error(where: str, at: int) -> ConfigError:
 
 
 def _is_compressed(metadata: pa.Buffer) -> bool:
-    """Returns whether a record batch is compressed. metadata: the header of its Arrow message, whose format Arrow's
-    Message.fbs defines; the batch's fourth field names a compression.
+    """Returns whether a record batch is compressed.
+
+    metadata: the header of the batch's Arrow message, in the flatbuffers format that Arrow's Message.fbs defines.
     """
     content = memoryview(metadata)
 
     def find_field(table: int, number: int) -> int | None:
-        """Returns the byte at which a field of a flatbuffers table stands; None if the table leaves it out. table: the
-        byte at which the table begins. number: which of its fields, from 0.
+        """Returns the byte at which a field of a flatbuffers table stands; None if the table leaves it out.
+
+        table: the byte at which the table begins. number: the number of the field in the table, from 0.
         """
         vtable = table - struct.unpack_from("<i", content, table)[0]
         size = struct.unpack_from("<H", content, vtable)[0]

@@ -41,8 +41,9 @@ class DiskCache:
         return os.path.exists(self.folder / key)
 
     def open_entry(self, key: str, size: int, fill: Callable[[Path], None], name: str) -> BinaryIO:
-        """Opens the entry `key` of `size` bytes for reading. If it is missing or has another size, one process writes
-        it with `fill(path)`, while other processes wait; the least recently used entries may be deleted to make room.
+        """Opens the entry `key` of `size` bytes for reading. If the entry is missing or has another size, first writes
+        it with `fill(path)`, and may delete the least recently used entries to make room. If several processes ask for
+        it, one writes and the others wait.
 
         name: what messages call the entry. Raises ConfigError if `size` is above the limit of the cache.
         """
@@ -73,8 +74,8 @@ class DiskCache:
         return file
 
     def _add_entry(self, key: str, size: int, fill: Callable[[Path], None]) -> None:
-        """Makes room for an entry of `size` bytes, and writes it with `fill(path)`. Other processes see it only when it
-        is whole.
+        """Makes room for an entry of `size` bytes, and calls `fill(path)`, which writes it. Other processes see the
+        entry only when it is complete.
         """
         temporary = self.folder / f"{key}.{uuid.uuid4().hex}{_TEMPORARY}"
         try:
@@ -87,9 +88,10 @@ class DiskCache:
             temporary.unlink(missing_ok=True)
 
     def _reserve_space(self, temporary: Path, size: int) -> None:
-        """Adds `size` to the ledger, a file with the total bytes of all entries; deletes old entries first if there is
-        no room. Also creates the file `temporary` with this size, so that it is counted if a process counts all files
-        anew.
+        """Reserves `size` bytes for a new entry: adds them to the ledger, a file with the total bytes of all entries.
+        If there is no room, first deletes the least recently used entries.
+
+        temporary: a file that is made with this size, and holds the place of the entry until it is written.
         """
         with self._lock(_LEDGER) as ledger:
             text = os.pread(ledger, 32, 0)
@@ -101,8 +103,8 @@ class DiskCache:
             os.pwrite(ledger, b"%032d" % (used + size), 0)
 
     def _free_space(self, size: int) -> int:
-        """Makes room for `size` more bytes: if they do not fit into the limit, deletes the least recently used entries
-        until all fit into 90 % of it. Returns the bytes of the remaining entries.
+        """Makes room for `size` more bytes. If the entries and these bytes exceed the limit, deletes the least recently
+        used entries, until both fit into 90 % of the limit. Returns the bytes of the remaining entries.
         """
         entries = []
         for entry in os.scandir(self.folder):

@@ -24,8 +24,9 @@ _T, _A = TypeVar("_T"), TypeVar("_A")
 
 @contextmanager
 def report_listing_errors(root: str | Path, key: str = "data.path") -> Iterator[None]:
-    """Within the block, raises any OSError as ConfigError, which says that a folder in `root` cannot be listed. key:
-    the recipe key that names `root`, for the message.
+    """Turns any OSError within the block into ConfigError, which says that a folder in `root` cannot be listed.
+
+    key: the recipe key that names `root`, for the message.
     """
     try:
         yield
@@ -56,8 +57,9 @@ def list_class_folders(root: Path) -> tuple[str, ...]:
 def map_in_threads(
     ask: Callable[[_A], _T], names: Iterable[_A], threads: int = _THREADS, ahead: int = _PENDING
 ) -> Iterator[_T]:
-    """Calls `ask` for each name in several threads, and yields the results in the order of the names. At most `ahead`
-    calls run or wait ahead of the next result.
+    """Calls `ask` for each name in several threads, and yields the results in the order of the names.
+
+    ahead: how many further calls may already be made, or wait for a thread, while the next result is awaited.
     """
     with ThreadPoolExecutor(threads) as pool:
         waiting: deque[Future[_T]] = deque()

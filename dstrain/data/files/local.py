@@ -53,12 +53,14 @@ class Files(ABC):
     @abstractmethod
     def fetch_local(self, name: str) -> Path:
         """Returns the path of a file on this machine, for libraries that open files themselves. If the file is at an
-        address, it is fetched, and the path is that of the copy.
+        address, fetches it first, and returns the path of the copy.
         """
 
     def prefetch(self, read: Callable[[_T], Any], places: Iterable[_T]) -> None:
-        """Calls `read(place)` for each of the `places`, which are needed soon, in other threads, and does not wait.
-        Does nothing here, for files on a disk of this machine.
+        """Starts to call `read(place)` in other threads for each of the `places`, which are needed soon, and does not
+        wait.
+
+        This method of the base class does nothing, since files on a disk of this machine need no prefetching.
         """
 
 
@@ -144,15 +146,16 @@ class LocalFiles(Files):
 
 
 def select_names(names: list[tuple[str, bool]], pattern: str) -> list[tuple[str, bool]]:
-    """Returns those of `names`, each (name, whether it is a folder), that are files and fit a pattern such as
-    train-*.tar.
+    """Returns the entries of `names` that are files and fit a pattern such as train-*.tar.
+
+    names: a list of (name, whether it is a folder), as the result is.
     """
     return [(name, is_folder) for name, is_folder in names if not is_folder and fnmatch.fnmatchcase(name, pattern)]
 
 
 def require_pattern_files(data: str, files: Files) -> None:
-    """Raises ConfigError if no file fits the pattern with which the data are named, or if a file is missing that its
-    braces list. Of a long list only some 1000 files are looked for. Does nothing without a pattern.
+    """Raises ConfigError if data.path is a pattern with a star that fits no file, or one with braces that lists a file
+    that is missing. Of a long list, looks for only some 1000 files. Does nothing without a pattern.
 
     data: what messages call the pattern, such as data.path=x/*.tar.
     """

@@ -182,9 +182,7 @@ class RemoteFiles(Files):
 
     def prefetch(self, read: Callable[[Any], Any], places: Iterable[Any]) -> None:
         """Lets 16 threads call `read(place)` for each of the `places`, so that their bytes are in the cache when they
-        are needed. Does not wait. Skips the remaining places if 1024 calls are waiting.
-
-        Errors are ignored here, since they are raised again when the sample is read.
+        are needed. Does not wait, and ignores errors. Skips the remaining places if 1024 calls are waiting.
         """
         if self._queue is None:
             self._queue = queue.Queue(_AHEAD)
@@ -195,8 +193,8 @@ class RemoteFiles(Files):
                 self._queue.put_nowait((read, place))
 
     def _open_span(self, name: str, first: int, last: int) -> BinaryIO:
-        """Opens the cached copy of the bytes [first, last) of a file for reading, in which they begin at position 0.
-        Fetches them first if the cache does not have them.
+        """Opens a cached copy of the bytes [first, last) of a file for reading. Byte `first` of the file is at position
+        0 of the copy. If the cache does not have these bytes, fetches them first.
         """
         address, size, store = self._find_address(name), last - first, self._store
 
@@ -227,8 +225,8 @@ class RemoteFiles(Files):
         return blake2b(text.encode(), digest_size=16).hexdigest()
 
     def _find_address(self, name: str) -> str:
-        """Returns the address of a file; of the root for "". Raises FileNotFoundError if it is none of the files that
-        data.path lists.
+        """Returns the address of the file `name`; the address of the root for "". Raises FileNotFoundError if data.path
+        lists files, and this is none of them.
         """
         if self._addresses and name:
             if name not in self._addresses:
@@ -254,11 +252,11 @@ class Store:
         return self.__dict__ | {"_fs": None}
 
     def call_with_retries(self, address: str, call: Callable[[], Any], reading: bool = False) -> Any:
-        """Returns the result of `call()`, which asks the store about an address. While the store fails, tries again: 5
-        tries over 31 s if `reading` (samples are read), else 3 tries over 1 s.
+        """Returns the result of `call()`, which asks the store about an address. If the store fails, tries again.
 
-        Raises ConfigError if there is no such object, NotRead if the store keeps failing. If it refuses the
-        credentials, raises ConfigError, or NotRead if `reading`: no sample is at fault then.
+        reading: True if a sample is read: 5 tries over 31 s. False, as when data are listed: 3 tries over 1 s.
+        Raises ConfigError if nothing exists at the address, and NotRead if the last try fails, too. If the store
+        refuses the request, as with wrong credentials, raises NotRead if `reading`, else ConfigError.
         """
         began, tries = time.monotonic(), _TRIES if reading else _FIRST_TRIES
 
@@ -303,7 +301,9 @@ class Store:
 
 
 def _run_queued_reads(tasks: queue.Queue) -> None:
-    """Takes (read, place) from the queue and calls read(place), for ever; for a thread. Errors are ignored."""
+    """Takes each (read, place) from the queue and calls read(place). Never returns, so it needs a thread of its own.
+    Ignores errors.
+    """
     while True:
         read, place = tasks.get()
         with contextlib.suppress(Exception):  # The error shows when the sample is needed.
@@ -311,8 +311,8 @@ def _run_queued_reads(tasks: queue.Queue) -> None:
 
 
 def _split_addresses(root: str) -> tuple[str, dict[str, str]]:
-    """Returns the folder that all addresses in `root` have in common, and {name: address} of the files in it. The
-    dictionary is {} if `root` is a folder or has a star, so that the store must be asked which files there are.
+    """Returns the folder that all addresses in `root` have in common, and {name: address} of the files that `root`
+    lists. The dictionary is {} if `root` is a folder or has a star: then only the store knows which files there are.
     """
     base = find_pattern_folder(root)
     addresses = expand_braces(root) if "{" in root else _SEVERAL.split(root)
@@ -343,9 +343,11 @@ def _strip_query(address: str) -> str:
 
 
 def _translate_error(error: Exception, address: str, refused: type[Exception]) -> Exception:
-    """Returns the exception to raise for an error of a library that asked a store: Missing if there is no such object;
-    `refused`, a class, with a remedy if credentials or address are wrong; OSError(EIO), which is retried, if the
-    network or the store failed; any other error unchanged.
+    """Returns the exception to raise for an error of a library that asked a store about an address:
+    - Missing, if nothing exists at the address,
+    - `refused`, a class of exceptions, if the store refuses the request, as with wrong credentials,
+    - OSError(EIO), which is retried, if the network or the store failed,
+    - any other error unchanged.
     """
     if address.startswith("http") and isinstance(error, FileNotFoundError) and isinstance(error.__cause__, Exception):
         error = error.__cause__  # fsspec calls whatever a web server answers "not found".

@@ -41,8 +41,8 @@ _TRIES = 4
 
 
 def retry(read: Callable[[], Any], tries: int = _TRIES) -> Any:
-    """Returns the result of `read()`. If the storage fails or memory is short, waits and calls it again, `tries` times
-    in all: by default four times over 6 s. Then raises the last error. Other errors are raised at once.
+    """Returns the result of `read()`. If the storage fails or memory is short, waits and calls `read` again. After
+    `tries` calls (by default 4, over 6 s) raises the last error. Raises other errors at once.
     """
     for attempt in range(tries):
         try:

@@ -60,8 +60,8 @@ class Table(ABC):
 
 
 def match_names(known: Sequence[str], names: Sequence[str]) -> list[str]:
-    """Returns those of `names` that are in `known`, in the order of `known`. Case and white space around names are
-    ignored (File_Name is file_name), but they are returned as `names` spells them.
+    """Returns the entries of `names` that are in `known`, in the order of `known` but in the spelling of `names`.
+    Ignores case, and white space around names: File_Name is file_name.
     """
     found = {name.strip().lower(): name for name in names} | {name: name for name in names}
     return [found[name] for name in known if name in found]
@@ -164,8 +164,10 @@ class _Csv(Table):
                 )
 
     def _is_separate_row(self, line: str, texts: list[str], suffixes: set[str]) -> bool:
-        """Returns whether a line within a quoted text is probably a row of its own: it names a file that the `texts` of
-        the row do not. A file is a name with one of the `suffixes`, or, if there are none, one that exists.
+        """Returns whether a line within a quoted text is probably a row of its own, since it names a file that the
+        row's `texts` do not name.
+
+        suffixes: a name with one of these is a file's name. If there are none, a name counts if such a file exists.
         """
         if not suffixes and not self.files.far:
             names = {field.strip().strip('"') for field in line.split(",")}.difference(texts)
@@ -194,7 +196,7 @@ class Tsv(_Csv):
             yield number, dict(zip(names, fields))
 
     def iterate_records(self) -> Iterator[tuple[int, list[str]]]:
-        """Yields (number of its last line, its fields) for each record that is not blank."""
+        """Yields (number of the record's last line, list of its fields) for each record that is not blank."""
         lines: Iterator[tuple[int, str]] = enumerate(read_lines(self.files, self.name, self.where), 1)
         number, line, width = *next(lines, (0, "")), 0
         while line:

@@ -42,9 +42,7 @@ class Members:
         self.packed.append(member.compress_size)
 
     def require_no_overlap(self) -> None:
-        """Raises ConfigError if two members share bytes of the zip file: in this way a small file could hold any amount
-        of data.
-        """
+        """Raises ConfigError if two members share bytes of the zip file."""
         offsets, packed = np.frombuffer(self.offsets, np.int64), np.frombuffer(self.packed, np.int64)
         order = np.argsort(offsets, kind="stable")
         starts, ends = offsets[order], (offsets + packed + _LOCAL.size)[order]
@@ -58,11 +56,13 @@ class Members:
 
 
 def iterate_members(file: BinaryIO) -> Iterator[zipfile.ZipInfo]:
-    """Yields every member of a zip file except folders. A member's `orig_filename` is its name, with slashes and
-    without "./" at the beginning.
+    """Yields every member of a zip file except folders. Its `orig_filename` is the member's name with slashes, and
+    without "./" at the beginning. Takes 0.6 KB of memory for each member.
 
-    Takes 0.6 KB of memory for each member. Raises ConfigError if the file is no zip file, is truncated, damaged or one
-    of several disks, if another zip file precedes it in the same file, or if two members have the same name.
+    Raises ConfigError if
+    - the file is no zip file, or is truncated or damaged,
+    - the zip file is split into several files, or another zip file precedes it in the same file,
+    - two members have the same name.
     """
     try:
         with zipfile.ZipFile(file) as archive:
@@ -97,9 +97,10 @@ def iterate_members(file: BinaryIO) -> Iterator[zipfile.ZipInfo]:
 def read_member(files: Files, name: str, offset: int, packed: int, most: int) -> bytes:
     """Returns the uncompressed content of one member of the zip file `name`.
 
-    offset: the byte at which the member's local header begins. packed: its compressed size in bytes. most: the most
-    bytes that its content may have. Raises ConfigError if the header or the content is damaged, or if the content is
-    larger.
+    offset: the byte at which the member's local header begins.
+    packed: the member's compressed size in bytes.
+    most: the most bytes that the content may have.
+    Raises ConfigError if the header or the content is damaged, or if the content is larger than `most`.
     """
     if packed > most:
         raise ConfigError(f"it has {packed:,} bytes, above the cap of {most:,}")
@@ -120,7 +121,7 @@ def read_member(files: Files, name: str, offset: int, packed: int, most: int) ->
 
 
 def inflate(content: bytes, most: int) -> bytes:
-    """Returns the content of bytes that were compressed by Deflate, without a header. Raises ConfigError if they are
+    """Decompresses Deflate data that have no header, and returns their content. Raises ConfigError if the data are
     damaged or cut off, or if the content has more than `most` bytes.
     """
     stream = zlib.decompressobj(-15)

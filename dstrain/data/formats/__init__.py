@@ -80,8 +80,8 @@ def recognise_layout(path: str, files: Files, request: Request) -> Layout:
     """Returns the reader for the form of the data at a path, such as class folders or tars. It is an instance of the
     first class in LAYOUTS that recognises the data.
 
-    Raises ConfigError if no class does, if a folder holds several forms of data, if `dstrain convert` must convert the
-    data first, or if data.columns has keys that the reader does not use.
+    Raises ConfigError if no class recognises the data, if a folder holds several forms of data, if `dstrain convert`
+    must convert the data first, or if data.columns has keys that the reader does not use.
     """
     forms = find_data_forms(files, request)
     refuse_several_forms(path, files, request, forms)

@@ -109,11 +109,11 @@ class Layout(ABC):
 
     @abstractmethod
     def read(self, place: Place) -> Path | bytes:
-        """Returns the encoded image or clip of the sample at `place`: its bytes, or the path of a file that holds
-        nothing else.
+        """Returns the encoded image or clip of the sample at `place`, as bytes. Returns a path instead if the image or
+        clip is a file of its own.
 
         If this method raises an error, the sample counts as unreadable, and another sample replaces it in the batch.
-        But if the storage has failed (storage.py tells), the run ends.
+        But if the storage has failed (files/storage.py), the run ends.
         """
 
     @cached_property
@@ -124,12 +124,14 @@ class Layout(ABC):
         return read_class_list(self.request.class_list)
 
     def resolve_label(self, own: int | str | None, name: str) -> int | str | None:
-        """Returns the label of a sample: the index of its class in data.class_list, or without such a list the class
-        itself. Returns None if data.labels=none, or if data.labels=auto and `own` is None.
+        """Returns the label of a sample: the index of its class in data.class_list, or the class itself without such a
+        list. Returns None if data.labels=none, or if data.labels=auto and `own` is None.
 
-        own: the class that the data give the sample, such as the name of its folder; None if they give none. name: the
-        sample's name. With data.labels=prefix it begins with the class, which then replaces `own`: cat_1.png.
-        Raises ConfigError if the class list lacks the class, or if the name does not begin with one.
+        own: the class that the data give the sample, such as the name of its folder; None if they give none.
+        name: the sample's name. With data.labels=prefix, its beginning is the class (cat for cat_1.png), and `own` is
+        ignored.
+        Raises ConfigError if the class list lacks the class, or if data.labels=prefix and the name does not begin with
+        a class.
         """
         if self.request.labels == "none" or (own is None and self.request.labels == "auto"):
             return None
@@ -146,11 +148,13 @@ class Layout(ABC):
         """
 
     def require_one_split(self, column: str, split: Any, at: str) -> None:
-        """Raises ConfigError if a row of a table belongs to another split (train, test ...) than the first row that was
-        checked. Keeps the split of the first row in `notes`.
+        """Checks that all rows of a table belong to one split, such as train; called for each row. Keeps the split of
+        the first row in `notes`.
 
-        column: the name of the column of splits, for the message. split: its value in this row. at: names this row in
-        the message.
+        column: the name of the column of splits, for the message.
+        split: the value of this row in that column.
+        at: names the row in the message.
+        Raises ConfigError if the split of this row differs from that of the first row.
         """
         first = self.notes.setdefault("split", str(split))
         if parse_split_value(split) != parse_split_value(first):
@@ -160,15 +164,18 @@ class Layout(ABC):
             )
 
     def record_fold_column(self, columns: Sequence[str], used: Sequence[str]) -> None:
-        """Records in `notes` the first column of a table that numbers the folds of a cross-validation, unless it is
-        among the columns `used` for something else. `compose_advice` then says that the rows of all folds are read.
+        """Records in `notes` which column of a table numbers the folds of a cross-validation, such as "fold".
+        `compose_advice` then tells the user that the rows of all folds are read.
+
+        columns: all columns of the table. used: the columns that are read for something else, which are not recorded.
         """
         for column in match_names(FOLD_COLUMNS, columns)[:1]:
             if column not in used:
                 self.notes["folds"] = column
 
     def record_left_out(self, reason: str, count: int = 1) -> None:
-        """Adds `count` to the number of files or samples that are left out for a reason, and keeps it in `notes`.
+        """Adds `count` to the number of files or samples that are left out for `reason`. This number is kept in
+        `notes`.
 
         reason: a suffix such as ".tif", or words for the message of `compose_advice`, such as "without a caption".
         """
@@ -176,10 +183,11 @@ class Layout(ABC):
         counts[reason] = counts.get(reason, 0) + count
 
     def record_unread_files(self, counts: Mapping[str, int]) -> None:
-        """Counts as left out the files that may hold samples, but in a format that is not read, such as .tif.
+        """Counts files as left out if they may hold samples in a format that is not read, judged by their suffix, such
+        as .tif.
 
-        counts: the number of files by suffix. The key "" stands for files without a suffix, the key BEHIND for names
-        that go on behind a suffix, such as x.jpg.1.
+        counts: the number of files by suffix. Two of its keys are no suffixes, and are always counted: "" for files
+        without a suffix, and the constant BEHIND for names that go on after a suffix, such as x.jpg.1.
         """
         for suffix in sorted(counts):
             if (
@@ -192,8 +200,10 @@ class Layout(ABC):
                 self.record_left_out(reason, counts[key])
 
     def record_unread_files_beside_shards(self) -> None:
-        """Counts as left out the pictures and videos in formats that are not read, and the files without a suffix, that
-        lie in the same folder as shards (tars, tables). Looks at only a part of a large folder.
+        """Counts as left out the files of the data that lie beside or below the shards (tars, tables) and may hold
+        samples: pictures and videos in formats that are not read, and files without a suffix.
+
+        Looks at only a part of a large folder.
         """
         suffixes = Counter(os.path.splitext(name)[1].lower() for name in peek_files(self.files))
         self.record_unread_files({suffix: suffixes[suffix] for suffix in suffixes if suffix not in CONTAINERS + _LISTS})
@@ -221,14 +231,14 @@ class Layout(ABC):
         self.files.prefetch(self.read, places)
 
     def iterate_files(self) -> Iterator[str]:
-        """Yields the names of all files in the data, of any type. If no sample is found, an error message says by them
-        what the data hold instead. Yields none here; layouts override it.
+        """Yields the names of all files in the data, of any type. If no sample is found, an error message names some of
+        these. Yields none here; layouts override it.
         """
         return iter(())
 
     def list_watched_files(self) -> list[str]:
-        """Returns the names of the files and folders to watch: if the size or the modification time of one differs, the
-        data have changed since they were listed, and are listed anew. By default these are the pieces.
+        """Returns the names of the files and folders to watch for changes. If the size or the modification time of one
+        of them changes, the data are listed anew. By default, these are the names from `list_pieces`.
         """
         return self.list_pieces()
 
@@ -241,7 +251,8 @@ class Layout(ABC):
 def peek_names(files: Files, folder: str = "") -> list[tuple[str, bool]]:
     """Returns what a folder holds, as a sorted list of (name, whether it is a folder), without hidden names.
 
-    Of a whole folder on a disk returns at most 4096 entries, whichever come first, and [] if it cannot be listed.
+    If the data are a folder on a disk, looks at no more than 4096 entries of `folder`, and returns [] if it cannot be
+    listed.
     """
     if not isinstance(files, LocalFiles) or files.listed or files.pattern:
         return files.list_names(folder)
@@ -255,10 +266,10 @@ def peek_names(files: Files, folder: str = "") -> list[tuple[str, bool]]:
 
 
 def peek_files(files: Files, folder: str = "", above: tuple[str, ...] = ()) -> Iterator[str]:
-    """Yields the relative paths of some files in a folder and its subfolders: three levels of subfolders, at most 8 of
-    each folder, and at most 4096 entries of a folder on a disk.
+    """Yields the paths of some files in `folder` and its subfolders, relative to the root of `files`. Goes three levels
+    deep, into at most 8 subfolders of each folder, and looks at no more than 4096 entries of a folder on a disk.
 
-    above: for the recursion, the real paths of the folders above this one; links back to them are not followed.
+    above: for the recursion, the real paths of the folders above `folder`. Links back to those are not followed.
     """
     above += (os.path.realpath(os.path.join(files.root, folder)),)
     start, names = f"{folder}/" if folder else "", peek_names(files, folder)

@@ -59,10 +59,10 @@ class Clips(Folders):
             yield Sample(sample.place, sample.label, (self._captions[sample.place.name],))
 
     def _record_captions_beside(self, names: list[str]) -> None:
-        """Records in notes["beside"] whether these clips have their captions in .txt files beside them.
+        """Sets notes["beside"] to whether the clips `names`, those of one folder, have their captions in .txt files
+        beside them.
 
-        Raises ConfigError if some of the clips have such a file and others do not, or if the folders listed before
-        differ in this from `names`, the clips of one folder.
+        Raises ConfigError if only some of the clips have such a file, or if clips of an earlier folder differ in this.
         """
         beside, first = _have_caption_files(self.root, names), self.notes.setdefault("first", names[0])
         if self.notes.setdefault("beside", beside) != beside:
@@ -86,8 +86,8 @@ class Clips(Folders):
 
 
 def _require_distinct_stems(root: str, names: list[str]) -> None:
-    """Raises ConfigError if two paths differ only in their suffix: X.jpg may be the thumbnail of X.mp4, and both would
-    have the caption in X.txt.
+    """Raises ConfigError if two of the paths differ only in their suffix, such as X.mp4 and its thumbnail X.jpg, since
+    the caption in X.txt would be that of both.
     """
     stems: dict[str, str] = {}
     for name in names:

@@ -32,12 +32,14 @@ class Columns(NamedTuple):
 
 
 def choose_columns(schema: pa.Schema, request: Request, where: str) -> Columns:
-    """Returns which columns of a table hold the images (or clips), the labels and the captions.
+    """Returns which columns of a table hold the images (or clips), the labels and the captions. The captions are ()
+    unless the request asks for them.
 
-    schema: the table's Arrow schema. where: names the table in messages. The captions are () unless the request asks
-    for them.
-    Raises ConfigError if no column or several may hold the images, if data.columns names a column that does not exist,
-    or several columns for the image or the label, or if the labels are neither whole numbers nor texts.
+    schema: the table's Arrow schema.
+    where: names the table in messages.
+    Raises ConfigError if no column or more than one may hold the images, if data.columns names a column that does not
+    exist, if it names several columns for the image or for the label, or if the labels are neither whole numbers nor
+    texts.
     """
     chosen = {key: [names] if isinstance(names, str) else names for key, names in request.columns.items()}
     for key in ("image", "label"):
@@ -68,9 +70,11 @@ def choose_columns(schema: pa.Schema, request: Request, where: str) -> Columns:
 def find_image_columns(schema: pa.Schema, request: Request) -> list[str]:
     """Returns the columns that may hold the images, or the clips if the request asks for clips; [] if there are none.
 
-    The first of these rules that gives a column decides: columns that data.columns names, which excludes all others;
-    columns with the type Image (or Video) of Hugging Face's `datasets`; the first with a usual name, such as "image";
-    all structs that can hold bytes.
+    Returns the first of these:
+    - the columns that data.columns names; if it names any, no other columns count,
+    - the columns that Hugging Face's `datasets` has marked with the type Image (or Video),
+    - the first column with a usual name, such as "image",
+    - all columns of structs that can hold bytes.
     """
     if chosen := request.columns.get("image"):
         return [name for name in ([chosen] if isinstance(chosen, str) else chosen) if name in schema.names]
@@ -83,11 +87,12 @@ def find_image_columns(schema: pa.Schema, request: Request) -> list[str]:
 
 
 def _choose_label_column(schema: pa.Schema, chosen: dict[str, list[str]], request: Request, where: str) -> str | None:
-    """Returns the column of labels; None if there is none or data.labels=none. Returns None, too, if the column holds
-    lists or structs, such as boxes, unless data.columns names it.
+    """Returns the name of the column of labels.
 
-    chosen: data.columns, each value as a list. Raises ConfigError if the column holds neither integers, booleans nor
-    texts.
+    Returns None if there is no such column, if data.labels=none, or if the column holds lists or structs, such as
+    boxes, and data.columns does not name it.
+    chosen: data.columns, each value as a list.
+    Raises ConfigError if the column holds anything else than integers, booleans or texts.
     """
     if request.labels == "none":
         return None
@@ -142,9 +147,8 @@ def _find_columns_of_type(schema: pa.Schema, kind: str) -> list[str]:
 
 
 def _read_features(schema: pa.Schema) -> dict[str, dict[str, Any]]:
-    """Returns what Hugging Face's `datasets` has written into the schema's metadata about each column, by column name:
-    {"label": {"_type": "ClassLabel", "names": [...]}}. Returns {} if it has written nothing, or nothing that can be
-    parsed.
+    """Returns what Hugging Face's `datasets` has written about each column into the schema's metadata: {"label":
+    {"_type": "ClassLabel", "names": [...]}}. Returns {} if the metadata have no such entry, or cannot be parsed.
     """
     try:
         features = json.loads((schema.metadata or {})[b"huggingface"])["info"]["features"]

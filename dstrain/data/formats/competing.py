@@ -25,8 +25,8 @@ Form = tuple[str, str]  # (what it is called, its folder or file below the root)
 
 
 def refuse_several_forms(root: str, files: Files, request: Request, forms: dict[Form, list[str]]) -> None:
-    """Raises ConfigError if a folder holds several forms of data, such as tars beside class folders; the message lists
-    them. Does nothing for a single file or a pattern of names, since it selects one form already.
+    """Raises ConfigError if a folder holds several forms of data, such as tars beside class folders. The message lists
+    the forms. Does nothing if the data are a single file or a pattern of names.
 
     forms: the result of `find_data_forms`.
     """
@@ -44,9 +44,11 @@ def refuse_several_forms(root: str, files: Files, request: Request, forms: dict[
 
 
 def find_data_forms(files: Files, request: Request) -> dict[Form, list[str]]:
-    """Returns the forms of data in a folder, each as (what it is called, its path below the root), with the names of
-    some of its files: {("a zip file", "x.zip"): ["x.zip"]}. The path is "" if no path selects this form alone.
+    """Returns the forms of data in a folder, with the names of some files of each: {(form, path): [file, ...]}, such as
+    {("a zip file", "x.zip"): ["x.zip"]}.
 
+    form: what messages call the form.
+    path: the path or pattern below the root that selects this form alone; "" if there is none.
     All folders of images count as one form; so do all parquet files, and all Arrow files. Parquet tables that hold no
     images, only file names, are left out if there is another form.
     """
@@ -67,9 +69,10 @@ def find_data_forms(files: Files, request: Request) -> dict[Form, list[str]]:
 
 
 def _recognise_form(name: str, files: Files, request: Request) -> Form | None:
-    """Returns the form of data to which a file belongs, judged by its name: (what the form is called, the path or
-    pattern below the root that selects it). Returns None if the name fits no form, such as that of a caption or of a
-    list.
+    """Returns the form of data to which a file belongs, judged by its name. Returns None if it belongs to none, as a
+    caption or a list does.
+
+    The form is a pair: what messages call it, and the path or pattern below the root that selects it ("" for none).
     """
     folder, _, own = name.rpartition("/")
     if own.lower().endswith(request.suffixes):

@@ -39,8 +39,12 @@ class Folders(Layout):
         """Returns the names of the class folders. Returns [""], the root itself, if there are no class folders, or if
         labels come from a dataset.json, from file names (data.labels=prefix), or not at all (data.labels=none).
 
-        Raises ConfigError if there are no samples, if samples lie beside class folders, if a class folder is without
-        samples, unknown to data.class_list or named as a split, or if a folder cannot be listed.
+        Raises ConfigError if
+        - there are no samples, or a folder cannot be listed,
+        - samples lie beside class folders,
+        - a class folder has no samples, or data.class_list lacks it,
+        - folders are splits of the data, such as train and test,
+        - data.class_list is given for data without class folders.
         """
         root, request = Path(self.root), self.request
         with report_listing_errors(root, request.key):
@@ -59,7 +63,7 @@ class Folders(Layout):
 
     def _choose_class_folders(self, root: Path, request: Request) -> list[str]:
         """Returns the class folders in `root`; [""] if all samples lie in `root` itself. Sets `classes`. Raises
-        ConfigError as `list_pieces`, whose part it is.
+        ConfigError for the faults that `list_pieces` names.
         """
         classes = list_class_folders(root)
         refuse_split_folders(root, request.key)
@@ -102,15 +106,15 @@ class Folders(Layout):
         return full
 
     def _load_labels(self) -> None:
-        """Reads dataset.json, if there is one: sets `_by_name`, the label of each file, and `classes`."""
+        """Reads the labels from dataset.json. Sets `_by_name` to {file name: label}, or to None if there is no such
+        file or it does not tell of labels. If there are labels, also sets `classes`.
+        """
         self._by_name = read_labels(Path(self.root), self.request.key)
         if self._by_name:
             self.classes = self.class_list.classes or name_classes_by_number(self._by_name)
 
     def _refuse_class_list(self) -> None:
-        """Raises ConfigError if the recipe has a data.class_list, for data without class folders to which it could
-        apply.
-        """
+        """Raises ConfigError if the recipe has a data.class_list. Called for data without class folders."""
         if self.request.class_list is not None:
             raise ConfigError(
                 f"{self.request.key}={self.root} has no class folders, and {self.class_list.where} names some: "
@@ -127,7 +131,7 @@ class Folders(Layout):
             yield from (Sample(Place(name), self.resolve_label(self._by_name.get(name), name)) for name in names)
 
     def _require_labels(self, names: list[str]) -> None:
-        """Raises ConfigError if a dataset.json gives labels, but not to each of the files `names`. Counts as left out
+        """Raises ConfigError if a dataset.json gives labels, but none to one of the files `names`. Counts as left out
         the files that dataset.json names and that do not exist.
         """
         by_name = self._by_name or {}

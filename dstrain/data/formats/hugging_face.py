@@ -53,7 +53,7 @@ class Tables(Layout):
 
     @cached_property
     def columns(self) -> Any:
-        """Returns which columns of the first file are read; every other file must have the same ones."""
+        """Returns the columns to read, chosen by the first file. Every other file must have the same ones."""
         return self._choose_columns(self._list_chosen_files()[0])
 
     def list_pieces(self) -> list[str]:
@@ -117,8 +117,8 @@ class Tables(Layout):
         return bool(find_image_columns(self._open_piece(piece).schema, self.request))
 
     def _make_split_path(self, split: str, names: list[str]) -> str:
-        """Returns the data.path that selects one split alone: a file, folder or pattern, or {A,B}, the list of its
-        files.
+        """Returns the data.path that selects the files `names` of one split alone: a file, a folder, a pattern such as
+        FOLDER/test-*.parquet, or a list of files ROOT/{A,B}.
         """
         folder, _, common = os.path.commonprefix(names).rpartition("/")  # noqa: RUF071 (letters of names are meant)
         start = f"{folder}/" if folder else ""
@@ -138,13 +138,12 @@ class Tables(Layout):
         return choose_columns(self._open_piece(piece).schema, self.request, self._describe_piece(piece))
 
     def _open_with_label_names(self, piece: str) -> tuple[Any, list[int | str]]:
-        """Opens a file of the data. Returns it, and a list that gives the class of each number in its column of labels;
-        [] if that is no ClassLabel. A class is the number that the first file gives to the same name; with
-        data.class_list, it is the name itself.
+        """Opens a file of the data. Returns (the file, classes): classes[n] is the class that the number n means in the
+        file's column of labels. `classes` is [] if this column is no ClassLabel.
 
+        With data.class_list, a class is its name; else it is the number that the first file gives to this name.
         For the first file, also counts unread files beside it as left out, and checks for missing shards.
-        Raises ConfigError if the file's columns differ from the first file's, or if it has names of classes that the
-        first file lacks.
+        Raises ConfigError if the file's columns, or the names of its classes, do not fit those of the first file.
         """
         if piece == self._list_chosen_files()[0]:
             self.record_unread_files_beside_shards()
@@ -192,7 +191,7 @@ class Tables(Layout):
         """Returns the class that the value of a cell means. names: the class of each number, as
         `_open_with_label_names` returns it. at: names the row in messages.
 
-        Raises ConfigError if the value is no class. Many data sets write -1 for labels that they keep secret.
+        Raises ConfigError if the value is no class, such as -1, which often stands for a secret label.
         """
         label = self.class_list.read_label(value, at) if isinstance(value, str) else None
         if label is None and isinstance(value, int) and 0 <= value < (len(names) or 1 << 31):
@@ -205,7 +204,8 @@ class Tables(Layout):
         return label
 
     def _read_image(self, value: Any) -> bytes | Path:
-        """Returns the encoded bytes of the image in a cell, or the path of its file if the cell holds only that.
+        """Returns the encoded bytes of the image in a cell. If the cell holds only the path of an image file, returns
+        this path.
 
         Raises ConfigError if the cell holds neither, or holds a path although the table is not on this machine.
         """
@@ -218,9 +218,10 @@ class Tables(Layout):
         return Path(self.files.root, path)
 
     def _choose_listed_columns(self, names: list[str]) -> list[str]:
-        """Returns the columns to read when the samples are listed: label, captions and, last, splits, each if there is
-        one. Sets `_split` to the column of splits or None, and records a column of folds. names: all columns of the
-        file.
+        """Returns the columns to read when the samples are listed: label, captions and last the column of splits, as
+        far as they exist. Sets `_split` to the column of splits or None, and records a column of folds.
+
+        names: all columns of the file.
         """
         own = [name for name in (self.columns.label, *self.columns.captions) if name]
         self.record_fold_column(names, own)
@@ -265,8 +266,8 @@ class ArrowTables(Tables):
     def _normalize_split_names(self, splits: dict[str, list[str]], mark: str) -> dict[str, list[str]]:
         """Returns `splits`, the files by split, with standard names of the splits, such as "validation" for "val".
 
-        Raises ConfigError if two splits get the same name. mark: the character before a split in data.path, for the
-        message.
+        Raises ConfigError if two splits get the same name. mark: what stands before a split in data.path, "/" or ":",
+        for the message.
         """
         named: dict[str, str] = {}
         for name in splits:
@@ -339,8 +340,8 @@ class HubTables(ArrowTables):
         return root.startswith(HUB)
 
     def _find_or_download_data_set(self) -> None:
-        """Finds the data set in the cache of `datasets`, or downloads it into that. Sets `files` (a folder there) and
-        `_by_split` (the Arrow files of each split).
+        """Finds the data set in the cache of `datasets`, or downloads it into that cache. Sets `files` to a folder in
+        the cache, and `_by_split` to the Arrow files of each split.
 
         Raises ConfigError if data.path asks for a part of a split, if `datasets` is not installed, or if loading fails.
         """
@@ -483,8 +484,8 @@ def _open_parquet(files: Files, piece: str, where: str) -> Any:
 
 @lru_cache(1)
 def _read_group_column(files: Files, piece: str, where: str, group: int, column: str) -> Any:
-    """Returns one column of a parquet row group as a ChunkedArray. Caches the last result, since successive samples
-    often lie in the same row group. Raises ConfigError if the decoded column has more than MAX_GROUP bytes.
+    """Returns one column of a parquet row group as a ChunkedArray, and caches the last result. Raises ConfigError if
+    the decoded column has more than 1 GiB.
     """
     import pyarrow
 

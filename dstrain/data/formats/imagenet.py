@@ -33,14 +33,16 @@ _FOLDERS_ABOVE = 5  # so many folders above the data are searched for this file
 def find_split_paths(
     path: str | Path, held_out: float, held_out_path: str | Path | None, whole: bool = False, cache: Cache | None = None
 ) -> tuple[str | Path, str | Path | None]:
-    """Returns the path of the training data, and that of the held-out data or None.
+    """Returns the path of the training data and the path of the held-out data, or None for the second.
 
-    If `path` holds train/ and val/ with the same classes, or shards in train/ and held_out/, these are the two. Else
-    the training data are `path` itself, and the held-out data are the held-out split of Hugging Face data, if there is
-    one.
-    But the second path is `held_out_path` if that is given; else it is None if `held_out`, a share of the training data
-    to hold out, is above 0, or if all data are to be read as one (`whole`).
-    Raises ConfigError if `whole` data hold two such folders; or if `path` is a pattern that fits no file.
+    Looks in `path` for two split folders: train/ and val/ with the same classes, or train/ and held_out/ with shards.
+    The training data are train/ if there are two such folders, else `path` itself. The path of the held-out data is
+    - `held_out_path` if that is given,
+    - else None if `held_out` is above 0 or `whole` is True,
+    - else val/ or held_out/ if there are two such folders,
+    - else that of the held-out split of Hugging Face data, or None if there is none.
+    held_out: the share of the training data to hold out. whole: True to read all data as one.
+    Raises ConfigError if `whole` is True and there are two such folders, or if `path` is a pattern that fits no file.
     """
     splits = _find_split_folders(path)
     if splits is None:
@@ -58,8 +60,8 @@ def find_split_paths(
 
 
 def open_layout_with_splits(path: str, files: Files) -> Layout | None:
-    """Returns the layout of data in one of Hugging Face's forms, which may have a held-out split; None for other
-    data.
+    """Returns the reader of the data at a path if they have one of Hugging Face's forms: a data set of the hub, Arrow
+    files or parquet files of images. Returns None for other data.
     """
     request = Request(SUFFIXES)
     kind = next((kind for kind in _WITH_HELD_OUT if kind.recognises(path, files, request)), None)
@@ -86,8 +88,11 @@ def _find_split_folders(path: str | Path) -> tuple[str, str] | None:
 
 
 def _find_train_and_val(root: Path) -> tuple[str, str] | None:
-    """Returns the paths of train/ and val/ directly in a folder, under these or similar names, if all classes of val/
-    are in train/; else None. For ImageNet's val/ without class folders, the second is its table val.csv if that exists.
+    """Returns the paths of train/ and val/ directly in a folder, which may also have similar names, such as training/.
+    Returns None if there are no two such folders, or if train/ lacks a class of val/.
+
+    If val/ holds ImageNet's validation images without class folders, the second path is that of the table val.csv if it
+    exists.
     """
     folders = list_class_folders(root)
     train = [name for name in folders if name.lower() in ("train", "training")]
@@ -110,10 +115,12 @@ def _find_train_and_val(root: Path) -> tuple[str, str] | None:
 
 
 def read_class_titles(path: str, class_list: str | None, classes: tuple[str, ...]) -> tuple[str, ...]:
-    """Returns what people call each class, such as "tench" for n01440764. The titles stand in the file `class_list`; if
-    this is None, in a LOC_synset_mapping.txt in the folder `path` or above it.
+    """Returns what people call each class, such as "tench" for n01440764.
 
-    Returns `classes` unchanged if there is no such file, or if it cannot be read, has no titles, or lacks a class.
+    class_list: the file with these titles. If it is None, reads a LOC_synset_mapping.txt in the folder `path` or above
+    it.
+    Returns `classes` unchanged if there is no such file, or if the file cannot be read, has no titles, or lacks a
+    class.
     """
     file = class_list or next(
         filter(os.path.isfile, (place / _TITLES for place in _list_folder_and_parents(path))), None

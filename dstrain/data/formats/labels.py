@@ -56,13 +56,13 @@ class ClassList:
         object.__setattr__(self, "numbers", {parse_whole_number(name): places[name] for name in reversed(places)})
 
     def find_number(self, label: int | str, at: str) -> int | str:
-        """Returns the label of a class, which is its index in the list, given its name or a number. Returns `label`
-        itself if the list is empty.
+        """Returns the label of a class: its index in the list. Returns `label` itself if the list is empty.
 
-        A number means the class with that name if there is one, else the class at that index. If the names of all
-        classes are numbers, it is never an index. True and False mean the classes called true and false if there are
-        such, else 1 and 0.
-        Raises ConfigError if the list does not have the class. at: says where the label stands, for messages.
+        label: the name of the class, or a number. A number means the class that has this number as its name. If there
+        is none, the number is the index, unless the names of all classes are numbers. True and False mean the classes
+        called true and false, or else the numbers 1 and 0.
+        at: says where the label stands, for messages.
+        Raises ConfigError if the list does not have the class.
         """
         if isinstance(label, bool):
             label = str(label).lower() if str(label).lower() in self.places else int(label)
@@ -80,10 +80,10 @@ class ClassList:
         return place
 
     def read_label(self, value: Any, at: str) -> int | str | None:
-        """Returns the label that a value of a table or of JSON means: an index in the list, or the value as text if the
-        list is empty. Returns None if the value is empty.
+        """Returns the label that a value of a table or of JSON means: the index of a class in the list, or the value as
+        text if the list is empty. Returns None if the value is empty.
 
-        Raises ConfigError if it is neither a whole number nor a name, or if the list does not have the class.
+        Raises ConfigError if the value is neither a whole number nor a name, or if the list does not have the class.
         """
         if isinstance(value, bool) and self.classes:
             return self.find_number(value, at)
@@ -98,8 +98,8 @@ class ClassList:
         return None if text is None else self.find_number(text if number is None else number, at)
 
     def read_label_from_name(self, name: str, at: str) -> int | str:
-        """Returns the label of the class with which a file name begins, up to the first `_`: cat for cat_1.png, as ADM
-        names files. This is an index in the list, or the class's name if the list is empty.
+        """Returns the label of the class with which a file name begins, up to the first `_`, such as cat for cat_1.png
+        (as ADM names files). The label is the class's index in the list, or the class's name if the list is empty.
 
         Raises ConfigError if the name does not begin with a class and `_`, or if the list does not have the class.
         """
@@ -144,11 +144,11 @@ def read_class_list(path: str | None) -> ClassList:
 
 
 def read_labels(root: Path, key: str) -> dict[str, int] | None:
-    """Returns {file name: label} from the dataset.json in a folder; {} if its entry "labels" says that there are no
-    labels. Returns None if there is no dataset.json, or no such entry.
+    """Returns {file name: label} from the dataset.json in a folder. Returns {} if its entry "labels" is null or empty:
+    the files have no labels. Returns None if there is no dataset.json, or if it has no such entry.
 
-    key: the recipe key that names the folder, for messages. Raises ConfigError as `parse_labels`, or if the file cannot
-    be read.
+    key: the recipe key that names the folder, for messages.
+    Raises ConfigError if the file cannot be read, or for the faults that `parse_labels` names.
     """
     path = root / LABELS
     if not os.path.lexists(path):
@@ -164,9 +164,10 @@ def read_labels(root: Path, key: str) -> dict[str, int] | None:
 
 
 def parse_labels(content: Any, root: str | Path, key: str) -> dict[str, int] | None:
-    """Returns {file name: label} from the parsed `content` of a dataset.json; {} if its entry "labels" says that there
-    are no labels, None if it has no such entry.
+    """Returns {file name: label} from the parsed `content` of a dataset.json. Returns {} if its entry "labels" is null
+    or empty: the files have no labels. Returns None if it has no such entry.
 
+    root, key: the folder, and the recipe key that names it, for messages.
     Raises ConfigError if a label is no whole number from 0 to 1,048,575, or if a file is named twice.
     """
     if not isinstance(content, dict) or "labels" not in content:
@@ -191,9 +192,7 @@ def parse_labels(content: Any, root: str | Path, key: str) -> dict[str, int] | N
 
 
 def name_classes_by_number(labels: dict[str, int]) -> tuple[str, ...]:
-    """Returns the names of the classes of a dataset.json, which are numbers: "0", "1", ... up to the largest label.
-    labels: the label of each file.
-    """
+    """Returns the class names "0", "1", ... up to the largest of the `labels`, {file name: label} of a dataset.json."""
     return tuple(map(str, range(max(labels.values()) + 1)))
 
 
@@ -206,14 +205,14 @@ def require_fitting_classes(
     without: str = "",
     own: bool = False,
 ) -> None:
-    """Raises ConfigError if the classes of the data do not fit a model that learns `number` labels. If `number` is
-    None, the model learns no labels, and all data fit.
+    """Raises ConfigError if the classes of the data do not fit a model that learns `number` labels.
 
-    The data must have `number` classes, or none if `number` is 1. If it is above 1, the held-out data must have
-    classes, too.
-    path: the data's path, for messages. field, without: for messages, the recipe's entries that set the number of
-    labels, and that turn labels off. own: the held-out samples come from the same data, so that a message may advise
-    data.held_out.
+    The data must have `number` classes, or none if `number` is 1. If `number` is above 1, the held-out data must have
+    classes, too. If `number` is None, the model learns no labels, and all data fit.
+    path: the data's path, for messages.
+    field: the entry of the recipe's `model` that sets the number of labels, for messages.
+    without: the recipe's entry that turns labels off, for messages; "" if there is none.
+    own: True if the held-out samples come from the same data. The message may then advise data.held_out.
     """
     classes = len(source.classes)
     if number is None or classes == number:
@@ -236,8 +235,9 @@ def require_fitting_classes(
 
 
 def _explain_no_held_out_classes(path: str, source: Source, held_out: Source, own: bool) -> str:
-    """Returns the message for held-out data without classes beside training data with classes. own: the held-out
-    samples come from the same data.
+    """Returns the error message for held-out data without classes beside training data with classes.
+
+    own: True if the held-out samples come from the same data as the training samples.
     """
     unseen = held_out.where.partition("=")[2]
     share = ", or write data.held_out=0.02, which holds out a share of what is trained on" if own else ""

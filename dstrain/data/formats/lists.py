@@ -112,8 +112,8 @@ class TableList(Layout):
         return open_table(self.files, os.path.basename(self.root), f"{self.request.key}={self.root}")
 
     def _choose_columns(self, table: Table) -> dict[str, list[str]]:
-        """Returns the columns that are read, by what they hold: {"path": [...], "label": [...], "caption": [...]}. A
-        list is [] if there is no such column; that of captions also if the request asks for none.
+        """Returns the columns to read, by what they hold: {"path": [...], "label": [...], "caption": [...]}. A list is
+        [] if there is no such column. That of captions is also [] if the request asks for none.
 
         Raises ConfigError if no column holds paths, or if data.columns names a column that is not there.
         """
@@ -134,7 +134,9 @@ class TableList(Layout):
         return columns
 
     def _explain_missing_path_column(self, names: list[str]) -> str:
-        """Returns the remedy, for a message, if none of the columns `names` of a table is known to hold paths."""
+        """Returns advice, for an error message, on a table in which no column is known to hold paths. names: its
+        columns.
+        """
         if any(name.lower().endswith(self.request.suffixes) for name in names):
             return "this line is of a file: write a line with the names of the columns, as file_name,label, above it"
         if len(names) == 1 and (mark := next((mark for mark in ";\t|" if mark in names[0]), None)):
@@ -142,9 +144,12 @@ class TableList(Layout):
         return "name it, data.columns={path: NAME}"
 
     def _require_columns_of_first_row(self, row: dict[str, Any], columns: dict[str, list[str]], at: str) -> None:
-        """Raises ConfigError if the request asks for labels or captions, and a row has a column of them that the first
-        row of the table lacks. columns: the columns of the first row, from `_choose_columns`. at: names the row in the
-        message.
+        """Raises ConfigError if a row has a column of labels or captions that the first row of the table lacks, and the
+        request asks for these.
+
+        row: the row as {column: value}.
+        columns: the columns of the first row, from `_choose_columns`.
+        at: names the row in the message.
         """
         wanted = ["label"] * (self.request.labels == "auto") + ["caption"] * self.request.captions
         for kind in wanted:
@@ -152,10 +157,11 @@ class TableList(Layout):
                 raise ConfigError(f"{at} has a {late[0]}, and the first has none: write one in each row, or in none")
 
     def _read_path(self, row: dict[str, Any], columns: Sequence[str], at: str) -> str:
-        """Returns the path of the file that a row names, without a leading "./". columns: the one column that holds it.
+        """Returns the path of the file that a row names, without a leading "./".
 
-        Raises ConfigError if there is none, or if it is an address; for a list at an address, also if the path leads
-        out of the list's folder.
+        columns: a list whose first entry is the column of paths.
+        Raises ConfigError if the row has no path, or if the path is an address such as s3://DATA/x.png. If the list
+        itself is at an address, also raises it if the path leads out of the list's folder.
         """
         path = row.get(columns[0])
         if not isinstance(path, str) or not path.strip() or "\0" in path:
@@ -181,16 +187,17 @@ class TableList(Layout):
         return label
 
     def _find_label_without_column(self, path: str, at: str) -> str | int | None:
-        """Returns the label of a file if the table has no column of labels: with data.labels=prefix the class with
-        which the file's name begins, else None.
+        """Returns the label of a file if the table has no column of labels. With data.labels=prefix, this is the label
+        of the class with which the file's name begins; else None.
         """
         return self.names.read_label_from_name(path, at) if self.request.labels == "prefix" else None
 
     def _find_base_folder(self, table: Table, columns: dict[str, list[str]]) -> str:
-        """Returns the folder to which the paths in the table are relative: the first of `bases` in which one of its
-        first 20 files exists. This is "" (the table's own folder), or a relative path that ends in a slash.
+        """Returns the folder to which the paths in the table are relative: the first of `bases` in which one of the
+        table's first 20 files exists. The result is relative to the table's own folder: "" for that folder itself, else
+        a path that ends in a slash.
 
-        Raises ConfigError if none of these files exists, or if they are videos and images are asked for.
+        Raises ConfigError if none of these files exists, or if the first is a video and images are asked for.
         """
         rows = islice(table.iterate_rows(columns["path"]), _LOOKED)
         paths = [self._read_path(row, columns["path"], f"{table.where}, {table.noun} {line}") for line, row in rows]
@@ -239,8 +246,8 @@ class Metadata(TableList):
         yield from super().iterate_samples(piece)
 
     def _record_files_without_row(self) -> None:
-        """Counts as left out the images (or clips) that have no row in the table, and the files of types that are not
-        read.
+        """Counts files as left out: the images (or clips) that have no row in the table, and files in formats that are
+        not read.
         """
         table, named, others = self._open_table(), Names(), Counter()
         columns = self._choose_columns(table)["path"]
@@ -358,9 +365,9 @@ class _Lines(Table):
 
 def refuse_inner_metadata(root: str, files: Files, request: Request, names: list[str]) -> None:
     """Raises ConfigError if a subfolder has a metadata table or a dataset.json with labels or captions that the request
-    asks for, since such files are read only in the root.
+    asks for. Only the root may have such files.
 
-    names: the relative paths of all files in the data with such names.
+    names: the relative paths of all files in the data that are called metadata.csv, dataset.json or alike.
     """
     for folder in sorted({os.path.dirname(name) for name in names} - {""}):
         tables = _open_metadata_tables(root, files, request, folder) if request.captions_file is None else []
@@ -376,9 +383,7 @@ def refuse_inner_metadata(root: str, files: Files, request: Request, names: list
 
 
 def _list_wanted_fields(table: Table, request: Request) -> list[str]:
-    """Returns ["labels"], ["captions"], both or []: those that the request asks for and for which the table has a
-    column.
-    """
+    """Returns what the request asks for and the table has a column for: ["labels"], ["captions"], both, or []."""
     wanted = ["label"] * (request.labels == "auto") + ["caption"] * request.captions
     return [f"{kind}s" for kind in wanted if _find_columns(kind, table, request)]
 
@@ -413,11 +418,12 @@ def _is_list_file(root: str, files: Files, suffixes: tuple[str, ...]) -> bool:
 
 
 def _find_columns(kind: str, table: Table, request: Request, known: dict[str, tuple[str, ...]] = COLUMNS) -> list[str]:
-    """Returns the columns that hold `kind`, which is "path", "label" or "caption": those that data.columns names, else
-    the first with a known name; [] if there is none.
+    """Returns the columns of a table that hold `kind`: those that data.columns names for it, else the first with a
+    known name; [] if there is none.
 
-    known: by kind, the names by which its columns are known. Raises ConfigError if a column that data.columns names
-    does not exist.
+    kind: "path", "label" or "caption".
+    known: the usual names of columns, by kind.
+    Raises ConfigError if a column that data.columns names does not exist.
     """
     columns, names = table.list_columns(), request.columns.get(kind)
     if names is None:

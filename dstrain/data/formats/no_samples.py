@@ -36,8 +36,8 @@ _UNKNOWN = "docs/guides/data.md has all forms that are read, such as a folder of
 
 
 def make_no_samples_error(layout: Layout) -> ConfigError:
-    """Returns the error to raise if no sample was found in the data. Its message says what they hold instead, and the
-    remedy.
+    """Returns the error to raise if no sample was found in the data. Its message says what the data hold instead, and
+    how to make samples of it or where to look.
     """
     request = layout.request
     noun, where = request.noun, f"{request.key}={layout.root}"
@@ -71,8 +71,9 @@ def make_no_samples_error(layout: Layout) -> ConfigError:
 
 
 def _suggest_latents_conversion(root: str, name: str, key: str) -> str:
-    """Returns advice, for a message, on data that hold other projects' latents in the file `name`: the command that
-    converts them, or, if the latents are not recognised, the page of the docs that lists what can be converted.
+    """Returns advice, for a message, on data without samples whose file `name` may hold other projects' latents. The
+    advice is the command that converts them. If the latents are not recognised, it is the page of the docs that lists
+    what can be converted.
     """
     place = Path(root)
     if "://" in root:

@@ -81,9 +81,12 @@ class ShardWriter:
         file.write(bytes(_HEADER))
 
     def add_sample(self, name: str, content: bytes, label: int | None, captions: tuple[str, ...]) -> None:
-        """Writes the encoded bytes of a sample to the file; b"" if the sample is unreadable. Keeps its name, label and
-        captions in memory until `close` writes them. Either all samples have a label or none has; the same holds for
-        captions.
+        """Writes the encoded bytes of a sample to the file, and keeps the other arguments in memory until `close`
+        writes them.
+
+        content: the encoded bytes; b"" if the sample is unreadable.
+        label: None if samples have no labels. Either all samples of a shard have one, or none has.
+        captions: () if samples have no captions. Either all samples of a shard have some, or none has.
         """
         self._file.write(content)
         self._size += len(content)
@@ -97,7 +100,7 @@ class ShardWriter:
             self._numbers["captions_ends"].append(len(self._numbers["caption_ends"]))
 
     def _append_text(self, blob: str, ends: str, text: bytes) -> None:
-        """Appends a text to the column `blob`, and the byte at which it ends there to the column `ends`."""
+        """Appends `text` to the column `blob`, and the new length of that column, in bytes, to the column `ends`."""
         self._texts[blob] += text
         self._numbers[ends].append(len(self._texts[blob]))
 
@@ -155,15 +158,17 @@ def iterate_packed_samples(files: Files, name: str) -> Iterator[Packed]:
 
 
 def _decode_caption(texts: bytes, ends: np.ndarray, place: int) -> str:
-    """Returns caption number `place` of a shard. texts: all captions joined, in UTF-8. ends: the byte at which each
+    """Returns caption number `place` of a shard.
+
+    texts: all captions of the shard in UTF-8, joined. ends: the offset in `texts`, in bytes, at which each caption
     ends.
     """
     return texts[int(ends[place - 1]) if place else 0 : int(ends[place])].decode("utf-8")
 
 
 def _read_shard_columns(files: Files, name: str) -> dict[str, Any]:
-    """Returns the columns of a shard by name, as arrays. But the entry "bytes" is a number: the bytes that all samples
-    of the shard take up together.
+    """Returns the columns of a shard by name, as arrays. The entry "bytes" is no array, but a number: the total bytes
+    of all samples.
 
     Raises ValueError if the header gives a column an impossible place, or more than 2 GiB.
     """
@@ -241,9 +246,11 @@ class PackedFiles(Layout):
     def list_pieces(self) -> list[str]:
         """Returns the names of the shards.
 
-        Raises ConfigError if packing was interrupted, if a shard is missing or has another size, or if the shards hold
-        clips and images are asked for, or the reverse. Also if the recipe gives classes in another way
-        (data.labels=prefix or data.class_list), since shards keep the labels with which they were packed.
+        Raises ConfigError if
+        - packing was interrupted,
+        - a shard is missing or has another size,
+        - the shards hold clips and images are asked for, or the reverse,
+        - the recipe asks for other labels than those in the shards, by data.labels=prefix or data.class_list.
         """
         where = f"{self.request.key}={self.root}"
         try:

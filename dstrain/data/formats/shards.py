@@ -13,8 +13,8 @@ _SHARD = re.compile(r"(.*?)(\d+)-of-(\d+)(\D.*)")
 
 
 def find_missing_shards(names: Iterable[str]) -> dict[str, tuple[int, int]]:
-    """Returns, for each set of shards that is incomplete, its pattern and two numbers of shards: how many are there,
-    and how many there should be. Example: {"x-*-of-00005.tar": (3, 5)}. Names without -of- are ignored.
+    """Returns the sets of shards that are incomplete, as {pattern: (shards that are there, shards there should be)},
+    such as {"x-*-of-00005.tar": (3, 5)}. Ignores names without -of-.
     """
     numbers: dict[tuple[str, str, str], set[int]] = defaultdict(set)
     for match in filter(None, map(_SHARD.fullmatch, names)):
@@ -39,9 +39,10 @@ def _find_two_shard_sets(names: Iterable[str]) -> tuple[str, str] | None:
 
 
 def check_missing_shards(layout: Layout, names: Iterable[str]) -> None:
-    """Raises ConfigError if the data are a folder and shards are missing from it, or if it holds two sets of shards of
-    one name. If the user has named files instead (one file, or a pattern), counts missing shards as left out.
+    """Raises ConfigError if the data are a folder and shards are missing from it, or if it holds two sets of shards
+    whose names differ only in the total, such as x-*-of-00005.tar and x-*-of-00008.tar.
 
+    If the user has named a file or a pattern instead of a folder, only counts missing shards as left out.
     names: the files that are read.
     """
     names = list(names)

@@ -93,10 +93,12 @@ class Beside(Folders):
                 yield Sample(Place(name), self.resolve_label(own, name), captions)
 
     def _read_captions(self, name: str, find_text: Callable[[str], str | None]) -> tuple[str, ...]:
-        """Returns the captions of the image `name` from X.txt, else from X.json. Returns () if it has none, and ("",)
-        if X.txt is empty or if the file that counts cannot be read: the sample is then unreadable.
+        """Returns the captions of the image `name` from X.txt, or from X.json if there is no X.txt; () if it has no
+        captions. Returns ("",), which makes the sample an unreadable one, if X.txt is empty, or if the file with the
+        captions cannot be read.
 
-        find_text: given the path of a text file, returns it as the disk spells it; None if there is no such file.
+        find_text: given the path of a text file, returns this path as the disk spells it; None if there is no such
+        file.
         """
         stem = os.path.splitext(name)[0]
         for file in filter(None, (find_text(stem + suffix) for suffix in _TEXTS)):

@@ -56,8 +56,9 @@ def find_split_in_path(path: str) -> str:
 
 
 def parse_split_value(value: Any) -> str:
-    """Returns the split that a table cell names, in one spelling by which cells can be compared: "train" for
-    "Training", "1" for 1.0, "true" for True. Returns "" if it is none of a number, a truth value and a split's name.
+    """Returns the split that a table cell names, in a spelling that can be compared with other cells: "train" for
+    "Training". A cell may also hold a whole number or a truth value: "1" for 1.0, "true" for True. Returns "" for
+    anything else.
     """
     text = str(value).strip().lower()
     if parse_whole_number(text) is not None:
@@ -72,8 +73,10 @@ def is_split_name(name: str) -> bool:
 
 
 def find_split_folders(folders: Iterable[str]) -> list[str]:
-    """Returns, sorted, those of the `folders` that are splits of the same data, such as train and val, or cats_train
-    and cats_test; [] if there are fewer than two. folders: the names of all folders in one folder.
+    """Returns the `folders` that are splits of the same data, sorted: train and val, for example, or cats_train and
+    cats_test. Returns [] if there are fewer than two such folders.
+
+    folders: the names of all folders directly in one folder.
     """
     by_rest: dict[tuple[str, ...], list[str]] = defaultdict(list)
     for name in sorted(name for name in folders if _extract_split_word(name)[0]):
@@ -106,8 +109,10 @@ def refuse_split_names(names: Iterable[str], where: str) -> None:
 
 
 def refuse_split_folders(root: Path, key: str) -> None:
-    """Raises ConfigError if `root`, or a folder in it, holds several splits of the data as folders, such as train/ and
-    test/. Also if the only folder in `root` is called as a split. key: the recipe key that names `root`.
+    """Raises ConfigError if `root`, or a folder directly in it, has subfolders that are splits of the data, such as
+    train/ and test/. Also raises it if `root` has only one subfolder, and this has the name of a split.
+
+    key: the recipe key that names `root`, for the message.
     """
     folders = list_class_folders(root)
     splits = find_split_folders(folders) or [name for name in folders if len(folders) == 1 and is_split_name(name)]
@@ -133,8 +138,9 @@ def _raise_split_error(root: Path, splits: Sequence[str], key: str) -> None:
 
 
 def _refuse_splits_in_classes(root: Path, folders: Sequence[str], key: str) -> None:
-    """Raises ConfigError if one of the class folders holds several splits, such as cat/train and cat/test, since all of
-    them would be trained on.
+    """Raises ConfigError if one of the class folders holds several splits, such as cat/train and cat/test.
+
+    folders: the names of the class folders in `root`. key: the recipe key that names `root`, for the message.
     """
     for name in folders:
         inner = (entry.name for entry in os.scandir(root / name) if "." not in entry.name and is_folder(entry))

@@ -63,8 +63,8 @@ class Tars(Layout):
     def list_pieces(self) -> list[str]:
         """Returns the names of the .tar files.
 
-        Raises ConfigError if a tar is compressed and not there unpacked, too, since members of a compressed tar cannot
-        be read by offset; or if a folder holds tars of several splits.
+        Raises ConfigError if there is a compressed tar, such as x.tar.gz, and no x.tar beside it; or if a folder holds
+        tars of several splits.
         """
         several = _has_several_paths(self.root)
         top = (name for name, inner in self.files.list_names() if not inner)
@@ -86,8 +86,8 @@ class Tars(Layout):
         return shards
 
     def _refuse_several_splits(self, shards: list[str]) -> None:
-        """Raises ConfigError if the names of the shards name different splits, such as train-0.tar and test-0.tar,
-        since all of them would be trained on.
+        """Raises ConfigError if the shards belong to different splits by their names, such as train-0.tar and
+        test-0.tar.
         """
         firsts: dict[str, str] = {}
         for name in shards:
@@ -155,13 +155,15 @@ class Tars(Layout):
         return self.files.read_span(place.name[:end], place.offset, place.size)
 
     def _group_members(self, piece: str) -> dict[str, dict[str, Any]]:
-        """Returns, by key, what the members of a shard say of each sample. Members of one sample have one key: 0001 for
-        0001.jpg and 0001.txt.
+        """Returns what the members of a shard say of each sample, as {key: entries}. The key is the name up to the
+        first dot: 0001 for both 0001.jpg and 0001.txt. The entries of a key are those of these that it has:
 
-        The entries: "place", the (offset, size) of the image or clip in bytes; "txt" and "captions", its captions;
-        "cls" and "label", its label; "dotted", "damaged" and "other", names of members that are not read. Counts
-        further members as left out.
-        Raises ConfigError if the shard is no tar file, or is damaged.
+        "place": the (offset, size) in bytes of the image or clip.
+        "txt", "captions": the captions from .txt, and from .json.
+        "cls", "label": the label from .cls, and from .json.
+        "dotted", "damaged", "other": the name of a member that is not read.
+        Counts as left out the members that may be further samples. Raises ConfigError if the shard is no tar file, or
+        is damaged.
         """
         members: dict[str, dict[str, Any]] = {}
         others, suffixes = Counter(), self.request.suffixes
@@ -200,10 +202,11 @@ class Tars(Layout):
         return members
 
     def _add_sample_place(self, sample: dict[str, Any], suffix: str, member: tarfile.TarInfo) -> None:
-        """Stores the (offset, size) of an image or a clip in `sample`, the entries of its key.
+        """Stores the (offset, size) in bytes of an image or a clip in `sample`, the entries of its key. Keeps one place
+        for a key.
 
-        Of several images of a key the first counts, and the others are counted as left out. Of clips, a video counts
-        before a picture, which may be its thumbnail. Raises TarError if the key has two members with this suffix.
+        If a key has several images, keeps the first, and counts the others as left out. If a key has a video and a
+        picture, keeps the video. Raises TarError if the key has two members with the suffix `suffix`.
         """
         if suffix in sample.get("suffixes", ()):
             raise tarfile.TarError(f"it has two members {member.name}")
@@ -216,12 +219,13 @@ class Tars(Layout):
             self.record_left_out(f"further {self.request.noun} of a key")
 
     def _add_text(self, sample: dict[str, Any], kind: str, file: BinaryIO, member: tarfile.TarInfo) -> None:
-        """Stores what a .txt, .cls or .json member says in `sample`, the entries of its key, if captions or labels are
-        asked for. An unreadable caption becomes an empty one; if another text is unreadable, its name becomes the entry
-        "damaged".
+        """Reads a .txt, .cls or .json member, and stores its captions or label in `sample`, the entries of its key.
+        Does nothing if the request does not ask for these.
 
-        kind: the suffix without its dot. Raises TarError if the key has two such members, or a JSON object has a key
-        twice.
+        kind: the suffix without its dot.
+        If a .txt cannot be read, stores an empty caption. If another member cannot be read, or a .cls is empty, stores
+        the member's name as "damaged".
+        Raises TarError if the key has two members of this kind, or if a JSON object repeats one of its keys.
         """
         wants_captions, wants_labels = self.request.captions, self.request.labels != "none"
         if not {"txt": wants_captions, "cls": wants_labels, "json": wants_captions or wants_labels}[kind]:
@@ -316,7 +320,8 @@ def _has_tar_suffix(name: str) -> bool:
 
 
 def _find_label(sample: dict[str, Any]) -> Any:
-    """Returns the label of a sample: what its .cls says, or without a .cls its .json; None if there is none. sample:
-    its entries, as `Tars._group_members` returns them.
+    """Returns the label of a sample from its .cls, or from its .json if there is no .cls; None if it has no label.
+
+    sample: the entries of the sample, as `Tars._group_members` returns them.
     """
     return sample.get("cls", sample.get("label"))

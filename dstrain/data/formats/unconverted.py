@@ -50,10 +50,10 @@ _ENTRIES = 100  # so many entries of a folder are looked at to recognise val/
 
 
 def refuse_unconverted_data(root: str, files: Files, request: Request, forms: Iterable[tuple[str, str]]) -> None:
-    """Raises ConfigError, with the command to run, if `dstrain convert` must convert the data before they can be read,
-    or must list them, as it does for ImageNet's validation images in one folder.
+    """Raises ConfigError if a `dstrain convert` command must run before the data can be read: one that converts them,
+    or one that lists ImageNet's validation images. The message has the command.
 
-    forms: (what it is called, its folder or file below `root`) of each form of data that was found.
+    forms: (what messages call it, its folder or file below `root`) for each form of data that was found.
     """
     for noun, place in forms:
         if kind := CONVERTED.get(noun):
@@ -68,18 +68,21 @@ def refuse_unconverted_data(root: str, files: Files, request: Request, forms: It
 
 
 def _make_conversion_error(root: str, noun: str, kind: str, path: str, key: str, far: bool) -> ConfigError:
-    """Returns the error for data that must be converted first. noun: what messages call these data. The other arguments
-    are those of `describe_conversion`.
+    """Returns the error for data that must be converted first.
+
+    root: the data's path, and noun: what messages call the data. The other arguments are those of
+    `describe_conversion`.
     """
     return ConfigError(f"{key}={root} holds {noun}: {describe_conversion(kind, path, key, far)}")
 
 
 def describe_conversion(kind: str, path: str, key: str, far: bool = False) -> str:
-    """Returns the remedy for a message: the command that converts the data at a path, and what to write in the recipe
-    then.
+    """Returns the remedy for a message: the command that converts the data, and what the recipe must then say.
 
-    kind: the kind of data, as `dstrain convert` calls it. key: the recipe key that names the data. far: the data are at
-    an address, and must be copied first.
+    kind: the kind of data, as `dstrain convert` calls it.
+    path: the path of the data.
+    key: the recipe key that names the data.
+    far: True if the data are at an address, and must be copied to a disk first.
     """
     name = os.path.basename(path.rstrip("/").removesuffix("/raw")) or "data"
     out = f"{kind if kind.startswith('cifar') else os.path.splitext(name)[0]}-shards"
@@ -107,11 +110,11 @@ def is_single_npz(files: Files) -> bool:
 
 
 def find_validation_labels_file(root: str, files: Files | None = None) -> Path | None:
-    """Returns the file with the labels of ImageNet's validation images, in their folder `root` or in one of the five
-    folders above it; the nearest one.
+    """Returns the file with the labels of ImageNet's validation images. Looks in their folder `root` and in the five
+    folders above it, and takes the nearest.
 
-    Returns None if there is none, if `root` does not hold these images without class folders, or if `files` are not on
-    this machine.
+    Returns None if there is no such file, if `root` does not hold these images without class folders, or if `files` are
+    not on this machine.
     """
     if (files is not None and not isinstance(files, LocalFiles)) or not is_flat_validation_folder(root):
         return None

@@ -89,11 +89,11 @@ class Zips(Layout):
         return read_member(self.files, self.name, place.offset, place.size, MAX_BYTES)
 
     def _list_members_and_labels(self, piece: str) -> tuple[Members, dict[str, int] | None, str]:
-        """Returns three things: the members that are samples; {name: label} from dataset.json, None without it; and the
-        folder that holds all samples, "" or a path that ends in a slash.
+        """Returns three things: the members that are samples; {name: label} from dataset.json, or None without it; and
+        the folder that holds all samples, "" or a path that ends in a slash.
 
-        Counts other members as left out. Raises ConfigError if a sample is encrypted or compressed by an unknown
-        method, or if the dataset.json cannot be read.
+        Counts as left out the members that may be samples and are not read. Raises ConfigError if a sample is encrypted
+        or compressed by an unknown method, or if the dataset.json cannot be read.
         """
         members, tables, top, others = Members(), [], None, Counter()
         stems, texts = set(), []  # of samples, and of files that may be their captions
@@ -161,8 +161,8 @@ class Zips(Layout):
         return members, labels, top
 
     def _make_class_rule(self, names: list[str]) -> Any:
-        """Returns a function from a sample's name to its class, which is its first folder, and sets `classes` to these
-        folders. If no name has a folder, the function returns None for each.
+        """Returns a function that takes a sample's name and returns its class, which is the name's first folder. Sets
+        `classes` to these folders. If no name has a folder, the function always returns None.
 
         Raises ConfigError if some names have a folder, and others have none.
         """
@@ -188,8 +188,6 @@ def _find_common_folder(one: str, other: str) -> str:
 
 
 def _list_folder_and_parents(folder: str) -> Iterator[str]:
-    """Yields the folders that contain a folder, from the root inwards, and last the folder itself. Each ends in a
-    slash, except the root, which is "".
-    """
+    """Yields the root and every folder on the way to `folder`, which is the last: "", "a/", "a/b/" for "a/b/"."""
     words = folder.split("/")[:-1]
     return ("".join(f"{word}/" for word in words[:count]) for count in range(len(words) + 1))

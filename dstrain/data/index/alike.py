@@ -56,12 +56,13 @@ def require_same_source(source: Source, path: str) -> None:
 def _compare_views(
     root: str, where: str, observe: Callable[[], Any], explain: Callable[[Any, Any], str | None]
 ) -> None:
-    """Calls `observe` on one rank of each view (a machine, and the file at `root` there), and compares its results with
-    rank 0's. All ranks must call it. Does nothing if all ranks have the same view.
+    """Calls `observe` on rank 0 and on one rank of each other view, and compares each result with that of rank 0. A
+    view is a machine together with the file or folder at `root` there. All ranks must call it. Does nothing if all
+    ranks have the same view.
 
-    explain: given rank 0's result and a different one, returns in words how they differ; None if they count as equal.
-    Raises ConfigError on all ranks if results differ, or if `observe` raises ConfigError on a rank other than 0. where:
-    names the data in the message.
+    where: names the data in the message.
+    explain: given rank 0's result and another one, returns in words how they differ; None if they count as equal.
+    Raises ConfigError on all ranks if results differ, or if `observe` raises ConfigError on a rank other than 0.
     """
     views = group.gather_objects(_identify_view(root))
     if len(set(views)) == 1:
@@ -83,8 +84,9 @@ def _compare_views(
 
 
 def _identify_view(root: str) -> tuple[Any, ...]:
-    """Returns what tells the views of ranks apart: the name of the host, and the device and inode of the file or folder
-    at `root`. If there is none, as for a pattern, its absolute path replaces device and inode.
+    """Returns a tuple that is equal on two ranks if they see the same file or folder at `root`: the name of the host,
+    and the device and inode of `root`. If nothing exists there, as for a pattern, the absolute path replaces device and
+    inode.
     """
     try:
         status = os.stat(root)
@@ -94,10 +96,12 @@ def _identify_view(root: str) -> tuple[Any, ...]:
 
 
 def _describe_files(layout: Layout, index: Index, stats: list[Any]) -> dict[str, Any]:
-    """Returns a description of the data's files on this machine, which is compared with rank 0's.
+    """Returns a description of the data's files on this machine, for a comparison with rank 0's.
 
-    Its entries: "watched", the argument `stats`; "parts", the names of the pieces; "files", {name: (bytes, hash of both
-    ends)} of at most 10,000 evenly spaced files. Only some 256 files are hashed; the hash of others is "".
+    "watched": the argument `stats`.
+    "parts": the names of the layout's pieces, such as shards; [] if each sample is a file of its own.
+    "files": {name: (bytes, hash of both ends)} of at most 10,000 evenly spaced files. Only about 256 of them are
+    hashed; for the others, the hash is "".
     """
     pieces = [] if index.single else layout.list_pieces()
     count = len(index) if index.single else len(pieces)
@@ -136,8 +140,8 @@ def _hash_file_ends(layout: Layout, name: str) -> str:
 def _find_difference(layout: Layout, index: Index, expected: dict[str, Any], found: dict[str, Any]) -> str | None:
     """Returns in words the first difference between this machine's files and rank 0's; None if there is none.
 
-    expected, found: the results of `_describe_files` on rank 0 and here. If only watched files differ, as for a copy of
-    the data, lists the data anew and compares every sample.
+    expected, found: the results of `_describe_files` on rank 0 and here. If each sample is a file of its own, and only
+    the entries "watched" differ, lists the data anew and compares every sample.
     """
     for name, (size, ends) in expected["files"].items():
         own_size, own_ends = found["files"].get(name, (-1, ""))

@@ -51,11 +51,12 @@ def open_index(
     path: str | Path, request: Request, kept: str | Path | None = None, run: Path | None = None
 ) -> tuple[Layout, Index]:
     """Returns the layout of the data at a path, and the index of their samples. Makes the index if there is none, or if
-    the data have changed since. All ranks must call it.
+    the data have changed since it was made. All ranks must call it.
 
-    kept: data.index, a folder in which the index is kept whatever its size. run: the run's folder, in which an index is
-    looked for, and a large one kept, if `kept` is None. Raises ConfigError if there are no such data, if machines have
-    different data at the path or cannot open the index, or if the layout finds a fault in the data.
+    kept: data.index, a folder in which the index is kept, whatever its size.
+    run: the run's folder. If `kept` is None, an index is looked for there, and a large one is kept there.
+    Raises ConfigError if there are no such data, if machines have different data at the path or cannot open the index,
+    or if the layout finds a fault in the data.
     """
     layout, index = run_on_rank_0(lambda: _find_or_make_index(str(path), request, kept, run))
     missing = None
@@ -75,9 +76,11 @@ def open_index(
 
 
 def make_files_once(index: Index, is_there: Callable[[], Any], make: Callable[[], None]) -> None:
-    """Makes files that belong to an index: on rank 0, calls `make`, which writes them, unless `is_there()` is true. A
-    lock keeps other commands from doing so at the same time. All ranks must call it.
+    """Makes files that belong to an index, unless they exist. Only rank 0 makes them, under a lock that other commands
+    respect. All ranks must call it.
 
+    is_there: returns whether the files exist.
+    make: writes the files.
     Raises ConfigError if the files cannot be written.
     """
 
@@ -92,8 +95,8 @@ def make_files_once(index: Index, is_there: Callable[[], Any], make: Callable[[]
 
 
 def run_on_rank_0(make: Callable[[], _T]) -> _T:
-    """Calls `make` on rank 0 alone, and returns its result on every rank. If it raises ConfigError or NotRead, all
-    ranks raise that. All ranks must call this function.
+    """Calls `make` on rank 0 alone, and returns its result on every rank. If `make` raises ConfigError or NotRead, all
+    ranks raise the same error. All ranks must call this function.
     """
     if group.world() == 1:
         return make()
@@ -110,9 +113,7 @@ def run_on_rank_0(make: Callable[[], _T]) -> _T:
 
 
 def _find_or_make_index(path: str, request: Request, kept: str | Path | None, run: Path | None) -> tuple[Layout, Index]:
-    """Does what `open_index` says, on rank 0: opens the index on a disk if it still fits the data, else lists the
-    data.
-    """
+    """Does on rank 0 what `open_index` says: opens the index on a disk if it still fits the data, else makes one."""
     files, key = open_data_files(path, request), _hash_request(path, request)
     folders = [Path(kept) / key] if kept is not None else [folder / key for folder in _list_index_folders(run)]
     if kept is not None and not files.far and Path(path).resolve() in (place := Path(kept).resolve(), *place.parents):
@@ -149,9 +150,11 @@ def find_index_cache_folder() -> Path:
 
 
 def _list_index_folders(run: Path | None) -> list[Path]:
-    """Returns the folders in which an index is looked for: index/ in the run's folder if there is a run, and the folder
-    in the user's cache. A new index is written to the first of them, which is the cache if the run's folder is
-    read-only.
+    """Returns the folders in which an index is looked for: the user's cache, and index/ in the run's folder if there is
+    a run.
+
+    A new index is written to the first of them. This is index/ in the run's folder, or the user's cache if there is no
+    run or its folder is read-only.
     """
     if run is None:
         return [find_index_cache_folder()]
@@ -183,10 +186,10 @@ def lock_index(folder: Path) -> Iterator[None]:
 def _open_index_if_current(
     folder: Path, path: str, files: Files, request: Request, anew: bool = False
 ) -> tuple[Layout, Index] | None:
-    """Returns the layout and the index in `folder`. Returns None if there is no index, if it was altered, or if the
-    data have changed since it was made.
+    """Returns the layout and the index in `folder`. Returns None if there is no index, if the index was altered, or if
+    the data have changed since it was made.
 
-    anew: the caller then makes the index anew, so this function prints what has changed.
+    anew: True if the caller makes the index anew after None. This function then prints what has changed.
     """
     index = Index.open(folder)
     watched = index and read_sealed_file(folder / WATCHED)
@@ -213,8 +216,8 @@ def _open_index_if_current(
 
 
 def _read_stats(layout: Layout, names: list[str]) -> list[list[int | str]]:
-    """Returns [size in bytes, version] of each file or folder; [-1, ""] if it cannot be read. The version is a
-    modification time, or a store's tag. Raises NotRead if the storage fails.
+    """Returns [size in bytes, version] of each file or folder; [-1, ""] for one that cannot be read. The version is a
+    modification time, or a tag that a store such as S3 gives. Raises NotRead if the storage fails.
 
     names: names in the layout, or KEY=PATH of a file that the recipe names, such as data.class_list=FILE.
     """
@@ -235,8 +238,8 @@ def _read_stats(layout: Layout, names: list[str]) -> list[list[int | str]]:
 
 
 def _choose_watched_names(layout: Layout) -> list[str]:
-    """Returns the names of the files and folders that are watched: if one changes, the index is outdated. These are at
-    most 10,000 of the layout, evenly spaced, and the files of captions and of classes that the recipe names.
+    """Returns the names of the files and folders to watch: if one of them changes, the index is outdated. These are at
+    most 10,000 evenly spaced names of the layout, and the files of captions and of classes that the recipe names.
     """
     request, names = layout.request, layout.list_watched_files()
     if len(names) > _WATCHED:
@@ -246,8 +249,8 @@ def _choose_watched_names(layout: Layout) -> list[str]:
 
 
 def _list_watched_names(layout: Layout, index: Index) -> list[str]:
-    """Returns the names of the watched files and folders: if one changes, the index is outdated. An index on a disk has
-    them stored; for an index in memory they are chosen now.
+    """Returns the names of the files and folders to watch: if one of them changes, the index is outdated. Reads the
+    names that are stored with an index on a disk; for an index in memory, chooses them now.
     """
     watched = None if index.folder is None else read_sealed_file(index.folder / WATCHED)
     return _choose_watched_names(layout) if watched is None else watched["names"]
@@ -267,8 +270,8 @@ def _list_samples_in_memory(layout: Layout) -> Index | None:
 
 
 def _list_samples_on_disk(layout: Layout, folder: Path) -> Index:
-    """Lists the samples, and returns their index, which is written to `folder` and replaces one that is there. Goes on
-    where an earlier command was interrupted, if the data are still the same.
+    """Lists the samples, writes their index to `folder`, and returns it. Replaces an index that is there. If an earlier
+    command was interrupted and the data are still the same, goes on where it stopped.
     """
     layout.notes.clear()  # They may be those of a listing in memory.
     building, pieces = _name_unfinished_folder(folder), layout.list_pieces()
@@ -307,9 +310,10 @@ def _list_samples_on_disk(layout: Layout, folder: Path) -> Index:
 
 
 def _add_pieces(layout: Layout, columns: Columns, pieces: list[str], done: int, journal: Path) -> None:
-    """Adds the samples of pieces[done:] to the columns, and writes these to the disk: about once a second, at the end,
-    and after an error. Each time a line in the journal says what is on the disk, so that an interrupted listing can go
-    on from there.
+    """Adds the samples of the pieces from number `done` on to the columns, and writes the columns to the disk.
+
+    journal: a file that gets a line with what is on the disk, about once a second, at the end and after an error. From
+    its last line, an interrupted listing can be resumed.
     """
     state: dict[str, Any] | None = None
     synced, noun = time.monotonic(), layout.request.noun
@@ -352,10 +356,10 @@ def _wait_until_clock_passes(stats: list[list[int | str]]) -> None:
 
 
 def _resume_columns(building: Path, journal: Path, plan: dict[str, Any], layout: Layout) -> tuple[Columns | None, int]:
-    """Returns the columns that an interrupted command has written, opened again, and the number of pieces whose samples
-    they hold. Cuts off what was written after the last line of the journal.
+    """Returns the columns that an interrupted command has written, and the number of pieces whose samples are in them.
+    Restores `layout.notes`, and cuts off what was written after the last line of the journal.
 
-    Returns (None, 0) if there are no such columns, or if that command had another `plan`.
+    Returns (None, 0) if there are no such columns, or if the command had another `plan`.
     """
     try:
         lines.remove_partial_line(journal)

@@ -53,13 +53,15 @@ class Columns:
 
     @staticmethod
     def _make_buffer(name: str) -> bytearray | array:
-        """Returns an empty buffer for the values of a column: of bytes, or of the column's numbers."""
+        """Returns an empty buffer for the values of a column: a bytearray for text, or an array of the column's type
+        for numbers.
+        """
         dtype = COLUMNS[name][0]
         return bytearray() if dtype is None else array(_CODES[dtype])
 
     def _begin_column(self, name: str, default: int | None) -> None:
-        """Makes a column, unless it exists. Each sample that was added before gets the value `default`; none gets one
-        if that is None.
+        """Makes a column, unless it exists, and gives the samples added so far the value `default` in it. If `default`
+        is None, the new column is empty.
         """
         if name not in self.buffers:
             self.sizes[name], self.buffers[name] = 0, self._make_buffer(name)
@@ -67,8 +69,9 @@ class Columns:
                 self.buffers[name].extend([default] * self.number)
 
     def add_sample(self, sample: Sample, layout: Layout) -> None:
-        """Adds a sample. Raises ConfigError if it has a caption and the first sample has none, or the reverse; if its
-        label is of another type than the first one's (text, number or none); or if its label is a number out of range.
+        """Adds a sample to the columns. Raises ConfigError if the sample does not fit the first one: if only one of
+        them has captions, or if their labels are of different types (text, number or none). Also raises it if the label
+        is a number out of range.
         """
         place, label, captions = sample.place, sample.label, sample.captions
         self._require_consistent_sample(sample, layout)
@@ -111,21 +114,23 @@ class Columns:
             raise ConfigError(f"{where} has the label {sample.label}: labels are whole numbers from 0 on")
 
     def _add_text(self, blob: str, ends: str, text: bytes) -> None:
-        """Appends a text to the column `blob`, and the byte at which it ends there to the column `ends`. Makes these
-        columns if needed.
+        """Appends `text` to the column `blob`, and the byte at which the text ends in this column to the column `ends`.
+        Makes the two columns if needed.
         """
         self._begin_column(blob, None)
         self.buffers[blob] += text
         self._append_end(ends, len(text))
 
     def _append_end(self, name: str, length: int) -> None:
-        """Appends to a column of ends its last value plus `length`. Makes the column if needed."""
+        """Appends a value to the column `name`: its last value (0 if it is empty) plus `length`. Makes the column if
+        needed.
+        """
         self._begin_column(name, None)
         buffer = self.buffers[name]
         buffer.append((buffer[-1] if buffer else self._read_last_end(name)) + length)
 
     def _read_last_end(self, name: str) -> int:
-        """Returns the last value that a column of ends has on the disk; 0 if it has none."""
+        """Returns the last value of the column `name` in its file on the disk; 0 if the file has no values."""
         if not self.sizes[name]:
             return 0
         with open(self.folder / f"{name}.bin", "rb") as file:
@@ -133,8 +138,10 @@ class Columns:
             return int.from_bytes(file.read(8), sys.byteorder)
 
     def write_to_disk(self, durable: bool = False) -> None:
-        """Appends the values in memory to the files, and removes them from memory. durable: also waits until the disk
-        has stored them. Raises ConfigError if the files cannot be written, such as on a full disk.
+        """Appends the values in memory to the files, and removes them from memory.
+
+        durable: True to wait until the disk has stored the values.
+        Raises ConfigError if the files cannot be written, such as on a full disk.
         """
         for name, buffer in self.buffers.items():
             with explain_write_errors(self.folder, ELSEWHERE), open(self.folder / f"{name}.bin", "ab") as file:
@@ -146,8 +153,8 @@ class Columns:
             self.buffers[name] = self._make_buffer(name)
 
     def get_state(self) -> dict[str, Any]:
-        """Returns the state as values for JSON, from which the constructor goes on after an interruption. Its sizes
-        count the values in memory, too, so call `write_to_disk` before or right after it.
+        """Returns the state as values for JSON, with which the constructor resumes after an interruption. The state
+        counts the values in memory as written, so call `write_to_disk` right before or after this method.
         """
         sizes = {
             name: self.sizes[name] + len(buffer) * getattr(buffer, "itemsize", 1)
@@ -210,12 +217,13 @@ class Columns:
 
     def _finish_labels(self, layout: Layout, columns: dict[str, Any]) -> tuple[tuple[str, ...], list[int]]:
         """Returns the names of the classes, and the number of samples of each; ((), []) if samples have no labels.
-        Changes the labels in `columns` to indices into these names; so far they are numbered in the order of the
-        samples.
+        Labels that are texts were numbered in the order of the samples; changes them in `columns` to indices into the
+        returned names.
 
-        The classes are the layout's if it has some; else "0", "1", ... if all names are numbers, or the sorted names.
-        Raises ConfigError if a label is not among the layout's classes or out of range, if numbers are mixed with truth
-        values, or if two names look alike.
+        The names are the layout's classes if it has some; else "0", "1", ... if all labels are numbers; else the sorted
+        texts.
+        Raises ConfigError if a label is out of range or not among the layout's classes, if labels mix numbers with
+        truth values, or if two names look alike.
         """
         kind, classes, names = self.kinds[0], layout.classes, list(self.numbers)
         if kind == "none":
@@ -254,8 +262,8 @@ class Columns:
         return classes, counts.tolist()
 
     def _renumber_labels(self, columns: dict[str, Any], places: np.ndarray) -> None:
-        """Replaces each label in `columns` by places[label]. If there is a folder, the new labels are written to a new
-        file, label.new, since an interrupted listing goes on with the old one.
+        """Replaces each label in `columns` by places[label]. If there is a folder, writes the new labels to the file
+        label.new, and keeps the old file, with which an interrupted listing can be resumed.
         """
         old = columns.get("label", np.broadcast_to(np.int32(0), self.number))  # a column of zeros is left out
         if self.folder is None:
@@ -269,9 +277,10 @@ class Columns:
 
 
 def _require_distinct_classes(classes: Sequence[str], where: str) -> None:
-    """Raises ConfigError if two names of classes look alike: they differ only in white space, in the way Unicode
-    composes letters, or, for true and false, in case. Also if a name has control characters, or bytes that are not
-    UTF-8.
+    """Raises ConfigError if two names of classes look alike: if they differ only in white space or in how Unicode
+    composes letters. The names true and false must also differ in more than case.
+
+    Also raises ConfigError if a name has control characters, or bytes that are not UTF-8.
     """
     known: dict[str, str] = {}
     for name in classes:
@@ -285,7 +294,9 @@ def _require_distinct_classes(classes: Sequence[str], where: str) -> None:
 
 
 def _name_numbered_classes(places: dict[str, int], where: str) -> tuple[str, ...]:
-    """Returns the class names "0", "1", ... up to the largest number in `places`, the number of each label's text.
+    """Returns the class names "0", "1", ... up to the largest number in `places`.
+
+    places: the number that each label's text means, such as {"07": 7}.
     Raises ConfigError if a number is negative, or 2^20 or more.
     """
     wrong = next((name for name, number in places.items() if not 0 <= number < _MOST_CLASSES), None)

@@ -41,15 +41,16 @@ class Members:
 
 
 def _are_held_out(numbers: np.ndarray, share: float) -> np.ndarray:
-    """Returns whether each of the numbers int64 (b,) is held out: bool (b,). It is if its hash, uniform in [0, 1), is
-    below `share`.
+    """Returns whether each of the numbers int64 (b,) is held out: bool (b,). A number is held out if its hash, uniform
+    in [0, 1), is below `share`.
     """
     return (rng.uniform(rng.keys_of_seeds(torch.from_numpy(numbers)), "held_out") < share).numpy()
 
 
 def _cumulate_members_by_block(number: int, share: float, split: str) -> np.ndarray:
-    """Returns cumulative counts int64 (blocks,): how many of the numbers up to the end of each block of 128 are members
-    of the split. Caches the counts of the last `number` and `share`.
+    """Returns cumulative counts int64 (blocks,). The numbers 0 .. number - 1 are divided into blocks of 128; a count
+    says how many of the numbers up to the end of a block are members of the split. Caches the counts of the last
+    `number` and `share`.
     """
     if (number, share) not in _HELD_ENDS:
         counts = [

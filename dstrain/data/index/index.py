@@ -114,14 +114,14 @@ class Index:
         return [text[begin:end] for begin, end in itertools.pairwise(places)]
 
     def read_name_block(self, start: int, stop: int) -> tuple[bytes, np.ndarray]:
-        """Returns the names of the n samples start .. stop - 1, joined without separator, and the offsets (n + 1,) in
-        bytes at which they begin, from 0, and at which the last one ends.
+        """Returns the names of the n samples start .. stop - 1, joined without a separator, and n + 1 offsets in bytes
+        into the joined names: name i goes from offset i to offset i + 1. The first offset is 0.
         """
         ends = self._read_ends("name_ends", start, stop)
         return self._columns["names"][int(ends[0]) : int(ends[-1])], ends - ends[0]
 
     def read_name_hashes(self, start: int, stop: int) -> np.ndarray:
-        """Returns the hashes of the names of the n samples start .. stop - 1, as `hash_name` makes them: uint64
+        """Returns the hash of the name, as `hash_name` makes it, of each of the n samples start .. stop - 1: uint64
         (n,).
         """
         return self._columns["name_hash"][start:stop]
@@ -157,11 +157,12 @@ class Index:
         return [captions[begin:end] for begin, end in itertools.pairwise((numbers - numbers[0]).tolist())]
 
     def open_split(self, split: str, held_out: float, leave_out: Sequence[str] = ()) -> Split:
-        """Returns the samples of the split "train", "held_out" or "all". A sample is held out if the hash of its name
-        is below the share `held_out`, whatever other samples there are.
+        """Returns the samples of the split "train", "held_out" or "all". A sample is held out if the hash of its name,
+        as a fraction of 2^64, is below the share `held_out`; other samples do not matter.
 
-        leave_out: patterns of captions. Samples with a caption that fits one are in no split, and "all" then means
-        "train". If the index is on a disk, call `write_splits` first, unless all samples are wanted.
+        leave_out: patterns of captions. Samples with a caption that fits a pattern are in no split, and "all" then
+        means "train".
+        If the index is on a disk, call `write_splits` first, unless all samples are wanted.
         Raises ConfigError if the split was not written, or is damaged.
         """
         if not leave_out and (split == "all" or not held_out):
@@ -181,15 +182,15 @@ class Index:
         return splits[split]
 
     def has_splits(self, held_out: float, leave_out: Sequence[str] = ()) -> bool:
-        """Returns whether `write_splits` has written the splits, and they are of this index and match their checksums
-        (not checked above 512 MB). Returns True if no sample is held out or left out, since no files are needed then.
+        """Returns whether `write_splits` has written the splits of this index, and the files match their checksums (not
+        checked above 512 MB). If no sample is held out or left out, returns True, since no files are needed.
         """
         splits = self._open_splits(held_out, leave_out) if held_out or leave_out else {}
         return splits is not None and all(own.members.passes_early_check() for own in splits.values())
 
     def write_splits(self, held_out: float, leave_out: Sequence[str] = ()) -> None:
-        """Writes the splits "train" and "held_out" to a folder within that of the index, which must be on a disk. Old
-        files are replaced by new ones and never overwritten, since other processes may have mapped them.
+        """Writes the splits "train" and "held_out" to a subfolder of the index's folder. The index must be on a disk.
+        Replaces old files and does not overwrite them, since other processes may have mapped them.
         """
         folder, header = self._find_splits_folder(held_out, leave_out), {"index": self._make_identity()}
         left_out = np.zeros(len(leave_out), np.int64)
@@ -231,8 +232,8 @@ class Index:
         return splits
 
     def _find_splits_folder(self, held_out: float, leave_out: Sequence[str]) -> Path:
-        """Returns the folder for the splits of this share `held_out` and these patterns, within the folder of the
-        index.
+        """Returns the subfolder of the index's folder for the splits with this share `held_out` and these patterns
+        `leave_out`.
         """
         folder = self.folder / f"held_out-{held_out!r}"
         if not leave_out:
@@ -241,8 +242,8 @@ class Index:
         return folder.with_name(f"{folder.name}-left_out-{digest}")
 
     def _read_ends(self, name: str, start: int, stop: int) -> np.ndarray:
-        """Returns uint64 (n + 1,) from the column of ends `name`: where entry `start` begins, then where each of the n
-        entries start .. stop - 1 ends.
+        """Returns uint64 (n + 1,) from the column `name`, which says where each entry of another column ends: where
+        entry `start` begins, then where each of the n entries start .. stop - 1 ends.
         """
         ends = self._columns[name][max(start - 1, 0) : stop]
         return ends if start else np.concatenate((np.zeros(1, np.uint64), ends))
@@ -261,8 +262,8 @@ class Index:
         return int(self._columns[name][index]) if name in self._columns else COLUMNS[name][1]
 
     def _make_identity(self) -> str:
-        """Returns a text made of the hashes of all columns. Two indices are of the same samples if their texts are
-        equal.
+        """Returns the hashes of the index's columns, joined as one text. Two indices are of the same samples if these
+        texts are equal.
         """
         return f"{self.header['names']} {self.rest}"
 
@@ -295,8 +296,10 @@ class Index:
 
 
 def hash_columns(columns: dict[str, Any], number: int) -> tuple[str, str]:
-    """Returns two hashes as hexadecimal text: of all names and then all labels, and of all other columns. The second is
-    "" if there are no other columns. number: how many samples there are.
+    """Returns two hashes as hexadecimal text: one of all names and labels, and one of all other columns, or "" if there
+    are none.
+
+    number: how many samples there are.
     """
     names, rest = blake2b(digest_size=8), blake2b(digest_size=8)
     for start in range(0, len(columns["names"]), 1 << 20):
@@ -313,7 +316,9 @@ def hash_columns(columns: dict[str, Any], number: int) -> tuple[str, str]:
 
 
 def hash_name(name: bytes) -> int:
-    """Returns a hash of a name, from 0 to 2^64 - 1. The sample is held out if its hash is below held_out * 2^64."""
+    """Returns the hash of a sample's name, from 0 to 2^64 - 1. A sample is held out if this hash is below held_out *
+    2^64.
+    """
     return int.from_bytes(blake2b(name, digest_size=8).digest(), "little")
 
 
@@ -325,8 +330,11 @@ def _choose_row_type(index: Index) -> type[np.unsignedinteger]:
 def _divide_rows_into_splits(
     index: Index, held_out: float, leave_out: Sequence[str]
 ) -> Iterator[tuple[dict[str, tuple[np.ndarray, bytes]], np.ndarray]]:
-    """Yields for each chunk of the index {split: (its rows, their names joined)}, and int64 (patterns,): how many
-    samples have a caption that fits each pattern of `leave_out`. These samples are in no split.
+    """Yields (parts, counts) for each chunk of 65,536 samples of the index.
+
+    parts: {split: (rows, names)} for "train" and "held_out": the split's rows in the chunk, and their names, joined.
+    counts: int64 (patterns,): how many samples of the chunk have a caption that fits each pattern of `leave_out`. These
+    samples are in no split.
     """
     action = f"holding out {held_out:g} of the samples" + ", and data.leave_out" * bool(leave_out)
     dtype = _choose_row_type(index)
@@ -347,17 +355,18 @@ def _divide_rows_into_splits(
 
 
 def _join_names(text: bytes, ends: np.ndarray, own: np.ndarray) -> bytes:
-    """Returns the names of the rows where `own` bool (n,) is True, joined. Copies successive names at once.
+    """Returns the names of the rows for which `own`, bool (n,), is True, joined without a separator.
 
-    text, ends: all names, as `Index.read_name_block` returns them.
+    text, ends: the joined names of all n rows, and their n + 1 offsets, as `Index.read_name_block` returns them.
     """
     edges = ends[np.flatnonzero(np.diff(own, prepend=False, append=False))].tolist()
     return b"".join([text[begin:end] for begin, end in zip(edges[::2], edges[1::2])])
 
 
 def _make_split(index: Index, members: np.ndarray, names: Any) -> Split:
-    """Returns the split that consists of the rows `members`. names: a hash object that has been fed with their names;
-    this function feeds it with their labels.
+    """Returns the split that consists of the rows `members`.
+
+    names: a hash object to which the names of these rows were added. This function adds their labels to it.
     """
     counts = np.zeros(len(index.classes), np.int64)
     for start in range(0, len(members), CHUNK):

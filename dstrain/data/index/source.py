@@ -163,8 +163,8 @@ class Indexed(Source):
         return [self.index.read_name_bytes(row) for row in rows.tolist()]
 
     def _count_files(self) -> int:
-        """Returns the number of files of the data: of samples if each is a file, else of the layout's pieces, such as
-        shards.
+        """Returns the number of files of the data. If each sample is a file, this is the number of samples; else it is
+        the number of the layout's pieces, such as shards.
         """
         return len(self) if self.index.single else len(self.layout.list_pieces())
 
@@ -178,9 +178,10 @@ class Indexed(Source):
             yield [self.name_sample(int(number)) if self.index.single else pieces[number] for number in some]
 
     def _summarize_files(self, numbers: Sequence[int]) -> str:
-        """Returns "bytes=SUM contents=HASH" of the files with these numbers: the sum of their sizes, and a hash of each
-        size (-1 if unknown) and of `_hash_texts`. Ignores modification times, so that a copy of the data gives the
-        same.
+        """Returns "bytes=SUM contents=HASH" for the files with these numbers. SUM is the sum of their sizes, in which
+        -1 stands for an unknown size. HASH is a hash of all these sizes and of the result of `_hash_texts`.
+
+        Modification times do not count, so a copy of the data gives the same result.
         """
         total, digest = 0, blake2b(digest_size=8)
         for names in self._iterate_files(numbers):
@@ -191,8 +192,8 @@ class Indexed(Source):
         return f"bytes={total} contents={digest.hexdigest()}"
 
     def _hash_texts(self, numbers: Sequence[int]) -> bytes:
-        """Returns the hash of all columns of the index but names and labels, such as captions and sizes; b"" if there
-        are no such columns. Subclasses instead hash the captions in the files with these `numbers`.
+        """Returns the hash of all columns of the index except names and labels, such as captions and sizes; b"" if
+        there are no such columns. Subclasses may instead hash the captions in the files with these `numbers`.
         """
         return self.index.rest.encode()
 
@@ -215,9 +216,7 @@ def _make_check_command(layout: Layout) -> str:
 
 
 def _describe_alike_classes(classes: Sequence[str]) -> str:
-    """Returns a remark on classes whose names differ only in case, such as cat and Cat, since some file systems take
-    them for one; "" if there are none. Names the first such classes alone.
-    """
+    """Returns a remark on the first classes whose names differ only in case, such as cat and Cat; "" if none do."""
     by_name: dict[str, list[str]] = {}
     for name in classes:
         by_name.setdefault(str(name).casefold(), []).append(str(name))

@@ -24,8 +24,9 @@ _BLOCK = 1 << 12  # bytes
 
 
 def write_checksums_beside(path: Path, values: Any) -> None:
-    """Writes the checksums of a column to COLUMN.sums beside its file `path`, COLUMN.bin. values: the values in that
-    file, as an array or as bytes.
+    """Writes the checksums of a column to COLUMN.sums, beside the column's file `path`, which is COLUMN.bin.
+
+    values: the values in the column's file, as an array or as bytes.
     """
     view = memoryview(values).cast("B") if len(values) else b""
     sums = (zlib.crc32(view[start : start + _BLOCK]) for start in range(0, len(view), _BLOCK))
@@ -80,7 +81,11 @@ class Verified:
         return True
 
     def _verify_blocks(self, blocks: Iterable[int]) -> None:
-        """Compares blocks of the file with their checksums, each only once. Raises NotRead if one was altered."""
+        """Compares blocks of the file with their checksums. Skips blocks that were compared before. Raises NotRead if a
+        block was altered.
+
+        blocks: the numbers of blocks of 4,096 bytes.
+        """
         for block in blocks:
             if self._seen[block]:
                 continue
