@@ -89,15 +89,15 @@ class Autoencoder(Frozen):
             return self.draw_latents(*encode_posterior(self.vae, image), key)
 
     def draw_latents(self, mean: Tensor, std: Tensor, key: Tensor) -> Tensor:
-        """Returns float32 latents (B, c, h, w) as `encode` does, but from a posterior that was computed before: mean
-        and std (B, c, h, w). key int64 (B,): each sample's seed, from which its noise is drawn.
+        """Draws float32 latents (B, c, h, w) as `encode` does, but from a posterior computed before. mean, std (B, c,
+        h, w): the posterior's. key int64 (B,): each sample's seed, from which its noise is drawn.
         """
         return draw_latents(mean, std, key, self.scaling_factor, self.shift)
 
     @torch.no_grad()
     def decode(self, latents: Tensor) -> Tensor:
-        """Decodes latents as `encode` returns them to float32 images, about in [-1, 1]: (B, c, h, w) -> (B, C,
-        H, W).
+        """Decodes latents (B, c, h, w), as `encode` returns them, to float32 images (B, C, H, W). Their values lie
+        about in [-1, 1].
         """
         latents = latents / broadcast_over_pixels(self.scaling_factor, latents) + broadcast_over_pixels(
             self.shift, latents
@@ -106,8 +106,8 @@ class Autoencoder(Frozen):
         return 2 * image - 1 if self.of_representations else image
 
     def fingerprint(self) -> str:
-        """Returns a hash of the architecture and the weights, 32 hexadecimal digits, see `hash_network`. Call it before
-        `drop_encoder` and `set_encode_precision`, which change the weights.
+        """Returns a hash of the architecture and the weights, 32 hexadecimal digits, see `hash_network`. Call this
+        method before `drop_encoder` and `set_encode_precision`, which change the weights.
         """
         return hash_network(*read_encoding_config_and_weights(self.vae))
 
@@ -179,12 +179,11 @@ def is_representation_autoencoder(vae: nn.Module) -> bool:
 
 
 def read_encoding_config_and_weights(vae: nn.Module) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Returns the config and the weights that decide what an autoencoder encodes, to be hashed. The config has only
-    keys that matter and differ from diffusers' defaults; the weights have diffusers' names.
+    """Returns what is to be hashed of an autoencoder: the config's keys that matter and differ from diffusers'
+    defaults, and the weights under diffusers' names.
 
-    Shift and scale of the latents are left out: they are applied after encoding, and may be measured later. An
-    AutoencoderRAE normalizes its latents itself: its config has all keys but private ones and latents_mean and
-    latents_std, whose values are among its weights.
+    Leaves out shift and scale of the latents, which are applied after encoding. For an AutoencoderRAE returns the whole
+    config without private keys, latents_mean and latents_std, and with the class's name as "class".
     """
     if is_representation_autoencoder(vae):
         own = {name: value for name, value in vae.config.items() if not name.startswith(("_", "latents_"))}

@@ -25,15 +25,16 @@ class Frozen(nn.Module):
     """
 
     def train(self, mode: bool = True) -> Self:
-        """Puts the network in evaluation mode, whatever `mode` says, and returns it."""
+        """Puts the network in evaluation mode, whatever `mode` says, and returns the network."""
         return super().train(False)
 
 
 def is_available_offline(path: Any) -> bool:
-    """Returns whether the network that a recipe names by `path` can be read without the internet: `path` is a local
-    folder, or the hub's cache on this machine has its config.json or model_index.json. Weights are not looked for.
+    """Returns whether the network at `path`, a value from a recipe, can be read without the internet: `path` is a local
+    folder, or the hub's cache on this machine has its config.json or model_index.json. Does not look for weights.
 
-    Returns True if `path` is no string, which names no network; False if it cannot be a name on the hub.
+    Returns True if `path` is not a string, since it then names no network. Returns False for a string that is neither a
+    folder nor a possible name on the hub.
     """
     if not isinstance(path, str) or Path(path).is_dir():
         return True
@@ -54,8 +55,8 @@ def reword_loading_errors(kind: str, key: str, path: str, content: str, remedy: 
     kind     what is loaded, such as "text encoder".
     key      the recipe's key whose value is `path`.
     content  the files that the folder must hold.
-    remedy   the advice where `path` is neither; "": a general one. Where it is given, a hub name must have an owner, as
-             in OWNER/NAME.
+    remedy   the advice if `path` is neither a folder nor a hub name; "": a general one. With a remedy, only OWNER/NAME
+             counts as a hub name.
     """
     if not (Path(path).is_dir() or (_can_be_hub_name(path) and ("/" in path or not remedy))):
         remedy = remedy or f"give one that holds {content}, or a name on the hub"
@@ -74,9 +75,12 @@ def reword_loading_errors(kind: str, key: str, path: str, content: str, remedy: 
 
 
 def read_pretrained(loader: Any, path: str, **options: Any) -> Any:
-    """Returns a network, tokenizer or config, loaded by from_pretrained of `loader`, a class of transformers. path: a
-    local folder, which is read offline, or a name on the hub. Never runs code that comes with the files. Raises the
-    errors of transformers.
+    """Returns a network, tokenizer or config, loaded by from_pretrained. Never runs code that comes with the files.
+    Raises the errors of transformers.
+
+    loader   the class of transformers whose from_pretrained is called.
+    path     a local folder, which is read offline, or a name on the hub.
+    options  further arguments of from_pretrained.
     """
     from transformers import dynamic_module_utils
 
@@ -86,8 +90,8 @@ def read_pretrained(loader: Any, path: str, **options: Any) -> Any:
 
 
 def read_config(path: str, folder: str = "") -> Any:
-    """Returns the config of transformers for the network at `path`, or in its subfolder `folder`. Raises ValueError if
-    the config asks for an attention kernel that would be downloaded, or for quantized weights.
+    """Returns the config of transformers for the network at `path`, or in the subfolder `folder` of `path`. Raises
+    ValueError if the config asks for an attention kernel that would be downloaded, or for quantized weights.
     """
     from transformers import AutoConfig  # slow to import, and only users of such networks need it
 
@@ -100,18 +104,23 @@ def read_config(path: str, folder: str = "") -> Any:
 
 
 def require_no_missing_weights(missing: Iterable[str], unread: tuple[str, ...]) -> None:
-    """Raises ValueError if a file lacks weights that the network uses. Libraries only warn, and fill them at random.
+    """Raises ValueError if a file lacks weights that the network uses. Without this check libraries fill them with
+    random values.
 
     missing  names of the weights that the file lacks.
-    unread   parts of names: weights whose names contain one of these are never used, and may be missing.
+    unread   parts of names. Weights whose names contain one of these are never used, and may be missing.
     """
     if lacking := [name for name in sorted(missing) if not any(part in name for part in unread)]:
         raise ValueError(f"its weights lack {len(lacking)} of the network's, such as {lacking[0]}")
 
 
 def read_network(loader: Any, path: str, config: Any, **options: Any) -> nn.Module:
-    """Returns a network of transformers with the weights at `path`, read from safetensors alone. loader: its class.
-    config: what `read_config` returned. Raises ValueError if weights are missing.
+    """Returns a network of transformers with the weights at `path`. Reads only safetensors. Raises ValueError if
+    weights are missing.
+
+    loader   the network's class.
+    config   what `read_config` returned.
+    options  further arguments of from_pretrained.
     """
     options |= {"config": config, "use_safetensors": True, "output_loading_info": True}
     network, report = read_pretrained(loader, path, **options)
@@ -121,14 +130,15 @@ def read_network(loader: Any, path: str, config: Any, **options: Any) -> nn.Modu
 
 
 def require_unquantized_weights(config: Mapping[str, Any]) -> None:
-    """Raises ValueError if a model's config says that its weights are quantized: reading them needs another library."""
+    """Raises ValueError if a model's config says that its weights are quantized."""
     if config.get("quantization_config") is not None:
         raise ValueError("config.json has a quantization_config, and quantized weights are not read")
 
 
 def read_json(key: str, path: str, name: str) -> Any:
-    """Returns the content of the JSON file `name` in an encoder's folder or hub page `path`; None if there is no such
-    file, or the hub cannot be reached. Raises ConfigError, which begins with `key`, if the file is no JSON.
+    """Returns the content of the JSON file `name` at `path`, an encoder's folder or hub name. Returns None if there is
+    no such file, or if the hub cannot be reached. Raises ConfigError if the file is not valid JSON. key: the recipe's
+    key, with which the message begins.
     """
     from transformers.utils import cached_file
 
@@ -142,15 +152,15 @@ def read_json(key: str, path: str, name: str) -> Any:
 
 
 def shorten_error(error: Exception) -> str:
-    """Returns an error's message in one line of at most 200 characters; the name of the error's class if it has no
+    """Returns an error's message in one line of at most 200 characters, or the name of the error's class if it has no
     message.
     """
     return (" ".join(str(error).split()) or type(error).__name__)[:200]
 
 
 def _can_be_hub_name(path: str) -> bool:
-    """Returns whether a path that is no folder can be a name on the hub: NAME or OWNER/NAME. OWNER must not be "runs"
-    or a file in the working folder, since asking the hub for such a path takes half a minute.
+    """Returns whether a path that is no folder can be a name on the hub: NAME or OWNER/NAME. Returns False if its first
+    part is "runs", or exists as a file or folder in the working folder, so that the hub is not asked for such paths.
     """
     owner = path.partition("/")[0]
     return bool(re.fullmatch(r"(\w[\w.-]*/)?\w[\w.-]*", path)) and owner != "runs" and not Path(owner).exists()

@@ -116,14 +116,14 @@ class VisionTower(Frozen):
         self.register_buffer("std", torch.tensor(_STD).view(3, 1, 1), persistent=False)
 
     def describe_encoder(self) -> dict[str, Any]:
-        """Returns {"width": length of a token's vector, "fingerprint": hash of the network}, by which a recipe knows
-        the encoder again. Call it before `set_precision`, which changes the weights and so the hash.
+        """Returns {"width": length of a token's vector, "fingerprint": hash of the network}, to be compared with a
+        recipe's. Call this method before `set_precision`, which changes the weights and so the hash.
         """
         return {"width": self.dim, "fingerprint": hash_network({"kind": self.kind}, self.model.state_dict())}
 
     def set_precision(self, precision: Precision | None) -> None:
-        """Casts the weights to the dtype of `precision`, and sets the attribute `precision`, with which callers of
-        `compute_tokens` enter `use_precision`. None: tf32 if the GPU has it, else fp32.
+        """Sets the attribute `precision`, and casts the weights to its dtype. None: tf32 if the GPU has it, else fp32.
+        Callers of `compute_tokens` must enter `use_precision(tower.precision)` themselves.
         """
         self.precision = precision or choose_precision()
         cast_weights(self.model, self.precision)
@@ -131,10 +131,10 @@ class VisionTower(Frozen):
     @torch.no_grad()
     def compute_tokens(self, images: Tensor, sides: Sequence[int] = (_SIDE, _SIDE), smooth: bool = True) -> Tokens:
         """Returns the tokens that the network computes for images uint8 (N, 3, H, W), or clips (N, T, 3, H, W) with T =
-        num_frames.
+        num_frames. Resizes the pictures first (bicubic), even if their aspect ratio changes.
 
-        Pictures are first resized (bicubic) to `sides`, (height, width), even if their aspect ratio changes. smooth:
-        whether to antialias when a picture gets smaller.
+        sides   (height, width) after resizing, in pixels.
+        smooth  whether to antialias when a picture gets smaller.
         """
         pixels = F.interpolate(images.flatten(0, -4).float(), tuple(sides), mode="bicubic", antialias=smooth)
         pixels = ((pixels / 255 - self.mean) / self.std).view(*images.shape[:-2], *sides)
@@ -144,9 +144,9 @@ class VisionTower(Frozen):
         return Tokens(states[:, 0] if self._before else None, patches, patches.mean(1))
 
     def encode(self, images: Tensor) -> Tensor:
-        """Returns embeddings (N, D), in the dtype of the weights, of images or clips resized to 224 x 224 pixels, as
-        EDM2 does: the class token, as FD-DINOv2 takes it (Stein et al. 2023), or the mean of all tokens if there is no
-        class token.
+        """Returns embeddings (N, D), in the dtype of the weights, of images or clips resized to 224 x 224 pixels. An
+        embedding is the class token (as in FD-DINOv2, Stein et al. 2023), or the mean of all tokens if the network has
+        no class token.
         """
         tokens = self.compute_tokens(images)
         return tokens.pooled if tokens.first is None else tokens.first

@@ -70,20 +70,21 @@ class JoinedTextEncoder(TextEncoder):
             )
 
     def fingerprint(self) -> str:
-        """Returns a hash of what decides the encodings, 32 hexadecimal digits: the class of this encoder, and all
-        weights.
+        """Returns a hash of what decides the encodings: the class of this encoder, and all weights. 32 hexadecimal
+        digits.
         """
         return hash_network({"class": type(self).__name__}, self.state_dict() | dict(self.named_buffers()))
 
     def count_tokens(self, captions: list[str]) -> list[int]:
-        """Returns the number of tokens of each caption before truncation, by T5's tokenizer, or the second CLIP's if
-        there is no T5.
+        """Returns the number of tokens of each caption before truncation. Counts by T5's tokenizer, or by that of the
+        second CLIP if there is no T5.
         """
         return [len(ids) for ids in self.tokenizers[-1](captions, verbose=False)["input_ids"]]
 
     def describe_cut(self, captions: list[str], what: str) -> str:
-        """Returns a line for the user on how many captions T5 truncates (CLIP, if there is no T5), and how many tokens
-        are left out; "" if none is. what: the word for the captions in this line, such as prompts.
+        """Returns a line for the user: how many captions are truncated by T5 (by CLIP, if there is no T5), and how many
+        tokens are left out. Returns "" if no caption is truncated. what: the word for the captions in this line, such
+        as prompts.
         """
         longest = CLIP_TOKENS if self.t5 is None else self.max_length - 1 - CLIP_TOKENS
         return describe_cut(self.count_tokens(captions), longest, what)
@@ -118,8 +119,11 @@ class JoinedTextEncoder(TextEncoder):
 
 def open_text_encoder(path: str, max_length: int | None = None) -> TextEncoder:
     """Returns the text encoder at `path`: a JoinedTextEncoder for a pipeline with several text encoders, else a
-    TextEncoder. max_length: the tokens (or rows) that it reads of a text; None: its usual number. Raises ConfigError if
-    none can be loaded, or max_length does not fit.
+    TextEncoder. Raises ConfigError if none can be loaded, or if max_length does not fit.
+
+    path        a folder or a name on the hub.
+    max_length  how many rows the encodings of a text have: tokens and, of a JoinedTextEncoder, a pooled vector; None:
+                the encoder's usual number.
     """
     if not (Path(path) / "config.json").is_file():
         with reword_loading_errors("text encoder", "model.text_encoder", path, CONTENT):
@@ -130,8 +134,8 @@ def open_text_encoder(path: str, max_length: int | None = None) -> TextEncoder:
 
 
 def has_t5(path: str) -> bool:
-    """Returns whether the pipeline at `path`, a folder or hub name, has a third text encoder, which is T5 in Stable
-    Diffusion 3.
+    """Returns whether the pipeline at `path`, a folder or hub name, has a third text encoder. In Stable Diffusion 3
+    that is T5.
     """
     index = read_json("model.text_encoder", path, "model_index.json")
     return (index.get("text_encoder_3") or [None])[0] is not None
@@ -159,8 +163,8 @@ def _load_clip_or_t5(path: str, folder: str, kind: str) -> torch.nn.Module:
 
 
 def _load_tokenizer(path: str, folder: str) -> Any:
-    """Returns the tokenizer in the subfolder `folder` of a pipeline, set to pad at the end; those of the CLIPs read 77
-    tokens.
+    """Returns the tokenizer in the subfolder `folder` of a pipeline, set to pad at the end. Sets its longest text to 77
+    tokens if it is one of the CLIPs'.
     """
     from transformers import AutoTokenizer
 

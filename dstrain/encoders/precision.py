@@ -18,7 +18,7 @@ Precision = Literal["fp32", "tf32", "bf16"]
 
 
 def choose_dtype(precision: Precision) -> torch.dtype:
-    """Returns the dtype in which weights are kept at a precision: bfloat16 for bf16, float32 for fp32 and tf32."""
+    """Returns the dtype of weights for a precision: bfloat16 for bf16, float32 for fp32 and tf32."""
     return torch.bfloat16 if precision == "bf16" else torch.float32
 
 
@@ -28,8 +28,8 @@ def choose_precision() -> Precision:
 
 
 def find_precision_problem(precision: Precision | None, key: str) -> str | None:
-    """Returns an error message, which begins with the option or key `key`, if this machine cannot compute in
-    `precision`; None if it can, or if `precision` is None (the machine's default).
+    """Returns an error message if this machine cannot compute in `precision`. Returns None if it can, or if `precision`
+    is None (the machine's default). key: the option or key with which the message begins.
     """
     if precision != "tf32" or choose_precision() == "tf32":
         return None
@@ -61,8 +61,8 @@ def use_precision(precision: Precision) -> Iterator[None]:
 
 
 def cast_weights(network: nn.Module, precision: Precision) -> None:
-    """Casts a network's parameters, in place, to the dtype of `precision`; buffers keep theirs. Hash the network
-    before, since its weights change.
+    """Casts a network's parameters, in place, to the dtype of `precision`; buffers keep their dtype. Hash the network
+    before this call, since its weights change.
     """
     for weight in network.parameters():
         weight.data = weight.data.to(choose_dtype(precision))

@@ -64,14 +64,12 @@ class ReadsTexts(Section):
 
     @property
     def cached_text(self) -> tuple[int, int] | None:
-        """Returns (tokens, width) of the text encodings that the training data hold, computed before; None if they hold
-        none.
-        """
+        """Returns (tokens, width) of the text encodings that the training data already hold; None if they hold none."""
         codes = getattr(self, "codes", None)
         return None if codes is None else codes.text
 
     def make_text_arguments(self) -> dict[str, Any]:
-        """Returns the keyword arguments, made from these fields, of the network's module that embeds texts."""
+        """Returns the keyword arguments for the module of the network that embeds texts, taken from these fields."""
         return {
             "num_words": None if self.text_encodings_dim else self.num_words,
             "max_text_len": self.max_text_len,
@@ -88,10 +86,10 @@ class ReadsTexts(Section):
             )
 
     def require_matching_cache(self, text: tuple[int, int] | None, text_encoder: str | None) -> None:
-        """Raises ConfigError if the text encodings in data.path have another width, number of tokens or encoder than
-        the model's fields say.
+        """Raises ConfigError if the text encodings in data.path differ from the model's fields in width, number of
+        tokens or encoder.
 
-        text          (tokens, width) of these encodings; None: there are none.
+        text          (tokens, width) of the encodings in data.path; None: there are none.
         text_encoder  the fingerprint of their encoder; None: it is not known.
         """
         width, fingerprint = self.text_encodings_dim, self.text_encoder_fingerprint
@@ -114,10 +112,11 @@ class ReadsTexts(Section):
 
 
 def get_text_fields_of_cache(model: dict[str, Any], codes: Any) -> dict[str, Any]:
-    """Returns the fields text_encodings_dim, max_text_len and text_encoder_fingerprint, by name, with the values that
-    hold for the text encodings of a cache. codes: the cache's index. model: the recipe's section, which is not changed.
+    """Returns the values of text_encodings_dim, max_text_len and text_encoder_fingerprint, by name, that fit the text
+    encodings in a cache. Returns {} if the cache has none, or if `model` hashes words, by text_encodings_dim=null.
 
-    Returns {} if the cache has no text encodings, or if the section chooses hashed words by a null text_encodings_dim.
+    model  the recipe's section, which is not changed.
+    codes  the cache's index.
     """
     if not codes.text or model.get("text_encodings_dim", "absent") is None:
         return {}
@@ -151,8 +150,8 @@ class Reader:
         self._empty: TextInputs = {}
 
     def make_batch_inputs(self, batch: dict[str, Tensor]) -> TextInputs:
-        """Returns the text inputs of a batch: the encodings or hashed words that it holds, or those made from its
-        captions. Returns {} if the model reads no texts. Raises ConfigError if the batch holds none of these, or
+        """Returns the text inputs of a batch: the batch's own encodings or hashed words, or else those made from its
+        captions. Returns {} if the model reads no texts. Raises ConfigError if the batch has none of the three, or
         encodings of another width.
         """
         config, width = self.config, self.config.text_encodings_dim
@@ -177,11 +176,11 @@ class Reader:
         return {name: copy_to_device(value, device) for name, value in inputs.items()}
 
     def make_text_inputs(self, texts: list[str]) -> TextInputs:
-        """Returns the text inputs of N texts, (N, ...) each, on the CPU. Raises ConfigError if the model reads no
-        texts, or no text encoder can be loaded.
+        """Returns the text inputs of N texts, (N, ...) each, on the CPU. Encodes equal texts once. Raises ConfigError
+        if the model reads no texts, or if no text encoder can be loaded.
 
-        Equal texts are encoded once. The inputs of up to 256 texts are kept for the next call. If the data hold
-        encodings, the encoder is freed afterwards, since only prompts need it.
+        Keeps the inputs for the next call, if there are up to 256 distinct texts. If the training data hold encodings,
+        frees the text encoder afterwards.
         """
         if not self.config.reads_texts:
             raise ConfigError("prompts: this model is unconditional and reads no texts; leave them out")
@@ -197,9 +196,9 @@ class Reader:
         return {name: value[rows] for name, value in inputs.items()}
 
     def make_prompt_inputs(self, texts: list[str]) -> TextInputs:
-        """Returns the text inputs of N prompts, (N, ...) each. An empty prompt means the null text, and its mask, if
-        inputs have one, is False everywhere. Raises ConfigError for an empty prompt if the model has no null text, and
-        as `make_text_inputs` does.
+        """Returns the text inputs of N prompts, (N, ...) each. An empty prompt means the null text: if inputs have a
+        mask, its row for that prompt is all False. Raises ConfigError for an empty prompt if the model has no null
+        text, and also where `make_text_inputs` does.
         """
         empty = torch.tensor([not text.strip() for text in texts])
         if empty.any() and not self.config.has_null:
@@ -213,9 +212,9 @@ class Reader:
         return inputs
 
     def make_null_inputs(self, num: int) -> TextInputs:
-        """Returns the text inputs of `num` samples without text, for which the network takes the null text: zeros, with
-        a mask of False if they are encodings. Returns {} if the model reads no texts. Raises ConfigError if it has no
-        null text.
+        """Returns the text inputs of `num` samples without text, in whose place the network reads the null text. They
+        are word ids 0, or encodings of zeros with a mask of False. Returns {} if the model reads no texts. Raises
+        ConfigError if the model reads texts and has no null text.
         """
         if not self.config.reads_texts:
             return {}
@@ -229,8 +228,8 @@ class Reader:
         }
 
     def encode_empty_text(self, device: torch.device) -> TextInputs:
-        """Returns the text inputs of one empty text, (1, ...) each, on `device`. Encodes it in the first call only.
-        Raises ConfigError if the encoder reads no token of an empty text.
+        """Returns the text inputs of one empty text, (1, ...) each, on `device`. Computes them in the first call only.
+        Raises ConfigError if the tokenizer makes no token of an empty text.
         """
         if not self._empty:
             self._empty = self._hash_or_encode([""], torch.device("cpu"))
@@ -254,8 +253,8 @@ class Reader:
         return self.make_batch_inputs(select_text_inputs(self._get_encoder().to(device).encode(texts)))
 
     def make_fingerprint_suffix(self) -> str:
-        """Returns " text_encoder=HASH", to be added to the fingerprint of the data, if an encoder reads their captions
-        while the model trains; "" if none does.
+        """Returns " text_encoder=HASH", to be added to the fingerprint of the data, if captions are encoded while the
+        model trains; "" if they are not.
         """
         reads = (
             self.config.text_encodings_dim is not None and not self._has_cached_encodings and self.config.reads_texts
@@ -263,8 +262,9 @@ class Reader:
         return f" text_encoder={self._get_encoder().fingerprint()}" if reads else ""
 
     def describe_cut(self, texts: list[str], what: str) -> str:
-        """Returns a line for the user on how many texts are truncated, and how many tokens or words are left out; "" if
-        none is, or if the model reads no texts. what: the word for the texts in this line, such as prompts.
+        """Returns a line for the user: how many texts are truncated, and how many tokens or words are left out. Returns
+        "" if no text is truncated, or if the model reads no texts. what: the word for the texts in this line, such as
+        prompts.
         """
         if not self.config.reads_texts:
             return ""
@@ -279,7 +279,7 @@ class Reader:
 
     def _get_encoder(self) -> TextEncoder:
         """Returns the text encoder, which the first call loads. Raises ConfigError if the recipe names none, if it
-        cannot be loaded, or if its fingerprint is another one than the recipe's.
+        cannot be loaded, or if its fingerprint differs from the recipe's.
         """
         config = self.config
         if self.encoder is None:
@@ -289,8 +289,8 @@ class Reader:
 
 
 def select_text_inputs(tensors: dict[str, Tensor]) -> TextInputs:
-    """Returns those of the named tensors that are text inputs: words, text_encodings and text_mask. {} if there are
-    none.
+    """Returns the tensors that are text inputs, by name: words, text_encodings and text_mask, as far as `tensors` has
+    them.
     """
     return {name: tensors[name] for name in NAMES if name in tensors}
 
@@ -301,8 +301,8 @@ def split_words(text: str) -> list[str]:
 
 
 def hash_words(texts: list[str], num_words: int, max_text_len: int) -> Tensor:
-    """Returns the ids of the first max_text_len words of each text, int64 (N, max_text_len): hashes of the words from 1
-    to num_words - 1, and 0 where a text has no more words.
+    """Returns ids for the first max_text_len words of each text, int64 (N, max_text_len). An id is a hash of the word,
+    from 1 to num_words - 1. Short texts are filled up with 0.
     """
     rows = []
     for text in texts:
@@ -313,9 +313,9 @@ def hash_words(texts: list[str], num_words: int, max_text_len: int) -> Tensor:
 
 
 def draw_synthetic_texts(config: ReadsTexts, key: Tensor) -> dict[str, Tensor]:
-    """Returns random texts for a synthetic batch, drawn from the samples' keys (seeds) int64 (B,): text_encodings and
-    text_mask if the model reads encodings, else caption, up to 8 words in UTF-8, uint8 (B, bytes). Returns {} if the
-    model reads no texts.
+    """Returns random texts for a synthetic batch: text_encodings and text_mask if the model reads encodings, else
+    `caption`, uint8 (B, bytes), up to 8 words in UTF-8. Returns {} if the model reads no texts. key int64 (B,): the
+    samples' seeds, from which the texts are drawn.
     """
     longest = config.max_text_len
     if not config.reads_texts:

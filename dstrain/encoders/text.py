@@ -51,8 +51,8 @@ class TextEncoder(Frozen):
         self.embed_dim = config.hidden_size if self.projection is None else self.projection.out_features
 
     def fingerprint(self) -> str:
-        """Returns a hash of what decides the embeddings, 32 hexadecimal digits: the class of the network, its weights,
-        and its pooling.
+        """Returns a hash of what decides the embeddings: the class of the network, its weights, and its pooling. 32
+        hexadecimal digits.
         """
         config = {"class": type(self.model).__name__} | ({"pooling": "cls"} if self.pooling == "cls" else {})
         return hash_network(config, self.state_dict() | dict(self.named_buffers()))
@@ -62,8 +62,8 @@ class TextEncoder(Frozen):
         return [len(ids) for ids in self.tokenizer(captions, verbose=False)["input_ids"]]
 
     def describe_cut(self, captions: list[str], what: str) -> str:
-        """Returns a line for the user on how many captions are truncated, and how many tokens are left out; "" if none
-        is. what: the word for the captions in this line, such as prompts.
+        """Returns a line for the user: how many captions are truncated, and how many tokens are left out. Returns "" if
+        no caption is truncated. what: the word for the captions in this line, such as prompts.
         """
         return describe_cut(self.count_tokens(captions), self.max_length, what)
 
@@ -99,8 +99,13 @@ def load_text_encoder(
     expected: str | None = None,
     open_encoder: Callable[[str, int | None], TextEncoder] = TextEncoder,
 ) -> TextEncoder:
-    """Returns the text encoder at `path`, the value of model.text_encoder, as open_encoder(path, max_length) opens it.
-    Raises ConfigError if `path` is None, or if the encoder's fingerprint is not the `expected` one (None: any).
+    """Returns the text encoder at `path`. Raises ConfigError if `path` is None, or if the encoder's fingerprint is not
+    `expected`.
+
+    path          the value of model.text_encoder: a folder or a name on the hub.
+    max_length    how many tokens are read of a text; None: the encoder's usual number.
+    expected      the fingerprint that the encoder must have; None: any.
+    open_encoder  is called with path and max_length, and returns the encoder.
     """
     if path is None:
         raise ConfigError(
@@ -117,8 +122,8 @@ def load_text_encoder(
 
 
 def encode_distinct_texts(texts: list[str], encode: Callable[[list[str]], dict[str, Tensor]]) -> dict[str, Tensor]:
-    """Returns the encodings of N texts by name, (N, ...) each, in the order of the texts. Equal texts are encoded once:
-    `encode` gets each distinct text one time, at most 64 texts in a call.
+    """Returns the encodings of N texts by name, (N, ...) each, in the order of the texts. Encodes equal texts once.
+    encode: returns the encodings of a list of texts by name; it is called with at most 64 distinct texts at a time.
     """
     row_of: dict[str, int] = {}
     rows = torch.tensor([row_of.setdefault(text, len(row_of)) for text in texts])
@@ -128,10 +133,11 @@ def encode_distinct_texts(texts: list[str], encode: Callable[[list[str]], dict[s
 
 
 def describe_cut(lengths: Iterable[int], longest: int, what: str, unit: str = "tokens") -> str:
-    """Returns a line for the user on how many texts are truncated after `longest` units, and how many units are left
-    out; "" if none is.
+    """Returns a line for the user: how many texts are truncated, and how many units are left out. Returns "" if no text
+    is truncated.
 
     lengths  the length of each text, in units.
+    longest  how many units of a text are read.
     what     the word for the texts in this line, such as prompts.
     unit     the word for a unit, such as tokens.
     """
@@ -146,8 +152,8 @@ def describe_cut(lengths: Iterable[int], longest: int, what: str, unit: str = "t
 
 
 def unpack_captions(packed: Tensor) -> list[str]:
-    """Returns captions as strings, decoded from a batch's UTF-8 padded with zeros: uint8 (N, bytes) -> N strings. Bytes
-    that are no UTF-8 become U+FFFD.
+    """Decodes a batch's captions, uint8 (N, bytes), to N strings. The bytes are UTF-8, filled up with zeros. Bytes that
+    are not valid UTF-8 become U+FFFD.
     """
     return [bytes(row).rstrip(b"\0").decode("utf-8", "replace") for row in packed.cpu().numpy()]
 
@@ -182,7 +188,7 @@ def _load_encoder(path: str) -> tuple[nn.Module, nn.Module | None, object]:
 
 
 def load_t5(path: str) -> tuple[nn.Module, Any]:
-    """Returns the T5 encoder at `path` and its tokenizer, which an exported pipeline of PixArt contains. Raises
+    """Returns the T5 encoder at `path`, and its tokenizer. An exported pipeline of PixArt contains both. Raises
     ConfigError if there is no T5.
     """
     from transformers import AutoTokenizer, T5EncoderModel
@@ -197,8 +203,8 @@ def load_t5(path: str) -> tuple[nn.Module, Any]:
 
 
 def set_padding(tokenizer: Any, path: str) -> None:
-    """Makes a tokenizer pad short texts at their end, with eos_token if it has no pad_token. Raises ConfigError, which
-    names `path`, if it has neither.
+    """Makes a tokenizer pad short texts at their end, with its pad_token or else its eos_token. Raises ConfigError if
+    it has neither. path: the tokenizer's folder or hub name, for the message.
     """
     if tokenizer.pad_token is None and tokenizer.eos_token is None:
         raise ConfigError(
@@ -211,8 +217,9 @@ def set_padding(tokenizer: Any, path: str) -> None:
 
 
 def _read_pooling(path: str) -> str:
-    """Returns how a sentence encoder makes one vector of its token states: "mean" of all, or "cls", the first state.
-    Returns "mean" if its folder does not say. Raises ConfigError for another pooling, or if another layer follows.
+    """Returns how a sentence encoder makes one vector of a text's token states: "mean" for their mean, or "cls" for the
+    first state. Returns "mean" if the encoder's folder does not say. Raises ConfigError for another pooling, or if a
+    layer follows that is not read here.
     """
     for module in read_json("model.text_encoder", path, "modules.json") or []:
         kind = str(module.get("type", "")).rpartition(".")[2]

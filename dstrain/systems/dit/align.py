@@ -71,10 +71,10 @@ class Align(Section):
 
     @classmethod
     def completed(cls, section: dict[str, Any]) -> dict[str, Any]:
-        """Returns the section with the width and the fingerprint of the encoder in the folder `path`. Returns it
-        unchanged if kind is not repa, or if there is no such folder.
+        """Returns the recipe's section `align` with two fields filled in: width and fingerprint of the vision encoder
+        in the folder `path`. Returns the section unchanged if its kind is not repa, or if there is no such folder.
 
-        Raises ConfigError if the section names another width or fingerprint.
+        Raises ConfigError if the section already gives another width or fingerprint.
         """
         path = section.get("path")
         if section.get("kind") != "repa" or not isinstance(path, str) or not Path(path).is_dir():
@@ -90,7 +90,9 @@ class Align(Section):
 
     def list_problems(self, latents: bool, channels: int) -> list[str]:
         """Returns the reasons why a model with this alignment cannot learn from the recipe's data; [] if it can.
-        latents: whether the data are cached latents. channels: how many the data's images have.
+
+        latents   whether the data are cached latents.
+        channels  number of channels of the data's images.
         """
         if self.kind != "repa":
             return []
@@ -129,12 +131,14 @@ class Routing(Section):
 def require_valid_block_numbers(
     align: Align | None, routed: tuple[int, int] | None, internal: int | None, depth: int
 ) -> None:
-    """Raises ConfigError if alignment or routing names a block above `depth`, if routing ends before it starts, or if
-    the second head follows a block after which some tokens are still missing. Blocks count from 1.
+    """Raises ConfigError if alignment or routing names a block above `depth`, or if routing ends before it starts. Also
+    raises it if the second head follows a routed block other than the last: some tokens are missing there. Blocks count
+    from 1.
 
     align     the alignment; None: there is none.
     routed    the first and the last block that tokens may skip; None: no routing.
     internal  the block that the second head follows; None: there is no such head.
+    depth     number of blocks.
     """
     if align:
         names = ("depth", "target") if align.kind == "layersync" else ("depth",)
@@ -168,15 +172,15 @@ class Alignment:
         self.active = self.is_active_at_step(step)
 
     def is_active_at_step(self, step: int) -> bool:
-        """Returns whether the loss of training step `step` aligns tokens: in all steps before `until`, or in all if
-        that is 0.
+        """Returns whether the loss of training step `step` aligns tokens: True in the steps before the section's
+        `until`, and in all steps if `until` is 0.
         """
         return not self.section.until or step < self.section.until
 
     @property
     def needs_extras(self) -> bool:
-        """Returns whether DiT.forward must be called with extras=True: in steps that align, and for kind=repa in all
-        steps, since its projectors must take part in every one.
+        """Returns whether DiT.forward must be called with extras=True: always for kind=repa, otherwise only in steps
+        that align tokens.
         """
         return self.active or self.section.kind == "repa"
 
@@ -191,8 +195,8 @@ class Alignment:
     def compute_loss(
         self, found: Mapping[str, Any], example: Example, grid: tuple[int, int], keep: Tensor | None
     ) -> Tensor:
-        """Returns the alignment loss of each sample, float32 (B,): the distance of its tokens from their targets, as
-        the mean square or minus the mean cosine. It is 0 for kind=repa in a step that does not align.
+        """Returns the alignment loss of each sample, float32 (B,): the mean square difference of tokens and targets, or
+        minus their mean cosine. For kind=repa the loss is 0 in a step that does not align.
 
         found  what DiT.forward returns with extras=True.
         grid   rows and columns of the image's patches.
@@ -239,8 +243,8 @@ class Alignment:
 
 
 def require_encoder_or_features(section: Align, sample: Mapping[str, Any]) -> None:
-    """Raises ConfigError for kind=repa if the section names no encoder, and a sample of the data has no features in its
-    place.
+    """Raises ConfigError if kind=repa has no targets: the section names no encoder, and `sample`, one sample of the
+    data, holds no features.
     """
     if section.kind == "repa" and section.path is None and "features" not in sample:
         raise ConfigError(f"{_KEY}: no encoder is named; give the local folder of one, such as DINOv2's")
@@ -258,9 +262,11 @@ def warn_if_few_tokens(count: int) -> None:
 
 
 def adapt_projectors(state: dict[str, Tensor], shapes: Shapes) -> list[str]:
-    """Changes, in place, which of REPA's projectors a file's state dict has. Deletes them if the network (`shapes`: its
-    weights' shapes by name) has none; adds initial values, equal on all ranks, if the file has none. Returns notes for
-    the user.
+    """Makes a file's state dict fit the network in REPA's projectors, in place. Deletes them if the network has none.
+    Adds initial values, equal on all ranks, if the network has them and the file does not. Returns notes for the user.
+
+    state   the file's weights by name.
+    shapes  the shapes of the network's weights by name.
     """
     given, needed = ([name for name in names if name.startswith("projectors.")] for names in (state, shapes))
     if given and not needed:

@@ -59,8 +59,8 @@ class Video(Section):
         return 1 + (frames - 1) // self.patch_frames
 
     def count_frames_at_step(self, step: int) -> int:
-        """Returns how many frames of each clip training step `step` sees, from the first on: fewer than all in the
-        share of the steps that `beginnings` asks for, all in the others.
+        """Returns how many frames of each clip are used in training step `step`, counted from the first. `beginnings`
+        gives the shares of steps that use only the first frames; all other steps use whole clips.
         """
         cut = find_last_kept_frame(self.beginnings, step)
         return self.frames if cut is None else 1 + cut * self.patch_frames
@@ -101,16 +101,17 @@ class Video(Section):
 
     @classmethod
     def completed(cls, section: dict[str, Any], run: Run) -> dict[str, Any]:
-        """Returns the section with the data's number of frames and height, if it leaves these out and the data have
-        them.
+        """Returns the recipe's section `video` with `frames` and `height` filled in from the data, where the section
+        leaves them out and the data give them.
         """
         of_data = {"frames": run.data.num_frames, "height": run.data.height}
         return {name: value for name, value in of_data.items() if value is not None} | section
 
 
 def list_clip_problems(video: Video | None, run: Run, image_size: int) -> list[str]:
-    """Returns the reasons, one message each, why the recipe's data do not go with a model of clips, or with a model of
-    images if `video` is None; [] if they do. image_size: width of the model's clips.
+    """Returns the reasons, one message each, why the model cannot learn from the recipe's data; [] if it can. A model
+    of clips needs clips with its own number of frames and height. A model of images (`video` is None) needs data
+    without frames. image_size: width of the model's clips; also their height if video.height is None.
     """
     data, problems = run.data, []
     if video is None:
@@ -145,11 +146,11 @@ class Given(Condition):
         self.video, self.get_input_shape = video, get_input_shape
 
     def read_example(self, example: Example) -> Arguments:
-        """Returns {"given": (B, C + 1, T, H, W)}: the first frames of x_start that the network is given, all others
-        zero, and a last channel that is 1 in the given frames.
+        """Returns {"given": (B, C + 1, T, H, W)}: x_start with zeros in all frames but the given ones, and a last
+        channel that is 1 in the given frames.
 
-        Draws from each sample's key how many frames are given: 1, 1 + patch_frames, ... up to `given`, but never all,
-        in a share given_share of the clips; none in the others.
+        The number of given frames is drawn from each sample's key. A share `given_share` of the clips gets 1, 1 +
+        patch_frames, ... or `given` first frames, but never the whole clip. The other clips get none.
         """
         x_start, key, step = example["x_start"], example["key"], self.video.patch_frames
         choices = self.video.count_patches(min(self.video.given, x_start.shape[2] - step))
@@ -160,8 +161,8 @@ class Given(Condition):
         return {"given": _mask_and_mark_given(x_start, torch.where(share < self.video.given_share, count, 0))}
 
     def read_request(self, request: Request) -> Arguments:
-        """Returns {"given": (N, C + 1, T, H, W)}: the frames that DiTSystem.sample has put into the request, or zeros,
-        which mean that no frame is given.
+        """Returns {"given": (N, C + 1, T, H, W)} as DiTSystem.sample has put it into the request; zeros, which mean
+        that no frame is given, if the request has none.
         """
         if "given" in request.conditions:
             return {"given": request.conditions["given"]}
@@ -169,8 +170,9 @@ class Given(Condition):
         return {"given": torch.zeros(len(request.seeds), channels + 1, *sides, device=request.seeds.device)}
 
     def make_start_conditions(self, images: Tensor) -> dict[str, Tensor]:
-        """Returns {"prime": frames uint8 (N, K, C, H, W)} for first frames, or for pictures (N, C, H, W), which are one
-        frame each. Raises ConfigError for more frames than `given`, or if they do not divide into patches.
+        """Returns {"prime": uint8 (N, K, C, H, W)}, the first frames of the clips to draw. images: first frames of that
+        shape, or pictures (N, C, H, W), which are one frame each. Raises ConfigError for more frames than `given`, or
+        if they do not divide into patches.
         """
         clips = images if images.ndim == 5 else images[:, None]
         count = clips.shape[1]
@@ -183,12 +185,12 @@ class Given(Condition):
         return {PRIME: clips}
 
     def draw_synthetic(self, key: Tensor, size: Shape) -> dict[str, Tensor]:
-        """Returns {}: the given frames are those of the batch's clips."""
+        """Returns {}, since `read_example` takes the given frames from the batch's own clips."""
         return {}
 
     def extend_to_clips(self, given: Tensor, shape: tuple[int, ...]) -> Tensor:
-        """Returns first frames (N, C, K, H, W) as the network is given them, (N, C + 1, T, H, W): extended by zeros to
-        clips of `shape` = (C, T, H, W), with a last channel that is 1 in the K frames. Raises ConfigError unless K < T,
+        """Turns first frames (N, C, K, H, W) into the network's input `given`, (N, C + 1, T, H, W): zeros follow the K
+        frames, and a last channel is 1 in the K frames. shape: (C, T, H, W) of a clip. Raises ConfigError unless K < T,
         and if height or width differ.
         """
         clips = given.new_zeros(len(given), *shape)
@@ -203,8 +205,8 @@ class Given(Condition):
 
 
 def _mask_and_mark_given(clips: Tensor, count: Tensor) -> Tensor:
-    """Returns clips (B, C, T, H, W) as the network is given them, (B, C + 1, T, H, W): only the first `count` frames,
-    int64 (B,), keep their values, all others are zero, and a last channel is 1 in those first frames.
+    """Turns clips (B, C, T, H, W) into the network's input `given`, (B, C + 1, T, H, W): sets all frames after the
+    first `count`, int64 (B,), to zero, and adds a last channel that is 1 in the first `count` frames.
     """
     is_given = torch.arange(clips.shape[2], device=clips.device) < count[:, None]  # (B, T)
     mark = is_given[:, None, :, None, None].to(clips.dtype).expand(-1, 1, -1, *clips.shape[3:])
@@ -212,9 +214,9 @@ def _mask_and_mark_given(clips: Tensor, count: Tensor) -> Tensor:
 
 
 def encode_clips(pixels: Tensor, key: Tensor, first_stage: Autoencoder | None) -> Tensor:
-    """Returns clips (B, T, C, H, W) in [-1, 1] as x_start (B, c, T, h, w): the latents of each frame, drawn with noise
-    of its own. If first_stage is None, returns the pixels, (B, C, T, H, W). key int64 (B,): each clip's seed for the
-    noise.
+    """Encodes clips (B, T, C, H, W) in [-1, 1] frame by frame, and returns the latents as x_start (B, c, T, h, w).
+    Returns the pixels as (B, C, T, H, W) if first_stage is None. key int64 (B,): each clip's seed, from which the noise
+    of its frames is drawn.
     """
     if first_stage is None:
         return pixels.transpose(1, 2)
@@ -223,8 +225,8 @@ def encode_clips(pixels: Tensor, key: Tensor, first_stage: Autoencoder | None) -
 
 
 def decode_clips(x_start: Tensor, first_stage: Autoencoder | None) -> Tensor:
-    """Returns x_start (B, c, T, h, w) as clips (B, T, C, H, W), the inverse of `encode_clips`. Decodes one clip at a
-    time, to save memory.
+    """Decodes x_start (B, c, T, h, w) to clips (B, T, C, H, W), one clip at a time, to save memory. Only swaps the axes
+    if first_stage is None.
     """
     clips = x_start.transpose(1, 2)
     return clips if first_stage is None else torch.stack([first_stage.decode(clip) for clip in clips])

@@ -51,16 +51,16 @@ class TimestepEmbedder(nn.Module):
         self.mlp = nn.Sequential(Linear(features, dim, init="normal"), nn.SiLU(), Linear(dim, dim, init="normal"))
 
     def reset_parameters(self) -> None:
-        """Sets the random frequencies `W` from a fixed seed. Does nothing unless time_freq=fourier: all weights belong
-        to submodules.
+        """Sets the random frequencies `W` from a fixed seed. Does nothing unless time_freq=fourier, since only then `W`
+        exists.
         """
         if hasattr(self, "W"):
             with torch.no_grad():
                 self.W.copy_(torch.from_numpy(np.random.default_rng(0).standard_normal(TIME_FEATURES)))
 
     def _apply(self, change: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """Applies `change` to all tensors, as nn.Module does. But if the network is cast to bfloat16 or float16, keeps
-        the frequencies `W` in float32, since these dtypes are too coarse for their phases.
+        """Applies `change` to all tensors, as nn.Module does, but keeps the frequencies `W` in float32 when the network
+        is cast to bfloat16 or float16.
         """
         frequencies = getattr(self, "W", None)
         super()._apply(change, recurse)
@@ -203,8 +203,8 @@ class TextTokens(nn.Module):
 
     def forward(self, text: Tensor, mask: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
         """Embeds texts as tokens (B, L, D), and returns them with a mask bool (B, L), True where a token is read. With
-        learns_null one more token, the null text, stands before each text: both are L + 1 long, and it is read where no
-        other token is.
+        learns_null both have length L + 1: the null text's token comes first, and is read only if no other token of the
+        sample is.
 
         text  int64 (B, L), ids of words, or (B, L, E), states of a text encoder.
         mask  bool (B, L); None: all tokens are read, and the returned mask is None, too, unless learns_null is set.
@@ -247,31 +247,31 @@ class Condition:
         return {}
 
     def read_example(self, example: Example) -> Arguments:
-        """Returns the network's keyword arguments, (B, ...) each, for the conditions in an example. Raises ConfigError
-        if the condition is one that data may lack, and the example lacks it.
+        """Returns the network's keyword arguments for this condition, (B, ...) each, from an example. Conditions that
+        data may lack raise ConfigError if the example lacks them.
         """
         return {self.argument: example[self.name]}
 
     def read_request(self, request: Request) -> Arguments:
-        """Returns the network's keyword arguments, (N, ...) each, for the samples of a request."""
+        """Returns the network's keyword arguments for this condition, (N, ...) each, from a request for N samples."""
         return {self.argument: request.conditions[self.name]}
 
     def make_null(self, arguments: Arguments) -> Arguments:
-        """Returns keyword arguments that mean "no condition", such as the label for none, in the shape of `arguments`.
-        {} by default, for a condition that is never dropped.
+        """Returns keyword arguments that mean "no condition", such as the label for none, with the shapes of
+        `arguments`. By default returns {}, which means that the condition is never dropped.
         """
         return {}
 
     def read_negative(self, request: Request, arguments: Arguments) -> Arguments:
-        """Returns the keyword arguments of the prediction that guidance leads samples away from: those of the request's
-        negative prompt, for texts. By default those of `make_null`.
+        """Returns the keyword arguments for the prediction that guidance leads samples away from. For texts they are
+        those of the request's negative prompt, if there is one. By default returns what `make_null` does.
         """
         return self.make_null(arguments)
 
     def make_start_conditions(self, images: Tensor) -> dict[str, Tensor]:
         """Returns the conditions of a request, by name, for samples that begin from `images`: pictures, clips or
-        embeddings. {} if this condition takes none, as by default. Raises ConfigError if it takes them and they do not
-        fit.
+        embeddings. By default returns {}: this condition is not made from images. Other conditions raise ConfigError if
+        the images do not fit.
         """
         return {}
 
@@ -336,8 +336,8 @@ class Sizes(Condition):
         return {"size": self._make_uncut_sizes(size, key)}
 
     def _make_uncut_sizes(self, size: Shape, like: Tensor) -> Tensor:
-        """Returns the sizes of `len(like)` images of `size` = (width, height) pixels that were not cropped: int64 (B,
-        6), on the device of `like`.
+        """Returns the size condition of images that were not cropped: int64 (B, 6), B = len(like), on the device of
+        `like`. size: (width, height) of all images in pixels.
         """
         wide, high = size
         return torch.tensor([high, wide, 0, 0, high, wide], device=like.device).repeat(len(like), 1)
@@ -417,8 +417,8 @@ class Text(Condition):
         return self._fill_empty_texts({"text": arguments["text"], "mask": torch.zeros_like(arguments["mask"])})
 
     def read_negative(self, request: Request, arguments: Arguments) -> Arguments:
-        """Returns the arguments for a request's negative prompts, whose tensors have names that begin with `negative_`;
-        those of the null text if it has none.
+        """Returns the network's arguments for the negative prompts of a request, held there in tensors whose names
+        begin with `negative_`. Returns those of the null text if the request has no such tensors.
         """
         inputs = {name: value for name, value in request.conditions.items() if name.startswith(NEGATIVE)}
         if not inputs:
@@ -428,8 +428,8 @@ class Text(Condition):
         return {name: value.to(arguments[name].device) for name, value in negative.items()}
 
     def _fill_empty_texts(self, arguments: Arguments) -> Arguments:
-        """Returns the arguments with the states of the encoder's empty text in each sample of which no token is read.
-        Returns them unchanged if the network learns its null text or has none.
+        """Returns the arguments with each text of which no token is read replaced by the encoder's empty text. Returns
+        the arguments unchanged if the null text is a learned token, or if the network has none.
         """
         config = self.reader.config
         if config.learns_null or not config.has_null:

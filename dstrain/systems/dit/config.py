@@ -30,8 +30,9 @@ class Config(Fields):
     @model_validator(mode="before")
     @classmethod
     def _fill_in_preset(cls, model: Any) -> Any:
-        """Returns the recipe's section with the choices of the preset that `size` names, for fields that it leaves out;
-        inner sections are merged. Leaves out the fields of SHAPE, which get_network_shape takes from the preset.
+        """Fills in the fields that the recipe's section leaves out, from the preset that its field `size` names, and
+        returns the section. Merges inner sections in the same way. Does not fill in patch_size, hidden_size, depth and
+        num_heads: get_network_shape reads these from the preset.
         """
         size = model.get("size") if isinstance(model, dict) else None
         preset = PRESETS.get(size, {}) if isinstance(size, str) else {}
@@ -186,9 +187,13 @@ class Config(Fields):
 
     @classmethod
     def completed(cls, model: dict[str, Any], run: Run) -> dict[str, Any]:
-        """Returns the section with values for fields that it leaves out: size, channels and clips from the data; text
-        encodings and latents from the cache; scale, width and fingerprints from the folders of the autoencoder and the
-        vision encoder. Always replaces sizes, size_conditions and codes by those of the data.
+        """Returns the recipe's section `model` with values for fields that it leaves out:
+
+        from the data   image_size, in_channels, and frames and height of clips.
+        from the cache  in_channels, first_stage.factor, mean and std of latents, and the fields on text encodings.
+        from folders    scale, shift and fingerprint of the autoencoder; width and fingerprint of the vision encoder.
+
+        Always replaces sizes, size_conditions and codes by those of the data.
         """
         from_data: dict[str, Any] = {"image_size": run.data.image_size}
         first_stage, index, codes, stage = model.get("first_stage"), run.data.codes, None, None
@@ -371,7 +376,7 @@ class Config(Fields):
 
     def list_conditions(self, texts: Reader) -> tuple[Condition, ...]:
         """Returns the conditions that the network reads, in this order: text or label, image embedding, sizes, given
-        frames. texts: makes the inputs of texts.
+        frames. texts: the reader that turns texts into inputs of the network.
         """
         conditions: list[Condition] = [Text(texts) if self.reads_texts else Label(self.num_classes)]
         if self.embedding_dim:
@@ -399,8 +404,8 @@ class Config(Fields):
         return ChainProcess(diffusion, section.schedule, clip=self.models_pixels)
 
     def list_guide_fields(self) -> dict[str, Any]:
-        """Returns the values, by field, that a guide (another network that guides sampling) must share with this model:
-        of the fields that describe data, conditions and noise.
+        """Returns the fields about data, conditions and noise with their values, by name. A guide (another network that
+        guides sampling) must have the same values as this model.
         """
         names = (
             "image_size",

@@ -81,9 +81,9 @@ class Latents(Section):
 
     @classmethod
     def completed(cls, section: dict[str, Any], codes: RunCodes | None, stage: Autoencoder | None) -> dict[str, Any]:
-        """Returns the section with the mean and std of each channel, if normalize=channels and it has neither: those
-        measured in the cache (`codes`) or, without a cache, those of the autoencoder's config. Returns it unchanged
-        otherwise, and if the autoencoder's config has none.
+        """Returns the recipe's section `latents` with the mean and std of each channel filled in, if normalize=channels
+        and the section has neither. Takes them from the cache (`codes`) or, without a cache, from the autoencoder's
+        config. Returns the section unchanged in all other cases, and if that config has none.
         """
         if section.get("normalize") != "channels" or section.get("mean") or section.get("std"):
             return section
@@ -93,7 +93,7 @@ class Latents(Section):
         return section | dict(zip(("mean", "std"), moments or ()))
 
     def require_channel_moments(self, channels: int) -> None:
-        """Raises ConfigError if normalize=channels lacks the mean and std of the channels, if their number is not
+        """Raises ConfigError if normalize=channels lacks the mean or the std of the channels, if their number is not
         `channels`, or if normalize=scale has either.
         """
         if self.normalize == "scale" and (self.mean or self.std):
@@ -112,11 +112,15 @@ class Latents(Section):
 def load_first_stage(
     section: FirstStage, codes: Codes | None, in_channels: int, image_size: int, scale: tuple[Values, Values]
 ) -> Autoencoder:
-    """Returns the autoencoder that `section` names, with the (scale, shift) of its latents given as `scale`. If the
-    latents come from a cache, described by `codes`, its encoder is dropped.
+    """Returns the autoencoder that `section` names. Drops its encoder if the latents come from a cache.
 
-    Raises ConfigError if the autoencoder's factor, channels or image size differ from the recipe's, or its fingerprint
-    from that of the section or of the cache.
+    codes        what is known of the cached latents; None: there is no cache.
+    in_channels  number of channels of the latents.
+    image_size   side of the images, in pixels.
+    scale        (scale, shift) of the latents.
+
+    Raises ConfigError if the autoencoder's factor, channels or image size differ from the recipe's, or if its
+    fingerprint differs from that of the section or of the cache.
     """
     path = section.path
     autoencoder = Autoencoder(path, *scale)

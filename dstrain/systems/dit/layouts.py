@@ -221,8 +221,8 @@ LAYOUTS = {
 
 
 def recognise_layout(names: Mapping[str, Tensor]) -> str | None:
-    """Returns the name of the published layout to which a file's weights belong by their names; None if no layout is
-    recognised. Never returns sit: SiT's names are those of DiT.
+    """Returns the name of the published layout that a file's weights have, found by the weights' names; None if no
+    layout is recognised. Never returns "sit": SiT's files have the same names as DiT's.
     """
     for name, layout in LAYOUTS.items():
         for prefix in (layout.prefix, ""):
@@ -234,14 +234,14 @@ def recognise_layout(names: Mapping[str, Tensor]) -> str | None:
 def translate_from_layout(
     state: Mapping[str, Tensor], name: str, depth: int, grid: int, head_dims: Sequence[int] = (), scale: int = 1
 ) -> tuple[dict[str, Tensor], list[str]]:
-    """Returns the weights of a published network under our names, with its time turned to run as ours does, and notes
-    on what was changed or left out.
+    """Returns the weights of a published network under our names, and notes on what was changed or left out. If the
+    network's time is 0 at the noise, changes the weights so that time is 0 at the data.
 
-    name        of the layout, a key of LAYOUTS.
-    depth       number of blocks of the first trunk; in RAE's files those of the wide head follow them.
-    grid        patches along a side, for the positions.
-    head_dims   widths of an attention head, in the trunk and in a wide head; () if the network rotates nothing.
-    scale       what positions are divided by before their sines are taken.
+    name       a key of LAYOUTS.
+    depth      number of blocks of the first trunk; in RAE's files those of the wide head follow them.
+    grid       patches along a side, for the positions.
+    head_dims  widths of an attention head, in the trunk and in a wide head; () without rotary positions.
+    scale      what positions are divided by before their sines are taken.
 
     Raises ConfigError if a table of rotations differs from ours, if a part of a joined weight is missing, or for
     weights that the layout refuses.
@@ -307,9 +307,9 @@ def translate_to_layout(
 def translate_adapters_to_layout(
     state: Mapping[str, Tensor], name: str, theirs: Sequence[str], depth: int = 0
 ) -> dict[str, Tensor]:
-    """Returns the LoRA adapters in a state dict under the names of a published layout; arguments as for
-    `translate_to_layout`. If one layer of ours is several layers there, each of these gets the whole lora_A and its own
-    rows of lora_B.
+    """Returns the LoRA adapters in a state dict under the names of a published layout. The arguments are those of
+    `translate_to_layout`. If the published network splits one of our layers into several, each of the several gets the
+    whole lora_A and only its own rows of lora_B.
 
     Raises ConfigError for an adapter of a layer that the published network does not have.
     """
@@ -348,10 +348,8 @@ def _swap_halves(state: dict[str, Tensor], layout: Layout, depth: int) -> None:
 
 
 def reverse_time(state: dict[str, Tensor], negate: bool) -> None:
-    """Changes, in place, the weights of a network of time t so that it computes the same from time 1 - t. A second call
-    undoes the first. negate: whether to change the sign of the output, too, as velocities need.
-
-    The sinusoids of 1 - t are a linear map of those of t, which is merged into the layer that reads them.
+    """Changes, in place, the weights of a network that takes time t, so that it computes the same from time 1 - t. A
+    second call undoes the first. negate: whether to change the sign of the output, too, as velocities need.
     """
     weight = state[f"{_TIME}.weight"]
     frequencies = compute_timestep_frequencies(weight.shape[1]).to(weight.device)
@@ -372,7 +370,7 @@ def _find_matching_reason(key: str, reasons: Sequence[tuple[str, str]]) -> str |
 
 
 def _translate_to_our_name(key: str, layout: Layout, depth: int) -> str:
-    """Returns our name for the weight that a layout calls `key`; `key` itself if the layout has no other. depth: number
+    """Returns our name for the weight that a layout calls `key`; `key` itself if both names are the same. depth: number
     of blocks of the first trunk.
     """
     if layout is LAYOUTS["rae"] and (match := re.fullmatch(r"blocks\.(\d+)\.(.*)", key)) and int(match[1]) >= depth:

@@ -192,15 +192,16 @@ class DiT(nn.Module):
         """Returns the prediction (B, C or 2C, ...) for noised inputs x, images (B, C, H, W) or clips (B, C, T, H, W),
         at times t (B,).
 
-        y             int64 (B,), labels; None: no labels.
-        size, embed   int64 (B, 6), see SizeEmbedder, and (B, E), see ImageEmbedder; None: no such conditions.
-        text, mask    see TextTokens; None: no texts.
-        extras        whether to return a dict instead: out, the prediction; base, that of the second head; projected, a
-                      list of (B, N, width), one for each projector; drawn and towards, the tokens (B, N, D) that
-                      LayerSync compares, the latter without a gradient. It has only those that the network computes.
-        keep          int64 (B, M), the numbers of the patches that go through the `routed` blocks; None: all.
-        given         (B, C + 1, T, H, W), the first frames of a clip that are given, all others zero, and a last
-                      channel that is 1 in the given frames; None: the network takes none.
+        y           int64 (B,), labels; None: no labels.
+        size        int64 (B, 6), sizes and crops of the images, see SizeEmbedder; None: no sizes.
+        embed       (B, E), image embeddings, see ImageEmbedder; None: no embeddings.
+        text, mask  see TextTokens; None: no texts.
+        keep        int64 (B, M), the numbers of the patches that go through the `routed` blocks; None: all.
+        given       (B, C + 1, T, H, W), the first frames of a clip that are given, all others zero, and a last channel
+                    that is 1 in the given frames; None: the network takes none.
+        extras      whether to return a dict instead, of those that the network computes: `out`, the prediction; `base`,
+                    the second head's; `projected`, a list of (B, N, width), one for each projector; `drawn` and
+                    `towards`, the tokens (B, N, D) that LayerSync compares, `towards` without a gradient.
         """
         image = x if given is None else torch.cat((x, given.to(x)), dim=1)
         grid = self.count_patches(x)
@@ -279,8 +280,8 @@ class DiT(nn.Module):
         return (1 + (x.shape[2] - 1) // self.patch_frames, *sides) if self.patch_frames else sides
 
     def get_positions(self, grid: tuple[int, ...]) -> Tensor:
-        """Returns the embeddings of the positions in a grid of patches, (1, N, D). They are the table pos_embed if the
-        grid is the network's own square; any other grid has sines over the same range, computed once. For clips adds
+        """Returns the embeddings of the positions in a grid of patches, (1, N, D): the table pos_embed if the grid has
+        the network's own rows and columns, else sines of the positions, computed once for each grid. For clips adds
         embeddings of the times.
         """
         *times, high, wide = grid
@@ -295,15 +296,17 @@ class DiT(nn.Module):
         return positions
 
     def compute_sines(self, high: int, wide: int) -> Tensor:
-        """Returns the sines of the positions in a grid of high x wide patches, float32 (high * wide, D), over the range
-        of the network's own square, or as sines_within says.
+        """Returns the sines and cosines that embed the positions in a grid of high x wide patches, float32 (high *
+        wide, D). Without sines_within each side runs over the same range, whatever its number of patches. With
+        sines_within the grid is the middle of a larger square.
         """
         within, base = self.sines_within or (None, self.range)
         return make_sincos_positions(self.pos_embed.shape[-1], high, wide, base, within)
 
     def get_rotations(self, grid: tuple[int, ...], head_dim: int, after: int, device: torch.device) -> Tensor:
-        """Returns the rotary positions (see make_rotations) of the tokens in a grid of patches, over the range of the
-        network's own square, and of `after` further tokens, which are not rotated. They are computed once and kept.
+        """Returns the rotary positions (see make_rotations) of the tokens in a grid of patches, and of `after` further
+        tokens, which are not rotated. Rows and columns run over the same range, whatever the number of patches.
+        Computes them once and keeps them.
         """
         key = grid, head_dim, after
         if key not in self._rotations:

@@ -46,8 +46,8 @@ class ClassPipeline(DiffusionPipeline):
         super().save_config(save_directory, **kwargs)
 
     def to_json_string(self):
-        """Returns the text of model_index.json, in which this class and the transformer's are given by the names of
-        their files, from which from_pretrained imports them.
+        """Returns the text of model_index.json. It names the files from which from_pretrained imports this class and
+        the transformer's.
         """
         index = json.loads(super().to_json_string()) | {"_class_name": ["pipeline", type(self).__name__]}
         library, name = index["transformer"]

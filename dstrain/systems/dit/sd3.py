@@ -89,11 +89,11 @@ def rename_from_diffusers(
 
 
 def crop_positions(state: dict[str, Tensor], notes: list[str], network: DiT) -> fitting.Fitted:
-    """Returns the state dict with the positions of the network's own patches, cut from the middle of the larger square
-    that the file has, and `notes` with one more note. Returns both unchanged without sines_within, or if the file has
-    no positions.
+    """Returns the state dict with positions for the network's own patches, cut from the middle of the file's larger
+    square, and `notes` with one more note. Returns both arguments unchanged if sines_within is not set, or if the file
+    has no positions.
 
-    Raises ConfigError if the file's square is not the one of sines_within.
+    Raises ConfigError if the side of the file's square is not the one that sines_within gives.
     """
     table, grid = state.get(_POSITIONS), network.grid
     if network.sines_within is None or table is None:

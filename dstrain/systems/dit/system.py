@@ -78,10 +78,10 @@ class DiTSystem(System):
 
     @torch.no_grad()
     def encode(self, batch: Batch) -> Example:
-        """Returns the example of a batch: x_start, the conditions' tensors, and other inputs unchanged, without pixels,
-        latents and captions. x_start is (B, C, h, w), of clips (B, C, T, h, w): latents, drawn from cached moments or
-        by the first stage; without either, pixels in [-1, 1]. Raises ConfigError if a condition is missing or wrong, if
-        the batch has images but the model reads cached latents, or if x_start does not fit the network.
+        """Returns the example of a batch: x_start, the conditions' tensors, and the batch's other tensors, but no
+        pixels, latents and captions. x_start is (B, C, h, w), or (B, C, T, h, w) for clips: latents from the cache or
+        the first stage, or else pixels in [-1, 1]. Raises ConfigError if a condition is missing or wrong, if x_start
+        does not fit the network, or if the batch has images where the model reads cached latents.
         """
         inputs = ("image", "video", "frames", "latent_mean", "latent_std", "caption", *NAMES)
         example = {name: tensor for name, tensor in batch.items() if name not in inputs}
@@ -118,8 +118,9 @@ class DiTSystem(System):
 
     def compute_denoiser_loss(self, nets: Nets, example: Example) -> Terms:
         """Returns the terms of a training step: `loss`, the mean over samples; loss_each (B,); and those that the
-        process reports. A sample's timestep and noise are drawn from its key; with class_dropout_prob its conditions
-        are dropped. In a step of short clips cuts the example's x_start, in place, to their frames.
+        process reports. Draws each sample's timestep and noise from its key. Drops a sample's conditions with
+        probability class_dropout_prob. In a step of short clips also replaces the example's x_start by its first
+        frames.
         """
         if self._end is not None:
             example["x_start"] = example["x_start"][:, :, : self._end]
@@ -136,8 +137,8 @@ class DiTSystem(System):
     @torch.no_grad()
     def measure(self, nets: Nets, example: Example, num_steps: int | None = None, progress: Progress = iter) -> Terms:
         """Returns the bits/dim of each sample for a model of 8-bit pixels, with no condition dropped: by the
-        variational bound of a diffusion, or the likelihood of a flow's ODE. Returns the terms of `evaluate` for a model
-        of latents, and raises ConfigError if such a model is given num_steps.
+        variational bound of a diffusion, or the likelihood of a flow's ODE. For a model of latents returns the terms of
+        `evaluate` instead, and raises ConfigError if num_steps is given.
         """
         if self.config.models_pixels:
             network = partial(nets["denoiser"], **self._read_conditions(example))
@@ -165,8 +166,8 @@ class DiTSystem(System):
         return 1, frames, int(self.alignment is not None and self.alignment.is_active_at_step(step))
 
     def _compute_losses(self, nets: Nets, example: Example, learns: bool = False) -> Terms:
-        """Returns the loss and other terms of each sample, (B,), at one random timestep and noise. learns: whether as
-        in training, with dropped conditions, routed tokens and alignment.
+        """Returns the loss and other terms of each sample, (B,), at one random timestep and noise. learns: whether to
+        drop conditions, route tokens and align them, as in training.
         """
         x_start, key = example["x_start"], example["key"]
         patch = self.config.get_network_shape()["patch_size"]
@@ -222,8 +223,7 @@ class DiTSystem(System):
 
     def conditions(self, num: int, labels: tuple[int, ...] | None = None) -> dict[str, Tensor]:
         """Returns conditions by name for `num` samples, (num, ...) each: null texts if the model reads texts, else what
-        System.conditions returns. Raises ConfigError for labels if the model reads texts, and if it then has no null
-        text.
+        System.conditions returns. A model of texts raises ConfigError if labels are given, or if it has no null text.
         """
         if not self.takes_texts:
             return super().conditions(num, labels)
@@ -264,7 +264,7 @@ class DiTSystem(System):
 
     def accepts(self, source: Any) -> None:
         """Raises ConfigError if the data source lacks the embeddings, texts or features that the model reads, or has
-        some of another width. Prints a warning if tokens are routed and images have too few for it.
+        some of another width. Prints a warning if tokens are routed and an image has fewer than 1,000 tokens.
         """
         if self.config.align:
             require_encoder_or_features(self.config.align, source.read_first())
@@ -281,7 +281,7 @@ class DiTSystem(System):
 
     def pictures(self, nets: Nets, example: Example) -> dict[str, Tensor]:
         """Returns {"data": uint8 (B, C, H, W)}, the example's images decoded from x_start, for a model that draws from
-        image embeddings; {} for other models, and if no autoencoder decodes its latents.
+        image embeddings. Returns {} for other models, and if no autoencoder decodes the latents.
         """
         if not self.config.embedding_dim or self.cannot_draw():
             return {}
@@ -321,7 +321,7 @@ class DiTSystem(System):
 
     def _add_given_frames(self, request: Request, prime: Tensor, shape: tuple[int, ...]) -> Request:
         """Returns the request with one more condition, "given" (N, C + 1, T, H, W): the first frames `prime`, encoded,
-        extended by zeros to a clip of `shape` = (C, T, H, W), and marked by 1 in the last channel.
+        then zeros up to a clip of `shape` = (C, T, H, W), and a last channel that is 1 in the first frames.
         """
         (condition,) = (condition for condition in self.network_conditions if isinstance(condition, Given))
         given = condition.extend_to_clips(self._encode_clips(prime, rng.keys_of_seeds(request.seeds)), shape)
@@ -421,9 +421,9 @@ class DiTSystem(System):
         return values, notes + left
 
     def rename_published(self, part: str, state: dict[str, Tensor]) -> Fitted:
-        """Returns weights of a published layout under our names, with their time turned to run as ours does, and notes;
-        see layouts.py. Returns other weights unchanged. Raises ConfigError if networks of the layout were trained for
-        something else than the recipe says, such as another objective.
+        """Returns weights of a published layout under our names, changed to our direction of time, and notes; see
+        layouts.py. Returns other weights unchanged. Raises ConfigError if networks of the layout are trained in another
+        way than the recipe says, such as for another objective.
         """
         layout = self.config.layout or recognise_layout(state)
         if layout is None:
@@ -476,8 +476,8 @@ class DiTSystem(System):
 
     def synthetic(self, batch_size: int) -> Batch:
         """Returns a batch of random content, always the same: keys, conditions, and images or clips of the model's
-        largest size; or latents, if it reads cached ones or learns them without a first stage. Adds features if
-        model.align reads them from the data.
+        largest size. Holds latents instead of images if the model learns latents without encoding them itself. Adds
+        features if model.align reads them from the data.
         """
         square = self.config.image_size, (self.config.video and self.config.video.height) or self.config.image_size
         wide, high = max(self.config.sizes or (square,), key=math.prod)

@@ -101,7 +101,7 @@ images[0].save("0.png")
 
 def describe_export(system: DiTSystem) -> tuple[str, str, str]:
     """Returns three texts for users of the export: the name of diffusers' class that loads it, notes ("" if there are
-    none), and Python code that draws samples from it, in which OUT stands for its folder.
+    none), and Python code that draws samples from it. In the code OUT stands for the export's folder.
     """
     config, notes = system.config, []
     if config.learn_sigma:
@@ -170,10 +170,11 @@ def save_export(
     statistics: Callable[[], dict[str, Any]] = dict,
     classes: Callable[[], Sequence[str]] = tuple,
 ) -> None:
-    """Writes the model into `folder`, from which diffusers' from_pretrained loads it. classes: returns the names of the
-    classes by label; () if they are unknown. statistics: not used here; exports of autoencoders need it.
+    """Writes the model into `folder`, from which diffusers' from_pretrained loads it. Raises ConfigError if diffusers'
+    classes cannot express the model.
 
-    Raises ConfigError if diffusers' classes cannot express the model.
+    classes     returns the names of the classes by label; () if they are unknown.
+    statistics  is not used here; exports of autoencoders need it.
     """
     from diffusers import DiTPipeline
 
@@ -202,8 +203,8 @@ def save_export(
 
 
 def rename_adapters(system: DiTSystem, state: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], bool]:
-    """Returns the LoRA adapters in a state dict under the names of diffusers' transformer, and whether its pipeline
-    loads such files itself (load_lora_weights).
+    """Returns the LoRA adapters in a state dict under the names of diffusers' transformer, and whether diffusers can
+    load such files itself (load_lora_weights).
 
     Raises ConfigError if the model reads no texts, if an adapter has no place in diffusers' transformer, or if the
     positions are not those that PixArt's transformer computes.
@@ -252,9 +253,9 @@ def _save_pixart(system: DiTSystem, network: DiT, folder: Path) -> None:
 def measure_errors(
     system: DiTSystem, nets: Mapping[str, nn.Module], folder: Path, example: Example
 ) -> dict[str, float]:
-    """Returns the relative errors of the exported network's predictions, as diffusers loads it, against the trained
-    network's, at timesteps spread over the whole chain. Keys: "with label" or "with text", and, if the model was
-    trained with dropped conditions, "without label" or "without text".
+    """Returns how far predictions of the exported network are from the trained network's, at timesteps spread over the
+    whole chain: largest difference / largest value. Keys: "with label" or "with text", and, if the model was trained
+    with dropped conditions, "without label" or "without text".
     """
     from diffusers import DiTTransformer2DModel
 

@@ -30,14 +30,15 @@ class Trunk(nn.ModuleList):
         taps: Collection[int] = (),
         keep: Tensor | None = None,
     ) -> tuple[Tensor, dict[int, Tensor]]:
-        """Returns the image's tokens after the last block, (B, N, D), and those after each of the blocks in `taps`, by
-        the block's number, counted from 1.
+        """Returns the image's tokens after the last block, (B, N, D), and a dict with those after each block in `taps`,
+        by the block's number, counted from 1.
 
-        tokens  condition tokens (B, K, D); None: there are none. inputs.rotation, and inputs.mask without
-                cross-attention, are of all N + K tokens; each block gets the part of its own tokens.
+        inputs  what all blocks read. Its rotation, and its mask without cross-attention, cover all N + K tokens; each
+                block is given the part for its own tokens.
+        tokens  condition tokens (B, K, D); None: there are none.
         keep    int64 (B, M), the numbers of the image's tokens that go through the `routed` blocks (TREAD, Krause et
-                al. 2025); the others skip these and come back unchanged after the last of them. None: all go through. A
-                tap between routed blocks has only the M tokens, (B, M, D).
+                al. 2025). The others skip these blocks and come back unchanged after the last of them. None: all go
+                through. A tap between routed blocks has only M tokens, (B, M, D).
         """
         count, whole, tapped, passing = x.shape[1], inputs.rotation, {}, x
         rotation, mask = whole, inputs.mask if inputs.text is None else None
@@ -66,9 +67,9 @@ class Trunk(nn.ModuleList):
 
 
 def _crop_mask(mask: Tensor, x: Tensor, keep: Tensor | None) -> Tensor:
-    """Returns the part of a mask (B, 1, 1, N + K) for the tokens x that a block sees: its last entries, as many as
-    there are tokens. The tokens that skip the block are the image's, whose entries come first and are all True. Returns
-    the whole mask if `keep` is None.
+    """Returns the last entries of a mask (B, 1, 1, N + K), as many as the block's tokens x. The image's N entries come
+    first and are all True, so it does not matter which of the image's tokens x lacks. Returns the whole mask if `keep`
+    is None.
     """
     return mask if keep is None else mask[..., mask.shape[-1] - x.shape[1] :]
 
@@ -96,8 +97,8 @@ def _put_tokens(x: Tensor, keep: Tensor, taken: Tensor) -> Tensor:
 
 
 def _take_rotations(rotation: Tensor | None, keep: Tensor, count: int) -> Tensor | None:
-    """Returns the rotations (B, 2, M + K, d) of the tokens that stay: those of the first `count` whose numbers are in
-    `keep`, int64 (B, M), and all K tokens behind the first `count`. Returns None if `rotation` is None.
+    """Returns the rotations of the tokens that stay, (B, 2, M + K, d): of the image's `count` tokens those with the
+    numbers `keep`, int64 (B, M), and then all K condition tokens. Returns None if `rotation` is None.
     """
     if rotation is None:
         return None

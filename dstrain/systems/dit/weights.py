@@ -105,13 +105,15 @@ _REMEDIES = (
 
 
 def adapt_weights(state: dict[str, Tensor], network: nn.Module) -> fitting.Fitted:
-    """Returns a state dict that fits `network`, of which only names and shapes are read, and notes on what was changed:
+    """Returns a state dict that fits `network`, and notes on what was changed. Reads only names and shapes of the
+    network.
 
-    positions   are interpolated (bicubic) to another resolution.
-    labels      a table with another number of rows gets new rows, normal(0.02), but keeps its last row, "no label".
-    embedders   of sizes or image embeddings that the file lacks are added, with zeros in their last layer, so that they
-                do not change the output. A null text that it lacks is normal(0.02).
-    projectors  of an alignment are left out if the network has none, and get initial values if the file has none.
+    positions    are interpolated (bicubic) to the network's resolution.
+    label table  gets new rows, normal(0.02), if it has another number of rows, but keeps its last row, "no label".
+    embedders    of sizes or image embeddings are added if the file has none. Their last layer is zeros, so that the
+                 output stays the same.
+    null text    is added as normal(0.02) if the file has weights for texts, but none for the null text.
+    projectors   of an alignment are left out if the network has none, and get initial values if the file has none.
 
     Raises ConfigError for the first other difference, with both shapes and the remedy.
     """
@@ -160,11 +162,12 @@ def _interpolate_positions(positions: Tensor, count: int, notes: list[str]) -> T
 
 
 def rename_to_diffusers(state: Mapping[str, Tensor], depth: int, rows: int, has_null: bool) -> dict[str, Tensor]:
-    """Returns our weights under the names of diffusers' DiTTransformer2DModel, whose label table has `rows` rows of
-    labels and a last one, "no label".
+    """Returns our weights under the names of diffusers' DiTTransformer2DModel. Its label table has `rows` rows of
+    labels and a last row, "no label".
 
-    Our table may have fewer labels: the other rows repeat "no label". If our table has no such row (has_null is False),
-    they and the last row are zeros. depth: number of blocks.
+    depth     number of blocks.
+    rows      number of labels there. Rows for labels that our table lacks repeat "no label".
+    has_null  whether our table ends with "no label"; if not, that row is zeros.
     """
     table = state[_CLASSES]
     classes, null = (table[:-1], table[-1:]) if has_null else (table, torch.zeros_like(table[:1]))
@@ -258,7 +261,7 @@ def make_pixart_arguments(config: Config) -> dict[str, Any]:
 
 def _iterate_name_pairs(depth: int) -> Iterator[tuple[str, list[str]]]:
     """Yields our name of each weight with a list of diffusers' names: three for a qkv, one for each block for an
-    embedder's weight (diffusers has a copy in every block), one for any other.
+    embedder's weight (each block there has a copy), and a single one for all other weights.
     """
     for kind in ("weight", "bias"):
         for name, other in _ENDS.items():
@@ -277,8 +280,8 @@ def _iterate_name_pairs(depth: int) -> Iterator[tuple[str, list[str]]]:
 
 
 def _merge_equal_copies(copies: dict[str, Tensor]) -> Tensor:
-    """Returns the value that all copies of a weight share, of which diffusers has one in each block. copies: by
-    diffusers' names. Raises ConfigError if two differ.
+    """Returns the one value that all copies of a weight have; diffusers keeps a copy in each block. Raises ConfigError
+    if two copies differ. copies: the copies by their names in diffusers.
     """
     first = next(iter(copies.values()))
     for name, copy in copies.items():
@@ -291,11 +294,11 @@ def _merge_equal_copies(copies: dict[str, Tensor]) -> Tensor:
 
 
 def _remove_padding_rows(table: Tensor, config: Config, notes: list[str]) -> Tensor:
-    """Returns a label table without the rows that diffusers adds as padding: all rows from num_classes on, if they are
-    equal. Returns a table without such rows unchanged.
+    """Returns a label table without the rows that diffusers adds as padding: the rows from num_classes on, if all of
+    them are equal. Returns a table without such rows unchanged.
 
-    If the model drops labels, keeps one of these rows, as "no label". Otherwise appends a note to `notes`, unless their
-    values are 0.
+    Keeps one of these rows, as "no label", if the model drops labels. If it does not, and the rows are not zeros,
+    appends a note to `notes`.
     """
     count = config.num_classes
     if len(table) <= count or not torch.equal(table[count:], table[-1:].expand_as(table[count:])):
@@ -355,8 +358,8 @@ def list_target_differences(diffusers_config: Mapping[str, Any], config: Config)
 
 
 def describe_inexpressible_field(config: Config) -> str | None:
-    """Returns "FIELD: reason" for the first field because of which diffusers' DiTTransformer2DModel cannot hold the
-    network; None if it can. Networks of texts have another class, so for them returns None; see `require_expressible`.
+    """Returns "FIELD: reason" for the first field that diffusers' DiTTransformer2DModel cannot express; None if it can
+    hold the network. Always returns None for a model of texts, which other classes hold.
     """
     if config.reads_texts:
         return None
@@ -375,8 +378,8 @@ def describe_inexpressible_field(config: Config) -> str | None:
 
 
 def require_expressible(config: Config) -> None:
-    """Raises ConfigError if no pipeline can draw from an export of the model: for clips, for texts with other choices
-    than PixArt's, and for labels beside sizes or image embeddings.
+    """Raises ConfigError if no pipeline can draw from an export of the model: if it draws clips, if it reads texts with
+    other choices than PixArt's, or if it reads labels together with sizes or image embeddings.
     """
     if config.video is not None:
         raise ConfigError("video: the pipeline of an export draws images alone; take --format safetensors")

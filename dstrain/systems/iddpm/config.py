@@ -95,8 +95,8 @@ class Config(SystemConfig):
     @field_validator("attention_resolutions", "channel_mult", mode="before")
     @classmethod
     def _split_flag(cls, value: Any) -> Any:
-        """Converts a value that is written as the original's flag to a tuple: "16,8" to ("16", "8"), and 16 to (16,).
-        Returns any other value unchanged.
+        """Converts a value written as a flag of the original's command line to a tuple: "16,8" to ("16", "8"), and 16
+        to (16,). Returns any other value unchanged.
         """
         if isinstance(value, str):
             return tuple(part.strip() for part in value.split(",") if part.strip())
@@ -105,7 +105,7 @@ class Config(SystemConfig):
     @field_validator("timestep_respacing", mode="before")
     @classmethod
     def _join_sections(cls, value: Any) -> Any:
-        """Converts timestep_respacing that is given as a list of numbers to the original's text: [10, 15, 20] to
+        """Converts a list of numbers for timestep_respacing to text, as the original writes it: [10, 15, 20] to
         "10,15,20". Returns any other value unchanged.
         """
         return ",".join(map(str, value)) if isinstance(value, (list, tuple)) else value
@@ -191,8 +191,8 @@ class Config(SystemConfig):
 
     @classmethod
     def completed(cls, model: dict[str, Any], run: Run) -> dict[str, Any]:
-        """Returns the section `model` with the data's image size and number of channels, if it leaves these out, and
-        with `sizes` always set to data.buckets.
+        """Returns the recipe's section `model` with image_size and in_channels filled in from the data, where the
+        section leaves them out. Always sets `sizes` to data.buckets.
         """
         return {"image_size": run.data.image_size, "in_channels": run.data.channels, **model, "sizes": run.data.buckets}
 
@@ -222,7 +222,8 @@ class Config(SystemConfig):
 
     def get_image_shape(self, size: Shape | None = None) -> tuple[int, int, int]:
         """Returns the shape (C, H, W) of images of `size` = (width, height) in pixels; None: squares of image_size.
-        Raises ConfigError if a side is no multiple of 2 ** (levels - 1), by which the network's levels divide it.
+        Raises ConfigError if a side is no multiple of 2 ** (levels - 1), since each further level of the network halves
+        it.
         """
         wide, high = size or (self.image_size, self.image_size)
         unit = 2 ** (len(self.mults) - 1)
@@ -237,13 +238,13 @@ class Config(SystemConfig):
 
     @property
     def has_null(self) -> bool:
-        """Returns whether the label table has one more row than there are classes, the last, which means "no label"."""
+        """Returns whether the label table has a row for "no label": the last, behind one row for each class."""
         return self.class_cond and self.class_dropout_prob > 0
 
     @property
     def mults(self) -> tuple[int, ...]:
-        """Returns the width of each level / num_channels: channel_mult or, if that is None, the published one for
-        image_size.
+        """Returns, for each level, its width as a multiple of num_channels: channel_mult or, if that is None, the
+        published one for image_size.
         """
         return self.channel_mult if self.channel_mult is not None else CHANNEL_MULT[self.image_size]
 
@@ -254,7 +255,9 @@ class Config(SystemConfig):
 
     @property
     def heads_upsample(self) -> int:
-        """Returns the number of attention heads on the way up."""
+        """Returns the number of attention heads in the blocks on the way up: num_heads_upsample, or num_heads if that
+        is -1.
+        """
         return self.num_heads if self.num_heads_upsample == -1 else self.num_heads_upsample
 
     def count_respaced_steps(self) -> int:
@@ -306,7 +309,7 @@ class Config(SystemConfig):
 
 def _propose_channel_mult(image_size: int) -> list[int]:
     """Returns a channel_mult for error messages to propose: [1, 2, 2, ...], one number for each level. Each further
-    level halves the side; levels are added while the side is even and above 8, up to six.
+    level halves the side of the image; there are up to six, and a side is halved only if it is even and above 8.
     """
     levels = 1
     while levels < 6 and image_size % 2**levels == 0 and image_size // 2 ** (levels - 1) > 8:

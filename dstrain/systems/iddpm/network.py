@@ -103,7 +103,7 @@ class UNet(nn.Module):
 
     def forward(self, x: Tensor, t: Tensor, y: Tensor | None = None) -> Tensor:
         """Returns the prediction (B, C or 2C, H, W) for noisy images x (B, C, H, W), timesteps t (B,) and labels y
-        int64 (B,). An unconditional network reads no y.
+        int64 (B,). Ignores y if the network is unconditional.
         """
         dtype = self.time_embed[0].weight.dtype  # from here on in compute precision
         emb = self.time_embed(compute_timestep_features(t, self.num_channels).to(dtype))  # (B, E)
@@ -126,8 +126,8 @@ class SuperResUNet(UNet):
         super().__init__(in_channels, *arguments, seen_channels=2 * in_channels, **options)
 
     def forward(self, x: Tensor, t: Tensor, low_res: Tensor, y: Tensor | None = None) -> Tensor:
-        """Returns the prediction (B, C or 2C, H, W), as UNet does, given also the small pictures low_res (B, C,
-        h, w).
+        """Returns the prediction (B, C or 2C, H, W) for noisy images x, as UNet does. low_res (B, C, h, w): the small
+        pictures that are to be enlarged.
         """
         stretched = F.interpolate(low_res, x.shape[-2:], mode="bilinear", align_corners=False)
         return super().forward(torch.cat((x, stretched.to(x.dtype)), dim=1), t, y)

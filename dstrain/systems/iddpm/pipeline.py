@@ -43,8 +43,8 @@ class ConditionalUNetPipeline(DiffusionPipeline):
         super().save_config(save_directory, **kwargs)
 
     def to_json_string(self):
-        """Returns the text of model_index.json with the class given as ["pipeline", NAME], by which from_pretrained
-        finds it in the file pipeline.py.
+        """Returns the text of model_index.json. It gives the class as ["pipeline", NAME], so that from_pretrained looks
+        for the class in pipeline.py.
         """
         index = json.loads(super().to_json_string()) | {"_class_name": ["pipeline", type(self).__name__]}
         return json.dumps(index, indent=2) + "\n"
@@ -111,7 +111,8 @@ class ConditionalUNetPipeline(DiffusionPipeline):
 
     def _predict_guided(self, x, t, y, stretched, scale):
         """Returns the UNet's output with classifier-free guidance: without label + scale * (with label - without
-        label). Further channels, which are learned variances, are those with label. Scale 1 means no guidance.
+        label). Does not guide further channels, which are learned variances: they are those with label. Scale 1 means
+        no guidance.
         """
         seen = x if stretched is None else torch.cat((x, stretched), dim=1)
         if scale == 1:

@@ -61,9 +61,10 @@ class IDDPMSystem(System):
     @torch.no_grad()
     def encode(self, batch: Batch) -> Example:
         """Returns the batch with x_start, the images as (B, C, H, W) in [-1, 1], in place of `image`. For
-        super-resolution adds low_res (B, C, small, small), which is x_start shrunk to small_size by averaging pixels.
+        super-resolution adds low_res (B, C, small, small): x_start shrunk to small_size by averaging pixels.
 
-        Raises ConfigError if images do not have the model's shape, and for unknown labels if these are on the CPU.
+        Raises ConfigError if images do not have the model's shape. Also raises it for unknown labels, but checks labels
+        only if they are on the CPU.
         """
         example = super().encode(batch)
         if tuple(example["x_start"].shape[1:]) not in self.shapes:
@@ -76,11 +77,12 @@ class IDDPMSystem(System):
 
     def compute_denoiser_loss(self, nets: Nets, example: Example) -> Terms:
         """Returns the terms of a training step: `loss`, the mean over samples; loss_each (B,); and the other terms of
-        the process, (B,) each. Time and noise of a sample are drawn from its key. Labels are dropped with probability
+        the process, (B,) each. Draws each sample's time and noise from its key. Drops labels with probability
         class_dropout_prob.
 
-        With schedule_sampler=loss-second-moment all terms but `quartile` are multiplied by the weight of the drawn
-        timestep, and two are added, (B,) each: `timestep`, and `loss_seen`, the loss before that multiplication.
+        With schedule_sampler=loss-second-moment multiplies all terms but `quartile` by a weight, which the sampler
+        gives with each timestep. Then adds two terms, (B,) each: `timestep`, and `loss_seen`, the loss before it was
+        multiplied.
         """
         if self.config.has_null:
             dropped = rng.uniform(example["key"], "drop") < self.config.class_dropout_prob
@@ -97,17 +99,17 @@ class IDDPMSystem(System):
         return terms | {"loss": loss.mean(), "loss_each": loss.detach()} | seen
 
     def observe(self, terms: Terms) -> None:
-        """Adds the losses of a step to the timestep sampler's history, from which it learns where losses are large.
-        Losses that are not finite are passed with timestep -1, which the sampler ignores.
+        """Adds the losses of a step to the history of the timestep sampler, which draws timesteps with large losses
+        more often. Losses that are not finite are given timestep -1, which the sampler ignores.
         """
         losses = terms["loss_seen"]
         self.timesteps.observe(torch.where(losses.isfinite(), terms["timestep"], -1), losses)
 
     @torch.no_grad()
     def evaluate(self, nets: Nets, example: Example) -> Terms:
-        """Returns the loss and other terms of each sample, (B,), at one random time, with no label dropped. The
-        timestep sampler of training is not used, so that losses of different steps can be compared: timesteps are drawn
-        uniformly, and times of a flow from its own density.
+        """Returns the loss and other terms of each sample, (B,), at one random time, with no label dropped. Draws
+        timesteps uniformly, whatever schedule_sampler says, so that losses of different steps can be compared. Draws
+        times of a flow from the flow's own density.
         """
         return self._compute_losses(nets, example)
 
@@ -118,22 +120,22 @@ class IDDPMSystem(System):
         return self.process.compute_losses_at_drawn_times(self.bind_conditions(nets, example), example, t)
 
     def bind_conditions(self, nets: Nets, conditions: dict[str, Tensor]) -> Network:
-        """Returns a function of x_t and t that calls the denoiser with these conditions. Ignores those that the network
-        does not take.
+        """Returns a function of x_t and t that returns the denoiser's output for these conditions. Ignores conditions
+        that the network does not take.
         """
         arguments = self._make_condition_arguments(conditions)
         return lambda x_t, t: nets["denoiser"](x_t, t, **arguments)
 
     def _make_condition_arguments(self, conditions: dict[str, Tensor]) -> dict[str, Tensor]:
         """Returns the network's keyword arguments for these conditions: low_res for super-resolution, and y, the
-        labels, if the model is class-conditional. Raises ConfigError if it is and labels are missing.
+        labels, if the model is class-conditional. Raises ConfigError if such a model is given no labels.
         """
         arguments = {"low_res": conditions["low_res"]} if self.starts_from_data else {}
         return arguments | ({"y": _get_label(conditions)} if self.config.class_cond else {})
 
     def bind_guided_network(self, nets: Nets, conditions: dict[str, Tensor], request: Request) -> Network:
-        """Returns a function of x_t and t that calls the denoiser with these conditions and applies classifier-free
-        guidance, with the scale, interval and rescaling of the request.
+        """Returns a function of x_t and t that returns the denoiser's output for these conditions, with classifier-free
+        guidance by the request's scale, interval and rescaling.
 
         Raises ConfigError if the request asks for guidance and the model has no null label.
         """
@@ -158,8 +160,8 @@ class IDDPMSystem(System):
         """Returns terms of each sample with its bits/dim, and for a flow also with the loss of `evaluate`. For
         super-resolution the bits are those of the large image given the small one.
 
-        num_steps: how many timesteps of a chain to visit, or network calls of a flow to make. None: all timesteps (or
-        those that timestep_respacing keeps), and 100 calls.
+        num_steps: how many timesteps of a chain to visit; None: all, or those that timestep_respacing keeps. For a
+        flow: how many calls of the network to make; None: 100.
         """
         network = self.bind_conditions(nets, example)
         terms = self.process.measure_bits_per_dim(network, example["x_start"], example["key"], num_steps, progress)
@@ -172,8 +174,11 @@ class IDDPMSystem(System):
         """Draws uint8 images (N, C, H, W), one for each seed. Without labels in the request, seed s draws class s
         modulo num_classes.
 
-        Super-resolution needs conditions["low_res"], see `conditions_from`. Given conditions["invert"], images of the
-        request's size, each sample begins from the noise that inverting the sampler finds for its image.
+        Reads these of the request's conditions, too:
+
+        low_res  the small pictures for super-resolution, see `conditions_from`.
+        invert   images of the request's size. Each sample then begins from the noise that inverting the sampler finds
+                 for its image.
 
         Raises ConfigError if low_res is missing or has another shape, for unknown labels, for a sampler that the
         process does not have, for more steps than the chain has, and for guidance of a model without a null label.
@@ -204,9 +209,9 @@ class IDDPMSystem(System):
         self.process.require_known_spacing(samples.spacing)
 
     def conditions_from(self, images: Tensor) -> dict[str, Tensor]:
-        """Returns {"low_res": float32 (N, C, small, small) in [-1, 1]} for pictures uint8 (N, C, H, W), from which
-        super-resolution begins. Pictures of small_size keep their size; those of image_size are shrunk to it. Raises
-        ConfigError for other shapes, and if the model is not for super-resolution.
+        """Returns {"low_res": float32 (N, C, small, small) in [-1, 1]}, from which super-resolution begins, for
+        pictures uint8 (N, C, H, W). Pictures of small_size keep their size; pictures of image_size are shrunk to
+        small_size. Raises ConfigError for other shapes, and if the model is not for super-resolution.
         """
         if not self.starts_from_data:
             return super().conditions_from(images)
@@ -255,8 +260,8 @@ class IDDPMSystem(System):
         return weights.rename_from_diffusers(state, diffusers_config, self.config)
 
     def require_expressible(self) -> None:
-        """Raises ConfigError if diffusers' classes cannot hold the model: for a flow, and for choices of the network or
-        the chain that they do not have.
+        """Raises ConfigError if diffusers' classes cannot hold the model: if it is a flow, or if they lack one of the
+        choices of its network or chain.
         """
         weights.make_diffusers_arguments(self.config)
         self.process.make_scheduler_arguments()

@@ -59,7 +59,7 @@ images[0].save("0.png")
 
 def describe_export(system: IDDPMSystem) -> tuple[str, str, str]:
     """Returns three texts for users of the export: the name of diffusers' class that loads it, notes ("" if there are
-    none), and Python code that draws samples from it, in which OUT stands for its folder.
+    none), and Python code that draws samples from it. In the code OUT stands for the export's folder.
     """
     config, inputs, notes = system.config, [], []
     if system.starts_from_data:
@@ -122,9 +122,9 @@ def save_export(
 def measure_errors(
     system: IDDPMSystem, nets: Mapping[str, nn.Module], folder: Path, example: Example
 ) -> dict[str, float]:
-    """Returns the relative errors of the exported UNet's predictions against the trained network's, the largest of at
-    most four samples, whose timesteps spread over the whole chain. Keys: "prediction", and "without label" if the model
-    has a null label.
+    """Returns how far predictions of the exported UNet are from the trained network's: largest difference / largest
+    value. Compares at most four samples, at timesteps spread over the whole chain. Keys: "prediction", and "without
+    label" if the model has a null label.
     """
     from diffusers import UNet2DModel
 

@@ -69,12 +69,12 @@ def adapt_weights(state: dict[str, Tensor], network: nn.Module, config: Config) 
     """Returns a copy of the state dict that fits `network`, and notes for the user. Reads only names and shapes of the
     network, so it may be on the meta device.
 
-    Makes a label table fit: adds a missing null row, removes one that is not needed, and replaces a table with any
-    other number of rows by new rows, normal(1). Raises ConfigError for the first other difference, with both shapes and
-    the flags that decide them.
+    Makes a label table fit: adds a missing null row, or removes one that the model does not need. Replaces a table with
+    any other number of rows by new rows, normal(1). Raises ConfigError for the first other difference, with both shapes
+    and the flags that decide them.
 
-    The notes say what the rows were taken for. They also list the flags that neither names nor shapes of weights show:
-    if the recipe has one of these wrong, no error is raised and pictures are wrong.
+    The notes say how the rows were understood. They also list flags that cannot be checked against the file: if the
+    recipe has one of these wrong, no error is raised and pictures are wrong.
     """
     shapes = fitting.list_shapes(network)
     state = dict(state)
@@ -95,8 +95,8 @@ def _fit_null_row(state: dict[str, Tensor], config: Config) -> list[str]:
     """Changes the label table in `state`, in place: adds a null row, the mean of all rows, if the model needs one and
     the table has none; removes the null row if the model has none.
 
-    Returns a note on what the table's rows were taken for; [] if the table already fits without a null row, or has
-    neither num_classes nor num_classes + 1 rows.
+    Returns a list with one note on how the rows were understood. Returns [] if the table fits without a null row, or if
+    it has neither num_classes nor num_classes + 1 rows.
     """
     table, count = state[_LABELS], config.num_classes
     if config.has_null and len(table) == count:
@@ -220,8 +220,8 @@ def rename_from_diffusers(
     """Returns the weights of a UNet2DModel under our names, for `adapt_weights`, and a note on weights that are not
     used. diffusers_config: the content of its config.json.
 
-    Raises ConfigError if the class, a field or the table of timesteps differs from the recipe. Does not raise for
-    missing weights, which `adapt_weights` reports.
+    Raises ConfigError if the class, a field or the table of timesteps differs from the recipe. Leaves it to
+    `adapt_weights` to report missing weights.
     """
     _require_same_config(diffusers_config, config)
     state, renamed = dict(state), {}
@@ -273,14 +273,14 @@ def _require_same_config(diffusers_config: Mapping[str, Any], config: Config) ->
 
 
 def _count_heads(config: Config, width: int | None) -> list[int]:
-    """Returns the number of attention heads of each level with attention, then that of the middle, if each head has
-    `width` channels (attention_head_dim of diffusers). None: one head each.
+    """Returns the number of attention heads of each level with attention, then that of the middle block. width:
+    channels of each head (attention_head_dim of diffusers); None: each has one head.
     """
     return [1 if width is None else channels // width for channels in _list_channels_with_attention(config)]
 
 
 def _list_channels_with_attention(config: Config) -> list[int]:
-    """Returns the number of channels of each level with attention, then that of the middle."""
+    """Returns the number of channels of each level with attention, then that of the middle block."""
     return [
         factor * config.num_channels
         for factor, side in zip(config.mults, config.sides)
@@ -289,8 +289,9 @@ def _list_channels_with_attention(config: Config) -> list[int]:
 
 
 def _compute_head_width(config: Config) -> int | None:
-    """Returns the channels of an attention head, for which diffusers has one number for all levels; None if there is
-    one head. Raises ConfigError if heads differ in width between levels, or in number between the ways down and up.
+    """Returns the number of channels of an attention head; None if there is only one head. Raises ConfigError where
+    diffusers cannot express the heads: if they differ in width between levels, or in number between the ways down and
+    up.
     """
     widths = sorted({channels // config.num_heads for channels in _list_channels_with_attention(config)})
     if config.attention_resolutions and config.heads_upsample != config.num_heads:
@@ -310,14 +311,14 @@ def _compute_head_width(config: Config) -> int | None:
 
 
 def _needs_time_table(config: Config) -> bool:
-    """Returns whether UNet2DModel needs a table of the timesteps' sinusoids, since the network sees rescaled timesteps
-    rather than 0, 1, 2, ...
+    """Returns whether UNet2DModel needs a table of the timesteps' sinusoids: True if the network sees rescaled
+    timesteps other than 0, 1, 2, ...
     """
     return config.rescale_timesteps and config.diffusion_steps != 1000
 
 
 def _compute_time_features(config: Config) -> Tensor:
-    """Returns the sinusoids of all timesteps, as the network sees these: float32 (diffusion_steps, num_channels)."""
+    """Returns the sinusoids that the network reads for all timesteps: float32 (diffusion_steps, num_channels)."""
     scale = 1000.0 / config.diffusion_steps if config.rescale_timesteps else 1.0
     return compute_timestep_features(torch.arange(config.diffusion_steps).float() * scale, config.num_channels)
 

@@ -102,13 +102,16 @@ class LucidrainsPrior(nn.Module):
         self_cond: Tensor | None = None,
         image_dropped: Tensor | None = None,
     ) -> Tensor:
-        """Returns the prediction (B, D) for noisy embeddings x (B, D), timesteps t (B,), text_embed (B, D),
-        text_encodings (B, L, D), and self_cond (B, D), the previous prediction.
+        """Returns the prediction (B, D) for noisy embeddings x (B, D).
 
-        text_mask      bool (B, L), False for padding, in whose place a learned encoding stands; None: padding is what
-                       consists of zeros.
-        dropped        bool (B,), True for samples whose text is replaced by null inputs; None: none.
-        image_dropped  bool (B,), True for samples whose x is replaced by a null input; None: none.
+        t               (B,), timesteps.
+        text_embed      (B, D), text embeddings.
+        text_encodings  (B, L, D), one vector for each text token.
+        text_mask       bool (B, L), False for padding, which is replaced by a learned encoding. None: encodings that
+                        are all zeros are padding.
+        dropped         bool (B,), True for samples whose text is replaced by null inputs; None: none.
+        self_cond       (B, D), the x_start predicted before.
+        image_dropped   bool (B,), True for samples whose x is replaced by a null input; None: none.
         """
         dtype = self.learned_query.dtype
         x, text_embed = x.to(dtype), text_embed.to(dtype)
@@ -235,8 +238,8 @@ class SharedKeyAttention(nn.Module):
         nn.init.normal_(self.null_kv)
 
     def forward(self, x: Tensor, bias: Tensor) -> Tensor:
-        """Maps tokens (B, N, D) to tokens (B, N, D). bias: the relative bias (heads, N, N + 1), which is added to the
-        scores.
+        """Maps tokens (B, N, D) to tokens (B, N, D). bias: what RelativeBias returns, (heads, N, N + 1), for the
+        attention scores.
         """
         batch, count, _ = x.shape
         x = self.norm(x)
@@ -338,8 +341,8 @@ class TimestepMLP(nn.Module):
 
 
 def rotate_pairs(x: Tensor) -> Tensor:
-    """Returns x (..., N, d) with rotary positions (Su et al. 2021): in the first 32 channels, or all if there are
-    fewer, each pair of neighbours is rotated by an angle that grows with the token's position.
+    """Returns x (..., N, d) with rotary positions (Su et al. 2021). In the first 32 channels, or in all if there are
+    fewer, each pair of neighbouring channels is rotated by an angle that grows with the token's position.
     """
     count, width = x.shape[-2], min(_ROTATED, x.shape[-1])
     rates = 10000.0 ** -(torch.arange(0, width, 2, device=x.device).float() / width)

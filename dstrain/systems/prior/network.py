@@ -86,12 +86,15 @@ class PriorTransformer(nn.Module):
         dropped: Tensor | None = None,
         self_cond: Tensor | None = None,
     ) -> Tensor:
-        """Returns the prediction (B, D) for noisy embeddings x (B, D), timesteps t (B,), text_embed (B, T),
-        text_encodings (B, L, E), and self_cond (B, D), the previous prediction.
+        """Returns the prediction (B, D) for noisy embeddings x (B, D).
 
-        text_mask  bool (B, L), False for padding, which no token sees. None: every token sees all others, also later
-                   ones, as in the published network. PriorSystem always gives a mask.
-        dropped    bool (B,), True for samples whose text is replaced by the null text; None: none.
+        t               (B,), timesteps.
+        text_embed      (B, T), text embeddings.
+        text_encodings  (B, L, E), one vector for each text token.
+        text_mask       bool (B, L), False for padding, which no token sees. None: every token sees all others, also
+                        later ones, as in the published network. PriorSystem always gives a mask.
+        dropped         bool (B,), True for samples whose text is replaced by the null text; None: none.
+        self_cond       (B, D), the x_start predicted before.
         """
         dtype = self.proj_in.weight.dtype
         if dropped is not None:

@@ -49,8 +49,9 @@ class PriorPipeline(DiffusionPipeline):
         )
 
     def save_config(self, save_directory, **kwargs):
-        """Writes into the folder model_index.json, a copy of this file as pipeline.py, where diffusers looks for the
-        class, and prior/null_text.safetensors if there is a null text. save_pretrained and push_to_hub call this.
+        """Writes three files into the folder: model_index.json; a copy of this file as pipeline.py, where diffusers
+        looks for the class; and prior/null_text.safetensors, if there is a null text. save_pretrained and push_to_hub
+        call this.
         """
         (Path(save_directory) / "prior").mkdir(parents=True, exist_ok=True)
         (Path(save_directory) / "pipeline.py").write_text(self._source, encoding="utf-8")
@@ -59,8 +60,8 @@ class PriorPipeline(DiffusionPipeline):
         super().save_config(save_directory, **kwargs)
 
     def to_json_string(self):
-        """Returns the text of model_index.json with the class given as ["pipeline", NAME], by which from_pretrained
-        finds it in the file pipeline.py.
+        """Returns the text of model_index.json. It gives the class as ["pipeline", NAME], so that from_pretrained looks
+        for the class in pipeline.py.
         """
         index = json.loads(super().to_json_string()) | {"_class_name": ["pipeline", type(self).__name__]}
         return json.dumps(index, indent=2) + "\n"
@@ -124,14 +125,14 @@ class PriorPipeline(DiffusionPipeline):
         return drawn[nearest, torch.arange(len(text), device=device)]
 
     def _rescale_to_data_length(self, x):
-        """Returns x (..., D) brought to the length that x_start has in training: the direction of x as a unit vector,
-        divided by clip_std.
+        """Returns x (..., D) rescaled to the length that x_start has in training: normalizes x to unit length, then
+        divides by clip_std.
         """
         return F.normalize(x, dim=-1) / self.prior.clip_std
 
     def _rescale_prediction(self, out, x, t):
-        """Returns the network's output `out`, changed so that the x_start that it predicts has the length of x_start in
-        training. Reads the scheduler's prediction_type: x_start, noise or velocity.
+        """Returns the network's output `out`, changed so that the x_start it stands for has the same length as in
+        training. The scheduler's prediction_type says what the output predicts: x_start, noise or velocity.
         """
         kind, signal = self.scheduler.config.prediction_type, self.scheduler.alphas_cumprod[t].sqrt().to(x.device)
         noise = (1 - signal**2).sqrt()

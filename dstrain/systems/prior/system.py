@@ -64,12 +64,15 @@ class PriorSystem(System):
 
     @torch.no_grad()
     def encode(self, batch: Batch) -> Example:
-        """Returns the batch with x_start (B, D), the normalized image embedding, in place of image_embed, and with the
-        network's text inputs: text_embed (B, T) and, if the model reads tokens, text_encodings (B, L, E) and text_mask
-        (B, L). If the batch has the text of another pair, adds its embedding as other_text_embed (B, T).
+        """Returns the batch as an example, without captions, and with these tensors:
 
-        Text inputs that the data lack are made from the captions by the text encoder. Raises ConfigError if widths
-        differ from the model's, or if captions are needed and missing.
+        x_start                    (B, D), the normalized image embeddings, in place of image_embed.
+        text_embed                 (B, T).
+        text_encodings, text_mask  (B, L, E) and (B, L), if the model reads tokens.
+        other_text_embed           (B, T), of the text of another pair, if the batch has one.
+
+        Text inputs that the data lack are made from captions by the text encoder. Raises ConfigError if widths differ
+        from the model's, or if captions are needed and missing.
         """
         inputs = ("image_embed", "caption", "other_text_embed", "other_caption", *TEXT)
         example = {name: values for name, values in batch.items() if name not in inputs}
@@ -89,8 +92,9 @@ class PriorSystem(System):
         return example
 
     def accepts(self, source: Any) -> None:
-        """Encodes the first pair of the data source as a test. Raises ConfigError if its widths differ from the
-        model's, or if texts, or the text encoder for them, are missing.
+        """Encodes the first pair of the data source as a test. Raises ConfigError if the pair's widths differ from the
+        model's, or if it lacks texts. Raises ConfigError, too, if a text encoder is needed and model.text_encoder names
+        none.
         """
         self.encode({name: values[None] for name, values in source.read_first().items()})
 
@@ -169,17 +173,18 @@ class PriorSystem(System):
         return self._encoder.to(device)
 
     def compute_denoiser_loss(self, nets: Nets, example: Example) -> Terms:
-        """Returns the terms of a training step: `loss`, the mean over samples; loss_each (B,); and quartile (B,), 0 to
-        3, in which quarter of the chain the timestep lies. Timestep and noise of a sample are drawn from its key. Texts
-        are dropped with probability text_cond_drop_prob.
+        """Returns the terms of a training step: `loss`, the mean over samples; loss_each (B,); and quartile (B,), the
+        quarter of the chain, 0 to 3, in which the timestep lies. Draws each sample's timestep and noise from its key.
+        Drops its text with probability text_cond_drop_prob.
         """
         terms = self._compute_losses(nets, example, self.config.text_cond_drop_prob)
         return {**terms, "loss": terms["loss"].mean(), "loss_each": terms["loss"].detach()}
 
     @torch.no_grad()
     def evaluate(self, nets: Nets, example: Example) -> Terms:
-        """Returns terms of each sample, (B,): the loss at one random timestep, with no text dropped, and similarities
-        of embeddings drawn in each number of steps in `evaluate_steps` (see `_measure_similarities`).
+        """Returns terms of each sample, (B,): the loss at one random timestep, with no text dropped; the quarter of the
+        chain; and similarities of drawn embeddings (see `_measure_similarities`), for each number of steps in
+        `evaluate_steps`.
         """
         terms = self._compute_losses(nets, example, drop_prob=0.0)
         return terms | self._measure_similarities(nets, example, self.config.evaluate_steps)
@@ -226,9 +231,10 @@ class PriorSystem(System):
     ) -> dict[str, Tensor]:
         """Returns the network's keyword arguments for the text inputs among `conditions`.
 
-        dropped        bool (B,), True for samples whose text the network replaces by its null text, if it has one.
-        image_dropped  bool (B,), True for samples whose noisy image embedding it replaces by a null input, if it has
-                       one; None: as `dropped`.
+        dropped        bool (B,), True for samples whose text the network replaces by its null text. Without effect if
+                       it has no null text.
+        image_dropped  bool (B,), True for samples whose noisy image embedding the network replaces by a null input;
+                       None: the same as `dropped`. Without effect if it has no such input.
         """
         inputs = {name: conditions[name] for name in TEXT if name in conditions}
         inputs.setdefault("text_mask", dropped.new_ones(len(dropped), 0))  # attention is causal only with a mask
@@ -237,13 +243,13 @@ class PriorSystem(System):
         return inputs | (image_too if self.config.image_drop_prob else {})
 
     def _rescale_to_data_length(self, x: Tensor) -> Tensor:
-        """Returns x (..., D) brought to the length that x_start has in the data: the direction of x as a unit vector,
-        divided by the embeddings' std.
+        """Returns x (..., D) rescaled to the length that x_start has in the data: normalizes x to unit length, then
+        divides by the embeddings' standard deviation.
         """
         return F.normalize(x, dim=-1) / self._get_statistics_on_device(x)[1]
 
     def _convert_to_embedding(self, x: Tensor) -> Tensor:
-        """Converts x_start (..., D), at which a chain ends, to image embeddings: x_start * std + mean."""
+        """Converts x_start (..., D) back to image embeddings: x_start * std + mean."""
         mean, std = self._get_statistics_on_device(x)
         return x * std + mean
 
@@ -257,8 +263,8 @@ class PriorSystem(System):
 
     @torch.no_grad()
     def sample(self, nets: Nets, request: Request) -> Tensor:
-        """Draws image embeddings, float32 (N, D), one for each seed: the one of num_candidates draws that is nearest to
-        the text's embedding by cosine.
+        """Draws image embeddings, float32 (N, D), one for each seed. Makes num_candidates draws for each, and keeps the
+        one that is nearest to the text embedding by cosine.
 
         The request's conditions are text_embed (N, T) and, if the model reads tokens, text_encodings (N, L, E) and
         text_mask (N, L). Raises ConfigError if text_embed is missing, for more steps than the chain has, and for
@@ -285,8 +291,8 @@ class PriorSystem(System):
         count: int,
         progress: Progress = iter,
     ) -> Tensor:
-        """Draws `count` image embeddings for each of N samples, (count, N, D), all in one chain. keys int64 (N,): the
-        samples' seeds, from which their noise is drawn.
+        """Draws `count` image embeddings for each of N samples, and returns them as (count, N, D). All are drawn in one
+        batch. keys int64 (N,): the samples' seeds, from which their noise is drawn.
         """
         prefixes = ["", *(f"candidate/{j}/" for j in range(1, count))]
 
@@ -311,9 +317,9 @@ class PriorSystem(System):
         choose_eta(self.sampler(samples.sampler, "samples.sampler"), samples.eta)
 
     def _make_guided_network(self, nets: Nets, conditions: dict[str, Tensor], request: Request) -> Network:
-        """Returns a function of x_t and t that calls the denoiser with these conditions and applies classifier-free
-        guidance, with the scale, interval and rescaling of the request. Use it for one chain only: with self_cond it
-        keeps the last predicted x_start, which is an input of its next call.
+        """Returns a function of x_t and t that returns the denoiser's output for these conditions, with classifier-free
+        guidance by the request's scale, interval and rescaling. Use the function for one chain only: with self_cond
+        each call reads the x_start that the call before predicted.
 
         Raises ConfigError if the request asks for guidance and the model has no null text.
         """
@@ -353,9 +359,8 @@ class PriorSystem(System):
     def _measure_similarities(
         self, nets: Nets, example: Example, steps: tuple[int, ...], progress: Progress = iter
     ) -> Terms:
-        """Draws an embedding for each sample and each number of DDIM steps in `steps`, without guidance, and returns
-        cosines (B,) by name; {} if `steps` is empty. All but the first exist only if text and image embeddings have one
-        width.
+        """Draws an embedding for each sample, without guidance, once for each number of DDIM steps in `steps`. Returns
+        cosines (B,) by name; {} if `steps` is empty. STEPS stands for the number of steps.
 
         similarity/STEPS/image           of the drawn embedding and the true image embedding.
         similarity/STEPS/text            of the drawn embedding and the text embedding.
@@ -363,6 +368,8 @@ class PriorSystem(System):
                                          one.
         similarity/text_image            of the text embedding and the true image embedding.
         similarity/STEPS/above_baseline  similarity/STEPS/text minus similarity/text_image.
+
+        Returns only the first if text and image embeddings differ in width.
         """
         if not steps:
             return {}
@@ -390,16 +397,16 @@ class PriorSystem(System):
 
     def _read_built_in_embeds(self, texts: list[str]) -> Tensor | None:
         """Returns the text embeddings (N, T) that the package holds for captions of its emoji pictures. Returns None if
-        one of the texts is no such caption, if model.text_encoder is not their encoder, or if the model reads tokens
-        (max_text_len above 0).
+        a text is not one of these captions, if model.text_encoder is not the encoder that made them, or if max_text_len
+        is above 0.
         """
         built_in = self.config.text_encoder == emoji.TEXT_ENCODER and not self.config.max_text_len
         return emoji.read_text_embeds(texts) if built_in else None
 
     def conditions_from_texts(self, texts: list[str]) -> dict[str, Tensor]:
-        """Returns the network's text inputs for N texts, (N, ...) each, on the CPU. Embeddings of built-in captions
-        come from the package, all others from the text encoder. Raises ConfigError if that is needed and
-        model.text_encoder names none.
+        """Returns the network's text inputs for N texts, (N, ...) each, on the CPU. If all texts are built-in captions,
+        reads their embeddings from the package; otherwise encodes all texts. Raises ConfigError if a text encoder is
+        needed and model.text_encoder names none.
         """
         if (embeds := self._read_built_in_embeds(texts)) is not None:
             return self._prepare_text_inputs({"text_embed": embeds})
@@ -428,8 +435,8 @@ class PriorSystem(System):
         weights.require_expressible(self.config)
 
     def decays(self, name: str, weight: Tensor) -> bool:
-        """Returns whether weight decay applies to the weight `name`: to matrices of linear layers and tables of
-        embeddings, not to positions, learned query and null inputs.
+        """Returns whether weight decay applies to the weight `name`: True for matrices of linear layers and tables of
+        embeddings; False for all others, such as positions, the learned query and null inputs.
         """
         return weight.ndim >= 2 and name.endswith("weight")
 

@@ -67,7 +67,7 @@ _NULL = Path("prior") / "null_text.safetensors"
 
 def describe_export(system: PriorSystem) -> tuple[str, str, str]:
     """Returns three texts for users of the export: the name of diffusers' class that loads it, notes ("" if there are
-    none), and Python code that draws samples from it, in which OUT stands for its folder.
+    none), and Python code that draws samples from it. In the code OUT stands for the export's folder.
     """
     config, texts = system.config, ["text_embed"]
     width, has_null = config.image_embed_dim, bool(config.text_cond_drop_prob)
@@ -117,9 +117,9 @@ def save_export(
 def measure_errors(
     system: PriorSystem, nets: Mapping[str, nn.Module], folder: Path, example: Example
 ) -> dict[str, float]:
-    """Returns the relative errors of the exported network's predictions against the trained network's, the largest over
-    the example's samples, whose timesteps spread over the whole chain. Keys: "with text", and "without text" if the
-    model has a null text.
+    """Returns how far predictions of the exported network are from the trained network's: largest difference / largest
+    value. Compares all samples of the example, at timesteps spread over the whole chain. Keys: "with text", and
+    "without text" if the model has a null text.
     """
     from diffusers import PriorTransformer
 
@@ -189,8 +189,8 @@ def _make_diffusers_arguments(config: Config) -> dict[str, Any]:
 
 
 def _build_scheduler(system: PriorSystem) -> Any:
-    """Returns the scheduler of diffusers for the model's chain: UnCLIPScheduler for cosine betas unless v is predicted,
-    else DDPMScheduler.
+    """Returns the scheduler of diffusers for the model's chain: UnCLIPScheduler for cosine betas if the model does not
+    predict v, else DDPMScheduler.
     """
     from diffusers import DDPMScheduler, UnCLIPScheduler
 

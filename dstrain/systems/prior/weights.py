@@ -36,8 +36,8 @@ _LUCIDRAINS_REMEDIES = (
 
 
 def read_embedding_statistics(config: Config) -> tuple[Tensor, Tensor]:
-    """Returns the mean and standard deviation, float32 (D,) each, by which image embeddings are normalized: those in
-    the file that image_embed_stats names; if it names none, 0 and 1 / image_embed_scale.
+    """Returns the mean and standard deviation, float32 (D,) each, by which image embeddings are normalized. Reads them
+    from the file that image_embed_stats names. If it names none, the mean is 0 and the deviation 1 / image_embed_scale.
 
     Raises ConfigError if the file cannot be read, lacks one of the two, has another width, or has a standard deviation
     that is not above 0.
@@ -71,14 +71,14 @@ def read_embedding_statistics(config: Config) -> tuple[Tensor, Tensor]:
 def adapt_weights(
     state: dict[str, Tensor], network: nn.Module, config: Config, mean: Tensor, std: Tensor
 ) -> fitting.Fitted:
-    """Returns a state dict that fits `network`, of which only names and shapes are read, and notes on what was changed.
-    mean, std: (D,) each, those by which the recipe normalizes image embeddings.
+    """Returns a state dict that fits `network`, and notes on what was changed. Reads only names and shapes of the
+    network. mean, std: (D,) each, by which the recipe normalizes image embeddings.
 
-    The file's clip_mean and clip_std are left out, but must be equal to `mean` and `std`, unless clip_std is zero. Null
-    texts, and the layer that reads the previous prediction, begin at 0 if the file lacks them.
+    Leaves out the file's clip_mean and clip_std. They must equal `mean` and `std`, except where clip_std is all zeros.
+    Null texts, and the layer that reads the previous prediction, begin at 0 if the file lacks them.
 
-    Raises ConfigError if only one of the file and the recipe (model.lucidrains) is a prior of DALLE2-pytorch, and for
-    the first other difference, with both sides and the remedy.
+    Raises ConfigError if the file is a prior of DALLE2-pytorch and the recipe has no model.lucidrains, or the reverse,
+    and for the first other difference, with both sides and the remedy.
     """
     is_lucidrains = any("causal_transformer." in name for name in state)
     if config.lucidrains is not None:
@@ -123,8 +123,8 @@ def adapt_weights(
 
 
 def _adapt_lucidrains(state: dict[str, Tensor], network: nn.Module, config: Config) -> fitting.Fitted:
-    """Returns a state dict that fits `network`, a LucidrainsPrior, and notes on what was left out or added. state: of
-    DALLE2-pytorch's DiffusionPrior, or of the network within it.
+    """Returns a state dict that fits `network`, a LucidrainsPrior, and notes on what was left out or added. state: the
+    weights of DALLE2-pytorch's DiffusionPrior, or of the network within it.
 
     Null inputs begin at 0 if the file lacks them. Raises ConfigError if the file's betas are not the recipe's, and for
     the first other difference, with both sides and the remedy.
@@ -173,8 +173,8 @@ def _adapt_lucidrains(state: dict[str, Tensor], network: nn.Module, config: Conf
 
 
 def _require_same_betas(betas: Tensor | None, config: Config) -> None:
-    """Raises ConfigError if the file's `betas` are not those of the recipe's chain; None, a file without betas, is
-    accepted.
+    """Raises ConfigError if `betas`, read from a file, are not those of the recipe's chain. Accepts None: a file
+    without betas.
     """
     expected = torch.as_tensor(schedule.make_betas(config.beta_schedule, config.timesteps)).float()
     if betas is not None and (betas.shape != expected.shape or not torch.allclose(betas.float(), expected, rtol=1e-3)):
@@ -187,8 +187,9 @@ def _require_same_betas(betas: Tensor | None, config: Config) -> None:
 
 
 def require_same_config(diffusers_config: Mapping[str, Any], config: Config) -> None:
-    """Raises ConfigError if the content of diffusers' config.json is of another class, or has another number or width
-    of attention heads than the recipe, which weights' shapes do not show; and always with model.lucidrains.
+    """Raises ConfigError if the content of diffusers' config.json is of another class than PriorTransformer, or has
+    another number or width of attention heads than the recipe. Always raises it with model.lucidrains, which is another
+    network.
     """
     if config.lucidrains is not None:
         raise ConfigError("weights: the folder is of diffusers' PriorTransformer; leave model.lucidrains out")
