@@ -92,8 +92,8 @@ class TrainedRun:
         return draw_all_samples(self.system, self.networks, request, min(batch, num), self.device)
 
     def evaluate(self, num: int | None = None, batch: int = 16) -> dict[str, float]:
-        """Returns {name: mean} of the system's evaluation terms, such as loss, over the first `num` held-out samples
-        (None: all).
+        """Returns {name: mean} of the system's evaluation terms, such as loss, over the first `num` held-out samples;
+        None takes all. `batch` is the number of samples in one call of the networks.
 
         Raises ConfigError if the data are missing, or if none of them are held out.
         """

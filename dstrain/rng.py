@@ -38,21 +38,23 @@ def keys_of_seeds(seeds: Tensor) -> Tensor:
 
 def seed_torch(seed: int, step: int, micro: int) -> None:
     """Seeds torch's generators, from which dropout draws. `micro` is the number of the micro-batch within the step,
-    counted over all ranks.
-
-    A dropout mask is thus a function of (seed, step, micro-batch): the same after a resume, and at another world size
-    as long as the micro-batch keeps its size. Keyed draws for each sample would cost more than the layer itself.
+    counted over all ranks. So a dropout mask depends only on seed, step, micro-batch and its size: it is the same after
+    a resume.
     """
     torch.manual_seed(_mix_integer(_mix_integer(_mix_integer(seed) + step) ^ _mix_integer(micro + 1)))
 
 
 def uniform(key: Tensor, name: str, shape: tuple[int, ...] = ()) -> Tensor:
-    """Draws uniform float32 in [0, 1) for each key: int64 (B,) -> (B, *shape). Other names give independent numbers."""
+    """Draws uniform float32 in [0, 1) for each key: int64 (B,) -> (B, *shape). Different names give independent
+    numbers.
+    """
     return _convert_to_uniform(_hash_bits(key, name, math.prod(shape))).reshape(len(key), *shape)
 
 
 def normal(key: Tensor, name: str, shape: tuple[int, ...]) -> Tensor:
-    """Draws standard normal float32 for each key: int64 (B,) -> (B, *shape). Other names give independent numbers."""
+    """Draws float32 from the standard normal distribution for each key: int64 (B,) -> (B, *shape). Different names give
+    independent numbers.
+    """
     numel = math.prod(shape)
     half = (numel + 1) // 2
     bits = _hash_bits(key, name, half)
@@ -65,8 +67,8 @@ def normal(key: Tensor, name: str, shape: tuple[int, ...]) -> Tensor:
 
 
 def integers(key: Tensor, name: str, high: int, shape: tuple[int, ...] = ()) -> Tensor:
-    """Draws uniform int64 in [0, high) for each key: int64 (B,) -> (B, *shape). Other names give independent numbers.
-    `high` is at most 2^31.
+    """Draws uniform int64 in [0, high) for each key: int64 (B,) -> (B, *shape). Different names give independent
+    numbers. `high` is at most 2^31.
     """
     bits = _hash_bits(key, name, math.prod(shape))
     return (((bits >> 32) & 0xFFFFFFFF) * high >> 32).reshape(len(key), *shape)

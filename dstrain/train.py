@@ -178,9 +178,9 @@ def save_and_measure_step(training: Training, done: int, stop: bool) -> bool:
 def measure_step(training: Training, done: int, saved: bool, held: tuple[bool, ...] = (False, False, False)) -> bool:
     """Draws samples and measures metrics that are due after step `done`. Returns False if a stop has interrupted that.
 
-    `held` says which of pictures, held-out figures and metrics are in the run's folder already, and are left out.
-    `saved` says whether the step has a checkpoint, to which the score of save.best is added. Without one, a checkpoint
-    is saved now if the score is the best.
+    `held`: whether pictures, held-out figures and metrics are in the run's folder already; these are left out. `saved`:
+    whether the step has a checkpoint, which then gets the score for save.best. If it has none and the score is the best
+    so far, saves a checkpoint now.
     """
     every, last = training.run.every, done == training.run.steps
     tasks: tuple[tuple[Callable[[Training, int], float | None], int, Any], ...] = (
@@ -213,8 +213,8 @@ def raise_if_data_problem(training: Training, done: int) -> None:
 
 
 def measure_resumed_step(training: Training, done: int) -> bool:
-    """Draws, measures, and saves the averages, if that was due after step `done`, from which the run resumes, and its
-    folder does not hold the results yet. Returns True if a stop has interrupted this.
+    """Does what an earlier command has left undone after step `done`, from which the run resumes: draws, measures and
+    saves averages, if that was due and the run's folder lacks the results. Returns True if a stop has interrupted this.
     """
     held = training.tracker.find_written_results(done)
     training.saves.averages.write_snapshot_if_due(done, done == training.run.steps, wait=True)
@@ -449,8 +449,8 @@ def finish_run(training: Training, done: int, left: bool) -> None:
 
 
 def draw_and_save_samples(training: Training, done: int) -> None:
-    """Draws and saves the grid that the recipe asks for, and the system's own pictures, by the weights of the EMA that
-    it names. Seeds and data are the same each time.
+    """Draws and saves the grid of samples and the system's own pictures, with the average of the weights that the
+    recipe names in samples.ema. Seeds and data are the same at each call.
     """
     training.watchdog.enter_phase(done, "samples of step")
     with training.ema.use_averages(training.run.samples.ema):

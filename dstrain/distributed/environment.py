@@ -22,9 +22,11 @@ _DEBUG_LEVELS = ("OFF", "INFO", "DETAIL")
 
 
 def check_and_repair_environment() -> list[str]:
-    """Checks the environment of this process, and returns an error message for each fault. If there is none, sets HOME
-    to a private folder if it is no folder, and gives the sockets of worker processes a shorter path if theirs is too
-    long. With several ranks, looks up the address of rank 0's host, which takes up to 5 s if it fails.
+    """Checks the environment of this process. Returns an error message for each fault; with several ranks it may take 5
+    s to find one.
+
+    If there is no fault, makes two repairs where they are needed: sets HOME to a private folder if it names no folder,
+    and gives the sockets of worker processes a shorter path.
     """
     problems = [*_list_launch_variable_problems(), *_list_temporary_folder_problems(), *_list_debug_level_problems()]
     if not problems:
@@ -46,11 +48,9 @@ def open_closed_standard_streams() -> None:
 
 
 def make_private_folder(name: str) -> Path:
-    """Makes the folder `name` below dstrain-UID in the folder for temporary files, unless it exists, and returns its
-    path.
-
-    No other user can have put a file into it: if another user owns or can write dstrain-UID, or if that is a link, uses
-    a new folder with a random name instead. Raises OSError if no folder can be made.
+    """Makes a folder `name` that no other user can write, and returns its path. It lies in dstrain-UID in the folder
+    for temporary files, where it may exist already. If dstrain-UID is a link, or another user owns or can write it,
+    takes a new folder with a random name instead. Raises OSError if no folder can be made.
     """
     folder = Path(tempfile.gettempdir()) / f"dstrain-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
@@ -69,8 +69,8 @@ def make_folder_and_check_access(folder: Path) -> bool:
 
 
 def make_cache_folder(name: str) -> Path:
-    """Makes a folder for files that later commands find again, and returns its path: `name` below XDG_CACHE_HOME or
-    ~/.cache. If that cannot be written, it is `name` below a private folder for temporary files.
+    """Makes a folder `name` for files that later commands find again, and returns its path. It lies in XDG_CACHE_HOME
+    or ~/.cache or, if it cannot be written there, in a private folder for temporary files.
     """
     folder = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / name
     return folder if make_folder_and_check_access(folder) else make_private_folder(name)
@@ -127,7 +127,9 @@ def _list_mpirun_address_problems(place: Place) -> Iterator[str]:
 
 
 def _list_interface_problems() -> Iterator[str]:
-    """Yields a message for each network interface that GLOO_SOCKET_IFNAME names and this machine does not have."""
+    """Yields a message for each network interface that is named in GLOO_SOCKET_IFNAME, but does not exist on this
+    machine.
+    """
     there = [name for _, name in socket.if_nameindex()]
     for name in filter(None, os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")):
         if name not in there:
@@ -158,7 +160,7 @@ def _replace_home() -> None:
 
 def _shorten_socket_paths() -> Iterator[str]:
     """Makes multiprocessing put its sockets into another folder if the path of the folder for temporary files is too
-    long: the path of a socket has at most 107 bytes. Yields a message if no shorter folder can be written.
+    long for them. (The path of a socket has at most 107 bytes.) Yields a message if no shorter folder can be written.
     """
     own = tempfile.gettempdir()
     if len(os.fsencode(own)) <= _LONGEST:

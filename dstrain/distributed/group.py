@@ -83,14 +83,15 @@ def barrier() -> None:
 
 
 def leave_process_group(seconds: float = 60.0) -> None:
-    """Destroys the process group at the end of a command, after all ranks have reached this call, so that no rank ends
-    while another still exchanges data with it. Call it on all ranks. Does nothing for one rank.
+    """Destroys the process group at the end of a command, once no rank needs the connections any more. Call it on all
+    ranks. Does nothing for one rank.
 
-    A barrier alone is not enough: the first rank that leaves it and ends closes connections that another rank may still
-    read from (gloo's issue 155), and when rank 0 ends, the store ends, too. So each rank writes into the store that it
-    has left the barrier, and rank 0 leaves last. If a rank dies after the barrier, the others wait at most `seconds`
-    for it. If it has died before the barrier, they wait until the connection breaks or the process group times out.
+    First waits until all ranks have called it. If a rank dies after that, the others wait at most `seconds` for it.
     """
+    # A barrier alone is not enough: the first rank that leaves it and ends closes connections that another rank may
+    # still read from (gloo's issue 155), and when rank 0 ends, the store ends, too. So each rank writes into the store
+    # that it has left the barrier, and rank 0 leaves last. If a rank has died before the barrier, the others wait until
+    # the connection breaks or the process group times out.
     if world() == 1:
         return
     barrier()
@@ -143,11 +144,9 @@ def explain_lost_ranks(error: BaseException) -> str | None:
 
 
 def explain_error_and_schedule_end(error: BaseException, seconds: float = 60.0) -> str:
-    """Returns a message on the error that ends this rank, for its log. If the error means that other ranks are lost,
-    also starts a timer that ends this process with exit code 1 after `seconds`, unless it has ended before.
-
-    Without the timer, a process could wait for ever for a thread that exchanges data with lost ranks, or for a file
-    system behind a broken network.
+    """Returns a message for the log on the error that ends this rank. If the error means that other ranks are lost,
+    also starts a timer: it ends this process with exit code 1 after `seconds`, in case the process waits for the lost
+    ranks.
     """
     if world() > 1 and explain_lost_ranks(error):
         timer = threading.Timer(seconds, end_process, (error,))
@@ -187,9 +186,9 @@ def make_host_group() -> dist.ProcessGroup | None:
 
 @functools.cache
 def get_neighbour_group(size: int) -> dist.ProcessGroup | None:
-    """Returns the group of `size` consecutive ranks that contains this rank, such as ranks 0 to size - 1; None if
-    `size` is 1. These ranks work on the same samples. The first call on a rank makes the group and waits for the other
-    ranks in it.
+    """Returns the process group of those `size` consecutive ranks that contain this rank: ranks 0 to size - 1, or the
+    next `size`, and so on. These ranks work on the same samples. Returns None if `size` is 1. The first call makes the
+    group, and waits for the other ranks in it.
     """
     if size == 1:
         return None
@@ -200,9 +199,9 @@ def get_neighbour_group(size: int) -> dist.ProcessGroup | None:
 
 @contextmanager
 def use_group(group: dist.ProcessGroup | None) -> Iterator[None]:
-    """Within the block, this thread's exchanges through the host's memory go over `group`, so that they never mix with
-    those of another thread. If it is None, they go over the gloo group of all ranks, as they do after the block. Blocks
-    must not be nested.
+    """Within the block, this thread exchanges data through the host's memory over `group`, so that its exchanges never
+    mix with those of another thread. None stands for the gloo group of all ranks, which is also used after the block.
+    Blocks must not be nested.
     """
     _thread.group = group
     try:
@@ -212,9 +211,9 @@ def use_group(group: dist.ProcessGroup | None) -> Iterator[None]:
 
 
 def _get_host_group() -> dist.ProcessGroup | None:
-    """Returns the group for this thread's exchanges through the host's memory: the one that `use_group` has set, else
-    the gloo group of all ranks, which the first call makes on all ranks together. None means torch's default group, if
-    that is gloo.
+    """Returns the group over which this thread exchanges data through the host's memory: the one that `use_group` has
+    set, else a gloo group of all ranks. The first call makes this gloo group, on all ranks together. If torch's default
+    group is gloo itself, returns None, which stands for it.
     """
     return getattr(_thread, "group", None) or _make_host_group_unless_gloo()
 
@@ -250,7 +249,7 @@ class Ballot:
 
     def await_outcome(self) -> bool:
         """Waits for the votes of all ranks. Returns, on every rank, True if any rank has voted yes. With one rank, or
-        before `cast_vote`, returns what `wish` returns now.
+        if `cast_vote` was not called, calls `wish` now and returns its result.
         """
         if self._count is None:
             return self._wish()
@@ -268,8 +267,8 @@ def find_max_over_ranks(value: int) -> int:
 
 
 def sum_over_ranks(values: Tensor) -> Tensor:
-    """Returns, on every rank, the sum of the tensors `values` of all ranks. `values` is not changed; with one rank it
-    is returned itself. Call it on all ranks.
+    """Returns, on every rank, the sum over all ranks of their tensors `values`, which are not changed. With one rank,
+    returns `values` itself. Call it on all ranks.
     """
     if world() == 1:
         return values
@@ -296,11 +295,12 @@ def _gather_padded(values: Tensor, counts: list[int]) -> Tensor:
 
 
 def gather_in_order(positions: Tensor, rows: dict[str, Tensor], copies: int = 1) -> dict[str, Tensor]:
-    """Returns, on every rank, the rows of all ranks, sorted by their positions: {name: (world * b / copies, ...)}. Each
-    rank gives `positions` (b,) and `rows`, {name: (b, ...)}. Call it on all ranks.
+    """Returns, on every rank, the rows of all ranks, sorted by position: {name: (world * b / copies, ...)}. Call it on
+    all ranks, with the same b.
 
-    b must be the same on all ranks, so that no host waits for another. copies: on how many ranks each position occurs;
-    one row of each is kept.
+    positions   (b,), the position of each row
+    rows        {name: (b, ...)}
+    copies      on how many ranks each position occurs; one row of each is kept
     """
     if world() > 1:
         counts = [len(positions)] * world()
@@ -357,8 +357,8 @@ def gather_rows_on_first_rank(rows: Tensor, counts: list[int]) -> Tensor | None:
 def wait_for_first_rank(store: dist.Store, key: str, seconds: float) -> bool:
     """Waits until rank 0 sets `key` in the store. Returns True when it has.
 
-    Rank 0 reports in the store for how long it has made no progress (stops.py). Returns False if that is more than
-    `seconds`, if rank 0 reports nothing for `seconds` (at least one wait of 5 s or less), or if the store has ended.
+    Returns False if rank 0 has made no progress for more than `seconds`, as it reports in the store, if it reports
+    nothing at all (after a wait of 5 s, or `seconds` if that is less), or if the store has ended.
     """
     idle = 0.0
     while idle <= seconds:

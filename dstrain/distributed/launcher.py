@@ -37,11 +37,11 @@ class Place:
 
 
 def read_rank_and_world() -> Place:
-    """Returns the rank of this process, the world size, and both for this machine alone, from the environment that the
-    launcher has set. Without a launcher they are rank 0 of 1.
+    """Returns the rank of this process and the number of ranks, in all and on this machine, from the environment
+    variables that the launcher has set. Without a launcher this process is rank 0 of 1.
 
-    Raises ValueError if a variable is no number, if the rank is not below the world size, or if only one of rank and
-    world size is set: otherwise several processes could each train alone.
+    Raises ValueError if a variable is no number, if the rank is not below the number of ranks, or if only one of the
+    two is set: otherwise several processes could each train alone.
     """
     halves = []
     for rank, world, local, sizes in _SOURCES:

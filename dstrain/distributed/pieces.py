@@ -36,8 +36,9 @@ class Pieces:
             _open.remove(self)
 
     def count_piece_and_vote(self) -> None:
-        """Counts a piece of work that has ended. After the first one, and then about once a second, the ranks vote: if
-        any has a reason to stop, Stopped is raised on all of them. Call it on all ranks, equally often.
+        """Counts a piece of work that has ended, such as a micro-batch. After the first one, and then about once a
+        second, the ranks vote: if any rank has a reason to stop, Stopped is raised on all. Call it equally often on all
+        ranks.
         """
         self._left -= 1
         if self._left > 0:

@@ -123,9 +123,9 @@ def make_launch_folder_name() -> str:
 
 
 def _write_process_file(folder: Path) -> Path:
-    """Writes the pid and start time of this process into the new file FOLDER/ATTEMPT/RANK, and returns its path.
-    ATTEMPT is the newest one, or the next number if this rank has a file there already. Raises OSError if it cannot be
-    written.
+    """Writes the pid and start time of this process into a new file FOLDER/ATTEMPT/RANK, and returns its path. ATTEMPT
+    is the highest number in `folder`, or the next one if this rank has a file in it already. Raises OSError if the file
+    cannot be written.
     """
     attempt = max((int(path.name) for path in folder.iterdir()), default=0)
     while True:

@@ -75,9 +75,9 @@ def install_stack_dump_handler() -> None:
 
 
 def find_current_line(thread: int) -> tuple[str, bool]:
-    """Returns the line of code that a thread (by its ident) executes now, as "FILE:LINE (FUNCTION)", and whether it
-    exchanges data with other ranks there. The line is the innermost one of dstrain outside of distributed/group.py; if
-    there is none, the thread's outermost one. Returns "" and False if there is no such thread.
+    """Returns (place, exchanges) of a thread, given by its ident. `place` is the line of code that it executes now, as
+    "FILE:LINE (FUNCTION)": the innermost line in dstrain, group.py left out, else the outermost line. `exchanges` says
+    whether the thread exchanges data with other ranks there. Returns ("", False) if there is no such thread.
     """
     frame, place, exchanges = sys._current_frames().get(thread), "", False
     while frame is not None and not place:

@@ -66,8 +66,8 @@ class Phases(AbstractContextManager):
             self._phase = (phase, self.beaten)
 
     def record_progress(self, ago: float = 0.0) -> None:
-        """Records for the watchdog that a piece of work ended `ago` seconds ago. The main thread and all other threads
-        are recorded apart. Takes no lock and exchanges nothing between ranks.
+        """Records that this thread ended a piece of work `ago` seconds ago. (The watchdog asks for it; the main thread
+        is recorded apart from all others.) Takes no lock and exchanges nothing between ranks.
         """
         if threading.get_ident() == self._main:
             self.beaten = time.monotonic() - ago
@@ -93,32 +93,34 @@ class Phases(AbstractContextManager):
         return lines
 
     def record_output(self) -> None:
-        """Records that something was printed just now. So the next line that says what the main thread is still doing
-        comes not before `quiet` seconds.
+        """Records that something was printed just now. This delays the next "still ..." line, which says what the main
+        thread is doing, for `quiet` seconds.
         """
         self._heard = time.monotonic()
 
     def print_fewer_silence_lines(self) -> None:
-        """Makes the lines that say what the main thread is still doing rarer, since training reports its steps: from
-        now on only a phase that lasts longer than `quiet` seconds gets one.
+        """Makes the "still ..." lines, which say what the main thread is doing, rarer. From now on only a phase that
+        lasts longer than `quiet` seconds gets one. Training calls this, since it reports its steps itself.
         """
         self._settled = True
 
     def redirect_silence_lines(self, write: Callable[[str], None]) -> None:
-        """From now on calls `write` with each line that says what the main thread is still doing, instead of writing it
-        to stderr. So it can be printed above a progress bar.
+        """From now on, calls `write` with each "still ..." line, which says what the main thread is doing, instead of
+        writing the line to stderr. So it can be printed above a progress bar.
         """
         self._print = write
 
     def _is_line_due(self, now: float) -> bool:
-        """Returns whether to print what the main thread is still doing: nothing was printed for `quiet` seconds and,
-        after `print_fewer_silence_lines`, the phase has lasted that long, too.
+        """Returns whether to print a "still ..." line now: if nothing was printed for `quiet` seconds. After
+        `print_fewer_silence_lines`, the phase must also have lasted that long.
         """
         since = max(self._phase[1], self._heard) if self._settled else self._heard
         return now - since >= self._quiet
 
     def _watch_silence(self, left: threading.Event) -> None:
-        """Prints what the main thread is still doing whenever nothing was printed for long, until `left` is set."""
+        """Prints a "still ..." line, which says what the main thread is doing, whenever nothing was printed for long.
+        Ends when `left` is set.
+        """
         while not left.wait(_TICK):
             now = time.monotonic()
             if not self._is_line_due(now) or is_debugged(self._main):

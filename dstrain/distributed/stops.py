@@ -72,16 +72,16 @@ class Stops:
         threading.Thread(target=self._watch_for_reasons, args=(numbers,), name="stops", daemon=True).start()
 
     def install_handlers(self, *numbers: int) -> None:
-        """Installs handlers that make the signals with these numbers reasons to stop. Leaves SIGHUP alone if it is
-        ignored.
+        """Installs handlers for the signals with these numbers, which make each such signal a reason to stop. Does not
+        handle SIGHUP if it is ignored so far, as under nohup.
         """
         for number in numbers:
             if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
                 self._before.setdefault(number, signal.signal(number, self._handle_signal))
 
     def watch_file_and_launchers(self, folder: Path | None, launcher: bool = True) -> None:
-        """From now on takes a file named `stop` in `folder` as a reason to stop; None: no file. With `launcher` False,
-        the end of the launcher is no longer a reason, for good.
+        """From now on, a file named `stop` in `folder` is a reason to stop; with None, no file is. If `launcher` is
+        False, the end of the launcher is no longer a reason; a later call does not change this.
         """
         self._file = folder / "stop" if folder else None
         self._launchers = self._launchers if launcher else []
@@ -91,18 +91,18 @@ class Stops:
         self._store = store
 
     def defer_to_main_thread(self, patience: float | None) -> None:
-        """From now on a reason to stop no longer raises Stopped: the main thread must ask `is_requested`. If a reason
-        has raised Stopped before, raises it once more, since other code may have caught it.
+        """From now on, a reason to stop no longer raises Stopped: the main thread must call `is_requested`. Raises
+        Stopped if a reason has raised it before, since other code may have caught it.
 
-        patience   seconds after a reason at which the process is ended, whatever the main thread does; None: never
+        patience   ends the process this many seconds after a reason, whatever the main thread does; None: never
         """
         self.at_once, self.patience = False, patience
         if self._left:  # its exception was raised where nobody let it through
             raise Stopped
 
     def is_requested(self) -> bool:
-        """Returns whether this rank has a reason to stop. Looks for the file `stop` and the end of the launchers at
-        each call, which is cheap enough for every step, and records the reason in `reason`.
+        """Returns whether this rank has a reason to stop. Each call looks for the file `stop` and whether the launchers
+        have ended; this is cheap enough for every step. Sets `reason` to the first reason found.
         """
         if self.reason is None and self._file and _is_stop_file(self._file):
             self.reason = f"the file {self._file}"
@@ -120,8 +120,8 @@ class Stops:
                 self._file.unlink()
 
     def announce_end_and_remove_stop_file(self) -> None:
-        """Prints why the process ends, and that nothing was unsaved; removes the file `stop`. With a store, first tells
-        the other ranks that this one stops, and gives them 2 seconds to read it.
+        """Prints why the process ends, and that nothing was unsaved. Removes the file `stop`. If there is a store,
+        first tells the other ranks over it that this rank stops, and gives them 2 seconds to read it.
         """
         if self._store is not None:
             self._exchange_reasons_once()
@@ -146,8 +146,8 @@ class Stops:
         get_stops.cache_clear()
 
     def _handle_signal(self, number: int, frame: FrameType | None) -> None:
-        """Records a signal as the reason to stop. If reasons act at once, the first signal also raises Stopped. The
-        second SIGINT raises KeyboardInterrupt.
+        """Records a signal as the reason to stop. Raises Stopped at the first signal, unless `defer_to_main_thread` was
+        called. Raises KeyboardInterrupt at the second SIGINT.
         """
         if number == signal.SIGINT and self._interrupted:
             raise KeyboardInterrupt
@@ -158,8 +158,9 @@ class Stops:
             raise Stopped
 
     def _watch_for_reasons(self, numbers: int) -> None:
-        """Looks for reasons to stop until the object is closed. Ends the process if the main thread does not, within
-        `patience` seconds. numbers: the pipe into which Python writes the signals.
+        """Looks for reasons to stop until `restore_handlers_and_end_thread` is called. Ends the process if the main
+        thread has not ended it within `patience` seconds after a reason. numbers: the pipe's end into which Python
+        writes the numbers of signals.
         """
         heard: float | None = None
         while not self._closed.is_set():
@@ -182,8 +183,8 @@ class Stops:
         os.close(numbers)
 
     def _exchange_reasons_once(self) -> None:
-        """Tells the other ranks over the store if this one has a reason to stop, and records it if another one has.
-        Rank 0 also writes for how long it has made no progress.
+        """Exchanges reasons to stop over the store, if there is one: tells the other ranks if this rank has a reason,
+        else takes over that another rank has one. Rank 0 also writes how long ago it last made progress.
         """
         try:
             if self._store is not None and read_rank_and_world().rank == 0:  # for those that wait for it, see group.py
@@ -211,14 +212,13 @@ def _is_stop_file(path: Path) -> bool:
 
 
 def _find_launchers() -> list[tuple[int, str]]:
-    """Returns the launchers that have started this process, as (pid, start time), from its parent up; [] if there are
-    none.
-
-    For `deepspeed --hostfile`, sshd starts a shell that runs deepspeed.launcher.launch, or becomes it. Then the sshd
-    process of this connection is included, since it ends with the connection. If someone has typed `deepspeed` in an
-    ssh session, the session may end without ending the run; it is not included, since another launcher, or the
-    session's shell, is between.
+    """Returns the launchers that have started this process, as (pid, start time), from its parent up. The list may be
+    empty. With `deepspeed --hostfile`, it ends with the sshd process through which the launcher was started on this
+    host.
     """
+    # sshd starts a shell that runs deepspeed.launcher.launch, or becomes it. sshd ends with the connection. If someone
+    # has typed `deepspeed` in an ssh session, the session may end without ending the run; its sshd is not included,
+    # since another launcher, or the session's shell, is between.
     launchers, pid = [], os.getppid()
     while pid > 1 and _is_launcher(pid):
         launchers.append((pid, read_start_time(pid)))
@@ -233,10 +233,10 @@ def _find_launchers() -> list[tuple[int, str]]:
 
 def _is_launcher(pid: int) -> bool:
     """Returns whether a process is a launcher of ranks, such as torchrun, by the names of its program and script.
-
-    A shell is no launcher: its script may be called deepspeed.sh, yet it launches no ranks. Nor is `dstrain keep`,
-    which has the launcher's command line after `--`.
+    Shells and `dstrain keep` are no launchers.
     """
+    # A shell's script may be called deepspeed.sh, yet it launches no ranks. `dstrain keep` has the launcher's command
+    # line after `--`.
     words = read_command(pid).partition("\0--\0")[0].split("\0")[:4]
     names = [Path(word).name for word in words]  # a folder, too, may be called deepspeed
     return not _is_shell(pid) and any(word in " ".join(names) for word in _LAUNCHERS)

@@ -94,8 +94,8 @@ class Watchdog(AbstractContextManager):
         threading.Thread(target=self._watch_progress, name="watch", daemon=True).start()
 
     def start_publisher(self) -> None:
-        """Starts a thread by which the ranks tell each other their states, over the store of the process group, which
-        must exist. Does nothing if there is only one rank.
+        """Starts a thread by which the ranks tell each other whether they make progress, over the store of the process
+        group. The group must be started. Does nothing if there is only one rank.
         """
         if store := group.open_store():
             threading.Thread(
@@ -114,9 +114,10 @@ class Watchdog(AbstractContextManager):
         get_phases().enter_phase(f"{phase} {step}")
 
     def handle_if_ranks_lost(self, error: BaseException) -> None:
-        """If `error` means that other ranks are lost, closes the watchdog and kills suspended ranks of this machine;
-        after a timeout, writes the stacks first. But if this rank has made no progress for too long, too, ends this
-        process with exit code 4. Does nothing for other errors.
+        """Ends the watchdog if `error` means that other ranks are lost; does nothing for other errors. Kills those
+        ranks of this machine that are suspended. If `error` is a timeout, first writes the stacks of this rank.
+
+        If this rank, too, has made no progress for too long, ends this process with exit code 4.
         """
         if self._closed.is_set() or not (text := group.explain_lost_ranks(error)):
             return
@@ -133,15 +134,15 @@ class Watchdog(AbstractContextManager):
         self._closed.set()
 
     def _find_last_progress(self) -> float:
-        """Returns the time (time.monotonic) at which a piece of work last ended. During a step only the work of the
-        main thread counts, and not that of a thread that saves.
+        """Returns the time (time.monotonic) at which a piece of work last ended. During a step, only the work of the
+        main thread counts; at other times also that of other threads, such as a save.
         """
         beside = 0.0 if self._now[0] == STEP else get_phases().beaten_beside
         return max(get_phases().beaten, beside, self._base)
 
     def _choose_limit(self, phase: str) -> float:
-        """Returns how many seconds without progress are too long in a phase: `most`, or fewer in a step once enough
-        steps are measured.
+        """Returns how many seconds without progress are too long in a phase: `most`. In a step it may be fewer, by the
+        median time of the steps so far.
         """
         if phase != STEP or not self._factor or len(self._steps) < _FIRST:
             return self._most
@@ -168,12 +169,12 @@ class Watchdog(AbstractContextManager):
                 self._end_run(reasons, at_fault)
 
     def _find_ranks_at_fault(self, now: float, began: float, suspended: set[int]) -> tuple[list[str], set[int]]:
-        """Finds the ranks because of which the run hangs. Returns a line of text for each, and the set of those that
-        must be killed, since they cannot end themselves. Both are empty while the fault is not known, or some rank is
-        within its limit.
+        """Finds the ranks because of which the run hangs. Returns a line of text for each, and the set of ranks that
+        must be killed, since they cannot end themselves. Returns nothing in both while the cause is not known, or while
+        some rank still makes progress.
 
-        began       the time at which this rank became overdue
-        suspended   the suspended ranks of this machine
+        began       the time at which this rank had made no progress for too long
+        suspended   those ranks of this machine that are suspended
         """
         me = self._make_status()
         heard = {rank: stand for rank, (stand, when) in dict(self._heard).items() if when > max(began, now - _SILENT)}
@@ -202,12 +203,11 @@ class Watchdog(AbstractContextManager):
         )
 
     def _exchange_status_until_closed(self, store: dist.Store) -> None:
-        """Writes the state of this rank into the store, every second, or less often with more than 256 ranks. While
-        this rank is overdue, reads the states of all others, too. Ends when the watchdog is closed or the store has
-        ended.
-
-        Reads the state of rank 0 once at the beginning: if rank 0 ends, the store ends with it.
+        """Writes the state of this rank into the store, every second, or less often with more than 256 ranks. Also
+        reads the states of all other ranks while this rank makes no progress for too long. Ends when the watchdog or
+        the store does.
         """
+        # It reads the state of rank 0 once at the beginning: if rank 0 ends, the store ends with it.
         others = [rank for rank in range(group.world()) if rank != group.rank()]
         beat, pause = 0, max(_TICK, group.world() / 256)
         try:
@@ -304,9 +304,9 @@ class Watchdog(AbstractContextManager):
 
 
 def _describe_late_ranks(stands: list[RankStatus]) -> list[str]:
-    """Returns a line of text for each rank that the others wait for. These are the ranks behind the furthest step or,
-    if all are in the same step, those that exchange nothing with other ranks. If that holds for all ranks or for none,
-    returns one line that refers to the stacks.
+    """Returns a line of text for each rank that the others wait for. These are the ranks that are in an earlier step
+    than others. If all are in the same step, they are the ranks that do not wait in an exchange with others. If this
+    singles out no rank, returns one line that refers to the stacks.
     """
     stands = sorted(stands, key=lambda stand: stand.rank)
     furthest = max(stand.step for stand in stands)

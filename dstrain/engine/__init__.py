@@ -12,10 +12,14 @@ from dstrain.recipe import ConfigError
 
 def prepare_environment() -> None:
     """Sets the environment variables that DeepSpeed and torch read when they are imported or compile code:
-    DS_ACCELERATOR (cuda if torch finds a GPU, else cpu), TORCH_EXTENSIONS_DIR, with a GPU TRITON_CACHE_DIR, and PATH,
-    to which the folder of the running Python is added. Values that the user has set stay. But a folder that cannot be
-    written, or that is no absolute path, is replaced by a private temporary one. Without a GPU, also silences torch's
-    warning that CUDA is missing.
+
+    DS_ACCELERATOR         cuda if torch finds a GPU, else cpu
+    TORCH_EXTENSIONS_DIR   folder of compiled extensions
+    TRITON_CACHE_DIR       folder of compiled kernels, only with a GPU
+    PATH                   gets the folder of the running Python as its first entry, unless it is among the entries
+
+    Values that the user has set stay. But if a folder cannot be written, or its path is not absolute, the variable is
+    set to a private temporary folder. Without a GPU, also silences torch's warning that CUDA is missing.
 
     Raises ConfigError if the user has set DS_ACCELERATOR to another device than torch finds.
     """

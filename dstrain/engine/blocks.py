@@ -85,8 +85,9 @@ def prepare_blocks(
 
 
 def check_leaf_module_names(networks: Mapping[str, nn.Module], settings: dict[str, Any]) -> None:
-    """Raises ConfigError if zero_optimization.leaf_module of DeepSpeed's JSON, at stage 3, names a class, module or
-    suffix that no module of any network has, or if one of its lists is empty. DeepSpeed would only warn.
+    """Checks zero_optimization.leaf_module of DeepSpeed's JSON at stage 3; DeepSpeed would only warn. Raises
+    ConfigError if one of its lists is empty, or if it names a class, module or suffix that no module of any network
+    has.
     """
     chosen = settings.get("zero_optimization", {}).get("leaf_module")
     if not chosen or read_stage(settings) < 3:
@@ -133,8 +134,8 @@ def mark_leaf_modules(network: nn.Module, settings: dict[str, Any]) -> None:
 
 
 def _make_input_require_grad_or_raise(module: nn.Module, inputs: tuple) -> tuple:
-    """Does what `_make_input_require_grad` does, and returns the inputs. Raises ConfigError if gradients are recorded,
-    but none of the inputs is a floating-point tensor, which alone can require a gradient.
+    """Returns the inputs of a module, with one that requires a gradient, as `_make_input_require_grad` does. Raises
+    ConfigError if gradients are recorded and no input can require one, since none is a floating-point tensor.
     """
     inputs = _make_input_require_grad(module, inputs)
     if torch.is_grad_enabled() and not any(isinstance(value, Tensor) and value.requires_grad for value in inputs):
@@ -146,9 +147,9 @@ def _make_input_require_grad_or_raise(module: nn.Module, inputs: tuple) -> tuple
 
 
 def _make_input_require_grad(_: nn.Module, inputs: tuple) -> tuple:
-    """Returns the inputs of a module. If gradients are recorded and no input requires one, replaces the first
-    floating-point tensor by a detached view that does: otherwise DeepSpeed would release a leaf module's weights before
-    its backward pass.
+    """Returns the inputs of a module, as a hook before its forward pass. If gradients are recorded and no input
+    requires one, replaces the first floating-point tensor among the inputs by a detached view that requires a gradient.
+    Without such an input, DeepSpeed would release a leaf module's weights before its backward pass.
     """
     tensors = [value for value in inputs if isinstance(value, Tensor)]
     if not torch.is_grad_enabled() or any(tensor.requires_grad for tensor in tensors):
@@ -158,16 +159,19 @@ def _make_input_require_grad(_: nn.Module, inputs: tuple) -> tuple:
 
 
 def should_compile(choice: str) -> bool:
-    """Returns whether to compile blocks on this machine. choice, the recipe's compile: on, off, or auto for only with a
-    GPU.
-    """
+    """Returns whether to compile blocks on this machine. `choice` is on, off or auto; auto means only with a GPU."""
     return choice == "on" or (choice == "auto" and torch.cuda.is_available())
 
 
 def run_block(module: nn.Module, recompute: str, *inputs: Any, **named: Any) -> Any:
-    """Returns the output of a block's own forward method. If gradients are recorded, the backward pass computes as much
-    of the block again as `recompute` says: nothing for none, all but the products with weights for attention, and
-    everything for all. Dropout masks are then the same.
+    """Returns the output of a block's own forward method. If gradients are recorded, `recompute` says what the backward
+    pass computes again, instead of keeping it in memory:
+
+    none        nothing
+    attention   everything but the products with weights
+    all         everything
+
+    The second computation has the same dropout masks as the first.
     """
     plain = partial(type(module).forward, module)
     if recompute == "none" or not torch.is_grad_enabled():
@@ -213,11 +217,10 @@ class HostMemory:
 
 @torch.no_grad()
 def _copy_to(device: torch.device, tensor: Tensor) -> Tensor:
-    """Returns a copy of a tensor on a device, with the same strides. The copy may still run when this returns. A meta
-    tensor, which has no values, is returned itself.
-
-    torch.autograd.graph.save_on_cpu would turn NHWC into NCHW, so that other kernels would compute the block again.
+    """Returns a copy of a tensor on a device, with the same strides. The copy may still be in progress when this
+    function returns. Returns a meta tensor as it is, since it has no values.
     """
+    # torch.autograd.graph.save_on_cpu would turn NHWC into NCHW, so that other kernels would compute the block again.
     if tensor.is_meta:  # It has no values that could go anywhere.
         return tensor
     pinned = device.type == "cpu" != tensor.device.type
@@ -233,8 +236,9 @@ class Graphs:
         self._by_kind: dict[tuple, Callable] = {}
 
     def forward(self, module: nn.Module, recompute: str, built: tuple, *inputs: Any, **named: Any) -> Any:
-        """Returns what `run_block` returns, computed by a compiled graph. Compiles a graph at the first call with this
-        structure, recomputation and shapes of inputs, with or without gradients; later calls of the same kind share it.
+        """Returns what `run_block` returns, computed by a compiled graph. The first call compiles the graph. Later
+        calls use it again if `built`, `recompute` and the shapes of the inputs are the same, and gradients are recorded
+        as they were. Without gradients, the first dimension of the inputs may differ.
 
         built   the structure of the module, as `describe_structure` returns it
         """

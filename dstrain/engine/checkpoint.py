@@ -97,20 +97,20 @@ class Checkpoints:
         self.averages.saver.report_ended_save()
 
     def close(self) -> None:
-        """Waits for saves of checkpoints and snapshots that still run, and reports their results. While a
-        KeyboardInterrupt is handled, neither waits nor reports.
+        """Waits for saves of checkpoints and snapshots that still run, and reports their results. Does neither while a
+        KeyboardInterrupt is being handled.
         """
         self.saver.close()
         self.averages.saver.close()
 
     def resume(self, step: int | None = None) -> int:
-        """Loads the newest checkpoint whose files match their hashes, or with `step` the checkpoint of this step, even
-        one that a rollback has renamed. Renames snapshots of later steps, so that they no longer count. Returns the
-        step of the loaded checkpoint; 0 if `step` is None and the folder holds no checkpoint.
+        """Loads the newest checkpoint whose files match their hashes. With `step`, loads the checkpoint of this step
+        instead, even if a rollback has renamed it. Renames snapshots of later steps, so that they no longer count.
+        Returns the step of the checkpoint; 0 if `step` is None and the folder holds no checkpoint.
 
         Raises ConfigError if no checkpoint is intact, if there is none of `step`, if it does not fit these networks, or
-        if it holds DeepSpeed's own files and trust_pickle is False. Raises NotRead if its files cannot be read after
-        they were verified.
+        if it holds DeepSpeed's own files and trust_pickle is False. Raises NotRead if its files can no longer be read
+        after they were verified.
         """
         get_phases().enter_phase("reading the newest checkpoint")
         if step is not None:
@@ -160,12 +160,13 @@ class Checkpoints:
         self.averages.set_newer_steps_aside(step)
 
     def roll_back(self, done: int, trouble: str) -> int:
-        """Loads the newest good checkpoint from before the trouble that was seen after `done` steps; returns its step.
-        Renames checkpoints and snapshots of later steps, so that they no longer count.
+        """Loads the newest good checkpoint from before the trouble that was found after `done` steps. Renames
+        checkpoints and snapshots of later steps, so that they no longer count. Returns the step of the loaded
+        checkpoint.
 
-        Raises FloatingPointError, whose message begins with `trouble`, if no such checkpoint is left, if it holds
-        DeepSpeed's own files and trust_pickle is False, or if the run has gone back faults.max_rollbacks times since a
-        user last changed the run.
+        Raises FloatingPointError, whose message begins with the text `trouble`, if there is no such checkpoint, if it
+        holds DeepSpeed's own files and trust_pickle is False, or if the run has gone back faults.max_rollbacks times
+        since a user last changed the run.
         """
         course = self.course
         self.saver.wait_for_save()
@@ -245,8 +246,9 @@ class Checkpoints:
             yield f"ema.{decay!r}", flats
 
     def _list_fragments_to_save(self) -> Entries:
-        """Returns {part: [(kind, fragment, values), ...]}: what this rank writes into a checkpoint. Most values are
-        views of live memory, so that they change as training goes on.
+        """Returns {part: [(kind, fragment, values), ...]}: the values that this rank writes into a checkpoint. `kind`
+        says what they are: a weight itself (master), a moment of the optimizer, or an average. `fragment` says to which
+        elements of which weight they belong. Most values are views of live memory, which change as training goes on.
         """
         return {
             part: [
@@ -260,9 +262,9 @@ class Checkpoints:
         }
 
     def _write_files(self, folder: Path, entries: Entries, common: validate.Common) -> Hashes:
-        """Writes this rank's shards of a checkpoint into `folder`, on rank 0 also common.safetensors, and with
-        save.format=deepspeed DeepSpeed's own files. Returns {name: {size, hash}} of the shards. Remembers where each
-        fragment lies, for `_write_indices`.
+        """Writes this rank's files of a checkpoint into `folder`: its shards, on rank 0 also common.safetensors, and
+        with save.format=deepspeed DeepSpeed's own files. Returns {name: {size, hash}} of the shards alone. Remembers
+        where each fragment of a weight lies in the shards, for `_write_indices`.
         """
         if self._native:
             with defer_errors(self._engines.values()):
@@ -293,8 +295,10 @@ class Checkpoints:
         return total
 
     def _collect_common(self, parts: Collection[str] | None = None) -> validate.Common:
-        """Returns the content of common.safetensors for `parts` (None: all): {name: tensor}, the system's state and the
-        buffers of the parts, copied to the host; and {part: counters}, such as the number of updates.
+        """Returns what common.safetensors holds: (tensors, counters), for `parts` or, if it is None, for all parts.
+
+        tensors    {name: copy on the CPU} of the system's state and of the parts' buffers
+        counters   {part: {name: value}}, such as the number of updates
         """
         tensors = {f"system/{name}": tensor for name, tensor in self._system.state_dict().items()}
         counters: dict[str, Any] = {}

@@ -93,8 +93,8 @@ class Engines(Mapping[str, Any]):
             self.draw_weights()
 
     def _build_networks(self, networks: Networks, seed: int) -> dict[str, tuple[nn.Module, Values]]:
-        """Returns {part: (a new network, the function that yields its initial values, see initial.Values)}. Adds a note
-        for the user if, at stage 3, every rank had to build the whole networks.
+        """Builds new networks. Returns {part: (network, function that yields its initial values)}; initial.Values is
+        the type of this function. Adds a note for the user if, at stage 3, every rank had to build the whole networks.
         """
         if read_stage(self.settings) != 3:
             return build_networks(networks, seed)
@@ -107,11 +107,10 @@ class Engines(Mapping[str, Any]):
         )
 
     def draw_weights(self, known: Mapping[str, Mapping[str, Tensor]] | None = None) -> None:
-        """Sets all weights and buffers: to the values in `known`, by part and state-dict name, and the others to
-        initial values that follow from the seed. Call it on all ranks.
+        """Sets all weights and buffers. Those in `known`, {part: {state-dict name: value}}, get these values. The
+        others get initial values that depend only on the seed. Call it on all ranks.
 
-        A rank draws only the modules of which it owns some weights. The other weights come to its network when all
-        ranks copy their masters into it.
+        A rank draws only the modules of which it owns some weights. It gets the other weights from the other ranks.
         """
         for part, values in self._initial.items():
             given = (known or {}).get(part, {})
@@ -183,8 +182,9 @@ class Engines(Mapping[str, Any]):
         return counts | ({"frozen": still} if still else {})
 
     def set_weights(self, part: str, values: Iterable[tuple[str, Tensor]]) -> None:
-        """Sets the weights and buffers of a part from (state-dict name, whole value) pairs, which are taken one at a
-        time. Ignores names that the network does not have. Buffers get the dtype of their values. Call it on all ranks.
+        """Sets the weights and buffers of a part. `values` are pairs (state-dict name, whole tensor), which are taken
+        one at a time. Ignores names that the network does not have. A buffer gets the dtype of its new value. Call it
+        on all ranks.
         """
         self._fill_masters_and_buffers(part, values)
         self.masters[part].copy_masters_to_network()
@@ -204,8 +204,8 @@ class Engines(Mapping[str, Any]):
 
     @contextmanager
     def freeze_all_but(self, part: str) -> Iterator[dict[str, Any]]:
-        """Freezes the weights of all parts but `part` inside the block. Yields the networks by part, with which to
-        compute a loss of `part`: of `part` its DeepSpeed engine, of the other parts the plain networks.
+        """Freezes the weights of all parts but `part` inside the block. Yields {part: network}, with which to compute a
+        loss of `part`. The network of `part` is its DeepSpeed engine; the others are plain networks.
         """
         others = {name: engine.module for name, engine in self._engines.items() if name != part}
         trained = [weight for module in others.values() for weight in module.parameters() if weight.requires_grad]
@@ -248,9 +248,12 @@ class Engines(Mapping[str, Any]):
                 param_group["lr"] = lr * param_group.get("rate", 1.0)
 
     def collect_metrics(self) -> dict[str, float]:
-        """Returns {name: value} of each part: grad_norm of its last step before clipping, if it was computed;
-        param_norm of its fp32 weights; loss_scale under fp16. With several parts a name is PART/NAME. Call it on all
-        ranks, and only for a report, since it waits for the device.
+        """Returns {name: value} of all parts. With several parts the names are PART/NAME. A value that is not known is
+        absent. Call it on all ranks, and only for a report, since it waits for the device.
+
+        grad_norm    norm of the gradients in the latest step, before clipping
+        param_norm   norm of the fp32 weights
+        loss_scale   the factor by which fp16 multiplies the loss
         """
         figures: dict[str, float] = {}
         for part, masters in self.masters.items():

@@ -74,12 +74,12 @@ _OVERWRITING = frozenset(
 def build_networks(
     networks: Networks, seed: int, note: Callable[[str], None] = lambda text: None
 ) -> dict[str, tuple[nn.Module, Values]]:
-    """Returns {part: (a new network, the function that yields the initial values of its parameters and buffers, see
-    Values)}. Call it on all ranks.
+    """Builds the networks on all ranks. Returns {part: (network, function that yields the initial values of its
+    parameters and buffers)}; Values is the type of this function.
 
-    If modules draw their own weights, the parameters are on the meta device, unless a network cannot be built there.
-    Otherwise the parameters hold what the constructors have set, and `note` is called with the reason. Raises
-    RuntimeError on all ranks if constructors leave other weights on some rank than on rank 0.
+    If all modules set their own weights in `reset_parameters`, the parameters are on the meta device, unless a network
+    cannot be built there. If some do not, the parameters hold what the constructors have set, and `note` is called with
+    the reason. Raises RuntimeError on all ranks if the constructors leave other weights on some rank than on rank 0.
     """
     reason = explain_constructed_weights(networks)
     with torch.random.fork_rng(devices=[]):
@@ -107,11 +107,12 @@ def build_networks(
 
 
 def draw_weights(network: nn.Module, seed: int, names: Container[str] | None = None) -> Iterator[tuple[str, Tensor]]:
-    """Draws initial weights by calling `reset_parameters` of each module, under a seed made of `seed` and the module's
-    name. Yields (state-dict name, float32 value) of every parameter and buffer; integers keep their dtype.
+    """Draws initial weights: calls `reset_parameters` of each module, under a seed made of `seed` and the module's
+    name. Yields (state-dict name, float32 value) of every parameter and buffer; integers keep their dtype. With
+    `names`, draws only modules that own a buffer or one of these parameters.
 
-    With `names`, draws only modules that own a buffer or one of these parameters. The network is not changed. It may be
-    on the meta device or partitioned by ZeRO-3: only the full shapes of its parameters are read.
+    The network is not changed. It may be on the meta device or partitioned by ZeRO-3: only the full shapes of its
+    parameters are read.
     """
     for prefix, module in network.named_modules():
         own = _list_own_tensors(module)
@@ -121,8 +122,8 @@ def draw_weights(network: nn.Module, seed: int, names: Container[str] | None = N
 
 
 def _pop_values(values: list[tuple[str, Tensor]], names: object = None) -> Iterator[tuple[str, Tensor]]:
-    """Yields the (name, value) pairs of `values`, and removes each from the list so that its memory can be freed. So a
-    second call yields nothing. `names` is ignored: it is there because `draw_weights` has it.
+    """Yields the (name, value) pairs of `values`. Removes each pair from the list, so that its memory can be freed; a
+    second call yields nothing. Ignores `names`, which is there because `draw_weights` takes it, too.
     """
     while values:
         yield values.pop(0)
@@ -187,8 +188,8 @@ class _Writes(TorchDispatchMode):
         self._storages: list[Any] = []  # kept alive: an address must not be used twice
 
     def find_owner(self, tensor: Tensor) -> nn.Module | None:
-        """Returns the module whose `reset_parameters` last wrote to the tensor's storage. Returns None if no module
-        did, or if that module did not write the whole storage.
+        """Returns the module whose `reset_parameters` was the last to write to the tensor's memory. Returns None if the
+        last writer was no such method, or did not write all of this memory.
         """
         storage = tensor.untyped_storage()
         writer, views = self._last.get(storage._cdata, (None, {}))
@@ -220,10 +221,8 @@ class _Writes(TorchDispatchMode):
 
 
 def _find_resetting_module() -> nn.Module | None:
-    """Returns the module whose `reset_parameters` is running now, found in the call stack; the innermost one of
-    several.
-
-    Returns None if there is none, or if that method takes arguments, since a later call could not repeat it.
+    """Returns the module whose `reset_parameters` is running now, as the call stack shows; if several are, the
+    innermost. Returns None if none is, or if the method takes arguments: a later call could not repeat it.
     """
     frame = sys._getframe(1)
     while frame is not None:
@@ -264,7 +263,7 @@ def _list_own_tensors(module: nn.Module) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def _draw_module_weights(module: nn.Module, seed: int) -> dict[str, Tensor]:
-    """Returns {name: value}: what the module's `reset_parameters` sets its own weights and buffers to under a seed, on
+    """Returns {name: value} of a module's own weights and buffers, as its `reset_parameters` sets them under a seed, on
     the CPU. The module is not changed.
     """
     originals = [
@@ -287,8 +286,9 @@ def _draw_module_weights(module: nn.Module, seed: int) -> dict[str, Tensor]:
 
 
 def allocate_weights(network: nn.Module, groups: list[dict[str, Any]], settings: dict[str, Any]) -> None:
-    """Replaces the weights of a network that are on the meta device by newly allocated ones, in its modules and in the
-    "params" of its optimizer's groups. Their values are not set. At stage 3 each rank allocates its share of them.
+    """Allocates weights for those parameters of a network that are on the meta device, without setting their values.
+    Puts the new parameters into the modules and into "params" of the optimizer's groups. At stage 3, each rank
+    allocates only its share of each weight.
 
     Weights on other devices stay; buffers move to the rank's device. Call it on all ranks, before the optimizer is
     made.
@@ -335,8 +335,8 @@ class _OneByOne(nn.Module):
 
 
 def _allocate_in_one_tensor(weights: Weights, options: dict[str, Any]) -> Iterator[nn.Parameter]:
-    """Yields a new parameter for each weight, without setting its values (torch.empty). The parameters are views of one
-    tensor, in which they lie one after another. It has room for DeepSpeed's padding at its end.
+    """Yields a new parameter for each weight, without setting its values. The parameters are views of one new tensor,
+    in which they lie one after another. At its end, this tensor has room for DeepSpeed's padding.
     """
     counts = [weight.numel() for weight in weights]
     flat = torch.empty(sum(counts) + _PADDING * group.world(), **options)
@@ -353,10 +353,10 @@ def _make_parameter_like(weight: nn.Parameter, values: Tensor) -> nn.Parameter:
 
 
 def return_freed_memory_to_system() -> None:
-    """Gives freed memory of this process back to the system if the C library is glibc, which would keep it; does
-    nothing otherwise. At stage 3 each weight was allocated whole for a moment: with 8 ranks, glibc would keep as much
-    memory as a rank needs in all.
+    """Gives memory that this process has freed back to the system, if the C library is glibc; does nothing otherwise.
+    glibc would keep the memory of weights that each rank has allocated whole for a moment at stage 3.
     """
+    # With 8 ranks, glibc would keep as much memory as a rank needs in all.
     libc = ctypes.CDLL(None)
     if hasattr(libc, "malloc_trim"):
         libc.malloc_trim(0)

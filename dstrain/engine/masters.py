@@ -38,9 +38,9 @@ from dstrain.engine.updates import Updates
 
 
 def cut_into_shares(sizes: Iterable[int], share: int, ranks: range) -> Iterator[tuple[int, int, int, int, int]]:
-    """Yields the pieces of weights that the given ranks own. The weights lie one after another and are cut into equal
-    shares, one for each rank. A piece is (index of the weight, rank, first element within the weight, number of
-    elements, offset within the rank's share).
+    """Cuts weights that lie one after another into equal shares, one for each rank. Yields the pieces that `ranks` get,
+    each as (index of the weight, rank, first element within the weight, number of elements, offset within the rank's
+    share).
 
     sizes   numbers of elements of the weights
     share   number of elements of a share
@@ -77,8 +77,8 @@ class Masters(Updates):
         self._aliased = any(flat.data_ptr() in compute for flat in self.flats)
 
     def _locate_stage0(self) -> None:
-        """Finds the masters at stage 0 and sets `flats` and `fragments`. Each rank has all masters, one flat for each
-        weight.
+        """Finds the fp32 weights at stage 0, where each rank has all of them. Sets `flats`, one tensor for each weight,
+        and `fragments`.
         """
         groups = getattr(self._zero, "fp32_groups", None)
         if groups is None:
@@ -94,15 +94,17 @@ class Masters(Updates):
             self.fragments.append((whole, number, 0))
 
     def _locate_stage12(self) -> None:
-        """Finds this rank's masters at stages 1 and 2, one flat for each parameter group, and sets `flats` and
-        `fragments`.
+        """Finds this rank's share of the fp32 weights at stages 1 and 2. Sets `flats`, one tensor for each parameter
+        group, and `fragments`, which say which elements of which weights these tensors hold.
         """
         self.flats = list(self._zero.single_partition_of_fp32_groups)
         self._groups = list(range(len(self.flats)))
         self._set_own_fragments()
 
     def _locate_stage3(self) -> None:
-        """Finds this rank's masters at stage 3, one flat for each sub-group, and sets `flats` and `fragments`."""
+        """Finds this rank's share of the fp32 weights at stage 3. Sets `flats`, one tensor for each sub-group of the
+        weights, and `fragments`, which say which elements of which weights these tensors hold.
+        """
         self.flats = list(self._zero.fp32_partitioned_groups_flat)
         self._groups = [self._zero.sub_group_to_group_id[number] for number in range(len(self.flats))]
         self._set_own_fragments()
@@ -112,8 +114,9 @@ class Masters(Updates):
         self.fragments = [fragment for _, fragment in self._list_fragments_of_ranks(range(rank, rank + 1))]
 
     def _list_fragments_of_ranks(self, ranks: range) -> Iterator[tuple[int, tuple[Fragment, int, int]]]:
-        """Yields (rank, (fragment, number of the flat that holds it, offset in this flat)) for all fragments that these
-        ranks own at stages 1 to 3. Computes them without an exchange between ranks.
+        """Yields (rank, (fragment, number, offset)) for all fragments of weights that these ranks own at stages 1 to 3.
+        `number` is the index of the tensor in `flats` that holds the fragment, `offset` is the first element in this
+        tensor. Exchanges nothing between ranks.
         """
         zero = self._zero
         runs = []  # weights that are cut together, the number of their flat, where they begin in it, a rank's share
@@ -130,8 +133,8 @@ class Masters(Updates):
                 yield rank, (fragment, number, begin + offset)
 
     def _list_frozen_fragments(self) -> Iterator[tuple[Fragment, Tensor]]:
-        """Yields (fragment, its elements (numel,)) of each frozen weight: at stage 3 this rank's share of the weight,
-        else the whole weight.
+        """Yields (fragment, values (numel,)) of each frozen weight. At stage 3 these are the elements of the weight
+        that this rank holds, else the whole weight.
         """
         for name, weight in self.engine.module.named_parameters():
             if weight.requires_grad:
@@ -157,8 +160,9 @@ class Masters(Updates):
         return {fragment.name for fragment, *_ in (*self.fragments, *self.frozen)}
 
     def _list_fragments_by_rank(self) -> dict[int, Sequence[tuple[Fragment, int, int]]]:
-        """Returns {rank: [(fragment, number of its flat, offset in it), ...]} of every rank; at stage 0, where all
-        ranks have the same fragments, of this rank alone.
+        """Returns {rank: [(fragment, number, offset), ...]} of all ranks; at stage 0, where all ranks have the same
+        fragments, of this rank alone. `number` is the index of the tensor in `flats` that holds the fragment, `offset`
+        is the first element in this tensor.
         """
         if self.replicated:
             return {group.rank(): self.fragments}
@@ -168,8 +172,8 @@ class Masters(Updates):
         return layouts
 
     def _list_weight_shares(self) -> Sequence[Tensor]:
-        """Returns this rank's shares of the weights that the network computes with, in the network's precision. There
-        is one tensor for each flat of masters, with the same elements in the same order.
+        """Returns this rank's share of the weights that the network computes with, in the network's precision. Each
+        tensor has the elements of the fp32 tensor in `flats` with the same index, in the same order.
         """
         if self.replicated:
             return [weight.data for weight in self._weights]
@@ -179,8 +183,9 @@ class Masters(Updates):
         return [parts[dist.get_rank(owners)] for parts, owners in partitions]
 
     def list_views(self, flats: Sequence[Tensor | None]) -> Iterator[tuple[Fragment, Tensor]]:
-        """Yields (fragment, view (numel,) of its elements in `flats`) for each fragment of this rank. `flats` are
-        tensors laid out like the flats of masters, such as an average; where one is None, its fragments are left out.
+        """Yields (fragment, view (numel,)) for each fragment of a weight that this rank holds. The view shows the
+        fragment's elements in `flats`: a list of tensors laid out like `self.flats`, such as those of an average.
+        Leaves out the fragments whose tensor in `flats` is None.
         """
         lines = [None if flat is None else flat.detach().view(-1) for flat in flats]
         for fragment, number, offset in self.fragments:
@@ -188,8 +193,8 @@ class Masters(Updates):
                 yield fragment, lines[number].narrow(0, offset, fragment.numel)
 
     def list_own_views(self, flats: Sequence[Tensor | None]) -> Iterator[tuple[Fragment, Tensor]]:
-        """Yields (fragment, view (numel,) of its elements in `flats`) for the fragments that this rank writes into a
-        checkpoint. Each fragment is written by one rank only.
+        """Yields (fragment, view (numel,)) as `list_views` does, but only for the fragments that this rank writes into
+        a checkpoint. Each fragment is written by one rank only.
         """
         rank, world = group.rank(), group.world()
         for number, view in enumerate(self.list_views(flats)):
@@ -198,8 +203,8 @@ class Masters(Updates):
 
     @torch.no_grad()
     def compute_norm(self) -> float:
-        """Returns the L2 norm of the vector of all trained fp32 weights of this part, on all ranks. Call it on all
-        ranks.
+        """Returns, on every rank, the L2 norm of all trained fp32 weights of this part, taken as one vector. Call it on
+        all ranks.
         """
         squares = [view.square().sum(dtype=torch.float64) for _, view in self.list_own_views(self.flats)]
         total = sum(squares, torch.zeros((), dtype=torch.float64, device=self.flats[0].device))
@@ -207,8 +212,8 @@ class Masters(Updates):
 
     @torch.no_grad()
     def fill_masters(self, values: Iterable[tuple[str, Tensor]]) -> None:
-        """Sets this rank's elements of the masters and frozen weights from (name, whole weight) pairs. Ignores names
-        that it does not have. Call `copy_masters_to_network` afterwards.
+        """Sets the elements that this rank holds of the masters and frozen weights. `values` are pairs (name, whole
+        weight). Ignores names that the network does not have. Call `copy_masters_to_network` afterwards.
         """
         own: dict[str, list[tuple[Fragment, Tensor]]] = {}
         for fragment, view in chain(self.list_views(self.flats), self.frozen):
@@ -228,8 +233,9 @@ class Masters(Updates):
 
     @contextmanager
     def compute_with_flats(self, flats: Sequence[Tensor]) -> Iterator[None]:
-        """Inside the block, the network computes with the values in `flats`, tensors laid out like the masters;
-        afterwards again with the masters, bit for bit. Enter and leave the block on all ranks together.
+        """Inside the block, the network computes with the values in `flats` as its weights; these are tensors laid out
+        like `self.flats`. After the block it has the masters again, bit for bit. Enter and leave the block on all ranks
+        together.
         """
         masters = [flat.detach().clone() for flat in self.flats] if self._aliased else self.flats
         self._copy_to_compute_weights(flats)
@@ -272,19 +278,19 @@ class Masters(Updates):
 
     @property
     def moment_kinds(self) -> list[str]:
-        """Returns the names of all moments that the optimizer keeps, such as exp_avg; some weights may lack some of
-        them.
+        """Returns the names of all moments that the optimizer keeps, such as exp_avg. For some weights it may keep only
+        some of them.
         """
         return list(
             dict.fromkeys(kind for group_ in self._get_inner_optimizer().param_groups for kind in group_["moments"])
         )
 
     def read_moments(self, kind: str) -> list[Tensor | None]:
-        """Returns a list with the moment named `kind` of each flat; None for a flat for which the optimizer keeps no
-        such moment. Before the first step a moment is 0.
+        """Returns the optimizer's moment with the name `kind`, as one tensor for each tensor in `flats`; None where the
+        optimizer keeps no such moment. Before the first step a moment is 0.
 
-        The tensors are the optimizer's own. But 8-bit moments are returned as fp32 copies; `write_moments` writes them
-        back.
+        The tensors are the optimizer's own. But 8-bit moments are returned as fp32 copies: changes of these take effect
+        by `write_moments`.
         """
         return [
             read_moment(self._get_state(number), kind) if kind in self._list_moment_names_of_flat(number) else None
@@ -297,11 +303,11 @@ class Masters(Updates):
                 write_moment(self._get_state(number), kind, flat)
 
     def list_coded_moments(self) -> Iterator[tuple[str, str, Tensor]]:
-        """Yields (kind, name, live tensor) for each tensor of 8-bit codes, and of their scales, of an 8-bit optimizer.
-        The name contains a hash of the layout of the flat.
-
-        A run that loads these tensors resumes bit for bit. If it quantized fp32 moments again, the scales would differ.
+        """Yields (kind, name, tensor) for the live tensors of an optimizer with 8-bit moments: their codes and the
+        scales of these codes. A run that loads them resumes bit for bit. The name contains a hash of how the weights
+        are laid out on this rank.
         """
+        # If a resumed run quantized fp32 moments again, the scales would differ.
         for number, flat in enumerate(self.flats):
             state = self._get_state(number)
             pieces = [(fragment, offset) for fragment, flat_number, offset in self.fragments if flat_number == number]
@@ -310,8 +316,8 @@ class Masters(Updates):
 
     def list_coded_moments_to_save(self) -> Iterator[tuple[str, Fragment, Tensor]]:
         """Yields (kind, fragment, values) for the 8-bit codes and scales that this rank writes into a checkpoint.
-        values are their bytes, reinterpreted as float32 (n,). At stage 0, where all ranks have the same tensors, one
-        rank writes each.
+        `values` are the bytes of a tensor, reinterpreted as float32 (n,). At stage 0, where all ranks have the same
+        tensors, only one rank writes each.
         """
         for number, (kind, name, tensor) in enumerate(self.list_coded_moments()):
             if not self.replicated or number % group.world() == group.rank():
@@ -322,8 +328,8 @@ class Masters(Updates):
         return self._get_inner_optimizer().param_groups[self._groups[number]]["moments"]
 
     def _find_stepped_tensor(self, number: int) -> Tensor:
-        """Returns the tensor that the optimizer steps for flat number `number`: the flat itself, or at stage 0 in fp32
-        the parameter that shares the flat's data.
+        """Returns the tensor that the optimizer updates when it steps `flats[number]`: this tensor itself, or at stage
+        0 in fp32 the network's parameter, which shares its memory.
         """
         return self._weights[number] if self._torch_fp32 else self.flats[number]
 

@@ -96,11 +96,11 @@ def freeze_weights(networks: Mapping[str, nn.Module], train_only: Sequence[str] 
 def group_weights(
     network: nn.Module, choice: Optimizer, decays: Decays, blocks: tuple[type[nn.Module], ...], part: str = ""
 ) -> Iterator[Group]:
-    """Yields the optimizer's parameter groups of a network; frozen weights are in none. All weights of a group agree in
-    three things: whether they are matrices for Muon, whether they decay, and the factor of their learning rate
+    """Yields the optimizer's parameter groups of a network, without frozen weights. The weights of a group agree in
+    three things: whether Muon steps them as matrices, whether they decay, and the factor of their learning rate
     (optimizer.rates).
 
-    Raises ConfigError if a weight has no elements, or if Muon finds no matrices.
+    Raises ConfigError if a weight has no elements, or if the optimizer is Muon and there are no matrices for it.
     """
     inside = {
         id(weight) for module in network.modules() if isinstance(module, blocks) for weight in module.parameters()
@@ -131,8 +131,8 @@ def group_weights(
 
 
 def get_state(optimizer: torch.optim.Optimizer, weight: Tensor, moments: Sequence[str]) -> dict[str, Any]:
-    """Returns the optimizer's live state of a weight or flat. If there is none yet, makes one, with 0 steps and with
-    moments of zeros under the names in `moments` (bitsandbytes names its own).
+    """Returns the live state that the optimizer keeps for a weight or flat tensor. If there is none yet, makes one: 0
+    steps, and zeros for each name in `moments`. (bitsandbytes' 8-bit AdamW makes its own, under other names.)
     """
     state = optimizer.state[weight]
     if not state:
@@ -150,8 +150,8 @@ def get_state(optimizer: torch.optim.Optimizer, weight: Tensor, moments: Sequenc
 
 
 def read_moment(state: dict[str, Any], kind: str) -> Tensor:
-    """Returns the moment named `kind` of an optimizer's state in fp32: the live tensor, or a copy if the moment has 8
-    bits. `write_moment` writes such a copy back.
+    """Returns the moment named `kind` from an optimizer's state, in fp32. It is the live tensor; but an 8-bit moment is
+    returned as a copy, which `write_moment` can write back.
     """
     if kind in state:
         return state[kind]
@@ -167,8 +167,8 @@ def read_moment(state: dict[str, Any], kind: str) -> Tensor:
 
 
 def write_moment(state: dict[str, Any], kind: str, values: Tensor) -> None:
-    """Quantizes `values` into the 8-bit moment named `kind` of an optimizer's state. Does nothing if the state has no
-    8-bit moments: then `read_moment` has returned the live tensor, which needs no writing back.
+    """Quantizes `values` and writes them into the 8-bit moment named `kind` of an optimizer's state. Does nothing if
+    the state has no 8-bit moments, since `read_moment` then returns the live tensor itself.
     """
     if "absmax1" not in state:
         return
@@ -220,10 +220,9 @@ class Lion(torch.optim.Optimizer):
 
 
 def _unscale_gradient(optimizer: torch.optim.Optimizer, gradient: Tensor) -> tuple[Tensor, Tensor | float]:
-    """Returns the gradient divided by the optimizer's grad_scale, and 1 if the step is applied. If the step is skipped,
-    because the optimizer's found_inf is 1, returns a gradient of zeros and 0.
-
-    With a found_inf, both results are tensors on the device, and the host does not wait for them.
+    """Returns (gradient, applied): the gradient divided by the optimizer's grad_scale, and 1. If the step is skipped,
+    because the optimizer's found_inf is 1, returns zeros and 0. If found_inf is set, both are tensors on the device, so
+    that the host does not wait.
     """
     found_inf, scale = getattr(optimizer, "found_inf", None), getattr(optimizer, "grad_scale", None)
     if scale is not None:
@@ -254,8 +253,8 @@ class Matrix:
 
     @property
     def factor(self) -> float:
-        """Returns the factor by which the learning rate of this matrix is multiplied: so updates of a matrix of any
-        shape have about the mean square of AdamW's updates.
+        """Returns 0.2 * sqrt(the longer side), by which the learning rate of this matrix is multiplied. With it, the
+        updates of a matrix have about the mean square of AdamW's updates, whatever its shape.
         """
         return 0.2 * math.sqrt(max(self.rows, self.columns))
 
@@ -279,14 +278,14 @@ class Muon(torch.optim.AdamW):
         self._matrices: dict[Tensor, list[Matrix]] | None = None
 
     def assign_matrices(self, flats: Sequence[Tensor], layouts: Mapping[int, Sequence[tuple[Any, int, int]]]) -> None:
-        """Finds the pieces of each matrix in the flats of all ranks. Chooses for each matrix the rank that makes its
-        update orthogonal: the rank with the largest piece, and among equals the one with the least work so far.
+        """Finds on which ranks the elements of each matrix lie, and chooses one of these ranks to make the matrix's
+        update orthogonal: the one with the most elements of the matrix, and among equals the one with the least work so
+        far. Steps before this call change no matrix.
 
-        flats     this rank's flats
-        layouts   by rank, its fragments: each with the number of its flat and its offset in it
-
-        A step before this call changes no matrix: DeepSpeed takes a step on zero gradients when it starts.
+        flats     this rank's tensors with its share of the matrices
+        layouts   {rank: [(fragment of a matrix, index of the rank's tensor, offset in this tensor), ...]}
         """
+        # DeepSpeed takes a step on zero gradients when it starts, before this call.
         self._matrices = {flat: [] for flat in flats}
         load = [0] * ranks.world()
         found: dict[tuple[int, str], Matrix] = {}
@@ -338,12 +337,12 @@ class Muon(torch.optim.AdamW):
 
 
 def orthogonalize(matrix: Tensor) -> Tensor:
-    """Returns an approximation of the orthogonal factor of a matrix (rows, columns), in the matrix's dtype: the
-    singular values become about 0.7 to 1.2.
+    """Returns a nearly orthogonal matrix with about the singular vectors of `matrix` (rows, columns), and singular
+    values of about 0.7 to 1.2. Takes five steps of the quintic Newton-Schulz iteration with the coefficients of Jordan
+    et al.
 
-    Takes five steps of the quintic Newton-Schulz iteration with the coefficients of Jordan et al. It computes in the
-    matrix's dtype, which is bf16; but in fp32 on a CPU that emulates bf16, where bf16 products take thirty times as
-    long.
+    It computes in the dtype of `matrix`, but in fp32 on a CPU that can only emulate bf16. The result has the dtype of
+    `matrix`.
     """
     a, b, c = 3.4445, -4.7750, 2.0315
     tall = matrix.shape[0] > matrix.shape[1]
@@ -358,8 +357,9 @@ def orthogonalize(matrix: Tensor) -> Tensor:
 
 
 def orthogonalize_shared(update: Tensor, matrices: Sequence[Matrix]) -> None:
-    """Replaces, in place in this rank's flat `update`, the matrices that lie on several ranks by their orthogonal
-    factors. The owner of each matrix collects its pieces and sends the results back. Call it on all ranks.
+    """Makes the matrices that lie on several ranks orthogonal, in place in this rank's tensor `update`. For each
+    matrix, its owner collects the pieces from all ranks, orthogonalizes the whole and sends the pieces back. Call it on
+    all ranks.
     """
     rank, world = ranks.rank(), ranks.world()
     mine = [

@@ -43,8 +43,8 @@ _CORRECT = "correct it, or remove it for its default"
 
 
 def drop_nulls(settings: dict[str, Any], prefix: str = "") -> None:
-    """Removes, in place, each key whose value is null, which stands for the default, from DeepSpeed's JSON and its
-    sections. zero_optimization.stage and keys that dstrain does not know stay, so that later checks refuse them.
+    """Removes, in place, each key of DeepSpeed's JSON whose value is null, which stands for the default; in inner
+    sections, too. Keeps zero_optimization.stage and keys that dstrain does not know, so that later checks refuse them.
     """
     for name, value in list(settings.items()):
         key = f"{prefix}{name}"
@@ -89,8 +89,9 @@ class _Asked(dict):
 
 def list_refusals(settings: dict[str, Any]) -> Iterator[str]:
     """Yields a message for each value that the installed DeepSpeed refuses or would convert to another type, and for
-    each key that it does not know and would ignore. If a value has a wrong type, or stands where a section belongs,
-    yields messages on such values only.
+    each key that DeepSpeed does not know and would ignore.
+
+    If a value has a wrong type, is out of range, or stands where a section belongs, checks only for such values.
     """
     settings = {key: _drop_auto_entries(value) for key, value in settings.items() if key not in UNSUPPORTED}
     prepare_environment()
@@ -173,9 +174,12 @@ def _describe_fault(key: str, item: dict[str, Any], known: Iterable[str]) -> str
 
 
 def _list_converted_values(section: str, block: dict[str, Any], parsed: Any) -> Iterator[str]:
-    """Yields a message for each value in `block`, a section of DeepSpeed's JSON, that DeepSpeed has converted to
-    another type, such as "yes" to true or true to a number: dstrain itself would read the unconverted value. parsed:
-    the pydantic model that DeepSpeed has made of `block`.
+    """Yields a message for each value that DeepSpeed has converted to another type, such as "yes" to true or true to a
+    number. (dstrain itself would read the unconverted value.)
+
+    section   name of a section of DeepSpeed's JSON
+    block     the section, as the user has written it
+    parsed    the pydantic model that DeepSpeed has made of it
     """
     names = {field.alias or name: name for name, field in type(parsed).model_fields.items()}
     for key, value in block.items():
@@ -198,8 +202,8 @@ def _describe_values_in_place_of_sections(settings: dict[str, Any]) -> Iterator[
 
 
 def _list_wrong_values(settings: dict[str, Any]) -> Iterator[str]:
-    """Yields a message for each value that has a wrong type or is out of range, among the keys that DeepSpeed does not
-    check.
+    """Yields a message for each value that has a wrong type or is out of range. Checks only keys that DeepSpeed itself
+    does not check.
     """
     for key in _TRUTHS:
         value = read_value(settings, key)
@@ -220,8 +224,8 @@ def _list_wrong_values(settings: dict[str, Any]) -> Iterator[str]:
 
 
 def _drop_auto_entries(value: Any) -> Any:
-    """Returns a copy of a section without the entries that are "auto", in inner sections, too. Returns a value that is
-    no section as it is.
+    """Returns a copy of a section of DeepSpeed's JSON without the entries that are "auto", in inner sections, too.
+    Returns a value that is not a section unchanged.
     """
     if not isinstance(value, dict):
         return value

@@ -68,13 +68,12 @@ REPLACED = {
 
 
 def import_deepspeed() -> ModuleType:
-    """Imports DeepSpeed with all that its engines need, and returns it. Torch's compiler, whose import takes 1.2 s, is
-    not imported. Sets the environment variables first (prepare_environment). Drops DeepSpeed's warning of untested
-    optimizers.
-
-    DeepSpeed decorates its own Muon with torch.compile, and imports that class only to recognize it as an optimizer;
-    dstrain has another Muon (optimizers.py). A release of DeepSpeed without that module is imported as it is.
+    """Imports DeepSpeed with all that its engines need, and returns the module. Sets the environment variables first
+    (prepare_environment). Leaves out torch's compiler, whose import takes 1.2 s, and silences DeepSpeed's warning of
+    untested optimizers.
     """
+    # DeepSpeed decorates its own Muon with torch.compile, and imports that class only to recognize it as an optimizer;
+    # dstrain has another Muon (optimizers.py). A release of DeepSpeed without that module is imported as it is.
     prepare_environment()
     import deepspeed
     from deepspeed.runtime import compiler
@@ -93,15 +92,13 @@ def import_deepspeed() -> ModuleType:
 
 
 def _is_worth_logging(record: logging.LogRecord) -> bool:
-    """Returns False for DeepSpeed's warning that an optimizer is untested, since dstrain's are tested at every stage of
-    ZeRO; True for all other log records.
-    """
+    """Returns False for DeepSpeed's warning that an optimizer is untested, and True for all other log records."""
     return "untested" not in record.getMessage()
 
 
 def replace_current_stream(index: int) -> None:
-    """Makes DeepSpeed ask torch for the current stream of GPU `index`. Otherwise it would first look up which GPU is
-    current, some thousand times a step, which doubles the time.
+    """Makes DeepSpeed take torch's current stream of GPU `index`, without looking up first which GPU is current.
+    DeepSpeed asks for the stream some thousand times a step, and the look-up doubles the time.
     """
     import deepspeed
 
@@ -109,9 +106,7 @@ def replace_current_stream(index: int) -> None:
 
 
 def set_group_timeout(timeout: timedelta) -> None:
-    """Sets the timeout of all process groups that are made from now on. A timeout given to the first group alone would
-    not apply to those that DeepSpeed and dstrain make later.
-    """
+    """Sets the timeout of all process groups that are made from now on, also of those that DeepSpeed makes."""
     groups = torch.distributed.distributed_c10d
     groups.default_pg_timeout = groups.default_pg_nccl_timeout = timeout
 
@@ -146,27 +141,27 @@ def replace_linear_of_zero3() -> None:
 
 
 def _apply_linear(values: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Returns values @ weight.T + bias, by one operation of torch. It is the forward pass of ZeRO-3's linear layer in
-    place of DeepSpeed's, which adds the bias in place to the product.
-
-    recompute=attention keeps the product: when it is used again, it would contain the bias twice. And in a compiled
-    block torch 2.11 silently loses the gradient of what an autograd function has changed in place: it would be 0 for
-    the layer and for all before it (github.com/pytorch/pytorch/issues/180642).
+    """Returns values @ weight.T + bias, computed by one operation of torch. It replaces the forward pass of ZeRO-3's
+    linear layer, which adds the bias in place to the product.
     """
+    # recompute=attention keeps the product: when it is used again, it would contain the bias twice. And in a compiled
+    # block torch 2.11 silently loses the gradient of what an autograd function has changed in place: it would be 0 for
+    # the layer and for all before it (github.com/pytorch/pytorch/issues/180642).
     return torch.ops.aten.linear(values, weight, bias)
 
 
 def _is_partitioned(weight: Tensor) -> bool:
-    """Returns whether ZeRO-3 manages a weight, whose values must then be gathered for the backward pass. Always returns
-    False in compiled blocks: their weights are gathered, and under torch 2.11 the check would compile each block anew.
+    """Returns whether ZeRO-3 manages a weight, so that its values must be gathered for the backward pass. Always
+    returns False in compiled blocks, whose weights are gathered already.
     """
+    # Under torch 2.11 the check would compile each block anew.
     return not torch.compiler.is_compiling() and hasattr(weight, "ds_id")
 
 
 @contextmanager
 def flatten_in_place() -> Iterator[None]:
-    """Inside the block, DeepSpeed's stages 1 and 2 make no copy of the weights of a parameter group if these lie one
-    after another in one tensor (initial.py): it uses that tensor.
+    """Inside the block, DeepSpeed's stages 1 and 2 do not copy the weights of a parameter group into a new tensor, if
+    these weights lie one after another in one tensor already (initial.py). DeepSpeed then uses that tensor.
     """
     from deepspeed.runtime.zero import stage_1_and_2
 
@@ -185,9 +180,10 @@ def flatten_in_place() -> Iterator[None]:
 
 @torch.no_grad()
 def _find_common_flat(tensors: Sequence[Tensor]) -> Tensor | None:
-    """Returns the flat tensor (n,) in which the weights among `tensors` lie one after another from its beginning, as
-    initial.py's `_allocate_in_one_tensor` places them. Copies the tensors that follow the weights, DeepSpeed's padding,
-    into its end. Returns None if the weights do not lie so, or if there is no room for the padding.
+    """Returns the tensor (n,) in which the weights in `tensors` lie one after another from its beginning, followed by
+    DeepSpeed's padding. `tensors` are first the weights and then the padding, which is copied to the end of the result.
+
+    Returns None if the weights do not lie so, or if their memory has no room for the padding.
     """
     weights = [tensor for tensor in tensors if getattr(tensor, "lies_in_one", False)]
     padding = sum(tensor.numel() for tensor in tensors[len(weights) :])
@@ -206,8 +202,8 @@ def _find_common_flat(tensors: Sequence[Tensor]) -> Tensor | None:
 
 
 def make_universal_info() -> dict[str, Any]:
-    """Returns the entry that a checkpoint of DeepSpeed must contain for its tool ds_to_universal: the version of the
-    universal format. The tool needs no more, since ZeRO alone splits the weights.
+    """Returns the entry of a checkpoint that DeepSpeed's tool ds_to_universal requires: the version of the universal
+    format.
     """
     from deepspeed.checkpoint import constants
 
@@ -220,12 +216,12 @@ def make_universal_info() -> dict[str, Any]:
 
 @contextmanager
 def defer_errors(engines: Iterable[Any]) -> Iterator[None]:
-    """Inside the block, the engines catch OSError and RuntimeError while they write the files of a checkpoint. The end
-    of the block raises the first of these errors.
-
-    The ranks communicate between the files of a save_checkpoint: a rank that raised at once would leave the others
-    waiting.
+    """Inside the block, the engines catch OSError and RuntimeError while they write the files of a checkpoint. At the
+    end of the block the first of these errors is raised. So a rank with an error still takes part in the exchanges
+    between ranks while the checkpoint is written.
     """
+    # The ranks communicate between the files of a save_checkpoint: a rank that raised at once would leave the others
+    # waiting.
     errors: list[OSError | RuntimeError] = []
 
     def call_and_keep_error(write: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -251,12 +247,12 @@ def defer_errors(engines: Iterable[Any]) -> Iterator[None]:
 
 
 def forget_beta_powers(optimizer: Any, *_: Any) -> None:
-    """Makes DeepSpeed's AdamW for the CPU compute the powers of beta for the next step from the number of the step, as
-    it does after a resume.
-
-    In consecutive steps its C++ multiplies the powers of the last step, which no checkpoint holds, by beta, and the
-    result differs in the last bits from std::pow. An update of no elements, at a step that no run reaches, resets them.
+    """Makes DeepSpeed's AdamW for the CPU compute the powers of its betas for the next step anew from the step's
+    number, as it does after a resume. Otherwise it would multiply those of the last step by beta, which differs in the
+    last bits.
     """
+    # No checkpoint holds the powers, and products differ from std::pow in the last bits. An update of no elements, at a
+    # step that no run reaches, resets them.
     nothing = torch.zeros(0)
     betas = optimizer.param_groups[0]["betas"]
     optimizer.ds_opt_adam.adam_update(optimizer.opt_id, 1 << 40, 0.0, *betas, 0.0, 0.0, True, *[nothing] * 4)
@@ -284,8 +280,8 @@ def prepare_for_fake_tensors() -> None:
 
 @torch.no_grad()
 def _make_zero_moments(optimizer: Any, closure: Callable | None = None) -> None:
-    """Makes moments of zeros for each weight that has none, and updates no weight. It takes the place of the step of
-    DeepSpeed's AdamW for the CPU.
+    """Makes moments of zeros for each weight that has none, and updates no weight. It replaces the step of DeepSpeed's
+    AdamW for the CPU (see `prepare_for_fake_tensors`).
     """
     for members in optimizer.param_groups:
         for weight in members["params"]:
@@ -312,8 +308,8 @@ def restore_reduction(engine: Any) -> None:
 
 
 def replace_step(engine: Any, step: Callable[[], None] | None) -> None:
-    """Replaces the step of an engine's ZeRO optimizer by `step`. If `step` is None, the engine's optimizer is torch's
-    own and keeps its step; only the engine's clipping of gradients is switched off.
+    """Replaces the step of an engine's ZeRO optimizer by the function `step`. None is for an engine with an optimizer
+    of torch: it keeps its step, and only the engine's clipping of gradients is switched off.
     """
     if step is None:
         engine.clip_fp32_gradients = lambda: None
@@ -331,8 +327,8 @@ class _DeviceWaitStream(torch.cuda.Stream):
 
 
 def await_reductions_on_device(zero: Any, stage: int) -> None:
-    """From now on, later work on the device waits for DeepSpeed's reductions at the end of each backward pass, and the
-    host no longer does. zero: DeepSpeed's ZeRO optimizer.
+    """Makes the device, and no longer the host, wait for DeepSpeed's reductions of gradients at the end of each
+    backward pass: later work on the device begins after the reductions. zero: DeepSpeed's ZeRO optimizer.
     """
     if stage == 3 and torch.cuda.is_available():
         zero.reduce_and_partition_stream = _DeviceWaitStream()
@@ -343,9 +339,9 @@ def await_reductions_on_device(zero: Any, stage: int) -> None:
 
 
 def _end_backward(zero: Any, epilogue: Callable[[], None]) -> None:
-    """Ends a backward pass at stages 1 and 2 in place of DeepSpeed's method, which is `epilogue`. With overlap_comm,
-    that method makes the host wait for the whole device; this function makes later work on the device wait for the
-    reductions.
+    """Ends a backward pass at stages 1 and 2. It replaces a method of DeepSpeed, which is passed as `epilogue`, and
+    calls it. With overlap_comm, DeepSpeed's method makes the host wait for the whole device; here only later work on
+    the device waits for the reductions of gradients.
     """
     zero.reduce_ipg_grads()
     if torch.cuda.is_available():
@@ -359,10 +355,10 @@ def _end_backward(zero: Any, epilogue: Callable[[], None]) -> None:
 
 
 def skip_reduction(zero: Any) -> None:
-    """Makes DeepSpeed leave the gradients in `weight.grad` at stages 1 and 2, for a run on a single rank. This saves
-    DeepSpeed's buckets, which copy all gradients, and 0.1 ms of the host for each weight. zero: DeepSpeed's ZeRO
-    optimizer.
+    """Makes DeepSpeed leave the gradients in `weight.grad` at stages 1 and 2. It is for a run on a single rank, which
+    has nothing to reduce. zero: DeepSpeed's ZeRO optimizer.
     """
+    # This saves DeepSpeed's buckets, which copy all gradients, and 0.1 ms of the host for each weight.
     for hook in zero._grad_acc_hooks:
         hook.remove()
     zero._grad_acc_hooks.clear()
@@ -371,8 +367,8 @@ def skip_reduction(zero: Any) -> None:
 
 
 def disable_scale_updates(zero: Any) -> None:
-    """Keeps DeepSpeed from changing a dynamic loss scale, since updates.py changes it. Also keeps DeepSpeed from
-    raising an error when the scale is at its minimum, since recovery.py counts the skipped steps.
+    """Keeps DeepSpeed from changing a dynamic loss scale, since updates.py does this, and from raising an error when
+    the scale is at its minimum. zero: DeepSpeed's ZeRO optimizer.
     """
     zero.loss_scaler.raise_error_at_min_scale = False
     zero._update_scale = lambda overflow: None

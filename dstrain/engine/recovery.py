@@ -89,13 +89,13 @@ class Divergence:
     def record_step(
         self, done: int, applied: Iterable[Flag], losses: Mapping[str, Sequence[Tensor]], last: bool = False
     ) -> str | None:
-        """Records a step. Returns a message if there is trouble in this step or the one before: too many skipped steps
-        in a row, or a spike of the loss. Returns None if there is none.
+        """Records a step. Returns a message if this step or the one before it shows trouble: too many skipped steps in
+        a row, or a sudden rise of the loss. Returns None otherwise.
 
         done      number of steps that are done, this one included
-        applied   whether the step was applied, for each part that had a turn
-        losses    by part, the loss of each of this rank's micro-batches; only used where faults.spike is set
-        last      whether no step follows, so that the host waits for this one's result
+        applied   for each part that had a turn, whether its weights were updated
+        losses    {part: losses of this rank's micro-batches}; used only if faults.spike is set
+        last      True if no step follows; then waits for the result of this one
         """
         state = self.state
         if state.high is None:
@@ -126,14 +126,14 @@ class Divergence:
                 window[:] = [*window, loss][-WINDOW:]
 
     def find_step_before_trouble(self, done: int) -> int:
-        """Returns the number of steps that were done before the trouble began. done: the steps that were done when it
-        was seen.
+        """Returns the number of steps that were done before the trouble began. done: how many were done when it was
+        found.
         """
         return (self.state.high[0] if self.state.high else done) - max(self.state.in_a_row, 1)
 
     def record_rollback(self, done: int, step: int, saved: Mapping[str, Any]) -> None:
-        """Records that the run goes back after `done` steps to the checkpoint of `step`, and that it will not use the
-        batches since then again. saved: the record of steps in that checkpoint.
+        """Records that the run goes back, after `done` steps, to the checkpoint of `step`. The batches of the steps
+        between are not used again. saved: the record of steps that this checkpoint holds.
         """
         rollbacks, clock = [*self.state.rollbacks, (done, step)], done + self.shift
         self.state = parse_recovery_state(saved).model_copy(
@@ -173,11 +173,9 @@ def make_divergence_advice(store: Store) -> str:
 
 def require_finite_weights(masters: Mapping[str, Masters], step: int, store: Store) -> None:
     """Raises FloatingPointError on every rank if an fp32 weight on any rank is not finite. The message gives advice,
-    with the checkpoints in `store`. Call it on all ranks.
-
-    Only weights are checked, and not the padding of flats, in which DeepSpeed leaves at stage 3 whatever the memory
-    held.
+    with the steps of the checkpoints in `store`. Call it on all ranks.
     """
+    # At stage 3 DeepSpeed leaves in the padding of flats whatever the memory held: only weights are checked.
     finite = are_all_finite([view for part in masters.values() for _, view in part.list_own_views(part.flats)])
     if group.is_true_on_any_rank(not finite):
         raise FloatingPointError(
@@ -186,8 +184,8 @@ def require_finite_weights(masters: Mapping[str, Masters], step: int, store: Sto
 
 
 def are_all_finite(tensors: Sequence[Tensor]) -> bool:
-    """Returns whether all elements of all tensors are finite. Reads from the device once if the sum of each tensor is
-    finite, too; else once for each tensor up to the first one that is not finite.
+    """Returns whether all elements of all tensors are finite. If the sum of each tensor is finite, too, reads from the
+    device only once.
     """
     sums = [tensor.sum() for tensor in tensors]
     if not sums or torch.isfinite(torch.stack(sums)).all().item():

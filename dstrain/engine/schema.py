@@ -281,8 +281,9 @@ def describe_unsupported_keys(settings: dict[str, Any]) -> Iterator[str]:
 
 
 def describe_idle_keys(settings: dict[str, Any], stage: int) -> Iterator[str]:
-    """Yields remarks on keys that change nothing, but that many files have: one for each key of REMARKED that is set,
-    unless log_level is info or debug, and one for all keys of STAGE_3 together, if the stage is lower.
+    """Yields messages on keys of DeepSpeed's JSON that change nothing, but that many files have: one for each key of
+    REMARKED, such as steps_per_print, unless log_level is info or debug, and one for all keys that only stage 3 reads,
+    if the ZeRO stage `stage` is lower.
     """
     if settings.get("log_level") not in ("info", "debug"):  # there DeepSpeed prints what it is asked for
         for key, reason in REMARKED.items():

@@ -156,11 +156,8 @@ def are_gradients_summed_in_fp32(settings: Settings) -> bool:
 
 def make_deepspeed_config(settings: Settings) -> Settings:
     """Returns a copy of the settings for deepspeed.initialize. Leaves out compute_grad_norm and check_grad_overflow, so
-    that DeepSpeed checks gradients in the steps that updates.py leaves to it. Leaves out grad_accum_dtype where
-    updates.py sums gradients.
-
-    Switches DeepSpeed's own timer off unless the JSON switches it on, since it waits for the GPU twice a micro-batch;
-    tracking/throughput.py measures the speed.
+    that DeepSpeed checks gradients where it takes the step itself. Leaves out grad_accum_dtype if updates.py sums
+    gradients. Switches DeepSpeed's throughput timer off unless the JSON sets it, since it waits for the GPU.
     """
     own = copy.deepcopy(settings)
     own.setdefault("timers", {}).setdefault("throughput", {}).setdefault("enabled", False)
@@ -292,8 +289,8 @@ def _list_contradictions(key: str, value: Any, recipe_key: str, own: Any) -> Ite
 
 
 def _replace_auto_values(settings: Settings, device_type: str, before: Settings | None) -> Iterator[str]:
-    """Replaces "auto" by a value for bf16.enabled and for sizes of buckets, and yields a message for each other "auto".
-    before: the settings with which the run began, if it resumes, else None.
+    """Replaces "auto", in place, by a value for bf16.enabled and for the sizes of buckets. Yields a message for each
+    other "auto". before: the settings with which the run began, if it resumes, else None.
     """
     if isinstance(settings.get("bf16"), dict) and settings["bf16"].get("enabled") == "auto":
         settings["bf16"]["enabled"] = (
@@ -313,8 +310,8 @@ def _replace_auto_values(settings: Settings, device_type: str, before: Settings 
 
 
 def _list_loss_scale_problems(fp16: Settings, faults: Faults) -> Iterator[str]:
-    """Yields a message if a dynamic loss scale may skip more steps in a row than faults.max_skipped before it is low
-    enough.
+    """Yields a message if fp16 may skip more steps in a row than faults.max_skipped until its dynamic loss scale is low
+    enough. fp16: this section of DeepSpeed's JSON.
     """
     skips = fp16.get("initial_scale_power", 16) + fp16.get("hysteresis", 2) - 1
     if not fp16.get("loss_scale", 0) and skips > faults.max_skipped:
@@ -326,9 +323,9 @@ def _list_loss_scale_problems(fp16: Settings, faults: Faults) -> Iterator[str]:
 
 
 def _set_gradient_sum_type(settings: Settings) -> Iterator[str]:
-    """Sets data_types.grad_accum_dtype to fp32 if three things hold: it is not given, the networks compute in 16 bits,
-    and a step has several micro-batches. Yields a message for each entry of data_types that does not suit the
-    precision.
+    """Sets data_types.grad_accum_dtype to fp32, in place, if the JSON does not give it, the networks compute in 16
+    bits, and a step has several micro-batches. Yields a message for each entry of data_types that does not suit the
+    precision of the networks.
     """
     data_types, own = settings.get("data_types", {}), read_precision(settings)
     if (weights := data_types.get("param_dtype", own)) != own:
@@ -464,13 +461,11 @@ def _list_profiler_problems(profiler: Settings) -> Iterator[str]:
 
 
 def can_multiply_bf16() -> bool:
-    """Returns whether this CPU multiplies bf16 by instructions of its own, and oneDNN may use them. If not, bf16 is
-    emulated.
-
-    Asks torch and measures nothing: ranks would measure different times, and must agree. Measured once, with the
-    default recipe on one thread of an AMD EPYC: 345 samples a second in bf16 and 166 in fp32; with ATen's AVX2 kernels
-    242 and 150.
+    """Returns whether this CPU has instructions that multiply bf16, and oneDNN may use them. If not, bf16 is emulated,
+    which is slow. Asks torch and measures nothing, so that all ranks on equal CPUs agree.
     """
+    # Ranks would measure different times, and must agree. Measured once, with the default recipe on one thread of an
+    # AMD EPYC: 345 samples a second in bf16 and 166 in fp32; with ATen's AVX2 kernels 242 and 150.
     import torch
 
     if os.environ.get("ONEDNN_MAX_CPU_ISA", os.environ.get("DNNL_MAX_CPU_ISA", "")).upper() in _EMULATING:

@@ -63,9 +63,11 @@ def start_group(timeout_minutes: float = 30) -> None:
 
 
 def _write_rank_variables() -> Place:
-    """Sets RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE in the environment, which DeepSpeed reads. Sets
-    MASTER_ADDR and MASTER_PORT if they are missing: several ranks derive the same port from Slurm's job. A single
-    process takes a free port at 127.0.0.1, whatever its launcher names. Returns rank and world size of this process.
+    """Sets the environment variables from which DeepSpeed reads the ranks. Returns rank and world size of this process.
+
+    RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE are what the launcher says, or rank 0 of 1. MASTER_ADDR and
+    MASTER_PORT, if they are missing, follow from Slurm's job. A single process gets 127.0.0.1 and mostly a free port,
+    even if they are set.
     """
     place = group.read_rank_and_world()
     os.environ.update(
@@ -91,8 +93,8 @@ def _write_rank_variables() -> Place:
 
 
 def _warn_of_shared_store() -> None:
-    """Prints a note if two things come together: torchrun lets machines join later, and its agents share their store
-    with the ranks. A machine that joins later would then wait for the others at another port.
+    """Prints a note if torchrun lets machines join later (--nnodes MIN:MAX) and its agents share their store with the
+    ranks. A machine that joins later would then hang.
     """
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return
@@ -107,8 +109,8 @@ def _warn_of_shared_store() -> None:
 
 @contextmanager
 def _announce_compiling() -> Iterator[None]:
-    """If DeepSpeed will compile its operator for exchanges on the CPU inside the block, prints so before the block, and
-    prints the time that it took after the block. Prints nothing on a GPU, or if the operator is compiled already.
+    """Prints, before the block, that DeepSpeed will compile its operator for exchanges on the CPU inside the block, and
+    after the block how long it took. Prints nothing on a GPU, or if the operator is compiled already.
     """
     module = Path(os.environ["TORCH_EXTENSIONS_DIR"]) / _OPERATOR / f"{_OPERATOR}.so"
     if group.device().type != "cpu" or module.exists():
@@ -124,9 +126,9 @@ def _announce_compiling() -> Iterator[None]:
 
 
 def _start_group_of_launch(backend: str, timeout: timedelta) -> None:
-    """Starts the process group over a store that only this launch uses. Does nothing for one rank. Does nothing for
-    ranks that torchrun has started for the first time, either: torchrun has a store for each launch, and DeepSpeed
-    starts the group.
+    """Starts torch's process group over a store that only this launch uses. Does nothing if DeepSpeed can start the
+    group itself: for one rank, and with torchrun. But if torchrun has restarted the ranks and its store still holds the
+    addresses of earlier ones, starts the group, too.
 
     Raises ConfigError if another launch has taken the port, DistStoreError if rank 0 does not come in time.
     """
@@ -158,14 +160,13 @@ def _start_group_of_launch(backend: str, timeout: timedelta) -> None:
 
 @functools.cache
 def open_store() -> torch.distributed.Store:
-    """Returns a connection to the store of rank 0, in which rank 0 writes the names of its host and launch. The first
-    call makes the connection; later calls return the same one.
+    """Returns a connection to the store of rank 0, through which the ranks exchange small values. The first call makes
+    the connection, and waits for rank 0; later calls return the same one.
 
-    A launcher that starts several ranks on a host is the parent of them all. So a rank on rank 0's host with another
-    parent belongs to another launch that uses the same port. Raises ConfigError in this case, and if the port is taken.
-
-    Rank 0 may open the store and then list data for long: the other ranks wait as long as rank 0 reports progress.
+    Raises ConfigError if the port is taken, or if the store belongs to another launch on the same host.
     """
+    # A launcher that starts several ranks on a host is the parent of them all. So a rank on rank 0's host with another
+    # parent belongs to another launch that uses the same port.
     place = _write_rank_variables()
     try:
         store = torch.distributed.TCPStore(

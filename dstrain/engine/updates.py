@@ -52,15 +52,15 @@ class WideSums:
         self._hooks = [weight.register_post_accumulate_grad_hook(self._sum_gradient) for weight in weights]
 
     def attach(self, engine: Any) -> None:
-        """Connects the sums to a DeepSpeed engine, which tells which micro-batch is the last of a step. From now on the
-        engine calls `_hand_over_sums` each time before it reduces gradients.
+        """Connects the sums to a DeepSpeed engine, which knows which micro-batch is the last of a step. From now on,
+        `_hand_over_sums` is called each time before the engine reduces gradients.
         """
         self._engine, engine.wide_sums = engine, self
         call_before_reduction(engine, self._hand_over_sums)
 
     def _hand_over_sums(self) -> None:
-        """On the last micro-batch of a step, moves the sums that are left, of weights without a gradient in this
-        micro-batch, into the weights' `grad`. Does nothing on other micro-batches.
+        """On the last micro-batch of a step, moves the sums of those weights that have no gradient in this micro-batch
+        into the weights' `grad`. Does nothing on other micro-batches.
         """
         if self._engine.is_gradient_accumulation_boundary():
             for weight in list(self._sums):
@@ -93,8 +93,8 @@ class WideSums:
 
 @torch.no_grad()
 def move_gradients_to_master(master: Tensor, weights: Sequence[nn.Parameter]) -> None:
-    """Adds the gradients of `weights` to the flat tensor `master.grad`, in which they lie one after another, and sets
-    the gradients of `weights` to None. Allocates `master.grad` if it is None.
+    """Adds the gradients of `weights` to `master.grad`, a tensor in which they lie one after another. Then sets the
+    gradients of `weights` to None. Allocates `master.grad` if it is None.
     """
     if master.grad is None:
         master.grad = torch.zeros_like(master)
@@ -167,7 +167,7 @@ class Updates:
 
     def step(self) -> None:
         """Ends a micro-batch after its backward pass. On the last micro-batch of a step, takes the optimizer's step,
-        unless a gradient is not finite. Sets `applied` to whether weights were updated.
+        unless a gradient is not finite. Sets `applied`, which says whether this micro-batch has updated the weights.
         """
         if self._sum_into_masters:
             for master, weights in zip(self._zero.single_partition_of_fp32_groups, self._zero.bit16_groups):
@@ -195,12 +195,11 @@ class Updates:
         self._unread = self.applied
 
     def count_last_step(self) -> None:
-        """Counts the latest step as skipped or applied, and raises or lowers a dynamic loss scale accordingly. Does
+        """Counts the latest step as skipped or applied, and raises or lowers a dynamic loss scale by this result. Does
         nothing if the step was counted before. Waits for the device.
-
-        The scale changes after the step: DeepSpeed would raise it before it divides by it, and so halve the gradients
-        of that step.
         """
+        # The scale changes after the step: DeepSpeed would raise it before it divides by it, and so halve the gradients
+        # of that step.
         if self._unread is not None:
             flag, self._unread = self._unread, None
             if self._check_on_device:
@@ -217,12 +216,13 @@ class Updates:
 
     @torch.no_grad()
     def _compute_norm_and_set_scale(self, norms: Sequence[Tensor], ranks: dist.ProcessGroup | None) -> None:
-        """Computes the norm of all gradients before clipping, without the loss scale, and sets `_norm` to it. If the
-        optimizer can skip a step on the device, sets the optimizer's `found_inf` to 1 where the norm is not finite,
-        else 0, and `grad_scale` to the number by which it must divide gradients for the loss scale and for clipping.
+        """Computes the norm of all gradients, before clipping and without the loss scale, and sets `_norm` to it. If
+        the optimizer can skip a step on the device, also sets two of its attributes: `found_inf`, 1 if the norm is not
+        finite, else 0; and `grad_scale`, the number by which the optimizer divides gradients for the loss scale and for
+        clipping.
 
-        norms   of the pieces of the gradients that this rank has
-        ranks   the group over which the pieces lie; None: this rank has all of them
+        norms   norms of those pieces of the gradients that this rank has
+        ranks   the process group over which the pieces lie; None: this rank has all of them
         """
         scale, clip = self.loss_scale or 1.0, self.engine.gradient_clipping()
         norm = torch.linalg.vector_norm(torch.cat(list(norms)))
@@ -239,8 +239,8 @@ class Updates:
 
     @cached_property
     def _needs_no_reduction(self) -> bool:
-        """Returns whether there is one rank alone at stage 1 or 2, and DeepSpeed would reduce gradients in their own
-        dtype. Then the gradients need neither reduction nor rounding.
+        """Returns whether gradients need no exchange between ranks and no rounding: at stage 1 or 2 with a single rank,
+        if DeepSpeed would reduce gradients in their own dtype.
         """
         zero = self._zero
         return (
@@ -250,8 +250,9 @@ class Updates:
         )
 
     def _skip_reduction(self) -> None:
-        """Makes DeepSpeed leave the gradients of a single rank in `weight.grad`, and removes WideSums. If gradients of
-        several micro-batches are summed in fp32, their sums are kept in `grad` of the masters from now on.
+        """Makes DeepSpeed leave the gradients of a single rank in `weight.grad`, and removes WideSums, if it is in use.
+        If gradients of several micro-batches are summed in fp32, the sums are from now on in `grad` of the fp32
+        weights.
         """
         skip_reduction(self._zero)
         aside = getattr(self.engine, "wide_sums", None)
@@ -260,8 +261,8 @@ class Updates:
         self._sum_into_masters = bool(aside) or self._zero.gradient_accumulation_dtype != self._zero.dtype
 
     def _list_gradients(self, number: int, master: Tensor) -> list[Tensor]:
-        """Returns the gradient of the flat master with this `number` at stages 1 and 2: tensors of one dimension, which
-        together are as long as `master`.
+        """Returns the gradient of `master`, a tensor of fp32 weights at stages 1 and 2, in consecutive pieces of one
+        dimension. `number` is the index of its parameter group.
         """
         zero = self._zero
         if not self._needs_no_reduction:
@@ -278,8 +279,8 @@ class Updates:
 
     @torch.no_grad()
     def _step_stage12(self) -> None:
-        """Takes the optimizer's step at stages 1 and 2 in place of DeepSpeed's method, with the same result. It
-        computes one norm instead of DeepSpeed's checks, and makes no second copy of the gradients.
+        """Takes the optimizer's step at stages 1 and 2. It replaces DeepSpeed's method, with the same result, but
+        computes only one norm and makes no second copy of the gradients.
         """
         zero, norms = self._zero, []
         masters = zero.single_partition_of_fp32_groups
@@ -308,8 +309,8 @@ class Updates:
 
     @torch.no_grad()
     def _step_stage3(self) -> None:
-        """Takes the optimizer's step at stage 3 in place of DeepSpeed's method, with the same result. It computes one
-        norm instead of DeepSpeed's checks, and exchanges all weights that stay whole at once.
+        """Takes the optimizer's step at stage 3. It replaces DeepSpeed's method, with the same result, but computes
+        only one norm, and gathers all small weights, which stay whole on each rank, in one exchange.
         """
         from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
@@ -411,8 +412,8 @@ class Updates:
 
 
 def _compute_row_norms(values: Tensor) -> Tensor:
-    """Returns the fp32 norms (n,) of consecutive pieces of a tensor, 16,384 elements each. The norm of these norms is
-    the norm of the tensor.
+    """Returns the fp32 norms (n,) of consecutive pieces of a tensor, 16,384 elements each; the last piece may be
+    shorter. The norm of these norms is the norm of the tensor.
     """
     values = values.reshape(-1)
     whole = values.numel() // _ROW * _ROW

@@ -65,8 +65,8 @@ class Builtin(Features):
         return features.view(clips, frames, -1).mean(1), logits.view(clips, frames, -1).mean(1)
 
     def require_captions(self, captions: Sequence[str], clips: bool = True) -> None:
-        """Raises ConfigError if one of the captions is none of those that the built-in clips have (with clips=False,
-        the built-in images).
+        """Raises ConfigError if one of the captions does not occur in the built-in clips or, with clips=False, in the
+        built-in images.
         """
         known = moving.list_captions() if clips else list_captions()
         if unknown := [caption for caption in captions if caption not in known]:
@@ -78,11 +78,11 @@ class Builtin(Features):
     def count_correct(
         self, images: Tensor, logits: Tensor, labels: Tensor | None, captions: list[str] | None
     ) -> Tensor | None:
-        """Returns float64 (4, classes): for each class of item that a caption names, how many images show all that
-        their caption says, how many images there are, how many show the right item, and how many show the right motion
-        (clips) or shade (images). Sets `parts` to the names of the last two rows.
+        """Counts correct images by the items that their captions name. Returns float64 (4, classes of items): the
+        numbers of images that show all that the caption says, of all images, of images with the right item, and of
+        images with the right motion (clips) or shade (images). Sets `parts` to the names of the last two rows.
 
-        Images that have labels, or no captions, are counted as by Features.count_correct. Raises ConfigError for a
+        Images with labels, or without captions, are counted by Features.count_correct instead. Raises ConfigError for a
         caption that the built-in data do not have.
         """
         clips = images.ndim == 5
@@ -115,8 +115,8 @@ class Emoji(Features):
             return self.tower.encode(convert_to_rgb(images)), None
 
     def embed_texts(self, captions: list[str]) -> Tensor:
-        """Returns the embeddings, float32 (N, D), of captions that are names of emoji. Raises ConfigError if one is no
-        name of a built-in emoji.
+        """Returns the embeddings, float32 (N, D), of the names of built-in emoji. Raises ConfigError if one of the
+        captions is no such name.
         """
         embeds = emoji.read_text_embeds(captions)
         if embeds is None:

@@ -28,11 +28,9 @@ def average_channels(videos: Tensor) -> Tensor:
 
 
 def crop_items(frames: Tensor, side: int = 28) -> Tensor:
-    """Crops each frame, float32 (N, H, W), to the item that it shows, and resizes it to the input of the built-in
-    classifier: float32 (N, 1, side, side).
-
-    The crop is centred between the item's edges. It is 28/32 as wide as the item's square, two thirds of the frame's
-    shorter side, since the outer part of this square is a border.
+    """Crops each frame, float32 (N, H, W), to a square around the item that it shows. Resizes this to the input of the
+    built-in classifier: float32 (N, 1, side, side). The square is centred between the item's edges; its side is 28/32
+    of two thirds of the frame's shorter side.
     """
     height, width = frames.shape[-2:]
     shown = 2 * min(height, width) // 3 * 28 / 32  # pixels
@@ -92,24 +90,29 @@ def _find_item_middle(profile: Tensor) -> Tensor:
 
 
 def choose_story_conditions(seeds: Tensor) -> tuple[Tensor, Tensor]:
-    """Chooses one story, a clip of several scenes, for each seed, int64 (N,). Returns the items int64 (N,), the seed
-    modulo the number of items, and the motions of the scenes int64 (N, SCENES), no two of a story equal.
+    """Chooses a story, a clip of several scenes, for each seed (N,). Returns int64 (N,), the item that it shows (the
+    seed modulo the number of items), and int64 (N, SCENES), the motion in each scene. The scenes of a story have
+    different motions.
     """
     items = seeds % (len(list_captions()) // len(MOTIONS))
     return items, rng.uniform(rng.keys_of_seeds(seeds), "motions", (len(MOTIONS),)).argsort(1)[:, :SCENES]
 
 
 def sum_scene_measurements(network: Features, videos: Tensor, ends: list[int], items: Tensor, asked: Tensor) -> Tensor:
-    """Returns float64 (6, S): for each of S scenes, sums over stories, from which `compute_scene_scores` computes the
-    scores. Add the sums of several batches or ranks to get those of all stories.
+    """Returns float64 (6, S): for each of S scenes, sums over N stories, from which `compute_scene_scores` computes the
+    scores. Add the sums of several batches or ranks to get those of all stories. The rows:
 
-    The first four rows are the numbers of stories, of right items, of items equal to that of the first scene, and of
-    right motions. The last two are sums of the mean absolute change of pixels: from the frame before the scene to its
-    first frame, and between the frames within the scene.
+    0   number of stories
+    1   stories in which the scene shows the right item
+    2   stories in which the scene shows the same item as the first scene
+    3   stories in which the scene shows the right motion
+    4   mean absolute change of pixels from the frame before the scene to its first frame; 0 for the first scene
+    5   mean absolute change of pixels between the frames within the scene
 
-    videos        uint8 (N, T, C, H, W).
-    ends          for each scene, the index of the first frame after it.
-    items, asked  the items (N,) and the motions (N, S) with which the stories were drawn, int64.
+    videos   uint8 (N, T, C, H, W)
+    ends     for each scene, the index of the first frame after it
+    items    int64 (N,), the right items
+    asked    int64 (N, S), the right motions
     """
     shades = average_channels(videos)
     jumps = shades.diff(dim=1).abs().mean((2, 3))  # (N, T - 1)
@@ -138,15 +141,13 @@ def sum_scene_measurements(network: Features, videos: Tensor, ends: list[int], i
 
 
 def compute_scene_scores(sums: Tensor) -> dict[str, tuple[float, float | None]]:
-    """Returns {name: (score, None)} from the sums of `sum_scene_measurements`. There are four scores NAME, of which 1
-    is the best value. scenes_NAME is the mean over scenes; scenes_NAME/I is the score of scene I, counted from 1. The
-    first scene has no kept and no seam.
+    """Returns {name: (score, None)} from the sums of `sum_scene_measurements`. There are four scores, each best at 1.
+    scenes_NAME is a score's mean over scenes; scenes_NAME/I is that of scene I, counted from 1.
 
-    item    share of stories whose item is right
-    kept    share of stories whose item is that of the first scene
-    motion  share of stories that show the right motion
-    seam    change from the last frame of the previous scene to the first frame of the scene, divided by the mean change
-            between frames within scenes
+    item     share of stories whose item is right
+    kept     share of stories whose item is that of the first scene; not for the first scene
+    motion   share of stories that show the right motion
+    seam     change of pixels where a scene begins, divided by the mean change within scenes; not for the first scene
     """
     stories, item, kept, motion, seam, within = sums
     values = {

@@ -27,9 +27,9 @@ class Compared:
     identity: object = None  # another one where the images may be others
 
     def read_statistics(self, collect: Collect) -> dict[str, Statistics]:
-        """Returns {network's name: statistics of the reference}. If the reference has images, calls `collect(images,
-        networks)` for the statistics that its file lacks. For mean and covariance, those of the file win; for features,
-        those that were collected.
+        """Returns {network's name: statistics of the reference}: those of its file and, if the reference has images,
+        those that `collect(images, networks)` returns. If both have mean and covariance, takes those of the file; if
+        both have features, takes those of `collect`.
         """
         statistics = dict(self.statistics)
         if self.images is None:
@@ -46,11 +46,12 @@ class Compared:
 
 
 def open_reference(path: Path, networks: dict[str, Features], kept: int, upright: bool = True) -> Compared:
-    """Opens the reference at a path, a file of statistics or a set of images, for metrics. networks: {metric: its
-    network}. Opens images only if statistics that the metrics need are not in the file.
+    """Opens the reference for metrics: a file of statistics, or a set of images. Opens images only if the file does not
+    hold all statistics that the metrics need.
 
-    kept     the most features of a set that kid, pr and dc compare.
-    upright  as data.upright: whether images are turned and mirrored as their EXIF data say.
+    networks   {metric: its network}
+    kept       the most features of a set that the metrics kid, pr and dc compare
+    upright    as data.upright: whether images are turned and mirrored as their EXIF data say
 
     Raises ConfigError if the path cannot be read, if the file was made with other weights, if it has neither the
     statistics that the metrics need nor images, or if it has too few images for them.
@@ -79,12 +80,16 @@ def open_reference(path: Path, networks: dict[str, Features], kept: int, upright
 
 
 def open_recipe_reference(place: str, data: Data, networks: dict[str, Features], kept: int) -> Compared:
-    """Opens what the recipe names as samples.reference, `place`, for a run on `data`. An .npz, .pkl or .zip file is
-    opened as by `open_reference`, any other path as data.path would be. networks: {metric: its network}.
+    """Opens the reference that the recipe names as samples.reference, for a run on `data`. A path to an .npz, .pkl or
+    .zip file is opened by `open_reference`; any other as data.path would be, with images cropped and resized as in
+    training.
 
-    Images of such a path are cropped and resized as in training, so that a model can draw equal ones. Raises
-    ConfigError if no metric compares with a reference, or if the reference cannot be read, holds no pixels, or has too
-    few images for the metrics.
+    place      samples.reference of the recipe
+    networks   {metric: its network}
+    kept       the most features of a set that the metrics kid, pr and dc compare
+
+    Raises ConfigError if no metric compares with a reference, or if the reference cannot be read, holds no pixels, or
+    has too few images for the metrics.
     """
     key, path = f"samples.reference={place}", os.path.expanduser(place)
     if not networks:

@@ -48,8 +48,8 @@ class Images(ABC):
         """Yields this rank's share of the set in batches of at most `size` images."""
 
     def list_unreadable(self) -> dict[str, str]:
-        """Returns {name: reason} of the images that this rank could not read so far, and for which it took others
-        instead.
+        """Returns {name: reason} of the images that this rank could not read so far. It took other images in their
+        place.
         """
         return {}
 
@@ -66,8 +66,8 @@ class ImagesWithFirstBatch(Images):
         return self._length
 
     def iterate_batches(self, size: int) -> Iterator[Batch]:
-        """Yields this rank's batches of at most `size` images, beginning with the one that the constructor has read.
-        `size` must be the constructor's. Call it once: a second call yields the first batch alone.
+        """Yields this rank's batches of at most `size` images; the first was read by the constructor. `size` must be
+        the constructor's. Call it only once: a second call yields the first batch alone.
         """
         assert size == self._size
         if self.first is not None:
@@ -199,9 +199,9 @@ class Arrays(Images):
 
     @contextmanager
     def _open_stream(self) -> Iterator[tuple[BinaryIO, tuple[int, ...]]]:
-        """Opens arr_0 within the block. Yields a stream that stands at its first pixel, so that pixels can be read
-        piece by piece, and its shape. Raises ValueError if arr_0 is no C-ordered uint8 array of images or clips with 1
-        or 3 channels.
+        """Opens the array arr_0 within the block. Yields (stream, shape): a stream that begins at the first pixel, so
+        that images can be read one after another, and the shape of the array. Raises ValueError if arr_0 is no
+        C-ordered uint8 array of images or clips with 1 or 3 channels.
         """
         with zipfile.ZipFile(self.path) as archive, archive.open("arr_0.npy") as stream:
             version = np.lib.format.read_magic(stream)

@@ -98,9 +98,11 @@ class Quality:
         self, folder: Path, images: Images, compared: dict[str, Features]
     ) -> dict[str, Statistics]:
         """Returns {network's name: statistics of the reference}, on the rank's device. Reads them from the run's folder
-        if it holds a file of the same images and networks; else computes them, and rank 0 writes the file (a full disk
-        is no error). Prints a note if earlier metrics of the run were compared with another reference. All ranks call
-        it together.
+        if a file there is of the same images and networks. Otherwise computes them from `images`, and rank 0 writes the
+        file; a full disk is no error.
+
+        compared: {metric: its network}. Prints a note if earlier metrics of the run were compared with another
+        reference. All ranks call it together.
         """
         networks = {network.name: network for network in compared.values()}
         data = self._run.data
@@ -131,8 +133,9 @@ class Quality:
         return {name: _move_statistics_to_device(values) for name, values in statistics.items()}
 
     def measure(self, nets: Nets, micro: int) -> dict[str, float]:
-        """Draws pictures with the networks, at most `micro` at a time on each rank, and returns {metric: value},
-        without values of single classes. All ranks call it together and get the same.
+        """Draws pictures with the networks `nets`, and measures them. Returns {metric: value}, the same on all ranks.
+        `micro` is the most pictures that a rank draws at a time. Leaves out values of single classes. All ranks call it
+        together.
         """
         drawn = _Drawn(self, nets)
         chunk = min(micro, -(-len(drawn) // group.world()))
@@ -141,9 +144,11 @@ class Quality:
         return {name: value for name, (value, _) in values.items() if "/" not in name}
 
     def score(self, figures: dict[str, float]) -> float | None:
-        """Returns the score by which checkpoints are compared: in `figures`, which `measure` has returned, the value of
-        the metric that save.best names. It is negated if higher is better, so that the lowest score is the best.
-        Returns None if save.best names no metric.
+        """Returns the score by which checkpoints are compared, of which the lowest is the best. It is the value in
+        `figures` of the metric that save.best names, negated if a high value is good. Returns None if save.best names
+        no metric.
+
+        figures   {metric: value}, as `measure` returns it
         """
         best = self._run.save.best
         if not isinstance(best, str):
@@ -169,8 +174,10 @@ class _Drawn(Images):
 def draw_batches(
     system: System, nets: Nets, request: Request, captions: list[str] | None, size: int
 ) -> Iterator[Batch]:
-    """Draws the samples of a request, and yields those that this rank draws in batches of at most `size`. All ranks
+    """Draws the samples of a request on all ranks. Yields this rank's share in batches of at most `size`. All ranks
     must call it and take all batches.
+
+    captions   one for each sample, None: there are none
     """
     labels, count = request.conditions.get("label"), len(request.seeds)
     for numbers, images in draw_share_of_rank(system, nets, request, size):
@@ -185,9 +192,12 @@ def draw_batches(
 
 
 def _open_own_reference(run: Run, compared: dict[str, Features], own: Source | None, source: Source | None) -> Compared:
-    """Opens the run's own data as the reference: `own`, built-in pictures of the split, or if it is None `source`, the
-    split's data with square pictures. Raises ConfigError if both are None, since no data are held out, or if `own` is
-    None and the data are cached codes instead of pictures.
+    """Opens the run's own data as the reference of its metrics.
+
+    own      built-in pictures of the split; None if the data are not built-in
+    source   the data of the split, which are used, as square pictures, if `own` is None; None if no data are held out
+
+    Raises ConfigError if both are None, or if `own` is None and the data are cached codes instead of pictures.
     """
     data = run.data
     if own is None and source is None:
@@ -210,14 +220,15 @@ def _move_statistics_to_device(statistics: Statistics) -> Statistics:
 
 
 def build_quality(run: Run, system: System, train: Source, unseen: Source | None) -> Quality | None:
-    """Returns a Quality for every.metrics; its `prepare_reference` is not called yet. Returns None if every.metrics is
-    0 or there is no metric.
+    """Returns a Quality, which measures every.metrics; its `prepare_reference` is not called yet. Returns None if
+    every.metrics is 0 or there is no metric.
 
-    If samples.metrics is None, the metrics with a samples.reference are fid or, for videos, fvd. Without one, they are
-    fd for the built-in clothes and clips, with accuracy if labels or captions are drawn for, and otherwise none.
+    If samples.metrics is None, the metrics are chosen. With a samples.reference they are fid or, for videos, fvd.
+    Without one, they are fd for the built-in clothes and clips, and also accuracy if labels or captions are drawn for;
+    there are none for other data.
 
-    Raises ConfigError if the constructor of Quality does, if save.best names a metric that is not measured, or if a
-    metric or a network is unknown, even with every.metrics=0.
+    Raises ConfigError if the constructor of Quality does. Also raises it, even with every.metrics=0, if a metric or a
+    network is unknown, or if save.best names a metric that is not measured.
     """
     metrics = run.samples.metrics
     with reword_errors(options=_OPTIONS):

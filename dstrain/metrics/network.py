@@ -40,18 +40,22 @@ class Features(ABC):
         return None
 
     def require_captions(self, captions: Sequence[str]) -> None:
-        """Raises ConfigError if `count_correct` cannot count clips that have one of these captions. This default raises
-        nothing.
+        """Raises ConfigError if one of the captions is such that `count_correct` cannot count clips with it. This
+        default never raises.
         """
 
     def count_correct(
         self, images: Tensor, logits: Tensor, labels: Tensor | None, captions: list[str] | None
     ) -> Tensor | None:
-        """Returns float64 (2, classes): for each class, how many images with this label the network assigns to it, and
-        how many images have this label. logits (n, classes), labels (n,). Returns None if `labels` is None.
+        """Returns float64 (2, classes): for each class, how many images with this label the network assigns to the
+        class, and how many images have this label. Returns None if `labels` is None.
 
-        A subclass may use the captions, and may add a row for each of `parts`: the number of images in which this part
-        is right. Raises ConfigError if a label is below 0 or at least the number of classes.
+        logits     float (n, classes), the network's output for `images`
+        labels     int64 (n,)
+        captions   not used here; a subclass may use them
+
+        A subclass may add a row for each of `parts`, such as the motion: how many images show it right. Raises
+        ConfigError if a label is below 0 or too large.
         """
         if labels is None:
             return None
@@ -67,8 +71,10 @@ class Features(ABC):
 
 
 def count_true_by_class(labels: Tensor, classes: int, *rows: Tensor) -> Tensor:
-    """Returns float64 (len(rows), classes): how many items of each class are True in each row. labels int64 (n,) are
-    the classes of the items; rows are bool (n,).
+    """Returns float64 (len(rows), classes): how many items of each class are True in each row.
+
+    labels   int64 (n,), the class of each item
+    rows     bool (n,), one value for each item
     """
     sums = torch.zeros(len(rows), classes, dtype=torch.float64, device=labels.device)
     return sums.index_add_(1, labels, torch.stack(rows).double())

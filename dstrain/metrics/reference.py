@@ -27,8 +27,8 @@ _EDM2 = {"fid": INCEPTIONS, "fd_dinov2": ("dinov2",)}
 
 
 def read_reference_statistics(path: Path, networks: Iterable[Features], device: torch.device) -> dict[str, Statistics]:
-    """Returns {network's name: statistics} that a file holds of these networks. Networks of which the file holds none
-    are absent.
+    """Reads statistics of `networks` from a file. Returns {network's name: statistics}, without networks that the file
+    does not have.
 
     Raises ConfigError if the file cannot be read, or if its arrays are damaged or were made with other weights or
     another preprocessing.
@@ -68,9 +68,11 @@ def can_hold_images(path: Path) -> bool:
 def _select_statistics(
     network: Features, arrays: dict[str, Any], path: Path, device: torch.device
 ) -> Statistics | None:
-    """Returns the statistics of one network from `arrays`, those in the file `path`; None if it has none of this
-    network. Arrays whose names name no network are Inception's. Raises ConfigError if an array has a wrong shape or
-    values that are not finite, if sigma is no covariance, or if they were made with another network.
+    """Returns the statistics of one network, or None if `arrays` hold none of it. `arrays` are {name: array}, as read
+    from the file `path`. If no name contains a network's name, they are Inception's.
+
+    Raises ConfigError if an array has a wrong shape or values that are not finite, if sigma is no covariance, or if the
+    arrays were made with another network.
     """
     name, end = network.name, ""
     prefix = f"{name}." if any("." in key for key in arrays) else ""
@@ -118,10 +120,10 @@ def _select_statistics(
 
 
 def _get_checked_array(rows: Any, name: str, axes: str) -> np.ndarray | None:
-    """Returns `rows` as an array, after checks; None if it is None. axes: one letter for each axis, such as "nD"; "DD"
-    means a square.
+    """Returns `rows` as a numpy array, or None if it is None. Raises ConfigError, which begins with `name`, if the
+    array is empty, has other axes than `axes`, or a value that is not finite.
 
-    Raises ConfigError, which begins with `name`, if `rows` is empty, has other axes, or a value that is not finite.
+    axes   one letter for each axis, such as "nD"; "DD" means a square matrix
     """
     if rows is None:
         return None
@@ -169,8 +171,9 @@ class _Arrays(pickle.Unpickler):
 
 
 def _read_edm2_pickle(path: Path) -> dict[str, Any]:
-    """Returns the arrays of a .pkl of EDM2, {"fid": {"mu": ..., "sigma": ...}, "fd_dinov2": ...}, under the names that
-    dstrain's files use, such as dinov2.mu. Inception's are returned under each name of INCEPTIONS.
+    """Reads a .pkl of EDM2, {"fid": {"mu": ..., "sigma": ...}, "fd_dinov2": ...}. Returns {name: array} with the names
+    that dstrain's files use, such as dinov2.mu. Inception's arrays are returned once for each of the names in
+    INCEPTIONS.
     """
     with open(path, "rb") as file:
         content = _Arrays(file).load()
@@ -184,7 +187,7 @@ def _read_edm2_pickle(path: Path) -> dict[str, Any]:
 
 
 def is_written_by_dstrain(path: Path) -> bool:
-    """Returns whether a file is one of statistics that `write_reference` has written, by the names of its arrays."""
+    """Returns whether `write_reference` has written a file, judging by the names of its arrays."""
     return zipfile.is_zipfile(path) and any(
         name.endswith(".fingerprint.npy") for name in zipfile.ZipFile(path).namelist()
     )

@@ -70,9 +70,12 @@ class Collector:
     def add_batch(
         self, numbers: Tensor, images: Tensor, labels: Tensor | None = None, captions: list[str] | None = None
     ) -> None:
-        """Adds a batch of images uint8 (n, C, H, W), or clips (n, T, C, H, W), to the statistics. numbers int64 (n,)
-        are their indices within the set; labels int64 (n,). Raises ConfigError if `count_correct` or `embed_texts` of
-        the network does.
+        """Adds a batch to the statistics. Raises ConfigError if `count_correct` or `embed_texts` of the network does.
+
+        numbers    int64 (n,), the indices of the images within the set
+        images     uint8 (n, C, H, W), or clips (n, T, C, H, W)
+        labels     int64 (n,)
+        captions   one for each image
         """
         features, logits = self.network(images)
         self._add_sum("count", torch.tensor(len(features), dtype=torch.float64, device=features.device))
@@ -110,8 +113,9 @@ class Collector:
         labels: Tensor | None,
         captions: list[str] | None,
     ) -> None:
-        """Adds what `count_correct` returns to the sum named PREFIXright, if `right` is set. Adds the cosines between
-        images and captions, and their number, to the sum named PREFIXtext, if `texts` is set and there are captions.
+        """Adds a batch to two sums. If `right` is set, adds the result of `count_correct` to the sum PREFIXright. If
+        `texts` is set and there are captions, adds the cosines between images and captions, and their number, to the
+        sum PREFIXtext.
         """
         if self.right and (right := self.network.count_correct(images, logits, labels, captions)) is not None:
             self._add_sum(f"{prefix}right", right)
@@ -120,9 +124,9 @@ class Collector:
             self._add_sum(f"{prefix}text", torch.stack((cosines.sum(), torch.ones_like(cosines).sum())))
 
     def _is_own_caption_nearest(self, features: Tensor, captions: list[str]) -> Tensor:
-        """Returns bool (n,): for each image, whether the embedding of its own caption is nearer to it (in cosine) than
-        those of all other candidates. A caption that is no candidate takes the place of the last one, so that each
-        caption is compared with equally many.
+        """Returns bool (n,): for each image, whether its features are nearer (in cosine) to the embedding of its own
+        caption than to those of all other candidates. If its caption is no candidate, the last candidate is left out,
+        so that each image is compared with equally many captions.
         """
         if not self._texts:
             self._texts.append(F.normalize(self.network.embed_texts([*self.candidates]), dim=1))  # (K, D)
@@ -138,9 +142,10 @@ class Collector:
         self._sums[name] = values if name not in self._sums else self._sums[name].add_(values)
 
     def _add_moments(self, at_least: int) -> None:
-        """Adds the features in `_waiting` to the sums for mean and covariance, and empties it, if there are at least
-        `at_least` of them. With fewer does nothing, since a product of few rows costs as much as one of many.
+        """Adds the features in `_waiting` to the sums for mean and covariance, and empties `_waiting`. Does nothing if
+        it holds fewer than `at_least` features.
         """
+        # A product of few rows costs as much as one of many.
         if sum(map(len, self._waiting)) >= at_least:
             rows, self._waiting = torch.cat(self._waiting).double(), []
             self._add_sum("sum", rows.sum(0))
@@ -161,8 +166,8 @@ class Collector:
         self._rows.append(features[chosen.to(features.device)])
 
     def _add_scores(self, split: Tensor, logits: Tensor) -> None:
-        """Adds a batch's logits to the sums of an Inception Score. `split`, int64 (n,), says to which split each sample
-        belongs.
+        """Adds a batch's logits to the sums of an Inception Score. split: int64 (n,), the split of the set to which
+        each image belongs.
         """
         logs = logits.log_softmax(1)
         zeros, split = torch.zeros(_SPLITS, dtype=logs.dtype, device=logs.device), split.to(logs.device)
@@ -199,8 +204,8 @@ class Collector:
         return result
 
     def _add_zeros_for_missing_sums(self) -> None:
-        """Sets each sum that another rank has and this one lacks to zeros, so that all ranks reduce the same tensors.
-        All ranks call it together.
+        """Adds zeros for each sum that only other ranks have, so that all ranks reduce the same tensors. All ranks call
+        it together.
         """
         shapes = {}
         for sums in group.gather_objects({name: tuple(values.shape) for name, values in self._sums.items()}):

@@ -64,16 +64,20 @@ def _score_texts(name: str, network: Features, drawn: Statistics, reference: Non
 
 
 def _score_retrieval(name: str, network: Features, drawn: Statistics, reference: None) -> Figures:
-    """Returns two shares of images, each as (share, None): as NAME, of those that are nearest to their own caption, and
-    as NAME_by_chance, the share to expect if captions were guessed.
+    """Returns {NAME: (share, None), NAME_by_chance: (share, None)}: the share of images that are nearest to their own
+    caption among all captions, and the share to expect if the captions were guessed. NAME is `name`.
     """
     share, candidates = drawn.retrieved
     return {name: (share, None), f"{name}_by_chance": (1 / candidates, None)}
 
 
 def _score_accuracy(name: str, network: Features, drawn: Statistics, reference: None) -> Figures:
-    """Returns the share of images that are right: of all as NAME, of each part as NAME_PART, and of each class that
-    occurs as NAME/CLASS, each as (share, None). Returns {} if it was not measured.
+    """Returns shares of images that are right, as {key: (share, None)}; {} if accuracy was not measured. With NAME for
+    `name`:
+
+    NAME         all images; right in all parts
+    NAME_PART    all images; right in one part, such as the motion
+    NAME/CLASS   images of one class, for each class that occurs
     """
     if drawn.right is None:
         return {}
@@ -208,9 +212,13 @@ def collect_statistics(
 def check_images_and_read_first_batch(
     images: Images, networks: dict[str, Features], size: int, keep: int = KEPT
 ) -> Images:
-    """Checks that a set of images suits the metrics, reads this rank's first batch, and returns the set, which yields
-    this batch first. Pass the result to `collect_statistics` with the same `size`, once. Checks that need no image come
-    before one is read. networks: {metric: its network}. All ranks call it together.
+    """Checks that a set of images suits the metrics, and reads this rank's first batch. Returns the set with this
+    batch, for one call of `collect_statistics` with the same `size`. The checks that need no image come first. All
+    ranks call it together.
+
+    networks   {metric: its network}
+    size       images of one rank in a batch
+    keep       the most features that are kept, for kid, pr and dc
 
     Raises ConfigError if `collect_statistics` would, or if there are too few images for pr and dc.
     """
@@ -229,8 +237,11 @@ def check_images_and_read_first_batch(
 
 
 def require_enough_for_neighbours(metrics: Iterable[str], count: int, of: str = "") -> None:
-    """Raises ConfigError if pr or dc is among the metrics and `count`, the number of images, is at most 5: these
-    metrics look for 5 neighbours of each image. `of` follows the number in the message.
+    """Raises ConfigError if pr or dc is among the metrics and there are at most 5 images: these metrics look for 5
+    neighbours of each image.
+
+    count   number of images
+    of      text that follows the number in the message
     """
     by_neighbours = [name for name in metrics if name in ("pr", "dc")]
     if by_neighbours and count <= distances.NEIGHBOURS:
@@ -241,14 +252,16 @@ def require_enough_for_neighbours(metrics: Iterable[str], count: int, of: str = 
 
 
 def require_enough_images(count: int, option: str = "") -> None:
-    """Raises ConfigError, which begins with `option`, if a set has fewer than two images. count: their number."""
+    """Raises ConfigError if there are fewer than two images. count: their number. option: text with which the message
+    begins.
+    """
     if count < 2:
         raise ConfigError(f"{option}metrics compare sets of images: give two or more")
 
 
 def _list_needed_statistics(networks: dict[str, Features], compared: bool = False) -> dict[str, set[str]]:
-    """Returns {network's name: the attributes of Statistics that metrics need of it}. networks: {metric: its network}.
-    With `compared`, only metrics that are compared with a reference count.
+    """Returns {network's name: attributes of Statistics that the metrics need}. networks: {metric: its network}. With
+    `compared`, only those metrics count that are compared with a reference.
     """
     needs: dict[str, set[str]] = {}
     for metric, network in networks.items():
@@ -258,8 +271,8 @@ def _list_needed_statistics(networks: dict[str, Features], compared: bool = Fals
 
 
 def _require_suitable_batch(batch: Batch, network: Features, needs: set[str]) -> None:
-    """Raises ConfigError if a batch does not suit a network: if it holds clips and the network takes images, or the
-    reverse, or if one of `needs`, attributes of Statistics, is computed from captions or labels that the batch lacks.
+    """Raises ConfigError if a batch does not suit a network: if one has clips and the other takes images, or if
+    captions or labels are missing that one of `needs`, attributes of Statistics, is computed from.
     """
     _require_images_or_clips(network, batch.images.ndim == 5)
     shown = batch.captions if batch.labels is None else batch.labels  # captions of built-in data name the item
@@ -284,8 +297,10 @@ def _require_images_or_clips(network: Features, clips: bool) -> None:
 
 
 def list_metrics_without_statistics(networks: dict[str, Features], statistics: dict[str, Statistics]) -> list[str]:
-    """Returns the metrics that are compared with a reference and lack one of its statistics. networks: {metric: its
-    network}; statistics: what is known of the reference, by name of the network.
+    """Returns those metrics that are compared with a reference, but for which statistics of the reference are missing.
+
+    networks     {metric: its network}
+    statistics   {network's name: known statistics of the reference}
     """
     return [
         name
@@ -306,11 +321,14 @@ def list_needed_statistic_names(metrics: Sequence[str]) -> set[str]:
 def compute_figures(
     networks: dict[str, Features], drawn: dict[str, Statistics], reference: dict[str, Statistics]
 ) -> Figures:
-    """Returns {name: (value, its standard deviation or None)} of the metrics that are the keys of `networks`. A metric
-    may have several values, such as precision and recall, or one for each class. drawn, reference: the statistics of
-    the two sets by name of the network. All ranks call it together.
+    """Computes the metrics that are the keys of `networks`. Returns {name: (value, its standard deviation or None)}. A
+    metric may have several values, such as precision and recall, or one for each class. All ranks call it together.
 
-    accuracy_left_out and clip_score_left_out are computed from the images whose captions data.leave_out names.
+    networks    {metric: its network}
+    drawn       {network's name: statistics of the generated images}
+    reference   {network's name: statistics of the reference}
+
+    Images whose captions data.leave_out names are measured apart, as accuracy_left_out and clip_score_left_out.
     """
     values: Figures = {}
     for name, network in networks.items():

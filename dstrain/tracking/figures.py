@@ -69,7 +69,8 @@ def format_table(result: dict[str, Any]) -> str:
 
 def plot_evaluation(path: str | os.PathLike, result: dict[str, Any]) -> None:
     """Writes a PNG of an evaluation, whole or not at all. It shows the curves by timestep, and the similarities of
-    embeddings by number of sampling steps. If there are neither, it shows the means by quarter of the timesteps.
+    embeddings by the number of sampling steps. An evaluation with neither gets a plot of the means by quarter of the
+    timesteps.
     """
     panels = [_draw_bound, _draw_cumulative_bound] if "vb" in result["curves"] else []
     others = set(result["curves"]) - {"vb"}
@@ -86,8 +87,8 @@ def plot_sorted_curves(path: str | os.PathLike, headline: str, curves: dict[str,
 
 
 def plot_sweep(path: str | os.PathLike, result: dict[str, Any]) -> None:
-    """Writes a PNG of the loss, or of the metric that decides, by the width of an average. `result` is what
-    evaluating/sweep.py has measured.
+    """Writes a PNG of a score by the relative width of the average. `result` is what evaluating/sweep.py has measured;
+    it names the score, the loss or a metric, as "judge".
     """
     split = result["split"].replace("_", "-")
     _draw_panels(
@@ -221,7 +222,9 @@ def _draw_quarters(axes: Any, result: dict[str, Any]) -> None:
 
 
 def _draw_curve(axes: Any, result: dict[str, Any], values: list[float], **style: Any) -> None:
-    """Draws values by timestep. If there are timesteps from 20 on, the axis is symlog, which spreads the first ones."""
+    """Draws values by timestep. If there are timesteps from 20 on, the horizontal axis is symlog, which spreads the
+    first ones.
+    """
     timesteps = result["timesteps"] or list(range(len(values)))
     last = timesteps[-1]
     if last >= 20:

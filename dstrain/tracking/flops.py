@@ -44,8 +44,8 @@ class Utilization:
 
     def compute_figures(self, first: int, done: int, seconds: float) -> dict[str, float]:
         """Returns {"tflops", "mfu"} of steps `first` + 1 to `done`, which took `seconds`: the useful operations of one
-        rank in 10^12 a second, and their share of the chip's peak. Returns {} on other ranks than 0 and without a GPU.
-        Returns {}, too, with a warning the first time, if the operations cannot be counted.
+        rank in 10^12 a second, and as a share of the chip's peak. Returns {} on ranks other than 0, and without a GPU.
+        If the operations cannot be counted, warns once and returns {} from then on.
         """
         if self._rate is None:
             return {}
@@ -69,9 +69,10 @@ class Utilization:
 
 def count_step_flops(system: System, batch: int, step: int = 0, train_only: Sequence[str] | None = None) -> float:
     """Returns the useful floating-point operations of one training step over `batch` samples, on all ranks together.
-    Only the weights that `train_only` names count as learned, all if it is None. The system is not changed.
+    Only weights that train_only names count as learned; None means all. The system is not changed.
 
-    Raises RuntimeError, TypeError or ValueError if the system's code asks for values, which the meta device has not.
+    Raises RuntimeError, TypeError or ValueError if the system's code reads values of tensors: they are on the meta
+    device.
     """
     with torch.random.fork_rng(devices=[]):
         samples = system.synthetic(_SAMPLES)
@@ -141,8 +142,9 @@ def _copy_to_meta(system: System) -> System:
 
 
 def find_chip_rate(device: torch.device, dtype: torch.dtype) -> float:
-    """Returns the dense floating-point operations a second that a device can do in a precision: those of its data sheet
-    or, if the device is not listed, those of a measured matrix product. float32 means TF32 if torch may use it.
+    """Returns the floating-point operations a second that a device can do in a precision. They are from its data sheet
+    (for dense matrices) or, if the device is not listed, from a measured matrix product. float32 means TF32 if torch
+    may use it.
     """
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
     return find_peak_flops(name, dtype, torch.get_float32_matmul_precision() != "highest") or measure_matmul_rate(

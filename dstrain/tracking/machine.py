@@ -41,9 +41,11 @@ def describe_machine(system: Path | None = None) -> dict[str, Any]:
 
 
 def read_commit(file: Path = Path(__file__).parents[1] / "__init__.py") -> dict[str, Any]:
-    """Returns {"commit", "dirty"} of the git checkout that holds a file. dirty is True if the code has changes that are
-    not committed, or untracked files. The code is the file's package (or the file alone, if it is not an __init__.py)
-    and the folders `launch` and `ds_configs` beside it. Returns {} if git does not track the file or cannot be run.
+    """Returns {"commit", "dirty"} of the git checkout that holds a file; {} if git does not track the file or cannot be
+    run. dirty is True if the code has untracked files, or changes that are not committed.
+
+    The code is the folder of the file if it is an __init__.py, else the file alone. The folders `launch` and
+    `ds_configs` beside it count, too.
     """
     code = file.parent if file.name == "__init__.py" else file
 
@@ -69,8 +71,8 @@ def read_commit(file: Path = Path(__file__).parents[1] / "__init__.py") -> dict[
 
 
 def describe_memory_use() -> str:
-    """Returns a line of text about the memory, in GB, that this process uses and that is free: of its GPU, or without
-    one of the machine.
+    """Returns a line of text that says how much memory this process uses, and how much is free, in GB. It is the memory
+    of the process's GPU or, without a GPU, of the machine.
     """
     own = torch.cuda.is_available()
     held = torch.cuda.memory_allocated() if own else _read_memory_kilobytes().get("VmRSS", 0) * 1000
@@ -80,7 +82,9 @@ def describe_memory_use() -> str:
 
 
 def describe_free_memory() -> str:
-    """Returns a line of text about the free memory, in GB, of this process's GPU, or without one of the machine."""
+    """Returns a line of text that says how much memory is free, in GB: of this process's GPU or, without a GPU, of the
+    machine.
+    """
     if torch.cuda.is_available():
         left, total = torch.cuda.mem_get_info(group.device())
         return f"{left / 1e9:.2f} of the GPU's {total / 1e9:.2f} GB are free"

@@ -30,7 +30,8 @@ class Meter:
         self._sums: dict[_Key, Tensor] = {}  # (names, 1 or 5, 3): sum, count, non-finite
 
     def add_terms(self, part: str, terms: dict[str, Tensor]) -> None:
-        """Adds the terms of one micro-batch of `part`, {name: scalar or (B,)}, to the sums. Never waits for the device.
+        """Adds the terms of one micro-batch of `part` to the sums. Never waits for the device. terms: {name: scalar, or
+        one value for each of B samples (B,)}.
 
         Raises ConfigError if a term is neither a scalar nor (B,), or if terms differ in B.
         """
@@ -53,8 +54,9 @@ class Meter:
         self._sums = {}
 
     def _accumulate(self, key: _Key, values: Tensor, quartile: Tensor | None, weight: int = 1) -> None:
-        """Adds values (names, B) to the sums, of all samples and, with a quartile, of each quarter of the timesteps.
-        `weight` is how often each value counts.
+        """Adds values (names, B) to the sums over all samples. With `quartile` (B,), which says to which quarter of the
+        timesteps each sample belongs, also adds them to the sums of the quarters. `weight` is how often each value
+        counts.
         """
         finite = values.isfinite()
         values = torch.where(finite, values, 0)  # before any product, since NaN times 0 is NaN
@@ -66,10 +68,11 @@ class Meter:
         self._sums[key] = self._sums[key] + total if key in self._sums else total
 
     def compute_means(self) -> dict[str, float]:
-        """Returns {name: mean over all samples and ranks since the last call}, and clears the sums. Adds "nonfinite",
-        the number of values that were not finite, if there were any. Returns {} if no terms were added.
+        """Returns {name: mean of this term over all samples and ranks since the last call}, and clears the sums. Values
+        that are not finite are left out of the means; "nonfinite" is their number, if there are any. A term without a
+        finite value is absent. Returns {} if no terms were added.
 
-        All ranks must call it together, after terms of the same names. Terms without a finite value are left out.
+        All ranks must call it together, after terms of the same names.
         """
         if not self._sums:
             return {}
@@ -93,8 +96,8 @@ class Meter:
 
 
 def _choose_mean_name(name: str, quarter: int) -> str | None:
-    """Returns the name under which the mean of a term is reported; None if it is not reported. `quarter` is 0 for the
-    mean over all samples, 1 to 4 for that over a quarter of the timesteps.
+    """Returns the name under which a mean of the term `name` is reported; None if it is not reported. `quarter` is 0
+    for the mean over all samples, or 1 to 4 for the mean over this quarter of the timesteps.
     """
     if quarter == 0:
         return None if name == "loss_each" else name

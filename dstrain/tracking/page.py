@@ -26,19 +26,20 @@ class Page:
         self._failed = False
 
     def write_if_due(self, done: int) -> None:
-        """Starts the process that writes report.html, if `done` steps have passed a multiple of `every` since the last
-        page, and no such process runs.
+        """Starts the process that writes report.html, if `done` has reached a multiple of `every` since the last report
+        was started. Does nothing if an earlier such process still runs.
         """
         if self._every and done // self._every > self._written // self._every and self._wait_for_writer():
             self._start_writer(done, niceness=19)
 
     def write_last(self, done: int, seconds: float) -> None:
-        """Starts the process that writes report.html after the last step, and waits for it at most `seconds`. Kills an
-        earlier one that still runs. Does nothing if `every` is 0, or if the last page for this step is written already.
+        """Writes report.html after the last step, by a new process, and waits for this process at most `seconds`. After
+        that, it continues beside the end of the run, if the machine lets it. Kills an earlier process that still writes
+        a report.
 
-        A process that takes longer continues after the run's end. But Slurm ends all processes of a job with its last
-        rank: then the earlier page stays.
+        Does nothing if `every` is 0, or if the last report was written for this step already.
         """
+        # Slurm ends all processes of a job with its last rank: then the earlier page stays.
         if self._every and done > self._ended_at:
             self._ended_at = done
             get_phases().enter_phase("writing report.html")

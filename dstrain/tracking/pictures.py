@@ -109,8 +109,9 @@ def composite_on_white(images: Tensor) -> Tensor:
 
 
 def choose_columns(num: int) -> int:
-    """Returns a number of columns for a grid of `num` pictures, not below the number of rows. It is the smallest that
-    fills all rows, if the grid is then at most twice as wide as high; else it makes the grid about square.
+    """Returns a number of columns for a grid of `num` pictures, at least as large as the number of rows. It is the
+    smallest number with which all rows are full, if the grid is then at most twice as wide as high. Otherwise it makes
+    the grid about square.
     """
     least = math.isqrt(num - 1) + 1
     full = (columns for columns in range(least, num + 1) if num % columns == 0)

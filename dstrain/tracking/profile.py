@@ -39,8 +39,8 @@ class Profile:
         self.start_or_stop_recording(done)
 
     def start_or_stop_recording(self, done: int) -> None:
-        """Starts recording if `done` steps have reached the first step of the window. Stops and writes the files if
-        they have reached its last step. Does nothing at other steps.
+        """Starts recording if the step after `done` steps is the first one that --profile asks for. Stops and writes
+        the files if the last one is done. Does nothing at other steps. Call it after each step.
         """
         if self._waits and self._first <= done < self._last:
             self._start_recording()
@@ -59,8 +59,9 @@ class Profile:
         self._profiler.start()
 
     def stop_recording(self) -> None:
-        """Stops recording and writes the files, even if the run ends before the window does. Logs the folder; if the
-        files cannot be written, logs why and raises no error. Does nothing if nothing is recorded.
+        """Stops recording and writes the files, also if the run ends before the last step that was to be recorded. Logs
+        the folder or, if the files cannot be written, why; raises no error then. Does nothing if nothing is being
+        recorded.
         """
         profiler, self._profiler = self._profiler, None
         if profiler is None:

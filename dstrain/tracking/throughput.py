@@ -59,13 +59,13 @@ class Throughput:
         self._reset_interval(done)
 
     def _reset_interval(self, done: int) -> None:
-        """Starts a new interval after `done` steps: all its times begin at 0."""
+        """Starts a new interval after `done` steps. The times of the interval are counted from 0."""
         self._done, self._begun, self._paused, self._waited_before = done, time.perf_counter(), 0.0, self._waited()
         self._compiled = _read_compile_seconds()
 
     def count_step(self, done: int, losses: dict[str, list[Tensor]] | None = None) -> None:
-        """Tells the profiler that step `done` has ended. After the command's first step, logs how long it took and its
-        mean losses. losses: by network, those of this rank's micro-batches.
+        """Tells the profiler that step `done` has ended. After the command's first step, logs how long this step took,
+        and its mean losses. losses: {part: losses of this rank's micro-batches}.
         """
         self._profile.start_or_stop_recording(done)
         if losses and done == self._first + 1:
@@ -113,8 +113,9 @@ class Throughput:
         return figures | {"seconds_left": self._estimate_seconds_left(done, figures["step_seconds"])}
 
     def _estimate_seconds_left(self, done: int, step_seconds: float) -> float:
-        """Returns an estimate of the seconds to the run's end, by the time between the last 20 reports, in which
-        checkpoints, pictures and evaluations are included. After a single report, computes it from `step_seconds`.
+        """Returns an estimate of the seconds to the run's end, from the mean time of a step over the last 20 reports.
+        This includes checkpoints, pictures and evaluations. After the first report alone, takes `step_seconds` for each
+        step.
         """
         self._reports.append((done, time.perf_counter()))
         (first, then), (_, now) = self._reports[0], self._reports[-1]

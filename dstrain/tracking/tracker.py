@@ -130,9 +130,9 @@ class Tracker:
             self._bar.update(done - self._bar.n)
 
     def report_means(self, done: int, figures: dict[str, float]) -> None:
-        """Computes the means of the terms since the last report, and writes them together with `figures` to
-        metrics.jsonl, the log, wandb and TensorBoard, as those after `done` steps. Starts writing report.html if it is
-        due. Call it on all ranks.
+        """Computes the means of the terms since the last report. Writes them, together with `figures`, to
+        metrics.jsonl, the log, wandb and TensorBoard, as the values after `done` steps. Starts writing report.html if
+        it is due. Call it on all ranks.
         """
         values = self._meter.compute_means() | figures
         if not self._first:
@@ -155,7 +155,11 @@ class Tracker:
         self, done: int, scores: dict[str, float], curves: dict[str, list[float]] | None = None, kind: str = "held_out"
     ) -> None:
         """Writes scores after `done` steps to metrics.jsonl, the log, wandb and TensorBoard, under names KIND/NAME.
-        kind: held_out or metrics. Plots each of `curves`, {name: values}, as samples/step_N_NAME.png.
+        Plots each curve as samples/step_N_NAME.png.
+
+        scores   {NAME: value}
+        curves   {NAME: values}
+        kind     held_out or metrics
         """
         if not self._first:
             return
@@ -184,10 +188,9 @@ class Tracker:
         columns: int | None = None,
         captions: Sequence[str] | None = None,
     ) -> None:
-        """Writes images uint8 (N, C, H, W) as one grid: samples/step_N.png, or step_N_NAME.png if `name` is not
-        "samples". On other ranks than 0, `images` is None.
-
-        Videos uint8 (N, T, C, H, W) become step_N.gif, and their frames side by side step_N.png.
+        """Writes images uint8 (N, C, H, W) as one grid: samples/step_N.png or, if `name` is not "samples",
+        step_N_NAME.png. Videos uint8 (N, T, C, H, W) become a GIF of that name, and a PNG with frames side by side.
+        `images` may be None on ranks other than 0, which write nothing.
         """
         if not self._first or images is None:
             return
@@ -210,8 +213,8 @@ class Tracker:
             self._board.add_image(name, pixels, done, dataformats="HWC")
 
     def report_rollback(self, step: int, done: int, trouble: str) -> None:
-        """Records that training goes back from step `done` to `step`, because of `trouble`, in events.jsonl. Removes
-        the reports of steps after `step`, since these are trained again.
+        """Records in events.jsonl that training goes back from step `done` to `step`; `trouble` says why. Removes the
+        reports of all steps after `step`, which are taken again.
         """
         self._meter.clear_terms()
         if not self._first:
@@ -243,8 +246,8 @@ class Tracker:
         return group.broadcast_from_first((drawn, evaluated, measured))
 
     def log_model(self, done: int, write: Callable[[Path], None]) -> None:
-        """Calls `write` to fill the folder RUN/model with the weights, and logs the folder to wandb as an artifact.
-        Does nothing unless track.artifact is set and wandb is on. If writing fails, logs why.
+        """Logs the weights to wandb as an artifact. For this, calls `write`, which must fill the folder RUN/model. Does
+        nothing unless track.artifact is set and wandb is on. If writing fails, logs why.
         """
         if not (self._first and self._artifact and self._wandb.is_on):
             return
@@ -264,8 +267,8 @@ class Tracker:
             self._page.write_last(done, min(60.0 if done == self._steps else _PATIENCE, self._patience))
 
     def log_failure(self, text: str, page: bool) -> None:
-        """Logs `text`, the error that ends the run. With `page`, also writes report.html, so that it shows the
-        error.
+        """Logs `text`, the error that ends the run. If `page` is True, also writes report.html, so that the report
+        shows the error.
         """
         self._faults.add("log.txt")  # it would be no news now that training goes on without it
         self.log(text)
@@ -289,7 +292,7 @@ class Tracker:
         self._bar = self._board = None
 
     def _format_log_line(self, done: int, values: dict[str, float]) -> str:
-        """Returns the line of log.txt for a report after `done` steps. Leaves out the means by quarter of the
+        """Returns the line of log.txt that reports `values` after `done` steps. Leaves out the means by quarter of the
         timesteps.
         """
         shown = [
@@ -322,7 +325,7 @@ class Tracker:
         self._append_to_file("events.jsonl", _format_line({"event": kind, "time": time.time(), "step": step, **facts}))
 
     def _append_to_file(self, name: str, text: str) -> None:
-        """Appends text to a file in the run's folder. If that fails, prints it the first time, and raises no error."""
+        """Appends text to a file in the run's folder. If that fails, raises no error, and prints why the first time."""
         try:
             lines.append_lines(self.folder / name, text)
         except OSError as error:
@@ -360,8 +363,8 @@ def _read_entries(path: str | os.PathLike) -> tuple[list[dict[str, Any]], int]:
 
 
 def _parse_entry(line: str) -> dict[str, Any]:
-    """Returns a line of metrics.jsonl as a dictionary. Raises ValueError, KeyError or TypeError if it is none with a
-    step.
+    """Returns a line of metrics.jsonl as a dictionary. Raises ValueError, KeyError or TypeError if the line is no JSON
+    object with an integer "step".
     """
     if type((entry := json.loads(line))["step"]) is not int:
         raise TypeError("no number of steps")
@@ -369,8 +372,8 @@ def _parse_entry(line: str) -> dict[str, Any]:
 
 
 def _remove_later_lines(path: Path, step: int) -> int:
-    """Removes the lines of steps after `step`, and half-written ones, from a metrics.jsonl; the file changes wholly or
-    not at all. Returns how many lines were half-written.
+    """Removes lines from a metrics.jsonl: those of steps after `step`, and half-written ones. The file is replaced as a
+    whole. Returns how many lines were half-written. Returns 0 if there is no file.
     """
     if not path.is_file():
         return 0

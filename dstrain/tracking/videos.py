@@ -61,11 +61,10 @@ def _require_clips(clips: Tensor) -> None:
 
 
 def save_gif(path: str | os.PathLike, frames: np.ndarray, fps: float = FPS) -> None:
-    """Writes frames uint8 (T, H, W, 1 or 3) as a GIF that loops, whole or not at all; makes its folder.
-
-    Grey films and those of up to 256 colours are kept exactly. In others all frames share one palette, since with
-    several palettes still parts would flicker.
+    """Writes frames uint8 (T, H, W, 1 or 3) as a GIF that loops, whole or not at all; makes its folder. Colours are
+    kept exactly if the film is grey or has at most 256 of them. Otherwise all frames share one palette of 256 colours.
     """
+    # With several palettes still parts would flicker.
     duration = max(2, round(100 / fps)) * 10  # ms; browsers slow frames down that are shorter than 20 ms
     grey = frames.shape[3] == 1 or bool((frames == frames[..., :1]).all())
     pictures = [Image.fromarray(frame[..., 0]) for frame in frames] if grey else _reduce_to_palette(frames)
@@ -82,8 +81,8 @@ def save_gif(path: str | os.PathLike, frames: np.ndarray, fps: float = FPS) -> N
 
 
 def _reduce_to_palette(frames: np.ndarray) -> list[Image.Image]:
-    """Converts frames (T, H, W, 3) to images with one palette of at most 256 colours: exactly if they have no more
-    colours, else by median cut and error diffusion.
+    """Converts frames (T, H, W, 3) to images that share one palette of at most 256 colours. Frames with no more colours
+    than that are converted exactly, others by median cut and error diffusion.
     """
     pixels = frames.reshape(-1, 3)
     sample = pixels[:: -(-len(pixels) // _PALETTE_PIXELS)]

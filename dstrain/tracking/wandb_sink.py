@@ -88,12 +88,14 @@ class WandbSink:
         self._thread.start()
 
     def log_values(self, values: dict[str, float], step: int) -> None:
-        """Queues {name: number} of step `step` for wandb, and returns at once. Drops them if the queue is full."""
+        """Queues {name: number} of step `step` for wandb, and returns at once. If the queue is full, the values are
+        lost.
+        """
         self._put_in_queue(lambda run: self._send_values(run, {"train/step": step, **values}))
 
     def log_media(self, name: str, path: Path, step: int) -> None:
-        """Queues a picture (PNG) or a video (GIF, MP4) for wandb, and returns at once. Its file must stay until the
-        end. Drops it if the queue is full.
+        """Queues a picture (PNG) or a video (GIF, MP4) for wandb, and returns at once. The file must stay in place
+        until the run ends. If the queue is full, the picture or video is not sent.
         """
         kind = "Image" if path.suffix == ".png" else "Video"
         self._put_in_queue(
@@ -108,8 +110,8 @@ class WandbSink:
         return self._thread is not None
 
     def log_artifact(self, name: str, folder: Path, step: int) -> None:
-        """Queues all files of a folder for wandb, as an artifact of type model, and returns at once. Drops them if the
-        queue is full.
+        """Queues all files of a folder for wandb, as an artifact of type model, and returns at once. If the queue is
+        full, the files are not sent.
         """
 
         def send_artifact(run: Any) -> None:
@@ -135,7 +137,9 @@ class WandbSink:
             self._note(f"wandb: {self.dropped} entries were not logged; metrics.jsonl holds all")
 
     def _put_in_queue(self, send: Callable[[Any], None]) -> None:
-        """Queues a call that gets wandb's run as its argument. Counts it as dropped if the queue is full."""
+        """Queues a function for the thread that talks to wandb; it will be called with wandb's run. If the queue is
+        full, counts it as dropped. Does nothing once wandb is off.
+        """
         if self._thread is None:
             return
         try:
@@ -185,7 +189,7 @@ class WandbSink:
                 self._wandb.teardown()  # or wandb tries it again at the exit, with a traceback
 
     def _start_run(self, mode: str) -> Any:
-        """Returns wandb's run in this mode; in offline mode if online fails."""
+        """Starts and returns wandb's run in `mode`. If that is online and fails, starts it in offline mode."""
         if mode == "online":
             try:
                 _require_server_answer(find_wandb_url())
@@ -213,8 +217,9 @@ class WandbSink:
 
 
 def resolve_wandb_mode(setting: str) -> str:
-    """Returns the mode in which wandb is used: online, offline or disabled. Of the recipe's setting and WANDB_MODE it
-    is the one that comes later in this list. The setting auto means online if there is an API key, else offline.
+    """Returns the mode in which wandb is used: online, offline or disabled. If the recipe's `setting` and the
+    environment variable WANDB_MODE differ, the one that comes later in this list counts. The setting auto means online
+    if there is an API key, else offline.
     """
     if setting == "auto":
         setting = "online" if has_api_key() else "offline"
@@ -224,8 +229,8 @@ def resolve_wandb_mode(setting: str) -> str:
 
 
 def find_wandb_url() -> str:
-    """Returns the URL of wandb's server: that of WANDB_BASE_URL, else the one that `wandb login --host` has saved, else
-    the public one.
+    """Returns the URL of wandb's server: WANDB_BASE_URL, else the URL that `wandb login --host` has saved, else the
+    public one.
     """
     if url := os.environ.get("WANDB_BASE_URL"):
         return url
@@ -261,8 +266,8 @@ def _require_server_answer(url: str) -> None:
 
 
 def _rename_empty_runs(folder: Path) -> None:
-    """Renames folders of offline runs without entries, which kill -9 may leave, to empty-run-*. If one of them were
-    left, `wandb sync` would send no run at all.
+    """Renames folders of offline runs that hold no entries to empty-run-*, since `wandb sync` would send no run at all
+    if one of them were left. Such folders may be left by kill -9.
     """
     for path in folder.glob("offline-run-*/*.wandb"):
         if path.stat().st_size <= _HEADER:
@@ -270,7 +275,9 @@ def _rename_empty_runs(folder: Path) -> None:
 
 
 def _read_or_make_id(folder: Path) -> tuple[str, int]:
-    """Returns the run's id for wandb, and the number of its next entry. Makes and saves a new id if there is none."""
+    """Returns (id, number): the run's id for wandb, and the number of the next entry. If the folder holds no id yet,
+    makes one and saves it; the number is then 0.
+    """
     path = folder / "wandb_id"
     if path.is_file() and (words := path.read_text().split()):
         return words[0], int(words[1]) if words[1:] and words[1].isdigit() else 0

@@ -86,9 +86,9 @@ class Combined:
         }
 
     def solve(self, width: float) -> Solution:
-        """Returns the coefficients by which the averages in all snapshots are combined into the average of `width`.
-        Raises ConfigError if even the best combination has a profile that differs from the wanted one by more than 10
-        %.
+        """Returns the coefficients by which the averages in all snapshots are combined into an average of `width`.
+        Raises ConfigError if even the best combination weights the steps of training too differently from the wanted
+        average: if their profiles differ by more than 10 %.
         """
         if not self._time:
             return Solution([1.0] + [0.0] * (len(self._sources) - 1), 0.0)
@@ -129,9 +129,11 @@ class Combined:
         return sum(4 * math.prod(shape) for _, shape in self.list_tensors())
 
     def combine_values(self, solutions: Sequence[Solution], shares: dict[str, range]) -> Iterator[np.ndarray]:
-        """Computes an average for each of W solutions, and yields their values in chunks: float32 (W, n), for n
-        consecutive elements of one tensor. shares: by name of a tensor, the range of its elements to compute; chunks
-        come in this order.
+        """Computes one average for each of W solutions. Yields chunks, float32 (W, n): the values of all W averages for
+        n consecutive elements of one tensor.
+
+        solutions   the coefficients of each average, as `solve` returns them
+        shares      {tensor's name: range of its elements to compute}; the chunks come in this order
         """
         coefficients = np.array([solution.coefficients for solution in solutions])  # (W, sources)
         with Files() as files:
@@ -155,11 +157,11 @@ class Combined:
         return decode_floats(raw, fragments.dtype)
 
     def write(self, paths: Sequence[Path], widths: Sequence[float], rank: int, world: int) -> list[dict[str, Any]]:
-        """Writes this rank's shards of combined averages, one file in `paths` for each of `widths`, synced to the disk.
-        Returns {size, hash} of each file.
+        """Writes this rank's share of combined averages into files: one path in `paths` for each of `widths`. Syncs the
+        files to the disk. Returns {size, hash} of each file.
 
-        Each rank writes its share of every tensor; rank 0 alone writes a tensor that has fewer elements than there are
-        ranks. Raises ConfigError if `solve` does.
+        Each of `world` ranks writes an equal share of every tensor. Rank 0 alone writes a tensor that has fewer
+        elements than there are ranks. Raises ConfigError if `solve` does.
         """
         solutions, shapes = [self.solve(width) for width in widths], dict(self.list_tensors())
         shares = {

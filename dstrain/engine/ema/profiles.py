@@ -36,27 +36,29 @@ class Solution(NamedTuple):
     misfit: float
 
     def normalise(self) -> "Solution":
-        """Returns the solution with its coefficients divided by their sum, and with the misfit that it then has.
-
-        Averaged weights differ from each other by far less than they are long: coefficients that sum to 0.99 would
-        scale the weights by far more than the misfit says.
+        """Returns a solution whose coefficients are divided by their sum, so that they sum to 1. Its misfit is that of
+        the divided coefficients.
         """
+        # Averaged weights differ from each other by far less than they are long: coefficients that sum to 0.99 would
+        # scale the weights by far more than the misfit says.
         total = sum(self.coefficients)
         shift = (1 - self.misfit**2) * (1 - 1 / total) ** 2  # the residual is orthogonal to the profile made
         return Solution([value / total for value in self.coefficients], (self.misfit**2 + shift) ** 0.5)
 
 
 def solve_exponent(width: float) -> float:
-    """Returns the exponent gamma of the profile that has a relative width in 0 .. 1 / sqrt(12). Solves width^2 = (gamma
-    + 1) / ((gamma + 2)^2 (gamma + 3)).
+    """Returns the exponent gamma of an average in which step t has a weight in proportion to t^gamma. `width` is the
+    relative width of the average: above 0 and at most 1 / sqrt(12). Solves width^2 = (gamma + 1) / ((gamma + 2)^2
+    (gamma + 3)).
     """
     inverse = float(width) ** -2
     return float(np.roots([1, 7, 16 - inverse, 12 - inverse]).real.max())
 
 
 def solve_coefficients(averages: Sequence[Average], target: Average) -> Solution:
-    """Returns the combination of `averages` whose profile is nearest to the profile of `target`, in L2. No two averages
-    may have the same time and the same width.
+    """Returns the coefficients by which `averages` are combined to be as near as possible to `target`. The distance is
+    that of their profiles (the weights that an average gives to the times of training), in L2. No two of `averages` may
+    have both the same time and the same width.
     """
     times, gammas = (
         np.array([average.time for average in averages]),
@@ -75,11 +77,12 @@ def solve_coefficients(averages: Sequence[Average], target: Average) -> Solution
 
 
 def _compute_inner_products(t: np.ndarray, g: np.ndarray, u: np.ndarray, h: np.ndarray) -> np.ndarray:
-    """Returns the inner products (N, M) of N profiles, with times t (N,) and exponents g (N,), with M profiles, with
-    times u (M,) and exponents h (M,).
+    """Returns the inner products (N, M) of N profiles with M profiles. A profile says how much each time of training
+    weighs in an average: in proportion to time^exponent, up to the time at which the average was taken. The inner
+    product is the integral of two profiles' product.
 
-    An inner product is the integral of the product of two profiles, from 0 to the earlier of their two times. It is
-    computed from logarithms, since powers of times overflow.
+    t, g   times and exponents of the N profiles, (N,)
+    u, h   times and exponents of the M profiles, (M,)
     """
     t, g = t[:, None], g[:, None]
     powers = (g + h + 1) * np.log(np.minimum(t, u)) - (g + 1) * np.log(t) - (h + 1) * np.log(u)

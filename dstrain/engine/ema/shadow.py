@@ -52,11 +52,11 @@ class EmaShadow:
 
     @torch.no_grad()
     def update(self, step: int, applied: Mapping[str, Flag]) -> None:
-        """Updates the averages of the parts in `applied` with the weights that optimizer step `step` made. Averages of
-        other parts stay.
+        """Updates the averages of the parts in `applied` with the weights that optimizer step `step` has made. The
+        averages of other parts stay.
 
-        `applied` says of each part whether the step was applied. If not, neither its averages nor their number of
-        updates change. The host does not wait for the device to know this.
+        applied   {part: whether its weights were updated}; if not, its averages stay, too. The host does not wait for
+                  the device to know this.
         """
         for part, shadows in self.flats.items():
             if part not in applied:
@@ -74,9 +74,9 @@ class EmaShadow:
                     average.lerp_(master.detach(), weight)
 
     def list_counters(self, part: str) -> dict[str, Any]:
-        """Returns {"averages": {"widths", "began", "updates"}} for a checkpoint: the widths of a part's averages by
-        width, the step at which they began, and the number of the part's updates since. Returns {} if the part has no
-        averages by width.
+        """Returns {"averages": {"widths", "began", "updates"}} for a checkpoint, on those averages of a part that are
+        named by width: their widths, the step at which they began, and how often the part was updated since. Returns {}
+        if the part has no such averages.
         """
         if part not in self._updates:
             return {}
@@ -85,11 +85,11 @@ class EmaShadow:
 
     @torch.no_grad()
     def resume_averages(self, part: str, counters: dict[str, Any] | None, step: int) -> bool:
-        """Restores the counters of a part's averages by width from `counters`, those in a checkpoint of `step`, or None
-        if it has none. Returns True, also for a part without such averages.
+        """Restores the counters of those averages of a part that are named by width. `counters` are what a checkpoint
+        of `step` holds of them, or None. Returns True, also for a part without such averages.
 
-        Returns False if the checkpoint lacks one of the widths. Then all averages by width are set to the masters and
-        begin anew at `step`, since only averages that began together can be combined.
+        Returns False if the checkpoint lacks one of the widths. Then all of these averages begin anew at `step` with
+        the values of the weights, since only averages that began together can be combined.
         """
         if part not in self._updates:
             return True

@@ -52,10 +52,10 @@ class Averages:
 
     def write_snapshot_if_due(self, step: int, last: bool = False, wait: bool = False) -> None:
         """Writes a snapshot of the averages at `step` if the recipe asks for one at this step (ema.snapshots), or if it
-        is the run's `last` step. Writes none at the step where the averages began, or if there is a snapshot of this
-        step already.
+        is the run's `last` step. Writes none if the averages began at this step, or if a snapshot of it exists. Call it
+        on all ranks.
 
-        wait: returns only when the files are written. Raises NotSaved if Saver.save does. Call it on all ranks.
+        wait: returns only when the files are written. Raises NotSaved if Saver.save does.
         """
         every = self._ema.snapshots
         if not every or step == self._shadow.began or not (last or step % every == 0):

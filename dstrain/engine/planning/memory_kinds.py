@@ -44,8 +44,16 @@ def count_saved_bytes(masters: Mapping[str, Masters], ema: EmaShadow) -> int:
 
 
 def list_kept_tensors(masters: Mapping[str, Masters], ema: EmaShadow) -> Iterator[tuple[str, Tensor]]:
-    """Yields (kind, tensor) of the tensors that stay in memory from step to step. A kind is one of weights, persistent,
-    gathered, masters, moments, staging and average. If several tensors share a storage, the kind of the first counts.
+    """Yields (kind, tensor) of the tensors that stay in memory from step to step. If several tensors share a storage,
+    the kind of the first counts.
+
+    weights      weights that the network computes with, and buffers; at stage 3 this rank's share
+    persistent   small weights that stay whole on each rank at stage 3
+    gathered     other weights, as stage 3 gathers them
+    masters      fp32 weights that the optimizer updates
+    moments      state of the optimizer
+    staging      DeepSpeed's buffers for offloading
+    average      averages of the weights
     """
     for own in masters.values():
         module = own.engine.module
@@ -72,8 +80,8 @@ def list_kept_tensors(masters: Mapping[str, Masters], ema: EmaShadow) -> Iterato
 
 
 def list_tensor_makers(masters: Masters) -> Iterator[tuple[Any, str, str]]:
-    """Yields (object, name of its method, kind) for the methods of DeepSpeed that allocate tensors of one kind:
-    gathered weights at stage 3, or buckets for gradients.
+    """Yields (object, name of its method, kind) for the methods of DeepSpeed that allocate tensors of one kind: weights
+    gathered at stage 3 (gathered), or else buffers in which gradients are reduced (buckets).
     """
     zero = masters.engine.optimizer
     if hasattr(zero, "parameter_offload"):

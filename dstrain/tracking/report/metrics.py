@@ -79,9 +79,9 @@ def read_columns(path: Path) -> Metrics:
 
 
 def read_newest_values(path: Path) -> tuple[dict[str, float], float | None]:
-    """Returns {name: its newest value} from the last 256 KiB of a metrics.jsonl, and the time of its newest line in
-    seconds since 1970, None if no line has one. Returns ({}, None) if the file is missing. Raises OSError if it is not
-    a regular file or not readable.
+    """Reads the last 256 KiB of a metrics.jsonl. Returns ({name: its newest value}, time of the newest line that has
+    one, in seconds since 1970, or None). Returns ({}, None) if the file is missing. Raises OSError if it is not a
+    regular file or not readable.
     """
     latest: dict[str, float] = {}
     for entry in _read_entries(path, _TAIL):
@@ -102,9 +102,11 @@ def _replace_invalid_time(value: float) -> float:
 
 
 def _read_entries(path: Path, tail: int | None = None) -> Iterator[dict[str, Any] | None]:
-    """Yields the entry of each line of a file of JSON lines. Yields None for a line that is broken, longer than 1 MB,
-    or without a step (an integer from 0). Yields nothing if the file does not exist. Raises OSError if it is not a
-    regular file. tail: reads only the last `tail` bytes, without the line that is cut off there; None reads all.
+    """Yields the entry of each line of a file of JSON lines, or None for a line that is broken, longer than 1 MB, or
+    without a step (an integer from 0). Yields nothing if the file does not exist. Raises OSError if it is not a regular
+    file or not readable.
+
+    tail   reads only the last `tail` bytes, without the line that is cut off there; None reads all
     """
     if not path.exists():
         return
@@ -137,8 +139,8 @@ def _flatten_numbers(entry: dict[str, Any]) -> Iterator[tuple[str, float]]:
 
 
 def select_curve_points(values: np.ndarray, most: int) -> np.ndarray:
-    """Returns the indices of about `most` values with which a curve looks as with all of them: the first and the last
-    value, and the minimum and the maximum of each interval between.
+    """Returns the indices of about `most` of the values, with which a curve looks as it does with all values: the
+    first, the last, and the minimum and maximum of each of many equal intervals.
     """
     count = len(values)
     if count <= most:
@@ -155,11 +157,10 @@ def select_curve_points(values: np.ndarray, most: int) -> np.ndarray:
 
 
 def compute_hours(metrics: Metrics, starts: list[float]) -> np.ndarray | None:
-    """Returns the hours of training up to each row of metrics, (rows,). Pauses between commands are not counted.
-    starts: the times at which the run's commands began, in seconds since 1970.
+    """Returns the hours of training up to each row of metrics, (rows,), without the pauses between commands. Returns
+    None if the hours cannot be computed. starts: the times at which the run's commands began, in seconds since 1970.
 
-    For lines without a time, as earlier versions wrote them, computes the hours from samples and samples per second.
-    Returns None if no line has either, or if there is a single time and no start.
+    Lines without a time, as earlier versions wrote them, get their hours from samples and samples per second.
     """
     rate, seen = np.full((2, len(metrics.steps)), np.nan)
     for target, name in ((rate, "samples_per_second"), (seen, "images_seen")):

@@ -107,9 +107,8 @@ def _read_plotly() -> str:
 
 
 def _describe_run(record: Record, place: int) -> dict[str, Any]:
-    """Returns what the page's script needs to draw a run, as a JSON object: its label and colour, the hours at some
-    steps, the samples of a step, and marks at resumes and rollbacks. `place` is the run's number on the page, from 0
-    on.
+    """Returns what the page's script needs to draw a run, for JSON: its label and colour, the hours at some steps, the
+    samples in a step, and marks at resumes and rollbacks. `place` is the number of the run on the page, from 0.
     """
     clock = None
     if record.hours is not None:
@@ -162,8 +161,8 @@ def _make_charts(records: Sequence[Record]) -> list[dict[str, Any]]:
 
 
 def _list_uninformative_columns(records: Sequence[Record]) -> dict[str, str]:
-    """Returns {column: reason} of the columns that the page leaves out: in every run that has it, the column is 0
-    throughout, or equal to an earlier column.
+    """Returns {column: reason} of the columns that the page leaves out. Such a column is 0 throughout, or equal to an
+    earlier column, in every run that has it.
     """
     reasons: dict[str, list[str]] = {}
     for record in records:
@@ -185,9 +184,10 @@ def _make_trace(record: Record, place: int, column: str, name: str, most: int) -
 
 
 def _collect_pictures(records: Sequence[Record]) -> tuple[list[dict[str, Any]], dict[Path, str]]:
-    """Returns two things: the sample grids, one entry for each kind, {"title", "runs"} with steps and pictures of each
-    run; and the plots of evaluations, {path: data: URL, or None if it cannot be read}. Adds a remark to a run's record
-    if some pictures are left out or cannot be read.
+    """Returns (grids, plots). Adds a remark to a run's record if some of its pictures are left out or cannot be read.
+
+    grids   the sample grids, one entry for each kind: {"title", "runs"}, with the steps and pictures of each run
+    plots   the plots of evaluations, {path: data: URL with the picture, or None if it cannot be read}
     """
     most = max(4, _GRIDS // max(1, sum(len(record.pictures) for record in records)))
     chosen = [

@@ -53,8 +53,8 @@ class Record:
 
 
 def read_record(folder: Path, label: str | None = None) -> Record:
-    """Reads all that a report shows of a run from its folder. A file that cannot be read becomes a remark of the
-    record. label: the name to show for the run, None for the recipe's. Raises ConfigError if the folder has no
+    """Reads all that a report shows of a run from its folder. If a file cannot be read, the record gets a remark
+    instead. label: the name to show for the run; None takes the recipe's. Raises ConfigError if the folder has no
     run.yaml.
     """
     if not (folder / "run.yaml").exists():
@@ -67,8 +67,8 @@ def read_record(folder: Path, label: str | None = None) -> Record:
     remarks: list[str] = []
 
     def read_or_remark(name: str, reader: Callable[[Path], _Read], otherwise: _Read) -> _Read:
-        """Returns what `reader` returns for a file of the run. If the file is missing, returns `otherwise`; if it
-        cannot be read, adds a remark, too.
+        """Returns `reader(path)` for the run's file `name`. If the file is missing, returns `otherwise`. If it cannot
+        be read, returns `otherwise`, too, and adds a remark.
         """
         try:
             return reader(folder / name)
