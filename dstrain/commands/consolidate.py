@@ -61,8 +61,8 @@ class Plan:
 
 
 def run_verb(order: Order) -> None:
-    """Consolidates the checkpoint that the options name, and prints what was written. On SIGTERM it removes what is
-    half written, and ends with exit code 143. Raises ConfigError if nothing can be written.
+    """Consolidates the checkpoint that the options name, and prints what was written. On SIGTERM removes half-written
+    files and ends with exit code 143. Raises ConfigError if nothing can be written.
     """
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that half a folder is removed
     bars = []
@@ -91,12 +91,13 @@ def run_verb(order: Order) -> None:
 
 
 def consolidate_weights(order: Order, bar: Callable[[int], Update] | None = None) -> Plan:
-    """Writes the merged weights to order.out, whole or not at all, and returns the plan that was carried out. `bar`, if
-    given, is called once with the number of bytes to verify and write; the function that it returns is then called with
-    the bytes done since the last call.
+    """Writes the merged weights to order.out, whole or not at all, and returns the plan that was carried out.
 
-    Raises ConfigError if there are several processes, if the source is missing, damaged or cannot be merged, or if
-    `out` exists already or does not fit on the disk.
+    bar: called once with the number of bytes to verify and write; returns a function that is called with the number of
+        bytes done since its last call. None: no progress is shown.
+
+    Raises ConfigError if there are several processes, if the source is missing, damaged or cannot be merged, or if the
+    folder order.out exists already or does not fit on the disk.
     """
     if read_rank_and_world().world > 1:
         raise ConfigError("a consolidation takes one process: dstrain consolidate ...")
@@ -119,8 +120,8 @@ def consolidate_weights(order: Order, bar: Callable[[int], Update] | None = None
 
 def _write_planned_files(order: Order, plan: Plan, out: Path, update: Update) -> None:
     """Verifies the source, then writes weights, recipe.yaml and consolidated.json into the folder `out`. Calls `update`
-    with the bytes done since the last call. Raises OSError if the disk has too little room, ConfigError if the source
-    is damaged.
+    with the number of bytes done since the last call. Raises OSError if the disk has too little room, ConfigError if
+    the source is damaged.
     """
     free = shutil.disk_usage(out).free
     if free < plan.nbytes:
@@ -140,8 +141,8 @@ def _write_planned_files(order: Order, plan: Plan, out: Path, update: Update) ->
 
 
 def plan_consolidation(order: Order) -> Plan:
-    """Plans the consolidation that the options ask for. Reads the headers of files, and no weights. Raises ConfigError
-    if the source is missing or damaged, or holds nothing that fits the options.
+    """Plans the consolidation that the options ask for. Reads only the headers of files. Raises ConfigError if the
+    source is missing or damaged, or holds nothing that fits the options.
     """
     source = order.source
     if not source.is_dir():
@@ -165,10 +166,10 @@ def plan_consolidation(order: Order) -> Plan:
 
 
 def _find_checkpoint(source: Path, step: int | None) -> Path | None:
-    """Returns the folder of dstrain's checkpoint of `step`, or of the newest if `step` is None. `source` is a run's
-    folder, a folder of checkpoints, or a checkpoint. Returns None if it is none of these.
+    """Returns the folder of dstrain's checkpoint at `step`, or of the newest if `step` is None. `source` is a run's
+    folder, a folder of checkpoints, or a single checkpoint. Returns None if `source` is none of these.
 
-    Raises ConfigError if there is no checkpoint of that step, or if the run has none yet.
+    Raises ConfigError if there is no checkpoint at `step`, or if the run has none yet.
     """
     if (source / NAME).exists() or (source / COMMON).exists():
         match = _STEP.fullmatch(source.name)
@@ -200,8 +201,8 @@ def _find_reconstructed_folder(order: Order) -> Path | None:
 
 
 def _find_checkpoints_by_step(store: Path) -> dict[int, Path]:
-    """Returns dstrain's checkpoint folders in `store` by step, ascending. DeepSpeed's own, whose tags may look the
-    same, are left out.
+    """Returns {step: folder} of dstrain's checkpoints in `store`, ascending. Leaves out DeepSpeed's own checkpoints,
+    whose names may look the same.
     """
     paths = sorted(store.iterdir()) if store.is_dir() else []
     return {
@@ -247,8 +248,8 @@ def _plan_dstrain_checkpoint(order: Order, checkpoint: Path) -> Plan:
     plan.to_verify = sum(files[name]["size"] for name in used)
 
     def verify_hashes(update: Update) -> None:
-        """Compares the files that are read with the hashes in the manifest. Raises ConfigError for the first that
-        differs.
+        """Compares the files that the plan reads with their hashes in the manifest. Raises ConfigError for the first
+        file that differs. Calls `update` with the size of each file.
         """
         for name in sorted(used):
             if problems := find_file_faults(checkpoint, [name], files):
@@ -282,12 +283,12 @@ def _describe_checkpoint(checkpoint: Path, body: dict, recipe: Path | None) -> d
 
 
 def _choose_weights_kind(order: Order, checkpoint: Path, part: str, decays: dict[str, list[float]]) -> str:
-    """Returns the kind of weights that --weights chooses for `part`: "master" for raw, else "ema.DECAY". If --weights
-    gives no number, DECAY is that of the part's first average. Returns "master" if the part has no averages. `decays`
-    has the decays of the averages by part.
+    """Returns the kind of weights that --weights chooses for `part`: "master" (the training weights) for raw, else
+    "ema.DECAY". Without a number in --weights, DECAY is that of the part's first average. A part without averages has
+    "master". `decays` has the decays of the averages of each part.
 
-    Raises ConfigError if --weights asks for an average and no part has any, or if `part` has averages, but not that
-    one.
+    Raises ConfigError if --weights asks for an average and no part has one, or if the averages of `part` have other
+    decays.
     """
     weights, _, text = (order.weights or "").partition(":")
     if weights == "raw":
@@ -310,8 +311,8 @@ def _choose_weights_kind(order: Order, checkpoint: Path, part: str, decays: dict
 
 
 def _parse_optional_file(path: Path | None, parse: Callable[[str], Any]) -> Any:
-    """Returns what `parse` makes of the text of a file beside the weights, or None if there is no such file. Raises
-    ConfigError if the file is a link, is larger than 1 MB, or cannot be read or parsed.
+    """Returns what `parse` makes of a file's text, or None if there is no such file. Raises ConfigError if the file is
+    a link, is larger than 1 MB, or cannot be read or parsed.
     """
     if path is None or not os.path.lexists(path):
         return None
@@ -328,8 +329,8 @@ def _parse_optional_file(path: Path | None, parse: Callable[[str], Any]) -> Any:
 
 
 def _plan_deepspeed_checkpoint(order: Order, folder: Path) -> Plan:
-    """Plans the consolidation of a checkpoint that DeepSpeed itself has written. Raises ConfigError if the options name
-    a part, a step or an average, which it does not have, or if it cannot be read.
+    """Plans the consolidation of a checkpoint that DeepSpeed itself has written. Raises ConfigError if it cannot be
+    read, or if the options name a part, a step or an average, which such a checkpoint does not have.
     """
     for option, value, reason in (("--part", order.part, "one network"), ("--step", order.step, "tags: give --tag")):
         if value is not None:

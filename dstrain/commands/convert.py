@@ -122,9 +122,9 @@ def write_splits(out: Path, splits: dict[str, Pictures], of: str) -> dict[str, i
 
 
 def _prepare_folder(out: Path, folder: Path, of: str) -> None:
-    """Makes `folder`, which is `out` or a split's folder in it, notes there the kind `of` of the data, such as "mnist",
-    and removes an earlier index. Raises ConfigError if it holds files that no interrupted conversion of this kind has
-    left.
+    """Makes `folder`, which is `out` or a split's folder in it. Writes the kind of the data there, such as "mnist", and
+    removes an earlier index. `of` is that kind. Raises ConfigError if the folder holds files, unless an interrupted
+    conversion of the same kind has left them.
     """
     with explain_write_errors(f"--out {out}", "name a folder that can be written"):
         folder.mkdir(parents=True, exist_ok=True)

@@ -98,8 +98,8 @@ def _summarize_index(out: Path, index: dict[str, Any]) -> str:
 
 
 def encode_data(options: EncodeOptions) -> dict[str, Any] | None:
-    """Encodes the data into options.out, on all ranks together. Returns the content of the index, or None if, with
-    --part, shards of other parts are still missing.
+    """Encodes the data into options.out, on all ranks together. Returns the content of the index. With --part returns
+    None while shards of other parts are still missing.
 
     Raises ConfigError if the options contradict the data or each other, if too many files are unreadable, or if the
     folder holds other codes.
@@ -133,8 +133,8 @@ def encode_data(options: EncodeOptions) -> dict[str, Any] | None:
 
 
 def _list_shards_of_part(encoding: dict[str, Any], part: tuple[int, int] | None) -> range:
-    """Returns the numbers of the shards that a part of the command has to make. `part` is (K, N), the Kth of N parts, K
-    from 1 on; None: all shards.
+    """Returns the numbers of the shards that this command has to make. `part` is (K, N), the value of --part: the Kth
+    of N commands, from 1 on, makes the Kth share of the shards. None: all shards.
     """
     count = -(-encoding["number"] // encoding["shard_size"])
     place, parts = part or (1, 1)
@@ -143,8 +143,8 @@ def _list_shards_of_part(encoding: dict[str, Any], part: tuple[int, int] | None)
 
 @contextmanager
 def _use_one_thread() -> Iterator[None]:
-    """Makes torch compute with one CPU thread within the block, if the rank's device is the CPU: the rounding of sums
-    depends on the number of threads. Restores that number afterwards.
+    """Makes torch compute with one CPU thread within the block, if the rank's device is the CPU. The rounding of sums
+    would else depend on the number of threads. Restores the number afterwards.
     """
     before = torch.get_num_threads()
     if group.device().type == "cpu":
@@ -156,8 +156,8 @@ def _use_one_thread() -> Iterator[None]:
 
 
 def _prepare_folder(options: EncodeOptions, stage: FirstStage, encoding: dict[str, Any], numbers: range) -> str | None:
-    """Removes half-written files from options.out, and writes the encoding there. Returns None, or a message if the
-    folder holds other files or another encoding, or has too little room for the shards in `numbers`.
+    """Removes half-written files from options.out, and writes the description `encoding` there. Returns None, or a
+    message if the folder holds other files or another encoding, or has too little room for the shards in `numbers`.
     """
     out = options.out
     path = f"{options.data or 'the data of the run'}, {options.split}"
@@ -183,12 +183,15 @@ def _prepare_folder(options: EncodeOptions, stage: FirstStage, encoding: dict[st
 
 def _find_conflict(out: Path, encoding: dict[str, Any], names: dict[str, str]) -> str | None:
     """Returns a message if `out` holds shards of another encoding, or files that `dstrain encode` has not written; else
-    None. `names` has, for some keys of the encoding, a readable name that the message adds to the value.
+    None. `names` has readable names for some keys of the encoding, such as the data's path; the message shows them with
+    the values.
     """
     if (earlier := shards.read_earlier_encoding(out)) is not None:
 
         def describe_value(key: str, value: Any, names: dict[str, str]) -> Any:
-            """Returns a value of the encoding for the message, behind its readable name if `names` has one."""
+            """Returns a value of the encoding for the message, as "NAME (VALUE)" if `names` has a readable name for its
+            key.
+            """
             return f"{names[key]} ({value})" if key in names else value
 
         old, old_names = earlier["encoding"], earlier.get("of", {})
@@ -220,7 +223,7 @@ def _estimate_sample_bytes(encoding: dict[str, Any]) -> int:
 
 def _verify_or_remove_shard(out: Path, encoding: dict[str, Any], number: int) -> dict[str, Any] | None:
     """Returns the record of shard `number` if its file is whole, has this encoding, and has no captions that an older
-    dstrain cut. Otherwise removes the file, if there is one, prints why, and returns None.
+    dstrain has shortened. Otherwise removes the file, if there is one, prints why, and returns None.
     """
     path = out / shards.name_shard(number)
     if not path.exists():
@@ -247,7 +250,7 @@ def _make_shards(
     options: EncodeOptions, encoder: Encoder, source: Source, numbers: range, missing: list[int]
 ) -> dict[int, dict[str, Any]]:
     """Encodes and writes this rank's share of the shards in `missing`, and returns their records by number. `numbers`
-    are all shards of this command. Raises ConfigError if too many files are unreadable.
+    are all shards of this command, for the progress bar. Raises ConfigError if too many files are unreadable.
     """
     mine, encoding, total = missing[group.rank() :: group.world()], encoder.encoding, encoder.encoding["number"]
     shard_rows = {number: range(number * options.shard_size, total)[: options.shard_size] for number in mine}
@@ -274,18 +277,18 @@ def _make_shards(
 def _read_samples(
     source: Source, rows: Iterable[int], encoding: dict[str, Any], ahead: int
 ) -> Iterator[tuple[Item, Bad]]:
-    """Reads the samples in `rows` with threads, at most `ahead` of them in advance, and yields (sample, bad) in their
-    order. A sample is a dict of tensors, with its crops and captions if they are encoded. `bad` lists (name, reason) of
-    the unreadable samples that it replaces.
+    """Reads the samples in `rows` with threads, at most `ahead` of them in advance. Yields (sample, bad) in the order
+    of `rows`. A sample is a dict of tensors, with crops and captions if the encoding has them. If samples were
+    unreadable, the next readable one takes their place, and `bad` lists (name, reason) of them.
 
-    Raises ConfigError if captions are encoded and a sample has none, or has only empty ones for a text encoder.
+    Raises ConfigError if the encoding has captions and a sample has none, or, for a text encoder, only empty ones.
     """
     names = [name for name in ("image", "video", "frames", "caption") if name != "caption" or encoding.get("captions")]
     several = encoding.get("num_captions")
 
     def read_sample(index: int) -> tuple[dict, list]:
-        """Reads sample `index`. Returns it as a dict of tensors, and (name, reason) of the unreadable samples that it
-        replaces.
+        """Reads sample `index`, or the next readable one. Returns it as a dict of tensors, and a list of (name, reason)
+        of the unreadable samples in its place.
         """
         crops, bad = _read_crops(source, index, encoding)
         items: list[dict[str, Any]] = [*crops]
@@ -324,7 +327,7 @@ def _write_shard(
     out: Path, number: int, encoding: dict[str, Any], arrays: shards.Arrays, bad: list[tuple[str, str]]
 ) -> dict[str, Any]:
     """Writes shard `number`, whole or not at all, and returns its record for the index. `bad` has (name, reason) of the
-    unreadable files in its range. Raises ConfigError if the file cannot be written.
+    unreadable files among the shard's samples. Raises ConfigError if the file cannot be written.
     """
     codes = arrays["tokens" if encoding["kind"] == "tokens" else "moments"]
     facts = {
@@ -343,8 +346,8 @@ def _write_shard(
 
 
 def _require_few_unreadable_files(bad: Mapping[str, str], options: EncodeOptions, total: int) -> None:
-    """Raises ConfigError if more than --max-bad-fraction of the files are unreadable. `bad` has the reason by file;
-    `total` counts samples, of which each file has --clips.
+    """Raises ConfigError if more than --max-bad-fraction of the files are unreadable. `bad` is {file: reason}. `total`
+    is the number of samples; each file gives one, or as many as --clips says.
     """
     # A file is bad in each of its windows, and counts once.
     require_few_unreadable_samples(bad, total // (options.clips or 1), options.max_bad_fraction, "files")
@@ -353,8 +356,8 @@ def _require_few_unreadable_files(bad: Mapping[str, str], options: EncodeOptions
 def _write_index(
     options: EncodeOptions, source: Source, encoding: dict[str, Any], records: dict[int, dict[str, Any]]
 ) -> dict[str, Any] | None:
-    """Writes the index on rank 0 if all shards are there, and returns its content on every rank. With --part N/PARTS,
-    if shards of other commands' parts are missing, prints which parts these are, writes nothing, and returns None.
+    """Writes the index on rank 0 if all shards are there, and returns its content on every rank. If shards of other
+    commands' parts (--part) are missing, prints these parts, writes nothing, and returns None.
 
     Raises ConfigError if too many files are unreadable.
     """
@@ -385,8 +388,8 @@ def _write_index(
 def _read_records_of_other_parts(
     options: EncodeOptions, encoding: dict[str, Any], records: dict[int, dict[str, Any]]
 ) -> dict[int, dict[str, Any]]:
-    """Returns the records, by number, of the shards of this encoding that commands for other parts (--part) have
-    written. Reads only the headers of the shards: their hashes are not computed again.
+    """Returns {number: record} of the shards of this encoding that commands for other parts (--part) have written.
+    Reads only the headers of the shards, and does not compute hashes again.
     """
     others = {}
     for number in _list_shards_of_part(encoding, None):
@@ -400,7 +403,9 @@ def _read_records_of_other_parts(
 def _list_missing_parts(
     part: tuple[int, int], encoding: dict[str, Any], records: dict[int, dict[str, Any]]
 ) -> list[str]:
-    """Lists the parts, such as "3/16", that have shards without a record. `part` is (K, N), this command's own part."""
+    """Lists the parts, such as "3/16", of which a shard has no record. `part` is (K, N): this command makes the Kth of
+    N parts.
+    """
     return [
         f"{place}/{part[1]}"
         for place in range(1, part[1] + 1)

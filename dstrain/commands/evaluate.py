@@ -42,8 +42,8 @@ _NUM_CHECKED = 8  # images of --data whose size and colours are checked
 
 
 def run_verb(options: EvaluateOptions) -> None:
-    """Measures a run on held-out data, or with --metrics its pictures or other images, and prints the figures. With
-    --write-reference only writes the statistics of a set of images.
+    """Measures a run and prints the figures: on held-out data, or with --metrics by its pictures. --metrics can also
+    measure other images. With --write-reference only writes the statistics of a set of images.
     """
     if options.metrics is None:
         evaluate_run(options)
@@ -130,12 +130,15 @@ def measure_system_on_source(
     num_steps: int | None = None,
     show: bool = False,
 ) -> dict[str, Any]:
-    """Computes the means of System.measure over all samples of a source, on all ranks together. Every rank calls the
-    networks equally often, with at most `batch` samples at a time. `show` draws a progress bar, on a terminal.
+    """Computes the means of System.measure over all samples of a source, on all ranks together, at most `batch` samples
+    at a time. `show` draws a progress bar on a terminal. Returns a dict, in which numbers that are not finite are None:
 
-    Returns a dict of figures and standard_errors {name: mean or error}, curves {name: [mean of each column]}, timesteps
-    (of the columns, or None), quarters {name: [mean in each quarter of the timesteps]} and nonfinite_samples (their
-    number). Figures that are not finite are None, and so are the errors of figures from System.digest.
+    figures: {name: mean}
+    standard_errors: {name: standard error}, None for figures that System.digest computes
+    curves: {name: [mean of each column]}
+    timesteps: those of the columns, or None
+    quarters: {name: [mean in each quarter of the timesteps]}
+    nonfinite_samples: the number of samples with values that are not finite
     """
     rounds = -(-len(source) // (batch * group.world()))
     batch = -(-len(source) // (rounds * group.world()))  # as little filling as can be
@@ -166,8 +169,8 @@ def _convert_to_json(value: Any) -> Any:
 
 
 def _make_progress_function(bar: Bar, rounds: int) -> Any:
-    """Returns a function that yields the sampling steps of a batch one by one, and advances the bar after each. At each
-    call it sets the bar's total to the steps of all `rounds` batches, which take equally many.
+    """Returns a function that takes the sampling steps of a batch, yields them one by one, and advances the bar after
+    each. It also sets the bar's total to the steps of all batches; each of the `rounds` batches takes equally many.
     """
 
     def advance_bar(steps: Iterable[int]) -> Iterator[int]:
@@ -182,13 +185,15 @@ def _make_progress_function(bar: Bar, rounds: int) -> Any:
 
 
 def _name_measured_split(options: EvaluateOptions) -> str:
-    """Returns the name of the measured split: "all" with --data, else the one of --split, or "held_out" without it."""
+    """Returns the name of the split that is measured: "all" with --data, else the value of --split, which is "held_out"
+    if it is not given.
+    """
     return "all" if options.data else options.split or "held_out"
 
 
 def _open_source(options: EvaluateOptions, run: Run, classes: int | None) -> Source:
-    """Opens the samples that are measured: the images of --data, or a split of the run's data. `classes` is the model's
-    number of classes, None if it takes no labels.
+    """Opens the samples to measure: those at --data, or a split of the run's data. `classes` is the model's number of
+    classes, None if it takes no labels.
 
     Raises ConfigError if the run has no held-out samples, or if the data do not have the model's classes.
     """
@@ -213,7 +218,7 @@ def _open_source(options: EvaluateOptions, run: Run, classes: int | None) -> Sou
 
 
 def _open_evaluation_data(path: str, split: str | None, run: Run, classes: int) -> Source | None:
-    """Opens the images, videos or embedding pairs at `path`, the value of --data, in the form in which the run learns.
+    """Opens the images, videos or embedding pairs at `path`, the value of --data, and prepares them as in training.
     `classes` is the model's number of classes, 1 if it takes no labels. Returns None if there are no pairs.
 
     Raises ConfigError if `split` is given, or if the data do not suit the run.
@@ -279,9 +284,8 @@ def _open_evaluation_data(path: str, split: str | None, run: Run, classes: int) 
 
 
 def _require_suitable_images(path: str, source: Images, run: Run) -> None:
-    """Raises ConfigError if the images are all smaller than data.image_size, or all in colour while the run has one
-    channel: training would enlarge them or remove their colours, so their bits/dim would say nothing. Looks at eight
-    images, spread evenly.
+    """Raises ConfigError if images do not suit the run, so that its bits/dim on them would say nothing: all are smaller
+    than data.image_size, or all have colours and the run has one channel. Looks at about eight images, spread evenly.
     """
     sides, grey = [], []
     for index in range(0, len(source), -(-len(source) // _NUM_CHECKED)):
@@ -304,8 +308,8 @@ def _require_suitable_images(path: str, source: Images, run: Run) -> None:
 
 
 def _name_result_file(options: EvaluateOptions, result: dict[str, Any]) -> str:
-    """Returns the name, without ending, of the file for a result. It names the step, the weights and the options that
-    change the figures: the same options again replace their own file.
+    """Returns the name, without suffix, of the file for a result. The name holds the step, the weights and the options
+    that change the figures, so that the same command replaces its own file.
     """
     words = [f"step_{result['step']:08d}", figures.make_weights_label(result)]
     if options.data is not None:

@@ -67,9 +67,13 @@ class Case:
         sequence: int | None = None,
         offload: tuple[str, ...] = (),
     ) -> "Case":
-        """Returns a copy of the case with other choices: the micro-batch, recomputation, ZeRO stage, ranks for each
-        sample, and `offload`, the DeepSpeed sections such as "offload_optimizer" that go to the CPU. A choice that is
-        None or () stays.
+        """Returns a copy of the case with other choices. A choice that is None or () stays.
+
+        micro: samples of one forward pass on a rank
+        recompute: the value of model.recompute
+        stage: the ZeRO stage
+        sequence: the number of ranks that share a sample
+        offload: sections of DeepSpeed's JSON, such as "offload_optimizer", whose states go to the host's memory
         """
         run, ds_config = self.run, copy.deepcopy(self.ds_config)
         if micro is not None:
@@ -85,9 +89,9 @@ class Case:
 
 
 def find_smallest_change(estimate: Estimate, case: Case) -> Estimate | None:
-    """Returns the estimate of the case with the smallest change that makes the run fit: the fewest choices changed, and
-    of such changes the fastest. `estimate` is that of the case as it is. Returns None if no change makes it fit on this
-    number of GPUs.
+    """Returns the estimate of the case after the smallest change with which the run fits: the one that changes the
+    fewest choices, and of several the fastest. `estimate` is that of the unchanged case. Returns None if no change on
+    this number of GPUs makes the run fit.
     """
     if case.chip.memory <= CONTEXT:
         return None
@@ -110,9 +114,9 @@ def find_smallest_change(estimate: Estimate, case: Case) -> Estimate | None:
 
 
 def find_fit_with_shared_samples(case: Case) -> Estimate | None:
-    """Returns the estimate of the case with more ranks for each sample, the fewest with which the run fits. All else
-    saves memory: stage 3, micro-batches of one sample, and recompute=all or offload. Returns None if no such number of
-    ranks makes it fit.
+    """Returns the estimate of the case with more ranks for each sample: the smallest number of ranks with which the run
+    fits. All other choices save memory: stage 3, micro-batches of one sample, and recompute=all or offload. Returns
+    None if the run fits with no such number.
     """
     for ranks in _list_sequence_sizes(case)[1:] if case.chip.memory > CONTEXT else ():
         if fitting := _find_fit_at_stage_3(case.copy_with(sequence=ranks)):
@@ -121,11 +125,10 @@ def find_fit_with_shared_samples(case: Case) -> Estimate | None:
 
 
 def find_estimate_with_more_gpus(case: Case) -> Estimate | None:
-    """Returns the estimate of the case on 2, 4, 8, ... times as many GPUs, the fewest on which the run fits. All else
-    saves memory: stage 3, micro-batches of one sample, and recompute=all or offload.
+    """Returns the estimate of the case on 2, 4, 8, ... times as many GPUs: the smallest number on which the run fits.
+    All other choices save memory: stage 3, micro-batches of one sample, and recompute=all or offload.
 
-    Returns None if the run fits on none of these numbers up to MAX_RANKS, or up to the first that does not divide
-    batch.global.
+    Tries numbers up to 4096 ranks, as long as they divide batch.global. Returns None if the run fits on none of them.
     """
     world = 2 * case.layout.world
     while world <= MAX_RANKS and case.run.batch.global_ % world == 0 and case.chip.memory > CONTEXT:
@@ -147,9 +150,9 @@ def _find_fit_at_stage_3(case: Case) -> Estimate | None:
 
 
 def _iterate_fitting_estimates(case: Case, changes: dict[str, list[Any]]) -> Iterator[Estimate]:
-    """Yields estimates of the case that fit. `changes` has values to try by choice. For each combination of the values,
-    except those of "micro", yields the estimate with the largest micro-batch in changes["micro"] that fits, if any
-    does.
+    """Yields estimates of the case that fit. `changes` has the values to try of each choice. Tries each combination of
+    the values of all choices but "micro"; of each yields the estimate with the largest micro-batch in changes["micro"]
+    that fits, if any.
     """
     others = [[(name, value) for value in values] for name, values in changes.items() if name != "micro"]
     for way in itertools.product(*others):
@@ -160,8 +163,8 @@ def _iterate_fitting_estimates(case: Case, changes: dict[str, list[Any]]) -> Ite
 
 
 def _estimate_with_size(case: Case, size: dict[str, int]) -> Estimate | None:
-    """Returns the estimate of the case with `size`, {"micro": n}, as its micro-batch; {} keeps its own. Returns None if
-    the case cannot be estimated.
+    """Returns the estimate of the case with the micro-batch in `size`, {"micro": n}, or with its own if `size` is {}.
+    Returns None if the case cannot be estimated.
     """
     return _estimate_or_none(case.copy_with(**size))
 
@@ -169,8 +172,8 @@ def _estimate_with_size(case: Case, size: dict[str, int]) -> Estimate | None:
 def _find_first_fitting_size(
     try_: Callable[[dict[str, int]], Estimate | None], sizes: list[dict[str, int]]
 ) -> Estimate | None:
-    """Returns the estimate of the first of `sizes` that fits, None if none fits. `try_` estimates a size. Searches by
-    bisection, since later sizes take less memory.
+    """Returns the estimate of the first of `sizes` that fits, None if none fits. `try_` returns the estimate of a size,
+    or None. Searches by bisection: later sizes must take less memory.
     """
     fitting, low, high = None, 0, len(sizes) - 1
     middle = high  # The last one is tried first, since most ways fail even with it.
@@ -185,11 +188,11 @@ def _find_first_fitting_size(
 
 
 def search_choices(case: Case, report: Callable[[Estimate], None]) -> list[Estimate]:
-    """Counts every combination of stage, micro-batch and recomputation, and returns the estimates that fit, the fastest
-    first. If one sample does not fit on a rank, more ranks share each sample.
+    """Estimates every combination of stage, micro-batch and recomputation. Returns the estimates that fit, the fastest
+    first. Calls `report` with each estimate, also with those that do not fit. If one sample does not fit on a rank,
+    several ranks share each sample.
 
-    If the chip's rates are unknown, the estimates are sorted by the host's memory, then by recomputed operations, then
-    by exchanged bytes. `report` is called with each estimate, those that do not fit included.
+    If the chip's rates are unknown, the estimates are sorted by host memory, recomputed operations and exchanged bytes.
     """
     fitting: list[Estimate] = []
     if case.chip.memory <= CONTEXT:
@@ -204,8 +207,8 @@ def search_choices(case: Case, report: Callable[[Estimate], None]) -> list[Estim
 
 
 def _search_micro_batches(case: Case, report: Callable[[Estimate], None]) -> list[Estimate]:
-    """Counts the case with larger and larger micro-batches until one does not fit, and in any case with all of a rank's
-    samples of a step in one micro-batch. Calls `report` with each estimate, and returns those that fit.
+    """Estimates the case with larger and larger micro-batches, until one does not fit; then only the largest, a step
+    without accumulation. Calls `report` with each estimate, and returns those that fit.
     """
     share, full, fitting = _count_samples_per_rank(case), False, []
     for micro in reversed(_list_micro_batches(share)):
@@ -225,8 +228,8 @@ def _count_samples_per_rank(case: Case) -> int:
 
 
 def _list_sequence_sizes(case: Case) -> list[int]:
-    """Returns how many ranks may share a sample: the recipe's number, twice, four times, ... as many, as long as the
-    number divides the GPUs of a machine and of the run, and the system allows it.
+    """Returns the numbers of ranks that may share a sample: the recipe's number, and its doubles as long as they divide
+    both the GPUs of a machine and all GPUs, and the system allows them.
     """
     ranks, layout = [case.run.parallel.sequence], case.layout
     config = systems.build_config(case.run.system, case.run.model)
@@ -247,8 +250,8 @@ def _estimate_or_none(case: Case) -> Estimate | None:
 
 
 def _make_cost_key(estimate: Estimate) -> tuple[float, ...]:
-    """Returns a key to sort estimates by, the cheapest first: by time, or, if the chip's rates are unknown, by the
-    host's memory, recomputed operations and exchanged bytes.
+    """Returns a key by which estimates are sorted, the cheapest first: by time, or, if the chip's rates are unknown, by
+    host memory, recomputed operations and exchanged bytes.
     """
     if estimate.time is None:
         exchanged = sum(call.bytes for call in estimate.counts.collectives)
@@ -258,8 +261,8 @@ def _make_cost_key(estimate: Estimate) -> tuple[float, ...]:
 
 
 def _list_micro_batches(share: int) -> list[int]:
-    """Returns the micro-batches to try, from the largest: `share`, a rank's samples of a step, divided by 1, 2, 4, ...
-    as long as that is whole, and 1.
+    """Returns the micro-batches to try, the largest first: `share`, the samples of a rank in a step, then half of it, a
+    quarter and so on as long as these are whole numbers, and 1.
     """
     sizes = [share]
     while sizes[-1] % 2 == 0:

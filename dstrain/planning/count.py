@@ -29,12 +29,12 @@ T = TypeVar("T")
 
 
 def count_costs(run: Run, settings: dict[str, Any], layout: Layout, device: str = "cuda") -> Counts:
-    """Returns what a step of a checked recipe costs, see Counts. settings: DeepSpeed's, which engine/settings.py
-    resolves for layout.world ranks.
+    """Returns what a step of a checked recipe costs, see Counts. The first call takes longer, since it imports torch
+    and DeepSpeed.
 
-    device      "cuda", or "cpu" to count attention as the CPU computes it
+    settings: DeepSpeed's settings, resolved for layout.world ranks (engine/settings.py)
+    device: "cuda", or "cpu" to count attention as the CPU computes it
 
-    The first call takes the time of torch's and DeepSpeed's imports.
     Raises ConfigError if the settings ask for ZeRO++'s quantization, which cannot be counted.
     Raises RuntimeError, TypeError or ValueError if the system's code needs the values of tensors, which have none here.
     """
@@ -44,8 +44,8 @@ def count_costs(run: Run, settings: dict[str, Any], layout: Layout, device: str 
 
 
 def run_in_worker(work: Callable[..., T], *arguments: Any) -> T:
-    """Calls a function in the process that counts, and returns its result or raises its exception. Ctrl-C ends that
-    process, too, since a count may take minutes; the next call then starts a new one.
+    """Calls a function in the worker process that counts costs, and returns its result or raises its exception. Ctrl-C
+    also ends the worker; the next call then starts a new one.
     """
     worker = _get_worker()
     try:
@@ -58,7 +58,7 @@ def run_in_worker(work: Callable[..., T], *arguments: Any) -> T:
 
 
 def _call_with_portable_errors(trusted: list[str], work: Callable[..., T], *arguments: Any) -> T:
-    """Calls `work` in the worker process, and returns its result. Before, allows the worker to import the `trusted`
+    """Calls `work` within the worker process, and returns its result. First allows the worker to import the `trusted`
     packages as systems. An exception that cannot be pickled becomes a RuntimeError with the traceback as text.
     """
     for name in trusted:
@@ -75,15 +75,13 @@ def _call_with_portable_errors(trusted: list[str], work: Callable[..., T], *argu
 
 @functools.cache
 def _get_worker() -> ProcessPoolExecutor:
-    """Returns the pool of one process that counts. The first call makes it."""
+    """Returns the pool of the one worker process that counts costs. The first call makes it."""
     return ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), _prepare_worker)
 
 
 def _prepare_worker() -> None:
-    """Prepares the process that counts: it uses no GPU, prints nothing, ignores SIGINT, and ends with its parent.
-
-    DeepSpeed would print about ranks that do not exist. Whenever it shards weights it collects garbage, so what is
-    imported here is kept out of the collector's way.
+    """Prepares the worker process that counts costs: it uses no GPU, prints nothing, ignores SIGINT, ends with its
+    parent, and imports DeepSpeed.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # A terminal sends it to the parent, too.
     threading.Thread(target=_end_with_parent, daemon=True).start()

@@ -58,9 +58,7 @@ class Estimate:
 
     @property
     def reserve_bytes(self) -> int:
-        """Returns the bytes of a GPU's memory that are not counted and are kept free: for libraries and the
-        allocator.
-        """
+        """Returns the bytes of a GPU's memory that are kept free for what is not counted: libraries, the allocator."""
         return int(CONTEXT + (_NCCL if self.layout.world > 1 else 0) + _ALLOCATOR * self.device_bytes)
 
     @property
@@ -70,7 +68,7 @@ class Estimate:
 
     @property
     def fits(self) -> bool:
-        """Returns whether the run fits into the GPU's memory, and into the host's, if its size is known."""
+        """Returns whether the run fits into the GPU's memory, and, if its size is known, into the host's memory."""
         on_host = self.chip.host is None or self.host_bytes <= _HOST * self.chip.host
         return self.device_bytes + self.reserve_bytes <= self.chip.memory and on_host
 
@@ -90,11 +88,11 @@ class Estimate:
 
     @property
     def micro_batch(self) -> int:
-        """Returns the samples of a rank in one forward pass."""
+        """Returns the number of samples that a rank takes in one forward pass."""
         return self.settings["train_micro_batch_size_per_gpu"]
 
     def list_choices(self) -> dict[str, Any]:
-        """Returns the choices that `dstrain plan` may change so that a run fits, {key as a user writes it: value}."""
+        """Returns {key as a user writes it: value} of the choices that `dstrain plan` may change so that a run fits."""
         zero = {"stage": read_stage(self.settings)} | {
             name: read_offload_device(self.settings, name) for name in OPTIONAL
         }
@@ -143,8 +141,8 @@ class Estimate:
 
 
 def _estimate_collective_seconds(call: Collective, layout: Layout, chip: Chip) -> float:
-    """Returns the seconds that all calls of one collective operation take: each goes round a ring of its ranks, which
-    fill one machine after another.
+    """Returns the seconds that all calls of one collective operation take. Assumes that data go round a ring of the
+    ranks, and that the ranks fill one machine after another.
     """
     rate = chip.link
     if call.ranks > layout.gpus_per_node:
@@ -154,8 +152,8 @@ def _estimate_collective_seconds(call: Collective, layout: Layout, chip: Chip) -
 
 
 def describe_memory(estimate: Estimate) -> str:
-    """Returns a text on how many GB of a GPU's memory a run would take; also of the host's memory, if the host has too
-    little.
+    """Returns a text on how many GB of a GPU's memory a run would take. If the host has too little memory, also says
+    so.
     """
     chip, total = estimate.chip, estimate.device_bytes + estimate.reserve_bytes
     text = f"{total / 1e9:.2f} GB of the {chip.memory / 1e9:.1f} GB of a GPU"
@@ -168,8 +166,8 @@ def describe_memory(estimate: Estimate) -> str:
 
 
 def find_changed_choices(before: Estimate, after: Estimate) -> dict[str, Any]:
-    """Returns {key: value of `after`} for the choices in which two estimates differ. If the number of GPUs differs, it
-    is there as world.
+    """Returns {key: value of `after`} for the choices in which two estimates differ, and "world": the new number of
+    GPUs, if that differs.
     """
     choices = before.list_choices()
     more = {"world": after.layout.world} if after.layout.world != before.layout.world else {}

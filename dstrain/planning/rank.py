@@ -66,9 +66,9 @@ def count_costs_as_rank_0(run: Run, settings: dict[str, Any], layout: Layout, de
 def measure_step_as_rank_0(
     run: Run, settings: dict[str, Any], system: System, world: int, device: str
 ) -> tuple[Measured, int]:
-    """Measures a step of rank 0 of `world` ranks that do not exist. Returns the measures, and the bytes that the rank
-    writes into a checkpoint. A step of more than 3 micro-batches is extrapolated from one of 3, and at stage 3 a step
-    of more than about 8 ranks from one of about 8.
+    """Measures one step of rank 0 of `world` ranks; the other ranks are only simulated. Returns the measures, and the
+    bytes that this rank writes into a checkpoint. Extrapolates a step of more than 3 micro-batches from one of 3, and
+    at stage 3 a step on more than about 8 ranks from one on about 8.
     """
     accumulation = settings["gradient_accumulation_steps"]
     if accumulation > _MICRO_BATCHES:
@@ -91,8 +91,8 @@ def measure_step_as_rank_0(
 
 
 def _extrapolate_micro_batches(measured: Measured, more: int) -> Measured:
-    """Returns the measures of a step with `more` further micro-batches, each of which costs as much as the last but one
-    that was measured. The peaks of memory do not change.
+    """Returns the measures of a step with `more` micro-batches added. Each of these costs as much as the last but one
+    of the measured micro-batches. The peaks of memory stay.
     """
     before, after = measured.begun[-2:]
     known = {(each.operation, each.ranks): each for each in before.collectives}
@@ -127,17 +127,19 @@ def _require_no_quantization(settings: dict[str, Any]) -> None:
 
 
 def _scale_measures_to_world(measured: Measured, kept: dict[str, int], few: int, world: int) -> Measured:
-    """Returns the measures of a step of `world` ranks, computed from `measured`, those of `few` ranks. kept: the bytes
-    by kind that a rank of `world` keeps between steps.
+    """Converts `measured`, the measures of a step on `few` ranks, to a step on `world` ranks. `kept` has the bytes, by
+    kind, that one of `world` ranks keeps between steps.
 
-    What a rank shares with all others shrinks: what it keeps, and what the optimizer's step works on. Whole weights,
-    samples and groups of fewer ranks stay. Exchanged weights are padded to a multiple of the ranks.
+    What all ranks share becomes smaller: what a rank keeps, and what its optimizer works on. Whole weights, samples and
+    the groups of fewer ranks stay as they are.
     """
     smaller = kept["masters"] / measured.kept["masters"]
     padded = smaller * world / few
 
     def scale_shared(kinds: dict[str, int], working: float) -> dict[str, int]:
-        """Returns the bytes by kind for `world` ranks. Bytes of the kind "working" are multiplied by `working`."""
+        """Converts bytes by kind from `few` to `world` ranks. Multiplies those of the kind "working" by the factor
+        `working`.
+        """
         sizes = {
             kind: size + kept.get(kind, 0) - measured.kept.get(kind, 0) if kind in kept else size
             for kind, size in kinds.items()
@@ -145,7 +147,7 @@ def _scale_measures_to_world(measured: Measured, kept: dict[str, int], few: int,
         return {kind: round(size * working) if kind == "working" else size for kind, size in sizes.items()}
 
     def scale_collectives_to_world(collectives: tuple[Collective, ...]) -> tuple[Collective, ...]:
-        """Returns the collectives of all ranks as `world` ranks exchange them; those of smaller groups stay."""
+        """Converts the collectives among all `few` ranks to those among `world` ranks. Those of smaller groups stay."""
         # Muon's all_to_all exchanges what a rank owns; other collectives exchange whole weights.
         return tuple(
             replace(

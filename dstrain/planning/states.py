@@ -17,8 +17,8 @@ _EIGHT_BITS = 1 + 4 / 256  # Bytes of a moment: its code of one byte, and a scal
 
 
 def count_weights_and_checkpoint_bytes(run: Run, system: System) -> tuple[dict[str, int], int]:
-    """Returns the number of weights of each part and, as frozen/NAME, of frozen ones; and the bytes of a checkpoint
-    without the headers of its files.
+    """Returns two counts: {part: number of trained weights}, with frozen weights under "frozen/NAME"; and the bytes of
+    a checkpoint, without the headers of its files.
     """
     numbers, size = {}, sum(value.nbytes for value in system.state_dict().values())
     for part, network in _build_and_freeze_networks(run, system).items():
@@ -38,8 +38,8 @@ def count_weights_and_checkpoint_bytes(run: Run, system: System) -> tuple[dict[s
 
 
 def count_bytes_of_states(run: Run, system: System, settings: dict[str, Any], world: int) -> dict[str, int]:
-    """Returns {kind: bytes} that a rank of `world` keeps, such as "masters" and others of
-    engine/planning/memory_kinds.py; "gradients" are the sums over micro-batches. Padding and buffers are not counted.
+    """Returns {kind: bytes} that each of `world` ranks keeps, for kinds such as "weights", "masters" and "gradients"
+    (engine/planning/memory_kinds.py). Does not count padding and buffers.
 
     Raises ConfigError if the recipe or DeepSpeed's JSON names weights or modules that the networks lack.
     """
@@ -80,20 +80,22 @@ def describe_memory_of_states(run: Run, system: System, settings: dict[str, Any]
 
 
 def _build_and_freeze_networks(run: Run, system: System) -> dict[str, nn.Module]:
-    """Returns the networks by part, built on the meta device. The weights that the recipe freezes are frozen."""
+    """Builds the networks on the meta device, freezes the weights that the recipe freezes, and returns the networks by
+    part.
+    """
     networks = system.build_networks_on_meta()
     freeze_weights(networks, run.train_only, run.optimizer)
     return networks
 
 
 def _count_frozen_weights(network: nn.Module) -> int:
-    """Returns how many numbers the weights have that do not learn."""
+    """Returns the number of elements in the weights of a network that do not learn."""
     return sum(weight.numel() for weight in network.parameters() if not weight.requires_grad)
 
 
 def _count_group_sizes(run: Run, system: System, part: str, network: nn.Module) -> Iterator[tuple[int, int, int]]:
-    """Yields, for each group of a part's optimizer, the number of its weights, and how many moments and averages each
-    weight has.
+    """Yields, for each group of a part's optimizer, three numbers: of weights, of moments of each weight, and of
+    averages of each weight.
     """
     for members in group_weights(network, run.optimizer, system.decays, system.blocks(), part):
         yield (

@@ -62,8 +62,8 @@ class Measured:
 def measure_step(
     run: Run, settings: dict[str, Any], system: System, kind: type[Engines] = Engines
 ) -> tuple[Measured, Engines, EmaShadow]:
-    """Builds DeepSpeed engines (of class `kind`) and averages, and takes a few steps. Returns the measures of the last
-    step, the engines and the averages.
+    """Builds DeepSpeed engines of class `kind` and EMA averages, takes a few steps, and measures the last one. Returns
+    (measures, engines, averages).
     """
     with Watch() as watch:
         with watch.set_kind_of_new_storages("buckets"):  # what is made here and has no other owner
@@ -108,8 +108,8 @@ def measure_step(
 def measure_bytes_of_states(
     run: Run, settings: dict[str, Any], system: System, kind: type[Engines]
 ) -> tuple[dict[str, int], Engines, EmaShadow]:
-    """Builds DeepSpeed engines (of class `kind`) and averages, and takes no step. Returns {kind: bytes} of weights,
-    optimizer states, averages and gradients, the engines and the averages.
+    """Builds DeepSpeed engines of class `kind` and EMA averages, without a step. Returns ({kind of tensor: bytes},
+    engines, averages), for the weights, optimizer states, averages and gradients.
     """
     with Watch() as watch:
         engines = build_engines(run, settings, system, kind=kind)
@@ -131,16 +131,16 @@ def _label_tensors_by_maker(
     updates: list[int],
     begun: list[Done],
 ) -> None:
-    """Makes the watch give each tensor from now on the kind of the purpose for which it is made. Also fills two lists
-    in each later step:
+    """Makes the watch label each new tensor from now on with a kind such as "inputs", by the code that makes it. Each
+    later step also fills two lists:
 
-    updates     the numbers of the events at which each optimizer's step begins and ends
-    begun       what was done before each micro-batch
+    updates: the numbers of the watch's events at which each optimizer's step begins and ends
+    begun: the watch's counts before each micro-batch
     """
 
     @contextmanager
     def label_encoding() -> Iterator[None]:
-        """Notes what was done before a micro-batch, and gives the kind "inputs" to what its encoding makes."""
+        """Records the watch's counts before a micro-batch, and gives the kind "inputs" to what its encoding makes."""
         begun.append(watch.get_counts())
         with watch.set_kind_of_new_storages("inputs"):
             yield
@@ -152,7 +152,9 @@ def _label_tensors_by_maker(
 
     @contextmanager
     def label_updating() -> Iterator[None]:
-        """Notes the events at which an optimizer's step begins and ends, and labels gradients before it."""
+        """Records the events at which an optimizer's step begins and ends. Before it, labels gradients and secondary
+        weights.
+        """
         watch.set_kind(list_gradients(engines.masters), "gradients", MADE_IN_A_STEP)
         watch.set_kind(list_secondary_weights(engines.masters), "secondary")
         updates.append(watch.num_events)
@@ -166,7 +168,7 @@ def _label_tensors_by_maker(
 
 
 def wrap_method(owner: Any, name: str, context: Callable[[], AbstractContextManager]) -> None:
-    """Replaces a method of `owner` by one that runs within a new `context()` at each call."""
+    """Replaces a method of `owner` by one that enters a new `context()` around each call."""
     method = getattr(owner, name)
 
     @wraps(method)
@@ -179,8 +181,8 @@ def wrap_method(owner: Any, name: str, context: Callable[[], AbstractContextMana
 
 
 def _label_states_and_reset_counts(watch: Watch, engines: Engines, ema: EmaShadow) -> None:
-    """Sets the kinds of the tensors that live between two steps: weights, masters, moments, averages or gradients, and
-    "other" for the rest of what a step has made. Resets the watch's counts of collectives, recomputed operations and
+    """Labels the tensors that live between two steps by their kind: weights, masters, moments, averages or gradients,
+    and "other" for the rest that a step has made. Resets the watch's counts of collectives, recomputed operations and
     bytes moved to the host.
     """
     for kind, tensor in list_kept_tensors(engines.masters, ema):
@@ -192,8 +194,8 @@ def _label_states_and_reset_counts(watch: Watch, engines: Engines, ema: EmaShado
 
 
 def choose_measured_step(run: Run, system: System) -> int:
-    """Returns the number of the step to measure, of the first step and the last 4,096: one in which the system does
-    most work. Among several it prefers a multiple of 16, at which penalties of every 16th step are due.
+    """Returns the number of the step to measure: among the first step and the last 4096, one in which the system does
+    most work. Prefers a multiple of 16 among equals, since a loss term that comes every 16 steps falls on it.
     """
     late = range(run.steps - 1, max(run.steps - 1 - _LATE, -1), -1)
     return max((*late, 0), key=lambda step: (system.workload(step), step % _EVERY == 0))

@@ -46,11 +46,8 @@ class Done(NamedTuple):
 
 
 def _is_recomputing() -> bool:
-    """Returns whether the current operation repeats an operation of a forward pass, for model.recompute. Call it only
+    """Returns whether the current operation repeats one of the forward pass, because of model.recompute. Call it only
     during a backward pass.
-
-    A repeated forward pass builds a graph. Only the linear layers of ZeRO-3 build none, since they compute in a
-    function of their own: there the hook for saved tensors shows the repetition, which torch.utils.checkpoint sets.
     """
     return torch.is_grad_enabled() or torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
 
@@ -89,7 +86,7 @@ class Watch(TorchDispatchMode):
         return out
 
     def record_storage(self, tensor: Tensor) -> int:
-        """Records the storage of a tensor, unless it is recorded already, and returns the storage's number."""
+        """Records the storage of a tensor, unless that is recorded already, and returns the storage's number."""
         storage = tensor.untyped_storage()
         address, size = storage._cdata, storage.nbytes()
         if address not in self._numbers:
@@ -107,8 +104,8 @@ class Watch(TorchDispatchMode):
         self._events.append((self._numbers.pop(address), -size))
 
     def set_kind(self, tensors: Iterable[Tensor], kind: str, instead_of: tuple[str, ...] = ()) -> None:
-        """Sets the kind of the storages of tensors. With `instead_of`, only storages that have one of these kinds are
-        changed.
+        """Sets the kind of the tensors' storages to `kind`. With `instead_of` changes only storages whose kind is one
+        of these.
         """
         for number in set(map(self.record_storage, tensors)):
             if not instead_of or self.kinds[number] in instead_of:
@@ -124,7 +121,7 @@ class Watch(TorchDispatchMode):
             self.kind = before
 
     def sum_living_bytes(self, until: int | None = None) -> Counter[str]:
-        """Returns the bytes of living storages by kind, now or after the first `until` events."""
+        """Returns {kind: bytes} of the storages that exist now, or that existed after the first `until` events."""
         totals: Counter[str] = Counter()
         for number, size in self._events[:until]:
             totals[self.kinds[number]] += size
@@ -132,12 +129,12 @@ class Watch(TorchDispatchMode):
 
     @property
     def num_events(self) -> int:
-        """Returns the number of events so far: each is the making or the end of a storage."""
+        """Returns the number of events so far. An event is that a storage is made or freed."""
         return len(self._events)
 
     def find_peak_bytes(self, spans: Iterable[tuple[int, int]]) -> Counter[str]:
-        """Returns the bytes of living storages on the GPU by kind, at the event at which their sum is largest. Only
-        events within `spans` count, pairs (number of the first event, number of the last event).
+        """Returns {kind: bytes} of the storages in the GPU's memory at the moment when they take most bytes in all.
+        Looks only at the events within `spans`, pairs (number of the first event, number of the last event).
         """
         sizes = (0 if self.kinds[number] == ON_HOST else size for number, size in self._events)
         totals = list(accumulate(sizes, initial=0))
@@ -147,22 +144,22 @@ class Watch(TorchDispatchMode):
         return found
 
     def find_peak_bytes_on_host(self) -> int:
-        """Returns the most bytes of kind ON_HOST at once, each storage rounded up to a power of two: torch pins no
-        other sizes.
+        """Returns the most bytes that storages of the kind "offloaded" took at one time. Each storage counts as the
+        next power of two, the size that torch pins.
         """
         changes = [size for number, size in self._events if self.kinds[number] == ON_HOST and size]
         pinned = (int(math.copysign(2 ** (abs(size) - 1).bit_length(), size)) for size in changes)
         return max(accumulate(pinned, initial=0))
 
     def replace_kinds(self, kind: str, instead_of: tuple[str, ...]) -> None:
-        """Sets the kind of all living storages whose kind is one of `instead_of`."""
+        """Sets to `kind` the kind of all existing storages whose kind is one of `instead_of`."""
         for number in self._numbers.values():
             if self.kinds[number] in instead_of:
                 self.kinds[number] = kind
 
     def _count_exchange(self, name: str, args: tuple) -> None:
-        """Counts an exchange between ranks that torch.distributed does, by operation and number of ranks. Tensors that
-        it takes and that have the kind "working" get the kind "buckets".
+        """Counts one collective operation of torch.distributed, by operation and number of ranks. Its tensors of the
+        kind "working" get the kind "buckets".
         """
         groups = [arg for arg in args if isinstance(arg, torch.ScriptObject) and "ProcessGroup" in str(arg._type())]
         ranks = dist.ProcessGroup.unbox(groups[0]).size() if groups else dist.get_world_size()
@@ -175,8 +172,8 @@ class Watch(TorchDispatchMode):
         self._bytes[operation, ranks] += max(sides)
 
     def _count_token_exchange(self, name: str, args: tuple, out: Tensor) -> None:
-        """Counts an exchange of tokens between ranks that share samples. The last of `args` is the name of
-        their group.
+        """Counts one exchange of tokens between the ranks that share samples. The last of `args` is the name of the
+        group of these ranks.
         """
         if name != "wait_tensor":
             key = _NAMES.get(name, name), dist.distributed_c10d._resolve_process_group(args[-1]).size()
@@ -184,15 +181,15 @@ class Watch(TorchDispatchMode):
             self._bytes[key] += max(args[0].nbytes, out.nbytes)
 
     def pop_collectives(self) -> tuple[Collective, ...]:
-        """Returns the collectives since the last call, and resets their counts."""
+        """Returns the collectives that were counted since the last call, and resets their counts."""
         found = self._list_collectives()
         self._calls.clear()
         self._bytes.clear()
         return found
 
     def get_counts(self) -> Done:
-        """Returns the collectives, recomputed operations and bytes moved to the host since their counts were reset.
-        Does not reset them.
+        """Returns what was counted since the last reset: collectives, recomputed operations and bytes moved to the
+        host. Does not reset these counts.
         """
         return Done(self._list_collectives(), self.recomputed, self.moved)
 

@@ -16,8 +16,8 @@ Change = tuple[str, Any, Any]  # dotted key, old value, new value
 
 
 def list_differences(old: Run, new: Run) -> list[Change]:
-    """Lists (dotted key, old value, new value) for each key whose value differs between two Runs. The value of a key
-    that a Run does not have is None.
+    """Lists (dotted key, old value, new value) for each key whose value differs between two Runs. If one Run does not
+    have the key, its value there is None.
     """
     before, after = _flatten_run(old), _flatten_run(new)
     keys = [*before, *(key for key in after if key not in before)]
@@ -25,11 +25,11 @@ def list_differences(old: Run, new: Run) -> list[Change]:
 
 
 def list_refused_changes(old: Run, new: Run, system: type[BaseModel]) -> list[Change]:
-    """Lists (dotted key, old value, new value) for each key whose value a resumed run may not change, and which differs
-    between the two Runs. `system` is the Config class of the section `model`; a key that the section lacks has the
-    default of that class.
+    """Lists (dotted key, old value, new value) for each key that differs between the two Runs and that a resumed run
+    may not change. `system` is the Config class of the section `model`, and gives the defaults of keys that the section
+    lacks.
 
-    If both learning rates decay, another last step of the decay (decay_steps, or `steps` without it) is listed as
+    If the learning rates of both Runs decay, and their decay ends at different steps, lists this as
     optimizer.decay_steps.
     """
 
@@ -62,8 +62,9 @@ def _fill_in_defaults(model: dict[str, Any], system: type[BaseModel]) -> dict[st
 
 
 def make_refused_changes_error(changes: Iterable[Change], folder: Path, system: type[BaseModel]) -> ConfigError:
-    """Returns a ConfigError about changes that a resumed run may not have: for each key its old value, its new value
-    and the remedies. `folder` is the run's folder; `system` is the Config class of the section `model`.
+    """Returns a ConfigError about changes that a resumed run may not have. It names each key, its old value, its new
+    value and the remedies. `folder` is the place of the old recipe, for the message; `system` is the Config class of
+    the section `model`.
     """
     lines = []
     for key, old, new in changes:
@@ -78,8 +79,8 @@ def make_refused_changes_error(changes: Iterable[Change], folder: Path, system: 
 
 
 def require_known_keys(run: Run, system: type[BaseModel]) -> None:
-    """Raises ConfigError if the saved recipe of a run has keys that the schema or the Config class `system` does not
-    have.
+    """Raises ConfigError if the saved recipe of a run has keys that neither the schema nor, in the section `model`, the
+    Config class `system` has.
     """
     unknown = [key for key in _flatten_run(run) if not is_known_key(key, Run, system)]
     if unknown:

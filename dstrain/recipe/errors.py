@@ -28,8 +28,8 @@ class NotRead(OSError):
 
 @contextmanager
 def reword_errors(prefix: str = "", options: Mapping[str, str] | None = None) -> Iterator[None]:
-    """Rewords a ConfigError that its block raises: puts `prefix` before each line, and replaces each key of `options`
-    in the text by its value, the option of a command.
+    """Rewords a ConfigError that its block raises. Puts `prefix` before each line, and replaces each key of `options`
+    in the text by its value: {"data.path=": "--data "} names an option of a command in place of a recipe's key.
     """
     try:
         yield
@@ -42,9 +42,9 @@ def reword_errors(prefix: str = "", options: Mapping[str, str] | None = None) ->
 
 @contextmanager
 def explain_write_errors(path: object, remedy: str) -> Iterator[None]:
-    """Turns an OSError that the block raises into a ConfigError: `path` cannot be written, why, and what to do. That is
-    `remedy`, see `choose_write_remedy`, or to move away a folder that has the name of the file. NotRead passes through
-    unchanged.
+    """Turns an OSError that the block raises into a ConfigError, which says that `path` cannot be written, why, and
+    what to do. If a folder has the name of the file, the advice is to move the folder away; otherwise it is `remedy`,
+    adapted by `choose_write_remedy`. NotRead passes through unchanged.
     """
     try:
         yield
@@ -61,17 +61,17 @@ def explain_write_errors(path: object, remedy: str) -> Iterator[None]:
 
 
 def choose_write_remedy(error: OSError, remedy: str) -> str:
-    """Returns `remedy`, the advice to users after a write has failed. If permission is missing or the file system is
-    read-only, "make room" in the text becomes "allow writing".
+    """Returns `remedy`, the advice to users after a write has failed. Replaces "make room" in it by "allow writing" if
+    permission is missing or the file system is read-only.
     """
     forbidden = error.errno in (errno.EACCES, errno.EPERM, errno.EROFS)
     return remedy.replace("make room", "allow writing") if forbidden else remedy
 
 
 def require_replaceable_file(path: Path, named: str, is_own: Callable[[Path], bool]) -> None:
-    """Raises ConfigError if a command must not replace the file `path`: it exists, is not empty, and `is_own` does not
-    say that this command has written it, or it cannot be read. `named` is the option that gives the path, for the
-    message.
+    """Raises ConfigError unless a command may replace what is at `path`: nothing, an empty file, or a file that this
+    command has written, for which `is_own` returns True. Also raises ConfigError if the file cannot be read. `named` is
+    the option that gives the path, for the message.
     """
     try:
         if not path.exists() or (path.is_file() and (path.stat().st_size == 0 or is_own(path))):

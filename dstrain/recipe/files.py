@@ -52,11 +52,9 @@ def load_recipe(recipe: Path | None, overrides: Iterable[str] = ()) -> Run:
 
 
 def complete_model_section(run: Run, config_class: Any, typed: Iterable[str] = ()) -> Run:
-    """Returns the Run with its section `model` completed from the rest of the recipe, checked by the system's Config,
-    and with all defaults written out.
-
-    typed: the overrides of the command line. Raises ConfigError for a wrong section, and for an override whose value is
-    filled in from the data.
+    """Returns the Run with a complete section `model`: filled in from the rest of the recipe, checked by the system's
+    Config, and with all defaults written out. Raises ConfigError if the section is wrong, or if an override in `typed`,
+    those of the command line, has another value than the data give.
     """
     completed = config_class.completed(run.model, run)
     if replaced := describe_replaced_entries("model", run.model, completed, typed):
@@ -71,13 +69,14 @@ def complete_model_section(run: Run, config_class: Any, typed: Iterable[str] = (
 def describe_replaced_entries(
     section: str, given: dict[str, Any], completed: dict[str, Any], typed: Iterable[str]
 ) -> list[str]:
-    """Returns a message for each entry of a section that the user has set by an override, and the data have changed.
+    """Returns a message for each entry of a section that an override sets, and to which the data have given another
+    value.
 
-    given       the entries as the user set them       typed   the overrides, such as "model.num_classes=10"
-    completed   the entries after filling in from the data
+    given: the entries as the user set them
+    completed: the entries after filling in from the data
+    typed: the overrides, such as "model.num_classes=10"
 
-    There is no message for an entry that is null in `given`, nor for one that only the recipe file sets, since a run
-    may have written that for other data.
+    Leaves out entries that are null in `given`, and those that only the recipe file sets.
     """
     keys = [override.partition("=")[0].strip().split(".") for override in typed]
     names = {key[1] for key in keys if key[0] == section and len(key) > 1}
@@ -93,8 +92,8 @@ def describe_replaced_entries(
 
 
 def _keeps_given_value(given: Any, completed: Any) -> bool:
-    """Returns whether a completed value is still the one that the user has given: both are equal, or both are sections,
-    and `completed` keeps each entry of `given` that is not null.
+    """Returns whether a completed value is still the one that the user gave. Two sections count as the same if
+    `completed` keeps each entry of `given` that is not null.
     """
     if isinstance(given, dict) and isinstance(completed, dict):
         return all(value is None or _keeps_given_value(value, completed.get(name)) for name, value in given.items())
@@ -107,8 +106,8 @@ def dump_run(run: Run) -> str:
 
 
 def convert_to_plain_values(value: Any) -> Any:
-    """Converts a pydantic model, also within dicts, lists and tuples, to dicts, lists and scalars that YAML can write.
-    Paths become texts. inf stays, which pydantic's JSON mode would turn into null.
+    """Converts a value to dicts, lists and scalars that YAML can write. Pydantic models become dicts, tuples become
+    lists, and paths become texts, at every depth.
     """
     if isinstance(value, BaseModel):
         value = value.model_dump(by_alias=True)
@@ -120,8 +119,8 @@ def convert_to_plain_values(value: Any) -> Any:
 
 
 def _read_recipe(recipe: Path) -> dict[str, Any]:
-    """Reads the nested dict in a recipe file, {} if the file is empty. Raises ConfigError if it cannot be read or
-    parsed, or holds something else than sections.
+    """Reads a recipe file into a nested dict, {} if the file is empty. Raises ConfigError if the file cannot be read or
+    parsed, or does not hold a mapping.
     """
     try:
         values = _parse_yaml(small.read_text(recipe, small.MEGABYTE))
@@ -182,8 +181,8 @@ def _apply_overrides(values: dict[str, Any], overrides: Iterable[str]) -> tuple[
 
 
 def _set_key(values: dict[str, Any], key: str, value: Any) -> None:
-    """Sets the value of a dotted key in a nested dict, in place, and makes the sections on the way. Raises TypeError if
-    one of them is a value and not a section.
+    """Sets the value of a dotted key in a nested dict, in place, and makes missing sections. Raises TypeError if a
+    plain value stands in the place of a section.
     """
     *sections, leaf = key.split(".")
     for depth, name in enumerate(sections):
@@ -198,9 +197,9 @@ def _set_key(values: dict[str, Any], key: str, value: Any) -> None:
 
 
 def _move_init_from(values: dict[str, Any], overridden: set[str]) -> list[str]:
-    """Renames the key model.init_from to init_from, of which it is a synonym, in place. If both are given with
-    different values, the one that only the command line sets is kept; if that is neither, returns a list with one
-    problem. Otherwise returns [].
+    """Renames the key model.init_from to its synonym init_from, in place. If both are given with different values,
+    keeps the one that only the command line sets. Returns a list with one problem if the command line sets neither or
+    both, else [].
     """
     model = values.get("model")
     if not isinstance(model, dict) or "init_from" not in model:

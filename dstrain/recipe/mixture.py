@@ -44,7 +44,7 @@ class Mixture(Section):
     @model_validator(mode="before")
     @classmethod
     def _fill_in_path(cls, values: Any) -> Any:
-        """Returns the section's values; if it has a mixture, `path` is that of the first source."""
+        """Returns the section's values. If they have a mixture, sets `path` to that of the first source."""
         # What asks for the kind of the data looks at data.path: all sources are of the kind of the first.
         mixture = values.get("mixture") if isinstance(values, dict) else None
         if isinstance(mixture, list) and mixture and isinstance(mixture[0], dict) and "path" in mixture[0]:

@@ -12,26 +12,26 @@ Pattern = Annotated[str, Field(min_length=1, max_length=500)]
 
 
 def fits_pattern(pattern: str, part: str, name: str) -> bool:
-    """Returns whether a shell pattern matches `name`, a weight in the state dict of a part's network, or PART/NAME; it
-    has to match the whole. A * also matches dots, and upper and lower case differ.
+    """Returns whether a shell pattern matches all of `name`, a weight's name in the state dict of a part's network, or
+    all of PART/NAME. A * also matches dots. Upper and lower case differ.
     """
     return fnmatchcase(name, pattern) or fnmatchcase(f"{part}/{name}", pattern)
 
 
 def match_caption(patterns: Sequence[str], caption: str) -> list[bool]:
-    """Returns for each shell pattern whether it matches the whole caption. Upper and lower case do not differ."""
+    """Returns, for each shell pattern, whether it matches all of the caption. Ignores case."""
     text = caption.casefold()
     return [fnmatchcase(text, pattern.casefold()) for pattern in patterns]
 
 
 def is_adapter_weight(name: str) -> bool:
-    """Returns whether `name`, of a weight in a state dict, is that of a LoRA adapter's weight (nn/lora.py)."""
+    """Returns whether `name`, a weight's name in a state dict, is that of a LoRA adapter's weight (nn/lora.py)."""
     return ".lora_A." in name or ".lora_B." in name
 
 
 def is_weight_learned(train_only: Sequence[str] | None, part: str, name: str, built: bool) -> bool:
-    """Returns whether a weight is trained. If `train_only` is None, returns `built`, the weight's requires_grad when
-    its network was built. Otherwise returns True if a pattern of `train_only` matches it, or if it is a LoRA adapter's.
+    """Returns whether a weight is trained: if a pattern of `train_only` matches its name, or if it belongs to a LoRA
+    adapter. If `train_only` is None, returns `built`, the weight's requires_grad when its network was built.
     """
     if train_only is None:
         return built

@@ -53,11 +53,13 @@ def list_problems(
     overridden: Iterable[str] = (),
     recipe: Path | None = None,
 ) -> list[str]:
-    """Converts pydantic's errors to lines for the user. Each names the key, its value, what it should be, and in
-    brackets where it was given.
+    """Converts pydantic's errors to lines for the user. Each names the key, its value, what the value should be, and,
+    in brackets, where it was given.
 
-    schema: the class that was validated; its keys are those of the recipe behind `prefix`. overridden: the keys that
-    the command line sets. All others come from the file `recipe`; None leaves their origin out.
+    schema: the class that was validated
+    prefix: the dotted key of the section that the class describes; "": the whole recipe
+    overridden: the keys that the command line sets
+    recipe: the file that gives all other keys; None: say nothing of where those were given
     """
     known = [key for key, _ in iterate_fields(schema, prefix)]
     lines: list[str] = []
@@ -87,8 +89,8 @@ _TRIED = re.compile(r"bool|int|float|str|\[key\]|(constrained|function|lax|liter
 
 
 def _merge_type_errors(items: Iterable[Any]) -> list[Any]:
-    """Returns pydantic's errors, at most one for each value: if a value may have several types, pydantic reports an
-    error for each of them, and these become one.
+    """Returns pydantic's errors, at most one for each value. Where a value may have several types, pydantic reports an
+    error for each type; these become one.
     """
     merged: list[Any] = []
     for item in items:
@@ -115,8 +117,8 @@ def _is_same_or_below(key: str, section: str) -> bool:
 
 
 def _make_dotted_key(location: Iterable[Any], prefix: str) -> str:
-    """Returns a pydantic location such as ("mixture", 0, "path") as a key: "data.mixture[0].path" with the prefix
-    "data".
+    """Returns a pydantic location as a dotted key: with the prefix "data", ("mixture", 0, "path") becomes
+    "data.mixture[0].path".
     """
     key = prefix
     for part in location:
@@ -165,9 +167,7 @@ def _describe_problem(item: Any, key: str, prefix: str, known: list[str]) -> lis
 
 def suggest_key(key: str, known: Iterable[str]) -> str:
     """Returns " (did you mean ...?)" with at most three of the `known` keys that are similar to an unknown dotted key,
-    or "" if none is similar.
-
-    Only the last words of the keys are compared: with a long section's name all keys of the section would look alike.
+    or "" if none is similar. Compares only the last words of the keys.
     """
     known = list(known)
     section, _, leaf = key.lower().replace("-", "_").rpartition(".")
@@ -195,15 +195,15 @@ def _remove_underscores(word: str) -> str:
 
 
 def _shares_all_words(one: str, other: str) -> bool:
-    """Returns whether all words of `one`, divided by _, are words of `other`, such as patch of patch_size, or whether
-    `one` begins with `other` and _.
+    """Returns whether all words of `one`, split at underscores, are words of `other`, as "patch" is of "patch_size".
+    Also returns True if `one` begins with `other` and an underscore.
     """
     return set(one.split("_")) <= set(other.split("_")) or one.startswith(f"{other}_")
 
 
 def suggest_files(path: Path, pattern: str) -> str:
-    """Returns the end of a message about a missing file: the most similar file of its folder, if one is similar, and
-    the names of up to twelve files there that match `pattern`.
+    """Returns the end of a message about the missing file `path`: the file in its folder with the most similar name, if
+    any, and the names of up to twelve files there that match `pattern`.
     """
     names = sorted(file.name for file in path.parent.glob(pattern)) if path.parent.is_dir() else []
     close = difflib.get_close_matches(path.name, names, 1)

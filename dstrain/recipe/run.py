@@ -132,8 +132,8 @@ class Data(Mixture, Shaping):
         return self
 
     def list_sources(self) -> tuple[Self, ...]:
-        """Returns a section `data` for each source of data.mixture; () without a mixture. What a source does not give
-        has the value of this section, but held_out is then 0 for a built-in source and for one with held_out_path.
+        """Returns a section `data` for each source of data.mixture; () without a mixture. Entries that a source leaves
+        out come from this section, except held_out, which is 0 for built-in sources and for those with held_out_path.
         """
         return tuple(
             self.model_copy(
@@ -241,7 +241,7 @@ class Optimizer(Section):
         return self
 
     def find_lr_factor(self, part: str, name: str) -> float:
-        """Returns the factor of a weight's learning rate: that of the first pattern of `rates` that fits, else 1."""
+        """Returns the factor on a weight's learning rate: that of the first matching pattern in `rates`, else 1."""
         return next((rate for pattern, rate in self.rates.items() if fits_pattern(pattern, part, name)), 1.0)
 
     def compute_lr(self, step: int, steps: int) -> float:
@@ -267,7 +267,7 @@ class Ema(Section):
 
     @property
     def decays_and_widths(self) -> tuple[float, ...]:
-        """Returns the numbers by which --ema chooses an average: the decays, then the relative widths, up to WIDEST."""
+        """Returns the numbers by which --ema chooses an average: the decays, then the relative widths (up to 0.288)."""
         return (*self.decays, *self.profiles)
 
     @model_validator(mode="after")
@@ -295,7 +295,7 @@ class Ema(Section):
         return self
 
     def compute_decay(self, decay: float, step: int) -> float:
-        """Returns the decay after `step` updates: `decay`; with ema.warmup min(decay, (1 + step) / (10 + step))."""
+        """Returns the decay after `step` updates: `decay`, or with ema.warmup min(decay, (1 + step) / (10 + step))."""
         return min(decay, (1 + step) / (10 + step)) if self.warmup else decay
 
 

@@ -37,7 +37,7 @@ def expand_home_in_path(path: str) -> str:
 
 
 def _parse_recompute(value: Any) -> Any:
-    """Returns a valid value of the field recompute. true and false, the values in earlier versions, become "all" and
+    """Returns a valid value of the field recompute. Converts true and false, which earlier versions wrote, to "all" and
     "none". Raises PydanticCustomError for any other value.
     """
     value = {True: "all", False: "none"}[value] if isinstance(value, bool) else value
@@ -92,8 +92,8 @@ class Section(BaseModel):
     @field_validator("*", mode="before")
     @classmethod
     def _require_plain_value(cls, value: Any, info: ValidationInfo) -> Any:
-        """Returns a value unchanged. Raises PydanticCustomError for true or false in a field that is no bool, for a NUL
-        in a text, and for a number of 2**63 or more.
+        """Returns a value unchanged. Raises PydanticCustomError for true or false in a field of another type than bool,
+        for a NUL character in a text, and for a number of 2**63 or more.
         """
         for part in value if isinstance(value, (list, tuple)) else (value,):
             # Python's True is an int: without this `steps: true` would be one step.
@@ -123,7 +123,7 @@ def find_section_class(field: FieldInfo) -> type[BaseModel] | None:
 
 
 def iterate_fields(schema: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
-    """Yields (dotted key, field) for each field of a schema. The fields within a section follow the section."""
+    """Yields (dotted key, field) for each field of a schema. A section comes before the fields within it."""
     for name, field in schema.model_fields.items():
         key = f"{prefix}.{field.alias or name}" if prefix else field.alias or name
         yield key, field
@@ -132,15 +132,15 @@ def iterate_fields(schema: type[BaseModel], prefix: str = "") -> Iterator[tuple[
 
 
 def is_known_key(key: str, schema: type[BaseModel], system: type[BaseModel]) -> bool:
-    """Returns whether all words of a dotted key name fields of the schema. Words below a field that holds a plain value
-    are not checked. Keys below `model` are those of the Config class `system`.
+    """Returns whether every word of a dotted key names a field of the schema. Does not check words below a field that
+    holds a plain value. Keys below `model` are those of the Config class `system`.
     """
     return all(field is not None for field in _iterate_fields_along_key(key, schema, system))
 
 
 def find_resume_rule(key: str, schema: type[BaseModel], system: type[BaseModel]) -> Resume:
-    """Returns the Resume mark of a dotted key: that of its field, else of the nearest section around it; MAY_CHANGE if
-    there is none. `system` is the Config class of the section `model`.
+    """Returns the mark that says whether the value of a dotted key may change in a resumed run: that of its field, else
+    of the nearest section around it, else MAY_CHANGE. `system` is the Config class of the section `model`.
     """
     rule = MAY_CHANGE
     for field in _iterate_fields_along_key(key, schema, system):
@@ -151,8 +151,9 @@ def find_resume_rule(key: str, schema: type[BaseModel], system: type[BaseModel])
 def _iterate_fields_along_key(
     key: str, schema: type[BaseModel] | None, system: type[BaseModel]
 ) -> Iterator[FieldInfo | None]:
-    """Yields the field that each word of a dotted key names, from the outermost section on. Yields None for the first
-    word that the schema does not have, and then ends. After a field that holds a plain value it ends without None.
+    """Yields the field that each word of a dotted key names, from the outermost section on. Ends with None at the first
+    word that names no field. Ends without None after a field that holds a plain value. `system` is the Config class of
+    the section `model`.
     """
     for depth, name in enumerate(key.split(".")):
         if schema is None:  # below a value

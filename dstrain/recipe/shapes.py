@@ -16,8 +16,8 @@ Aspect = Annotated[float, Field(gt=0, le=1000)]
 
 
 def require_multiples(sizes: tuple[Shape, ...] | None, unit: int, words: str) -> None:
-    """Raises ConfigError if a width or height in `sizes` (model.sizes, from data.buckets) is no multiple of `unit`
-    pixels. `words` say in the message what the unit is.
+    """Raises ConfigError if a width or height in `sizes` (model.sizes, from data.buckets) is not a multiple of `unit`
+    pixels. `words` explain the unit in the message.
     """
     if unfit := [f"{wide} x {high}" for wide, high in sizes or () if wide % unit or high % unit]:
         raise ConfigError(
@@ -34,9 +34,9 @@ class BucketRule(Section):
     ratio: Annotated[float, Field(ge=1, le=16)] = 2.0  # of the longer side to the shorter one, at most
 
     def list_shapes(self) -> tuple[tuple[int, int], ...]:
-        """Returns the shapes (width, height) that the rule makes, the widest first. For each shorter side, a multiple
-        of `step`, the other side is the longest for which the area is at most `pixels`. Each shape also comes turned by
-        90 degrees. Shapes that are longer than `ratio` allows are left out.
+        """Returns the shapes (width, height) that the rule makes, the widest first, each in both orientations. The
+        shorter side is any multiple of `step`, and the longer side is the largest multiple of `step` with which the
+        area is at most `pixels`. Leaves out shapes whose sides differ by more than the factor `ratio`.
         """
         square = int(self.pixels**0.5) // self.step * self.step
         shapes = set()
@@ -91,12 +91,13 @@ class Shaping(Section):
 
     @property
     def durations(self) -> tuple[int, ...]:
-        """Returns the numbers of frames in data.buckets of clips; () for buckets of images, or without buckets."""
+        """Returns the lengths of clips in data.buckets, in frames; () for buckets of images, or without buckets."""
         return tuple(bucket[0] for bucket in self.buckets or () if len(bucket) == 1)
 
     def list_clip_checks(self, num_frames: int | None) -> tuple[tuple[Any, str], ...]:
-        """Lists checks (whether it has failed, message): of entries about images that are given with clips, and of
-        numbers of frames that are given with images. `num_frames` is data.num_frames, None for images.
+        """Lists checks (whether it has failed, message) of data.buckets and of crops: entries about images do not go
+        with clips, numbers of frames do not go with images, and the longest must be `num_frames`. `num_frames` is
+        data.num_frames, None for images.
         """
         durations, of_clips = list(self.durations), num_frames is not None
         longest = max(durations, default=0)

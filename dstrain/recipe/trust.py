@@ -17,14 +17,12 @@ def trust_system(name: str) -> None:
 
 
 def list_trusted_packages() -> list[str]:
-    """Returns the names of the packages that the user trusts, sorted; a process that this one starts has to be told
-    them.
-    """
+    """Returns the names of the packages that the user trusts, sorted, so that a child process can be told of them."""
     return sorted(_trusted)
 
 
 def is_trusted(name: str) -> bool:
-    """Returns whether `trust_system` was called with this name."""
+    """Returns whether `trust_system` was called with this name in this process."""
     return name in _trusted
 
 

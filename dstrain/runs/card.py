@@ -45,11 +45,14 @@ numpy.save(sys.argv[2], drawn)
 
 
 def run_example_code(folder: Path, title: str, code: str) -> np.ndarray:
-    """Runs `code`, the Python of a model card, on the export in `folder`, in a new process that does not import
-    dstrain. Replaces "OUT" in the code by `title`, under which the process finds the folder.
+    """Runs the Python example of a model card in a new process that does not import dstrain. Returns the array that the
+    example draws: float32 (N, ...), or pictures as uint8 (N, H, W) or (N, H, W, 3).
 
-    Returns the array that the code draws: float32 (N, ...), or pictures as uint8 (N, H, W) or (N, H, W, 3). Raises
-    RuntimeError if the code fails.
+    folder: the export
+    title: the name by which the process finds the export in its working folder; takes the place of "OUT" in the code
+    code: the Python example
+
+    Raises RuntimeError if the code fails.
     """
     with tempfile.TemporaryDirectory(prefix="dstrain-card-") as name:
         place = Path(name)
@@ -96,10 +99,14 @@ def write_model_card(
     """Writes OUT/README.md, and copies the run's newest grid of samples into OUT if there is one. The recipe in the
     card has no paths of this machine. Raises ConfigError if the checkpoint's manifest is damaged.
 
-    title    the name that the export gets                           note     a warning for users; "": none
-    folder   the run's folder                                        code     Python that draws; "OUT" is the folder
-    kinds    the kind of weights taken from `checkpoint`, by part    errors   relative errors, by name; one is "code"
-    limit    the relative error above which an export is refused
+    title: the name that the export gets
+    folder: the run's folder
+    kinds: {part: kind of the weights taken from `checkpoint`}, such as "master" or "ema.0.9999"
+    class_name: the class of diffusers that draws from the export
+    note: a warning for users; "" for none
+    code: the Python example, which draws from the folder "OUT"
+    errors: the relative errors of the export by name; errors["code"] is that of what `code` draws
+    limit: the relative error above which an export is refused
     """
     sealed, run = read_manifest(checkpoint), _hide_paths(run)
     imported = sealed["extra"].get("imported")  # of dstrain import's: not trained here
@@ -188,8 +195,8 @@ def _describe_sampling(samples: Samples, system: System, class_name: str) -> str
 
 
 def _hide_paths(run: Run) -> Run:
-    """Returns a copy of the recipe without the paths of this machine. `folder` and `init_from` become None; only the
-    last part stays of data.path, of data.held_out_path, and of each absolute path anywhere in the recipe.
+    """Returns a copy of the recipe without the paths of this machine. `folder` and `init_from` become None. Of
+    data.path, data.held_out_path and each absolute path elsewhere only the last part stays.
     """
     run = _strip_paths(run)
     places = {"path": run.data.path, "held_out_path": run.data.held_out_path}
@@ -198,8 +205,8 @@ def _hide_paths(run: Run) -> Run:
 
 
 def _strip_paths(value: Any) -> Any:
-    """Returns a value in which only the last part stays of each absolute path, also within sections, dicts, lists and
-    tuples, and behind KIND: in a text such as "dinov2:/models/dinov2".
+    """Shortens each absolute path in a value to its last part, and returns the result. Looks into sections, dicts,
+    lists and tuples, and behind a prefix: "dinov2:/models/dinov2" becomes "dinov2:dinov2".
     """
     if isinstance(value, BaseModel):
         return value.model_copy(update={name: _strip_paths(inner) for name, inner in value})
@@ -215,15 +222,15 @@ def _strip_paths(value: Any) -> Any:
 
 
 def _keep_last_path_part(path: Any) -> Any:
-    """Returns the last part of a path, in the path's own type, str or Path. Returns the path itself if it has no parts,
-    as /.
+    """Returns the last part of a path, as str or Path like the path itself. Returns a path without parts, such as /,
+    unchanged.
     """
     return type(path)(Path(path).name) if Path(path).name else path
 
 
 def _describe_weights_kind(kind: str) -> str:
-    """Returns a kind of weights in words: "master" or "ema.0.9999" as "an average of the training weights, decay
-    0.9999".
+    """Describes a kind of weights in words: "ema.0.9999" becomes "an average of the training weights, decay 0.9999",
+    and "master" becomes "the training weights".
     """
     name, _, decay = kind.partition(".")
     return f"{_KINDS[name]} {decay}".rstrip()

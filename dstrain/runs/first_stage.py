@@ -43,11 +43,14 @@ def open_run(
     folder: Path, ema: float | None = None, raw: bool = False, step: int | None = None, precision: Precision = "fp32"
 ) -> FirstStage:
     """Opens the first stage in a run's folder, or in a folder that `dstrain export RUN --format safetensors` or
-    `dstrain consolidate` has written. `ema` (None: the recipe's average), `raw` (the training weights) and `step`
-    (None: the newest checkpoint) choose weights of a run. The network is moved to the rank's device.
+    `dstrain consolidate` has written. Moves the network to the rank's device.
 
-    Raises ConfigError if the folder is neither, if its system encodes nothing, if weights are absent or damaged, or if
-    `ema`, `raw` or `step` is given for an export.
+    ema: the decay or width of the average to take from a run; None: the recipe's average
+    raw: take the training weights of a run
+    step: the step of a run's checkpoint; None: the newest
+
+    Raises ConfigError if the folder is neither a run's nor an export, if its system encodes nothing, if weights are
+    absent or damaged, or if `ema`, `raw` or `step` is given for an export.
     """
     if not (folder / "run.yaml").exists() and (folder / "recipe.yaml").exists():
         if ema is not None or raw or step is not None:
@@ -63,8 +66,8 @@ def open_run(
     cast_weights(codec, precision)
 
     def encode_samples(batch: Batch) -> np.ndarray:
-        """Encodes images (B, C, H, W) or videos, uint8. Returns token ids, or means and deviations of latents (B, 2,
-        ...).
+        """Encodes uint8 images (B, C, H, W) or videos (B, T, C, H, W). Returns token ids, or the means and standard
+        deviations of latents, (B, 2, ...).
         """
         pixels = batch["video"] if "video" in batch else batch["image"]
         encoded = codec.encode(pixels.float() / 127.5 - 1, batch.get("frames"))
@@ -93,9 +96,9 @@ def _open_checkpoint(folder: Path, ema: float | None, raw: bool, step: int | Non
 
 def open_diffusers_autoencoder(path: str, image_size: int | None, precision: Precision = "fp32") -> FirstStage:
     """Opens an AutoencoderKL of diffusers on the rank's device. `path` is its folder or its name on the hub.
-    `image_size` (in pixels) is only checked; None: no check.
 
-    Raises ConfigError if the autoencoder cannot be loaded, or cannot encode pictures of `image_size`.
+    Raises ConfigError if the autoencoder cannot be loaded, or cannot encode pictures of `image_size` pixels a side.
+    Does not check the size if `image_size` is None.
     """
     with reword_errors(
         options={"model.first_stage.path=": "--first-stage ", "model.first_stage.path:": f"--first-stage {path}:"}
@@ -107,7 +110,7 @@ def open_diffusers_autoencoder(path: str, image_size: int | None, precision: Pre
         raise ConfigError(f"--image-size {image_size} is no multiple of {vae.factor}, by which {path} shrinks images")
 
     def encode_images(batch):
-        """Encodes images, uint8 (B, C, H, W). Returns means and deviations of latents, (B, 2, c, h, w)."""
+        """Encodes images, uint8 (B, C, H, W). Returns the means and standard deviations of latents, (B, 2, c, h, w)."""
         return _make_moments(*autoencoder.encode_posterior(vae.vae, batch["image"].float() / 127.5 - 1))
 
     fingerprint = vae.fingerprint()
@@ -132,12 +135,14 @@ class Encoder:
         self.stage, self.texts, self.encoding = stage, texts, encoding
 
     def encode_batch(self, batch: Batch) -> dict[str, np.ndarray]:
-        """Encodes n samples, at most encoding["batch"]. Returns arrays by name: the codes, "tokens" or "moments", (n,
-        views, ...), where views are crops and their mirror images; the encoded texts; and the other entries of the
-        batch except pixels, (n, ...) each.
+        """Encodes n samples, at most encoding["batch"], and returns arrays by name:
 
-        A smaller batch is filled up with copies of its last sample, so that networks see one shape. Raises ConfigError
-        if a value cannot be stored as a finite number.
+        "tokens" or "moments": the codes (n, views, ...); the views of a sample are its crops and their mirror images
+        "text_encodings" and "text_mask": the encoded captions, if there is a text encoder
+        other names: all other entries of the batch except pixels, (n, ...) each
+
+        Fills up a smaller batch with copies of its last sample. Raises ConfigError if a value cannot be stored as a
+        finite number.
         """
         encoding, count = self.encoding, len(next(iter(batch.values())))
         rows = torch.arange(encoding["batch"]).clamp(max=count - 1)
@@ -163,8 +168,8 @@ class Encoder:
         return np.stack([self.stage.codes(view) for view in views], axis=1)
 
     def _encode_texts(self, captions: Tensor) -> dict[str, np.ndarray]:
-        """Encodes captions, uint8 (b, bytes), or K captions of each sample, (b, K, bytes). Returns the arrays
-        text_encodings and text_mask by name, (b, ...) or (b, K, ...). Each call of the text encoder gets b captions.
+        """Encodes captions, uint8: one of each of b samples, (b, bytes), or K of each, (b, K, bytes). Returns the
+        arrays "text_encodings" and "text_mask" by name, with the leading axes (b, ...) or (b, K, ...).
         """
         several = captions if captions.ndim == 3 else captions[:, None]
         encoded = [self.texts.encode(unpack_captions(several[:, k])) for k in range(several.shape[1])]
@@ -175,7 +180,7 @@ class Encoder:
         return arrays if captions.ndim == 3 else {name: array[:, 0] for name, array in arrays.items()}
 
     def _convert_for_storage(self, name: str, array: np.ndarray) -> np.ndarray:
-        """Returns an array in the dtype in which shards store it: int32 for tokens, the dtypes in `encoding` for
+        """Returns an array in the dtype in which shards store it: int32 for tokens, the dtypes named in `encoding` for
         floats, and unchanged for all else. Raises ConfigError if a float is not finite in that dtype.
         """
         if array.dtype.kind != "f":

@@ -63,10 +63,10 @@ _BESIDE = re.compile(  # what may lie beside a run, and stays
 
 
 def require_allowed_start(run: Run, fingerprint: str, resume: Resume) -> None:
-    """Raises ConfigError, with the remedy, if this run may not start or resume in its folder. Changes nothing. The
-    folder must not hold files that are no run's, links, imported weights, another run's checkpoints, a run of another
-    recipe or of other data, nor a run whose checkpoints are lost. `resume` can permit another recipe, other data and
-    another run's checkpoints (allow_change), or skip all checks of an earlier run (from_scratch).
+    """Raises ConfigError, with the remedy, if this run may not start or resume in its folder. The folder must not hold
+    foreign files, links, imported weights, another run's checkpoints, a run with another recipe or other data, or a run
+    that has lost its checkpoints. `resume.allow_change` permits another recipe, other data and another run's
+    checkpoints; `resume.from_scratch` skips all checks of an earlier run. Changes nothing.
     """
     folder = run.directory
     if folder.exists() and not folder.is_dir():
@@ -121,9 +121,8 @@ def require_allowed_start(run: Run, fingerprint: str, resume: Resume) -> None:
 
 
 def _is_run(folder: Path) -> bool:
-    """Returns whether a folder holds, or has held, a run. It does if it holds two of the files that only runs write, or
-    one of them and checkpoints, or a run's identity and no step_* beside it. A common name, such as samples/, is not
-    enough.
+    """Returns whether a folder holds, or has held, a run: it holds two of the files that only runs write, or one of
+    these and checkpoints, or a run's identity and no step_* beside that. samples/ alone, a common name, is not enough.
     """
     marks = sum(os.path.lexists(folder / name) for name in _MARKS)
     if marks > 1 or (marks > 0 and _list_checkpoint_steps(folder)):
@@ -132,8 +131,8 @@ def _is_run(folder: Path) -> bool:
 
 
 def require_no_links(folder: Path) -> None:
-    """Raises ConfigError if a file or folder of a run is a symbolic link: writing through it would change others'
-    files. `checkpoints` may be a link to a folder, such as one on a larger disk, unless another run's folder holds it.
+    """Raises ConfigError if a file or folder of a run is a symbolic link, through which others' files could be changed.
+    `checkpoints` may be a link to a folder, as on a larger disk, unless another run's folder holds that folder.
     """
     for path in (folder / name for name in (*OF_RUN, "index")):
         if not path.is_symlink():
@@ -152,10 +151,10 @@ def _make_link_error(path: Path) -> ConfigError:
 
 
 def check_and_prepare_run_folder(run: Run, fingerprint: str, resume: Resume) -> None:
-    """Checks as `require_allowed_start` does, then prepares the folder, which this process has locked. With
-    `resume.from_scratch` moves an earlier run into earlier_N. Writes the run's identity, a random id. If the folder is
-    a copy of another run's, makes a new one, and removes the copied wandb_id. Raises ConfigError also if the folder
-    cannot be written.
+    """Checks as `require_allowed_start` does, then prepares the folder, which this process has locked. Moves an earlier
+    run into earlier_N if `resume.from_scratch`. Writes the run's identity, a random id. In a copy of another run's
+    folder a new identity replaces the copied one, and the copied wandb_id is removed. Raises ConfigError also if the
+    folder cannot be written.
     """
     require_allowed_start(run, fingerprint, resume)
     folder, checkpoints = run.directory, run.directory / "checkpoints"
@@ -176,7 +175,7 @@ def check_and_prepare_run_folder(run: Run, fingerprint: str, resume: Resume) -> 
 
 
 def _describe_lost_checkpoints(folder: Path) -> str | None:
-    """Returns how checkpoints of the run were lost, as "has saved step 40 and holds ..."; None if none were lost."""
+    """Returns how the run's checkpoints were lost, such as "has saved step 40 and ..."; None if none were lost."""
     checkpoints, steps, noted = folder / "checkpoints", _list_checkpoint_steps(folder), _read_saved_file(folder)
     if checkpoints.is_symlink() and not checkpoints.exists():
         return f"has the link checkpoints, and {os.readlink(checkpoints)} is not there"
@@ -211,7 +210,9 @@ def read_recipe(folder: Path) -> Run:
 
 
 def is_same_data(earlier: str, fingerprint: str) -> bool:
-    """Returns whether both are fingerprints of the same data; `earlier` may be the first words only, as once saved."""
+    """Returns whether two fingerprints are of the same data; of `earlier` an old dstrain may have saved only a
+    beginning.
+    """
     return f"{fingerprint} ".startswith(f"{earlier} ")
 
 
@@ -237,11 +238,9 @@ class Claimed:
 
 def lock_folder(folder: Path, patience: float = 60.0, busy: str | None = None, verb: str = "train") -> Claimed:
     """Claims a folder for this process by a lock and a lease (disk/owner.py), and makes it if it is missing. Call it on
-    rank 0 only. The lease works on a file system without locks; earlier versions of dstrain know the lock. `verb` tells
-    other commands what this one does there.
-
-    Ranks of an earlier command may still be saving, so it waits for them. Raises ConfigError if the folder cannot be
-    written, or, with the message `busy` if given, if another process has the folder after `patience` seconds.
+    rank 0 only. Waits up to `patience` seconds while another process has the folder. `verb`, what this command does
+    there, is shown to others. Raises ConfigError if the folder cannot be written, or, with the message `busy` (None:
+    one about training), if another process still has it.
     """
     get_phases().enter_phase(f"waiting for another command in {folder}, {patience:g} s at most")
     end = time.monotonic() + patience
@@ -274,7 +273,7 @@ def lock_folder(folder: Path, patience: float = 60.0, busy: str | None = None, v
 
 @contextmanager
 def _ignore_unsupported_locks() -> Iterator[None]:
-    """Suppresses the block's OSError, since some file systems have no locks, but not BlockingIOError (lock is held)."""
+    """Suppresses an OSError in the block, as of a file system without locks, except BlockingIOError (lock is held)."""
     try:
         yield
     except BlockingIOError:
@@ -285,10 +284,10 @@ def _ignore_unsupported_locks() -> Iterator[None]:
 
 @contextmanager
 def claim_output(out: Path, named: str, verb: str) -> Iterator[None]:
-    """Makes the folder `out` and claims it: no other command writes into it within the block. At the end waits for all
-    ranks, and removes the folder if it is new and empty. Call it on all ranks. Raises ConfigError on all ranks if
-    another command writes into the folder, or if it cannot be written. The message begins with `named`, such as "--out
-    DIR"; `verb` tells other commands what this one does there.
+    """Makes the folder `out`, and keeps other commands from writing there within the block. Then waits for all ranks,
+    and removes the folder if it is new and empty. Call it on all ranks. `verb`, what this command does, is shown to
+    others. Raises ConfigError on all ranks if another command writes there, or if the folder cannot be written; the
+    message begins with `named`, such as "--out DIR".
     """
     problem, is_new = None, False
     if group.rank() == 0:
@@ -315,8 +314,8 @@ def claim_output(out: Path, named: str, verb: str) -> Iterator[None]:
 
 
 def register_claim_on_all_ranks(folder: Path) -> None:
-    """Tells every rank of rank 0's claim on the folder, which each rank checks before it writes there. Call it on all
-    ranks. Waits up to 20 s until this rank sees the folder's identity, which a network file system may show late.
+    """Tells every rank of the claim that rank 0 has on the folder; a rank checks it before each write there. Call it on
+    all ranks. Waits up to 20 s until this rank sees the folder's identity, which a network file system may show late.
     """
     claim, end = group.broadcast_from_first(owner.find_claim(folder)), time.monotonic() + 20
     while claim and claim.identity and owner.read_identity(folder) != claim.identity and time.monotonic() < end:
@@ -340,7 +339,7 @@ def _open_lock_file(folder: Path) -> IO[str]:
 
 
 def explain_disk_errors(folder: Path) -> AbstractContextManager[None]:
-    """Returns a context manager that turns its block's OSError, as of a full disk, into a ConfigError about folder=."""
+    """Returns a context manager that turns an OSError in it, as of a full disk, into a ConfigError about folder=."""
     return explain_write_errors(f"folder={folder}", "make room there, or name another folder=")
 
 
@@ -415,7 +414,7 @@ def _list_checkpoint_steps(folder: Path) -> list[int]:
 
 
 def read_earlier_settings(folder: Path) -> dict[str, Any]:
-    """Returns the content of a run's ds_config.json; {} if the run has saved no step or the file cannot be read."""
+    """Returns the content of a run's ds_config.json; {} if no step of the run was saved or the file cannot be read."""
     try:
         settings = small.read_json(folder / "ds_config.json") if read_last_saved_step(folder) else {}
     except (OSError, ValueError):
@@ -430,7 +429,7 @@ def write_saved_step(folder: Path, step: int) -> None:
 
 def move_run_aside(folder: Path) -> None:
     """Moves all that an earlier run has written into a new folder earlier_N, so that a new start loses nothing. Other
-    files stay. Does nothing if there is no such file. Raises OSError if something cannot be moved.
+    files stay. Makes no folder if there is nothing to move. Raises OSError if something cannot be moved.
     """
     if old := [folder / name for name in OF_RUN if os.path.lexists(folder / name)]:
         earlier = _make_folder_for_earlier_run(folder)
@@ -443,9 +442,9 @@ def move_run_aside(folder: Path) -> None:
 
 
 def move_newer_steps_aside(folder: Path, step: int) -> None:
-    """Moves checkpoints and averages after `step` into a new earlier_N, the newest first, with a copy of metrics.jsonl.
-    Then writes `step` into `saved`. Does nothing if none is newer. Raises ConfigError if another command reads one of
-    them, or if the disk fails.
+    """Moves checkpoints and averages after `step` into a new folder earlier_N, the newest first, with a copy of
+    metrics.jsonl. Then writes `step` into `saved`. Does nothing if nothing is newer. Raises ConfigError if another
+    command reads what is to be moved, or if the disk fails.
     """
     newer = [
         path
@@ -488,8 +487,8 @@ def describe_run_end(
     run: Run, folder: Path, first: int, done: int, saved: int, reason: str | None, left: bool = False
 ) -> str:
     """Returns the last line that training prints: how the run ended, and what to do next. This command began at step
-    `first` and ended at `done`; `saved` is the last saved step. `reason`: why it stopped early; None: another rank was
-    stopped. `left`: it stopped before the samples and metrics after the last step were made.
+    `first` and ended at step `done`; `saved` is the last saved step. `reason`: why the run stopped early; None: another
+    rank was stopped. `left`: it stopped before the samples and metrics after its last step were made.
     """
     if first == run.steps and not left:
         return f"{folder} is complete: {run.steps} steps. Raise steps= to train on, or name another folder."

@@ -35,8 +35,8 @@ def read_hosts(command: Sequence[str]) -> list[str]:
 
 
 def require_enough_hosts(command: Sequence[str], least: int) -> None:
-    """Raises ConfigError if the hostfile of `command` names fewer hosts than `least`, for which `dstrain keep` would
-    wait for ever, or if `read_hosts` cannot read it.
+    """Raises ConfigError if the hostfile of `command` names fewer than `least` hosts, or if `read_hosts` refuses the
+    command.
     """
     if len(hosts := read_hosts(command)) < least:
         raise ConfigError(
@@ -45,15 +45,15 @@ def require_enough_hosts(command: Sequence[str], least: int) -> None:
 
 
 def find_unreachable_hosts(hosts: Sequence[str]) -> list[str]:
-    """Returns the hosts on which ssh cannot run a command without a password within a fixed time, in the given order.
-    Tests all hosts at the same time.
+    """Returns those of `hosts` on which ssh cannot run a command without a password within 20 seconds, in their given
+    order. Tests all hosts at the same time.
     """
     with ThreadPoolExecutor(max(len(hosts), 1)) as threads:
         return [host for host, answers in zip(hosts, threads.map(_can_reach, hosts)) if not answers]
 
 
 def _can_reach(host: str) -> bool:
-    """Returns whether ssh runs a command on a host without a password, within a fixed time."""
+    """Returns whether ssh can run a command on a host without a password within 20 seconds."""
     try:
         asked = subprocess.run([*_ASK, host, "true"], capture_output=True, stdin=subprocess.DEVNULL, timeout=_SECONDS)
     except (OSError, subprocess.TimeoutExpired):
@@ -62,8 +62,9 @@ def _can_reach(host: str) -> bool:
 
 
 def exclude_hosts_from_command(command: Sequence[str], hosts: Sequence[str], missing: Sequence[str]) -> list[str]:
-    """Returns the command with an --exclude option for the `missing` hosts, if there are any. If a single host of
-    several is left, also adds --force_multi: without it DeepSpeed would start the ranks on this machine.
+    """Returns the command with an --exclude option for the `missing` hosts, if there are any. `hosts` are all hosts. If
+    only one of several hosts is left, also adds --force_multi, since DeepSpeed would else start the ranks on this
+    machine.
     """
     place = next(place for place, word in enumerate(command) if word.partition("=")[0] in _HOSTFILE)
     words = [f"--exclude={'@'.join(missing)}"] if missing else []

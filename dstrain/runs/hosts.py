@@ -29,13 +29,12 @@ _SHOWN = 8  # of what differs; hundreds of ranks may say the same
 
 
 def require_same_setup_on_all_ranks(run: Run, settings: dict[str, Any], patience: float = 20.0) -> None:
-    """Compares the folder, recipe, settings and code of every rank with those of rank 0. Call it on all ranks, once
-    rank 0 has claimed the folder. In one process it does nothing.
+    """Requires that every rank has the same recipe, settings and code as rank 0, and that all ranks share the run's
+    folder: within `patience` seconds each must see a file that rank 0 makes there. Call it on all ranks, once rank 0
+    has claimed the folder. Does nothing in a single process.
 
-    A folder is shared if each rank sees, within `patience` seconds, a file that rank 0 has just made there; a network
-    file system may show it late. Rank 0 removes that file, and after a problem also a folder that holds nothing else.
     If something differs, rank 0 raises a ConfigError that names the difference and the remedy, and the other ranks exit
-    with the same code.
+    with the same code. Rank 0 then also removes the folder if it holds no files but locks and leases.
     """
     if group.world() == 1:
         return
@@ -72,8 +71,8 @@ def require_same_setup_on_all_ranks(run: Run, settings: dict[str, Any], patience
 
 
 def run_on_rank_0_or_exit(action: Callable[[], None]) -> None:
-    """Calls `action` on rank 0, while the other ranks wait. If it raises ConfigError, rank 0 raises a ConfigError with
-    the same problems, and the other ranks exit with the same code. Call it on all ranks.
+    """Calls `action` on rank 0, while the other ranks wait. If `action` raises ConfigError, rank 0 raises a ConfigError
+    with the same problems, and the other ranks exit with the same code. Call it on all ranks.
     """
     problems: list[str] = []
     if group.rank() == 0:
@@ -86,11 +85,8 @@ def run_on_rank_0_or_exit(action: Callable[[], None]) -> None:
 
 def require_own_folder(folder: Path, patience: float = 2.0) -> None:
     """Raises NotSaved, on all ranks, if the run's folder was moved or removed while the run trains, or now belongs to
-    another run. Call it on all ranks.
-
-    A write would otherwise make the folder again, without its recipe, and no command could resume in it. Rank 0 waits
-    up to `patience` seconds for a missing run.yaml, since an editor may be writing it, or a network file system may
-    show it late.
+    another run. Call it on all ranks. Rank 0 waits up to `patience` seconds for a missing run.yaml, since an editor may
+    be writing it, or a network file system may show it late.
     """
     fault = None
     if group.rank() == 0:
@@ -155,8 +151,8 @@ def _list_code_versions() -> dict[str, str]:
 def _list_setup_differences(
     first_run: Run, first_settings: dict[str, Any], run: Run, settings: dict[str, Any]
 ) -> list[str]:
-    """Returns the entries of the recipe and of the DeepSpeed settings that differ from rank 0's, as "KEY=VALUE HERE
-    (not VALUE OF RANK 0)"; at most 8.
+    """Returns at most 8 entries of the recipe and the DeepSpeed settings in which this rank differs from rank 0, each
+    as "KEY=VALUE OF THIS RANK (not VALUE OF RANK 0)".
     """
     changes = list_differences(first_run, run)
     changes += [
@@ -168,8 +164,8 @@ def _list_setup_differences(
 
 
 def _is_seen_within(path: Path, patience: float) -> bool:
-    """Waits until a file or folder exists, and returns True; returns False if it does not within `patience` seconds.
-    Opens the folders above it again and again, so that NFS looks for it anew.
+    """Waits until a file or folder exists, at most `patience` seconds, and returns whether it does. Opens the folders
+    above it meanwhile, so that NFS looks for it anew.
     """
     end = time.monotonic() + patience
     while not path.exists():

@@ -22,9 +22,9 @@ _NEWEST = 10  # checkpoints that are looked at: a run goes on from one of them
 
 
 def require_own_checkpoints(folder: Path, step: int | None) -> None:
-    """Raises ConfigError if another run has written a checkpoint from which this run may resume: one of the newest, or
-    the one at `step`. Each run has an identity, a random id, in its folder and in its checkpoints. Does nothing if the
-    folder has none. Checkpoints that name no run are accepted.
+    """Raises ConfigError if another run has written one of the ten newest checkpoints in the folder, or the one at
+    `step`. Compares the identity of the run, a random id in its folder, with the identities in the checkpoints. Accepts
+    checkpoints without an identity, and accepts all if the folder has no identity.
     """
     own = owner.read_identity(folder)
     if own is None:
@@ -43,12 +43,11 @@ def require_own_checkpoints(folder: Path, step: int | None) -> None:
 
 
 def append_ancestor_runs(folder: Path, adopts: bool) -> None:
-    """Appends to the folder's .ancestors the identities (random ids) of other runs whose checkpoints this run may
-    resume from. These are the folder's own identity if the folder is a copy of another run's, and those of the writers
-    of the newest checkpoints if `adopts` is True or the folder has no identity yet. Writes nothing if all are there
-    already.
+    """Appends to the folder's .ancestors the identities (random ids) of other runs from whose checkpoints this run may
+    resume. Writes nothing if all are listed already. Call it before the folder gets its own identity.
 
-    Call it before the folder gets its identity. Raises OSError if the file cannot be written.
+    Lists the identity in the folder if the folder is a copy of another run's. If `adopts`, or if the folder has no
+    identity yet, also lists the writers of the ten newest checkpoints. Raises OSError if the file cannot be written.
     """
     own, known = owner.read_identity(folder), _read_ancestor_runs(folder)
     found = {own} if own and owner.find_other_run(folder, folder) else set()  # a copy's, which is renewed
@@ -59,8 +58,8 @@ def append_ancestor_runs(folder: Path, adopts: bool) -> None:
 
 
 def require_link_to_own_checkpoints(folder: Path) -> None:
-    """Raises ConfigError if the folder's `checkpoints` is a symbolic link to checkpoints of another run, as `cp -r`
-    makes it.
+    """Raises ConfigError if the folder's `checkpoints` is a symbolic link to checkpoints of another run. A copy of a
+    run's folder can hold such a link.
     """
     checkpoints = folder / "checkpoints"
     if checkpoints.is_symlink() and (other := owner.find_other_run(checkpoints, folder)):
@@ -72,8 +71,8 @@ def require_link_to_own_checkpoints(folder: Path) -> None:
 
 
 def claim_checkpoints(checkpoints: Path) -> None:
-    """Claims a folder of checkpoints on another disk for this process. While another process has it, waits for as long
-    as a lease lasts after its process has died. Raises ConfigError if the other process still has it then.
+    """Claims a folder of checkpoints on another disk for this process. Waits up to 35 s for another process that has
+    claimed it. Raises ConfigError if that process still has it then.
     """
     end = time.monotonic() + owner.SILENT_SECONDS + owner.BEAT_SECONDS
     while True:
@@ -99,9 +98,9 @@ def _read_ancestor_runs(folder: Path) -> list[str]:
 
 
 def _read_checkpoint_writers(folder: Path, step: int | None) -> dict[int, str]:
-    """Returns {step: identity}, the random id of the run that has written a checkpoint, for each of the newest
-    checkpoints and for the one at `step` (None: only the newest). Leaves out damaged checkpoints, and those of earlier
-    versions, which name no run.
+    """Returns {step: identity} for the ten newest checkpoints and the one at `step` (None: only the newest). The
+    identity is the random id of the run that has written the checkpoint. Leaves out damaged checkpoints, and those of
+    earlier versions, which name no run.
     """
     writers: dict[int, str] = {}
     steps = Store(folder / "checkpoints").list_steps()

@@ -37,12 +37,12 @@ def read_recipe(folder: Path) -> Run:
 
 
 def find_checkpoint(folder: Path, step: int | None = None, ema: float | None = None) -> Path:
-    """Returns the folder of a run's checkpoint at `step`, or of the newest whole one if `step` is None. If `ema` is
-    given and that checkpoint lacks this average, returns instead the folder in which `dstrain reconstruct` has made it,
-    if there is one. With `step` None that folder may be of an earlier step; then rank 0 prints a note.
+    """Returns the folder of a run's checkpoint at `step`, or of the newest whole checkpoint if `step` is None. Call it
+    on all ranks. Keeps training from removing the folder until this process ends or calls `owner.release_holds`.
 
-    A training run does not remove the folder before this process ends or calls `owner.release_holds`. Raises
-    ConfigError if there is no such checkpoint, or if it is damaged. Call it on all ranks.
+    If that checkpoint lacks the average `ema`, returns the folder in which `dstrain reconstruct` has made the average,
+    if there is one. With `step` None this may be of an earlier step; rank 0 then prints a note. Raises ConfigError if
+    there is no such checkpoint, or if it is damaged.
     """
     steps = [folder / "checkpoints" / f"step_{step:08d}"] if step is not None else []
     with hold_checkpoints_while_choosing(steps or (folder / "checkpoints").glob("step_*[0-9]")) as keep:
@@ -91,12 +91,11 @@ def make_writable_folder(folder: Path, option: str = "--out") -> None:
 def choose_weights_kinds(
     system: System, checkpoint: Path, ema: float | None = None, raw: bool = False, every: bool = False
 ) -> dict[str, str]:
-    """Returns the kind of weights to take of each part: "ema.DECAY" of the average `ema` (None: the first), or
-    "master", the training weights, if `raw`.
+    """Returns {part: kind of weights to take}. The kind is "ema.DECAY", of the average `ema` or, if None, of the part's
+    first average. It is "master", the training weights, if `raw`.
 
-    Parts without averages, such as a discriminator, are left out. With `every` they are included, as "master", if the
-    checkpoint holds files of theirs; a checkpoint that `dstrain reconstruct` has made does not. Raises ConfigError if
-    there is no such average.
+    Leaves out parts without averages, such as a discriminator. With `every` includes them as "master", if the
+    checkpoint holds files of them. Raises ConfigError if there is no such average.
     """
     return {
         part: choose_weights_kind(checkpoint, part, ema) if part in system.averaged and not raw else "master"
@@ -108,9 +107,9 @@ def choose_weights_kinds(
 def load_networks(
     system: System, checkpoint: Path, kinds: dict[str, str], dtype: torch.dtype, device: torch.device | None = None
 ) -> dict[str, nn.Module]:
-    """Builds the networks of the parts in `kinds`, loads those weights of a checkpoint into them, and returns the
-    networks by part, in eval mode on a device (None: the rank's). Also moves the system's frozen networks there. Raises
-    ConfigError if weights are absent or damaged.
+    """Builds the networks of the parts in `kinds`, {part: kind of weights}, and loads these weights from a checkpoint.
+    Returns the networks by part, in eval mode on `device` (None: the rank's). Also moves the system's frozen networks
+    there. Raises ConfigError if weights are absent or damaged.
     """
     states = ((part, read_weights(checkpoint, part, kind)) for part, kind in kinds.items())
     return build_loaded_networks(system, states, dtype, device or group.device())
@@ -119,9 +118,9 @@ def load_networks(
 def build_loaded_networks(
     system: System, states: Iterable[tuple[str, dict[str, Tensor]]], dtype: torch.dtype, device: torch.device
 ) -> dict[str, nn.Module]:
-    """Builds the system's networks, and loads `states` into them, pairs of (part, state dict). Returns the networks of
-    these parts, by part, in eval mode on a device. Weights are converted to `dtype`; buffers keep their dtype. Also
-    moves the system's frozen networks to the device.
+    """Builds the system's networks, and loads `states`, pairs of (part, state dict), into them. Returns the networks of
+    these parts, by part, in eval mode on `device`. Converts weights to `dtype`; buffers keep their dtype. Also moves
+    the system's frozen networks to the device.
     """
     fresh, loaded = system.networks(), {}
     for part, state in states:
@@ -137,11 +136,12 @@ def build_loaded_networks(
 
 
 def load_guide(guide: Guide, system: System, scale: float, dtype: torch.dtype) -> nn.Module:
-    """Returns the network that guides samples of `system` (Karras et al. 2024), in eval mode on the rank's device.
-    `guide` names it: a run, another average or "raw" (None: the recipe's average), and a step (None: the newest).
+    """Loads the network that guides samples of `system` (autoguidance, Karras et al. 2024), and returns it in eval mode
+    on the rank's device. `guide` is (the folder of the guiding run; the decay or width of an average, or "raw"; a
+    step). None stands for the recipe's average and for the newest step.
 
-    Raises ConfigError if it cannot be loaded, if it cannot guide samples of `system`, or if `scale` is 1, at which
-    guidance has no effect.
+    Raises ConfigError if the network cannot be loaded, if it cannot guide samples of `system`, or if `scale` is 1, at
+    which guidance has no effect.
     """
     folder, weights, step = guide
     if scale == 1:
@@ -157,9 +157,7 @@ def load_guide(guide: Guide, system: System, scale: float, dtype: torch.dtype) -
 
 
 def require_outside_run_folders(out: Path) -> None:
-    """Raises ConfigError if `out` is, or is inside, a folder that a run writes itself, such as its samples/, and that
-    --from-scratch would move.
-    """
+    """Raises ConfigError if `out` is, or lies in, a folder that a run writes itself, such as its samples/."""
     path = out.resolve()
     for inner in (path, *path.parents):
         if inner.name in folders.OF_RUN and (inner.parent / "run.yaml").is_file() and not inner.is_file():

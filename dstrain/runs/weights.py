@@ -40,13 +40,12 @@ _INDICES = (_INDEX, f"{_MODEL}.safetensors.index.json")
 
 def read_adapted_weights(path: Path, system: System, parts: Iterable[str] | None = None) -> Adapted:
     """Reads weights from `path` and adapts them to the system's networks. Returns {part: (values by state-dict name,
-    notes)}; the notes say what was changed, and the first one counts what was loaded, replaced and left out.
+    notes)}. The notes say what was changed; the first counts what was loaded, replaced and left out.
 
-    `path` is a run's folder (its newest whole checkpoint is read, and of it the first EMA if there is one), a
-    checkpoint's folder, or a consolidated or exported one. For the first part alone it may also be a folder of
-    diffusers (of the network, or of a pipeline with it), a universal folder of DeepSpeed, or what `read_state_dict`
-    takes. Other parts than the first may be absent, since an adversary may join later. `parts` limits the parts that
-    are looked for; None: all.
+    path: a run's folder (its newest whole checkpoint; of this the first average, if any), a checkpoint's folder, or a
+        consolidated or exported folder. For the first part alone also a folder of diffusers (a network or a pipeline),
+        a universal folder of DeepSpeed, or what `read_state_dict` takes.
+    parts: the parts to read; None: all. Parts other than the first may be absent from `path`.
 
     Raises ConfigError, with the remedy, if weights are unreadable or damaged, or do not fit.
     """
@@ -94,9 +93,9 @@ def read_adapted_weights(path: Path, system: System, parts: Iterable[str] | None
 
 
 def _read_checkpoint(path: Path, system: System, first: str, others: list[str]) -> tuple[Adapted, list[str]]:
-    """Reads and adapts the parts of one of dstrain's checkpoints, of each the first average, or the training weights if
-    it has none. Returns them, and a note on each part that is left out, since only DeepSpeed's own files hold it.
-    Raises ConfigError if the first part is absent.
+    """Reads and adapts the parts of one of dstrain's checkpoints: the first average of each part, or its training
+    weights if it has no average. Returns these, and a note on each part that is left out because only DeepSpeed's own
+    files hold it. Raises ConfigError if the first part is absent.
     """
     parts = {file.name.rpartition("-of-")[0].rpartition("-")[0] for file in path.glob("*-of-*.safetensors")}
     if first not in parts:
@@ -128,11 +127,11 @@ def _find_consolidated_parts(path: Path, first: str, others: list[str]) -> dict[
 
 
 def require_unaltered_files(paths: Iterable[Path], together: bool = False) -> None:
-    """Compares files of a consolidated folder with their recorded hashes. `paths` are files or folders in it; all
-    recorded files in these folders are checked. Does nothing if the first path is in no consolidated folder. Raises
-    ConfigError if a file was altered or the record is damaged.
+    """Compares files of a consolidated folder with their recorded hashes. Raises ConfigError if a file was altered or
+    the record is damaged. Does nothing if the first path is in no consolidated folder.
 
-    together   whether all ranks call it: then each rank checks a share of the files, and all raise the same error
+    paths: files in the folder, or folders, of which all recorded files are checked
+    together: whether all ranks call it: then each rank checks a share of the files, and all raise the same error
     """
     paths = [path.absolute() for path in paths]
     above = (paths[0], *paths[0].parents)[:3]  # a file, its part's folder, all parts' folder
@@ -171,10 +170,10 @@ def _read_universal_folder(folder: Path) -> dict[str, Tensor]:
 def _adapt_part(
     system: System, part: str, state: dict[str, Tensor], origin: object
 ) -> tuple[dict[str, Tensor], list[str]]:
-    """Adapts the weights of a part to its network with the system's `adapt`. Returns the values by state-dict name, and
-    notes, the first of which counts the tensors that were loaded, replaced and left out. LoRA adapters that `state`
-    lacks are not in the result, and keep their initial values. Raises ConfigError if `state` holds other adapters than
-    the network.
+    """Adapts the weights `state` of a part to its network, by the system's `adapt`. Returns the values by state-dict
+    name, and notes; the first note counts the tensors that were loaded, replaced and left out. If `state` has no LoRA
+    adapters, leaves them out of the values, so that they keep their initial ones. Raises ConfigError if `state` has
+    other adapters than the network.
     """
     adapters = {
         name: value for name, value in system.build_part_on_meta(part).state_dict().items() if is_adapter_weight(name)
@@ -198,13 +197,13 @@ def _adapt_part(
 
 
 def _make_tensor_identity(tensor: Tensor) -> int:
-    """Returns a number that is equal for two tensors if they share their memory, or are the same stored weight."""
+    """Returns a number that is the same for tensors that share their memory, and for the same StoredWeight."""
     return id(tensor) if isinstance(tensor, StoredWeight) else tensor.data_ptr()
 
 
 def _find_diffusers_config(path: Path, system: System) -> Path | None:
-    """Returns the path of config.json of a diffusers network, in `path` or in the pipeline there; None if there is
-    none.
+    """Returns the path of the config.json of a diffusers network. `path` is the network's folder or that of a pipeline
+    with the network. Returns None if `path` is neither.
 
     Raises ConfigError if the file is damaged, or if `path` is a pipeline without the network that this system needs.
     """
@@ -243,9 +242,9 @@ def write_part_weights(checkpoint: Path, parts: Iterable[str], ema: float | None
 
 @contextmanager
 def hold_checkpoints_while_choosing(candidates: Iterable[Path]) -> Iterator[Callable[[Path], Path]]:
-    """Keeps training runs from removing the folders of checkpoints `candidates` within the block. Yields a function
-    that is called with the chosen folder and returns it: this one stays protected also after the block, until this
-    process ends or calls `owner.release_holds`. Call it on all ranks; rank 0 alone writes the holds.
+    """Keeps training runs from removing the checkpoint folders `candidates` within the block. Yields a function: called
+    with the chosen folder, it returns that folder, and protects it also after the block, until this process ends or
+    calls `owner.release_holds`. Call it on all ranks; only rank 0 writes.
     """
     held = {path: owner.Hold(path) for path in candidates} if group.rank() == 0 else {}
 
@@ -274,9 +273,9 @@ def require_whole_checkpoint(checkpoint: Path) -> Path:
 
 
 def choose_weights_kind(path: Path, part: str, ema: float | None = None) -> str:
-    """Returns the kind of weights to take of a part of the checkpoint `path`: "ema.DECAY" of the average `ema` or, if
-    `ema` is None, of the first average, or "master" if there is no average. Raises ConfigError if the checkpoint lacks
-    the average `ema`.
+    """Returns the kind of weights to take of a part of the checkpoint `path`: "ema.DECAY" of the average `ema`, or of
+    the first average if `ema` is None. Returns "master" if `ema` is None and the part has no averages. Raises
+    ConfigError if the checkpoint lacks the average `ema`.
     """
     decays = read_ema_decays(path, part)
     if ema is not None and ema not in decays:
@@ -290,8 +289,8 @@ def choose_weights_kind(path: Path, part: str, ema: float | None = None) -> str:
 
 
 def _describe_averages(run: Path, ema: float) -> str:
-    """Returns the end of an error message about an average that is missing: the widths that `dstrain reconstruct` has
-    made of a run, and whether it can make `ema`; "" if neither helps.
+    """Returns the end of an error message about the missing average `ema` of a run: the widths that `dstrain
+    reconstruct` has made, and whether it can make this one. Returns "" if it has made none and cannot.
     """
     made = sorted((path.name for path in (run / RECONSTRUCTED).glob("*") if any(path.glob("step_*"))), key=float)
     makes = ema <= WIDEST and any((run / snapshots.FOLDER).glob("step_*"))
@@ -301,11 +300,11 @@ def _describe_averages(run: Path, ema: float) -> str:
 
 
 def read_state_dict(path: str | Path) -> dict[str, Tensor]:
-    """Reads the state dict in a file, or in the files of a folder, on the CPU. If the file holds averages, too, returns
-    an average. Prefixes of DataParallel and torch.compile are removed from the names.
+    """Reads the state dict in a file, or in the files of a folder, on the CPU. If the file holds an average beside the
+    training weights, reads the average. Removes the prefixes of DataParallel and torch.compile from the names.
 
-    Pickled files are read by torch's restricted unpickler: nothing in them is executed. Raises ConfigError if a file is
-    missing or damaged, holds other objects than tensors and plain values, or holds no state dict.
+    Executes nothing in pickled files. Raises ConfigError if a file is missing or damaged, holds other objects than
+    tensors and plain values, or holds no state dict.
     """
     path = Path(path)
     files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
@@ -350,8 +349,6 @@ def read_state_dict(path: str | Path) -> dict[str, Tensor]:
 def _is_mappable(path: Path) -> bool:
     """Returns whether torch can map a weights file into memory: it must be a zip archive without compression, as
     torch.save writes it today.
-
-    The ranks of a machine share the pages of a mapped file, and each reads only the weights that it owns.
     """
     if not zipfile.is_zipfile(path):
         return False
@@ -360,8 +357,8 @@ def _is_mappable(path: Path) -> bool:
 
 
 def _list_indexed_files(index: Path) -> list[Path]:
-    """Returns the paths of the files that `index`, the JSON index of a folder of weights, names, each once and sorted.
-    Raises ConfigError if the index is damaged.
+    """Returns the paths of the weights files that the JSON index `index` names, each once and sorted. Raises
+    ConfigError if the index is damaged.
     """
     try:
         names = read_json(index)["weight_map"].values()

@@ -145,8 +145,8 @@ def _prepare_folder(options: EncodeOptions, plan: dict[str, Any]) -> str | None:
 
 
 def _read_record_if_whole(out: Path, number: int) -> dict[str, Any] | None:
-    """Returns the content of a shard's done/shard_N.json. Returns None if it cannot be read, or if a file of the shard
-    does not have the hash that it records.
+    """Returns the content of a shard's done/shard_N.json. Returns None if that file cannot be read, or if a file of the
+    shard has another hash than it says.
     """
     try:
         note = json.loads(_make_record_path(out, number).read_text(encoding="utf-8"))
@@ -196,9 +196,9 @@ def _make_shards(
 
 @torch.no_grad()
 def _embed_batch(options: EncodeOptions, encoders: Encoders, items: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Embeds n pairs of image and caption, at most a batch. Returns arrays (n, ...) by name in the stored dtype, and
-    "captions", the n texts. Copies of the last pair fill up a smaller batch, so that the encoders see one shape. Raises
-    ConfigError if a value is not finite in that dtype.
+    """Embeds n pairs of image and caption, at most a batch. Returns arrays (n, ...) by name in the dtype in which they
+    are stored, and the n texts as "captions". Fills up a smaller batch with copies of the last pair. Raises ConfigError
+    if a value is not finite in that dtype.
     """
     full = [*items, *[items[-1]] * (options.batch - len(items))]
     captions = unpack_captions(stack_texts([item["caption"] for item in full]))

@@ -21,8 +21,8 @@ SAME_COMMAND = "what is there is whole: give the same command again once it can"
 def claim_folder(
     out: Path, verb: str, prepare: Callable[[], str | None], numbers: range | None = None, shared: bool = False
 ) -> Iterator[None]:
-    """Keeps other commands from writing into the folder `out` within the block. Before the block it runs `prepare` on
-    rank 0; after the block the ranks wait for each other. Call it on all ranks.
+    """Keeps other commands from writing into the folder `out` within the block. Then waits for all ranks. Call it on
+    all ranks.
 
     `numbers` are the shards that this command writes. If `shared`, other commands may write other shards at the same
     time: then only these shards stay locked once `prepare` has run. `verb` says in
@@ -60,10 +60,8 @@ def claim_folder(
 
 def _lock_shards(file: IO[str], numbers: range) -> bool:
     """Locks one byte of the file for each of the numbers, until the file is closed. Waits up to a minute for other
-    processes.
-
-    Returns False if another process still holds one of the locks. Returns True without a lock if the file system has no
-    locks.
+    processes. Returns False if another process still holds one of the locks. Returns True if all are locked, or if the
+    file system has no locks.
     """
     end = time.monotonic() + _PATIENCE
     while True:
@@ -81,9 +79,12 @@ def _lock_shards(file: IO[str], numbers: range) -> bool:
 def make_missing_shards(
     numbers: range, find: Callable[[int], Record | None], make: Callable[[list[int]], dict[int, Record]]
 ) -> dict[int, Record]:
-    """Makes those of the shards `numbers` that are not whole yet. Returns the records of all, by number, on every rank.
-    `find` returns the record of a whole shard, else None. `make` gets the missing numbers, makes this rank's share of
-    them, and returns their records.
+    """Makes those of the shards `numbers` that are not whole yet. Returns {number: record} of all of them, on every
+    rank.
+
+    find: returns the record of a shard if it is whole, else None
+    make: takes the numbers of all missing shards, makes this rank's share of them, and returns {number: record} of
+        these
     """
     records = {}
     for number in numbers[group.rank() :: group.world()]:
@@ -103,8 +104,8 @@ def count_samples(numbers: Iterable[int], size: int, total: int) -> int:
 
 
 def describe_changes(earlier: dict[str, Any], now: dict[str, Any], keys: Iterable[str]) -> str:
-    """Describes the `keys` whose values in `earlier` and `now` differ, as "KEY OLD there, NEW here" for each; returns
-    "" if none differ.
+    """Describes the `keys` whose values in `earlier` and `now` differ, each as "KEY OLD there, NEW here". Returns "" if
+    none differ.
     """
     changes = [
         f"{key} {earlier.get(key)} there, {now.get(key)} here" for key in keys if earlier.get(key) != now.get(key)
@@ -113,11 +114,9 @@ def describe_changes(earlier: dict[str, Any], now: dict[str, Any], keys: Iterabl
 
 
 def require_few_unreadable_samples(bad: Mapping[str, str], total: int, max_fraction: float, unit: str) -> None:
-    """Raises ConfigError if more than `max_fraction` of `total` samples are unreadable. A single one is always
-    tolerated, unless the fraction is 0.
-
-    `bad` has the reason of each unreadable sample by its name. `unit` is the word for samples in the message, such as
-    "files".
+    """Raises ConfigError if more than `max_fraction` of `total` samples are unreadable. Accepts a single one always,
+    unless `max_fraction` is 0. `bad` is {name of an unreadable sample: reason}; `unit` is the word for samples in the
+    message, such as "files".
     """
     if len(bad) > max(max_fraction * total, 1 if max_fraction else 0):
         name, reason = next(iter(bad.items()))

@@ -94,8 +94,8 @@ def _open_text_encoder(options: EncodeOptions) -> TextEncoder | None:
 def _open_source_and_describe_encoding(
     options: EncodeOptions, stage: FirstStage, texts: TextEncoder | None
 ) -> tuple[Source, dict[str, Any]]:
-    """Opens the data, and encodes one sample to learn the shapes. Returns the data, and a dict that describes the
-    encoding, see Plan. Raises ConfigError if a text encoder is given and the data have no captions.
+    """Opens the data, and encodes one sample to learn the shapes. Returns the data, and a dict of all settings that
+    determine the codes (Plan.encoding). Raises ConfigError if a text encoder is given and the data have no captions.
     """
     source, size = _open_source(options, stage)
     (first,), _ = read_items(source, [0])
@@ -153,8 +153,8 @@ def _open_source_and_describe_encoding(
 
 
 def _open_source(options: EncodeOptions, stage: FirstStage) -> tuple[Source, int]:
-    """Opens the images or videos that are encoded. Returns them, and the side of images or the width of videos in
-    pixels. Raises ConfigError if the options do not say what to open, or it cannot be opened.
+    """Opens the images or videos to encode. Returns them, and the side of images or the width of videos in pixels.
+    Raises ConfigError if the options name nothing to open, or if it cannot be opened.
     """
     path, size, share, held_out_path = options.data, options.image_size, options.held_out or 0.0, None
     if (run_data := stage.data) is not None:
@@ -218,8 +218,9 @@ def _open_images(
 
 
 def _open_clips(options: EncodeOptions, run_data: Data, path: str, share: float, held_out_path: str | None) -> Source:
-    """Opens videos, cut into clips as the run cuts its own. Without --data these are the run's own data, with the
-    images that are mixed into them. Raises ConfigError if the split does not exist, or --clips does not suit it.
+    """Opens videos, and cuts them into clips as the run that trained the first stage does. Without --data, opens the
+    data of that run, with the images that it mixes into them. Raises ConfigError if the split does not exist, or if
+    --clips does not suit it.
     """
     changes = {
         "path": path,

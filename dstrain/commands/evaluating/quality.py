@@ -100,8 +100,8 @@ def measure_quality(options: EvaluateOptions) -> tuple[Path | None, dict[str, An
 
 
 def require_measurable_run(options: EvaluateOptions) -> None:
-    """Checks, without drawing, that a run can be measured by the metrics of the options. Raises ConfigError if a
-    network or the reference is absent or does not serve the metrics, or if too few images are asked for.
+    """Raises ConfigError if a run cannot be measured by the metrics of the options: a network or the reference is
+    missing or does not suit the metrics, or too few images are asked for. Draws nothing.
     """
     _require_enough_samples(options)
     networks = table.open_metric_networks(options.metrics or (), options.features)
@@ -115,8 +115,8 @@ def _require_enough_samples(options: EvaluateOptions) -> None:
 
 
 def write_reference(options: EvaluateOptions) -> str:
-    """Writes the statistics of a set of images, or of a run's data, to options.write_reference, which --reference takes
-    later. Returns the line to print. All ranks call it together.
+    """Writes the statistics of a set of images, or of a run's data, to the file options.write_reference, which can be
+    given as --reference later. Returns the line to print. Call it on all ranks.
 
     Raises ConfigError, with the remedy, if the file does not end in .npz or may not be replaced, if no metric compares
     with a reference, or if images or networks cannot be opened.
@@ -199,8 +199,8 @@ def _open_measured_data(options: EvaluateOptions, run: Run | None) -> tuple[Imag
 
 
 def _open_images_to_enlarge(options: EvaluateOptions, run: Run) -> Source:
-    """Opens the images that a super-resolution run is measured on, --num-samples of them, evenly spaced: held-out ones,
-    or those of the training set if none are held out. Raises ConfigError if --labels is given, too.
+    """Opens the images on which a super-resolution run is measured: --num-samples held-out ones, evenly spaced, or
+    training images if none are held out. Raises ConfigError if --labels is given.
     """
     if options.labels is not None:
         raise ConfigError(f"--labels: {options.folder} draws from images, which have labels of their own: leave it out")
@@ -209,8 +209,8 @@ def _open_images_to_enlarge(options: EvaluateOptions, run: Run) -> Source:
 
 
 def _open_data_of_run(options: EvaluateOptions, run: Run) -> Images:
-    """Opens the images of a split of the run's data, cropped as in training, but never mirrored; with --write-reference
-    at most --num-samples of them. Raises ConfigError if the run has no such split.
+    """Opens the images of a split of the run's data, cropped as in training, but not mirrored. Opens at most
+    --num-samples of them with --write-reference, else all. Raises ConfigError if the run has no such split.
     """
     split = options.split or "train"
     source = None if split == "test" else open_builtin(run.data, split)  # codes of them are compared as pictures, too
@@ -226,8 +226,8 @@ def _open_data_of_run(options: EvaluateOptions, run: Run) -> Images:
 
 
 def _open_reference(options: EvaluateOptions, run: Run | None, networks: dict[str, Features]) -> Compared:
-    """Opens the reference that the metrics compare with, or an empty one if none of them compares. Raises ConfigError
-    if the reference is absent, or lacks something that a metric needs.
+    """Opens the reference with which the metrics compare, or returns an empty one if no metric needs it. Raises
+    ConfigError if the reference is missing, or lacks something that a metric needs.
     """
     path = options.reference or options.against
     if not any(table.METRICS[name].compares for name in networks):
@@ -248,9 +248,11 @@ def _collect_statistics(
     compared: bool = False,
     left_out: Sequence[str] = (),
 ) -> dict[str, Statistics]:
-    """Computes the statistics of a set of images that the metrics need, by the name of their network. Draws a progress
-    bar. `compared`: the set is the reference. `left_out`: patterns of captions, whose images are counted separately,
-    too.
+    """Computes the statistics of images that the metrics need, and returns them by the name of their network. Draws a
+    progress bar.
+
+    compared: whether the images are the reference
+    left_out: patterns of captions; the images with such captions also get statistics of their own
     """
     share = f"{len(images)} {'of the reference' if compared else 'images'}"
     with Bar("taking features", total=len(images), unit="image", desc=share) as bar:
@@ -271,8 +273,8 @@ def replace_nonfinite_by_none(value: float | None) -> float | None:
 
 
 def _name_result_file(options: EvaluateOptions, result: dict[str, Any]) -> str:
-    """Returns the name, without ending, of the file for a result. It ends in a hash of the options that change the
-    figures: the same options again replace their own file.
+    """Returns the name, without suffix, of the file for a result. The name ends in a hash of the options that change
+    the figures, so that the same command replaces its own file.
     """
     question = asdict(options) | {"ema": None, "raw": None, "step": None, "batch": None, "out": None}
     question |= {"seed": options.seed or 0, "kept": options.kept or KEPT}
@@ -284,8 +286,8 @@ def _name_result_file(options: EvaluateOptions, result: dict[str, Any]) -> str:
 
 
 def format_report(result: dict[str, Any]) -> str:
-    """Returns a result as a text of several lines: the figures, the reference, and how many images kid, pr and dc
-    compare.
+    """Returns a result as a text of several lines: the figures, the reference, and the number of images that the
+    metrics kid, pr and dc compare.
     """
     lines = [figures.format_table(result)]
     if result["reference"]:

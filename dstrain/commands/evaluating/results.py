@@ -33,10 +33,8 @@ def describe_command_and_machine(options: EvaluateOptions, begun: float) -> dict
 def publish_result(
     path: Path | None, result: dict[str, Any], text: str, plot: Callable[[Path, dict[str, Any]], None] | None = None
 ) -> None:
-    """Prints `text` on rank 0, then writes `result` as JSON to `path`, and a plot beside it if `plot` is given. Writes
-    no file if `path` is None. All ranks call it together. Since it prints first, a full disk loses no measurement.
-
-    Raises ConfigError if the files cannot be written.
+    """Prints `text` on rank 0. Then writes `result` as JSON to `path`, and the plot that `plot` draws beside it; writes
+    no file if `path` is None. Call it on all ranks. Raises ConfigError if the files cannot be written.
     """
     if group.rank() == 0:
         print(text, flush=True)

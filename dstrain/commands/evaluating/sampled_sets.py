@@ -152,8 +152,8 @@ class Stories(Drawn):
         return group.sum_over_ranks(sums)
 
     def _draw_stories(self, request: Request, seeds: torch.Tensor, texts: torch.Tensor) -> torch.Tensor:
-        """Draws clips uint8 (n, T, C, H, W). `texts`, int64 (n, scenes), says which text of the request each scene
-        shows. Computes and returns on this rank's device.
+        """Draws n clips on this rank's device, and returns them there, uint8 (n, T, C, H, W). texts: int64 (n, scenes),
+        the index of each scene's text among the texts of the request.
         """
         seeds = seeds.to(group.device())
         first, *later = [

@@ -30,9 +30,8 @@ from dstrain.tracking import figures
 
 
 def require_sweep_possible(folder: Path, options: EvaluateOptions | None) -> None:
-    """Raises ConfigError if the averages of a run cannot be measured. If `options` is None, they would be measured by
-    the held-out loss, which needs held-out samples; else by the metric of the options. Call it before averages are
-    made.
+    """Raises ConfigError if the averages of a run cannot be measured. Call it before they are made. With
+    options.metrics they are measured by that metric, otherwise by the held-out loss, which needs held-out samples.
     """
     if options is None or options.metrics is None:
         _open_held_out(folder, trained.read_recipe(folder))
@@ -54,11 +53,13 @@ def _open_held_out(folder: Path, run: Run) -> Source:
 def measure_loss_by_width(
     folder: Path, step: int, widths: Sequence[float], num: int | None = None, batch: int = 32
 ) -> tuple[Path, dict[str, Any]]:
-    """Measures the held-out loss of the averages of these widths at `step`, on all ranks together.
+    """Measures the held-out loss of a run's averages at `step`, of each width in `widths`, on all ranks together. Uses
+    the same noise at every width. Returns the path of the JSON file, and its content.
 
-    Returns the path of the JSON file, and its content. `num`: held-out samples, evenly spaced; None: all. `batch`:
-    samples of one rank at a time. Samples meet the same noise at every width. Raises ConfigError if the run has no
-    held-out samples.
+    num: the number of held-out samples, evenly spaced; None: all
+    batch: the number of samples that a rank takes at a time
+
+    Raises ConfigError if the run has no held-out samples.
     """
     run = trained.read_recipe(folder)
     all_held_out, system = _open_held_out(folder, run), systems.build(run.system, run.model)
@@ -76,7 +77,7 @@ def measure_loss_by_width(
 
 
 def measure_metric_by_width(options: EvaluateOptions, widths: Sequence[float]) -> tuple[Path, dict[str, Any]]:
-    """Measures one metric of the pictures that each average draws, from the same noise at every width. Returns the path
+    """Measures one metric of the pictures that each average draws, with the same noise at every width. Returns the path
     of the JSON file, and its content.
 
     Raises ConfigError if the metric has several figures, or if something cannot be measured, see `measure_quality`.
@@ -95,9 +96,9 @@ def _publish_scores(
     widths: Sequence[float],
     scores: Sequence[Mapping[str, float | None]],
 ) -> tuple[Path, dict[str, Any]]:
-    """Prints the scores of all widths, and writes them as a JSON file with a plot into RUN/reconstructed. `judge` names
-    the score by which the best width is chosen; the best width is None if no such score is finite. Returns the path of
-    the JSON file, and its content.
+    """Prints the scores of all widths, and writes them as a JSON file with a plot into RUN/reconstructed. Chooses the
+    best width by the score named `judge`; it is None if no such score is finite. Returns the path of the JSON file, and
+    its content.
     """
     columns = {name: [replace_nonfinite_by_none(one[name]) for one in scores] for name in scores[0]}
     finite = [(value, width) for width, value in zip(widths, columns[judge]) if value is not None]
