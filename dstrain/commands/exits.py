@@ -21,12 +21,12 @@ from dstrain.recipe import ConfigError, NotRead, NotSaved
 
 
 def run_main(main: Callable[[], None], speaks: bool = True) -> None:
-    """Runs a script's `main`, and ends the process with an exit code.
+    """Runs a script's `main`, and ends the process with an exit code: 2 after a ConfigError, of which only the message
+    is printed; 3 if training has diverged; 1 with a traceback after any other error, a fault of the code. A rank that
+    has lost the other ranks ends at once.
 
-    A ConfigError, which a user can mend, becomes a message on stderr and exit code 2. Training that has diverged ends
-    with 3. Any other error is a fault of the code: it keeps its traceback and ends with 1. A rank that has lost the
-    other ranks ends at once. `speaks`: whether a command that is silent for long says on stderr what it is doing, see
-    distributed/progress.py.
+    speaks: whether a command that is silent for long says on stderr what it is doing (distributed/progress.py), and
+        whether a request to stop ends `main`
     """
     _shorten_busy_waits()
     began = _has_begun_process_group()
@@ -60,11 +60,8 @@ def _has_begun_process_group() -> bool:
 
 
 def _quit_python(code: int) -> NoReturn:
-    """Ends this process with an exit code. Runs exit functions and flushes output, as Python does, but does not free
-    modules and objects.
-
-    Threads of gloo outlive their process group, which DeepSpeed goes on holding. A thread that frees a tensor while the
-    interpreter shuts down waits for the interpreter's lock, and that aborts the process with another exit code.
+    """Ends this process with an exit code. Runs exit functions and flushes output, but does not free modules and
+    objects: threads of gloo that still run could then abort the process with another exit code.
     """
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
@@ -76,8 +73,8 @@ def _quit_python(code: int) -> NoReturn:
 
 @contextmanager
 def _raise_stopped_on_request() -> Iterator[None]:
-    """Ends its block with Stopped if a stop is requested, until training handles such requests itself. A RuntimeError
-    after such a request counts as the stop. Restores the earlier signal handlers afterwards.
+    """Raises Stopped in the block if a stop is requested, until training handles such requests itself. Also raises
+    Stopped in place of a RuntimeError that comes after a request. Restores the earlier signal handlers afterwards.
     """
     stops = get_stops()
     try:
@@ -93,24 +90,24 @@ def _raise_stopped_on_request() -> Iterator[None]:
 
 
 def _shorten_busy_waits() -> None:
-    """Sets GOMP_SPINCOUNT, unless it or OMP_WAIT_POLICY is set, so that idle OpenMP threads soon sleep. This makes
-    training several times faster on busy cores, and no slower on idle ones. Call it before torch is imported.
+    """Sets GOMP_SPINCOUNT, so that idle OpenMP threads soon sleep; keeps an earlier value, and changes nothing if
+    OMP_WAIT_POLICY is set. Makes training several times faster on busy cores. Call it before torch is imported.
     """
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 
 def _find_group_module() -> ModuleType | None:
-    """Returns the module distributed.group if it is imported already, else None. It is not imported here, since it
-    imports torch.
+    """Returns the module distributed.group if it is imported already, else None. Does not import it, since that would
+    import torch.
     """
     return sys.modules.get("dstrain.distributed.group")
 
 
 def _record_exit_code(code: int, at_once: bool = False) -> None:
-    """Records this rank's exit code, for `dstrain keep`. If it is DONE or STOPPED, also tells the other ranks of this
-    machine that this rank has ended as planned, so that they go on. After a stop `at_once` they are to end, too, and
-    are not told.
+    """Records this rank's exit code for `dstrain keep`. If the rank has ended as planned (DONE or STOPPED), tells the
+    other ranks of this machine, so that they go on. Does not tell them after a stop `at_once`, which is to end them,
+    too.
     """
     exit_codes.append_exit_code(code)
     if code in (exit_codes.DONE, exit_codes.STOPPED) and not at_once:
@@ -119,8 +116,8 @@ def _record_exit_code(code: int, at_once: bool = False) -> None:
 
 def _run_with_exit_codes(main: Callable[[], None], hears: bool) -> None:
     """Runs `main`. Turns a ConfigError, NotRead, NotSaved, FloatingPointError or KeyboardInterrupt into a message on
-    stderr and SystemExit with an exit code; other errors pass through. If other ranks are lost, ends this process.
-    `hears`: a request to stop also ends `main`.
+    stderr and a SystemExit with an exit code. Other errors pass through, but if other ranks are lost, the process ends.
+    `hears`: whether a request to stop ends `main`.
     """
     try:
         # Only the main thread may set handlers; a program that runs a verb in another one keeps its own.
@@ -149,7 +146,7 @@ def _run_with_exit_codes(main: Callable[[], None], hears: bool) -> None:
 
 
 def _report_error(error: Exception) -> None:
-    """Prints an error on stderr. Ranks above 0 wait 6 seconds before: mostly rank 0 reports the same, and ends them."""
+    """Prints an error on stderr. Ranks above 0 first wait 6 seconds: mostly rank 0 reports the same and ends them."""
     rank = read_rank_and_world().rank
     if rank:
         # Mostly rank 0 reports the same, and its end ends this rank, after seconds where the launcher has little of a

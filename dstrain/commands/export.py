@@ -68,7 +68,7 @@ def run_verb(options: ExportOptions) -> None:
 
 def export_run(options: ExportOptions) -> Exported:
     """Writes the export to options.out, whole or not at all, and returns a description of it. Raises ConfigError if the
-    format cannot express the run, or if what is read back differs from the trained network.
+    format cannot express the run, or if the export, read back, differs from the trained network.
     """
     if group.read_rank_and_world().world > 1:
         raise ConfigError("an export takes one process: dstrain export ...")
@@ -139,16 +139,19 @@ def _import_writer(run: Run, system: System) -> ModuleType:
 
 
 def _compute_in_float32() -> AbstractContextManager[None]:
-    """Returns a context manager in whose block convolutions compute in float32. A GPU would otherwise round to TF32, by
-    a different rounding for each algorithm.
+    """Returns a context manager in which convolutions compute in float32. A GPU would otherwise round their inputs to
+    TF32.
     """
     return torch.backends.cudnn.flags(enabled=True, allow_tf32=False)
 
 
 def _measure_difference(drawn: np.ndarray, expected: torch.Tensor) -> float:
-    """Returns the largest difference between `drawn`, by the code of an exported model card, and `expected` (B, ...),
-    divided by the largest magnitude in `expected`. If `expected` is uint8 pictures (B, C, H, W), `drawn` is (B, H, W,
-    C), or (B, H, W) if C is 1.
+    """Returns the largest absolute difference between `drawn` and `expected`, divided by the largest magnitude in
+    `expected`.
+
+    drawn: what the code of an exported model card has drawn
+    expected: what the trained network draws, (B, ...); for uint8 pictures (B, C, H, W), `drawn` is (B, H, W, C), or (B,
+        H, W) if C is 1
     """
     found = torch.from_numpy(drawn)
     if expected.dtype == torch.uint8:  # pictures come as they are saved, (B, H, W[, C])
@@ -157,8 +160,8 @@ def _measure_difference(drawn: np.ndarray, expected: torch.Tensor) -> float:
 
 
 def _require_small_errors(folder: Path, exported: Exported, limits: dict[str, float]) -> None:
-    """Raises ConfigError if the export differs from the trained network: if one of its relative errors is NaN or above
-    its limit, the one in `limits`, else 1e-5. `folder` is the run's folder, for the message.
+    """Raises ConfigError if the export differs from the trained network: if one of its relative errors, by name, is NaN
+    or above the limit of that name in `limits` (1e-5 if there is none). `folder` is the run's folder, for the message.
     """
     excess = [
         f"{error:.1e} ({name})" for name, error in exported.errors.items() if not error <= limits.get(name, _TOLERATED)
@@ -200,11 +203,11 @@ def _export_adapters(
     lora: Lora,
     out: Path,
 ) -> Exported:
-    """Writes the adapters of the first part as peft does, into adapter_model.safetensors and adapter_config.json. With
-    --format diffusers-lora the names are those of diffusers, and if its pipeline loads adapters,
-    pytorch_lora_weights.safetensors is written, too.
+    """Writes the LoRA adapters of the first part as peft does, into adapter_model.safetensors and adapter_config.json.
+    With --format diffusers-lora uses diffusers' names of weights. If diffusers' pipeline can load adapters, then also
+    writes pytorch_lora_weights.safetensors.
 
-    Raises ConfigError if the system has no names of diffusers for adapters.
+    Raises ConfigError if the system has no diffusers names for adapters.
     """
     part, kind = next(iter(kinds.items()))
     state, into_pipeline = read_weights(checkpoint, part, kind), False
@@ -227,8 +230,8 @@ def _export_adapters(
 
 
 def _save_for_pipeline(adapters: dict[str, torch.Tensor], lora: Lora, described: dict[str, Any], path: Path) -> None:
-    """Writes adapters as diffusers' save_lora_weights does. Their scale is multiplied into lora_B, and alpha is the
-    rank, since earlier versions of diffusers do not read alpha from the file.
+    """Writes adapters into the file `path` as diffusers' save_lora_weights does. Multiplies their scale into lora_B and
+    stores the rank as alpha, since earlier versions of diffusers do not read alpha from the file.
     """
     fields = described | {"lora_alpha": lora.rank}
     fields = {f"transformer.{field}": value for field, value in fields.items() if value is not None}
@@ -243,8 +246,8 @@ def _save_for_pipeline(adapters: dict[str, torch.Tensor], lora: Lora, described:
 def _export_parts_as_safetensors(
     run: Run, checkpoint: Path, kinds: dict[str, str], lora: Lora | None, out: Path
 ) -> Exported:
-    """Writes recipe.yaml, and PART.safetensors of each part in `kinds`, with LoRA adapters merged. Reads the weights
-    back: the error of a part is 0 if they are equal, else infinite.
+    """Writes recipe.yaml, and PART.safetensors of each part in `kinds`, {part: kind of weights}, with LoRA adapters
+    merged. Reads the files back: the error of a part is 0 if its weights are equal, else infinite.
     """
     (out / "recipe.yaml").write_text(recipe.dump_run(run), encoding="utf-8")
     assert recipe.load_recipe(out / "recipe.yaml") == run
@@ -261,13 +264,15 @@ def _export_parts_as_safetensors(
 def _export_to_diffusers(
     options: ExportOptions, run: Run, system: System, nets: dict[str, nn.Module], writer: ModuleType, out: Path
 ) -> Exported:
-    """Writes the networks as models of diffusers by the module `writer`. Returns a description of the export, with its
-    relative errors on a few synthetic samples.
+    """Writes the networks as models of diffusers by the module `writer`. Returns a description of the export; it holds
+    the relative errors that diffusers' models make on a few synthetic samples.
     """
     scale: dict[str, Any] = {}  # stays empty where the writer does not ask
 
     def get_statistics() -> dict[str, Any]:
-        """Returns the statistics of latents: those that --statistics names, else measured ones of training samples."""
+        """Returns the statistics of latents: those in the cache that --statistics names, or, without it, those of
+        training samples, which it encodes.
+        """
         scale.update(
             _read_statistics(options.statistics, options.run, system, nets)
             if options.statistics
@@ -284,7 +289,7 @@ def _export_to_diffusers(
 
 
 def _read_class_names(run: Run) -> tuple[str, ...]:
-    """Returns the names of the classes of the run's data, or () if the data are not there any more or have no names."""
+    """Returns the names of the classes in the run's data; () if the data are gone, or their classes have no names."""
     try:
         classes = tuple(open_sources(run.data, run=run.directory)[0].classes)
         return read_class_titles(run.data.path, run.data.class_list, classes)
@@ -294,7 +299,7 @@ def _read_class_names(run: Run) -> tuple[str, ...]:
 
 def _read_statistics(path: Path, run: Path, system: System, nets: dict[str, nn.Module]) -> dict[str, Any]:
     """Returns the statistics of latents in the index of a cache that `dstrain encode` has written. Raises ConfigError
-    if other weights than the exported ones have encoded that cache.
+    if the cache was encoded by other weights than those that are exported.
     """
     index = read_index(path.parent if path.name == INDEX else path)
     own, encoder = hash_network(*system.identity(nets)), index["encoding"]["first_stage"]

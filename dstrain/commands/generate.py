@@ -110,7 +110,8 @@ def _write_samples(
     clip: Length | None,
 ) -> None:
     """Draws all samples, and writes them into the folder `out`. With --invert also prints how far the drawn pictures
-    are from the given ones. Raises ConfigError if the folder holds samples already, or if the runs cannot draw these.
+    are from the given ones. Raises ConfigError if the folder holds samples already, or if the runs cannot draw what is
+    asked for.
     """
     with ExitStack() as claims, Bar("drawing", total=options.num, unit="sample") as bar:
         rounds = _draw_rounds(runs, options, request, scenes, clip)
@@ -146,8 +147,8 @@ def _write_samples(
 
 
 def _open_run(folder: Path, options: GenerateOptions | None = None) -> Opened:
-    """Returns a run's folder, its recipe, and its system, whose text encoder the options may replace. Loads no weights.
-    Raises ConfigError if the run cannot draw.
+    """Opens a run, without weights. Returns its folder, its recipe, and its system; `options` may replace the system's
+    text encoder. Raises ConfigError if the run cannot draw.
     """
     run = trained.read_recipe(folder)
     with reword_errors(f"{folder}: "):
@@ -171,8 +172,8 @@ def _load_run(
     ema: float | None = None,
     raw: bool = False,
 ) -> ReadyRun:
-    """Loads the weights of a run's checkpoint: that of `step`, or the newest if `step` is None. Takes the average
-    `ema`, or the recipe's if that is None; with `raw` the training weights.
+    """Loads the weights of a run's checkpoint at `step`, or of the newest if `step` is None: the average `ema`, or the
+    recipe's if `ema` is None; with `raw` the training weights.
     """
     checkpoint = trained.find_checkpoint(folder, step, ema)
     kinds = trained.choose_weights_kinds(system, checkpoint, run.samples.ema if ema is None else ema, raw)
@@ -180,8 +181,8 @@ def _load_run(
 
 
 def _choose_clip_length(options: GenerateOptions, run: Run, system: System) -> Length | None:
-    """Returns the frames of the clips to draw: how many there are, and how many are taken over from earlier frames.
-    Returns None if the system draws pictures.
+    """Returns the length of the clips to draw: the number of their frames, and how many of these are taken over from
+    earlier frames. Returns None if the system draws pictures.
 
     Raises ConfigError if options of videos are given that the system does not support, or that do not fit together.
     """
@@ -220,8 +221,8 @@ def _read_inputs_of_first_run(
     """Reads what the first run begins from: pictures uint8 (N, C, h, w), frames (N, K, C, H, W), or embeddings float32
     (N, D). Returns None if it begins from noise.
 
-    Raises ConfigError if the runs cannot be chained, or if --low-res or --embeddings is missing, or given to a run that
-    does not begin from such.
+    Raises ConfigError if the runs cannot be chained, if --low-res or --embeddings is missing, or if one of these is
+    given and the run does not begin from such inputs.
     """
     folder, run, system = first
     enlarges = system.starts_from_data and not system.takes_embeddings
@@ -294,8 +295,8 @@ def _require_chainable(before: Opened, after: Opened) -> None:
 
 
 def _read_pictures_to_invert(path: Path, options: GenerateOptions, run: Run, system: System) -> Tensor:
-    """Reads the pictures of --invert, uint8 (N, C, H, W). Raises ConfigError if the system cannot carry pictures to
-    noise, if they have another size than the run's, or if options do not go with --invert.
+    """Reads the pictures of --invert, uint8 (N, C, H, W). Raises ConfigError if the system cannot turn pictures into
+    noise, if the pictures have another size than the run's, or if options do not go with --invert.
     """
     if not system.inverts:
         raise ConfigError(
@@ -315,8 +316,8 @@ def _read_pictures_to_invert(path: Path, options: GenerateOptions, run: Run, sys
 
 
 def _encode_later_scenes(options: GenerateOptions, run: Run, system: System) -> list[dict[str, Tensor]]:
-    """Returns the conditions of the second and all later --scenes: for each a dict of tensors (1, ...). Returns []
-    without --scenes. All texts are encoded in one call, so that the encoder is loaded once.
+    """Encodes the texts of --scenes, and returns the conditions of all scenes but the first: a dict of tensors (1, ...)
+    for each. Returns [] without --scenes.
 
     Raises ConfigError if --scenes or --prompts are given, and the system takes no texts.
     """
@@ -333,8 +334,8 @@ def _encode_later_scenes(options: GenerateOptions, run: Run, system: System) -> 
 def _make_request(
     options: GenerateOptions, run: Run, system: System, images: Tensor | None, clip: Length | None, sampler: str
 ) -> tuple[Request, list[str] | None]:
-    """Returns the request of the samples that the first run draws, and the caption of each; None if there are no
-    captions. Prints a line on prompts that the text encoder cuts.
+    """Returns the request for the samples that the first run draws, and the caption of each sample, or None if there
+    are no captions. Prints a line if the text encoder shortens prompts.
     """
     prompts, option = options.prompts, "" if options.prompts is None else "--prompts: "
     if options.scenes is not None:
@@ -369,8 +370,9 @@ def _draw_rounds(
     scenes: list[dict[str, Tensor]],
     clip: Length | None,
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Draws all samples in rounds, on all ranks together. Each round goes through all scenes, or through all chained
-    runs. Yields (numbers, samples) of each round: which samples these are, int64 (n,), and the samples (n, ...).
+    """Draws all samples in rounds, on all ranks together. A round draws all scenes of its samples, or passes its
+    samples through all chained runs. Yields (numbers, samples) of each round: the numbers of these samples among all,
+    int64 (n,), and the samples (n, ...).
     """
     chunk = min(options.batch, options.num)
     first, *then = runs
@@ -410,8 +412,9 @@ def _draw_rounds(
 
 
 def _choose_labels_of_later_run(request: Request, later: ReadyRun, options: GenerateOptions) -> dict[str, Tensor]:
-    """Returns the labels of a later run as conditions, {} if it takes none. They are the labels that the first run
-    draws or, if it draws without labels, those of --labels or of the later run's recipe.
+    """Returns the labels of a later run of --then as conditions, {} if that run takes none. Takes the labels that the
+    first run draws. If the first run has no labels, takes --labels, or without that the labels in the later run's
+    recipe.
     """
     if "label" not in later.system.conditions(1):
         return {}

@@ -37,12 +37,13 @@ def run_verb(options: ImportOptions) -> None:
 
 
 def import_weights(weights: Path, recipe_run: Run, out: Path) -> list[str]:
-    """Writes the weights as a run's folder `out`, whole or not at all. Returns lines that say what was loaded, replaced
-    and left out.
+    """Writes the weights as a new run's folder `out`, whole or not at all. Returns lines that say what was loaded,
+    replaced and left out.
 
-    `weights` is a path that init_from takes. `recipe_run` is the checked recipe to which they belong; its data need not
-    be here. Raises ConfigError if the weights do not fit the recipe, or are damaged, or if the folder cannot be
-    written.
+    weights: a path that init_from takes
+    recipe_run: the checked recipe that describes the weights; its data need not be on this machine
+
+    Raises ConfigError if the weights do not fit the recipe, or are damaged, or if the folder cannot be written.
     """
     if group.read_rank_and_world().world > 1:
         raise ConfigError("an import takes one process: dstrain import ...")

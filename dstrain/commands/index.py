@@ -48,9 +48,12 @@ def run_verb(options: IndexOptions) -> None:
 
 
 def index_data(data: Data, captions: bool = False, check: bool = False) -> dict[str, Any]:
-    """Makes the index of the data, or opens the existing one, and returns a dict for JSON that describes what it holds.
-    captions: also lists the captions of images. check: reads every sample, to find unreadable ones. Raises ConfigError
-    if the data cannot be indexed, see `open_index`.
+    """Makes the index of the data, or opens the existing one. Returns a dict for JSON that describes what it holds.
+
+    captions: whether to list the captions of images, too
+    check: whether to read every sample, to find unreadable ones
+
+    Raises ConfigError if the data cannot be indexed, see `open_index`.
     """
     layout, index = open_layout_and_index(data, captions)
     images = data.num_frames is None
@@ -83,8 +86,8 @@ def index_data(data: Data, captions: bool = False, check: bool = False) -> dict[
 
 
 def _summarize_classes(index: Index) -> dict[str, Any] | None:
-    """Returns the number of classes, how many are empty, the median of their numbers of samples, and the names and
-    numbers of samples of the smallest and of the largest. Returns None if the samples have no labels.
+    """Returns a dict on the classes: how many there are, how many are empty, the median number of samples in a class,
+    and {name: number of samples} of the 5 smallest and of the 5 largest. Returns None if the samples have no labels.
     """
     if not index.labelled:
         return None
@@ -97,8 +100,9 @@ def _summarize_classes(index: Index) -> dict[str, Any] | None:
 
 
 def _summarize_captions(layout: Layout, index: Index) -> dict[str, Any] | None:
-    """Returns the share of samples with a caption, the number of captions, and quantiles of their lengths in bytes.
-    Returns {"beside": True} if captions lie in files beside the samples, None if the index holds none.
+    """Returns a dict on the captions: the share of samples that have one, the number of all captions and of the most in
+    one sample, and quantiles of their lengths in bytes. Returns {"beside": True} if captions lie in files beside the
+    samples, and None if the index holds none.
     """
     if layout.notes.get("beside"):
         return {"beside": True}
@@ -120,8 +124,8 @@ def _summarize_captions(layout: Layout, index: Index) -> dict[str, Any] | None:
 
 
 def _count_durations(frames: Verified, data: Data) -> dict[str, int]:
-    """Counts clips by the longest duration in data.buckets, in frames, that a clip fills, as {"17 or more": number}.
-    "fewer" counts the clips that are shorter than all of these durations. Unreadable clips are not counted.
+    """Counts clips by duration, as {"17 or more": number}: a clip counts for the longest duration in data.buckets that
+    it fills, in frames. "fewer" counts the clips that are too short for any. Leaves out unreadable clips.
     """
     cut, table = Cut(data.num_frames or 1, 1, 1, stride=data.frame_stride), Counter[int]()
     for start in range(0, len(frames), CHUNK):
@@ -132,9 +136,12 @@ def _count_durations(frames: Verified, data: Data) -> dict[str, int]:
 
 
 def _count_sizes(sizes: Verified) -> dict[str, Any]:
-    """Returns counts of images: "sizes" (the ten most common "WIDTHxHEIGHT"), "shorter_sides" (by range, in pixels) and
-    "aspect_ratios" (by the nearest of _RATIOS). "other_sizes" is the number of further distinct sizes. Images with a
-    side of 0, which could not be read, are not counted.
+    """Counts images by size, and returns a dict. Leaves out images with a side of 0, which could not be read.
+
+    sizes: {"WIDTHxHEIGHT": number} of the ten most common sizes
+    other_sizes: how many other sizes there are
+    shorter_sides: the number of images by the range of their shorter side, in pixels
+    aspect_ratios: the number of images by the nearest of nine ratios of width to height, such as "16:9"
     """
     exact, sides, ratios = Counter[str](), Counter[str](), Counter[str]()
     names, logs = list(_RATIOS), np.log(list(_RATIOS.values()))
@@ -160,8 +167,8 @@ def _count_sizes(sizes: Verified) -> dict[str, Any]:
 def _iterate_unmeasurable_samples(
     layout: Layout, index: Index, table: Verified, measure: Callable[[Layout, Place], Any]
 ) -> Iterator[tuple[str, str]]:
-    """Yields (name, reason) of each sample that has 0 in `table`, since its size or its number of frames could not be
-    read. Calls `measure` again for the reason.
+    """Yields (name, reason) of each sample whose size or number of frames could not be read, so that `table` holds 0.
+    Calls `measure` on it once more to learn the reason.
     """
     for start in range(0, len(index), CHUNK):
         for row in (np.flatnonzero(table[start : start + CHUNK][:, 0] == 0) + start).tolist():
@@ -172,8 +179,8 @@ def _iterate_unmeasurable_samples(
 
 
 def _iterate_unreadable_samples(data: Data, captions: bool, layout: Layout, index: Index) -> Iterator[tuple[str, str]]:
-    """Reads every sample, and yields (name, reason) of each that cannot be read. Of clips only the middle frame is
-    decoded.
+    """Reads every sample, and yields (name, reason) of each that cannot be read. Of a clip decodes only the middle
+    frame.
     """
     clips = data.num_frames is not None
     source = Videos(layout, index, Cut(1, 64, 64)) if clips else Images(layout, index, 64, captions=captions)

@@ -36,11 +36,12 @@ class Job:
 
 
 def prepare_job(options: JobOptions, world: int | None = None, device_type: str | None = None) -> Job:
-    """Checks a training command, and returns its job. Checks the recipe, overrides, paths and DeepSpeed settings on all
-    ranks, and then, if nothing is wrong yet, the data and the folder on rank 0.
+    """Checks a training command, and returns its job. All ranks check the recipe, overrides, paths and DeepSpeed
+    settings. If these are right, rank 0 also checks the data and the folder. Raises ConfigError with every problem that
+    was found.
 
-    `world` and `device_type` are those of this process if they are None. Raises ConfigError with every problem that was
-    found.
+    world: the number of ranks; None: that of this process
+    device_type: such as "cuda"; None: that of this process
     """
     world, device_type = world or group.read_rank_and_world().world, device_type or group.device().type
     run, problems = complete_recipe(_read_recipe(options.recipe, options.overrides), options.overrides)
@@ -72,11 +73,11 @@ def prepare_job(options: JobOptions, world: int | None = None, device_type: str 
 
 
 def load_checked_recipe(path: Path, overrides: Sequence[str], note: Callable[[str], None] | None = None) -> Run:
-    """Returns the Run of a recipe file with overrides, completed and checked except for the data, which need not be
-    here. Raises ConfigError with every problem.
+    """Returns the Run of a recipe file with overrides, completed and checked. Does not check the data, which need not
+    be on this machine. Raises ConfigError with every problem.
 
-    `note`, if given, permits that files of frozen networks are missing: the Run then leaves these networks out, and
-    `note` is called with a line that names them.
+    note: called with a line that names the frozen networks whose files are missing, which the Run then leaves out;
+        None: missing files are an error
     """
     run = _read_recipe(path, overrides)
     if note is not None:
@@ -90,8 +91,8 @@ def load_checked_recipe(path: Path, overrides: Sequence[str], note: Callable[[st
 
 
 def _read_recipe(path: Path, overrides: Sequence[str]) -> Run:
-    """Returns the Run of a recipe, and permits that its system is imported. Without an override of `system`, a recipe
-    in the folder of a run or an export gives no such permission.
+    """Returns the Run of a recipe, and allows this process to import its system. Does not allow it if the recipe lies
+    in the folder of a run or an export, unless an override sets `system`.
     """
     found = find_recipe(path)
     run = recipe.load_recipe(found, overrides)
@@ -102,7 +103,7 @@ def _read_recipe(path: Path, overrides: Sequence[str]) -> Run:
 
 def complete_recipe(run: Run, overrides: Sequence[str] = ()) -> tuple[Run, list[str]]:
     """Completes the data and model sections of a Run, and checks them and the overrides. Returns the completed Run, and
-    a list of problems, [] if there are none.
+    a list of problems.
     """
     from dstrain.data.open import fill_in_codes, find_contents, require_contents
 
@@ -143,8 +144,8 @@ def complete_recipe(run: Run, overrides: Sequence[str] = ()) -> tuple[Run, list[
 
 
 def _take_upright_of_resumed_run(run: Run) -> Data:
-    """Returns the data section of a recipe. If it does not set `upright` (pictures are turned as EXIF says), and the
-    run's folder holds a run, `upright` gets the value of that run.
+    """Returns the data section of a recipe. If it does not set `upright` (pictures are turned as EXIF says), and there
+    is a run in the recipe's folder, takes the value of that run.
     """
     if "upright" not in run.data.model_fields_set and (run.directory / "run.yaml").is_file():
         with suppress(ConfigError):  # a damaged one is reported later
@@ -163,8 +164,8 @@ def _collect_problems(problems: list[str]) -> Iterator[None]:
 
 
 def _list_path_problems(run: Run) -> list[str]:
-    """Returns a line for each fault of a recipe's paths (data, init_from, folder), and one if the recipe asks for
-    tensorboard and it is not installed; [] if there are none.
+    """Returns a line for each wrong path in a recipe (data, init_from, folder), and one if the recipe asks for
+    tensorboard, which is not installed. Returns [] if nothing is wrong.
     """
     from dstrain.data.paths import find_path_problems
 
@@ -199,8 +200,9 @@ def _find_folder_problem(folder: Path) -> str | None:
 def _check_data_and_list_remarks(
     run: Run, options: JobOptions, resolved: dict[str, Any], world: int
 ) -> tuple[list[str], tuple[str, ...]]:
-    """Checks a run against its data, its built system and what its folder holds. Returns (remarks to print now, lines
-    to print when training starts; none with --dry-run or --print-config). Raises ConfigError for the first problem.
+    """Checks a run against its data, its built system and what its folder holds. Returns remarks to print now, and
+    lines to print when training starts; the latter are () with --dry-run or --print-config. Raises ConfigError for the
+    first problem.
     """
     from dstrain.commands.probe import probe_system, require_possible_size
     from dstrain.data.formats.labels import require_fitting_classes
@@ -293,16 +295,14 @@ def _require_possible_step(run: Run, options: JobOptions) -> None:
 
 
 def _require_possible_profile(run: Run, options: JobOptions) -> None:
-    """Raises ConfigError if the steps of --profile are beyond the end of the run. tracking/profile.py finds other
-    faults of --profile.
-    """
+    """Raises ConfigError if the steps of --profile lie beyond the end of the run."""
     if options.profile is not None and options.profile[1] > run.steps:
         raise ConfigError(f"--profile: step {options.profile[1]} lies beyond steps={run.steps}: name steps up to that")
 
 
 def _require_drawable_samples(run: Run, system: System) -> None:
-    """Raises ConfigError if the grids of samples that training draws cannot be drawn as the recipe says. If the recipe
-    has prompts for them, encodes one, to try the text encoder.
+    """Raises ConfigError if training cannot draw its grids of samples as the recipe says. Encodes one of the recipe's
+    prompts, if there are any, to try the text encoder.
     """
     samples, draws = run.samples, system.generates or not run.every.sample
     problems: list[str] = []
@@ -334,7 +334,7 @@ def _require_drawable_samples(run: Run, system: System) -> None:
 
 
 def _check_and_describe_initial_weights(run: Run, system: System, options: JobOptions) -> list[str]:
-    """Checks that the weights of `init_from` fit, unless the run resumes or has no init_from. Returns, with --dry-run,
+    """Checks that the weights of `init_from` fit, unless the run resumes or has no init_from. With --dry-run returns
     lines that say what is loaded; otherwise []. Raises ConfigError if the weights do not fit.
     """
     from dstrain.runs.weights import read_adapted_weights

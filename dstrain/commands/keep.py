@@ -29,8 +29,8 @@ _SUBREAPER = 36  # prctl: orphans below this process become its children
 
 
 def run_verb(options: KeepOptions) -> None:
-    """Keeps the training command running. Raises SystemExit with the exit code of its last start, ConfigError if its
-    hostfile names fewer hosts than --min-hosts.
+    """Keeps the training command running, and raises SystemExit with the exit code of its last start. Raises
+    ConfigError if the command's hostfile names fewer hosts than --min-hosts.
     """
     job = options.training_options
     if options.min_hosts:
@@ -39,7 +39,7 @@ def run_verb(options: KeepOptions) -> None:
 
 
 def keep_command_running(options: KeepOptions, run: Run) -> int:
-    """Runs the command, and runs it again whenever it has died, until the run is complete or a restart is of no use.
+    """Runs the command, and restarts it whenever it has died, until the run is complete or a restart is of no use.
     Returns the exit code of the last start, 0 if the run is complete.
     """
     return _Supervisor(options, run).keep_command_running()
@@ -56,7 +56,7 @@ class _Supervisor:
 
     def keep_command_running(self) -> int:
         """Starts the command again and again, until it ends in a way that a restart would not change, or until
-        --max-restarts or FRUITLESS starts in a row without a saved step. Returns the exit code of the last start.
+        --max-restarts, or until 4 starts in a row have saved no step. Returns the exit code of the last start.
         """
         for number in _SIGNALS:
             if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
@@ -97,8 +97,8 @@ class _Supervisor:
         return _convert_exit_code(code) or exit_codes.BUG  # 0, and the run is not complete
 
     def _drop_silent_hosts(self, words: list[str]) -> list[str]:
-        """Returns the command without the hosts that do not answer; waits while fewer than --min-hosts answer. Writes a
-        line about missing hosts. Without --min-hosts, or after a signal, returns the command unchanged.
+        """Returns the command without the hosts that do not answer. Waits as long as fewer than --min-hosts answer, and
+        writes a line about the missing ones. Returns the command unchanged without --min-hosts, or after a signal.
         """
         least, told = self._options.min_hosts, None
         while least and not self._signal:
@@ -115,8 +115,9 @@ class _Supervisor:
         return words
 
     def _run_command(self, words: list[str]) -> int:
-        """Runs the command, and waits until none of its processes lives and the folder's lock is free. Returns its exit
-        code, negative if a signal has killed it; or the code that a rank has recorded, if the launcher's own is vague.
+        """Runs the command, and waits until all its processes have ended and the lock of the run's folder is free.
+        Returns the command's exit code, negative if a signal has killed it. If that code says too little, returns the
+        code that a rank has recorded.
         """
         with tempfile.NamedTemporaryFile(prefix="dstrain-ended-") as file:
             try:
@@ -144,8 +145,8 @@ class _Supervisor:
         return next((number for number in exit_codes.DELIBERATE if number in noted), code) if vague else code
 
     def _end_leftover_ranks(self) -> None:
-        """Waits until the ranks that a launcher has left running have saved and ended; after faults.timeout_minutes
-        kills them.
+        """Waits until the ranks that a launcher has left running have saved and ended. Kills them if they still run
+        after faults.timeout_minutes.
         """
         end = time.monotonic() + 60 * self._run.faults.timeout_minutes
         while rest := list_descendants(os.getpid()):
@@ -172,8 +173,8 @@ class _Supervisor:
         )
 
     def _make_restart_command(self) -> list[str]:
-        """Returns the command for a restart. If an earlier start has saved a step or moved files aside, leaves out
-        --from-scratch, --step and --profile, which are meant for a single start.
+        """Returns the command for a restart. Leaves out --from-scratch, --step and --profile, which hold for a single
+        start, once a start has saved a step or moved files aside, or if the folder held no run at first.
         """
         words = list(self._options.words)
         if self._new or self._read_folder_progress() != self._before:
@@ -184,16 +185,14 @@ class _Supervisor:
         return words
 
     def _read_folder_progress(self) -> tuple[set[str], int]:
-        """Returns the names of earlier_N in the run's folder, and its last saved step. One of the two has changed if a
-        start has moved files aside, as --from-scratch and --step ask for, or has saved a step.
+        """Returns two marks of progress: the names of the folders earlier_N, into which a start with --from-scratch or
+        --step moves files, and the run's last saved step.
         """
         return {path.name for path in self._folder.glob("earlier_*")}, folders.read_last_saved_step(self._folder)
 
     def _forward_signal(self, number: int, frame: FrameType | None) -> None:
-        """Sends a signal on to the command's process group.
-
-        The first SIGINT (Ctrl-C) or SIGHUP is sent on as SIGTERM: torchrun would answer SIGINT by a second one, at
-        which a rank ends without saving.
+        """Sends a signal on to the command's process group. Sends the first SIGINT (Ctrl-C) or SIGHUP as SIGTERM, since
+        torchrun would double a SIGINT, and a rank that gets two ends without saving.
         """
         first, self._signal = self._signal is None, number
         if number in (signal.SIGINT, signal.SIGHUP) and first:
@@ -218,8 +217,8 @@ class _Supervisor:
         self._append_to_log()
 
     def _append_to_log(self) -> None:
-        """Appends the lines that wait in memory to restarts.log, if the folder holds a run. Prints on stderr if this
-        fails.
+        """Appends the lines that wait in memory to restarts.log, if the folder holds a run. Prints an error on stderr
+        if the file cannot be written.
         """
         if self._unwritten and (self._folder / "run.yaml").exists():
             try:
@@ -230,13 +229,15 @@ class _Supervisor:
 
 
 def _convert_exit_code(code: int) -> int:
-    """Converts the exit code of a command to that of this process: after signal N, which gives -N, it is 128 + N."""
+    """Converts the exit code of a command to that of this process: -N, which says that signal N has killed the command,
+    becomes 128 + N.
+    """
     return code if code >= 0 else 128 - code
 
 
 def _describe_exit(code: int) -> str:
-    """Returns how a command ended, in words. `code` is its exit code, negative if a signal has killed it. If signal N
-    has killed a rank, deepspeed ends with 256 - N, and a shell with 128 + N. 255 is an error of ssh.
+    """Returns in words how a command ended. `code` is its exit code, negative if a signal has killed the launcher. If
+    signal N has killed a rank, deepspeed's code is 256 - N, and a shell's 128 + N; 255 is an error of ssh.
     """
     names = {number.value: number.name for number in signal.Signals}
     if code < 0:

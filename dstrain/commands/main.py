@@ -81,8 +81,8 @@ def main() -> None:
 
 
 def start_verb(name: str) -> None:
-    """Runs a verb with the options in sys.argv. Ends the process if the verb fails, and after a success as well if it
-    has begun a process group; see `run_main`.
+    """Runs a verb with the options in sys.argv. If the verb fails, ends the process. Also ends the process after a
+    success if the verb has begun a process group; see `run_main`.
     """
     open_closed_standard_streams()
     if name == "train":
@@ -103,8 +103,8 @@ def start_verb(name: str) -> None:
 
 
 def _run_verb(verb: Verb) -> None:
-    """Runs a verb with the options in sys.argv. Begins a process group only if the verb uses several ranks and there
-    are several.
+    """Runs a verb with the options in sys.argv. If the verb uses several ranks, and there are several, begins a process
+    group for it.
     """
     from dstrain.commands.options.command import Command, parse_options
     from dstrain.recipe.trust import trust_system

@@ -67,8 +67,8 @@ class _Packable(Indexed):
         return bool(self.layout.notes.get("beside"))
 
     def read_captions(self, row: int) -> tuple[str, ...]:
-        """Returns the captions of a row; if they lie beside clips, the first line of the clip's text file, "" if it is
-        empty. Raises OSError or ConfigError if that file cannot be read.
+        """Returns the captions of the sample in a row. If captions lie in files beside the clips, returns the first
+        line of the clip's file, or "" if the file is empty. Raises OSError or ConfigError if that file cannot be read.
         """
         if not self.captions_beside:
             return self.index.read_captions(row)
@@ -152,7 +152,7 @@ def _open_index(options: PackOptions, data: Data) -> tuple[Layout, Index]:
 
 
 def _plan_packing(options: PackOptions, files: _Packable) -> dict[str, Any]:
-    """Returns the settings that determine the shards, for packing.json. The number of samples in a shard follows from
+    """Returns the settings that determine the shards, for packing.json. Estimates how many samples make a shard from
     the sizes of up to 1000 files.
     """
     layout, index = files.layout, files.index
@@ -219,8 +219,8 @@ def _verify_or_remove_shard(
     out: Path, kind: str, number: int, earlier: dict[int, dict[str, Any]]
 ) -> dict[str, Any] | None:
     """Returns the record of shard `number` if its file has the recorded size and hash. Otherwise removes the file, if
-    there is one, with a message, and returns None. `earlier` has the records by number if an earlier command has
-    finished.
+    there is one, with a message, and returns None. `earlier` is {number: record} of a command that has finished before,
+    else {}; other records are read from the disk.
     """
     path, record = _make_shard_path(out, kind, number), _make_record_path(out, number)
     known = earlier.get(number) or (sealed.parse_sealed_json(record.read_bytes()) if record.is_file() else None)
@@ -277,7 +277,7 @@ def _read_samples(
     files: _Packable, rows: Iterator[int] | list[int], bad: Callable[[str, str], None]
 ) -> Iterator[Sampled]:
     """Reads the samples in `rows` with threads, and yields them in that order. A sample that cannot be read has no
-    bytes; `bad` is called with its name and the reason.
+    bytes; calls `bad` with its name and the reason.
     """
     layout, index = files.layout, files.index
 
@@ -302,8 +302,8 @@ def _read_samples(
 
 
 def _read_bytes(content: Path | bytes) -> bytes:
-    """Returns the bytes of a file, or bytes that are given. Raises ConfigError if there are none or more than 256 MiB,
-    or if the path is no regular file.
+    """Returns the bytes of a file, or `content` itself if it is bytes. Raises ConfigError if the bytes are none or more
+    than 256 MiB, or if the path is no regular file.
     """
     if isinstance(content, Path):
         refuse_special_file(content)
@@ -325,10 +325,9 @@ def _write_shard(file: BinaryIO, samples: Iterator[Sampled], first: int, suffixe
 
 
 def _write_tar(file: BinaryIO, samples: Iterator[Sampled], first: int, suffixes: tuple[str, ...]) -> None:
-    """Writes samples as members of a tar, named as in webdataset: 000000012.jpg, .cls with the number of the class,
-    .txt with the caption. `first` is the number of the first sample.
-
-    Several captions, or one of several lines, are written to .json instead, as "caption".
+    """Writes samples into a tar, with names as in webdataset: for sample 12 the members 000000012.jpg, 000000012.cls
+    with the number of its class, and 000000012.txt with its caption. Several captions, or one of several lines, go into
+    a .json instead, as "caption". `first` is the number of the first sample; `suffixes` are those that a file may have.
     """
     with tarfile.open(fileobj=file, mode="w", format=tarfile.USTAR_FORMAT) as archive:
         for number, (name, content, label, captions) in enumerate(samples, first):
@@ -346,8 +345,8 @@ def _write_tar(file: BinaryIO, samples: Iterator[Sampled], first: int, suffixes:
 
 
 def _choose_suffix(name: str, content: bytes, suffixes: tuple[str, ...]) -> str:
-    """Returns the ending, without a dot, for a sample's member of a tar: that of the file's name if it is one of
-    `suffixes`, else the format of the image in it, else the first of `suffixes`.
+    """Returns the suffix, without a dot, of a sample's file in a tar: the suffix of `name` if that is one of
+    `suffixes`, else the format of the image in `content`, else the first of `suffixes`.
     """
     own = os.path.splitext(name)[1].lower()
     if own in suffixes:
@@ -363,8 +362,8 @@ def _choose_suffix(name: str, content: bytes, suffixes: tuple[str, ...]) -> str:
 def _write_index(
     options: PackOptions, plan: dict[str, Any], index: Index, records: dict[int, dict[str, Any]]
 ) -> dict[str, Any]:
-    """Writes the index of all shards (pack.json, or tars.json beside tars) on rank 0, after the shards, and removes
-    their single records. Returns the content of the index. Raises ConfigError if too many files are unreadable.
+    """Writes the index of all shards (pack.json, or tars.json for tars) on rank 0, and removes the records of the
+    single shards. Returns the content of the index. Raises ConfigError if too many files are unreadable.
     """
     body = {
         "format": FORMAT,

@@ -60,8 +60,13 @@ def make_case(
     network: float | None,
     efficiency: float = EFFICIENCY,
 ) -> Case:
-    """Returns the Case to plan for: the run, its settings, its ranks and their GPU. `network` is in Gbit/s for each
-    GPU; None takes what is listed for the GPU. `efficiency` is the share of the GPU's peak rate that is reached.
+    """Returns the Case to plan for: the run, its settings, its ranks and their GPU.
+
+    ds_config: the path of a DeepSpeed JSON
+    world: the number of ranks
+    gpu: the name of a GPU, or its memory
+    network: Gbit/s of each GPU between machines; None: what is listed for the GPU
+    efficiency: the share of the GPU's peak rate that training reaches
 
     Raises ConfigError if the GPU is unknown, or if the JSON or the recipe does not suit so many ranks.
     """
@@ -90,8 +95,8 @@ def make_case(
 
 
 def describe_plan(case: Case, json: bool = False) -> tuple[str, bool]:
-    """Returns the costs of a run as text, or as JSON if `json`, and whether the run fits. If not, the text names the
-    smallest change with which the run fits, or says that there is none. Prints lines on stderr while it counts.
+    """Returns the costs of a run as text, or as JSON if `json`, and whether the run fits. If the run does not fit, also
+    names the smallest change with which it fits, or says that there is none. Prints progress on stderr.
     """
     estimate = case.estimate_costs()
     change = (
@@ -119,10 +124,9 @@ def describe_plan(case: Case, json: bool = False) -> tuple[str, bool]:
 
 
 def describe_choices(case: Case, json: bool = False) -> tuple[str, bool]:
-    """Counts many combinations of stage, micro-batch and recomputation. Returns a table of those that fit, and whether
-    any does. The table has the first 20, the fastest first; if `json`, the text is JSON of all.
-
-    Each row is also printed on stderr as soon as it is counted, since all of them may take an hour.
+    """Estimates many combinations of stage, micro-batch and recomputation. Returns a table of the first 20 that fit,
+    the fastest first, and whether any does; if `json`, JSON of all that fit in place of the table. Also prints each row
+    on stderr as soon as it is known.
     """
     print(_HEAD, file=sys.stderr, flush=True)
     estimates = search_choices(case, lambda tried: print(_format_estimate_row(tried), file=sys.stderr, flush=True))
@@ -182,7 +186,7 @@ def _describe_run(estimate: Estimate) -> list[str]:
 
 
 def _describe_memory_of_device(estimate: Estimate) -> list[str]:
-    """Returns lines on the memory of a GPU at the peak of a step, and on that of the host, by kind."""
+    """Returns lines on the memory that a run takes, by kind: a GPU's at the peak of a step, and the host's."""
     lines = ["", "on each GPU, when a step takes most"]
     lines += [f"  {kind:14} {_format_number(size):>10}B" for kind, size in estimate.counts.device.items() if size]
     lines += [
@@ -225,9 +229,7 @@ def _describe_step(estimate: Estimate) -> list[str]:
 
 
 def _list_launch_warnings(estimate: Estimate) -> list[str]:
-    """Returns a list with one warning if the estimated time of a step is below LAUNCHES and so too short to be true,
-    else [].
-    """
+    """Returns a list with one warning if the estimated time of a step is too short to be true, below 5 ms; else []."""
     if estimate.time is None or estimate.time.total >= LAUNCHES:
         return []
     return [
@@ -256,7 +258,9 @@ def _describe_fit(estimate: Estimate) -> list[str]:
 
 
 def _describe_advice(estimate: Estimate, change: Estimate | None) -> list[str]:
-    """Returns a line that says with which `change` the run fits, or that there is none if `change` is None."""
+    """Returns a line that names the change with which the run fits. `change` is the estimate after that change. If
+    `change` is None, the line says that no change makes the run fit.
+    """
     if change is None:
         return [
             "no micro-batch, recomputation, stage and offload makes it fit, nor does any doubling of the GPUs that "
@@ -268,7 +272,7 @@ def _describe_advice(estimate: Estimate, change: Estimate | None) -> list[str]:
 
 
 def _format_choice(name: str, value: Any) -> str:
-    """Returns a choice as a user writes it: for the command line, or for the JSON."""
+    """Returns a choice as a user writes it: on the command line, or in DeepSpeed's JSON."""
     if name == "world":
         return f"--world {value}"
     if not name.startswith("zero_optimization."):

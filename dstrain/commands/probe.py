@@ -56,13 +56,14 @@ class _Enough(Exception):
 
 
 def probe_system(run: Run, system: System, source: Any, precision: str = "fp32") -> list[str]:
-    """Tries a system on two samples of `source`: `encode`, and the loss of every part that learns at the first or the
-    last step; then evaluation and drawing in two steps, if the run does these. Returns remarks, a line each. Call it on
-    rank 0 alone, and last with this `system`: its frozen networks may be on the meta device afterwards.
+    """Tries a system on two samples of `source`: `encode`, the loss of every part that learns at the first or the last
+    step, and, if the run does these, evaluation and drawing in two steps. Returns remarks, a line each. Call it on rank
+    0 alone. Do not use `system` afterwards: its frozen networks may be on the meta device.
 
-    Torch's random state, the run's folder and the source stay as they are. precision: that of the weights in training,
-    fp32, bf16 or fp16. Raises ConfigError if the system does or returns something that systems/base.py forbids, or if
-    ids are out of range. Other exceptions pass through.
+    precision: that of the weights in training: fp32, bf16 or fp16
+
+    Raises ConfigError if the system does or returns something that systems/base.py forbids, or if ids are out of range.
+    Other exceptions pass through. Torch's random state, the run's folder and the source stay as they are.
     """
     with torch.random.fork_rng(devices=[]):
         networks = _build_networks(run.system, system)
@@ -90,21 +91,23 @@ def probe_system(run: Run, system: System, source: Any, precision: str = "fp32")
 
 
 def require_possible_size(name: str, system: System) -> None:
-    """Raises ConfigError if the networks of a system are larger than any machine holds. Call it before a sample of
-    their size is read.
+    """Raises ConfigError if the networks of a system are larger than any machine holds. Call it before reading a
+    sample, which may be as large.
     """
     with torch.random.fork_rng(devices=[]):
         _build_networks(name, system)
 
 
 def _build_networks(name: str, system: System) -> dict[str, nn.Module]:
-    """Builds the networks on the meta device, or with values if a constructor needs them. Raises ConfigError if they
-    are larger than any machine holds.
+    """Builds the networks on the meta device. If a constructor needs values, builds them with values. Raises
+    ConfigError if the networks are larger than any machine holds.
     """
     count, numbers = 0, 0
 
     def require_bounded(_: Any, entry: str, values: Any) -> None:
-        """Counts a tensor that a constructor registers. Raises ConfigError if it, or all of them, are too large."""
+        """Counts a tensor that a constructor registers. Raises ConfigError if this tensor, or all tensors so far, are
+        too large.
+        """
         nonlocal count, numbers
         if isinstance(values, Tensor):
             count, numbers = count + 1, numbers + values.numel()
@@ -138,8 +141,8 @@ def _build_networks(name: str, system: System) -> dict[str, nn.Module]:
 
 
 def _read_batch(run: Run, source: Any) -> dict[str, Tensor]:
-    """Returns the first two samples that training takes, as a batch. Unreadable samples are replaced, without a
-    warning.
+    """Returns the first two samples of training as a batch. Readable samples take the place of unreadable ones, without
+    a warning.
     """
     with (
         warnings.catch_warnings(),
@@ -154,8 +157,12 @@ def _read_batch(run: Run, source: Any) -> dict[str, Tensor]:
 def _try_system(
     run: Run, system: System, batch: Batch, encoding: torch.device, learning: torch.device, precision: str
 ) -> list[str]:
-    """Computes the loss of every part that has a turn at the first or the last step; then tries saving, evaluation and
-    drawing. Returns remarks, a line each. `encode` computes on the device `encoding`, all else on `learning`.
+    """Computes the loss of every part that learns at the first or the last step; then tries saving, evaluation and
+    drawing. Returns remarks, a line each.
+
+    encoding: the device on which `encode` computes
+    learning: the device on which all else computes
+    precision: that of the weights in training
 
     Raises ConfigError if something returns what training cannot use, _NotChecked if values are needed on the meta
     device.
@@ -228,16 +235,16 @@ def _try_system(
 
 
 def _cache_output_shapes(network: nn.Module) -> None:
-    """Replaces the `forward` of a network on the meta device by one that computes once for each combination of shapes
-    and dtypes of its inputs. Later calls without gradient return an empty tensor of the same shape, since a deep
-    network would take half a second. The first axis may differ.
+    """Replaces the `forward` of a network on the meta device, to save time in later calls. The new one remembers the
+    shape and dtype of the output for the shapes and dtypes of the inputs. When these come again, with any first axis
+    and while gradients are off, it returns an empty tensor of that shape and computes nothing.
     """
     forward = network.forward
     outputs: dict[Any, Any] = {}
 
     def compute_once(*values: Any, **named: Any) -> Any:
-        """Calls `forward` for new shapes. For known ones returns an empty tensor of the same shape, unless gradients
-        are on.
+        """Calls `forward` for new shapes of the inputs, or while gradients are on. Otherwise returns an empty tensor of
+        the shape that `forward` has returned for these shapes.
         """
         tensors = [*values, *named.values()]
         if not tensors or not all(torch.is_tensor(value) and value.ndim for value in tensors):
@@ -255,7 +262,7 @@ def _cache_output_shapes(network: nn.Module) -> None:
 
 
 def _try_saving_state(name: str, system: System) -> None:
-    """Calls `state_dict` of a system and gives the result to `load_state_dict`, as a save and a resume do. Raises
+    """Calls `state_dict` of a system and gives the result to `load_state_dict`, as saving and resuming do. Raises
     ConfigError if the result is no dict of tensors, or if `load_state_dict` refuses it.
     """
     state = system.state_dict()
@@ -266,8 +273,8 @@ def _try_saving_state(name: str, system: System) -> None:
 
 
 def _try_evaluation(run: Run, system: System, networks: Nets, example: Example) -> None:
-    """Calls `evaluate` and `digest` of a system, as training does on held-out data. Raises ConfigError if their figures
-    have the wrong form, or lack the loss by which save.best=true chooses.
+    """Calls `evaluate` and `digest` of a system, as training does on held-out data. Raises ConfigError if the figures
+    that they return have the wrong form, or if save.best=true and there is no loss to choose by.
     """
     place = f"{run.system}: evaluate"
     with _explain_id_errors(place, {}, example["key"].device):
@@ -286,8 +293,8 @@ def _try_evaluation(run: Run, system: System, networks: Nets, example: Example) 
 
 
 def _try_drawing(run: Run, system: System, networks: Nets, data: Batch, example: Example) -> None:
-    """Draws two samples of the grid in two steps if the system generates, and the system's pictures if it begins from
-    data. Raises ConfigError if they have a wrong shape or dtype.
+    """Draws two samples in two steps if the system generates, and makes the system's pictures of two samples if it
+    begins from data. Raises ConfigError if samples or pictures have a wrong shape or dtype.
     """
     device = example["key"].device
     if system.generates and not system.cannot_draw():
@@ -315,13 +322,13 @@ def _try_drawing(run: Run, system: System, networks: Nets, data: Batch, example:
 
 @contextmanager
 def _limit_network_calls(networks: Nets) -> Iterator[None]:
-    """Makes the networks raise _Enough within the block when they are called more than _CALLS times, since a sampler
-    may ignore the number of steps.
+    """Makes the networks raise _Enough within the block from the 17th call on, since a sampler may ignore the number of
+    steps.
     """
     calls = itertools.count(1)
 
     def count_call(*_: Any) -> None:
-        """Counts a call, and raises _Enough after too many."""
+        """Counts a call of a network, and raises _Enough from the 17th call on."""
         if next(calls) > _CALLS:
             raise _Enough
 
@@ -336,8 +343,8 @@ def _limit_network_calls(networks: Nets) -> Iterator[None]:
 
 @contextmanager
 def _explain_cast_errors(place: str, half: torch.dtype | None) -> Iterator[None]:
-    """Turns the block's RuntimeError about inputs in float32 that meet weights of the dtype `half` into a ConfigError
-    with a remedy. Changes nothing if `half` is None.
+    """Turns a RuntimeError of the block into a ConfigError with a remedy, if inputs in float32 have met weights of the
+    dtype `half`. Other errors pass through. Changes nothing if `half` is None.
     """
     try:
         yield
@@ -352,8 +359,8 @@ def _explain_cast_errors(place: str, half: torch.dtype | None) -> Iterator[None]
 
 
 def _require_consistent_parts(name: str, system: System, networks: dict[str, nn.Module]) -> None:
-    """Raises ConfigError unless `networks` has exactly the names of System.parts, and `averaged` and `turns` only such
-    names, or if a weight has no elements.
+    """Raises ConfigError unless `networks` has exactly the names of System.parts. Also raises it if `averaged` or
+    `turns` has a name that is not among these, or if a weight has no elements.
     """
     parts = list(system.parts)
     if set(networks) != set(parts) or not {*system.averaged, *system.turns(0)} <= set(parts):
@@ -368,8 +375,8 @@ def _require_consistent_parts(name: str, system: System, networks: dict[str, nn.
 
 
 def _require_valid_terms(place: str, terms: dict[str, Tensor], watched: tuple[str, ...]) -> None:
-    """Raises ConfigError unless the terms of a loss are tensors by name, with a scalar "loss" that has a gradient. Each
-    other term is a scalar or one value a sample, (B,); those in `watched` may have more axes.
+    """Raises ConfigError unless the terms of a loss are a dict of tensors with a scalar "loss" that has a gradient.
+    Every other term must be a scalar or have one value for each sample, (B,); those in `watched` may have more axes.
     """
     if not isinstance(terms, dict) or not all(map(torch.is_tensor, terms.values())):
         raise ConfigError(f'{place} returns a {type(terms).__name__}: return a dict of tensors, its "loss" a scalar')
@@ -398,7 +405,9 @@ def _require_valid_terms(place: str, terms: dict[str, Tensor], watched: tuple[st
 
 
 def _choose_id_tensors(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Returns the int64 tensors on the CPU, such as labels and tokens, without key, position and step."""
+    """Returns the int64 tensors on the CPU that hold ids, such as labels and tokens: all but "key", "position" and
+    "step".
+    """
     return {
         name: values
         for name, values in tensors.items()
@@ -410,9 +419,12 @@ def _choose_id_tensors(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 def _explain_id_errors(
     place: str, ids: dict[str, Tensor], device: torch.device, tables: tuple[int, ...] = ()
 ) -> Iterator[None]:
-    """Turns an error of the block about an id out of range into a ConfigError that lists the least and the greatest of
-    `ids`. On the meta device turns an error about missing values into _NotChecked. Other errors pass through. So does
-    one about an id if all `ids` fit into `tables`, the sizes of the embeddings.
+    """Turns an error of the block about an id that is out of range into a ConfigError, which lists the least and the
+    greatest id of each tensor in `ids`. On the meta device turns an error about missing values into _NotChecked. Other
+    errors pass through.
+
+    tables: the sizes of the embedding tables; if all `ids` fit into them, the error is a bug of the code and passes
+        through
     """
     try:
         yield

@@ -68,10 +68,10 @@ def run_verb(options: ReconstructOptions) -> None:
 
 
 def make_averages(options: ReconstructOptions) -> list[Made]:
-    """Writes an average of each width that the options ask for, whole or not at all. All ranks call it together; each
-    makes its share of the elements. Averages that are there already are kept. Returns all of them.
+    """Writes an average of each width that the options ask for, whole or not at all, and returns all of them. Keeps
+    averages that exist already. Call it on all ranks; each rank makes its share of the elements.
 
-    Raises ConfigError if the run has no snapshots to make them of, or if a width cannot be made of these.
+    Raises ConfigError if the run has no snapshots, or if a width cannot be made of its snapshots.
     """
     snapshots = list_usable_snapshots(options.folder, options.step)
     step, origin = snapshots[-1].step, {"snapshots": [s.step for s in snapshots], "identity": hash_snapshots(snapshots)}
@@ -101,9 +101,9 @@ def make_averages(options: ReconstructOptions) -> list[Made]:
 
 def list_usable_snapshots(folder: Path, step: int | None) -> list[Snapshot]:
     """Lists the run's whole snapshots up to `step` (None: the newest) that can be combined with the last of them.
-    Prints on stderr which damaged ones are left out.
+    Prints on stderr which damaged snapshots are left out.
 
-    Raises ConfigError if there is none, none of that step, or if that one is damaged.
+    Raises ConfigError if there are no snapshots, or if the one at `step` is missing or damaged.
     """
     run, store = (
         trained.read_recipe(folder),
@@ -141,16 +141,16 @@ def list_usable_snapshots(folder: Path, step: int | None) -> list[Snapshot]:
 
 
 def _has_made_average(store: Store, step: int, origin: dict[str, Any]) -> bool:
-    """Returns whether the store holds a whole average of `step` that was made from the snapshots in `origin`. All ranks
-    call it together.
+    """Returns whether the store holds a whole average at `step` that was made from the snapshots that `origin`
+    describes. Call it on all ranks.
     """
     made = step in group.broadcast_from_first(store.list_steps()) and store.find_fault(step) is None
     return made and origin.items() <= read_manifest(_make_step_path(store, step))["extra"].items()
 
 
 def _remove_outdated_averages(stores: Iterable[Store], step: int) -> None:
-    """Removes the folders of this step from the stores, which were made from other snapshots or are damaged. All ranks
-    call it together. Raises ConfigError if another process reads one of the folders.
+    """Removes the averages at `step` from the stores: these were made from other snapshots, or are damaged. Call it on
+    all ranks. Raises ConfigError if another process reads one of them.
     """
     paths = [path for path in (_make_step_path(store, step) for store in stores) if path.is_dir()]
     if read := group.broadcast_from_first([path for path in paths if is_held(path)]):
@@ -164,8 +164,12 @@ def _remove_outdated_averages(stores: Iterable[Store], step: int) -> None:
 def _write_averages(
     last: Snapshot, parts: Sequence[Combined], stores: dict[float, Store], extras: dict[float, Any]
 ) -> None:
-    """Writes an average into each store, by width, at the step of the snapshot `last`; each rank writes its share.
-    `extras` has what the manifest of each width says besides. Raises ConfigError if an average cannot be written.
+    """Writes an average into each store at the step of the snapshot `last`; each rank writes its share. Raises
+    ConfigError if an average cannot be written.
+
+    parts: the combined snapshots of each part
+    stores: {width of an average: its store}
+    extras: {width of an average: further entries of its manifest}
     """
     need = (last.path / COMMON).stat().st_size + sum(part.bytes_per_average for part in parts) + (1 << 20)
     folders = {}
@@ -198,7 +202,9 @@ def _make_step_path(store: Store, step: int) -> Path:
 
 
 def describe_made_averages(made: Sequence[Made]) -> str:
-    """Returns a line for each average: its folder, and its misfit if that is above 0.05 %."""
+    """Returns a line for each average: its folder, and how far its profile is from the wanted one, if that is above
+    0.05 %.
+    """
     return "\n".join(
         f"--ema {one.width}: {one.path}" + (f"; its profile is met to {one.misfit:.1%}" if one.misfit > 5e-4 else "")
         for one in made

@@ -8,7 +8,7 @@ from dstrain.tracking.report import page
 
 
 def run_verb(options: ReportOptions) -> None:
-    """Writes the page, and prints its path. Prints a line on stderr if the folder of the page was made."""
+    """Writes the page, and prints its path. If the page's folder did not exist, prints on stderr that it was made."""
     get_phases().enter_phase("reading runs and drawing the page")
     out = options.page_path
     folder, known = out.parent, out.parent.exists()

@@ -30,14 +30,14 @@ class Parser(argparse.ArgumentParser):
         raise ConfigError(f"{message}; --help shows what there is")
 
     def parse_words(self, argv: Sequence[str] | None = None) -> dict[str, Any]:
-        """Returns the values that were typed, or the defaults, by name. Prints the help and ends the process if --help
-        was typed.
+        """Returns {name: value} of all arguments: the value that was typed, or the default. If --help was typed, prints
+        the help and ends the process.
         """
         return self.read_values(self.parse_args(argv))
 
     def read_values(self, parsed: argparse.Namespace) -> dict[str, Any]:
-        """Returns the values of the parsed arguments, or the defaults, by name, without help and local_rank. Prints the
-        help and ends the process with exit code 0 if --help was typed.
+        """Returns {name: value} of the parsed arguments, without help and local_rank. If --help was typed, prints the
+        help and ends the process with exit code 0.
         """
         words = vars(parsed)
         if words.pop("help"):
@@ -92,7 +92,7 @@ def parse_part(text: str) -> tuple[int, int]:
 
 def parse_widths(text: str) -> tuple[float, ...]:
     """Parses relative widths of averages, such as 0.05,0.10, and drops repeated ones. Raises ArgumentTypeError unless
-    all are numbers from 0.001 to WIDEST.
+    all are numbers from 0.001 to 0.288.
     """
     values = tuple(dict.fromkeys(parse_nonnegative_number(word.strip()) for word in text.split(",")))
     if not all(0.001 <= value <= WIDEST for value in values):
@@ -119,10 +119,11 @@ def parse_interval(text: str) -> tuple[float, float]:
 
 
 def parse_guide(text: str) -> tuple[Path, float | str | None, int | None]:
-    """Parses a guiding run (autoguidance), and returns (its folder, its weights, its step). The forms are RUN,
-    RUN:0.995 (the average of that decay or width), RUN:raw, RUN@400 and RUN@400:raw. Weights and step are None if they
-    are not given. An existing folder whose name has : or @ is taken whole. Raises ArgumentTypeError if weights or step
-    are no such numbers.
+    """Parses the run that guides another (autoguidance) into (its folder, its weights, its step).
+
+    The forms are RUN, RUN:0.995 (the average of that decay or width), RUN:raw (the training weights), RUN@400 (step
+    400) and RUN@400:raw. Weights and step are None if they are left out. A text that is an existing folder is taken
+    whole. Raises ArgumentTypeError if weights or step are wrong.
     """
     run, colon, name = (text, "", "") if Path(text).is_dir() else text.rpartition(":")
     run, weights = (run, name if name == "raw" else parse_fraction_below_1(name)) if colon else (text, None)
@@ -131,8 +132,8 @@ def parse_guide(text: str) -> tuple[Path, float | str | None, int | None]:
 
 
 def parse_step_window(text: str) -> tuple[int, int, int]:
-    """Parses A:B or A:B:N, the steps after A up to B on every Nth rank, into (A, B, N); N is 1 if left out. Raises
-    ArgumentTypeError for any other text, unless A is below B, and if N is 0.
+    """Parses A:B or A:B:N into (A, B, N); N is 1 if it is left out. It means the steps after A up to B, on every Nth
+    rank. Raises ArgumentTypeError for any other text, if A is not below B, or if N is 0.
     """
     words = text.split(":")
     if len(words) not in (2, 3) or not all(word.isdigit() for word in words):
@@ -162,12 +163,12 @@ def parse_labels(text: str) -> tuple[int, ...]:
 
 
 def make_words_parser(*known: str) -> Callable[[str], tuple[str, ...]]:
-    """Returns a parser of a list with commas, such as gif,mp4. The parser returns a tuple of the words, without
-    repeated ones and without spaces around them. It raises ArgumentTypeError for a word that is not in `known`.
+    """Returns a function that parses a list such as gif,mp4 into a tuple of its words, without repeated ones and
+    without spaces around them. That function raises ArgumentTypeError for a word that is not in `known`.
     """
 
     def parse_words(text: str) -> tuple[str, ...]:
-        """Splits a text at commas. Raises ArgumentTypeError for an unknown word."""
+        """Splits a text at commas, and drops repeated words. Raises ArgumentTypeError for an unknown word."""
         words = tuple(dict.fromkeys(word.strip() for word in text.split(",")))
         if not set(words) <= set(known):
             raise argparse.ArgumentTypeError(f"{text!r} is not of {', '.join(known)}")
@@ -177,8 +178,8 @@ def make_words_parser(*known: str) -> Callable[[str], tuple[str, ...]]:
 
 
 def read_nonempty_lines(path: str) -> tuple[str, ...]:
-    """Reads the lines of a text file that are not empty. Raises argparse.ArgumentTypeError if there are none, or the
-    file cannot be read.
+    """Returns the nonempty lines of a text file. Raises ArgumentTypeError if there are none, or if the file cannot be
+    read.
     """
     try:
         lines = split_lines(read_text_file(Path(path)))
@@ -214,8 +215,8 @@ def parse_file_size(text: str) -> int:
 
 
 def parse_binary_size(text: str) -> int:
-    """Parses a size with K, M or G for powers of 1024, such as 256M, which is 256 x 2^20, into bytes. Raises
-    ArgumentTypeError for any other text, and for 0.
+    """Parses a size in bytes such as 256M, which is 256 x 2^20; K, M and G are powers of 1024. Raises ArgumentTypeError
+    for any other text, and for 0.
     """
     factor = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}.get(text[-1:].upper())
     return parse_positive_integer(text[:-1] if factor else text) * (factor or 1)

@@ -50,17 +50,21 @@ class Spec:
 
 
 def option(default: Any, text: str, kind: Callable[[str], Any] = str, **more: Any) -> Any:
-    """Returns a dataclass field for the option --NAME. `text` is its help, and `more` are fields of Spec.
+    """Returns a dataclass field for the option --NAME.
 
-    With a bool as `default` the option is a flag without a value: give False, or True for a flag named no-SOMETHING,
-    which sets False.
+    default: the value if the option is left out. A bool makes a flag, which takes no value: False for a flag that sets
+        True, True for a flag named no-SOMETHING that sets False
+    text: the help
+    kind: converts the typed word to the value
+    more: other fields of Spec
     """
     return field(default=default, metadata={_SPEC: Spec(text, kind, **more)})
 
 
 def argument(metavar: str, text: str, kind: Callable[[str], Any] = str, **more: Any) -> Any:
-    """Returns a dataclass field for a word without dashes. If the word is left out, the field is None; if `missing` has
-    a message, `parse_options` then raises ConfigError with it.
+    """Returns a dataclass field for a word without dashes. `metavar` is its name in the help, `text` the help, `kind`
+    converts the word, and `more` are other fields of Spec. If the word is left out, the field is None; but if `missing`
+    has a message, `parse_options` raises ConfigError with it.
     """
     return field(default=None, metadata={_SPEC: Spec(text, kind, metavar=metavar, positional="?", **more)})
 
@@ -87,8 +91,8 @@ class Command:
 
 
 def list_option_specs(command: type[Command]) -> list[tuple[Field, Spec]]:
-    """Returns (field, spec) of each option. Options with the same heading are neighbours; among them keyword-only
-    fields come last.
+    """Returns (field, spec) of each option, in the order of --help: options with the same heading stand together, and
+    keyword-only fields come last among them.
     """
     found = [(entry, entry.metadata[_SPEC]) for entry in fields(command) if _SPEC in entry.metadata]
     found.sort(key=lambda pair: bool(pair[0].kw_only))
@@ -97,11 +101,10 @@ def list_option_specs(command: type[Command]) -> list[tuple[Field, Spec]]:
 
 
 def parse_options(command: type[C], argv: Sequence[str]) -> C:
-    """Returns the options that a command line gives, after their `check_options`. Prints the help and ends the process
-    if --help was typed.
+    """Parses a command line into an instance of `command`, and checks it by `check_options`. If --help was typed,
+    prints the help and ends the process.
 
-    Raises ConfigError if an option does not exist or is missing, if a value is not of its kind, or if options do not go
-    together.
+    Raises ConfigError if an option does not exist or is missing, if a value is wrong, or if options do not go together.
     """
     parser = Parser(format_help(command))
     found, values, words = list_option_specs(command), {}, list(argv)
@@ -122,8 +125,8 @@ def parse_options(command: type[C], argv: Sequence[str]) -> C:
 
 
 def _make_nonempty_parser(kind: Callable[[str], Any]) -> Callable[[str], Any]:
-    """Returns a parser that raises ArgumentTypeError for an empty word, and passes any other word to `kind`. Without it
-    Path would turn an empty word into the current folder.
+    """Returns a function that passes a word to `kind` and returns the result, but raises ArgumentTypeError for an empty
+    word.
     """
 
     def parse_nonempty_word(text: str) -> Any:
@@ -162,8 +165,8 @@ def _add_options(parser: Parser, found: list[tuple[Field, Spec]]) -> None:
 
 
 def _parse_words(parser: Parser, words: list[str], overrides: bool) -> dict[str, Any]:
-    """Returns the values that were typed, or the defaults, by name. Raises ConfigError with a line for each unknown
-    option. `overrides`: words such as KEY=VALUE may be typed between the options.
+    """Returns {name: value} of all options: the value that was typed, or the default. Raises ConfigError with a line
+    for each unknown option. `overrides`: whether words such as KEY=VALUE may stand between the options.
     """
     parsed, unknown = (parser.parse_known_intermixed_args if overrides else parser.parse_known_args)(words)
     values = parser.read_values(parsed)
@@ -176,7 +179,7 @@ def _parse_words(parser: Parser, words: list[str], overrides: bool) -> dict[str,
 
 
 def _explain_unknown_word(word: str, parser: argparse.ArgumentParser, overrides: bool) -> str:
-    """Returns the error message for an unknown option, with the most similar known one if there is any."""
+    """Returns the error message for an unknown option; it suggests the most similar known option, if there is one."""
     known = parser._option_string_actions
     name, equals, value = word.lstrip("-").partition("=")
     if overrides and equals and f"--{name}" not in known:

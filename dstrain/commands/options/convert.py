@@ -73,8 +73,8 @@ class ConvertOptions(Command):
     )
 
     def check_options(self) -> None:
-        """Raises ConfigError if the kind, PATH or --out is missing, or if options for latents are given with another
-        kind.
+        """Raises ConfigError if the kind of data, PATH or --out is missing, or if options that only latents use are
+        given with another kind.
         """
         if self.kind not in KINDS:
             raise ConfigError(f"name the kind of the data, one of {', '.join(KINDS)}; --help shows how")

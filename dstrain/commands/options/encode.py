@@ -144,15 +144,15 @@ class EncodeOptions(Weights):
 
     @property
     def makes_pairs(self) -> bool:
-        """Returns whether embedding pairs are made, and not latents or tokens. An image encoder or --text-encodings
-        asks for that, and so do options of texts that name neither a run nor a first stage.
+        """Returns whether the options ask for embedding pairs, and not for latents or tokens: by an image encoder, by
+        --text-encodings, or by options of texts without a run or a first stage.
         """
         alone = not (self.run or self.first_stage)
         return bool(self.image_encoder or self.text_encodings or (alone and (self.text_encoder or self.max_text_len)))
 
     def check_options(self) -> None:
-        """Raises ConfigError if there is not exactly one first stage, if --out is missing, or if options do not go
-        together.
+        """Raises ConfigError if options do not go together, if --out is missing, or if not exactly one first stage is
+        named (embedding pairs need none).
         """
         if self.makes_pairs:
             self._check_options_of_pairs()

@@ -54,10 +54,8 @@ class KeepOptions(Command):
 
 
 def find_training_words(command: Sequence[str]) -> list[str]:
-    """Returns the words of a command line that are arguments of training: those behind train.py, `dstrain train`, or
-    the module.
-
-    Raises ConfigError if the command trains nothing.
+    """Returns the words of a command line that are options of training: those after train.py, `dstrain train`, or the
+    module. Raises ConfigError if the command does not train.
     """
     names = [Path(word).name for word in command]
     for place, name in enumerate(names):

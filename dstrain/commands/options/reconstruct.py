@@ -66,7 +66,9 @@ class ReconstructOptions(Trusting):
     batch: int = option(32, "samples of one rank at a time", parse_positive_integer, metavar="N")
 
     def check_options(self) -> None:
-        """Raises ConfigError if neither --ema nor --sweep is given, or an option without the one that it needs."""
+        """Raises ConfigError if neither --ema nor --sweep is given, or if an option is given without the one that it
+        belongs to, such as --metric without --sweep.
+        """
         if self.widths is None and not self.sweep:
             raise ConfigError("name the widths to make: --ema 0.05,0.10; --help shows how")
         for option_name, value, needed, given in (

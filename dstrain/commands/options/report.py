@@ -34,8 +34,8 @@ class ReportOptions(Trusting):
 
     @property
     def page_path(self) -> Path:
-        """Returns the path at which the page is written: --out, else report.html, in the run's folder for one run, in
-        the current folder for several.
+        """Returns the path at which the page is written: --out if it is given, else report.html. That lies in the run's
+        folder if there is one run, and in the current folder if there are several.
         """
         if self.out is not None:
             return self.out

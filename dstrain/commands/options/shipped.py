@@ -35,11 +35,11 @@ def find_ds_config(path: Path) -> Path:
 
 
 def find_shipped_file(path: Path, suffix: str, option: str) -> Path:
-    """Returns the path of the file that an option names: an existing file, else a shipped one, which may be named
-    without its suffix.
+    """Returns the path of the file that an option names: an existing file, else one that comes with dstrain, whose
+    suffix may be left out. In a clone also finds paths below the clone's root, from any folder.
 
-    In a clone, paths below its root are found from any folder. If only a folder has that name, returns the folder,
-    which the reader then reports. Raises ConfigError if there is neither.
+    If only a folder has that name, returns the folder, and the caller fails to read it. Raises ConfigError if there is
+    neither.
     """
     folder = find_shipped_folder(suffix)
     candidates = [path, _ROOT / path]
