@@ -170,7 +170,7 @@ def _convert_to_json(value: Any) -> Any:
 
 def _make_progress_function(bar: Bar, rounds: int) -> Any:
     """Returns a function that takes the sampling steps of a batch, yields them one by one, and advances the bar after
-    each. It also sets the bar's total to the steps of all batches; each of the `rounds` batches takes equally many.
+    each. The function also sets the bar's total to the steps of all `rounds` batches, each of which takes equally many.
     """
 
     def advance_bar(steps: Iterable[int]) -> Iterator[int]:

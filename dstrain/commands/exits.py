@@ -22,8 +22,8 @@ from dstrain.recipe import ConfigError, NotRead, NotSaved
 
 def run_main(main: Callable[[], None], speaks: bool = True) -> None:
     """Runs a script's `main`, and ends the process with an exit code: 2 after a ConfigError, of which only the message
-    is printed; 3 if training has diverged; 1 with a traceback after any other error, a fault of the code. A rank that
-    has lost the other ranks ends at once.
+    is printed; 3 if training has diverged; 1 after any other error, with a traceback if it is a fault of the code. A
+    rank that has lost the other ranks ends at once.
 
     speaks: whether a command that is silent for long says on stderr what it is doing (distributed/progress.py), and
         whether a request to stop ends `main`

@@ -167,8 +167,8 @@ def _count_sizes(sizes: Verified) -> dict[str, Any]:
 def _iterate_unmeasurable_samples(
     layout: Layout, index: Index, table: Verified, measure: Callable[[Layout, Place], Any]
 ) -> Iterator[tuple[str, str]]:
-    """Yields (name, reason) of each sample whose size or number of frames could not be read, so that `table` holds 0.
-    Calls `measure` on it once more to learn the reason.
+    """Yields (name, reason) of each sample whose size or number of frames could not be read; `table` has 0 for these.
+    Calls `measure` on the sample once more to learn the reason.
     """
     for start in range(0, len(index), CHUNK):
         for row in (np.flatnonzero(table[start : start + CHUNK][:, 0] == 0) + start).tolist():

@@ -165,7 +165,7 @@ def _collect_problems(problems: list[str]) -> Iterator[None]:
 
 def _list_path_problems(run: Run) -> list[str]:
     """Returns a line for each wrong path in a recipe (data, init_from, folder), and one if the recipe asks for
-    tensorboard, which is not installed. Returns [] if nothing is wrong.
+    tensorboard and that package is missing. Returns [] if nothing is wrong.
     """
     from dstrain.data.paths import find_path_problems
 

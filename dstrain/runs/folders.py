@@ -339,7 +339,7 @@ def _open_lock_file(folder: Path) -> IO[str]:
 
 
 def explain_disk_errors(folder: Path) -> AbstractContextManager[None]:
-    """Returns a context manager that turns an OSError in it, as of a full disk, into a ConfigError about folder=."""
+    """Returns a context manager that turns an OSError (a full disk, say) into a ConfigError that names folder=."""
     return explain_write_errors(f"folder={folder}", "make room there, or name another folder=")
 
 

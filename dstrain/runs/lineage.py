@@ -44,10 +44,10 @@ def require_own_checkpoints(folder: Path, step: int | None) -> None:
 
 def append_ancestor_runs(folder: Path, adopts: bool) -> None:
     """Appends to the folder's .ancestors the identities (random ids) of other runs from whose checkpoints this run may
-    resume. Writes nothing if all are listed already. Call it before the folder gets its own identity.
+    resume: the folder's own identity if the folder is a copy of another run's, and, if `adopts` or if the folder has no
+    identity yet, those of the writers of the ten newest checkpoints. Writes nothing if all are listed already.
 
-    Lists the identity in the folder if the folder is a copy of another run's. If `adopts`, or if the folder has no
-    identity yet, also lists the writers of the ten newest checkpoints. Raises OSError if the file cannot be written.
+    Call it before the folder gets a new identity. Raises OSError if the file cannot be written.
     """
     own, known = owner.read_identity(folder), _read_ancestor_runs(folder)
     found = {own} if own and owner.find_other_run(folder, folder) else set()  # a copy's, which is renewed

@@ -40,9 +40,9 @@ def find_checkpoint(folder: Path, step: int | None = None, ema: float | None = N
     """Returns the folder of a run's checkpoint at `step`, or of the newest whole checkpoint if `step` is None. Call it
     on all ranks. Keeps training from removing the folder until this process ends or calls `owner.release_holds`.
 
-    If that checkpoint lacks the average `ema`, returns the folder in which `dstrain reconstruct` has made the average,
-    if there is one. With `step` None this may be of an earlier step; rank 0 then prints a note. Raises ConfigError if
-    there is no such checkpoint, or if it is damaged.
+    If `ema` is given and that checkpoint lacks this average, returns the folder in which `dstrain reconstruct` has made
+    the average, if there is one. With `step` None this may be of an earlier step; rank 0 then prints a note. Raises
+    ConfigError if there is no such checkpoint, or if it is damaged.
     """
     steps = [folder / "checkpoints" / f"step_{step:08d}"] if step is not None else []
     with hold_checkpoints_while_choosing(steps or (folder / "checkpoints").glob("step_*[0-9]")) as keep:

@@ -44,8 +44,8 @@ class KeepOptions(Command):
 
     @property
     def training_options(self) -> TrainOptions:
-        """Returns the options of the training command that is kept running. Raises ConfigError if the command trains
-        nothing, or has an option that only checks or prints.
+        """Returns the options of the training command that is kept running. Raises ConfigError if the command does not
+        train, or has --dry-run or --print-config.
         """
         options = parse_options(TrainOptions, find_training_words(self.words))
         if options.dry_run or options.print_config:
