@@ -47,12 +47,12 @@ class Checkpoint(NamedTuple):
 
 
 def find_tag_folder(path: Path, tag: str | None = None) -> Path | None:
-    """Returns the folder of one saved state in a DeepSpeed checkpoint folder `path`; None if `path` is no folder or
-    holds no checkpoint.
+    """Returns the folder of one saved state in a DeepSpeed checkpoint folder `path`: the subfolder `tag`. Returns None
+    if `path` is no folder or holds no checkpoint.
 
-    It is the subfolder `tag`. If `tag` is None, it is `path` itself if that holds the files, else the subfolder that
-    the file `latest` names, else the only one. Raises ConfigError if there is none of this tag, or if there are several
-    to choose from.
+    If `tag` is None, returns the first of these that exists: `path` itself, if it holds the files; the subfolder that
+    the file `latest` names; the only subfolder with a checkpoint. Raises ConfigError if there is no checkpoint of this
+    tag, or if there are several to choose from.
     """
     if not path.is_dir():
         return None
@@ -73,12 +73,14 @@ def find_tag_folder(path: Path, tag: str | None = None) -> Path | None:
 
 
 def read_checkpoint(folder: Path, trusted: bool, dtype: str) -> Checkpoint:
-    """Returns the full weights in `folder`, the tag folder of a DeepSpeed checkpoint, to be written as `dtype`. Buffers
-    keep their dtype, but those of 16 bits become float32. Reads the pickles, but not yet the values of tensors.
+    """Returns the full weights in `folder`, the tag folder of a DeepSpeed checkpoint. Reads the pickles, but not yet
+    the values of tensors.
+
+    dtype: the dtype to write weights in; buffers keep their own, but those of 16 bits become float32
+    trusted: allows pickles that name classes other than those of tensors and plain values; else they raise ConfigError
 
     Raises ConfigError if files are missing or damaged, or if the checkpoint is of a kind that cannot be merged, such as
-    a pipeline-parallel one. Raises it also if the pickles name classes other than those of tensors and plain values,
-    unless `trusted`.
+    a pipeline-parallel one.
     """
     optimizers, models = _find_files_by_rank(folder)
     masters = (
@@ -143,9 +145,9 @@ def _is_checkpoint_folder(folder: Path) -> bool:
 
 
 def _find_files_by_rank(folder: Path) -> tuple[dict[int, Path], dict[int, Path]]:
-    """Returns the optimizer files and the model files in a folder, each as {data-parallel rank: path}. Raises
-    ConfigError for files of pipeline, tensor or expert parallelism, for two files of one rank, or if rank 0's model
-    file is missing.
+    """Returns {data-parallel rank: optimizer file} and {data-parallel rank: model file} of a folder. Raises ConfigError
+    for files of pipeline, tensor or expert parallelism, for two files of one rank, or if rank 0's model file is
+    missing.
     """
     optimizers: dict[int, Path] = {}
     models: dict[int, Path] = {}
@@ -187,9 +189,10 @@ def _merge_weights(
     """Returns the full weights, merged from the files of all ranks. Raises ConfigError for a pipeline- or
     tensor-parallel run, or if no file holds the values of a weight.
 
-    models, states   by rank, the unpickled content of the model file, and the optimizer state of the optimizer file
-    masters          by name, the content of the files zero/NAME/fp32.pt of a universal folder; None for other folders,
-                     whose fp32 weights are in `states`
+    models: by rank, the content of its model file
+    states: by rank, the optimizer state in its optimizer file
+    masters: by name of a weight, the content of zero/NAME/fp32.pt in a universal folder; None for other folders, which
+        have the fp32 weights in `states`
     """
     first = models[0]
     module, buffers = first["module"], set(first["buffer_names"])
@@ -344,15 +347,15 @@ def _collect_trained_weights(
 def _collect_stage12_weights(
     folder: Path, shapes: list[dict[str, tuple]], states: Mapping[int, Any]
 ) -> Iterator[tuple[str, Stored]]:
-    """Yields (name, tensor) of the weights of ZeRO stages 1 and 2. There, the weights of a parameter group form one
-    flat tensor, which is cut into one partition for each rank; DeepSpeed may have put padding between weights. Raises
-    ConfigError if the size of a weight does not fit.
+    """Yields (name, tensor) of the weights of ZeRO stages 1 and 2. At these stages the weights of a parameter group
+    form one flat tensor, which is cut into one partition for each rank. Raises ConfigError if the size of a weight does
+    not fit.
     """
     ranks = range(len(states))
     for number, group in enumerate(shapes):
         parts = [_JoinedFlats([states[rank]["single_partition_of_fp32_groups"][number]]) for rank in ranks]
         whole = _JoinedFlats([flat for part in parts for flat in part.flats])
-        paddings = states[0].get("param_alignment_paddings")
+        paddings = states[0].get("param_alignment_paddings")  # between weights
         gaps = paddings[number] if paddings else ()
         offset = 0
         for (name, shape), gap in itertools.zip_longest(group.items(), gaps, fillvalue=0):  # type: ignore[misc]
@@ -372,9 +375,9 @@ def _collect_stage12_weights(
 def _collect_stage3_weights(
     folder: Path, shapes: list[dict[str, tuple]], states: Mapping[int, Any]
 ) -> Iterator[tuple[str, Stored]]:
-    """Yields (name, tensor) of the weights of ZeRO stage 3. There, each weight is cut into equal shares, one for each
-    rank, the last one padded; a rank's shares of all weights follow each other. Raises ConfigError if sizes do not fit,
-    perhaps only after the last weight.
+    """Yields (name, tensor) of the weights of ZeRO stage 3. At this stage each weight is cut into equal shares, one for
+    each rank, the last one padded. Each rank's file holds its shares of all weights, one after another. Raises
+    ConfigError if sizes do not fit, perhaps only after the last weight.
     """
     lines = [_JoinedFlats(states[rank]["fp32_flat_groups"]) for rank in range(len(states))]
     offset = 0
@@ -410,9 +413,11 @@ def _has_stage3_files(folder: Path, models: Mapping[int, Any]) -> bool:
 def _collect_universal_weights(
     folder: Path, shapes: Sequence[Mapping[str, Sequence[int]]], masters: Mapping[str, Any]
 ) -> Iterator[tuple[str, Stored]]:
-    """Yields (name, tensor) of the trained weights of a universal folder, in the order of `shapes`: one {name: shape}
-    for each parameter group. masters: the content of the files zero/NAME/fp32.pt. Raises ConfigError if a weight has no
-    such file, or if a file holds no tensor of its size.
+    """Yields (name, tensor) of the trained weights of a universal folder. Raises ConfigError if a weight has no file
+    zero/NAME/fp32.pt, or if this file holds no tensor of its size.
+
+    shapes: {name: shape} of each parameter group; weights come in this order
+    masters: by name of a weight, the content of zero/NAME/fp32.pt
     """
     for name, shape in itertools.chain.from_iterable(group.items() for group in shapes):
         if name not in masters:
@@ -426,8 +431,8 @@ def _collect_universal_weights(
 
 
 def _collect_frozen_weights(folder: Path, models: Mapping[int, Any], sharded: bool) -> Iterator[tuple[str, Stored]]:
-    """Yields (name, tensor) of the frozen weights in the model files. At ZeRO stage 3 (`sharded`) each rank's file
-    holds a share of a weight, and the shares are joined; at other stages rank 0's file holds all.
+    """Yields (name, tensor) of the frozen weights in the model files. At ZeRO stage 3 (`sharded`) joins the shares of a
+    weight from all ranks' files; at other stages takes it from rank 0's file.
     """
     for name, shape in (models[0].get("frozen_param_shapes") or {}).items():
         shares = [models[rank]["frozen_param_fragments"][name] for rank in range(len(models) if sharded else 1)]

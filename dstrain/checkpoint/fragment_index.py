@@ -43,8 +43,10 @@ class Rows(NamedTuple):
 
 
 def make_shard_index_rows(entries: Iterable[tuple[str, Fragment, Any]], written: dict[str, Any]) -> Rows:
-    """Returns the index rows of one shard. Leaves out empty fragments. entries: the (kind, fragment, values) that
-    fragments.write_shard has written into it; written: the {size, hash} that write_shard has returned.
+    """Returns the index rows of one shard, one for each fragment. Leaves out empty fragments.
+
+    entries: the (kind, fragment, values) that `fragments.write_shard` has written to the shard
+    written: the {size, hash} that `write_shard` has returned
     """
     fragments = [(kind, fragment) for kind, fragment, *_ in entries if fragment.numel]
     place = written["size"] - SIZES["F32"] * sum(fragment.numel for _, fragment in fragments)  # behind the header
@@ -58,10 +60,11 @@ def make_shard_index_rows(entries: Iterable[tuple[str, Fragment, Any]], written:
 def write_indices(
     folder: Path, own: dict[str, Rows], shapes: Callable[[str], dict[str, tuple[int, ...]]]
 ) -> dict[str, dict[str, Any]]:
-    """Writes the index file of each part, on rank 0, from the rows of all ranks. Call it on all ranks. Returns {file
-    name: {size, hash}} on rank 0, {} on the others.
+    """Writes the index file of each part, on rank 0, from the rows of all ranks. Returns {file name: {size, hash}} on
+    rank 0, {} on the others. Call it on all ranks.
 
-    own: this rank's rows by part. shapes: returns {name: shape} of a part's trained tensors.
+    own: this rank's index rows, by part
+    shapes: returns {name: shape} of the trained tensors of a part
     """
     gathered = group.gather_on_first_rank(own)
     if gathered is None:
@@ -73,8 +76,10 @@ def write_indices(
 
 
 def write_index(folder: Path, part: str, by_rank: Sequence[Rows], shapes: dict[str, tuple[int, ...]]) -> dict[str, Any]:
-    """Writes the index file of one part, and flushes it to the disk. Returns its {size, hash} for a manifest. by_rank:
-    the rows of each rank. shapes: of the part's trained tensors, by name.
+    """Writes the index file of one part, and flushes it to the disk. Returns its {size, hash} for a manifest.
+
+    by_rank: the index rows of each rank's shard
+    shapes: {name: shape} of the part's trained tensors
     """
     table = np.concatenate([own.table for own in by_rank])
     table[:, 3] = np.repeat(np.arange(len(by_rank)), [len(own.table) for own in by_rank])
@@ -124,8 +129,8 @@ class FragmentIndex(TensorLocator):
         )
 
     def matches_shards(self, files: dict[str, dict[str, Any]]) -> bool:
-        """Returns whether this index was made of the shards in a manifest's `files`: whether these have the names and
-        hashes.
+        """Returns whether this index was made of the shards in a manifest: whether the manifest lists shards of the
+        same names and hashes. files: the manifest's {name: {size, hash}}.
         """
         names = [name_shard(self.part, rank, self._shards) for rank in range(min(self._shards, len(files) + 1))]
         return (
@@ -147,8 +152,8 @@ class FragmentIndex(TensorLocator):
         return first < last
 
     def _find_shape(self, kind: str, name: str) -> tuple[int, ...]:
-        """Returns the shape of a tensor; (elements,) if the index lists no shape of it, as for an optimizer's 8-bit
-        codes.
+        """Returns the shape of a tensor. For a tensor whose shape is not in the index, such as an optimizer's 8-bit
+        codes, returns (number of elements,).
         """
         if name in self._shapes:
             return self._shapes[name]
@@ -171,8 +176,8 @@ class FragmentIndex(TensorLocator):
         return pieces
 
     def _find_rows(self, kind: str, name: str) -> tuple[int, int]:
-        """Returns the range (start, stop) of the table's columns that hold a tensor's fragments; start equals stop if
-        it has none.
+        """Returns (start, stop), the columns of the index's table that describe a tensor's fragments. start equals stop
+        if the tensor has none.
         """
         keys, key = self._table[0], _hash_tensor_key(kind, name)
         return int(np.searchsorted(keys, key)), int(np.searchsorted(keys, key, "right"))

@@ -38,12 +38,13 @@ def write_shard(
     metadata: dict[str, str] | None = None,
     dtype: str = "F32",
 ) -> dict[str, Any]:
-    """Writes one rank's fragments to a safetensors file, and flushes it to the disk. Returns its {size, hash} for a
-    manifest.
+    """Writes one rank's fragments to a safetensors file, and flushes it to the disk. Leaves out empty fragments.
+    Returns the file's {size, hash} for a manifest.
 
-    entries   (kind, fragment, values): kind says what the values are, such as "master"; they are float32 or of 16 bits,
-              (fragment.numel,), on any device. A tensor may come in several fragments; empty ones are left out
-    dtype     F32, or BF16, to which values are rounded
+    entries: (kind, fragment, values); a tensor may come in several fragments
+        kind: what the values are, such as "master"
+        values: float32 or of 16 bits, (fragment.numel,), on any device
+    dtype: F32, or BF16, to which values are rounded
 
     Raises ConfigError for values of another shape or type, a "/" in a kind, or a "#" in a name.
     """
@@ -140,9 +141,9 @@ class IndexedShards(_Reader, FragmentIndex):
 
 
 def open_shards(folder: Path, part: str) -> Shards | IndexedShards:
-    """Opens the shards of a part (a network) in a checkpoint folder for reading; each rank has written one. Finds
-    tensors by the part's index file if it was made of these very shards. Otherwise reads the headers of all shards, and
-    raises ConfigError if one is missing or malformed.
+    """Opens the shards of a part (a network) in a checkpoint folder for reading. A shard is the file that one rank has
+    written. If the part's index file was made of these shards, finds tensors by this file. Otherwise reads the headers
+    of all shards, and raises ConfigError if one is missing or malformed.
     """
     if (folder / name_index_file(part)).is_file():  # earlier versions wrote none
         indexed = IndexedShards(folder, part)
@@ -220,8 +221,8 @@ def read_elements(value: Tensor, start: int, numel: int) -> Tensor:
 
 
 def list_stored_weights(shards: Shards | IndexedShards, kind: str) -> dict[str, Tensor]:
-    """Returns {state-dict name: StoredWeight} of one kind of values, such as "master" or an average. A StoredWeight is
-    a tensor whose values are read when they are needed. Frozen weights, which have no averages, are included as they
-    are.
+    """Returns {state-dict name: StoredWeight} of all weights: their values of one kind, such as "master" or an average.
+    A frozen weight has no averages: its values are always the masters. A StoredWeight is a tensor whose values are read
+    when they are needed.
     """
     return {name: StoredWeight(shards, found, name) for name, found in shards.find_kinds_by_name(kind).items()}

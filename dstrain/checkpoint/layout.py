@@ -78,7 +78,7 @@ class TensorLocator(ABC):
 
     def find_kinds_by_name(self, kind: str) -> dict[str, str]:
         """Returns {tensor name: kind to read} for a network whose weights are wanted as `kind`, for example an average.
-        The kind is "master" for frozen weights, which have no averages, and `kind` for all others.
+        Tensors that are stored as `kind` are read as this kind, all others, such as frozen weights, as "master".
         """
         own = self.list_tensor_names(kind)
         return dict.fromkeys(self.list_tensor_names("master"), "master") | dict.fromkeys(own, kind)
@@ -93,7 +93,7 @@ class TensorLocator(ABC):
         """
 
     def list_decays(self) -> list[float]:
-        """Returns the decays, or the relative widths, of all averages of the weights, in the order of the recipe."""
+        """Returns the decay, or relative width (EDM2), of each average of the weights, in the order of the recipe."""
         return [float(kind.removeprefix("ema.")) for kind in self.list_kinds() if kind.startswith("ema.")]
 
     def find_shape(self, name: str) -> tuple[int, ...]:
@@ -105,8 +105,8 @@ class TensorLocator(ABC):
         return self._shapes[name]
 
     def find_spans(self, kind: str, name: str, start: int = 0, end: int | None = None) -> list[Span]:
-        """Returns the byte ranges, in shards, of the elements `start` to `end` - 1 of a flattened tensor, in order and
-        each element once. end: None means the end of the tensor.
+        """Returns the byte ranges, in shards, that hold the elements `start` to `end` - 1 of a flattened tensor: in
+        order, and each element once. end: None means the end of the tensor.
 
         Raises ConfigError for an unknown tensor, or if elements lie outside of it or in no shard.
         """
@@ -214,8 +214,9 @@ class Fragments(Index):
             raise make_damage_error(folder, str(error)) from None
 
     def list_tensors(self, kind: str) -> Iterator[tuple[str, Stored]]:
-        """Yields (name, location in files) of every weight, in the order of saving: its values of this kind, for
-        example an average, or its masters if it is frozen. Raises ConfigError if elements are in no shard.
+        """Yields (name, location in files) of every weight, in the order of saving. The location is that of its values
+        of this kind, for example an average; for a frozen weight that of its masters. Raises ConfigError if elements
+        are in no shard.
         """
         for name, found in self.find_kinds_by_name(kind).items():
             try:
@@ -225,11 +226,12 @@ class Fragments(Index):
 
 
 def find_reconstructed_folder(folder: Path, width: float, step: int | None, checkpoint: Path | None) -> Path | None:
-    """Returns the folder of an average of weights that `dstrain reconstruct` has made afterwards: one of relative
-    `width` (EDM2) for the run in `folder`, at `step`, or at its newest step if `step` is None.
+    """Returns the folder into which `dstrain reconstruct` has written an average of the weights of the run in `folder`.
+    Returns None if there is none, or if `checkpoint` holds this average itself.
 
-    Returns None if there is no such folder, or if `checkpoint`, the run's own checkpoint of that step, holds this
-    average itself.
+    width: the relative width of the average (EDM2)
+    step: the step of the average; None: the newest one that was reconstructed
+    checkpoint: the run's own checkpoint of that step, or None
     """
     paths = (folder / RECONSTRUCTED / repr(width)).glob("step_*")
     made = {int(path.name[5:]): path for path in paths if path.name[5:].isdigit()}
@@ -247,8 +249,8 @@ def list_averages(checkpoint: Path) -> set[float]:
 
 
 def iterate_buffers(checkpoint: Path, part: str) -> Iterator[Entry]:
-    """Yields the buffers of a part's network, such as running means, as entries to be written; buffers of 16 bits as
-    float32. Raises ConfigError if common.safetensors is missing or damaged.
+    """Yields the buffers of a part's network, such as running means, as entries that can be written to a file. Buffers
+    of 16 bits become float32. Raises ConfigError if common.safetensors is missing or damaged.
     """
     try:
         tensors, _ = read_header(checkpoint / COMMON)

@@ -107,8 +107,10 @@ def read_header(path: Path) -> tuple[dict[str, Stored], dict[str, str]]:
 
 
 def render_header(path: Path, tensors: Iterable[tuple[str, str, Sequence[int]]], metadata: dict[str, str]) -> bytes:
-    """Returns the first bytes of a safetensors file, up to the values: for tensors (name, dtype, shape), whose values
-    follow in this order. Raises ConfigError, which names `path`, if the header is longer than readers accept.
+    """Returns the first bytes of a safetensors file: all that stands before the values. Raises ConfigError, which names
+    `path`, if the header is longer than readers accept.
+
+    tensors: (name, dtype, shape) of each tensor, in the order in which their values follow
     """
     header: dict[str, Any] = {"__metadata__": metadata}
     offset = 0
@@ -147,7 +149,7 @@ def write_model(
     """Writes tensors in Hugging Face's layout, and flushes them to the disk: model.safetensors, or several numbered
     files of at most `shard_size` bytes and an index. Returns {path: {size, hash}} of the files.
 
-    progress: is called with the number of bytes after each piece that was written.
+    progress: is called after each write, with its number of bytes
     """
     files = split_entries(entries, shard_size)
     names = [f"model-{number:05d}-of-{len(files):05d}.safetensors" for number in range(1, len(files) + 1)]
@@ -171,8 +173,10 @@ def write_model(
 def _write_safetensors_file(
     path: Path, entries: list[Entry], metadata: dict[str, str], progress: Callable[[int], Any]
 ) -> dict[str, Any]:
-    """Writes one safetensors file, and flushes it to the disk. Returns its {size, hash}. Tensors with larger elements
-    come first, so that each lies at a multiple of its element's size.
+    """Writes one safetensors file, and flushes it to the disk. Returns its {size, hash}. Sorts tensors by the size of
+    their elements, largest first.
+
+    progress: is called after each write, with its number of bytes
     """
     # Readers want elements at multiples of their size.
     entries = sorted(entries, key=lambda entry: -SIZES[entry.dtype])
@@ -214,7 +218,7 @@ class Files:
             self._open.popitem()[1].close()
 
     def read(self, span: Span, into: memoryview) -> None:
-        """Fills `into`, which is as long as the span, with the bytes of a span. Raises ConfigError if the file is too
+        """Fills `into` with the bytes of a span; both have the same length. Raises ConfigError if the file is too
         short.
         """
         if span.path not in self._open:
@@ -232,10 +236,10 @@ class Files:
 
 
 def convert_entry(entry: Entry, files: Files, chunk: memoryview) -> Iterator[memoryview]:
-    """Yields the values of a tensor, row-major and in the dtype of `entry`, as pieces of bytes. A piece is valid until
-    the next one is asked for. Raises ConfigError if a value is too large for the dtype.
+    """Yields the values of a tensor as bytes, row-major and in the dtype of `entry`, in pieces. A tensor that is not
+    row-major in its file comes in one piece. Raises ConfigError if a value is too large for the dtype.
 
-    chunk: the buffer, whose length is the size of a piece. A tensor that is not row-major in its file is read at once.
+    chunk: a buffer into which one piece at a time is read; so a piece is valid only until the next one is asked for
     """
     source = entry.source
     for span in source.spans:
@@ -249,9 +253,7 @@ def convert_entry(entry: Entry, files: Files, chunk: memoryview) -> Iterator[mem
 
 
 def _gather_strided_tensor(source: Stored, raw: memoryview) -> memoryview:
-    """Returns the values of a tensor in row-major order, as bytes. raw: the bytes of its storage, where it has
-    strides.
-    """
+    """Returns the values of a tensor that has strides, as bytes in row-major order. raw: the bytes of its storage."""
     import numpy as np
 
     size = SIZES[source.dtype]
@@ -264,8 +266,8 @@ def _gather_strided_tensor(source: Stored, raw: memoryview) -> memoryview:
 
 
 def decode_floats(raw: memoryview, dtype: str) -> Any:
-    """Returns bytes as a 1-D numpy array of the floating-point `dtype`, such as "F16". Those of "BF16", which numpy
-    lacks, become float32.
+    """Returns bytes as a 1-D numpy array of the floating-point `dtype`, such as "F16". For "BF16", which numpy lacks,
+    returns float32.
     """
     import numpy as np
 

@@ -86,14 +86,16 @@ class Saver:
         extra: dict[str, Any] | None = None,
     ) -> None:
         """Saves `step`: every rank calls `write(folder, entries)` to write its files, then rank 0 writes the manifest
-        with `extra` (see Store.commit). Waits for the save before this one. Returns while a thread writes copies of the
-        values, but if saves are synchronous or this is the `last` one, when all is written.
+        with `extra` (see Store.commit). First waits for the save before this one.
 
-        entries      the values to save, by part, as they are now
-        need_bytes   the most bytes that this rank will write
-        score        goes into the manifest, by which the best checkpoint is chosen; None: not measured
+        A thread writes a copy of the values, and this method returns meanwhile. It returns only when all is written if
+        saves are synchronous, if this is the `last` save, or if the two saves before this one have failed.
 
-        Raises NotSaved if the `last` save fails, or the third in a row, which is awaited for this reason.
+        entries: the values to save, by part, as they are now
+        need_bytes: the most bytes that this rank will write
+        score: goes into the manifest, by which the best checkpoint is chosen; None: not measured
+
+        Raises NotSaved if the `last` save fails, or the third in a row.
         """
         began = time.perf_counter()
         self.wait_for_save()
@@ -132,7 +134,7 @@ class Saver:
 
     def wait_for_save(self) -> None:
         """Waits until the running save has ended on all ranks, reports whether it succeeded, and counts failures in a
-        row. Does nothing if there is none. Call it on all ranks.
+        row. Does nothing if no save is running. Call it on all ranks.
         """
         pending = self._pending
         if pending is None:
@@ -146,8 +148,8 @@ class Saver:
             self.newest, self._failures = pending.step, 0
 
     def add_score(self, step: int, score: float) -> None:
-        """Writes a score into the manifest of a saved step, after the running save has ended. Does nothing more if the
-        step has no checkpoint. Call it on all ranks.
+        """Waits for the running save, then writes a score into the manifest of a saved step. Writes nothing if the step
+        has no checkpoint. Call it on all ranks.
         """
         self.wait_for_save()
         self.store.add_score(step, score)
@@ -158,8 +160,8 @@ class Saver:
         return self._pending is not None and not self._pending.ended.is_set()
 
     def report_ended_save(self) -> None:
-        """Reports on rank 0, once, whether the latest save succeeded, if it has ended. Never waits, so that it can be
-        called at each step.
+        """Reports on rank 0 whether the latest save succeeded. Does nothing if the save is still running, or was
+        reported before. Never waits, so that it can be called at each step.
         """
         pending = self._pending
         if pending is None or pending.reported or self.is_writing or group.rank() != 0:
@@ -193,8 +195,8 @@ class Saver:
 
     def _take_copies(self, entries: Entries) -> Entries | None:
         """Returns copies of the entries in the host's memory, from which a thread can write. Returns None on all ranks
-        if saves are synchronous, or if some host lacks the memory; from then on, all saves are synchronous, which rank
-        0 reports. Call it on all ranks.
+        if saves are synchronous, or if some host lacks the memory for copies. In that case rank 0 reports it, and all
+        later saves are synchronous. Call it on all ranks.
         """
         if not self._asynchronous:
             return None
@@ -213,8 +215,8 @@ class Saver:
         return None
 
     def _run_save(self, pending: _Pending, write: Callable[[Path], Hashes | None], need_bytes: int) -> None:
-        """Writes the checkpoint through the store and notes the outcome, the error included, in `pending`. Raises
-        nothing, since it may run in a thread.
+        """Writes the checkpoint through the store. Notes in `pending` whether it succeeded, and the error if not.
+        Raises nothing, since it may run in a thread.
         """
         try:
             self.store.save(pending.step, write, extra={**pending.extra, "score": pending.score}, need_bytes=need_bytes)

@@ -74,8 +74,10 @@ class Store:
         """Saves a step: calls `begin`, `write(folder)` on every rank, and `commit`. Returns whether there is now a
         whole checkpoint of the step. Call it on all ranks.
 
-        write: returns {name: {size, hash}} of those files that it has hashed and flushed to the disk; the others are
-        hashed later. extra: see `commit`. need_bytes: see `begin`.
+        write: writes this rank's files; returns {name: {size, hash}} of files that it has hashed and flushed to the
+            disk already
+        extra: see `commit`
+        need_bytes: see `begin`
         """
         folder = self.begin(step, need_bytes)
         if folder is None:
@@ -88,11 +90,13 @@ class Store:
         return self.commit(step, extra, failed, hashed)
 
     def begin(self, step: int, need_bytes: int = 0) -> Path | None:
-        """Makes an empty temporary folder for the files of `step` and returns it. Removes temporary folders of earlier
-        attempts. need_bytes: how many bytes this rank will write. Call it on all ranks.
+        """Makes an empty temporary folder for the files of `step`, and returns it. Removes temporary folders of earlier
+        attempts. Call it on all ranks.
 
-        Returns None if a whole checkpoint of the step exists; then `error` is None. Returns None also if the folder
-        cannot be made, for example since there is no space; then `error` says why.
+        need_bytes: how many bytes this rank will write
+
+        Returns None if the step has a whole checkpoint already; then `error` is None. Returns None also if the folder
+        cannot be made, for example for lack of space; then `error` says why.
         """
         self.error = None
         if self.find_fault(step) is None:
@@ -118,17 +122,18 @@ class Store:
         self, step: int, extra: dict | None = None, failed: str | None = None, hashed: Hashes | None = None
     ) -> bool:
         """Turns the files that the ranks have written since `begin` into a checkpoint: writes the manifest, renames the
-        folder, and deletes outdated checkpoints. Returns whether this succeeded. Call it on all ranks.
+        folder, and deletes outdated checkpoints. Returns whether this succeeded; if not, the temporary folder is
+        deleted, and older checkpoints stay. Call it on all ranks.
 
-        extra    a small dict of rank 0, which is kept in the manifest; see below
-        failed   why this rank could not write its files; None: it could
-        hashed   {name: {size, hash}} of files that this rank has hashed while it wrote them
+        failed: why this rank could not write its files; None: it could
+        hashed: {name: {size, hash}} of files that this rank has hashed while it wrote them
+        extra: a small dict of rank 0 for the manifest, with any of these entries:
+            "score", "metric": the score by which the best checkpoint is chosen, and its name (default: loss)
+            "kind": ROUTINE (default); STOP, if the run was stopped here; TROUBLE, if steps were not applied
+            "stays": further steps whose checkpoints to keep
+            "run": the run's identity, set here
 
-        After a failure on any rank the temporary folder is deleted, and older checkpoints stay. Entries of `extra`:
-        "score" and "metric" (default: loss), by which the best checkpoint is chosen; "kind", which is ROUTINE
-        (default), STOP if the run was stopped here, or TROUBLE if steps were not applied; "stays", further steps to
-        keep; "run", the run's identity, set here. A STOP replaces no routine checkpoint. A TROUBLE replaces none, and
-        is deleted after a newer one.
+        A STOP checkpoint replaces no routine one. A TROUBLE one replaces none, and is deleted after a newer one.
         """
         tmp = self._make_path(step, f".{self._mark}.tmp")
         self.error = find_first_failure(group.gather_objects(failed))
@@ -155,8 +160,8 @@ class Store:
         return True
 
     def find_best(self) -> tuple[int, float] | None:
-        """Returns (step, score) of the checkpoint with the lowest finite score of this store's `metric`, the first of
-        equal ones; None if none has a score. Ignores scores of another metric, which the run may have used before.
+        """Returns (step, score) of the checkpoint with the lowest finite score of this store's `metric`; the first one
+        if several have it. Returns None if no checkpoint has a score of this metric.
         """
         scores = {
             step: extra.get("score")
@@ -190,12 +195,12 @@ class Store:
         self._run_on_rank_0(write_entries)
 
     def list_rollback_steps(self, before: int, bad_from: int | None = None) -> list[int]:
-        """Returns the steps, at most `before`, to which a run in trouble may go back: those of routine checkpoints or,
-        if there are none, of checkpoints at which the run was stopped. Does not verify their files. Call it on all
+        """Returns the steps, at most `before`, to which a run in trouble may go back: those of routine checkpoints; if
+        there are none, those of checkpoints at which the run was stopped. Does not verify their files. Call it on all
         ranks.
 
-        bad_from: the step of the latest rollback, None if there was none. If it is still the newest of these steps, it
-        and later steps are left out, since going back to it did not help.
+        bad_from: the step of the latest rollback, which did not help if it is still the newest of these steps: then
+            returns only earlier ones. None: there was no rollback
         """
         kinds = {
             step: extra.get("kind", ROUTINE)
@@ -211,10 +216,11 @@ class Store:
     def find_newest(
         self, report: Callable[[str], None] = print, among: list[int] | None = None
     ) -> tuple[int, Path] | None:
-        """Returns (step, folder) of the newest checkpoint whose files are whole; None if there is none. among: the
-        steps to look at; None: all. Call it on all ranks.
+        """Returns (step, folder) of the newest checkpoint whose files are whole; None if there is none. Passes over a
+        damaged one, and adds its step to `damaged`. Call it on all ranks.
 
-        Passes over a damaged checkpoint, adds its step to `damaged`, and calls `report` with a line about it on rank 0.
+        report: is called on rank 0 with a line about each damaged checkpoint
+        among: the steps to look at; None: all
         """
         for step in sorted(group.broadcast_from_first(self.list_steps()) if among is None else among, reverse=True):
             reason = self.find_fault(step)
@@ -235,10 +241,9 @@ class Store:
 
     def set_newer_steps_aside(self, after: int) -> None:
         """Renames the checkpoints of all steps beyond `after` to step_N.aside, so that a run which resumes ignores
-        them. Replaces older ones of these names. Call it on all ranks.
+        them. A step_N.aside of an earlier time is replaced. Call it on all ranks. Raises NotSaved if a rename fails.
 
-        Renames the newest first, so that a crash in between leaves the run in an earlier state of its own. Raises
-        NotSaved if a rename fails.
+        Renames the newest first: after a crash in between, the run has all checkpoints up to some step.
         """
 
         def rename_newer_steps() -> None:
@@ -316,8 +321,8 @@ class Store:
         atomic.write_file(self.folder / pointer, f"{self._make_path(step).name}\n", make=False)
 
     def _delete_outdated_steps(self) -> None:
-        """Writes the file `best`, then deletes the checkpoints that need not be kept. Deletes one that is damaged, or
-        was saved in trouble, when there is a newer one. Never deletes one that a process is reading.
+        """Writes the file `best`, then deletes the checkpoints that need not be kept. A checkpoint that is damaged, or
+        was saved in trouble, is deleted once there is a newer one. One that a process is reading is never deleted.
         """
         owner.require_claim(self.folder)
         best = self.find_best()
@@ -361,14 +366,13 @@ def _is_first_rank() -> bool:
 
 
 def hash_all_files(folder: Path, hashed: Hashes, finish: Callable[[Path], Hashes]) -> tuple[Hashes, str | None]:
-    """Returns ({name: {size, hash}} of all files in `folder` on rank 0, {} on others; the reason of a failure on all
-    ranks, or None). Call it on all ranks.
+    """Hashes the files in `folder`. Returns ({name: {size, hash}} of all files on rank 0, {} on others; the reason of a
+    failure on all ranks, None if there is none). Call it on all ranks.
 
-    hashed   {name: {size, hash}} of files that this rank has hashed while it wrote them
-    finish   is called with the folder on all ranks, adds files, and returns their {name: {size, hash}}
+    hashed: {name: {size, hash}} of files that this rank has hashed while it wrote them; only their sizes are compared
+    finish: is called with the folder on all ranks, adds files, and returns their {name: {size, hash}}
 
-    Files in `hashed` are not read again, but their sizes must agree: damage that the storage does to them shows only
-    when the step is verified. Each other file is hashed, and flushed to the disk, by one rank.
+    Each other file is hashed, and flushed to the disk, by one rank.
     """
     names, fault = list(hashed), None
     try:
@@ -394,12 +398,15 @@ def hash_all_files(folder: Path, hashed: Hashes, finish: Callable[[Path], Hashes
 def _merge_hashes(
     folder: Path, gathered: list[tuple[Hashes, list[str], str | None]] | None, expected: list[str] | None = None
 ) -> tuple[Hashes, list[str], str | None]:
-    """Merges the hashes that were gathered on rank 0. Returns ({name: {size, hash}} on rank 0, {} on others; on all
-    ranks the names of files still to be hashed; on all ranks the reason of a failure, or None). Call it on all ranks.
+    """Merges the hashes that were gathered on rank 0. Call it on all ranks. Returns:
 
-    gathered   on rank 0, each rank's (hashes, names of the files that it sees, reason of a failure); None on others
-    expected   None: files in `folder` without a hash are still to be hashed, and a file that another rank sees, but
-               not rank 0, is a failure. Otherwise: names that need a hash by now, and one without is a failure
+    {name: {size, hash}} on rank 0, {} on others
+    the names of files still to be hashed, on all ranks
+    the reason of a failure, or None, on all ranks
+
+    gathered: on rank 0, each rank's (hashes, names of the files that it sees, reason of a failure); None on other ranks
+    expected: names that must have a hash by now, else it is a failure. None: files in `folder` without a hash are still
+        to be hashed, and a file that rank 0 does not see is a failure
     """
     hashed: Hashes = {}
     rest, failed = [], None
@@ -437,8 +444,8 @@ def _list_files(folder: Path) -> list[str]:
 
 
 def _choose_hashing_rank(name: str) -> int:
-    """Returns the rank that hashes a file: the one whose number stands in the file's name, else one computed from the
-    name.
+    """Returns the rank that hashes a file: the rank whose number is in the file's name; for other names, a rank
+    computed from the name.
     """
     writer = _WRITTEN_BY.fullmatch(name)
     return (int(writer[1]) if writer else zlib.crc32(name.encode())) % group.world()

@@ -153,8 +153,10 @@ def load_torch_file(path: Path) -> Content:
 
 
 def _load_archive(path: Path, archive: zipfile.ZipFile, file: Any) -> Content:
-    """Returns the content of an open zip archive of torch.save. file: the same file, opened to read bytes. Raises
-    ConfigError for another kind of archive, and any error for damaged bytes.
+    """Returns the content of an open zip archive of torch.save. Raises ConfigError for another kind of archive. Damaged
+    bytes may raise any error.
+
+    file: the file of the archive, opened once more to read bytes
     """
     length = file.seek(0, 2)
     members = {info.filename.partition("/")[2]: info for info in archive.infolist()}
@@ -205,8 +207,8 @@ class _Unpickler(pickle.Unpickler):
         self.sums: dict[Span, int] = {}
 
     def find_class(self, module: str, name: str) -> Any:
-        """Returns a harmless substitute for the class or function that a pickle names. There is one for tensors, dtypes
-        and plain containers; any other name gives a Shell, and is added to `asked`.
+        """Returns a harmless substitute for the class or function that a pickle names. Knows tensors, dtypes and plain
+        containers. For any other name returns a new subclass of Shell, and adds the name to `asked`.
         """
         if module in ("torch._utils", "torch._tensor") and name in _REBUILDS:
             return _REBUILDS[name]()

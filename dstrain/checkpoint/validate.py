@@ -66,8 +66,8 @@ def parse_recovery_state(saved: Any) -> State:
 
 
 def read_counters(path: Path) -> dict[str, dict[str, Any]]:
-    """Returns {part: counters} of a checkpoint folder: how many updates were made and skipped, and more. They are in
-    the metadata of common.safetensors. Raises ConfigError if they are missing or malformed.
+    """Returns {part: counters} from the metadata of common.safetensors in a checkpoint folder: for example how many
+    updates were made and skipped. Raises ConfigError if the counters are missing or malformed.
     """
     with safe_open(path / COMMON, "pt") as file:
         values = json.loads((file.metadata() or {}).get("counters", "null"))
@@ -101,8 +101,8 @@ def write_common(folder: Path, common: Common) -> None:
 
 
 def require_loadable_checkpoint(path: Path) -> None:
-    """Raises ConfigError if a checkpoint cannot be loaded although its hashes agree: if its record or counters are
-    malformed, or if its manifest does not list a file that loading would read.
+    """Raises ConfigError if a checkpoint whose hashes agree cannot be loaded all the same: if its recovery state or
+    counters are malformed, or if its manifest does not list a file that loading would read.
     """
     read_recovery_state(path)
     body, parts = read_manifest(path), list(read_counters(path))

@@ -69,9 +69,10 @@ class BadFiles:
         self._read = 0  # bytes of the list that this process knows
 
     def add_samples(self, bad: Bad) -> None:
-        """Adds each (name, reason) whose name is not listed yet, and appends it to bad_files.txt. If there is no
-        folder, or if the file cannot be written, warns instead. Raises ConfigError if a name is new to this process and
-        the list now has more names than the limit.
+        """Adds each (name, reason) whose name is not in the list yet, also to bad_files.txt. If there is no folder, or
+        if the file cannot be written, warns instead of writing.
+
+        Raises ConfigError if a name is new to this process and the list now has more than `limit` names.
         """
         lines = [(make_printable(name), make_printable(reason)) for name, reason in bad]
         lines = [(name, reason) for name, reason in lines if name not in self.names]
@@ -105,7 +106,9 @@ class BadFiles:
                     self.names.add_name(name)
 
     def _append_or_warn(self, line: str) -> None:
-        """Appends a line to bad_files.txt; warns with it if there is no folder, or if the file cannot be written."""
+        """Appends a line to bad_files.txt. Shows it as a warning instead if there is no folder, or if the file cannot
+        be written.
+        """
         if self.path is None:
             warnings.warn(f"cannot be read, replaced: {line.strip()}", stacklevel=2)
             return
@@ -132,7 +135,9 @@ def count_listed_files(folder: Path) -> int:
 
 
 def _read_blocks(file: BinaryIO) -> Iterator[bytes]:
-    """Yields what is left of a file in blocks that end with a line break. Leaves out an unfinished last line."""
+    """Yields a file's bytes from its present position on, in blocks that end with a line break. Leaves out an
+    unfinished last line.
+    """
     rest = b""
     while new := file.read(_BLOCK):
         whole, line_break, rest = (rest + new).rpartition(b"\n")

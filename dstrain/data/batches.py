@@ -88,12 +88,15 @@ class Batches(AbstractContextManager):
         self._release: weakref.finalize | None = None  # ends the workers that run now
 
     def read_step(self, step: int) -> Iterator[Batch]:
-        """Yields this rank's micro-batches of an optimizer step, `accumulation` of them, on the device (captions on the
-        host).
+        """Yields this rank's `accumulation` micro-batches of the optimizer step `step`. Tensors are on the device, but
+        captions on the host. A micro-batch has the entries of the source's items, such as "image" uint8 (b, C, H, W),
+        and three more, int64 (b,) each:
 
-        Each has the entries of the source's items, such as {"image": uint8 (b, C, H, W)}; and int64 (b,) each: "label",
-        "key", from which all random numbers of a sample are derived, "position" within the step, and "step". Read the
-        steps one after another and to the end: any other order restarts the workers, which takes longer.
+        "key": the sample's key, from which all its random numbers are derived
+        "position": the sample's position within the step, over all ranks
+        "step": the step
+
+        Read the steps in order and to the end. Any other order restarts the workers, which takes time.
 
         Raises ConfigError or NotRead if samples cannot be read; usually `problem` holds this error one step earlier.
         Raises ConfigError if `step` is beyond the last one.
@@ -112,8 +115,8 @@ class Batches(AbstractContextManager):
             yield batch
 
     def count_samples_by_source(self, steps: int) -> dict[str, int]:
-        """Returns {"samples/NAME": count} of the sources of a mixture in the first `steps` steps of all ranks; {} if
-        the data are no mixture.
+        """Returns {"samples/NAME": count}: how many samples all ranks together take from each source of a mixture in
+        the first `steps` steps. Returns {} if the data are no mixture.
         """
         global_batch, seed, source = self._layout[0], self._stream.seed, self._stream.source
         return {
@@ -173,8 +176,8 @@ class Batches(AbstractContextManager):
         self._batches = _copy_batches_ahead(host, self.device) if self.device.type == "cuda" else host
 
     def _read_step_ahead(self, reader: Iterator, semaphores: list) -> Iterator[Batch]:
-        """Yields the batches of `reader` in host memory. Whenever it yields a batch, it has already fetched the batches
-        of one more step, or only the next batch if those are larger than 1 GiB together.
+        """Yields the batches of `reader`, in host memory, and fetches ahead. Before it yields a batch, it has fetched
+        the next `accumulation` batches (one step), or fewer if that takes more than 1 GiB, but at least one.
 
         Ends after the last batch, or before the first one that cannot be read; then `problem` holds the error.
         """
@@ -190,11 +193,11 @@ class Batches(AbstractContextManager):
             yield ahead.popleft()
 
     def _fetch_batches(self, reader: Iterator, semaphores: list) -> Iterator[Batch]:
-        """Yields the batches of `reader` without their lists of unreadable files, which it adds to the run's list. Adds
-        the time of waiting to `wait_seconds`.
+        """Yields the batches of `reader`. Takes the list of unreadable files out of each batch, and adds it to the
+        run's list. Adds the time spent waiting to `wait_seconds`.
 
-        Ends after the last batch, or at an error, which it stores in `problem`. Once every worker has delivered a
-        batch, removes the workers' `semaphores`.
+        Ends after the last batch, or at an error, which is stored in `problem`. Removes the workers' `semaphores` once
+        every worker has delivered a batch.
         """
         for count in itertools.count(1):
             start = time.perf_counter()
@@ -228,12 +231,16 @@ def iterate_held_out(
     seed: int = 0,
     limit: int | None = None,
 ) -> Iterator[Batch]:
-    """Yields this rank's batches of the first `limit` held-out samples (None: all), in the order of their indices,
-    never mirrored. Entries are as in Batches.read_step, but "position" is the sample's index, and "key" is the same at
-    every call, so that every evaluation has the same noise. Samples and keys do not depend on the world size.
+    """Yields this rank's batches of held-out samples, in the order of their indices, never mirrored. All ranks get
+    equally many batches, and their n-th batches have one shape. Samples and keys do not depend on the world size.
 
-    All ranks get equally many batches of size `batch`, and their n-th batches have one shape. The last batches of a
-    shape are filled up with repeated samples, for which the entry "valid" bool (b,) is False.
+    A batch has the entries of the source's items, and three more, (b,) each:
+    "key": the sample's key, equal at every call with this `seed`, so that every evaluation has the same noise
+    "position": the sample's index
+    "valid": False for a repeated sample, which fills up the last batch of a shape
+
+    batch: the number of samples in a batch
+    limit: takes only the first `limit` samples; None: all
 
     Warns of samples that could not be read and were replaced. Raises ConfigError if `batch` is below 1, or if `rank` is
     not in 0 .. world - 1.
@@ -256,8 +263,8 @@ def iterate_held_out(
 
 
 def _iterate_rounds(source: Source, count: int, size: int) -> Iterator[tuple[int, int]]:
-    """Divides the first `count` samples into rounds of at most `size` samples of one shape. Yields of each round its
-    first index, and the index after the last sample of this shape.
+    """Divides the first `count` samples into rounds of at most `size` samples of one shape. Yields for each round
+    (index of its first sample, index after the last sample of its shape).
     """
     first = 0
     for end in source.ends:
@@ -296,18 +303,22 @@ class _Stream:
         return batch | {"key": key, "position": positions, "step": steps, _BAD: bad}
 
     def _draw_chance(self, key: Tensor) -> Tensor | None:
-        """Returns random numbers in [0, 1) by which a source chooses, for example, a crop of each sample: (b,), or (b,
-        n) if it needs n. Returns None if it needs none. key: the samples' keys, from which the numbers are derived.
+        """Returns the random numbers in [0, 1) by which the source chooses, for example, a crop of each sample: (b,),
+        or (b, n) if it needs n numbers for a sample. Returns None if it needs none.
+
+        key: the samples' keys, from which the numbers are derived
         """
         name, count = self.source.chance_name, self.source.chance_count
         return rng.uniform(key, name, (count,) if count else ()) if name else None
 
     def _find_samples(self, stream: range) -> tuple[Tensor, Tensor | None, Tensor, Tensor, int]:
-        """Returns of the samples of a micro-batch: indices int64 (b,); whether each is mirrored, bool (b,), or None if
-        none ever is; keys, from which random numbers are derived, int64 (b,); positions within the step int64 (b,); and
-        the step.
+        """Finds the samples of a micro-batch, given as a range of positions in the endless stream of samples. Returns:
 
-        stream: the micro-batch's positions in the endless stream of samples.
+        indices of the samples, int64 (b,)
+        whether each is mirrored, bool (b,); None if the stream has no `flip`
+        keys of the samples, from which random numbers are derived, int64 (b,)
+        positions within the step, int64 (b,)
+        the number of the step
         """
         step = stream.start // self.global_batch
         positions = torch.arange(stream.start, stream.stop)  # (b,)
@@ -321,8 +332,8 @@ class _Stream:
 def _iterate_positions(
     step: int, steps: int | None, global_batch: int, micro_batch: int, rank: int, world: int
 ) -> Iterator[range]:
-    """Yields for each micro-batch of a rank its range of positions in the endless stream of samples, from step `step`
-    to step `steps` - 1; without end if `steps` is None.
+    """Yields, for each micro-batch of a rank, the range of its positions in the endless stream of samples. Begins with
+    step `step` and ends before step `steps`; never ends if `steps` is None.
     """
     for number in itertools.count(step) if steps is None else range(step, steps):
         for offset in range(rank * micro_batch, global_batch, world * micro_batch):
@@ -374,8 +385,8 @@ def _require_valid_batch_sizes(global_batch: int, micro_batch: int, rank: int, w
 
 
 def _choose_worker_count(num_workers: int | None, source: Source) -> int:
-    """Returns how many worker processes to start: `num_workers` if it is not None; else 0 for a source that is cheap to
-    read; else this rank's share of the CPU cores, from 1 to 8.
+    """Returns how many worker processes to start: `num_workers`, unless it is None. Then returns 0 for a source that is
+    cheap to read; for any other source this rank's share of the CPU cores, from 1 to 8.
     """
     if num_workers is not None:
         return num_workers

@@ -37,14 +37,14 @@ class BucketOrder:
             raise ConfigError("an order needs at least one sample: is the data set empty?")
 
     def count_steps(self, epochs: int) -> int:
-        """Returns how many optimizer steps the first `epochs` passes over the data have. Samples that fill no batch
-        move to the next pass.
+        """Returns how many optimizer steps the first `epochs` passes over the data have. Samples that fill no global
+        batch in one pass are taken in the next.
         """
         return sum(epochs * count // self.global_batch for count in self.counts)
 
     def find_bucket_and_batch(self, step: int) -> tuple[int, int]:
-        """Returns (bucket from which a step takes its batch, number of this batch among all batches of the bucket, from
-        0).
+        """Finds the global batch of a step. Returns (its bucket, its number among all batches of this bucket in all
+        epochs, from 0).
         """
         epoch = self._find_epoch(step)
         first, last = (np.array(self.counts, object) * number // self.global_batch for number in (epoch, epoch + 1))
@@ -78,12 +78,12 @@ class BucketOrder:
 
 
 def choose_buckets(sizes: np.ndarray, shapes: tuple[tuple[int, int], ...], max_upscale: float = 1.0) -> np.ndarray:
-    """Returns for each picture the number of its bucket, an index into `shapes`: int64 (N,). The rows of sizes (N, 2),
-    and the shapes, are (width, height).
+    """Returns for each picture the number of the bucket with the nearest aspect, by log(width / height): int64 (N,),
+    indices into `shapes`. If the shapes have several resolutions, takes a bucket of one of them: of the highest at
+    which the picture is enlarged at most `max_upscale` times, else of the lowest.
 
-    The bucket with the nearest aspect is chosen, by log(width / height). If shapes have several resolutions, it is
-    chosen within one: the highest at which the picture is enlarged at most `max_upscale` times, else the lowest. A side
-    of 0 (unknown) counts as 1 pixel.
+    sizes: (N, 2), width and height of each picture; a side of 0 is unknown and counts as 1 pixel
+    shapes: (width, height) of each bucket
     """
     sides, targets = np.maximum(sizes, 1).astype(np.float64), np.array(shapes, np.float64)
     aspects = np.log(sides[:, 0] / sides[:, 1])

@@ -10,8 +10,9 @@ from dstrain.recipe.patterns import match_caption
 
 
 def match_captions(captions: Sequence[Sequence[str]], patterns: Sequence[str]) -> np.ndarray:
-    """Returns whether each pattern of data.leave_out fits at least one caption of each sample: bool (patterns,
-    samples). captions: those of each sample.
+    """Returns bool (patterns, samples): True where a pattern of data.leave_out fits at least one caption of a sample.
+
+    captions: the captions of each sample
     """
     fits = np.zeros((len(patterns), len(captions)), bool)
     for place, texts in enumerate(captions):
@@ -21,11 +22,12 @@ def match_captions(captions: Sequence[Sequence[str]], patterns: Sequence[str]) -
 
 
 def require_usable_leave_out(data: Data, split: tuple[Source, Source | None], mixed: bool) -> None:
-    """Raises ConfigError if data.leave_out is set and the captions of the data are not listed, if it leaves a split
-    without samples, or if a pattern fits no caption.
+    """Raises ConfigError if data.leave_out is set but cannot be used: if the captions of the data are not listed, if a
+    split has no samples left, or if a pattern fits no caption.
 
-    split: the training source, and the held-out one or None. mixed: the data are one source of a mixture, where a
-    pattern need not fit, since it may fit in another source.
+    split: (training source, held-out source or None)
+    mixed: the data are one source of a mixture; then a pattern may fit no caption here, since it may fit in another
+        source
     """
     source, place = split[0], "data.mixture" if data.mixture else data.path
     if data.leave_out and not source.left_out:

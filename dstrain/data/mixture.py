@@ -47,8 +47,9 @@ class MixtureOrder:
     seed: int = 0
 
     def index_at(self, position: int | np.ndarray | Tensor) -> int | np.ndarray | Tensor:
-        """Returns which sample stands at each position >= 0 of the endless stream: an int for an int, int64 of the same
-        shape for an array or a CPU tensor. Raises ConfigError if a position is negative.
+        """Returns the index of the sample at each position >= 0 of the endless stream of training samples. Returns an
+        int for an int, int64 of the same shape for an array or a CPU tensor. Raises ConfigError if a position is
+        negative.
         """
         if isinstance(position, Tensor):
             return torch.from_numpy(self.index_at(position.numpy()))
@@ -63,8 +64,8 @@ class MixtureOrder:
         return index
 
     def find_source_positions(self, position: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Returns for each position int64 (...) of the endless stream: which source its sample comes from, and how many
-        samples of this source stand before it. Both int64 (...).
+        """Returns for each position int64 (...) of the mixture's endless stream: the number of the source from which
+        its sample comes, and the sample's position in the endless stream of this source alone. Both int64 (...).
         """
         slots = position - position % _BLOCK + Order(_BLOCK, _derive_seed(self.seed, -1)).index_at(position)
         before = self._count_slots_by_source(slots)  # (sources, ...)
@@ -78,8 +79,9 @@ class MixtureOrder:
         return (self._count_slots_by_source(np.array(whole)) + np.bincount(rest, minlength=len(self.sizes))).tolist()
 
     def _count_slots_by_source(self, slots: np.ndarray) -> np.ndarray:
-        """Returns how many of the stream's slots 0 .. s - 1 belong to each source, for each s of `slots` int64 (...):
-        int64 (sources, ...). Slots are positions before they are shuffled within blocks.
+        """Returns, for each number s in `slots` int64 (...), how many of the stream's first s slots belong to each
+        source: int64 (sources, ...). A slot is a position of the stream before the positions are shuffled within
+        blocks.
         """
         counts, rest, total = [], slots, sum(self.weights)
         for weight in self.weights:
@@ -91,7 +93,8 @@ class MixtureOrder:
 def to_whole_numbers(weights: Sequence[float]) -> tuple[int, ...]:
     """Returns positive weights as whole numbers in the same ratio, without a common divisor: 0.3, 0.7 give 3, 7.
 
-    If their sum would exceed 2^30, they are scaled down to this sum, and the ratio holds only nearly; none becomes 0.
+    If these numbers have a sum above 2^30, scales them down to a sum of about 2^30: then the ratio is only approximate.
+    No number becomes 0.
     """
     exact = [Fraction(str(weight)) for weight in weights]
     common = math.lcm(*(weight.denominator for weight in exact))
@@ -103,8 +106,8 @@ def to_whole_numbers(weights: Sequence[float]) -> tuple[int, ...]:
 
 
 def _derive_seed(seed: int, source: int) -> int:
-    """Returns a seed derived from the mixture's `seed`: that of the source of number `source`, or for -1 the one that
-    shuffles the sources within blocks of the stream.
+    """Returns a seed derived from the mixture's `seed`. source: the number of the source whose order it seeds; -1: the
+    seed that shuffles the sources within blocks of the stream.
     """
     return int.from_bytes(blake2b(f"{seed} {source}".encode(), digest_size=8).digest(), "little")
 
@@ -153,8 +156,8 @@ class Mixture(Source):
         return self.read(index)
 
     def read(self, index: int, chance: float | None = None) -> Item:
-        """Reads one sample as its source does, with its label in the mixture. Raises BadSample with the source's
-        name.
+        """Reads one sample from its source, and gives it its label in the mixture. Raises BadSample, whose path is
+        SOURCE/name, if the sample cannot be read.
         """
         source, place = self._locate_sample(index)
         try:
@@ -166,8 +169,8 @@ class Mixture(Source):
         self, index: Tensor, mirrored: Tensor | None = None, chance: Tensor | None = None
     ) -> tuple[dict[str, Tensor], Bad]:
         """Reads the samples at `index` int64 (b,), each from its source. Returns the batch, with labels of the mixture,
-        and (SOURCE/name, reason) of each sample that could not be read and was replaced by one of its source. Raises
-        ConfigError as Source.read_batch.
+        and (SOURCE/name, reason) of each sample that could not be read. In its place the batch has another sample of
+        the same source. Raises ConfigError as Source.read_batch.
         """
         parts, rows, bad = [], [], []
         for source, here, places in self._group_by_source(index):
@@ -181,7 +184,7 @@ class Mixture(Source):
         return {name: values[order] for name, values in join_batches(parts).items()}, bad
 
     def prefetch(self, index: Tensor, mirrored: Tensor | None = None, chance: Tensor | None = None) -> None:
-        """Begins to read samples, each from its source, if that prefetches."""
+        """Begins to read the samples at `index` that belong to sources which can prefetch. Skips the others."""
         for source, here, places in self._group_by_source(index):
             if self.sources[source].prefetches:
                 self.sources[source].prefetch(
@@ -243,16 +246,19 @@ class Mixture(Source):
         return source, index - int(self._ends[source]) + self.sizes[source]
 
     def _group_by_source(self, index: Tensor) -> list[tuple[int, Tensor, Tensor]]:
-        """Groups indices int64 (b,) of the mixture by source. Returns for each source that occurs: its number, which
-        entries of `index` are its own, int64 (n,), and these samples' indices within the source, int64 (n,).
+        """Groups indices int64 (b,) of the mixture by source. Returns for each source that occurs:
+
+        the number of the source
+        the places in `index` of its samples, int64 (n,)
+        the indices of these samples within the source, int64 (n,)
         """
         sources = torch.bucketize(index, self._ends, right=True)
         rows = [(source, torch.nonzero(sources == source)[:, 0]) for source in sources.unique().tolist()]
         return [(source, here, index[here] - self._ends[source] + self.sizes[source]) for source, here in rows]
 
     def _convert_item_to_mixture(self, source: int, item: dict) -> dict:
-        """Returns an item, or a batch, of the source of number `source` with the mixture's labels. Leaves out its
-        captions unless all sources have some.
+        """Returns an item or a batch of source number `source`, with labels of the mixture in place of the source's
+        own. Leaves out captions unless all sources have captions.
         """
         if not self.captioned:
             item = {name: values for name, values in item.items() if name != "caption"}
@@ -263,11 +269,13 @@ class Mixture(Source):
 
 
 def open_mixture(data: Data, opened: Callable[[Data], tuple[Source, Source | None]]) -> tuple[Mixture, Mixture | None]:
-    """Opens the sources of data.mixture. Returns the mixture to train on, and the mixture of the held-out samples; None
-    instead of the latter if no source holds samples out.
+    """Opens the sources of data.mixture. Returns the mixture of their training samples, and the mixture of their
+    held-out samples, or None if no source holds samples out.
 
-    opened: opens the data section of one source and returns (training source, held-out source or None). Raises
-    ConfigError as `opened` and `join_classes`, and if the training samples have classes but held-out ones have none.
+    opened: opens the data section of one source, and returns (training source, held-out source or None)
+
+    Raises ConfigError as `opened` and `join_classes`, and if the training samples have classes but held-out ones have
+    none.
     """
     paths = [source.path for source in data.mixture]
     short = [os.path.basename(os.path.normpath(path)) for path in paths]
@@ -285,11 +293,13 @@ def open_mixture(data: Data, opened: Callable[[Data], tuple[Source, Source | Non
 
 
 def join_codes(data: Data, parts: Sequence[Data]) -> Data:
-    """Returns a copy of a mixture's data section whose entry `codes` describes the cached latents or tokens to learn
-    from. The entry is None if the sources are not cached. parts: the sections of the sources, each with its `codes`.
+    """Returns a copy of a mixture's data section, whose entry `codes` describes the cached latents or tokens of all
+    sources. The entry is None if the sources are not cached. The scaling factor of latents is 1 / the standard
+    deviation of the whole mixture.
 
-    The scaling factor of latents is 1 / the standard deviation of the whole mixture. Raises ConfigError if only some
-    sources are cached, or if they were not encoded alike.
+    parts: the data sections of the sources, each with its own `codes`
+
+    Raises ConfigError if only some sources are cached, or if they were not encoded alike.
     """
     codes = parts[0].codes
     for part in parts[1:]:

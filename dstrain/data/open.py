@@ -72,7 +72,7 @@ class DataKind(ABC):
         """Opens the source to train on, and the held-out one or None. Arguments and errors are as in `open_sources`."""
 
     def copy_section_with_codes(self) -> Data:
-        """Returns a copy of the section as `fill_in_codes` does. Here its `codes` are None, since nothing is cached."""
+        """Returns a copy of the section with `codes` as `fill_in_codes` sets it; here None: nothing is cached."""
         return self.data.model_copy(update={"codes": None})
 
     def open_split(self, split: str) -> Source | None:
@@ -83,9 +83,7 @@ class DataKind(ABC):
         )
 
     def open_layout_and_index(self, captions: bool) -> tuple[Layout, Index]:
-        """Returns the layout of the samples, which reads their files, and their index. See the function of this
-        name.
-        """
+        """Returns the samples' layout and index; see `open_layout_and_index` of this module."""
         data = self.data
         request = make_request(data, captions=captions)
         if data.num_frames is not None:
@@ -98,8 +96,8 @@ class DataKind(ABC):
         return self.data.path
 
     def require_no_label_settings(self, mixed: bool) -> None:
-        """Raises ConfigError if the section sets labels, class_list or columns, and data of this kind keep their
-        labels. Does nothing if `mixed`, or if there is a held_out_path: the settings may be for the other data.
+        """Raises ConfigError if labels, class_list or columns is set, but has no effect on data of this kind. Does
+        nothing if `mixed` or with a held_out_path, since the setting may be meant for the other data.
         """
         names = [
             f"data.{name}"
@@ -333,9 +331,11 @@ def fill_in_codes(data: Data) -> Data:
 
 
 def require_contents(data: Data, system: str, learns_from: Sequence[str], learners: Callable[[str], list[str]]) -> None:
-    """Raises ConfigError if `system` learns nothing that the data hold, or if held_out or held_out_path is set for
-    embedding pairs. Does nothing if data.path does not exist. Call `fill_in_codes` first. learns_from: keys of
-    CONTENTS. learners: returns the systems that learn from such a key.
+    """Raises ConfigError if `system` cannot learn from what the data hold, or if held_out or held_out_path is set for
+    embedding pairs. Does nothing if data.path does not exist. Call `fill_in_codes` first.
+
+    learns_from: the keys of CONTENTS from which `system` learns
+    learners: returns the systems that learn from a key
     """
     contents = find_contents(data)
     if contents == "pairs" and (data.held_out or data.held_out_path):
@@ -395,7 +395,7 @@ def open_layout_and_index(data: Data, captions: bool = False) -> tuple[Layout, I
 
 def open_builtin(data: Data, split: str, leave_out: tuple[str, ...] = ()) -> Source | None:
     """Opens a split of the built-in images or clips if the data are these, or codes encoded from them; else returns
-    None. leave_out: patterns of captions; a clip whose caption fits one is left out; images are never.
+    None. leave_out: patterns; clips whose caption fits one are left out (images never).
     """
     origin = find_original_path(data)
     if origin == FASHION_PATH:
@@ -459,7 +459,7 @@ def _open_images(data: Data, run: Path | None, mixed: bool, holds_out: bool) -> 
 
 
 def _add_embeddings_or_buckets(data: Data, source: Source) -> Source:
-    """Returns the source with embeddings, or sorted into buckets, if the section asks for it. All ranks call it."""
+    """Returns `source` with embeddings or sorted into buckets, or unchanged, as the section asks. All ranks call it."""
     if data.embeddings is not None:
         return add_embeddings(source, data.embeddings)
     if data.buckets is None:
@@ -472,8 +472,8 @@ def _add_embeddings_or_buckets(data: Data, source: Source) -> Source:
 
 
 def _fill_in_split_paths(data: Data) -> Data:
-    """Returns a copy of the data section. If data.path holds splits such as train/ and val/, the copy's path is the
-    first, and its held_out_path the second unless held_out or held_out_path is set. All ranks must call it.
+    """Returns a copy of the data section. If data.path holds splits such as train/ and val/, sets its path to the
+    first, and its held_out_path to the second, unless held_out or held_out_path is set. Call it on all ranks.
     """
     path, held_out_path = run_on_rank_0(
         lambda: find_split_paths(data.path, data.held_out, data.held_out_path, cache=data.cache)

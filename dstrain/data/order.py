@@ -40,8 +40,9 @@ class Order:
             raise ConfigError(f"an order needs between 1 and 2^62 samples, not {self.size}: is the data set empty?")
 
     def index_at(self, position: int | np.ndarray | Tensor) -> int | np.ndarray | Tensor:
-        """Returns which sample stands at each position >= 0 of the endless stream: an int for an int, int64 of the same
-        shape for an array or a CPU tensor. Raises ConfigError if a position is negative.
+        """Returns the index of the sample at each position >= 0 of the endless stream of training samples. Returns an
+        int for an int, int64 of the same shape for an array or a CPU tensor. Raises ConfigError if a position is
+        negative.
         """
         if isinstance(position, Tensor):
             return torch.from_numpy(self.index_at(position.numpy()))

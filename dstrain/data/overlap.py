@@ -13,8 +13,11 @@ from dstrain.recipe import Cache, Data
 
 
 def find_overlaps(data: Data) -> list[str]:
-    """Returns a message for each held-out path that shares files with a path trained on, and for each two sources of a
-    mixture that are the same files; [] if there are none.
+    """Returns a message for each of these faults in a data section; [] if there are none:
+
+    a held-out path shares files with a path that is trained on
+    a source of a mixture holds out a share of its files, and another source trains on these files
+    two sources of a mixture are the same files
 
     Raises ConfigError if the files of a path cannot be found.
     """
@@ -51,8 +54,8 @@ def _is_trained_on(data: Data, path: str) -> bool:
 
 
 def _list_paths_of_files_read(path: str, cache: Cache) -> set[str]:
-    """Returns the real paths of what is read at `path`: of the tables of one split, if it holds tables of several
-    splits; else as `_resolve_pattern_paths`.
+    """Returns the real paths of what is read at `path`. For tables of several splits, these are the tables of the split
+    that is read; for other data, what `_resolve_pattern_paths` returns.
     """
     if not os.path.exists(path) and find_pattern_folder(path) is None:
         return _resolve_pattern_paths(path)
@@ -66,8 +69,8 @@ def _list_paths_of_files_read(path: str, cache: Cache) -> set[str]:
 
 
 def _resolve_pattern_paths(path: str) -> set[str]:
-    """Returns {real path} of a file or folder. For a pattern, returns the real paths of the files that fit it, or of
-    the pattern itself if its folder cannot be listed.
+    """Returns {real path} of a file or folder. For a pattern such as DIR/*.tar, returns the real paths of the files
+    that fit it; {real path of the pattern itself} if its folder cannot be listed.
     """
     if is_address(path) or find_pattern_folder(path) is None or os.path.exists(path):
         return {os.path.realpath(path)}

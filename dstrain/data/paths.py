@@ -8,8 +8,8 @@ from dstrain.recipe import Data
 
 
 def find_path_problems(data: Data) -> list[str]:
-    """Returns a message for each data.path or data.held_out_path, of all sources, that does not exist or holds no data;
-    [] if there are none. Also refuses data.held_out for built-in data. Does not check addresses and patterns.
+    """Returns a message for each data.path or data.held_out_path, of all sources, that does not exist or holds no data,
+    and for data.held_out of built-in data; [] if there are none. Does not check addresses and patterns.
     """
     parts = data.list_sources() or (data,)
     sections = [f"data.mixture[{number}]" for number in range(len(parts))] if data.mixture else ["data"]

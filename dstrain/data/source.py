@@ -102,8 +102,8 @@ class Source(ABC):
         """
 
     def compute_full_fingerprint(self) -> str:
-        """Returns a fingerprint that covers all files, by which a cache shows that it was made from these data. By
-        default the same as `compute_fingerprint`.
+        """Returns a fingerprint that covers all files of the data, so that a cache can prove from which data it was
+        made. Here the same as `compute_fingerprint`.
         """
         return self.compute_fingerprint()
 
@@ -117,8 +117,8 @@ class Source(ABC):
         return f"{words}, left out: {', '.join(f'{pattern} {count:,}' for pattern, count in self.left_out)}"
 
     def count_samples_by_source(self, seed: int, positions: int) -> dict[str, int]:
-        """Returns {name: count} of the sources of a mixture among the first `positions` samples that a training with
-        this `seed` takes; {} if the data are no mixture.
+        """Returns {name: count}: how many of the first `positions` samples of a training with this `seed` come from
+        each source of a mixture. Returns {} if the data are no mixture.
         """
         return {}
 
@@ -146,8 +146,8 @@ class Source(ABC):
         return "captions" if self.captioned else "no captions"
 
     def read_captions(self, index: int) -> tuple[str, ...]:
-        """Returns the captions of a sample, () if it has none. Here this reads the whole sample; some sources need not.
-        Raises BadSample if it cannot be read.
+        """Returns the captions of a sample, () if it has none. Reads the whole sample, unless a subclass has a quicker
+        way. Raises BadSample if it cannot be read.
         """
         packed = self[index].get("caption")
         return () if packed is None else (bytes(packed.numpy()).rstrip(b"\0").decode("utf-8", "replace"),)
@@ -170,7 +170,9 @@ class Source(ABC):
         return self
 
     def find_substitute(self, index: int, count: int) -> int:
-        """Returns the index `count` places after `index`, which goes round among the samples of the same shape."""
+        """Returns the index `count` places after `index` among the samples of its shape. After the last one of this
+        shape comes the first one.
+        """
         first, last = 0, 0
         for end in self.ends:
             first, last = last, end
@@ -203,8 +205,8 @@ class Source(ABC):
         """Reads the samples at `index` int64 (b,). Returns the batch, and (name, reason) of each sample that could not
         be read and was replaced by another. Raises ConfigError as `read_items`.
 
-        mirrored: bool (b,), True for samples to mirror left to right; None: none. chance: float32 (b,) or (b,
-        chance_count), see `read`.
+        mirrored: bool (b,), True for samples to mirror left to right; None: mirrors none
+        chance: float32 (b,) or (b, chance_count), see `read`
         """
         items, bad = read_items(self, index.tolist(), None if chance is None else chance.tolist())
         for place in () if mirrored is None else mirrored.nonzero()[:, 0].tolist():
@@ -219,11 +221,12 @@ class Source(ABC):
 
 
 def read_items(source: Source, indices: list[int], chances: list[Chance] | None = None) -> tuple[list[Item], Bad]:
-    """Reads the samples at `indices`; in place of one that cannot be read, the next sample of its shape. Returns the
+    """Reads the samples at `indices`. If one cannot be read, takes the next sample of its shape that can. Returns the
     items, and (name, reason) of each sample that could not be read.
 
-    chances: for each item the argument `chance` of Source.read; None: None for all. Raises ConfigError if 1000 samples
-    in a row cannot be read.
+    chances: for each item, the argument `chance` of Source.read; None: no item has one
+
+    Raises ConfigError if 1000 samples in a row cannot be read.
     """
     items, bad = [], []
     tries = min(len(source), _MAX_TRIES)
@@ -283,8 +286,10 @@ def sample_captions(source: Source, most: int = _SAMPLED) -> list[str]:
 
 
 def describe_truncated_captions(source: Source, reader: Any) -> list[str]:
-    """Returns a list with one line: how many captions are longer than `reader`, a system or a text encoder, can read.
-    Looks at no more than 1000 samples, evenly spaced. Returns [] if no caption is longer.
+    """Returns one line, in a list, that says how many captions are longer than a reader can read; [] if none is longer.
+    Looks at no more than 1000 samples, evenly spaced.
+
+    reader: a system or a text encoder
     """
     texts = sample_captions(source)
     line = (

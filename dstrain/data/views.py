@@ -16,8 +16,8 @@ class View(Source):
         self.where, self.check, self.left_out = whole.where, whole.check, whole.left_out
 
     def map_index(self, index: int | Tensor) -> int | Tensor:
-        """Returns the index in `whole` of the sample at `index` of this view: an int for an int, int64 (b,) for int64
-        (b,).
+        """Returns the index in `whole` of the sample at `index` of this view. Returns an int for an int, int64 (b,) for
+        int64 (b,).
         """
         return index
 
@@ -45,7 +45,7 @@ class View(Source):
         return self.whole.compute_fingerprint()
 
     def describe_samples(self) -> str:
-        """Returns the line about `whole`."""
+        """Returns the line of `whole` about its samples."""
         return self.whole.describe_samples()
 
 
@@ -85,12 +85,14 @@ class Spread(View):
         return self.num
 
     def map_index(self, index: int | Tensor) -> int | Tensor:
-        """Returns the index in `whole` of one of `num` evenly spaced samples."""
+        """Returns the index in `whole` of the sample at `index` of this view, whose samples are evenly spaced over
+        `whole`.
+        """
         return index * len(self.whole) // self.num
 
     @property
     def ends(self) -> tuple[int, ...]:
-        """Returns the index after the last sample of each shape, among the samples that are taken."""
+        """Returns the index, in this view, after the last sample of each shape."""
         return tuple(-(-end * self.num // len(self.whole)) for end in self.whole.ends)
 
     def describe_samples(self) -> str:
@@ -134,7 +136,7 @@ class Windows(View):
         return len(self.whole) * self.num
 
     def map_index(self, index: int | Tensor) -> int | Tensor:
-        """Returns the index in `whole` of the clip that a window is cut from."""
+        """Returns the index in `whole` of the clip from which the window at `index` is cut."""
         return index // self.num
 
     def __getitem__(self, index: int) -> Item:

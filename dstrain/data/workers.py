@@ -40,12 +40,13 @@ def make_worker_context() -> multiprocessing.context.BaseContext:
 
 @contextlib.contextmanager
 def guard_worker_start() -> Iterator[list[Callable[[], None]]]:
-    """A context manager for a block that starts workers. Yields a list, which after the block holds the functions that
-    remove the workers' semaphores, for `unlink_semaphores`. If the block raises, kills the workers that it has started.
+    """A context manager for a block that starts workers. Yields a list. After the block, the list holds functions that
+    remove the workers' semaphores; give it to `unlink_semaphores`. If the block raises, kills the workers that it has
+    started.
 
-    Within the block, the signals SIGTERM, SIGINT, SIGUSR1 and SIGHUP wait. The fork server and the workers inherit
-    this, so they ignore what a launcher sends to all processes. The main module is hidden, so that workers do not
-    import the launch script again.
+    Within the block, the signals SIGTERM, SIGINT, SIGUSR1 and SIGHUP are blocked. The workers inherit this, so that
+    they ignore a signal that a launcher sends to all processes. The main module is hidden, so that workers do not
+    import it again.
     """
     multiprocessing.resource_tracker.ensure_running()  # its start would lift the mask again
     main = sys.modules["__main__"]
@@ -82,8 +83,8 @@ def unlink_semaphores(unlinkers: list[Callable[[], None]]) -> None:
 
 
 def explain_worker_error(error: OSError | RuntimeError, count: int) -> ConfigError | NotRead:
-    """Returns the exception to raise for an `error` of `count` workers: ConfigError if /dev/shm is full, NotRead if a
-    worker was killed. Raises any other `error` again.
+    """Returns the exception to raise in place of `error`, which `count` workers have caused: ConfigError if /dev/shm is
+    full, NotRead if a worker was killed. Raises `error` again if it has another cause.
     """
     text = str(error)
     if "shared memory" in text or getattr(error, "errno", None) == errno.ENOSPC:  # 64 MB in a container of docker
@@ -118,10 +119,9 @@ def prepare_worker(_worker_id: int) -> None:
 
 def end_workers(reader: object) -> None:
     """Ends the workers of `reader`, the iterator of a DataLoader: asks them to stop, and kills those that still run
-    after 1 s. Does nothing if there are none, or if they have ended.
-
-    torch itself would wait five seconds for a worker that reads a slow file, and then send a signal that it ignores.
+    after 1 s. Does nothing if there are no workers, or if they have ended.
     """
+    # torch itself would wait five seconds for a worker that reads a slow file, and then send a signal that it ignores.
     processes = list(getattr(reader, "_workers", ()))
     if not processes or reader._shutdown:
         return

@@ -17,11 +17,13 @@ from dstrain.disk import owner
 @contextmanager
 def replace_file(path: str | os.PathLike, make: bool = True) -> Iterator[Path]:
     """A context manager that replaces a file in one step. Yields the path of an empty temporary file to fill. At the
-    end of the block this file is renamed to `path`, so that readers see the old content or all of the new. If the block
+    end of the block it is renamed to `path`, so that readers see either the old content or all of the new. If the block
     raises, `path` stays as it was.
 
-    make: creates the folder of `path`, too. A link at `path` is replaced, not followed. If several processes write
-    `path`, the last rename wins. Raises TakenAway if this process has lost its claim on the folder.
+    make: also creates the folder of `path`
+
+    A link at `path` is replaced, not followed. If several processes write `path`, the last rename wins. Raises
+    TakenAway if this process has lost its claim on the folder.
     """
     path = Path(path)
     owner.require_claim(path)
@@ -42,8 +44,10 @@ def replace_file(path: str | os.PathLike, make: bool = True) -> Iterator[Path]:
 
 
 def write_file(path: str | os.PathLike, content: str | bytes, make: bool = True) -> None:
-    """Writes `content` to a file, text as UTF-8, in one step: readers see the old content or all of the new. make:
-    creates the folder of `path`, too. Raises TakenAway if this process has lost its claim on the folder.
+    """Writes `content` to a file, text as UTF-8, in one step: readers see either the old content or all of the new.
+    Raises TakenAway if this process has lost its claim on the folder.
+
+    make: also creates the folder of `path`
     """
     with replace_file(path, make) as temporary:
         temporary.write_bytes(content.encode() if isinstance(content, str) else content)

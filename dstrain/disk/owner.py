@@ -65,8 +65,8 @@ class Claim:
 
 
 def make_mark() -> str:
-    """Returns a new unique name that says which process made it: MACHINE-PID-START-RANDOM, START being the process's
-    start time.
+    """Returns a new unique name that says which process made it: MACHINE-PID-START-RANDOM, where START is the time when
+    the process started.
     """
     pid = os.getpid()
     return f"{_hash_machine_identity()}-{pid}-{_read_start_time(pid)}-{secrets.token_hex(4)}"
@@ -90,8 +90,8 @@ def parse_final_name(path: Path) -> str | None:
 def remove_abandoned_files(folder: Path, name: str | None = None) -> None:
     """Removes the temporary files and folders in `folder` whose processes have ended. Ignores errors of the disk.
 
-    name: only those that would have been renamed to `name`. None: all of them, but only at the first call for this
-    folder in this process.
+    name: removes only those that were to be renamed to `name`; None: removes all, but only at the first call for this
+        folder in this process
     """
     if name is None:
         if (key := os.path.abspath(folder)) in _swept:
@@ -147,8 +147,8 @@ def release_holds() -> None:
 
 
 def is_held(path: Path) -> bool:
-    """Returns whether a living process, perhaps this one, has a Hold on `path`, since it reads there. Returns False if
-    the folder of `path` cannot be read. Removes holds of dead processes.
+    """Returns whether a living process, perhaps this one, protects `path` by a Hold while it reads there. Returns False
+    if the folder of `path` cannot be read. Removes the Holds of dead processes.
     """
     held = False
     with suppress(OSError):
@@ -192,11 +192,12 @@ def claim_folder(folder: Path, verb: str) -> Claim:
 
 
 def write_folder_identity(folder: Path, run: Path | None = None) -> Claim:
-    """Writes the file .run, which holds the identity of a run, into a folder that this process has claimed. Returns the
-    claim with this identity, which later writes compare.
+    """Writes the file .run, which holds the identity of a run, into a folder that this process has claimed. Keeps the
+    identity that the folder has. Makes a new one if it has none, or if it is a copy of another run's folder.
 
-    Keeps the identity that the folder has. Makes a new one if it has none, or if it is a copy of another run's folder.
-    run: takes the identity of this claimed folder of a run instead, whose files `folder` will hold.
+    run: the folder of a run, also claimed, whose identity to write instead, since `folder` will hold its files
+
+    Returns the claim with this identity. Later writes check that the folder still has it.
     """
     identity = None if find_other_run(folder, folder) else read_identity(folder)
     known = _claims[os.path.abspath(run)].record if run else f"{identity or secrets.token_hex(16)}\n"
@@ -207,11 +208,12 @@ def write_folder_identity(folder: Path, run: Path | None = None) -> Claim:
 
 
 def find_other_run(folder: Path, run: Path) -> str | None:
-    """Returns the path of the run to which `folder` belongs by its file .run, if that is another run than the one in
-    the folder `run`. Returns None if it is the same run, if there is no .run, or if `folder` is a copy.
+    """Returns the path of the run to which `folder` belongs, as its file .run says, if this is another run than that in
+    the folder `run`. Returns None if it is the same run, if there is no .run, if `folder` is a copy, or if something
+    else now lies at the path in .run.
 
-    A run that was moved is still the same: its folder has the same inode, or it is on another disk and nothing is left
-    at its former path. Returns None also if something else now lies at that path.
+    A run that was moved is still the same run: its folder has the same inode, or it is on another disk and nothing is
+    left at its former path.
     """
     identity, place, path, own, own_path = _read_lines(folder / IDENTITY)
     if _is_recorded_folder(run, place, path, IDENTITY, identity) or not _is_recorded_folder(
@@ -228,12 +230,12 @@ def _describe_folder_identity(folder: Path) -> str:
 
 
 def _is_recorded_folder(folder: Path, place: str, path: str, name: str, mark: str) -> bool:
-    """Returns whether `folder` is the one that a record describes by `place`, "DEVICE:INODE", and `path`: whether the
-    path is the same, or the inode is, as after a move. Returns True if `path` is empty, as in records of earlier
-    versions.
+    """Returns whether `folder` is the folder that a record describes, and not a copy: it has the recorded path, or was
+    moved and has the recorded inode. Returns True if `path` is empty, as in records of earlier versions.
 
-    A folder on another disk may have the same inode. So it counts as a copy if the file `name` at `path` still has this
-    `mark` as its first line.
+    place: the recorded "DEVICE:INODE"
+    path: the recorded path
+    name, mark: if the file `name` at the recorded path still begins with the line `mark`, `folder` is a copy
     """
     if path in ("", os.path.realpath(folder)):
         return True
@@ -254,23 +256,21 @@ def read_identity(folder: Path) -> str | None:
 
 
 def find_claim(folder: Path) -> Claim | None:
-    """Returns this process's claim on this folder; None if it has not claimed it. A claim on a folder above does not
-    count.
-    """
+    """Returns this process's claim on a folder; None if there is none. A claim on a parent folder does not count."""
     return _claims.get(os.path.abspath(folder))
 
 
 def register_claim(folder: Path, claim: Claim | None) -> None:
-    """Registers a claim of this process, or of another rank, on a folder: each later write of this process into the
-    folder first compares it. Does nothing if `claim` is None.
+    """Registers a claim on a folder, made by this process or another rank. From then on, each write of this process
+    into the folder first checks that the claim still holds. Does nothing if `claim` is None.
     """
     if claim is not None:
         _claims[os.path.abspath(folder)] = claim
 
 
 def release_folder(folder: Path) -> None:
-    """Gives up this process's claim on a folder. Removes the lease if this process made it, and not another rank. Does
-    nothing without a claim.
+    """Gives up this process's claim on a folder. Removes the lease file if this process has written it, but not if
+    another rank has. Does nothing without a claim.
     """
     folder = Path(os.path.abspath(folder))
     claim = _claims.pop(str(folder), None)
@@ -284,9 +284,9 @@ def release_folder(folder: Path) -> None:
 
 
 def require_claim(path: str | os.PathLike) -> None:
-    """Raises TakenAway if `path` is in a folder that this process has claimed, and if the folder was since removed,
-    moved or claimed by another process. Does nothing for other paths. Writes the folder's file .run again if it is
-    missing.
+    """Raises TakenAway if `path` lies in a folder that this process has claimed, and that was since removed, moved or
+    claimed by another process. Does nothing for other paths. Writes the file .run again if it is missing from the
+    folder.
     """
     place = os.path.abspath(path)
     for folder, claim in list(_claims.items()):
@@ -323,9 +323,7 @@ def _list_leases(folder: Path) -> dict[int, Path]:
 
 
 def _describe_lease(path: Path) -> str:
-    """Returns a phrase for messages about the owner of a lease: "COMMAND (process PID on HOST), by PATH OF THE
-    LEASE".
-    """
+    """Returns a phrase about the owner of the lease file `path`: "COMMAND (process PID on HOST), by PATH"."""
     mark, host, verb, *_ = _read_lines(path)
     match = re.fullmatch(_MARK, mark)
     return f"{verb or 'a command'} (process {match['pid']} on {host}), by {path}" if match else f"somebody, by {path}"
@@ -369,10 +367,9 @@ def _read_lines(path: Path) -> list[str]:
 
 def _is_dead(path: Path, patience: float) -> bool:
     """Returns whether the process that made a mark (a lease, a hold or a temporary file) has ended, or whether the mark
-    was copied here with its folder. Returns False if the mark no longer exists.
+    is a copy, made with its folder. Returns False if the mark no longer exists.
 
-    If the mark names no process of this machine, it is dead when nobody has touched it for more than `patience`
-    seconds.
+    patience: for a mark that names no process of this machine: it is dead if nobody has touched it for so many seconds
     """
     try:
         named = _NAMED.fullmatch(path.name)
@@ -389,8 +386,8 @@ def _is_dead(path: Path, patience: float) -> bool:
 
 
 def _stays_untouched(path: Path) -> bool:
-    """Waits SILENT_SECONDS. Returns whether the file's time of change is the same as before. For a file whose time lies
-    in the future, so that it has no age.
+    """Waits SILENT_SECONDS (30). Returns whether nobody has changed the file in this time. Use it for a file whose time
+    of change lies in the future, so that it has no age.
     """
     before = os.lstat(path).st_mtime_ns
     time.sleep(SILENT_SECONDS)
@@ -415,7 +412,7 @@ def _measure_age(path: Path) -> float:
 
 
 def _start_touching(path: Path) -> None:
-    """Starts a thread that sets the file's time of change anew every BEAT_SECONDS, until `_stop_touching`."""
+    """Starts a thread that renews the file's time of change every BEAT_SECONDS (5), until `_stop_touching`."""
     _touched[str(path)] = ended = threading.Event()
 
     def touch_until_ended() -> None:
@@ -439,7 +436,9 @@ def _remove_mark(path: Path) -> None:
 
 @cache
 def _hash_machine_identity() -> str:
-    """Returns 8 hex digits of a hash of host name, boot and container. A process id is unique where they are equal."""
+    """Returns 8 hex digits: a hash of host name, boot and container. Among processes with the same hash, a process id
+    is unique.
+    """
     words = [socket.gethostname()]
     with suppress(OSError):
         words.append(Path("/proc/sys/kernel/random/boot_id").read_text())

@@ -6,8 +6,8 @@ from typing import Any
 
 
 def render_sealed_json(body: dict[str, Any]) -> bytes:
-    """Returns the bytes of a JSON file {"hash": ..., "body": ...}, the hash being that of the body's text. Equal bodies
-    give equal bytes.
+    """Returns the bytes of a JSON file {"hash": ..., "body": ...} with a hash of the body's text. Equal bodies give
+    equal bytes.
     """
     body = json.loads(json.dumps(body))  # keys become text, then are sorted
     text = json.dumps(body, sort_keys=True, indent=1)

@@ -58,11 +58,11 @@ class Emoji(Source):
         return [names[row] for row in self.rows]
 
     def find_row(self, index: int) -> int:
-        """Returns the row of a sample of this split in the table of all built-in pairs."""
+        """Returns the row, in the table of all built-in pairs, of the sample at `index` of this split."""
         return int(self.rows[index])
 
     def name_sample(self, index: int) -> str:
-        """Returns "builtin:emoji/ROW", the row being that of the table of all built-in pairs."""
+        """Returns "builtin:emoji/ROW", where ROW is the sample's row in the table of all built-in pairs."""
         return f"{EMOJI}/{self.find_row(index)}"
 
     def compute_fingerprint(self) -> str:

@@ -24,8 +24,10 @@ _BACKGROUND, _LIGHT = 25, 150  # of 255: the brightest background, and the mean 
 
 
 def find_shades(images: torch.Tensor) -> torch.Tensor:
-    """Returns whether each clothing item is dark (0) or light (1): int64 (N,), indices into SHADES. It is light if the
-    mean of its pixels is 150 or more. images: uint8 (N, H, W), items on black; pixels up to 25 are background.
+    """Returns whether each clothing item is dark (0) or light (1): int64 (N,), indices into SHADES. An item is light if
+    its pixels have a mean of 150 or more.
+
+    images: uint8 (N, H, W), items on black; pixels up to 25 are background and do not count
     """
     pixels = images.flatten(1).double()
     item = pixels > _BACKGROUND
@@ -43,8 +45,8 @@ def list_captions() -> dict[str, tuple[int, int]]:
 
 @cache
 def _unpack_split(split: str) -> tuple[bytes, np.ndarray]:
-    """Returns (pixels, labels) of a split: bytes of 28 x 28 for each image, and an array of classes. Keeps the result,
-    since a command opens a split several times.
+    """Returns the images and labels of a split: 28 x 28 bytes for each image, and an array of class numbers. Keeps the
+    result for later calls.
     """
     with np.load(Path(__file__).parent / "fashion-mini.npz") as file:
         return lzma.decompress(file[split].tobytes()), file[f"{split}_label"]

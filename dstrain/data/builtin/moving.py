@@ -90,8 +90,8 @@ class MovingFashion(Source):
         return make_caption(FASHION[int(self.items.labels[number])], motion)
 
     def _find_item_and_motion(self, index: int) -> tuple[int, str]:
-        """Returns (index of the clip's clothing item in `items`, its motion, a key of MOTIONS). Raises IndexError if
-        there is no such clip.
+        """Returns (index in `items` of the clothing item that a clip shows, name of its motion, such as "moving left").
+        Raises IndexError if there is no such clip.
         """
         if not 0 <= index < len(self):
             raise IndexError(index)
@@ -129,7 +129,9 @@ class MovingFashion(Source):
         return np.bincount(self.items.labels[self.permutation // len(MOTIONS)], minlength=len(FASHION))
 
     def compute_fingerprint(self) -> str:
-        """Returns a short string that changes if the clips change, with a hash of the order if some are left out."""
+        """Returns a short string that changes if the clips change. If data.leave_out is set, it includes a hash of the
+        clips that are left.
+        """
         left_out = (
             f" left out={blake2b(self.permutation.tobytes(), digest_size=8).hexdigest()}" if self.leave_out else ""
         )
@@ -153,8 +155,11 @@ def list_captions() -> dict[str, tuple[int, int]]:
 
 
 def _paste_item(item: Tensor, x: Tensor, y: Tensor, height: int, width: int) -> Tensor:
-    """Returns a video uint8 (T, height, width) of `item`, uint8 (S, S), on black. x, y: float32 (T,), the item's upper
-    left corner in each frame, in pixels; between whole pixels it is interpolated bilinearly.
+    """Draws a clothing item into each frame of a black video, and returns the video, uint8 (T, height, width).
+    Interpolates the item bilinearly between whole pixels.
+
+    item: uint8 (S, S)
+    x, y: the item's upper left corner in each frame, in pixels, float32 (T,) each
     """
     side, frames = len(item), torch.zeros(len(x), height + 1, width + 1)
     near = F.pad(item.float(), (1, 1, 1, 1))  # (S + 2, S + 2)

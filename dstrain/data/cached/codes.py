@@ -67,8 +67,8 @@ def _require_flips(data: Data, encoding: dict[str, Any]) -> None:
 
 
 def open_codes(data: Data, verify: bool) -> tuple[Latents, Latents | None]:
-    """Opens the cached codes to train on, and the held-out ones, None if nothing is held out. verify: also compares
-    hashes, see `Latents.verify_shards`.
+    """Opens the cached codes at data.path. Returns (training source, held-out source, or None if nothing is held out).
+    verify: also compares hashes, see `Latents.verify_shards`.
 
     Raises ConfigError as `Latents`, and if the codes at data.held_out_path were encoded in another way than those at
     data.path, or have other classes.

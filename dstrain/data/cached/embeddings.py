@@ -48,12 +48,15 @@ def has_embedding_pairs(path: str | Path) -> bool:
 
 
 def open_pairs(path: str | Path, splits: tuple[float, ...], split: str, world: int = 1) -> "Pairs | None":
-    """Opens one split of pairs (text embedding, image embedding); None if the split has no pairs. split: "train",
-    "validation", "test", or "all" for every pair. splits: the shares of the first three.
+    """Opens one split of the pairs (text embedding, image embedding) at `path`. Returns None if the split has no pairs.
+
+    splits: the shares of the splits "train", "validation" and "test"
+    split: one of these names, or "all" for every pair
+    world: the number of ranks
 
     Raises ConfigError if the folder has another layout, if files or rows do not match, if the shares do not sum to 1,
-    or if a split has fewer pairs than `world`, the number of ranks. A row with NaN, infinity or only zeros raises
-    ConfigError here if the data have at most 64 MB, and BadSample later if they are larger.
+    or if a split has fewer pairs than `world`. A row with NaN, infinity or only zeros raises ConfigError here if the
+    data have at most 64 MB; if they are larger, reading the row raises BadSample.
     """
     pairs = open_all_pairs(path)
     begin, end = (
@@ -78,8 +81,8 @@ def read_encoder_fingerprint(path: str | Path) -> str | None:
 
 
 def read_data_fingerprint(path: str | Path) -> str | None:
-    """Returns the fingerprint of the images of which the embeddings in a folder were made, from its pairs.json; None if
-    that is missing or has none.
+    """Returns the fingerprint of the images from which the embeddings in a folder were made, as its pairs.json holds
+    it. Returns None if pairs.json is missing or holds no such fingerprint.
     """
     return (read_pairs_plan(Path(path) / PLAN) or {}).get("data")
 
@@ -125,7 +128,7 @@ class Pairs(Source):
         return f"{len(self):,} of {len(self.stored):,} {self.noun}: {', '.join(names)}"
 
     def _find_row(self, index: int) -> int:
-        """Returns the row of a sample of this split in the tables of all pairs."""
+        """Returns the row, in the tables of all pairs, of the sample at `index` of this split."""
         return int(self.rows[index]) if self.rows is not None else self.permutation.index_at(self.begin + index)
 
 
@@ -174,9 +177,9 @@ class Stored:
     def compute_fingerprint(self) -> str:
         """Returns "shards=HASH rows=HASH".
 
-        The first hash covers of each file its name, length, first and last row; of a file of captions its size and both
-        ends. The second covers rows of embeddings: all, or 256 of each table if the tables have more than 64 MB
-        together; none of the built-in data.
+        The first hash covers the name, length, first and last row of each file of embeddings, and the name, length,
+        size and both ends of each file of captions. The second hash covers rows of embeddings: all if all tables
+        together have at most 64 MB, else 256 of each table. It covers no rows of the built-in data.
         """
         digest, rows = blake2b(digest_size=8), blake2b(digest_size=8)
         for part in (*self.tables.values(), *([self.captions] if self.captions else [])):
@@ -187,7 +190,7 @@ class Stored:
 
 
 def _open_folder(root: Path) -> Stored:
-    """Opens the embeddings in a folder; also the captions if models read them. Raises ConfigError if the folder has
+    """Opens the embeddings in a folder, and also the captions if models read them. Raises ConfigError if the folder has
     another layout, if `dstrain encode` has not finished it, or if files or rows do not match.
     """
     if not has_embedding_pairs(root):
@@ -244,9 +247,11 @@ def read_pairs_plan(path: Path) -> dict[str, Any] | None:
 
 
 def _require_matching_files(first: Table, other: Any) -> None:
-    """Raises ConfigError unless two tables have as many files, with as many rows each, and with the same numbers at the
-    ends of their names. Words at the ends must be equal only if both folders share one. The message names the first
-    difference.
+    """Raises ConfigError unless the files of two tables match one by one: as many files, with as many rows each, and
+    with the same numbers at the ends of their names. The message names the first difference.
+
+    Files whose names end in different words, such as part_images and part_texts, match; but if the two tables have any
+    ending in common, all endings must be equal.
     """
     ends, others = ([_find_name_end(name) for name in names] for names in (first.names, other.names))
     for a, b, x, y in zip(first.names, other.names, ends, others):
@@ -284,15 +289,15 @@ def _list_numbered_files(root: Path, folder: str, suffix: str) -> list[str]:
 
 
 def _find_name_end(name: str) -> str:
-    """Returns what stands between the last underscore of a file's name and its suffix; a number without leading
-    zeros.
+    """Returns the part of a file's name between its last underscore and its suffix, such as "images". A number loses
+    its leading zeros. Returns all before the suffix if there is no underscore.
     """
     word = Path(name).stem.rpartition("_")[2]
     return str(int(word)) if word.isdigit() else word
 
 
 def open_builtin_pairs() -> Stored:
-    """Returns the built-in pairs of embeddings. Row n belongs to the caption of row n of `read_builtin_captions`."""
+    """Returns the built-in pairs of embeddings. `read_builtin_captions` says which caption each row belongs to."""
     with np.load(_FILE) as file:
         tables = {}
         for key, name in (("image_embed", "image"), ("text_embed", "text")):
@@ -311,8 +316,8 @@ def read_builtin_captions() -> dict[str, int]:
 
 
 def _compute_split_bounds(count: int, splits: tuple[float, ...], world: int) -> list[tuple[int, int]]:
-    """Returns (first row, last row + 1) of "train", "validation" and "test" among `count` rows. splits: their shares.
-    The bounds are the cumulative shares of `count`, rounded.
+    """Divides `count` rows into the splits "train", "validation" and "test", by their shares `splits`. Returns (first
+    row, last row + 1) of each. The bounds are the cumulative shares of `count`, rounded.
 
     Raises ConfigError if the shares do not sum to 1, or if a split has fewer rows than `world`. Only validation and
     test may have the share 0.

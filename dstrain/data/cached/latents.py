@@ -128,10 +128,12 @@ class Latents(Source):
     def read_codes(
         self, index: Tensor, mirrored: Tensor | None = None, chance: Tensor | None = None
     ) -> dict[str, Tensor]:
-        """Reads the samples at `index` int64 (b,) as a batch. mirrored: bool (b,), True to read the codes of the
-        mirrored image; None: of none.
+        """Reads the samples at `index` int64 (b,) as a batch.
 
-        chance: float (b, 2) in [0, 1), which choose a crop and a caption of each sample; None takes the first ones.
+        mirrored: bool (b,), True to read the codes of the mirrored image; None: mirrors no image
+        chance: float (b, 2) in [0, 1); column 0 chooses a crop of each sample, column 1 a caption. None: takes the
+            first ones
+
         Raises ConfigError if `mirrored` has a True and the folder has no codes of mirrored images.
         """
         shards, rows, codes_rows = self._locate_rows(index, mirrored, chance)
@@ -165,8 +167,12 @@ class Latents(Source):
     def _locate_rows(
         self, index: Tensor, mirrored: Tensor | None, chance: Tensor | None
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Returns for each sample: the number of its shard, its row in the shard, and the row of its codes, of which it
-        has one for each crop and each mirroring. Three int64 (b,). Arguments and errors are as in `read_codes`.
+        """Finds samples in the shards. Arguments and errors are as in `read_codes`. Returns for each sample, int64 (b,)
+        each:
+
+        the number of its shard
+        its row among the samples of the shard
+        its row among the codes of the shard, where a sample has one row for each crop and each mirroring
         """
         number = index.numpy() if self.members is None else self.members.find_members(index.numpy())
         flip = np.zeros(len(number), np.int64) if mirrored is None else mirrored.numpy().astype(np.int64)
@@ -177,19 +183,22 @@ class Latents(Source):
         return shards, rows, (rows * self.crops + crop) * self.encoding["flips"] + flip
 
     def _choose_text_rows(self, rows: np.ndarray, chance: Tensor | None, counts: Tensor | None) -> np.ndarray:
-        """Returns for each sample the row of one of its captions in the shard's table of texts: int64 (b,). rows: the
-        samples' rows in their shards.
+        """Chooses a caption of each sample. Returns the rows of these captions in the shards' tables of texts: int64
+        (b,).
 
-        chance: float (b, 2); column 1 chooses among a sample's first counts[i] captions. If `chance` or `counts` is
-        None, takes the first caption.
+        rows: the samples' rows in their shards
+        chance: float (b, 2); column 1 chooses a caption
+        counts: how many captions each sample has
+
+        If `chance` or `counts` is None, takes the first caption.
         """
         if counts is None or chance is None:
             return rows * self.num_captions
         return rows * self.num_captions + (chance[:, 1].double().numpy() * counts.numpy()).astype(np.int64)
 
     def prefetch(self, index: Tensor, mirrored: Tensor | None = None, chance: Tensor | None = None) -> None:
-        """Asks the kernel to read what `read_batch` with the same arguments needs, and does not wait. That includes all
-        captions of a sample.
+        """Asks the kernel to read what `read_batch` with the same arguments needs, and does not wait. Asks for all
+        captions of a sample, whichever `chance` chooses.
         """
         shards, rows, codes_rows = self._locate_rows(index, mirrored, chance)
         for shard in np.unique(shards).tolist():
@@ -209,8 +218,8 @@ class Latents(Source):
         return self.read_codes(index, mirrored, chance), []
 
     def describe_samples(self) -> str:
-        """Returns a line about the cache. It says so if unreadable files were replaced, or captions cut off, when it
-        was made.
+        """Returns a line about the cache. The line also says how many unreadable files were replaced when the cache was
+        made, and whether captions were cut off.
         """
         words = super().describe_samples()
         if self.unreadable:
@@ -248,8 +257,9 @@ class Latents(Source):
         return arrays
 
     def _map_shard(self, number: int) -> Arrays:
-        """Returns the arrays of a shard by name, mapped into memory, codes and texts as rows. Raises ConfigError if one
-        has another shape than the encoding says.
+        """Returns the arrays of a shard by name, mapped into memory. "codes" has a row for each crop and each mirroring
+        of a sample, an array of texts a row for each caption. Raises ConfigError if an array has another shape than the
+        encoding says.
         """
         path, encoding = self.path / name_shard(number), self.encoding
         rows = min(encoding["shard_size"], encoding["number"] - number * encoding["shard_size"])
@@ -268,8 +278,8 @@ class Latents(Source):
         return arrays | {"codes": arrays[codes].reshape(rows * self.crops * encoding["flips"], -1)}
 
     def verify_shards(self) -> None:
-        """Compares the hashes of all shards, or of randomly chosen ones of 4 GiB together if there are more. Raises
-        ConfigError, which names the first damaged shard.
+        """Checks the shards by their hashes. If all shards together have more than 4 GiB, checks some, chosen at
+        random, of at most 4 GiB together. Raises ConfigError, which names the first damaged shard.
         """
         shards, left = read_index(self.path)["shards"], _VERIFIED
         order = np.random.default_rng(time.time_ns()).permutation(len(shards))
@@ -305,8 +315,10 @@ def _count_mappable_shards() -> int:
 
 
 def _copy_rows(opened: dict[int, np.ndarray], shards: np.ndarray, rows: np.ndarray) -> np.ndarray:
-    """Returns copies of the rows opened[shards[i]][rows[i]] as one array (n, ...). opened: one array of each shard.
-    Captions of shards with shorter ones are filled up with zeros.
+    """Returns the rows opened[shards[i]][rows[i]] as one array (n, ...), a copy. If shards differ in the length of
+    captions, fills the shorter rows up with zeros.
+
+    opened: the array of each shard, by the shard's number
     """
     if len(opened) == 1:
         return next(iter(opened.values()))[rows]
@@ -320,8 +332,8 @@ def _copy_rows(opened: dict[int, np.ndarray], shards: np.ndarray, rows: np.ndarr
 
 
 def _find_other_array_shapes(encoding: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Returns {name: shape} of what a shard holds of each sample besides its codes and label, such as captions and text
-    encodings.
+    """Returns {name: shape} of what a shard holds of one sample besides its codes and its label, such as captions and
+    text encodings.
     """
     shapes: dict[str, tuple[int, ...]] = {"frames": ()} if "num_frames" in encoding else {}
     several = (encoding["num_captions"],) if "num_captions" in encoding else ()
@@ -336,8 +348,12 @@ def _find_other_array_shapes(encoding: dict[str, Any]) -> dict[str, tuple[int, .
 
 
 def _find_codes_shape(encoding: dict[str, Any]) -> tuple[int, ...]:
-    """Returns the shape of the codes of one image or clip in a shard. Latents: (2, C, h, w), mean and standard
-    deviation, or (1, C, h, w) if samples were stored. Tokens: (h, w) or (t, h, w).
+    """Returns the shape of the codes of one image or clip in a shard:
+
+    (2, C, h, w)   latents, as mean and standard deviation
+    (1, C, h, w)   latents, sampled once when they were encoded
+    (h, w)   tokens of an image
+    (t, h, w)   tokens of a clip
     """
     moments = (encoding.get("moments", 2),) if encoding["kind"] == "latents" else ()
     return (*moments, *encoding["shape"])

@@ -46,7 +46,7 @@ class Rows:
 
     @cached_property
     def ends(self) -> np.ndarray:
-        """Returns the number after the last row of each file, numbered through all files."""
+        """Returns for each file the number after its last row. Rows are numbered through all files."""
         return np.cumsum(self.lengths)
 
     def locate_row(self, row: int) -> tuple[int, int]:
@@ -122,9 +122,7 @@ class Table(Rows):
                 )
 
     def hash_ends_into(self, digest: Any) -> None:
-        """Updates the hash object `digest` with the name, length and row shape of each file, and its first and last
-        row.
-        """
+        """Updates the hash object `digest` with each file's name, length, row shape, first row and last row."""
         for number, name in enumerate(self.names):
             last = int(self.ends[number]) - 1
             ends = b"".join(np.array(self[row]).tobytes() for row in (last + 1 - self.lengths[number], last))
@@ -182,9 +180,7 @@ def read_embeddings(path: Path) -> Tensor:
 
 
 def convert_to_float32(values: np.ndarray) -> np.ndarray:
-    """Returns a float32 copy of an array, with infinity for values beyond float32's range; of a bool array a bool
-    copy.
-    """
+    """Returns a copy of an array as float32, or as bool if it is bool. Values too large for float32 become infinity."""
     with np.errstate(over="ignore"):
         return np.array(values, dtype=bool if values.dtype == bool else np.float32)
 
@@ -218,7 +214,7 @@ class Captions(Rows):
 
     @staticmethod
     def has_captions(root: Path, names: list[str]) -> bool:
-        """Returns whether all files have a column of captions. Returns True also if a file cannot be read: the
+        """Returns whether every file has a column of captions. Returns True if reading a file fails: then the
         constructor will raise the error.
         """
         try:
@@ -242,7 +238,7 @@ class Captions(Rows):
         return pack_caption(text)
 
     def hash_ends_into(self, digest: Any) -> None:
-        """Updates the hash object `digest` with the name, number of rows, size, first and last 64 KiB of each file."""
+        """Updates the hash object `digest` with each file's name, number of rows, size, first and last 64 KiB."""
         for name, length in zip(self.names, self.lengths):
             with open(self.root / name, "rb") as file:
                 head = file.read(_ENDS)
@@ -258,9 +254,10 @@ def pack_caption(caption: str) -> Tensor:
 
 
 def find_faulty_row(rows: np.ndarray, key: str) -> tuple[int, str] | None:
-    """Returns (number, reason) of a faulty row of `rows` (n, ...); None if there is none. Looks for NaN and infinity
-    first, then for rows of zeros, which only text encodings may have. Rows of bool are never faulty. key: the table's
-    name.
+    """Returns (number, reason) of a faulty row of `rows` (n, ...); None if there is none. A row is faulty if it has NaN
+    or infinity, or if it is all zeros and no text encoding. Rows of bool are never faulty.
+
+    key: the name of the table, such as "image_embed" or "text_encodings"
     """
     if rows.dtype == np.bool_:
         return None

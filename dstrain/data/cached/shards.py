@@ -71,8 +71,8 @@ def name_shard(number: int) -> str:
 
 
 def pack_shard(arrays: Arrays, facts: dict[str, Any]) -> bytes:
-    """Returns the bytes of a shard, a safetensors file. Its header has the JSON values `facts`, and a hash of facts and
-    arrays.
+    """Packs arrays into a shard, a safetensors file, and returns its bytes. The header holds the JSON values `facts`,
+    and a hash of facts and arrays.
     """
     # safetensors writes an array's memory as it lies, so the layout must be C-contiguous.
     arrays = {name: np.ascontiguousarray(arrays[name]) for name in sorted(arrays)}
@@ -85,8 +85,11 @@ def pack_shard(arrays: Arrays, facts: dict[str, Any]) -> bytes:
 
 
 def parse_shard_metadata(data: bytes) -> dict[str, Any]:
-    """Returns the metadata in the bytes of a shard: the facts of `pack_shard`, "hash", "labels" (how often each label
-    occurs), and "cut" (whether an older version may have cut captions off).
+    """Checks the bytes of a shard against their hash, and returns its metadata: the `facts` given to `pack_shard`, and
+
+    "hash": the hash of facts and arrays
+    "labels": (label, how often it occurs) of each label
+    "cut": whether an older version of dstrain may have cut captions off
 
     Raises ConfigError if a byte is missing or altered.
     """
@@ -102,8 +105,9 @@ def parse_shard_metadata(data: bytes) -> dict[str, Any]:
 
 
 def read_header_metadata(path: Path) -> dict[str, Any] | None:
-    """Returns the metadata of a shard from its header: the facts of `pack_shard`, "hash", and "labels" (how often each
-    label occurs). Returns None if the file cannot be read or is no shard. Does not compare the hash.
+    """Returns the metadata of a shard, without comparing its hash: the `facts` given to `pack_shard`, "hash", and
+    "labels", which is (label, how often it occurs) of each label. Returns None if the file cannot be read or is no
+    shard.
     """
     try:
         if not path.is_file():  # a FIFO would wait for ever
@@ -126,9 +130,10 @@ def _count_labels(labels: np.ndarray) -> list[tuple[int, int]]:
 
 
 def read_verified_metadata(path: Path, entry: dict[str, Any] | None = None) -> dict[str, Any]:
-    """Returns the metadata of a shard, as `parse_shard_metadata`, after checking every byte. entry: the shard's entry
-    in the index; None if there is no index yet. Raises ConfigError, which names the file, if the shard is missing or
-    damaged, or is not the one of the entry.
+    """Checks every byte of a shard, and returns its metadata as `parse_shard_metadata` does. Raises ConfigError, which
+    names the file, if the shard is missing or damaged, or if its hash is not that of `entry`.
+
+    entry: the shard's entry in index.json; None if there is no index yet
     """
     try:
         facts = parse_shard_metadata(path.read_bytes())
@@ -142,15 +147,15 @@ def read_verified_metadata(path: Path, entry: dict[str, Any] | None = None) -> d
 
 
 def read_encoding_hash(path: Path) -> str | None:
-    """Returns the hash of the encoding, see `hash_encoding`, from a shard's header; None if the header cannot be read
-    or has none.
+    """Returns the hash of the encoding (see `hash_encoding`) that a shard's header holds. Returns None if the header
+    cannot be read or holds none.
     """
     return (read_header_metadata(path) or {}).get("encoding")
 
 
 def make_shard_record(path: Path, facts: dict[str, Any]) -> dict[str, Any]:
-    """Returns what `make_index_body` needs of a shard: "name", "size" in bytes, and of `facts` "hash", "sums", "bad",
-    "labels" and "caption_bytes", if they are there.
+    """Returns the record of a shard that `make_index_body` takes: "name", "size" in bytes, and from `facts` those of
+    "hash", "sums", "bad", "labels" and "caption_bytes" that it has.
     """
     return {
         "name": path.name,
@@ -160,8 +165,8 @@ def make_shard_record(path: Path, facts: dict[str, Any]) -> dict[str, Any]:
 
 
 def join_arrays(parts: list[Arrays]) -> Arrays:
-    """Joins the arrays of several batches, by name, to those of a shard. Captions are filled up with zeros to the
-    longest, and to 512 bytes at least.
+    """Joins the arrays of several batches, by name, to the arrays of one shard. Captions are filled up with zeros to
+    the length of the longest, and to 512 bytes at least.
     """
     wide = max(CAPTION_BYTES, *(part["caption"].shape[-1] for part in parts if "caption" in part), 0)
     return {name: np.concatenate([_pad_captions(part[name], name, wide) for part in parts]) for name in parts[0]}
@@ -177,12 +182,13 @@ Layout = dict[str, tuple[slice, type, list[int]]]  # of each array: bytes after 
 
 
 def map_shard(path: Path, size: int, layouts: dict[Any, Layout], kind: tuple[int, int]) -> Arrays:
-    """Returns the arrays of a shard by name, mapped into memory read-only. size: the file's size in bytes. kind:
-    (number of samples, bytes of a caption) in the shard.
+    """Maps a shard into memory, read-only, and returns its arrays by name.
 
-    Shards of one folder and one kind have the same layout. So only the header of the first is read, and its layout is
-    added to `layouts`. Raises ConfigError, which names the file, if it is missing or no shard; NotRead if the storage
-    fails.
+    size: the file's size in bytes
+    layouts: the layouts that are known, by kind; an unknown one is read from the header and added
+    kind: (number of samples, bytes of a caption); shards of one folder and one kind have the same layout
+
+    Raises ConfigError, which names the file, if it is missing or no shard; NotRead if the storage fails.
     """
 
     def read_content() -> np.ndarray:
@@ -211,9 +217,8 @@ def map_shard(path: Path, size: int, layouts: dict[Any, Layout], kind: tuple[int
 
 
 def prefetch_rows(array: np.ndarray, rows: np.ndarray) -> None:
-    """Asks the kernel to read rows of an array from `map_shard` into memory, and does not wait. rows: int64 (n,).
-    Without this, reading each row would wait for the disk.
-    """
+    """Asks the kernel to read rows of an array from `map_shard` into memory, and does not wait. rows: int64 (n,)."""
+    # Without this, reading each row would wait for the disk.
     whole = array
     while isinstance(whole.base, np.ndarray):
         whole = whole.base
@@ -224,7 +229,9 @@ def prefetch_rows(array: np.ndarray, rows: np.ndarray) -> None:
 
 
 def _read_layout(file: BinaryIO) -> Layout:
-    """Returns {name: (bytes after the header, dtype, shape)} of the arrays of an open shard."""
+    """Returns {name: (range of bytes, counted from the end of the header, dtype, shape)} of the arrays of an open
+    shard.
+    """
     header = _read_header(file)
     header.pop("__metadata__", None)
     return {
@@ -233,8 +240,8 @@ def _read_layout(file: BinaryIO) -> Layout:
 
 
 def _read_header(file: BinaryIO) -> dict[str, Any]:
-    """Returns the JSON header of an open shard, and leaves the file's position at the first array. Raises ConfigError
-    if there is no header or it is cut off, ValueError if it is no JSON.
+    """Returns the JSON header of an open shard. Leaves the file's position at the first array. Raises ConfigError if
+    the header is missing or cut off, ValueError if it is not JSON.
     """
     word = file.read(8)
     length = int.from_bytes(word, "little")
@@ -247,11 +254,14 @@ def _read_header(file: BinaryIO) -> dict[str, Any]:
 
 
 def summarize_codes(codes: np.ndarray) -> dict[str, Any]:
-    """Returns sums over the codes of one shard, from which statistics are computed. codes: int32 tokens, or latents (n,
-    views, 1 or 2, C, h, w), means and perhaps standard deviations.
+    """Returns sums over the codes of one shard, for statistics of all shards:
 
-    For latents "first" is the sum of the means of each channel, "second" the sum of mean^2 + variance. For tokens
-    "largest" is the largest id.
+    "first": for latents, the sum of the means of each channel
+    "second": for latents, the sum of mean^2 + variance of each channel
+    "largest": for tokens, the largest id
+
+    codes: int32 tokens; or latents (n, views, 1 or 2, C, h, w): the mean, and if there are 2 the standard deviation. A
+        view is a crop, mirrored or not.
     """
     if codes.dtype == np.int32:
         return {"largest": int(codes.max())}
@@ -262,11 +272,13 @@ def summarize_codes(codes: np.ndarray) -> dict[str, Any]:
 
 
 def compute_statistics(shards: list[dict[str, list[float]]], count: int) -> dict[str, Any]:
-    """Returns "mean" and "std" of all latents, "scaling_factor" = 1 / std (Rombach et al. 2022, appendix G), and
-    "channel_mean" and "channel_std".
+    """Returns statistics of the latents of all shards: "mean", "std", "channel_mean", "channel_std", and
+    "scaling_factor" = 1 / std (Rombach et al. 2022, appendix G). The order of the shards does not matter.
 
-    shards: the result of `summarize_codes` of each shard. count: number of values of a channel in all shards. The sums
-    are exact, so their order does not matter. Raises ConfigError if std is 0 or not finite.
+    shards: what `summarize_codes` returns for each shard
+    count: the number of values of one channel in all shards
+
+    Raises ConfigError if std is 0 or not finite.
     """
     first = [math.fsum(values) for values in zip(*(shard["first"] for shard in shards))]
     second = [math.fsum(values) for values in zip(*(shard["second"] for shard in shards))]
@@ -289,8 +301,8 @@ def compute_statistics(shards: list[dict[str, list[float]]], count: int) -> dict
 
 
 def hash_encoding(encoding: dict[str, Any]) -> str:
-    """Returns a hash of an encoding, the dict that says what was encoded by which model and how. Each of its shards has
-    this hash in its header.
+    """Returns a hash of `encoding`, the dict that says what was encoded, by which model and how. The header of each
+    shard holds this hash.
     """
     return hashlib.blake2b(json.dumps(encoding, sort_keys=True).encode(), digest_size=16).hexdigest()
 
@@ -299,11 +311,13 @@ def make_index_body(
     encoding: dict[str, Any], classes: list[str] | None, records: list[dict[str, Any]], versions: dict[str, str]
 ) -> dict[str, Any]:
     """Returns the content of a cache's index.json: the encoding, statistics of the codes, classes and their counts, the
-    shards, and the files that could not be read. Raises ConfigError if the latents' standard deviation is 0 or not
-    finite.
+    shards, and the files that could not be read.
 
-    records: of each shard, in order, from `make_shard_record`. classes: their names; None: the numbers from 0 to the
-    largest label. versions: by package.
+    classes: names of the classes; None: the numbers from 0 to the largest label
+    records: what `make_shard_record` returns for each shard, in order
+    versions: version of each package
+
+    Raises ConfigError if the latents' standard deviation is 0 or not finite.
     """
     summed = [record["sums"] for record in records]
     if encoding["kind"] == "tokens":
@@ -349,8 +363,8 @@ def is_output_of_encode(folder: Path) -> bool:
 
 
 def read_earlier_encoding(folder: Path) -> dict[str, Any] | None:
-    """Returns the content of encoding.json in a folder; if that is missing or damaged, {"encoding": ...} from
-    index.json; None if both are.
+    """Returns the content of encoding.json in a folder. If that file is missing or damaged, returns {"encoding": ...}
+    with the encoding in index.json. Returns None if index.json is missing or damaged, too.
     """
     try:
         content = json.loads((folder / ENCODING).read_text(encoding="utf-8"))
@@ -365,8 +379,8 @@ def read_earlier_encoding(folder: Path) -> dict[str, Any] | None:
 
 
 def list_foreign_names(folder: Path) -> list[str]:
-    """Returns the sorted names of files and folders in a folder that `dstrain encode` has not written; all of them if
-    it has not written there at all. Leaves out hidden ones.
+    """Returns the sorted names of a folder's entries, without those that `dstrain encode` uses if it has written into
+    this folder. Leaves out hidden entries.
     """
     names = sorted(entry.name for entry in folder.iterdir() if entry.name[0] != ".")
     return [name for name in names if not _NAMES.fullmatch(name)] if is_output_of_encode(folder) else names

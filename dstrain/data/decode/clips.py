@@ -95,11 +95,12 @@ class Listing(NamedTuple):
 def read_clip(
     file: Path | bytes, cut: Cut, chance: float | None = None, listing: Listing | None = None
 ) -> tuple[Tensor, int, Listing]:
-    """Returns (clip uint8 (T, C, H, W), how many of its frames were read, listing of the file's frames). If frames are
-    missing, the last one is repeated. Tries again if the storage fails.
+    """Returns (clip uint8 (T, C, H, W), how many of its frames were read, listing of the file's frames). If the file
+    has too few frames, repeats the last one. Tries again if the storage fails.
 
-    file: the path of a video or a picture, or its encoded bytes. chance: see `Cut.choose_window`. listing: from an
-    earlier call for this file, which saves time; None: it is made.
+    file: the path of a video or a picture, or its encoded bytes
+    chance: see `Cut.choose_window`
+    listing: what an earlier call for this file has returned, which saves time; None: makes it anew
 
     Raises ConfigError if the file has no frame, ends early, has a damaged frame, or has too many pixels; any error of
     FFmpeg or Pillow for a broken file.
@@ -138,8 +139,8 @@ def count_frames(file: Path | bytes) -> int:
 
 
 def read_frame_listing(path: Path | bytes) -> Listing:
-    """Returns the number of frames of a video, and its keyframes, by which decoding can begin in the middle. Takes them
-    from the file's index or packets if these are reliable. Otherwise decodes all of the video, and lists no keyframes.
+    """Counts the frames of a video, and lists its keyframes, at which decoding can begin. Takes both from the file's
+    index or packets if these are reliable. Otherwise decodes the whole video to count, and lists no keyframes.
 
     Raises ConfigError if the file has no frame.
     """
@@ -164,15 +165,15 @@ def read_frame_listing(path: Path | bytes) -> Listing:
 
 
 def _list_keyframes(packets: list[Any], timestamp: str) -> tuple[tuple[int, int], ...]:
-    """Returns (place in the list, time) of each packet or index entry that is a keyframe. timestamp: the attribute that
-    holds the time.
+    """Returns (place in `packets`, time) of each keyframe. packets: a video's packets, or entries of its index.
+    timestamp: the name of their attribute that holds the time.
     """
     return tuple((place, getattr(packet, timestamp)) for place, packet in enumerate(packets) if packet.is_keyframe)
 
 
 @contextmanager
 def _open_container(file: Path | bytes) -> Iterator[tuple[Any, Any]]:
-    """A context manager that opens a video. Yields (PyAV's container, its first video stream, cover pictures left out).
+    """A context manager that opens a video. Yields (PyAV's container, its first video stream that is no cover picture).
     Raises ConfigError if there is no such stream, or if its frames have too many pixels.
     """
     import av  # only videos need it
@@ -210,8 +211,8 @@ def _decode_window(path: Path | bytes, cut: Cut, window: range, listing: Listing
 
 
 def _decode_frames(path: Path | bytes, first: int, listing: Listing) -> Iterator[tuple[int, Any]]:
-    """Yields (number, PyAV's frame) in order. Begins at a keyframe at or before frame `first`, or at frame 0 if no such
-    keyframe has a certain number.
+    """Yields (number, PyAV's frame) of a video's frames in order. Begins at a keyframe at or before frame `first`. If
+    none has a number that is certain, begins at frame 0.
     """
     places = {time: place for place, time in listing.keyframes}
     before = [time for place, time in listing.keyframes if 0 < place <= first]
@@ -238,8 +239,8 @@ def _decode_frames(path: Path | bytes, first: int, listing: Listing) -> Iterator
 
 
 def _read_leading_packets(packets: Iterator[Any]) -> tuple[list[Any], int]:
-    """Reads packets from a keyframe on, up to the first one that is shown after it. Returns these packets, and how many
-    of them are shown before the keyframe though they follow it in the file.
+    """Reads a keyframe's packet and those after it, up to the first one that is shown later than the keyframe. Returns
+    these packets, and how many of them are shown before the keyframe.
 
     Returns ([], 0) if the first packet is no keyframe, or if a packet has no timestamp.
     """
@@ -268,8 +269,8 @@ def _convert_frame(frame: Any, cut: Cut) -> Tensor:
 
 
 def _find_transpositions(display_matrix: np.ndarray) -> list[Image.Transpose] | None:
-    """Returns the turns and mirrorings, in order, that have the effect of a video's display matrix, int32 (9,). Returns
-    None if the matrix does anything else.
+    """Returns the turns and mirrorings that, one after another, have the effect of a video's display matrix, int32
+    (9,). Returns None if the matrix has another effect, such as a turn by 45 degrees.
 
     The matrix moves the pixel (x, y) to (a x + c y, b x + d y), with a, b, c, d = display_matrix[[0, 1, 3, 4]].
     """
@@ -283,8 +284,8 @@ def _find_transpositions(display_matrix: np.ndarray) -> list[Image.Transpose] | 
 
 
 def _read_pictures(file: Path | bytes, cut: Cut, chance: float | None) -> tuple[list[Tensor], Listing]:
-    """Returns the frames of a window of a still or animated picture, uint8 (C, H, W) each, and a listing with the
-    number of all its frames.
+    """Reads a window of frames of a still or animated picture. Returns these frames, uint8 (C, H, W) each, and a
+    listing with the number of all frames of the file.
     """
     with open_image(file if isinstance(file, Path) else io.BytesIO(file), _FORMATS) as image:
         skipped = _count_skipped_frames(image)
@@ -297,8 +298,8 @@ def _read_pictures(file: Path | bytes, cut: Cut, chance: float | None) -> tuple[
 
 
 def _count_skipped_frames(image: Image.Image) -> int:
-    """Returns how many pictures in a file come before its first frame: 1 in an animated PNG with a separate still
-    picture for viewers that cannot play it, else 0.
+    """Returns how many pictures of a file come before its first frame: 1 for an animated PNG that begins with a
+    separate still picture, else 0.
     """
     return int(getattr(image, "n_frames", 1) > 1 and bool(image.info.get("default_image")))
 

@@ -55,7 +55,7 @@ class Crop:
 
     @property
     def num_randoms(self) -> int:
-        """Returns how many random numbers in [0, 1) a call needs; 0 if this kind of crop is not random."""
+        """Returns how many random numbers a call of this crop needs, each in [0, 1); 0 if the crop is not random."""
         return _NUMBERS.get(self.kind, 0)
 
     def __call__(self, image: Image.Image, width: int, height: int, numbers: Sequence[float] | None = None) -> Cut:
@@ -79,7 +79,9 @@ class Crop:
         return make(image, width, height, numbers)
 
     def _crop_random(self, image: Image.Image, width: int, height: int, numbers: Sequence[float]) -> Cut:
-        """Returns ADM's random crop: the image is scaled by a random factor, then cut at a random place. numbers: 3."""
+        """Returns ADM's random crop: scales the image by a random factor, then cuts it at a random place. numbers: 3 in
+        [0, 1).
+        """
         least, most = self.scale or _SCALES["random"]
         shorter = min(width, height)
         low, high = math.ceil(shorter / most), math.ceil(shorter / least)
@@ -91,8 +93,8 @@ class Crop:
         return _crop_at_random_place(image, width, height, numbers[1:])
 
     def _crop_random_resized(self, image: Image.Image, width: int, height: int, numbers: Sequence[float]) -> Cut:
-        """Returns torchvision's RandomResizedCrop: a part of random area and aspect, resized to the target. If 10
-        random parts do not lie within the image, takes the largest part in the middle.
+        """Returns torchvision's RandomResizedCrop: a part of random area and aspect, resized to the target. Takes the
+        first of 10 random parts that lies within the image; if none does, the largest allowed part in the middle.
         """
         least, most = self.scale or _SCALES["random_resized"]
         low, high = (math.log(ratio * width / height) for ratio in self.ratio or (3 / 4, 4 / 3))
@@ -120,8 +122,8 @@ def _crop_center(image: Image.Image, width: int, height: int) -> Cut:
 
 
 def _crop_dalle(image: Image.Image, width: int, height: int, numbers: Sequence[float]) -> Cut:
-    """Returns DALL-E's random crop: a random square, reduced to a random size not below the target's, then cut at a
-    random place. numbers: 5.
+    """Returns DALL-E's random crop: cuts a random square, resizes it to a random size not below the target's, then cuts
+    the target at a random place. numbers: 5 in [0, 1).
     """
     shorter, target = min(image.size), max(width, height)
     square = _crop_at_random_place(image, shorter, shorter, numbers)
@@ -142,8 +144,8 @@ def _crop_at_random_place(image: Image.Image, width: int, height: int, numbers: 
 
 
 def _resize_crop(part: Cut, width: int, height: int, filter_: Image.Resampling = Image.Resampling.BILINEAR) -> Cut:
-    """Returns a crop resized to width x height pixels. Its distances from the edges are scaled alike and rounded to
-    pixels.
+    """Returns a crop resized to width x height pixels. Scales its distances from the image's edges by the same factors,
+    and rounds them to pixels.
     """
     across, down = width / part.image.width, height / part.image.height
     return Cut(

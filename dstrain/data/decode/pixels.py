@@ -207,6 +207,8 @@ def crop_center(image: Image.Image, width: int, height: int | None = None) -> Im
     if image.height > 1.75 * image.width:
         image = image.resize((wide, high), Image.Resampling.BICUBIC)
         return image.crop((x, y, x + width, y + height))
+    # Pillow resizes columns first, then rows, and rounds to 8 bits in between. So two calls, with a crop between them,
+    # give the same bits. Recent versions take rows first if an image is more than twice as high as wide (see above).
     image = _resize_columns(image, wide, high, y, height)
     image = image.crop((x, 0, x + width, image.height))
     image = image.resize((width, high), Image.Resampling.BICUBIC)
@@ -223,8 +225,8 @@ def halve_repeatedly(image: Image.Image, width: float, height: float) -> Image.I
 
 
 def _resize_columns(image: Image.Image, wide: int, high: int, y: int, height: int) -> Image.Image:
-    """Returns an image resized to `wide` columns at its own height: the first of two passes of resizing it to wide x
-    high. Only the rows that the final rows y to y + height depend on are filled; others are blank.
+    """Returns an image resized to `wide` columns, with its own number of rows: the first of two passes of a resize to
+    wide x high. Fills only the rows from which the second pass computes rows y to y + height; the others are blank.
     """
     full, ratio = image.height, image.height / high
     reach = 2 * max(ratio, 1.0) + 2  # BICUBIC reaches 2 pixels of the coarser side; 2 to spare
@@ -245,9 +247,11 @@ def to_tensor(image: Image.Image) -> Tensor:
 
 
 def read_pictures(path: Path, channels: int) -> Tensor:
-    """Returns all pictures of a folder, sorted by name and centre-cropped to squares, or those of an .npz file of
-    `dstrain generate`: uint8 (N, channels, H, W). For a folder that holds one samples_*.npz, reads that file. channels:
-    1 or 3.
+    """Returns the pictures at `path` as uint8 (N, channels, H, W). Of a folder: all its pictures, sorted by name and
+    centre-cropped to squares. Of an .npz file of `dstrain generate`, or a folder with one samples_*.npz: the pictures
+    in this file.
+
+    channels: 1 or 3
 
     Raises ConfigError if there are no such pictures, if one cannot be read, or if they differ in size.
     """

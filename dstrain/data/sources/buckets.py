@@ -63,8 +63,8 @@ class Bucketed(Remade):
 
     @abstractmethod
     def choose_buckets(self, block: np.ndarray, header: dict[str, Any]) -> tuple[np.ndarray, np.ndarray | None]:
-        """Returns the bucket of each of n samples, int64 (n,), and which samples to leave out, bool (n,), or None if
-        none.
+        """Chooses the buckets of n samples. Returns the number of each sample's bucket, int64 (n,), and which samples
+        to leave out, bool (n,), or None if none.
 
         block   n rows of the table of measures, such as width and height, one row for each sample.
         header  a dict of counts, which `describe_counts` shows. The counts of this block are added to them.
@@ -131,8 +131,8 @@ class Sized(Bucketed):
             )
 
     def choose_buckets(self, block: np.ndarray, header: dict[str, Any]) -> tuple[np.ndarray, np.ndarray | None]:
-        """Returns the bucket of each image, int64 (n,), and which images to leave out, bool (n,), since even their
-        bucket would enlarge them too much. block: int (n, 2), width and height.
+        """Returns the number of each image's bucket, int64 (n,), and which images to leave out, bool (n,): those that
+        their bucket would enlarge more than max_upscale times. block: int (n, 2), width and height of each image.
         """
         targets, max_upscale = np.array(self.shapes), self.rule
         bucket = choose_buckets(block, self.shapes, max_upscale or 1.0)
@@ -181,8 +181,9 @@ class Timed(Bucketed):
         return f"{self.whole.compute_fingerprint()}, {self.shapes} frames: {self.counts}"
 
     def choose_buckets(self, block: np.ndarray, header: dict[str, Any]) -> tuple[np.ndarray, np.ndarray | None]:
-        """Returns the bucket of each clip, int64 (n,): the longest that it fills, else the shortest; and which clips
-        cannot be read and are left out, bool (n,). block: int (n, 1), numbers of frames.
+        """Returns the number of each clip's bucket, int64 (n,), and which clips to leave out since they cannot be read,
+        bool (n,). The bucket is the longest that the clip fills, or the shortest if it fills none. block: int (n, 1),
+        frames of each clip.
         """
         frames, unread = self.whole.cut.count_frames_at_stride(block[:, 0]), block[:, 0] == 0
         fills = frames[:, None] >= np.array(self.shapes)  # (n, buckets), False ... True
@@ -211,8 +212,8 @@ def bucket_by_duration(source: Videos | Mixed, durations: tuple[int, ...]) -> Ti
 
 
 def _read_header(folder: Path, dtype: str) -> dict[str, Any] | None:
-    """Returns index.json of a folder that `_write_buckets` has written; None if it or members.bin is missing or
-    damaged.
+    """Returns the content of index.json in a folder that `_write_buckets` has written. Returns None if index.json or
+    members.bin is missing or damaged.
     """
     header = read_sealed_file(folder / HEADER)
     return (
@@ -230,8 +231,8 @@ def _compute_members_size(header: dict[str, Any], dtype: str) -> int:
 
 
 def _write_buckets(source: Bucketed, table: Verified, folder: Path) -> None:
-    """Sorts the samples by bucket and writes the result into `folder`. Fills a folder of another name first and renames
-    it, so that `folder` is never incomplete. Deletes damaged or unfinished earlier ones.
+    """Sorts the samples by bucket and writes the result into `folder`. Fills a temporary folder and renames it at the
+    end, so that `folder` is never incomplete. Deletes an earlier `folder` first.
     """
     building = folder.with_name(f"{folder.name}.building")
     for path in (building, folder):  # what an interrupted command has left, or damaged files

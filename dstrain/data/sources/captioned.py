@@ -72,8 +72,8 @@ class Captioned(Images):
         return f"captioned n={len(self)} names={digest.hexdigest()}"
 
     def _hash_texts(self, numbers: range) -> bytes:
-        """Returns a hash of the captions of samples. Reads those in text files beside the images; takes others from the
-        index, as any source does.
+        """Returns a hash of captions. If they are in text files beside the images, reads those of the samples
+        `numbers`; for other data takes the hash from the index, as any source does.
         """
         if not isinstance(self.layout, Beside):
             return super()._hash_texts(numbers)

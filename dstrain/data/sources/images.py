@@ -47,12 +47,19 @@ def open_images(
 ) -> "Fashion | Emoji | Images":
     """Opens a source of images of one size, on all ranks together.
 
-    path: "builtin:fashion", "builtin:emoji", or data in a form of formats/. image_size: side of the square, pixels.
-    channels: 1 (grey), 3 (RGB, transparency laid on white) or 4 (RGBA). split: "train", "held_out" or "all". held_out:
-    fraction of the data that is held out; the built-in data have their own. held_out_path: other data, with the same
-    classes, that are the held-out split instead. draft: fast JPEG decoding at reduced size, with other pixels. request:
-    None for images without captions. index, run: see `open_index`. crop: how an image becomes a square. sizes: items
-    say the size of the image. leave_out: patterns of captions; images with a caption that fits one are left out.
+    path: "builtin:fashion", "builtin:emoji", or data in a form of formats/
+    image_size: side of the square images, in pixels
+    channels: 1 (grey), 3 (RGB, transparency laid on white) or 4 (RGBA)
+    split: "train", "held_out" or "all"
+    held_out: fraction of the data that is held out; the built-in data have their own
+    held_out_path: other data, with the same classes, that are the held-out split instead
+    draft: decodes JPEG files faster, at reduced size, with other pixels
+    request: how to list the samples; None: without captions
+    index, run: see `open_index`
+    crop: how an image becomes a square
+    sizes: adds the size of the image to its item
+    leave_out: patterns of captions; images with a caption that fits one are left out
+
     Raises ConfigError if there are no such images, or an argument is out of its range.
     """
     if channels not in (1, 3, 4):
@@ -157,8 +164,10 @@ class Images(Indexed):
         return self.index.read_captions(self.find_row(index))
 
     def _decode_and_crop(self, place: Place, width: int, height: int, numbers: list[float] | None) -> Item:
-        """Returns the item's entries "image" and, if sizes are asked for, "size" and "right", which the module's
-        docstring explains. numbers: in [0, 1), for a random crop; None: the centre crop.
+        """Returns the entry "image" of an item and, if `sizes` is set, "size" (of the image and its crop) and "right"
+        (pixels to the right of the crop); see the module's docstring.
+
+        numbers: random numbers in [0, 1) for a random crop; None: the centre crop
         """
         file, upright = fetch_encoded_file(self.layout, place), self.layout.request.upright
         image = decode_whole_image(file, self.channels, (width, height) if self.draft else None, upright)

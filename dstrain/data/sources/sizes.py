@@ -35,8 +35,9 @@ _CLIPS = 1024  # clips between two writes; fewer than images, since a clip may t
 
 
 def measure_image_sizes(layout: Layout, index: Index) -> Verified:
-    """Returns int32 (N, 2), the width and height of each image of the index; (0, 0) if it cannot be read. Measures them
-    only once, and keeps the result beside the index, which must be on a disk. All ranks must call it.
+    """Returns int32 (N, 2), the width and height of each image of the index; (0, 0) if the image cannot be read.
+    Measures only at the first call, and keeps the result beside the index, which must be on a disk. All ranks must call
+    it.
 
     Raises NotRead if the storage fails.
     """
@@ -45,8 +46,8 @@ def measure_image_sizes(layout: Layout, index: Index) -> Verified:
 
 
 def count_frames_of_clips(layout: Layout, index: Index) -> Verified:
-    """Returns int32 (N, 1), the number of frames of each clip of the index; 0 if it cannot be read. Counts them only
-    once, and keeps the result beside the index, which must be on a disk. All ranks must call it.
+    """Returns int32 (N, 1), the number of frames of each clip of the index; 0 if the clip cannot be read. Counts only
+    at the first call, and keeps the result beside the index, which must be on a disk. All ranks must call it.
 
     Raises NotRead if the storage fails.
     """
@@ -75,11 +76,13 @@ def count_sample_frames(layout: Layout, place: Place) -> int:
 def _open_or_measure(
     layout: Layout, index: Index, name: str, width: int, measure: Callable[[Place], tuple[int, ...]], chunk: int
 ) -> Verified:
-    """Returns the measures of all samples, int32 (N, width), mapped from the file NAME.bin beside the index. If there
-    is no such file, measures all samples and writes it, while other commands wait. All ranks must call it.
+    """Returns a table with a row of `width` numbers for each sample, int32 (N, width), mapped from the file NAME.bin
+    beside the index. If there is no such file, measures all samples and writes it. All ranks must call it.
 
-    measure: returns `width` numbers of a sample; zeros stand for a sample for which it raises BadSample. chunk: samples
-    between two writes. Raises ConfigError if the file cannot be written.
+    measure: returns the numbers of one sample; if it raises BadSample, zeros are written
+    chunk: how many samples are measured between two writes
+
+    Raises ConfigError if the file cannot be written.
     """
     path, dtype = index.folder / f"{name}.bin", np.dtype((np.int32, (width,)))
     found = partial(open_column_if_intact, path, dtype, len(index) * dtype.itemsize)
@@ -90,9 +93,9 @@ def _open_or_measure(
 def _write_measures(
     path: Path, layout: Layout, index: Index, dtype: np.dtype, measure: Callable[[Place], tuple[int, ...]], chunk: int
 ) -> None:
-    """Measures all samples and writes a row of int32 for each to `path`, zeros for one that cannot be read; also writes
-    checksums beside it. Writes `chunk` rows at a time to a .part file, where the next call goes on after an
-    interruption.
+    """Measures all samples. Writes to `path` a row of int32 for each sample, zeros if it cannot be read, and checksums
+    to a file beside it. Writes `chunk` rows at a time to a .part file; after an interruption the next call goes on
+    there.
     """
 
     def measure_or_zero(row: int) -> tuple[int, ...]:
@@ -125,7 +128,7 @@ def _write_measures(
 
 
 def _append_rows(path: Path, block: np.ndarray, offset: int) -> None:
-    """Writes `block` to a file at byte `offset`, and cuts the file off after it. Creates the file if it is missing."""
+    """Writes `block` to a file at byte `offset`, in place of all that follows. Creates the file if it is missing."""
     with open(path, "r+b" if path.exists() else "wb") as file:
         file.truncate(offset)
         file.seek(offset)

@@ -58,12 +58,19 @@ def open_videos(
 ) -> "Videos | Mixed":
     """Opens clips in a form of formats/, on all ranks together.
 
-    cut: what is cut out of each file. split: "train" or "held_out". held_out: fraction of the data that is held out.
-    held_out_path: other data that are the held-out split instead, with their own captions file of the same name.
-    captions: a captions file. images: images that are image_share of the training samples. request: None for clips and
-    their captions. index, run: see `open_index`. leave_out: patterns of captions; clips and images with a caption that
-    fits one are left out.
-    Raises ConfigError if there are no such clips, or the captions or classes of the parts do not go together.
+    cut: what is cut out of each file
+    split: "train" or "held_out"
+    held_out: fraction of the data that is held out
+    held_out_path: other data that are the held-out split instead, with their own captions file of the same name
+    captions: a captions file
+    images: images to mix into the training clips
+    image_share: the share of the training samples that are images
+    request: how to list the samples; None: clips and their captions
+    index, run: see `open_index`
+    leave_out: patterns of captions; clips and images with a caption that fits one are left out
+
+    Raises ConfigError if there are no such clips, or if captions or classes of clips, images and held-out data do not
+    match.
     """
     request = request or Request(CLIPS, "clips", captions=True)
     request = replace(request, captions_file=None if captions is None else str(captions))
@@ -145,8 +152,8 @@ class Videos(Indexed):
         return () if caption is None else (caption,)
 
     def _read_caption(self, row: int, file: Path | bytes) -> str | None:
-        """Returns the first caption of a clip, the name of its class if these are the captions, or None if there are
-        none. Raises ConfigError if the caption is empty.
+        """Returns the first caption of a clip. If the names of the classes serve as captions, returns the name of its
+        class; None if there are no captions. Raises ConfigError if the caption is empty.
         """
         if self.captions_from == "classes":
             return self.classes[self.read_label(row)].replace("_", " ")
@@ -166,8 +173,8 @@ class Videos(Indexed):
         return super().describe_samples() + "; they are named as still pictures: one frame each, repeated" * still
 
     def _summarize(self) -> str:
-        """Returns the first part of the fingerprint: split, number of samples and classes, where captions are, a hash
-        of names.
+        """Returns the first part of the fingerprint: split, number of samples and classes, where the captions are, and
+        a hash of the samples' names.
         """
         return (
             f"videos {self.split} n={len(self)} classes={len(self.classes)} captions={self.captions_from} "
@@ -175,7 +182,9 @@ class Videos(Indexed):
         )
 
     def _iterate_listed_captions(self) -> Iterable[bytes]:
-        """Yields all captions of the split's clips as UTF-8 bytes, if they are in a captions file; else nothing."""
+        """Yields all captions of the split's clips as UTF-8 bytes. Yields nothing if the captions are not in a captions
+        file.
+        """
         if not isinstance(self.layout, Clips) or not self.index.most_captions:
             return ()
         return (
@@ -196,8 +205,8 @@ class Videos(Indexed):
         }[self.captions_from]
 
     def _hash_texts(self, numbers: Sequence[int]) -> bytes:
-        """Returns a hash of the captions: of all that a captions file lists, and of those in text files beside the
-        clips with these numbers. For other layouts returns the index's hash of its columns.
+        """Returns a hash of the captions: of all captions in a captions file, and of the text files beside the clips
+        `numbers`. For other layouts, returns the hash that any source takes from the index.
         """
         if not isinstance(self.layout, Clips):
             return super()._hash_texts(numbers)
@@ -245,15 +254,16 @@ class Mixed(Source):
         return len(self.videos) + self.slots
 
     def separate_images(self, videos: Source) -> "Mixed":
-        """Returns a source of the same samples, in which images are the last bucket, each a clip of one frame. videos:
-        the same videos, sorted into buckets.
+        """Returns a source of the same samples, in which images are clips of one frame, in a bucket behind all others.
+
+        videos: the same videos, sorted into buckets
         """
         return replace(self, videos=videos, frames=1)
 
     @property
     def ends(self) -> tuple[int, ...]:
-        """Returns the index after the last sample of each shape; the images are a shape of their own if they are a
-        bucket.
+        """Returns the index after the last sample of each shape. Images count as one more shape if they have a bucket
+        of their own.
         """
         return (len(self),) if self.frames is None else (*self.videos.ends, len(self))
 
@@ -271,10 +281,10 @@ class Mixed(Source):
         return self.read(index)
 
     def read(self, index: int, chance: float | None = None) -> Item:
-        """Reads a video; or, for an index that stands for an image, the image that `chance` chooses. See Videos.read.
+        """Reads the video at `index`; for an index behind all videos, reads the image that `chance` chooses. See
+        Videos.read.
 
-        With one `chance`, neighbouring indices give different images. So an image that cannot be read is replaced by
-        another one.
+        For the same `chance`, neighbouring indices give different images.
         """
         if index < len(self.videos):
             item = self.videos.read(index, chance)
@@ -283,14 +293,16 @@ class Mixed(Source):
         return {name: value for name, value in item.items() if name not in self.dropped}
 
     def read_captions(self, index: int) -> tuple[str, ...]:
-        """Returns the captions of a video, or of the image at an index that stands for one."""
+        """Returns the captions of the video at `index`; for an index behind all videos, those of the image that `read`
+        gives without `chance`.
+        """
         if index < len(self.videos):
             return self.videos.read_captions(index)
         return self.images.read_captions(self._choose_image(index, 0.0))
 
     def _choose_image(self, index: int, chance: float) -> int:
-        """Returns the index in `images` of the image that `chance`, in [0, 1), chooses for an index behind the
-        videos.
+        """Returns the index in `images` of the image that is read for `index`, an index behind all videos. chance: a
+        number in [0, 1) that chooses the image.
         """
         return (index - len(self.videos) + int(chance * len(self.images))) % len(self.images)
 
