@@ -20,16 +20,19 @@ def measure_variational_bound(
     num_steps: int | None = None,
     progress: Progress = iter,
 ) -> dict[str, Tensor]:
-    """Returns terms of the variational bound of pixels x_start (B, C, H, W) in [-1, 1], with noise drawn from the
-    samples' keys `key`, int64 (B,):
+    """Returns terms of the variational bound of pixels x_start (B, C, H, W) in [-1, 1]:
 
     total, prior      (B,) in bits per dimension; total = prior + the sum of vb.
     vb                (B, K) in bits per dimension, the bound's term at each timestep.
     mse, x_start_mse  (B, K), mean squared errors of the predicted eps and x_start.
     timestep          int64 (B, K), ascending: the timestep of each column in the original chain.
 
-    K is num_steps; None: the length of the chain. The network is called K times. Raises ConfigError if num_steps is
-    below 1 or above the chain's length.
+    The arguments:
+
+    key        int64 (B,), the samples' keys, from which the noise is drawn.
+    num_steps  K, the number of timesteps and of calls of the network; None: the length of the chain.
+
+    Raises ConfigError if num_steps is below 1 or above the chain's length.
     """
     whole = num_steps in (None, diffusion.num_timesteps)
     chain = (

@@ -18,9 +18,8 @@ REFERENCE_VALUES = 4096  # of a latent whose shift by dimension is 1 (RAE, after
 
 
 def draw_logit_normal_times(uniforms: Tensor, mean: float, std: float, highest: float = 1.0) -> Tensor:
-    """Returns times (B,) whose logit is normal with this mean and standard deviation: sigmoid(mean + std * n) for the
-    standard normal n at the quantile that `uniforms` (B,) in [0, 1) gives. Times lie below `highest`, where the density
-    is truncated.
+    """Returns times (B,), distributed as sigmoid(mean + std * n) with n standard normal, but all below `highest`.
+    `uniforms` (B,) in [0, 1) are the quantiles of the times.
     """
     if highest < 1:
         share = torch.special.ndtr(torch.tensor((math.log(highest / (1 - highest)) - mean) / std).double())
@@ -63,9 +62,10 @@ def stratify_uniforms(uniforms: Tensor, position: Tensor, step: Tensor | None, s
     """Moves each uniform number (B,) into one of `strata` equal parts of [0, 1), such that any `strata` samples in a
     row get one number in each part. Returns the new numbers, (B,) below 1.
 
-    The part is a function of the sample's `position` in the global batch and of `step`, int64 (B,) each; if step is
-    None, of the position alone. The given number sets the place within the part. Source: Kingma et al. 2021 (VDM),
-    appendix I.
+    position  int64 (B,), the sample's place in the global batch, which decides the part.
+    step      int64 (B,), the training step, which shifts the choice of the parts; None: no shift.
+
+    The given number sets the place within its part. Source: Kingma et al. 2021 (VDM), appendix I.
     """
     stride = round(strata * (math.sqrt(5) - 1) / 2)
     while math.gcd(stride, strata) > 1:

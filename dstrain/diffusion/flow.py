@@ -74,8 +74,8 @@ class FlowMatching:
         self.interpolant = Interpolant(**choices)
 
     def draw_times(self, uniforms: Tensor) -> Tensor:
-        """Returns training times (B,) in [0, 1], already shifted, from uniform numbers (B,) in [0, 1). Equal numbers
-        give equal times.
+        """Returns training times (B,) in [0, 1], drawn from the flow's density and then shifted, from uniform numbers
+        (B,) in [0, 1).
         """
         return self._shift_times(DENSITIES[self.density](uniforms, self.logit_mean, self.logit_std, self.t_max))
 
@@ -96,8 +96,8 @@ class FlowMatching:
         return self.interpolant.convert_prediction(self.call_network(network, x_t, t), x_t, t, "velocity")
 
     def training_losses(self, network: Network, x_start: Tensor, t: Tensor, noise: Tensor) -> dict[str, Tensor]:
-        """Returns the terms `loss` and `mse`, (B,) each: the loss of each sample at times t (B,), with gradient and
-        without. `noise` is standard normal; it is multiplied by noise_scale here.
+        """Returns {"loss", "mse"}, (B,) each: the loss of each sample at times t (B,), as `loss` with gradient and as
+        `mse` without. `noise` is standard normal; it is multiplied by noise_scale here.
         """
         noise = self.scale_noise(noise)
         out = self.call_network(network, self.interpolant.mix_noise(x_start, noise, t), t)
@@ -126,7 +126,8 @@ class FlowMatching:
         spacing    None or linspace: even from `first` to t_last, then shifted. karras: `first`, then EDM's spacing of
                    sigma / alpha, then 0; t_last, the shift and last_size have no effect.
         first      the first time, before the shift.
-        last_size  time at which the last step begins, before the shift; 0: as for even steps.
+        last_size  the time at which the last step begins, before the shift; the steps before it are even. 0: all steps
+                   are.
         """
         if spacing == "karras":  # pure noise, then ever denser in t / (1 - t)
             noises = make_noise_levels_after_first_step(num_steps, _LOWEST, LARGEST_NOISE)
@@ -188,7 +189,7 @@ class FlowMatching:
         eta: float | None = None,
     ) -> Tensor:
         """Returns the standard normal noise from which `sample`, with the same arguments, makes about x_start. Raises
-        ConfigError unless the sampler is euler or heun, and if eta is not None.
+        ConfigError if the sampler is neither euler nor heun, or if eta is given.
         """
         choose_eta(sampler, eta)
         if sampler not in ("euler", "heun"):
@@ -237,17 +238,17 @@ class FlowMatching:
         progress: Progress = iter,
         method: str = "sde",
     ) -> Tensor:
-        """Integrates the SDE backwards in time along `grid` (n + 1,), descending, from noise x at the first time, and
-        returns x at the last:
+        """Integrates the SDE backwards in time along the descending times `grid` (n + 1,), from noise x at the first
+        time. Returns x at the last time. The SDE is
 
-            dx = (velocity - w / 2 score) dt + sqrt(w) dW, where w is eta times the coefficient
+            dx = (velocity - w / 2 score) dt + sqrt(w) dW, where w is eta times the flow's `coefficient`
 
         noise   noise(i) returns the noise that step i adds.
         eta     0: the SDE is the ODE.
         method  sde: Euler-Maruyama, one call of the network a step; sde-heun: the noise is added, then Heun's method
                 makes the step, with two calls.
 
-        The last step is made as the attribute `last` says.
+        The flow's attribute `last` says how the last step is made: euler, mean, tweedie or none.
         """
         times = grid.tolist()
         for step in progress(range(len(times) - 1)):
@@ -283,9 +284,7 @@ class FlowMatching:
         return [self.interpolant.convert_prediction(out, x, t, wanted) for wanted in ("velocity", "eps")]
 
     def compute_coefficient_over_sigma(self, t: float) -> float:
-        """Returns the SDE's coefficient w (without eta) divided by sigma, at time t. Since score = -eps / sigma, w *
-        score is minus this value times eps.
-        """
+        """Returns the SDE's coefficient (one of COEFFICIENTS, without eta) divided by sigma, at time t."""
         alpha, sigma, alpha_slope, sigma_slope = PATHS[self.interpolant.path](torch.tensor(t, dtype=torch.float64))
         if self.coefficient == "sbdm":
             return float(sigma_slope - sigma * alpha_slope / alpha)
@@ -300,7 +299,7 @@ class FlowMatching:
 
 
 def require_known_spacing(spacing: str | None) -> None:
-    """Raises ConfigError if `spacing` is neither None nor one of a flow's spacings, linspace and karras."""
+    """Raises ConfigError if `spacing` is given and is neither linspace nor karras, the spacings of a flow's times."""
     if spacing not in (None, *SPACINGS):
         raise ConfigError(
             f"spacing={spacing}: a flow's times are spaced by {' or '.join(SPACINGS)}, which begin with "

@@ -35,12 +35,14 @@ def measure_likelihood(
 ) -> dict[str, Tensor]:
     """Returns terms of the likelihood of pixels x_start (B, C, H, W) in [-1, 1], in bits per dimension:
 
-    bits_per_dim  (B,), prior_bits minus the integral of `divergence` over t.
-    prior_bits    (B,), those of the noise at the end of the path, under a normal distribution.
-    divergence    (B, K), of the velocity in each of the K steps from data to noise.
+    bits_per_dim  (B,), the result: prior_bits minus the integral of `divergence` over t.
+    prior_bits    (B,), the bits of the noise at the end of the path, under a normal distribution.
+    divergence    (B, K), the divergence of the velocity in each of the K steps from data to noise.
     timestep      int64 (B, K), 1000 t in the middle of each step.
 
-    num_calls  calls of the network, two for each step; None: 100. A backward pass follows each.
+    The arguments:
+
+    num_calls  calls of the network, two for each step, each with a backward pass; None: 100.
     key        int64 (B,), the samples' keys, from which all noise is drawn.
     """
     shape = tuple(x_start.shape[1:])

@@ -150,15 +150,15 @@ class GaussianDiffusion:
         return self._times[t.device].index_select(0, t)
 
     def q_sample(self, x_start: Tensor, t: Tensor, noise: Tensor) -> Tensor:
-        """Returns x_t, the sample of q(x_t | x_start) that the noise eps gives, at timesteps t (B,). DDPM,
-        Equation 4.
+        """Returns x_t at timesteps t (B,), a sample of q(x_t | x_start): sqrt(alphas_cumprod) * x_start + sqrt(1 -
+        alphas_cumprod) * noise (DDPM, Equation 4).
         """
         signal, sigma = self._gather_coefficients(t, x_start, "sqrt_alphas_cumprod", "sqrt_one_minus_alphas_cumprod")
         return (signal * x_start).addcmul_(sigma, noise)
 
     def q_posterior(self, x_start: Tensor, x_t: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns the mean and the log variance of q(x_{t-1} | x_t, x_start), which broadcasts to x_t. DDPM, Equation
-        7. At t = 0 the variance would be 0, so the log variance of t = 1 is returned.
+        """Returns the mean and the log variance of q(x_{t-1} | x_t, x_start), DDPM, Equation 7. The log variance
+        broadcasts to x_t. At t = 0, where the variance would be 0, it is that of t = 1.
         """
         first, second, log_variance = self._gather_coefficients(
             t, x_t, "posterior_mean_coef1", "posterior_mean_coef2", "posterior_log_variance_clipped"
@@ -234,9 +234,12 @@ class GaussianDiffusion:
         return self._gather_coefficients(t, x_t, "fixed_log_variance")[0]
 
     def training_losses(self, network: Network, x_start: Tensor, t: Tensor, noise: Tensor) -> dict[str, Tensor]:
-        """Returns terms of each sample, (B,) each, at timesteps t (B,): `loss` with gradient; `mse`; and `vb`, the
-        variational bound's term at t in bits per dimension, if the variance is learned or the loss is kl or
-        rescaled_kl.
+        """Returns terms of each sample, (B,) each, at timesteps t (B,):
+
+        loss  the loss, with gradient.
+        mse   the mean squared error of the prediction.
+        vb    the variational bound's term at t in bits per dimension; only if the variance is learned, or the loss is
+              kl or rescaled_kl.
         """
         x_t = self.q_sample(x_start, t, noise)
         prediction, values = self.call_network(network, x_t, t)
@@ -261,11 +264,16 @@ class GaussianDiffusion:
     def _compute_bound_term(
         self, error: Tensor, squares: Tensor, mse: Tensor, values: Tensor | None, x_start: Tensor, t: Tensor
     ) -> Tensor:
-        """Returns the variational bound's term at t in bits per dimension, (B,): the KL, at t = 0 the decoder's NLL.
-        `error` is prediction - target, `squares` its square and `mse` the mean of the squares; `values` is the
-        network's output for the variance.
+        """Returns the variational bound's term at t in bits per dimension, (B,): the KL divergence of the posterior and
+        the network's p; at t = 0 the decoder's negative log-likelihood.
 
-        With u = log variance - log posterior variance and G = gain^2 / posterior variance,
+        error    prediction - target.
+        squares  the squares of `error`.
+        mse      the mean of `squares` over each sample, (B,).
+        values   the network's output for the variance; None if the variance is fixed.
+
+        With u = log variance - log posterior variance, an error of the mean of gain * error, and G = gain^2 / posterior
+        variance,
 
             KL = mean(u - 1 + e^-u (1 + G error^2)) / 2 = (mean(u + (e^-u - 1)(1 + G error^2)) + G mse) / 2
 
@@ -286,7 +294,7 @@ class GaussianDiffusion:
 
     def _compute_decoder_nll(self, error: Tensor, ratio: Tensor, x_start: Tensor, t: Tensor) -> Tensor:
         """Returns the negative log-likelihood of x_start under p(x_start | x_1) in nats per dimension, (B,). `error` is
-        prediction - target, `ratio` that of `_compute_log_ratio`.
+        prediction - target, and `ratio` the result of `_compute_log_ratio`.
         """
         gain, log_variance = self._gather_coefficients(t, x_start, "mean_gain", "posterior_log_variance_clipped")
         log_variance = log_variance - ratio
@@ -314,11 +322,14 @@ class GaussianDiffusion:
     def compute_bits_per_dim(
         self, network: Network, x_start: Tensor, noise: Noise, clip_denoised: bool = True, progress: Progress = iter
     ) -> dict[str, Tensor]:
-        """Returns terms of the variational bound in bits per dimension: `total` and `prior` (B,), and `vb` (B, T), its
-        term at each timestep; and the mean squared errors `mse` of eps and `x_start_mse` of x_start, (B, T) each.
+        """Returns terms of the variational bound, by T calls of the network:
 
-        Column 0 belongs to the last timestep, and so does noise(0), the noise of that column. The network is called T
-        times.
+        total, prior      (B,) in bits per dimension; total = prior + the sum of vb.
+        vb                (B, T) in bits per dimension, the bound's term at each timestep.
+        mse, x_start_mse  (B, T), mean squared errors of the predicted eps and x_start.
+
+        Column 0 belongs to the last timestep, T - 1. noise(i) returns the noise of column i. clip_denoised keeps the
+        predicted x_start in [-1, 1].
         """
         columns: dict[str, list[Tensor]] = {"vb": [], "mse": [], "x_start_mse": []}
         for draw, step in enumerate(progress(range(self.num_timesteps - 1, -1, -1))):
@@ -351,7 +362,7 @@ class GaussianDiffusion:
 
 
 def _compute_coefficient_tables(betas: Tensor, prediction: str, variance: str) -> dict[str, Tensor]:
-    """Returns all coefficients of the chain with these betas, float64 (T,), by name, float64 (T,) each."""
+    """Computes all coefficients of the chain with these `betas`, float64 (T,). Returns {name: float64 (T,)}."""
     one = torch.ones(1, dtype=torch.float64)
     alphas_cumprod = torch.cumprod(1 - betas, dim=0)
     previous = torch.cat((one, alphas_cumprod[:-1]))

@@ -124,8 +124,10 @@ class Interpolant:
 
     def compute_losses(self, out: Tensor, x_start: Tensor, noise: Tensor, t: Tensor) -> Tensor:
         """Returns the loss of each sample, (B,): the mean squared error of the network's output `out` (B, C, ...) at
-        times t (B,), converted to the quantity that `loss` names. For loss likelihood it is multiplied by SiT's weight.
-        If `cosine` is not 0, cosine * (1 - cosine similarity of output and target over channels) is added.
+        times t (B,), as an error of the quantity that the attribute `loss` names.
+
+        For loss=likelihood it is the error of eps, multiplied by SiT's weight. If the attribute `cosine` is not 0,
+        cosine * (1 - cosine similarity of output and target over channels) is added.
         """
         coefficients = self.compute_coefficients(self._clamp_times(t), out)
         alpha, sigma, alpha_slope, sigma_slope = coefficients
@@ -147,10 +149,10 @@ class Interpolant:
         return losses
 
     def _clamp_times(self, t: Tensor) -> Tensor:
-        """Returns times t (B,), kept at least t_min away from an end where conversions would divide by 0.
+        """Clamps times t (B,) to at least t_min from an end of [0, 1] where a conversion would divide by 0:
 
-        From 1: if the network predicts eps or a score, or for loss likelihood. From 0: if it predicts x, if the path is
-        vp, or for loss likelihood.
+        from 1  if the network predicts eps or a score, or for loss=likelihood.
+        from 0  if the network predicts x, if the path is vp, or for loss=likelihood.
         """
         likelihood = self.loss == "likelihood"
         low = self.t_min if self.prediction == "x" or self.path == "vp" or likelihood else 0.0

@@ -26,9 +26,9 @@ def compute_normal_kl(
 
 
 def compute_discretized_log_likelihood(x: Tensor, mean: Tensor, log_scale: Tensor) -> Tensor:
-    """Returns the log probability in nats, for each element, of 8-bit values x, scaled to [-1, 1], under a Gaussian
-    with this mean and log standard deviation. It is that of the value's interval of width 2 / 255; the lowest and the
-    highest value also get the tail beyond.
+    """Returns the log probability in nats of each element of x, an 8-bit value scaled to [-1, 1]: of the interval of
+    width 2 / 255 about it, under a Gaussian with this mean and log standard deviation. For the lowest and the highest
+    value the interval has no end on the outer side.
 
     DDPM, Equation 13, with the tanh approximation of the normal distribution that published figures use.
     """

@@ -47,11 +47,12 @@ class _Process:
     def compute_losses_at_drawn_times(
         self: "Process", network: Network, example: Mapping[str, Tensor], t: Tensor | None = None
     ) -> Terms:
-        """Returns `compute_losses` of a batch, with noise, and training times unless t (B,) is given, drawn from the
-        samples' keys.
+        """Returns the terms of `compute_losses` for a batch. Draws the noise from the samples' keys and, unless t (B,)
+        is given, also the training times.
 
-        example  holds `key` int64 (B,) and `x_start`. If it holds `position`, and perhaps `step`, times are spread
-                 evenly over each `strata` samples in a row.
+        example  holds `key` int64 (B,) and `x_start`. It may hold `position` and `step`, int64 (B,) each: with
+                 `position`, times are spread evenly over any `strata` samples in a row, if the attribute `strata` is
+                 not 0.
         """
         key, x_start = example["key"], example["x_start"]
         if t is None:
@@ -85,16 +86,16 @@ class ChainProcess(_Process):
         return self.uniform.sample(uniforms)[0]
 
     def compute_losses(self, network: Network, x_start: Tensor, t: Tensor, noise: Tensor) -> Terms:
-        """Returns terms of each sample, (B,) each, at timesteps t (B,): those of GaussianDiffusion.training_losses,
-        such as `loss`, and `quartile`, the quarter of the chain in which t lies, 0 to 3.
+        """Returns terms of each sample at timesteps t (B,), (B,) each: `loss` and all others of
+        GaussianDiffusion.training_losses, and `quartile`, the quarter of the chain in which t lies, 0 to 3.
         """
         terms = self.diffusion.training_losses(network, x_start, t, noise)
         return terms | {"quartile": 4 * t // self.diffusion.num_timesteps}
 
     def choose_timesteps(self, sampler: str, num_calls: int, spacing: str | None) -> list[int]:
-        """Returns the timesteps, ascending, that a sampler visits with `num_calls` calls of the network. They are those
-        of the recipe's respacing if `spacing` is None and the respacing has as many; otherwise those of
-        samplers.choose_timesteps.
+        """Returns the timesteps, ascending, that a sampler visits with `num_calls` calls of the network. If `spacing`
+        is None and the recipe's respacing has the right number of timesteps, returns those. Otherwise
+        samplers.choose_timesteps chooses.
         """
         is_respaced = self.respaced is not self.diffusion and spacing is None
         if is_respaced and self.respaced.num_timesteps == count_solver_steps(sampler, num_calls):
@@ -112,8 +113,11 @@ class ChainProcess(_Process):
         eta: float | None = None,
     ) -> Tensor:
         """Returns samples x_start, made from standard normal noise x by the named sampler with at most `num_calls`
-        calls of the network. noise(i) is the noise that step i adds. spacing and eta: see samplers.choose_timesteps and
-        sample_chain.
+        calls of the network.
+
+        noise    noise(i) returns the noise that step i adds.
+        spacing  which timesteps are visited, see samplers.choose_timesteps.
+        eta      how much noise is added, see samplers.sample_chain.
         """
         timesteps = self.choose_timesteps(sampler, num_calls, spacing)
         return samplers.sample_chain(self.diffusion, network, x, noise, sampler, timesteps, eta, self.clip)
@@ -189,8 +193,8 @@ class FlowProcess(FlowMatching, _Process):
         return terms | {"quartile": (4 * t).long().clamp(max=3)}
 
     def draw_as_diffusers(self, network: Network, x: Tensor) -> Tensor:
-        """Returns samples x_start, made from noise x by Euler's method in `card_steps` steps, as diffusers' scheduler
-        makes them.
+        """Returns samples x_start, made from noise x by Euler's method in `card_steps` (20) steps, as diffusers'
+        scheduler makes them.
         """
         return self.sample_euler(network, x, self.card_steps)
 
@@ -209,7 +213,9 @@ class FlowProcess(FlowMatching, _Process):
         return flow_likelihood.measure_likelihood(self, network, x_start, key, num_calls, progress)
 
     def require_known_spacing(self, spacing: str | None) -> None:
-        """Raises ConfigError if `spacing` is not None and no spacing of a flow."""
+        """Raises ConfigError if `spacing` is given and is neither linspace nor karras, the spacings of a flow's
+        times.
+        """
         flow.require_known_spacing(spacing)
 
     def make_scheduler_arguments(self, velocities: bool = False) -> dict[str, Any]:
@@ -287,8 +293,8 @@ class Flow(Section):
 
     @model_validator(mode="after")
     def _require_consistent_fields(self) -> "Flow":
-        """Returns the section. Raises ConfigError if t_min is 0 where conversions divide by it, if t_max is set for the
-        density mode, or if sde.last_size is not above t_last.
+        """Returns the section. Raises ConfigError if t_min is 0 and a conversion would divide by it, if the density is
+        mode and t_max is below 1, or if sde.last_size is neither 0 nor above t_last.
         """
         if not self.t_min and (self.prediction != "velocity" or self.path == "vp" or self.loss == "likelihood"):
             raise ConfigError(

@@ -48,7 +48,7 @@ def add_to_model_index(folder: Path, **entries: Any) -> None:
 
 
 def find_largest_divisor(count: int, most: int = 20) -> int:
-    """Returns the largest divisor of `count` that is at most `most`. With so many steps, diffusers' DDIM visits the
-    same of `count` timesteps as dstrain's.
+    """Returns the largest divisor of `count` that is at most `most`. In so many steps, DDIM of diffusers and of dstrain
+    visit the same timesteps of a chain of `count`.
     """
     return max(steps for steps in range(1, most + 1) if count % steps == 0)

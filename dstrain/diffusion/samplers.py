@@ -74,11 +74,11 @@ SAMPLERS = (*SOLVERS, *CHAINS)  # names, the usual one last
 def choose_timesteps(
     diffusion: GaussianDiffusion, sampler: str, num_calls: int, spacing: str | None = None
 ) -> list[int]:
-    """Returns the timesteps, ascending, that a sampler visits with `num_calls` calls of the network. A single step is
-    at the last timestep.
+    """Returns the timesteps, ascending, that a sampler visits with `num_calls` calls of the network.
 
-    spacing  one of schedule.SPACINGS. None: for a solver karras, or trailing for fewer than schedule.FEW steps; for
-             ddim multiples of a constant stride if one gives the number; for ddpm, and otherwise, even steps.
+    spacing  one of schedule.SPACINGS: leading, trailing, linspace, karras. None: the sampler's usual timesteps: for a
+             solver, karras (trailing below 6 steps); for ddim, a constant stride if one gives the number; otherwise
+             even steps. A single step is at the last timestep.
 
     Raises ConfigError if the chain has fewer timesteps, or the spacing is unknown.
     """
@@ -103,9 +103,14 @@ def sample_chain(
     clip_denoised: bool = False,
     progress: Progress = iter,
 ) -> Tensor:
-    """Returns samples x_start, made from noise x (B, C, ...) by the named sampler, which visits `timesteps` of the
-    chain (given in ascending order). noise(i) is the noise that step i adds, whose amount eta sets; eta None: the
-    sampler's usual amount. Raises ConfigError if eta is given to a sampler that adds no noise.
+    """Returns samples x_start, made from noise x (B, C, ...) by the named sampler.
+
+    noise          noise(i) returns the noise that step i adds.
+    timesteps      the timesteps of the chain that are visited, in ascending order.
+    eta            how much noise is added; None: the sampler's usual amount.
+    clip_denoised  whether the predicted x_start is kept in [-1, 1].
+
+    Raises ConfigError if eta is given to a sampler that adds no noise.
     """
     eta = choose_eta(sampler, eta)
     if sampler in CHAINS:

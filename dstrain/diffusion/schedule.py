@@ -98,7 +98,7 @@ def space_timesteps(num_timesteps: int, spec: str | Sequence[int]) -> list[int]:
 
     ""          all.
     "250"       250 evenly spaced ones, with the first and the last.
-    "10,15,20"  or a list: as many of each of three equal sections of the chain.
+    "10,15,20"  10, 15 and 20 evenly spaced ones from three equal sections of the chain; also as a list [10, 15, 20].
     "ddim50"    50 at a constant stride from 0 on.
 
     Raises ConfigError if the spec cannot be read, a section has too few timesteps, or no stride gives the number after

@@ -59,7 +59,9 @@ class Denoiser(Protocol):
         """Returns x_start as predicted from x at a noise level."""
 
     def find_nearest_level(self, noise_ratio: float) -> Level:
-        """Returns the noise level that the network knows whose sigma / alpha is nearest to `noise_ratio`."""
+        """Returns the noise level whose sigma / alpha is nearest to `noise_ratio`, among those that the network
+        knows.
+        """
 
 
 def solve_dpmpp(
@@ -109,10 +111,12 @@ def solve_unipc(
 def _apply_unipc_corrector(
     here: Level, there: Level, x: Tensor, known: list[tuple[float, Tensor]], following: Tensor
 ) -> Tensor:
-    """Returns x at level `there`: repeats the step from x at level `here`, corrected by `following`, the x_start
-    predicted at `there` (UniPC, Algorithm 1, UniC).
+    """Makes the step from x at level `here` to level `there` once more, now corrected by the x_start predicted at
+    `there`. Returns the new x at `there` (UniPC, Algorithm 1, UniC).
 
-    known  pairs (log(alpha / sigma), predicted x_start) of one or two earlier levels; the last one is that of `here`.
+    known      one or two pairs (log(alpha / sigma), predicted x_start): of the level before `here`, if any, and of
+               `here`.
+    following  the x_start predicted at `there`.
     """
     newest, x_start = known[-1]
     h = there.half_log_snr - newest
@@ -136,11 +140,10 @@ def solve_heun(
     denoise: Denoiser, levels: Sequence[Level], x: Tensor, noise: Noise, eta: float = 0.0, progress: Progress = iter
 ) -> Tensor:
     """Returns samples x_start, made from noise x at levels[0] by EDM's Heun method, of second order, with two calls of
-    `denoise` a step. The last step and steps from a very high noise level (sigma / alpha above 2 * LARGEST_NOISE) are
-    Euler steps with one call.
+    `denoise` a step. The last step and steps from sigma / alpha above 160 are Euler steps with one call.
 
-    eta above 0 is EDM's stochastic sampler: where sigma / alpha is in CHURN_RANGE, noise(i) is added before step i,
-    which then begins at the higher noise level.
+    eta above 0 is EDM's stochastic sampler: where sigma / alpha is between 0.05 and 50, noise(i) is added before step
+    i, which then begins at the higher noise level.
     """
     steps = len(levels) - 1
     gamma = min(eta * CHURN / steps, math.sqrt(2) - 1)
@@ -201,8 +204,10 @@ def run_solver(
     eta: float,
     progress: Progress = iter,
 ) -> Tensor:
-    """Returns samples x_start, made from noise x (B, ...) by the solver named `sampler`. `levels` are the noise levels
-    at which its steps begin and end, from that of x to that of data. noise(i) is the noise that step i adds, whose
-    amount eta sets.
+    """Returns samples x_start, made from noise x (B, ...) by the solver named `sampler`.
+
+    levels  the noise levels at which its steps begin and end, from the level of x to that of data.
+    noise   noise(i) returns the noise that step i adds.
+    eta     how much of this noise is added; 0: none.
     """
     return SOLVERS[sampler](denoise, levels, x, noise, eta, progress)

@@ -29,9 +29,11 @@ class TimestepSampler(ABC):
         """
 
     def observe(self, t: Tensor, losses: Tensor) -> None:
-        """Updates the distribution of timesteps by the unweighted `losses` (N,) of samples at timesteps `t` (N,): those
-        of a whole step, of all ranks and micro-batches, in the order of the global batch. Samples with t < 0 or a loss
-        that is not finite are ignored. A sampler that learns nothing does nothing.
+        """Updates the distribution of timesteps after a training step. By default does nothing.
+
+        t       int64 (N,), the timesteps of all samples of the step, in the order of the global batch; below 0:
+                ignored.
+        losses  (N,), the samples' losses without weights; those that are not finite are ignored.
         """
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -179,20 +181,20 @@ class LossSecondMomentSampler(TimestepSampler):
         self._seen[unused:] = 0  # with a number as index, a GPU would be waited for
 
     def _move_to_device(self, device: torch.device) -> None:
-        """Moves the history of losses to a device, and computes the probabilities there, unless it is there already."""
+        """Moves the history of losses to `device`, if it is on another one, and computes the probabilities there."""
         if self._history.device != device:
             self._history, self._seen = self._history.to(device), self._seen.to(device)
             self._update_probabilities()
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Returns {"history": the last losses of each timestep, float64 (T, history_per_term), "seen": the number of
-        losses of each, int64 (T,)}.
+        """Returns {"history": the last losses at each timestep, float64 (T, history_per_term), "seen": how many losses
+        there have been at each timestep, int64 (T,)}.
         """
         return {"history": self._history[:, :-1].t().contiguous(), "seen": self._seen[:-1].clone()}
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         """Restores the history of losses from `state_dict`, and computes the probabilities anew. Raises ConfigError if
-        `state` has other names, or another number of timesteps or of losses of each.
+        `state` has other names than "history" and "seen", or a history of another shape.
         """
         shape = (self.num_timesteps, self.history_per_term)
         if set(state) != {"history", "seen"} or state["history"].shape != shape:

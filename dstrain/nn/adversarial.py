@@ -49,8 +49,7 @@ class PatchDiscriminator(nn.Module):
 
         The squared slope is the squared length of the gradient of a picture's summed logits with respect to the
         picture, divided by the number of patches (as R1 needs it). It can be differentiated again. Raises ConfigError
-        if `sloped` is above 0 and ZeRO-3 has partitioned the weights, since they would be released before the second
-        backward pass.
+        if `sloped` is above 0 and ZeRO-3 has partitioned the weights.
         """
         if not sloped:
             return self._compute_logits(x)
@@ -125,8 +124,9 @@ def estimate_squared_slope(logits: Tensor, stepped: Tensor, sigma: float) -> Ten
 def compute_balance_factor_and_ratio(
     reconstruction_gradient: Tensor, critique_gradient: Tensor, max_factor: float | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Balances two gradients of each sample, (B, ...) each. Returns a factor (B,) that scales the critique's gradient
-    to the length of the reconstruction's, and the ratio (B,) of the scaled length to the reconstruction's.
+    """Balances two gradients of each sample, (B, ...) each, by their lengths. Returns (factor, ratio), (B,) each: the
+    factor scales the critique's gradient to the length of the reconstruction's; the ratio is the scaled length, divided
+    by the reconstruction's. It is 1 unless the factor was bounded.
 
     The ratio is 1 unless the factor is bounded. The factor is that of a critique that rises by at least 0.001 along a
     step whose root mean square is 1, since a flatter critique's gradient may be rounding. Both gradients are those of

@@ -26,9 +26,9 @@ def attend(
     dropout  the share of attention weights that are dropped, also in evaluation mode.
     causal   whether a token reads only itself and those before it; not together with `added`.
     scale    None: 1 / sqrt(d).
-    shared   0: this rank has all tokens. Above 0, inside share_tokens (sequence.py): the tokens are `shared` equal
-             stretches, of each of which this rank holds its part. `added` is of all tokens and heads, and all ranks
-             that share the tokens call this together.
+    shared   0: this rank has all tokens. Above 0, inside share_tokens (sequence.py): ranks share the tokens, which form
+             `shared` stretches of equal length, such as frames, and each rank has its part of every stretch. `added`
+             covers all tokens and heads. All ranks that share the tokens call this together.
     """
     exchanges = shared > 0 and is_sharing()
     if exchanges:

@@ -63,8 +63,8 @@ class FiniteScalar(nn.Module):
 
 
 def bound_numbers_to_levels(z: Tensor, levels: tuple[int, ...]) -> Tensor:
-    """Bounds d numbers z by tanh, so that number i rounds to one of L_i = levels[i] integers, -(L_i // 2) to (L_i - 1)
-    // 2: (..., d) -> (..., d). The result is not rounded yet. 0 stays 0.
+    """Bounds d numbers z by tanh: (..., d) -> (..., d). With L = levels[i], number i then rounds to one of the L
+    integers -(L // 2) to (L - 1) // 2. The result is not rounded yet. 0 stays 0.
     """
     half = [(size - 1) * (1 + _MARGIN) / 2 for size in levels]
     offset = [0.0 if size % 2 else 0.5 for size in levels]
@@ -76,8 +76,8 @@ def bound_numbers_to_levels(z: Tensor, levels: tuple[int, ...]) -> Tensor:
 
 
 def convert_numbers_to_tokens(z: Tensor, levels: tuple[int, ...]) -> Tensor:
-    """Returns the token of each combination of d numbers, int64 (...). z (..., d) comes from `bound_numbers_to_levels`
-    and is rounded here. When tokens are counted up, the first number changes fastest.
+    """Rounds the numbers z (..., d), which come from `bound_numbers_to_levels`, and returns the token of each
+    combination of d numbers, int64 (...). Tokens 0, 1, ... differ in the first number, which changes fastest.
 
     NaN counts as 0, so that a failed forward pass still gives valid tokens.
     """

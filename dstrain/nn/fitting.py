@@ -51,11 +51,11 @@ def make_natural_sort_key(name: str) -> list[tuple[int, str]]:
 def redraw_resized_table(
     state: dict[str, Tensor], shapes: Shapes, name: str, std: float, keep_last: bool = False
 ) -> list[str]:
-    """Replaces the table `name` in `state` by random rows if it has another number of rows than in `shapes` and is
-    otherwise equal in shape. Returns [one note for the user], or [] if nothing is replaced.
+    """Replaces the table `name` in `state` by random rows, if it differs from the table in `shapes` in the number of
+    rows alone. Returns [one note for the user], or [] if nothing is replaced.
 
     std        the rows' standard deviation; they are normal with mean 0, and the same on every rank.
-    keep_last  whether the last row, "no label", is copied from the old table.
+    keep_last  whether the last row, which stands for "no label", is copied from the old table.
     """
     if name not in state or name not in shapes:
         return []
@@ -90,11 +90,11 @@ def require_matching_diffusers_config(
     fields: Mapping[str, str],
 ) -> None:
     """Raises ConfigError if the class in a diffusers network's config.json is not in `classes`, or at the first field
-    that differs from `expected`.
+    whose value differs from that in `expected`.
 
     system    the name of the system, for the message.
-    expected  values of fields of config.json.
-    fields    for a field of config.json, the field of the recipe's `model` that decides it, for the message.
+    expected  {field of config.json: the value that this network needs}.
+    fields    {field of config.json: the field of the recipe's `model` that decides it}, for the message.
     """
     kind = diffusers_config.get("_class_name")
     if kind not in classes:

@@ -193,8 +193,8 @@ def split_bits(bits: int) -> list[int]:
 
 
 def convert_signs_to_tokens(z: Tensor) -> Tensor:
-    """Returns the token of each vector z (..., d), int64 (...). Bit i is 1 where number i is above 0; the first number
-    gives the highest bit.
+    """Returns the token of each vector z (..., d), int64 (...). Each number gives one bit, 1 if it is above 0, else 0;
+    the first number gives the highest bit.
     """
     powers = 1 << torch.arange(z.shape[-1] - 1, -1, -1, device=z.device)
     return ((z > 0) * powers).sum(-1)
@@ -209,10 +209,11 @@ def convert_tokens_to_signs(tokens: Tensor, bits: int) -> Tensor:
 
 
 def average_code_probabilities(logits: Tensor, weight: Tensor) -> Tensor:
-    """Returns the code probabilities p(c|z) of each sample, averaged over its N tokens with `weight` (B, N): (B,
-    codes). `logits` (B, N, d) are those of each bit being 1.
+    """Returns the probabilities p(c|z) of codes c, averaged over the N tokens of each sample with the weights `weight`
+    (B, N): (B, codes). `logits` (B, N, d) hold for each of a token's d bits the logit of its being 1.
 
-    The d bits are split by `split_bits`. The codes of all groups stand side by side, and those of a group sum to 1.
+    `split_bits` splits the d bits into groups with codes of their own. The result holds the codes of all groups, one
+    group after the other; the probabilities of a group sum to 1.
     """
     shares = []
     for part in logits.split(split_bits(logits.shape[-1]), dim=-1):

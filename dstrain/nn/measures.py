@@ -67,9 +67,8 @@ def measure_psnr_and_ssim(picture: Tensor, truth: Tensor) -> dict[str, Tensor]:
 
 
 def measure_token_shares(tokens: Tensor, num_tokens: int, counted: Tensor | None = None) -> Tensor:
-    """Returns the share of each of `num_tokens` tokens among a sample's tokens: int64 (B, ...) -> float32 (B,
-    num_tokens). Each row sums to 1. `counted`, bool (B, ...), is False at tokens to ignore, such as padding; None: all
-    count.
+    """Returns the share of each of `num_tokens` ids among a sample's tokens: int64 (B, ...) -> float32 (B, num_tokens).
+    Each row sums to 1. `counted`, bool (B, ...), is False at tokens to ignore, such as padding; None: all tokens count.
     """
     flat = tokens.flatten(1)  # (B, N)
     shares = torch.ones_like(flat, dtype=torch.float32) if counted is None else counted.flatten(1).float()

@@ -167,9 +167,9 @@ def _read_weights(file: Path) -> dict[str, Tensor]:
 
 
 def _rename_perceptual_weights(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Returns VGG weights and LPIPS heads under the names of the class Perceptual; heads are flattened, other entries
-    dropped. `state` has the names of torchvision's VGG (features.N) or of the LPIPS package (net.sliceM.N,
-    linM.model.1).
+    """Returns the VGG weights and LPIPS heads in `state` under the names of the class Perceptual. Flattens the heads,
+    and drops all other weights. `state` has the names of torchvision's VGG (features.N) or of the LPIPS package
+    (net.sliceM.N, linM.model.1).
     """
     weights = {}
     for name, tensor in state.items():

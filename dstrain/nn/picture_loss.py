@@ -111,8 +111,8 @@ class PictureLoss:
         self.network: Distance | None = None  # loaded where it is first needed
 
     def list_part_losses(self, part: str, learn: Loss) -> dict[str, Loss]:
-        """Returns the loss function of each part by name: `learn` for the first stage, whose part is named `part`, and,
-        if there is a discriminator, compute_discriminator_loss for "discriminator".
+        """Returns the loss function of each part: {part: learn} for the first stage and, if there is a discriminator,
+        {"discriminator": compute_discriminator_loss}.
         """
         return {part: learn} | ({"discriminator": self.compute_discriminator_loss} if self.discriminator else {})
 
@@ -129,9 +129,9 @@ class PictureLoss:
         }
 
     def list_turns(self, part: str, step: int) -> tuple[str, ...]:
-        """Returns the parts that learn at `step`, in order: the first stage, named `part`, and from step
-        discriminator.start on also "discriminator". Remembers for this step's losses whether the discriminator learns
-        and whether an R1 penalty is due.
+        """Returns the names of the parts that learn at `step`, in order: `part`, the first stage, and from step
+        discriminator.start on also "discriminator". Also stores, for the losses of this step, whether the discriminator
+        learns and whether an R1 penalty is due.
         """
         # Remembered here, where the host knows the step: reading example["step"] would wait for the device.
         self.adversarial = self.discriminator is not None and step >= self.discriminator.start
@@ -150,8 +150,8 @@ class PictureLoss:
         return {"perceptual": network(picture, truth)}
 
     def list_frozen_networks(self) -> tuple[nn.Module, ...]:
-        """Returns (the frozen network of the perceptual distance,); () if it is not used, or if its weights are not on
-        this machine, since encoding and exporting do without it.
+        """Returns (the frozen network of the perceptual distance,); () if the recipe has no such loss, or the network's
+        weights are not on this machine.
         """
         return (
             (self._load_distance(),)
@@ -179,18 +179,21 @@ class PictureLoss:
         out: Tensor | None = None,
         last: LastLayer | None = None,
     ) -> tuple[dict[str, Tensor], Tensor]:
-        """Computes the adversarial loss of a first stage, balanced with its reconstruction loss. Returns the terms
-        `critique` (minus the mean logit), `critique_weight` and `critique_share`, (B,) each, and the gradient of
-        critique_weight * critique with respect to `out`. Stores `picture` and `truth` in `example` for the
-        discriminator's turn.
+        """Computes the adversarial loss of a first stage, balanced with its reconstruction loss. Stores `picture` and
+        `truth` in `example` for the discriminator's turn.
 
         picture  the reconstruction that the discriminator judges, computed from `out`.
+        truth    the original.
         of_mean  the gradient of the reconstruction loss with respect to `out`.
-        out      None: `picture` itself.
+        out      the decoder's output; None: `picture` itself.
         last     the layer that computed `out`: the two gradients are balanced at its filters. None: they are balanced
                  at `out`.
 
-        critique_share is the length of the weighted critique's gradient divided by that of the reconstruction's.
+        Returns the gradient of critique_weight * critique with respect to `out`, after the terms, (B,) each:
+
+        critique         minus the mean logit.
+        critique_weight  the weight that balances the critique.
+        critique_share   length of the weighted critique's gradient / length of the reconstruction loss's gradient.
         """
         critique = -nets["discriminator"](picture).flatten(1).mean(1)
         of_critique = adversarial.compute_picture_gradient(critique, picture if out is None else out)
@@ -214,9 +217,12 @@ class PictureLoss:
         return terms, weight.view(-1, 1, 1, 1) * of_critique
 
     def compute_discriminator_loss(self, nets: Nets, example: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Returns the discriminator's terms: `loss`, a scalar; `real` and `fake`, its mean logits (B,) of originals and
-        reconstructions; and `slope` (B,), the squared slope at the originals, in steps in which an R1 penalty is due.
-        The first stage's turn has stored originals and reconstructions in `example`.
+        """Returns the discriminator's terms for the originals and reconstructions that the first stage's turn has
+        stored in `example`:
+
+        loss        a scalar with gradient, the hinge loss and, in steps in which one is due, the R1 penalty.
+        real, fake  (B,), its mean logits of originals and of reconstructions.
+        slope       (B,), the squared slope at the originals; only in steps with a penalty.
         """
         assert "reconstruction" in example, "the first stage's turn comes before the discriminator's"
         truth, network, penalty = example["original"], nets["discriminator"], self.penalty
@@ -239,7 +245,7 @@ class PictureLoss:
 
 
 def make_loss_of_value_and_gradient(value: Tensor, pull: Tensor) -> Tensor:
-    """Returns a scalar loss with the value of one tensor's mean and the gradient of another's: the mean of `value`
-    (B,), and the gradient of the mean of `pull` (B,).
+    """Returns a scalar loss whose value is the mean of `value` (B,), and whose gradient is that of the mean of `pull`
+    (B,).
     """
     return (value.detach() + (pull - pull.detach())).mean()

@@ -19,8 +19,8 @@ def make_sincos_positions(
 
     base    None: patches are numbered 0, 1, ... along an axis. Otherwise both axes run from 0 to below `base`, whatever
             the number of patches (PixArt-alpha).
-    within  None: numbers begin at 0. Otherwise they are those in the middle of an axis of `within` patches (Stable
-            Diffusion 3).
+    within  None: the grid is the whole. Otherwise it lies in the middle of a larger grid with `within` patches along
+            each axis, which are the ones that are numbered (Stable Diffusion 3).
 
     Raises ConfigError if dim is not a multiple of 4.
     """
@@ -52,8 +52,9 @@ def make_rotations(
 
     sides          tokens along each of 1 to 3 axes. Each axis rotates a share of a head's values, in pairs of
                    neighbours.
-    bases          for each axis None, or `base` of `make_sincos_positions`; (): None for all.
-    before, after  numbers of tokens around the grid, which are not rotated.
+    bases          one value for each axis: None for positions 0, 1, ..., or a number below which all positions lie, see
+                   `base` of `make_sincos_positions`. (): None for all axes.
+    before, after  how many tokens precede and follow the grid; these are not rotated.
     """
     share = 2 * (head_dim // (2 * len(sides)))
     widths = (head_dim - share * (len(sides) - 1), *(share,) * (len(sides) - 1))

@@ -87,8 +87,8 @@ class Codebook(nn.Embedding):
     """
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Returns codebook vectors (B, D, h, w): those of tokens, int64 (B, h, w), or, if the argument is
-        floating-point weights of all K tokens, (B, K, h, w), the weighted sums.
+        """Returns codebook vectors (B, D, h, w). The argument is either tokens, int64 (B, h, w), whose vectors are
+        looked up, or floating-point weights of all K tokens, (B, K, h, w), by which the vectors are summed.
         """
         if tokens.is_floating_point():
             return torch.einsum("bkhw,kd->bdhw", tokens.to(self.weight.dtype), self.weight).contiguous()

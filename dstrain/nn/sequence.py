@@ -57,8 +57,8 @@ def is_sharing() -> bool:
 
 
 def take_own_part(x: Tensor, axis: int) -> Tensor:
-    """Returns this rank's part of an axis of x, as a copy. x must be equal on all ranks that share tokens, and their
-    number must divide the axis. If no tokens are shared, returns x itself.
+    """Returns a copy of this rank's part of an axis of x. x must be equal on all ranks that share tokens, and the
+    number of these ranks must divide the axis. If no tokens are shared, returns x itself.
     """
     if _team is None:
         return x
@@ -77,8 +77,9 @@ def take_own_parts(x: Tensor, count: int, axis: int) -> Tensor:
 
 
 def order_as_gathered(x: Tensor, count: int, axis: int) -> Tensor:
-    """Returns x with the entries of a whole axis in the order in which `attend` sees tokens that ranks took by
-    `take_own_parts` with the same `count`. If no tokens are shared, returns x itself.
+    """Reorders a whole axis of x as `attend` sees tokens that ranks took by `take_own_parts` with the same `count`: for
+    each rank in turn its part of the first `count` entries, then its part of the rest. If no tokens are shared, returns
+    x itself.
     """
     if _team is None:
         return x
@@ -87,24 +88,24 @@ def order_as_gathered(x: Tensor, count: int, axis: int) -> Tensor:
 
 
 def gather_parts(x: Tensor, axis: int) -> Tensor:
-    """Returns x with the whole axis, gathered from the parts of all ranks that share tokens. All of them call this
+    """Returns x with the whole axis, gathered from the parts of all ranks that share tokens. These ranks call this
     together, and must compute the same from the result. If no tokens are shared, returns x itself.
     """
     return x if _team is None else _Whole.apply(x, axis)
 
 
 def take_own_part_again(x: Tensor, axis: int) -> Tensor:
-    """Returns this rank's part of an axis that `gather_parts` has returned. Its backward pass, which all ranks must
-    run, gathers the gradients of all parts. If no tokens are shared, returns x itself.
+    """Returns this rank's part of an axis that `gather_parts` has made whole before. The backward pass gathers the
+    gradients of all parts, so all ranks that share tokens must run it. If no tokens are shared, returns x itself.
     """
     return x if _team is None else _OwnPart.apply(x, axis)
 
 
 def gather_tokens_and_split_heads(x: Tensor, runs: int) -> Tensor:
-    """Exchanges tokens for heads among the N ranks that share tokens: from a rank's own n tokens of all H heads to all
-    tokens of its own H / N heads, (B, H, n, d) -> (B, H / N, N n, d).
+    """Exchanges tokens for heads among the N ranks that share tokens: (B, H, n, d) -> (B, H / N, N n, d). Before, a
+    rank has its own n tokens with all H heads; afterwards all N n tokens with its own H / N heads.
 
-    runs  the number of equal stretches of the tokens, such as frames; a rank holds its part of each stretch.
+    runs  the number of stretches of equal length that the tokens form, such as frames; a rank holds its part of each.
     """
     return _exchange_axes(x.unflatten(2, (runs, -1)), gather=3, give=1).flatten(2, 3)
 
@@ -115,9 +116,9 @@ def gather_heads_and_split_tokens(x: Tensor, runs: int) -> Tensor:
 
 
 def gather_parts_and_split_channels(x: Tensor, axis: int) -> Tensor:
-    """Exchanges channels for parts of an axis among the N ranks that share tokens: from a rank's own n entries of
-    `axis` with all D channels (the last axis) to all entries with its own D / N channels, (..., n, ..., D) -> (..., N
-    n, ..., D / N). If no tokens are shared, returns x itself.
+    """Exchanges channels for parts of an axis among the N ranks that share tokens: (..., n, ..., D) -> (..., N n, ...,
+    D / N). Before, a rank has its own n entries of `axis` with all D channels (the last axis); afterwards all N n
+    entries with its own D / N channels. If no tokens are shared, returns x itself.
     """
     return x if _team is None else _exchange_axes(x, gather=axis, give=x.ndim - 1)
 

@@ -142,11 +142,11 @@ class Attention(nn.Module):
     def forward(
         self, x: Tensor, context: Tensor | None = None, rotation: Tensor | None = None, mask: Tensor | None = None
     ) -> Tensor:
-        """Returns the output of attention for tokens x (B, N, dim), which read `context` or, if it is None, each other:
-        (B, N, dim).
+        """Returns the output of attention for tokens x (B, N, dim): (B, N, dim). The tokens read `context`, or each
+        other if it is None.
 
-        context   (B, M, context_dim); not where ranks share the tokens (sequence.py).
-        rotation  (1, 2, N, d), of `make_rotations` (positions.py); None: no rotation.
+        context   (B, M, context_dim); may not be given where ranks share the tokens (sequence.py).
+        rotation  (1, 2, N, d), the result of `make_rotations` (positions.py); None: no rotation.
         mask      bool (B, 1, 1, M), True where a token may be read; None: all may be.
         """
         shared = 1 if context is None else 0

@@ -20,8 +20,8 @@ from dstrain.systems.base import Batch, Nets, Request, System, Terms
 
 @contextmanager
 def set_eval_mode(nets: Nets) -> Iterator[None]:
-    """Inside the block, the networks are in evaluation mode (no dropout), and `record_piece_of_work` is called before
-    each call of a network. Afterwards each module has its earlier mode again.
+    """Puts the networks into evaluation mode (no dropout) inside the block, and each module back into its earlier mode
+    afterwards. Inside the block, `record_piece_of_work` is called before each call of a network.
     """
     networks = [net for net in nets.values() if isinstance(net, nn.Module)]
     modes = [(module, module.training) for net in networks for module in net.modules()]
@@ -40,9 +40,11 @@ def set_eval_mode(nets: Nets) -> Iterator[None]:
 def draw_samples_in_rounds(
     system: System, nets: Nets, request: Request, chunk: int, device: torch.device | None = None
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Draws all samples of a request by all ranks together, in rounds, of which each rank draws `chunk` samples in one
-    call of System.sample. Yields (numbers, images) of each round, on the CPU of every rank: numbers, int64 (n,), are
-    the samples' indices in the request, images (n, ...) the samples themselves.
+    """Draws all samples of a request by all ranks together. In each round every rank draws `chunk` samples by one call
+    of System.sample. Yields for each round, on the CPU of every rank:
+
+    numbers  int64 (n,), the samples' indices in the request.
+    images   (n, ...), the samples.
     """
     total, world = len(request.seeds), group.world()
     for round, (_, images) in enumerate(draw_share_of_rank(system, nets, request, chunk, device)):
@@ -55,11 +57,14 @@ def draw_samples_in_rounds(
 def draw_share_of_rank(
     system: System, nets: Nets, request: Request, chunk: int, device: torch.device | None = None
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Draws all samples of a request by all ranks together, in rounds. Yields (numbers, images) of the `chunk` samples
-    that this rank draws in each round, on its device: numbers, int64 (chunk,), are the samples' indices in the request.
+    """Draws this rank's share of a request's samples, `chunk` in each round. All ranks call this together. Yields for
+    each round:
 
-    In the last round, numbers >= the number of samples belong to samples that are drawn a second time, so that all
-    ranks call the networks equally often. Raises ConfigError if System.sample returns anything but samples.
+    numbers  int64 (chunk,) on the CPU, the samples' indices in the request.
+    images   (chunk, ...), the samples as System.sample returns them.
+
+    Samples whose index is at or above the number of seeds are surplus: they are drawn so that all ranks call the
+    networks equally often. Raises ConfigError unless System.sample returns valid samples, see `require_valid_samples`.
     """
     total, world, device = len(request.seeds), group.world(), device or group.device()
     for begin in range(0, total, chunk * world):
@@ -95,8 +100,8 @@ def require_valid_samples(system: System, images: Any, count: int) -> None:
 
 
 def require_valid_scores(system: System, terms: Any, count: int) -> None:
-    """Raises ConfigError unless `terms`, the result of System.evaluate, is a dict that is not empty and holds tensors
-    (count,) or (count, K) only. Scalar tensors are allowed, except as `loss`.
+    """Raises ConfigError unless `terms`, the result of System.evaluate, is a dict with at least one term, and each term
+    is a tensor (count,), (count, K) or, except for `loss`, a scalar tensor.
     """
     place = f"system: evaluate of a {type(system).__name__}"
     if not isinstance(terms, dict) or not terms:
@@ -115,15 +120,15 @@ def require_valid_scores(system: System, terms: Any, count: int) -> None:
 def draw_all_samples(
     system: System, nets: Nets, request: Request, chunk: int, device: torch.device | None = None
 ) -> Tensor:
-    """Draws all N samples of a request by all ranks together, `chunk` in a call of a rank. Returns them on the CPU of
-    every rank, (N, ...).
+    """Draws all N samples of a request by all ranks together; a rank draws `chunk` in a call. Returns the samples, (N,
+    ...), on the CPU of every rank.
     """
     return torch.cat([images for _, images in draw_samples_in_rounds(system, nets, request, chunk, device)])
 
 
 def draw_all_samples_on_first_rank(system: System, nets: Nets, request: Request, chunk: int) -> Tensor | None:
-    """Draws all N samples of a request by all ranks together, `chunk` in a call of a rank. Returns them on the CPU of
-    rank 0, (N, ...), and None on the other ranks.
+    """Draws all N samples of a request by all ranks together; a rank draws `chunk` in a call. Returns the samples, (N,
+    ...), on the CPU of rank 0, and None on the other ranks.
     """
     rounds = [
         group.gather_rows_on_first_rank(images, count_samples_of_round(len(request.seeds), number, chunk))
@@ -133,8 +138,8 @@ def draw_all_samples_on_first_rank(system: System, nets: Nets, request: Request,
 
 
 def count_samples_of_round(total: int, round: int, chunk: int) -> list[int]:
-    """Returns, for each rank, how many of the `chunk` samples that it draws in round number `round` are needed: those
-    whose index is below `total`.
+    """Returns for each rank how many of the `chunk` samples that it draws in round `round` (from 0) have an index below
+    `total`. The rest is surplus.
     """
     first = round * chunk * group.world()
     return [min(max(total - first - rank * chunk, 0), chunk) for rank in range(group.world())]
@@ -142,8 +147,8 @@ def count_samples_of_round(total: int, round: int, chunk: int) -> list[int]:
 
 @torch.no_grad()
 def draw_pictures_on_first_rank(system: System, nets: Nets, batch: Batch, chunk: int) -> dict[str, Tensor | None]:
-    """Makes the pictures of System.pictures, such as reconstructions, for a batch that all ranks hold, `chunk` samples
-    in a call of a rank. Returns {name: uint8 (N, ...) on the CPU of rank 0}; on the other ranks the values are None.
+    """Makes the pictures of System.pictures, such as reconstructions, from a batch that all ranks hold; a rank takes
+    `chunk` samples in a call. Returns {name: uint8 (N, ...)} on the CPU of rank 0, and {name: None} on the other ranks.
     """
     pictures: dict[str, list[Tensor | None]] = {}
     total, world = len(batch["key"]), group.world()
@@ -159,9 +164,10 @@ def draw_pictures_on_first_rank(system: System, nets: Nets, batch: Batch, chunk:
 
 
 def count_class_columns(request: Request, most: int = 20) -> int | None:
-    """Returns the number of classes if the request's labels repeat one sequence of distinct classes, such as 0 1 2 0 1
-    2; a grid with so many columns has one column for each class. Returns None for other labels or none, for fewer than
-    2 or more than `most` classes, and if no class is repeated.
+    """Returns with how many columns a grid shows one class in each column: the number of classes, if the request's
+    labels repeat one sequence of distinct classes, such as 0 1 2 0 1 2.
+
+    Returns None for other labels or none, for fewer than 2 or more than `most` classes, and if no class is repeated.
     """
     labels = request.conditions.get("label")
     count = 0 if labels is None else len(labels.unique())
@@ -199,8 +205,8 @@ class Means:
         self.nonfinite += int((valid & ~finite).sum())
 
     def _add_sums(self, kind: str, name: str, values: Tensor, counted: Tensor) -> None:
-        """Adds the counted ones of `values` (B, K) to the sums under (kind, name). `counted` is bool, (B, 1)
-        or (B, K).
+        """Adds `values` (B, K), their squares and their number to the sums under (kind, name). Only values where
+        `counted`, bool (B, 1) or (B, K), is True enter.
         """
         values = torch.where(counted, values, 0.0)
         sums = torch.stack((values.sum(0), values.square().sum(0), counted.expand_as(values).sum(0)))  # (3, K)
@@ -210,11 +216,12 @@ class Means:
         """Returns the means over all valid samples of all ranks. All ranks call it together, with terms of the same
         names. The keys of the dict are:
 
-        figures, standard_errors  {name: float}, of terms (B,).
-        curves                    {name: float64 (K,)}, of terms (B, K).
-        quarters                  {name: float64 (4,)}, of terms (B,) by quarter of the timesteps.
-        timesteps                 the timestep of each column of the curves, or None.
-        nonfinite_samples         the number of samples with a value that is not finite.
+        figures            {name: float}, the means of terms (B,).
+        standard_errors    {name: float}, the standard errors of these means.
+        curves             {name: float64 (K,)}, the means of terms (B, K).
+        quarters           {name: float64 (4,)}, the means of terms (B,) in each quarter of the timesteps.
+        timesteps          the timestep of each column of the curves, or None.
+        nonfinite_samples  the number of samples with a value that is not finite.
         """
         names = list(self.sums)
         flat = torch.cat([*(self.sums[name].flatten() for name in names), torch.tensor([self.nonfinite]).double()])
@@ -241,13 +248,14 @@ class Means:
 def score_batches(
     system: System, nets: Nets, batches: Iterable[Batch], curves: dict[str, list[float]] | None = None
 ) -> dict[str, float]:
-    """Returns the mean over held-out samples of each of System.evaluate's terms (B,), by name, and the figures of
-    System.digest. The result is the same for any number of ranks, which call this together.
+    """Returns the mean of each term (B,) of System.evaluate over all held-out samples, by name, and the figures of
+    System.digest. All ranks call this together; the result is the same for any number of ranks.
 
-    batches  their `valid`, bool (B,), is False for repeated samples, which are not counted.
-    curves   None, or a dict that receives the means of terms (B, K) as lists.
+    batches  each with `valid`, bool (B,), False for repeated samples, which are not counted.
+    curves   None, or a dict to which {name: list of K means} is added for each term (B, K).
 
-    A value that is not finite makes its mean not finite; `nonfinite_samples` then gives the number of such samples.
+    The mean of a term with a value that is not finite is not finite either; the result then has `nonfinite_samples`,
+    the number of such samples.
     """
     means = Means()
     for batch in batches:

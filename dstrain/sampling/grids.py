@@ -14,12 +14,12 @@ from dstrain.systems.base import Batch, Nets, Request, System
 
 
 def make_grid_request(samples: Samples, system: System, data: Batch) -> tuple[Request, list[str] | None]:
-    """Returns the request for the samples of a grid, and the samples' captions, None without texts.
+    """Returns the request for the samples of a grid, and the samples' captions, or None if there are no texts.
 
-    data  if not empty, one sample is drawn for each row: it begins from the row's image or embedding, and its
-          conditions, such as the label, are the row's.
+    data  {}, or a batch from which samples begin. Then one sample is drawn for each row of the batch: from the row's
+          image or embedding, with the row's conditions, such as its label.
 
-    Raises ConfigError if the system returns conditions of another number of rows.
+    Raises ConfigError if the system returns conditions for another number of samples.
     """
     request, captions = make_request(samples, system, len(data["key"]) if data else samples.num, samples.seed)
     if data:
@@ -33,15 +33,16 @@ def make_grid_request(samples: Samples, system: System, data: Batch) -> tuple[Re
 def draw_grids(
     run: Run, system: System, nets: Nets, source: Source, micro: int
 ) -> Iterator[tuple[Tensor | None, str, int | None, list[str] | None]]:
-    """Yields (images, name, columns, captions) of each grid of pictures that training shows. All ranks call it
-    together.
+    """Draws the grids of pictures that training shows. All ranks call it together.
+
+    source  the data from which some systems begin to draw, such as super-resolution.
+    micro   the most samples that a rank draws in a call.
+
+    Yields (images, name, columns, captions) of each grid:
 
     images    uint8 (N, ...) on the CPU of rank 0; None on the other ranks.
     columns   the grid's number of columns if each class has one; else None.
     captions  one for each image; None without texts.
-
-    `source` holds the data from which some systems begin to draw, such as super-resolution. A rank draws at most
-    `micro` samples in a call.
     """
     samples = run.samples
     chunk = min(micro, -(-samples.num // group.world()))

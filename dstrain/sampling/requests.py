@@ -85,7 +85,8 @@ def make_request(
 
 def choose_conditions(system: System, num: int, labels: tuple[int, ...] | None) -> dict[str, Tensor]:
     """Returns the system's conditions for `num` samples, {name: tensor (num, ...)}. If `labels` is None, the system
-    chooses labels. Raises ConfigError if the system does not know a label, or returns another number of rows.
+    chooses labels. Raises ConfigError if the system does not know a label, or returns conditions for another number of
+    samples.
     """
     if labels and system.num_labels is not None:  # A system that says no number may still know its labels.
         system.require_labels(labels)
@@ -106,8 +107,8 @@ def require_condition_rows(system: System, conditions: dict[str, Tensor], num: i
 
 
 def list_built_in_captions(data: Data, system: System) -> tuple[str, ...]:
-    """Returns all captions that occur in the package's built-in data set; () if `data` is another data set or has no
-    captions, or the system does not read texts.
+    """Returns all captions that occur in `data`, if it is one of the package's built-in data sets. Returns () for other
+    data, for data without captions, and for a system that reads no texts.
     """
     name = find_original_path(data)
     if system.takes_texts and name == MOVING:
@@ -118,9 +119,11 @@ def list_built_in_captions(data: Data, system: System) -> tuple[str, ...]:
 
 
 def adapt_samples_for_metrics(samples: Samples, data: Data, system: System) -> Samples:
-    """Returns a copy of the `samples` section for samples that metrics compare with the data. Its labels are None (all
-    classes in turn) and its size is None (the size of the data); its prompts are all captions of the built-in data, or
-    for other data the recipe's prompts.
+    """Returns a copy of the `samples` section for samples that metrics compare with the data. These fields are changed:
+
+    labels   None: all classes in turn.
+    size     None: the size of the data.
+    prompts  all captions of the built-in data; for other data unchanged.
     """
     prompts = list_built_in_captions(data, system) or samples.prompts
     return samples.model_copy(update={"labels": None, "prompts": prompts, "size": None})

@@ -88,11 +88,11 @@ def draw_further_scenes(
     """Continues clips uint8 (N, T, C, H, W) by one scene after the other, and returns the whole videos, (N, T', C, H,
     W).
 
-    seeds    int64 (N,), those of `clips`; the seeds of further scenes are derived from them.
-    scenes   for each further scene its conditions {name: (N, ...), or (1, ...) for all clips}.
+    seeds    int64 (N,), the seeds of `clips`, from which the seeds of further scenes are derived.
+    scenes   the conditions of each further scene, {name: (N, ...), or (1, ...) for all clips}.
     primed   how many last frames each scene begins with; these are not drawn again.
     request  gives the sampler, steps and guidance of all scenes.
-    draw     draws the N clips of a request.
+    draw     draw(request) returns the N clips of a request, uint8 (N, T, C, H, W).
     """
     for texts in scenes:
         seeds = rng.keys_of_seeds(seeds)
@@ -104,9 +104,12 @@ def draw_further_scenes(
 
 
 def read_prime_frames(path: Path, data: Data, unit: int, primed: int, exactly: bool) -> Tensor:
-    """Reads the frames from which videos are continued, uint8 (N, K, C, H, W): the last K frames of a video or picture,
-    of each one in a folder, or of each sample in an .npz. K is `primed`; if a clip is shorter, the largest 1 + m * unit
-    that all clips have, or, if `exactly` is true, ConfigError is raised.
+    """Reads the last K frames of each clip, from which videos are continued: uint8 (N, K, C, H, W). `path` is a video
+    or picture, a folder of them, or an .npz of samples.
+
+    primed   K, if all clips have so many frames.
+    exactly  whether ConfigError is raised if a clip has fewer; if not, K is the largest 1 + m * unit that all clips
+             have.
 
     Videos and pictures are scaled and cropped to the size of the run's data. Raises ConfigError, with the file's name,
     if a file cannot be read, or an .npz has another size.
@@ -128,8 +131,8 @@ def read_prime_frames(path: Path, data: Data, unit: int, primed: int, exactly: b
 
 
 def _list_prime_files(path: Path) -> list[Path]:
-    """Returns [path] for a file, or the videos and pictures in a folder, without each .mp4 that stands beside a .gif of
-    its name. Raises ConfigError if the folder holds none.
+    """Returns [path] for a file; for a folder its videos and pictures, without an .mp4 if there is a .gif of the same
+    name. Raises ConfigError if the folder holds none.
     """
     if not path.is_dir():
         return [path]
@@ -142,8 +145,8 @@ def _list_prime_files(path: Path) -> list[Path]:
 
 
 def _read_last_frames(file: Path, data: Data, most: int) -> Tensor:
-    """Returns at most the last `most` frames of a video or picture, in the size of the run's data. Raises ConfigError
-    if it cannot be read.
+    """Returns the last `most` frames of a video or picture, or all if it has fewer, in the size of the run's data.
+    Raises ConfigError if the file cannot be read.
     """
     try:
         clip, real, _ = read_clip(file, Cut(most, *_get_frame_size(data), data.channels, upright=data.upright), _LATEST)

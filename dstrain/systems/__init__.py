@@ -85,9 +85,10 @@ def _list_entry_points() -> dict[str, importlib.metadata.EntryPoint]:
 def import_package(name: str) -> ModuleType:
     """Imports the package of the system `name`, and returns it.
 
-    Raises ConfigError if there is no such package, if it lacks Config or build, if Config.learns_from is no tuple of
-    known kinds of data, or if the user has not named a foreign package himself (recipe/trust.py). An exception while an
-    entry point is imported is raised with a note that names the entry point.
+    Raises ConfigError if there is no such package, if it lacks Config or build, or if Config.learns_from is no tuple of
+    known kinds of data. Also raises it for a package that is neither dstrain's nor an installed entry point, unless the
+    user has named it himself (recipe/trust.py). An exception while an entry point is imported gets a note with its
+    name.
     """
     if not all(word.isidentifier() for word in name.replace("-", "_").split(".")) or len(name) > 200:
         raise ConfigError(f"system: {name[:200]!r} is no name of a package: write letters, digits and dots")

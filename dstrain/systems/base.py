@@ -78,10 +78,10 @@ class SystemConfig(Section):
 
     @classmethod
     def completed(cls, model: dict[str, Any], run: Run) -> dict[str, Any]:
-        """Returns `model`, the section of a recipe, with values for fields that it leaves out, taken from the rest of
-        the recipe, such as the image size. By default returns it unchanged. The result is saved in the run's folder.
+        """Fills in the fields that `model`, the section of a recipe, leaves out, from the rest of the recipe, such as
+        the image size. Returns the section, which is saved in the run's folder. By default returns it unchanged.
 
-        `run.data.codes` describes the cache that the data are read from; None if they are no cache.
+        `run.data.codes` describes the cache that the data are read from; None if the data are no cache.
         """
         return model
 
@@ -94,9 +94,9 @@ class SystemConfig(Section):
 
     @classmethod
     def without_files(cls, run: Run) -> tuple[Run, str]:
-        """Returns a run that trains the same networks without those frozen networks whose files are missing on this
-        machine, and a note for the user about them, "" if none is missing. For `dstrain plan`. By default returns the
-        run unchanged and "".
+        """Returns the run for `dstrain plan`, without frozen networks whose files are missing on this machine, if it
+        trains the same networks without them; and a note for the user about them, or "". By default returns the run
+        unchanged and "".
         """
         return run, ""
 
@@ -114,8 +114,8 @@ class SystemConfig(Section):
 
     def conflicts_among(self, ranks: int) -> list[str]:
         """Returns an error message for each reason why `ranks` ranks cannot share the tokens of a sample
-        (parallel.sequence); [] if they can. By default they cannot. A system whose networks share tokens returns the
-        result of list_indivisible_counts.
+        (parallel.sequence); [] if they can. By default returns a message that the system shares no tokens. A system
+        whose networks can share tokens returns the result of list_indivisible_counts.
         """
         return [
             f"parallel.sequence={ranks}: {self.unshared}, and the systems that share tokens are dit, phenaki and "
@@ -125,7 +125,7 @@ class SystemConfig(Section):
     @property
     def num_labels(self) -> int | None:
         """Returns the number of classes on which samples are conditioned; None if the model reads no labels. The data
-        must have as many classes; for 1 class they need no labels.
+        must have as many classes. For a single class the data need no labels.
         """
         return None
 
@@ -138,9 +138,9 @@ class SystemConfig(Section):
     def with_encoders(
         cls, model: dict[str, Any], text_encoder: str | None = None, tokenizer: str | None = None
     ) -> dict[str, Any]:
-        """Returns `model`, the section of a recipe, with other folders or hub names for its frozen networks: the values
-        of the options --text-encoder and --tokenizer of `dstrain generate`, None if not given. Raises ConfigError if
-        the model has no use for a given one.
+        """Returns `model`, the section of a recipe, with other folders or hub names for its frozen networks. These are
+        the values of the options --text-encoder and --tokenizer of `dstrain generate`; None if an option is not given.
+        Raises ConfigError if an option is given that the model has no use for.
         """
         if text_encoder is not None:
             raise ConfigError("--text-encoder: the model takes no texts; leave it out")
@@ -149,8 +149,9 @@ class SystemConfig(Section):
         return model
 
     def unequal(self, run: Run, **fields: str) -> list[str]:
-        """Returns an error message for each keyword argument KEY="FIELD" for which data.KEY of the run and model.FIELD
-        differ; [] if all are equal. For use in `conflicts`.
+        """Compares fields of the run's data with fields of this section: the keyword argument KEY="FIELD" compares
+        data.KEY with model.FIELD. Returns an error message for each pair that differs; [] if none does. For use in
+        `conflicts`.
         """
         pairs = ((key, getattr(run.data, key), field, getattr(self, field)) for key, field in fields.items())
         return [
@@ -161,7 +162,7 @@ class SystemConfig(Section):
 
 
 def list_indivisible_counts(ranks: int, counts: Mapping[str, int]) -> list[str]:
-    """Returns an error message for each number in `counts` that `ranks` does not divide; [] if it divides all. The keys
+    """Returns an error message for each number in `counts` that cannot be divided by `ranks`; [] if all can. The keys
     of `counts` say what is counted. For use in `conflicts_among`.
     """
     fits = format_divisors(math.gcd(*counts.values()))
@@ -210,10 +211,11 @@ class System(Figures, Stateful, Prompted, Sampling, Videos, FirstStage, Imports,
         return self.parts[part](nets, example)
 
     def evaluate(self, nets: Nets, example: Example) -> Terms:
-        """Returns the terms of held-out samples, (B,) each, with `loss` among them; curves (B, K) are allowed, too. By
-        default these are the terms by sample of the first part's loss, whose loss_each becomes `loss`.
+        """Scores held-out samples. Returns terms by name, (B,) each, with `loss` among them; curves (B, K) are allowed,
+        too.
 
-        Examples of held-out data have no `step`. Raises ConfigError if the first part's loss returns no loss_each.
+        By default returns the terms of the first part's loss, without scalars, and with loss_each as `loss`. Raises
+        ConfigError if that loss returns no loss_each. Examples of held-out data have no `step`.
         """
         terms = self.loss(next(iter(self.parts)), nets, example)
         if "loss_each" not in terms:
@@ -271,8 +273,8 @@ class System(Figures, Stateful, Prompted, Sampling, Videos, FirstStage, Imports,
         return source.compute_fingerprint()
 
     def decays(self, name: str, weight: Tensor) -> bool:
-        """Returns whether weight decay applies to the weight `name`. By default to those of two or more axes (matrices,
-        filters), not to biases and gains.
+        """Returns whether weight decay applies to the weight `name`. By default it applies to weights of two or more
+        axes (matrices, filters), not to biases and gains.
         """
         return weight.ndim >= 2
 
@@ -283,7 +285,9 @@ class System(Figures, Stateful, Prompted, Sampling, Videos, FirstStage, Imports,
         return ()
 
     def frozen(self) -> tuple[nn.Module, ...]:
-        """Returns the networks that are moved to the device, and never trained, averaged or saved; () by default."""
+        """Returns the frozen networks: they are moved to the device, but never trained, averaged or saved. () by
+        default.
+        """
         return ()
 
     def cannot_draw(self) -> str | None:
@@ -291,8 +295,8 @@ class System(Figures, Stateful, Prompted, Sampling, Videos, FirstStage, Imports,
         return None if type(self).sample is not System.sample else f"a {type(self).__name__} draws no samples"
 
     def sampler(self, name: str | None, key: str = "sampler") -> str:
-        """Returns `name` if it is one of `samplers`; for None the default one, the last of them, or "" if there is no
-        choice. Raises ConfigError, whose message begins with `key`, for any other name.
+        """Returns `name` if it is one of `samplers`. For None returns the last of `samplers`, which is the default, or
+        "" if there is no choice. Raises ConfigError, whose message begins with `key`, for any other name.
         """
         if name is None:
             return self.samplers[-1] if self.samplers else ""

@@ -10,8 +10,11 @@ _GOLDEN = 0.6180339887498949  # (sqrt(5) - 1) / 2: its multiples modulo 1 fill [
 
 
 def find_last_kept_frame(shares: tuple[float, ...], step: int) -> int | None:
-    """Returns the last latent frame, counted from 0, that clips keep in a training step; None if they are kept whole.
-    Of all steps the share shares[f], spread evenly, keeps frames 0 to f; the rest keeps whole clips.
+    """Returns the last latent frame, counted from 0, that clips keep in the training step `step`; None if they are kept
+    whole.
+
+    shares  shares[f] is the share of all steps in which clips keep the frames 0 to f. These steps are spread evenly. In
+            the remaining steps clips are whole.
     """
     place = step * _GOLDEN % 1.0
     for frame, end in enumerate(accumulate(shares)):

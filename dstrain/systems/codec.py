@@ -96,7 +96,8 @@ class Codec(Frozen):
                 images, as videos of one frame.
         frames  int64 (B,), how many frames of each video are real; None: all. Tokens of padding have no meaning.
 
-        Raises ConfigError if pixels have another shape than the first stage takes, or are videos and it takes images.
+        Raises ConfigError if the first stage does not take this shape or number of frames, or takes images and gets
+        videos.
         """
         self.require_shape(tuple(pixels.shape[-3:]))
         if pixels.ndim == 5 and not self.of_videos:

@@ -45,8 +45,8 @@ class Stateful:
     watched: tuple[str, ...] = ()  # terms by sample that `observe` sees after a step, and no report
 
     def observe(self, terms: Terms) -> None:
-        """Updates the system's own state after a step. `terms` holds those named in `watched`, (N, ...) each, of all
-        ranks, in the order of the global batch. By default does nothing.
+        """Updates the system's own state after a step. `terms` holds the terms named in `watched`, (N, ...) each, for
+        all N samples of the global batch, in its order. By default does nothing.
         """
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -54,7 +54,7 @@ class Stateful:
         return {}
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Restores the state that `state_dict` has returned. By default raises ConfigError unless it is empty."""
+        """Restores the state that `state_dict` has returned. By default raises ConfigError if `state` is not empty."""
         if state:
             raise ConfigError(f"{type(self).__name__} keeps no state, the checkpoint holds {', '.join(sorted(state))}")
 
@@ -85,9 +85,8 @@ class Prompted:
         raise ConfigError(f"a {type(self).__name__} is led away from no text")
 
     def describe_cut(self, texts: list[str], what: str) -> str:
-        """Returns a note for the user that says how many tokens of the texts are cut off, if the model reads only the
-        first ones of long texts; "" if none is, as by default. `what` is the note's word for the texts, such as
-        "prompts".
+        """Returns a note for the user: how many tokens are cut off from texts that are longer than the model can read;
+        "" if none is. `what` is the note's word for the texts, such as "prompts". By default returns "".
         """
         return ""
 
@@ -97,11 +96,14 @@ class Prompted:
         return type(self).conditions_from is not Prompted.conditions_from
 
     def conditions_from(self, images: Tensor) -> dict[str, Tensor]:
-        """Returns the conditions of samples that begin from given pictures, uint8 (N, C, H, W): {name: tensor (N,
-        ...)}. A system of videos takes their first frames, (N, K, C, H, W) with K = 1 + m * temporal_patch_size. A
-        system with takes_embeddings takes float32 (N, takes_embeddings).
+        """Returns the conditions of samples that begin from given pictures, {name: tensor (N, ...)}. `images` is one
+        of:
 
-        Raises ConfigError if the pictures do not fit, and by default.
+        pictures    uint8 (N, C, H, W).
+        videos      uint8 (N, K, C, H, W), their first K = 1 + m * temporal_patch_size frames, for a system of videos.
+        embeddings  float32 (N, takes_embeddings), for a system with takes_embeddings above 0.
+
+        Raises ConfigError if they do not fit. By default always raises it.
         """
         raise ConfigError(f"a {type(self).__name__} begins from noise and takes no pictures")
 
@@ -118,7 +120,7 @@ class Sampling:
 
     def check_sampling(self, samples: Samples) -> None:
         """Raises ConfigError if the recipe's `samples` section sets a field that this system does not read, or one that
-        does not go with its sampler.
+        does not go with the chosen sampler.
         """
         usual, kind, problems = Samples(), type(self).__name__, []
         if samples.size is not None and not self.takes_sizes:
@@ -135,7 +137,7 @@ class Sampling:
 
     def require_guide(self, other: Any) -> None:
         """Raises ConfigError if the network of the system `other` cannot guide this system's samples (autoguidance). By
-        default none can.
+        default always raises it.
         """
         raise ConfigError(f"a {type(self).__name__} is guided by no other run; leave it out")
 
@@ -156,9 +158,12 @@ class FirstStage:
     codebook_size: int | None = None  # number of ids that `codes` may give; None: latents
 
     def codes(self, nets: Nets, example: Example) -> dict[str, Tensor]:
-        """Encodes example["x_start"] without noise, for `dstrain encode`. Images (B, C, H, W) give {"latent_mean",
-        "latent_std": float32 (B, c, h, w)} or {"tokens": int64 (B, h, w)}; videos (B, T, C, H, W), whose first
-        example["frames"] (B,) frames are real, give {"tokens": int64 (B, t, h, w)}. By default raises ConfigError.
+        """Encodes example["x_start"] without noise, for `dstrain encode`. Returns {"latent_mean", "latent_std":
+        float32} or {"tokens": int64}. By default raises ConfigError. The shapes:
+
+        images  (B, C, H, W) give latents (B, c, h, w) or tokens (B, h, w).
+        videos  (B, T, C, H, W) give tokens (B, t, h, w). example["frames"] (B,) says how many first frames are real;
+                the rest is padding.
         """
         raise ConfigError(f"a {type(self).__name__} encodes nothing that others learn from")
 
@@ -169,8 +174,8 @@ class FirstStage:
         raise ConfigError(f"a {type(self).__name__} decodes nothing that others draw")
 
     def identity(self, nets: Nets) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """Returns all that the result of `codes` depends on: a config that JSON can hold, and weights by name. A hash
-        of both tells first stages apart. By default raises ConfigError.
+        """Returns all that the result of `codes` depends on: a config that JSON can hold, and the weights by name. A
+        hash of both identifies the first stage. By default raises ConfigError.
         """
         raise ConfigError(f"a {type(self).__name__} encodes nothing that others learn from")
 
@@ -222,9 +227,9 @@ class Imports:
         self, state: dict[str, Tensor], diffusers_config: Mapping[str, Any]
     ) -> tuple[dict[str, Tensor], list[str]]:
         """Returns weights that diffusers has saved, under the names that `adapt` takes for the first part, and notes
-        for the user. `diffusers_config` is the content of their config.json.
+        for the user. `diffusers_config` is the content of the config.json beside the weights.
 
-        Raises ConfigError if config.json does not fit the recipe, and by default.
+        Raises ConfigError if config.json does not fit the recipe. By default always raises it.
         """
         raise ConfigError(
             f"weights: config.json is of class {diffusers_config.get('_class_name')} of diffusers, which "

@@ -11,8 +11,8 @@ _PACKAGE = "dstrain."
 
 
 def gather_source(root: type, replaced: Mapping[str, str]) -> str:
-    """Returns Python source that defines the class `root` without importing dstrain: the imports, then all classes,
-    functions and constants of dstrain that it uses, then the class itself.
+    """Returns Python source that defines the class `root` without importing dstrain: import lines, then all classes,
+    functions and constants of dstrain that the class uses, then the class itself.
 
     replaced  {name of a module of dstrain: source that is written in place of its definitions}.
     """
@@ -34,8 +34,8 @@ class _Gatherer:
         self._modules: dict[str, tuple[str, dict[str, ast.stmt]]] = {}
 
     def add_name(self, module: str, name: str) -> None:
-        """Adds what defines `name` in a module: an import line, or a definition, after all definitions that it uses.
-        Adds nothing if it was added before, or if the module does not define the name (builtins, local variables).
+        """Adds the import line or the definition of `name` in a module; before a definition, all that it uses. Adds
+        nothing if the name was added before, or if the module does not define it (builtins, local variables).
         """
         source, statements = self._read_module(module)
         statement = statements.get(name)
@@ -59,8 +59,8 @@ class _Gatherer:
             self.definitions.append(self.replaced[module])
 
     def _mark_added_if_new(self, module: str, name: str) -> bool:
-        """Returns whether `name` of this module is new, and records it as added. The same name from two modules is an
-        AssertionError, since both would stand in one file.
+        """Records `name` of this module as added, and returns whether it is new. Raises AssertionError if the same name
+        of another module was added before.
         """
         if name not in self._owners:
             self._owners[name] = module

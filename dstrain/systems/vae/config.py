@@ -135,7 +135,7 @@ class KL(Section):
     @model_validator(mode="after")
     def _require_consistent_fields(self) -> "KL":
         """Returns the section. Raises ConfigError if block_out_channels is empty, or norm_num_groups does not divide
-        each of it.
+        each of its numbers.
         """
         if not self.block_out_channels:
             raise ConfigError("block_out_channels is empty: give a width for each resolution, such as [128, 256]")
@@ -209,12 +209,15 @@ class Config(SystemConfig):
 
     @classmethod
     def completed(cls, model: dict[str, Any], run: Run) -> dict[str, Any]:
-        """Returns the section `model`, with image_size and channels of the data if it leaves them out."""
+        """Fills in image_size and channels from the data if the section `model` leaves them out. Returns the
+        section.
+        """
         return {"image_size": run.data.image_size, "channels": run.data.channels, **model}
 
     def conflicts(self, run: Run) -> list[str]:
-        """Returns an error message for each conflict with the rest of the recipe: another image size or number of
-        channels of the data, missing perceptual weights, or kl_form=legacy without batch.micro. [] if there are none.
+        """Returns an error message for each conflict with the rest of the recipe; [] if there are none. Conflicts are
+        an image size or channels that differ from the data's, missing weights of the perceptual loss, and
+        kl_form=legacy without batch.micro.
         """
         problems = self.unequal(run, image_size="image_size", channels="channels")
         problems += describe_missing_perceptual_weights(self.kind.perceptual, f"model.{self.kind_name}.perceptual")

@@ -95,9 +95,12 @@ class DiscreteVAE(nn.Module):
         )
 
     def forward(self, x: Tensor, noise: Tensor | None = None, temperature: Tensor | None = None) -> Relaxed | Rounded:
-        """Encodes and decodes images x (B, C, H, W) in [0, 1]. With the quantizer gumbel returns Relaxed, with tokens
-        drawn by Gumbel `noise` (B, K, h, w) at `temperature` (B,). With other quantizers returns Rounded; both
-        arguments are then None.
+        """Encodes and decodes images x (B, C, H, W) in [0, 1].
+
+        noise        Gumbel noise (B, K, h, w), by which the quantizer gumbel draws tokens; None for other quantizers.
+        temperature  (B,), of the quantizer gumbel; None for other quantizers.
+
+        Returns a Relaxed with the quantizer gumbel, and a Rounded with others.
         """
         if self.quantizer is None:
             logits = widen_precision(self._encode_features(x))  # (B, K, h, w)

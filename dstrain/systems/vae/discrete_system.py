@@ -58,9 +58,11 @@ class DiscreteSystem(AutoencoderSystem):
         )
 
     def compute_output_and_code_loss(self, nets: Nets, example: Example) -> tuple[Tensor, Terms, Tensor]:
-        """Runs the network. Returns the decoder's output (B, C or 2C, H, W), the terms of the tokens by name, (B,)
-        each, and the tokens' part of the loss, (B,), see `_compute_code_terms`. With kl_form=legacy this part is
-        multiplied by B.
+        """Runs the network. Returns three values:
+
+        output  the decoder's output (B, C or 2C, H, W).
+        terms   the terms of the tokens by name, (B,) each, see `_compute_code_terms`.
+        loss    the tokens' part of the loss, (B,). With the quantizer gumbel and kl_form=legacy it is multiplied by B.
         """
         passed = self._run_network(nets, example)
         terms, coding = self._compute_code_terms(passed, example)
@@ -70,9 +72,11 @@ class DiscreteSystem(AutoencoderSystem):
 
     @torch.no_grad()
     def evaluate(self, nets: Nets, example: Example) -> Terms:
-        """Returns terms of each sample, (B,) each, at the final temperature and KL weight: `loss` and its terms, and
-        psnr and ssim of the image decoded from the tokens (with gumbel the most likely ones); and usage (B, K), the
-        share of each token.
+        """Returns terms of held-out images, at the final temperature and KL weight:
+
+        loss        (B,), and the terms that it consists of, (B,) each.
+        psnr, ssim  (B,), of the image that is decoded from the tokens (with gumbel from the most likely ones).
+        usage       (B, K), the share of each of the K tokens.
         """
         passed = self._run_network(nets, example)
         terms, coding = self._compute_code_terms(passed, example)

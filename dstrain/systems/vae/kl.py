@@ -85,8 +85,8 @@ class KLAutoencoder(nn.Module):
 
 
 def list_block_classes() -> tuple[type[nn.Module], ...]:
-    """Returns diffusers' classes of the network's blocks, of which there is one for each resolution: the encoder's and
-    the decoder's.
+    """Returns diffusers' classes of the encoder's and of the decoder's blocks. The network has one of each for each
+    resolution.
     """
     from diffusers.models.unets.unet_2d_blocks import DownEncoderBlock2D, UpDecoderBlock2D
 

@@ -69,8 +69,12 @@ class KLSystem(AutoencoderSystem):
 
     @torch.no_grad()
     def evaluate(self, nets: Nets, example: Example) -> Terms:
-        """Returns terms of each sample, (B,) each: `loss` and its terms, without the discriminator's, and psnr and ssim
-        of the reconstruction; and latent_mean and latent_square by channel, (B, c) each.
+        """Returns terms of held-out images:
+
+        loss                        (B,), and the terms that it consists of, (B,) each; the discriminator has no part in
+                                    it.
+        psnr, ssim                  (B,), of the reconstruction.
+        latent_mean, latent_square  (B, c), by channel, see `_compute_latent_mean_and_square`.
         """
         passed = self._run_network(nets, example)
         terms = {"kl": _compute_kl_to_normal(passed)} | self.compute_distance_terms(nets, passed.picture, example)
@@ -131,8 +135,8 @@ class KLSystem(AutoencoderSystem):
         return nets["autoencoder"].decode(codes).clamp(-1, 1)
 
     def identity(self, nets: Nets) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """Returns the config and the weights that the exported AutoencoderKL has, so that its hash is that of the
-        trained one.
+        """Returns the config and the weights by name, as an exported AutoencoderKL has them. So the hash of the
+        exported network equals that of the trained one.
         """
         return read_encoding_config_and_weights(nets["autoencoder"])
 

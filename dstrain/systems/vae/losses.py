@@ -26,8 +26,10 @@ def compute_mean_error(kind: Literal["l1", "mse", "smooth_l1"], picture: Tensor,
 
 def compute_logit_laplace_loss(out: Tensor, truth: Tensor) -> Tensor:
     """Returns the negative log density of each sample in nats, averaged over its values, (B,), under logit-Laplace
-    distributions. `out` (B, 2C, H, W) holds their means, then their log scales, which count as at least -6; `truth` (B,
-    C, H, W) holds pixels in [0, 1].
+    distributions.
+
+    out    (B, 2C, H, W), the distributions' means, then their log scales, which are raised to at least -6.
+    truth  (B, C, H, W), pixels in [0, 1].
     """
     mean, log_scale = out.chunk(2, dim=1)
     log_scale = log_scale.clamp(min=LEAST_LOG_SCALE)

@@ -13,8 +13,8 @@ _INTERVAL = 100  # steps between two updates of the legacy temperature
 def compute_temperature(schedule: Temperature, step: Tensor) -> Tensor:
     """Returns the temperature at optimizer steps: int64 (B,) -> float32 (B,).
 
-    The schedule legacy multiplies the temperature at steps 0, 100, 200, ... by exp(-rate * step); each update takes
-    effect one step later. All updates are computed at once, in closed form.
+    The schedule legacy multiplies the temperature at steps 0, 100, 200, ... by exp(-rate * step), which takes effect
+    one step later.
     """
     progress = (step.double() / schedule.steps).clamp(max=1)
     start, minimum = schedule.start, schedule.minimum

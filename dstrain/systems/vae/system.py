@@ -62,8 +62,9 @@ class AutoencoderSystem(System):
         return self.picture_loss.list_turns("autoencoder", step)
 
     def compute_autoencoder_loss(self, nets: Nets, example: Example) -> Terms:
-        """Returns the terms of the autoencoder's turn: `loss`, a scalar with gradient, and without gradient, (B,) each,
-        the reconstruction error, the terms of the codes and, once the discriminator learns, the adversarial terms.
+        """Returns the terms of the autoencoder's turn. `loss` is a scalar with gradient. The others are (B,) each,
+        without gradient: the reconstruction error, the terms of the codes and, once the discriminator learns, the
+        adversarial terms.
         """
         discriminator, last = self.config.kind.discriminator, self.get_last_layer(nets)
         by_last_layer = self.picture_loss.adversarial and discriminator.balance == "last_layer"
@@ -92,8 +93,8 @@ class AutoencoderSystem(System):
 
     @abstractmethod
     def compute_output_and_code_loss(self, nets: Nets, example: Example) -> tuple[Tensor, Terms, Tensor]:
-        """Runs the network. Returns the decoder's output (B, ...), the terms of the codes by name, (B,) each, and the
-        codes' part of the loss, (B,).
+        """Runs the network. Returns three values: the decoder's output (B, ...), the terms of the codes by name, (B,)
+        each, and the codes' part of the loss, (B,).
         """
 
     @abstractmethod

@@ -65,9 +65,11 @@ def save_export(
     statistics: Callable[[], dict[str, Any]],
     classes: Callable[[], Sequence[str]] = tuple,
 ) -> None:
-    """Writes config.json and the weights of diffusers' AutoencoderKL into `folder`. statistics() returns a dict with
-    scaling_factor, 1 / the standard deviation of latents, which config.json gets; `classes` has no effect. Raises
-    ConfigError for a discrete VAE.
+    """Writes config.json and the weights of diffusers' AutoencoderKL into `folder`. Raises ConfigError for a discrete
+    VAE.
+
+    statistics  statistics() returns a dict with scaling_factor, 1 / the standard deviation of latents, for config.json.
+    classes     has no effect.
     """
     from diffusers import AutoencoderKL
 
@@ -83,9 +85,10 @@ def save_export(
 
 @torch.no_grad()
 def measure_errors(system: KLSystem, nets: Mapping[str, nn.Module], folder: Path, example: Example) -> dict[str, float]:
-    """Compares the exported model in `folder` with the trained network on the example. Returns the largest relative
-    errors by name: mean and std, of the posterior, and decoded, of the picture. Raises ConfigError if the weights in
-    the folder are not exactly the trained ones.
+    """Compares the exported model in `folder` with the trained network on the example. Returns {"mean", "std",
+    "decoded"}: the largest error of the posterior's mean, of its standard deviation and of the decoded picture, each
+    divided by the largest absolute value. Raises ConfigError if the weights in the folder are not exactly the trained
+    ones.
     """
     read = Autoencoder(str(folder)).to(example["x_start"].device)
     trained, exported = hash_network(*system.identity(nets)), read.fingerprint()

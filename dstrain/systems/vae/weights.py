@@ -20,11 +20,12 @@ _NEW_NAMES = {"query": "to_q", "key": "to_k", "value": "to_v", "proj_attn": "to_
 def adapt_weights(
     state: dict[str, Tensor], network: nn.Module, remedies: Remedies
 ) -> tuple[dict[str, Tensor], list[str]]:
-    """Returns `state` with the names and shapes of `network`, and notes for the user on what was changed. From a DALL-E
-    checkpoint only the VAE is taken; diffusers' old names of attention layers become those of today.
+    """Returns `state` with the names and shapes of `network`, and notes for the user on what was changed. Of a DALL-E
+    checkpoint only the VAE is taken. diffusers' old names of attention layers become those of today.
 
-    Raises ConfigError if the file is of the other kind of autoencoder, holds ZeRO-3's placeholders instead of weights,
-    or differs in any other name or shape. `remedies` says which fields of the recipe to set.
+    Raises ConfigError if the file is of a discrete VAE and the network a KL autoencoder, or the other way round, if it
+    holds ZeRO-3's placeholders instead of weights, or if any other name or shape differs. `remedies` gives the fields
+    of the recipe that the message names.
     """
     shapes, notes = list_shapes(network), []
     inner = {name.removeprefix(_PART): tensor for name, tensor in state.items() if name.startswith(_PART)}
@@ -59,9 +60,9 @@ def adapt_weights(
 
 
 def require_same_config(diffusers_config: Mapping[str, Any], network_config: Mapping[str, Any]) -> None:
-    """Raises ConfigError if a config.json of diffusers is not that of an AutoencoderKL, or differs from
-    `network_config` in norm_num_groups or act_fn. If network_config is empty (a discrete VAE), only the class is
-    checked.
+    """Raises ConfigError unless `diffusers_config`, the content of diffusers' config.json, is that of an AutoencoderKL
+    and has the norm_num_groups and act_fn of `network_config`. For an empty network_config (a discrete VAE) only the
+    class is checked.
     """
     if diffusers_config.get("_class_name") != _CLASS:
         raise ConfigError(
